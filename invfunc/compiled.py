@@ -105,9 +105,9 @@ def compiled(
     invfunc`; to be without, return their tensors, as `factors` (`strict=True` takes no `Kronecker`).
 
     Cost: the operations of t, without Python: small models are several times faster, large ones not at all. The first
-    call takes as long as two (large models) to thirty calls of t, most often six to ten. What is looked at in each
-    call takes 2 to 12 % of the time of t: it grows with the arguments and modules. Operations that eight chunks or
-    more have in common are written down once, and called for each of them with its tensors and numbers; chunks that do
+    call takes as long as two (large models) to six calls of t, most often three to four. What is looked at in each call
+    takes 2 to 12 % of the time of t: it grows with the arguments and modules. Of more than eight chunks it is a loop
+    over what they have in common, with the tensors and numbers of each, which may have loops in it; chunks that do
     others, as ragged ones may, have their own. `"inductor"` compiles those apart, and what is around them runs one by
     one. A plan of more than 20 000 operations is not kept. It keeps small constants, and no tensor of the caller's;
     objects that f closed over are kept until the next call. The last 32 plans are kept. A CUDA graph keeps copies of

@@ -235,7 +235,7 @@ OPERATIONS = 20_000
 """Operations of a plan; a call that takes more is not kept. A limit of memory."""
 
 REPEATED = 8
-"""Parts of a call that do the same, as chunks do, from which on a plan has their operations once."""
+"""Parts of a call that do the same, as chunks do, from which on a plan is a loop over them."""
 
 PLANS, SHAPES = 32, 8
 """Plans that a function keeps, the latest ones; for how many shapes it warns."""

@@ -195,6 +195,7 @@ def undispatched() -> Iterator[None]:
 
 
 FakeTensor, FakeTensorMode = fake_tensor.FakeTensor, fake_tensor.FakeTensorMode
+unheard = torch._C.DisableTorchFunction  # a context without function modes
 NoNumbers = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
 
 

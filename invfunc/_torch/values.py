@@ -53,10 +53,14 @@ def any_of(several: Sequence[torch.Tensor]) -> list[bool]:
         if not fake(x):
             here.setdefault(x.device, []).append(i)
     for places in here.values():
-        flags = torch.stack([innermost(innermost(several[i]).any()) for i in places])
+        flags = torch.stack([innermost(_flag(innermost(several[i]))) for i in places])
         for i, flag in zip(places, innermost(flags).tolist(), strict=True):
             found[i] = flag
     return found
+
+
+def _flag(x: torch.Tensor) -> torch.Tensor:
+    return x if x.ndim == 0 and x.dtype is torch.bool else x.any()
 
 
 Check = tuple[torch.Tensor, Callable[[], Exception]]

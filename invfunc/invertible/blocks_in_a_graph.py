@@ -15,7 +15,7 @@ from invfunc._torch.functorch import TorchDispatchMode, storage_of, undispatched
 from invfunc._torch.values import differentiable
 from invfunc.errors import InverseError, ReplayError
 from invfunc.plans.draws import draws
-from invfunc.plans.recorder import Operator, written
+from invfunc.plans.facts import Operator, written
 from invfunc.recomputation.places import evenly
 
 Env = dict[fx.Node, Any]

@@ -41,7 +41,8 @@ class Backend:
 
     def prepare(self, plan: Plan, say: Callable[[str], None]) -> None:
         """Have it run a plan from now on."""
-        plan.call = self.runs(plan.module, say)
+        if self.name in ("inductor", "cudagraphs"):
+            plan.call = self.runs(plan.module, say)
 
     def runs(self, module: fx.GraphModule, say: Callable[[str], None]) -> Callable[..., Any]:
         """What runs a graph."""

@@ -190,7 +190,7 @@ class Calls:
         before, others = [(g, state_of(g)) for g in _generators(watch)], _other_states()
         recorder = Recorder(call.tensors, watch)
         try:
-            with torch.autograd.set_multithreading_enabled(False), Reads(recorder), recorder, written(recorder.parts):
+            with torch.autograd.set_multithreading_enabled(False), Reads(recorder), recorder, written(recorder.tape):
                 result = self.t(*args, **kwargs)
         except Exception as error:
             set_states(before)
@@ -258,7 +258,8 @@ def aside(args: tuple, kwargs: dict[str, Any]) -> bool:
 def _other_states() -> tuple:
     """The states of random numbers that are not torch's."""
     numpy: Any = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else repr(numpy.random.get_state())
+    state = None if numpy is None else numpy.random.get_state()
+    return random.getstate(), None if state is None else (state[0], state[1].tobytes(), *state[2:])
 
 
 def compare(found: Any, wanted: Any) -> None:

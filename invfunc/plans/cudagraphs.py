@@ -15,8 +15,9 @@ from torch import fx
 from invfunc import tree
 from invfunc._torch.generators import same_state, set_states, state_of
 from invfunc.plans.draws import default_generators
-from invfunc.plans.parts import Repeated
-from invfunc.plans.recorder import Operator, same_shape
+from invfunc.plans.facts import Operator
+from invfunc.plans.parts import Passes
+from invfunc.plans.recorder import same_shape
 
 KIND = "cuda"
 _COPIES = {"_to_copy", "copy_", "copy", "_copy_from"}
@@ -138,9 +139,9 @@ class _Look(fx.Interpreter):
     why = ""
 
     def run_node(self, n: fx.Node) -> Any:
-        if isinstance(n.target, Repeated):
-            own = _Look(n.target.module)
-            result = own.run(*self.fetch_args_kwargs_from_env(n)[0])
+        if isinstance(n.target, Passes):
+            own = _Look(n.target.part.module)
+            result = n.target.by(own.run, *self.fetch_args_kwargs_from_env(n)[0])
             self.why = self.why or own.why
             return result
         given = [x.device for x in tree.tensors((self.fetch_args_kwargs_from_env(n),))] if n.op != "output" else []

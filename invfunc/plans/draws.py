@@ -7,11 +7,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import fx
 
 from invfunc import tree
 from invfunc._torch.functorch import same_generator, unwatched
 from invfunc._torch.generators import set_states, state_of
+from invfunc.plans.tape import Step, Tape
 from invfunc.plans.watch import Watch
 
 
@@ -21,6 +21,11 @@ def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if at is None or at < 0:
         return at is None
     return (args[at] if at < len(args) else kwargs.get(_DROPOUT, 0.0)) != 0
+
+
+def may_draw(func: Any) -> bool:
+    """Whether there are arguments with which it does."""
+    return _draws_at(func) != -1
 
 
 @cache
@@ -61,29 +66,29 @@ class Drawn:
     before has left, somebody has set it: to one that is known, which the plan then does too, or there is no plan.
     """
 
-    def __init__(self, entered: Callable[[torch.Generator], fx.Node | None], graph: fx.Graph, watch: Watch) -> None:
+    def __init__(self, entered: Callable[[torch.Generator], Step | None], tape: Tape, watch: Watch) -> None:
         self.why = ""
-        self._entered, self._graph = entered, graph
+        self._entered, self._tape = entered, tape
         held = [g for known in watch.generators.values() if (g := known()) is not None]
         self._generators = {same_generator(g): g for g in (*default_generators(), *held)}
         self._now = {key: _bytes(g) for key, g in self._generators.items()}
-        self._known: dict[int, dict[bytes, fx.Node | None]] = {key: {now: None} for key, now in self._now.items()}
-        """Behind which node, if any, a generator was in a state."""
-        self._saved: dict[tuple[int, bytes], fx.Node] = {}
-        self._nodes: dict[int, fx.Node] = {}
-        self.first: fx.Node | None = None
+        self._known: dict[int, dict[bytes, Step | None]] = {key: {now: None} for key, now in self._now.items()}
+        """Behind which step, if any, a generator was in a state."""
+        self._saved: dict[tuple[int, bytes], Step] = {}
+        self._items: dict[int, Step] = {}
+        self.first: Step | None = None
         self.drew: list[torch.Generator] = []
         """Those that were drawn from."""
 
-    def node(self, g: torch.Generator) -> fx.Node | None:
-        """What a generator is in the graph."""
-        if same_generator(g) not in self._nodes:
-            node = self._entered(g) if same_generator(g) in self._generators else None
-            if node is None:
+    def item(self, g: torch.Generator) -> Step | None:
+        """What a generator is as it is written down."""
+        if same_generator(g) not in self._items:
+            item = self._entered(g) if same_generator(g) in self._generators else None
+            if item is None:
                 self.why = self.why or "it draws from a generator that is not found in what it closes over"
                 return None
-            self._nodes[same_generator(g)] = node
-        return self._nodes[same_generator(g)]
+            self._items[same_generator(g)] = item
+        return self._items[same_generator(g)]
 
     def before(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Generator:
         """Which generator an operation is going to draw from; its state is put back first if the call has done so."""
@@ -94,11 +99,11 @@ class Drawn:
             self._moved(g)
         return g
 
-    def after(self, g: torch.Generator, node: fx.Node) -> None:
+    def after(self, g: torch.Generator, item: Step) -> None:
         """Note where a draw has left its generator."""
         if same_generator(g) in self._generators:
             now = self._now[same_generator(g)] = _bytes(g)
-            self._known[same_generator(g)].setdefault(now, node)
+            self._known[same_generator(g)].setdefault(now, item)
             if not any(same_generator(g) == same_generator(known) for known in self.drew):
                 self.drew.append(g)
 
@@ -114,19 +119,18 @@ class Drawn:
         if now not in self._known[key]:
             self.why = self.why or "it sets a random number generator to a state of its own (a seed)"
             return
-        node = self.node(g)
-        if node is None:
+        item = self.item(g)
+        if item is None:
             return
         if (key, now) not in self._saved:
             behind = self._known[key][now] or self._first()
-            with self._graph.inserting_after(behind):
-                self._saved[key, now] = self._graph.call_function(saved, (node,))
-        self._graph.call_function(put_back, (node, self._saved[key, now]))
+            self._saved[key, now] = self._tape.insert(behind, saved, (item,))
+        self._tape.write(put_back, (item, self._saved[key, now]))
         self._now[key] = now
 
-    def _first(self) -> fx.Node:
-        """The last input of the graph, behind which nothing is done yet."""
-        return [n for n in self._graph.nodes if n.op == "placeholder"][-1]
+    def _first(self) -> Step:
+        """The last input, behind which nothing is done yet."""
+        return self._tape.inputs[-1]
 
 
 def _of(args: tuple, kwargs: dict[str, Any]) -> torch.Generator:

@@ -14,9 +14,9 @@ from invfunc._torch.functorch import storage_of, version
 from invfunc.errors import ModifiedError
 from invfunc.plans.backends import Backend
 from invfunc.plans.draws import draws, put_back, saved
+from invfunc.plans.facts import Operator
 from invfunc.plans.memory import memory_of, part_of, written
 from invfunc.plans.plan import Plan, computed
-from invfunc.plans.recorder import Operator
 from invfunc.plans.watch import Watch
 
 States = list[tuple[torch.Generator, torch.Tensor]]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from invfunc.plans.facts import Operator, writes
 from invfunc.plans.finish import acts
-from invfunc.plans.parts import Repeated
-from invfunc.plans.recorder import Operator, writes
+from invfunc.plans.parts import Passes
 
 
 def part_of(given: Iterable[fx.Node], nodes: Iterable[fx.Node], results: Any) -> fx.GraphModule:
@@ -53,7 +53,7 @@ def _aliased(node: fx.Node) -> list[fx.Node]:
 
 def written(node: fx.Node) -> list[fx.Node]:
     """The inputs that an operation writes."""
-    if isinstance(node.target, Repeated) and any(written(own) for own in node.target.nodes):
+    if isinstance(node.target, Passes) and any(written(own) for own in node.target.part.nodes):
         return node.all_input_nodes
     return _at(node, writes(node.target)) if isinstance(node.target, Operator) else []
 

@@ -1,274 +1,291 @@
-"""Parts of a call that do the same, as chunks do: their operations are written down once, and called for each."""
+"""The graph of what was written down; of parts that do the same, as chunks do, a loop over the graph of one."""
 
 from __future__ import annotations
 
 import operator
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import fx
 
-from invfunc import thresholds
+from invfunc.plans.source import Source
+from invfunc.plans.tape import Given, Item, Known, Loop, Out, Step, Tape, mapped
 
-T = TypeVar("T")
 NUMBER = "number"
 """What inputs of a part are called that are no tensors."""
-Tidy = Callable[[fx.Graph], None]
-"""Leaves out what is not needed."""
-Constant = Callable[[torch.Tensor], fx.Node]
-"""An input that is always this tensor."""
-
-
-class Step:
-    """An operation of a part, as long as it is not known whether the part is another one again."""
-
-    __slots__ = ("args", "kwargs", "node", "part", "place", "target")
-
-    def __init__(self, part: Part, place: int, target: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        self.part, self.place, self.target, self.args, self.kwargs = part, place, target, args, kwargs
-        self.node: fx.Node | None = None
-
-    def outside(self) -> fx.Node:
-        """What it is in the graph, for what comes behind its part."""
-        if self.node is None:
-            call = self.part.call
-            assert call is not None
-            with call.graph.inserting_after(call):
-                self.node = call.graph.call_function(operator.getitem, (call, self.place))
-        return self.node
-
-
-@dataclass(eq=False)
-class Part:
-    """What was done since it has begun."""
-
-    steps: list[Step] = field(default_factory=list)
-    call: fx.Node | None = None
-    """That of its operations in the graph, once it has ended."""
-    values: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Small results that depend on no argument."""
 
 
 class Repeated:
-    """The operations of parts that differ in tensors and numbers alone, which are given in each call."""
+    """The graph of a part, which is called with what differs from part to part."""
 
-    def __init__(self, number: int, steps: list[Step]) -> None:
-        self.__name__, self.steps = f"part_{number}", steps
-        self.parts: dict[fx.Node, Part] = {}
-        self.given: dict[fx.Node, tuple] = {}
-        """Of each call all tensors and numbers, in their order, and behind them what is `folded`."""
-        self.folded: list[int] = []
-        self.module = fx.GraphModule(torch.nn.Module(), fx.Graph())
-        self.call: Callable[..., Any] = self.module.forward
-
-    def __call__(self, *given: Any) -> Any:
-        return self.call(*given)
+    def __init__(self, number: int, made: fx.GraphModule | Callable[..., Any], acts: bool) -> None:
+        self.__name__, self.made, self.acts = f"part_{number}", made, acts
+        self.call: Callable[..., Any] = made.forward if isinstance(made, fx.GraphModule) else made
 
     @property
-    def nodes(self) -> list[Any]:
+    def module(self) -> fx.GraphModule:
+        """As a graph of torch.fx, in such a one."""
+        assert isinstance(self.made, fx.GraphModule)
+        return self.made
+
+    @property
+    def nodes(self) -> list[fx.Node]:
         """Its operations."""
-        return self.steps or [node for node in self.module.graph.nodes if node.op == "call_function"]
+        return [node for node in self.module.graph.nodes if node.op == "call_function"]
 
-    def calls(self, graph: fx.Graph) -> list[fx.Node]:
-        """Those that are in a graph."""
-        return [node for node in graph.nodes if node.target is self]
 
-    def build(self, calls: list[fx.Node], tidy: Tidy, constant: Constant) -> None:
-        """Make a graph of what is needed of it, with no more inputs than differ, and call it with these."""
-        if not self.given:
-            self.folded = self._folded(set.intersection(*(set(self.parts[call].values) for call in calls)))
-            self.given = {call: (*call.args, *self._values(call, constant)) for call in calls}
-        graph, inputs = fx.Graph(), dict[Hashable, tuple[fx.Node, tuple]]()
+class Passes:
+    """Calls a part for one row of columns after the other; what all rows have in common is no list."""
 
-        def placed(column: tuple) -> Any:
-            known = tuple(map(_identity, column))
-            if not isinstance(column[0], fx.Node) and len({*known}) == 1:
-                return column[0]
-            if known not in inputs:
-                kind = "given" if isinstance(column[0], fx.Node) else NUMBER
-                inputs[known] = graph.placeholder(f"{kind}_{len(inputs)}"), column
-            return inputs[known][0]
+    def __init__(self, part: Repeated, count: int, carried: list[tuple[int, int]], outs: list[tuple[int, int]]) -> None:
+        """`carried` is which input of a pass is which result of the one before; `outs` of which passes which results
+        are given."""
+        self.__name__, self.part, self.count, self.carried = f"passes_of_{part.__name__}", part, count, carried
+        self.found = defaultdict[int, list[tuple[int, int]]](list)
+        for k, (row, place) in enumerate(outs):
+            self.found[row].append((k, place))
+        self.room = len(outs)
 
-        given = [placed(column) for column in zip(*(self.given[call] for call in calls), strict=True)]
-        own = self._written(graph, given)
-        read: Any = dict.fromkeys(user.args[1] for call in calls for user in call.users)
-        graph.output({i: own[i] for i in sorted(read)})
-        tidy(graph)
-        used = [(node, column) for node, column in inputs.values() if node.users]
-        for node, _ in inputs.values():
-            if not node.users:
-                graph.erase_node(node)
-        for i, call in enumerate(calls):
-            call.args = tuple(column[i] for _, column in used)
-        self.module = fx.GraphModule(torch.nn.Module(), graph)
-        self.call = self.module.forward
+    def __call__(self, *columns: Any) -> list[Any]:
+        return self.by(self.part.call, *columns)
 
-    def inline(self, call: fx.Node, constant: Constant) -> None:
-        """Write its operations where a call is, which has all that they are given."""
-        self.folded = self._folded(set(self.parts[call].values))
-        given = [*call.args, *self._values(call, constant)]
-        with call.graph.inserting_before(call):
-            own = self._written(call.graph, given)
-        for user in list(call.users):
-            place: Any = user.args[1]
-            user.replace_all_uses_with(own[place])
-            call.graph.erase_node(user)
-        call.graph.erase_node(call)
+    def by(self, call: Callable[..., Any], *columns: Any) -> list[Any]:
+        """The results where something else runs the part."""
+        given, differ = [*columns], [i for i, column in enumerate(columns) if isinstance(column, list)]
+        found: list[Any] = [None] * self.room
+        for row in range(self.count):
+            for i in differ:
+                given[i] = columns[i][row]
+            results = call(*given)
+            for i, place in self.carried:
+                given[i] = results[place]
+            for k, place in self.found.get(row, ()):
+                found[k] = results[place]
+        return found
 
-    def _values(self, call: fx.Node, constant: Constant) -> list[fx.Node]:
-        return [constant(self.parts[call].values[i]) for i in self.folded]
 
-    def _folded(self, known: set[int]) -> list[int]:
-        """Which results that are known are taken by operations whose results are not."""
-        found = set[int]()
+@dataclass(eq=False)
+class Body:
+    """The operations of a call, or of a part, of which those are written that are needed."""
 
-        def leaf(x: Any) -> None:
-            if isinstance(x, Step):
-                found.add(x.place)
+    steps: list[Step]
+    wanted: dict[Any, None] = field(default_factory=dict)
+    """The places in a part of what is needed outside of it."""
+    needed: set[Item] = field(default_factory=set)
+    taken: set[int] = field(default_factory=set)
+    """What is needed of what a part is given."""
+    numbers: dict[int, Any] = field(default_factory=dict)
+    """What of that is the same number in each."""
+    inputs: dict[int, int] = field(default_factory=dict)
+    """Which input of its graph the rest is."""
+    kinds: dict[int, bool] = field(default_factory=dict)
+    """Whether that is a number."""
+    calls: list[tuple[Body, Step]] = field(default_factory=list)
+    """The loops over it."""
+    made: Repeated | None = None
 
-        for step in self.steps:
-            if step.place not in known:
-                mapped(leaf, (step.args, step.kwargs))
-        return sorted(found & known)
+    def at(self, place: Any) -> Item:
+        """What has a place in it."""
+        return self.steps[place[0]].out(place[1]) if isinstance(place, tuple) else self.steps[place]
 
-    def _written(self, graph: fx.Graph, given: list[Any]) -> list[fx.Node]:
-        """Write its operations into a graph, of what is given in the place of tensors and numbers."""
-        own, rest = list[fx.Node](), iter(given)
-        folded = dict(zip(self.folded, given[len(given) - len(self.folded) :], strict=True))
+    @property
+    def total(self) -> int:
+        return sum(step.target.count for _, step in self.calls)
+
+
+Found = Callable[[Any], Any]
+"""From what was written down to what it is in a graph."""
+
+
+class Writer:
+    """Writes what is needed of a tape, as a graph of torch.fx or as a function in Python.
+
+    `stands` tells what an item may be taken for, and `acts` which operations are needed for more than their results.
+    """
+
+    def __init__(
+        self, tape: Tape, stands: Callable[[Any], Any], acts: Callable[[Any], bool], by: Callable[[], fx.Graph | Source]
+    ) -> None:
+        self.tape, self.stands, self.acts, self.by = tape, stands, acts, by
+        self.root = Body(tape.root.steps)
+        self.parts = {known: Body(known.steps) for known in reversed(tape.known.values())}
+        self.bodies = [self.root, *self.parts.values()]  # outer ones first
+        self.inlined, self.active = False, dict[Known, bool]()
+
+    def written(self, results: list[Item], graph: fx.Graph | Source) -> list[Any]:
+        """Write all that some results need; what they are there."""
+        self.root.needed.update(results)
+        before = -1
+        while before != (now := sum(len(body.wanted) + len(body.taken) for body in self.bodies)):
+            before = now
+            for body in self.bodies:
+                self._need(body)
+        for body in self.bodies:
+            if body is not self.root and not body.calls:
+                continue
+            self._place(body)
+            for step in body.steps:
+                if step in body.needed and isinstance(step.target, Loop):
+                    self.parts[step.target.known].calls.append((body, step))
+        inputs: dict[Any, Any] = {}
+        for step in self.tape.inputs:
+            inputs[step] = graph.placeholder(step.args)
+        found = self._write(graph, self.root, {}, inputs)
+        return [*map(found, results)]
+
+    def _active(self, known: Known) -> bool:
+        """Whether a part does something beside giving results."""
+        if known not in self.active:
+            loops = [step.target for step in known.steps if isinstance(step.target, Loop)]
+            own = any(self.acts(step) for step in known.steps if not isinstance(step.target, Loop))
+            self.active[known] = own or any(self._active(loop.known) for loop in loops)
+        return self.active[known]
+
+    def _need(self, body: Body) -> None:
+        """Mark what is needed."""
+
+        def mark(x: Any) -> Any:
+            if isinstance(x, Item):
+                x = self.stands(x)
+                body.taken.add(x.number) if isinstance(x, Given) else body.needed.add(x)
+            return x
+
+        body.needed.update(map(body.at, body.wanted))
+        for step in reversed(body.steps):
+            if isinstance(step.target, Loop):
+                loop, part = step.target, self.parts[step.target.known]
+                outs = [out for out in (step.outs or {}).values() if out in body.needed]
+                if not outs and not self._active(loop.known):
+                    continue
+                part.wanted.update(dict.fromkeys(out.at[1] for out in outs))
+                part.wanted.update(dict.fromkeys(place for i, place in loop.carried.items() if i in part.taken))
+                mapped(mark, [step.args[i] for i in part.taken])
+            elif step in body.needed or self.acts(step):
+                mapped(mark, [step.args, step.kwargs])
+            else:
+                continue
+            body.needed.add(step)
+
+    def _place(self, body: Body) -> None:
+        """Find out which of what a part is given are the same, in all loops over it."""
+        known = dict[Any, int]()
+
+        def identity(of: Body, x: Any) -> Any:
+            x = of.numbers.get(x.number, x) if isinstance(x, Given) else x
+            return self.stands(x) if isinstance(x, Item) else repr(x)
+
+        for i in sorted(body.taken):
+            columns = [(of, step.args[i], step.target.carried.get(i)) for of, step in body.calls]
+            each = [
+                (tuple(identity(of, x) for x in column) if type(column) is list else identity(of, column), carried)
+                for of, column, carried in columns
+            ]
+            of, first, _ = columns[0]
+            first = first[0] if type(first) is list else first
+            first = of.numbers.get(first.number, first) if isinstance(first, Given) else first
+            body.kinds[i] = of.kinds[first.number] if isinstance(first, Given) else not isinstance(first, Item)
+            if body.kinds[i] and len({*each}) == 1 and type(each[0][0]) is str:
+                body.numbers[i] = first
+            else:
+                body.inputs[i] = known.setdefault(tuple(each), len(known))
+
+    def _write(self, graph: fx.Graph | Source, body: Body, given: dict[int, Any], own: dict[Any, Any]) -> Found:
+        """Write the operations of a body, with what it is given."""
+        rows = dict[Step, list[Found]]()
+
+        def found(x: Any) -> Any:
+            if isinstance(x, Given):
+                return body.numbers[x.number] if x.number in body.numbers else given[x.number]
+            if x not in own:
+                own[x] = taken_out(x)
+            return own[x]
+
+        def taken_out(x: Out) -> Any:
+            row, place = x.at
+            if x.call in rows:
+                return rows[x.call][row](self.parts[x.call.target.known].at(place))
+            return graph.call_function(operator.getitem, (own[x.call], outs[x.call].index(x)))
 
         def leaf(x: Any) -> Any:
-            return own[x.place] if isinstance(x, Step) else next(rest) if varies(x) else x
+            return found(self.stands(x)) if isinstance(x, Item) else x
 
-        for step in self.steps:
-            node = graph.call_function(step.target, mapped(leaf, step.args), mapped(leaf, step.kwargs))
-            own.append(folded.get(step.place, node))
-        return own
+        outs = dict[Step, list[Out]]()
+        for step in body.steps:
+            if step not in body.needed:
+                continue
+            if not isinstance(step.target, Loop):
+                own[step] = graph.call_function(step.target, mapped(leaf, step.args), mapped(leaf, step.kwargs))
+                continue
+            part = self.parts[step.target.known]
+            if part.total < self.tape.fewest:
+                rows[step] = self._each(graph, step, part, leaf)
+                continue
+            outs[step] = [out for out in (step.outs or {}).values() if out in body.needed]
+            own[step] = self._loop(graph, step, part, leaf, outs[step])
+        return found
 
+    def _each(self, graph: fx.Graph | Source, step: Step, part: Body, leaf: Found) -> list[Found]:
+        """Write the passes of a loop one after the other."""
+        loop, found, self.inlined = step.target, list[Found](), True
+        for row in range(loop.count):
+            given = dict[int, Any]()
+            for i in part.taken - part.numbers.keys():
+                column = step.args[i]
+                if row and i in loop.carried:
+                    given[i] = found[-1](part.at(loop.carried[i]))
+                else:
+                    given[i] = leaf(column[row] if type(column) is list else column)
+            found.append(self._write(graph, part, given, {}))
+        return found
 
-class Parts:
-    """Writes the operations of a call into its graph; those of a part when it has ended, if they are known."""
+    def _loop(self, graph: fx.Graph | Source, step: Step, part: Body, leaf: Found, outs: list[Out]) -> Any:
+        """Write a loop."""
+        loop, places = step.target, [*part.wanted]
+        if part.made is None:
+            part.made = Repeated(loop.known.number, self._made(part), self._active(loop.known))
+        one = {k: i for i, k in part.inputs.items()}
+        columns = tuple(mapped(leaf, step.args[one[k]]) for k in range(len(one)))
+        carried = [(k, places.index(loop.carried[i])) for k, i in one.items() if i in loop.carried and loop.count > 1]
+        found = [(out.at[0], places.index(out.at[1])) for out in outs]
+        return graph.call_function(Passes(part.made, loop.count, carried, found), columns)
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
-        self.part: Part | None = None
-        self.known: dict[Hashable, Repeated] = {}
-        self.ended: list[Callable[[], None]] = []
-        """What is to be done when the part has."""
-
-    def each(self, parts: Iterable[T]) -> Iterator[T]:
-        """The parts, one after the other, unless they are few, or within one."""
-        parts = list(parts)
-        for part in parts:
-            own = Part() if self.part is None and len(parts) > thresholds.REPEATED else None
-            self.part = self.part or own
-            yield part
-            if own is not None and self.part is own:
-                self._end(own)
-
-    @property
-    def operations(self) -> int:
-        """How many have been written down."""
-        own = len(self.part.steps) if self.part is not None else 0
-        return len(self.graph.nodes) + sum(len(repeated.steps) for repeated in self.known.values()) + own
-
-    def write(self, target: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
-        """Write an operation down."""
-        if self.part is None:
-            return self.graph.call_function(target, args, kwargs)
-        step = Step(self.part, len(self.part.steps), target, args, kwargs or {})
-        self.part.steps.append(step)
-        return step
-
-    def now(self, node: Any) -> Any:
-        """What is written down, as what is written next may take it."""
-        return node.outside() if isinstance(node, Step) and node.part is not self.part else node
-
-    def spill(self) -> None:
-        """Write the operations of a part one by one: it is none that could come again."""
-        part, self.part = self.part, None
-        for step in [] if part is None else part.steps:
-            args, kwargs = mapped(self.now, step.args), mapped(self.now, step.kwargs)
-            step.node = self.graph.call_function(step.target, args, kwargs)
-        self._told()
-
-    def _end(self, part: Part) -> None:
-        given, self.part = list[Any](), None
-        if not part.steps:
-            return
-
-        def leaf(x: Any) -> Hashable:
-            if isinstance(x, Step):
-                return "step", x.place
-            if varies(x):
-                given.append(x)
-                return type(x)
-            return type(x), x
-
-        key = tuple([(step.target, form(leaf, step.args), form(leaf, step.kwargs)) for step in part.steps])
-        repeated = self.known.get(key) or self.known.setdefault(key, Repeated(len(self.known), part.steps))
-        part.call = self.graph.call_function(repeated, tuple(given))
-        repeated.parts[part.call] = part
-        for step in part.steps if repeated.steps is not part.steps else []:
-            step.args = step.kwargs = None  # which have others in them
-        part.steps = []
-        self._told()
-
-    def _told(self) -> None:
-        for tell in self.ended:
-            tell()
-        self.ended.clear()
-
-    def finish(self, tidy: Tidy, constant: Constant) -> None:
-        """Leave out what is not needed; what has not been done often is written where it is."""
-        tidy(self.graph)
-        for repeated in self.known.values():
-            calls = repeated.calls(self.graph)
-            for call in calls if len(calls) < thresholds.REPEATED else []:
-                repeated.inline(call, constant)
-        tidy(self.graph)
-        before = -1
-        while len(self.graph.nodes) != before:
-            before = len(self.graph.nodes)
-            for repeated in repeats(self.graph):
-                repeated.build(repeated.calls(self.graph), tidy, constant)
-            tidy(self.graph)
-        for repeated in self.known.values():
-            repeated.steps, repeated.parts, repeated.given = [], {}, {}
+    def _made(self, part: Body) -> fx.GraphModule | Callable[..., Any]:
+        """The operations of a part."""
+        graph, nodes = self.by(), dict[int, Any]()
+        for i, k in part.inputs.items():
+            if k not in nodes:
+                nodes[k] = graph.placeholder(f"{NUMBER if part.kinds[i] else 'given'}_{k}")
+        found = self._write(graph, part, {i: nodes[k] for i, k in part.inputs.items()}, {})
+        graph.output([found(part.at(place)) for place in part.wanted])
+        return made(graph, self.acts, self.inlined)
 
 
-def varies(x: Any) -> bool:
-    """Whether it may differ from part to part."""
-    return isinstance(x, (fx.Node, Step)) or type(x) in (int, float)
-
-
-def _identity(x: Any) -> Hashable:
-    return x if isinstance(x, fx.Node) else repr(x)
-
-
-def mapped(leaf: Callable[[Any], Any], x: Any) -> Any:
-    """Arguments of an operation, with others in the place of what is in them."""
-    if type(x) in (list, tuple):
-        return type(x)([mapped(leaf, y) for y in x])
-    return {key: mapped(leaf, y) for key, y in x.items()} if type(x) is dict else leaf(x)
-
-
-def form(leaf: Callable[[Any], Hashable], x: Any) -> Hashable:
-    """What arguments of an operation are made of, to be compared."""
-    if type(x) in (list, tuple):
-        return type(x), *[form(leaf, y) for y in x]
-    return (dict, *[(key, form(leaf, y)) for key, y in x.items()]) if type(x) is dict else leaf(x)
+def made(graph: fx.Graph | Source, acts: Callable[[Any], bool], spare: bool) -> fx.GraphModule | Callable[..., Any]:
+    """What runs a graph, which may have operations to `spare`."""
+    if isinstance(graph, Source):
+        return graph.function()
+    if spare:
+        graph.eliminate_dead_code(acts)
+    return fx.GraphModule(torch.nn.Module(), graph)
 
 
 def every(graph: fx.Graph) -> Iterator[fx.Node]:
     """The nodes of a graph, and those of the parts that it calls."""
     yield from graph.nodes
-    for repeated in repeats(graph):
-        yield from repeated.nodes
+    for part in repeats(graph):
+        yield from part.module.graph.nodes
 
 
 def repeats(graph: fx.Graph) -> Counter[Repeated]:
-    """The parts that a graph calls, and how often."""
-    return Counter(node.target for node in graph.nodes if isinstance(node.target, Repeated))
+    """The parts that a graph calls, and those that these call, and how often."""
+    found = Counter[Repeated]()
+    for node in graph.nodes:
+        if isinstance(node.target, Passes):
+            found[node.target.part] += node.target.count
+    for part, count in list(found.items()):
+        for inner, times in repeats(part.module.graph).items():
+            found[inner] += count * times
+    return found

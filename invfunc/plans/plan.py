@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from weakref import ref
 
@@ -18,7 +19,7 @@ from invfunc._torch.generators import set_states, state_of
 from invfunc.budget.footprint import footprint
 from invfunc.budget.size import told
 from invfunc.plans.key import signature
-from invfunc.plans.parts import Repeated, repeats
+from invfunc.plans.parts import Repeated, every, repeats
 from invfunc.plans.recorder import Guard, Missed, same_shape
 
 
@@ -26,7 +27,10 @@ from invfunc.plans.recorder import Guard, Missed, same_shape
 class Plan:
     """The operations of a call, which run again with other numbers."""
 
-    module: fx.GraphModule
+    call: Callable[..., Any]
+    """What runs them."""
+    write: Callable[[], Any]
+    """Makes the graph of them."""
     form: tree.Form
     """That of the result."""
     sources: list[Callable[[], Any]]
@@ -38,10 +42,11 @@ class Plan:
     drew: list[torch.Generator]
     inference: bool
     """Whether its results are tensors of inference mode."""
-    call: Callable[..., Any] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.call = self.module.forward
+    @cached_property
+    def module(self) -> fx.GraphModule:
+        """The graph, which is made where it is asked for."""
+        return self.write()
 
     def told(self, tensors: list[torch.Tensor]) -> str:
         """What it is, in words."""
@@ -63,7 +68,7 @@ class Plan:
     @property
     def operations(self) -> int:
         """How many there are."""
-        return sum(node.op == "call_function" for node in self.module.graph.nodes)
+        return sum(node.op == "call_function" for node in every(self.module.graph))
 
     @property
     def repeats(self) -> Counter[Repeated]:

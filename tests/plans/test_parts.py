@@ -13,6 +13,7 @@ import invfunc
 from invfunc import chunked, compiled, explain, tree
 from invfunc.plans import backends, cudagraphs
 from invfunc.plans.backends import without_numbers
+from invfunc.plans.parts import Passes
 from invfunc.testing.oracles import assert_trees_close
 from tests.crossed import thresholds_at
 from tests.networks import LOSSES, NETWORKS, network
@@ -99,6 +100,51 @@ def test_chunks_are_the_call_itself(draw):
     assert hits(c) > 0, whys(c)
 
 
+@given(st.data())
+@settings(max_examples=5)
+def test_chunks_of_chunks_are_the_call_itself(draw):
+    """Along one axis or two, in any order, with loops of any length; also where parts do others."""
+    n, name = draw.draw(st.integers(4, 8)), draw.draw(st.sampled_from(["tanh", "read", "drawn", "own"]))
+    few, sizes = draw.draw(st.integers(1, 3)), draw.draw(st.tuples(st.integers(2, n), st.integers(2, 4)))
+    over = draw.draw(st.permutations(["samples", "outputs"]))
+    rand = Numbers(draw.draw(st.integers(0, 3)))
+    params, x, y = {"w": rand(4, 4), "b": rand(4)}, rand(n, 4), torch.arange(n) % 4
+    each = draw.draw(st.integers(2, 3))
+
+    def f(params, x):
+        count = iter(range(100))
+
+        def of_part(params, x):
+            z = x @ params["w"] + params["b"]
+            if name == "read" and z.sum() > 0:
+                z = z * 2
+            if name == "drawn":
+                z = z + torch.rand(4, dtype=x.dtype)
+            return z * (1 + next(count) % 2) if name == "own" else z.tanh()
+
+        def twice(params, x):
+            return chunked(of_part, min(each, len(x)))(params, x) + params["b"]
+
+        return chunked(twice, min(3, len(x)))(params, x)
+
+    def t():
+        if name in ("drawn", "read", "own"):  # of all samples at once
+            return chunked(invfunc.batch_jacobian(f), sizes[1], over="outputs")
+        first, second = (sizes[axis == "outputs"] for axis in over)
+        return chunked(chunked(invfunc.diag_ggn(f, F.cross_entropy), first, over=over[0]), second, over=over[1])
+
+    args = (params, x) if name in ("drawn", "read", "own") else (params, x, y)
+    wanted, c = t(), compiled(t())
+    with thresholds_at(REPEATED=few):
+        for k in (0, 1, 0, 2):
+            (one, after), (two, ours) = outcome(wanted, other(args, k)), quietly(outcome, c, other(args, k))
+            if isinstance(one, str):
+                assert two == one
+                return
+            assert_trees_close(two, one, EXACT)
+            assert torch.equal(after, ours)
+
+
 @pytest.mark.quick
 class TestChunks:
     @pytest.mark.parametrize("name", STATISTICS)
@@ -133,6 +179,49 @@ class TestChunks:
         same_at(c, t, *args)
         (plan,) = plans(c)
         assert plan.operations < 2000 and 40 <= max(plan.repeats.values()) < 48
+
+    def test_are_a_loop(self, data, monkeypatch):
+        """Four times as many chunks are at most one thing more for each of them: what its check has found."""
+        params, x, y = data
+        sizes, args = [], (params, x.repeat(4, 1), y.repeat(4))
+        monkeypatch.setattr("invfunc.thresholds.OPERATIONS", 600)
+        for n in (12, 48):
+            t = chunked(invfunc.variance(losses), n)
+            c = compiled(t)
+            same_at(c, t, *args, ways=2)
+            (plan,) = plans(c)
+            (loop,) = [node for node in plan.module.graph.nodes if isinstance(node.target, Passes)]
+            assert loop.target.count == n - 1 and loop.target.carried
+            sizes.append(plan.operations)
+        assert sizes[1] - sizes[0] <= 48 - 12
+
+    @pytest.mark.parametrize("over", [("outputs", "samples"), ("samples", "outputs"), ("samples", "samples")])
+    def test_nest_as_a_loop_within_a_loop(self, over, data, monkeypatch):
+        monkeypatch.setattr("invfunc.thresholds.OPERATIONS", 2500)
+        params, x, y = data
+        several = {"outputs": 5, "samples": 4 if over[0] == over[1] else 12}
+        t = invfunc.diag_ggn(model, F.cross_entropy)
+        for axis in over:
+            t = chunked(t, several[axis] - (axis == over[1] and over[0] == over[1]), over=axis)
+        c = compiled(t)
+        with thresholds_at(REPEATED=2):
+            same_at(c, t, params, x, y)
+        assert hits(c) == 2 and parts(c)[0]
+
+    def test_within_chunks_are_called_from_their_part(self, data):
+        """Loops of a function, and of one within it: the inner one is once, in the part of the outer one."""
+        params, x, _ = data
+
+        def of_part(params, x):
+            return chunked(model, 3)(params, x).square()
+
+        t = invfunc.batch_l2_grad(lambda params, x: chunked(of_part, 4)(params, x).sum(1))
+        c = compiled(t)
+        with thresholds_at(REPEATED=2):
+            same_at(c, t, params, x)
+        (plan,) = plans(c)
+        within = [node for part in plan.repeats for node in part.module.graph.nodes if isinstance(node.target, Passes)]
+        assert within and max(plan.repeats.values()) >= 12
 
     def test_nest(self, data):
         params, x, y = data
@@ -238,6 +327,25 @@ class TestWhatAPartDoes:
         with thresholds_at(**FEW):
             same_at(c, t, params, x)
         assert hits(c) == 2 and 5 in parts(c)[0]
+
+    @pytest.mark.parametrize("which", [lambda k: k - 1, lambda k: k - 2, lambda k: k - 1 if k < 6 else 4])
+    def test_may_be_to_take_what_an_earlier_one_gives(self, which, data):
+        params, x, _ = data
+
+        def within(params, x):
+            found = []
+
+            def of_part(params, x):
+                found.append(model(params, x))
+                return found[-1] * (found[max(0, which(len(found) - 1))] + found[0])
+
+            return chunked(of_part, 12)(params, x).square().sum()
+
+        t = invfunc.hvp(within)  # such a loss mixes the samples
+        c = compiled(t)
+        with thresholds_at(REPEATED=2):
+            quietly(same_at, c, t, params, tree.map_tensors(torch.cos, params), x)
+        assert hits(c) == 2
 
     def test_may_be_to_write_what_others_read(self, data):
         params, x, _ = data
