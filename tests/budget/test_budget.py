@@ -25,7 +25,6 @@ from invfunc.budget.scratch import PRODUCT, vectors
 from invfunc.budget.search import TRIES, Measured, least, search
 from invfunc.budget.size import free, in_bytes, size_of, told
 from invfunc.linear_algebra.pairwise import product
-
 from tests.crossed import FAR, thresholds_at
 from tests.meter import Meter
 
