@@ -97,11 +97,13 @@ class Pattern:
         last: Frame | None,
         at: dict[Bottleneck, Labels],
         above: dict[Bottleneck, Frame],
+        near: dict[int, Frame],
     ) -> None:
-        """Labels of the inputs and at each bottleneck, frames of all sites, of the last one by itself, and of those
-        above each bottleneck."""
+        """Labels of the inputs and at each bottleneck, frames of all sites, of the last one by itself, of those above
+        each bottleneck, and of each that is near the outputs by itself."""
         self.inputs, self.everything, self.last, self.at, self.above = inputs, everything, last, at, above
-        self.frames = [frame for frame in (everything, last, *above.values()) if frame is not None]
+        self.near = near
+        self.frames = [f for f in (everything, last, *above.values(), *near.values()) if f is not None]
         self.labels = Following(inputs, *at.values(), *(frame.labels for frame in self.frames))
         self.layouts: dict[int, list[Layout | None]] = {}
         """The layouts of the parameter uses of each site."""

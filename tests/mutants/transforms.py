@@ -413,6 +413,20 @@ TRANSFORMS = [
         "sparsity/test_structure_kflr.py::test_it_is_that_of_all_columns sparsity",
     ),
     Fault(
+        "cells of a parameter near the outputs are those of the others",
+        "sparsity/execute.py",
+        '"frame": reach.frame}',
+        '"frame": stage.reaches[0].frame}',
+        "sparsity/test_structure_near.py::test_it_is_that_of_all_columns sparsity",
+    ),
+    Fault(
+        "all samples send back what the first one does, cell by cell",
+        "sparsity/cells.py",
+        "* n + sample[:, None, None]",
+        "* n",
+        "sparsity/test_structure_near.py::test_it_is_that_of_all_columns sparsity",
+    ),
+    Fault(
         "columns of a Hessian that are subtracted are added",
         "sparsity/execute.py",
         "signs = source.signs(self.run.part)",
