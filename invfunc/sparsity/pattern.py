@@ -123,6 +123,10 @@ class Pattern:
         """Called before an operation that reads samples: labels start at what it reads if that is a bottleneck."""
         if hasattr(seen.func, "recipe"):  # the derivative of one's own operation may reach further than its values
             self.labels.lose(seen.name)
+        if (elsewhere := seen.function.entry.elsewhere) is not None:
+            with undispatched(), self.labels.blamed(f"`{seen.name}`"):
+                for labels in self.labels.labels:
+                    labels.reach(seen.read, elsewhere(*seen.args))
         for bottleneck, labels in self.at.items():
             if bottleneck.site == site and seen.params:
                 with undispatched(), self.labels.blamed("the labels of a narrow layer"):
