@@ -59,7 +59,7 @@ class Reach:
 
 @dataclass
 class Stage:
-    """What lies between where columns come in and a bottleneck, or the end: the parameters that are read nowhere else."""
+    """What lies between where columns come in and a bottleneck, or the end, with what is read nowhere else."""
 
     sites: frozenset[int]
     reaches: list[Reach]
