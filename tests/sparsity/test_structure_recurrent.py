@@ -57,9 +57,8 @@ def test_columns_are_narrow_below_a_head(cell):
         told = explain(diag_ggn(f, F.mse_loss))(*args)
     ways = {name: part for part in told.parts for name in part.params}
     assert ways["params['head.weight']"].way == "closed form"
-    assert ways["params['layer.weight_hh_l0']"].columns == 4 * 2 * (
-        2 if cell == "both directions" else 1
-    )  # steps, units
+    units = 4 if cell == "both directions" else 2
+    assert ways["params['layer.weight_hh_l0']"].columns == 4 * units  # at each of four steps
 
 
 @pytest.mark.parametrize("called", STATISTICS)
