@@ -102,6 +102,8 @@ class Operation:
     """Whether its form in place writes no values."""
     constant: bool = False
     """Whether its result has no derivative."""
+    elsewhere: Rule | None = None
+    """From its arguments to those of its results that are computed before it is called; they depend on all it reads."""
     differentiates: bool = False
     """Whether it takes derivatives of its first argument."""
     registers: bool = False

@@ -179,4 +179,4 @@ def _followed(call: Call) -> list[Place]:
 
 
 define("states_before", constant=True)
-define("states_after", batch_axis=_followed)
+define("states_after", batch_axis=_followed, elsewhere=lambda gates, first, steps: (steps.outputs, *steps.last))

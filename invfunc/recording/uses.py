@@ -215,7 +215,7 @@ class ParameterUses(Provenance):
     def at_once(self, seen: Seen) -> Callable[..., Any] | None:
         """What a call is followed in where no second derivative is taken and no operation is looked at by itself."""
         rule = seen.function.forms.at_once
-        if rule is None or not (self.with_uses and self.fast) or self.remember is not None or self.pattern is not None:
+        if rule is None or not (self.with_uses and self.fast) or self.remember is not None:
             return None
         if saving_hooks() is not None:  # of invertible_checkpoint, which meets the steps again
             return None

@@ -138,20 +138,56 @@ def _known(kept: dict[tuple[int, int], list[Term]], part: Part, make: Callable[[
     return made
 
 
-def celled(known: Layout, index: torch.Tensor, memory: Memory | None = None) -> Recipe:
+def by_position(known: Layout) -> Recipe:
+    """The shares of each position for itself: `G[V, N, S, *output]`, with S for the positions."""
+    recipe, inner, sizes = known.recipe, known.inner, known.sizes
+
+    def joined(labels: str, x: torch.Tensor) -> Term:
+        rest, missing = "".join(c for c in labels if c not in inner), "".join(c for c in inner if c not in labels)
+        if missing == inner:  # it is the same at all of them
+            return labels, x
+        x = x[(..., *[None] * len(missing))].expand(*x.shape, *(sizes[c] for c in missing))
+        if len(inner) == 1:  # as it is in memory
+            return labels.replace(inner, "S"), x
+        labels += missing
+        return rest + "S", x.permute([labels.index(c) for c in rest + inner]).flatten(len(rest))
+
+    def build(cotangent: torch.Tensor, part: Part) -> list[Term]:
+        return [joined(*term) for term in (recipe.sends(cotangent, part), *recipe.read(part))]
+
+    return replace(recipe, build=build, cells=math.prod(sizes[c] for c in inner))
+
+
+def laid_out(known: Layout, index: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
+    """What is sent back of `[classes * V, N, *one]`, cell by cell: `[N, S, r, V, outs]`, as it is multiplied.
+
+    `index [classes, C, r]` has the positions in each cell; the number of positions, which is none of them, fills a cell
+    up, and there are zeros.
+    """
+    labels, sent = known.recipe.sends(cotangent, slice(0, cotangent.shape[1]))
+    outs = known.parted(labels.replace("V", ""))[2]
+    sent = sent.permute([labels.index(c) for c in ("V", "N", *outs, *known.inner)])
+    classes, positions, n = len(index), math.prod(sent.shape[2 + len(outs) :]), sent.shape[1]
+    v = len(sent) // classes
+    turned = sent.new_empty(positions + 1, sent.numel() // positions)
+    turned[:-1] = sent.reshape(-1, positions).T  # a transpose of two dimensions is several times as fast
+    turned[-1] = 0
+    first = index * classes + torch.arange(classes, device=index.device)[:, None, None]
+    column, sample = (torch.arange(size, device=index.device) for size in (v, n))
+    rows = (first.reshape(1, -1, 1) * v + column) * n + sample[:, None, None]
+    found = turned.reshape(-1, known.outs).index_select(0, rows.flatten())
+    return found.reshape(n, -1, index.shape[2], v, known.outs)
+
+
+def celled(known: Layout, index: torch.Tensor, first: torch.Tensor, memory: Memory | None = None) -> Recipe:
     """The shares of each cell for itself: `G[V, N, S, *output]`, with S for the cells of all classes.
 
-    Cotangents come as `[classes * V, ...]`. `index [classes, C, r]` has the positions in each cell; the number of
-    positions, which is none of them, fills a cell up. The memory is for what other classes and columns read again.
+    `first` are the cotangents as `laid_out`. The memory is for what other classes and columns read again.
     """
     memory = Memory() if memory is None else memory
-    recipe, inner, sizes = known.recipe, known.inner, known.sizes
-    classes, cells, width = index.shape
-    positions = math.prod(sizes[c] for c in inner)
-    flat = index.flatten(0, 1)
-    padding = flat == positions
-    classes_beside = torch.arange(classes, device=index.device)[:, None, None]
-    sent = (index.clamp(max=positions - 1) * classes + classes_beside).flatten()
+    recipe, inner, flat = known.recipe, known.inner, index.flatten(0, 1)
+    outs = known.parted(recipe.labels or "")[2]
+    shape = [known.sizes[c] for c in outs]
 
     def read(part: Part) -> list[Term]:
         return [known.by_positions(*term) for term in recipe.read(part)]
@@ -165,16 +201,8 @@ def celled(known: Layout, index: torch.Tensor, memory: Memory | None = None) -> 
         return terms
 
     def build(cotangent: torch.Tensor, part: Part) -> list[Term]:
-        labels, first = recipe.sends(cotangent, part)
-        outs, v = known.parted(labels.replace("V", ""))[2], len(first) // classes
-        first = first.permute([labels.index(c) for c in ("V", "N", *outs, *inner)])
-        shape = first.shape[1 : 2 + len(outs)]
-        first = first.reshape(-1, positions).T.contiguous()  # a transpose of two dimensions is several times as fast
-        first = first.reshape(positions * classes, -1).index_select(0, sent)
-        others = memory.taken(index, part, lambda: taken(part))
-        if not any(inner[0] in some for some, _ in others) and bool(padding.any()):
-            first = first * ~padding.flatten()[:, None]
-        first = first.reshape(classes * cells, width, v, *shape).movedim(3, 0)
-        return [("NS" + inner[0] + "V" + outs, first), *others]
+        sent = first[part]
+        sent = ("NS" + inner[0] + "V" + outs, sent.reshape(*sent.shape[:4], *shape))
+        return [sent, *memory.taken(index, part, lambda: taken(part))]
 
-    return replace(recipe, build=build, cells=cells, work=recipe.work * classes)
+    return replace(recipe, build=build, cells=index.shape[1], work=recipe.work * len(index))

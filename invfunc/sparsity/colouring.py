@@ -10,6 +10,8 @@ from functools import cached_property
 
 import torch
 
+from invfunc import thresholds
+
 
 def hulls(rows: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """The hull `[2, k, Q]` of the boxes of the entries of each group, of `[2, k, *one]` and `[*one]`."""
@@ -148,6 +150,15 @@ class Placed:
 
     def cells(self, wanted: range) -> torch.Tensor:
         """The box of the groups of some classes that each lies in: `[classes, P]`; -1 for none."""
+        if self.colouring.count * len(self.inside) <= thresholds.KEPT_READ:
+            return self._all[wanted.start : wanted.stop]
+        return self._cells(wanted)
+
+    @cached_property
+    def _all(self) -> torch.Tensor:
+        return self._cells(range(self.colouring.count))
+
+    def _cells(self, wanted: range) -> torch.Tensor:
         codes, colours = self.colouring.codes, self.colouring.colours[wanted.start : wanted.stop]
         own: list[torch.Tensor] = []
         for axis in reversed(self.colouring.axes):

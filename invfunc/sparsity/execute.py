@@ -17,7 +17,7 @@ from invfunc.per_sample.cotangents import Cotangents
 from invfunc.plan import even
 from invfunc.recording.tags import ParameterUse
 from invfunc.reductions import Reduction
-from invfunc.sparsity.cells import Layout, Memory, celled
+from invfunc.sparsity.cells import Layout, Memory, by_position, celled, laid_out
 from invfunc.sparsity.colouring import Colouring, Placed, positions_of
 from invfunc.sparsity.groups import Grouped
 from invfunc.sparsity.narrowed import Narrowed
@@ -31,12 +31,12 @@ def pullbacks(pullback: Pullback, way: Way | None, columns: Sequence[Grouped]) -
         return [pullback]
     found, at, sources = list[Pullback](), replace(pullback, last=False), columns
     for stage in way.stages:
-        part = replace(at, leaves=stage.leaves)
-        if stage.colourings is not None and stage.frame is not None:
-            told = {"sources": sources, "pattern": way.pattern, "colourings": stage.colourings, "frame": stage.frame}
-            told |= {"apart": way.cells}
-            part = Shared(**vars(part), **told)
-        found += [part] if stage.leaves else []
+        for reach in stage.reaches:
+            part = replace(at, leaves=reach.leaves)
+            if reach.colourings is not None and reach.frame is not None:
+                told = {"pattern": way.pattern, "colourings": reach.colourings, "frame": reach.frame}
+                part = Shared(**vars(part), **told, sources=sources, apart=way.cells)
+            found += [part] if reach.leaves else []
         if stage.end is not None:
             narrowed = Narrowed(sources, at.run, way.alone, stage.end, pullback.budget)
             below = replace(pullback.run, outputs={0: stage.end.bottleneck.of(pullback.run)})
@@ -84,8 +84,7 @@ class Closed(Pullback):
             return [(uses, replace(pulled, of_hessian=True))]
         known = positions_apart(self.run, self.pattern, uses)
         assert known is not None
-        index = torch.arange(len(known.first), device=use.param.device).reshape(1, -1, 1)
-        recipe = celled(known, index) if known.inner else known.recipe
+        recipe = by_position(known) if known.inner else known.recipe
         return [([replace(use, recipe=recipe)], PulledBack(pulled.left, pulled.right))]
 
 
@@ -102,6 +101,10 @@ class Shared(Pullback):
     """Whether the shares of each group are wanted by themselves; else each position, which has columns of one group."""
     _layouts: dict[int, Layout | None] = field(default_factory=dict)
     """How the cotangents of each parameter fall apart."""
+    _alike_after: dict[int, int | None] = field(default_factory=dict)
+    """The parameter that comes later, and whose cotangents fall apart as those of another."""
+    _laid_out: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Those, as they are for the one before."""
     _memory: dict[tuple[int, int], Memory] = field(default_factory=dict)
     """By source and parameter."""
     _index: dict[tuple[int, int, range], list[tuple[torch.Tensor, ...]]] = field(default_factory=dict)
@@ -156,7 +159,7 @@ class Shared(Pullback):
     def told_apart(self, each: Pass, leaf: int, uses: list[ParameterUse], pulled: PulledBack) -> Iterator[Reached]:
         """The shares of each group by itself."""
         if leaf not in self._layouts:
-            self._layouts[leaf] = positions_apart(self.run, self.pattern, uses)
+            self._arrange(each.uses)
         layout, uses = self._layouts[leaf], [t for t in uses if pulled.left[t.site] is not None]
         if not uses:
             return
@@ -176,10 +179,32 @@ class Shared(Pullback):
         else:
             index, boxes = self._positions(each, use.site, layout)
             recurs = each.stop - each.start < self.sources[each.source].rank
-            recipe = celled(layout, index, self._memory.setdefault((each.source, leaf), Memory(recurs)))
             signs = self._signs(each, boxes)
             weight = None if signs is None else signs.flatten(2)
+            if weight is None and index.shape == (1, len(layout.first), 1):  # all positions, in any order
+                recipe = by_position(layout)
+            else:
+                cotangent, memory = pulled.left[use.site], self._memory.setdefault((each.source, leaf), Memory(recurs))
+                assert cotangent is not None
+                first = self._laid_out.pop(leaf, None)
+                first = laid_out(layout, index, cotangent) if first is None else first
+                if (other := self._alike_after[leaf]) is not None:
+                    self._laid_out[other] = first
+                recipe = celled(layout, index, first, memory)
             yield [replace(use, recipe=recipe)], PulledBack(pulled.left, weight=weight)
+
+    def _arrange(self, uses: dict[int, list[ParameterUse]]) -> None:
+        """Find out how the cotangents of parameters fall apart, and which of them, as of a weight and a bias, alike."""
+        entries: dict[int, tuple[int, torch.Tensor]] = {}
+        for leaf, own in uses.items():
+            self._layouts[leaf], self._alike_after[leaf] = positions_apart(self.run, self.pattern, own), None
+            if (known := self._layouts[leaf]) is None:
+                continue
+            site, found = own[0].site, known.entries
+            before, other = entries.get(site, (leaf, found[:0]))
+            if torch.equal(found, other):
+                self._alike_after[before] = leaf
+            entries[site] = leaf, found
 
     def _positions(self, each: Pass, site: int, layout: Layout) -> tuple[torch.Tensor, ...]:
         """The positions in each cell, and the box of the cell; all that is sent back at one position has the same box

@@ -97,11 +97,13 @@ class Pattern:
         last: Frame | None,
         at: dict[Bottleneck, Labels],
         above: dict[Bottleneck, Frame],
+        near: dict[int, Frame],
     ) -> None:
-        """Labels of the inputs and at each bottleneck, frames of all sites, of the last one by itself, and of those
-        above each bottleneck."""
+        """Labels of the inputs and at each bottleneck, frames of all sites, of the last one by itself, of those above
+        each bottleneck, and of each that is near the outputs by itself."""
         self.inputs, self.everything, self.last, self.at, self.above = inputs, everything, last, at, above
-        self.frames = [frame for frame in (everything, last, *above.values()) if frame is not None]
+        self.near = near
+        self.frames = [f for f in (everything, last, *above.values(), *near.values()) if f is not None]
         self.labels = Following(inputs, *at.values(), *(frame.labels for frame in self.frames))
         self.layouts: dict[int, list[Layout | None]] = {}
         """The layouts of the parameter uses of each site."""
@@ -121,6 +123,10 @@ class Pattern:
         """Called before an operation that reads samples: labels start at what it reads if that is a bottleneck."""
         if hasattr(seen.func, "recipe"):  # the derivative of one's own operation may reach further than its values
             self.labels.lose(seen.name)
+        if (elsewhere := seen.function.entry.elsewhere) is not None:
+            with undispatched(), self.labels.blamed(f"`{seen.name}`"):
+                for labels in self.labels.labels:
+                    labels.reach(seen.read, elsewhere(*seen.args))
         for bottleneck, labels in self.at.items():
             if bottleneck.site == site and seen.params:
                 with undispatched(), self.labels.blamed("the labels of a narrow layer"):

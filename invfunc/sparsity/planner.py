@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -18,7 +18,7 @@ from invfunc.sparsity.closed import closed_site
 from invfunc.sparsity.colouring import Colouring, hulls, members_of
 from invfunc.sparsity.groups import Grouped
 from invfunc.sparsity.narrowed import Blocks
-from invfunc.sparsity.pattern import Frame, Pattern
+from invfunc.sparsity.pattern import Frame, Pattern, positions_apart
 
 
 @dataclass
@@ -47,16 +47,22 @@ class Source:
 
 
 @dataclass
-class Stage:
-    """What lies between where columns come in and a bottleneck, or the end."""
+class Reach:
+    """Parameters that the same passes reach."""
 
-    sites: frozenset[int]
     leaves: frozenset[int]
-    """The parameters that are read nowhere else."""
     frame: Frame | None
     colourings: list[Colouring] | None
     """Those of each kind of columns that comes in; None if each column has a pass of its own."""
     passes: int
+
+
+@dataclass
+class Stage:
+    """What lies between where columns come in and a bottleneck, or the end, with what is read nowhere else."""
+
+    sites: frozenset[int]
+    reaches: list[Reach]
     cost: float
     end: Blocks | None = None
     """What is left of the columns at the bottleneck."""
@@ -84,6 +90,8 @@ class Planner:
 
     pattern: Pattern
     alone: Run
+    above: list[list[int]]
+    """The sites through which a path from the outputs to each site may lead."""
 
     def __init__(
         self,
@@ -116,9 +124,9 @@ class Planner:
         if not self._pays(thresholds.LOOKS * look):
             self.why = "there are few columns" if self.total < thresholds.FEW else "all columns take little time"
             return None
-        above, found = paths(self.run)
+        self.above, found = paths(self.run)
         bottlenecks = self._candidates(found) if self.added else []
-        self.pattern = self._pattern(above, bottlenecks)
+        self.pattern = self._pattern(bottlenecks)
         run = self.look(self.pattern, self.run)
         if run is None or self.pattern.labels.lost is not None:
             self.why = self.pattern.hidden
@@ -151,21 +159,24 @@ class Planner:
                 width = bottleneck.width
         return sorted(sorted(found, key=lambda c: c.width)[: thresholds.NARROWEST], key=lambda c: -c.width)
 
-    def _pattern(self, above: list[list[int]], bottlenecks: list[Bottleneck]) -> Pattern:
+    def _pattern(self, bottlenecks: list[Bottleneck]) -> Pattern:
         """A pattern with labels at each bottleneck, and with frames where positions may be told apart."""
 
         def frame(sites: frozenset[int], base: Labels) -> Frame:
-            over = {other for s in sites for other in above[s]}  # those that have a site of the frame below them
+            over = {other for s in sites for other in self.above[s]}  # those that have a site of the frame below them
             return Frame(sites, sites - over, base, one=self.shortcuts == "positions")
 
         inputs, at = Labels(axes=1), {b: Labels(self._axes(b)) for b in bottlenecks}
         if self.shortcuts == "narrow":
-            return Pattern(inputs, None, None, at, {})
+            return Pattern(inputs, None, None, at, {}, {})
         everything, top = frame(self.everything, inputs), frozenset({max(self.everything)})
         inputs.axes = 3 if len(everything.first) > 1 else 1
         frames = {b: frame(self.everything - b.below, at[b]) for b in bottlenecks if self.everything - b.below}
         last = Frame(top, top, inputs, hulls=False)
-        return Pattern(inputs, everything, last, at, frames)
+        lower = self.everything - everything.first - top
+        most = sum(self.work) / thresholds.NEAR
+        near = {s: frame(frozenset({s}), inputs) for s in lower if sum(self.work[t] for t in self.above[s]) < most}
+        return Pattern(inputs, everything, last, at, frames, near)
 
     def _axes(self, bottleneck: Bottleneck) -> int:
         """Along how many axes the entries of a sample lie there."""
@@ -195,7 +206,7 @@ class Planner:
     def _way(self, stages: list[Stage]) -> tuple[float, Way]:
         """The way through some stages, and its cost."""
         closed = frozenset(i for i, own in self.sites.items() if own == {self.closed})
-        dense = frozenset(self.sites) - closed.union(*(stage.leaves for stage in stages))
+        dense = frozenset(self.sites) - closed.union(*(r.leaves for stage in stages for r in stage.reaches))
         touched = frozenset[int]().union(*(self.sites[i] for i in dense))
         cost = sum(s.cost for s in stages) + self.total * self.n * sum(self.work[s] for s in touched)
         share, cells = cost / self.all_cost, self.shortcuts == "all"
@@ -209,10 +220,31 @@ class Planner:
             found = _colourings([s.boxes(frame.labels) for s in sources])
             shared = sum(s.rank * c.passes for s, c in zip(sources, found, strict=False))
             passes, colourings = (shared, found) if found and shared < passes else (passes, None)
-        work = self.n / 2 * sum(self.work[s] for s in [*sites, *crossed])
-        cost = passes * (work + thresholds.COLUMN) * (1.0 if colourings is None else thresholds.SHARED)
-        cost += sum(c.count for c in colourings or []) * len(sites) * thresholds.CLASS
-        return Stage(sites, leaves, frame, colourings, passes, cost)
+        all_, near, cost = Reach(leaves, frame, colourings, passes), [], 0.0
+        for site in sorted(sites & self.pattern.near.keys()):
+            if (own := self._near(site, sources, all_)) is not None:
+                near.append(own[0])
+                cost, sites = cost + own[1], sites - {site}
+                all_ = replace(all_, leaves=all_.leaves - own[0].leaves)
+        if all_.leaves or not near:
+            work = self.n / 2 * sum(self.work[s] for s in [*sites, *crossed])
+            cost += passes * (work + thresholds.COLUMN) * (1.0 if colourings is None else thresholds.SHARED)
+            cost += sum(c.count for c in colourings or []) * len(sites) * thresholds.CLASS
+        return Stage(crossed - {self.closed}, [all_, *near], cost)
+
+    def _near(self, site: int, sources: list[Source], others: Reach) -> tuple[Reach, float] | None:
+        """The parameters of a site near the outputs with passes of their own, and what these cost, if so few hold all
+        columns there that this is less than among the others."""
+        leaves = frozenset(i for i in others.leaves if self.sites[i] == {site})
+        known = positions_apart(self.run, self.pattern, [t for t in self.run.trace.uses if t.site == site][:1])
+        frame, shared = self.pattern.near[site], others.colourings
+        colourings = _colourings([s.boxes(frame.labels) for s in sources]) if leaves and known is not None else []
+        passes = sum(s.rank * c.passes for s, c in zip(sources, colourings, strict=False))
+        work = self.n / 2 * sum(self.work[s] for s in [site, *self.above[site]]) + thresholds.COLUMN
+        cost = passes * work * thresholds.SHARED + sum(c.count for c in colourings) * thresholds.CLASS
+        each = self.work[site] / 2 if shared is None else self.run.trace.sizes[site] * thresholds.TAKEN
+        saved = (others.passes - passes) * self.n * each + sum(c.count for c in shared or []) * thresholds.CLASS
+        return (Reach(leaves, frame, colourings, passes), cost) if colourings and cost < saved else None
 
     def _blocks(self, sources: list[Source], bottleneck: Bottleneck, first: bool) -> Blocks:
         """How the entries at a bottleneck fall apart, and how many rows each block gets."""

@@ -187,8 +187,9 @@ def planned(way: Way, columns: int, run: Run, budget: int, called: Callable[[int
 
     found, most, given = part("closed form", way.closed, columns, 0), 0, columns
     for stage in way.stages:
-        how = "local" if stage.colourings is not None else "dense" if given == columns else "narrow"
-        found += part(how, stage.leaves, given, stage.passes)
+        for reach in stage.reaches:
+            how = "local" if reach.colourings is not None else "dense" if given == columns else "narrow"
+            found += part(how, reach.leaves, given, reach.passes)
         most = max(most, _numbers(run, stage, budget))
         given = given if stage.end is None else stage.end.count
     return found + part("dense", way.dense, columns, columns), most
@@ -197,5 +198,6 @@ def planned(way: Way, columns: int, run: Run, budget: int, called: Callable[[int
 def _numbers(run: Run, stage: Stage, budget: int) -> int:
     """How many numbers a stage keeps at once: in its columns, or in the factors at its bottleneck if those are more."""
     n, sizes = run.trace.n, [run.trace.sizes[s] for s in stage.sites]
-    found = min(stage.passes, columns_at_once(max(sizes) * n, budget)) * max(sizes) * n if sizes else 0
+    passes = max((reach.passes for reach in stage.reaches if reach.leaves), default=0)
+    found = min(passes, columns_at_once(max(sizes) * n, budget)) * max(sizes) * n if sizes else 0
     return found if stage.end is None else max(found, (1 if stage.end.shared else n) * stage.end.numbers)

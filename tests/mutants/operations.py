@@ -171,8 +171,8 @@ OPERATIONS = [
     Fault(
         "cells that are filled up send a position back again, where nothing is read",
         "sparsity/cells.py",
-        " and bool(padding.any()):",
-        " and False:",
+        "turned[-1] = 0",
+        "turned[-1] = turned[0]",
         "sparsity/test_structure.py::test_it_is_that_of_all_columns sparsity",
     ),
     Fault(

@@ -413,6 +413,27 @@ TRANSFORMS = [
         "sparsity/test_structure_kflr.py::test_it_is_that_of_all_columns sparsity",
     ),
     Fault(
+        "what a recurrent layer gives depends on its states alone, and not on the gates",
+        "sparsity/pattern.py",
+        "if (elsewhere := seen.function.entry.elsewhere) is not None:",
+        "if (elsewhere := None) is not None:",
+        "sparsity/test_structure_recurrent.py::test_it_is_that_of_all_columns sparsity",
+    ),
+    Fault(
+        "cells of a parameter near the outputs are those of the others",
+        "sparsity/execute.py",
+        '"frame": reach.frame}',
+        '"frame": stage.reaches[0].frame}',
+        "sparsity/test_structure_near.py::test_it_is_that_of_all_columns sparsity",
+    ),
+    Fault(
+        "all samples send back what the first one does, cell by cell",
+        "sparsity/cells.py",
+        "* n + sample[:, None, None]",
+        "* n",
+        "sparsity/test_structure_near.py::test_it_is_that_of_all_columns sparsity",
+    ),
+    Fault(
         "columns of a Hessian that are subtracted are added",
         "sparsity/execute.py",
         "signs = source.signs(self.run.part)",

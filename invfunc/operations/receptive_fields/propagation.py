@@ -103,6 +103,14 @@ class Labels:
             region = self._written(x, rows.detach().to(x.device, torch.float32).flatten(0, 1))
             region.affine &= not new
 
+    def reach(self, read: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> None:
+        """Let each entry of some tensors depend on all that others depend on, beside what it did before."""
+        with unwatched(), torch.no_grad():
+            known = [rows.flatten(2).amax(2) for x in read if (rows := self.of(x)) is not None]
+            for x in found if known else ():
+                whole, own = torch.stack(known).amax(0).reshape(2, self.axes, *[1] * x.ndim), self.of(x)
+                self.set(x, whole.expand(2, self.axes, *x.shape) if own is None else torch.maximum(own, whole))
+
     def _written(self, x: torch.Tensor, rows: torch.Tensor) -> Region:
         key = storage_of(x)
         if key not in self.regions:
