@@ -53,17 +53,18 @@ def largest(terms: Sequence[Term | Shape], output: str) -> int:
 
 def instantiated(terms: Sequence[Term | Shape], instance: str) -> float:
     """The cost of forming shares and squaring them."""
-    sizes = {c: size for labels, x in _shapes(terms) for c, size in zip(labels, x, strict=True)}
+    sizes = {c: size for labels, x in shapes(terms) for c, size in zip(labels, x, strict=True)}
     return cost(terms, instance) + thresholds.FORMED * math.prod(sizes.get(c, 1) for c in instance)
 
 
-def _shapes(terms: Sequence[Term | Shape]) -> tuple[Shape, ...]:
+def shapes(terms: Sequence[Term | Shape]) -> tuple[Shape, ...]:
+    """The terms without their numbers."""
     return tuple((labels, tuple(x.shape) if isinstance(x, torch.Tensor) else x) for labels, x in terms)
 
 
 def squares_directly(terms: list[Term], output: str, instance: str, kept: str) -> bool:
     """Whether the sum of squares is cheaper without forming a share: `instance` are its labels, `kept` those left."""
-    return _squares_directly(_shapes(terms), output, instance, kept, cancel(terms), has_float64(terms[0][1].device))
+    return _squares_directly(shapes(terms), output, instance, kept, cancel(terms), has_float64(terms[0][1].device))
 
 
 @lru_cache(maxsize=4096)

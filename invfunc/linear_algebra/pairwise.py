@@ -145,10 +145,10 @@ def _large(shape: tuple[int, ...]) -> tuple[int, ...] | None:
 def _step(
     equation: str, shape: torch.Size, strides: tuple[int, ...], other: torch.Size, steps: tuple[int, ...]
 ) -> _Step | None:
-    """How to compute a step of tensors with these shapes and strides; None leaves it to torch.einsum."""
+    """How to compute a step of tensors with these shapes and strides; None if one alone is summed over a label."""
     inputs, output = equation.split("->")
     left, right = inputs.split(",")
-    if not set(left) ^ set(right) <= set(output):  # one tensor alone is summed over a label
+    if not set(left) ^ set(right) <= set(output):
         return None
     pair = _Pair.of(_Operand.of(left, shape, strides), _Operand.of(right, other, steps), output)
     return pair.by_elements() if pair.elementwise else pair.by_matrices()
@@ -161,7 +161,7 @@ def product(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
     x, y = operands
     step = _step(equation, x.shape, x.stride(), y.shape, y.stride())
     if step is None:
-        return torch.einsum(equation, *operands)
+        return _of_summed(equation, x, y)
     x, y = (step.first(y), step.second(x)) if step.swapped else (step.first(x), step.second(y))
     out = None if step.room is None else room_for(step.room, x, y)
     if step.kind == "mul":
@@ -170,6 +170,14 @@ def product(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
     product = torch.mm(x, y, out=out) if step.kind == "mm" else torch.bmm(x, y, out=out)
     product = product if step.shape is None else product.reshape(step.shape)
     return product if step.order is None else product.permute(step.order)
+
+
+def _of_summed(equation: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A step of tensors of which each is summed before over the labels that it alone has."""
+    inputs, output = equation.split("->")
+    left, right = inputs.split(",")
+    first, second = ("".join(c for c in own if c in others + output) for own, others in ((left, right), (right, left)))
+    return product(f"{first},{second}->{output}", [_reduced(f"{left}->{first}", x), _reduced(f"{right}->{second}", y)])
 
 
 def _reduced(equation: str, x: torch.Tensor) -> torch.Tensor:

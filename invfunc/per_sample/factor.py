@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -29,6 +30,7 @@ from invfunc.linear_algebra.contract import (
 )
 from invfunc.operations.factors import Part
 from invfunc.per_sample.cotangents import Columns, Cotangents, Samples, length
+from invfunc.per_sample.norms import narrow_norms, tried
 from invfunc.per_sample.squares import shifted_moments, squared
 from invfunc.per_sample.table import Table
 from invfunc.per_sample.terms import shape_of
@@ -66,6 +68,10 @@ class Factor:
 
     def weighted(self, weights: torch.Tensor | None = None) -> torch.Tensor:
         """`sum_n weights[n] G[v, n]`, for the only column; of weights 1, if there are none."""
+        of, shares = self.use.memory.get("shares", (None, None))
+        if of is not None and of() is self.columns:
+            found = shares.sum(0) if weights is None else torch.tensordot(weights.to(shares.dtype), shares, 1)
+            return self._shaped(found, 0)
         parts, sent, total = self.parts(), self.columns.left[self.use.site], []
         own = [None] * len(parts) if weights is None else weights.split([length(part) for part in parts])
         for part, w in zip(parts, own, strict=True):
@@ -120,14 +126,22 @@ class Factor:
     def _norms(self, with_sums: bool) -> Iterator[tuple[Any, torch.Tensor]]:
         """Perhaps the sums of the shares of blocks of samples, and their norms: shares are formed once for both."""
         parts, first, direct = self._way("NV" + self.apart, "N")
+        small, kept = self._small, list[torch.Tensor]()
+        try_narrow = not (small or with_sums) and tried(first, self.output)
         for part, terms in self._blocks(parts, first):
-            if direct:  # the "ghost norm": products of positions with positions
+            found = narrow_norms(terms, self.output) if try_narrow else None
+            if found is not None:
+                yield None, found.reshape(length(part))
+            elif direct:  # the "ghost norm": products of positions with positions
                 norms = contract(self.exact(twice(terms, terms, self.output)), present("N", terms)).clamp(min=0)
                 yield (self._sum(terms, part) if with_sums else None), norms.to(terms[0][1].dtype).reshape(length(part))
             else:
-                share = contract(terms, present("N" + self.output, terms)).reshape(length(part), -1)
-                total = share.sum(0).reshape(shape_of(terms, self.output)) if with_sums else None
-                yield total, squared(share, fresh=len(terms) > 1).sum(1)
+                share = self._share(terms, part)
+                kept += [share] * small
+                total = share.sum(0) if with_sums else None
+                yield total, squared(share.reshape(length(part), -1), fresh=len(terms) > 1 and not small).sum(1)
+        if kept:
+            self.use.memory["shares"] = ref(self.columns), joined(kept)
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`sum_n G[n]` and `sum_n (G[n] - mean G)^2` of the only column, without cancellation."""
@@ -175,6 +189,14 @@ class Factor:
         parts = self.samples.parts(size, self.budget // thresholds.SHARES)
         terms = self._terms(self.columns.left, parts[0])
         return parts, terms, self.lands or squares_directly(terms, self.apart, instance, kept)
+
+    @property
+    def _small(self) -> bool:
+        """Whether shares are so much smaller than their cotangents that they are kept for a weighted sum."""
+        cotangent = self.columns.left[self.use.site]
+        if cotangent is None or len(self.uses) > 1 or self.recipe.own is not None or self.lands:
+            return False
+        return cotangent[0, 0].numel() >= thresholds.KEPT_SHARES * self.use.param.numel()
 
     def exact(self, pair: list[Term]) -> list[Term]:
         """The pair in float64 where sums of its products may cancel."""
