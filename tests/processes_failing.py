@@ -27,12 +27,13 @@ from invfunc.evaluation.processes import Processes
 from tests.data_sets.test_streamed import linear, losses
 from tests.many_processes import Example, composed, data, hold, mesh
 from tests.meter import Meter, nothing_collected
+from tests.processes_interrupted import told_of_interrupts
 from tests.strategies import Numbers
 
 
 def told_of_all(examples: list[Example]) -> tuple:
     """The programs that go on with each other, as it takes seconds to start processes."""
-    return hold(examples), composed(), faults(), memory(), sent()
+    return hold(examples), composed(), faults(), memory(), sent(), told_of_interrupts(1)
 
 
 # Faults: what each process raises, and after how many seconds
