@@ -28,7 +28,7 @@ from tests.data_sets.test_streamed import EXACT, FLOOR, batches, dense, linear, 
 from tests.networks import LOSSES, network, samples_loss
 from tests.strategies import Numbers
 
-PRODUCTS = ["hvp", "ggnvp", "fvp", "hessian_block_product", "ggn_block_product"]
+PRODUCTS = ["hvp", "ggnvp", "fvp", "hessian_block_product", "ggn_block_product", "pch_block_product"]
 
 
 @dataclass(frozen=True)

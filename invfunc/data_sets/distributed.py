@@ -25,7 +25,7 @@ from invfunc.products.streamed import StreamedProduct
 from invfunc.recording.problem import InDims
 from invfunc.sparsity.report import Explanation
 from invfunc.statistic import Statistic
-from invfunc.transform import Transform, check_no_budget
+from invfunc.transform import Transform, check_adds_up
 
 
 @overload
@@ -136,7 +136,7 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] =
             raise ArgumentError(f"distributed({t!r}, each={each!r}): a product has no sample axis. Leave each out.")
         product, plans = (t.product, t.plans) if isinstance(t, StreamedProduct) else (t, plans)
         return DistributedProduct(product, _part_of(group, t, product.in_dims), plans)
-    check_no_budget("distributed", t)
+    check_adds_up("distributed", t)
     if not isinstance(t, (Statistic, Streamed, Tiled)):
         kind = type(t).__name__
         raise ArgumentTypeError(

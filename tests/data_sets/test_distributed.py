@@ -149,6 +149,7 @@ class TestFaults:
             "parts of a vector in one": ("ArgumentError", "ArgumentError"),
             "f fails beside parts": ("ProcessError", "KeyError"),
             "the loader fails beside parts": ("ProcessError", "OSError"),
+            "a file that cannot be gone on with beside parts": ("ProcessError", "MemoryError"),
             "a reduction fails beside parts": ("ProcessError", "KeyError"),
             "written beside parts": ("ArgumentError", "ArgumentError"),
             "written by f": ("ArgumentError", "ArgumentError"),
