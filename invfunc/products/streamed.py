@@ -203,8 +203,7 @@ class Products:
             evaluated = self.of.evaluated if self.parts is None else partial(self._in_parts, self.parts)
             given, found, aux = evaluated(product, self.vectors, self.lead, args, kwargs, names)
             if not self.of.apart and given.n > 1:
-                given.check_apart()
-                self.of.apart = True
+                self.of.apart = given.check_apart()
             return (given, found), aux
 
         return product.told(compute, product.names_of_f, args, self.of.kwargs)
