@@ -261,6 +261,8 @@ def _way(t: Any) -> str:
         return "It is compiled already."
     if isinstance(t, Budgeted):
         return "A call within a budget has no plan; one in a number of chunks has: compiled(chunked(t, n))."
+    if isinstance(t, Transform) and t.of_one_batch and not hasattr(t, "t"):
+        return "No plan is made of it. Leave `compiled` away."
     if isinstance(t, Transform) and t.outermost:
         outer, _, inner = repr(t).partition("(")
         return f"It comes inside, as {outer}(compiled({inner})."

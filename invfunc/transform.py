@@ -130,6 +130,8 @@ class Transform(ABC):
     """What else is the caller's, beside the arguments."""
     outermost: bool = False
     """Whether no part of what it gives is computed by itself: `chunked` comes inside of it."""
+    of_one_batch: str = ""
+    """Why it does not add up over batches, and what does; empty where that is said elsewhere."""
     budgeted: bool = False
     """Whether it chooses its chunks by the memory that one call may take."""
 
@@ -280,6 +282,13 @@ def told(error: InvFuncError, call: str) -> InvFuncError:
     said.__dict__.update(error.__dict__)
     said.told = True
     return said
+
+
+def check_adds_up(name: str, t: Any) -> None:
+    """Check that t is not of one batch alone, for what takes it batch by batch."""
+    check_no_budget(name, t)
+    if isinstance(t, Transform) and t.of_one_batch:
+        raise ArgumentTypeError(f"{name}({t!r}): {t.of_one_batch}.")
 
 
 def check_no_budget(name: str, t: Any) -> None:

@@ -5,6 +5,7 @@ import itertools
 import os
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache, partial
 from multiprocessing import get_context
 from tempfile import TemporaryDirectory
@@ -27,7 +28,7 @@ from tests.data_sets.test_streamed import EXACT, FLOOR, batches, dense, linear, 
 from tests.networks import LOSSES, network, samples_loss
 from tests.strategies import Numbers
 
-PRODUCTS = ["hvp", "ggnvp", "fvp", "hessian_block_product", "ggn_block_product"]
+PRODUCTS = ["hvp", "ggnvp", "fvp", "hessian_block_product", "ggn_block_product", "pch_block_product"]
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def start(size: int, program: Any, *args: Any) -> list[Any]:
 def _joined(program: Any, *args: Any) -> Any:
     torch.set_num_threads(1)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # there may be fewer of them than processes
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     try:
         found = program(*args)
     finally:

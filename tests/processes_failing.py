@@ -24,15 +24,17 @@ from invfunc._torch.reading import absent
 from invfunc.data_sets.visits import Work
 from invfunc.evaluation import layout
 from invfunc.evaluation.processes import Processes
+from invfunc.products.streamed import Products
 from tests.data_sets.test_streamed import linear, losses
 from tests.many_processes import Example, composed, data, hold, mesh
 from tests.meter import Meter, nothing_collected
+from tests.processes_interrupted import told_of_interrupts
 from tests.strategies import Numbers
 
 
 def told_of_all(examples: list[Example]) -> tuple:
     """The programs that go on with each other, as it takes seconds to start processes."""
-    return hold(examples), composed(), faults(), memory(), sent()
+    return hold(examples), composed(), faults(), memory(), sent(), told_of_interrupts(1)
 
 
 # Faults: what each process raises, and after how many seconds
@@ -134,15 +136,16 @@ class Once:
         return self.batches
 
 
-def not_resumed(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+def not_resumed(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor, of: Any = OF, work: Any = Work) -> Any:
     """All have a file, but one has no room for what is in it."""
+    given = [params] * (2 if of is PRODUCT else 1)
     with TemporaryDirectory() as folder:
-        t = distributed(streamed(OF, checkpoint=Path(folder, "state")))
+        t = distributed(streamed(of, checkpoint=Path(folder, "state")))
         with suppress(invfunc.ProcessError, OSError):
-            t(params, lambda: late(x, y))
-        no_room = mock.patch.object(Work, "resume", side_effect=MemoryError("no room"))
+            t(*given, lambda: late(x, y))
+        no_room = mock.patch.object(work, "resume", side_effect=MemoryError("no room"))
         with no_room if rank else nullcontext():
-            return t(params, [(x, y)] * 2)
+            return t(*given, [(x, y)] * 2)
 
 
 def of_loaders(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Calls:
@@ -205,6 +208,7 @@ def of_parts(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Calls:
         "f fails beside parts": lambda: distributed(invfunc.variance(fails))(parts, x, y),
         "the loader fails beside parts": lambda: distributed(streamed(OF))(parts, lambda: late(x, y)),
         "a reduction fails beside parts": lambda: distributed(invfunc.reduced(OF, reduce))(parts, x, y),
+        "a file that cannot be gone on with beside parts": lambda: not_resumed(rank, parts, x, y, PRODUCT, Products),
         "written beside parts": lambda: distributed(streamed(OF))(written, lambda: writing(written["w"])),
         "written by f": lambda: distributed(invfunc.variance(clamped))(parts, x, y),
         "the memory of a part": lambda: distributed(invfunc.variance(kernel))(parts, x, y),

@@ -43,7 +43,7 @@ def product():
     return invfunc.ggnvp(linear, F.cross_entropy)
 
 
-CASES = {"one_sweep": (one_sweep, 25), "two_sweeps": (two_sweeps, 10), "product": (product, 5)}
+CASES = {"one_sweep": (one_sweep, 30), "two_sweeps": (two_sweeps, 12), "product": (product, 8)}
 """With how often each is killed."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,32 +16,35 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import invfunc
-from invfunc import InvFuncError, distributed, streamed, tree
-from invfunc.products.product import Product
+from invfunc import InvFuncError, InvFuncWarning, compiled, distributed, streamed, tree
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import BOTH, LOSS, MODEL, ROWS
 from tests.coverage import SITE, WIDTH
 from tests.data_sets.test_streamed import EXACT, FLOOR, dense, linear, losses
-from tests.many_processes import full
+from tests.many_processes import PRODUCTS, full
 from tests.strategies import Numbers
 
 PAGE = SITE / "where.md"
 BEGIN, END = "<!-- where: begin -->\n", "<!-- where: end -->\n"
 TEXT = """\
 Each cell says what today's code does with samples that come in batches, that are divided among processes, and with
-parameters of which each process has a part (`DTensor`, as `fully_shard` makes them): **right**; **in parts**, which is
-right, and laid out as the parameters are; or **refused**. `tests/test_distributed.py` compares what is right with all
-samples in one process, in 2 and 4 processes. `python -m tests.where` writes this section.
+parameters of which each process has a part (`DTensor`, as `fully_shard` makes them), by a plan (`compiled`) too:
+**right**; **in parts**, which is right, and laid out as the parameters are; or **refused**.
+`tests/data_sets/test_distributed.py` compares what is right with all samples in one process, in 2 and 4 processes.
+`python -m tests.where` writes this section.
 """
-COLUMNS = ["one process", "streamed", "distributed", "sharded parameters"]
-PRODUCTS = ["hvp", "ggnvp", "fvp", "hessian_block_product", "ggn_block_product", "pch_block_product"]
+COLUMNS = ["one process", "streamed", "distributed", "sharded parameters", "compiled, sharded parameters"]
+OTHERS = ["eigenpairs", "linearize"]
+"""What gives neither a statistic nor a product, but an object or several functions."""
 
 
 def of_a_name(name: str) -> tuple[Callable, tuple, tuple]:
     """A statistic or product, which draws the same each time that it is made, its functions, and its samples."""
     rand = Numbers(1)
     x, y = rand(6, 4), torch.arange(6) % 3
-    if name in PRODUCTS:
+    if name == "linearize":
+        return invfunc.linearize, (linear,), (x,)
+    if name in [*PRODUCTS, *OTHERS]:
         return getattr(invfunc, name), (linear, F.cross_entropy), (x, y)
     row = ROWS[name]
     functions = {BOTH: (linear, F.cross_entropy), MODEL: (linear,), LOSS: (losses,)}[row.form]
@@ -53,16 +57,16 @@ def cells(name: str) -> list[str]:
     rand = Numbers(2)
     params = {"w": rand(4, 3), "b": rand(3)}
     parts = {key: distribute_tensor(p, init_device_mesh("cpu", (1,)), [Shard(0)]) for key, p in params.items()}
-    lead = [tree.map_tensors(lambda p: p[(None,) * make().lead], params)] if isinstance(make(), Product) else []
+    lead = [tree.map_tensors(lambda p: p[(None,) * make().lead], params)] if name in PRODUCTS else []
     halves = [tuple(x[:2] for x in samples), tuple(x[2:] for x in samples)]
     loop, wanted = getattr(ROWS.get(name), "loop", None), make()(params, *lead, *samples)
-    found = [_said(lambda: wanted, loop and loop(*functions)(params, *samples))]
-    found += [_said(lambda: streamed(make())(params, *lead, halves), wanted if not _draws(name) else None)]
+    first = _said(lambda: wanted, loop and loop(*functions)(params, *samples))
+    found = [_said(lambda: streamed(make())(params, *lead, halves), wanted if not _draws(name) else None)]
     if _draws(name):  # other columns than without it
         wanted = streamed(make())(params, *lead, [samples])
-    for given in (params, parts):
-        found.append(_said(lambda given=given: distributed(make())(given, *lead, *samples), wanted))
-    return found
+    for own, given in ((make, params), (make, parts), (lambda: compiled(make()), parts)):
+        found.append(_said(lambda own=own, given=given: distributed(own())(given, *lead, *samples), wanted))
+    return [first, *(x.partition(":")[0] if x in found[:k] else x for k, x in enumerate(found))]
 
 
 def _draws(name: str) -> bool:
@@ -95,8 +99,9 @@ def alone() -> Iterator[None]:
 def section() -> str:
     """In Markdown; what is done alike shares a line."""
     lines: dict[tuple[str, ...], list[str]] = {}
-    with alone():
-        for name in [*ROWS, *PRODUCTS]:
+    with alone(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", InvFuncWarning)  # of what has no plan, and runs without
+        for name in [*ROWS, *PRODUCTS, *OTHERS]:
             lines.setdefault(tuple(cells(name)), []).append(f"`{name}`")
     rows = [["statistic or product", *COLUMNS], ["---"] * (1 + len(COLUMNS))]
     rows += [[", ".join(names), *found] for found, names in lines.items()]

@@ -147,6 +147,7 @@ class Certified(Transform):
     share: float
     owned = False  # it gives what t gives
     outermost = True
+    of_one_batch = "what it checks is one call, of one batch. Check that of a batch, and leave it away here"
 
     def __repr__(self) -> str:
         return f"certified({self.t!r})"

@@ -25,7 +25,7 @@ from invfunc.products.streamed import StreamedProduct
 from invfunc.recording.problem import InDims
 from invfunc.sparsity.report import Explanation
 from invfunc.statistic import Statistic
-from invfunc.transform import Transform, check_no_budget
+from invfunc.transform import Transform, check_adds_up
 
 
 @overload
@@ -104,6 +104,9 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] =
     samples go by. Each evaluates all batches once and its own as often as there are batches; the tiles on both sides of
     the diagonal are computed, each by the process that has the row. With `others=` nothing travels.
 
+    Where a process fails, or Ctrl-C is pressed in it, the others end with its message: they look between their batches,
+    twice a second. Ctrl-C comes behind what all do together, so that the group can be used again.
+
     With `checkpoint="file"` of `streamed`, each process has a file of its own, "file.0" the first. When one fails, the
     others write theirs, too; of processes that are killed (torchrun ends all if one is), the last `every` seconds are
     lost. All go on from where each was, with the same number of processes and the same batches in each; those that were
@@ -133,7 +136,7 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] =
             raise ArgumentError(f"distributed({t!r}, each={each!r}): a product has no sample axis. Leave each out.")
         product, plans = (t.product, t.plans) if isinstance(t, StreamedProduct) else (t, plans)
         return DistributedProduct(product, _part_of(group, t, product.in_dims), plans)
-    check_no_budget("distributed", t)
+    check_adds_up("distributed", t)
     if not isinstance(t, (Statistic, Streamed, Tiled)):
         kind = type(t).__name__
         raise ArgumentTypeError(
@@ -201,7 +204,7 @@ class Distributed(Transform):
         return replace(found, name=repr(self), processes=processes.size, exchanged=size)
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        with torch.no_grad():
+        with torch.no_grad(), self.part.call():
             work = work_of(self.t, args[0], kwargs, self.out, self.plans)
             identity = partial(identity_of, self.t, args[0], kwargs)
             alike = {"the statistic": options_of(self.t), "each": "gather" if self.gather else "local"}

@@ -41,17 +41,19 @@ class DistributedProduct(SummedProduct):
         return self.run(self._linearized, self.names_of_f, args, kwargs, ".linearize")
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        begun, sums, space = self._begun(
-            args, 2, kwargs, names, lambda: identity_of(self.product, args[0], args[1], kwargs)
-        )
-        leaves = space.leaves(args[1], self.vector, self.lead)
-        with begun.course as course:
-            found = self._parts(begun.told("result", lambda: sums(leaves, course, self.lead)), args[0], self.lead)
-            return space.tree(found), self._aux(sums)
+        with self.part.call():
+            begun, sums, space = self._begun(
+                args, 2, kwargs, names, lambda: identity_of(self.product, args[0], args[1], kwargs)
+            )
+            leaves = space.leaves(args[1], self.vector, self.lead)
+            with begun.course as course:
+                found = self._parts(sums(leaves, course, self.lead, begun.told), args[0], self.lead)
+                return space.tree(found), self._aux(sums)
 
     def _linearized(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         check_linearized(self.part.file)
-        begun, sums, space = self._begun(args, 1, kwargs, names, again="it is gone through for every vector")
+        with self.part.call():
+            begun, sums, space = self._begun(args, 1, kwargs, names, again="it is gone through for every vector")
         shown = f"{self!r}.linearize({', '.join(names)})"
 
         def at(vectors: list[torch.Tensor], lead: int) -> list[torch.Tensor]:
@@ -60,7 +62,7 @@ class DistributedProduct(SummedProduct):
             each = [sums.along([*one], 0) for one in zip(*vectors, strict=True)]
             return self._parts([torch.stack(x) for x in zip(*each, strict=True)], args[0], lead)
 
-        return Linearised(shown, at, space, space, self.vector, self.lead, (args, kwargs)), []
+        return Linearised(shown, at, space, space, self.vector, self.lead, (args, kwargs), self.part.call), []
 
     @staticmethod
     def _parts(found: list[torch.Tensor], params: Any, lead: int) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -73,6 +74,10 @@ class Part:
             )
         return Processes.of(self.group)
 
+    def call(self) -> AbstractContextManager[None]:
+        """One of all processes."""
+        return Processes.of(self.group).call()
+
     def begun(self, asked: Asked) -> Begun:
         """What is known of all processes before the first batch is seen."""
         processes = Processes.of(self.group)
@@ -97,8 +102,11 @@ class Part:
         else:
             params, rounds = parted(processes, "params", params)
         counts = [n for _, _, n in each]
-        counted = sum(counts) if asked.keys else None
-        return Begun(processes, params, rounds, at(params), course, sum(counts[: processes.rank]), counted)
+        counted, batches = sum(counts) if asked.keys else None, at(params)
+        if rounds is None and processes.size > 1:  # else all meet where a parameter is read
+            processes.alarm.mark = course.record.mark
+            batches = processes.alarm.heard_in(batches)
+        return Begun(processes, params, rounds, batches, course, sum(counts[: processes.rank]), counted)
 
     def _course(self, processes: Processes, asked: Asked) -> Course:
         """That of this process, which has a file of its own."""

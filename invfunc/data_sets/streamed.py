@@ -22,7 +22,7 @@ from invfunc.products.product import Product
 from invfunc.products.streamed import StreamedProduct
 from invfunc.sparsity.report import Explanation
 from invfunc.statistic import Statistic
-from invfunc.transform import Transform, check_no_budget
+from invfunc.transform import Transform, check_adds_up
 
 
 @overload
@@ -155,7 +155,7 @@ def streamed(
         if out is not None:
             raise ArgumentError(f"streamed({t!r}, out=...): a product has no sample axis. Leave out away.")
         return StreamedProduct(t, feed, file, plans)
-    check_no_budget("streamed", t)
+    check_adds_up("streamed", t)
     if not isinstance(t, Statistic):
         kind = type(t).__name__
         raise ArgumentTypeError(

@@ -141,6 +141,10 @@ class TiledAcross(Transform):
 
     @torch.no_grad()
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
+        with self.part.call():
+            return self._computed(args, kwargs, names)
+
+    def _computed(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         feed, gather = self.part.feed or Feed(), "gather" if self.gather else "local"
         identity = {"the statistic": self.identity, "each": gather}
         two = self.part.feed is not None and len(args) == 3

@@ -113,8 +113,12 @@ class Engine:
     def check_joined(self, whole: Any = None) -> None:
         """Check that f gives samples in the `whole` batch what it gives them alone, if they are to be joined."""
         if self.joined and self.problem.loss is None:
-            whole = self._perhaps_alone(slice(0, self.problem.n)) if whole is None else whole
-            self.joined = not check_fewer(self.problem, whole, self._perhaps_alone)
+            p = self.problem
+            if whole is None:
+                with suppress(Exception, Drew):  # which are told of elsewhere
+                    whole = self._batch_alone(slice(0, p.n))
+            losses = [whole] if isinstance(whole, torch.Tensor) else []
+            self.joined = not check_fewer(losses, p.out_dims, p.n, p.tensors(), self._batch_alone)
 
     # Of what: each folds over the runs of the function and returns aux
 
@@ -171,12 +175,6 @@ class Engine:
         """What f returns for some samples alone."""
         with runs_on_part(True):
             return self.runner.run(part, part.stop - part.start, with_uses=False, draws=Draws(stop=True)).result
-
-    def _perhaps_alone(self, part: slice) -> Any:
-        """What f returns for some samples alone, unless it draws at random or cannot be run on them."""
-        with suppress(Exception, Drew):
-            return self._batch_alone(part)
-        return None
 
     def _ones(self, run: Run) -> Made:
         """The columns of a run whose output is the loss itself, of which no part is an affine function."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -14,6 +14,8 @@ import torch.distributed as dist
 from invfunc import tree
 from invfunc._torch.sharded import pieces_of, sharded
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError, ProcessError
+from invfunc.evaluation.alarm import Alarm, Stopped
+from invfunc.evaluation.interrupts import alone, held
 from invfunc.reductions import State
 from invfunc.reductions.exchange import Exchange, Rows, Sums
 
@@ -28,6 +30,7 @@ class Processes:
     group: Any = None
     rank: int = 0
     size: int = 1
+    alarm: Alarm = field(default_factory=Alarm, compare=False)
 
     @classmethod
     def of(cls, group: Any) -> Processes:
@@ -43,7 +46,7 @@ class Processes:
             raise ArgumentTypeError(
                 f"group is of type {kind}, but has to be a process group (of a DeviceMesh: mesh.get_group())."
             )
-        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+        return cls(group, dist.get_rank(group), dist.get_world_size(group), Alarm.of(group))
 
     @property
     def ranks(self) -> list[int]:
@@ -56,12 +59,20 @@ class Processes:
             own, message = work()
             return own, [message]
         own, error = None, None
+        self.alarm.step += 1
         try:
-            own, message = work()
+            with alone():
+                own, message = work()
             said = pickle.dumps((at, None, message))
-        except Exception as caught:
+        except Stopped:  # another one has failed, and says why
+            said = pickle.dumps((at, None, None))
+        except BaseException as caught:  # Ctrl-C, too: the others would wait
             error, said = caught, pickle.dumps((at, shown(caught), None))
-        each = [pickle.loads(text) for text in self.heard(said)]
+            self.alarm.ring()
+        heard = self.heard(said)
+        while not all(isinstance(one, bytes) for one in heard):  # others read parameters, and have just heard it
+            heard = self.heard(said)
+        each = [*map(pickle.loads, heard)]
         if error is not None:
             raise error
         failed = [f"process {rank} failed with {text}" for rank, (_, text, _) in enumerate(each) if text is not None]
@@ -73,6 +84,10 @@ class Processes:
         if failed:
             raise ProcessError(f"{'; '.join(failed)}\nThe result is that of all processes, so that none has one.")
         return own, [message for _, _, message in each]  # pyright: ignore[reportReturnType]
+
+    def call(self) -> AbstractContextManager[None]:
+        """In which all are: Ctrl-C in one does not leave others behind that wait for it."""
+        return held() if self.size > 1 else nullcontext()
 
     def from_first(self, first: int, value: Any) -> Any:
         """The value of a process, in all of them."""
@@ -177,6 +192,11 @@ class Processes:
         return each
 
 
+def failed_with(said: Any) -> str | None:
+    """What has failed in a process that is `told` of a step, in place of saying something else."""
+    return pickle.loads(said)[1] if isinstance(said, bytes) else None
+
+
 ALONE = Processes()
 
 
@@ -218,10 +238,10 @@ def _started() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def shown(error: Exception) -> str:
+def shown(error: BaseException) -> str:
     """An error, with its notes."""
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-    return f"{type(error).__name__}: {error}{notes}"
+    return f"{type(error).__name__}: {error}".removesuffix(": ") + notes
 
 
 def bits(name: str, x: Any) -> dict[str, str]:

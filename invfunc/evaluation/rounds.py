@@ -15,7 +15,8 @@ from invfunc._torch.functorch import number_of, version
 from invfunc._torch.reading import Reading
 from invfunc._torch.sharded import divided_along, gathered, local_part, of_part
 from invfunc.errors import ArgumentError, ProcessError
-from invfunc.evaluation.processes import Processes, connected, shown
+from invfunc.evaluation.interrupts import alone, together
+from invfunc.evaluation.processes import Processes, connected, failed_with, shown
 from invfunc.reductions import Reduction, State, States
 
 T = TypeVar("T")
@@ -70,17 +71,18 @@ class Rounds:
     def through(self, work: Callable[[], T]) -> T:
         """Do what reads them, and help others until none of them reads any more; where one fails, all do."""
         self._failed = ""
-        try:
-            with self._reading:
-                found = work()
-        except Exception as error:
-            self._check()  # another one failed first, and what f, or who called it, makes of that says less
-            self._said(shown(error))
-            raise
-        while not self._failed and any(said is not None for said in self._round(None)[0]):
-            pass
-        self._check()
-        return found
+        with together():
+            try:
+                with alone(), self._reading:
+                    found = work()
+            except BaseException as error:  # Ctrl-C, too: the others would wait
+                self._check()  # another one failed first, and what f, or who called it, makes of that says less
+                self._said(shown(error))
+                raise
+            while not self._failed and any(said is not None for said in self._round(None)[0]):
+                pass
+            self._check()
+            return found
 
     def present(self, x: Any) -> Any:
         """A tree with the numbers of those that are in it, to be kept."""
@@ -97,20 +99,21 @@ class Rounds:
 
     def keep(self, quantity: int, number: int, leaf: torch.Tensor, state: State, n: int) -> None:
         """Give away what was kept of a parameter, the one with a number, and n samples."""
-        self._check()
         meta = tree.map_tensors(lambda x: torch.empty_like(x, device="meta"), state)
         said = Kept(quantity, number, self._of[number_of(leaf)], meta)
-        self._round(said, state)
-        self._seen[said.key] += n
-        self._check()
+        with together():
+            self._check()
+            self._round(said, state)
+            self._seen[said.key] += n
+            self._check()
 
     def whole(self, leaf: torch.Tensor, state: State) -> State:
         """What is kept of a parameter, of the part that this process has of it: all ask for that at once."""
         like = self.own[self._of[number_of(leaf)]]
-        self._check()
-        self._said(None)
-        self._check()
-        with connected():
+        with together(), connected():
+            self._check()
+            self._said(None)
+            self._check()
             return tuple(gathered(of_part(x, like)) if x.shape == like.to_local().shape else x for x in state)
 
     def kept(self, n: int) -> dict[int, States]:
@@ -136,8 +139,9 @@ class Rounds:
                 "the parameters were written in place meanwhile (an optimizer beside the loader?), but a result is of "
                 "the same ones for all samples. Pass copies: {name: p.clone() for name, p in params.items()}."
             )
-        found = self._round(place)[1]
-        self._check()
+        with together():
+            found = self._round(place)[1]
+            self._check()
         assert found is not None
         return found
 
@@ -189,7 +193,7 @@ class Rounds:
 
     def _said(self, own: int | Kept | str | None) -> list[Any]:
         """What all say; those that have failed say how."""
-        each = self.processes.heard(own)
+        each = [failed_with(said) or said for said in self.processes.heard(own)]
         failed = [f"process {rank} failed with {said}" for rank, said in enumerate(each) if isinstance(said, str)]
         if failed:
             self._failed = f"{'; '.join(failed)}\nThe result is that of all processes, so that none has one."
@@ -201,7 +205,10 @@ class Rounds:
 
 def through(rounds: Rounds | None, work: Callable[[], T]) -> T:
     """Do what may read parameters of which each process has a part."""
-    return work() if rounds is None else rounds.through(work)
+    if rounds is not None:
+        return rounds.through(work)
+    with alone():
+        return work()
 
 
 def as_wide(state: State, each: Sequence[State]) -> State:

@@ -133,6 +133,10 @@ class Decomposition(Transform):
     has_aux: bool = False
     owned = False  # what it gives is no tree
     outermost = True
+    of_one_batch = (
+        "its eigenvectors are in the space of the samples of one batch. scipy's eigsh finds those of a data set, of "
+        "linear_operator(streamed(ggnvp(f, loss)))"
+    )
 
     def __post_init__(self) -> None:
         check_functions("eigenpairs", self.f, self.loss)

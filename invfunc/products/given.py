@@ -19,7 +19,8 @@ from invfunc.passes.evidence import Evidence
 from invfunc.passes.loss import Split, at_found, at_given
 from invfunc.passes.run import WHOLE, Run
 from invfunc.recording import Trace
-from invfunc.recording.checks import check_loss, no_outputs, output_axis, same_values
+from invfunc.recording.beside import check_fewer
+from invfunc.recording.checks import check_loss, no_outputs, output_axis
 from invfunc.recording.problem import InDims, batch_dims, batch_size, check_params, problem, with_aux
 from invfunc.recording.random import Draws
 from invfunc.recording.scope import Scope
@@ -130,36 +131,22 @@ class Given:
         outputs, place = tree.map_tensors(torch.Tensor.detach, self.result), len(self.args) - 1
         return LossPart(self.loss, outputs, self.args[place], self.n, self.out_dims, self._dims[place])
 
-    def check_apart(self) -> None:
-        """Check that half of the batch by itself gives the samples what they have here, unless f draws at random."""
-        half, whole = self.n // 2, tree.tensors(self.result)
-        if not all(z.ndim for z in whole):
-            return
-        dim = 0 if self.loss is None else self.out_dims
-        try:
-            alone = self._of_first(half)
-        except Exception as error:
-            error.add_note(f"This is of the first {half} samples, which f has to give what it gives them in the batch.")
-            raise
-        if _same(alone, [z.narrow(dim, 0, half) for z in whole]):
-            return
-        if _same(self._of_first(self.n), whole):
-            raise SampleAxisError(
-                "f gives a sample something else beside fewer ones, so that batches cannot be joined: it mixes the "
-                "samples, as batch normalisation in train mode does, or has a factor that depends on how many there "
-                "are. Take `model.eval()`, or losses without that factor."
-            )
+    def check_apart(self) -> bool:
+        """Check that f gives samples alone what they have here, unless it draws; whether that has told anything."""
+        whole, given = tree.tensors(self.result), tree.tensors((self.args, self.kwargs))
+        return check_fewer(whole, self.out_dims, self.n, given, self._of_part, traced=False)
 
-    def _of_first(self, n: int) -> list[torch.Tensor]:
-        """What f returns for the first n samples alone."""
+    def _of_part(self, part: slice) -> Any:
+        """What f returns for some samples alone."""
+        start, n = part.start, part.stop - part.start
         inputs = []
         for i, x in enumerate(self.args[1 : len(self.args) - (self.loss is not None)], 1):
             dim = self._dims[i]
-            inputs.append(x if dim is None else tree.map_tensors(lambda t, d=dim: t.narrow(d, 0, n), x))
+            inputs.append(x if dim is None else tree.map_tensors(lambda t, d=dim: t.narrow(d, start, n), x))
         devices = [x.device.index for x in self.leaves if x.device.type == "cuda"]
         with torch.no_grad(), torch.random.fork_rng([i for i in set(devices) if i is not None]):
             result = self.f(self.args[0], *inputs, **self.kwargs)
-        return tree.tensors(with_aux(result)[0] if self.has_aux else result)
+        return with_aux(result)[0] if self.has_aux else result
 
     # Splits
 
@@ -279,10 +266,6 @@ class Given:
 
 def _nonlinear_before_the_loss(seen: Seen) -> bool:
     return nonlinear(seen) and not any(tag.crossed for tag in seen.sampled)
-
-
-def _same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(map(same_values, a, b))
 
 
 def _checked_value(result: Any, name: str) -> torch.Tensor:

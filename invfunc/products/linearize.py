@@ -55,6 +55,9 @@ class Linearization(Transform):
     f: Callable
     has_aux: bool = False
     several = True
+    of_one_batch = (
+        "its outputs are those of one batch. Call it for each, or take a product that adds up, as ggnvp(f, loss)"
+    )
 
     def __repr__(self) -> str:
         return f"linearize({describe(self.f)})"

@@ -92,6 +92,14 @@ class StreamedProduct(SummedProduct):
         return batches_of(loader, params, self.product.in_dims, self.feed)
 
 
+Done = Callable[[str, Callable[[], list[torch.Tensor]]], list[torch.Tensor]]
+"""Does a named step, behind which no file is needed any more."""
+
+
+def _done(at: str, step: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+    return step()
+
+
 class Sums:
     """The linear map of a data set: its batches are gone through for each vector, or for several at once."""
 
@@ -123,7 +131,9 @@ class Sums:
         return self(vectors, Course(Record({}, self.keys)), lead)
 
     @torch.no_grad()
-    def __call__(self, vectors: list[torch.Tensor], course: Course, lead: int) -> list[torch.Tensor]:
+    def __call__(
+        self, vectors: list[torch.Tensor], course: Course, lead: int, done: Done = _done
+    ) -> list[torch.Tensor]:
         through = partial(course.through, self.batches)
         rounds, leaves = self.divided or (None, vectors)
         parts = None if rounds is None else InParts(rounds, takes=not course.keeps)
@@ -149,7 +159,7 @@ class Sums:
         if parts is not None:
             sums = parts.joined(leaves, sums)
         by = n**-self.product.degree if work.weights.mean else 1
-        return [(by * total).to(x.dtype) for total, x in zip(sums, vectors, strict=True)]
+        return done("result", lambda: [(by * total).to(x.dtype) for total, x in zip(sums, vectors, strict=True)])
 
     def behind(self, n: int) -> Product:
         """The product of a batch behind so many samples of this process."""
@@ -193,8 +203,7 @@ class Products:
             evaluated = self.of.evaluated if self.parts is None else partial(self._in_parts, self.parts)
             given, found, aux = evaluated(product, self.vectors, self.lead, args, kwargs, names)
             if not self.of.apart and given.n > 1:
-                given.check_apart()
-                self.of.apart = True
+                self.of.apart = given.check_apart()
             return (given, found), aux
 
         return product.told(compute, product.names_of_f, args, self.of.kwargs)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from invfunc import tree
 from invfunc._torch.functorch import innermost
 from invfunc._torch.values import anywhere
 from invfunc.errors import ArgumentError, SampleAxisError
-from invfunc.recording.checks import same_values
+from invfunc.recording.checks import near, same_values
 from invfunc.recording.problem import Problem, batch_size
+from invfunc.recording.random import Drew
 
 
 def beside(problem: Problem, others: tuple, names: Sequence[str]) -> Problem:
@@ -71,38 +73,103 @@ def check_batches(problem: Problem, joined: torch.Tensor, alone: Callable[[slice
             )
 
 
-def check_fewer(problem: Problem, whole: Any, alone: Callable[[slice], Any]) -> bool:
-    """Check that some samples have the same losses or outputs `alone` as in the `whole` batch; whether this has told
-    anything of f.
+def check_fewer(
+    whole: Sequence[torch.Tensor],
+    dim: int,
+    n: int,
+    given: Sequence[torch.Tensor],
+    alone: Callable[[slice], Any],
+    traced: bool = True,
+) -> bool:
+    """Check that some of n samples have the same losses or outputs `alone` as in the `whole` batch, along an axis;
+    whether this has told anything of f, which was `given` some tensors.
 
     These are a few around the largest loss, or more where f does not take so few: losses that are zero or only rounding
-    would not show a factor that depends on the number of samples.
+    would not show a factor that depends on the number of samples. Where f is not `traced`, so that operations may mix
+    samples unseen, half of them without the largest is looked at, too: what is divided by that shows only there.
     """
-    if not isinstance(whole, torch.Tensor) or not whole.ndim or (n := problem.n) < 2:
+    if n < 2 or not whole or not all(z.ndim for z in whole):
         return True
-    dim, low = problem.out_dims if whole.ndim > 1 else 0, _lowest(problem, whole)
-    sizes = whole.detach().abs().nan_to_num(0, 0, 0).movedim(dim, 0).reshape(whole.shape[dim], -1).amax(1)
-    if not anywhere(sizes > 0):
+    sizes = [_sizes(z, dim) for z in whole]
+    largest = next((x for x in sizes if anywhere(x > 0)), None)
+    if largest is None:
         return False
-    size, place = sizes.amax(), int(innermost(sizes).argmax()) % n
-    for few in sorted({min(2, n // 2), n // 2, n - 1}):
-        first = min(place, n - few)
-        part = alone(slice(first, first + few))
-        if isinstance(part, torch.Tensor) and part.ndim:
-            joined = whole.narrow(dim, first, few)
-            if not same_values((part / size).to(low), (joined / size).to(low)):  # which is in the range of any dtype
-                raise SampleAxisError(
-                    "f gives a sample something else beside fewer ones, so that batches cannot be joined: it has a "
-                    "factor that depends on how many there are. Take losses without that factor, as with "
-                    "reduction='none'."
-                )
+    place, half = int(innermost(largest).argmax()) % n, n // 2
+    fewer = Fewer([*whole], dim, n, given, [x.amax() for x in sizes], alone)
+    for few in sorted({min(2, half), half, n - 1}):
+        part, found = slice(first := min(place, n - few), first + few), None
+        with suppress(Exception, Drew):  # f may draw at random, or not run on so few
+            found = fewer.of(part)
+        if found and all(z.ndim for z in found):
+            fewer.check(found, part)
             break
+    if not traced:
+        part = slice(0, half) if place >= half else slice(n - half, n)
+        try:
+            found = fewer.of(part)
+        except Exception as error:
+            error.add_note(f"This is of {half} samples alone, which f has to give what it gives them in the batch.")
+            raise
+        fewer.check(found, part)
     return True
 
 
-def _lowest(problem: Problem, z: torch.Tensor) -> torch.dtype:
+@dataclass
+class Fewer:
+    """What f gives samples in a batch, beside what it gives some of them alone."""
+
+    whole: list[torch.Tensor]
+    dim: int
+    n: int
+    given: Sequence[torch.Tensor]
+    sizes: list[torch.Tensor]
+    """The largest of each."""
+    alone: Callable[[slice], Any]
+
+    def of(self, part: slice) -> list[torch.Tensor]:
+        """What f gives some alone."""
+        return tree.tensors((self.alone(part),))
+
+    def check(self, found: list[torch.Tensor], part: slice) -> None:
+        """Compare what f gives some alone, unless f gives something else each time."""
+        whole = slice(0, self.n)
+        if not self._same(found, part) and self._same(self.of(whole), whole):
+            raise SampleAxisError(
+                "f gives a sample something else beside fewer ones, so that batches cannot be joined: it mixes the "
+                "samples, as batch normalisation in train mode does, or has a factor that depends on how many there "
+                "are. Take `model.eval()`, or losses without that factor, as with reduction='none'."
+            )
+
+    def _same(self, found: list[torch.Tensor], part: slice) -> bool:
+        """Whether they are that of the whole, up to what rounding makes of the largest there."""
+        if len(found) != len(self.whole):
+            return False
+        for one, z, size in zip(found, self.whole, self.sizes, strict=True):
+            dim, low = _axis(z, self.dim), _lowest(z, self.given)
+            if z.shape[dim] != self.n:
+                return False
+            joined, by = z.narrow(dim, part.start, part.stop - part.start), size.where(size > 0, 1)
+            if one.shape != joined.shape:
+                return False
+            if not near((one / by).to(low), (joined / by).to(low), 1):  # which is in the range of any dtype
+                return False
+        return True
+
+
+def _sizes(z: torch.Tensor, dim: int) -> torch.Tensor:
+    """That of each sample."""
+    own = z.detach().abs().nan_to_num(0, 0, 0).movedim(_axis(z, dim), 0)
+    return own.reshape(len(own), -1).amax(1)
+
+
+def _axis(z: torch.Tensor, dim: int) -> int:
+    """Where the samples are; losses have that axis alone."""
+    return dim % z.ndim if z.ndim > 1 else 0
+
+
+def _lowest(z: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.dtype:
     """The dtype with the fewest digits in which f may have computed z, whatever that is given in."""
-    kind, found = problem.leaves[0].device.type, [z.dtype, *(x.dtype for x in problem.tensors())]
+    kind, found = z.device.type, [z.dtype, *(x.dtype for x in given)]
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         found.append(torch.get_autocast_dtype(kind))
     low = [dtype for dtype in found if dtype.is_floating_point and not z.is_complex()]

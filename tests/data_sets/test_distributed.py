@@ -19,6 +19,7 @@ from tests.data_sets.test_streamed import AT_ONCE, EXACT, SAMPLED, linear, losse
 from tests.many_processes import LAID, PRODUCTS, Example, forked, hold, start
 from tests.networks import CLASSES, LOSSES, NETWORKS
 from tests.processes_failing import after_one_is_gone, told_of_all
+from tests.processes_interrupted import BATCHES
 from tests.strategies import Numbers
 
 SIZES = {2: 2, 4: 1}
@@ -148,6 +149,7 @@ class TestFaults:
             "parts of a vector in one": ("ArgumentError", "ArgumentError"),
             "f fails beside parts": ("ProcessError", "KeyError"),
             "the loader fails beside parts": ("ProcessError", "OSError"),
+            "a file that cannot be gone on with beside parts": ("ProcessError", "MemoryError"),
             "a reduction fails beside parts": ("ProcessError", "KeyError"),
             "written beside parts": ("ArgumentError", "ArgumentError"),
             "written by f": ("ArgumentError", "ArgumentError"),
@@ -179,6 +181,21 @@ class TestFaults:
             process.join(60)
         kind, seconds, said = (tmp_path / "0").read_text().split(" ", 2)
         assert kind == "ProcessError" and float(seconds) < 20 and "connection to another process is lost" in said
+
+
+class TestInterrupts:
+    def test_ctrl_c_in_one_or_both_ends_both_and_nothing_is_mixed_up(self, two):
+        """Also of parameters in parts, at random moments, without and with files."""
+        assert [wrong for wrong, _, _ in two[1][5]] == [[], []]
+
+    def test_what_was_done_before_is_not_lost(self, two):
+        for counts in (counts for _, counts, _ in two[1][5]):
+            assert 2 <= counts[0] and BATCHES <= sum(counts) <= BATCHES + 1  # one may have been begun
+
+    def test_others_do_not_go_on_for_long(self, two):
+        """They look between their batches whether one has failed, in place of computing all of them."""
+        (_, _, (first, seconds)), (_, _, (second, _)) = two[1][5]
+        assert "process 1 failed with OSError: the disk is gone" in first and second == "OSError" and seconds < 30
 
 
 class TestAlone:

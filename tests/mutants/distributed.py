@@ -8,9 +8,31 @@ FAULTS = "data_sets/test_distributed.py::TestFaults"
 RESUMED = "data_sets/test_distributed_checkpoint.py::test_processes_go_on_as_if_nothing_had_happened"
 MEMORY = "data_sets/test_distributed.py::test_no_process_has_all_parameters_nor_all_sums"
 SENT = "data_sets/test_distributed.py::test_sums_of_parts_travel_once"
+INTERRUPTS = "data_sets/test_distributed.py::TestInterrupts"
 PARTS = "data_sets/test_distributed.py::test_what_it_composes_with"
 
 DISTRIBUTED = [
+    Fault(
+        "those that read parameters do not hear of one that has left",
+        "evaluation/rounds.py",
+        "failed_with(said) or said",
+        "said",
+        FAULTS,
+    ),
+    Fault(
+        "Ctrl-C is not told to the others",
+        "evaluation/processes.py",
+        "        except BaseException as caught:",
+        "        except Exception as caught:",
+        INTERRUPTS,
+    ),
+    Fault(
+        "nobody looks whether another process has failed",
+        "evaluation/alarm.py",
+        "if self.store.check([self._key]):",
+        "if False:",
+        INTERRUPTS,
+    ),
     Fault(
         "what is kept of parts is that of the last batch",
         "evaluation/rounds.py",
