@@ -15,6 +15,7 @@ from invfunc.invertible.checkpoint import Checkpointed, invertible_checkpoint
 from invfunc.invertible.span import onward
 from invfunc.pairs.pair import Composition, Invertible, invert
 from invfunc.pairs.training import Optimiser
+from invfunc.recomputation.straight_calls import unwatched
 
 Step = tuple[Checkpointed, Any]
 """A block and its parameters."""
@@ -156,20 +157,25 @@ class _Sequence(Composition):
         return any(block.pair.hidden for block in self.blocks)
 
     def forward(self, x: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
-        seen, steps, at = [], self.steps(params), 0
-        if torch.compiler.is_compiling() and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+        seen, steps, compiling = [], self.steps(params), torch.compiler.is_compiling()
+        if compiling and torch.is_grad_enabled() and not torch.compiler.is_exporting():
             from invfunc.invertible.within import fits, within  # imports the compiler, which takes a second
 
             if fits(steps):
                 return within(steps, x, args, kwargs)
-        while at < len(steps):
-            g, p = steps[at]
-            x = g(x) if p is None else g(x, p, *args, **kwargs)
+        calls = [(g, (), {}) if p is None else (g, (p, *args), kwargs) for g, p in steps]
+        while (at := len(seen)) < len(calls):
+            x, done = (x, 0) if compiling else unwatched(calls[at:], x)
+            seen += [None] * done
+            if done:
+                continue
+            g, given, by_name = calls[at]
+            x = g(x, *given, **by_name)
             x, own = x if g.pair.hidden else (x, None)
             seen.append(own)
-            x, more = onward(x, g, steps[at + 1 :], args, kwargs) if isinstance(g.pair, Optimiser) else (x, 0)
-            seen += [None] * more
-            at += 1 + more
+            if isinstance(g.pair, Optimiser):
+                x, more = onward(x, g, steps[at + 1 :], args, kwargs)
+                seen += [None] * more
         return (x, seen) if self.hidden else x
 
     def inverse(self, y: Any, *given: Any, **kwargs: Any) -> Any:

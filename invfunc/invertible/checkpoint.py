@@ -250,8 +250,9 @@ class Checkpointed(Value):
         if composition is not None:
             pair = composition.keeping(self.keep) if self.keep else self.pair
             return pair.forward(x, *args, **kwargs)
-        if (found := unwatched(self, self.known, x, args, kwargs)) is not None:
-            return found[0]
+        y, done = unwatched([(self, args, kwargs)], x)
+        if done:
+            return y
         xs, x_form = tree.separate(x)
         rest, rest_form = separate((args, kwargs))
         kinds = {kind for kind, _ in levels()}

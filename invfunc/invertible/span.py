@@ -23,6 +23,7 @@ from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayErro
 from invfunc.invertible.checkpoint import Checkpointed
 from invfunc.invertible.outside import Outside, Seen, all_among
 from invfunc.pairs.training import Optimiser, Training
+from invfunc.recomputation.block import Block
 from invfunc.recomputation.call import Tensors
 from invfunc.recomputation.function import LevelBlock
 from invfunc.recomputation.noted import block_of, metadata_of
@@ -30,7 +31,7 @@ from invfunc.recomputation.probe import Probe
 from invfunc.recomputation.replay import Replay
 from invfunc.recomputation.report import Report, way
 from invfunc.recomputation.rounding import largest
-from invfunc.recomputation.slots import Block, fetch
+from invfunc.recomputation.slots import fetch
 from invfunc.recomputation.sparse import any_sparse
 from invfunc.transform import told
 

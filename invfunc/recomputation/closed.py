@@ -11,20 +11,25 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._torch.levels import versions
+from invfunc._torch.levels import Forms, versions
 from invfunc.errors import ModifiedError, ReplayError
 from invfunc.recomputation.outside import SHARDED, freed
 from invfunc.recomputation.report import CHANGES
-from invfunc.recomputation.straight import Straightness, looks_of
+from invfunc.recomputation.straight import Read
 
 
 class Closed:
-    """That of one call."""
+    """That of one call, or of some that nothing happens between.
 
-    def __init__(self, found: Straightness) -> None:
-        self._purity, self._tensors, self._forms = found.purity, found.tensors, found.template.closed
-        self._versions = versions(found.tensors)
-        self._held = [t.detach() for t in found.tensors]
+    Args:
+        read: what the functions are, and read.
+        forms: those of the tensors.
+    """
+
+    def __init__(self, read: Read, forms: Forms) -> None:
+        self._purity, self._tensors, self._forms = read.purity, read.tensors, forms
+        self._versions = versions(read.tensors)
+        self._held = [t.detach() for t in read.tensors]
         """Their memory, which they may have no more by then."""
 
     def again(self) -> AbstractContextManager:
@@ -42,7 +47,7 @@ class Closed:
         now = self._purity.tensors()
         if now is None:
             raise _exchanged("a tensor")
-        same = all(map(is_, now, tensors)) and looks_of(now) == self._forms
+        same = all(map(is_, now, tensors)) and self._forms.fit(now)
         if same and [t.data_ptr() for t in now] == [t.data_ptr() for t in self._held]:
             return _AS_IT_IS
         return _Instead(self._instead_of(now))
@@ -50,8 +55,8 @@ class Closed:
     def _instead_of(self, now: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """The tensors of the call, for those that have taken their places, or whose memory is another one."""
         stand: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for t, then, held, form in zip(now, self._tensors, self._held, self._forms, strict=True):
-            if stand.setdefault(id(t), (then, held.requires_grad_(form[3])))[0] is not then:
+        for t, then, held, need in zip(now, self._tensors, self._held, self._forms.needs, strict=True):
+            if stand.setdefault(id(t), (then, held.requires_grad_(need)))[0] is not then:
                 raise _exchanged("a tensor")
             if freed(held):
                 raise ReplayError(

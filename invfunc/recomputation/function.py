@@ -27,9 +27,10 @@ from invfunc._torch.functorch import alive, leaf_level, level_of, levels
 from invfunc._torch.levels import each_of_batch
 from invfunc._torch.values import differentiable
 from invfunc.errors import ReplayError
+from invfunc.recomputation.block import Block
 from invfunc.recomputation.call import Call, Tensors
 from invfunc.recomputation.maps import BatchedRun, Map, Run, batched, pulled, unbatched, unwound
-from invfunc.recomputation.slots import Block, Held, fetch
+from invfunc.recomputation.slots import Held, fetch
 from invfunc.recomputation.straight_learning import learn, looked
 
 Gradients = Sequence[torch.Tensor | None]

@@ -33,13 +33,12 @@ class Seen(NamedTuple):
     entries: torch.Tensor
     """Some of each."""
     sums: torch.Tensor | None
-    """The sum of all entries of each, if these are not all, and their size."""
-    sizes: torch.Tensor
+    """The sum of all entries of each, if these are not all."""
 
-    def of(self, row: int, shape: torch.Size) -> Look:
-        """What is seen of one, by itself."""
+    def of(self, row: int, shape: torch.Size, size: float) -> Look:
+        """What is seen of one, by itself, whose size was this."""
         entries = self.entries[row]
-        total = None if self.sums is None else Sum(entries.dtype, self.sums[row].item(), self.sizes[row].item())
+        total = None if self.sums is None else Sum(entries.dtype, self.sums[row].item(), size)
         return Look(shape, entries.tolist(), total)
 
 
@@ -55,6 +54,8 @@ class Gathered:
         self._versions: list[int] = []
         self._written: set[int] = set()
         self._seen: Seen
+        self._sizes: torch.Tensor
+        """Of each, over all entries."""
 
     def add(self, x: torch.Tensor) -> int | None:
         """Hold one more; its row, or None if there is no place left."""
@@ -68,17 +69,19 @@ class Gathered:
                 self._let_go(self._held)
             return row
 
-    def seen(self) -> Seen:
-        """What there was; no more is added."""
+    def seen(self) -> tuple[Seen, torch.Tensor]:
+        """What there was, with the sizes; no more is added."""
         with self._lock:
             if self._held is not None:
                 self._let_go(self._held)
-            return self._seen
+            return self._seen, self._sizes
 
     def _let_go(self, held: list[torch.Tensor]) -> None:
         self._written = {i for i, x in enumerate(held) if version(x) != self._versions[i]}
         with plainly(), torch.no_grad():
-            self._seen, self._held = self.look(held), None
+            flat = self._flat(held)
+            seen, self._sizes = self._seen_of(flat), torch.linalg.vector_norm(flat, dim=1)
+            self._seen, self._held = Seen(seen.entries.clone(), seen.sums), None
 
     def known(self, row: int) -> bool:
         """Whether one was not written by the caller before it was looked at, of those that were seen."""
@@ -86,11 +89,15 @@ class Gathered:
 
     def look(self, tensors: Tensors) -> Seen:
         """What is seen of tensors of this shape."""
-        flat = torch.stack(tuple(tensors)).reshape(len(tensors), -1)
-        sizes = torch.linalg.vector_norm(flat, dim=1)
+        return self._seen_of(self._flat(tensors))
+
+    def _flat(self, tensors: Tensors) -> torch.Tensor:
+        return torch.stack(tuple(tensors)).reshape(len(tensors), -1)
+
+    def _seen_of(self, flat: torch.Tensor) -> Seen:
         if self._places.count == flat.shape[1]:
-            return Seen(flat, None, sizes)
-        return Seen(self._places.of_rows(flat, self._turn).clone(), flat.sum(1), sizes)
+            return Seen(flat, None)
+        return Seen(self._places.of_rows(flat, self._turn), flat.sum(1))
 
 
 class Glance:
@@ -102,7 +109,7 @@ class Glance:
     def wait(self, block: Any, xs: Tensors, slots: Sequence[Any]) -> None:
         """Compare what the inverse of a block gives, which is in some slots, with the others of its backward pass."""
         waiting = _waiting_now()
-        waiting.blocks.append((block, self, [x.detach() for x in xs], slots))
+        waiting.blocks.append((block, self, xs, slots))
         waiting.number += len(xs)
         if self.rows[0][1] == 0 or waiting.number >= 2 * _MOST or not waiting.ends:  # the first one comes last
             waiting.settle()
@@ -111,7 +118,7 @@ class Glance:
 def glanced(xs: Tensors) -> Glance | None:
     """Hold the tensors of x, which blocks gave out, where they are small; None where they are not."""
     most, open_ones, rows = len(xs), HERE.open, []
-    if xs and capturing(xs[0].device):
+    if xs and xs[0].is_cuda and capturing(xs[0].device):
         return None
     for x in xs:
         if x.untyped_storage().nbytes() > _FEWEST * x.nbytes:  # which would be held too
@@ -194,7 +201,7 @@ def _compared(blocks: _Blocks) -> list[tuple[float, Comparison | None]]:
     """The error of each, and a comparison of those that may not be what they were."""
     by_gathered: dict[Gathered, tuple[list[int], list[torch.Tensor]]] = {}
     places: list[list[tuple[Gathered, int]]] = []
-    for _, glance, xs, _ in blocks:
+    for _, glance, xs, _ in reversed(blocks):  # the order in which they were held
         places.append([])
         for (gathered, row), x in zip(glance.rows, xs, strict=True):
             rows, tensors = by_gathered.setdefault(gathered, ([], []))
@@ -203,7 +210,7 @@ def _compared(blocks: _Blocks) -> list[tuple[float, Comparison | None]]:
             tensors.append(x)
     found = {gathered: beside(gathered, *given) for gathered, given in by_gathered.items()}
     result: list[tuple[float, Comparison | None]] = []
-    for (_, glance, xs, _), own in zip(blocks, places, strict=True):
+    for (_, glance, xs, _), own in zip(blocks, reversed(places), strict=True):
         if all(found[gathered].bounds[i] <= found[gathered].most for gathered, i in own):
             result.append((max(found[gathered].errors[i] for gathered, i in own), None))
             continue
@@ -215,7 +222,6 @@ def _compared(blocks: _Blocks) -> list[tuple[float, Comparison | None]]:
 
 class _Beside(NamedTuple):
     gathered: Gathered
-    then: Seen
     now: Seen
     errors: list[float]
     """How far each is from what it was."""
@@ -228,7 +234,8 @@ class _Beside(NamedTuple):
         """What is seen of one, then and now."""
         if not self.gathered.known(row):
             return None, None
-        return self.then.of(row, self.gathered.shape), self.now.of(i, self.gathered.shape)
+        (then, sizes), shape = self.gathered.seen(), self.gathered.shape
+        return then.of(row, shape, sizes[row].item()), self.now.of(i, shape, 1.0)
 
 
 def beside(gathered: Gathered, rows: list[int], tensors: list[torch.Tensor]) -> _Beside:
@@ -237,17 +244,18 @@ def beside(gathered: Gathered, rows: list[int], tensors: list[torch.Tensor]) -> 
     The largest difference of an entry stands for that of each, and the median for the size of all: half of them have
     that, also where a few large ones hide the others.
     """
-    then, now = gathered.seen(), gathered.look(tensors)
-    at = torch.tensor(rows, device=then.entries.device)
+    (then, sizes), now = gathered.seen(), gathered.look(tensors)
+    in_order = rows == [*range(rows[0], rows[0] + len(rows))]
+    at = slice(rows[0], rows[-1] + 1) if in_order else torch.tensor(rows, device=then.entries.device)
     entries = then.entries[at]
     apart = now.entries - entries
     errors = _relative(torch.linalg.vector_norm(apart, dim=1), torch.linalg.vector_norm(entries, dim=1))
     bounds = _relative(apart.abs().amax(1) * (2 * apart.shape[1] ** 0.5), entries.abs().median(1).values)
     if then.sums is not None and now.sums is not None:
-        of_sums = _relative((now.sums - then.sums[at]).abs(), then.sizes[at])
+        of_sums = _relative((now.sums - then.sums[at]).abs(), sizes[at])
         errors, bounds = torch.maximum(errors, of_sums), torch.maximum(bounds, 2 * of_sums)
     most = precision([entries.dtype]) ** 0.5
-    return _Beside(gathered, then, now, errors.tolist(), bounds.tolist(), most)
+    return _Beside(gathered, now, errors.tolist(), bounds.tolist(), most)
 
 
 def _relative(apart: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from invfunc._torch.functorch import plainly, pointer, saving_hooks, unwatched
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import differentiable
 from invfunc.errors import ReplayError
+from invfunc.recomputation.block import Block
 from invfunc.recomputation.call import Call, Tensors
 from invfunc.recomputation.like import Geometry, Memory, all_of, geometry
 from invfunc.recomputation.noted import metadata_of
@@ -30,7 +31,7 @@ from invfunc.recomputation.released import release
 from invfunc.recomputation.report import CHANGES, OTHER
 from invfunc.recomputation.rounding import finite, known_at_once, mean_size, near, rounded
 from invfunc.recomputation.shared import Evaluation
-from invfunc.recomputation.slots import Block, Held, fetch
+from invfunc.recomputation.slots import Held, fetch
 from invfunc.recomputation.straight_learning import learn, looked
 
 

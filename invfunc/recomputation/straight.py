@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from invfunc import tree
-from invfunc._torch.levels import only_level, undisturbed
+from invfunc._torch.levels import Forms, only_level, undisturbed
 from invfunc.pairs.pair import Invertible
 from invfunc.pairs.part import Unwritten
 from invfunc.recomputation.like import Like
@@ -25,11 +25,46 @@ from invfunc.recomputation.origins import OUTSIDE, Key
 from invfunc.recomputation.purity import PLAIN, NotShown, Purity
 from invfunc.recomputation.readings import TENSORS
 
-Form = tuple[torch.Size, torch.dtype, tuple[int, ...], bool, torch.device]
-"""Shape, dtype, strides, whether a gradient is needed, and the device."""
 _DEVICES = ("cpu", "cuda")
 _MOST = 8
 """How many forms of arguments are known, and how often what a function closes over may change."""
+
+Flat = tuple[list[Any], Any]
+"""The leaves of a tree, and its structure."""
+
+
+class Unlike(Exception):
+    """There is something else than plain tensors and constants, in tuples, lists and dicts."""
+
+
+class Arguments:
+    """What is known of x, or of the further arguments.
+
+    Args:
+        form: theirs.
+        tensors: those of a call, which are not kept.
+
+    Raises:
+        Unlike: there is something else among them.
+    """
+
+    def __init__(self, form: tree.Form, tensors: Sequence[torch.Tensor]) -> None:
+        among = {*form.places}
+        self._others = [(i, other) for i, other in enumerate(form.others) if i not in among]
+        if not _is_simple(form.structure) or any(type(other) not in PLAIN for _, other in self._others):
+            raise Unlike
+        self.form, self.forms = form, forms_of(tensors)
+
+    def fit(self, given: Flat, names: set[str]) -> list[torch.Tensor] | None:
+        """The tensors of some arguments, if these are of this form and none has one of some attributes of its own."""
+        leaves, structure = given
+        if structure != self.form.structure:
+            return None
+        if self._others:
+            if not all(leaves[i] is other or _equal(leaves[i], other) for i, other in self._others):
+                return None
+            leaves = [leaves[i] for i in self.form.places]
+        return leaves if look_like(leaves, self.forms, names) else None
 
 
 @dataclass
@@ -37,19 +72,8 @@ class Template:
     """A watched call, as a form of all that are the same."""
 
     options: tuple
-    structure: Any
-    others: list[tuple[int, Any]]
-    """The other leaves, with their places."""
-    number: int
-    """How many leaves x and the further arguments have."""
-    places: list[int]
-    """Where the tensors are among them."""
-    forms: list[Form]
-    """Of the tensors."""
-    count: int
-    """How many of them are x."""
-    x: tree.Form
-    rest: tree.Form
+    x: Arguments
+    rest: Arguments
     like: list[Like]
     y: tree.Form
     saved: list[tuple[torch.Size, torch.dtype]]
@@ -61,7 +85,7 @@ class Template:
     dtypes: list[torch.dtype]
     """Those that it computes in."""
     default: torch.dtype
-    closed: list[Form]
+    closed: Forms
     """Of the tensors that the functions close over."""
     look: Look
     """At the inverse."""
@@ -74,50 +98,43 @@ class Template:
         """Whether anything is saved beside the shared functions."""
         return any(part == OUTSIDE for part, _ in self.keys)
 
-    @cached_property
-    def needs(self) -> list[bool]:
-        """Which of the further arguments need a gradient."""
-        return [form[3] for form in self.forms[self.count :]]
-
     @property
     def known(self) -> bool:
         """Whether both directions were seen to compute, and to do nothing else."""
         return self.look.seen and self.look.harmless
 
-    def fits(
-        self, options: tuple, leaves: list[Any], structure: Any, closed: list[torch.Tensor], names: set[str]
-    ) -> bool:
-        """Whether a call has this form, whose functions close over these tensors and read these attributes."""
-        if len(leaves) != self.number or options != self.options or structure != self.structure:
-            return False
-        tensors = [leaves[place] for place in self.places]
-        if not _look_like(tensors, self.forms, names) or not _look_like(closed, self.closed, names):
-            return False
-        same = all(leaves[i] is other or _equal(leaves[i], other) for i, other in self.others)
-        return same and self.default is torch.get_default_dtype()
+    def is_of(self, options: tuple, closed: list[torch.Tensor], names: set[str]) -> bool:
+        """Whether it is one of calls with these options, whose functions close over these tensors and read these
+        attributes."""
+        same = options == self.options and self.default is torch.get_default_dtype()
+        return same and look_like(closed, self.closed, names)
+
+    def fits(self, x: Flat, rest: Flat, names: set[str]) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+        """The tensors of such a call, if it has this form."""
+        xs, tensors = self.x.fit(x, names), self.rest.fit(rest, names)
+        return None if xs is None or tensors is None else (xs, tensors)
 
 
-def _look_like(tensors: Sequence[torch.Tensor], forms: list[Form], names: set[str]) -> bool:
-    """Whether tensors are plain, of these forms, and have none of some attributes of their own."""
-    if len(tensors) != len(forms):
-        return False
-    for t, (shape, dtype, stride, needs, device) in zip(tensors, forms, strict=True):
-        if type(t) not in TENSORS or t.requires_grad is not needs or t.shape != shape or t.dtype is not dtype:
-            return False
-        if t.layout is not torch.strided or t.device != device or t.is_inference() or t.stride() != stride:
-            return False
-        if t.__dict__ and not names.isdisjoint(t.__dict__):
-            return False
-    return True
+def look_like(tensors: Sequence[torch.Tensor], forms: Forms, names: set[str]) -> bool:
+    """Whether tensors are of some forms, and have none of some attributes of their own."""
+    own = [t.__dict__ for t in tensors if t.__dict__] if forms.fit(tensors) else None
+    return own is not None and all(map(names.isdisjoint, own))
 
 
-def looks_of(tensors: Iterable[torch.Tensor]) -> list[Form]:
-    """The forms of plain tensors."""
-    return [_form_of(t) for t in tensors]
+def forms_of(tensors: Sequence[torch.Tensor]) -> Forms:
+    """The forms of plain tensors.
+
+    Raises:
+        Unlike: there are others.
+    """
+    if not all(map(_is_plain, tensors)):
+        raise Unlike
+    return Forms.of(tensors)
 
 
-def _form_of(t: torch.Tensor) -> Form:
-    return t.shape, t.dtype, t.stride(), t.requires_grad, t.device
+def _is_plain(t: torch.Tensor) -> bool:
+    strided = type(t) in TENSORS and t.layout is torch.strided and t.device.type in _DEVICES and not t.is_quantized
+    return strided and not (t.is_inference() or t.is_conj() or t.is_neg())
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -125,31 +142,17 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and type(a) in PLAIN and a == b and repr(a) == repr(b)
 
 
-def form_of(t: torch.Tensor) -> Form | None:
-    """The form of a plain tensor; None of any other."""
-    plain = type(t) in TENSORS and t.layout is torch.strided and t.device.type in _DEVICES and not t.is_quantized
-    if not plain or t.is_inference() or t.is_conj() or t.is_neg():
-        return None
-    return _kept(_form_of(t))
-
-
-@lru_cache(maxsize=256)
-def _kept(form: Form) -> Form:
-    """A form that is kept. Blocks that have the same keep one together."""
-    return form
-
-
-def is_simple(structure: Any) -> bool:
+def _is_simple(structure: Any) -> bool:
     """Whether a tree consists of tuples, lists and dicts."""
     if structure is None:
         return True
-    return type(structure) is tuple and structure[0] in (tuple, list, dict) and all(map(is_simple, structure[2]))
+    return type(structure) is tuple and structure[0] in (tuple, list, dict) and all(map(_is_simple, structure[2]))
 
 
-def _has_dict(structures: Sequence[Any]) -> bool:
-    """Whether a dict with anything in it is among the arguments, or the last of them, which are those by name."""
-    *_, (_, _, by_name) = structures
-    waiting = [*structures[:-1], *by_name]
+def _has_dict(structure: Any) -> bool:
+    """Whether a dict with anything in it is among `(args, kwargs)`, beside the one of those by name."""
+    positional, (_, _, by_name) = structure[2]
+    waiting = [positional, *by_name]
     while waiting:
         structure = waiting.pop()
         if structure is not None:
@@ -159,20 +162,20 @@ def _has_dict(structures: Sequence[Any]) -> bool:
     return False
 
 
-def _fits_around(node: bool) -> bool:
+def fits_around(node: bool) -> bool:
     """Whether hooks, or a node, are all that a call takes."""
     level = only_level()
     return level is not None and (level > 0) is node and undisturbed()
 
 
-class Straightness(NamedTuple):
-    """How a call is known that need not be watched."""
+class Read(NamedTuple):
+    """What the functions of a block are and read, and the calls that are known of them."""
 
-    template: Template
     purity: Purity
-    """What the functions are, which is compared with what they are in the backward pass."""
+    """What they are, which is compared with what they are in the backward pass."""
     tensors: list[torch.Tensor]
     """Those that they close over."""
+    templates: list[Template]
 
 
 class Straight:
@@ -187,27 +190,32 @@ class Straight:
     def __reduce__(self) -> tuple:  # a copy is of the functions that the copied block has
         return Straight, ()
 
-    def find(self, pair: Invertible, options: tuple, leaves: list[Any], structure: Any) -> Straightness | None:
-        """What is known of a call, if it need not be watched."""
+    def read(self, pair: Invertible, options: tuple) -> Read | None:
+        """What the functions read, if there are calls that need not be watched, and they are what they were."""
         purity = self._purity
-        if not self._templates or purity is None or self._pair is not pair or not _fits_around(options[-1]):
+        if not self._templates or purity is None or self._pair is not pair:
             return None
         if not purity.unchanged():
             self._purity, self._templates = None, []
             return None
-        if (tensors := purity.tensors()) is None:
+        tensors, names = purity.tensors(), purity.names
+        if tensors is None:
             return None
-        templates = self._templates
-        for template in templates:
-            if template.known and template.fits(options, leaves, structure, tensors, purity.names):
-                if template is not templates[0]:  # the next call is likely to be of the same form
-                    self._templates = [template, *(other for other in templates if other is not template)]
-                return Straightness(template, purity, tensors)
+        return Read(purity, tensors, [t for t in self._templates if t.known and t.is_of(options, tensors, names)])
+
+    def find(self, read: Read, x: Flat, rest: Flat) -> tuple[Template, list[torch.Tensor], list[torch.Tensor]] | None:
+        """What is known of a call, with the tensors that it is given, if it need not be watched."""
+        for template in read.templates:
+            given = template.fits(x, rest, read.purity.names)
+            if given is not None:
+                if template is not self._templates[0]:  # the next call is likely to be of the same form
+                    self._templates = [template, *(other for other in self._templates if other is not template)]
+                return template, *given
         return None
 
     def begins(self, pair: Invertible, node: bool) -> Look | None:
         """A look at a call that is watched, where more is to be found out of it."""
-        if pair.hidden or (self._pair is not None and self._pair is not pair) or not _fits_around(node):
+        if pair.hidden or (self._pair is not None and self._pair is not pair) or not fits_around(node):
             return None
         if self._purity is not None and not self._purity.unchanged():
             self._purity, self._templates = None, []
@@ -240,13 +248,14 @@ class Straight:
         return tensors if {*map(id, read)} <= {*map(id, tensors)} else None
 
     def takes(self, structure: Any) -> bool:
-        """Whether arguments of a structure cannot be parameters that take the place of a module's own."""
-        return self._purity is not None and not (self._purity.takes_no_dicts and _has_dict(structure[2][1:]))
+        """Whether further arguments of a structure cannot be parameters that take the place of a module's own."""
+        return self._purity is not None and not (self._purity.takes_no_dicts and _has_dict(structure))
 
     def add(self, template: Template) -> None:
         """Note a call that was seen to compute and to do nothing else."""
         self._templates.append(template)
 
-    def has(self, options: tuple, leaves: list[Any], structure: Any, closed: list[torch.Tensor]) -> bool:
-        """Whether a call has a template, known or not yet."""
-        return any(t.fits(options, leaves, structure, closed, set()) for t in self._templates)
+    def alike(self, options: tuple, x: Flat, rest: Flat, closed: list[torch.Tensor]) -> Template | None:
+        """The template of a call, if it has one, known or not yet."""
+        own = (t for t in self._templates if t.is_of(options, closed, set()))
+        return next((t for t in own if t.fits(x, rest, set()) is not None), None)

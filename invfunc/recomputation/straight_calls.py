@@ -1,36 +1,40 @@
-"""The result of a block in a call that need not be watched."""
+"""The results of blocks in calls that need not be watched."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from invfunc import tree
 from invfunc._torch.functorch import transforming
-from invfunc.recomputation.report import Known, Report, way
-from invfunc.recomputation.straight_hooks import straight_hooked
-from invfunc.recomputation.straight_nodes import straight_noded
+from invfunc.recomputation.straight import fits_around
+from invfunc.recomputation.straight_found import Finder, Found
+from invfunc.recomputation.straight_hooks import Run
+from invfunc.recomputation.straight_nodes import NodeRun
+
+Step = tuple[Any, tuple, dict[str, Any]]
+"""A `Checkpointed`, and its further arguments."""
 
 
-def unwatched(block: Any, known: Known, x: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any] | None:
-    """The result of a block in such a call, in a tuple; None for all others.
-
-    Args:
-        block: a `Checkpointed`, which has a pair and options.
-        known: what is known of it.
-        x, args, kwargs: what it is given.
-    """
-    if known.calls <= _WATCHED:
-        return None
-    leaves, structure = tree.flatten((x, args, kwargs))
-    node, straight = transforming(), known.straight
-    found = straight.find(block.pair, (*block.options, node), leaves, structure)
-    if found is None:
-        return None
-    report = Report(block, way(block.check), None, known)
-    if node:
-        return straight_noded(block.pair, found, report, leaves)
-    return straight_hooked(block.pair, found, report, leaves, (x, args, kwargs))
+def unwatched(steps: Sequence[Step], x: Any) -> tuple[Any, int]:
+    """The state after as many of some steps as need not be watched, and how many they are."""
+    node = transforming()
+    if not fits_around(node):
+        return x, 0
+    run, finder = (NodeRun if node else Run)(x), Finder(node)
+    try:
+        for block, args, kwargs in steps:
+            found = finder.find(block, run.flat, tree.flatten((args, kwargs)))
+            if found is None or not _goes_on(run, found, args, kwargs):
+                break
+    finally:  # also of a run that is interrupted, which has taken x over
+        done = run.ends()
+    return done
 
 
-_WATCHED = 4
-"""How many calls are watched at least: as many as compare the values of what is saved."""
+def _goes_on(run: Run | NodeRun, found: Found, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether one more was evaluated. An error is that of a watched call, which tells of it."""
+    try:
+        return run.goes_on(found, args, kwargs)
+    except Exception:
+        return False

@@ -9,24 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import plainly, version
-from invfunc._torch.levels import saving, versions, without_autocast
+from invfunc._torch.functorch import plainly
+from invfunc._torch.levels import graphless, saving, versions, without_autocast, written_since
 from invfunc.errors import ModifiedError, ReplayError
-from invfunc.pairs.pair import Invertible
-from invfunc.recomputation.closed import Closed
+from invfunc.recomputation.block import Block
 from invfunc.recomputation.noted import metadata_of
 from invfunc.recomputation.origins import OUTSIDE
 from invfunc.recomputation.recording import Enough, never
 from invfunc.recomputation.released import release
-from invfunc.recomputation.report import CHANGES, Report
+from invfunc.recomputation.report import CHANGES
 from invfunc.recomputation.shared import naming
-from invfunc.recomputation.slots import Block, fetch
-from invfunc.recomputation.straight import Straightness
+from invfunc.recomputation.slots import fetch
+from invfunc.recomputation.straight import Flat
+from invfunc.recomputation.straight_found import Found
 
 Saves = list[torch.Tensor]
 
@@ -36,23 +37,22 @@ class StraightBlock(Block):
 
     gathers = True
 
-    def __init__(self, pair: Invertible, found: Straightness, report: Report, rest: Sequence[torch.Tensor]) -> None:
-        super().__init__((), report)
-        template = found.template
-        self._pair, self._template, self._closed = pair, template, Closed(found)
-        self._rest = [t.detach() for t in rest]
-        self._versions = versions(rest)
-        self.count, self.odd = 0, False
-        """How many tensors are saved, and whether one is not what it was in the watched call."""
+    def __init__(self, found: Found) -> None:
+        super().__init__((), found.report)
+        self._template, self._closed = found.template, found.closed
+        self._rest = [t.detach() for t in found.rest]
+        self._versions = versions(found.rest)
+        self._packed: list[tuple[torch.Size, torch.dtype]] = []
 
     def pack(self, tensor: torch.Tensor) -> int:
         """What autograd saves in place of a tensor: which one it is of the block."""
-        n = self.count
-        self.count = n + 1
-        saved = self._template.saved
-        if n >= len(saved) or saved[n] != (tensor.shape, tensor.dtype):
-            self.odd = True
-        return n
+        self._packed.append((tensor.shape, tensor.dtype))
+        return len(self._packed) - 1
+
+    def saves_the_same(self) -> bool:
+        """Whether autograd has saved what it saved in the watched call."""
+        packed, self._packed = self._packed, []
+        return packed == self._template.saved
 
     def saved(self, n: int) -> torch.Tensor:
         """A saved tensor; it is handed out once, and computed again for whoever asks again."""
@@ -62,21 +62,24 @@ class StraightBlock(Block):
             found = made.pop(n)
             self._found = made
         tensor, written = found
-        if version(tensor) != written:
-            with naming(self._pair):
+        if written_since(tensor, written):
+            with self._named():
                 raise ModifiedError(
                     f"a tensor of shape {list(tensor.shape)} that is needed for the gradient of the function has been "
                     "modified by an inplace operation since. Write y = y + z in place of y += z."
                 )
         return tensor
 
+    def _named(self) -> AbstractContextManager:
+        return naming(self.report.block.pair)
+
     def invert(self) -> None:
-        with plainly(), torch.no_grad(), naming(self._pair), without_autocast(), self._as_it_was():
+        with plainly(), graphless(), self._named(), without_autocast(), self._as_it_was():
             xs = self._inverse(self._template.shared, self._given())
             self.give_back_and_tell(xs)
 
     def names(self) -> list[str]:
-        form = self._template.x
+        form = self._template.x.form
         named = tree.named_leaves(form.join(range(len(form.places))))
         return ["x" + named[place][0] for place in form.places]
 
@@ -90,10 +93,10 @@ class StraightBlock(Block):
 
     def _given(self) -> tuple[tuple, dict[str, Any]]:
         """The further arguments, as leaves that need the gradients that they need."""
-        template = self._template
-        for t in [t for t, need in zip(self._rest, template.needs, strict=True) if need]:
+        rest = self._template.rest
+        for t in compress(self._rest, rest.forms.needs):
             t.requires_grad_()
-        return template.rest.join(self._rest)
+        return rest.form.join(self._rest)
 
     def _as_it_was(self) -> AbstractContextManager:
         """A context in which all that the call reads is what it was."""
@@ -106,7 +109,7 @@ class StraightBlock(Block):
 
     def _forward(self, xs: Sequence[torch.Tensor], given: tuple[tuple, dict[str, Any]]) -> Any:
         args, kwargs = given
-        return self._template.forward(*self._template.shared, self._template.x.join(xs), *args, **kwargs)
+        return self._template.forward(*self._template.shared, self._template.x.form.join(xs), *args, **kwargs)
 
     def _inverse(
         self,
@@ -117,8 +120,8 @@ class StraightBlock(Block):
         (args, kwargs), template = given, self._template
         y = template.y.join(fetch(self.sources) if sources is None else sources)
         came = tree.tensors(template.inverse(*shared, y, *args, **kwargs))
-        if len(came) != template.count:
-            raise ReplayError(f"the inverse gives {len(came)} tensors, where x has {template.count}. {CHANGES}")
+        if len(came) != len(template.like):
+            raise ReplayError(f"the inverse gives {len(came)} tensors, where x has {len(template.like)}. {CHANGES}")
         return [like.checked(t, i, self.names) for i, (like, t) in enumerate(zip(template.like, came, strict=True))]
 
     def _rebuild(self) -> dict[int, tuple[torch.Tensor, int]]:
@@ -126,11 +129,11 @@ class StraightBlock(Block):
             raise ReplayError("the function differentiates within itself by torch.autograd; let it use torch.func.")
         for block in self.behind():
             block.forget()  # autograd is done with it
-        with plainly(), naming(self._pair), without_autocast(), self._as_it_was():
+        with plainly(), self._named(), without_autocast(), self._as_it_was():
             given, tell = self._given(), None
             xs, found = self.xs(), None
             if xs is None:
-                with torch.no_grad():
+                with graphless():
                     found, xs = self._inverted(given) if self._template.shared else (None, self._inverse((), given))
                 tell = self.give_back(xs)
             if found is None:
@@ -148,9 +151,7 @@ class StraightBlock(Block):
 
     def _recorded(self, xs: Sequence[torch.Tensor], given: tuple[tuple, dict[str, Any]]) -> Saves:
         """What autograd saves where f is evaluated again."""
-        forms = self._template.forms
-        xs = [t.detach().requires_grad_(form[3]) for t, form in zip(xs, forms, strict=False)]
-        found: Saves = []
+        xs, found = self._entered(xs), list[torch.Tensor]()
         most = len(self._template.saved)
 
         def pack(tensor: torch.Tensor) -> None:
@@ -167,7 +168,7 @@ class StraightBlock(Block):
 
     def _inverted(self, given: tuple[tuple, dict[str, Any]]) -> tuple[Saves | None, Saves]:
         """x, and what autograd saves in the shared functions, as the inverse evaluates them, and beside them."""
-        template = self._template
+        template, saved = self._template, list[torch.Tensor]()
         at = len(template.evaluations)
         parts: dict[int, Saves] = {}
         outputs: dict[int, Any] = {}
@@ -177,23 +178,23 @@ class StraightBlock(Block):
             at -= 1
             like, needs = template.evaluations[at]
             state = like.given_to(state).detach().requires_grad_(needs)
-            found = parts[at] = []
-            with saving(found.append, never):
+            with saving(saved.append, never):
                 output = outputs[at] = fn(state, *args, **kwargs)
-            return tree.map_tensors(torch.Tensor.detach, output)
+            parts[at] = [*saved]
+            saved.clear()
+            return output.detach() if type(output) is torch.Tensor else tree.map_tensors(torch.Tensor.detach, output)
 
         try:
-            xs = self._inverse(tuple([partial(again, fn) for fn in self._template.shared]), given)
+            xs = self._inverse(tuple([partial(again, fn) for fn in template.shared]), given)
             if at:
                 raise ReplayError(f"the inverse evaluates other shared functions than forward. {CHANGES}")
             if template.saves_outside:
-                parts[OUTSIDE] = []
-                self._beside(xs, given, outputs, parts[OUTSIDE])
+                self._beside(xs, given, outputs, saved)
+                parts[OUTSIDE] = [*saved]
             whole = all(n < len(parts[part]) for part, n in template.keys)
             return [parts[part][n] for part, n in template.keys] if whole else None, xs
         finally:
-            for found in parts.values():
-                found.clear()  # the graph holds its hooks, and would hold itself by them
+            saved.clear()  # the graph holds its hooks, and would hold itself by them
 
     def _beside(self, xs: Saves, given: tuple[tuple, dict[str, Any]], outputs: dict[int, Any], found: Saves) -> None:
         """Collect what autograd saves beside the shared functions, of which the results are known."""
@@ -204,31 +205,54 @@ class StraightBlock(Block):
             return tree.map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), output)
 
         args, kwargs = given
-        xs = [t.detach().requires_grad_(form[3]) for t, form in zip(xs, self._template.forms, strict=False)]
+        x = self._template.x.form.join(self._entered(xs))
         with saving(found.append, never):
-            self._template.forward(*[known] * len(self._template.shared), self._template.x.join(xs), *args, **kwargs)
+            self._template.forward(*[known] * len(self._template.shared), x, *args, **kwargs)
+
+    def _entered(self, xs: Sequence[torch.Tensor]) -> Saves:
+        """x as leaves that need the gradients that they needed."""
+        needs = self._template.x.forms.needs
+        return [t.detach().requires_grad_(need) for t, need in zip(xs, needs, strict=True)]
 
 
-def straight_hooked(
-    pair: Invertible, found: Straightness, report: Report, leaves: list[Any], given: tuple
-) -> tuple[Any] | None:
-    """The result of a call whose graph saves nothing, in a tuple; None where it has to be watched after all.
+class Run:
+    """Calls one after the other, of which each takes over what the one before it gives.
 
     Args:
-        pair: the functions.
-        found: what is known of the call.
-        report: how the block tells of what does not come back.
-        leaves: those of the arguments.
-        given: `(x, args, kwargs)`.
+        x: the state before them.
     """
-    (x, args, kwargs), template = given, found.template
-    tensors = [leaves[place] for place in template.places]
-    xs, rest = tensors[: template.count], tensors[template.count :]
-    block = StraightBlock(pair, found, report, rest)
-    with saving(block.pack, block.saved):
-        y = template.forward(*template.shared, x, *args, **kwargs)
-    ys = [y] if type(y) is torch.Tensor else tree.tensors(y)
-    if block.odd or block.count != len(template.saved) or len(ys) != len(template.y.places):
-        return None
-    block.connect(xs, ys, [metadata_of(t) for t in ys])
-    return (y,)
+
+    def __init__(self, x: Any) -> None:
+        self.state = x
+        self.flat = tree.flatten(x)
+        """The leaves of the state, and its structure."""
+        self.count = 0
+        """How many calls there were."""
+        self._last: StraightBlock | None = None
+
+    def goes_on(self, found: Found, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Evaluate one more, if it does what the watched one did."""
+        block, template = StraightBlock(found), found.template
+        with saving(block.pack, block.saved):
+            y = template.forward(*template.shared, self.state, *args, **kwargs)
+        flat = tree.flatten(y)
+        ys = _tensors(flat)
+        if not block.saves_the_same() or len(ys) != len(template.y.places):
+            return False
+        if self._last is None:
+            block.take_over(found.xs, ys)
+        else:
+            self._last.hand_on(found.xs, block)
+        self.state, self.flat, self._last, self.count = y, flat, block, self.count + 1
+        return True
+
+    def ends(self) -> tuple[Any, int]:
+        """The state behind them, and how many they are."""
+        if self._last is not None:
+            ys = _tensors(self.flat)
+            self._last.give_out(ys, [metadata_of(t) for t in ys], held=True)
+        return self.state, self.count
+
+
+def _tensors(flat: Flat) -> list[torch.Tensor]:
+    return [leaf for leaf in flat[0] if isinstance(leaf, torch.Tensor)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 
@@ -12,11 +11,8 @@ from invfunc.recomputation.call import Call, Tensors
 from invfunc.recomputation.like import Like
 from invfunc.recomputation.look import Look
 from invfunc.recomputation.origins import Key
-from invfunc.recomputation.purity import PLAIN
 from invfunc.recomputation.shared import Moment
-from invfunc.recomputation.straight import Template, form_of, is_simple
-
-T = TypeVar("T")
+from invfunc.recomputation.straight import Arguments, Template, Unlike, forms_of
 
 
 def looked(call: Call, node: bool = False) -> Look | None:
@@ -52,49 +48,37 @@ def learn(
     x, further, y, like = call.forms()
     if len(y.places) < len(y.others):  # what is no tensor there may depend on numbers
         return
-    leaves, structure = tree.flatten((x.join(xs), *further.join(rest)))
-    forms = [form_of(t) for t in (*xs, *rest)]
-    others = [(i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)]
     evaluations = [_of_state(moment, need) for moment, need in zip(call.moments, needs, strict=True)]
     closed = straight.closed(other.only_read() for others in call.others.values() for other in others)
-    if None in evaluations or any(type(leaf) not in PLAIN for _, leaf in others) or closed is None:
+    if None in evaluations or closed is None or not straight.takes(further.structure):
         return
-    closed_forms = [form_of(t) for t in closed]
-    if None in (*forms, *closed_forms) or not is_simple(structure) or not straight.takes(structure):
-        return
-    if straight.has(options, leaves, structure, closed):
+    given = tree.flatten(x.join(xs)), tree.flatten(further.join(rest))
+    if (alike := straight.alike(options, *given, closed)) is not None:
+        call.look = None if alike.look.seen else alike.look  # that of a call whose x is held is never inverted
         return
     forward, inverse, shared = straight.functions(x, like)
-    template = Template(
-        options=options,
-        structure=structure,
-        others=others,
-        number=len(leaves),
-        places=[i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)],
-        forms=_known(forms),
-        count=len(xs),
-        x=x,
-        rest=further,
-        like=like,
-        y=y,
-        saved=saved,
-        keys=keys,
-        evaluations=_known(evaluations),
-        dtypes=dtypes,
-        closed=_known(closed_forms),
-        default=torch.get_default_dtype(),
-        look=(look := Look()),
-        forward=forward,
-        inverse=inverse,
-        shared=shared,
-    )
+    try:
+        template = Template(
+            options=options,
+            x=Arguments(x, xs),
+            rest=Arguments(further, rest),
+            like=like,
+            y=y,
+            saved=saved,
+            keys=keys,
+            evaluations=[one for one in evaluations if one is not None],
+            dtypes=dtypes,
+            closed=forms_of(closed),
+            default=torch.get_default_dtype(),
+            look=(look := Look()),
+            forward=forward,
+            inverse=inverse,
+            shared=shared,
+        )
+    except Unlike:
+        return
     call.look = look
     straight.add(template)
-
-
-def _known(found: list[T | None]) -> list[T]:
-    """What was found, which is all."""
-    return [one for one in found if one is not None]
 
 
 def _of_state(moment: Moment, needs: Sequence[bool]) -> tuple[Like, bool] | None:

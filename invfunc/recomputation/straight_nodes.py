@@ -17,23 +17,21 @@ from invfunc._torch.functorch import innermost, plainly
 from invfunc._torch.levels import LevelFunction, bare_at, gradients, has_ended, only_level, wrapped_at
 from invfunc._torch.values import differentiable
 from invfunc.errors import ReplayError
-from invfunc.pairs.pair import Invertible
 from invfunc.recomputation.call import Call, Evaluate, Tensors
-from invfunc.recomputation.closed import Closed
 from invfunc.recomputation.function import NOT_TWICE, Forward, LevelBlock, Node
 from invfunc.recomputation.maps import Run, Shared, among, pulled_back
-from invfunc.recomputation.report import CHANGES, Report
+from invfunc.recomputation.report import CHANGES
 from invfunc.recomputation.slots import fetch
-from invfunc.recomputation.straight import Straightness
+from invfunc.recomputation.straight_found import Found
 
 
 class StraightCall(Call):
     """A call that is not watched."""
 
-    def __init__(self, pair: Invertible, found: Straightness, report: Report) -> None:
-        template = found.template
-        super().__init__(pair, template.x, template.rest, random=False, report=report)
-        self.template, self._closed = template, Closed(found)
+    def __init__(self, found: Found) -> None:
+        template, report = found.template, found.report
+        super().__init__(report.block.pair, template.x.form, template.rest.form, random=False, report=report)
+        self.template, self._closed = template, found.closed
         self._like, self._y = template.like, template.y
 
     def dtypes(self) -> list[torch.dtype]:
@@ -68,7 +66,7 @@ class StraightRun(Run):
         self, xs: Tensors, rest: Tensors, known: Evaluate | None = None, compare: bool = True, exact: bool = False
     ) -> list[torch.Tensor]:
         template = self.call.template
-        args, kwargs = template.rest.join(rest)
+        args, kwargs = template.rest.form.join(rest)
         shared, at = template.shared, iter(range(len(template.evaluations)))
 
         def evaluated(fn: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -78,13 +76,13 @@ class StraightRun(Run):
 
         if known is not None:
             shared = tuple(partial(evaluated, fn) for fn in shared)
-        y = template.forward(*shared, template.x.join(xs), *args, **kwargs)
+        y = template.forward(*shared, template.x.form.join(xs), *args, **kwargs)
         return [y] if type(y) is torch.Tensor else tree.tensors(y)
 
     def inverse(self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None) -> list[torch.Tensor]:
         self.call.unchanged()
         template = self.call.template
-        args, kwargs = template.rest.join(rest)
+        args, kwargs = template.rest.form.join(rest)
         at = len(template.evaluations)
 
         def backwards(fn: Callable, state: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -246,15 +244,30 @@ def _edge(x: torch.Tensor) -> torch.autograd.graph.GradientEdge | torch.Tensor |
     return None if not x.requires_grad else x if x.is_leaf else torch.autograd.graph.get_gradient_edge(x)
 
 
-def straight_noded(pair: Invertible, found: Straightness, report: Report, leaves: list[Any]) -> tuple[Any] | None:
-    """The result of a call whose graph is one node, in a tuple; None where it has to be watched after all."""
-    level, template = only_level(), found.template
-    tensors = [leaves[place] for place in template.places]
-    given = [bare_at(t, level) for t in tensors] if level else [None]
-    plain = [t for t in given if t is not None]
-    if level is None or len(plain) < len(tensors):
-        return None
-    call = StraightCall(pair, found, report)
-    op = StraightForward(StraightRun(call), template.count, level, plain)
-    outputs = _Straight.at_level(op, *tensors)
-    return (template.y.join(outputs[: len(outputs) - template.count]),)
+class NodeRun:
+    """Calls one after the other, each of which is one node.
+
+    Args:
+        x: the state before them.
+    """
+
+    def __init__(self, x: Any) -> None:
+        self.state, self.count = x, 0
+        self.flat = tree.flatten(x)
+        self._level = only_level() or 0
+
+    def goes_on(self, found: Found, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Evaluate one more, if all that it is given is plain beside the level."""
+        tensors = [*found.xs, *found.rest]
+        plain = [bare for t in tensors if (bare := bare_at(t, self._level)) is not None]
+        if len(plain) < len(tensors):
+            return False
+        op = StraightForward(StraightRun(StraightCall(found)), len(found.xs), self._level, plain)
+        outputs = _Straight.at_level(op, *tensors)
+        self.state = found.template.y.join(outputs[: len(outputs) - len(found.xs)])
+        self.flat, self.count = tree.flatten(self.state), self.count + 1
+        return True
+
+    def ends(self) -> tuple[Any, int]:
+        """The state behind them, and how many they are."""
+        return self.state, self.count

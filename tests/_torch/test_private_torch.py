@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.func import grad, vmap
 
-from invfunc._torch import functorch, opened, uncompiled
+from invfunc._torch import functorch, levels, opened, uncompiled
 
 
 @pytest.mark.quick
@@ -55,3 +55,43 @@ def test_python_functions_of_torch_are_opened():
     body = opened.opened(torch.nn.functional.multi_head_attention_forward)
     assert body is not None and body.__code__ is torch.nn.functional.multi_head_attention_forward.__code__
     assert opened.opened(torch.tanh) is None and opened.opened(len) is None
+
+
+@pytest.mark.quick
+def test_forms_are_compared():
+    """Of each tensor: all that may have another operation done, or another thing saved."""
+    w = torch.nn.Parameter(torch.ones(2, 3))
+    tensors = [torch.ones(2, 3), w, torch.ones(3, requires_grad=True), w]
+    forms = levels.Forms.of(tensors)
+    assert forms.fit(tensors) and forms is levels.Forms.of(
+        [t.detach().clone() if t is tensors[0] else t for t in tensors]
+    )
+    assert forms.needs == [False, True, True, True]
+    with torch.inference_mode():
+        inference = torch.ones(2, 3)
+    others = [
+        torch.ones(2, 4),
+        torch.ones(3, 2).T,
+        torch.ones(2, 3, dtype=torch.float64),
+        torch.ones(2, 3, requires_grad=True),
+        torch.nn.Parameter(torch.ones(2, 3), requires_grad=False),
+        torch.ones(2, 3).to_sparse(),
+        torch.ones(2, 3).as_subclass(type("Other", (torch.Tensor,), {})),
+        inference,
+        None,
+    ]
+    for other in others:
+        assert not forms.fit([other, *tensors[1:]])
+    assert not forms.fit(tensors[:3]) and not forms.fit([*tensors[:3], torch.nn.Parameter(w.detach())])
+    grad(lambda t: t.sum() if not forms.fit([t, *tensors[1:]]) else None)(tensors[0])
+    assert levels.Forms.of([]).fit([])
+
+
+@pytest.mark.quick
+def test_no_graph_is_made_without_one():
+    x = torch.ones(2, requires_grad=True)
+    with levels.graphless():
+        assert not (2 * x).requires_grad
+    with torch.no_grad(), levels.graphless():
+        pass
+    assert (2 * x).requires_grad

@@ -23,7 +23,7 @@ from invfunc import (
     repeated,
     with_log_det,
 )
-from invfunc.recomputation.slots import slot_of
+from invfunc.recomputation.noted import slot_of
 from invfunc.testing import assert_trees_close
 from tests.invertible_same import g, gradients, leaves, squares
 from tests.strategies import Numbers

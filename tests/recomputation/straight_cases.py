@@ -17,7 +17,8 @@ from invfunc import (
     leapfrog,
     momentum,
 )
-from invfunc.recomputation import straight_calls
+from invfunc.recomputation.straight_hooks import Run
+from invfunc.recomputation.straight_nodes import NodeRun
 from tests.strategies import Numbers
 
 X = tuple(Numbers(3)(2, 4, 3))
@@ -140,8 +141,8 @@ def straight():
         return counting
 
     with (
-        mock.patch.object(straight_calls, "straight_hooked", counted(straight_calls.straight_hooked)),
-        mock.patch.object(straight_calls, "straight_noded", counted(straight_calls.straight_noded)),
+        mock.patch.object(Run, "goes_on", counted(Run.goes_on)),
+        mock.patch.object(NodeRun, "goes_on", counted(NodeRun.goes_on)),
     ):
         yield lambda: len(found)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from invfunc import Grid, additive_coupling, chain, functional, invertible_checkpoint, momentum
-from invfunc.recomputation import straight_calls
+from invfunc.recomputation import straight_found
 from invfunc.recomputation.hooks import HookedBlock
 from invfunc.recomputation.straight_hooks import StraightBlock
 from invfunc.testing import assert_trees_close
@@ -66,7 +66,7 @@ class TestThreads:
     def test_what_others_take_out_is_computed_again(self, watched, same, monkeypatch):
         """As soon as one thread shares what it has computed again, others may have taken it all."""
         kind, name = (HookedBlock, "_saved") if watched else (StraightBlock, "_found")
-        monkeypatch.setattr(straight_calls, "_WATCHED", 10**9 if watched else 4)
+        monkeypatch.setattr(straight_found, "_WATCHED", 10**9 if watched else 4)
         same(lambda h, x, w: [gradients(h(h(x.sin(), w), w), x, w) for _ in range(6)])
         shared = property(lambda block: {}, lambda block, found: None)
         monkeypatch.setattr(kind, name, shared, raising=False)
