@@ -200,19 +200,13 @@ class Writer:
             if isinstance(x, Given):
                 return body.numbers[x.number] if x.number in body.numbers else given[x.number]
             if x not in own:
-                own[x] = taken_out(x)
+                row, place = x.at
+                own[x] = rows[x.call][row](self.parts[x.call.target.known].at(place))
             return own[x]
-
-        def taken_out(x: Out) -> Any:
-            row, place = x.at
-            if x.call in rows:
-                return rows[x.call][row](self.parts[x.call.target.known].at(place))
-            return graph.call_function(operator.getitem, (own[x.call], outs[x.call].index(x)))
 
         def leaf(x: Any) -> Any:
             return found(self.stands(x)) if isinstance(x, Item) else x
 
-        outs = dict[Step, list[Out]]()
         for step in body.steps:
             if step not in body.needed:
                 continue
@@ -223,8 +217,10 @@ class Writer:
             if part.total < self.tape.fewest:
                 rows[step] = self._each(graph, step, part, leaf)
                 continue
-            outs[step] = [out for out in (step.outs or {}).values() if out in body.needed]
-            own[step] = self._loop(graph, step, part, leaf, outs[step])
+            outs = [out for out in (step.outs or {}).values() if out in body.needed]
+            loop = self._loop(graph, step, part, leaf, outs)
+            for k, out in enumerate(outs):  # at once, so that each is given free by itself
+                own[out] = graph.call_function(operator.getitem, (loop, k))
         return found
 
     def _each(self, graph: fx.Graph | Source, step: Step, part: Body, leaf: Found) -> list[Found]:

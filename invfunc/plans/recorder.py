@@ -274,6 +274,8 @@ def same_shape(x: torch.Tensor, shape: list[int], at: str) -> None:
         raise Missed(f"a shape that depends on numbers (at {at})")
 
 
+_BETWEEN = "/values.py", "/contextlib.py"
+"""Where numbers are read for others."""
 _TORCH, _OURS = torch.__path__[0], str(Path(__file__).parents[1])
 
 
@@ -282,7 +284,7 @@ def site() -> str:
     frame, found = sys._getframe(1), ""
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, "<")) and "/invfunc/plans/" not in name and not name.endswith("/values.py"):
+        if not name.startswith((_TORCH, "<")) and "/invfunc/plans/" not in name and not name.endswith(_BETWEEN):
             here = "/".join(name.split("/")[-2:]) + f":{frame.f_lineno}"
             if not name.startswith(_OURS):
                 return here

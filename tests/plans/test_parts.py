@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import invfunc
 from invfunc import chunked, compiled, explain, tree
+from invfunc.budget.footprint import footprint
 from invfunc.plans import backends, cudagraphs
 from invfunc.plans.backends import without_numbers
 from invfunc.plans.parts import Passes
@@ -207,6 +208,17 @@ class TestChunks:
         with thresholds_at(REPEATED=2):
             same_at(c, t, params, x, y)
         assert hits(c) == 2 and parts(c)[0]
+
+    def test_have_results_that_are_given_free_one_by_one(self):
+        """And not all behind the last one of them that is taken."""
+        rand = Numbers(0)
+        params, x = [rand(80, 60), rand(20, 80)], rand(100, 60)
+        t = chunked(invfunc.batch_grad(lambda p, x: (x @ p[0].T @ p[1].T).square().sum(1)), 20)
+        c = compiled(t)
+        c(params, x)
+        (plan,) = plans(c)
+        given = [*params, x, *(source() for source in plan.sources)]
+        assert footprint(plan.call, given, {}, []).counted <= footprint(t, (params, x), {}, []).counted
 
     def test_within_chunks_are_called_from_their_part(self, data):
         """Loops of a function, and of one within it: the inner one is once, in the part of the outer one."""
