@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ from invfunc.passes.run import WHOLE, Run
 from invfunc.passes.runs import Runner
 from invfunc.plan import Options
 from invfunc.recording import Trace
-from invfunc.recording.beside import check_batches, check_fewer
+from invfunc.recording.beside import check_batches, check_fewer, moved
 from invfunc.recording.checks import check_loss, check_same
 from invfunc.recording.problem import Problem
 from invfunc.recording.random import Draws, Drew, restore
@@ -112,13 +113,12 @@ class Engine:
 
     def check_joined(self, whole: Any = None) -> None:
         """Check that f gives samples in the `whole` batch what it gives them alone, if they are to be joined."""
-        if self.joined and self.problem.loss is None:
+        if self.joined:
             p = self.problem
             if whole is None:
                 with suppress(Exception, Drew):  # which are told of elsewhere
                     whole = self._batch_alone(slice(0, p.n))
-            losses = [whole] if isinstance(whole, torch.Tensor) else []
-            self.joined = not check_fewer(losses, p.out_dims, p.n, p.tensors(), self._batch_alone)
+            self.joined = not check_fewer(tree.tensors((whole,)), p.out_dims, p.n, p.tensors(), self._batch_alone)
 
     # Of what: each folds over the runs of the function and returns aux
 
@@ -171,10 +171,13 @@ class Engine:
         self.fold.over(lambda: [run], self._ones if isinstance(run.result, torch.Tensor) else self.fold.units)
         return run.aux
 
-    def _batch_alone(self, part: slice) -> Any:
-        """What f returns for some samples alone."""
+    def _batch_alone(self, part: slice, elsewhere: bool = False) -> Any:
+        """What f returns for some samples alone, perhaps at other parameters."""
+        runner = copy(self.runner)
+        if elsewhere:
+            runner.problem = replace(self.problem, leaves=moved(self.problem.leaves))
         with runs_on_part(True):
-            return self.runner.run(part, part.stop - part.start, with_uses=False, draws=Draws(stop=True)).result
+            return runner.run(part, part.stop - part.start, with_uses=False, draws=Draws(stop=True)).result
 
     def _ones(self, run: Run) -> Made:
         """The columns of a run whose output is the loss itself, of which no part is an affine function."""

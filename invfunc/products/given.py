@@ -19,7 +19,7 @@ from invfunc.passes.evidence import Evidence
 from invfunc.passes.loss import Split, at_found, at_given
 from invfunc.passes.run import WHOLE, Run
 from invfunc.recording import Trace
-from invfunc.recording.beside import check_fewer
+from invfunc.recording.beside import check_fewer, moved
 from invfunc.recording.checks import check_loss, no_outputs, output_axis
 from invfunc.recording.problem import InDims, batch_dims, batch_size, check_params, problem, with_aux
 from invfunc.recording.random import Draws
@@ -136,8 +136,8 @@ class Given:
         whole, given = tree.tensors(self.result), tree.tensors((self.args, self.kwargs))
         return check_fewer(whole, self.out_dims, self.n, given, self._of_part, traced=False)
 
-    def _of_part(self, part: slice) -> Any:
-        """What f returns for some samples alone."""
+    def _of_part(self, part: slice, elsewhere: bool = False) -> Any:
+        """What f returns for some samples alone, perhaps at other parameters."""
         start, n = part.start, part.stop - part.start
         inputs = []
         for i, x in enumerate(self.args[1 : len(self.args) - (self.loss is not None)], 1):
@@ -145,7 +145,8 @@ class Given:
             inputs.append(x if dim is None else tree.map_tensors(lambda t, d=dim: t.narrow(d, start, n), x))
         devices = [x.device.index for x in self.leaves if x.device.type == "cuda"]
         with torch.no_grad(), torch.random.fork_rng([i for i in set(devices) if i is not None]):
-            result = self.f(self.args[0], *inputs, **self.kwargs)
+            params = tree.unflatten(moved(self.leaves), self.structure) if elsewhere else self.args[0]
+            result = self.f(params, *inputs, **self.kwargs)
         return with_aux(result)[0] if self.has_aux else result
 
     # Splits

@@ -70,12 +70,13 @@ class Block(Taker):
         for i, (x, slot) in enumerate(zip(xs, produced, strict=True)):
             self._xs.append(self._source(i, x, slot, lasting, hooks))
 
-    def hand_on(self, state: Tensors, block: Block) -> None:
-        """Have a block take y over, which nobody else has had."""
-        slots = [Between(block) for _ in state]
+    def hand_on(self, state: Tensors, ys: Tensors, block: Block) -> None:
+        """Have a block that gives `ys` take y over, which nobody else has had but for what x has, too."""
+        through = [slot for i, x in enumerate(self._xs) if i not in self._taken and (slot := x()) is not None]
+        slots = [next((s for s in through if s.is_slot_of(t)), None) or Between(block) for t in state]
+        lasting = [slot for slot, t in zip(slots, state, strict=True) if slot in through and any(t is y for y in ys)]
         self._ys += slots
-        block._xs += map(weakref.ref, slots)
-        block._taken.update(range(len(slots)))
+        block._xs += [block._source(i, t, s, lasting, None) for i, (t, s) in enumerate(zip(state, slots, strict=True))]
         block.look_at(state, None, True)
 
     def look_at(self, xs: Tensors, values: Tensors | None, given_out: bool) -> None:

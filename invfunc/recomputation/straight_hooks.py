@@ -242,7 +242,7 @@ class Run:
         if self._last is None:
             block.take_over(found.xs, ys)
         else:
-            self._last.hand_on(found.xs, block)
+            self._last.hand_on(found.xs, ys, block)
         self.state, self.flat, self._last, self.count = y, flat, block, self.count + 1
         return True
 

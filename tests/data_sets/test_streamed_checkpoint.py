@@ -255,7 +255,7 @@ class TestProducts:
                 streamed(make(f), checkpoint=file)(params, v, breaking(parts, at))
             same(streamed(make(f), checkpoint=file)(params, v, iter(parts)), wanted)
             assert not file.exists()
-        assert make is self.MADE[0] or len({args[1].data_ptr() for args in seen}) == 4
+        assert make is self.MADE[0] or len({args[1].data_ptr() for args in seen}) == 5  # with half of one
 
     def test_another_vector(self, data, file):  # noqa: F811
         params, *rest = data
@@ -312,7 +312,7 @@ class TestTwoSweeps:
             streamed(invfunc.together(invfunc.batch_grad(f), t, invfunc.variance(f)), checkpoint=file)(params, parts),
             wanted,
         )
-        assert len(seen) == 2 * 3 + 2  # K-factors are of a loss function that is run twice, and looked at before
+        assert len(seen) == 2 * 3 + 3  # K-factors are of a loss function that is run twice, and looked at before
 
     @pytest.mark.parametrize("sweep", [0, 1])
     def test_the_batches_are_the_same_in_both(self, data, file, sweep):  # noqa: F811

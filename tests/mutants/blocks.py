@@ -71,6 +71,13 @@ BLOCKS = [
         "invertible/test_checkpoint.py " + AGAIN,
     ),
     Fault(
+        "what passes through a block has a slot more",
+        "recomputation/block.py",
+        "next((s for s in through if s.is_slot_of(t)), None) or Between(block)",
+        "Between(block)",
+        "recomputation/test_runs.py::TestRun::test_what_passes_through_a_block_is_let_go_of",
+    ),
+    Fault(
         "a tensor that was given back has no error",
         "recomputation/block.py",
         "slot.fill(xs[i], error, waits)",
