@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from traceback import clear_frames
@@ -26,11 +27,12 @@ MARGIN, SLACK = 1.02, 2**18
 RESERVE, OF_PYTHON = 4 * 2**20, 2 * 2**20
 """What a call has beside that if it is the first of its kind in a process: pages of the libraries' code, and what they
 keep (up to 1.6 MiB were measured); and how much of it is for what Python keeps of the search."""
-AFTERWARDS = 2**19
+AFTERWARDS = 2 * 2**20
 """What is in reserve of a call that has run in this process, of which the next one may be in other chunks."""
 BY_HAND = "Give the number of chunks: chunked(t, n)."
-HEAP = 2**16
-"""Tensors of fewer bytes lie side by side: where one is gone there is a hole, which only others like it fill."""
+HEAP, BESIDE = 2**16, 128
+"""Tensors of fewer bytes lie side by side: where one is gone there is a hole, which only others like it fill, and not
+all of it; larger ones have pages of their own, with so many bytes for malloc."""
 
 _DEVICE = torch.ops.prim.device.default
 
@@ -45,7 +47,7 @@ class Footprint(TorchDispatchMode):
     def __init__(self, limit: int | None = None) -> None:
         super().__init__()
         self.limit, self.over = limit, False
-        self.live, self.kept, self.counted = 0, 0, 0
+        self.live, self.counted = 0, 0
         self.work = 0.0
         """About how long the call takes, in nanoseconds."""
         self.at = ""
@@ -56,6 +58,8 @@ class Footprint(TorchDispatchMode):
         """What depends on numbers, so that it may be otherwise in the call itself."""
         self.open: dict[str, Spent | None] = {}
         self.parts: dict[str, int] = {}
+        self._libraries: dict[Hashable, int] = {}
+        """What libraries keep, by what it is for."""
         self._known: dict[int, weakref.ref] = {}
         self._most = 0
         self._heap, self._filled = 0, 0
@@ -75,8 +79,8 @@ class Footprint(TorchDispatchMode):
         made = [x for x in tree.tensors((result,)) if not x.is_meta]
         for x in made:
             self._see(x, new=True)
-        beside, kept = scratch(func, given, made, args)
-        self.kept = max(self.kept, kept)
+        beside, of, kept = scratch(func, given, made, args)
+        self._libraries[of] = max(self._libraries.get(of, 0), kept)
         self.work += duration(func, given, made, args)
         self.use(self.live + beside, _name(func))
         return result
@@ -103,15 +107,20 @@ class Footprint(TorchDispatchMode):
             self._most = max(before, self._most)
 
     @property
+    def kept(self) -> int:
+        """The bytes that libraries keep."""
+        return sum(self._libraries.values())
+
+    @property
     def peak(self) -> int:
         """The bytes that are never exceeded; of a call that ended early, those that are."""
-        return int(MARGIN * self.counted) + SLACK
+        return int(MARGIN * self.counted) + self._heap + SLACK
 
     def _see(self, x: torch.Tensor, new: bool) -> None:
         memory = storage(x)
         key = id(memory)  # one object as long as there is the memory
         if key not in self._known:
-            size = memory.nbytes() if new else 0
+            size = in_pages(memory.nbytes()) if new else 0
             self.live += size
             self._fill(size)
             self._known[key] = weakref.ref(memory, lambda _: self._gone(key, size))
@@ -129,6 +138,11 @@ class Footprint(TorchDispatchMode):
         if abs(size) < HEAP:
             self._filled += size
             self._heap = max(self._heap, self._filled)
+
+
+def in_pages(size: int) -> int:
+    """The bytes of whole pages, which a tensor has with what malloc writes beside it, if it has pages of its own."""
+    return size if size < HEAP else -(-(size + BESIDE) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _name(func: Any) -> str:
@@ -191,6 +205,10 @@ def _warmed(_: int) -> None:
         weight = ones(1).expand(128, 128, 1)
         torch.ops.aten.convolution_backward(slope, x, weight, None, [1], [0], [1], False, [0], 1, [True, True, False])
         torch.conv2d(ones(2, 64, 16, 16), ones(64, 64, 3, 3))
+        x, slope, weight = ones(2, 64, 32, 32), ones(2, 128, 16, 16), ones(128, 64, 3, 3)  # some 2 MiB for its strides
+        torch.ops.aten.convolution_backward(
+            slope, x, weight, None, [2, 2], [1, 1], [1, 1], False, [0, 0], 1, [True, False, False]
+        )
         torch.bmm(ones(4, 64, 64), ones(4, 64, 64))
         torch.mm(ones(512, 512), ones(512, 8192))  # for which MKL takes as much as for any of this dtype, some 5 MiB
         footprint(torch.mm, (ones(2, 2), ones(2, 2)), {}, [])

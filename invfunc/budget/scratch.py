@@ -7,7 +7,7 @@ shows in no tensor. The rules are upper bounds of what was measured, with sizes 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -27,6 +27,8 @@ SMALL = 20480
 """Numbers of one sample up to which torch multiplies the columns of its patches."""
 ROUNDED = 1.1
 """How much more than that was measured at most, in parts that oneDNN aligns."""
+KERNEL = 2**17
+"""What oneDNN keeps at most, on average, of each convolution of other sizes: code that it writes for them."""
 
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "addr"}
 CONVOLUTIONS = {"convolution", "convolution_backward", "_convolution"}
@@ -50,23 +52,26 @@ _IN_PLACE = set(
 """Operations that write their results entry by entry, beside those that torch tags as pointwise."""
 
 
-def scratch(func: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor], args: Any) -> tuple[int, int]:
-    """The bytes that a call takes until it ends, and those that its library keeps from then on."""
+def scratch(
+    func: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor], args: Any
+) -> tuple[int, Hashable, int]:
+    """The bytes that a call takes until it ends, for what its library keeps some from then on, and how many."""
     name = func.overloadpacket.__name__
     if name in PRODUCTS:
         taken = _bytes([*given, *made])
         copied = _bytes(x for x in given if not _multiplied_as_it_is(x))
         kept = min(taken, torch.get_num_threads() * (LITTLE if taken <= FEW else PRODUCT))
         warm = all(x.dtype == torch.float32 for x in given)
-        return copied + (2 * taken if _narrow(given) else 0), 0 if warm else kept
+        return copied + (2 * taken if _narrow(given) else 0), "products", 0 if warm else kept
     if name in CONVOLUTIONS:
-        return _convolved(Convolution.of(name, made, args)), 0
+        c = Convolution.of(name, made, args)
+        return _convolved(c), c.kernel, KERNEL * max(1, c.of_x + c.of_weight) if c.by_onednn else 0
     if not given or not made or _plain(func):
-        return 0, 0
+        return 0, "", 0
     if name in _TIMES:
-        return _TIMES[name] * _bytes(given), 0
+        return _TIMES[name] * _bytes(given), "", 0
     one = 2 * _bytes(given[:1]) // max(1, math.prod(given[0].shape[:-2])) if name in _WORKED else 0
-    return one + _bytes([*given, *made]), 0
+    return one + _bytes([*given, *made]), "", 0
 
 
 @cache
@@ -121,6 +126,13 @@ class Convolution:
             return cls(x, weight, out, stride, dilation, transposed, groups, wanted[0], wanted[1])
         x, weight, _, stride, _, dilation, transposed, _, groups, *_ = args
         return cls(x, weight, made[0], stride, dilation, transposed, groups)
+
+    @property
+    def kernel(self) -> Hashable:
+        """What tells it from convolutions for which another kernel is written."""
+        shapes = tuple(tuple(t.shape) for t in (self.x, self.weight, self.out))
+        how = tuple(self.stride), tuple(self.dilation), self.transposed, self.groups
+        return shapes, how, self.of_x, self.of_weight
 
     @property
     def direct(self) -> bool:

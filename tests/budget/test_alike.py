@@ -43,12 +43,13 @@ class Flat(Footprint):
 def both(f, args, drawn=()):
     """What a call takes, counted part by part, and with those that are alike once; without holes between tensors."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("invfunc.budget.footprint.counted", lambda _: nullcontext())
-        patch.setattr("invfunc.budget.footprint.Footprint", Flat)
-        each = footprint(f, args, {}, drawn)
-    assert each.counted <= footprint(f, args, {}, drawn).counted
-    each.counted = each.flat
-    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("invfunc.budget.footprint.in_pages", lambda size: size)
+        with patch.context() as within:
+            within.setattr("invfunc.budget.footprint.counted", lambda _: nullcontext())
+            within.setattr("invfunc.budget.footprint.Footprint", Flat)
+            each = footprint(f, args, {}, drawn)
+        assert each.counted <= footprint(f, args, {}, drawn).counted
+        each.counted = each.flat
         patch.setattr("invfunc.budget.footprint.HEAP", 0)
         return each, footprint(f, args, {}, drawn)
 
