@@ -31,8 +31,8 @@ from invfunc.passes.run import WHOLE, Run
 from invfunc.passes.runs import Runner
 from invfunc.plan import Options
 from invfunc.recording import Trace
-from invfunc.recording.beside import check_batches, check_fewer, moved
 from invfunc.recording.checks import check_loss, check_same
+from invfunc.recording.joined import check_batches, check_fewer, moved
 from invfunc.recording.problem import Problem
 from invfunc.recording.random import Draws, Drew, restore
 from invfunc.recording.scope import Scope

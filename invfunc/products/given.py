@@ -19,8 +19,8 @@ from invfunc.passes.evidence import Evidence
 from invfunc.passes.loss import Split, at_found, at_given
 from invfunc.passes.run import WHOLE, Run
 from invfunc.recording import Trace
-from invfunc.recording.beside import check_fewer, moved
 from invfunc.recording.checks import check_loss, no_outputs, output_axis
+from invfunc.recording.joined import check_fewer, moved
 from invfunc.recording.problem import InDims, batch_dims, batch_size, check_params, problem, with_aux
 from invfunc.recording.random import Draws
 from invfunc.recording.scope import Scope
