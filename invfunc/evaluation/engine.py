@@ -171,7 +171,7 @@ class Engine:
         self.fold.over(lambda: [run], self._ones if isinstance(run.result, torch.Tensor) else self.fold.units)
         return run.aux
 
-    def _batch_alone(self, part: slice, elsewhere: bool = False) -> Any:
+    def _batch_alone(self, part: slice, *, elsewhere: bool = False) -> Any:
         """What f returns for some samples alone, perhaps at other parameters."""
         runner = copy(self.runner)
         if elsewhere:

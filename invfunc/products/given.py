@@ -136,7 +136,7 @@ class Given:
         whole, given = tree.tensors(self.result), tree.tensors((self.args, self.kwargs))
         return check_fewer(whole, self.out_dims, self.n, given, self._of_part, traced=False)
 
-    def _of_part(self, part: slice, elsewhere: bool = False) -> Any:
+    def _of_part(self, part: slice, *, elsewhere: bool = False) -> Any:
         """What f returns for some samples alone, perhaps at other parameters."""
         start, n = part.start, part.stop - part.start
         inputs = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,6 +16,12 @@ from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.recording.checks import near, same_values
 from invfunc.recording.problem import Problem
 from invfunc.recording.random import Drew
+
+
+class SomeAlone(Protocol):
+    """What f returns for some samples alone, perhaps elsewhere: at parameters `moved`."""
+
+    def __call__(self, part: slice, *, elsewhere: bool = False) -> Any: ...
 
 
 def check_batches(problem: Problem, joined: torch.Tensor, alone: Callable[[slice], torch.Tensor] | None) -> None:
@@ -40,11 +46,11 @@ def check_fewer(
     dim: int,
     n: int,
     given: Sequence[torch.Tensor],
-    alone: Callable[[slice, bool], Any],
+    alone: SomeAlone,
     traced: bool = True,
 ) -> bool:
     """Check that some of n samples have the same losses or outputs `alone` as in the `whole` batch, along an axis;
-    whether this has told anything of f, which was `given` some tensors. `alone(part, True)` is at parameters `moved`.
+    whether this has told anything of f, which was `given` some tensors.
 
     These are a few around the largest loss, or more where f does not take so few: losses that are zero or only rounding
     would not show a factor that depends on the number of samples. Half of them without the largest is looked at, too:
@@ -88,11 +94,11 @@ class Fewer:
     given: Sequence[torch.Tensor]
     sizes: list[torch.Tensor]
     """The largest of each."""
-    alone: Callable[[slice, bool], Any]
+    alone: SomeAlone
 
-    def of(self, part: slice, moved: bool = False) -> list[torch.Tensor]:
+    def of(self, part: slice, *, elsewhere: bool = False) -> list[torch.Tensor]:
         """What f gives some alone."""
-        return [z for z in tree.tensors((self.alone(part, moved),)) if z.numel()]
+        return [z for z in tree.tensors((self.alone(part, elsewhere=elsewhere),)) if z.numel()]
 
     def check(self, found: list[torch.Tensor], part: slice) -> None:
         """Compare what f gives some alone, unless f gives something else each time."""
@@ -109,11 +115,11 @@ class Fewer:
         not, in either half, as one of these has the largest."""
         half = self.n // 2
         with suppress(Exception, Drew):
-            whole = self.of(slice(0, self.n), True)
+            whole = self.of(slice(0, self.n), elsewhere=True)
             there = replace(self, whole=whole, sizes=(sizes := [_sizes(z, self.dim).amax() for z in whole]))
             told = not any(anywhere(~z.isfinite()) or anywhere(x == 0) for z, x in zip(whole, sizes, strict=True))
             parts = (part, slice(0, half), slice(self.n - half, self.n))
-            return told and all(there._same(self.of(p, True), p) for p in parts)
+            return told and all(there._same(self.of(p, elsewhere=True), p) for p in parts)
         return False
 
     def _same(self, found: list[torch.Tensor], part: slice) -> bool:
