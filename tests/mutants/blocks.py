@@ -509,7 +509,14 @@ BLOCKS = [
         "return self.kept",
         "recomputation/test_probe.py::TestHonest::test_a_carried_sum_beside_small_numbers_has_none",
     ),
-    # Inside of torch.func
+    # Inside of torch.func, and of other modes
+    Fault(
+        "what is computed again is that of inference mode",
+        "_torch/functorch.py",
+        " or transforming() or torch.is_inference_mode_enabled()",
+        " or transforming()",
+        "recomputation/test_grad_mode.py::test_the_backward_pass_may_be_in_inference_mode",
+    ),
     Fault(
         "gradients of shared functions are pulled in the order of forward",
         "recomputation/maps.py",
