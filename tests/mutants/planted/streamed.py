@@ -7,7 +7,7 @@ PRODUCTS = "data_sets/test_streamed_products.py"
 PRODUCTS = f"{PRODUCTS}::test_batches_give_what_all_samples_at_once_do {PRODUCTS}"
 TILES = "data_sets/test_tiled.py::TestOut data_sets/test_tiled.py"
 
-STREAMED = [
+FAULTS = [
     Fault(
         "the batches of a mean count alike",
         "evaluation/weights.py",
