@@ -74,8 +74,7 @@ def alive(x: torch.Tensor) -> torch.Tensor:
 
 
 def plainly() -> AbstractContextManager:
-    """Without the transforms of torch.func and the inference mode around us: what is made here is the same for all
-    entries of a vmap."""
+    """Without transforms of torch.func or inference mode around us: what is made here is the same for all of a vmap."""
     around = torch._C._vmapmode_increment_nesting() > 1 or transforming() or torch.is_inference_mode_enabled()
     torch._C._vmapmode_decrement_nesting()
     return _without_transforms() if around else _AS_IT_IS
@@ -88,9 +87,8 @@ def _without_transforms() -> Iterator[None]:
         torch._C._vmapmode_decrement_nesting()
     graph = torch.is_grad_enabled()  # which the end of inference mode turns on
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(graph):
-            with _below(0):  # and not torch._C._DisableFuncTorch, within which a jvp that f uses itself is wrong
-                yield
+        with torch.inference_mode(False), torch.set_grad_enabled(graph), _below(0):
+            yield  # and not in torch._C._DisableFuncTorch, within which a jvp that f uses itself is wrong
     finally:
         for _ in range(older):
             torch._C._vmapmode_increment_nesting()

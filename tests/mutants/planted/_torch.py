@@ -2,7 +2,7 @@
 
 from tests.mutants.fault import Fault
 
-RUNS = "recomputation/test_runs.py"
+SERIES = "recomputation/test_series.py"
 
 FAULTS = [
     # What crosses a threshold of size
@@ -19,7 +19,7 @@ FAULTS = [
         "_torch/levels.py",
         "            if any(tensors[i] is not tensors[j] for i, j in self._again):\n",
         "            if False:\n",
-        RUNS,
+        SERIES,
     ),
     # Inside of torch.func, and of other modes
     Fault(

@@ -7,7 +7,7 @@ REFUSALS = "recomputation/test_straight_refusals.py"
 STRAIGHT = "recomputation/test_straight_modules.py"
 GATHERED = "recomputation/test_gathered.py"
 LATER = "recomputation/test_straight_later.py"
-RUNS = "recomputation/test_runs.py"
+SERIES = "recomputation/test_series.py"
 
 FAULTS = [
     # Pairs and layers
@@ -68,7 +68,7 @@ FAULTS = [
         "recomputation/block.py",
         "next((s for s in through if s.is_slot_of(t)), None) or Between(block)",
         "Between(block)",
-        "recomputation/test_runs.py::TestRun::test_what_passes_through_a_block_is_let_go_of",
+        "recomputation/test_series.py::TestSeries::test_what_passes_through_a_block_is_let_go_of",
     ),
     Fault(
         "a tensor that was given back has no error",
@@ -320,18 +320,18 @@ FAULTS = [
     ),
     # Calls one after the other
     Fault(
-        "a state between two blocks of a run is not compared",
+        "a state between two blocks of a series is not compared",
         "recomputation/block.py",
         "        block.look_at(state, None, True)\n",
         "",
-        f"{RUNS}::TestWrong {RUNS}",
+        f"{SERIES}::TestWrong {SERIES}",
     ),
     Fault(
         "a state between two blocks is kept where it can be given back",
         "recomputation/slots.py",
         "    def release(self) -> None:\n        self._tensor = None\n",
         "    def release(self) -> None:\n        pass\n",
-        f"{RUNS}::TestRun {RUNS}",
+        f"{SERIES}::TestSeries {SERIES}",
     ),
     # Small tensors that are looked at together
     Fault(

@@ -6,7 +6,7 @@ AGAIN = "recomputation invertible"
 REFUSALS = "recomputation/test_straight_refusals.py"
 STRAIGHT = "recomputation/test_straight_modules.py"
 LATER = "recomputation/test_straight_later.py"
-RUNS = "recomputation/test_runs.py"
+SERIES = "recomputation/test_series.py"
 
 FAULTS = [
     # What may not be taken for known
@@ -83,31 +83,31 @@ FAULTS = [
     ),
     # Calls one after the other
     Fault(
-        "what a run gives out is not held",
+        "what a series gives out is not held",
         "recomputation/straight_hooks.py",
         "held=True",
         "held=False",
-        f"{RUNS} {AGAIN}",
+        f"{SERIES} {AGAIN}",
     ),
     Fault(
         "what a block reads is taken for what the next one reads",
         "recomputation/straight_found.py",
         "        if not same or self._report.block.pair is not block.pair:\n",
         "        if self._known is None:\n",
-        RUNS,
+        SERIES,
     ),
     Fault(
-        "an error of a later block of a run is nobody's",
+        "an error of a later block of a series is nobody's",
         "recomputation/straight_calls.py",
         "    except Exception:\n        return False\n",
         "    except Exception:\n        raise\n",
-        f"{RUNS}::TestWrong {RUNS}",
+        f"{SERIES}::TestWrong {SERIES}",
     ),
     Fault(
         "calls of a form whose first one is never inverted are watched for ever",
         "recomputation/straight_learning.py",
         "        call.look = None if alike.look.seen else alike.look",
         "        call.look = None",
-        f"{RUNS}::test_is_known_where_the_first_x_is_held {RUNS}",
+        f"{SERIES}::test_is_known_where_the_first_x_is_held {SERIES}",
     ),
 ]
