@@ -1,10 +1,12 @@
 """Processes that are interrupted at random moments, one or both, and go on: programs for `tests/data_sets`."""
 
+import itertools
 import os
 import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Timer
@@ -62,59 +64,93 @@ def ended(call: Callable[[], Any], after: float = 0) -> tuple[str, Any]:
     return "", found
 
 
-def interrupted(times: int, folder: str) -> list[str]:
-    """What is wrong where processes are interrupted, each case so many times, at moments that all know."""
-    rank, rng, wrong = dist.get_rank(), random.Random(0), list[str]()
-    params = {"w": Numbers(0)(4, 3), "b": Numbers(1)(3)}
-    sharded = {name: distribute_tensor(p, mesh(2), [Shard(0)], src_data_rank=None) for name, p in params.items()}
-    x, y = Numbers(2 + rank)(BATCHES, 3, 4), torch.arange(3)
+@dataclass(frozen=True)
+class Case:
+    """Ctrl-C in some processes during a call, of which all know."""
 
-    def loader() -> Iterator[tuple]:
+    of: str
+    sharded: bool
+    """Whether each process has parts of the parameters."""
+    checkpoint: bool
+    pressed: tuple[int, ...]
+    """In which processes."""
+    when: float
+    """After which part of the time that a call takes."""
+
+
+def cases(of: str, sharded: bool, times: int) -> list[Case]:
+    rng = random.Random(f"{of} {sharded}")
+    return [Case(of, sharded, rng.random() < 0.5, rng.choice([(0,), (1,), (0, 1)]), rng.random()) for _ in range(times)]
+
+
+def parameters(sharded: bool) -> dict[str, torch.Tensor]:
+    params = {"w": Numbers(0)(4, 3), "b": Numbers(1)(3)}
+    if not sharded:
+        return params
+    return {name: distribute_tensor(p, mesh(2), [Shard(0)], src_data_rank=None) for name, p in params.items()}
+
+
+class Calls:
+    """The calls of this process, and what they give and take where nobody presses Ctrl-C."""
+
+    def __init__(self, of: str, sharded: bool, folder: Path) -> None:
+        self._of, self._params, self._folder = of, parameters(sharded), folder
+        self._x, self._y = Numbers(2 + dist.get_rank())(BATCHES, 3, 4), torch.arange(3)
+        self.wanted = {checkpoint: self.ended(checkpoint)[1] for checkpoint in (False, True)}
+        began = time.monotonic()
+        self.ended(False)
+        seconds = [time.monotonic() - began]
+        dist.broadcast_object_list(seconds)
+        self.seconds = seconds[0]
+
+    def ended(self, checkpoint: bool, after: float = 0) -> tuple[str, list[torch.Tensor]]:
+        options: dict[str, Any] = {"checkpoint": self._folder / "state"} if checkpoint else {}
+        t = distributed(streamed(MAKES[self._of](), **options))
+        vectors = [self._params] * hasattr(t, "linearize")
+        said, found = ended(lambda: t(self._params, *vectors, self._loader), after)
+        return said, tree.tensors((tree.map_tensors(local, found),))
+
+    def _loader(self) -> Iterator[tuple]:
         for k in range(BATCHES):
             time.sleep(SECONDS)
-            yield x[k], y
+            yield self._x[k], self._y
 
-    def call(name: str, given: Any, after: float = 0, **options: Any) -> tuple[str, Any]:
-        t = distributed(streamed(MAKES[name](), **options))
-        said, found = ended(lambda: t(given, *[given] * hasattr(t, "linearize"), loader), after)
-        return said, None if said else tree.map_tensors(local, found)
 
-    for name in MAKES:
-        for given in (params, sharded):
-            files: list[dict[str, Any]] = [{}, {"checkpoint": Path(folder, "state")}]
-            wanted, began = [call(name, given, **options)[1] for options in files], time.monotonic()
-            call(name, given)
-            whole = [time.monotonic() - began]
-            dist.broadcast_object_list(whole)
-            for _ in range(times):
-                who, after = rng.choice([{0}, {1}, {0, 1}]), rng.uniform(0.001, whole[0])
-                options, began = files[which := rng.randrange(2)], time.monotonic()
-                said, found = call(name, given, after if rank in who else 0, **options)
-                each: list[Any] = [None, None]
-                dist.all_gather_object(each, (said, time.monotonic() - began))
-                what = f"{name} {'of parts' if given is sharded else ''} {who} {after:.3f}: {each}"
-                right = ["", "KeyboardInterrupt"] if rank in who else [""]
-                if said not in right and "failed with KeyboardInterrupt" not in said:
-                    wrong.append(what)
-                if max(seconds for _, seconds in each) > after + OF_OTHERS:
-                    wrong.append(f"late: {what}")
-                if any(said for said, _ in each) and options:
-                    _, found = call(name, given, **options)
-                if found is not None:
-                    pairs = zip(tree.tensors((found,)), tree.tensors((wanted[which],)), strict=True)
-                    if not all(torch.equal(a, b) for a, b in pairs):
-                        wrong.append(f"another result: {what}")
-                dist.barrier()
-                if list(Path(folder).iterdir()):
-                    wrong.append(f"files are left: {what}")
-                dist.barrier()
+def faults(case: Case, calls: Calls, folder: Path) -> list[str]:
+    """What is wrong in a case, in this process."""
+    after, began = 0.001 + case.when * calls.seconds, time.monotonic()
+    pressed = dist.get_rank() in case.pressed
+    said, found = calls.ended(case.checkpoint, after if pressed else 0)
+    each: list[Any] = [None, None]
+    dist.all_gather_object(each, (said, time.monotonic() - began))
+    wanted = calls.wanted[case.checkpoint] if not said else []
+    if case.checkpoint and any(said for said, _ in each):  # which goes on
+        (_, found), wanted = calls.ended(True), calls.wanted[True]
+    dist.barrier()
+    left = list(folder.iterdir())
+    dist.barrier()
+    seen = {
+        "another end": said not in ["", "KeyboardInterrupt"][: 1 + pressed]
+        and "failed with KeyboardInterrupt" not in said,
+        "late": max(seconds for _, seconds in each) > after + OF_OTHERS,
+        "another result": len(found) != len(wanted) or not all(map(torch.equal, found, wanted)),
+        "files are left": bool(left),
+    }
+    return [f"{fault}: {case}, {each}" for fault, is_so in seen.items() if is_so]
+
+
+def interrupted(times: int, folder: str) -> list[str]:
+    """What is wrong where processes are interrupted, each so many times."""
+    wrong = list[str]()
+    for of, sharded in itertools.product(MAKES, (False, True)):
+        calls = Calls(of, sharded, Path(folder))
+        for case in cases(of, sharded, times):
+            wrong += faults(case, calls, Path(folder))
     return wrong
 
 
 def kept(folder: str) -> list[int]:
     """How many batches are computed until Ctrl-C is pressed in the loader of the last process, and then: of parts."""
-    params = {"w": Numbers(0)(4, 3), "b": Numbers(1)(3)}
-    sharded = {name: distribute_tensor(p, mesh(2), [Shard(0)], src_data_rank=None) for name, p in params.items()}
     counts, x, y = list[int](), Numbers(2)(BATCHES, 3, 4), torch.arange(3)
 
     def f(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -130,13 +166,13 @@ def kept(folder: str) -> list[int]:
     t = distributed(streamed(invfunc.variance(f), checkpoint=Path(folder, "kept")))
     for _ in range(2):
         counts.append(0)
-        ended(lambda: t(sharded, loader))
+        ended(lambda: t(parameters(True), loader))
     return counts
 
 
 def alarmed() -> tuple[str, float]:
     """What one process sees of another one that fails at once, where it has batches for a minute, and when."""
-    params, x, y = {"w": Numbers(0)(4, 3), "b": Numbers(1)(3)}, Numbers(2)(3, 4), torch.arange(3)
+    params, x, y = parameters(False), Numbers(2)(3, 4), torch.arange(3)
     rank, began = dist.get_rank(), time.monotonic()
 
     def loader() -> Iterator[tuple]:

@@ -74,8 +74,8 @@ def alive(x: torch.Tensor) -> torch.Tensor:
 
 
 def plainly() -> AbstractContextManager:
-    """Without the transforms of torch.func around us: what is made here is the same for all entries of a vmap."""
-    around = torch._C._vmapmode_increment_nesting() > 1 or transforming()
+    """Without transforms of torch.func or inference mode around us: what is made here is the same for all of a vmap."""
+    around = torch._C._vmapmode_increment_nesting() > 1 or transforming() or torch.is_inference_mode_enabled()
     torch._C._vmapmode_decrement_nesting()
     return _without_transforms() if around else _AS_IT_IS
 
@@ -85,9 +85,10 @@ def _without_transforms() -> Iterator[None]:
     older = torch._C._vmapmode_increment_nesting() - 1  # the vmap of `torch.autograd.grad(..., is_grads_batched=True)`
     for _ in range(older + 1):
         torch._C._vmapmode_decrement_nesting()
+    graph = torch.is_grad_enabled()  # which the end of inference mode turns on
     try:
-        with _below(0):  # and not torch._C._DisableFuncTorch, within which a jvp that f uses itself is wrong
-            yield
+        with torch.inference_mode(False), torch.set_grad_enabled(graph), _below(0):
+            yield  # and not in torch._C._DisableFuncTorch, within which a jvp that f uses itself is wrong
     finally:
         for _ in range(older):
             torch._C._vmapmode_increment_nesting()

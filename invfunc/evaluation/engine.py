@@ -31,8 +31,8 @@ from invfunc.passes.run import WHOLE, Run
 from invfunc.passes.runs import Runner
 from invfunc.plan import Options
 from invfunc.recording import Trace
-from invfunc.recording.beside import check_batches, check_fewer, moved
 from invfunc.recording.checks import check_loss, check_same
+from invfunc.recording.joined import check_batches, check_fewer, moved
 from invfunc.recording.problem import Problem
 from invfunc.recording.random import Draws, Drew, restore
 from invfunc.recording.scope import Scope
@@ -171,7 +171,7 @@ class Engine:
         self.fold.over(lambda: [run], self._ones if isinstance(run.result, torch.Tensor) else self.fold.units)
         return run.aux
 
-    def _batch_alone(self, part: slice, elsewhere: bool = False) -> Any:
+    def _batch_alone(self, part: slice, *, elsewhere: bool = False) -> Any:
         """What f returns for some samples alone, perhaps at other parameters."""
         runner = copy(self.runner)
         if elsewhere:

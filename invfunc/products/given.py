@@ -19,8 +19,8 @@ from invfunc.passes.evidence import Evidence
 from invfunc.passes.loss import Split, at_found, at_given
 from invfunc.passes.run import WHOLE, Run
 from invfunc.recording import Trace
-from invfunc.recording.beside import check_fewer, moved
 from invfunc.recording.checks import check_loss, no_outputs, output_axis
+from invfunc.recording.joined import check_fewer, moved
 from invfunc.recording.problem import InDims, batch_dims, batch_size, check_params, problem, with_aux
 from invfunc.recording.random import Draws
 from invfunc.recording.scope import Scope
@@ -136,7 +136,7 @@ class Given:
         whole, given = tree.tensors(self.result), tree.tensors((self.args, self.kwargs))
         return check_fewer(whole, self.out_dims, self.n, given, self._of_part, traced=False)
 
-    def _of_part(self, part: slice, elsewhere: bool = False) -> Any:
+    def _of_part(self, part: slice, *, elsewhere: bool = False) -> Any:
         """What f returns for some samples alone, perhaps at other parameters."""
         start, n = part.start, part.stop - part.start
         inputs = []

@@ -29,7 +29,7 @@ from invfunc._torch.values import differentiable
 from invfunc.errors import ReplayError
 from invfunc.recomputation.block import Block
 from invfunc.recomputation.call import Call, Tensors
-from invfunc.recomputation.maps import BatchedRun, Map, Run, batched, pulled, unbatched, unwound
+from invfunc.recomputation.maps import BatchedMaps, Map, Maps, batched, pulled, unbatched, unwound
 from invfunc.recomputation.slots import Held, fetch
 from invfunc.recomputation.straight_learning import learn, looked
 
@@ -104,15 +104,15 @@ class Node(torch.autograd.Function):
 class LevelBlock(Block):
     """A call at a level of torch.func."""
 
-    def __init__(self, run: Run, rest: Tensors) -> None:
-        super().__init__(run.call.kept, run.call.report)
-        self._run = run
+    def __init__(self, maps: Maps, rest: Tensors) -> None:
+        super().__init__(maps.call.kept, maps.call.report)
+        self._maps = maps
         self._rest = [Held(t) for t in rest]
 
     @property
     def call(self) -> Call:
         """The call that it is."""
-        return self._run.call
+        return self._maps.call
 
     def arguments(self) -> list[torch.Tensor]:
         """The further arguments, as they were."""
@@ -120,42 +120,42 @@ class LevelBlock(Block):
 
     def invert(self) -> None:
         sources = fetch(self.sources)
-        with torch.enable_grad(), self._run.call.named():
+        with torch.enable_grad(), self._maps.call.named():
             rest = self.arguments()
             with leaf_level() as (_, _, leave):  # as it was evaluated; a pullback may have left that of its transform
-                xs = [leave(x) for x in self._run.inverse(sources, rest, None)]
-                if self._run.call.reads_outside:
-                    self._run.forward(xs, rest)  # which says if it reads something else by now
+                xs = [leave(x) for x in self._maps.inverse(sources, rest, None)]
+                if self._maps.call.reads_outside:
+                    self._maps.forward(xs, rest)  # which says if it reads something else by now
             self.give_back_and_tell([x.detach() for x in xs])
 
     def names(self) -> list[str]:
-        return self._run.call.names()
+        return self._maps.call.names()
 
     def dtypes(self) -> list[torch.dtype]:
-        return [*self._run.call.dtypes(), *(held.get().dtype for held in self._rest)]
+        return [*self._maps.call.dtypes(), *(held.get().dtype for held in self._rest)]
 
     def once_more(self, sources: Tensors, xs: Tensors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         rest = self.arguments()
-        return self._run.inverse(sources, rest, None), self._run.forward(xs, rest, compare=False)
+        return self._maps.inverse(sources, rest, None), self._maps.forward(xs, rest, compare=False)
 
 
 class Forward(Op):
     """`(xs, rest) -> (ys, ghosts of xs)`."""
 
-    def __init__(self, run: Run, count: int) -> None:
-        self._run = run
+    def __init__(self, maps: Maps, count: int) -> None:
+        self._maps = maps
         self._count = count
 
     def run(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         with torch.enable_grad():  # as it is evaluated again; of plain tensors there is no graph
             detached = [t.detach() for t in tensors]
-            ys = self._run.first(detached[: self._count], detached[self._count :])
+            ys = self._maps.first(detached[: self._count], detached[self._count :])
         given = {id(d): t for d, t in zip(detached, tensors, strict=True)}
         xs, ys = tensors[: self._count], [given.get(id(y), y) for y in ys]
         return *ys, *(x.new_zeros(()).expand(x.shape) for x in xs)
 
     def batched(self, has: Sequence[bool], randomness: str) -> Op:
-        return Forward(BatchedRun(self._run, has[: self._count], has[self._count :], randomness), self._count)
+        return Forward(BatchedMaps(self._maps, has[: self._count], has[self._count :], randomness), self._count)
 
     def aligned(self, tensors: list[torch.Tensor], has: list[bool]) -> None:
         """Nothing to change: each input has a batch or not by itself."""
@@ -166,7 +166,7 @@ class Forward(Op):
     def save(self, ctx: Any, tensors: Tensors, outputs: Tensors) -> None:
         xs, rest = tensors[: self._count], tensors[self._count :]
         ys, ghosts = outputs[: len(outputs) - self._count], outputs[len(outputs) - self._count :]
-        ctx.block = LevelBlock(self._run, rest)
+        ctx.block = LevelBlock(self._maps, rest)
         ctx.block.connect(xs, ys, [ctx.metadata] * len(ys))
         ctx.save_for_backward(*ghosts, *rest)
 
@@ -180,15 +180,15 @@ class Forward(Op):
         gs = [g for g in of_ys if g is not None]
 
         start, idle = None, set[int]()
-        with self._run.call.named():
+        with self._maps.call.named():
             sources = ctx.block.xs()
             if sources is None:
                 sources = fetch(ctx.block.sources)
-                start = unwound(self._run, (len(sources), self._count, len(rest)), wanted, given, idle)
+                start = unwound(self._maps, (len(sources), self._count, len(rest)), wanted, given, idle)
             forward = partial(self._forward, exact=start is None and ctx.block.exact())
             outputs = derivative(forward, ghosts, sources, rest, gs, wanted, given, idle, level, ctx.around, start)
         if start is not None:
-            with self._run.call.named():
+            with self._maps.call.named():
                 ctx.block.give_back_and_tell([x.detach() for x in outputs[: self._count]])
             outputs = outputs[self._count :]
         found = {i: g for i, g in zip(wanted, outputs, strict=True) if i not in idle}  # as .grad stays None
@@ -198,7 +198,7 @@ class Forward(Op):
         return [found.get(i) for i in range(len(needs))]
 
     def _forward(self, tensors: Tensors, exact: bool) -> list[torch.Tensor]:
-        return self._run.forward(tensors[: self._count], tensors[self._count :], exact=exact)
+        return self._maps.forward(tensors[: self._count], tensors[self._count :], exact=exact)
 
 
 class Step(Op):
@@ -311,7 +311,7 @@ def derivative(
 def noded(call: Call, xs: Tensors, rest: Tensors) -> tuple[Any, list[torch.Tensor]]:
     """The result of a call whose graph at every level of torch.func is one node, and its tensors."""
     call.look = look = looked(call, node=True)
-    outputs = Node.apply(Forward(Run(call), len(xs)), *xs, *rest)
+    outputs = Node.apply(Forward(Maps(call), len(xs)), *xs, *rest)
     ys = list(outputs[: len(outputs) - len(xs)])
     if look is not None and look.harmless:
         learn(call, xs, rest, [], [], [[False]] * len(call.moments), [], node=True)

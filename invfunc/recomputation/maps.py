@@ -23,7 +23,7 @@ from invfunc.recomputation.sparse import is_sparse
 Map = Callable[[Tensors], list[torch.Tensor]]
 
 
-class Run:
+class Maps:
     """A call, as functions of flat lists of tensors."""
 
     def __init__(self, call: Call) -> None:
@@ -44,28 +44,28 @@ class Run:
         return self.call.inverse(sources, rest, evaluate)
 
 
-class BatchedRun(Run):
-    """A run for every entry of a batch, which some of xs and rest have in front."""
+class BatchedMaps(Maps):
+    """Those of every entry of a batch, which some of xs and rest have in front."""
 
-    def __init__(self, run: Run, xs: Sequence[bool], rest: Sequence[bool], randomness: str) -> None:
-        super().__init__(run.call)
-        self._run = run
+    def __init__(self, maps: Maps, xs: Sequence[bool], rest: Sequence[bool], randomness: str) -> None:
+        super().__init__(maps.call)
+        self._maps = maps
         self._xs = _dims(xs)
         self._rest = _dims(rest)
         self._randomness = randomness
 
     def first(self, xs: Tensors, rest: Tensors) -> list[torch.Tensor]:
-        return self._each(self._run.first, self._xs)(list(xs), list(rest))
+        return self._each(self._maps.first, self._xs)(list(xs), list(rest))
 
     def forward(
         self, xs: Tensors, rest: Tensors, known: Evaluate | None = None, compare: bool = True, exact: bool = False
     ) -> list[torch.Tensor]:
-        return self._each(lambda a, b: self._run.forward(a, b, known, compare, exact), self._xs)(list(xs), list(rest))
+        return self._each(lambda a, b: self._maps.forward(a, b, known, compare, exact), self._xs)(list(xs), list(rest))
 
     def inverse(self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None) -> list[torch.Tensor]:
         kept = [self._xs[i] for i in self.call.kept]
         dims = [0] * (len(sources) - len(kept)) + kept
-        inverse = self._each(lambda a, b: self._run.inverse(a, b, evaluate), dims)
+        inverse = self._each(lambda a, b: self._maps.inverse(a, b, evaluate), dims)
         return unbatched(inverse(list(sources), list(rest)), [dim == 0 for dim in self._xs])
 
     def _each(self, fn: Callable, dims: Sequence[int | None]) -> Callable[[list, list], list[torch.Tensor]]:
@@ -106,14 +106,16 @@ def pulled(fn: Map, number: int, wanted: Sequence[int], given: Sequence[int], id
     return slope
 
 
-def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given: Sequence[int], idle: set[int]) -> Map:
+def unwound(
+    maps: Maps, counts: tuple[int, int, int], wanted: Sequence[int], given: Sequence[int], idle: set[int]
+) -> Map:
     """A step back: `(sources, rest, gradients of ys) -> (xs, gradients of xs and rest)`.
 
     Every shared function is evaluated once, for the inverse, and its graph serves the gradients as well. What remains
     of forward is evaluated between them, with their known outputs.
 
     Args:
-        run: a call forwards and backwards.
+        maps: those of a call.
         counts: how many sources, xs and tensors of rest there are.
         wanted: the inputs (xs, then rest) whose gradients are asked for.
         given: the ys that have a gradient; that of the others is zero.
@@ -127,11 +129,11 @@ def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given
             sources, rest = tensors[:n_sources], tensors[n_sources : n_sources + n_rest]
             constant = among([t for i, t in enumerate(rest, n_xs) if i not in wanted])
             shared, leave = Shared(level, constant, create_graph), level[2]
-            xs = [leave(x) for x in run.inverse(sources, rest, shared.evaluate)]
+            xs = [leave(x) for x in maps.inverse(sources, rest, shared.evaluate)]
             inputs, gs = [*xs, *rest], tensors[n_sources + n_rest :]
 
             def forward(tensors: Tensors) -> list[torch.Tensor]:
-                return run.forward(tensors[:n_xs], tensors[n_xs:], shared.recall)
+                return maps.forward(tensors[:n_xs], tensors[n_xs:], shared.recall)
 
             return xs + pulled_back(forward, inputs, gs, (wanted, given, idle), level, shared.gradients)
 

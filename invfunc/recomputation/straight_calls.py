@@ -9,8 +9,8 @@ from invfunc import tree
 from invfunc._torch.functorch import transforming
 from invfunc.recomputation.straight import fits_around
 from invfunc.recomputation.straight_found import Finder, Found
-from invfunc.recomputation.straight_hooks import Run
-from invfunc.recomputation.straight_nodes import NodeRun
+from invfunc.recomputation.straight_hooks import Series
+from invfunc.recomputation.straight_nodes import NodeSeries
 
 Step = tuple[Any, tuple, dict[str, Any]]
 """A `Checkpointed`, and its further arguments."""
@@ -21,20 +21,20 @@ def unwatched(steps: Sequence[Step], x: Any) -> tuple[Any, int]:
     node = transforming()
     if not fits_around(node):
         return x, 0
-    run, finder = (NodeRun if node else Run)(x), Finder(node)
+    series, finder = (NodeSeries if node else Series)(x), Finder(node)
     try:
         for block, args, kwargs in steps:
-            found = finder.find(block, run.flat, tree.flatten((args, kwargs)))
-            if found is None or not _goes_on(run, found, args, kwargs):
+            found = finder.find(block, series.flat, tree.flatten((args, kwargs)))
+            if found is None or not _goes_on(series, found, args, kwargs):
                 break
-    finally:  # also of a run that is interrupted, which has taken x over
-        done = run.ends()
+    finally:  # also of a series that is interrupted, which has taken x over
+        done = series.ends()
     return done
 
 
-def _goes_on(run: Run | NodeRun, found: Found, args: tuple, kwargs: dict[str, Any]) -> bool:
+def _goes_on(series: Series | NodeSeries, found: Found, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether one more was evaluated. An error is that of a watched call, which tells of it."""
     try:
-        return run.goes_on(found, args, kwargs)
+        return series.goes_on(found, args, kwargs)
     except Exception:
         return False

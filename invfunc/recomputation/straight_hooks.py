@@ -215,7 +215,7 @@ class StraightBlock(Block):
         return [t.detach().requires_grad_(need) for t, need in zip(xs, needs, strict=True)]
 
 
-class Run:
+class Series:
     """Calls one after the other, of which each takes over what the one before it gives.
 
     Args:

@@ -19,7 +19,7 @@ from invfunc._torch.values import differentiable
 from invfunc.errors import ReplayError
 from invfunc.recomputation.call import Call, Evaluate, Tensors
 from invfunc.recomputation.function import NOT_TWICE, Forward, LevelBlock, Node
-from invfunc.recomputation.maps import Run, Shared, among, pulled_back
+from invfunc.recomputation.maps import Maps, Shared, among, pulled_back
 from invfunc.recomputation.report import CHANGES
 from invfunc.recomputation.slots import fetch
 from invfunc.recomputation.straight_found import Found
@@ -54,7 +54,7 @@ class Evaluated:
         return self._fn(*args, **kwargs)
 
 
-class StraightRun(Run):
+class StraightMaps(Maps):
     """A call that is not watched, as functions of flat lists of tensors."""
 
     call: StraightCall
@@ -109,10 +109,10 @@ class StraightLevelBlock(LevelBlock):
 class StraightForward(Forward):
     """What the node of such a call computes, at the level of a `grad`."""
 
-    _run: StraightRun
+    _maps: StraightMaps
 
-    def __init__(self, run: StraightRun, count: int, level: int, given: Tensors) -> None:
-        super().__init__(run, count)
+    def __init__(self, maps: StraightMaps, count: int, level: int, given: Tensors) -> None:
+        super().__init__(maps, count)
         self.level, self._given = level, given
 
     def apply(self, tensors: Tensors, ctx: Any) -> tuple[torch.Tensor, ...]:
@@ -120,8 +120,8 @@ class StraightForward(Forward):
         given, self._given = self._given, ()
         xs, rest = given[: self._count], given[self._count :]
         with plainly():
-            ctx.block = StraightLevelBlock(self._run, rest)
-            found = self._run.forward(xs, rest)
+            ctx.block = StraightLevelBlock(self._maps, rest)
+            found = self._maps.forward(xs, rest)
             ys = [t.view_as(t) if any(t is other for other in given) else t for t in found]
             ghosts = [x.new_zeros(()).expand(x.shape) for x in xs]
         ys, ghosts = ([wrapped_at(t, self.level) for t in ts] for ts in (ys, ghosts))
@@ -141,7 +141,7 @@ class StraightForward(Forward):
         given, wanted = (
             [i for i, there in enumerate(which) if there] for which in ([g is not None for g in of], needs)
         )
-        idle, block, call = set[int](), ctx.block, self._run.call
+        idle, block, call = set[int](), ctx.block, self._maps.call
         with torch.enable_grad(), call.named():
             rest = _bare(block.arguments())
             xs = block.xs()
@@ -149,7 +149,7 @@ class StraightForward(Forward):
             with plainly():
                 call.unchanged()
                 xs = None if xs is None else _bare(xs)
-                xs, found = _stepped(self._run, xs, sources, rest, gs, (wanted, given, idle))
+                xs, found = _stepped(self._maps, xs, sources, rest, gs, (wanted, given, idle))
                 if sources:
                     block.give_back_and_tell(xs)
         values = {i: g for i, g in zip(wanted, found, strict=True) if i not in idle}
@@ -204,7 +204,7 @@ def _bare(tensors: Tensors) -> list[torch.Tensor]:
 
 
 def _stepped(
-    run: StraightRun,
+    maps: StraightMaps,
     xs: Tensors | None,
     sources: Tensors,
     rest: Tensors,
@@ -212,23 +212,23 @@ def _stepped(
     asked: tuple[Sequence[int], Sequence[int], set[int]],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """x and the gradients, as `maps.unwound` has them, of plain tensors."""
-    (wanted, given, idle), count = asked, len(run.call.template.like)
-    if xs is None and run.call.template.shared and sum(t.numel() for t in sources) >= thresholds.MERGED:
+    (wanted, given, idle), count = asked, len(maps.call.template.like)
+    if xs is None and maps.call.template.shared and sum(t.numel() for t in sources) >= thresholds.MERGED:
         level = _entered, _edge, torch.Tensor.detach
         shared = Shared(level, among([t for i, t in enumerate(rest, count) if i not in wanted]), False)
-        xs = [x.detach() for x in run.inverse(sources, rest, shared.evaluate)]
+        xs = [x.detach() for x in maps.inverse(sources, rest, shared.evaluate)]
 
         def forward(tensors: Tensors) -> list[torch.Tensor]:
-            return run.forward(tensors[:count], tensors[count:], shared.recall)
+            return maps.forward(tensors[:count], tensors[count:], shared.recall)
 
         return xs, pulled_back(forward, [*xs, *rest], gs, asked, level, shared.gradients)
     if xs is None:
         with torch.no_grad():
-            xs = run.inverse(sources, rest, None)
+            xs = maps.inverse(sources, rest, None)
     inputs = [*xs, *rest]
     for i in wanted:
         inputs[i] = _entered(inputs[i])
-    ys = run.forward(inputs[:count], inputs[count:])
+    ys = maps.forward(inputs[:count], inputs[count:])
     ends = [(ys[i], g) for i, g in zip(given, gs, strict=True) if ys[i].requires_grad]
     leaves = [inputs[i] for i in wanted]
     found = gradients([y for y, _ in ends], [g for _, g in ends], leaves) if ends else [None] * len(wanted)
@@ -244,7 +244,7 @@ def _edge(x: torch.Tensor) -> torch.autograd.graph.GradientEdge | torch.Tensor |
     return None if not x.requires_grad else x if x.is_leaf else torch.autograd.graph.get_gradient_edge(x)
 
 
-class NodeRun:
+class NodeSeries:
     """Calls one after the other, each of which is one node.
 
     Args:
@@ -262,7 +262,7 @@ class NodeRun:
         plain = [bare for t in tensors if (bare := bare_at(t, self._level)) is not None]
         if len(plain) < len(tensors):
             return False
-        op = StraightForward(StraightRun(StraightCall(found)), len(found.xs), self._level, plain)
+        op = StraightForward(StraightMaps(StraightCall(found)), len(found.xs), self._level, plain)
         outputs = _Straight.at_level(op, *tensors)
         self.state = found.template.y.join(outputs[: len(outputs) - len(found.xs)])
         self.flat, self.count = tree.flatten(self.state), self.count + 1

@@ -2,6 +2,6 @@
 
     python -m tests.mutants [--part 1/4] [--only WORD] [--processes 2] [--certified]
 
-`fault` says what a fault is and runs it; `statistics`, `transforms`, `blocks` and others list them.
+`fault` says what a fault is and runs it; `planted` has a list of them for each folder of the package.
 With `--certified` no test looks for them: `certificates` lets `certified` do it, on drawn problems alone.
 """

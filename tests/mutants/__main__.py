@@ -14,19 +14,9 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.mutants.blocks import BLOCKS
 from tests.mutants.certificates import SOUND, numeric, runners, search
-from tests.mutants.distributed import DISTRIBUTED
 from tests.mutants.fault import Fault, Outcome, Search, copied, run, tests
-from tests.mutants.graphs import GRAPHS
-from tests.mutants.operations import OPERATIONS
-from tests.mutants.pairs import PAIRS_AND_LAYERS
-from tests.mutants.plans import PLANS
-from tests.mutants.statistics import STATISTICS
-from tests.mutants.streamed import STREAMED
-from tests.mutants.transforms import TRANSFORMS
-
-FAULTS = [*STATISTICS, *OPERATIONS, *TRANSFORMS, *PAIRS_AND_LAYERS, *BLOCKS, *STREAMED, *DISTRIBUTED, *PLANS, *GRAPHS]
+from tests.mutants.planted import FAULTS
 
 
 def outcomes(faults: list[Fault], search: Search, processes: int) -> Iterator[Outcome]:

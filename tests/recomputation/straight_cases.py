@@ -17,8 +17,8 @@ from invfunc import (
     leapfrog,
     momentum,
 )
-from invfunc.recomputation.straight_hooks import Run
-from invfunc.recomputation.straight_nodes import NodeRun
+from invfunc.recomputation.straight_hooks import Series
+from invfunc.recomputation.straight_nodes import NodeSeries
 from tests.strategies import Numbers
 
 X = tuple(Numbers(3)(2, 4, 3))
@@ -141,8 +141,8 @@ def straight():
         return counting
 
     with (
-        mock.patch.object(Run, "goes_on", counted(Run.goes_on)),
-        mock.patch.object(NodeRun, "goes_on", counted(NodeRun.goes_on)),
+        mock.patch.object(Series, "goes_on", counted(Series.goes_on)),
+        mock.patch.object(NodeSeries, "goes_on", counted(NodeSeries.goes_on)),
     ):
         yield lambda: len(found)
 

@@ -83,6 +83,27 @@ def test_and_in_plain_autograd(made, f, frozen):
     assert_trees_close(found(step), found(pair), 1e-9)
 
 
+@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.parametrize("made", BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_the_backward_pass_may_be_in_inference_mode(pair, made, calls):
+    """As that of torch; calls that are watched, and such that need not be."""
+    w = W.clone().requires_grad_()
+
+    def found(step, mode):
+        p = (w, w) if "coupling" in repr(step) else w
+        for _ in range(calls):
+            a, b = step(step(step(START, p), p), p)
+            loss = (a * b).sin().sum()
+        with mode:
+            torch.autograd.grad(loss, w, retain_graph=True)
+            return torch.autograd.grad(loss, w)[0].clone()
+
+    pair = pair(lambda z, w: (z @ w).tanh())
+    wanted = found(pair, torch.enable_grad())
+    assert_trees_close(found(made(pair), torch.inference_mode()), wanted, 1e-9)
+
+
 def test_what_is_closed_over_is_what_is_read_with_gradients():
     part = Part().double()
     pair = additive_coupling(part, part)

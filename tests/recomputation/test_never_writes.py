@@ -14,7 +14,7 @@ ALLOWED = {
     ("_torch/reading.py", "set_"),  # of tensors of its own, which are made there
     ("recomputation/origins.py", "untyped_storage"),  # a call of this name says nothing of values
     ("invertible/checks.py", "manual_seed"),  # of a generator of its own
-    ("recording/beside.py", "manual_seed"),  # of a generator of its own
+    ("recording/joined.py", "manual_seed"),  # of a generator of its own
     ("recomputation/rounding.py", "manual_seed"),  # of a generator of its own
     ("loss/drawn.py", "manual_seed"),  # of generators of its own
     ("reductions/sketches.py", "manual_seed"),  # of generators of its own

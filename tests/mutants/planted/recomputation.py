@@ -4,28 +4,21 @@ from tests.mutants.fault import Fault
 
 AGAIN = "recomputation invertible"
 REFUSALS = "recomputation/test_straight_refusals.py"
-SPAN = "invertible/test_span.py"
 STRAIGHT = "recomputation/test_straight_modules.py"
 GATHERED = "recomputation/test_gathered.py"
 LATER = "recomputation/test_straight_later.py"
-RUNS = "recomputation/test_runs.py"
+SERIES = "recomputation/test_series.py"
 
-BLOCKS = [
+FAULTS = [
+    # Pairs and layers
+    Fault(
+        "a sum of zeros has no size",
+        "recomputation/sums.py",
+        "return beyond / (size or 1.0) if math.isfinite(beyond) else math.inf",
+        "return beyond / size if math.isfinite(beyond) and size else math.inf",
+        "recomputation/test_probe.py::TestHonest::test_a_state_of_nothing_but_zeros_has_none " + AGAIN,
+    ),
     # What may not be taken for known
-    Fault(
-        "a transform that has ended is taken for the one around",
-        "recomputation/straight_nodes.py",
-        "if has_ended(ctx.saved_tensors[0]):",
-        "if False:",
-        REFUSALS,
-    ),
-    Fault(
-        "what is no tensor in y is that of another call",
-        "recomputation/straight_learning.py",
-        "if len(y.places) < len(y.others):",
-        "if False:",
-        REFUSALS,
-    ),
     Fault(
         "a named number of a module is not looked at",
         "recomputation/purity.py",
@@ -75,7 +68,7 @@ BLOCKS = [
         "recomputation/block.py",
         "next((s for s in through if s.is_slot_of(t)), None) or Between(block)",
         "Between(block)",
-        "recomputation/test_runs.py::TestRun::test_what_passes_through_a_block_is_let_go_of",
+        "recomputation/test_series.py::TestSeries::test_what_passes_through_a_block_is_let_go_of",
     ),
     Fault(
         "a tensor that was given back has no error",
@@ -186,27 +179,6 @@ BLOCKS = [
     ),
     # Calls that are not watched
     Fault(
-        "a tensor that f makes of none is kept with the steps of a found inverse",
-        "pairs/automatic/derived.py",
-        " or any(isinstance(leaf, Constant) for leaf in call.leaves)",
-        "",
-        "recomputation/test_straight_found.py",
-    ),
-    Fault(
-        "tied weights are taken for those of later calls, which may not be tied",
-        "pairs/automatic/derived.py",
-        "        if len({*map(id, closed)}) < len(closed):",
-        "        if False:",
-        "recomputation/test_straight_found.py",
-    ),
-    Fault(
-        "a stand-in says of no tensor that a gradient is needed",
-        "pairs/automatic/derived.py",
-        ".requires_grad_(t.requires_grad)",
-        "",
-        "recomputation/test_straight_found.py",
-    ),
-    Fault(
         "a carried sum that begins at zeros is compared with those of other blocks",
         "recomputation/block.py",
         "self.gathers and not without and given_out",
@@ -214,32 +186,11 @@ BLOCKS = [
         "recomputation/test_straight_found.py",
     ),
     Fault(
-        "what was computed again for an unwatched call keeps itself alive",
-        "recomputation/straight_hooks.py",
-        "            saved.clear()  # the graph holds its hooks, and would hold itself by them\n",
-        "            pass\n",
-        "recomputation/test_straight_later.py::TestBlocks::test_let_go_of_what_was_computed_again " + AGAIN,
-    ),
-    Fault(
-        "a step back does not look at what it reads from outside",
-        "invertible/span.py",
-        "        if not all_among(outside.seen(tree.tensors(own)), self._seen[k]):\n",
-        "        if False:\n",
-        SPAN,
-    ),
-    Fault(
         "a wrapper is taken for the function of torch whose name it has",
         "recomputation/purity.py",
         "vars(own).get(value.__name__) is value if own is not None else False",
         "own is not None",
         "recomputation/test_straight.py::test_what_is_not_shown recomputation/test_straight.py",
-    ),
-    Fault(
-        "a constant that was written since is taken as it is",
-        "pairs/automatic/graph.py",
-        "    if written:\n        refuse(",
-        "    if False:\n        refuse(",
-        "pairs/test_automatic_refusals.py::TestNumbers",
     ),
     Fault(
         "a function that writes a list is taken for one that computes",
@@ -282,41 +233,6 @@ BLOCKS = [
         "        return all(content(cell) is value for cell, value in self._cells)\n",
         "        return True\n",
         f"{LATER}::TestLater::test_a_cell {LATER}",
-    ),
-    Fault(
-        "arguments that are no tensors are not compared",
-        "recomputation/straight.py",
-        "            if not all(leaves[i] is other or _equal(leaves[i], other) for i, other in self._others):\n",
-        "            if False:\n",
-        f"{LATER}::TestLater::test_an_argument_that_is_no_tensor {LATER}",
-    ),
-    Fault(
-        "an inverse that was not looked at is not watched",
-        "recomputation/straight.py",
-        "return self.look.seen and self.look.harmless",
-        "return True",
-        "recomputation/test_straight.py::test_an_inverse_that_draws_is_always_watched recomputation/test_straight.py",
-    ),
-    Fault(
-        "a further argument that was written is not told where a call is not watched",
-        "recomputation/straight_hooks.py",
-        "        if versions(self._rest) != self._versions:\n",
-        "        if False:\n",
-        f"{LATER}::TestLater::test_an_argument_that_is_written {LATER}",
-    ),
-    Fault(
-        "an x that does not come back is not told where a call is not watched",
-        "recomputation/straight_hooks.py",
-        "                tell = self.give_back(xs)\n",
-        "                self.give_back(xs)\n",
-        "recomputation/test_straight_later.py::TestLater::test_an_inverse_that_is_none_for_large_numbers " + AGAIN,
-    ),
-    Fault(
-        "a step at a level of torch.func is that of any level",
-        "recomputation/straight_nodes.py",
-        "        return plain if len(plain) == len(tensors) and only_level() == self.level else None\n",
-        "        return plain if len(plain) == len(tensors) else None\n",
-        "recomputation/test_straight.py::TestGradients::test_of_transforms recomputation/test_straight.py",
     ),
     Fault(
         "the hooks of a module are not looked at where a call is not watched",
@@ -389,20 +305,6 @@ BLOCKS = [
         f"{STRAIGHT}::TestChanges {STRAIGHT}",
     ),
     Fault(
-        "closed-over tensors may have other forms",
-        "recomputation/straight.py",
-        "return same and look_like(closed, self.closed, names)",
-        "return same",
-        f"{STRAIGHT}::test_a_form_that_decides_whether_it_draws",
-    ),
-    Fault(
-        "a node is not watched whose functions close over tensors",
-        "recomputation/straight.py",
-        "        if node and self._purity.has_tensors:  # which a node is given as arguments\n",
-        "        if False:\n",
-        f"{STRAIGHT}::TestAlwaysWatched {STRAIGHT}",
-    ),
-    Fault(
         "what shared functions give is not compared",
         "recomputation/recording.py",
         "        if not self.origins.gives(result):\n",
@@ -418,53 +320,18 @@ BLOCKS = [
     ),
     # Calls one after the other
     Fault(
-        "a state between two blocks of a run is not compared",
+        "a state between two blocks of a series is not compared",
         "recomputation/block.py",
         "        block.look_at(state, None, True)\n",
         "",
-        f"{RUNS}::TestWrong {RUNS}",
+        f"{SERIES}::TestWrong {SERIES}",
     ),
     Fault(
         "a state between two blocks is kept where it can be given back",
         "recomputation/slots.py",
         "    def release(self) -> None:\n        self._tensor = None\n",
         "    def release(self) -> None:\n        pass\n",
-        f"{RUNS}::TestRun {RUNS}",
-    ),
-    Fault(
-        "what a run gives out is not held",
-        "recomputation/straight_hooks.py",
-        "held=True",
-        "held=False",
-        f"{RUNS} {AGAIN}",
-    ),
-    Fault(
-        "what a block reads is taken for what the next one reads",
-        "recomputation/straight_found.py",
-        "        if not same or self._report.block.pair is not block.pair:\n",
-        "        if self._known is None:\n",
-        RUNS,
-    ),
-    Fault(
-        "an error of a later block of a run is nobody's",
-        "recomputation/straight_calls.py",
-        "    except Exception:\n        return False\n",
-        "    except Exception:\n        raise\n",
-        f"{RUNS}::TestWrong {RUNS}",
-    ),
-    Fault(
-        "of what was the same tensor twice one is looked at",
-        "_torch/levels.py",
-        "            if any(tensors[i] is not tensors[j] for i, j in self._again):\n",
-        "            if False:\n",
-        RUNS,
-    ),
-    Fault(
-        "calls of a form whose first one is never inverted are watched for ever",
-        "recomputation/straight_learning.py",
-        "        call.look = None if alike.look.seen else alike.look",
-        "        call.look = None",
-        f"{RUNS}::test_is_known_where_the_first_x_is_held {RUNS}",
+        f"{SERIES}::TestSeries {SERIES}",
     ),
     # Small tensors that are looked at together
     Fault(
@@ -509,7 +376,7 @@ BLOCKS = [
         "return self.kept",
         "recomputation/test_probe.py::TestHonest::test_a_carried_sum_beside_small_numbers_has_none",
     ),
-    # Inside of torch.func
+    # Inside of torch.func, and of other modes
     Fault(
         "gradients of shared functions are pulled in the order of forward",
         "recomputation/maps.py",

@@ -7,7 +7,7 @@ PRODUCTS = "data_sets/test_streamed_products.py"
 PRODUCTS = f"{PRODUCTS}::test_batches_give_what_all_samples_at_once_do {PRODUCTS}"
 TILES = "data_sets/test_tiled.py::TestOut data_sets/test_tiled.py"
 
-STREAMED = [
+FAULTS = [
     Fault(
         "the batches of a mean count alike",
         "evaluation/weights.py",
@@ -59,21 +59,21 @@ STREAMED = [
     ),
     Fault(
         "losses are not looked at where f does not take a few samples",
-        "recording/beside.py",
+        "recording/joined.py",
         "sorted({min(2, half), half, n - 1})",
         "[min(2, half)]",
         "data_sets/test_streamed.py::TestScale",
     ),
     Fault(
         "the first samples tell that f has no factor, whatever their losses are",
-        "recording/beside.py",
+        "recording/joined.py",
         "int(innermost(largest).argmax()) % n",
         "0",
         "data_sets/test_streamed.py::TestScale",
     ),
     Fault(
         "losses are compared where they are beyond a dtype",
-        "recording/beside.py",
+        "recording/joined.py",
         "near((one / by).to(low), (joined / by).to(low), 1)",
         "near(one.to(low), joined.to(low), size.to(low))",
         "data_sets/test_streamed.py::TestScale",
@@ -157,21 +157,21 @@ STREAMED = [
     ),
     Fault(
         "only samples around the largest are looked at",
-        "recording/beside.py",
+        "recording/joined.py",
         "    part = slice(0, half) if place >= half else slice(n - half, n)\n",
         "    return True\n",
         "data_sets/test_joined.py",
     ),
     Fault(
         "losses that are nothing but rounding are refused",
-        "recording/beside.py",
+        "recording/joined.py",
         " and not self._rounding(part)",
         "",
         "data_sets/test_joined.py::test_what_is_learnt_by_heart_is_taken",
     ),
     Fault(
         "what differs is taken for rounding",
-        "recording/beside.py",
+        "recording/joined.py",
         " and not self._rounding(part)",
         " and False",
         "data_sets/test_joined.py",

@@ -4,7 +4,7 @@ from tests.mutants.fault import Fault
 
 WITHIN = "invertible/test_within_compile.py"
 
-GRAPHS = [
+FAULTS = [
     Fault(
         "blocks that draw random numbers are evaluated again",
         "invertible/blocks_in_a_graph.py",

@@ -1,4 +1,4 @@
-"""Blocks of a chain whose calls need not be watched are one run: it is the chain, whatever is odd about one of them."""
+"""Blocks of a chain whose calls need not be watched are one series: it is the chain, whatever is odd in one of them."""
 
 import contextlib
 import gc
@@ -28,7 +28,7 @@ from invfunc import (
     repeated,
 )
 from invfunc.recomputation.slots import Between
-from invfunc.recomputation.straight_hooks import Run
+from invfunc.recomputation.straight_hooks import Series
 from tests.recomputation.straight_cases import (
     EXACT,
     PAIRS,
@@ -104,7 +104,7 @@ def test_a_chain_is_its_blocks_one_by_one(names, data):
     assert_close(slope(one_by_one(blocks), ws), wanted)
 
 
-def runs_of(number: int, **options: Any) -> tuple[Callable, list[torch.Tensor]]:
+def series_of(number: int, **options: Any) -> tuple[Callable, list[torch.Tensor]]:
     """A chain of couplings that need not be watched, and its weights."""
     whole, ws = repeated(known(PAIRS["additive"], **options)), weights(number)
     for _ in range(WATCHED):
@@ -112,11 +112,11 @@ def runs_of(number: int, **options: Any) -> tuple[Callable, list[torch.Tensor]]:
     return whole, ws
 
 
-class TestRun:
+class TestSeries:
     plain = staticmethod(lambda x, params: one_by_one([forward_of(PAIRS["additive"])] * len(params))(x, params))
 
     def test_twice_and_of_higher_order(self):
-        whole, ws = runs_of(DEPTH)
+        whole, ws = series_of(DEPTH)
         found = []
         for run in (whole, self.plain):
             x = [t.detach().clone().requires_grad_() for t in X]
@@ -131,7 +131,7 @@ class TestRun:
     @pytest.mark.parametrize("at", [0, 3, 2 * DEPTH - 1])
     def test_of_one_weight(self, at):
         """What is behind it is inverted and no more."""
-        whole, ws = runs_of(DEPTH)
+        whole, ws = series_of(DEPTH)
         found = []
         for run in (whole, self.plain):
             y = run(start(), pairs_of(ws))
@@ -140,7 +140,7 @@ class TestRun:
 
     def test_beside_what_others_hold(self):
         """Its x and its y, which others read and other blocks take over."""
-        whole, ws = runs_of(DEPTH)
+        whole, ws = series_of(DEPTH)
         other = known(PAIRS["affine"])
         found = []
         for run, f in ((whole, other), (self.plain, PAIRS["affine"])):
@@ -168,9 +168,9 @@ class TestRun:
         assert_close(found, of(self.plain))
 
     def test_states_between_are_let_go_of(self):
-        whole, ws = runs_of(20, check="off")
+        whole, ws = series_of(20, check="off")
         states, alive = [], []
-        goes_on, fill = Run.goes_on, Between.fill
+        goes_on, fill = Series.goes_on, Between.fill
 
         def noted(tensor):
             states.append(weakref.ref(tensor))
@@ -186,7 +186,7 @@ class TestRun:
             noted(self.find())
             alive.append(sum(state() is not None for state in states))
 
-        with mock.patch.object(Run, "goes_on", going), mock.patch.object(Between, "fill", filling):
+        with mock.patch.object(Series, "goes_on", going), mock.patch.object(Between, "fill", filling):
             y = whole(start(), pairs_of(ws))
             assert sum(state() is not None for state in states) == 2
             total(y).backward()
@@ -230,7 +230,7 @@ class TestRun:
         assert held[0] == held[1]
 
     def test_is_freed_with_its_graph(self):
-        whole, ws = runs_of(DEPTH)
+        whole, ws = series_of(DEPTH)
         gc.collect()
         gc.disable()
         try:
@@ -299,7 +299,7 @@ ODD = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_one_that_is_odd(name):
-    """Those around it are runs, and it is watched; but what it gives may be what it got."""
+    """Those around it are series, and it is watched; but what it gives may be what it got."""
     odd, usual = block_of(ODD[name]), block_of(PAIRS["additive"])
     blocks, ws = [usual, usual, odd, usual, usual], weights()
     whole, plain = chain(*blocks), one_by_one([b.pair for b in blocks])
@@ -339,9 +339,9 @@ def named(ws):
 @pytest.mark.parametrize("change", [frozen, transposed, a_parameter, tied, named])
 def test_an_argument_of_another_form(change):
     """A call with it is watched at first."""
-    whole, ws = runs_of(DEPTH)
+    whole, ws = series_of(DEPTH)
     change(ws)
-    wanted = slope(TestRun.plain, ws)
+    wanted = slope(TestSeries.plain, ws)
     with straight() as count:
         found = slope(whole, ws)
         assert count() == DEPTH - 1
@@ -351,7 +351,7 @@ def test_an_argument_of_another_form(change):
 
 def test_arguments_that_were_one_tensor_and_are_two():
     """Of what was the same tensor twice, both are looked at."""
-    whole, ws = runs_of(DEPTH)
+    whole, ws = series_of(DEPTH)
     tied(ws)
     slope(whole, ws)
     slope(whole, ws)
@@ -359,7 +359,7 @@ def test_arguments_that_were_one_tensor_and_are_two():
     with straight() as count:
         found = slope(whole, ws)
         assert count() == DEPTH - 1
-    assert_close(found, slope(TestRun.plain, ws))
+    assert_close(found, slope(TestSeries.plain, ws))
 
 
 class TestWrong:
@@ -388,7 +388,7 @@ class TestWrong:
         assert "moved, " in message and "unmoved" in message
 
     def test_an_argument_that_is_written(self):
-        whole, ws = runs_of(DEPTH)
+        whole, ws = series_of(DEPTH)
         y = whole(start(), pairs_of(ws))
         with torch.no_grad():
             ws[4].mul_(2)
@@ -420,19 +420,19 @@ class TestWrong:
             run(250.0)
         assert count() > 1
 
-    def test_an_interrupted_run(self):
+    def test_an_interrupted_series(self):
         """What it has taken over comes back."""
-        whole, ws = runs_of(DEPTH)
+        whole, ws = series_of(DEPTH)
         x = [t.detach().clone().requires_grad_() for t in X]
         before = known(PAIRS["additive"])((x[0] * 1, x[1] * 1), pairs_of(ws)[0])
-        goes_on, number = Run.goes_on, iter(range(3))
+        goes_on, number = Series.goes_on, iter(range(3))
 
         def interrupted(self, *given):
             if next(number, None) is None:
                 raise KeyboardInterrupt
             return goes_on(self, *given)
 
-        with mock.patch.object(Run, "goes_on", interrupted), contextlib.suppress(KeyboardInterrupt):
+        with mock.patch.object(Series, "goes_on", interrupted), contextlib.suppress(KeyboardInterrupt):
             whole(before, pairs_of(ws))
         found = torch.autograd.grad(total([t.sin() for t in before]), x)
         y = PAIRS["additive"]((x[0] * 1, x[1] * 1), pairs_of(ws)[0])

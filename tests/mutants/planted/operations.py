@@ -1,8 +1,26 @@
-"""Faults in single operations, in samples that change places, and in products and chunks."""
+"""Faults in the rules of operations."""
 
 from tests.mutants.fault import Fault
 
-OPERATIONS = [
+FIRST = "testing/test_laws_hold.py statistics/test_first_order.py per_sample/test_clipped_grad.py"
+
+FAULTS = [
+    # Sketches
+    Fault(
+        "a sketch of a convolution forgets its dilation",
+        "operations/convolutions.py",
+        "None, stride, padding, dilation, groups)",
+        "None, stride, padding, 1, groups)",
+        "statistics/test_sketched_grad.py::TestFactors",
+    ),
+    # Per-sample gradients
+    Fault(
+        "each share of a convolution is that of the first sample",
+        "operations/convolutions.py",
+        "zip(cotangent[0].split(1), one_by_one(part), strict=True)",
+        "zip(cotangent[0].split(1), one_by_one(part)[:1] * len(cotangent[0]), strict=True)",
+        "operations/test_weighted_sums.py::test_shares_by_themselves_are_those_of_the_loop " + FIRST,
+    ),
     # Operations
     Fault(
         "the padding of a lookup is read",
@@ -38,13 +56,6 @@ OPERATIONS = [
         "else resized(carried, last, many)",
         "else resized(carried, tuple(torch.zeros_like(h) for h in last), many)",
         "operations/test_compositions.py::test_layers_of_packed_sequences_equal_torch operations",
-    ),
-    Fault(
-        "steps are at once where the caller differentiates again",
-        "recording/uses.py",
-        "twice = self.scope.twice or self.scope.create_graph or",
-        "twice = self.scope.twice or",
-        "operations/test_recurrences.py::test_what_is_closed_over_is_differentiated operations/test_recurrences.py",
     ),
     Fault(
         "first states may be of other samples",
@@ -110,76 +121,19 @@ OPERATIONS = [
         "",
         "passes/test_written_within.py::test_shares_are_those_of_the_loop passes/test_written_within.py",
     ),
+    # Sparsity
     Fault(
-        "rows that changed places are not compared",
-        "passes/certified.py",
-        "if not trace.displaced or trace.n == 1:",
-        "if True:",
-        "passes/test_moved.py::TestRowsAreChecked::test_and_followed_where_places_were_wrong passes recording",
+        "labels outlive their memory",
+        "operations/receptive_fields/regions.py",
+        "if key in self and self[key].memory is reference:",
+        "if False:",
+        "sparsity/test_structure_memory.py::test_labels_of_dead_memory_are_dropped sparsity operations/test_labels.py",
     ),
     Fault(
-        "all rows are compared with one scale",
-        "passes/certified.py",
-        "scales = [sign * 2.0**k for k in range(-most, most) for sign in (1, -1)]",
-        "scales = [2.0] * (4 * most)",
-        "passes/test_moved.py::TestRowsAreChecked::test_and_followed_where_places_were_wrong passes recording",
-    ),
-    Fault(
-        "another order of the rows is no evidence",
-        "passes/evidence.py",
-        "if a.shape != b.shape or not (_equal(a, b) or _equal(a.index_select(dim, places), b)):",
-        "if a.shape != b.shape:",
-        "recording/test_samples_lost.py::test_shares_are_those_of_the_loop_or_refused passes recording",
-    ),
-    Fault(
-        "samples alone are not compared with the batch",
-        "passes/alone.py",
-        "elif not _same_slopes(found, wanted):",
-        "elif False:",
-        "recording/test_hidden.py::TestRefuses::test_samples_that_are_mixed passes recording",
-    ),
-    # Products, chunks, sparsity
-    Fault(
-        "the mean of ragged chunks weighs them alike",
-        "chunked.py",
-        "[x * (size / total) for x, size in zip(xs, sizes, strict=True)]",
-        "[x / len(xs) for x, size in zip(xs, sizes, strict=True)]",
-        "test_chunked.py::TestPlainFunctions::test_folds_are_a_prefix_of_the_output test_chunked.py",
-    ),
-    Fault(
-        "an estimate tells the spread in place of the error of its mean",
-        "products/estimate.py",
-        "safe_root(s / (count * (count - 1)))",
-        "safe_root(s / (count - 1))",
-        "products/test_estimators.py::TestValues::test_are_the_mean_over_the_vectors_and_its_error "
-        "products/test_estimators.py",
-    ),
-    Fault(
-        "the part of a bottleneck is lost",
-        "products/curvature.py",
-        "found = [a if b is None else b if a is None else a + b",
-        "found = [a if b is None else b if a is None else b",
-        "products/test_product_splits.py::TestOutputs::test_with_others_on_the_way products evaluation",
-    ),
-    Fault(
-        "columns whose boxes touch share a pass",
-        "sparsity/colouring.py",
-        "if end < start)",
-        "if end <= start)",
-        "sparsity/test_structure.py::test_it_is_that_of_all_columns sparsity",
-    ),
-    Fault(
-        "cells that are filled up send a position back again, where nothing is read",
-        "sparsity/cells.py",
-        "turned[-1] = 0",
-        "turned[-1] = turned[0]",
-        "sparsity/test_structure.py::test_it_is_that_of_all_columns sparsity",
-    ),
-    Fault(
-        "cells that are filled up read a position again",
-        "sparsity/cells.py",
-        "        numbers = torch.where(positions == many, last, numbers)\n",
-        "",
-        "sparsity/test_structure.py::test_it_is_that_of_all_columns sparsity",
+        "labels are the same along a dimension that is not expanded",
+        "operations/receptive_fields/regions.py",
+        "if dim and size > 1 and stride == 0:",
+        "if dim and size > 1:",
+        "operations/test_labels.py::test_what_an_entry_depends_on_lies_in_its_box operations/test_labels.py sparsity",
     ),
 ]

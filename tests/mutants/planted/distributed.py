@@ -11,7 +11,7 @@ SENT = "data_sets/test_distributed.py::test_sums_of_parts_travel_once"
 INTERRUPTS = "data_sets/test_distributed.py::TestInterrupts"
 PARTS = "data_sets/test_distributed.py::test_what_it_composes_with"
 
-DISTRIBUTED = [
+FAULTS = [
     Fault(
         "those that read parameters do not hear of one that has left",
         "evaluation/rounds.py",

@@ -6,7 +6,7 @@ GUARDS, CALLS, BATCHES = "plans/test_guards.py", "plans/test_compiled.py", "plan
 POINTS, EXPORTED = "plans/test_points.py", "plans/test_exported.py"
 LAUNCHED, PARTS = "plans/test_cudagraphs.py", "plans/test_parts.py"
 
-PLANS = [
+FAULTS = [
     Fault(
         "the numbers that a plan has read are not compared",
         "plans/plan.py",
@@ -68,13 +68,6 @@ PLANS = [
         "plans/batches.py",
         "                    part.know(own)\n",
         "                    pass\n",
-        f"{BATCHES}::TestWays {BATCHES}",
-    ),
-    Fault(
-        "the loss of a batch by a plan is not weighed",
-        "evaluation/brought.py",
-        "kept, shapes, places, engine.scalar, outputs, aux = found",
-        "kept, shapes, places, _, outputs, aux = found",
         f"{BATCHES}::TestWays {BATCHES}",
     ),
     Fault(

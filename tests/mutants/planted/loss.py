@@ -1,0 +1,108 @@
+"""Faults in losses: roots of their Hessians, outputs, drawn targets."""
+
+from tests.mutants.fault import Fault
+
+PEELED = "loss/test_peeled.py"
+DRAWN = "loss/test_monte_carlo.py loss/test_monte_carlo_sample.py"
+
+FAULTS = [
+    Fault(
+        "a mean over the classes' weights divides by their number",
+        "loss/hessian.py",
+        "        size = drawn.sum()\n",
+        "        size = valid.sum()\n",
+        "loss/test_losses.py::test_a_mean_over_weighted_classes_is_that_of_its_formula "
+        "loss/test_losses.py statistics/test_diag_ggn.py",
+    ),
+    Fault(
+        "label smoothing forgets the classes' weights",
+        "loss/hessian.py",
+        "torch.where(valid, w.sum() * smoothing / classes, 0)",
+        "torch.where(valid, smoothing, 0)",
+        "statistics/test_diag_ggn.py::TestKnownLosses::test_cross_entropy "
+        "loss/test_losses.py statistics/test_diag_ggn.py",
+    ),
+    Fault(
+        "targets that are ignored count",
+        "loss/hessian.py",
+        "valid = target != ignore",
+        "valid = target == target",
+        "statistics/test_diag_ggn.py::TestKnownLosses::test_cross_entropy "
+        "loss/test_losses.py statistics/test_diag_ggn.py",
+    ),
+    Fault(
+        "what bends an nll_loss is not seen",
+        "loss/hessian.py",
+        "[node.next_functions[0][0]] for node in nodes_of([slope])",
+        "[] for node in nodes_of([slope])",
+        "statistics/test_diag_ggn.py::TestWrittenByHand statistics/test_diag_ggn.py",
+    ),
+    Fault(
+        "a loss that is not convex is not told",
+        "loss/hessian.py",
+        "check(raw < -16 * torch.finfo(raw.dtype).eps * largest, lambda: ConvexityError(text))",
+        "pass",
+        "statistics/test_diag_ggn.py::TestRefusals::test_a_loss_that_is_not_convex loss statistics passes",
+    ),
+    Fault(
+        "the last column of the softmax points elsewhere",
+        "loss/square_root.py",
+        "q * (unit - own * (q + last) / (1 + q[:, -1:]))",
+        "q * (unit - own * (q + last) / (1 + q[:, :1]))",
+        "statistics/test_diag_ggn.py::TestKnownLosses::test_cross_entropy "
+        "loss/test_losses.py statistics/test_diag_ggn.py",
+    ),
+    Fault(
+        "roots of eigenvalues are multiplied to the rows of the eigenvectors",
+        "loss/square_root.py",
+        "(vectors * values.clamp(min=0).sqrt().unsqueeze(1))",
+        "(vectors * values.clamp(min=0).sqrt().unsqueeze(2))",
+        "statistics/test_ggn_of_samples.py::test_the_products_of_a_root_are_the_matrix "
+        "statistics/test_ggn_of_samples.py testing/test_laws_hold.py loss statistics reductions",
+    ),
+    Fault(
+        "eigenvalues that round below zero have a root",
+        "loss/square_root.py",
+        "values.clamp(min=0).sqrt()",
+        "values.sqrt()",
+        "statistics/test_ggn_of_samples.py::test_the_products_of_a_root_are_the_matrix "
+        "statistics/test_ggn_of_samples.py testing/test_laws_hold.py loss statistics reductions",
+    ),
+    Fault(
+        "targets are drawn with too few columns in the scale",
+        "loss/drawn.py",
+        "safe_root(columns.diagonal) * count**-0.5",
+        "safe_root(columns.diagonal)",
+        "loss/test_monte_carlo.py::test_columns_average_to_the_hessian " + DRAWN,
+    ),
+    Fault(
+        "a class takes its own sign twice",
+        "loss/peeled.py",
+        "p * (each.cumsum(2) - each)",
+        "p * each.cumsum(2)",
+        PEELED,
+    ),
+    Fault(
+        "columns that are exact count as drawn ones",
+        "loss/peeled.py",
+        "share = (count - exact).clamp(min=1)",
+        "share = (count - 0 * exact).clamp(min=1)",
+        PEELED,
+    ),
+    Fault(
+        "classes are drawn from the first of them alone",
+        "loss/drawn.py",
+        "target = (below <= number).sum(2)",
+        "target = 0 * (below <= number).sum(2)",
+        "loss/test_monte_carlo.py::test_columns_average_to_the_hessian " + DRAWN,
+    ),
+    Fault(
+        "a sure prediction has noise",
+        "loss/drawn.py",
+        "none = variance <= 0\n    noise",
+        "none = variance < 0\n    noise",
+        "loss/test_diag_ggn_extremes.py::TestExtremes::test_what_is_drawn_of_a_sure_prediction_is_what_there_is_of_it "
+        + DRAWN
+        + " per_sample/test_nan.py loss",
+    ),
+]

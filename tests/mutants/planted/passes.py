@@ -1,0 +1,85 @@
+"""Faults in backward passes."""
+
+from tests.mutants.fault import Fault
+
+REPEATED = "sparsity/test_structure_repeated.py"
+
+FAULTS = [
+    # Parameters that are repeated for the samples
+    Fault(
+        "one sample does not know what is repeated for several",
+        "passes/by_rows.py",
+        "entries=self.entries, repeated=self.repeated)",
+        "entries=self.entries)",
+        f"{REPEATED}::test_the_structure_is_seen",
+    ),
+    # The noise of gradients
+    Fault(
+        "samples that were chosen twice count once",
+        "passes/second_order.py",
+        "torch.bincount(chosen, minlength=n)",
+        "torch.bincount(chosen, minlength=n).clamp(max=1)",
+        "statistics/test_diag_hessian_composed.py::TestChunks::test_over_two_axes_and_of_some_samples "
+        "per_sample/test_samples.py statistics",
+    ),
+    # Curvature
+    Fault(
+        "the Hessian of a call is taken for its gradient",
+        "passes/second_order.py",
+        "nonlinear = {i: s for i, s in zip(values, found, strict=True) if s is not None and reaches(s, nodes, {})}",
+        "nonlinear = {i: s for i, s in zip(values, found, strict=True) if s is None}",
+        "statistics/test_diag_hessian.py::test_of_any_network statistics/test_diag_hessian.py",
+    ),
+    Fault(
+        "a parameter that is read again counts as read once",
+        "passes/second_order.py",
+        "if len(uses[i]) == 1 or not _downstream(run.params[i], uses[i])",
+        "if True",
+        "statistics/test_diag_hessian.py::test_of_any_layer "
+        "statistics/test_diag_hessian.py statistics/test_diag_hessian_composed.py",
+    ),
+    Fault(
+        "KFRA averages over one sample too many",
+        "passes/kfra.py",
+        "return matrix * (d.mT @ d) / len(d)",
+        "return matrix * (d.mT @ d) / (len(d) + 1)",
+        "reductions/test_kfac_exact.py::TestExactness::test_of_one_sample reductions",
+    ),
+    Fault(
+        "autocast is not what it was where a call runs again",
+        "passes/second_order.py",
+        "torch.autocast(device, step.autocast) if step.autocast is not None else nullcontext()",
+        "nullcontext()",
+        "statistics/test_diag_hessian.py::test_under_autocast_what_bends_is_run_again_in_the_same_precision "
+        "per_sample/test_half_precision.py statistics",
+    ),
+    # Samples that change places
+    Fault(
+        "rows that changed places are not compared",
+        "passes/certified.py",
+        "if not trace.displaced or trace.n == 1:",
+        "if True:",
+        "passes/test_moved.py::TestRowsAreChecked::test_and_followed_where_places_were_wrong passes recording",
+    ),
+    Fault(
+        "all rows are compared with one scale",
+        "passes/certified.py",
+        "scales = [sign * 2.0**k for k in range(-most, most) for sign in (1, -1)]",
+        "scales = [2.0] * (4 * most)",
+        "passes/test_moved.py::TestRowsAreChecked::test_and_followed_where_places_were_wrong passes recording",
+    ),
+    Fault(
+        "another order of the rows is no evidence",
+        "passes/evidence.py",
+        "if a.shape != b.shape or not (_equal(a, b) or _equal(a.index_select(dim, places), b)):",
+        "if a.shape != b.shape:",
+        "recording/test_samples_lost.py::test_shares_are_those_of_the_loop_or_refused passes recording",
+    ),
+    Fault(
+        "samples alone are not compared with the batch",
+        "passes/alone.py",
+        "elif not _same_slopes(found, wanted):",
+        "elif False:",
+        "recording/test_hidden.py::TestRefuses::test_samples_that_are_mixed passes recording",
+    ),
+]

@@ -1,0 +1,137 @@
+"""Faults in products with vectors."""
+
+from tests.mutants.fault import Fault
+
+EIGENPAIRS = "products/test_eigenpairs.py"
+
+FAULTS = [
+    # Eigenpairs, and covariances of low rank
+    Fault(
+        "the small matrix is decomposed in single precision",
+        "products/sample_space.py",
+        "doubled(gram.reshape(v * n, v * n))",
+        "gram.reshape(v * n, v * n)",
+        EIGENPAIRS + "::TestSolve::test_is_as_right_as_its_condition_in_single_precision",
+    ),
+    Fault(
+        "eigenvalues that are rounding have eigenvectors",
+        "products/sample_space.py",
+        "16 * eps * noise",
+        "0 * eps * noise",
+        EIGENPAIRS + "::TestPairs",
+    ),
+    Fault(
+        "what lies outside of the samples is not damped",
+        "products/sample_space.py",
+        "others * self._damping(damping).log()",
+        "others * 0",
+        EIGENPAIRS + "::TestPairs",
+    ),
+    Fault(
+        "f is run again with other random numbers",
+        "products/eigenpairs.py",
+        "            set_states(states)  # f is run again\n",
+        "",
+        EIGENPAIRS + "::TestRuns",
+    ),
+    # Products, chunks, sparsity
+    Fault(
+        "an estimate tells the spread in place of the error of its mean",
+        "products/estimate.py",
+        "safe_root(s / (count * (count - 1)))",
+        "safe_root(s / (count - 1))",
+        "products/test_estimators.py::TestValues::test_are_the_mean_over_the_vectors_and_its_error "
+        "products/test_estimators.py",
+    ),
+    Fault(
+        "the part of a bottleneck is lost",
+        "products/curvature.py",
+        "found = [a if b is None else b if a is None else a + b",
+        "found = [a if b is None else b if a is None else b",
+        "products/test_product_splits.py::TestOutputs::test_with_others_on_the_way products evaluation",
+    ),
+    # Products
+    Fault(
+        "the leaves of a vector come in its own order",
+        "products/product.py",
+        "return [given[path] for path in own]",
+        "return list(given.values())",
+        "products/test_products.py::TestVectors::test_trees_may_have_another_order "
+        "products/test_product_errors.py products",
+    ),
+    Fault(
+        "a map within vmap takes its vectors along the first axis",
+        "products/maps.py",
+        "x.movedim(dim, 0)",
+        "x",
+        "products/test_product_compositions.py::test_a_linearisation_may_be_composed_later "
+        "products/test_product_compositions.py products",
+    ),
+    Fault(
+        "the derivative of a map is the map",
+        "products/maps.py",
+        "_Applied.apply(ctx.linear.transposed, ctx.lead, *cotangents)",
+        "_Applied.apply(ctx.linear, ctx.lead, *cotangents)",
+        "products/test_product_compositions.py::test_a_linearisation_may_be_composed_later "
+        "products/test_operators.py products",
+    ),
+    Fault(
+        "the tangent of a map is that of its transpose",
+        "products/maps.py",
+        "return _Applied.apply(ctx.linear, ctx.lead, *tangents)",
+        "return _Applied.apply(ctx.linear.transposed, ctx.lead, *tangents)",
+        "products/test_product_compositions.py::test_a_linearisation_may_be_composed_later "
+        "products/test_product_compositions.py products",
+    ),
+    Fault(
+        "a Fisher product takes one of several outputs",
+        "products/rows.py",
+        "torch.stack(met).sum(0)",
+        "met[0]",
+        "products/test_fisher_products.py::test_terms_in_two_orders products/test_fisher_products.py",
+    ),
+    Fault(
+        "the target of a product has its samples in front",
+        "products/given.py",
+        "trace.samples(x, Axis(dim % x.ndim if x.ndim else None))",
+        "trace.samples(x, Axis(0 if x.ndim else None))",
+        "products/test_product_splits.py::TestSamples::test_may_lie_along_other_axes "
+        "products/test_product_splits.py products",
+    ),
+    Fault(
+        "second derivatives are clipped where their size was asked for",
+        "products/positive.py",
+        'h.abs() if modify == "abs" else h.clamp(min=0)',
+        'h.abs() if modify == "clip" else h.clamp(min=0)',
+        "products/test_pch.py::test_is_the_sum_of_its_parts products/test_pch.py",
+    ),
+    Fault(
+        "an operator takes the conjugate of a complex vector",
+        "products/linear_operator.py",
+        "self._matvec(x.real) + 1j * self._matvec(x.imag)",
+        "self._matvec(x.real) - 1j * self._matvec(x.imag)",
+        "products/test_operators.py::TestOperator::test_takes_complex_and_integer_vectors products/test_operators.py",
+    ),
+    Fault(
+        "an operator of torch has its columns in front",
+        "products/linear_operator.py",
+        "y.detach().movedim(0, -1) for y",
+        "y.detach() for y",
+        "products/test_operators_of_torch.py::TestOperator::test_is_the_matrix products/test_operators_of_torch.py",
+    ),
+    Fault(
+        "a product of the user of several vectors is that of the first",
+        "products/along.py",
+        "zip(*map(of_one, zip(*v, strict=True)), strict=True)",
+        "zip(*[of_one([y[0] for y in v])] * len(v[0]), strict=True)",
+        "products/test_operators_of_torch.py::TestOperator::test_of_a_product_of_the_user "
+        "products/test_operators_of_torch.py",
+    ),
+    Fault(
+        "an estimate adds in half precision",
+        "products/estimate.py",
+        "return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x",
+        "return x",
+        "products/test_estimators.py::TestValues::test_are_averaged_in_float32 products/test_estimators.py",
+    ),
+]

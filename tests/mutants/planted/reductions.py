@@ -1,0 +1,216 @@
+"""Faults in what is made of per-sample gradients."""
+
+from tests.mutants.fault import Fault
+
+FIRST = "testing/test_laws_hold.py statistics/test_first_order.py per_sample/test_clipped_grad.py"
+KFAC = "reductions/test_kfac.py reductions/test_kfac_exact.py reductions/test_kfac_lengths.py"
+PEELED = "loss/test_peeled.py"
+LOW_RANK = "statistics/test_predictive_covariance.py::TestLowRank"
+NOISE = "statistics/test_noise_scale.py"
+
+FAULTS = [
+    # Sketches
+    Fault(
+        "all parameters have the same random matrices",
+        "reductions/sketches.py",
+        "manual_seed(self.key + place)",
+        "manual_seed(self.key)",
+        "statistics/test_sketched_grad.py::TestMatrices::test_differ_between_parameters_of_one_shape",
+    ),
+    Fault(
+        "random signs are too small",
+        "reductions/sketches.py",
+        "div_(math.sqrt(count))",
+        "div_(count)",
+        "statistics/test_sketched_grad.py::TestInnerProducts::test_are_right_on_average_with_the_stated_deviation",
+    ),
+    Fault(
+        "a mask is not scaled",
+        "reductions/sketches.py",
+        "math.sqrt(size / count)",
+        "1.0",
+        "statistics/test_sketched_grad.py::TestInnerProducts::test_of_masks_are_right_on_average",
+    ),
+    # Predictive covariances
+    Fault(
+        "factors of other dims than those of a layer are taken for its own",
+        "reductions/eigenbasis.py",
+        "if check and not joint and not _of(basis, layer):",
+        "if False:",
+        "statistics/test_predictive_covariance.py::TestFactors::test_of_groups_that_no_layer_has",
+    ),
+    Fault(
+        "a covariance of weight and bias is taken for that of the weight",
+        "reductions/predictive.py",
+        "rotated(shares, basis, joint is not None, check=True)",
+        "rotated(shares, basis, False)",
+        "statistics/test_predictive_covariance.py::TestFactors",
+    ),
+    # Per-sample gradients
+    Fault(
+        "variances are merged without the distance of the means",
+        "reductions/gradients.py",
+        "centred + more + apart.square() * (m * n / (m + n))",
+        "centred + more",
+        "test_chunked.py::TestStatistics::test_first_order_statistics_keep_the_scale_of_the_loss "
+        + FIRST
+        + " test_chunked.py",
+    ),
+    Fault(
+        "the correction of a variance is dropped",
+        "reductions/gradients.py",
+        "found.n - self.correction",
+        "found.n",
+        "statistics/test_first_order.py::TestVariance::test_is_the_variance_of_the_shares " + FIRST,
+    ),
+    Fault(
+        "small gradients are scaled up to max_norm",
+        "reductions/gradients.py",
+        ".clamp(min=1).reciprocal()",
+        ".reciprocal()",
+        "per_sample/test_clipped_grad.py::TestClipping::test_bounds_each_share_and_no_other " + FIRST,
+    ),
+    # The noise of gradients
+    Fault(
+        "the noise of a gradient is not taken off its square",
+        "reductions/noise.py",
+        "(of_sum - of_shares) / pairs,",
+        "of_sum / pairs,",
+        NOISE + "::TestParts::test_are_unbiased " + NOISE,
+    ),
+    Fault(
+        "the trace of a covariance is biased",
+        "reductions/noise.py",
+        "found.n * (found.n - 1)",
+        "found.n**2",
+        NOISE + "::TestParts::test_are_unbiased " + NOISE,
+    ),
+    Fault(
+        "parameters in no group have norms",
+        "reductions/noise.py",
+        """if self.group(shares.name(shares.place).removeprefix("params")) is None:""",
+        """if False:""",
+        NOISE + "::TestComposed::test_norms_are_those_of_the_parameters_that_count " + NOISE,
+    ),
+    Fault(
+        "squares of a gradient are rounded before they are added up",
+        "reductions/noise.py",
+        "return doubled(rows.square().sum(-1)).sum(), state[1]",
+        "return doubled(rows.square().sum(-1)).sum().to(found.dtype), state[1]",
+        NOISE + "::TestRounding " + NOISE,
+    ),
+    # Losses
+    Fault(
+        "a trace is that of the largest parameter",
+        "reductions/estimate.py",
+        "return norms + others, {lot",
+        "return torch.maximum(norms, others), {lot",
+        PEELED,
+    ),
+    # Kronecker factors
+    Fault(
+        "averages over positions divide by those of the longest sample",
+        "reductions/kronecker_factors.py",
+        "if len(set(counts)) == 1:",
+        "if counts:",
+        "reductions/test_kfac_lengths.py::test_are_of_the_positions_that_are_there " + KFAC,
+    ),
+    Fault(
+        "positions do not divide A",
+        "reductions/kronecker_factors.py",
+        "a = found.a / (inputs or known.n)",
+        "a = found.a / known.n",
+        "reductions/test_kfac.py::test_every_layer " + KFAC,
+    ),
+    Fault(
+        "B of a product of two columns is not symmetric",
+        "reductions/kronecker_factors.py",
+        "return b if same else (b + b.mT) / 2",
+        "return b",
+        "reductions/test_kfac.py::test_b_is_symmetric_to_the_last_bit reductions/test_kfac.py",
+    ),
+    Fault(
+        "the nearest product has the sides of its factors exchanged",
+        "reductions/sides.py",
+        "return (matrix, other) if self.first else (other, matrix)",
+        "return (matrix, other) if not self.first else (other, matrix)",
+        "statistics/test_kfoc.py",
+    ),
+    Fault(
+        "a sweep forgets the matrix of the one before",
+        "reductions/sides.py",
+        "other = self.known.get(shares.place)",
+        "other = None if self.phase == 2 else self.known.get(shares.place)",
+        "statistics/test_kfoc.py",
+    ),
+    Fault(
+        "Shampoo's factors are divided by a norm in place of their trace",
+        "reductions/sides.py",
+        "return matrix, other / _trace(matrix)",
+        "return matrix, other / torch.linalg.matrix_norm(matrix)",
+        "statistics/test_kfoc.py",
+    ),
+    # Eigenpairs, and covariances of low rank
+    Fault(
+        "vectors of a covariance have no weights",
+        "reductions/predictive.py",
+        "weighted = along if weights is None else along * weights.to(along)",
+        "weighted = along",
+        LOW_RANK,
+    ),
+    # Arguments and results
+    Fault(
+        "columns of several outputs are split at their samples",
+        "reductions/squares.py",
+        "state[0].movedim(0, 1).split(sizes, 1)",
+        "state[0].movedim(0, 1).split(sizes[::-1], 1)",
+        "reductions/test_gram_jacobian.py::TestJacobian::test_of_a_tree_of_outputs_is_a_tree_of_these "
+        "reductions/test_gram_jacobian.py evaluation",
+    ),
+    Fault(
+        "samples of a square root are joined along its columns",
+        "reductions/squares.py",
+        'torch.cat([a[0], b[0]], 1 if over == "samples" else 0)',
+        "torch.cat([a[0], b[0]], 0 if b[0].shape[1] == a[0].shape[1] else 1)",
+        "reductions/test_gram_jacobian.py::TestOfModels::test_does_not_depend_on_chunks "
+        "statistics/test_diag_ggn.py reductions test_chunked.py",
+    ),
+    Fault(
+        "blocks of samples are merged in the wrong order",
+        "reductions/gradients.py",
+        'return (*a, *b) if over == "samples" else (joined(list(a)) + joined(list(b)),)',
+        'return (*b, *a) if over == "samples" else (joined(list(a)) + joined(list(b)),)',
+        "test_chunked.py::TestStatistics::test_first_order_statistics_do_not_depend_on_n "
+        "statistics/test_first_order.py test_chunked.py",
+    ),
+    # Sparsity
+    Fault(
+        "the factor of a last layer has the diagonal of what is beside it",
+        "reductions/kronecker_factors.py",
+        "    b.diagonal().copy_(diagonal)\n",
+        "",
+        "sparsity/test_structure_kflr.py::test_heads_of_tokens sparsity",
+    ),
+    Fault(
+        "Kronecker factors share passes though positions are summed first",
+        "reductions/kronecker_factors.py",
+        '"positions" if sharing == "expand" else "narrow"',
+        '"positions"',
+        "sparsity/test_structure_kflr.py::test_it_is_that_of_all_columns sparsity",
+    ),
+    # Kronecker factors
+    Fault(
+        "eigenvectors of a flipped layer are taken the other way round",
+        "reductions/eigenbasis.py",
+        'output = "z" if len(factors) == 1 else "yz" if layer.flipped else "zy"',
+        'output = "z" if len(factors) == 1 else "zy"',
+        "reductions/test_kfac_exact.py::test_any_layer_has_the_trace_of_its_block_or_no_factors reductions",
+    ),
+    Fault(
+        "the nearest product weighs its terms alike",
+        "reductions/nearest.py",
+        "zip(cs, fs, strict=True)]) for cs, fs in ((x, first), (y, last))]",
+        "zip(cs, fs, strict=True)]) for cs, fs in ((x, first), (y.mean().expand(len(y)), last))]",
+        "reductions/test_kfac_models.py::TestRoles::test_have_the_product_that_is_nearest_to_the_sum reductions",
+    ),
+]
