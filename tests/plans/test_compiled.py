@@ -510,6 +510,17 @@ class TestOptions:
         c(*args)
         assert hits(c) == 1
 
+    def test_explain_tells_which_numbers_are_compared_and_where_they_are_read(self):
+        def f(w, x):
+            return loss(w, x) * (2.0 if x.sum() > 0 else 3.0)
+
+        t, c = of(f)
+        w, x = given()
+        for batch in (x.abs(), -x.abs()):
+            assert "that compares 1 numbers, read at" in explain(c)(w, batch).plan
+            same(c, t, w, batch)
+        assert "compares" not in explain(compiled(invfunc.variance(loss)))(w, x).plan
+
     def test_copies_and_pickles_have_plans_of_their_own(self):
         c = compiled(invfunc.variance(loss))
         c(*given()), c(*given())
