@@ -54,7 +54,7 @@ def gathering(tensor: torch.Tensor) -> list[Any]:
 def _way_back(tensor: torch.Tensor) -> list[tuple[Any, int]]:
     """The node of a tensor and which of its outputs it is, and those before it, as far as functions only may have
     handed it on; a block gave out the last one, or none."""
-    way = [(tensor.grad_fn, tensor.output_nr)]
+    way: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr)]
     while _noted(*way[-1])[0] is None and function_of(way[-1][0]) is not None:
         node, number = way[-1]
         if number >= len(node.next_functions):
