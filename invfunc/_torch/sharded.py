@@ -6,12 +6,15 @@ It is known by names, as to import DTensor or fully_shard takes a second, and so
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
+
+from invfunc._torch.functorch import function_of
 
 _FSDP = "torch.distributed.fsdp"
 _STATE = "__composable_api_state_key"
@@ -105,6 +108,27 @@ def why_not_whole(module: nn.Module) -> str:
                 "dtype of its params. Leave mp_policy out; f may be called within torch.autocast"
             )
     return ""
+
+
+def gathers(node: Any) -> Any:
+    """What gathers the parameters of a module, of a node of autograd that `fully_shard` has put before its call."""
+    made = function_of(node)
+    return getattr(node, "param_group", None) if made is not None and divided(made) else None
+
+
+@contextmanager
+def gathered_again(groups: Sequence[Any]) -> Iterator[None]:
+    """A context in which parameters are whole that `fully_shard` gathers, where their memory was freed behind a call,
+    and is not back as no backward pass comes through it."""
+    missing = [group for group in groups if not group.is_unsharded]
+    for group in missing:
+        group.unshard()
+        group.wait_for_unshard()
+    try:
+        yield
+    finally:
+        for group in missing:
+            group.reshard()
 
 
 def _states(module: nn.Module) -> list[Any]:

@@ -15,7 +15,7 @@ from invfunc._torch.functorch import saving_hooks
 from invfunc.errors import InvFuncError
 from invfunc.pairs.log_det import carries_a_sum
 from invfunc.recomputation.gathered import Glance, glanced, settle
-from invfunc.recomputation.noted import found_beside, note, slot_of
+from invfunc.recomputation.noted import found_otherwise, gathering, note, slot_of
 from invfunc.recomputation.probe import Comparison, Probe, probed
 from invfunc.recomputation.released import release, told_of
 from invfunc.recomputation.report import Evidence, Report
@@ -64,11 +64,14 @@ class Block(Taker):
         """Take the slots of x over, but for those that y has too."""
         hooks, produced = saving_hooks(), [slot_of(x) for x in xs]
         self.look_at(xs, values, None not in produced)
-        if None in produced and any(produced):
-            produced = found_beside(xs, produced)
+        direct = None not in produced
+        if not direct:
+            produced = found_otherwise(xs, produced)
         lasting = [*map(slot_of, ys), *(produced[i] for i in self.kept)]  # a tensor that is kept may be given twice
         for i, (x, slot) in enumerate(zip(xs, produced, strict=True)):
             self._xs.append(self._source(i, x, slot, lasting, hooks))
+            if not direct and slot is not None and slot.block is self:
+                slot.gathering = gathering(x)
 
     def hand_on(self, state: Tensors, ys: Tensors, block: Block) -> None:
         """Have a block that gives `ys` take y over, which nobody else has had but for what x has, too."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from invfunc._torch.functorch import storage
+from invfunc._torch.functorch import storage, unwatched, unwrapped
 from invfunc.errors import InverseError
 from invfunc.recomputation.sparse import is_sparse
 
@@ -49,6 +49,15 @@ def geometry(tensor: torch.Tensor) -> Geometry:
     if is_sparse(tensor):
         return tensor.shape, (), 0, False
     return tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.is_contiguous()
+
+
+def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two plain tensors are the same numbers in the same memory."""
+    with unwatched():
+        if not all(type(t) is torch.Tensor and t.layout is torch.strided and unwrapped(t) is None for t in (a, b)):
+            return False
+        first, second = ((t.dtype, geometry(t), t.is_conj(), t.is_neg()) for t in (a, b))
+        return first == second and storage(a) is storage(b)
 
 
 def all_of(tensor: torch.Tensor, laid: Geometry) -> bool:

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from invfunc._torch.functorch import function_of
+from invfunc._torch.sharded import gathers
+
 _KEY = "invfunc.slots"
 
 
@@ -27,15 +30,45 @@ def block_of(tensor: torch.Tensor) -> Any:
     return _given_out(tensor)[1]
 
 
-def found_beside(tensors: Sequence[torch.Tensor], slots: Sequence[Any]) -> list[Any]:
-    """The slots of tensors, of which some are found: those without a node are among what the same blocks gave out."""
-    beside = [slot for t in tensors if (block := block_of(t)) is not None for slot in block._ys]
-    return [slot or next((s for s in beside if s.is_slot_of(t)), None) for t, slot in zip(tensors, slots, strict=True)]
+def found_otherwise(tensors: Sequence[torch.Tensor], slots: Sequence[Any]) -> list[Any]:
+    """The slots of tensors, of which some are found: others were handed on by functions as another object, and those
+    without a node are among what the same blocks gave out.
+
+    Whatever these functions are, and do to gradients: their output is what a block gave out if it is the same memory,
+    laid out alike and not written since.
+    """
+    behind = [_noted(*_way_back(t)[-1]) for t in tensors]
+    handed = [s if s is not None and s.is_in_memory_of(t) else None for t, (s, _) in zip(tensors, behind, strict=True)]
+    beside = [slot for _, block in behind if block is not None for slot in block._ys]
+    return [
+        slot or other or next((s for s in beside if s.is_slot_of(t)), None)
+        for t, slot, other in zip(tensors, slots, handed, strict=True)
+    ]
+
+
+def gathering(tensor: torch.Tensor) -> list[Any]:
+    """What `fully_shard` gathers parameters with, in modules to which a tensor was handed on."""
+    return [found for node, _ in _way_back(tensor) if (found := gathers(node)) is not None]
+
+
+def _way_back(tensor: torch.Tensor) -> list[tuple[Any, int]]:
+    """The node of a tensor and which of its outputs it is, and those before it, as far as functions only may have
+    handed it on; a block gave out the last one, or none."""
+    way: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr)]
+    while _noted(*way[-1])[0] is None and function_of(way[-1][0]) is not None:
+        node, number = way[-1]
+        if number >= len(node.next_functions):
+            break
+        way.append(node.next_functions[number])
+    return way
 
 
 def _given_out(tensor: torch.Tensor) -> tuple[Any, Any]:
-    metadata = metadata_of(tensor)
-    found = None if metadata is None else metadata.get(_KEY, {}).get(tensor.output_nr)
+    return _noted(tensor.grad_fn, tensor.output_nr)
+
+
+def _noted(node: Any, number: int) -> tuple[Any, Any]:
+    found = None if node is None else node.metadata.get(_KEY, {}).get(number)
     return (None, None) if found is None else (found[0](), found[1]())
 
 

@@ -18,11 +18,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import EllipsisType
+from typing import Any
 
 import torch
 
 from invfunc._torch.functorch import saving_hooks, version
+from invfunc._torch.sharded import gathered_again
 from invfunc.errors import ModifiedError
+from invfunc.recomputation.like import same_memory
 from invfunc.recomputation.rounding import Error
 
 Hooks = tuple[Callable, Callable]
@@ -53,6 +56,8 @@ class Slot:
         self._held: Held | None = None
         self.block: Taker | None = None
         """The block that took the tensor over."""
+        self.gathering: Sequence[Any] = ()
+        """What `fully_shard` gathers parameters with that this block reads, and those behind it in its module."""
         self.error: Error = 0.0
         """The error of the tensor that the block gave back; NaN if its pass failed before it was compared."""
         self.waits = False
@@ -96,12 +101,18 @@ class Slot:
         """Whether this very tensor was put in."""
         return self._users() is tensor and self.is_of(tensor)
 
+    def is_in_memory_of(self, tensor: torch.Tensor) -> bool:
+        """Whether another object is the tensor that is held, as it was."""
+        own = self._held
+        held = None if own is None else own.tensor
+        return held is not None and self.is_of(tensor) and self.is_of(held) and same_memory(held, tensor)
+
 
 class Between(Slot):
     """One tensor of a state that nobody but two blocks has had: no node tells of it, and nobody writes it."""
 
     def __init__(self, block: Taker) -> None:
-        self.block, self.error, self.waits = block, 0.0, False
+        self.block, self.gathering, self.error, self.waits = block, (), 0.0, False
         self._tensor: torch.Tensor | None = None
 
     def find(self) -> torch.Tensor | None:
@@ -122,7 +133,7 @@ class Held:
     def __init__(self, tensor: torch.Tensor, users: bool = True, hooks: Hooks | None | EllipsisType = ...) -> None:
         if hooks is ...:
             hooks = saving_hooks() if users else None
-        self._tensor = tensor.detach() if hooks is None else None
+        self.tensor = tensor.detach() if hooks is None else None
         self._version = version(tensor) if users and hooks is None else None
         """None where the caller has it not, and cannot write into it."""
         if hooks is not None:
@@ -134,9 +145,9 @@ class Held:
 
     def get(self) -> torch.Tensor:
         """The tensor, as it was."""
-        tensor = self._tensor  # of which another thread may let go
+        tensor = self.tensor  # of which another thread may let go
         if tensor is None:
-            tensor = self._tensor = self._unpack(self._packed).detach()
+            tensor = self.tensor = self._unpack(self._packed).detach()
         if self._version is not None and version(tensor) != self._version:
             raise ModifiedError(
                 f"a tensor of shape {list(tensor.shape)} that is needed for a gradient has been modified by an "
@@ -148,7 +159,7 @@ class Held:
     def let_go(self) -> None:
         """Forget a tensor that a block around us can give back any number of times."""
         if self._ours:
-            self._tensor = None
+            self.tensor = None
 
 
 def fetch(slots: Sequence[Slot]) -> list[torch.Tensor]:
@@ -156,17 +167,19 @@ def fetch(slots: Sequence[Slot]) -> list[torch.Tensor]:
     found = [slot.find() for slot in slots]
     if all(tensor is not None for tensor in found):
         return [tensor for tensor in found if tensor is not None]
-    blocks: list[Taker] = []
+    blocks: list[tuple[Taker, Sequence[Any]]] = []
     needed = slots
     while True:
         found = [slot.find() for slot in needed]
         lost = next((slot for slot, tensor in zip(needed, found, strict=True) if tensor is None), None)
         if lost is not None:
             assert lost.block is not None
-            blocks.append(lost.block)
+            blocks.append((lost.block, lost.gathering or (blocks[-1][1] if blocks else ())))
             needed = lost.block.sources
         elif blocks:
-            blocks.pop().invert()
-            needed = blocks[-1].sources if blocks else slots
+            block, gathering = blocks.pop()
+            with gathered_again(gathering):
+                block.invert()
+            needed = blocks[-1][0].sources if blocks else slots
         else:
             return [tensor for tensor in found if tensor is not None]
