@@ -182,4 +182,11 @@ OPERATIONS = [
         "",
         "sparsity/test_structure.py::test_it_is_that_of_all_columns sparsity",
     ),
+    Fault(
+        "squares cell by cell are those of many samples at once",
+        "per_sample/factor.py",
+        "self.budget // thresholds.SHARES if self.recipe.cells else ",
+        "",
+        "sparsity/test_structure_memory.py per_sample",
+    ),
 ]
