@@ -110,7 +110,8 @@ PRODUCTS = 4
 """Budgets that products of positions with positions, or of samples with samples, may take: a limit of memory."""
 
 SHARES = 4
-"""How many times the per-sample gradients of a block fit the budget: they are written, squared and added up in it."""
+"""How many times the per-sample gradients of a block fit the budget: they are written, squared and added up in it. So
+are the operands of a block whose squares are taken cell by cell."""
 
 KEPT_SHARES = 16
 """How many times smaller than its cotangent a per-sample gradient is that is kept, where a weighted sum may follow the

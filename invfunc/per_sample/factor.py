@@ -176,7 +176,8 @@ class Factor:
         parts, terms, direct = self._formed_in(instance, kept)
         if direct and len(parts) > 1:
             size = largest(twice(terms, terms, self.apart), present(kept, terms)) // length(parts[0])
-            parts = self.samples.parts(max(self.work, size), thresholds.PRODUCTS * self.budget)
+            most = self.budget // thresholds.SHARES if self.recipe.cells else thresholds.PRODUCTS * self.budget
+            parts = self.samples.parts(max(self.work, size), most)  # cell by cell what is read is copied and squared
             terms = self._terms(self.columns.left, parts[0])
         return parts, terms, direct
 

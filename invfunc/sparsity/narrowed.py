@@ -37,6 +37,11 @@ class Blocks:
         return self.places.shape[1]
 
     @property
+    def whole(self) -> bool:
+        """Whether all entries are one block, in their order."""
+        return len(self.places) == 1 and self.width == self.bottleneck.width
+
+    @property
     def rank(self) -> int:
         """How many columns each block keeps."""
         return min(self.rows, self.width)
@@ -179,10 +184,11 @@ class Narrowed(Grouped):
         return {0: places[places < self.blocks.bottleneck.width]}
 
     def products(self, moved: OutputCotangents, part: slice, some: Some) -> torch.Tensor:
-        places = self.blocks.places[some]
-        there = places < self.blocks.bottleneck.width
-        u = moved[0].new_zeros(*moved[0].shape[:2], *places.shape)  # [d, n, Q, m]
-        u[:, :, there] = moved[0]
+        u = moved[0].unsqueeze(2)  # [d, n, Q, m]
+        if not self.blocks.whole:
+            places = self.blocks.places[some]
+            u = moved[0].new_zeros(*moved[0].shape[:2], *places.shape)
+            u[:, :, places < self.blocks.bottleneck.width] = moved[0]
         if self.alike:
             return torch.einsum("qrm,dnqm->nqrd", self._known[0, some], u)
         own = self._known[part.start - self._start : part.stop - self._start, some]
@@ -194,11 +200,13 @@ class Narrowed(Grouped):
         for q in range(start // self.rank, -(-stop // self.rank)):
             a, b = max(start - q * self.rank, 0), min(stop - q * self.rank, self.rank)
             found.append(self._spread(self._known[:, q, a:b].movedim(1, 0), self.blocks.places[q]))
-        return Block({0: torch.cat(found)})
+        return Block({0: joined(found)})
 
     def _spread(self, columns: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Columns `[V, n, entries]` put at the places of these entries, with zeros elsewhere: `[V, n, *one]`."""
         n = self.run.trace.n
+        if self.blocks.whole:
+            return columns.expand(-1, n, -1).reshape(len(columns), n, *self.one)
         target = columns.new_zeros(*columns.shape[:2], self.one.numel() + 1)
         target[:, :, places] = columns
         return target[:, :, :-1].expand(-1, n, -1).reshape(len(columns), n, *self.one)

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from invfunc import diag_ggn, explain, functional
+from invfunc import diag_ggn, explain, functional, thresholds
+from invfunc._torch.functorch import TorchDispatchMode
 from invfunc.operations.receptive_fields.propagation import Following, Labels
 from invfunc.operations.receptive_fields.regions import core
 from invfunc.sparsity.pattern import Pattern
+from tests.crossed import thresholds_at
 from tests.structures import always
 
 WIDTH, SIDE = 32, 12
@@ -80,3 +82,26 @@ def test_what_is_the_same_along_a_dimension_is_there_once():
     wanted = torch.arange(6.0).expand(5, 6).clone()
     wanted[1] = wanted[1].flip(0)
     assert torch.equal(rows[1, 0], wanted.T.reshape(-1)) and torch.equal(rows[0, 0], -wanted.T.reshape(-1))
+
+
+class Patches(TorchDispatchMode):
+    """Keeps how many numbers the patches have that are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.im2col.default:
+            self.sizes.append(out.numel())
+        return out
+
+
+def test_what_the_last_layer_reads_is_squared_for_as_many_samples_as_fit():
+    f, params = functional(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sigmoid(), nn.ConvTranspose2d(4, 3, 3)))
+    x, budget = torch.rand(8, 3, 16, 16), 2**16
+    with thresholds_at(CACHE={"cpu": budget}), always(), Patches() as patches:
+        assert "closed form" in {p.way for p in explain(diag_ggn(f, F.mse_loss))(params, x, x).parts}
+        diag_ggn(f, F.mse_loss)(params, x, x)
+    assert patches.sizes and max(patches.sizes) <= budget / thresholds.SHARES
