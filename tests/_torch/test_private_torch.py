@@ -1,10 +1,12 @@
 """What the doors to private torch rely on: these fail loudly on a torch that changed it."""
 
+import inspect
+
 import pytest
 import torch
 from torch.func import grad, vmap
 
-from invfunc._torch import functorch, levels, opened, uncompiled
+from invfunc._torch import functorch, levels, opened, sharded, uncompiled
 
 
 @pytest.mark.quick
@@ -95,3 +97,15 @@ def test_no_graph_is_made_without_one():
     with torch.no_grad(), levels.graphless():
         pass
     assert (2 * x).requires_grad
+
+
+@pytest.mark.quick
+def test_parameters_that_are_sharded_can_be_gathered_again():
+    pytest.importorskip("torch.distributed.fsdp")
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    group, node = _fsdp_param_group.FSDPParamGroup, _fsdp_param_group.RegisterPostBackwardFunction
+    assert isinstance(group.is_unsharded, property) and all(
+        callable(getattr(group, name)) for name in ("unshard", "wait_for_unshard", "reshard")
+    )
+    assert sharded.divided(node) and "ctx.param_group = " in inspect.getsource(node.setup_context)

@@ -21,7 +21,7 @@ from invfunc import thresholds
 from invfunc._torch.functorch import TorchDispatchMode
 from invfunc.budget.duration import CALL, multiplications
 from invfunc.budget.fingerprint import fingerprint
-from invfunc.budget.footprint import HEAP, MARGIN, SLACK, Footprint, footprint, in_pages
+from invfunc.budget.footprint import HEAP, HOLES, MARGIN, SLACK, Footprint, footprint, in_pages
 from invfunc.budget.scratch import KERNEL, PRODUCT, vectors
 from invfunc.budget.search import TRIES, Measured, least, search
 from invfunc.budget.size import free, in_bytes, size_of, told
@@ -85,7 +85,7 @@ class TestFootprint:
     def test_has_the_result_and_no_arguments(self):
         found = counted(lambda x: (x.exp(), x.view(-1)), torch.zeros(10, 100))
         assert found.counted == 4000 and found.results == 8000
-        assert found.peak == int(MARGIN * 4000) + 4000 + SLACK  # small ones leave holes that others do not fill
+        assert found.peak == int(MARGIN * 4000) + HOLES * 4000 + SLACK  # small ones leave holes that others do not fill
 
     def test_has_whole_pages(self):
         """Of 64 KiB and more a tensor has pages of its own, with what malloc writes beside it."""
