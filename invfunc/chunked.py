@@ -109,9 +109,11 @@ def chunked(
     MiB, and 4 MiB in reserve for what libraries load and keep when a call is the first of its kind: code, buffers of
     kernels, objects of Python. `chunked` itself loads most of that, once in a process, which takes two to three
     seconds and some 100 MiB that are in use before the call then. What Python keeps of the search beyond that counts
-    in the call that searches, which makes more chunks, or tells how much it is. Once such a call has run, 0.5 MiB are
-    in reserve, so that those after it may be of fewer chunks, which the first one has looked for. Memory that malloc
-    keeps of what was freed comes on top (`invfunc.testing.return_freed_memory`).
+    in the call that searches, which makes more chunks, or tells how much it is. Once such a call has run, 2 MiB are
+    in reserve, so that those after it may be of fewer chunks, which the first one has looked for. Tensors of less than
+    64 KiB have three times their room, for the holes between them; each kind of convolution has 128 KiB for the code
+    that oneDNN writes for it. Memory that malloc keeps of what was freed comes on top
+    (`invfunc.testing.return_freed_memory`).
 
     Source: BackPACK's tutorial on `retain_graph`; optax's `microbatching`.
     """
