@@ -50,7 +50,8 @@ def compiled(
             `"cudagraphs"` captures it as a CUDA graph, whose kernels are launched at once: each call copies the
             arguments and what is closed over to where the graph reads them, and its results out of it; `"auto"`
             times the first calls of each shape with and without a plan (by `"replay"`) in turn, on a CPU without what
-            other programs take, and goes on with the faster.
+            other programs take, and goes on with the faster. It is not the default, as which it is may differ from
+            process to process on a busy machine, and the calls that are timed without a plan are slow ones.
         recheck: after this many calls by a plan, t is called beside it and the results are compared; 0 is never.
 
     Returns:
