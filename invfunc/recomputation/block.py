@@ -67,7 +67,8 @@ class Block(Taker):
         direct = None not in produced
         if not direct:
             produced = found_otherwise(xs, produced)
-        lasting = [*map(slot_of, ys), *(produced[i] for i in self.kept)]  # a tensor that is kept may be given twice
+        kept = (produced[i] for i in self.kept)  # a tensor that is kept may be given twice
+        lasting = [*self._ys, *map(slot_of, ys), *kept]  # y without a node is among our own
         for i, (x, slot) in enumerate(zip(xs, produced, strict=True)):
             self._xs.append(self._source(i, x, slot, lasting, hooks))
             if not direct and slot is not None and slot.block is self:

@@ -74,4 +74,6 @@ def keeps_a_graph(kinds: set[str], tensors: Tensors) -> bool:
         return False
     if under(Watch, lambda watch: watch.closed):  # a node, which we are in, has a graph, and none of our own
         return False
-    return not kinds or "grad" in kinds or any(t.requires_grad for t in tensors)
+    if not kinds:
+        return not torch.is_inference_mode_enabled()  # in which enable_grad makes no graph
+    return "grad" in kinds or any(t.requires_grad for t in tensors)

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.autograd import Function
 
-from invfunc import additive_coupling, invertible_checkpoint
+from invfunc import Invertible, additive_coupling, invertible_checkpoint
 from invfunc.testing import assert_trees_close
 from tests.meter import Meter, nothing_collected
 from tests.strategies import Numbers
@@ -83,6 +83,27 @@ def test_gradients_are_those_without_blocks(between, calls):
         x = tuple(Numbers(call + k)(N, N).requires_grad_() for k in range(2))
         found = torch.autograd.grad(evaluated(own, between, x), x)
         assert_trees_close(found, torch.autograd.grad(evaluated(plain, between, x), x), 1e-9)
+
+
+def test_what_has_no_graph_passes_through_beside_what_has_one():
+    weight = Numbers(0)(N, N)
+    masked = Invertible(
+        lambda x: (x[0], x[1] + (x[0] @ weight).tanh() * x[2], x[2]),
+        lambda y: (y[0], y[1] - (y[0] @ weight).tanh() * y[2], y[2]),
+    )
+    turned = Invertible(lambda x: (x[1], 2 * x[0], x[2]), lambda y: (y[1] / 2, y[0], y[2]))
+
+    def loss(steps: list[Any], x: torch.Tensor) -> torch.Tensor:
+        state = 2 * x, 3 * x, x.detach().sign()  # which nobody holds in the backward pass
+        for step in steps:
+            state = step(state)
+        return state[0].square().sum() + state[1].cos().sum()
+
+    plain = [masked, turned, masked]
+    own = [*map(invertible_checkpoint, plain)]
+    for call in range(6):
+        x = Numbers(call + 1)(N, N).requires_grad_()
+        assert_trees_close(torch.autograd.grad(loss(own, x), x), torch.autograd.grad(loss(plain, x), x), 1e-9)
 
 
 def kept(between: Any, depth: int) -> float:

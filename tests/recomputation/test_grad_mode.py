@@ -104,6 +104,13 @@ def test_the_backward_pass_may_be_in_inference_mode(pair, made, calls):
     assert_trees_close(found(made(pair), torch.inference_mode()), wanted, 1e-9)
 
 
+def test_nothing_is_saved_in_inference_mode_with_gradients():
+    """Where torch makes no graph."""
+    pair = momentum(soft_of_func, 0.9)
+    with torch.inference_mode(), torch.enable_grad():
+        assert_trees_close(invertible_checkpoint(pair)(START, W), pair(START, W), 1e-9)
+
+
 def test_what_is_closed_over_is_what_is_read_with_gradients():
     part = Part().double()
     pair = additive_coupling(part, part)
