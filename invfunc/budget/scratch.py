@@ -65,7 +65,7 @@ def scratch(
         return copied + (2 * taken if _narrow(given) else 0), "products", 0 if warm else kept
     if name in CONVOLUTIONS:
         c = Convolution.of(name, made, args)
-        return _convolved(c), c.kernel, KERNEL * max(1, c.of_x + c.of_weight) if c.by_onednn else 0
+        return _convolved(c), c.kernel, c.code
     if not given or not made or _plain(func):
         return 0, "", 0
     if name in _TIMES:
@@ -133,6 +133,12 @@ class Convolution:
         shapes = tuple(tuple(t.shape) for t in (self.x, self.weight, self.out))
         how = tuple(self.stride), tuple(self.dilation), self.transposed, self.groups
         return shapes, how, self.of_x, self.of_weight
+
+    @property
+    def code(self) -> int:
+        """The bytes of the code that oneDNN writes for it; it has kernels for narrow numbers, too."""
+        wide = KERNEL if self.by_onednn else 2 * KERNEL if _narrow([self.x]) else 0
+        return wide * max(1, self.of_x + self.of_weight)
 
     @property
     def direct(self) -> bool:

@@ -103,12 +103,15 @@ class TestFootprint:
         many = counted(lambda x: F.conv2d(x, x.new_zeros(16, 16, 3, 3)), torch.zeros(4, 16, 32, 32))
         assert many.at == "convolution" and many.counted > 2 * 4 * 16 * 30 * 30 * 4
 
-    def test_has_the_code_that_is_written_for_each_kind_of_convolution(self):
+    @pytest.mark.parametrize(
+        ("dtype", "each"), [(torch.float32, KERNEL), (torch.bfloat16, 2 * KERNEL), (torch.float64, 0)]
+    )
+    def test_has_the_code_that_is_written_for_each_kind_of_convolution(self, dtype, each):
         def f(x):
             weight = x.new_zeros(16, 16, 3, 3)
             return [F.conv2d(x, weight) for _ in range(5)], F.conv2d(x[:, :, 1:].contiguous(), weight)
 
-        assert counted(f, torch.zeros(4, 16, 64, 64)).kept == 2 * KERNEL
+        assert counted(f, torch.zeros(4, 16, 64, 64, dtype=dtype)).kept == 2 * each
 
     @pytest.mark.parametrize("least", [0, FAR], ids=["large", "small"])
     def test_has_the_copies_of_a_product_as_large_ones_are_laid_out(self, least):
