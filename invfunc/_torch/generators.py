@@ -83,3 +83,15 @@ class _Global:
 def global_generator(device: torch.device) -> _Global:
     """What an accelerator draws from where no generator is given."""
     return _Global(device)
+
+
+def scattered(count: int, seed: int) -> torch.Tensor:
+    """Different integers below 2**32 without a pattern: the same in each call, and from operations of torch alone, so
+    that a plan repeats them where it could not repeat a draw from a generator of one call."""
+    x = torch.arange(count) ^ (seed * 0x9E3779B9 & _WORD)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ (x >> shift)) * factor & _WORD
+    return x ^ (x >> 16)
+
+
+_WORD = 2**32 - 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from invfunc._torch.generators import scattered
 from invfunc.loss.square_root import OutputCotangents
 from invfunc.operations.axis import Axis
 from invfunc.passes.run import Run
@@ -74,12 +75,12 @@ class Transposed:
     def __init__(self, bottleneck: Bottleneck, run: Run, places: torch.Tensor, at: Sequence[Entries]) -> None:
         """`at` are the entries to which is going to be moved, step by step; to the others no numbers are given."""
         (x, axis), n = bottleneck.of(run), run.trace.n
-        generator = torch.Generator()  # of its own, with torch's own seed
         self.eps = torch.finfo(x.dtype).eps
         zs, self.numbers = [], OutputCotangents()
         for i, (z, own) in run.outputs.items():
             if z.requires_grad:
-                flat = own.expose(torch.randn(z.shape, generator=generator).to(z), n).flatten(1)
+                numbers = (scattered(z.numel(), i) / 2**31 - 1).reshape(z.shape).to(z)
+                flat = own.expose(numbers, n).flatten(1)
                 met = torch.zeros_like(flat[:1])
                 for some in at:
                     met[:, some.get(i, slice(0, 0))] = 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from invfunc import thresholds
+from invfunc._torch.generators import scattered
 from invfunc.loss.square_root import (
     Affine,
     Columns,
@@ -118,8 +119,7 @@ def _moved(columns: Affine, inner: Grouped) -> Moved | None:
     n, count = block.shape[1], own.numel()
     if count >= min(thresholds.NUMBERED, 2 / torch.finfo(block.dtype).eps):  # numbers that this dtype does not have
         return None
-    generator = torch.Generator()  # of its own, with torch's own seed
-    shuffled = [torch.arange(count), *(torch.randperm(count, generator=generator) for _ in range(2))]
+    shuffled = [torch.arange(count), *(scattered(count, seed).argsort() for seed in (1, 2))]
     numbers = torch.stack([torch.ones(count), *(p + 1.0 for p in shuffled)]).to(block)
     numbers = numbers.reshape(4, 1, *own.shape).expand(4, n, *own.shape)
     scale, *found = columns.pull(numbers, slice(None))[columns.root]

@@ -22,6 +22,7 @@ from invfunc.testing.oracles import assert_trees_close
 from tests.networks import LOSSES, NETWORKS, network
 from tests.plans.test_guards import given, hits, loss, of, quietly, same, whys
 from tests.strategies import Numbers
+from tests.structures import always
 
 EXACT = 1e-12
 FAMILIES = list(NETWORKS)
@@ -75,6 +76,30 @@ PRODUCTS = {
     "fvp": lambda f: invfunc.fvp(f, F.cross_entropy),
     "fvp drawn": lambda f: invfunc.fvp(f, F.cross_entropy, mc_samples=2, generator=torch.Generator().manual_seed(0)),
 }
+
+
+@pytest.mark.parametrize("make", [invfunc.diag_ggn, invfunc.batch_diag_ggn, invfunc.kflr])
+def test_columns_by_structure_are_planned_where_they_are_checked_by_numbers(make):
+    """Of a token head, which the loss transposes: that is looked at by numbers that are the same in each call."""
+    sizes, rand = ((12, 24), (24, 3), (3, 24), (24, 40)), Numbers(0)
+    params = {f"w{i}": rand(b, a) / a**0.5 for i, (a, b) in enumerate(sizes)}
+
+    def f(p, x):
+        for w in p.values():
+            x = F.linear(torch.tanh(x), w)
+        return x
+
+    def loss(z, y):
+        return F.cross_entropy(z.mT, y)
+
+    c, t = compiled(make(f, loss)), make(f, loss)
+    with always():
+        for k in range(3):
+            given = params | {"w0": params["w0"] + k}, rand(4, 6, 12), torch.arange(24).reshape(4, 6) + k
+            assert "by the structure" in str(explain(t)(*given))
+            assert_trees_close(c(*given), t(*given), EXACT)
+            assert_trees_close(c(*given), make(f, loss, method="dense")(*given), 1e-10)
+    assert hits(c) == 5
 
 
 @pytest.mark.parametrize("make", PRODUCTS.values(), ids=PRODUCTS)
