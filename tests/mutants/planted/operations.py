@@ -136,11 +136,4 @@ FAULTS = [
         "if dim and size > 1:",
         "operations/test_labels.py::test_what_an_entry_depends_on_lies_in_its_box operations/test_labels.py sparsity",
     ),
-    Fault(
-        "squares cell by cell are those of many samples at once",
-        "per_sample/factor.py",
-        "self.budget // thresholds.SHARES if self.recipe.cells else ",
-        "",
-        "sparsity/test_structure_memory.py per_sample",
-    ),
 ]

@@ -196,6 +196,13 @@ FAULTS = [
         "inner = sorted(set(output) - set(between))",
         "statistics/test_kfoc.py",
     ),
+    Fault(
+        "squares cell by cell are those of many samples at once",
+        "per_sample/factor.py",
+        "self.budget // thresholds.SHARES if self.recipe.cells else ",
+        "",
+        "sparsity/test_structure_memory.py per_sample",
+    ),
     # Eigenpairs, and covariances of low rank
     Fault(
         "vectors of a covariance are not those of the entries that are read",
