@@ -94,4 +94,9 @@ def scattered(count: int, seed: int) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
+def uniform(count: int, seed: int) -> torch.Tensor:
+    """The same as numbers between -1 and 1, in float32 whatever the default is: half precision does not reach 2**32."""
+    return scattered(count, seed).float() / 2**31 - 1
+
+
 _WORD = 2**32 - 1

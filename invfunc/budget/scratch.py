@@ -132,7 +132,7 @@ class Convolution:
         """What tells it from convolutions for which another kernel is written."""
         shapes = tuple(tuple(t.shape) for t in (self.x, self.weight, self.out))
         how = tuple(self.stride), tuple(self.dilation), self.transposed, self.groups
-        return shapes, how, self.of_x, self.of_weight
+        return self.x.dtype, shapes, how, self.of_x, self.of_weight
 
     @property
     def code(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from invfunc._torch.generators import scattered
+from invfunc._torch.generators import uniform
 from invfunc.loss.square_root import OutputCotangents
 from invfunc.operations.axis import Axis
 from invfunc.passes.run import Run
@@ -79,8 +79,7 @@ class Transposed:
         zs, self.numbers = [], OutputCotangents()
         for i, (z, own) in run.outputs.items():
             if z.requires_grad:
-                numbers = (scattered(z.numel(), i) / 2**31 - 1).reshape(z.shape).to(z)
-                flat = own.expose(numbers, n).flatten(1)
+                flat = own.expose(uniform(z.numel(), i).reshape(z.shape).to(z), n).flatten(1)
                 met = torch.zeros_like(flat[:1])
                 for some in at:
                     met[:, some.get(i, slice(0, 0))] = 1

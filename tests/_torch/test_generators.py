@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc._torch.generators import scattered
+from invfunc._torch.generators import scattered, uniform
 
 
 @pytest.mark.quick
@@ -20,7 +20,19 @@ def test_scattered_numbers_are_different_ones_and_the_same_in_each_call(count, s
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_scattered_numbers_have_no_pattern(seed):
     """As even ones: mean, spread, and no correlation with their neighbours, their places or those of another seed."""
-    x = scattered(10**5, seed) / 2**31 - 1
+    x = uniform(10**5, seed)
     assert abs(x.mean()) < 0.01 and abs(x.square().mean() - 1 / 3) < 0.01
     others = torch.stack([x, x.roll(1), torch.arange(10**5).float(), scattered(10**5, seed + 1) / 2**31])
     assert (torch.corrcoef(others)[0, 1:].abs() < 0.02).all()
+
+
+@pytest.mark.quick
+def test_numbers_are_the_same_whatever_the_default_dtype():
+    """Half precision as the default: 2**32 is infinite in it."""
+    wanted, before = uniform(1000, 1), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float16)
+        found = uniform(1000, 1)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(found, wanted) and found.abs().max() <= 1
