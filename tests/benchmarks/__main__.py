@@ -18,7 +18,7 @@ from .chain_ways import INSTALL_PEERS, missing
 from .first_order import FIRST_ORDER
 from .graphs import GRAPHS, graphs
 from .measure import difference, medians, peak_here, peak_in_a_process
-from .peers import BACKPACK, FUNC, INSTALL_BACKPACK, OURS, Call, Problem, Result, has_backpack, plain_gradient
+from .peers import FUNC, INSTALL, OURS, Call, Problem, Result, has, plain_gradient
 from .plans import PLANS, plans
 from .processes import PROCESSES, processes
 from .readme import CASES as README_CASES
@@ -52,8 +52,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         problem = TABLES[name].problem().to(options.device)
         print(peak_here(TABLES[name].peers()[row, peer](problem), options.device))
         return
-    if not has_backpack() and set(options.only) & {*TABLES, STRUCTURE}:
-        print(f"BackPACK is missing, its columns stay empty: {INSTALL_BACKPACK}\n")
+    for peer, install in INSTALL.items():
+        if not has(peer) and set(options.only) & {*TABLES, STRUCTURE}:
+            print(f"{peer} is missing, its columns stay empty: {install}\n")
     if missing() and set(options.only) & set(REVERSIBLE):
         print(f"{' and '.join(missing())}: missing, the rows stay empty: {INSTALL_PEERS}\n")
     if options.device.type == "cuda":
@@ -112,7 +113,7 @@ def _first_calls(table: Table, problem: Problem) -> tuple[dict[Case, Call], dict
     for row in table.rows:
         results: dict[str, Result] = {}
         for name, peer in row.peers.items():
-            if name == BACKPACK and not has_backpack():
+            if not has(name):
                 continue
             try:
                 call = peer(problem)
@@ -135,9 +136,9 @@ class _Parser(argparse.ArgumentParser):
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(
         prog="python -m tests.benchmarks",
-        description="Time and peak memory of invfunc, BackPACK and plain vmap, and of reversible chains beside "
+        description="Time and peak memory of invfunc, BackPACK, Opacus and plain vmap, and of reversible chains beside "
         "MemCNN and invtorch: seconds from interleaved calls in one process on one thread, memory from a process a "
-        f"case. BackPACK: {INSTALL_BACKPACK}; MemCNN and invtorch: {INSTALL_PEERS}",
+        f"case. {'; '.join(f'{peer}: {text}' for peer, text in INSTALL.items())}; MemCNN and invtorch: {INSTALL_PEERS}",
     )
     names = [*TABLES, *_OTHERS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="TABLE", help=", ".join(names))

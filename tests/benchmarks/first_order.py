@@ -10,17 +10,34 @@ from torch.func import jacrev, vmap
 
 import invfunc
 
-from .peers import BACKPACK, FUNC, OURS, Params, Peer, Problem, Result, backpack, by_leaf, transformed, vmap_grad
+from .peers import (
+    BACKPACK,
+    FUNC,
+    OPACUS,
+    OURS,
+    Params,
+    Peer,
+    Problem,
+    Result,
+    backpack,
+    by_leaf,
+    opacus,
+    transformed,
+    vmap_grad,
+)
 
 MAX_NORM = 0.0434
 """About half of 3c3d's shares are larger."""
 
 
 def _peers(
-    transform: Callable[[Callable], Callable], of_shares: Callable[[Params], Result], extension: Peer | None = None
+    transform: Callable[[Callable], Callable],
+    of_shares: Callable[[Params], Result],
+    extension: Peer | None = None,
+    fast: Peer | None = None,
 ) -> dict[str, Peer]:
     peers = {OURS: transformed(lambda problem: transform(problem.loss_fn)), FUNC: vmap_grad(of_shares)}
-    return peers if extension is None else peers | {BACKPACK: extension}
+    return peers | {name: peer for name, peer in ((BACKPACK, extension), (OPACUS, fast)) if peer is not None}
 
 
 _sum = by_leaf(lambda g: g.sum(0))
@@ -50,7 +67,10 @@ def _of_model(transform: Callable[[Problem], Callable[[Params, Tensor], Result]]
 FIRST_ORDER = {
     "batch_grad": _peers(invfunc.batch_grad, lambda shares: shares, backpack("BatchGrad")),
     "batch_l2_grad": _peers(
-        invfunc.batch_l2_grad, by_leaf(lambda g: g.flatten(1).square().sum(1)), backpack("BatchL2Grad")
+        invfunc.batch_l2_grad,
+        by_leaf(lambda g: g.flatten(1).square().sum(1)),
+        backpack("BatchL2Grad"),
+        opacus(),
     ),
     "sum_grad_squared": _peers(
         invfunc.sum_grad_squared, by_leaf(lambda g: g.square().sum(0)), backpack("SumGradSquared")
@@ -59,7 +79,7 @@ FIRST_ORDER = {
     "grad_and_variance": _peers(
         invfunc.grad_and_variance, lambda shares: (_sum(shares), _variance(shares)), backpack("Variance", gradient=True)
     ),
-    "clipped_grad": _peers(lambda f: invfunc.clipped_grad(f, MAX_NORM), _clipped),
+    "clipped_grad": _peers(lambda f: invfunc.clipped_grad(f, MAX_NORM), _clipped, fast=opacus(MAX_NORM)),
     "gram": _peers(invfunc.gram, _gram),
     "batch_jacobian": {
         OURS: _of_model(lambda p: invfunc.batch_jacobian(p.f)),

@@ -15,8 +15,12 @@ from torch.nn import functional as F
 
 import invfunc
 
-OURS, BACKPACK, FUNC = PEERS = ("invfunc", "BackPACK", "torch.func")
-INSTALL_BACKPACK = "pip install --no-deps backpack-for-pytorch einops unfoldNd"
+OURS, BACKPACK, FUNC, OPACUS = PEERS = ("invfunc", "BackPACK", "torch.func", "Opacus")
+INSTALL = {
+    BACKPACK: "pip install --no-deps backpack-for-pytorch einops unfoldNd",
+    OPACUS: "pip install --no-deps opacus opt_einsum scipy",
+}
+"""How to have the peers that are not there with torch."""
 
 Params = dict[str, Tensor]
 Result = Any
@@ -43,10 +47,10 @@ class Problem:
 Peer = Callable[[Problem], Call]
 
 
-def has_backpack() -> bool:
-    """Whether BackPACK and what it imports are installed."""
+def has(peer: str) -> bool:
+    """Whether a peer and what it imports are installed."""
     try:
-        importlib.import_module("backpack")
+        importlib.import_module({BACKPACK: "backpack", OPACUS: "opacus"}.get(peer, "torch"))
     except ImportError:
         return False
     return True
@@ -159,6 +163,34 @@ def backpack_diag_ggn(chunks: int) -> Peer:
         return call
 
     return peer if chunks > 1 else backpack("DiagGGNExact")
+
+
+def opacus(max_norm: float | None = None) -> Peer:
+    """Opacus' fast clipping: the squared norms of the shares of each parameter; or, with a bound, the sum of those that
+    are clipped, by a second backward pass, and their norms."""
+
+    def peer(problem: Problem) -> Call:
+        from opacus.grad_sample import GradSampleModuleFastGradientClipping
+
+        model = copy.deepcopy(problem.model)
+        names, leaves = zip(*model.named_parameters(), strict=True)
+        watched = GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
+
+        def call() -> Result:
+            watched.enable_hooks()
+            losses = problem.loss(watched(problem.x), problem.y, reduction="none")
+            shares = losses.reshape(len(problem.x), -1).mean(1) / len(problem.x)
+            torch.autograd.grad(shares.sum(), leaves, retain_graph=max_norm is not None)
+            if max_norm is None:
+                return {name: p._norm_sample.square() for name, p in zip(names, leaves, strict=True)}
+            watched.disable_hooks()
+            norms = watched.get_norm_sample()
+            total = torch.autograd.grad((max_norm / norms).clamp(max=1) @ shares, leaves)
+            return dict(zip(names, total, strict=True)), norms
+
+        return call
+
+    return peer
 
 
 def _extended(problem: Problem) -> tuple[nn.Module, nn.Module]:

@@ -14,7 +14,7 @@ from torch import nn
 import invfunc
 
 from .measure import medians, once
-from .peers import BACKPACK, Peer, Problem, backpack, has_backpack, plain_gradient
+from .peers import BACKPACK, Peer, Problem, backpack, has, plain_gradient
 from .problems import three_c_three_d
 from .report import announce, number, over, print_table
 
@@ -95,7 +95,7 @@ def plans(name: str, options: argparse.Namespace) -> None:
         for row, (statistic, peer) in ROWS.items():
             args = problem.params, *[problem.params] * (row == "hvp"), problem.x, problem.y
             calls[row, EAGER] = partial(statistic(problem), *args)
-            if peer is not None and has_backpack() and called != NO_BACKPACK:
+            if peer is not None and has(BACKPACK) and called != NO_BACKPACK:
                 calls[row, BACKPACK] = peer(problem)
             drawn = row == "kfac, drawn"  # whose numbers inductor would draw otherwise
             several = not drawn and (options.inductor or called == BY_INDUCTOR)

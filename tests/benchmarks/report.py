@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 
 from .peers import BACKPACK, OURS, PEERS
-from .tables import Goal, Numbers, Row, Table
+from .tables import GRADIENT, Goal, Numbers, Row, Table
 
 Cells = dict[str, str]
 
@@ -28,7 +28,8 @@ def time_cells(row: Row, times: Numbers, table: Table) -> Cells:
 def memory_cells(row: Row, peaks: Numbers) -> Cells:
     """The peak of each peer, and whether ours reaches its goal."""
     cells = {f"{peer} MiB": mebibytes(peaks.get((row.name, peer))) for peer in PEERS}
-    return cells | _ratios("memory", row, row.memory, peaks)
+    plain = {"memory / gradient": number(over(peaks.get((row.name, OURS)), peaks.get(GRADIENT)))}
+    return cells | plain | _ratios("memory", row, row.memory, peaks)
 
 
 def _ratios(kind: str, row: Row, goal: Goal | None, numbers: Numbers) -> Cells:

@@ -15,7 +15,7 @@ from torch import nn
 import invfunc
 
 from .measure import difference, medians, once, peak_here, peak_in_a_process
-from .peers import BACKPACK, OURS, Call, Problem, Result, backpack_diag_ggn, has_backpack, transformed
+from .peers import BACKPACK, OURS, Call, Problem, Result, backpack_diag_ggn, has, transformed
 from .problems import (
     all_cnn_c,
     autoencoder,
@@ -224,7 +224,7 @@ def _beside_backpack(name: str, row: Row, problem: Problem, options: argparse.Na
     result, ours = _first(calls[OURS], options.device)
     firsts: dict[str, float] = {OURS: ours}
     differences: list[float] = []
-    for n in row.chunks if has_backpack() else ():
+    for n in row.chunks if has(BACKPACK) else ():
         peer = f"{BACKPACK}, chunks={n}"
         announce(name, f"{row.name}, {peer}")
         calls[peer] = backpack_diag_ggn(n)(problem)
