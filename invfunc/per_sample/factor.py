@@ -253,8 +253,8 @@ class Factor:
 
     def _formed_moments(self, parts: list[Part], first: list[Term]) -> tuple[torch.Tensor, torch.Tensor]:
         """The moments of shares that are formed."""
-        tiled = self._tiled(parts, first)
-        found = [shifted_moments(self._share(terms, part) for part, terms in blocks) for blocks in tiled]
+        tiled, fresh = self._tiled(parts, first), len(first) > 1
+        found = [shifted_moments((self._share(terms, part) for part, terms in blocks), fresh) for blocks in tiled]
         return joined([total for total, _ in found]), joined([centred for _, centred in found])
 
     def _wide_moments(self, parts: list[Part], first: list[Term]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,16 +7,18 @@ from collections.abc import Iterable
 import torch
 
 from invfunc.linear_algebra.contract import added
+from invfunc.linear_algebra.pairwise import in_place
 
 
-def shifted_moments(shares: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sum G` and `sum (G - mean)^2` of blocks `[b, *p]`: the latter around the mean of the first block, corrected."""
+def shifted_moments(shares: Iterable[torch.Tensor], fresh: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sum G` and `sum (G - mean)^2` of blocks `[b, *p]`: the latter around the mean of the first block, corrected;
+    what is fresh may be overwritten."""
     shift = total = squares = None
     n = 0
     for share in shares:
         shift = share.mean(0) if shift is None else shift
         n += len(share)
-        share = share - shift
+        share = share.sub_(shift) if fresh and in_place(share, shift) else share - shift
         total = share.sum(0) if total is None else added(total, _over_samples(share))
         square = squared(share, fresh=True)
         squares = square.sum(0) if squares is None else added(squares, _over_samples(square))

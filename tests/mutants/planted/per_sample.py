@@ -53,6 +53,13 @@ FAULTS = [
         "per_sample/test_norms.py",
     ),
     Fault(
+        "cotangents are centred where they are",
+        "per_sample/factor.py",
+        "tiled, fresh = self._tiled(parts, first), len(first) > 1",
+        "tiled, fresh = self._tiled(parts, first), True",
+        FIRST,
+    ),
+    Fault(
         "kept shares are squared where they are",
         "per_sample/factor.py",
         "fresh=len(terms) > 1 and not small",
