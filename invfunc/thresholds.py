@@ -44,6 +44,10 @@ have 0.2 to 2.2, and errors of 2e-7. Nobody waits for what is looked at on a CPU
 GHOST_PRODUCTS = 3
 """Tensors of such products that are there at once; no more memory than a per-sample gradient takes."""
 
+HALVED = 64
+"""Positions from which on such norms leave out the products of the first half with the last one, which are those of the
+last with the first: a quarter of all. Here 0.86 of the time at 64 positions, 0.75 to 0.85 from 96 to 256."""
+
 GRADIENT_DTYPES, GRADIENT_ON = (torch.float32,), ("cpu",)
 """Where `sum_br x[b, k, r] x[b, l, r]` is the weight gradient of a convolution of x with itself: oneDNN's product needs
 no copy with the samples beside the positions, and was once twice as fast. Elsewhere MKL's product of a copy. Here the

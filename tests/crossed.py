@@ -25,6 +25,7 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "GHOST_CANCELS": (0, 4),
     "GHOST_ON": ((), ("cpu",)),
     "GHOST_PRODUCTS": (FAR, 0),
+    "HALVED": (0, FAR),
     "GRADIENT_DTYPES": (SINGLE_AND_DOUBLE, ()),
     "GRADIENT_ON": (("cpu",), ()),
     "MIRRORED_ON": (("cpu",), ()),

@@ -23,6 +23,7 @@ from invfunc.linear_algebra.contract import (
     crosses,
     instantiated,
     largest,
+    narrowed,
     present,
     shapes,
     twice,
@@ -61,12 +62,27 @@ def _sizes(terms: tuple[Shape, ...]) -> dict[str, int]:
 def narrow_norms(terms: list[Term], output: str) -> torch.Tensor | None:
     """`sum_p G[n, p]^2` in the precision of the terms; None where that of a sample cancels too much, or may have left
     the range of numbers on the way."""
-    norms = contract(twice(terms, terms, output), present("N", terms))
+    norms = _by_positions(terms, output)
     sizes = [_size(labels, x) for labels, x in terms]
     bound = reduce(torch.mul, sizes).square()
     most = thresholds.GHOST_CANCELS * _positions(shapes(terms), output)
     within = bound.isfinite() & (reduce(torch.minimum, sizes) >= torch.finfo(norms.dtype).tiny ** 0.4)
     return None if anywhere(~(within & (bound <= most * norms))) else norms
+
+
+def _by_positions(terms: list[Term], output: str) -> torch.Tensor:
+    """The norms by products of positions; of many, those of the last half with the first one stand for two."""
+    kept, sizes = present("N", terms), _sizes(shapes(terms))
+    shared = set.intersection(*({*labels} for labels, _ in terms)) - {*"N" + output}
+    label = max(sorted(shared), key=sizes.__getitem__, default="")
+    count = sizes.get(label, 0)
+    if count < max(2, thresholds.HALVED):
+        return contract(twice(terms, terms, output), kept)
+    first, last = narrowed(terms, label, 0, count // 2), narrowed(terms, label, count // 2, count)
+    times = terms[0][1].new_ones(count)
+    times[count // 2 :] = 2
+    below = contract([*twice(terms, first, output), (label, times)], kept)
+    return below + contract(twice(last, last, output), kept)
 
 
 def _size(labels: str, x: torch.Tensor) -> torch.Tensor:

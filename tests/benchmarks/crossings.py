@@ -17,6 +17,7 @@ from invfunc import diag_ggn, explain, thresholds
 from invfunc.linear_algebra.contract import Term, contract, outer, squares_directly, twice
 from invfunc.operations.factors import autocorrelation
 from invfunc.operations.factors.patches import patches
+from invfunc.per_sample.norms import narrow_norms
 from invfunc.per_sample.squares import shifted_moments
 
 from .peers import Call
@@ -198,6 +199,12 @@ def _alone(size: int, way: str, device: torch.device) -> Call:
     return lambda: contract([("Nop", sent.flatten(2)), ("Nip", patches(x, *options))], "Noi")
 
 
+def _halved(size: int, way: str, device: torch.device) -> Call:
+    """The squared norms of the per-sample gradients of a matrix 1024 x 256, as those of a GPT, at so many positions."""
+    terms = [("Npo", normal(4, size, 1024, device=device)), ("Npi", normal(4, size, 256, device=device))]
+    return lambda: narrow_norms(terms, "oi")
+
+
 def _tiled(size: int, way: str, device: torch.device) -> Call:
     """The moments of per-sample gradients of so many numbers, of 16 positions."""
     rows = size // 4096
@@ -208,7 +215,7 @@ def _tiled(size: int, way: str, device: torch.device) -> Call:
         found = []
         for some in sent.split(tile, 1):
             each = zip(some.split(1), read.split(1), strict=True)
-            found.append(shifted_moments(contract([("Nop", s), ("Nip", r)], "Noi") for s, r in each))
+            found.append(shifted_moments((contract([("Nop", s), ("Nip", r)], "Noi") for s, r in each), fresh=True))
         return found
 
     return moments
@@ -272,6 +279,15 @@ CROSSINGS = [
         _AS_GRADIENT | {"GRADIENT_ROWS": FAR},
         _AS_GRADIENT | {"GRADIENT_ROWS": 0},
         on="GRADIENT_ON",
+    ),
+    Crossing(
+        "HALVED",
+        "positions",
+        [16, 32, 64, 96, 128, 192, 256],
+        _halved,
+        {"HALVED": FAR},
+        {"HALVED": 0},
+        on="GHOST_ON",
     ),
     Crossing(
         "MIRRORED_POSITIONS",

@@ -59,6 +59,20 @@ class TestOfPositions:
         assert seen.dtypes <= {torch.float32, torch.bool}
         assert seen.largest < len(found) * WIDE**2
 
+    @pytest.mark.parametrize("positions", [2, 3, 24])
+    def test_of_halves_are_those_of_all(self, positions):
+        """Half of the products between the halves are left out."""
+        args = [x[:, :positions] for x in factors(1, 1, 1)]
+        found = []
+        for halved in (0, FAR):
+            with thresholds_at(HALVED=halved, GHOST_PRODUCTS=0, FORMED=FAR):
+                found.append(made(invfunc.batch_l2_grad(paired), self.w, *args))
+        (halves, seen), (whole, before) = found
+        wanted = loop_batch_l2_grad(paired)(self.w.double(), *(x.double() for x in args))
+        assert_trees_close(halves.double(), wanted, 1e-5)
+        assert_trees_close(whole.double(), wanted, 1e-5)
+        assert seen.names.count("bmm") > before.names.count("bmm")
+
     @pytest.mark.parametrize("apart", [1e-2, 1e-3, 0.0])
     def test_that_cancel_are_formed(self, apart):
         """Of one sample of several."""

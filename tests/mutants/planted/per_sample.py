@@ -39,6 +39,13 @@ FAULTS = [
         "per_sample/test_norms.py",
     ),
     Fault(
+        "products between halves of the positions count once",
+        "per_sample/norms.py",
+        "times[count // 2 :] = 2",
+        "times[count // 2 + 1 :] = 2",
+        "per_sample/test_norms.py",
+    ),
+    Fault(
         "what is summed in one factor alone is bounded by it",
         "per_sample/norms.py",
         "if any(inner.count(c) == 1 for c in {*inner} - {*instance}) or not crosses(pair, output):",
