@@ -11,18 +11,9 @@ from typing import Any
 
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import dispatched, storage_of, transforming
+from invfunc.budget.beside import FIRST, LATER, VARIES, Reserve
 from invfunc.budget.fingerprint import fingerprint
-from invfunc.budget.footprint import (
-    AFTERWARDS,
-    BY_HAND,
-    OF_PYTHON,
-    RESERVE,
-    Footprint,
-    certain,
-    footprint,
-    unpredictable,
-    warmed,
-)
+from invfunc.budget.footprint import BY_HAND, Footprint, certain, footprint, unpredictable, warmed
 from invfunc.budget.search import Chunks, Measured, Trial, least, search
 from invfunc.budget.size import given_back, in_bytes, resident, told
 from invfunc.callables import describe
@@ -40,9 +31,6 @@ Make = Callable[[Chunks, bool], Any]
 
 CLOSE, KEPT = 1.1, 64
 """How much larger a budget may be for which chunks are kept, and of how many different calls they are."""
-
-VARIES = 2**20
-"""By how much that which Python keeps of a search is another in another process: it takes memory in such pieces."""
 
 _ORDER: tuple[AxisName, ...] = ("samples", "outputs", "params")
 
@@ -94,9 +82,9 @@ class Choice:
     later: Trial
     budget: int
 
-    def holds(self, trial: Trial, budget: int, reserve: int) -> bool:
+    def holds(self, trial: Trial, budget: int, reserve: Reserve) -> bool:
         """Whether one of them is what another budget asks for, too."""
-        return trial.peak + reserve <= budget <= CLOSE * self.budget
+        return trial.peak + reserve.size <= budget <= CLOSE * self.budget
 
 
 @dataclass(frozen=True)
@@ -105,14 +93,14 @@ class Fitting:
 
     trial: Trial
     budget: int
-    reserve: int
+    reserve: Reserve
     call: Hashable
     """The fingerprint of the call."""
 
     @property
     def promised(self) -> int:
         """The bytes that the call never exceeds."""
-        return self.trial.peak + self.reserve
+        return self.trial.peak + self.reserve.size
 
 
 @dataclass(frozen=True, repr=False)
@@ -161,19 +149,19 @@ class Budgeted(Transform):
         look = partial(fingerprint, self._plainly, args, kwargs, drawn)
         budget, same = in_bytes(self.size), self.fingerprints.of(self.f, args, kwargs, look)
         again, kept = same is not None and same in self.fingerprints.ran, self.choices.get(same)
-        reserve, of_python = (AFTERWARDS, 0) if again else (RESERVE, OF_PYTHON)
+        reserve = LATER if again else FIRST
         if kept is not None and kept.holds(trial := kept.later if again else kept.first, budget, reserve):
             return Fitting(trial, budget, reserve, same)
         known = {} if same is None else self.trials.setdefault(same, {})
         measured, lengths = self._measured(args, kwargs, drawn, known), self._lengths(args, kwargs, names)
         first, later = _searched(measured, lengths, budget)
-        chosen, taken = later if again else first, _kept_since(before, of_python)
-        if chosen is not None and chosen.peak + reserve + taken > budget:  # in the next calls it is in use before
-            chosen = search(measured, lengths, budget - reserve - taken)
+        chosen, taken = later if again else first, _kept_since(before, reserve.of_python)
+        if chosen is not None and chosen.peak + reserve.size + taken > budget:  # in the next calls it is in use before
+            chosen = search(measured, lengths, budget - reserve.size - taken)
         if first is None or later is None or chosen is None:
             best = least(measured, lengths)
-            _searched(measured, lengths, best.peak + RESERVE)  # so that Python keeps what it does with that budget
-            raise _too_little(budget, best, _kept_since(before, OF_PYTHON - VARIES))
+            _searched(measured, lengths, best.peak + FIRST.size)  # so that Python keeps what it does with that budget
+            raise _too_little(budget, best, _kept_since(before, FIRST.of_python - VARIES))
         if same is not None:
             self.choices[same] = Choice(first, later, budget)
         for oldest in list(self.choices)[:-KEPT]:
@@ -263,7 +251,7 @@ def _searched(
     measured: Measured, lengths: dict[AxisName, int | None], budget: int
 ) -> tuple[Trial | None, Trial | None]:
     """What is within the budget in the first call of a process, and in those after it, if that may be faster."""
-    narrow, wide = budget - RESERVE, budget - AFTERWARDS
+    narrow, wide = budget - FIRST.size, budget - LATER.size
     whole = measured({})
     faster = whole is None or whole.peak <= wide or CLOSE * narrow < wide
     later = search(measured, lengths, wide) if narrow > 0 and faster else None
@@ -279,13 +267,13 @@ def _kept_since(before: int, in_reserve: int) -> int:
 
 
 def _too_little(budget: int, least: Trial, taken: int) -> BudgetError:
-    found, results, size = least.footprint, least.footprint.results, least.peak + RESERVE + taken
+    found, results, size = least.footprint, least.footprint.results, least.peak + FIRST.size + taken
     beside = f" and {told(taken)} that Python keeps of the search, once" if taken else ""
     error = BudgetError(
         f"it does not fit {told(budget)}. The least that it takes in up to {thresholds.TRIED_PASSES} chunks is "
         f"{told(size)}, {_spelled(least.chunks)}: the result has {told(results)}, and the most is in use at "
-        f"`{found.at}`, with {told(RESERVE)} for what libraries load and keep{beside}. Give memory={told(size)!r}, or "
-        "a smaller batch."
+        f"`{found.at}`, with {told(FIRST.size)} for what libraries load and keep{beside}. Give "
+        f"memory={told(size)!r}, or a smaller batch."
     )
     error.least = size
     return error

@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from invfunc._torch.functorch import dispatched, transforming
+from invfunc.budget.beside import SLACK
 from invfunc.budget.fingerprint import fingerprint
-from invfunc.budget.footprint import SLACK, footprint, warmed
+from invfunc.budget.footprint import footprint, warmed
 from invfunc.functional.functional import functional
 from invfunc.statistics.diag_ggn import diag_ggn
 from invfunc.statistics.variance import variance

@@ -17,7 +17,8 @@ from torch import nn
 
 import invfunc
 from invfunc import BudgetError, budgeted, chunked, explain, functional
-from invfunc.budget.footprint import AFTERWARDS, RESERVE, Footprint
+from invfunc.budget.beside import FIRST, LATER
+from invfunc.budget.footprint import Footprint
 from invfunc.budgeted import Fingerprints
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.loaded import _toured
@@ -70,7 +71,7 @@ def columns():
     with pytest.raises(BudgetError):
         within(*args)
     (known,) = within.trials.values()
-    return t, args, within, RESERVE + min(found.peak for found in known.values() if not found.over)
+    return t, args, within, FIRST.size + min(found.peak for found in known.values() if not found.over)
 
 
 class TestResults:
@@ -318,7 +319,7 @@ class TestChoices:
         assert before == len(predicted)  # the first call has searched for both
         first, same, second, third = (c.trial.peak for c in chosen)
         assert first == same < second == third
-        assert [c.reserve for c in chosen] == [RESERVE, RESERVE, AFTERWARDS, AFTERWARDS]
+        assert [c.reserve for c in chosen] == [FIRST, FIRST, LATER, LATER]
         assert_trees_close(within(*args), t(*args), 1e-10)
         assert not pickle.loads(pickle.dumps(within.fingerprints)).ran  # in another process nothing has
 

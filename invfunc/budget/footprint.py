@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import mmap
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,23 +17,12 @@ from invfunc._alike import Spent, counted
 from invfunc._torch.functorch import FakeTensorMode, NoNumbers, TorchDispatchMode, storage
 from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.values import undecided
+from invfunc.budget.beside import HEAP, filled, in_pages
 from invfunc.budget.duration import duration
 from invfunc.budget.scratch import scratch
 from invfunc.errors import ArgumentError
 
-MARGIN, SLACK = 1.02, 2**18
-"""What is added to the bytes that are counted: pages that are not full, and objects of Python."""
-RESERVE, OF_PYTHON = 4 * 2**20, 2 * 2**20
-"""What a call has beside that if it is the first of its kind in a process: pages of the libraries' code, and what they
-keep (up to 1.6 MiB were measured); and how much of it is for what Python keeps of the search."""
-AFTERWARDS = 2 * 2**20
-"""What is in reserve of a call that has run in this process, of which the next one may be in other chunks."""
 BY_HAND = "Give the number of chunks: chunked(t, n)."
-HEAP, HOLES, BESIDE = 2**16, 2, 128
-"""Tensors of fewer bytes lie side by side: where one is gone there is a hole, which only others like it fill, and not
-all of it: in many chunks 3.9 times what they take at most was measured beside them, with objects of Python, for which
-there are `HOLES` of them and what is in reserve. Larger ones have pages of their own, with so many bytes for malloc."""
-
 _DEVICE = torch.ops.prim.device.default
 
 
@@ -80,10 +68,11 @@ class Footprint(TorchDispatchMode):
         made = [x for x in tree.tensors((result,)) if not x.is_meta]
         for x in made:
             self._see(x, new=True)
-        beside, of, kept = scratch(func, given, made, args)
-        self._libraries[of] = max(self._libraries.get(of, 0), kept)
+        beside = scratch(func, given, made, args)
+        if beside.kept:
+            self._libraries[beside.of] = max(self._libraries.get(beside.of, 0), beside.kept)
         self.work += duration(func, given, made, args)
-        self.use(self.live + beside, _name(func))
+        self.use(self.live + beside.working, _name(func))
         return result
 
     def use(self, size: int, at: str = "") -> None:
@@ -115,7 +104,7 @@ class Footprint(TorchDispatchMode):
     @property
     def peak(self) -> int:
         """The bytes that are never exceeded; of a call that ended early, those that are."""
-        return int(MARGIN * self.counted) + HOLES * self._heap + SLACK
+        return filled(self.counted, self._heap)
 
     def _see(self, x: torch.Tensor, new: bool) -> None:
         memory = storage(x)
@@ -139,11 +128,6 @@ class Footprint(TorchDispatchMode):
         if abs(size) < HEAP:
             self._filled += size
             self._heap = max(self._heap, self._filled)
-
-
-def in_pages(size: int) -> int:
-    """The bytes of whole pages, which a tensor has with what malloc writes beside it, if it has pages of its own."""
-    return size if size < HEAP else -(-(size + BESIDE) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _name(func: Any) -> str:

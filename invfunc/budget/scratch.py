@@ -52,26 +52,35 @@ _IN_PLACE = set(
 """Operations that write their results entry by entry, beside those that torch tags as pointwise."""
 
 
-def scratch(
-    func: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor], args: Any
-) -> tuple[int, Hashable, int]:
-    """The bytes that a call takes until it ends, for what its library keeps some from then on, and how many."""
+@dataclass(frozen=True)
+class Scratch:
+    """The bytes that an operation takes beside its operands and results."""
+
+    working: int = 0
+    """Until it ends."""
+    kept: int = 0
+    """From then on: what its library keeps, once for all that are of the same."""
+    of: Hashable = None
+
+
+def scratch(func: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor], args: Any) -> Scratch:
+    """What an operation takes beside its operands and results."""
     name = func.overloadpacket.__name__
     if name in PRODUCTS:
         taken = _bytes([*given, *made])
         copied = _bytes(x for x in given if not _multiplied_as_it_is(x))
         kept = min(taken, torch.get_num_threads() * (LITTLE if taken <= FEW else PRODUCT))
         warm = all(x.dtype == torch.float32 for x in given)
-        return copied + (2 * taken if _narrow(given) else 0), "products", 0 if warm else kept
+        return Scratch(copied + (2 * taken if _narrow(given) else 0), 0 if warm else kept, "products")
     if name in CONVOLUTIONS:
         c = Convolution.of(name, made, args)
-        return _convolved(c), c.kernel, c.code
+        return Scratch(_convolved(c), c.code, c.kernel)
     if not given or not made or _plain(func):
-        return 0, "", 0
+        return Scratch()
     if name in _TIMES:
-        return _TIMES[name] * _bytes(given), "", 0
+        return Scratch(_TIMES[name] * _bytes(given))
     one = 2 * _bytes(given[:1]) // max(1, math.prod(given[0].shape[:-2])) if name in _WORKED else 0
-    return one + _bytes([*given, *made]), "", 0
+    return Scratch(one + _bytes([*given, *made]))
 
 
 @cache

@@ -221,14 +221,14 @@ class _OnOneTensor(Law):
 
     def forward(self, F: Any, G: Any = None, x: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
         a, b = self._halves(given_functions((F, G), self.call, x))
-        return self._joined(self.law.forward, (F, G), x, a, b.contiguous(), *args, **kwargs)
+        return self._joined(self.law.forward, (F, G), x, a, _copied(b), *args, **kwargs)
 
     def inverse(self, F: Any, G: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
         a, b = self._halves(given_functions((F, G), self.call, y))
-        return self._joined(self.law.inverse, (F, G), y, a.contiguous(), b, *args, **kwargs)
+        return self._joined(self.law.inverse, (F, G), y, _copied(a), b, *args, **kwargs)
 
     def _joined(self, fn: Callable, functions: tuple, x: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
-        """What a direction gives as one tensor. The half that it reads first lies as the other direction gives it."""
+        """What a direction gives as one tensor."""
         try:
             return torch.cat(fn(*functions, (a, b), *args, **kwargs), self.dim)
         except Exception as error:
@@ -251,5 +251,10 @@ class _OnOneTensor(Law):
         if not isinstance(x, torch.Tensor) or not -x.dim() <= self.dim < x.dim() or x.shape[self.dim] < 2:
             shape = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             raise ArgumentError(f"{self.call}: x is {shape}, which has no two halves along this axis.")
-        a, b = x.tensor_split(2, self.dim)
+        a, b = x.chunk(2, self.dim)  # whose gradients are joined at once; those of slices are each as large as x
         return a, b
+
+
+def _copied(half: torch.Tensor) -> torch.Tensor:
+    """As the other direction gives it: laid out by itself, and no view of several, which torch lets nobody write."""
+    return half.clone(memory_format=torch.contiguous_format)

@@ -19,9 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from invfunc import thresholds
 from invfunc._torch.functorch import TorchDispatchMode
+from invfunc.budget.beside import HEAP, HOLES, MARGIN, SLACK, in_pages
 from invfunc.budget.duration import CALL, multiplications
 from invfunc.budget.fingerprint import fingerprint
-from invfunc.budget.footprint import HEAP, HOLES, MARGIN, SLACK, Footprint, footprint, in_pages
+from invfunc.budget.footprint import Footprint, footprint
 from invfunc.budget.scratch import KERNEL, PRODUCT, vectors
 from invfunc.budget.search import TRIES, Measured, least, search
 from invfunc.budget.size import free, in_bytes, size_of, told

@@ -21,6 +21,7 @@ from invfunc.pairs.pair import Invertible, invert
 from invfunc.testing import assert_trees_close
 from invfunc.testing.values import moved
 from tests.laws import FLOOR
+from tests.meter import Meter
 from tests.pairs.cases import KINDS, Case, mixing
 from tests.strategies import Numbers
 
@@ -98,6 +99,7 @@ WRITING = {
     "additive": lambda f: additive_coupling(f, f),
     "affine": lambda f: affine_coupling(lambda x: (f(x), x), lambda x: (f(x), x)),
     "one tensor": lambda f: additive_coupling(f, f, split_dim=-1),
+    "one tensor of rows": lambda f: additive_coupling(f, f, split_dim=0),
     "leapfrog": lambda f: leapfrog(f, 0.1),
 }
 
@@ -108,10 +110,19 @@ WRITING = {
 def test_functions_that_write_the_state_are_errors(name, mode, wrap):
     """`nn.ReLU(inplace=True)` as the first layer would change what the pair reads next, and what the caller has."""
     pair = WRITING[name](nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3)))
-    halves = Numbers()(4, 3).float(), Numbers(1)(4, 3).float()
-    x = torch.cat(halves, -1) if name == "one tensor" else halves
+    halves = [2 * Numbers(seed)(4, 3).float().requires_grad_() for seed in range(2)]
+    x = torch.cat(halves, 0 if "rows" in name else -1) if "one tensor" in name else tuple(halves)
     with mode(), pytest.raises(ModifiedError, match=r"has written into the state .* inplace=False"):
         wrap(pair)(x)
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_gradients_of_halves_are_joined_without_zeros_of_the_whole_size(dim):
+    x = Numbers()(40, 60).requires_grad_()
+    y = additive_coupling(torch.sin, torch.cos, split_dim=dim)(x)
+    with Meter() as meter:
+        (slope,) = torch.autograd.grad(y, x, x.detach())
+    assert meter.peak(slope) <= 1.6 * x.nbytes
 
 
 def test_what_nobody_counts_the_writes_of_is_copied():

@@ -16,7 +16,7 @@ from invfunc.testing.laws.rows import CASES, MODEL
 from invfunc.testing.oracles import assert_trees_close
 from tests.data_sets.test_streamed import AT_ONCE, batches, linear, losses
 from tests.networks import LOSSES, NETWORKS, network
-from tests.plans.test_guards import hits, loss, quietly, whys
+from tests.plans.calls import hits, loss, quietly, whys
 from tests.strategies import Numbers, seeded
 
 EXACT = 1e-12

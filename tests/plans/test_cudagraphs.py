@@ -16,7 +16,7 @@ from invfunc import compiled, tree
 from invfunc.plans import cudagraphs
 from invfunc.plans.cudagraphs import Graphed, copied, each_once, hands_over
 from invfunc.testing.oracles import assert_trees_close
-from tests.plans.test_guards import given, hits, loss
+from tests.plans.calls import given, hits, loss
 from tests.strategies import Numbers
 
 EXACT = 1e-12

@@ -14,7 +14,7 @@ from invfunc import compiled, tree
 from invfunc.kronecker.origin import Joint, Origin, read, written
 from invfunc.testing.oracles import assert_trees_close
 from tests.data_sets.test_streamed import linear, losses
-from tests.plans.test_guards import quietly
+from tests.plans.calls import quietly
 from tests.strategies import Numbers, seeded
 
 EXACT = 1e-12

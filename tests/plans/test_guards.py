@@ -18,42 +18,8 @@ from torch import nn
 import invfunc
 from invfunc import compiled, tree
 from invfunc.testing.oracles import assert_trees_close
+from tests.plans.calls import EXACT, given, hits, loss, of, quietly, same, whys
 from tests.strategies import Numbers
-
-EXACT = 1e-12
-
-
-def given(seed=0, n=4):
-    rand = Numbers(seed)
-    return rand(3), rand(n, 3)
-
-
-def of(f):
-    """A statistic of a function of `(params, x)`, as it is, and by plans."""
-    return invfunc.variance(f), compiled(invfunc.variance(f))
-
-
-def same(c, t, *args, **kwargs):
-    assert_trees_close(c(*args, **kwargs), t(*args, **kwargs), EXACT)
-
-
-def hits(c):
-    return sum(entry.hits for entry in c.calls.entries.values())
-
-
-def whys(c):
-    return [entry.why for entry in c.calls.entries.values() if entry.why]
-
-
-def quietly(call, *args):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", invfunc.InvFuncWarning)
-        return call(*args)
-
-
-def loss(w, x):
-    return (x @ w).square()
-
 
 # What is read
 

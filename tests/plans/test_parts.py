@@ -18,9 +18,8 @@ from invfunc.plans.parts import Passes
 from invfunc.testing.oracles import assert_trees_close
 from tests.crossed import thresholds_at
 from tests.networks import LOSSES, NETWORKS, network
-from tests.plans.test_compiled import other, outcome
+from tests.plans.calls import hits, other, outcome, quietly, whys
 from tests.plans.test_exported import program
-from tests.plans.test_guards import hits, quietly, whys
 from tests.strategies import Numbers, seeded
 
 EXACT = 1e-12

@@ -18,7 +18,7 @@ from invfunc.plans.halves import halves_of
 from invfunc.testing.oracles import assert_trees_close
 from tests.data_sets.test_streamed import linear, losses
 from tests.networks import LOSSES, NETWORKS, network
-from tests.plans.test_guards import loss, quietly
+from tests.plans.calls import loss, quietly
 from tests.strategies import Numbers, seeded
 
 EXACT = 1e-12

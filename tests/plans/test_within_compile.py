@@ -8,7 +8,7 @@ import invfunc
 from invfunc import compiled, tree
 from invfunc.testing.oracles import assert_trees_close
 from tests.data_sets.test_streamed import linear, losses
-from tests.plans.test_guards import hits, loss, quietly
+from tests.plans.calls import hits, loss, quietly
 from tests.strategies import Numbers, seeded
 
 EXACT = 1e-12

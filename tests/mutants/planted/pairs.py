@@ -276,6 +276,20 @@ FAULTS = [
         "pairs/test_automatic_refusals.py::TestRefusals",
     ),
     Fault(
+        "the gradients of halves are each as large as the whole",
+        "pairs/couplings.py",
+        "x.chunk(2, self.dim)",
+        "x.tensor_split(2, self.dim)",
+        "pairs/test_couplings.py::test_gradients_of_halves_are_joined_without_zeros_of_the_whole_size",
+    ),
+    Fault(
+        "the half that F reads is one of several views",
+        "pairs/couplings.py",
+        "half.clone(memory_format=torch.contiguous_format)",
+        "half.contiguous()",
+        "pairs/test_couplings.py::test_functions_that_write_the_state_are_errors",
+    ),
+    Fault(
         "a coupling does not look whether F writes",
         "pairs/part.py",
         "written = version(state) != before",

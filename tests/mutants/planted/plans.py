@@ -2,7 +2,8 @@
 
 from tests.mutants.fault import Fault
 
-GUARDS, CALLS, BATCHES = "plans/test_guards.py", "plans/test_compiled.py", "plans/test_batches.py"
+GUARDS, ARGUMENTS, BATCHES = "plans/test_guards.py", "plans/test_arguments.py", "plans/test_batches.py"
+RANDOM = "plans/test_random_numbers.py"
 POINTS, EXPORTED = "plans/test_points.py", "plans/test_exported.py"
 LAUNCHED, PARTS = "plans/test_cudagraphs.py", "plans/test_parts.py"
 
@@ -33,28 +34,28 @@ FAULTS = [
         "plans/key.py",
         "shared(tensors), tuple(map(_token, others))",
         "None, tuple(map(_token, others))",
-        f"{CALLS}::TestArguments {CALLS}",
+        f"{ARGUMENTS}::TestArguments {ARGUMENTS}",
     ),
     Fault(
         "constants of a plan are results",
         "plans/finish.py",
         "if not recorder.written(x) and storage_of(x) not in returned",
         "if not recorder.written(x)",
-        f"{CALLS}::TestResults {CALLS}",
+        f"{ARGUMENTS}::TestResults {ARGUMENTS}",
     ),
     Fault(
         "generators are not put back where f has done so",
         "plans/draws.py",
         "if now == self._now[key]:",
         "if now in self._known[key]:",
-        f"{CALLS}::TestRandomNumbers {CALLS}",
+        f"{RANDOM}::TestRandomNumbers {RANDOM}",
     ),
     Fault(
         "a call that is not as the plan has it draws twice",
         "plans/plan.py",
         "            set_states(before)\n",
         "            pass\n",
-        f"{CALLS}::TestRandomNumbers {CALLS}",
+        f"{RANDOM}::TestRandomNumbers {RANDOM}",
     ),
     Fault(
         "each batch draws as the first one by a plan",
