@@ -41,6 +41,7 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "HUGE_ON": (("cpu",), ()),
     "APART": (0, FAR),
     "APART_ON": (("cpu",), ()),
+    "STREAMED": (0, FAR),
     "CACHE": ({"cpu": 16}, {"cpu": 2**24}),
     "ELSEWHERE": (64, 2**24),
     "BUSY": (FAR, 0),

@@ -42,6 +42,13 @@ def each_of_batch(fn: Callable[[Gradients], Gradients], tensors: Gradients) -> G
     return [legacy._add_batch_dim(next(found), 0, level) if is_there else None for is_there in there]
 
 
+def in_front(x: torch.Tensor, size: int) -> torch.Tensor:
+    """What `torch.autograd.grad(..., is_grads_batched=True)` has for a batch of this size, which comes first."""
+    legacy: Any = torch
+    level = _level_of_batch([x])
+    return x.expand(size, *x.shape) if level is None else legacy._remove_batch_dim(x, level, size, 0)
+
+
 def _level_of_batch(tensors: Gradients) -> int | None:
     """The innermost level at which some of them are batched; None if none is."""
     legacy: Any = torch

@@ -9,7 +9,8 @@ import torch
 
 from invfunc import thresholds
 from invfunc.evaluation.decisions import Decision
-from invfunc.passes.pullback import Pass, Pullback
+from invfunc.passes.part import Pass
+from invfunc.passes.pullback import Pullback
 from invfunc.passes.run import Run
 from invfunc.recording.problem import Problem
 from invfunc.recording.tags import ParameterUse
@@ -149,13 +150,14 @@ def _numbers(pullback: Pullback, each: Pass, reductions: Sequence[Reduction], pa
     block = pullback.budget if reductions[0].thin else pullback.budget // thresholds.SHARES
     numbers = width * trace.n * (kept + max(sizes)) + 2 * min(trace.n * work, max(work, block))
     leaves = [pullback.run.params[i].numel() for i in each.uses]
-    forms = {m.forms for m in reductions}
+    forms, squares = {m.forms for m in reductions}, any(m.squares for m in reductions)
     if "all" in forms and (parts > 1 or pullback.one_by_one):
         numbers += width * trace.n * (sum(leaves) * parts if parts > 1 else max(leaves))
     elif "blocks" in forms:
         shares = [_share(pullback.run.params[i], uses) for i, uses in each.uses.items()]
-        numbers += 2 * min(trace.n * width * max(shares), max(width * max(shares), block))
-    if any(m.squares for m in reductions):
+        copies = 2 if squares else 1  # others are squared and centred where they are
+        numbers += copies * min(trace.n * width * max(shares), max(width * max(shares), block))
+    if squares:
         numbers += 2 * max(_squares(pullback.run.params[i], uses) for i, uses in each.uses.items())
     return numbers
 

@@ -19,7 +19,8 @@ from invfunc.loss.square_root import Columns, Gradient, Units
 from invfunc.passes.by_rows import Places
 from invfunc.passes.kfra import averaged, not_a_chain
 from invfunc.passes.loss import Made
-from invfunc.passes.pullback import Pullback, check_versions
+from invfunc.passes.part import check_versions
+from invfunc.passes.pullback import Pullback
 from invfunc.passes.run import Run
 from invfunc.passes.second_order import entries, read_once, second_order_columns
 from invfunc.per_sample.biases import roles

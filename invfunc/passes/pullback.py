@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -11,10 +11,10 @@ import torch
 from invfunc import thresholds
 from invfunc._alike import added, alike
 from invfunc._extras import Ticks
-from invfunc._torch.functorch import version
-from invfunc.errors import ArgumentError
+from invfunc.errors import InvFuncError
 from invfunc.loss.square_root import Block, Columns, joined_block
 from invfunc.passes.loss import lots
+from invfunc.passes.part import Kept, Pass, Reached, backwards, by_sites
 from invfunc.passes.run import Run
 from invfunc.per_sample import Shares
 from invfunc.per_sample.biases import Role, roles
@@ -30,29 +30,6 @@ Done = Callable[[int, int, State], None]
 complete."""
 
 
-@dataclass
-class Pass:
-    """One pullback: the columns of a range, to the parameter uses of some parameters."""
-
-    uses: dict[int, list[ParameterUse]]
-    start: int
-    stop: int
-    completes: bool = True
-    """Whether no more columns come to its parameters."""
-    source: int = 0
-    """Where groups of columns share passes: those of which kind, and of which classes of its colouring, have their
-    columns of the range in this one."""
-    classes: range = range(1)
-
-    @property
-    def sites(self) -> list[int]:
-        return sorted({use.site for uses in self.uses.values() for use in uses})
-
-
-Kept = list[tuple[Pass, PulledBack]]
-"""What was pulled back, pass by pass."""
-Reached = tuple[list[ParameterUse], PulledBack]
-"""What reads a parameter, and the columns there."""
 Soon = Callable[[int, int], bool]  # whether what a reduction keeps of a parameter is wanted after every pass
 Tell = Callable[[list[States], int, bool], None]
 """Tells what is kept of a parameter so far, and whether that is complete."""
@@ -122,7 +99,7 @@ class Pullback:
         for first, last in self.plan.ranges("params", len(self.run.params)):
             if uses := self._uses(first, last):
                 ranges = self._ranges(reductions, uses)
-                groups = _by_sites(uses) if self.one_by_one and len(ranges) > 1 else [uses]
+                groups = by_sites(uses) if self.one_by_one and len(ranges) > 1 else [uses]
                 passes += [Pass(some, a, b, b == self.total) for some in groups for a, b in ranges]
         return passes
 
@@ -153,7 +130,7 @@ class Pullback:
         """Reduce what was pulled back, pass by pass; a parameter is done with its last column."""
         states: list[States] = [{} for _ in reductions]
         for each, columns in pulled:
-            for i, uses in _backwards(each.uses):
+            for i, uses in backwards(each.uses):
                 for reached, own in self.told_apart(each, i, uses, columns):
                     self._keep(states, reductions, i, reached, own, known.get(i))
                 tell(states, i, each.completes)
@@ -258,20 +235,28 @@ class Pullback:
     # One cotangent after the other, where nobody needs them again
 
     def streams(self, passes: list[Pass]) -> bool:
-        """Whether columns come one by one, and it saves memory to reduce each parameter as its cotangent arrives."""
-        if not passes or self.scope.create_graph or any(p.stop - p.start != 1 for p in passes):
+        """Whether it pays to reduce each parameter as its cotangents arrive: they take much memory, or nobody needs
+        what the operations read, which is let go of or was never kept."""
+        if not passes or self.scope.create_graph:
             return False
         lean = any(use.recomputed for use in self.run.trace.uses)
-        return (lean or (len(passes) == 1 and self.last)) and self.block(passes[0]).right is None
+        most = max(p.stop - p.start for p in passes)
+        pays = self._numbers(passes[0]) >= thresholds.STREAMED if most > 1 else len(passes) == 1 and self.last
+        return (lean or pays) and self.block(passes[0]).right is None
+
+    def _numbers(self, each: Pass) -> int:
+        """How many numbers the cotangents of a pass have at all sites."""
+        trace = self.run.trace
+        return (each.stop - each.start) * trace.n * sum(trace.sizes[s] for s in each.sites)
 
     def _stream(
         self, reductions: Sequence[Reduction], states: list[States], only: Pass, known: Roles, tell: Tell, last: bool
     ) -> None:
-        """Reduce each parameter as soon as its cotangent arrives, so that neither this nor what it met is kept."""
-        run, waiting = self.run, dict(only.uses)
+        """Reduce each parameter as soon as its cotangents arrive, so that neither these nor what they met is kept."""
+        run, waiting, several = self.run, dict(only.uses), only.stop - only.start > 1
         block = self.block(only)
-        pulled = PulledBack([None] * len(run.trace.edges), None, block.weight, lots(self.made, self.run.part))
-        sites = only.sites
+        pulled = PulledBack([None] * len(run.trace.edges), None, block.weight, lots(self.made, run.part))
+        sites, last = only.sites, last and not several
         if last:
             only.uses = {}
             run.trace.uses.clear()
@@ -280,8 +265,8 @@ class Pullback:
             self._keep(states, reductions, leaf, uses, pulled, known.get(leaf))
             tell(states, leaf, only.completes)
 
-        def arrived(site: int, cotangent: torch.Tensor) -> None:
-            pulled.left[site] = self._exposed(site, cotangent[None])
+        def arrived(site: int, cotangents: torch.Tensor) -> None:
+            pulled.left[site] = self._exposed(site, cotangents if several else cotangents[None])
             for i, uses in list(waiting.items()):
                 if len(uses) == 1 and uses[0].site == site and uses[0].param is run.params[i]:
                     folded(i, waiting.pop(i))
@@ -289,32 +274,13 @@ class Pullback:
                 pulled.left[site] = None
 
         outputs, given = self._at_outputs(block.left)
-        self.scope.stream(outputs, [c[0] for c in given], {s: run.trace.edges[s] for s in sites}, arrived, not last)
-        for i, uses in _backwards(waiting):
+        given = given if several else [c[0] for c in given]
+        edges = {s: run.trace.edges[s] for s in sites}
+        try:
+            self.scope.stream(outputs, given, edges, arrived, retain=not last, batched=several)
+        except RuntimeError as error:
+            if isinstance(error, InvFuncError) or not several:
+                raise
+            pulled = self._pull(replace(only, uses=waiting)) if waiting else pulled  # a derivative has no batching rule
+        for i, uses in backwards(waiting):
             folded(i, uses)
-
-
-def _backwards(uses: dict[int, list[ParameterUse]]) -> list[tuple[int, list[ParameterUse]]]:
-    """The parameters, in the order of a backward pass if operands are computed again, each from the next."""
-    if not any(use.recomputed for found in uses.values() for use in found):
-        return list(uses.items())
-    return sorted(uses.items(), key=lambda item: -max(use.site for use in item[1]))
-
-
-def _by_sites(uses: dict[int, list[ParameterUse]]) -> list[dict[int, list[ParameterUse]]]:
-    """The parameters in groups that need the same cotangents, as the weight and bias of a layer do."""
-    groups: dict[frozenset[int], dict[int, list[ParameterUse]]] = {}
-    for i, found in uses.items():
-        groups.setdefault(frozenset(t.site for t in found), {})[i] = found
-    return list(groups.values())
-
-
-def check_versions(uses: list[ParameterUse]) -> None:
-    """Check that nobody has written to what an operation with parameters read."""
-    for use in uses:
-        for x, before in use.versions:
-            if version(x) != before:
-                raise ArgumentError(
-                    "a tensor that an operation with parameters read was modified in place afterwards, so its gradient "
-                    "cannot be computed; modify a copy."
-                )

@@ -12,7 +12,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from invfunc import tree
-from invfunc._torch.functorch import dual, grad_level, level_of, transforming
+from invfunc._torch.functorch import dual, grad_level, level_of, plainly, transforming
+from invfunc._torch.levels import in_front
 from invfunc.errors import ArgumentError
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.graph import lowest, pulled_back
@@ -169,8 +170,10 @@ class Scope:
         edges: dict[int, Any],
         arrived: Callable[[int, torch.Tensor], None],
         retain: bool,
+        batched: bool = False,
     ) -> None:
-        """Vector-Jacobian products at edges, each handed over as it comes.
+        """Vector-Jacobian products at edges, each handed over as it comes; with `batched`, cotangents `[V, *output]`
+        give `[V, *input]`.
 
         Without `retain` the graph is freed on the way.
         """
@@ -182,17 +185,22 @@ class Scope:
         if not ends:
             return
 
+        ys, columns = [y for y, _ in reached], [c for _, c in reached]
+
         def tell(grads: Any, i: int, edge: Any) -> None:
-            if grads[edge.output_nr] is not None:
-                arrived(i, grads[edge.output_nr])
+            cotangent = grads[edge.output_nr]
+            if cotangent is not None:
+                cotangent = in_front(cotangent, len(columns[0])) if batched else cotangent
+                with plainly() if batched else nullcontext():
+                    arrived(i, cotangent)
 
         handles = [
             edge.node.register_prehook(partial(tell, i=i, edge=edge)) for i, edge in edges.items() if i not in ends
         ]
         try:
-            ys, columns = [y for y, _ in reached], [c for _, c in reached]
             with self._again:
-                found = torch.autograd.grad(ys, list(ends.values()), columns, allow_unused=True, retain_graph=retain)
+                options = {"allow_unused": True, "retain_graph": retain, "is_grads_batched": batched}
+                found = torch.autograd.grad(ys, list(ends.values()), columns, **options)
         finally:
             for handle in handles:
                 handle.remove()

@@ -10,7 +10,8 @@ import torch
 
 from invfunc import thresholds
 from invfunc.loss.square_root import Block
-from invfunc.passes.pullback import Pass, Pullback, Reached
+from invfunc.passes.part import Pass, Reached
+from invfunc.passes.pullback import Pullback
 from invfunc.passes.run import WHOLE
 from invfunc.per_sample.cotangents import Columns as PulledBack
 from invfunc.per_sample.cotangents import Cotangents
@@ -119,6 +120,9 @@ class Shared(Pullback):
     @property
     def sides(self) -> int:
         return 1
+
+    def streams(self, passes: list[Pass]) -> bool:
+        return False
 
     def passes(self, reductions: Sequence[Reduction]) -> list[Pass]:
         uses = self._uses(0, len(self.run.params))

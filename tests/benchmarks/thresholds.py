@@ -20,7 +20,7 @@ from .report import Cells, announce, print_table
 THRESHOLDS = "thresholds"
 LIMITS = {
     "of time": "TRIED_PASSES",
-    "of memory": "OPERANDS PRODUCTS SHARES KEPT_READ FACTORED MOVED COMPARED HESSIAN",
+    "of memory": "OPERANDS PRODUCTS SHARES STREAMED KEPT_READ FACTORED MOVED COMPARED HESSIAN",
     "of rounding": "CANCELS DISPLACED_DTYPES TOTAL_DTYPES NUMBERED",
     "of what is looked at": "CHECKED PARTS_CHECKED HELD SEARCHED COPIED ENTERED PROBED PROBED_SAVED AT_ONCE",
     "of what is evaluated twice": "MERGED",

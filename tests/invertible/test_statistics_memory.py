@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import invfunc
-from invfunc import additive_coupling, chunked, invertible_checkpoint, thresholds
+from invfunc import additive_coupling, chunked, invertible_checkpoint, thresholds, together
 from invfunc.testing import assert_trees_close, peak_memory, return_freed_memory
 from tests.strategies import Numbers
 
@@ -31,10 +31,12 @@ STATISTICS = {
     "diag_ggn, drawn": lambda f: invfunc.diag_ggn(f, F.cross_entropy, mc_samples=1, generator=torch.Generator()),
     "diag_ggn, in passes of a column": lambda f: chunked(invfunc.diag_ggn(f, F.cross_entropy), CLASSES - 1),
     "kflr": lambda f: invfunc.kflr(f, F.cross_entropy),
+    "diag_ggn": lambda f: invfunc.diag_ggn(f, F.cross_entropy),
+    "diag_ggn beside kflr": lambda f: together(invfunc.diag_ggn(f, F.cross_entropy), invfunc.kflr(f, F.cross_entropy)),
     "diag_ggn of chunks of samples": lambda f: chunked(invfunc.diag_ggn(f, F.cross_entropy), 4, over="samples"),
 }
 LEAN = list(STATISTICS)[:-1]
-"""Whose columns come one by one."""
+"""Of all samples at once."""
 
 
 class Network:

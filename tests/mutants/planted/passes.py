@@ -13,6 +13,21 @@ FAULTS = [
         "entries=self.entries)",
         f"{REPEATED}::test_the_structure_is_seen",
     ),
+    # Columns that are reduced as they arrive
+    Fault(
+        "cotangents of all operations are kept until the last one",
+        "passes/pullback.py",
+        "if not any(use.site == site for uses in waiting.values() for use in uses):",
+        "if not sites:",
+        "passes/test_streamed.py::test_cotangents_of_few_operations_are_there_at_once",
+    ),
+    Fault(
+        "a parameter is reduced again where a derivative has no rule for batches",
+        "passes/pullback.py",
+        "folded(i, waiting.pop(i))",
+        "folded(i, waiting[i])",
+        "passes/test_streamed.py::test_what_has_no_rule_for_batches_is_pulled_back_column_by_column",
+    ),
     # The noise of gradients
     Fault(
         "samples that were chosen twice count once",
