@@ -15,9 +15,9 @@ Around a statistic: `chunked`, `together`, `reduced`, `explain`, `certified`, `c
 many processes `distributed`.
 Around f: `functional`, `outputs`, `operation`.
 Invertible functions: `invertible_checkpoint`, `chain`, `repeated`, `multiscale`, `equilibrium` (`Equilibrium`);
-`check_inverse` (`InverseReport`), `drift`; of pairs `Invertible`, `invert`, `with_log_det`, `from_module`,
-`additive_coupling`, `affine_coupling`, `momentum`, `leapfrog`, `reversible_step`, `runge_kutta`, `fixed_point`, `bdia`,
-`state_first`, `reversible_sgd`, `reversible_adam`, exact on a `Grid`, and in `layers`.
+`check_inverse` (`InverseReport`), `drift`, `held_states`; of pairs `Invertible`, `invert`, `with_log_det`,
+`from_module`, `additive_coupling`, `affine_coupling`, `momentum`, `leapfrog`, `reversible_step`, `runge_kutta`,
+`fixed_point`, `bdia`, `state_first`, `reversible_sgd`, `reversible_adam`, exact on a `Grid`, and in `layers`.
 Errors: `InvFuncError`, of which are `ArgumentError`, `ArgumentTypeError`, `BudgetError`, `CertificateError`,
 `ClosedOverError`, `ConvexityError`, `InverseError`, `MissingExtraError`, `ModifiedError`, `ProcessError`,
 `RandomnessError`, `RangeError`, `ReplayError`, `SampleAxisError`, `SplitError`. Warnings: `InvFuncWarning`,
@@ -81,6 +81,7 @@ from invfunc.invertible.chain import chain, repeated
 from invfunc.invertible.checkpoint import invertible_checkpoint
 from invfunc.invertible.checks import InverseReport, check_inverse, drift
 from invfunc.invertible.equilibrium import Equilibrium, equilibrium
+from invfunc.invertible.held import held_states
 from invfunc.invertible.multiscale import multiscale
 from invfunc.kronecker import Kronecker
 from invfunc.linear_algebra.low_rank import LowRank
@@ -201,6 +202,7 @@ __all__ = [
     "ggnvp",
     "grad_and_variance",
     "gram",
+    "held_states",
     "hessian_block_product",
     "hvp",
     "invert",

@@ -30,6 +30,7 @@ from invfunc.explain import Explainable
 from invfunc.invertible.checks import Drift
 from invfunc.invertible.checks import InverseReport as InverseReport
 from invfunc.invertible.equilibrium import Equilibrium as Equilibrium
+from invfunc.invertible.held import HeldStates
 from invfunc.kronecker.matrix import Kronecker as Kronecker
 from invfunc.linear_algebra.low_rank import LowRank as LowRank
 from invfunc.operation import Operation
@@ -153,6 +154,7 @@ __all__ = [
     "ggnvp",
     "grad_and_variance",
     "gram",
+    "held_states",
     "hessian_block_product",
     "hvp",
     "invert",
@@ -584,6 +586,7 @@ def gram(
     out_dims: int = ...,
     has_aux: bool = ...,
 ) -> Statistic: ...
+def held_states() -> HeldStates: ...
 @overload
 def hessian_block_product(f: Callable[..., Any], loss: Callable[..., Any] | None = ...) -> _OfVector: ...
 @overload

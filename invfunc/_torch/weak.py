@@ -11,7 +11,7 @@ from weakref import ref
 
 import torch
 
-from invfunc._torch.functorch import memory_of
+from invfunc._torch.functorch import memory_of, unwatched
 
 V = TypeVar("V")
 
@@ -67,6 +67,12 @@ class WeakIdSet(WeakIdMap[bool]):
     def update(self, tensors: Iterable[torch.Tensor]) -> None:
         for x in tensors:
             self.set(x, True)
+
+
+def memory_ref(x: torch.Tensor) -> ref[Any]:
+    """A weak reference of the memory of a tensor, which is there as long as anybody has a view of it."""
+    with unwatched():
+        return ref(memory_of(x))
 
 
 class WeakMemories:

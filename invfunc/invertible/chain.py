@@ -29,7 +29,8 @@ def chain(*blocks: Callable, anchor_every: int | None = None) -> Invertible:
                 x = g(x, p, *args, **kwargs)
             return x
 
-    In the backward pass block after block is inverted, so that the memory does not grow with their number.
+    In the backward pass block after block is inverted, so that the memory does not grow with their number. What
+    somebody else holds of the states in between stays in memory, as `held_states` tells.
 
     Args:
         blocks: each an `Invertible`, what `invertible_checkpoint` returned, or any other function: that has no inverse,

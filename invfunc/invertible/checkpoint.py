@@ -45,7 +45,7 @@ def invertible_checkpoint(
     """Make f a function whose input need not stay in memory: it is computed as `f_inv(y)` when a gradient needs it.
 
     Of `y = f(x, *args)` autograd saves y only, and not even that once the next block takes y: the memory of stacked
-    calls does not grow with their number,
+    calls does not grow with their number, unless somebody holds what is between them (`held_states` tells of that),
 
         for p in params:
             x = g(x, p)

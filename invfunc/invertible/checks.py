@@ -129,6 +129,8 @@ def check_inverse(
 def drift(pair: Callable | tuple[Callable, Callable], x: Any, params: Any, *args: Any, **kwargs: Any) -> Drift:
     """The error of what the inverses give back, as it grows from the last block to the first.
 
+    How much memory the states between the blocks take, and which of them somebody holds, is told by `held_states`.
+
     Args:
         pair: a `chain` or `repeated`; or one block (an `Invertible`, what `invertible_checkpoint` made of one, or
             `(f, f_inv)`), which is repeated.

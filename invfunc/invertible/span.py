@@ -33,6 +33,7 @@ from invfunc.recomputation.report import Report, way
 from invfunc.recomputation.rounding import largest
 from invfunc.recomputation.slots import fetch
 from invfunc.recomputation.sparse import any_sparse
+from invfunc.recomputation.states import names_of
 from invfunc.transform import told
 
 Step = tuple[Checkpointed, Any]
@@ -259,8 +260,8 @@ class _Span(Block):
                 found[i] = g
         return found
 
-    def names(self) -> list[str]:
-        return [f"x{path}" for path, leaf in tree.named_leaves(self._before.join(self._before.places))]
+    def names(self, of: str = "x") -> list[str]:
+        return names_of(of, {"x": self._before, "y": self.after}[of])
 
     def dtypes(self) -> list[torch.dtype]:
         return [t.dtype for t in self._rest]

@@ -21,6 +21,7 @@ from invfunc.recomputation.released import release, told_of
 from invfunc.recomputation.report import Evidence, Report
 from invfunc.recomputation.rounding import Error, finite, largest, summed_finite
 from invfunc.recomputation.slots import Between, Hooks, Slot, Taker, Tensors, fetch
+from invfunc.recomputation.states import Giver, getting, giving, looking
 
 
 class Block(Taker):
@@ -33,6 +34,10 @@ class Block(Taker):
 
     gathers = False
     """Whether small tensors of x may be looked at together with those of other blocks, and at the end."""
+    count = 1
+    """How many blocks it stands for, one after the other."""
+    giver: Giver | None = None
+    """How it is told of, where somebody notes what it gives out."""
 
     def __init__(self, kept: Sequence[int], report: Report) -> None:
         self.kept = kept
@@ -46,6 +51,7 @@ class Block(Taker):
     def connect(self, xs: Tensors, ys: Tensors, metadata: Sequence[dict | None], values: Tensors | None = None) -> None:
         """Take the slots of x over, of which the plain `values` may be at hand, and give out those of y by the metadata
         of the nodes they come from."""
+        getting(self, xs)
         self.give_out(ys, metadata, len(self.kept) < len(xs))
         self.take_over(xs, ys, values)
 
@@ -55,6 +61,7 @@ class Block(Taker):
         for output, (y, of_node) in enumerate(zip(ys, metadata, strict=True)):
             slot = slot_of(y) or Slot(y, hooks)
             self._ys.append(slot)
+            giving(self, output, slot, y, hooks)
             if of_node is not None:
                 note(of_node, output if y.grad_fn is None else y.output_nr, slot, self)
             if held:
@@ -80,6 +87,9 @@ class Block(Taker):
         slots = [next((s for s in through if s.is_slot_of(t)), None) or Between(block) for t in state]
         lasting = [slot for slot, t in zip(slots, state, strict=True) if slot in through and any(t is y for y in ys)]
         self._ys += slots
+        for output, (slot, tensor) in enumerate(zip(slots, state, strict=True)):
+            giving(self, output, slot, tensor, None)
+        getting(block, state, slots)
         block._xs += [block._source(i, t, s, lasting, None) for i, (t, s) in enumerate(zip(state, slots, strict=True))]
         block.look_at(state, None, True)
 
@@ -89,6 +99,7 @@ class Block(Taker):
             without = self._not_compared(xs)
             gathered = self.gathers and not without and given_out
             self._probe = (glanced(values or xs) if gathered else None) or probed(xs, values, without)
+            looking(self._probe)
 
     def _not_compared(self, xs: Tensors) -> Sequence[int]:
         """The tensors of x that need not come back with all their digits: those that are kept, and a carried sum, which
@@ -193,8 +204,8 @@ class Block(Taker):
         self._found = {}
 
     @abstractmethod
-    def names(self) -> list[str]:
-        """The tensors of x."""
+    def names(self, of: str = "x") -> list[str]:
+        """The tensors of x, or of y, as one would write them."""
 
     @abstractmethod
     def dtypes(self) -> list[torch.dtype]:

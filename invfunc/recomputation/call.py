@@ -28,6 +28,7 @@ from invfunc.recomputation.replay import Replay
 from invfunc.recomputation.report import Report
 from invfunc.recomputation.shared import Evaluate, Evaluation, Evaluations, Moment, Tensors, naming
 from invfunc.recomputation.sight import Sight
+from invfunc.recomputation.states import names_of
 from invfunc.recomputation.surroundings import Closure
 from invfunc.recomputation.watch import Watch
 from invfunc.recording.trace import Trace
@@ -310,10 +311,9 @@ class Call:
         """Those of x, of the further arguments and of y; and what the tensors of x are like."""
         return self._x, self._rest, self._y, self._like
 
-    def names(self) -> list[str]:
-        """The tensors of x as one would write them."""
-        named = tree.named_leaves(self._x.join(range(len(self._like))))
-        return ["x" + named[place][0] for place in self._x.places]
+    def names(self, of: str = "x") -> list[str]:
+        """The tensors of x, or of `y` or `(y, hidden)`, as one would write them."""
+        return names_of(of, {"x": self._x, "y": self._y}[of])
 
 
 def _evaluated(evaluate: Evaluate | None, index: int, evaluation: Evaluation) -> Any:

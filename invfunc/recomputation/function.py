@@ -128,8 +128,8 @@ class LevelBlock(Block):
                     self._maps.forward(xs, rest)  # which says if it reads something else by now
             self.give_back_and_tell([x.detach() for x in xs])
 
-    def names(self) -> list[str]:
-        return self._maps.call.names()
+    def names(self, of: str = "x") -> list[str]:
+        return self._maps.call.names(of)
 
     def dtypes(self) -> list[torch.dtype]:
         return [*self._maps.call.dtypes(), *(held.get().dtype for held in self._rest)]

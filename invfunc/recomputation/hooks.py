@@ -110,8 +110,8 @@ class HookedBlock(Block):
                 self._call.run(xs, rest, None)  # which says if it reads something else by now
             self.give_back_and_tell(xs)
 
-    def names(self) -> list[str]:
-        return self._call.names()
+    def names(self, of: str = "x") -> list[str]:
+        return self._call.names(of)
 
     def dtypes(self) -> list[torch.dtype]:
         return [*self._call.dtypes(), *(saved.dtype for saved in self._like.values())]

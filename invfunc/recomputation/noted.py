@@ -16,7 +16,7 @@ _KEY = "invfunc.slots"
 
 def note(of_node: dict, number: int, slot: Any, block: Any) -> None:
     """Note the slot of an output of a node, and the block that gives it out."""
-    of_node.setdefault(_KEY, {})[number] = weakref.ref(slot), weakref.ref(block)
+    of_node.setdefault(_KEY, {})[number] = weakref.ref(slot), weakref.ref(block), slot.state
 
 
 def slot_of(tensor: torch.Tensor) -> Any:
@@ -28,6 +28,13 @@ def slot_of(tensor: torch.Tensor) -> Any:
 def block_of(tensor: torch.Tensor) -> Any:
     """The block that gave a tensor out. Those of its tensors that have no node are found among its slots."""
     return _given_out(tensor)[1]
+
+
+def state_of(tensor: torch.Tensor) -> Any:
+    """What is noted of a tensor that a block gave out whose slot is gone, as autograd saves nothing that needs it."""
+    node: Any = tensor.grad_fn
+    found = None if node is None else node.metadata.get(_KEY, {}).get(tensor.output_nr)
+    return found[2] if found is not None and found[0]() is None else None
 
 
 def found_otherwise(tensors: Sequence[torch.Tensor], slots: Sequence[Any]) -> list[Any]:

@@ -48,6 +48,9 @@ class Taker(ABC):
 class Slot:
     """One tensor of x or y. It is held until a block takes it over; a tensor that the user holds is found anyway."""
 
+    state: Any = None
+    """What is noted of the tensor (`states`), where somebody notes it."""
+
     def __init__(self, tensor: torch.Tensor, hooks: Hooks | None) -> None:
         self._version = version(tensor)
         self._users = weakref.ref(tensor)
@@ -84,6 +87,8 @@ class Slot:
     def take_over(self, block: Taker) -> None:
         """Let go of the tensor, which the block can give back."""
         self.block, self._held = block, None
+        if self.state is not None:
+            self.state.taken = True
 
     def fill(self, tensor: torch.Tensor, error: Error, waits: bool) -> None:
         """Hold a tensor that was given back."""
@@ -137,7 +142,7 @@ class Held:
         self._version = version(tensor) if users and hooks is None else None
         """None where the caller has it not, and cannot write into it."""
         if hooks is not None:
-            self._ours = isinstance(getattr(hooks[0], "__self__", None), Taker)
+            self._ours = of_a_block(hooks)
             pack, self._unpack = hooks
             origins = getattr(getattr(pack, "__self__", None), "origins", None)
             with nullcontext() if origins is None else origins.paused:  # it is saved by no call
@@ -160,6 +165,11 @@ class Held:
         """Forget a tensor that a block around us can give back any number of times."""
         if self._ours:
             self.tensor = None
+
+
+def of_a_block(hooks: Hooks | None) -> bool:
+    """Whether hooks are those of a block, whose function is being evaluated."""
+    return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Taker)
 
 
 def fetch(slots: Sequence[Slot]) -> list[torch.Tensor]:

@@ -26,6 +26,7 @@ from invfunc.recomputation.released import release
 from invfunc.recomputation.report import CHANGES
 from invfunc.recomputation.shared import naming
 from invfunc.recomputation.slots import fetch
+from invfunc.recomputation.states import getting, names_of
 from invfunc.recomputation.straight import Flat
 from invfunc.recomputation.straight_found import Found
 
@@ -78,10 +79,8 @@ class StraightBlock(Block):
             xs = self._inverse(self._template.shared, self._given())
             self.give_back_and_tell(xs)
 
-    def names(self) -> list[str]:
-        form = self._template.x.form
-        named = tree.named_leaves(form.join(range(len(form.places))))
-        return ["x" + named[place][0] for place in form.places]
+    def names(self, of: str = "x") -> list[str]:
+        return names_of(of, {"x": self._template.x.form, "y": self._template.y}[of])
 
     def dtypes(self) -> list[torch.dtype]:
         return self._template.dtypes
@@ -240,6 +239,7 @@ class Series:
         if not block.saves_the_same() or len(ys) != len(template.y.places):
             return False
         if self._last is None:
+            getting(block, found.xs)
             block.take_over(found.xs, ys)
         else:
             self._last.hand_on(found.xs, ys, block)

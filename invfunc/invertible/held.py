@@ -1,0 +1,163 @@
+"""Which states between blocks are still in memory, as somebody holds them."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from invfunc._shown import table
+from invfunc.budget.size import told
+from invfunc.recomputation.states import HERE, Noted
+
+
+def held_states() -> HeldStates:
+    """Tell which states between invertible blocks stay in memory, as somebody holds them, and how much memory that is.
+
+        with held_states() as found:
+            y = net(x)
+        print(found)
+
+    A block lets go of its x, but never frees it by force: where a list, a hook or a debugger has it, or a view, a
+    detached tensor or an array of numpy of it, or where an operation that is no block saved it for its gradient, it
+    stays, and the memory grows with the number of blocks.
+
+    Args:
+        There are none.
+
+    Returns:
+        A context that, whenever it is asked, in it or behind it, tells of the tensors that blocks gave out in it and
+        that are in memory at that time. `.held` are those that the next block took over, which are there because
+        somebody holds them: a list, whose `.bytes` are the memory of all of them. `.kept` are those that no block took
+        over: the last y, what stays by `keep=` or `anchor_every=`, and what only operations read that are no blocks,
+        which cannot give it back. Each has the `block` that gave it out, its `number` (how many blocks come before that
+        one in its series), the `output` (its place in y, or in what a pair hides), its `shape` and `dtype`, and the
+        `bytes` of the memory that it is a part of.
+
+    Example:
+        >>> import torch, invfunc
+        >>> double = invfunc.invertible_checkpoint(invfunc.Invertible(lambda x: 2 * x, lambda y: y / 2))
+        >>> seen, x = [], torch.ones(512, 512, requires_grad=True)
+        >>> with invfunc.held_states() as found:
+        ...     for k in range(6):
+        ...         x = double(x)
+        ...         if k % 2 == 0:
+        ...             seen.append(x.detach())
+        >>> found
+        held by somebody, though blocks let go of them: 3 tensors, 3.00MiB
+          block 0: y, [512, 512] torch.float32, 1.00MiB, of Invertible(<lambda>, <lambda>)
+          block 2: y, [512, 512] torch.float32, 1.00MiB, of Invertible(<lambda>, <lambda>)
+          block 4: y, [512, 512] torch.float32, 1.00MiB, of Invertible(<lambda>, <lambda>)
+        kept, as no block took them over: 1 tensor, 1.00MiB
+        >>> seen.clear()
+        >>> found.held, found.held.bytes
+        ([], 0)
+
+    Composes with: `invertible_checkpoint`, `chain`, `repeated`, `multiscale`, and blocks of these, in modules, in steps
+    of a training and inside of torch.func. It notes the blocks that are called in its own thread. Where a call saves no
+    memory (without gradients, in forward mode, below `min_bytes`) no block lets go of anything; within torch.compile a
+    chain is one operation, whose states nobody has.
+
+    Cost: some 20 us for a block that is called in it, and some hundred bytes for a tensor that is in memory. It holds
+    none of them.
+
+    Source: this library.
+    """
+    return HeldStates()
+
+
+class HeldState(NamedTuple):
+    """A tensor that a block gave out and that is in memory."""
+
+    block: str
+    """What gave it out."""
+    number: int
+    """How many blocks come before that one in its series."""
+    output: str
+    """Which of its outputs it is."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+    """Those of the memory that it is a part of."""
+
+    def __str__(self) -> str:
+        what = f"{self.output}, {list(self.shape)} {self.dtype}, {told(self.bytes)}"
+        return f"block {self.number}: {what}, of {self.block}"
+
+
+class States(list[HeldState]):
+    """Tensors that blocks gave out and that are in memory.
+
+    Args:
+        found: they.
+        size: the bytes of the memory that they are in.
+    """
+
+    def __init__(self, found: list[HeldState], size: int) -> None:
+        super().__init__(found)
+        self.bytes = size
+
+
+class HeldStates:
+    """A context that notes what blocks give out in it, and tells what of that is in memory."""
+
+    def __init__(self) -> None:
+        self._noted = Noted()
+
+    def __enter__(self) -> HeldStates:
+        HERE.noted = (*HERE.noted, self._noted)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        others = [noted for noted in HERE.noted if noted is not self._noted]
+        HERE.noted = tuple(others)
+
+    @property
+    def held(self) -> States:
+        """Those that a block took over, and that somebody else holds."""
+        return self._in_memory(taken=True)
+
+    @property
+    def kept(self) -> States:
+        """Those that no block took over."""
+        return self._in_memory(taken=False)
+
+    def _in_memory(self, taken: bool) -> States:
+        found, sizes = dict[tuple, HeldState](), dict[int, int]()
+        for state, giver, memory in self._noted.in_memory(taken):
+            size = sizes[id(memory)] = memory.nbytes()
+            output = giver.outputs[state.output]
+            one = HeldState(giver.name, giver.number, output, tuple(state.shape), state.dtype, size)
+            found[one, id(memory)] = one  # that of several levels of torch.func is one
+        return States([*found.values()], sum(sizes.values()))
+
+    def _title(self, held: States) -> str:
+        if self._noted.empty:
+            return "no block that saves memory was called"
+        return f"held by somebody, though blocks let go of them: {_counted(held)}"
+
+    def _below(self, held: States) -> list[str]:
+        """What is said beside the tensors that are listed."""
+        if self._noted.empty:
+            return []
+        lines = [f"{len(held) - _SHOWN} more of them"] if len(held) > _SHOWN else []
+        return [*lines, f"kept, as no block took them over: {_counted(self.kept)}"]
+
+    def __repr__(self) -> str:
+        held = self.held
+        return "\n".join([self._title(held), *(f"  {state}" for state in held[:_SHOWN]), *self._below(held)])
+
+    def _repr_html_(self) -> str:
+        held = self.held
+        rows = [(s.number, s.output, list(s.shape), s.dtype, told(s.bytes), s.block) for s in held[:_SHOWN]]
+        head = ["block", "output", "shape", "dtype", "memory", "of"]
+        return table(self._title(held), head, rows, *self._below(held))
+
+
+def _counted(found: States) -> str:
+    return f"{len(found)} {'tensor' if len(found) == 1 else 'tensors'}, {told(found.bytes)}"
+
+
+_SHOWN = 20
+"""How many of them are listed."""

@@ -1,0 +1,326 @@
+"""States that somebody holds are told, all of them, and no others."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import grad
+
+from invfunc import additive_coupling, chain, held_states, invertible_checkpoint, layers, repeated, reversible_sgd, tree
+from invfunc.recomputation.report import Known
+from tests.invertible.test_memory import WAYS, live, network, peak
+from tests.invertible_cases import FORMS, Sizes, squash, twins, unsquash
+from tests.meter import nothing_collected
+from tests.networks import total
+from tests.recomputation.straight_cases import WATCHED
+from tests.strategies import Numbers
+
+WIDTH = 4
+FEW, MANY = 3, 600
+"""Samples with which a tensor is looked at together with others, and by itself."""
+
+
+def layer(b, w):
+    return torch.tanh(b @ w)
+
+
+def half(x, w):
+    return x[1], x[0] + layer(x[1], w)
+
+
+def other_half(y, w):
+    return y[1] - layer(y[0], w), y[0]
+
+
+def squashed(x, w):
+    return squash(x, {"s": w[0], "c": w[1]})
+
+
+def unsquashed(y, w):
+    return unsquash(y, {"s": w[0], "c": w[1]})
+
+
+BLOCKS = {
+    "coupling": invertible_checkpoint(additive_coupling(layer, layer)),
+    "half": invertible_checkpoint(half, other_half),
+    "tensor": invertible_checkpoint(squashed, unsquashed),
+    "unflatten": invertible_checkpoint(layers.unflatten(1, (WIDTH // 2, 2))),
+    "flatten": invertible_checkpoint(layers.flatten()),
+}
+OF_A_PAIR, OF_A_TENSOR = ["coupling", "half"], ["tensor", "unflatten"]
+HOLDS = {
+    "itself": lambda t: t,
+    "a view": lambda t: t[:1],
+    "detached": lambda t: t.detach(),
+    "data": lambda t: t.data,
+    "numpy": lambda t: t.detach().numpy()[1:],
+    "what saved it": lambda t: t.sin(),
+}
+IN_LEVELS = ["itself", "a view", "detached", "what saved it"]
+
+
+@st.composite
+def programs(draw):
+    """Samples, whether torch.func is around, blocks, and who holds which of the outputs of each."""
+    within = draw(st.booleans())
+    holds = st.sampled_from(IN_LEVELS if within else list(HOLDS)) | st.none() | st.none()
+    kinds = st.sampled_from(draw(st.sampled_from([OF_A_PAIR, OF_A_TENSOR])))
+    blocks = draw(st.lists(st.tuples(kinds, holds, holds), min_size=1, max_size=7))
+    return Program(draw(st.sampled_from([FEW, MANY])), within, blocks)
+
+
+class Program:
+    """Blocks one after the other, of whose outputs somebody holds some.
+
+    What is to be told are the outputs whose memory is held, but for those in the memory of x or of the last y.
+    """
+
+    def __init__(self, samples, within, blocks):
+        self.samples, self.within, self.program = samples, within, blocks
+        self.blocks = BLOCKS
+        self.x, self.w = Numbers(7)(samples, WIDTH), 0.2 * Numbers(5)(WIDTH, WIDTH)
+        self.kept = []
+        self.given, self.held, self.last = [], set(), set()
+        """The outputs, each with a name of its memory; the memory that is held, and that of x and the last y."""
+
+    def __repr__(self):
+        return f"{self.samples} samples, {'grad' if self.within else 'backward'}, {self.program}"
+
+    def anew(self):
+        """The same, by blocks of whose calls nothing is known yet."""
+        self.blocks = {name: replace(block, known=Known()) for name, block in BLOCKS.items()}
+        return self
+
+    def run(self, w):
+        pair, number = self.program[0][0] in OF_A_PAIR, 0
+        state = (self.x * w[0, 0], self.x.cos()) if pair else self.x * w[0, 0]
+        memory = ["x[0]", "x[1]"] if pair else ["x"]
+        self.last.update(memory)
+        for kind, *holds in self.program:
+            for name in (kind, "flatten") if kind == "unflatten" else (kind,):
+                state = self.blocks[name](state, *self.arguments(name, w))
+                memory = self.outputs(name, number, memory)
+                number += 1
+            for t, of, how in zip(tree.tensors(state), memory, holds, strict=False):
+                if how is not None:
+                    self.kept.append(HOLDS[how](t))
+                    self.held.add(of)
+        self.last.update(memory)
+        return state
+
+    def arguments(self, name, w):
+        return () if "flatten" in name else ((w, w),) if name == "coupling" else (w,)
+
+    def outputs(self, name, number, memory):
+        """The memory that the outputs of a block are in: of some that of its x, of others their own."""
+        every = ["y"] if len(memory) == 1 else ["y[0]", "y[1]"]
+        first = 1 if name == "half" and not self.within else 0  # a tensor that is handed on: a view within torch.func
+        own = [f"{number} {output}" for output in every]
+        memory = [memory[1], own[1]] if name == "half" else memory if "flatten" in name else own
+        self.given += [(number, output, of) for output, of in list(zip(every, memory, strict=True))[first:]]
+        return memory
+
+    def check(self, found):
+        wanted = {(number, output) for number, output, of in self.given if of in self.held - self.last}
+        assert {(s.number, s.output) for s in found.held} == wanted
+        size = self.x.nbytes
+        assert all(s.bytes == size for s in found.held)
+        assert found.held.bytes == size * len(self.held - self.last)
+
+    def lets_go(self, found):
+        self.kept.clear()
+        assert found.held == []
+        assert found.held.bytes == 0
+
+
+@pytest.fixture(scope="module")
+def known():
+    """Blocks whose calls are known, so that they need not be watched."""
+    for kinds in (OF_A_PAIR, OF_A_TENSOR):
+        for samples in (FEW, MANY):
+            program = Program(samples, False, [(kind, None, None) for kind in kinds] * 2)
+            for _ in range(WATCHED):
+                total(program.run(program.w.clone().requires_grad_())).backward()
+                grad(lambda w, program=program: total(program.run(w)))(program.w)
+
+
+class TestHeld:
+    def check(self, program):
+        def value(w):
+            with held_states() as found:
+                y = program.run(w)
+                program.check(found)
+            program.lets_go(found)
+            return total(y)
+
+        with nothing_collected():
+            if program.within:
+                grad(value)(program.w)
+            else:
+                value(program.w.clone().requires_grad_()).backward()
+
+    @given(programs())
+    def test_what_is_held_is_told_and_nothing_else(self, program):
+        self.check(program.anew())
+
+    @given(programs())
+    def test_so_it_is_where_calls_are_not_watched(self, known, program):
+        self.check(program)
+
+    @given(programs())
+    def test_and_behind_the_backward_pass(self, program):
+        program.within, w = False, program.w.clone().requires_grad_()
+        with nothing_collected():
+            with held_states() as found:
+                y = program.run(w)
+                total(y).backward()
+            program.check(found)
+            program.lets_go(found)
+            del y
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_blocks_hold_nothing_themselves(self, form):
+        """Whether the calls are watched or not, and small tensors wait to be looked at together."""
+        net = twins(form, Sizes())
+        for _ in range(WATCHED):
+            with nothing_collected(), held_states() as found:
+                y = net.g(net.x, live(net.params))
+                assert found.held == []
+                kept = {t.untyped_storage()._cdata: t.nbytes for t in tree.tensors(y)}
+                assert found.kept.bytes >= sum(kept.values())
+                total(y).backward()
+                del y
+            assert found.held == found.kept == []
+
+    @pytest.mark.parametrize(
+        "way", ["backward twice, retained", "vmap of grad", "grad of vmap", "torch's checkpoint around"]
+    )
+    def test_nor_do_steps_with_their_gradients(self, way):
+        net = network("additive", 4)
+        for _ in range(2):
+            with nothing_collected(), held_states() as found:
+                WAYS[way](net.g, net.x, net.params)
+                assert found.held == []
+
+    def test_a_hook_in_a_chain(self):
+        seen, parts = [], [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
+        parts[4].register_forward_hook(lambda module, args, y: seen.append(args[0][:1]))
+        net = chain(*[additive_coupling(f, g) for f, g in zip(parts[::2], parts[1::2], strict=True)])
+        with held_states() as found:
+            y = net((torch.ones(FEW, WIDTH), torch.ones(FEW, WIDTH)))
+        (state,) = found.held
+        assert (state.number, state.output, state.shape) == (1, "y[1]", (FEW, WIDTH))
+        assert {(s.number, s.output) for s in found.kept} == {(2, "y[0]"), (2, "y[1]")}
+        total(y).backward()
+        seen.clear()
+        assert found.held == []
+
+    def test_blocks_within_a_block(self):
+        """Those of the last one within are those of the block around it."""
+        inner = chain(*[BLOCKS["tensor"]] * 2)
+        outer = invertible_checkpoint(lambda x, w: inner(x, [w, w]), lambda y, w: unsquashed(unsquashed(y, w), w))
+        w = Numbers(5)(WIDTH, WIDTH).requires_grad_()
+        with held_states() as found:
+            first = outer(Numbers(7)(FEW, WIDTH), w)
+            y = outer(first, w)
+            del w
+        (state,) = found.held
+        assert (state.number, state.block) == (0, repr(outer.pair))
+        del first
+        assert found.held == []
+        assert y.grad_fn is not None
+
+    def test_where_nothing_is_saved(self):
+        """Then autograd keeps no block, and no slot is there to be taken over."""
+        double = invertible_checkpoint(lambda x: 2 * x, lambda y: y / 2)
+        states = [Numbers(7)(FEW, WIDTH).requires_grad_()]
+        with held_states() as found:
+            for _ in range(4):
+                states.append(double(states[-1]))
+        assert [s.number for s in found.held] == [0, 1, 2]
+        assert [s.number for s in found.kept] == [3]
+
+    def test_steps_of_a_training_are_counted(self):
+        step = reversible_sgd(lambda w, c: (c * w.square()).sum(), lr=0.1)
+        cs = torch.linspace(0.1, 0.2, 5).requires_grad_()
+        with held_states() as found:
+            seen = repeated(step)(step.start(torch.ones(2)), cs)
+            last = repeated(step)(seen, cs)
+        assert {s.number for s in found.held} == {4}
+        assert {s.number for s in found.kept} == {9}
+        assert {s.output for s in found.held} == {"y.weights", "y.moments[0]", "y.digits[0][0]"}
+        del last
+
+
+class TestKept:
+    def test_states_that_anchors_keep(self):
+        net = chain(*[BLOCKS["tensor"]] * 7, anchor_every=3)
+        with held_states() as found:
+            y = net(Numbers(7)(FEW, WIDTH), [Numbers(5)(WIDTH, WIDTH).requires_grad_()] * 7)
+        assert [s.number for s in found.kept] == [2, 5, 6]
+        assert found.kept.bytes == 3 * y.nbytes
+        assert found.held == []
+
+    def test_outputs_that_no_block_reads(self):
+        w, states = Numbers(5)(WIDTH, WIDTH).requires_grad_(), Numbers(7)(FEW, WIDTH)
+        with held_states() as found:
+            for _ in range(3):
+                states = BLOCKS["tensor"](states, w).relu()
+        assert [s.number for s in found.kept] == [0, 0, 0]
+        assert found.held == []
+
+
+def test_memory_is_what_it_is_without():
+    net = network("additive", 12)
+
+    def noted(way):
+        def run(h, x, p):
+            with held_states():
+                return way(h, x, p)
+
+        return run
+
+    for way in (WAYS["backward"], WAYS["grad"]):
+        assert peak(net.g, net, noted(way)) == peak(net.g, net, way)
+
+
+def test_contexts_note_the_blocks_that_are_called_in_them_by_their_own_thread():
+    w, x = Numbers(5)(WIDTH, WIDTH).requires_grad_(), Numbers(7)(FEW, WIDTH)
+    states = [x]
+
+    def go_on():
+        states.append(BLOCKS["tensor"](states[-1], w))
+
+    with held_states() as around:
+        go_on()
+        with held_states() as within:
+            go_on()
+            other = threading.Thread(target=go_on)
+            other.start()
+            other.join()
+        go_on()
+    go_on()
+    assert [[s.number for s in found.held] for found in (around, within)] == [[0, 1, 0], [1]]
+
+
+def test_nothing_is_told_where_no_memory_is_saved():
+    with held_states() as found, torch.no_grad():
+        BLOCKS["tensor"](Numbers(7)(FEW, WIDTH), Numbers(5)(WIDTH, WIDTH))
+    assert repr(found) == "no block that saves memory was called"
+    assert found.held == found.kept == []
+
+
+def test_a_long_list_is_cut_short():
+    w, states = Numbers(5)(WIDTH, WIDTH).requires_grad_(), [Numbers(7)(2**17 // WIDTH, WIDTH)]
+    with held_states() as found:
+        for _ in range(31):
+            states.append(BLOCKS["tensor"](states[-1], w))
+    lines = repr(found).splitlines()
+    assert lines[0] == "held by somebody, though blocks let go of them: 30 tensors, 30.00MiB"
+    assert lines[3] == "  block 2: y, [32768, 4] torch.float64, 1.00MiB, of squashed, unsquashed"
+    assert lines[21:] == ["10 more of them", "kept, as no block took them over: 1 tensor, 1.00MiB"]
+    assert all(part in found._repr_html_() for part in (lines[0], "<td>[32768, 4]</td>", *lines[21:]))
