@@ -308,7 +308,7 @@ class TestChoices:
             assert len(predicted) == before  # from what is known of the same call
 
     def test_have_more_room_after_the_first_call_of_a_process(self, predicted):
-        t, args = invfunc.variance(loss), wide(16)
+        t, args = invfunc.variance(loss), wide(32)
         within = chunked(t, memory=int(1.1 * least_of(t, args)))
         names, chosen, before = within.names(3), [], 0
         for run in (False, False, True, False):
