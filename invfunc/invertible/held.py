@@ -141,7 +141,8 @@ class HeldStates:
         """What is said beside the tensors that are listed."""
         if self._noted.empty:
             return []
-        lines = [f"{len(held) - _SHOWN} more of them"] if len(held) > _SHOWN else []
+        more = len(held[_SHOWN:])
+        lines = [f"{more} more of them"] if more else []
         return [*lines, f"kept, as no block took them over: {_counted(self.kept)}"]
 
     def __repr__(self) -> str:
