@@ -110,7 +110,8 @@ class HeldStates:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        others = [noted for noted in HERE.noted if noted is not self._noted]
+        others = [*HERE.noted]
+        others.remove(self._noted)  # once: it may have been entered twice
         HERE.noted = tuple(others)
 
     @property

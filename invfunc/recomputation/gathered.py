@@ -271,6 +271,13 @@ class _Here(threading.local):
 
 
 HERE = _Here()
+
+
+def open_here() -> list[Gathered]:
+    """What this thread goes on to gather."""
+    return [gathered for one in HERE.open.values() if (gathered := one()) is not None]
+
+
 _TURNS = itertools.count()
 
 

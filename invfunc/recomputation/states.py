@@ -15,7 +15,7 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.weak import memory_ref
-from invfunc.recomputation.gathered import Gathered, Glance
+from invfunc.recomputation.gathered import Gathered, Glance, open_here
 from invfunc.recomputation.noted import found_otherwise, slot_of, state_of
 from invfunc.recomputation.slots import Hooks, Slot, of_a_block
 
@@ -86,7 +86,7 @@ class Noted:
         ones that neither the caller's x nor another state keeps there; or those that were not."""
         with self._lock:
             states, waiting = [*self._states], [*self._gathered]
-        for gathered in waiting:
+        for gathered in [*waiting, *open_here()]:  # also of blocks that were called behind the context
             gathered.seen()
         alive = [(state, memory) for state in states if (memory := state.memory()) is not None and memory.nbytes()]
         first = {id(memory): state for state, memory in reversed(alive)}

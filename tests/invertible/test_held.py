@@ -307,6 +307,27 @@ def test_contexts_note_the_blocks_that_are_called_in_them_by_their_own_thread():
     assert [[s.number for s in found.held] for found in (around, within)] == [[0, 1, 0], [1]]
 
 
+@pytest.mark.parametrize("samples", [FEW, MANY])
+def test_small_tensors_that_wait_in_blocks_called_later_are_held_by_nobody(known, samples):
+    w, x = Numbers(5)(WIDTH, WIDTH).requires_grad_(), (Numbers(7)(samples, WIDTH), Numbers(8)(samples, WIDTH))
+    with nothing_collected():
+        with held_states() as found:
+            y = BLOCKS["coupling"](x, (w, w))
+        y = BLOCKS["coupling"](y, (w, w))
+        assert found.held == []
+    total(y).backward()
+
+
+def test_a_context_that_is_entered_twice_notes_to_the_end():
+    w, x = Numbers(5)(WIDTH, WIDTH).requires_grad_(), Numbers(7)(FEW, WIDTH)
+    with held_states() as found:
+        with found:
+            states = [BLOCKS["tensor"](x, w)]
+        states.append(BLOCKS["tensor"](states[-1], w))
+        states.append(BLOCKS["tensor"](states[-1], w))
+    assert [s.number for s in found.held] == [0, 1]
+
+
 def test_nothing_is_told_where_no_memory_is_saved():
     with held_states() as found, torch.no_grad():
         BLOCKS["tensor"](Numbers(7)(FEW, WIDTH), Numbers(5)(WIDTH, WIDTH))
