@@ -261,9 +261,14 @@ class Pullback:
             only.uses = {}
             run.trace.uses.clear()
 
+        broken = False
+
         def folded(leaf: int, uses: list[ParameterUse]) -> None:
+            nonlocal broken
+            broken = True  # until it is done
             self._keep(states, reductions, leaf, uses, pulled, known.get(leaf))
             tell(states, leaf, only.completes)
+            broken = False
 
         def arrived(site: int, cotangents: torch.Tensor) -> None:
             pulled.left[site] = self._exposed(site, cotangents if several else cotangents[None])
@@ -279,7 +284,7 @@ class Pullback:
         try:
             self.scope.stream(outputs, given, edges, arrived, retain=not last, batched=several)
         except RuntimeError as error:
-            if isinstance(error, InvFuncError) or not several:
+            if broken or isinstance(error, InvFuncError) or not several:
                 raise
             pulled = self._pull(replace(only, uses=waiting)) if waiting else pulled  # a derivative has no batching rule
         for i, uses in backwards(waiting):

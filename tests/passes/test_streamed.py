@@ -81,6 +81,29 @@ def test_what_has_no_rule_for_batches_is_pulled_back_column_by_column(name, afte
 
 
 @pytest.mark.parametrize("name", STATISTICS)
+@pytest.mark.parametrize("at", [1, 2, 4])
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
+def test_errors_of_what_reduces_them_are_raised(name, at, error, monkeypatch):
+    """None is taken for that of a derivative without a rule."""
+    f, *given = deep(4)
+    statistic, shares, calls = STATISTICS[name](f, F.cross_entropy), Pullback.shares, []
+
+    def failing(*args, **options):
+        calls.append(1)
+        if len(calls) == at:
+            raise error("there is no memory")
+        return shares(*args, **options)
+
+    with thresholds_at(STREAMED=0):
+        expected = statistic(*given)
+        with monkeypatch.context() as patched:
+            patched.setattr(Pullback, "shares", failing)
+            with pytest.raises(error, match="there is no memory"):
+                statistic(*given)
+        assert_trees_close(statistic(*given), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", STATISTICS)
 def test_cotangents_of_few_operations_are_there_at_once(name, monkeypatch):
     """One that reads a parameter which another one reads, too, waits for that."""
     _, *given = deep(6)

@@ -28,6 +28,13 @@ FAULTS = [
         "folded(i, waiting[i])",
         "passes/test_streamed.py::test_what_has_no_rule_for_batches_is_pulled_back_column_by_column",
     ),
+    Fault(
+        "an error of what reduces a parameter is taken for that of a derivative without a rule",
+        "passes/pullback.py",
+        "if broken or isinstance",
+        "if isinstance",
+        "passes/test_streamed.py::test_errors_of_what_reduces_them_are_raised",
+    ),
     # The noise of gradients
     Fault(
         "samples that were chosen twice count once",
