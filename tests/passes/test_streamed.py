@@ -129,5 +129,6 @@ def test_cotangents_of_few_operations_are_there_at_once(name, monkeypatch):
         with thresholds_at(STREAMED=numbers):
             statistic(*given)
         most.append(max(alive))
-        made.clear(), alive.clear()
+        made.clear()
+        alive.clear()
     assert most[0] <= 2 < 6 <= most[1], most
