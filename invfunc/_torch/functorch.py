@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -318,3 +320,83 @@ def unviewed(x: torch.Tensor) -> torch.Tensor:
     gradient edge taken before would no longer lie on the way.
     """
     return torch.ops.aten._unsafe_view(x, x.shape) if base_of(x) is not None else x
+
+
+def push_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> str | None:
+    """Let hooks take the place of saved tensors, inside of torch.func too, which refuses them by a message."""
+    refused = _autograd._saved_tensors_hooks_get_disabled_error_message()
+    if refused is not None:
+        _autograd._saved_tensors_hooks_enable()
+    _autograd._push_saved_tensors_default_hooks(pack, unpack)
+    return refused
+
+
+def pop_hooks(refused: str | None) -> None:
+    """Undo `push_hooks`, which gave the message."""
+    _autograd._pop_saved_tensors_default_hooks()
+    if refused is not None:
+        _autograd._saved_tensors_hooks_disable(refused)
+
+
+_PASSES: tuple[int, bool] = (-1, False)
+
+
+def backward_by_torch_func() -> bool:
+    """Whether the backward pass that is running was begun by a transform of torch.func itself, such as `grad`, behind
+    whose end nobody can differentiate at its level."""
+    global _PASSES
+    number, known = _PASSES
+    if number != backward_pass():
+        frames = [sys._getframe()]
+        if threading.current_thread().name.startswith("Dummy"):  # autograd's thread of a device
+            frames = [*sys._current_frames().values()]
+        known = any(map(_in_torch_func, frames))
+        _PASSES = backward_pass(), known
+    return known
+
+
+def _in_torch_func(frame: Any) -> bool:
+    """Whether the innermost call of autograd is one of torch.func's."""
+    while frame is not None:
+        if frame.f_code.co_name == "_engine_run_backward":
+            while frame is not None and frame.f_globals.get("__name__", "").startswith("torch.autograd"):
+                frame = frame.f_back
+            return frame is not None and frame.f_globals.get("__name__") == "torch._functorch.eager_transforms"
+        frame = frame.f_back
+    return False
+
+
+def leaf_at(x: torch.Tensor, needs: bool) -> torch.Tensor:
+    """A tensor without its graph, which is a leaf where a gradient of it is needed."""
+    x = x.detach()
+    return _requiring_grad(x) if needs else x
+
+
+@contextmanager
+def at_level(level: int, sample: torch.Tensor | None) -> Iterator[tuple[Callable, Callable]]:
+    """A context in which operations are recorded as they were at a level (0: by plain autograd), whatever vmap of
+    gradients is around, with `enter(x, needs)`, a leaf there, and `leave(x)`, the tensor that it is.
+
+    Where the transform of the level has ended, another takes its place.
+    """
+    if not level:
+        with plainly():
+            yield leaf_at, torch.Tensor.detach
+        return
+    if sample is None or not _C.is_dead_tensor_wrapper(sample):
+        with _below(level):
+            yield leaf_at, torch.Tensor.detach
+        return
+    with _below(level - 1), grad_level() as (wrap, unwrap):
+        own = _C.maybe_current_level()
+
+        def enter(x: torch.Tensor, needs: bool) -> torch.Tensor:
+            x = alive(x)
+            if level_of(x) == own:
+                x = unwrap(x.detach())
+            return wrap(x) if needs else x
+
+        def leave(x: torch.Tensor) -> torch.Tensor:
+            return unwrap(x.detach()) if level_of(x) == own else x.detach()
+
+        yield enter, leave

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc.blocks.series import in_series
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
 from invfunc.invertible.checkpoint import Checkpointed, invertible_checkpoint
-from invfunc.invertible.span import onward
 from invfunc.pairs.pair import Composition, Invertible, invert
-from invfunc.pairs.training import Optimiser
-from invfunc.recomputation.straight_calls import unwatched
 
 Step = tuple[Checkpointed, Any]
 """A block and its parameters."""
@@ -158,25 +156,21 @@ class _Sequence(Composition):
         return any(block.pair.hidden for block in self.blocks)
 
     def forward(self, x: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
-        seen, steps, compiling = [], self.steps(params), torch.compiler.is_compiling()
+        seen: list[Any] = []
+        steps, compiling = self.steps(params), torch.compiler.is_compiling()
         if compiling and torch.is_grad_enabled() and not torch.compiler.is_exporting():
             from invfunc.invertible.within import fits, within  # imports the compiler, which takes a second
 
             if fits(steps):
                 return within(steps, x, args, kwargs)
         calls = [(g, (), {}) if p is None else (g, (p, *args), kwargs) for g, p in steps]
-        while (at := len(seen)) < len(calls):
-            x, done = (x, 0) if compiling else unwatched(calls[at:], x)
-            seen += [None] * done
-            if done:
-                continue
-            g, given, by_name = calls[at]
+        if not compiling and all(g.pair.composition is None for g, _ in steps):
+            x, hidden = in_series(calls, x)
+            return (x, [own[0] if own else None for own in hidden]) if self.hidden else x
+        for g, given, by_name in calls:
             x = g(x, *given, **by_name)
             x, own = x if g.pair.hidden else (x, None)
             seen.append(own)
-            if isinstance(g.pair, Optimiser):
-                x, more = onward(x, g, steps[at + 1 :], args, kwargs)
-                seen += [None] * more
         return (x, seen) if self.hidden else x
 
     def inverse(self, y: Any, *given: Any, **kwargs: Any) -> Any:

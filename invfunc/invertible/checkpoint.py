@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import EllipsisType
@@ -12,23 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from invfunc import tree
-from invfunc._torch.functorch import levels, saving_hooks, under
-from invfunc._torch.scripted import Interpreted
+from invfunc.blocks.rounding import default_tolerance
+from invfunc.blocks.series import Known, in_series
 from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, InvFuncError, SampleAxisError
-from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.pairs.automatic.found import automatic
 from invfunc.pairs.pair import Invertible
 from invfunc.pairs.value import Value
-from invfunc.recomputation.call import Call, Tensors
-from invfunc.recomputation.closing import closing_over, hooking, keeps_a_graph
-from invfunc.recomputation.containers import Containers
-from invfunc.recomputation.report import Known, Report, unbatched, way
-from invfunc.recomputation.rounding import default_tolerance, relative_error
-from invfunc.recomputation.sparse import any_sparse, separate
-from invfunc.recomputation.straight_calls import unwatched
-from invfunc.recording.trace import Trace
 from invfunc.transform import shown, told
 
 
@@ -226,95 +215,31 @@ class Checkpointed(Value):
                 from invfunc._torch.eager import BLOCK, say  # imports the compiler, which takes a second
 
                 say(BLOCK)
-            return self._shown(self._forward(x, args, kwargs))
+            return self._shown(self.pair.forward(*self.pair.shared, x, *args, **kwargs))
         try:
-            return self._shown(self._call(x, args, kwargs))
+            composition = self.pair.composition
+            if composition is not None:
+                pair = composition.keeping(self.keep) if self.keep else self.pair
+                return self._shown(pair.forward(x, *args, **kwargs))
+            y, hidden = in_series([(self, args, kwargs)], x)
+            return (y, *hidden[0]) if self.has_aux else y
         except SampleAxisError:  # is told by the statistic that looks on
             raise
         except InvFuncError as error:
             raise told(error, f"{self!r}(x, ...)") from error.__cause__
-        except RuntimeError as error:
-            refused = unbatched(error)
-            if refused is None:
-                raise
-            raise told(refused, f"{self!r}(x, ...)") from error
 
     def _shown(self, y: Any) -> Any:
         return y if self.has_aux else self.pair.apart(y)[0]
 
-    def _forward(self, x: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return self.pair.forward(*self.pair.shared, x, *args, **kwargs)
-
-    def _call(self, x: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        composition = self.pair.composition
-        if composition is not None:
-            pair = composition.keeping(self.keep) if self.keep else self.pair
-            return pair.forward(x, *args, **kwargs)
-        y, done = unwatched([(self, args, kwargs)], x)
-        if done:
-            return y
-        xs, x_form = tree.separate(x)
-        rest, rest_form = separate((args, kwargs))
-        kinds = {kind for kind, _ in levels()}
-        in_node = bool(kinds or self.known.needs_a_node)
-        if self._saves_nothing(kinds, in_node, xs, rest):
-            with Interpreted() if kinds else nullcontext():
-                return self._forward(x, args, kwargs)
-        kept = self._kept(len(xs))
-        tolerance = _tolerance(self.check, xs)
-        report = Report(self, way(self.check), tolerance, self.known)
-        given = Containers((x, *args, *kwargs.values()))
-        made = partial(Call, self.pair, x_form, rest_form, kept, self.preserve_rng_state, tolerance, report, given)
-        found = (closing_over if in_node else hooking)(made(), made, xs, rest)
-        if found is None:
-            return self._forward(x, args, kwargs)
-        y, ys, call, rest = found
-        if tolerance is not None and len(kept) < len(xs):
-            _check(call, xs, ys, rest, tolerance)
-        return y
-
-    @property
-    def options(self) -> tuple:
-        """What it was made with, beside its pair."""
-        return self.keep, self.preserve_rng_state, self.check, self.min_bytes
-
-    def _kept(self, number: int) -> tuple[int, ...]:
+    def kept(self, number: int) -> tuple[int, ...]:
         """Which of so many tensors of x are kept."""
         kept = tuple(range(number)) if self.keep is True else self.keep or ()
         if any(not 0 <= i < number for i in kept):
             raise ArgumentError(f"keep={self.keep} names tensors of x by their place, but x has {number} of them.")
         return kept
 
-    def _saves_nothing(self, kinds: set[str], in_node: bool, xs: Tensors, rest: Tensors) -> bool:
-        """Whether f is evaluated as it is, as it would save no memory otherwise, or cannot."""
-        if not xs or any_sparse([*xs, *rest] if in_node else xs) or sum(t.nbytes for t in xs) < self.min_bytes:
-            return True
-        if (in_node and self.known.as_it_is) or self._followed_closely(kinds):
-            return True
-        return not keeps_a_graph(kinds, (*xs, *rest))
-
-    def _followed_closely(self, kinds: set[str]) -> bool:
-        """Whether a statistic looks on that would not see into a node, or writes out for its second derivative what the
-        evaluation in the backward pass would not; where hooks save (torch.utils.checkpoint), both evaluate a block."""
-        if under(TwiceDifferentiable) and saving_hooks() is None:
-            return True
-        return bool(kinds or self.known.needs_a_node) and under(Trace)
-
-
-def _tolerance(check: bool | float | str, xs: Tensors) -> float | None:
-    if check is False or isinstance(check, str):
-        return None
-    return max(map(default_tolerance, xs)) if check is True else float(check)
-
-
-def _check(call: Call, xs: Tensors, ys: Tensors, rest: Tensors, tolerance: float) -> None:
-    with torch.no_grad():
-        back = call.inverse([t.detach() for t in (*ys, *(xs[i] for i in call.kept))], [t.detach() for t in rest])
-    call.left.may_not_be_read()
-    for name, x, came in zip(call.names(), xs, back, strict=True):
-        error = relative_error(came, x)
-        if not error <= tolerance:
-            raise InverseError(
-                f"the inverse gives {name} of shape {list(x.shape)} back with an error of {error:.1e} of its largest "
-                f"entry, where {tolerance:.1e} is tolerated (check=)."
-            )
+    def tolerance(self, xs: Sequence[torch.Tensor]) -> float | None:
+        """The error that is tolerated where all of x is compared; None where it is not."""
+        if self.check is False or isinstance(self.check, str):
+            return None
+        return max(map(default_tolerance, xs)) if self.check is True else float(self.check)

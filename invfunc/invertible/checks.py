@@ -14,11 +14,12 @@ from invfunc import tree
 from invfunc._shown import axes, table
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import differentiable
+from invfunc.blocks.run import Run
 from invfunc.errors import InverseError, InvFuncError, InvFuncWarning
 from invfunc.invertible.chain import repeated
+from invfunc.invertible.checkpoint import Checkpointed
 from invfunc.pairs.pair import Invertible, as_pair
-from invfunc.recomputation.call import Call
-from invfunc.recomputation.rounding import default_tolerance, relative_error
+from invfunc.blocks.rounding import default_tolerance, relative_error
 from invfunc.transform import told
 
 
@@ -183,24 +184,20 @@ class _Trip:
 
     def __init__(self, pair: Invertible, x: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         self.pair, self.x = pair, x
-        xs, self._form = tree.separate(x)
-        self._rest, rest = tree.separate((args, kwargs))
-        self._call = Call(pair, self._form, rest, (), random=True)
+        self._run = Run(0)
         with torch.no_grad():
-            full = self._call.first(xs, self._rest, closed=False)
-        self._call.flat(full)
-        self.y, self._hidden = pair.apart(full)
+            self.y, _ = self._run.forward([(Checkpointed(pair, check="off"), args, kwargs)], x)
 
     def back(self, y: Any) -> Any:
         """`f_inv(y)`."""
-        full = (y, *self._hidden) if self._hidden else y
+        link = self._run.links[0]
         with torch.no_grad():
-            return self._form.join(self._call.inverse(tree.separate(full)[0], self._rest))
+            return link.form.join(self._run.inverse(tree.separate(y)[0]))
 
     def forth(self, x: Any) -> Any:
         """`f(x)`."""
         with torch.no_grad():
-            return self.pair.apart(self._call.run(tree.separate(x)[0], self._rest, None))[0]
+            return self._run.once_more(x)
 
 
 def _as_pair(name: str, pair: Any) -> Invertible:

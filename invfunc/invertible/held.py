@@ -9,7 +9,7 @@ import torch
 
 from invfunc._shown import table
 from invfunc.budget.size import told
-from invfunc.recomputation.states import HERE, Noted
+from invfunc.blocks.states import HERE, Noted
 
 
 def held_states() -> HeldStates:
@@ -125,12 +125,17 @@ class HeldStates:
         return self._in_memory(taken=False)
 
     def _in_memory(self, taken: bool) -> States:
+        alive = [(s, memory) for s in self._noted.states if (memory := s.memory()) is not None and memory.nbytes()]
+        first = {id(memory): s for s, memory in reversed(alive)}
+        kept = {id(memory) for s, memory in alive if s.block is not None and not s.taken}
         found, sizes = dict[tuple, HeldState](), dict[int, int]()
-        for state, giver, memory in self._noted.in_memory(taken):
-            size = sizes[id(memory)] = memory.nbytes()
-            output = giver.outputs[state.output]
-            one = HeldState(giver.name, giver.number, output, tuple(state.shape), state.dtype, size)
-            found[one, id(memory)] = one  # that of several levels of torch.func is one
+        for s, memory in alive:
+            at = id(memory)
+            if first[at].block is None or s.block is None or s.taken is not taken or (at in kept) is taken:
+                continue  # the caller's x is in memory anyway; one state may be another one, handed on
+            sizes[at] = memory.nbytes()
+            one = HeldState(repr(s.block.pair), s.number, s.output, s.shape, s.dtype, sizes[at])
+            found[one, at] = one
         return States([*found.values()], sum(sizes.values()))
 
     def _title(self, held: States) -> str:

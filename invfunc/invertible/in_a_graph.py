@@ -11,12 +11,13 @@ import torch
 from torch import fx
 
 from invfunc._torch.eager import BROKEN, CHAIN, say_now
+from invfunc._torch.functorch import after_backward
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import differentiable
-from invfunc.errors import InverseError, ReplayError
+from invfunc.blocks.looks import tell
+from invfunc.blocks.series import Known
+from invfunc.errors import ReplayError
 from invfunc.invertible.blocks_in_a_graph import Block, Blocks, Env, tensors_of
-from invfunc.recomputation.report import HELPS, Known, Report, later
-from invfunc.recomputation.rounding import known_at_once
 
 
 def as_one_node(module: Callable[..., Any]) -> Callable[..., Any]:
@@ -181,29 +182,28 @@ def _came_back(
     error: torch.Tensor, slope: torch.Tensor, check: str, tolerance: float, precision: float, place: int
 ) -> torch.Tensor:
     """A gradient, once it is told if x has not come back."""
-    report = Report(_Told(), check or "error", None, _KNOWN.setdefault(place, Known(calls=1)))
-    most = tolerance or precision**0.5
+    block = _InGraph(tolerance or check or "error", _KNOWN.setdefault(place, Known()))
 
-    def judge(error: float, _: float = 0.0) -> None:
-        small = report.is_small(error, most)
-        if not error <= most and not (small and report.known.inexact):
-            report.tell(InverseError, _TEXT.format(error, most), small)
+    def judge() -> None:
+        tell(block, float(error), precision, "x", torch.get_default_dtype())
 
-    if known_at_once(error.device):
-        judge(float(error))
+    if error.device.type == "cpu":
+        judge()
     else:
-        later(error, 0.0, judge)
+        after_backward(judge)
     return slope.clone()
 
 
-class _Told:
+@dataclass
+class _InGraph:
+    """The blocks of a chain, as those that tell of an inverse."""
+
+    check: Any
+    known: Known
+
     def __repr__(self) -> str:
         return "a chain within torch.compile"
 
 
 _KNOWN: dict[int, Known] = {}
 """What is known of the chains in graphs, by their places."""
-_TEXT = (
-    "its blocks give x back with an error of {:.1e}, where up to {:.1e} is rounding. Either rounding errors grow from "
-    "block to block (`drift` tells how fast), or an f_inv is no inverse of its f (`check_inverse` compares them). "
-) + HELPS

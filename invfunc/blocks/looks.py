@@ -1,0 +1,114 @@
+"""Looks at a state: some of its entries and their sum, to be compared with what the inverse gives back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from invfunc._torch.functorch import after_backward, backward_pass, dispatched, innermost
+from invfunc.errors import InexactWarning, InverseError
+from invfunc.transform import told
+
+ENTRIES = 64
+"""How many entries of a tensor are compared."""
+EVERY = 8
+"""Of blocks one after the other the first one is looked at, and each eighth: a wrong x reaches the first one anyway."""
+FEW = 0.05
+"""The error above which a gradient is not worth having."""
+HELPS = (
+    "Keep some of the states (anchor_every=, keep=True), compute in float64, or take a coupling with exact=True. "
+    '(check="error" raises at once, check="off" does not look.)'
+)
+
+
+class Look:
+    """Entries and the sum of a tensor."""
+
+    __slots__ = ("entries", "total")
+
+    def __init__(self, x: torch.Tensor) -> None:
+        x = innermost(x)
+        flat = x.reshape(-1)
+        if flat.is_complex():
+            flat = torch.view_as_real(flat.resolve_conj()).view(-1)
+        wide = flat.dtype if flat.dtype.itemsize >= 4 else torch.float32
+        self.entries = flat[:: (len(flat) // ENTRIES) | 1].to(wide, copy=True)
+        self.total = flat.sum(dtype=wide)
+
+    def error(self, now: Look, count: int) -> torch.Tensor:
+        """The largest difference and the size that it is relative to: of entries, and of the sum of many roundings."""
+        apart = (now.entries - self.entries).abs()
+        size = self.entries.abs()
+        there = self.entries.isfinite()
+        off = torch.where(there, apart, 0).amax().nan_to_num(torch.inf)
+        off_sum = ((now.total - self.total).abs() / count**0.5).nan_to_num(torch.inf)
+        off = torch.maximum(off, torch.where(self.total.isfinite(), off_sum, 0))
+        return torch.stack((off, torch.where(there, size, 0).amax()))
+
+
+def looked_at(xs: Sequence[torch.Tensor]) -> list[Look | None] | None:
+    """Looks at tensors with numbers that are not whole."""
+    if dispatched() or any(x.is_meta or x.layout is not torch.strided for x in xs):
+        return None
+    differentiable = [(x.is_floating_point() or x.is_complex()) and x.numel() > 0 for x in xs]
+    return [Look(x) if there else None for x, there in zip(xs, differentiable, strict=True)]
+
+
+def compare(block: Any, looks: Sequence[Look | None], xs: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    """Warn or raise where a state did not come back; off the CPU when the backward pass has ended.
+
+    Args:
+        block: the block whose inverse gave them.
+        looks: looks at the state as it was.
+        xs: the state that came back.
+        names: the names of its tensors.
+    """
+    if dispatched():
+        return
+    pairs = [(look, x, name) for look, x, name in zip(looks, xs, names, strict=True) if look is not None]
+    if not pairs:
+        return
+    errors = [look.error(Look(x), x.numel()) for look, x, _ in pairs]
+    precision = max(torch.finfo(x.dtype).eps for _, x, _ in pairs)
+    at_once = all(e.device.type == "cpu" for e in errors)
+
+    def judge() -> None:
+        found = [e.tolist() for e in errors]
+        whole = max(size for _, size in found) * min(1.0, 16 * precision**0.5)  # what is faint beside it may be rounding
+        relative = [off / (max(size, whole) or 1.0) for off, size in found]
+        worst = max(range(len(found)), key=relative.__getitem__)
+        tell(block, relative[worst], precision, pairs[worst][2], pairs[worst][1].dtype)
+
+    if at_once or backward_pass() < 0:
+        judge()
+    else:
+        after_backward(judge)
+
+
+def tell(block: Any, error: float, precision: float, name: str, dtype: torch.dtype) -> None:
+    """Warn of an error that is more than rounding, or raise."""
+    check = block.check
+    most = precision**0.5 if isinstance(check, (str, bool)) else float(check)
+    if error <= most:
+        return
+    text = f"the inverse gives {name} back with an error of {error:.1e}, where up to {most:.1e} is rounding. "
+    if error > FEW:
+        text += (
+            "Either f_inv is no inverse of f (`check_inverse` compares them), or something that f reads has changed "
+            "since (a mode, a global, random numbers that are not torch's), or rounding errors have grown from block to "
+            "block (`drift` tells how fast). "
+        )
+    else:
+        text += "Rounding errors drift, and grow from block to block (`drift` tells how fast). "
+    if dtype in (torch.bfloat16, torch.float16):
+        text += f"The state is in {dtype}: keep it in float32, as by `stem(x).float()` before the first block. "
+    where = f"{block!r}, in the backward pass"
+    if check == "warn" and error <= max(4 * most, FEW):
+        if not block.known.warned:
+            block.known.warned = True
+            warnings.warn(f"{where}: {text}{HELPS}", InexactWarning, stacklevel=2)
+        return
+    raise told(InverseError(text + HELPS), where)

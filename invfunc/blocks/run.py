@@ -1,0 +1,582 @@
+"""Blocks one after the other in one call, whose graph is that of f itself and saves nothing.
+
+Hooks give autograd numbers in place of the tensors that it saves. When it asks for the first one of a block, the input
+of the block is computed from its output, f runs once more, and what autograd saves then is handed out. Between runs the
+states are in slots, which the next run takes over; within one they are nowhere.
+
+Inside of torch.func it is the same where one `grad` alone has a graph: the hooks are let in there, and the level is
+entered again where it has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc._torch.functorch import (
+    alive,
+    at_level,
+    backward_by_torch_func,
+    ended,
+    innermost,
+    leaf_at,
+    pop_hooks,
+    push_hooks,
+    storage_of,
+    unwatched,
+    unwrapped,
+    version,
+)
+from invfunc.blocks.closed import Reading
+from invfunc.blocks.looks import EVERY, Look, compare, looked_at
+from invfunc.blocks.rounding import relative_error
+from invfunc.blocks.slots import Holder, Slot, depth_of, slot_of
+from invfunc.blocks.states import note
+from invfunc.blocks.surroundings import (
+    States,
+    Surroundings,
+    drawing,
+    drew,
+    generators_of,
+    kinds_of,
+    states_of,
+)
+from invfunc._torch.values import differentiable
+from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
+from invfunc.transform import told
+
+Step = tuple[Any, tuple, dict[str, Any]]
+"""A block with its further arguments."""
+Tensors = list[torch.Tensor]
+CHANGES = (
+    "It reads something that changes: random numbers of Python or numpy, a counter, what is chosen around the forward "
+    "pass alone. Draw with torch, whose numbers are replayed (preserve_rng_state=True), or pass what changes as an "
+    "argument."
+)
+
+
+class _Enough(BaseException):
+    """All that is needed has been saved."""
+
+
+class _Like:
+    """What a tensor of x was like."""
+
+    __slots__ = ("shape", "dtype", "device", "stride", "needs")
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.shape, self.dtype, self.device, self.needs = x.shape, x.dtype, x.device, x.requires_grad
+        self.stride = x.stride() if x.layout is torch.strided else None
+
+    def checked(self, came: Any, link: Link, place: int) -> torch.Tensor:
+        """What the inverse gave for it, with the strides that it had: kernels are chosen by them."""
+        if not isinstance(came, torch.Tensor) or came.shape != self.shape or not self._holds(came.dtype):
+            what = f"{list(came.shape)} {came.dtype}" if isinstance(came, torch.Tensor) else type(came).__name__
+            name = link.names()[place]
+            raise InverseError(
+                f"the inverse gives {name} as {what}, where it was {list(self.shape)} {self.dtype}. To keep it in "
+                f"memory, and not compute it by the inverse, pass keep=({place},)."
+            )
+        came = came.detach() if came.dtype == self.dtype else came.detach().to(self.dtype)
+        if self.stride is None or came.stride() == self.stride or came.numel() < 2:
+            return came
+        made = came.new_empty_strided(self.shape, self.stride)
+        dense = unwrapped(made) is not None or made.untyped_storage().nbytes() == made.nbytes
+        return made.copy_(came) if dense else came
+
+    def _holds(self, dtype: torch.dtype) -> bool:
+        """Whether a dtype has all of its digits."""
+        if dtype == self.dtype:
+            return True
+        floats = dtype.is_floating_point and self.dtype.is_floating_point
+        return floats and torch.promote_types(dtype, self.dtype) == dtype
+
+
+class _Constant:
+    """A tensor of the arguments that had a graph, without it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.value = tensor.detach()
+
+
+class _Evaluation:
+    """An evaluation of a function that f shares with its inverse."""
+
+    __slots__ = ("start", "end", "needs", "states")
+
+    def __init__(self, start: int, needs: list[bool], states: States | None) -> None:
+        self.start, self.end, self.needs, self.states = start, start, needs, states
+
+
+class Link:
+    """A block of a run."""
+
+    __slots__ = (
+        "block", "form", "like", "tensors", "args", "versions", "start", "around", "states", "looks", "kept", "hidden",
+        "evaluations",
+    )  # fmt: skip
+
+    def __init__(self, step: Step, xs: Tensors, form: tree.Form, start: int) -> None:
+        self.block, *given = step
+        self.form, self.like, self.start = form, [_Like(x) for x in xs], start
+        self.tensors, self.args = tree.separate(tuple(given)) if given[0] or given[1] else ((), None)
+        self.tensors = [t if t.grad_fn is None else _Constant(t) for t in self.tensors]
+        self.kept: dict[int, Slot] = {}
+        self.looks: list[Look | None] | None = None
+        self.hidden: tuple = ()
+        self.states: States | None = None
+        self.evaluations: list[_Evaluation] = []
+        self.versions: list[int] = []
+
+    @property
+    def pair(self) -> Any:
+        """The pair of the block."""
+        return self.block.pair
+
+    def names(self) -> list[str]:
+        """The tensors of x as one would write them."""
+        named = tree.named_leaves(self.form.join(range(len(self.form.places))))
+        return ["x" + named[place][0] for place in self.form.places]
+
+    def given(self, enter: Callable[[torch.Tensor, bool], torch.Tensor]) -> tuple[tuple, dict[str, Any]]:
+        """The further arguments, to be read once more: what had a graph needs a gradient as before."""
+        if self.args is None:
+            return (), {}
+        for t, then in zip(self.tensors, self.versions, strict=True):
+            if version(t.value if isinstance(t, _Constant) else t) != then:
+                raise ModifiedError(
+                    "an argument has been modified by an inplace operation after the block was called, and is needed "
+                    "to compute the gradient. Write t = t + z in place of t += z."
+                )
+        return self.args.join([enter(t.value, True) if isinstance(t, _Constant) else self._alive(t, enter) for t in self.tensors])
+
+    @staticmethod
+    def _alive(t: torch.Tensor, enter: Callable[[torch.Tensor, bool], torch.Tensor]) -> torch.Tensor:
+        return enter(alive(t), differentiable(t)) if ended(t) else t
+
+
+class Run(Holder):
+    """Blocks one after the other in one call.
+
+    Args:
+        level: the level of torch.func at which there is a graph; 0 for plain autograd.
+    """
+
+    def __init__(self, level: int) -> None:
+        self.level = level
+        self.links: list[Link] = []
+        self._starts: list[int] = []
+        self._like: list[tuple[torch.Size, torch.dtype]] = []
+        """What autograd has saved was like, in order."""
+        self._live: list[tuple[torch.Tensor, int]] | None = []
+        """What it has saved of the block that is running, with versions; of all, where nothing may be freed."""
+        self._freed = 0
+        """How many of them are not in `_live` any more."""
+        self._form: tree.Form | None = None
+        self._now: int | None = None
+        """The link whose saved tensors are at hand."""
+        self._saved: list[torch.Tensor | None] = []
+        self._state: tuple[int, Tensors] | None = None
+        """A state between the links, and the number of links before it."""
+        self._lock = threading.RLock()
+        self._done = self._whole = False
+        """Whether what autograd has saved stays in memory."""
+
+    # Forwards
+
+    def forward(self, steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:
+        """y, and what each block hides."""
+        xs, form = tree.separate(x)
+        slots = [slot_of(t) for t in xs]
+        depth = depth_of(slots)
+        first_block = steps[0][0]
+        replays = first_block.preserve_rng_state
+        others = [other for _, args, kwargs in steps for other in (*args, *kwargs.values())] if replays else []
+        self.generators = generators_of(xs, others) if replays else []
+        kinds = kinds_of(xs)
+        self.first_states = states = states_of(self.generators) if replays else None
+        y, hidden = x, []
+        for k, step in enumerate(steps):
+            link = Link(step, xs, form, len(self._like))
+            self._keep(link, xs)
+            if link.block.check != "off" and (depth + k) % EVERY == 0 and len(link.kept) < len(xs):
+                with unwatched():
+                    link.looks = looked_at(xs)
+            known = link.block.known
+            link.around = Surroundings(known.closed(link.pair), kinds)
+            link.around.mark()
+            link.states = states
+            self.links.append(link)
+            self._starts.append(link.start)
+            before, versions = xs, [version(t) for t in xs]
+            y = self._first(link, step, y)
+            y, link.hidden = link.pair.apart(y)
+            if any(version(t) != then for t, then in zip(before, versions, strict=True)):
+                raise ModifiedError(_WRITES)
+            if states is not None:
+                after = states_of(self.generators)
+                if not drew(states, after):
+                    link.states = None
+                    for evaluation in link.evaluations:
+                        evaluation.states = None
+                states = after
+            link.around.called()
+            if link.tensors:
+                link.versions = [version(t.value if isinstance(t, _Constant) else t) for t in link.tensors]
+            xs, form = tree.separate(y)
+            if self.level and not self._whole and any(self._tracked_below(t) for t in xs):
+                self._whole = True
+            if not self._whole:
+                self._live, self._freed = [], len(self._like)
+            hidden.append(link.hidden)
+            link.hidden = tree.map_tensors(torch.Tensor.detach, link.hidden) if link.hidden else ()
+            self._form = form
+            if k + 1 < len(steps):
+                note(link.block, depth + k, y, before, None)
+            if (tolerance := link.block.tolerance(before)) is not None and len(link.kept) < len(before):
+                self._check(link, before, xs, tolerance)
+        self._done = True
+        with unwatched():
+            self.outs = [Slot(t, depth + len(steps)) for t in xs]
+            for t, slot in zip(xs, self.outs, strict=True):
+                slot.note(t)
+            note(link.block, depth + len(steps) - 1, y, before, self.outs)
+        if not self._whole:
+            self._live = None
+            self.take_over(slots)  # nothing has failed
+        return y, hidden
+
+    def _check(self, link: Link, xs: Tensors, ys: Tensors, tolerance: float) -> None:
+        """Compare all entries of x with what the inverse gives."""
+        with self._entered() as (enter, leave):
+            back = self._inverted(link, [t.detach() for t in ys], enter, None)
+        for name, x, came in zip(link.names(), xs, map(leave, back), strict=True):
+            error = relative_error(came, x)
+            if not error <= tolerance:
+                raise InverseError(
+                    f"the inverse gives {name} of shape {list(x.shape)} back with an error of {error:.1e} of its "
+                    f"largest entry, where {tolerance:.1e} is tolerated (check=)."
+                )
+
+    def _first(self, link: Link, step: Step, x: Any) -> Any:
+        """The first evaluation of a block."""
+        block, args, kwargs = step
+        closed = link.around.closed
+        shared = [partial(self._evaluate, link, fn) for fn in link.pair.shared]
+        was = push_hooks(self.pack, self.unpack)
+        try:
+            if closed.learned:
+                return link.pair.forward(*shared, x, *args, **kwargs)
+            with Reading() as reading:
+                y = link.pair.forward(*shared, x, *args, **kwargs)
+            closed.learn(reading.read)
+            return y
+        finally:
+            pop_hooks(was)
+
+    def _evaluate(self, link: Link, fn: Callable, *args: Any, **kwargs: Any) -> Any:
+        """The first evaluation of a shared function."""
+        if link.evaluations and link.around.buffers:
+            link.around.mark()
+        own = {id(t) for t in link.tensors}
+        needs = [t.requires_grad for t in tree.tensors((args, kwargs)) if id(t) not in own]
+        states = states_of(self.generators) if self.generators else None
+        evaluation = _Evaluation(len(self._like), needs, states)
+        link.evaluations.append(evaluation)
+        result = fn(*args, **kwargs)
+        evaluation.end = len(self._like)
+        return result
+
+    def _keep(self, link: Link, xs: Tensors) -> None:
+        """Keep the tensors of x that the inverse does not give."""
+        for i in link.block.kept(len(xs)):
+            link.kept[i] = Slot(xs[i])
+
+    def _tracked_below(self, t: torch.Tensor) -> bool:
+        """Whether a tensor also has a graph at a level below that of the run."""
+        while (inner := unwrapped(t)) is not None:
+            t = inner
+            if t.requires_grad:
+                return True
+        return False
+
+    def pack(self, t: torch.Tensor) -> int:
+        """The number that autograd gets in place of a tensor."""
+        self._like.append((t.shape, t.dtype))
+        if self._live is not None:
+            self._live.append((t, version(t)))
+        return len(self._like) - 1
+
+    def given_back(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """A function that computes a saved tensor again, for a statistic that records f; None if it was not saved."""
+        for n, (t, _) in reversed([*enumerate(self._live or (), self._freed)]):
+            if storage_of(t) == storage_of(tensor) and t.numel() == tensor.numel():
+                same = t.shape == tensor.shape and t.stride() == tensor.stride()
+                if same or (t.is_contiguous() and tensor.is_contiguous()):
+                    return partial(self._fetched, n, tensor.shape)
+        return None
+
+    def _fetched(self, n: int, shape: torch.Size) -> torch.Tensor:
+        with self._lock:
+            return self._found(n).reshape(shape)
+
+    def inverse(self, ys: Tensors) -> Tensors:
+        """The tensors of x of a run of one block, from those of any y."""
+        with self._entered() as (enter, leave):
+            return [leave(x) for x in self._inverted(self.links[0], ys, enter, None)]
+
+    def once_more(self, x: Any) -> Any:
+        """y of a run of one block at any x, with the same random numbers."""
+        link = self.links[0]
+        with self._entered() as (enter, _), link.around.again():
+            if link.states is not None:
+                self._draw(link.states)
+            args, kwargs = link.given(enter)
+            return link.pair.apart(link.pair.forward(*link.pair.shared, x, *args, **kwargs))[0]
+
+    def undo(self) -> None:
+        """Take back what the blocks have written to buffers."""
+        for link in reversed(self.links):
+            link.around.undo()
+
+    # Backwards
+
+    def unpack(self, n: int) -> torch.Tensor:
+        """The tensor of a number."""
+        with self._lock:
+            if self._live is not None and n >= self._freed:
+                return self._still_there(n)
+            found = self._found(n)
+            self._saved[n - self._starts[self._now or 0]] = None
+        if self.level and torch.is_grad_enabled() and backward_by_torch_func():
+            torch._C._set_grad_enabled(False)  # in this node: nobody can differentiate once more at this level
+        return found
+
+    def _still_there(self, n: int) -> torch.Tensor:
+        """A tensor that was not freed: f itself goes backwards, or two levels have a graph."""
+        if not self._done:
+            self.links[-1].block.known.differentiates = True
+        assert self._live is not None
+        t, then = self._live[n - self._freed]
+        if version(t) != then:
+            raise ModifiedError(
+                f"a tensor of shape {list(t.shape)} that is needed to compute the gradient has been modified by an "
+                "inplace operation. Write t = t + z in place of t += z."
+            )
+        return t
+
+    def _found(self, n: int) -> torch.Tensor:
+        k = bisect_right(self._starts, n) - 1
+        found = self._saved[n - self._starts[k]] if self._now == k else None
+        if found is None:
+            with self._told(k):
+                self._restore(k)
+            found = self._saved[n - self._starts[k]]
+            assert found is not None
+        return found
+
+    @contextmanager
+    def _told(self, k: int) -> Iterator[None]:
+        try:
+            yield
+        except InvFuncError as error:
+            raise told(error, f"{self.links[k].block!r}, in the backward pass") from error.__cause__
+
+    def release(self) -> None:
+        self._now, self._saved, self._state = None, [], None
+
+    def back(self, ys: Tensors) -> Tensors:
+        if self._state is None:
+            self._state = len(self.links), ys
+        with self._entered() as (enter, leave):
+            while self._state[0]:
+                k = self._state[0] - 1
+                with self._told(k):
+                    self._state = k, [leave(x) for x in self._inverted(self.links[k], self._state[1], enter, None)]
+        return self._state[1]
+
+    def _restore(self, k: int) -> None:
+        """Have at hand what autograd saved of a link."""
+        self._now, self._saved = None, []
+        if self._state is None or self._state[0] < k:
+            self._state = len(self.links), self.output()
+        end = self._starts[k + 1] if k + 1 < len(self.links) else len(self._like)
+        link, saved = self.links[k], [None] * (end - self._starts[k])
+        with self._entered() as (enter, leave):
+            while self._state[0] > k + 1:
+                at, state = self._state
+                self._state = at - 1, [leave(x) for x in self._inverted(self.links[at - 1], state, enter, None)]
+            at, xs = self._state
+            if at == k + 1:
+                xs = [leave(x) for x in self._inverted(link, xs, enter, saved)]
+                self._state = k, xs
+            if any(t is None for t in saved):
+                self._evaluated(link, xs, enter, saved)
+            saved = [leave(t) for t in saved]
+        if k == 0:
+            self.fill(xs)
+        self._now, self._saved = k, saved
+
+    @contextmanager
+    def _entered(self) -> Iterator[tuple[Callable, Callable]]:
+        """The level of the run, with `enter` and `leave` for tensors, and generators that are put back."""
+        draws = any(link.states is not None for link in self.links)
+        sample = next((slot.value for slot in self.outs if slot.value is not None), None)
+        with drawing(self.generators) if draws else nullcontext(), at_level(self.level, sample) as level:
+            yield level
+
+    def _inverted(self, link: Link, ys: Tensors, enter: Callable, saved: list | None) -> Tensors:
+        """The tensors of x, from those of y; what autograd saves of shared functions is put into `saved`."""
+        block, pair = link.block, link.pair
+        if len(link.kept) == len(link.like):
+            return [link.kept[i].get() for i in range(len(link.like))]
+        k = self.links.index(link)
+        form = self.links[k + 1].form if k + 1 < len(self.links) else self._form
+        assert form is not None
+        args, kwargs = link.given(enter)
+        if block.known.differentiates:
+            ys = [enter(alive(t), differentiable(t)) for t in ys]
+        y, replays = form.join([alive(t) for t in ys]), link.states is not None or bool(link.around.buffers)
+        at = len(link.evaluations)
+        outs: dict[int, Any] = {}
+        own = {id(t) for t in tree.tensors((args, kwargs))}
+
+        def again(fn: Callable, *given: Any, **named: Any) -> Any:
+            nonlocal at
+            at -= 1
+            if at < 0:
+                raise ReplayError(f"the inverse evaluates {fn!r} more often than f. {CHANGES}")
+            out = self._once_more(link, at, fn, given, named, enter, own, saved)
+            outs[at] = out
+            return tree.map_tensors(torch.Tensor.detach, out)
+
+        shared = [partial(again, fn) for fn in pair.shared] if saved is not None or replays else pair.shared
+        if link.states is not None and not pair.shared:
+            self._draw(link.states)
+        where = torch.enable_grad() if block.known.differentiates else torch.no_grad()
+        inverse = pair.inverse_of(link.form, link.like, {i: slot.get() for i, slot in link.kept.items()})
+        last = len(link.around.buffers[0][3]) - 1 if link.around.buffers else 0
+        with where, link.around.again(last):
+            try:
+                x = inverse(*shared, y, *link.hidden, *args, **kwargs)
+            except TypeError as error:
+                error.add_note(f"f_inv of {block!r} is called as f_inv(y, *args, **kwargs), with the arguments of f.")
+                raise
+        found = tree.tensors(x)
+        if len(found) != len(link.like):
+            raise InverseError(f"the inverse gives {len(found)} tensors, where x has {len(link.like)}. {_FORM}")
+        xs = []
+        for i, (t, like) in enumerate(zip(found, link.like, strict=True)):
+            xs.append(link.kept[i].get() if i in link.kept else like.checked(t, link, i))
+        if link.looks is not None:
+            compare(block, [None if i in link.kept else look for i, look in enumerate(link.looks)], xs, link.names())
+        if saved is not None and outs and any(t is None for t in saved):
+            self._recalled(link, xs, outs, enter, saved, args, kwargs)
+        return xs
+
+    def _draw(self, states: States) -> None:
+        for generator, state in zip(self.generators, states, strict=True):
+            generator.set_state(state)
+
+    def _once_more(
+        self, link: Link, at: int, fn: Callable, args: tuple, kwargs: dict, enter: Callable, own: set[int], saved: Any
+    ) -> Any:
+        """A shared function again, with what autograd saves."""
+        evaluation = link.evaluations[at]
+        needs = iter(evaluation.needs)
+        args, kwargs = tree.map_tensors(
+            lambda t: t if id(t) in own else enter(t.detach(), next(needs, False)), (args, kwargs)
+        )
+        if evaluation.states is not None:
+            self._draw(evaluation.states)
+        with link.around.again(at) if link.around.buffers else nullcontext():
+            if saved is None:
+                return fn(*args, **kwargs)
+            first, end = evaluation.start, evaluation.end
+            with torch.enable_grad():
+                out, found = self._saves(partial(fn, *args, **kwargs), [*range(first, end)], link)
+        saved[first - link.start : end - link.start] = found
+        return out
+
+    def _recalled(
+        self, link: Link, xs: Tensors, outs: dict, enter: Callable, saved: list, args: tuple, kwargs: dict
+    ) -> None:
+        """What autograd saves beside the shared functions, whose results are known."""
+        at = -1
+
+        def recall(*_: Any, **__: Any) -> Any:
+            nonlocal at
+            at += 1
+            return tree.map_tensors(lambda t: enter(t.detach(), t.requires_grad), outs[at])
+
+        missing = [link.start + i for i, t in enumerate(saved) if t is None]
+        x = self._x(link, xs, enter)
+        with torch.enable_grad(), link.around.again():
+            run = partial(link.pair.forward, *[recall] * len(link.pair.shared), x, *args, **kwargs)
+            _, found = self._saves(run, missing, link, stop=True)
+        for n, t in zip(missing, found, strict=True):
+            saved[n - link.start] = t
+
+    def _evaluated(self, link: Link, xs: Tensors, enter: Callable, saved: list) -> None:
+        """What autograd saves of f at x."""
+        if link.states is not None:
+            self._draw(link.states)
+        args, kwargs = link.given(enter)
+        x = self._x(link, xs, enter)
+        with torch.enable_grad(), link.around.again():
+            run = partial(link.pair.forward, *link.pair.shared, x, *args, **kwargs)
+            _, saved[:] = self._saves(run, [*range(link.start, link.start + len(saved))], link, stop=True)
+
+    @staticmethod
+    def _x(link: Link, xs: Tensors, enter: Callable) -> Any:
+        return link.form.join([enter(x, like.needs) for x, like in zip(xs, link.like, strict=True)])
+
+    def _saves(self, fn: Callable, wanted: list[int], link: Link, stop: bool = False) -> tuple[Any, Tensors]:
+        """The result of a function and what autograd saves in it, which has to be like that of some numbers."""
+        saved: Tensors = []
+        count = len(wanted)
+
+        def pack(t: torch.Tensor) -> int:
+            n = len(saved)
+            if n == count or (t.shape, t.dtype) != self._like[wanted[n]]:
+                raise ReplayError(
+                    f"evaluated again, the function does something else: autograd saves a tensor of shape "
+                    f"{list(t.shape)} and {t.dtype}" + (", one more than before. " if n == count else
+                    f", where it was {list(self._like[wanted[n]][0])} and {self._like[wanted[n]][1]}. ") + CHANGES
+                )  # fmt: skip
+            saved.append(t.detach() if t.requires_grad else t)
+            if stop and n + 1 == count:
+                raise _Enough
+            return n
+
+        out = None
+        was = push_hooks(pack, saved.__getitem__)
+        try:
+            if count or not stop:
+                out = fn()
+        except _Enough:
+            pass
+        finally:
+            pop_hooks(was)
+        if len(saved) != count:
+            raise ReplayError(
+                f"evaluated again, the function does something else: autograd saves {len(saved)} tensors, where it was "
+                f"{count}. {CHANGES}"
+            )
+        return out, saved
+
+
+_WRITES = (
+    "the function writes into x, which it was given. Take inplace=False in its first layers, or give them a copy: "
+    "lambda x: f(x.clone())."
+)
+_FORM = "It has to be of the form of x: f_inv(f(x)) is x."

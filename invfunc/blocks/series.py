@@ -1,0 +1,88 @@
+"""Calls of blocks, one after the other, in the way that saves memory where there is memory to save."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc._torch.functorch import dual, levels, saving_hooks, under
+from invfunc._torch.generators import set_states
+from invfunc.blocks.closed import Closed
+from invfunc.blocks.run import Run, Step
+from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.recording.trace import Trace
+
+
+class Known:
+    """What is known of a block from its calls. A copy of the block has its own."""
+
+    def __init__(self) -> None:
+        self.warned = False
+        """Whether the block has told of an inexact inverse."""
+        self.differentiates = False
+        """Whether f goes backwards itself, by torch.autograd."""
+        self.uses_torch_func = False
+        self._closed: tuple[Any, Closed] | None = None
+
+    def __reduce__(self) -> tuple:
+        return Known, ()
+
+    def closed(self, pair: Any) -> Closed:
+        """What the functions of a pair close over."""
+        if self._closed is None or self._closed[0] is not pair:
+            self._closed = pair, Closed((pair.forward, pair.inverse, *pair.shared))
+        return self._closed[1]
+
+
+def in_series(steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:
+    """The state behind some blocks, and what each of them hides."""
+    hidden: list[tuple] = []
+    while len(hidden) < len(steps):
+        rest = steps[len(hidden) :]
+        level = _level(rest[0], x)
+        if level is None:
+            block, args, kwargs = rest[0]
+            x, own = block.pair.apart(block.pair.forward(*block.pair.shared, x, *args, **kwargs))
+            hidden.append(own)
+            continue
+        count = next((i for i, (block, *_) in enumerate(rest) if i and _differs(block, rest[0][0])), len(rest))
+        run = Run(level)
+        try:
+            x, more = run.forward(rest[:count], x)
+            hidden += more
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error) or not run.links:
+                raise
+            run.undo()  # f uses torch.func, which refuses hooks: it is taken as it is
+            run.links[-1].block.known.uses_torch_func = True
+            set_states(zip(run.generators, run.first_states or (), strict=False))
+    return x, hidden
+
+
+def _differs(block: Any, first: Any) -> bool:
+    """Whether a block cannot be in one run with the first one."""
+    return block.known.uses_torch_func or block.preserve_rng_state != first.preserve_rng_state or bool(block.min_bytes)
+
+
+def _level(step: Step, x: Any) -> int | None:
+    """The level of torch.func at which alone there is a graph, 0 for plain autograd; None if there is no memory to
+    save: without gradients, in forward mode, at several levels, under a vmap of f, or below `min_bytes`."""
+    block, args, _ = step
+    if not torch.is_grad_enabled() or block.known.uses_torch_func or torch.is_inference_mode_enabled():
+        return None
+    xs = tree.tensors(x)
+    if not xs or any(t.layout is not torch.strided for t in xs):
+        return None
+    if block.min_bytes and sum(t.nbytes for t in xs) < block.min_bytes:
+        return None
+    if under(TwiceDifferentiable) and saving_hooks() is None:  # a statistic writes out what is differentiated twice
+        return None
+    around = levels()
+    if not around:
+        return None if dual(*xs, *tree.tensors(args)) else 0
+    if under(Trace) or around[-1][0] != "grad" or any(kind != "vmap" for kind, _ in around[:-1]):
+        return None
+    return around[-1][1]

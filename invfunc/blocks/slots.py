@@ -1,0 +1,109 @@
+"""States between blocks: in memory, or to be had from the later call that took them over."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from invfunc._torch.functorch import alive, version
+from invfunc.errors import ModifiedError, ReplayError
+
+_KEY = "invfunc"
+
+
+class Slot:
+    """A tensor that a call gave out, until the next call takes it over."""
+
+    __slots__ = ("value", "version", "later", "depth", "__weakref__")
+
+    def __init__(self, tensor: torch.Tensor, depth: int = 0) -> None:
+        self.value: torch.Tensor | None = tensor.detach()
+        self.version = version(tensor)
+        self.later: Holder | None = None
+        self.depth = depth
+        """How many blocks come before it in its series, this one included."""
+
+    def get(self) -> torch.Tensor:
+        """The tensor, which must not have been written since."""
+        if self.value is None:
+            raise ReplayError("the state behind it is gone: a second backward pass needs retain_graph=True.")
+        if version(self.value) != self.version:
+            raise ModifiedError(
+                f"its output, of shape {list(self.value.shape)}, has been modified by an inplace operation, and is "
+                "needed to compute the gradient. Write y = y + z in place of y += z."
+            )
+        return alive(self.value)
+
+    def fill(self, value: torch.Tensor) -> None:
+        """Put the tensor back that the later call has computed again."""
+        self.value, self.version = value, version(value)
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Let the next call find this slot at the tensor; a copy or a pickle of the tensor knows nothing of it."""
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.metadata[_KEY, tensor.output_nr] = weakref.ref(self)
+
+
+def slot_of(tensor: torch.Tensor) -> Slot | None:
+    """The slot of a tensor that a call gave out, if it was not written and nobody took it over."""
+    if tensor.grad_fn is None:
+        return None
+    found = tensor.grad_fn.metadata.get((_KEY, tensor.output_nr))
+    slot = found and found()
+    if slot is None or slot.later is not None or slot.value is None or slot.value.shape != tensor.shape:
+        return None
+    return slot if slot.version == version(tensor) else None
+
+
+class Holder:
+    """A call: the slots of its output, those of its input that it took over, and a way back from one to the other."""
+
+    outs: Sequence[Slot] = ()
+    ins: Sequence[weakref.ref[Slot] | None] = ()
+
+    def back(self, ys: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors of the input, from those of the output."""
+        raise NotImplementedError  # of this class alone
+
+    def release(self) -> None:
+        """Drop what can be computed again."""
+
+    def take_over(self, slots: Sequence[Slot | None]) -> None:
+        """Let go of the input, whose slots are filled again by `fill`."""
+        self.ins = [None if slot is None else weakref.ref(slot) for slot in slots]
+        for slot in slots:
+            if slot is not None:
+                slot.later, slot.value = self, None
+
+    def output(self) -> list[torch.Tensor]:
+        """The tensors of the output; later calls compute those that they took over, one after the other."""
+        waiting: list[Holder] = [self]
+        while waiting:
+            missing = (slot.later for slot in waiting[-1].outs if slot.value is None and slot.later is not None)
+            if (later := next(missing, None)) is not None:
+                waiting.append(later)
+                continue
+            done = waiting.pop()
+            if waiting:
+                done.fill(done.back([slot.get() for slot in done.outs]))
+        found = [slot.get() for slot in self.outs]
+        for slot in self.outs:
+            if slot.later is not None:
+                slot.later.release()
+                slot.value = None
+        return found
+
+    def fill(self, xs: Sequence[torch.Tensor]) -> None:
+        """Give the input back to the calls that it came from."""
+        for x, found in zip(xs, self.ins, strict=False):
+            slot = found() if found is not None else None
+            if slot is not None and slot.later is self:
+                slot.fill(x.detach())
+
+
+def depth_of(slots: Sequence[Any]) -> int:
+    """How many blocks come before a state, by its slots."""
+    return max((slot.depth for slot in slots if slot is not None), default=0)

@@ -1,0 +1,141 @@
+"""Surroundings of a call that have to be the same in the next one: what f closes over, modes, buffers, autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from invfunc._torch.functorch import alive, ended, leaf, version
+from invfunc._torch.generators import Generator, global_generator, set_states, state_of
+from invfunc.blocks.closed import Closed, swapped
+from invfunc.errors import ModifiedError
+
+States = list[torch.Tensor]
+
+
+def generators_of(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> list[Generator]:
+    """The generators that a call may draw from: that of the CPU, of the devices of its tensors, and its arguments."""
+    found: list[Generator] = [torch.default_generator]
+    found += [global_generator(device) for device in {t.device for t in tensors if t.device.type != "cpu"}]
+    return found + [other for other in others if isinstance(other, torch.Generator)]
+
+
+def states_of(generators: Sequence[Generator]) -> States:
+    """Their states: the same objects as the last time, if nothing was drawn since."""
+    return [state_of(generator) for generator in generators]
+
+
+def drew(before: States, after: States) -> bool:
+    """Whether something was drawn between."""
+    return any(a is not b for a, b in zip(before, after, strict=True))
+
+
+@contextmanager
+def drawing(generators: Sequence[Generator]) -> Iterator[None]:
+    """A context behind which the generators go on as if nothing had been drawn in it."""
+    before = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        set_states(zip(generators, before, strict=True))
+
+
+class Surroundings:
+    """Surroundings of one call, which are put up again where its function is evaluated once more."""
+
+    __slots__ = ("closed", "places", "tensors", "versions", "training", "buffers", "casts")
+
+    def __init__(self, closed: Closed, kinds: Sequence[str]) -> None:
+        self.closed, self.places = closed, closed.places
+        self.tensors = [t if t.grad_fn is None else t.detach().requires_grad_() for t in closed.tensors()]
+        self.versions: list[int] = []
+        self.training = [m.training for m in closed.modules]
+        self.casts = _casts(kinds) if torch._C._is_any_autocast_enabled() else ()
+        self.buffers: list[tuple[Any, str, torch.Tensor, list[torch.Tensor]]] = []
+        """Buffers of modules in train mode, and copies of what they held before each evaluation, and in the end."""
+        for module in closed.stateful:
+            if module.training:
+                self.buffers += [(module._buffers, k, b, []) for k, b in module._buffers.items() if b is not None]
+
+    def mark(self) -> None:
+        """Keep what the buffers hold."""
+        for *_, buffer, copies in self.buffers:
+            copies.append(buffer.detach().clone())
+
+    def called(self) -> None:
+        """End of the call: from now on nothing may be written that it has read."""
+        if self.places is not self.closed.places:  # it was learned which of them are read
+            read = {(id(c), k) for c, k in self.closed.places}
+            kept = [(id(c), k) in read for c, k in self.places]
+            self.tensors = [t for t, keep in zip(self.tensors, kept, strict=True) if keep]
+            self.places = self.closed.places
+        self.versions = [version(t) for t in self.tensors]
+        if self.buffers:
+            self.mark()
+            self.buffers = [b for b in self.buffers if not torch.equal(b[3][0], b[3][-1])]
+
+    def undo(self) -> None:
+        """Take back what the call has written to buffers."""
+        for *_, buffer, copies in self.buffers:
+            with torch.no_grad():
+                buffer.copy_(copies[0])
+
+    @contextmanager
+    def again(self, at: int = 0) -> Iterator[None]:
+        """A context as it was before the evaluation of a number; what is written to buffers in it is dropped."""
+        own = {id(buffer) for *_, buffer, _ in self.buffers}
+        norms = [m for m in self.closed.norms if m.training]
+        own.update(id(b) for m in norms for b in m._buffers.values())
+        with ExitStack() as stack:
+            others, values = [], []
+            for place, t, then in zip(self.places, self.tensors, self.versions, strict=True):
+                container, key = place
+                if version(t) != then and id(t) not in own:
+                    raise ModifiedError(
+                        f"a tensor of shape {list(t.shape)} that the function closes over ({key}) has been modified by "
+                        "an inplace operation after it was evaluated. Step the optimiser behind the backward pass; "
+                        "write t = t + z in place of t += z."
+                    )
+                if container[key] is not t or ended(t):
+                    others.append(place)
+                    values.append(leaf(alive(t)) if ended(t) and t.is_floating_point() else t)
+            if others:
+                stack.enter_context(swapped(others, values))
+            for module, then in zip(self.closed.modules, self.training, strict=True):
+                if module.training != then:
+                    stack.callback(setattr, module, "training", module.training)
+                    module.training = then
+            for module in self.closed.norms:
+                if module.training:
+                    scratch = self.closed.written_by(module)
+                    stack.callback(module._buffers.update, dict(module._buffers))
+                    module._buffers.update(scratch)
+            if self.buffers:
+                places = [(held, key) for held, key, *_ in self.buffers]
+                stack.enter_context(swapped(places, [copies[at].clone() for *_, copies in self.buffers]))
+            for kind, on, dtype in self.casts or _casts(_now()):
+                stack.enter_context(torch.autocast(kind, dtype, enabled=on and bool(self.casts), cache_enabled=False))
+            yield
+
+
+def _now() -> Sequence[str]:
+    """The kinds of devices for which autocast is on."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    return [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
+
+
+def _casts(kinds: Sequence[str]) -> list[tuple[str, bool, torch.dtype]]:
+    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+
+
+def kinds_of(tensors: Sequence[torch.Tensor]) -> Sequence[str]:
+    """The kinds of devices whose autocast counts for a call."""
+    found = {"cpu", *(t.device.type for t in tensors)}
+    return ("cpu",) if len(found) == 1 else sorted(k for k in found if torch.amp.is_autocast_available(k))
+
+
+Evaluate = Callable[..., Any]
