@@ -372,31 +372,54 @@ def leaf_at(x: torch.Tensor, needs: bool) -> torch.Tensor:
     return _requiring_grad(x) if needs else x
 
 
-@contextmanager
-def at_level(level: int, sample: torch.Tensor | None) -> Iterator[tuple[Callable, Callable]]:
-    """A context in which operations are recorded as they were at a level (0: by plain autograd), whatever vmap of
-    gradients is around, with `enter(x, needs)`, a leaf there, and `leave(x)`, the tensor that it is.
+class Level:
+    """The level of a `grad` of torch.func at which operations are recorded; 0 for plain autograd."""
 
-    Where the transform of the level has ended, another takes its place.
-    """
-    if not level:
-        with plainly():
-            yield leaf_at, torch.Tensor.detach
-        return
-    if sample is None or not _C.is_dead_tensor_wrapper(sample):
-        with _below(level):
-            yield leaf_at, torch.Tensor.detach
-        return
-    with _below(level - 1), grad_level() as (wrap, unwrap):
-        own = _C.maybe_current_level()
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._mark = torch.zeros(()) if number else None  # which is of the level, and ends with it
 
-        def enter(x: torch.Tensor, needs: bool) -> torch.Tensor:
-            x = alive(x)
-            if level_of(x) == own:
-                x = unwrap(x.detach())
-            return wrap(x) if needs else x
+    @contextmanager
+    def again(self) -> Iterator[tuple[Callable, Callable, Callable]]:
+        """A context in which operations are recorded as they were at the level, whatever vmap of gradients is around,
+        with `enter(x, needs)`, a leaf there, `leave(x)`, the tensor that it is, and `kept(x)`, what autograd is given.
 
-        def leave(x: torch.Tensor) -> torch.Tensor:
-            return unwrap(x.detach()) if level_of(x) == own else x.detach()
+        Where the transform of the level has ended, another takes its place.
+        """
+        if self._mark is None:
+            with plainly():
+                yield leaf_at, torch.Tensor.detach, _as_it_is
+        elif not _C.is_dead_tensor_wrapper(self._mark):
+            with _below(self.number):
+                yield leaf_at, torch.Tensor.detach, _as_it_is
+        else:
+            with _below(self.number - 1), grad_level() as (wrap, unwrap):
+                own = _C.maybe_current_level()
 
-        yield enter, leave
+                def leave(x: torch.Tensor) -> torch.Tensor:
+                    return unwrap(x.detach()) if level_of(x) == own else x
+
+                def enter(x: torch.Tensor, needs: bool) -> torch.Tensor:
+                    x = leave(alive(x))
+                    return wrap(x) if needs else x
+
+                def kept(x: torch.Tensor) -> torch.Tensor:  # autograd takes no bare tensor of a vmap
+                    return x if level_of(x) == own else _C._wrap_for_grad(x, own)
+
+                yield enter, leave, kept
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def batched_like(x: torch.Tensor, vmaps: set[int]) -> torch.Tensor:
+    """x, which is the same for all entries of those vmaps around it that are not among these, as one for all."""
+    if not _C.is_functorch_wrapped_tensor(x) or vmaps_of(x) <= vmaps:
+        return x
+    level, inner = _C.maybe_get_level(x), batched_like(_C.get_unwrapped(x), vmaps)
+    if not _C.is_batchedtensor(x):
+        return _C._wrap_for_grad(inner, level)
+    dim = _C.maybe_get_bdim(x)
+    with _below(level - 1):
+        return _C._add_batch_dim(inner, dim, level) if level in vmaps else inner.select(dim, 0)

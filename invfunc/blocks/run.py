@@ -21,18 +21,18 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import (
+    Level,
     alive,
-    at_level,
     backward_by_torch_func,
+    batched_like,
     ended,
-    innermost,
-    leaf_at,
     pop_hooks,
     push_hooks,
     storage_of,
     unwatched,
     unwrapped,
     version,
+    vmaps_of,
 )
 from invfunc.blocks.closed import Reading
 from invfunc.blocks.looks import EVERY, Look, compare, looked_at
@@ -69,11 +69,12 @@ class _Enough(BaseException):
 class _Like:
     """What a tensor of x was like."""
 
-    __slots__ = ("shape", "dtype", "device", "stride", "needs")
+    __slots__ = ("shape", "dtype", "device", "stride", "needs", "vmaps")
 
     def __init__(self, x: torch.Tensor) -> None:
         self.shape, self.dtype, self.device, self.needs = x.shape, x.dtype, x.device, x.requires_grad
         self.stride = x.stride() if x.layout is torch.strided else None
+        self.vmaps = vmaps_of(x) if unwrapped(x) is not None else _NONE
 
     def checked(self, came: Any, link: Link, place: int) -> torch.Tensor:
         """What the inverse gave for it, with the strides that it had: kernels are chosen by them."""
@@ -85,6 +86,7 @@ class _Like:
                 f"memory, and not compute it by the inverse, pass keep=({place},)."
             )
         came = came.detach() if came.dtype == self.dtype else came.detach().to(self.dtype)
+        came = batched_like(came, self.vmaps)
         if self.stride is None or came.stride() == self.stride or came.numel() < 2:
             return came
         made = came.new_empty_strided(self.shape, self.stride)
@@ -121,7 +123,7 @@ class Link:
     """A block of a run."""
 
     __slots__ = (
-        "block", "form", "like", "tensors", "args", "versions", "start", "around", "states", "looks", "kept", "hidden",
+        "block", "form", "like", "tensors", "args", "needs", "versions", "start", "around", "states", "looks", "kept", "hidden",
         "evaluations",
     )  # fmt: skip
 
@@ -129,6 +131,7 @@ class Link:
         self.block, *given = step
         self.form, self.like, self.start = form, [_Like(x) for x in xs], start
         self.tensors, self.args = tree.separate(tuple(given)) if given[0] or given[1] else ((), None)
+        self.needs = [t.requires_grad for t in self.tensors]
         self.tensors = [t if t.grad_fn is None else _Constant(t) for t in self.tensors]
         self.kept: dict[int, Slot] = {}
         self.looks: list[Look | None] | None = None
@@ -157,11 +160,12 @@ class Link:
                     "an argument has been modified by an inplace operation after the block was called, and is needed "
                     "to compute the gradient. Write t = t + z in place of t += z."
                 )
-        return self.args.join([enter(t.value, True) if isinstance(t, _Constant) else self._alive(t, enter) for t in self.tensors])
-
-    @staticmethod
-    def _alive(t: torch.Tensor, enter: Callable[[torch.Tensor, bool], torch.Tensor]) -> torch.Tensor:
-        return enter(alive(t), differentiable(t)) if ended(t) else t
+        found = []
+        for t, need in zip(self.tensors, self.needs, strict=True):
+            constant = isinstance(t, _Constant)
+            t = t.value if constant else t
+            found.append(enter(t, need) if constant or ended(t) else t)
+        return self.args.join(found)
 
 
 class Run(Holder):
@@ -172,7 +176,7 @@ class Run(Holder):
     """
 
     def __init__(self, level: int) -> None:
-        self.level = level
+        self._level = Level(level)
         self.links: list[Link] = []
         self._starts: list[int] = []
         self._like: list[tuple[torch.Size, torch.dtype]] = []
@@ -212,7 +216,7 @@ class Run(Holder):
                 with unwatched():
                     link.looks = looked_at(xs)
             known = link.block.known
-            link.around = Surroundings(known.closed(link.pair), kinds)
+            link.around = Surroundings(known.closed(link.pair), kinds, known.first)
             link.around.mark()
             link.states = states
             self.links.append(link)
@@ -230,10 +234,11 @@ class Run(Holder):
                         evaluation.states = None
                 states = after
             link.around.called()
+            known.first = False
             if link.tensors:
                 link.versions = [version(t.value if isinstance(t, _Constant) else t) for t in link.tensors]
             xs, form = tree.separate(y)
-            if self.level and not self._whole and any(self._tracked_below(t) for t in xs):
+            if self._level.number and not self._whole and any(self._tracked_below(t) for t in xs):
                 self._whole = True
             if not self._whole:
                 self._live, self._freed = [], len(self._like)
@@ -257,7 +262,7 @@ class Run(Holder):
 
     def _check(self, link: Link, xs: Tensors, ys: Tensors, tolerance: float) -> None:
         """Compare all entries of x with what the inverse gives."""
-        with self._entered() as (enter, leave):
+        with self._entered() as (enter, leave, _):
             back = self._inverted(link, [t.detach() for t in ys], enter, None)
         for name, x, came in zip(link.names(), xs, map(leave, back), strict=True):
             error = relative_error(came, x)
@@ -331,13 +336,13 @@ class Run(Holder):
 
     def inverse(self, ys: Tensors) -> Tensors:
         """The tensors of x of a run of one block, from those of any y."""
-        with self._entered() as (enter, leave):
+        with self._entered() as (enter, leave, _):
             return [leave(x) for x in self._inverted(self.links[0], ys, enter, None)]
 
     def once_more(self, x: Any) -> Any:
         """y of a run of one block at any x, with the same random numbers."""
         link = self.links[0]
-        with self._entered() as (enter, _), link.around.again():
+        with self._entered() as (enter, _, _), link.around.again(0, enter):
             if link.states is not None:
                 self._draw(link.states)
             args, kwargs = link.given(enter)
@@ -357,7 +362,7 @@ class Run(Holder):
                 return self._still_there(n)
             found = self._found(n)
             self._saved[n - self._starts[self._now or 0]] = None
-        if self.level and torch.is_grad_enabled() and backward_by_torch_func():
+        if self._level.number and torch.is_grad_enabled() and backward_by_torch_func():
             torch._C._set_grad_enabled(False)  # in this node: nobody can differentiate once more at this level
         return found
 
@@ -397,7 +402,7 @@ class Run(Holder):
     def back(self, ys: Tensors) -> Tensors:
         if self._state is None:
             self._state = len(self.links), ys
-        with self._entered() as (enter, leave):
+        with self._entered() as (enter, leave, _):
             while self._state[0]:
                 k = self._state[0] - 1
                 with self._told(k):
@@ -411,7 +416,7 @@ class Run(Holder):
             self._state = len(self.links), self.output()
         end = self._starts[k + 1] if k + 1 < len(self.links) else len(self._like)
         link, saved = self.links[k], [None] * (end - self._starts[k])
-        with self._entered() as (enter, leave):
+        with self._entered() as (enter, leave, kept):
             while self._state[0] > k + 1:
                 at, state = self._state
                 self._state = at - 1, [leave(x) for x in self._inverted(self.links[at - 1], state, enter, None)]
@@ -421,17 +426,16 @@ class Run(Holder):
                 self._state = k, xs
             if any(t is None for t in saved):
                 self._evaluated(link, xs, enter, saved)
-            saved = [leave(t) for t in saved]
+            saved = [kept(t) for t in saved]
         if k == 0:
             self.fill(xs)
         self._now, self._saved = k, saved
 
     @contextmanager
-    def _entered(self) -> Iterator[tuple[Callable, Callable]]:
-        """The level of the run, with `enter` and `leave` for tensors, and generators that are put back."""
+    def _entered(self) -> Iterator[tuple[Callable, Callable, Callable]]:
+        """The level of the run, entered again, and generators that are put back."""
         draws = any(link.states is not None for link in self.links)
-        sample = next((slot.value for slot in self.outs if slot.value is not None), None)
-        with drawing(self.generators) if draws else nullcontext(), at_level(self.level, sample) as level:
+        with drawing(self.generators) if draws else nullcontext(), self._level.again() as level:
             yield level
 
     def _inverted(self, link: Link, ys: Tensors, enter: Callable, saved: list | None) -> Tensors:
@@ -465,7 +469,7 @@ class Run(Holder):
         where = torch.enable_grad() if block.known.differentiates else torch.no_grad()
         inverse = pair.inverse_of(link.form, link.like, {i: slot.get() for i, slot in link.kept.items()})
         last = len(link.around.buffers[0][3]) - 1 if link.around.buffers else 0
-        with where, link.around.again(last):
+        with where, link.around.again(last, enter):
             try:
                 x = inverse(*shared, y, *link.hidden, *args, **kwargs)
             except TypeError as error:
@@ -498,7 +502,7 @@ class Run(Holder):
         )
         if evaluation.states is not None:
             self._draw(evaluation.states)
-        with link.around.again(at) if link.around.buffers else nullcontext():
+        with link.around.again(at, enter) if link.around.buffers else nullcontext():
             if saved is None:
                 return fn(*args, **kwargs)
             first, end = evaluation.start, evaluation.end
@@ -520,7 +524,7 @@ class Run(Holder):
 
         missing = [link.start + i for i, t in enumerate(saved) if t is None]
         x = self._x(link, xs, enter)
-        with torch.enable_grad(), link.around.again():
+        with torch.enable_grad(), link.around.again(0, enter):
             run = partial(link.pair.forward, *[recall] * len(link.pair.shared), x, *args, **kwargs)
             _, found = self._saves(run, missing, link, stop=True)
         for n, t in zip(missing, found, strict=True):
@@ -532,7 +536,7 @@ class Run(Holder):
             self._draw(link.states)
         args, kwargs = link.given(enter)
         x = self._x(link, xs, enter)
-        with torch.enable_grad(), link.around.again():
+        with torch.enable_grad(), link.around.again(0, enter):
             run = partial(link.pair.forward, *link.pair.shared, x, *args, **kwargs)
             _, saved[:] = self._saves(run, [*range(link.start, link.start + len(saved))], link, stop=True)
 
@@ -575,6 +579,7 @@ class Run(Holder):
         return out, saved
 
 
+_NONE: set[int] = set()
 _WRITES = (
     "the function writes into x, which it was given. Take inplace=False in its first layers, or give them a copy: "
     "lambda x: f(x.clone())."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,19 +17,24 @@ from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.trace import Trace
 
 
+@dataclass
 class Known:
     """What is known of a block from its calls. A copy of the block has its own."""
 
-    def __init__(self) -> None:
-        self.warned = False
-        """Whether the block has told of an inexact inverse."""
-        self.differentiates = False
-        """Whether f goes backwards itself, by torch.autograd."""
-        self.uses_torch_func = False
-        self._closed: tuple[Any, Closed] | None = None
+    first: bool = True
+    """Whether it was not called yet."""
+    warned: bool = False
+    """Whether it has told of an inexact inverse."""
+    differentiates: bool = False
+    """Whether f goes backwards itself, by torch.autograd."""
+    uses_torch_func: bool = False
+    _closed: tuple[Any, Closed] | None = None
 
-    def __reduce__(self) -> tuple:
-        return Known, ()
+    def __deepcopy__(self, memo: dict) -> Known:
+        return Known()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
 
     def closed(self, pair: Any) -> Closed:
         """What the functions of a pair close over."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from invfunc._torch.functorch import alive, ended, leaf, version
+from invfunc._torch.functorch import ended, leaf, leaf_at, version
 from invfunc._torch.generators import Generator, global_generator, set_states, state_of
 from invfunc.blocks.closed import Closed, swapped
 from invfunc.errors import ModifiedError
@@ -19,7 +19,7 @@ States = list[torch.Tensor]
 def generators_of(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> list[Generator]:
     """The generators that a call may draw from: that of the CPU, of the devices of its tensors, and its arguments."""
     found: list[Generator] = [torch.default_generator]
-    found += [global_generator(device) for device in {t.device for t in tensors if t.device.type != "cpu"}]
+    found += [global_generator(device) for device in {t.device for t in tensors if t.device.type not in ("cpu", "meta")}]
     return found + [other for other in others if isinstance(other, torch.Generator)]
 
 
@@ -46,23 +46,26 @@ def drawing(generators: Sequence[Generator]) -> Iterator[None]:
 class Surroundings:
     """Surroundings of one call, which are put up again where its function is evaluated once more."""
 
-    __slots__ = ("closed", "places", "tensors", "versions", "training", "buffers", "casts")
+    __slots__ = ("closed", "places", "tensors", "needs", "versions", "training", "buffers", "casts")
 
-    def __init__(self, closed: Closed, kinds: Sequence[str]) -> None:
+    def __init__(self, closed: Closed, kinds: Sequence[str], first: bool) -> None:
         self.closed, self.places = closed, closed.places
-        self.tensors = [t if t.grad_fn is None else t.detach().requires_grad_() for t in closed.tensors()]
+        self.tensors = [t if t.grad_fn is None else leaf(t) for t in closed.tensors()]
+        self.needs = [t.requires_grad for t in self.tensors]
         self.versions: list[int] = []
         self.training = [m.training for m in closed.modules]
         self.casts = _casts(kinds) if torch._C._is_any_autocast_enabled() else ()
-        self.buffers: list[tuple[Any, str, torch.Tensor, list[torch.Tensor]]] = []
-        """Buffers of modules in train mode, and copies of what they held before each evaluation, and in the end."""
-        for module in closed.stateful:
+        self.buffers: list[tuple[Any, str, torch.Tensor, list[torch.Tensor], int]] = []
+        """Buffers of modules in train mode, with copies of what they held before each evaluation and in the end, and
+        their versions before the call: torch.batch_norm writes without counting."""
+        for module in (*closed.stateful, *(closed.norms if first else ())):
             if module.training:
-                self.buffers += [(module._buffers, k, b, []) for k, b in module._buffers.items() if b is not None]
+                held = module._buffers
+                self.buffers += [(held, k, b, [], version(b)) for k, b in held.items() if b is not None]
 
     def mark(self) -> None:
         """Keep what the buffers hold."""
-        for *_, buffer, copies in self.buffers:
+        for _, _, buffer, copies, _ in self.buffers:
             copies.append(buffer.detach().clone())
 
     def called(self) -> None:
@@ -71,27 +74,32 @@ class Surroundings:
             read = {(id(c), k) for c, k in self.closed.places}
             kept = [(id(c), k) in read for c, k in self.places]
             self.tensors = [t for t, keep in zip(self.tensors, kept, strict=True) if keep]
+            self.needs = [t.requires_grad for t in self.tensors]
             self.places = self.closed.places
         self.versions = [version(t) for t in self.tensors]
         if self.buffers:
             self.mark()
-            self.buffers = [b for b in self.buffers if not torch.equal(b[3][0], b[3][-1])]
+            self.buffers = [b for b in self.buffers if version(b[2]) != b[4] or not torch.equal(b[3][0], b[3][-1])]
 
     def undo(self) -> None:
         """Take back what the call has written to buffers."""
-        for *_, buffer, copies in self.buffers:
-            with torch.no_grad():
+        for _, _, buffer, copies, _ in self.buffers:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffer):
                 buffer.copy_(copies[0])
 
     @contextmanager
-    def again(self, at: int = 0) -> Iterator[None]:
+    def again(self, at: int = 0, enter: Callable[[torch.Tensor, bool], torch.Tensor] = leaf_at) -> Iterator[None]:
         """A context as it was before the evaluation of a number; what is written to buffers in it is dropped."""
-        own = {id(buffer) for *_, buffer, _ in self.buffers}
-        norms = [m for m in self.closed.norms if m.training]
-        own.update(id(b) for m in norms for b in m._buffers.values())
+        own = {id(buffer) for _, _, buffer, _, _ in self.buffers}
         with ExitStack() as stack:
+            for module, then in zip(self.closed.modules, self.training, strict=True):
+                if module.training != then:
+                    stack.callback(setattr, module, "training", module.training)
+                    module.training = then
+            norms = [m for m in self.closed.norms if m.training]
+            own.update(id(b) for m in norms for b in m._buffers.values())
             others, values = [], []
-            for place, t, then in zip(self.places, self.tensors, self.versions, strict=True):
+            for place, t, need, then in zip(self.places, self.tensors, self.needs, self.versions, strict=True):
                 container, key = place
                 if version(t) != then and id(t) not in own:
                     raise ModifiedError(
@@ -101,21 +109,15 @@ class Surroundings:
                     )
                 if container[key] is not t or ended(t):
                     others.append(place)
-                    values.append(leaf(alive(t)) if ended(t) and t.is_floating_point() else t)
+                    values.append(enter(t, need) if ended(t) else t)
             if others:
                 stack.enter_context(swapped(others, values))
-            for module, then in zip(self.closed.modules, self.training, strict=True):
-                if module.training != then:
-                    stack.callback(setattr, module, "training", module.training)
-                    module.training = then
-            for module in self.closed.norms:
-                if module.training:
-                    scratch = self.closed.written_by(module)
-                    stack.callback(module._buffers.update, dict(module._buffers))
-                    module._buffers.update(scratch)
+            for module in norms:
+                stack.callback(module._buffers.update, dict(module._buffers))
+                module._buffers.update(self.closed.written_by(module))
             if self.buffers:
                 places = [(held, key) for held, key, *_ in self.buffers]
-                stack.enter_context(swapped(places, [copies[at].clone() for *_, copies in self.buffers]))
+                stack.enter_context(swapped(places, [copies[at].clone() for _, _, _, copies, _ in self.buffers]))
             for kind, on, dtype in self.casts or _casts(_now()):
                 stack.enter_context(torch.autocast(kind, dtype, enabled=on and bool(self.casts), cache_enabled=False))
             yield
@@ -137,5 +139,3 @@ def kinds_of(tensors: Sequence[torch.Tensor]) -> Sequence[str]:
     found = {"cpu", *(t.device.type for t in tensors)}
     return ("cpu",) if len(found) == 1 else sorted(k for k in found if torch.amp.is_autocast_available(k))
 
-
-Evaluate = Callable[..., Any]
