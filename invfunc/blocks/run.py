@@ -38,7 +38,7 @@ from invfunc.blocks.closed import Reading
 from invfunc.blocks.looks import EVERY, Look, compare, looked_at
 from invfunc.blocks.rounding import relative_error
 from invfunc.blocks.slots import Holder, Slot, depth_of, slot_of
-from invfunc.blocks.states import note
+from invfunc.blocks.states import HERE, note
 from invfunc.blocks.surroundings import (
     States,
     Surroundings,
@@ -253,7 +253,7 @@ class Run(Holder):
         with unwatched():
             self.outs = [Slot(t, depth + len(steps)) for t in xs]
             for t, slot in zip(xs, self.outs, strict=True):
-                slot.note(t)
+                slot.note(t, held=bool(HERE.noted))
             note(link.block, depth + len(steps) - 1, y, before, self.outs)
         if not self._whole:
             self._live = None

@@ -41,10 +41,15 @@ class Slot:
         """Put the tensor back that the later call has computed again."""
         self.value, self.version = value, version(value)
 
-    def note(self, tensor: torch.Tensor) -> None:
-        """Let the next call find this slot at the tensor; a copy or a pickle of the tensor knows nothing of it."""
+    def note(self, tensor: torch.Tensor, held: bool) -> None:
+        """Let the next call find this slot at the tensor; a copy or a pickle of the tensor knows nothing of it.
+
+        Args:
+            tensor: the tensor.
+            held: whether the slot lives as long as the graph, also where nobody needs it to go backwards.
+        """
         if tensor.grad_fn is not None:
-            tensor.grad_fn.metadata[_KEY, tensor.output_nr] = weakref.ref(self)
+            tensor.grad_fn.metadata[_KEY, tensor.output_nr] = (lambda: self) if held else weakref.ref(self)
 
 
 def slot_of(tensor: torch.Tensor) -> Slot | None:

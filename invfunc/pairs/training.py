@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from invfunc import tree
+from invfunc._torch.functorch import saving_hooks, transforming
 from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
 from invfunc.pairs.decay import Decay, Words
@@ -82,7 +83,15 @@ class Gradient(Value):
     loss: Callable
 
     def __call__(self, weights: torch.Tensor, like: _Parameters, grid: Grid, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return like.vector(torch.func.grad(self._scalar)(like.joined(weights), *args, **kwargs), grid)
+        if saving_hooks() is None or transforming():
+            return like.vector(torch.func.grad(self._scalar)(like.joined(weights), *args, **kwargs), grid)
+        recorded = torch.is_grad_enabled()  # torch.func.grad refuses the hooks of an invertible block
+        with torch.enable_grad():
+            weights = weights if weights.requires_grad else weights.detach().requires_grad_()
+            (found,) = torch.autograd.grad(
+                self._scalar(like.joined(weights), *args, **kwargs), weights, create_graph=recorded, allow_unused=True
+            )
+        return torch.zeros_like(weights) if found is None else found
 
     def _scalar(self, *given: Any, **kwargs: Any) -> torch.Tensor:
         value = self.loss(*given, **kwargs)
@@ -161,46 +170,6 @@ class Steps(Value, ABC):
         moments, digits = self._each("back", state.moments, state.digits, gained, steps)
         self.grid.checked(weights, *moments, *gained, entered=True)
         return Training(weights, moments, digits, steps, state.like)
-
-    def slope(self, state: Training, slopes: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
-        """The gradients of the weights and the running means, from those of the tensors of a state."""
-        numbers = state.weights, *state.moments
-        return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(numbers, slopes, strict=False))
-
-    def pulled_back(
-        self,
-        gradient: Callable,
-        state: Training,
-        slope: tuple,
-        asked: Sequence[torch.Tensor],
-        args: tuple,
-        kwargs: dict,
-    ) -> tuple[Training, tuple, Sequence[torch.Tensor | None]]:
-        """A step back, with the gradients at the state before it and those of what is `asked` among the arguments, from
-        the `slope` at the state behind it. What gives the gradient of the loss there is evaluated once for both."""
-        (of_weights, *of_moments), steps = slope, state.steps - 1
-        with torch.enable_grad():
-            rate = self._rate(args, kwargs)
-            of_rate = isinstance(rate, torch.Tensor) and rate.requires_grad
-            own = [rate.detach().requires_grad_()] if of_rate else []
-            moments = [m.detach().requires_grad_() for m in state.moments]
-            moved = self.moved(own[0] if own else rate, tuple(moments), steps + 1)
-            weights = (state.weights - moved.detach()).requires_grad_()
-            gained = self.added(rate, gradient(weights, state.like, self.grid, *args, **kwargs))
-        added = [m.detach() for m in gained]
-        before, digits = self._each("back", state.moments, state.digits, tuple(added), steps)
-        self.grid.checked(weights.detach(), *before, *added, entered=True)
-        by_move = torch.autograd.grad(moved, [*moments, *own], of_weights, allow_unused=True)
-        of_moments = [a if b is None else a + b for a, b in zip(of_moments, by_move, strict=False)]
-        ends = [*zip(gained, of_moments, strict=True), *((rate, g) for g in by_move[len(moments) :] if g is not None)]
-        ends = [(end, g) for end, g in ends if end.requires_grad]
-        found: Sequence[torch.Tensor | None] = [None] * (1 + len(asked))
-        if ends:
-            outputs, gradients = zip(*ends, strict=True)
-            found = torch.autograd.grad(outputs, [weights, *asked], gradients, allow_unused=True)
-        of_weights = of_weights if found[0] is None else of_weights + found[0]
-        of_moments = [g * float(decay.by) for g, decay in zip(of_moments, self.decays, strict=True)]
-        return Training(weights.detach(), before, digits, steps, state.like), (of_weights, *of_moments), found[1:]
 
     def _each(self, way: str, moments: tuple, digits: tuple, gained: tuple, steps: int) -> tuple[tuple, tuple]:
         """All running means one step further, or back."""
