@@ -48,7 +48,7 @@ def in_series(steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:
     hidden: list[tuple] = []
     while len(hidden) < len(steps):
         rest = steps[len(hidden) :]
-        level = _level(rest[0], x)
+        level = _level(rest, x)
         if level is None:
             block, args, kwargs = rest[0]
             x, own = block.pair.apart(block.pair.forward(*block.pair.shared, x, *args, **kwargs))
@@ -73,16 +73,18 @@ def _differs(block: Any, first: Any) -> bool:
     return block.known.uses_torch_func or block.preserve_rng_state != first.preserve_rng_state or bool(block.min_bytes)
 
 
-def _level(step: Step, x: Any) -> int | None:
+def _level(steps: Sequence[Step], x: Any) -> int | None:
     """The level of torch.func at which alone there is a graph, 0 for plain autograd; None if there is no memory to
     save: without gradients, in forward mode, at several levels, under a vmap of f, or below `min_bytes`."""
-    block, args, _ = step
+    block, args, _ = steps[0]
     if not torch.is_grad_enabled() or block.known.uses_torch_func or torch.is_inference_mode_enabled():
         return None
     xs = tree.tensors(x)
     if not xs or any(t.layout is not torch.strided for t in xs):
         return None
     if block.min_bytes and sum(t.nbytes for t in xs) < block.min_bytes:
+        return None
+    if not any(t.requires_grad for t in xs) and not any(map(_needs, steps)):
         return None
     if under(TwiceDifferentiable) and saving_hooks() is None:  # a statistic writes out what is differentiated twice
         return None
@@ -92,3 +94,10 @@ def _level(step: Step, x: Any) -> int | None:
     if under(Trace) or around[-1][0] != "grad" or any(kind != "vmap" for kind, _ in around[:-1]):
         return None
     return around[-1][1]
+
+
+def _needs(step: Step) -> bool:
+    """Whether a block reads something beside x that needs a gradient."""
+    block, args, kwargs = step
+    given = tree.tensors((args, kwargs)) if args or kwargs else ()
+    return any(t.requires_grad for t in (*given, *block.known.closed(block.pair).tensors()))
