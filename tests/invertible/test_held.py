@@ -16,10 +16,9 @@ from tests.invertible.test_memory import WAYS, live, network, peak
 from tests.invertible_cases import FORMS, Sizes, squash, twins, unsquash
 from tests.meter import nothing_collected
 from tests.networks import total
-from tests.recomputation.straight_cases import WATCHED
 from tests.strategies import Numbers
 
-WIDTH = 4
+WIDTH, WATCHED = 4, 6
 FEW, MANY = 3, 600
 """Samples with which a tensor is looked at together with others, and by itself."""
 

@@ -1,4 +1,4 @@
-"""Blocks within blocks, and modules that still hold what a transform of torch.func has put in, in every order."""
+"""Blocks within blocks that close over modules and tensors, differentiated in every order."""
 
 import pytest
 import torch
@@ -53,13 +53,6 @@ class Net(nn.Module):
     def forward(self, x):
         return self.body(x).square().sum()
 
-    def holding(self, w, v, x):
-        """What it gives with these tensors in the place of its parameters, which it holds from now on."""
-        for layer, tensor in ((self.first, w), (self.second, v)):
-            layer._parameters.clear()
-            layer.w = tensor
-        return self(x)
-
 
 def put_in(nest, wrapped):
     net = Net(nest, wrapped)
@@ -76,33 +69,6 @@ def put_in_where_layers_are_tied(nest, wrapped):
 def of_functional(nest, wrapped):
     f, _ = functional(Net(nest, wrapped))
     return lambda p, x: f(p, x)
-
-
-def of_a_hypernetwork(nest, wrapped):
-    net = Net(nest, wrapped)
-    return lambda p, x: net.holding((p["hyper"] * p["first.w"].sum()).reshape(2, 2), p["second.w"], x)
-
-
-def of_data(nest, wrapped):
-    net = Net(nest, wrapped)
-    return lambda p, x: net.holding(p["first.w"] @ x[:2, :2], p["second.w"].detach(), x)
-
-
-def left_in(nest, wrapped):
-    net = Net(nest, wrapped)
-    return lambda p, x: net.holding(p["first.w"], p["second.w"], x)
-
-
-def left_in_twice(nest, wrapped):
-    net = Net(nest, wrapped)
-    return lambda p, x: (
-        net.holding(p["first.w"], p["second.w"], x) * net.holding(2 * p["first.w"], p["second.w"].cos(), x)
-    )
-
-
-def in_the_place_of_constants(nest, wrapped):
-    net = Net(nest, wrapped)
-    return lambda p, x: net.holding(W, V, x) + net.holding(p["first.w"], p["second.w"], x)
 
 
 def of_a_module_made_within(nest, wrapped):
@@ -124,11 +90,6 @@ WAYS = (
     put_in,
     put_in_where_layers_are_tied,
     of_functional,
-    of_a_hypernetwork,
-    of_data,
-    left_in,
-    left_in_twice,
-    in_the_place_of_constants,
     of_a_module_made_within,
     closed_over,
 )

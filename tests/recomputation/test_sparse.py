@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad
 
-from invfunc import ClosedOverError, Invertible, additive_coupling, hvp, invertible_checkpoint
+from invfunc import additive_coupling, hvp, invertible_checkpoint
 from invfunc.testing import assert_trees_close
 from tests.invertible_same import squares
 from tests.strategies import Numbers
@@ -70,43 +70,6 @@ class TestASparseMatrix:
 
         assert_trees_close(found(invertible_checkpoint), found(lambda pair: pair), 1e-9)
 
-    @pytest.mark.parametrize("where", ["inside", "outside"])
-    @pytest.mark.parametrize("of", ["values", "matrix"])
-    def test_has_its_gradient(self, where, of):
-        A = adjacency(torch.sparse_coo).coalesce()
-        w, state = Numbers(2)(4, 4).double(), (Numbers(1)(5, 4).double(), Numbers(5)(5, 4).double())
-
-        def loss(wrap, given):
-            matrix = torch.sparse_coo_tensor(A.indices(), given, A.shape) if of == "values" else given
-            pair, *args = pair_of("argument", matrix, w)
-            block = wrap(pair)
-            return squares(block(block(state, *args), *args))
-
-        def found(wrap):
-            given = (A.values() if of == "values" else A).clone()
-            if where == "inside":
-                slope = grad(lambda given: loss(wrap, given))(given)
-            else:
-                (slope,) = torch.autograd.grad(loss(wrap, given.requires_grad_()), given)
-            return slope.to_dense()
-
-        assert_trees_close(found(invertible_checkpoint), found(lambda pair: pair), 1e-9)
-
-    def test_that_is_an_argument_of_a_transform_is_passed_as_one(self):
-        A, w, x = adjacency(torch.sparse_coo), Numbers(2)(4, 4).double(), Numbers(1)(5, 4).double()
-
-        def slope(how, wrap):
-            def loss(w, A):
-                pair, *args = pair_of(how, A, w)
-                return squares(wrap(pair)((x.sin(), x.cos()), *args))
-
-            return grad(loss)(w, A)
-
-        with pytest.raises(ClosedOverError, match="as an argument"):
-            slope("buffer", invertible_checkpoint)
-        wanted = slope("buffer", lambda pair: pair)
-        assert_trees_close(slope("argument", invertible_checkpoint), wanted, 1e-9)
-
     def test_of_a_module_may_have_its_parameters_put_in(self):
         class Net(nn.Module):
             def __init__(self, wrap):
@@ -122,14 +85,5 @@ class TestASparseMatrix:
             net, x = Net(wrap), Numbers(1)(5, 4).double()
             params = {name: Numbers(7)(*p.shape).double() for name, p in net.named_parameters()}
             return grad(lambda params: functional_call(net, params, (x,)))(params)
-
-        assert_trees_close(found(invertible_checkpoint), found(lambda pair: pair), 1e-9)
-
-    def test_may_be_the_state(self):
-        scaled = Invertible(lambda x, w: x * w, lambda y, w: y * (1 / w))
-
-        def found(wrap):
-            w = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-            return torch.autograd.grad(squares(wrap(scaled)(adjacency(torch.sparse_coo), w).to_dense()), w)
 
         assert_trees_close(found(invertible_checkpoint), found(lambda pair: pair), 1e-9)
