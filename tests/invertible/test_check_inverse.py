@@ -13,11 +13,22 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import Grid, additive_coupling, affine_coupling, check_inverse, drift, invertible_checkpoint, layers, tree
+from invfunc import (
+    Grid,
+    Invertible,
+    additive_coupling,
+    affine_coupling,
+    chain,
+    check_inverse,
+    drift,
+    invert,
+    invertible_checkpoint,
+    layers,
+    leapfrog,
+    repeated,
+    tree,
+)
 from invfunc.errors import ArgumentTypeError, InverseError
-from invfunc.invertible.chain import chain, repeated
-from invfunc.pairs.integrators import leapfrog
-from invfunc.pairs.pair import Invertible, invert
 from invfunc.testing.values import moved
 from tests.invertible.test_chain import ADDITIVE, AFFINE, KINDS, WIDTH, added, blocks, gradients, looped, mixed
 from tests.strategies import Numbers

@@ -13,11 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.func import grad, jacrev, jvp, vmap
 
-from invfunc import Grid, additive_coupling, invertible_checkpoint, tree
+from invfunc import Grid, additive_coupling, chain, invert, invertible_checkpoint, repeated, tree
 from invfunc._torch.functorch import innermost
 from invfunc.errors import ArgumentError, InverseError, RangeError
-from invfunc.invertible.chain import chain, repeated
-from invfunc.pairs.pair import invert
 from invfunc.testing import assert_trees_close
 from tests.pairs.test_couplings import summed
 from tests.strategies import Numbers

@@ -135,31 +135,3 @@ class TestOfAModuleThatHoldsABlock:
             before = twin(x)
             part.weight.zero_()
         assert torch.equal(twin(x), before)
-
-    def test_what_functions_share_is_shared_by_their_copies(self):
-        m = nn.Linear(2, 2)
-
-        def F(b):
-            return m(b)
-
-        again = copy.deepcopy(additive_coupling(F, lambda a: F(a)))
-        (inner,) = (c.cell_contents for c in again.shared[1].fn.__closure__)
-        assert inner is again.shared[0].fn is not F
-
-    def test_a_function_of_constants_stays_the_same(self):
-        scale, other = 2.0, object()
-        pair = additive_coupling(lambda b: scale * b, lambda a: a if other else a)
-        assert copy.deepcopy(pair).shared == pair.shared
-
-    def test_a_function_that_calls_itself(self):
-        m = nn.Linear(2, 2)
-
-        def again(b, depth=2):
-            return m(again(b, depth - 1)) if depth else b
-
-        pair = copy.deepcopy(additive_coupling(again, again))
-        x = torch.ones(1, 2), torch.ones(1, 2)
-        y = pair(x)
-        with torch.no_grad():
-            m.weight.zero_()
-        assert_trees_close(pair(x), y, 0)

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from invfunc import (
-    Grid,
-    additive_coupling,
     check_inverse,
     drift,
     invert,
@@ -200,41 +198,6 @@ class TestBackwards:
         )
         assert_trees_close(found, wanted, 1e-14)
         assert repr(reversible_step(runge_kutta(module))) == "reversible_step(runge_kutta(Field, 'rk4'), coupling=0.99)"
-
-
-class TestMidpoint:
-    def test_two_steps_of_the_midpoint_rule_are_a_coupling(self):
-        """x[n + 1] = x[n - 1] + 2 h f(x[n]), of order 2, also on a grid, where it comes back to the bit."""
-
-        def f(x):
-            return torch.tanh(x @ TURN)
-
-        def states(steps):
-            h = 4 / steps
-            found = [X, X + runge_kutta(lambda x, t: f(x))(X, 0.0, h)]
-            for _ in range(steps):
-                found.append(found[-2] + 2 * h * f(found[-1]))
-            return found
-
-        ends = []
-        for steps in (40, 80, 160):
-            h, found = 4 / steps, states(steps)
-
-            def move(x, h=h):
-                return 2 * h * f(x)
-
-            coupling, start = repeated(additive_coupling(move, move)), tuple(found[:2])
-            y = coupling(start, [None] * (steps // 2))
-            assert_trees_close(y, tuple(found[steps : steps + 2]), 1e-13)
-            assert_trees_close(invert(coupling)(y, [None] * (steps // 2)), start, 1e-12)
-            on_grid = Grid(40, torch.float64).enter(start)
-            exact = repeated(additive_coupling(move, move, exact=Grid(40, torch.float64)))
-            back = invert(exact)(exact(on_grid, [None] * (steps // 2)), [None] * (steps // 2))
-            assert_trees_close(back, on_grid, 0)
-            ends.append(y[0])
-        wanted = plain(runge_kutta(lambda x, t: f(x)), 1000)
-        errors = [(x - wanted).abs().max() for x in ends]
-        assert all(abs(math.log2(a / b) - 2) < 0.3 for a, b in zip(errors, errors[1:], strict=False))
 
 
 SOLVER, RK4 = reversible_step(runge_kutta(torch.sin)), runge_kutta(torch.sin)

@@ -13,7 +13,6 @@ from invfunc import (
     affine_coupling,
     chain,
     functional,
-    invert,
     invertible_checkpoint,
     momentum,
     tree,
@@ -121,6 +120,7 @@ OF_FUNCTIONS = {
     "vjp": lambda f, p: pulled(f, p, X),
     "grad(grad)": lambda f, p: grad(lambda p: sum(g.square().sum() for g in grad(total(f))(p, X).values()))(p),
     "jvp(grad)": lambda f, p: jvp(lambda p: grad(total(f))(p, X), (p,), (p,))[1],
+    "grad(grad), mixed": lambda f, p: grad(lambda p: grad(lambda x: total(f)(p, x))(X).sin().sum())(p),
     "backward of grad": lambda f, p: backward_of(lambda p: grad(lambda x: total(f)(p, x))(X), p),
     "backward": lambda f, p: backward_of(lambda p: f(p, X), p),
     "backward of vmap": lambda f, p: backward_of(lambda p: vmap(f, (None, 0))(p, X), p),
@@ -270,54 +270,3 @@ class TestTheRest:
                 return meter.peak(without=found)
 
         assert peak(24) < 1.1 * peak(6)
-
-
-class Flow(nn.Module):
-    """Blocks of modules, one way and back."""
-
-    def __init__(self, check):
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)) for _ in range(4))
-        own = invertible_checkpoint(self.coupling(2), check=check)
-        self.flow = invertible_checkpoint(chain(chain(self.coupling(0)), invert(chain(own))), check=check)
-
-    def coupling(self, i):
-        return additive_coupling(self.parts[i], lambda a: self.parts[i + 1](a), split_dim=-1)
-
-    def forward(self, x):
-        return self.flow(x)
-
-    def plainly(self, x):
-        """The same without blocks."""
-        f, g, h, k = self.parts
-        a, b = x.chunk(2, -1)
-        a = a + f(b)
-        b = b + g(a) - k(a)
-        return torch.cat([a - h(b), b], -1)
-
-
-@pytest.mark.parametrize("check", [True, "warn"])
-class TestAnInvertedChain:
-    def test_is_a_chain(self, check):
-        """So that its blocks are those of others, in a functional model and with every check."""
-        model, x = Flow(check), torch.randn(5, 4)
-        f, params = functional(model)
-        assert_trees_close(
-            grad(lambda p: f(p, x).sin().sum())(params), grads(model, model.plainly(x).sin().sum()), rtol=1e-4
-        )
-        assert_trees_close(grads(model, model(x).sin().sum()), grads(model, model.plainly(x).sin().sum()), rtol=1e-4)
-
-    def test_within_a_block_is_a_function(self, check):
-        """What a block within a block closes over is read while the outer one is evaluated."""
-        model, x = Flow(check), torch.randn(5, 4)
-        inner = invert(chain(invertible_checkpoint(model.coupling(2), check=check)))
-        outer = invertible_checkpoint(lambda x: inner(x), lambda y: invert(inner)(y), check=check)
-        wanted = grads(model, inner(x).sin().sum())
-        assert_trees_close(grads(model, outer(x).sin().sum()), wanted, rtol=1e-4)
-
-
-def grads(model, loss):
-    """Those of a loss, by name."""
-    names, leaves = zip(*model.named_parameters(), strict=True)
-    found = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, leaves, found, strict=True)}

@@ -59,18 +59,6 @@ def data(n=5):
 
 
 class TestModules:
-    def test_parameters_that_are_put_in_for_a_call(self):
-        x, _ = data()
-
-        def run(wrap):
-            model = Reversible(wrap)
-            params = {name: p.requires_grad_() for name, p in moved(dict(model.named_parameters())).items()}
-            functional_call(model, params, (x,)).square().sum().backward()
-            assert all(p.grad is None for p in model.parameters())
-            return [p.grad for p in params.values()]
-
-        assert_trees_close(run(invertible_checkpoint), run(as_it_is), rtol=RTOL)
-
     @pytest.mark.parametrize("kind", ["linear", "norm", "weight norm", "recurrent"])
     @pytest.mark.parametrize("needs", [False, True])
     def test_statistics(self, kind, needs):
