@@ -4,12 +4,14 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
-from invfunc import additive_coupling, chain, invertible_checkpoint
+from invfunc import additive_coupling, chain, invertible_checkpoint, leapfrog
 from invfunc.testing import assert_trees_close
 from tests.invertible_same import assert_same, f, f_inv, g, gradients, leaves, squares
+from tests.strategies import Numbers
 
 
 class Exp(torch.autograd.Function):
@@ -184,3 +186,41 @@ class TestManyBlocks:
             return torch.autograd.grad(squares(last), (ws[0], x))
 
         same(run, f, g)
+
+
+def test_modules_without_an_inverse_are_blocks_of_chains():
+    layer = nn.Sequential(nn.Linear(3, 3), nn.ReLU()).double()
+    chained = chain(layer, nn.Tanh())
+    x = Numbers(5)(4, 3).requires_grad_()
+    inputs = [x, *layer.parameters()]
+    found = torch.autograd.grad(chained(x, [None, None]).square().sum(), inputs)
+    assert_trees_close(found, torch.autograd.grad(layer(x).tanh().square().sum(), inputs), rtol=1e-9)
+
+
+@pytest.mark.parametrize("block", [lambda step: step, invertible_checkpoint])
+def test_what_has_no_influence_has_no_gradient(block):
+    """The last bias of an energy of which only the gradient matters: an optimiser is to leave it alone."""
+    energy = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    step = block(leapfrog(lambda q: -grad(lambda q: energy(q).sum())(q), 0.1))
+    state = Numbers()(6, 4), Numbers(1)(6, 4)
+    for _ in range(2):
+        state = step(state)
+    state[0].square().sum().backward()
+    assert energy[2].bias.grad is None
+    assert all(p.grad is not None for p in (energy[0].weight, energy[0].bias, energy[2].weight))
+
+
+@pytest.mark.parametrize("keep", [False, True, (0,), (1,)])
+def test_a_tensor_may_be_both_parts_of_a_state(keep):
+    """One of which is kept, and the other one is not."""
+
+    def run(first, second):
+        numbers = Numbers()
+        weights = [numbers(2, 2).requires_grad_() for _ in range(4)]
+        a, b = first((numbers(3, 2), numbers(3, 2)), weights[:2])
+        y = second((a, a), weights[2:])
+        return torch.autograd.grad(torch.cat((*y, 1 * b), 1).square().sum(), weights)
+
+    pair = additive_coupling(lambda b, p: (b @ p).tanh(), lambda a, q: (a @ q).sin())
+    found = run(invertible_checkpoint(pair), invertible_checkpoint(pair, keep=keep))
+    assert_trees_close(found, run(pair, pair), rtol=1e-9)

@@ -269,13 +269,7 @@ FUNC = {
     "jacrev, in chunks": lambda h, x, p: jacrev(lambda p: some(h(x, p), 3), chunk_size=2)(p),
     "jacfwd": lambda h, x, p: jacfwd(lambda x: h(x, p))(x),
     "linearize of grad": lambda h, x, p: linearize(slope(h), x, p)[1](turned(x), turned(p)),
-    "jvp of vmap": lambda h, x, p: linear(vmap(h, (0, None)), steps(x), p),
-    "jvp of vmap over params": lambda h, x, p: linear(vmap(h, (None, 0)), x, steps(p)),
-    "jacfwd of vmap": lambda h, x, p: jacfwd(lambda p: vmap(h, (0, None))(steps(x), p))(p),
-    "hessian of vmap": lambda h, x, p: hessian(lambda p: summed(h, (0, None))(steps(x), p))(p),
-    "linearize of vmap": lambda h, x, p: linearize(lambda p: vmap(h, (0, None))(steps(x), p), p)[1](turned(p)),
     "hessian": lambda h, x, p: hessian(lambda x: total(h(x, p)))(x),
-    "jacrev of jacrev": lambda h, x, p: jacrev(jacrev(lambda x: total(h(x, p))))(x),
     "jvp of grad": lambda h, x, p: jvp(slope(h), (x, p), (turned(x), turned(p))),
     "grad of jvp": lambda h, x, p: grad(lambda p: squares(linear(h, x, p)))(p),
     "grad of grad": lambda h, x, p: grad(curved(h), BOTH)(x, p),
@@ -286,18 +280,13 @@ FUNC = {
     "vmap": lambda h, x, p: vmap(h, (0, None))(steps(x), p),
     "vmap of grad": lambda h, x, p: vmap(slope(h), (0, None))(steps(x), p),
     "vmap of grad over params": lambda h, x, p: vmap(slope(h), (None, 0))(x, steps(p)),
-    "vmap of grad over both": lambda h, x, p: vmap(slope(h))(steps(x), steps(p)),
     "vmap of grad over the last axis": lambda h, x, p: vmap(slope(h), (-1, None), -1)(
         tree.map_leaves(lambda t: t.movedim(0, -1), steps(x)), p
     ),
     "vmap of vmap of grad": lambda h, x, p: vmap(vmap(slope(h), (0, None)), (None, 0))(steps(x), steps(p, 3)),
     "grad of vmap": lambda h, x, p: grad(summed(h, (0, None)), BOTH)(steps(x), p),
     "grad of vmap over params": lambda h, x, p: grad(summed(h, (None, 0)), BOTH)(x, steps(p)),
-    "grad of vmap of vmap": lambda h, x, p: slope(vmap(vmap(h, (0, None)), (None, 0)))(steps(x), steps(p)),
-    "vmap of vjp": lambda h, x, p: vmap(lambda x: pulled(h, x, p))(steps(x)),
-    "vmap of jacrev": lambda h, x, p: vmap(jacrev(lambda x: some(h(x, p))))(steps(x)),
     "vmap of hessian": lambda h, x, p: vmap(hessian(lambda x: total(h(x, p))))(steps(x)),
-    "vmap of jvp": lambda h, x, p: vmap(lambda x: linear(h, x, p))(steps(x)),
     "vmap of grad of grad": lambda h, x, p: vmap(grad(curved(h), BOTH), (0, None))(steps(x), p),
     "grad of vmap of grad": lambda h, x, p: grad(lambda x, p: squares(vmap(slope(h), (0, None))(x, p)), BOTH)(
         steps(x), p

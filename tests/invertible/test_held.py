@@ -17,8 +17,7 @@ from tests.networks import total
 from tests.strategies import Numbers
 
 WIDTH, WATCHED = 4, 6
-FEW, MANY = 3, 600
-"""Samples with which a tensor is looked at together with others, and by itself."""
+FEW = 3
 
 
 def layer(b, w):
@@ -67,7 +66,7 @@ def programs(draw):
     holds = st.sampled_from(IN_LEVELS if within else list(HOLDS)) | st.none() | st.none()
     kinds = st.sampled_from(draw(st.sampled_from([OF_A_PAIR, OF_A_TENSOR])))
     blocks = draw(st.lists(st.tuples(kinds, holds, holds), min_size=1, max_size=7))
-    return Program(draw(st.sampled_from([FEW, MANY])), within, blocks)
+    return Program(within, blocks)
 
 
 class Program:
@@ -76,15 +75,15 @@ class Program:
     What is to be told are the outputs whose memory is held, but for those in the memory of x or of the last y.
     """
 
-    def __init__(self, samples, within, blocks):
-        self.samples, self.within, self.program = samples, within, blocks
-        self.x, self.w = Numbers(7)(samples, WIDTH), 0.2 * Numbers(5)(WIDTH, WIDTH)
+    def __init__(self, within, blocks):
+        self.within, self.program = within, blocks
+        self.x, self.w = Numbers(7)(FEW, WIDTH), 0.2 * Numbers(5)(WIDTH, WIDTH)
         self.kept = []
         self.given, self.held, self.last = [], set(), set()
         """The outputs, each with a name of its memory; the memory that is held, and that of x and the last y."""
 
     def __repr__(self):
-        return f"{self.samples} samples, {'grad' if self.within else 'backward'}, {self.program}"
+        return f"{'grad' if self.within else 'backward'}, {self.program}"
 
     def run(self, w):
         pair, number = self.program[0][0] in OF_A_PAIR, 0
@@ -230,14 +229,6 @@ class TestKept:
         assert found.kept.bytes == 3 * y.nbytes
         assert found.held == []
 
-    def test_outputs_that_no_block_reads(self):
-        w, states = Numbers(5)(WIDTH, WIDTH).requires_grad_(), Numbers(7)(FEW, WIDTH)
-        with held_states() as found:
-            for _ in range(3):
-                states = BLOCKS["tensor"](states, w).relu()
-        assert [s.number for s in found.kept] == [0, 0, 0]
-        assert found.held == []
-
 
 def test_memory_is_what_it_is_without():
     net = network("additive", 12)
@@ -270,16 +261,6 @@ def test_contexts_note_the_blocks_that_are_called_in_them_by_their_own_thread():
         go_on()
     go_on()
     assert [[s.number for s in found.held] for found in (around, within)] == [[0, 1, 0], [1]]
-
-
-def test_a_context_that_is_entered_twice_notes_to_the_end():
-    w, x = Numbers(5)(WIDTH, WIDTH).requires_grad_(), Numbers(7)(FEW, WIDTH)
-    with held_states() as found:
-        with found:
-            states = [BLOCKS["tensor"](x, w)]
-        states.append(BLOCKS["tensor"](states[-1], w))
-        states.append(BLOCKS["tensor"](states[-1], w))
-    assert [s.number for s in found.held] == [0, 1]
 
 
 def test_nothing_is_told_where_no_memory_is_saved():

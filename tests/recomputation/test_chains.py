@@ -68,18 +68,6 @@ class TestSeries:
     whole = repeated(block_of(PAIRS["additive"]))
     plain = staticmethod(lambda x, params: one_by_one([forward_of(PAIRS["additive"])] * len(params))(x, params))
 
-    def test_twice_and_of_higher_order(self):
-        ws, found = weights(), []
-        for run in (self.whole, self.plain):
-            x = [t.detach().clone().requires_grad_() for t in X]
-            y = total(run((x[0] * 1, x[1] * 1), pairs_of(ws)))
-            again = torch.autograd.grad(y, [*x, *ws], retain_graph=True)
-            first = torch.autograd.grad(y, [*x, *ws], create_graph=True)
-            second = torch.autograd.grad(total([t.square() for t in first]), [*x, *ws])
-            assert_close(again, first)
-            found.append((*first, *second))
-        assert_close(*found)
-
     @pytest.mark.parametrize("at", [0, 3, 2 * DEPTH - 1])
     def test_of_one_weight(self, at):
         """Those behind it are inverted and no more."""
@@ -97,13 +85,6 @@ class TestSeries:
             z = run(f((x[0] + y[0], y[1]), pairs_of(ws)[1]), pairs_of(ws))
             found.append(torch.autograd.grad(total([t for pair in (x, y, z) for t in pair]), [*given, *ws]))
         assert_close(*found)
-
-    def test_inside_of_grad(self):
-        ws = [w.detach() for w in weights()]
-        found, wanted = (
-            torch.func.grad(lambda ws, run=run: total(run(X, pairs_of(ws))))(ws) for run in (self.whole, self.plain)
-        )
-        assert_close(found, wanted)
 
     def test_an_argument_that_is_written(self):
         ws = weights()

@@ -179,18 +179,6 @@ class TestGradients:
             found.append((*first, *second, *f.buffers(), *g.buffers()))
         assert_close(*found)
 
-    def test_after_steps_of_an_optimiser(self, name, kind):
-        f, g = made(name)
-        results = []
-        for one, parts in ((block_of(kind, f, g), (f, g)), (None, copy.deepcopy((f, g)))):
-            one, trained = one or plain(*parts), torch.optim.SGD(parameters(*parts), 1e-3, momentum=0.9)
-            for _ in range(3):
-                trained.zero_grad()
-                loss(one).backward()
-                trained.step()
-            results.append(parameters(*parts))
-        assert_close(*results)
-
     def test_of_other_parameters_for_a_call(self, name, kind):
         """By the backward pass the module has its own again."""
         if name == "tied":  # torch leaves others in such a module

@@ -182,21 +182,6 @@ class TestInAStack:
         assert warned(lambda: grad(self.value)(self.weights(at, 2e-6)))
         assert not warned(lambda: grad(lambda ws: self.value(ws, check="off"))(self.weights(at, 0.5)))
 
-    def test_is_found_behind_a_hook_that_failed(self, at):
-        ws, fails = [w.requires_grad_() for w in self.weights(at, 0.5)], [True]
-
-        def hook(gradient):
-            if fails:
-                raise KeyError("a hook of the user")
-
-        ws[-1].register_hook(hook)
-        value = self.value(ws)
-        with pytest.raises((KeyError, InverseError)):
-            torch.autograd.grad(value, ws, retain_graph=True)
-        fails.clear()
-        with pytest.raises(InverseError):
-            torch.autograd.grad(value, ws)
-
 
 def net(dtype):
     layers = [nn.Linear(16, 16).to(dtype) for _ in range(2)]

@@ -1,17 +1,26 @@
 """Ordinary programs that were wrong once: dtypes, strides, losses on the side, the same tensor in several places."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.func import grad, vmap
 
 from invfunc import (
+    ArgumentTypeError,
+    InverseError,
     Invertible,
     additive_coupling,
     chain,
+    diag_ggn,
+    functional,
     invertible_checkpoint,
     layers,
+    tree,
+    variance,
     with_log_det,
 )
 from invfunc.testing import assert_trees_close
@@ -205,3 +214,166 @@ def test_what_f_saved_and_then_wrote_is_refused_as_by_torch():
     for call in (f, invertible_checkpoint(f, None)):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             call(x, w).sum().backward()
+
+
+class Reversible(nn.Module):
+    """Its coupling closes over its own layers."""
+
+    def __init__(self, wrap, kind="linear"):
+        super().__init__()
+        parts = {
+            "linear": lambda: nn.Linear(3, 3),
+            "norm": lambda: nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 3)),
+            "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+            "recurrent": lambda: Recurrent(),
+        }
+        torch.manual_seed(0)
+        self.a, self.b = parts[kind](), parts[kind]()
+        self.block = wrap(additive_coupling(lambda b: self.a(b).tanh(), lambda a: self.b(a).tanh()))
+        self.to(torch.float64)
+
+    def forward(self, x):
+        u, v = self.block(x.chunk(2, 1))
+        return torch.cat(self.block((v, u)), 1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.LSTM(1, 1, batch_first=True)
+
+    def forward(self, b):
+        return self.inner(b[:, :, None])[0][:, :, 0]
+
+
+def moved(params):
+    """Other parameters than those of the module."""
+    return {name: p.detach() + 0.3 for name, p in params.items()}
+
+
+def data(n=5):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 6, generator=generator, dtype=torch.float64)
+    return x, torch.arange(n) % 6
+
+
+class TestModules:
+    @pytest.mark.parametrize("kind", ["linear", "norm", "weight norm", "recurrent"])
+    @pytest.mark.parametrize("needs", [False, True])
+    def test_statistics(self, kind, needs):
+        x, y = data()
+
+        def run(wrap, statistic):
+            f, params = functional(Reversible(wrap, kind))
+            params = {name: p.requires_grad_(needs) for name, p in moved(params).items()}
+            return tree.map_tensors(torch.Tensor.detach, statistic(f)(params, x, y))
+
+        def spread(f):
+            return variance(lambda params, x, y: F.cross_entropy(f(params, x), y))
+
+        def curvature(f):
+            return diag_ggn(f, F.cross_entropy)
+
+        for statistic in (spread, curvature):
+            assert_trees_close(run(invertible_checkpoint, statistic), run(as_it_is, statistic), EXACT)
+
+
+def test_random_numbers_of_a_first_attempt_are_taken_back():
+    """An f that uses torch.func is evaluated in another way, once that is known."""
+
+    def run(wrap):
+        generator = torch.Generator().manual_seed(2)
+        x = data()[0][:, :3].requires_grad_()
+
+        def part(b):
+            mask = torch.rand(b.shape, generator=generator, dtype=b.dtype)
+            return torch.func.grad(lambda c: (c.sin() * mask).sum())(b)
+
+        out = wrap(additive_coupling(part, part))((x, x.cos()))
+        return [*torch.autograd.grad((out[0] * out[1]).sum(), x), generator.get_state()]
+
+    assert_trees_close(run(invertible_checkpoint), run(as_it_is), EXACT)
+
+
+@pytest.mark.parametrize("n", [4, 5])
+@pytest.mark.parametrize("split_dim", [None, 1])
+def test_tensors_lie_in_memory_as_they_did(n, split_dim):
+    """A linear layer saves its input and its weight in another order where its kernel is another."""
+
+    def run(wrap):
+        generator = torch.Generator().manual_seed(3)
+        made = (torch.randn(4, 4, generator=generator), torch.randn(4, generator=generator))
+        w, bias, x = (t.double().requires_grad_() for t in (*made, torch.randn(n, 8, generator=generator)))
+
+        def part(b):
+            return F.linear(b[:, None], w, bias)[:, 0].tanh()
+
+        block = wrap(additive_coupling(part, part, split_dim=split_dim))
+        out = block(block(x if split_dim == 1 else x.chunk(2, 1)))
+        loss = sum(t.sin().sum() for t in tree.tensors(out))
+        return torch.autograd.grad(loss, [w, bias, x])
+
+    assert_trees_close(run(invertible_checkpoint), run(as_it_is), EXACT)
+
+
+class TestOptions:
+    def test_of_what_is_checkpointed_already_stay(self):
+        x = torch.ones(3, requires_grad=True)
+        kept = invertible_checkpoint(invertible_checkpoint(lambda x: x.exp(), None))
+        kept(kept(x)).sum().backward()
+        wrong = invertible_checkpoint(lambda x: 2 * x, lambda y: y, check=True)
+        with pytest.raises(InverseError, match="check="):
+            invertible_checkpoint(wrong)(x)
+
+    @pytest.mark.parametrize("option", [{"keep": 0}, {"keep": (0.5,)}, {"check": "a"}, {"min_bytes": "a"}])
+    def test_of_a_wrong_kind_are_refused(self, option):
+        (name,) = option
+        with pytest.raises(ArgumentTypeError, match=name):
+            invertible_checkpoint(lambda x: x, lambda y: y, **option)
+
+
+class TestInsideOfTorchFunc:
+    @pytest.mark.parametrize("kind", ["dropout", "dropout2d"])
+    def test_dropout_of_what_is_transposed_is_that_of_the_function(self, kind):
+        """Inside of torch.func it gives its random numbers to other entries than outside."""
+        drop = getattr(F, kind)
+
+        def f(x, w):
+            return x + drop(x.transpose(0, 1).sin() * w, 0.5, True).transpose(0, 1)
+
+        def found(wrap):
+            torch.manual_seed(0)
+            g = wrap(f, None)
+            loss = torch.func.grad_and_value(lambda w: g(g(torch.ones(5, 6, 2, 3), w), w).square().sum())
+            return loss(torch.tensor([0.5, 1.0, 2.0]))
+
+        assert_trees_close(found(invertible_checkpoint), found(lambda f, _: f), 1e-5)
+
+
+ADJACENCY = Numbers(3)(5, 5) * (Numbers(4)(5, 5) > 0)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("where", ["argument", "buffer"])
+def test_a_sparse_matrix_is_read_as_without_blocks(where, layout):
+    """As the adjacency matrix of a graph network. torch.func itself takes those in COO format only."""
+    with warnings.catch_warnings():  # torch says that they are in beta state
+        warnings.simplefilter("ignore")
+        A = ADJACENCY.to_sparse(layout=layout)
+    module = nn.Module()
+    module.register_buffer("A", A)
+    pair = additive_coupling(lambda b, p, *A: ((A[0] if A else module.A) @ (b @ p)).tanh(), lambda a, p, *A: a.sin())
+
+    def found(block):
+        def loss(x, w):
+            state, more = (x.sin(), x.cos()), (A,) if where == "argument" else ()
+            for _ in range(3):
+                state = block(state, (w, None), *more)
+            return torch.cat(state).square().sum()
+
+        x, w = Numbers(1)(5, 4), Numbers(2)(4, 4).requires_grad_()
+        first = torch.autograd.grad(loss(x, w), w, create_graph=True)
+        second = torch.autograd.grad(first[0].square().sum(), w)
+        return first, second, grad(loss, (0, 1))(x, w.detach()) if layout is torch.sparse_coo else ()
+
+    assert_trees_close(found(invertible_checkpoint(pair)), found(pair), EXACT)

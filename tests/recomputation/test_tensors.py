@@ -155,16 +155,6 @@ class TestStates:
 
         same(run, coupling, invertible_checkpoint(coupling))
 
-    @pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)], ids=str)
-    def test_of_which_some_need_no_gradient(self, same, needs):
-        def run(h, x, w):
-            x, w = x.requires_grad_(needs[0]), w.requires_grad_(needs[1])
-            y = h(h(x, w), w)
-            assert y.requires_grad == any(needs)
-            return gradients(y, *(t for t in (x, w) if t.requires_grad)) if any(needs) else y
-
-        same(run)
-
     def test_in_inference_mode_then_trained(self, same):
         def run(h, x, w):
             with torch.inference_mode():
