@@ -114,10 +114,10 @@ def test_memory_does_not_grow_with_depth(form, way):
     assert deep <= 1.05 * shallow
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("way", ["backward", "grad"])
 def test_memory_of_the_function_itself_grows(way):
     """The meter sees it."""
-    shallow, deep = (peak(net.f, net, way) for net in (network("additive", depth) for depth in (SHALLOW, DEEP)))
+    shallow, deep = (peak(net.f, net, WAYS[way]) for net in (network("additive", depth) for depth in (SHALLOW, DEEP)))
     assert deep >= 2 * shallow
 
 

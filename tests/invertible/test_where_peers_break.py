@@ -71,15 +71,6 @@ class TestCrashes:
 
 
 class TestWrongNumbers:
-    def test_gradient_of_a_leaf_is_counted_once(self, same):
-        """MemCNN: doubled, by writing `.grad` of the input beside returning its gradient."""
-
-        def run(h, x, w):
-            squares(h(x, w)).backward()
-            return x.grad, w.grad
-
-        same(run)
-
     @pytest.mark.parametrize("kind", ["dropout", "dropout1d", "alpha_dropout", "rrelu", "rand_like"])
     @pytest.mark.parametrize("training", [True, False])
     def test_dropout(self, same, kind, training):
