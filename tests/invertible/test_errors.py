@@ -41,93 +41,62 @@ def made(f=f, f_inv=f_inv, x=X, **options):
     return invertible_checkpoint(f, f_inv, **options)(x, W)
 
 
-TYPES = {
-    "invertible_checkpoint(f)": [
-        (lambda: invertible_checkpoint(3, f_inv), "f is of type int, but has to be a function"),
-        (lambda: invertible_checkpoint(torch.nn.Linear, f_inv), r"f is the class Linear.*functional\(Linear\(...\)\)"),
-    ],
-    "invertible_checkpoint(Invertible(f, f_inv), f_inv)": [
-        (lambda: invertible_checkpoint(PLAIN, f_inv), "the pair has its inverse; leave f_inv out"),
-        (lambda: invertible_checkpoint(PLAIN, None), "leave f_inv out"),
-    ],
-    "Invertible(": [
-        (lambda: Invertible(1, f_inv), "forward is of type int, but has to be a function"),
-        (lambda: Invertible(f, None), "inverse is of type NoneType, but has to be a function"),
-        (lambda: Invertible(f, f_inv, shared=(f, 2)), r"shared\[1\] is of type int, but has to be a function"),
-        (lambda: Invertible(f, f_inv, log_det=2), "log_det is of type int, but has to be a function"),
-    ],
-    "invert(pair)": [(lambda: invert(f), r"of type function, but has to be an Invertible.*Invertible\(f_inv, f\)")],
-    "with_log_det(pair)": [(lambda: with_log_det(f), "of type function, but has to be an Invertible")],
-    "additive_coupling(F, G)": [(lambda: additive_coupling(torch.sin, 1), "G is of type int, but has to be a")],
-    "affine_coupling(F, G)": [(lambda: affine_coupling(f, f, log_scale=1), "log_scale is of type int")],
-    "momentum(f)": [(lambda: momentum(None), "of type NoneType, but has to be a function")],
-    "leapfrog(force, step)": [(lambda: leapfrog("f", 0.1), "of type str, but has to be a function")],
-    "state_first(f)": [(lambda: state_first(2), "of type int, but has to be a function")],
-    "chain": [(lambda: chain(g, 2), "block 1 is of type int, but has to be a function")],
-    "repeated": [(lambda: repeated(2), "is of type int, but has to be a function")],
-    "check_inverse(pair, ...)": [(lambda: check_inverse(f, X), r"of type function.*Invertible or \(f, f_inv\)")],
-    "drift(pair, ...)": [(lambda: drift(None, X, [W]), r"of type NoneType.*Invertible or \(f, f_inv\)")],
-}
-VALUES = {
-    "invertible_checkpoint(f, f_inv)(x, ...)": [
-        (lambda: made(keep=(1,)), r"keep=\(1,\) names tensors of x by their place, but x has 1 of them"),
-        (lambda: made(keep=[-1]), r"keep=\(-1,\) names tensors of x"),
-    ],
-    "invertible_checkpoint(Invertible(f, f_inv))": [
-        (
-            lambda: invertible_checkpoint(PLAIN, has_aux=True),
-            "has_aux=True shows what a pair hides, but this one hides",
-        ),
-    ],
-    "hiding": [(lambda: Invertible(f, f_inv, hidden=True, name="hiding")(X, W), r"has to return \(y, hidden\), but")],
-    "invert(hiding)": [(lambda: invert(HIDING), "needs what forward hides beside y")],
-    "with_log_det(hiding)": [(lambda: with_log_det(HIDING), "hides something")],
-    "with_log_det(Invertible(f, f_inv))": [(lambda: with_log_det(PLAIN), "has no log_det")],
-    "additive_coupling(sin, cos)": [
-        (lambda: COUPLING(X), "x has to be a pair of tensors, but is Tensor.*split_dim="),
-        (lambda: COUPLING((X, X, X)), "x has to be a pair of tensors, but is tuple"),
-        (lambda: COUPLING((X, X), 3), "the parameters have to be a pair, of F and of G, but are int"),
-        (lambda: invert(COUPLING)(X), "y has to be a pair of tensors, but is Tensor"),
-    ],
-    "additive_coupling(sin, cos, split_dim=2)": [
-        (lambda: additive_coupling(torch.sin, torch.cos, split_dim=2)(X), r"x is \[2, 3\], which has no two halves"),
-    ],
-    "momentum(sin, gamma=1)": [(lambda: momentum(torch.sin, 1), "gamma has to be between 0 and 1")],
-    "momentum(sin, gamma=nan)": [(lambda: momentum(torch.sin, float("nan")), "gamma has to be between 0 and 1")],
-    repr(CHAIN) + "(x, params)": [
-        (lambda: CHAIN(X, [W]), "params is 1 entries, but has to be a list with an entry for each of the 2 blocks"),
-        (lambda: CHAIN(X, W), "params is (Tensor|Parameter), but has to be a list"),
-    ],
-    repr(REPEATED) + "(x, params)": [
-        (lambda: REPEATED(X, {"a": X, "b": W}), r"one leading size.*have the shapes \[2, 3\], \[3\].*A list has"),
-        (lambda: REPEATED(X, None), r"params says how often.*by \[None\] \* n"),
-    ],
-    "chain(..., anchor_every=0)": [(lambda: chain(g, anchor_every=0), "from 1 on is wanted")],
-    "repeated(..., anchor_every=-1)": [(lambda: repeated(g, anchor_every=-1), "from 1 on is wanted")],
-    "Grid(fraction_bits=16, dtype=torch.float16": [(lambda: Grid(dtype=torch.float16), "float32 or torch.float64")],
-}
+TYPES = [
+    (lambda: invertible_checkpoint(3, f_inv), r"^invertible_checkpoint\(f\): f is of type int"),
+    (lambda: invertible_checkpoint(torch.nn.Linear, f_inv), r"the class Linear.*functional\(Linear\(...\)\)"),
+    (lambda: invertible_checkpoint(PLAIN, f_inv), "leave f_inv out"),
+    (lambda: invertible_checkpoint(PLAIN, None), "leave f_inv out"),
+    (lambda: Invertible(1, f_inv), r"^Invertible\(.*forward is of type int"),
+    (lambda: Invertible(f, None), "inverse is of type NoneType"),
+    (lambda: Invertible(f, f_inv, shared=(f, 2)), r"shared\[1\] is of type int"),
+    (lambda: Invertible(f, f_inv, log_det=2), "log_det is of type int"),
+    (lambda: invert(f), r"^invert\(pair\).*has to be an Invertible"),
+    (lambda: with_log_det(f), r"^with_log_det\(pair\).*has to be an Invertible"),
+    (lambda: additive_coupling(torch.sin, 1), "^additive_coupling.*G is of type int"),
+    (lambda: affine_coupling(f, f, log_scale=1), "^affine_coupling.*log_scale is of type int"),
+    (lambda: momentum(None), "^momentum.*of type NoneType"),
+    (lambda: leapfrog("f", 0.1), "^leapfrog.*of type str"),
+    (lambda: state_first(2), "^state_first.*of type int"),
+    (lambda: chain(g, 2), "^chain.*block 1 is of type int"),
+    (lambda: repeated(2), "^repeated.*is of type int"),
+    (lambda: check_inverse(f, X), r"^check_inverse.*of type function.*\(f, f_inv\)"),
+    (lambda: drift(None, X, [W]), r"^drift.*of type NoneType.*\(f, f_inv\)"),
+]
+VALUES = [
+    (lambda: made(keep=(1,)), r"^invertible_checkpoint\(f, f_inv\).*keep=\(1,\).*x has 1"),
+    (lambda: invertible_checkpoint(PLAIN, has_aux=True), "^invertible_checkpoint.*has_aux=True"),
+    (lambda: Invertible(f, f_inv, hidden=True, name="hiding")(X, W), r"^hiding.*has to return \(y, hidden\)"),
+    (lambda: invert(HIDING), r"^invert\(hiding\).*hides"),
+    (lambda: with_log_det(HIDING), r"^with_log_det\(hiding\).*hides something"),
+    (lambda: with_log_det(PLAIN), "^with_log_det.*has no log_det"),
+    (lambda: COUPLING(X), r"^additive_coupling\(sin, cos\).*x has to be a pair of tensors.*Tensor.*split_dim="),
+    (lambda: COUPLING((X, X, X)), "x has to be a pair of tensors, but is tuple"),
+    (lambda: COUPLING((X, X), 3), "the parameters have to be a pair"),
+    (lambda: invert(COUPLING)(X), "y has to be a pair of tensors"),
+    (lambda: additive_coupling(torch.sin, torch.cos, split_dim=2)(X), r"x is \[2, 3\], which has no two halves"),
+    (lambda: momentum(torch.sin, 1), r"^momentum\(sin, gamma=1\): gamma has to be between 0 and 1"),
+    (lambda: CHAIN(X, [W]), "params is 1 entries.*2 blocks"),
+    (lambda: CHAIN(X, W), "params is (Tensor|Parameter)"),
+    (lambda: REPEATED(X, {"a": X, "b": W}), r"one leading size.*\[2, 3\], \[3\]"),
+    (lambda: REPEATED(X, None), r"params says how often.*\[None\] \* n"),
+    (lambda: chain(g, anchor_every=0), "^chain.*anchor_every=0"),
+    (lambda: repeated(g, anchor_every=-1), "^repeated.*anchor_every=-1"),
+    (lambda: Grid(dtype=torch.float16), r"^Grid\(.*float32 or torch.float64"),
+]
 
 
-def cases(table):
-    return [
-        pytest.param(call, fn, reason, id=f"{call}: {reason[:30]}")
-        for call, rows in table.items()
-        for fn, reason in rows
-    ]
-
-
-@pytest.mark.parametrize(("call", "fn", "reason"), cases(TYPES))
-def test_what_is_no_function(call, fn, reason):
+@pytest.mark.parametrize(("fn", "reason"), TYPES, ids=[reason for _, reason in TYPES])
+def test_what_is_no_function(fn, reason):
     with pytest.raises(ArgumentTypeError, match=reason) as told:
         fn()
-    assert str(told.value).startswith(call.rstrip("#")) and isinstance(told.value, TypeError)
+    assert isinstance(told.value, TypeError)
 
 
-@pytest.mark.parametrize(("call", "fn", "reason"), cases(VALUES))
-def test_what_has_another_form(call, fn, reason):
+@pytest.mark.parametrize(("fn", "reason"), VALUES, ids=[reason for _, reason in VALUES])
+def test_what_has_another_form(fn, reason):
     with pytest.raises(ArgumentError, match=reason) as told:
         fn()
-    assert str(told.value).startswith(call) and isinstance(told.value, ValueError)
+    assert isinstance(told.value, ValueError)
 
 
 WRONG = {

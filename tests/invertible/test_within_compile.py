@@ -149,15 +149,6 @@ class TestIsWhatItIsOutside:
         plain = through([lambda x, w=w: pair(x, w) for w in ws])
         assert_trees_close(run(once(lambda x: blocks(x, ws), backend)), run(plain), 1e-5)
 
-        def without(b, w):
-            with torch.autocast("cpu", enabled=False):
-                return (b @ w).tanh()
-
-        if backend == "eager":  # aot_eager takes derivatives under the autocast of the call
-            block = additive_coupling(without, without)
-            blocks, plain = repeated(block), through([lambda x, w=w: block(x, (w, w)) for w in ws])
-            assert_trees_close(run(once(lambda x: blocks(x, [(w, w) for w in ws]), backend)), run(plain), 1e-5)
-
 
 class TestSavesMemory:
     """Those of a chain do not grow with depth; those of the same blocks without it do."""

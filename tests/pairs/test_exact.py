@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError
 from fractions import Fraction
 from typing import Any
 
@@ -87,17 +86,6 @@ class TestGrid:
         assert same_bits(grid.enter(end), end)
         with pytest.raises(RangeError, match="leave the range"):
             grid.enter(end * 1.001)
-
-    def test_is_float32_unless_told(self):
-        assert Grid().dtype == Grid(8).dtype == torch.float32 and Grid().limit == 256
-        assert Grid(dtype=torch.float64).limit == 2.0**37
-        with pytest.raises(FrozenInstanceError):
-            Grid().fraction_bits = 3  # pyright: ignore[reportAttributeAccessIssue]: that is the point
-
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int32, "float32"], ids=str)
-    def test_refuses_other_carriers(self, dtype):
-        with pytest.raises(ArgumentError, match=r"^Grid\(.*held by torch.float32 or torch.float64"):
-            Grid(dtype=dtype)
 
     def test_refuses_numbers_that_do_not_fit(self):
         with pytest.raises(ArgumentError, match="1000.0 do not fit, the range ends at 256"):
