@@ -8,7 +8,6 @@ from torch.func import grad, vmap
 
 from invfunc import Grid, bdia, drift, invertible_checkpoint, with_log_det
 from invfunc.errors import ArgumentError, ArgumentTypeError, RangeError
-from invfunc.pairs.bdia import packed, unpacked
 from invfunc.testing import assert_trees_close
 from tests.meter import Meter, nothing_collected
 from tests.strategies import Numbers
@@ -30,12 +29,6 @@ def start(grid, n=5):
 
 @pytest.mark.quick
 class TestBits:
-    @given(st.integers(0, 40), st.integers(0, 99))
-    def test_are_packed_and_unpacked(self, number, seed):
-        bits = plus(number, seed=seed)
-        assert packed(bits).nbytes == -(-number // 8)
-        assert torch.equal(unpacked(packed(bits), bits), bits)
-
     @settings(max_examples=12)
     @given(st.data())
     def test_every_one_comes_back(self, data):
