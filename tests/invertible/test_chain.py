@@ -12,10 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad
 
-from invfunc import additive_coupling, affine_coupling, invertible_checkpoint, layers, tree, with_log_det
+from invfunc import (
+    Invertible,
+    additive_coupling,
+    affine_coupling,
+    chain,
+    invert,
+    invertible_checkpoint,
+    layers,
+    repeated,
+    tree,
+    with_log_det,
+)
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
-from invfunc.invertible.chain import chain, repeated
-from invfunc.pairs.pair import Invertible, invert
 from invfunc.testing import assert_trees_close
 from invfunc.testing.values import moved
 from tests.laws import FLOOR
@@ -306,17 +315,6 @@ X, W = torch.ones(2, WIDTH), torch.ones(2, 2)
 
 
 class TestErrors:
-    @pytest.mark.parametrize("params", [[W], [W] * 3, W, "ab", {"a": W, "b": W}, {1, 2}], ids=repr)
-    def test_of_other_than_one_entry_for_each_block(self, params):
-        for call in (chain(mixed, mixed), invert(chain(layers.linear(), layers.linear()))):
-            with pytest.raises(ArgumentError, match="has to be a list with an entry for each of the 2 blocks"):
-                call(X, params)
-
-    @pytest.mark.parametrize("params", [(), (W, W[0, 0]), (W, torch.ones(3)), {"a": 1}, W[0, 0], 3.0], ids=repr)
-    def test_of_parameters_that_are_not_stacked(self, params):
-        with pytest.raises(ArgumentError, match=r"^repeated\(.*stacked parameters have one leading size"):
-            repeated(mixed)(X, params)
-
     @pytest.mark.parametrize("make", [chain, repeated])
     def test_of_what_is_no_block_or_number(self, make):
         with pytest.raises(ArgumentTypeError, match=f"^{make.__name__}.* is of type int, but has to be a function"):

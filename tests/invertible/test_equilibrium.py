@@ -67,11 +67,6 @@ class TestValue:
         with pytest.warns(InvFuncWarning, match="residual is 2.0e.00"):
             assert equilibrium(torch.neg, max_steps=100)(ZERO + 1).residual == pytest.approx(2)
 
-    def test_a_function_that_is_constant_is_not_left_too_early(self):
-        """Both copies agree after each step, wherever they are."""
-        value, evaluations, _ = equilibrium(torch.ones_like, tolerance=1e-6)(ZERO)
-        assert evaluations > 10 and (value - 1).abs().max() < 2e-6
-
     def test_states_are_any_trees(self):
         solve = equilibrium(lambda x, w: {"a": (x["b"][0] @ w).cos(), "b": [x["a"].sin() / 2]}, tolerance=1e-9)
         value = solve({"a": ZERO, "b": [ZERO]}, W).value
@@ -175,13 +170,6 @@ class TestGradient:
 
 
 class TestRelaxed:
-    def test_errors_grow_on_the_way_back_as_is_told(self):
-        """At least by 1 / (1 - beta) a step, and at most by the square of that."""
-        for beta in (0.2, 0.5, 0.8):
-            errors = drift(fixed_point(layer, beta), (ZERO, ZERO + 1), [W] * 12, U)
-            rate = (errors[-1] / errors[1]) ** 0.1
-            assert 0.9 / (1 - beta) < rate < 1.1 / (1 - beta) ** 2
-
     def test_block_and_repeated_are_the_formula(self):
         y, z = repeated(fixed_point(layer, 0.3))((ZERO, ZERO), [W] * 3, U)
         assert_trees_close(z, looped(layer, 0.3, 3)(ZERO, W, U), 1e-15)
@@ -191,15 +179,9 @@ class TestRelaxed:
 
 
 REFUSED = [
-    (lambda: fixed_point(1.0), r"^fixed_point\(f\): f is of type float, but has to be a function"),
     (lambda: fixed_point(torch.sin, 1.0), r"^fixed_point\(sin, beta=1.0\): beta has to be between 0 and 1"),
-    (lambda: fixed_point(torch.sin, math.nan), "beta has to be between 0 and 1"),
     (lambda: fixed_point(torch.sin)(ZERO), "x has to be a pair of tensors"),
-    (lambda: equilibrium("f"), r"^equilibrium\(f\): f is of type str"),
-    (lambda: equilibrium(torch.sin, 0), "beta has to be between 0 and 1"),
     (lambda: equilibrium(torch.sin, tolerance=0), r"^equilibrium\(sin, beta=0.5, tolerance=0\): tolerance has to be"),
-    (lambda: equilibrium(torch.sin, max_steps=0.5), r"max_steps=0.5\): max_steps has to be"),
-    (lambda: equilibrium(torch.sin, anchor_every=0), r"^equilibrium\(..., anchor_every=0\)"),
     (lambda: equilibrium(lambda x: x[:1])(ZERO), r"fixed_point.*the function returns a tensor of shape \[1, 4\]"),
     (lambda: equilibrium(lambda x: x)(3), r"fixed_point.* is of type int, but a state is a pytree of tensors"),
 ]

@@ -1,7 +1,6 @@
 """States that somebody holds are told, all of them, and no others."""
 
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,18 +9,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import grad
 
-from invfunc import additive_coupling, chain, held_states, invertible_checkpoint, layers, repeated, reversible_sgd, tree
-from invfunc.recomputation.report import Known
+from invfunc import additive_coupling, chain, held_states, invertible_checkpoint, layers, tree
 from tests.invertible.test_memory import WAYS, live, network, peak
 from tests.invertible_cases import FORMS, Sizes, squash, twins, unsquash
 from tests.meter import nothing_collected
 from tests.networks import total
-from tests.recomputation.straight_cases import WATCHED
 from tests.strategies import Numbers
 
-WIDTH = 4
-FEW, MANY = 3, 600
-"""Samples with which a tensor is looked at together with others, and by itself."""
+WIDTH, WATCHED = 4, 6
+FEW = 3
 
 
 def layer(b, w):
@@ -70,7 +66,7 @@ def programs(draw):
     holds = st.sampled_from(IN_LEVELS if within else list(HOLDS)) | st.none() | st.none()
     kinds = st.sampled_from(draw(st.sampled_from([OF_A_PAIR, OF_A_TENSOR])))
     blocks = draw(st.lists(st.tuples(kinds, holds, holds), min_size=1, max_size=7))
-    return Program(draw(st.sampled_from([FEW, MANY])), within, blocks)
+    return Program(within, blocks)
 
 
 class Program:
@@ -79,21 +75,15 @@ class Program:
     What is to be told are the outputs whose memory is held, but for those in the memory of x or of the last y.
     """
 
-    def __init__(self, samples, within, blocks):
-        self.samples, self.within, self.program = samples, within, blocks
-        self.blocks = BLOCKS
-        self.x, self.w = Numbers(7)(samples, WIDTH), 0.2 * Numbers(5)(WIDTH, WIDTH)
+    def __init__(self, within, blocks):
+        self.within, self.program = within, blocks
+        self.x, self.w = Numbers(7)(FEW, WIDTH), 0.2 * Numbers(5)(WIDTH, WIDTH)
         self.kept = []
         self.given, self.held, self.last = [], set(), set()
         """The outputs, each with a name of its memory; the memory that is held, and that of x and the last y."""
 
     def __repr__(self):
-        return f"{self.samples} samples, {'grad' if self.within else 'backward'}, {self.program}"
-
-    def anew(self):
-        """The same, by blocks of whose calls nothing is known yet."""
-        self.blocks = {name: replace(block, known=Known()) for name, block in BLOCKS.items()}
-        return self
+        return f"{'grad' if self.within else 'backward'}, {self.program}"
 
     def run(self, w):
         pair, number = self.program[0][0] in OF_A_PAIR, 0
@@ -102,7 +92,7 @@ class Program:
         self.last.update(memory)
         for kind, *holds in self.program:
             for name in (kind, "flatten") if kind == "unflatten" else (kind,):
-                state = self.blocks[name](state, *self.arguments(name, w))
+                state = BLOCKS[name](state, *self.arguments(name, w))
                 memory = self.outputs(name, number, memory)
                 number += 1
             for t, of, how in zip(tree.tensors(state), memory, holds, strict=False):
@@ -137,17 +127,6 @@ class Program:
         assert found.held.bytes == 0
 
 
-@pytest.fixture(scope="module")
-def known():
-    """Blocks whose calls are known, so that they need not be watched."""
-    for kinds in (OF_A_PAIR, OF_A_TENSOR):
-        for samples in (FEW, MANY):
-            program = Program(samples, False, [(kind, None, None) for kind in kinds] * 2)
-            for _ in range(WATCHED):
-                total(program.run(program.w.clone().requires_grad_())).backward()
-                grad(lambda w, program=program: total(program.run(w)))(program.w)
-
-
 class TestHeld:
     def check(self, program):
         def value(w):
@@ -165,10 +144,6 @@ class TestHeld:
 
     @given(programs())
     def test_what_is_held_is_told_and_nothing_else(self, program):
-        self.check(program.anew())
-
-    @given(programs())
-    def test_so_it_is_where_calls_are_not_watched(self, known, program):
         self.check(program)
 
     @given(programs())
@@ -244,17 +219,6 @@ class TestHeld:
         assert [s.number for s in found.held] == [0, 1, 2]
         assert [s.number for s in found.kept] == [3]
 
-    def test_steps_of_a_training_are_counted(self):
-        step = reversible_sgd(lambda w, c: (c * w.square()).sum(), lr=0.1)
-        cs = torch.linspace(0.1, 0.2, 5).requires_grad_()
-        with held_states() as found:
-            seen = repeated(step)(step.start(torch.ones(2)), cs)
-            last = repeated(step)(seen, cs)
-        assert {s.number for s in found.held} == {4}
-        assert {s.number for s in found.kept} == {9}
-        assert {s.output for s in found.held} == {"y.weights", "y.moments[0]", "y.digits[0][0]"}
-        del last
-
 
 class TestKept:
     def test_states_that_anchors_keep(self):
@@ -263,14 +227,6 @@ class TestKept:
             y = net(Numbers(7)(FEW, WIDTH), [Numbers(5)(WIDTH, WIDTH).requires_grad_()] * 7)
         assert [s.number for s in found.kept] == [2, 5, 6]
         assert found.kept.bytes == 3 * y.nbytes
-        assert found.held == []
-
-    def test_outputs_that_no_block_reads(self):
-        w, states = Numbers(5)(WIDTH, WIDTH).requires_grad_(), Numbers(7)(FEW, WIDTH)
-        with held_states() as found:
-            for _ in range(3):
-                states = BLOCKS["tensor"](states, w).relu()
-        assert [s.number for s in found.kept] == [0, 0, 0]
         assert found.held == []
 
 
@@ -305,27 +261,6 @@ def test_contexts_note_the_blocks_that_are_called_in_them_by_their_own_thread():
         go_on()
     go_on()
     assert [[s.number for s in found.held] for found in (around, within)] == [[0, 1, 0], [1]]
-
-
-@pytest.mark.parametrize("samples", [FEW, MANY])
-def test_small_tensors_that_wait_in_blocks_called_later_are_held_by_nobody(known, samples):
-    w, x = Numbers(5)(WIDTH, WIDTH).requires_grad_(), (Numbers(7)(samples, WIDTH), Numbers(8)(samples, WIDTH))
-    with nothing_collected():
-        with held_states() as found:
-            y = BLOCKS["coupling"](x, (w, w))
-        y = BLOCKS["coupling"](y, (w, w))
-        assert found.held == []
-    total(y).backward()
-
-
-def test_a_context_that_is_entered_twice_notes_to_the_end():
-    w, x = Numbers(5)(WIDTH, WIDTH).requires_grad_(), Numbers(7)(FEW, WIDTH)
-    with held_states() as found:
-        with found:
-            states = [BLOCKS["tensor"](x, w)]
-        states.append(BLOCKS["tensor"](states[-1], w))
-        states.append(BLOCKS["tensor"](states[-1], w))
-    assert [s.number for s in found.held] == [0, 1]
 
 
 def test_nothing_is_told_where_no_memory_is_saved():

@@ -16,10 +16,8 @@ from invfunc import (
     additive_coupling,
     batch_grad,
     batch_l2_grad,
-    diag_ggn,
     diag_hessian,
     functional,
-    fvp,
     ggnvp,
     hessian_block_product,
     hvp,
@@ -73,12 +71,10 @@ def without(statistic: Callable) -> Callable:
 TRANSFORMS: dict[str, Callable] = {
     "ggnvp": lambda f: ggnvp(f, F.mse_loss),
     "hvp": lambda f: hvp(partial(mean, f)),
-    "fvp": lambda f: fvp(f, F.mse_loss),
     "hessian_block_product": lambda f: (
         lambda p, v, x, y: hessian_block_product(f, F.mse_loss)(p, {name: t[None] for name, t in v.items()}, x, y)
     ),
     "diag_hessian": lambda f: without(diag_hessian(f, F.mse_loss)),
-    "diag_ggn": lambda f: without(diag_ggn(f, F.mse_loss)),
     "batch_grad": lambda f: without(batch_grad(partial(mean, f))),
 }
 CASES = [pytest.param(t, p, id=f"{a}-{b}") for a, t in TRANSFORMS.items() for b, p in PARTS.items()]

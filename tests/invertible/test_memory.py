@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.func import grad, jacrev, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -117,10 +114,10 @@ def test_memory_does_not_grow_with_depth(form, way):
     assert deep <= 1.05 * shallow
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("way", ["backward", "grad"])
 def test_memory_of_the_function_itself_grows(way):
     """The meter sees it."""
-    shallow, deep = (peak(net.f, net, way) for net in (network("additive", depth) for depth in (SHALLOW, DEEP)))
+    shallow, deep = (peak(net.f, net, WAYS[way]) for net in (network("additive", depth) for depth in (SHALLOW, DEEP)))
     assert deep >= 2 * shallow
 
 
@@ -227,23 +224,3 @@ class TestEvaluations:
         net = network("additive", 5)
         backward(stacked(invertible_checkpoint(*functions)), net.x, [p[0] for p in net.params])
         assert len(calls) == 3 * 5 - 1
-
-
-def test_what_blocks_of_one_kind_keep_is_small():
-    """Python objects: the numbers that are compared take 8 bytes each, forms are those of the other blocks too."""
-
-    def kept(depth: int) -> int:
-        modules = [[nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)) for _ in range(2)] for _ in range(depth)]
-        blocks = [invertible_checkpoint(additive_coupling(*pair)) for pair in modules]
-        x = torch.ones(32, 4), torch.ones(32, 4)
-        gc.collect()
-        tracemalloc.start()
-        for block in blocks:
-            x = block(x)
-        gc.collect()
-        found, _ = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        return found
-
-    kept(1)
-    assert kept(12) - kept(4) < 8 * 52 * 1024

@@ -186,22 +186,3 @@ def test_of_each_layer_in_a_block(layer, dtype, device):
     block = i.invertible_checkpoint(pair)
     found, wanted = (i.batch_grad(through(h), in_dims=case.in_dims)(params, *inputs) for h in (block, pair))
     assert_trees_close(found, wanted, RTOL[dtype], FLOOR)
-
-
-def test_a_part_may_make_a_module_and_put_other_weights_into_it():
-    """`torch.nn.init` hands over what it writes by name, where a function of torch has it in the first place."""
-
-    def part(b, w):
-        layer = torch.nn.Linear(2, 2, bias=False)
-        layer.weight = torch.nn.Parameter(torch.ones_like(layer.weight, dtype=b.dtype))
-        return layer(b) * w
-
-    def plain(x, w):
-        return x + part(x, w).sin()
-
-    rand = Numbers(4)
-    w, x = rand(2), rand(5, 2)
-    block = i.invertible_checkpoint(plain, None)
-    found = i.batch_grad(lambda w, x: block(x, w).square().sum())(w, x)
-    wanted = torch.stack([torch.func.grad(lambda w, r=r: plain(r[None], w).square().sum())(w) for r in x])
-    assert_trees_close(found, wanted, 1e-12)

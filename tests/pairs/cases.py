@@ -9,8 +9,16 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from invfunc import additive_coupling, affine_coupling, fixed_point, leapfrog, momentum, reversible_step, tree
-from invfunc.pairs.pair import Invertible
+from invfunc import (
+    Invertible,
+    additive_coupling,
+    affine_coupling,
+    fixed_point,
+    leapfrog,
+    momentum,
+    reversible_step,
+    tree,
+)
 from tests.strategies import Numbers
 
 

@@ -13,11 +13,19 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import grad, jacrev, vmap
 
-from invfunc import additive_coupling, affine_coupling, invertible_checkpoint, layers, leapfrog, tree
+from invfunc import (
+    Invertible,
+    additive_coupling,
+    affine_coupling,
+    chain,
+    invert,
+    invertible_checkpoint,
+    layers,
+    leapfrog,
+    tree,
+    with_log_det,
+)
 from invfunc.errors import ArgumentError, ArgumentTypeError, ModifiedError
-from invfunc.invertible.chain import chain
-from invfunc.pairs.log_det import with_log_det
-from invfunc.pairs.pair import Invertible, invert
 from invfunc.testing import assert_trees_close
 from invfunc.testing.values import moved
 from tests.laws import FLOOR

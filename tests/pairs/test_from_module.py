@@ -14,7 +14,7 @@ import torch
 import zuko
 from torch import nn
 
-from invfunc import additive_coupling, chain, from_module, functional, invert, invertible_checkpoint, multiscale, tree
+from invfunc import chain, from_module, functional, invert, invertible_checkpoint, multiscale, tree
 from invfunc import with_log_det as carrying
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close, laws
@@ -185,41 +185,6 @@ def glow(depth: int) -> tuple[Callable, Callable, Any]:
     return (lambda: gradient(flow)), (lambda: gradient(plain)), flow
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(8), nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.norm(x)
-        return self.attention(h, h, h, need_weights=False)[0]
-
-
-def reformer(depth: int) -> tuple[Callable, Callable, Any]:
-    """Couplings of attention and a perceptron, as they are."""
-    torch.manual_seed(0)
-    parts = [
-        (Attention(), nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)))
-        for _ in range(depth)
-    ]
-    flow, state = chain(*(additive_coupling(F, G) for F, G in parts)), tuple(Numbers()(2, 16, 32, 8).float())
-
-    def plain(state: Any) -> Any:
-        a, b = state
-        for F, G in parts:
-            a = a + F(b)
-            b = b + G(a)
-        return a, b
-
-    own = [p for pair in parts for part in pair for p in part.parameters()]
-
-    def gradient(f: Callable) -> list[torch.Tensor]:
-        a, b = f(state)
-        return [*torch.autograd.grad((a * b).sum(), own)]
-
-    return (lambda: gradient(flow)), (lambda: gradient(plain)), flow
-
-
 def peak(call: Callable) -> int:
     call()  # what is made once
     with nothing_collected(), Meter() as meter:
@@ -227,16 +192,15 @@ def peak(call: Callable) -> int:
         return meter.peak(without=found)
 
 
-@pytest.mark.parametrize("model", [glow, reformer])
 class TestDeepModels:
-    def test_have_their_own_gradients(self, model):
-        there, plain, _ = model(3)
+    def test_have_their_own_gradients(self):
+        there, plain, _ = glow(3)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assert_trees_close(there(), plain(), 1e-3)
 
-    def test_take_memory_that_does_not_grow_with_depth(self, model):
-        (shallow, plain, _), (deep, more, _) = model(2), model(6)
+    def test_take_memory_that_does_not_grow_with_depth(self):
+        (shallow, plain, _), (deep, more, _) = glow(2), glow(6)
         assert peak(deep) <= 1.1 * peak(shallow)
         assert peak(more) >= 2 * peak(plain)
 

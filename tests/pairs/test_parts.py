@@ -58,16 +58,6 @@ class TestModulesAsParts:
         assert_trees_close(found, wanted, 1e-10)
         assert all(p.grad is None for m in parts for p in m.parameters())
 
-    def test_get_gradients_in_plain_autograd(self):
-        parts, x = modules(Numbers(1)), halves(Numbers(2))
-        own = [p for m in parts for p in m.parameters()]
-        plain = additive_coupling(lambda b: parts[0](b), lambda a: parts[1](a))
-        losses = (
-            sum(t.square().sum() for t in f(f(x))) for f in (plain, invertible_checkpoint(additive_coupling(*parts)))
-        )
-        wanted, found = (torch.autograd.grad(loss, own) for loss in losses)
-        assert_trees_close(found, wanted, 1e-10)
-
     def test_further_inputs_stand_behind_the_parameters(self):
         class Scaled(nn.Linear):
             def forward(self, b, by):
@@ -164,16 +154,3 @@ class TestShapes:
         assert "returns a tensor of shape [8, 3]" in str(raised.value)
         fitting = additive_coupling(nn.Linear(3, 4), nn.Linear(4, 3), split_dim=1)
         assert fitting(torch.ones(8, 7)).shape == (8, 7)
-
-    @pytest.mark.parametrize(
-        "pair",
-        [
-            additive_coupling(torch.sin, torch.sin),
-            momentum(torch.sin),
-            additive_coupling(torch.sin, torch.sin, split_dim=1),
-        ],
-    )
-    def test_functions_of_a_pair_get_what_it_shares_in_front(self, pair):
-        for fn in (pair.forward, pair.inverse, pair.log_det):
-            with pytest.raises(ArgumentTypeError, match=r"pair.log_det\(\*pair.shared, x, params\)"):
-                fn(self.X)

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from invfunc import (
-    Grid,
-    additive_coupling,
     check_inverse,
     drift,
     invert,
@@ -21,7 +19,6 @@ from invfunc import (
     tree,
 )
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.pairs.runge_kutta import TABLEAUS
 from invfunc.testing import assert_trees_close
 from tests.meter import Meter, nothing_collected
 from tests.strategies import Numbers
@@ -88,7 +85,7 @@ class TestOrder:
             for a, b in zip(coarse, fine, strict=True):
                 assert abs(math.log2(a / b) - order) < 0.3
 
-    @pytest.mark.parametrize("tableau", TABLEAUS)
+    @pytest.mark.parametrize("tableau", ORDERS)
     def test_of_a_scheme_is_measured_without_copies(self, tableau):
         errors = [(plain(runge_kutta(turning, tableau), n) - self.EXACT).abs().max() for n in (100, 200)]
         assert abs(math.log2(errors[0] / errors[1]) - ORDERS[tableau]) < 0.3
@@ -202,41 +199,6 @@ class TestBackwards:
         assert repr(reversible_step(runge_kutta(module))) == "reversible_step(runge_kutta(Field, 'rk4'), coupling=0.99)"
 
 
-class TestMidpoint:
-    def test_two_steps_of_the_midpoint_rule_are_a_coupling(self):
-        """x[n + 1] = x[n - 1] + 2 h f(x[n]), of order 2, also on a grid, where it comes back to the bit."""
-
-        def f(x):
-            return torch.tanh(x @ TURN)
-
-        def states(steps):
-            h = 4 / steps
-            found = [X, X + runge_kutta(lambda x, t: f(x))(X, 0.0, h)]
-            for _ in range(steps):
-                found.append(found[-2] + 2 * h * f(found[-1]))
-            return found
-
-        ends = []
-        for steps in (40, 80, 160):
-            h, found = 4 / steps, states(steps)
-
-            def move(x, h=h):
-                return 2 * h * f(x)
-
-            coupling, start = repeated(additive_coupling(move, move)), tuple(found[:2])
-            y = coupling(start, [None] * (steps // 2))
-            assert_trees_close(y, tuple(found[steps : steps + 2]), 1e-13)
-            assert_trees_close(invert(coupling)(y, [None] * (steps // 2)), start, 1e-12)
-            on_grid = Grid(40, torch.float64).enter(start)
-            exact = repeated(additive_coupling(move, move, exact=Grid(40, torch.float64)))
-            back = invert(exact)(exact(on_grid, [None] * (steps // 2)), [None] * (steps // 2))
-            assert_trees_close(back, on_grid, 0)
-            ends.append(y[0])
-        wanted = plain(runge_kutta(lambda x, t: f(x)), 1000)
-        errors = [(x - wanted).abs().max() for x in ends]
-        assert all(abs(math.log2(a / b) - 2) < 0.3 for a, b in zip(errors, errors[1:], strict=False))
-
-
 SOLVER, RK4 = reversible_step(runge_kutta(torch.sin)), runge_kutta(torch.sin)
 W = torch.ones(2)
 
@@ -246,32 +208,21 @@ def increment(x, start, end):
 
 
 REFUSED = [
-    (lambda: reversible_step(0.1), r"reversible_step\(increment\): increment is of type float, but has to be a func"),
-    (lambda: runge_kutta("rk4"), r"runge_kutta\(field, tableau\): field is of type str, but has to be a function"),
     (lambda: SOLVER(({"a": X, "b": 2},) * 2, (0, 1)), r"coupling=0.99\): y\['b'\] is of type int.*pytree of tensors"),
     (lambda: reversible_step(torch.sin, 1.5), r"reversible_step\(sin, coupling=1.5\): coupling.*above 0 and at most 1"),
-    (lambda: reversible_step(torch.sin, math.nan), "above 0 and at most 1"),
     (lambda: reversible_step(torch.sin, 0), "above 0 and at most 1"),
     (lambda: SOLVER((X, X)), r"^reversible_step\(runge_kutta\(sin, 'rk4'\), .*: behind the state.*is NoneType"),
     (lambda: SOLVER((X, X), (W,)), r"has to be \(start, end\).*but there is tuple of 1.*\(start, end, p\)"),
-    (lambda: SOLVER(X, (0, 1)), "x has to be a pair of tensors"),
-    (lambda: invert(SOLVER)(X, (0, 1)), "y has to be a pair of tensors"),
-    (lambda: SOLVER((X, [X]), (0, 1)), r"the state returns a list of \[0\], but its first part.*is a tensor"),
     (lambda: SOLVER((X, X[:1]), (0, 1)), r"the state returns a tensor of shape \[1, 2\]"),
-    (lambda: reversible_step(increment)((X, X), (0, 1)), "the function returns a tuple of.*is a tensor"),
     (lambda: reversible_step(increment)(([X, X],) * 2, (0, 1)), "the function returns a tuple of.*a list of"),
-    (lambda: reversible_step(lambda x, a, b: W)((X, X), (0, 1)), r"tensor of shape \[2\].* has shape \[2, 2\]"),
     (lambda: RK4(X, W, W), r"^runge_kutta\(sin, 'rk4'\): start is of shape \[2\], but has to be a number or a tensor"),
-    (lambda: RK4(X, 0.0, None), "end is of type NoneType, but has to be a number"),
     (lambda: runge_kutta(lambda x, t: W)(X, 0, 1), r"the field returns a tensor of shape \[2\], but x"),
     (
         lambda: runge_kutta(torch.sin, "rk5"),
         r"'rk5'\): the tableau is one of \"euler\", \"midpoint\", \"heun\", \"rk4\"",
     ),
-    (lambda: runge_kutta(torch.sin, 4), "the tableau is one of"),
     (lambda: runge_kutta(torch.sin, ([[1]], [1])), "the at most i stages before"),
     (lambda: runge_kutta(torch.sin, ([[]], [0.5, 0.5])), "b has one for each of the 1 rows"),
-    (lambda: runge_kutta(torch.sin, ([[]], [0.5])), "sum to 0.5, but to 1"),
 ]
 
 

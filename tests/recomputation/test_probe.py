@@ -1,10 +1,7 @@
-"""An x that does not come back is told of, with the cause; honest nets are not."""
+"""An x that does not come back is told of; honest nets are not."""
 
-import itertools
-import random
 import warnings
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,13 +12,11 @@ from invfunc import (
     InexactWarning,
     InverseError,
     Invertible,
-    ReplayError,
     additive_coupling,
     affine_coupling,
     invert,
     invertible_checkpoint,
     momentum,
-    thresholds,
     tree,
     with_log_det,
 )
@@ -29,7 +24,6 @@ from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
 X = Numbers()(6, 5)
-TABLE = Numbers(2)(7).requires_grad_()
 
 
 def warned(run, *args):
@@ -74,155 +68,119 @@ def halves(part, other=torch.sin):
     return additive_coupling(part, other, split_dim=0)
 
 
-def drawn(draw):
-    return halves(lambda b: b.tanh() * 10 * draw() * b)
-
-
-class Counter:
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self):
-        self.count += 1
-        return float(self.count)
-
-
 WRONG = {
-    "no inverse": (lambda x: x.exp(), lambda y: y.log() + 1.0, InverseError, "is not an inverse of f"),
-    "not at all places": (lambda x: F.relu(x).square(), lambda y: y.sqrt(), InverseError, "f has no inverse there"),
-    "no number": (lambda x: x.exp(), lambda y: y.log() / 0, InverseError, "error of inf"),
-}
-
-
-def seeded(seed, draw):
-    seed(1)  # whose first numbers are not near each other
-    return draw
-
-
-CHANGING = {
-    "Python": lambda: seeded(random.seed, random.random),
-    "numpy": lambda: seeded(np.random.seed, np.random.rand),
-    "a counter": Counter,
+    "no inverse": (lambda x: x.exp(), lambda y: y.log() + 1.0),
+    "not at all places": (lambda x: F.relu(x).square(), lambda y: y.sqrt()),
+    "no number": (lambda x: x.exp(), lambda y: y.log() / 0),
 }
 RUNS = {"backward": backward, "torch.func": slope, "vmap": slopes}
 CUBED = invertible_checkpoint(cubed, None)
 
 
-HELD = {
-    "backward": lambda block, x: torch.autograd.grad(block(x.requires_grad_()).sin().sum(), x),
-    "torch.func": lambda block, x: grad(lambda x: block(x).sin().sum())(x),
-    "vmap": lambda block, x: vmap(grad(lambda x: block(x).sin().sum()))(torch.stack([x, x])),
-}
-
-
-@pytest.mark.parametrize("run", HELD.values(), ids=HELD)
-@pytest.mark.parametrize("change", CHANGING.values(), ids=CHANGING)
-def test_numbers_that_change_while_the_caller_holds_x(run, change):
-    """The inverse is not asked for x then, so that its error does not tell."""
-    for block in (invertible_checkpoint(drawn(change())), invertible_checkpoint(drawn(change()), keep=True)):
-        with pytest.raises(ReplayError, match="something that changes"):
-            run(block, X.clone())
-
-
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 class TestWrong:
-    @pytest.mark.parametrize(("f", "f_inv", "kind", "told"), WRONG.values(), ids=WRONG)
-    def test_inverses_are_errors(self, run, f, f_inv, kind, told):
-        block = invertible_checkpoint(f, f_inv)
-        with pytest.raises(kind, match=rf"^invertible_checkpoint\(.*the inverse gives x back.*{told}"):
-            run(block, CUBED)
-
-    @pytest.mark.parametrize("change", CHANGING.values(), ids=CHANGING)
-    def test_numbers_that_change_are_told_as_such(self, run, change):
-        with pytest.raises(ReplayError, match="something that changes: random numbers of Python or numpy, a counter"):
-            run(invertible_checkpoint(drawn(change())), CUBED)
-
-    def test_inverses_that_change_are_errors_however_little_x_is_off(self, run):
-        count = Counter()
-        block = invertible_checkpoint(lambda x: x.exp(), lambda y: y.log() * (1 + 1e-4 * count()))
-        with pytest.raises(ReplayError, match="with an error of [1-9].*e-04.*something else each time"):
-            run(block, CUBED)
+    @pytest.mark.parametrize(("f", "f_inv"), WRONG.values(), ids=WRONG)
+    def test_inverses_are_errors(self, run, f, f_inv):
+        with pytest.raises(InverseError, match=r"invertible_checkpoint\(.*gives x back"):
+            run(invertible_checkpoint(f, f_inv), CUBED)
 
     def test_small_errors_are_told_of_once_a_block(self, run):
         block = invertible_checkpoint(lambda x: x.exp(), lambda y: y.log() * (1 + 1e-4))
         other = invertible_checkpoint(lambda x: x.exp(), lambda y: y.log() * (1 + 1e-4))
         (text,) = warned(lambda: (run(block, CUBED), run(block, CUBED)))
-        assert "error of 1.0e-04" in text and "not an inverse" in text and "<lambda>" in text
+        assert "1.0e-04" in text and "<lambda>" in text
         assert len(warned(run, other, CUBED)) == 1
 
     def test_check_chooses(self, run):
         def block(check):
             return invertible_checkpoint(lambda x: x.exp(), lambda y: y.log() * (1 + 1e-4), check=check)
 
-        with pytest.raises(InverseError, match="error of 1.0e-04"):
+        with pytest.raises(InverseError, match="1.0e-04"):
             run(block("error"), CUBED)
         wrong = invertible_checkpoint(lambda x: x.exp(), lambda y: 0 * y, check="off")
         for silent in (block("off"), block(False), wrong):
             assert not warned(run, silent, CUBED)
 
-    def test_drift_is_told_as_such(self, run):
-        """Each block makes errors of y a hundred times larger in x."""
-        block = invertible_checkpoint(lambda x: x * 0.01 + 3 + x.square() * 1e-9, lambda y: (y - 3) * 100)
-        text = warned(lambda: pytest.raises(InverseError, run, *[block] * 7, CUBED).match("drift.*anchor_every"))
-        assert text
+
+def told(block, x):
+    """Whether a block, behind one that lets go of its input, is told of."""
+    try:
+        return bool(warned(lambda: backward(block, x=x)))
+    except InverseError:
+        return True
 
 
-class TestChanges:
-    def test_in_a_plain_checkpoint(self):
-        """Where nothing is inverted, what autograd saves is compared."""
-        for make in CHANGING.values():
-            change = make()
-            block = invertible_checkpoint(lambda x, c=change: (x * c()).sin().square(), None)
-            with pytest.raises((ReplayError, InexactWarning), match="computes other numbers.*something that changes"):
-                backward(block)
+class TestWrongEntries:
+    @pytest.mark.parametrize("wrong", [1.0, float("nan"), 1e-2])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_of_one_sample_of_many_are_not_missed(self, dtype, wrong):
+        """Of a sample that is larger than the others, as an outlier is."""
+        x = Numbers()(300, 64).to(dtype)
+        x[217] *= 30
 
-    def test_of_masks_and_indices_that_are_saved(self):
-        """Beside a number that f reads from x, after which no numbers are compared."""
-        shares = itertools.cycle((0.8, 0.2))
+        def back(y):
+            return torch.where(torch.arange(300)[:, None] == 217, (y / 2) * (1 + wrong), y / 2)
 
-        def masked(x):
-            scale = x.abs().max().item()
-            return torch.where(torch.rand_like(x) < next(shares), x.sin() / scale, 0.0)
+        assert all(told(invertible_checkpoint(lambda x: x * 2 + 0 * x.sin(), back), x) for _ in range(4))
 
-        ids = np.arange(30)
+    @pytest.mark.parametrize("shape", [(32, 64, 8, 8), (64, 512), (100, 100), (4096,)], ids=str)
+    def test_of_a_half_of_any_axis_are_not_missed(self, shape):
+        """Also where strides divide each other."""
+        x = Numbers()(*shape)
+        for axis, size in enumerate(shape):
+            for half in (range(size // 2), range(size // 2, size), range(0, size, 2), range(1, size, 2)):
+                by = torch.zeros(shape).index_fill(axis, torch.tensor(list(half)), 0.5).double()
+                assert told(invertible_checkpoint(lambda x: x.sinh(), lambda y, by=by: y.asinh() + by), x)
 
-        def looked_up(x):
-            return x * TABLE[torch.from_numpy(ids) % 7 + 0].view(6, 5)
+    @pytest.mark.parametrize("value", [float("inf"), float("nan")])
+    def test_beside_entries_that_are_no_numbers_are_not_missed(self, value):
+        x = Numbers()(6, 5)
+        x[1, 1] = value
+        assert told(invertible_checkpoint(lambda x: x * 2 + 0 * x.sin(), lambda y: y * 0.51), x)
 
-        for f in (masked, looked_up):
-            block = invertible_checkpoint(f, None)
-            x = X.clone().requires_grad_()
-            y = block(x)
-            ids += 1
-            with pytest.raises(ReplayError, match="computes other numbers.*something that changes"):
-                y.sum().backward()
 
-    def test_that_do_not_matter_for_the_gradient_are_let_be(self):
-        """A factor in the graph is that of the first time."""
-        counter = Counter()
-        found = backward(invertible_checkpoint(lambda x: counter() * x.exp(), None))
-        assert_trees_close(found, backward(lambda x: x.exp()), 1e-12)
+def forward(x, p):
+    a = x[0] + torch.tanh(x[1] @ p)
+    return a, x[1] + torch.tanh(a @ p)
 
-    def test_between_forward_and_backward(self):
-        scale = [1.0]
-        block = invertible_checkpoint(halves(lambda b: b.tanh() * scale[0] * b))
-        x = X.clone().requires_grad_()
-        y = block(x * 1)
-        scale[0] = 1.5
-        with pytest.raises(ReplayError, match="other numbers: `mul`.* has other arguments.*the mode of a module"):
-            y.sum().backward()
 
-    def test_of_the_order_in_which_tensors_are_saved(self):
-        """Two tensors of one shape; shapes alone would not tell."""
-        turns = []
+def inverse(y, p):
+    """One that is wrong by what an entry of its parameters says."""
+    b = y[1] - torch.tanh(y[0] @ p)
+    return (y[0] - torch.tanh(b @ p)) * (1 + p[0, 0]), b
 
-        def either(x):
-            turns.append(1)
-            a, b = (x.exp(), x.sigmoid()) if len(turns) % 2 else (x.sigmoid(), x.exp())
-            return a * b
 
-        with pytest.raises(ReplayError, match="computes other numbers"):
-            backward(invertible_checkpoint(either, None))
+@pytest.mark.parametrize("at", [0, 2, 4])
+class TestInAStack:
+    """Blocks of which a single one is wrong."""
+
+    @staticmethod
+    def weights(at, by):
+        ws = [(0.1 * Numbers(i)(4, 4)).index_fill(0, torch.tensor([0]), 0.0) for i in range(5)]
+        ws[at][0, 0] = by
+        return ws
+
+    @staticmethod
+    def value(ws, **options):
+        block = invertible_checkpoint(forward, inverse, **options)
+        state = Numbers(9)(40, 4), Numbers(8)(40, 4)
+        state = tuple(t * (1 + 0 * ws[0].sum()) for t in state)
+        for w in ws:
+            state = block(state, w)
+        return torch.stack(state).sin().sum()
+
+    def test_is_an_error_each_time(self, at):
+        ws = self.weights(at, 0.5)
+        with pytest.raises(InverseError, match=r"invertible_checkpoint\(forward, "):
+            grad(self.value)(ws)
+        value = self.value([w.requires_grad_() for w in ws])
+        for _ in range(2):
+            with pytest.raises(InverseError, match=r"invertible_checkpoint\(forward, "):
+                torch.autograd.grad(value, ws, retain_graph=True)
+
+    def test_is_a_warning_where_it_is_small(self, at):
+        assert warned(lambda: grad(self.value)(self.weights(at, 2e-6)))
+        assert not warned(lambda: grad(lambda ws: self.value(ws, check="off"))(self.weights(at, 0.5)))
 
 
 def net(dtype):
@@ -236,11 +194,6 @@ def deep(depth, dtype):
 
 
 WIDE = Numbers()(4, 32)
-
-
-def _around_one(x):
-    """Ends with a tensor that is saved, and nothing but rounding."""
-    return x.sin() + (x.softmax(-1).sum(-1, keepdim=True) - 1).square()
 
 
 class TestHonest:
@@ -295,22 +248,11 @@ class TestHonest:
         block = invertible_checkpoint(halves(lambda b: norm(b), lambda a: F.rrelu(a, training=True)))
         assert not warned(lambda: backward(block, block, CUBED))
 
-    @pytest.mark.parametrize("width", [1, 4, 16])
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-    def test_what_is_nothing_but_rounding_is_no_change(self, dtype, width):
-        """The mean of what has been normalized is some zero, and another one each time."""
-        torch.manual_seed(0)
-        x = (Numbers()(8, width).to(dtype), Numbers()(8, width).to(dtype))
-
-        def part():
-            norms = [nn.BatchNorm1d(width, track_running_stats=False), nn.BatchNorm1d(width, track_running_stats=False)]
-            return nn.Sequential(norms[0], nn.Linear(width, width, bias=False), norms[1], nn.Tanh()).to(dtype)
-
-        for couple in (momentum, lambda f: additive_coupling(f, part()), lambda f: additive_coupling(f, _around_one)):
-            pairs = [couple(part()) for _ in range(6)]
-            found = []
-            assert not warned(lambda p=pairs, f=found: f.extend(backward(*map(invertible_checkpoint, p), x=x)))
-            assert_trees_close(tuple(found), backward(*pairs, x=x), 1e-2)
+    def test_a_large_channel_has_none(self):
+        block = invertible_checkpoint(additive_coupling(torch.tanh, torch.tanh, split_dim=1))
+        for dtype in (torch.float32, torch.float64):
+            x = torch.cat([torch.full((4, 1), 1e6), WIDE[:, :3]], 1).to(dtype)
+            assert not warned(lambda x=x, dtype=dtype: backward(block, block, x=x, dtype=dtype))
 
     def test_integers_and_what_is_empty(self):
         pair = Invertible(lambda x: (x[0].exp(), x[1] + 1, x[2]), lambda y: (y[0].log(), y[1] - 1, y[2]))
@@ -320,34 +262,7 @@ class TestHonest:
         assert_trees_close(torch.autograd.grad(y[0].sum(), x), (x.exp() * x.exp().exp(),), 1e-9)
 
 
-class TestOnADevice:
-    """Nothing is looked at before the backward pass has ended."""
-
-    @pytest.fixture(autouse=True)
-    def unknown(self, monkeypatch):
-        monkeypatch.setattr(thresholds, "AT_ONCE", ())
-
-    @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-    def test_wrong_inverses_are_told_of_in_the_end(self, run):
-        block = invertible_checkpoint(lambda x: x.exp(), lambda y: y.log() + 1)
-        with pytest.raises(InverseError, match=r"^invertible_checkpoint\(.*gives x back"):
-            run(block, CUBED)
-        near = invertible_checkpoint(lambda x: x.exp(), lambda y: y.log() * (1 + 1e-4))
-        assert len(warned(lambda: (run(near, CUBED), run(near, CUBED)))) == 1
-
-    def test_honest_nets_have_no_warning(self):
-        blocks, x = deep(3, torch.float64), WIDE.clone()
-        assert not warned(lambda: backward(*blocks, x=x))
-        x[1, 2] = float("nan")
-        assert not warned(lambda: backward(*blocks, x=x))
-        pair = affine_coupling(lambda b: (b, b), lambda a: (a, a), split_dim=0)
-        assert not warned(lambda: backward(invertible_checkpoint(pair), x=torch.zeros(4, 3)))
-
-    def test_zeros_beside_numbers(self):
-        zeros_beside_numbers()
-
-
-def zeros_beside_numbers():
+def test_zeros_beside_numbers_have_none():
     """A state that begins at zeros, whose sum has no size of its own, comes back with roundings of the other one."""
     step = invertible_checkpoint(momentum(lambda b, w: torch.tanh(b @ w)))
     for dtype in (torch.float32, torch.float64):
@@ -357,7 +272,3 @@ def zeros_beside_numbers():
         for w in weights:
             state = step(state, w)
         assert not warned(state[0].square().sum().backward)
-
-
-def test_zeros_beside_numbers():
-    zeros_beside_numbers()

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.func import grad, jacrev, vjp, vmap
 
-from invfunc import InverseError, Invertible, ReplayError, additive_coupling, invertible_checkpoint, tree
+from invfunc import InverseError, additive_coupling, invertible_checkpoint, tree
 from tests.invertible_same import f, f_inv, gradients, leaves, squares
 
 
@@ -33,38 +33,10 @@ def uncounted(y, w, generator):
     return (y - torch.rand(3, generator=generator, dtype=y.dtype, device=y.device) * w.tanh() * w) * (-w).exp()
 
 
-def forked(x, w):
-    with torch.random.fork_rng(devices=[]):
-        return drawn(x, w)
-
-
-def unforked(y, w):
-    with torch.random.fork_rng(devices=[]):
-        return undrawn(y, w)
-
-
-def beside(F, G, x):
-    """Draws before, between and behind its shared functions, which draw as well."""
-    (a, b), first = x, masked(x[1])
-    a = a + F(b)
-    second = masked(a)
-    b = b + G(a)
-    return a, b, first, second, masked(b)
-
-
-def unbeside(F, G, y):
-    a, b, *_ = y
-    b = b - G(a)
-    return a - F(b), b
-
-
 COUPLING = additive_coupling(masked, masked)
-BESIDE = Invertible(beside, unbeside, shared=(masked, masked))
 PAIRS = {
     "coupling": (COUPLING, invertible_checkpoint(COUPLING), lambda h, x, w: h(h((x * w, x)))),
-    "beside shared functions": (BESIDE, invertible_checkpoint(BESIDE), lambda h, x, w: h((x * w, x))),
     "generic": (drawn, invertible_checkpoint(drawn, undrawn), lambda h, x, w: h(h(x, w), w)),
-    "forked": (forked, invertible_checkpoint(forked, unforked), lambda h, x, w: (h(h(x, w), w), torch.rand(3))[0]),
     "kept": (drawn, invertible_checkpoint(drawn, undrawn, keep=True), lambda h, x, w: h(h(x, w), w)),
     "no inverse": (drawn, invertible_checkpoint(drawn, None), lambda h, x, w: h(h(x, w), w)),
 }
@@ -216,13 +188,6 @@ def test_without_preserving_the_state_an_f_that_draws_draws_again():
         return not torch.equal(torch.get_rng_state(), before)
 
     assert (moves(False), moves(True)) == (True, False)
-
-
-@pytest.mark.quick
-def test_without_preserving_the_state_an_f_that_draws_is_told_of():
-    x, w = leaves()
-    with pytest.raises(ReplayError, match=r"other numbers.*preserve_rng_state=True"):
-        gradients(invertible_checkpoint(drawn, None, preserve_rng_state=False)(x, w), x, w)
 
 
 @pytest.mark.quick

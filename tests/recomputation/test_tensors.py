@@ -135,13 +135,6 @@ class TestStates:
 
         same(run, swap, invertible_checkpoint(swap, back))
 
-    def test_that_f_gives_back_itself(self, same):
-        def run(h, x, w):
-            y = h(h(x * w))
-            return gradients(y * x, x, w), grad(lambda w: squares(h(h(x.detach() * w)) * w))(w.detach())
-
-        same(run, lambda x: x, invertible_checkpoint(lambda x: x, lambda y: y))
-
     def test_whose_outputs_are_used_twice_or_never(self, same):
         coupling = additive_coupling(lambda b, p: (b * p).tanh(), lambda a, q: (a * q).sin())
 
@@ -154,24 +147,6 @@ class TestStates:
             return gradients((a * c, c), x, w)
 
         same(run, coupling, invertible_checkpoint(coupling))
-
-    @pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)], ids=str)
-    def test_of_which_some_need_no_gradient(self, same, needs):
-        def run(h, x, w):
-            x, w = x.requires_grad_(needs[0]), w.requires_grad_(needs[1])
-            y = h(h(x, w), w)
-            assert y.requires_grad == any(needs)
-            return gradients(y, *(t for t in (x, w) if t.requires_grad)) if any(needs) else y
-
-        same(run)
-
-    def test_in_inference_mode_then_trained(self, same):
-        def run(h, x, w):
-            with torch.inference_mode():
-                data = h(x, w)
-            return gradients(h(data.clone(), w), w)
-
-        same(run)
 
 
 class TestOutputs:

@@ -3,15 +3,9 @@
 import threading
 from functools import partial
 
-import pytest
 import torch
-from torch import nn
 
-from invfunc import Grid, additive_coupling, chain, functional, invertible_checkpoint, momentum
-from invfunc.recomputation import straight_found
-from invfunc.recomputation.hooks import HookedBlock
-from invfunc.recomputation.straight_hooks import StraightBlock
-from invfunc.testing import assert_trees_close
+from invfunc import invertible_checkpoint
 from tests.invertible_same import gradients
 from tests.strategies import Numbers
 
@@ -62,16 +56,6 @@ class TestThreads:
 
         same(run)
 
-    @pytest.mark.parametrize("watched", [True, False])
-    def test_what_others_take_out_is_computed_again(self, watched, same, monkeypatch):
-        """As soon as one thread shares what it has computed again, others may have taken it all."""
-        kind, name = (HookedBlock, "_saved") if watched else (StraightBlock, "_found")
-        monkeypatch.setattr(straight_found, "_WATCHED", 10**9 if watched else 4)
-        same(lambda h, x, w: [gradients(h(h(x.sin(), w), w), x, w) for _ in range(6)])
-        shared = property(lambda block: {}, lambda block, found: None)
-        monkeypatch.setattr(kind, name, shared, raising=False)
-        same(lambda h, x, w: gradients(h(h(x.sin(), w), w), x, w))
-
     def test_random_numbers_of_one_are_not_those_of_another(self):
         """Where each has a generator; the global one goes to whoever comes first."""
 
@@ -89,47 +73,3 @@ class TestThreads:
             return sum(not torch.allclose(ours, plain) for ours, plain in zip(*found, strict=True))
 
         assert in_threads(*(partial(own, i) for i in range(3))) == [0, 0, 0]
-
-
-class Reversible(nn.Module):
-    """Its blocks are couplings of its own modules, called with their own parameters or with given ones."""
-
-    BLOCKS = {
-        "modules": lambda F, G: additive_coupling(F, G),
-        "exact": lambda F, G: additive_coupling(F, G, exact=Grid(12)),
-        "chain": lambda F, G: chain(additive_coupling(F, G), momentum(F)),
-        "given": lambda F, G: additive_coupling(F, G),
-    }
-
-    def __init__(self, kind, wrap):
-        super().__init__()
-        torch.manual_seed(0)
-        self.F, self.G, self.kind = nn.Linear(3, 3), nn.Linear(3, 3), kind
-        self.block = wrap(self.BLOCKS[kind](self.F, self.G))
-
-    def forward(self, x):
-        given = [dict(part.named_parameters()) for part in (self.F, self.G)] if self.kind == "given" else None
-        state = Grid(12).enter((x.cos(), x)) if self.kind == "exact" else (x.cos(), x)
-        a, b = self.block(self.block(state, given), given)
-        return a * b
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("kind", Reversible.BLOCKS)
-def test_functional_modules_with_blocks_of_their_own_parts(kind):
-    """They are copied for a call with all that the blocks are made of."""
-    model, x = Reversible(kind, invertible_checkpoint), Numbers()(4, 3).float()
-    f, params = functional(model)
-
-    def own(factor):
-        point = {name: p * factor for name, p in params.items()}
-        return [torch.func.grad(lambda p: f(p, x).square().sum())(point) for _ in range(5)]
-
-    factors = (0.5, 1.0, 1.5)
-    for factor, found in zip(factors, in_threads(*(partial(own, factor) for factor in factors)), strict=True):
-        plain = Reversible(kind, lambda pair: pair)
-        plain.load_state_dict({name: p * factor for name, p in params.items()})
-        plain(x).square().sum().backward()
-        wanted = {name: p.grad for name, p in plain.named_parameters()}
-        for one in found:
-            assert_trees_close(one, wanted, 1e-4)

@@ -1,164 +1,124 @@
-"""The parts of a block may use torch.func and forward mode themselves, and it is the net without blocks."""
+"""The parts of a block may use torch.func themselves, on tensors that they close over: it is the net without blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.autograd import forward_ad
-from torch.func import functional_call, grad, hessian, jacfwd, jvp, linearize, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from invfunc import additive_coupling, affine_coupling, chain, invertible_checkpoint, variance
+from invfunc import ModifiedError, additive_coupling, affine_coupling, functional, invertible_checkpoint, leapfrog
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
 
-class Part(nn.Module):
-    """A derivative of a layer, by one of the ways to take it."""
+def potential(z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return (z * v).tanh().sum()
 
-    def __init__(self, way):
+
+FORCES: dict[str, Callable] = {
+    "grad": lambda z, v, c: grad(potential)(z, v + 0 * c) + grad(potential)(z, v),
+    "beside a constant": lambda z, v, c: grad(lambda z, c: potential(z, v * c))(z, c),
+    "in a constant": lambda z, v, c: grad(potential, 1)(z * v, c),
+    "vmap": lambda z, v, c: vmap(lambda a, b, c: (a * b).tanh() * c)(z, v, c),
+    "vmap of grad": lambda z, v, c: vmap(grad(lambda a, b, c: (a * b).tanh() * c))(z, v, c),
+    "vmap, other axes": lambda z, v, c: vmap(lambda r: (r * v).tanh(), out_dims=1)(torch.stack([z, z * c])).sum(1),
+    "vmap within grad": lambda z, v, c: grad(lambda z: vmap(lambda a, b: (a * b).tanh())(z, v).sum())(z) * c,
+    "vjp": lambda z, v, c: vjp(lambda a, b: (a * b).tanh(), z, v)[1](c)[1],
+    "jvp": lambda z, v, c: jvp(lambda a: (a * v).tanh(), (z,), (c * v,))[1],
+    "jvp of grad": lambda z, v, c: jvp(grad(lambda z: potential(z, v)), (z,), (z.sin(),))[1],
+    "jvp in a parameter": lambda z, v, c: jvp(lambda w: (z * w).tanh(), (v,), (v.sin(),))[1],
+    "vmap of jvp": lambda z, v, c: vmap(lambda u: jvp(lambda z: (z * v).sin(), (z,), (u,))[1])(c[None]).sum(0),
+    "jacrev": lambda z, v, c: z * jacrev(lambda r: (r * v).sin())(z).diagonal(),
+    "jacfwd": lambda z, v, c: jacfwd(lambda s: (s * z * v).sin())(c.sum()),
+    "hessian": lambda z, v, c: hessian(potential)(z, v) @ c,
+    "dropout": lambda z, v, c: grad(lambda z: (F.dropout(z, 0.5) * v).sin().sum())(z),
+}
+
+
+class Force(nn.Module):
+    def __init__(self, of: str, rand: Numbers) -> None:
         super().__init__()
-        self.way = way
-        self.weight = nn.Parameter(Numbers(1)(4, 4).double())
+        self.of, self.v = FORCES[of], nn.Parameter(rand(3))
+        self.register_buffer("c", rand(3))
 
-    def layer(self, x):
-        return torch.tanh(x @ self.weight)
-
-    def forward(self, x):
-        return WAYS[self.way](self, x)
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return self.of(z, self.v, self.c)
 
 
-def dual_level(part, x):
-    with forward_ad.dual_level():
-        return forward_ad.unpack_dual(part.layer(forward_ad.make_dual(x, x.cos()))).tangent
+def shifting(force: Callable, wrap: Callable) -> Callable:
+    return wrap(lambda x: (x[0] + force(x[1]), x[1].sin()), lambda y: (y[0] - force(y[1].asin()), y[1].asin()))
 
 
-PLAIN = nn.Linear(4, 4, bias=False)
-
-WAYS = {
-    "none": lambda part, x: part.layer(x),
-    "jvp": lambda part, x: jvp(part.layer, (x,), (torch.ones_like(x),))[1],
-    "value and jvp": lambda part, x: torch.mul(*jvp(part.layer, (x,), (x.sin(),))),
-    "jvp of jvp": lambda part, x: jvp(lambda z: jvp(part.layer, (z,), (z.cos(),))[1], (x,), (x.sin(),))[1],
-    "jvp of grad": lambda part, x: jvp(grad(lambda z: part.layer(z).sum()), (x,), (x.sin(),))[1],
-    "jvp in a parameter": lambda part, x: jvp(
-        lambda w: torch.tanh(functional_call(PLAIN, {"weight": w}, (x,))), (part.weight,), (part.weight.sin(),)
-    )[1],
-    "jacfwd": lambda part, x: jacfwd(lambda scale: part.layer(scale * x))(torch.tensor(1.3, dtype=x.dtype)),
-    "vmap": lambda part, x: vmap(part.layer)(x),
-    "vmap of jvp": lambda part, x: vmap(lambda v: jvp(part.layer, (x,), (v,))[1])(torch.stack([x, x.sin()])).sum(0),
-    "linearize": lambda part, x: linearize(part.layer, x)[1](x.sin()),
-    "dual_level": dual_level,
-    "hessian": lambda part, x: vmap(lambda row: hessian(lambda z: part.layer(z).sum())(row).sum(0))(x),
-    "vjp": lambda part, x: vjp(part.layer, x)[1](x.sin())[0],
-    "grad": lambda part, x: grad(lambda z: part.layer(z).sum())(x),
+POSITIONS: dict[str, Callable] = {
+    "coupling": lambda force, wrap: wrap(additive_coupling(force, force)),
+    "affine": lambda force, wrap: wrap(affine_coupling(*2 * [lambda x: (force(x).sin(), force(x))])),
+    "leapfrog": lambda force, wrap: wrap(leapfrog(force, 0.1)),
+    "functions": shifting,
+    "no inverse": lambda force, wrap: shifting(force, lambda f, _: wrap(f, None)),
 }
-each_way = pytest.mark.parametrize("way", WAYS)
 
 
-def beside(part):
-    """A function with an inverse in which the part is outside of shared functions."""
+class Twice(nn.Module):
+    def __init__(self, of: str, position: str, wrap: Callable) -> None:
+        super().__init__()
+        self.force = Force(of, Numbers(5))
+        self.g = POSITIONS[position](self.force, wrap)
 
-    def forth(x):
-        return torch.cat([x[:, :4] + part(x[:, 4:]), x[:, 4:]], 1)
-
-    def back(y):
-        return torch.cat([y[:, :4] - part(y[:, 4:]), y[:, 4:]], 1)
-
-    return forth, back
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.g(self.g((0.4 * x.sin(), 0.4 * x.cos())))).square().sum()
 
 
-def additive(part, other):
-    return additive_coupling(part, other, split_dim=1)
+def in_autograd(model: nn.Module, x: torch.Tensor) -> Any:
+    inputs = [x.clone().requires_grad_(), *model.parameters()]
+    first = torch.autograd.grad(model(inputs[0]), inputs, create_graph=True)
+    return first, torch.autograd.grad(first[1].square().sum(), inputs)
 
 
-POSITIONS = {
-    "F": lambda part, block: block(additive(part, Part("none"))),
-    "G": lambda part, block: block(additive(Part("none"), part)),
-    "both": lambda part, block: block(affine_coupling(*2 * [lambda x: (part(x).sin(), part(x))], split_dim=1)),
-    "chain": lambda part, block: block(chain(additive(part, part), additive(Part("none"), part))),
-    "f": lambda part, block: block(*beside(part)),
-    "a checkpoint": lambda part, block: block(beside(part)[0], None),
+def called_with_others(model: Twice, x: torch.Tensor) -> Any:
+    others = {name: (1.5 * t).detach().requires_grad_() for name, t in model.named_parameters()}
+    return torch.autograd.grad(functional_call(model, others, (x,)), list(others.values()))
+
+
+def in_torch_func(transform: Callable) -> Callable:
+    def way(model: nn.Module, x: torch.Tensor) -> Any:
+        f, params = functional(model)
+        return transform(f)(params, x)
+
+    return way
+
+
+WAYS: dict[str, Callable] = {
+    "autograd": in_autograd,
+    "functional_call": called_with_others,
+    "grad": in_torch_func(lambda f: grad(f, (0, 1))),
+    "hessian": in_torch_func(lambda f: hessian(f, 1)),
+    "vmap(grad)": in_torch_func(lambda f: lambda p, x: vmap(grad(f), (None, 0))(p, torch.stack([x, 2 * x]))),
 }
-each_position = pytest.mark.parametrize("position", POSITIONS)
 
 
-def without(f, f_inv=None):
-    return f
+@pytest.mark.filterwarnings("ignore::invfunc.errors.InvFuncWarning")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("of", FORCES)
+@pytest.mark.parametrize("position", POSITIONS)
+def test_equals_the_function(position, of, way, dtype, device):
+    if of == "dropout" and way in ("hessian", "vmap(grad)"):
+        pytest.skip("vmap asks for its randomness")
+    found = []
+    for wrap in (invertible_checkpoint, lambda f, f_inv=None: f):
+        torch.manual_seed(0)
+        model, x = Twice(of, position, wrap).to(device, dtype), Numbers(6)(3).to(device, dtype)
+        found.append(WAYS[way](model, x))
+    assert_trees_close(*found, 1e-3 if dtype == torch.float32 else 1e-9, 1e-2)
 
 
-def derivatives(net, part, second):
-    x = Numbers()(3, 8).double().requires_grad_()
-    y = net(x)
-    options = {"allow_unused": True, "materialize_grads": True}  # for linearize a parameter is a constant
-    found = torch.autograd.grad(y.square().sum(), (x, part.weight), create_graph=second, **options)
-    if second:
-        found += torch.autograd.grad(sum(g.square().sum() for g in found), (x, part.weight), **options)
-    return y.detach(), [g.detach() for g in found]
-
-
-class TestParts:
-    @each_way
-    @each_position
-    def test_may_use_transforms(self, way, position):
-        part = Part(way)
-        nets = [POSITIONS[position](part, without)]
-        for check in [True] if way == "linearize" else ["warn", "off", True]:  # linearize traces, slowly
-            nets.append(POSITIONS[position](part, lambda *f, check=check: invertible_checkpoint(*f, check=check)))
-        for second in (False, True):
-            plain, *blocks = (derivatives(net, part, second) for net in nets)
-            for found in blocks:
-                assert_trees_close(found, plain, 1e-8)
-
-    @pytest.mark.parametrize("way", ["jvp", "vmap of jvp", "dual_level"])
-    def test_may_use_them_after_the_first_calls(self, way):
-        part = Part(way)
-        block = POSITIONS["both"](part, invertible_checkpoint)
-        for _ in range(6):
-            block(Numbers()(3, 8).double())
-            found = derivatives(block, part, True)
-        assert_trees_close(found, derivatives(POSITIONS["both"](part, without), part, True), 1e-8)
-
-    @pytest.mark.parametrize("way", ["jvp", "jacfwd", "vmap of jvp", "linearize"])
-    def test_may_use_them_beside_a_statistic(self, way):
-        part = Part(way)
-
-        def spread(block):
-            def loss(weight, x):
-                net = POSITIONS["f"](lambda z: functional_call(part, {"weight": weight}, (z,)), block)
-                return net(x).square().sum(1)
-
-            return variance(loss)(Numbers(2)(4, 4).double(), Numbers()(5, 8).double())
-
-        assert_trees_close(spread(invertible_checkpoint), spread(without), 1e-8)
-
-    def test_may_write_a_state_beside_them(self):
-        """Memory that a transform has freed may be that of the state's copy later."""
-
-        def run(block, i):
-            torch.manual_seed(i)
-            weight = torch.randn(6, 6, dtype=torch.float64).requires_grad_()
-            net = nn.utils.spectral_norm(nn.Linear(6, 6).double())
-            force = grad(lambda z: (z @ weight).cos().sum())
-            step = affine_coupling(lambda b: (force(b), b), lambda a: (0.5 * net(a), a))
-            step = invertible_checkpoint(step) if block else step
-            state = torch.randn(2, 5, 6, dtype=torch.float64).requires_grad_().unbind(0)
-            for _ in range(2):
-                state = step(state)
-            return [
-                *torch.autograd.grad(state[0].sin().sum() + state[1].sum(), [weight, *net.parameters()]),
-                net.weight_u,
-            ]
-
-        for i in range(20):
-            assert_trees_close(run(True, i), run(False, i), 1e-8)
-
-    @pytest.mark.parametrize("way", ["jvp", "vmap", "vmap of jvp"])
-    def test_may_use_them_where_gradients_are_batched(self, way):
-        """`is_grads_batched` runs a backward pass within a vmap, which is none of those that begin in the part."""
-
-        def rows(block):
-            part = Part(way)
-            x = Numbers()(3, 8).double().requires_grad_()
-            y = POSITIONS["f"](part, block)(x)
-            return torch.autograd.grad(y, (x, part.weight), Numbers(2)(2, 3, 8).double(), is_grads_batched=True)
-
-        assert_trees_close(rows(invertible_checkpoint), rows(without), 1e-8)
+def test_a_constant_that_is_written_before_the_backward_pass_is_an_error():
+    model = Twice("in a constant", "coupling", invertible_checkpoint)
+    loss = model(Numbers(6)(3).requires_grad_())
+    model.force.c.add_(1)
+    with pytest.raises(ModifiedError, match="written|modified"):
+        loss.backward()

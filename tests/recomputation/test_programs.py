@@ -1,0 +1,379 @@
+"""Ordinary programs that were wrong once: dtypes, strides, losses on the side, the same tensor in several places."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import grad, vmap
+
+from invfunc import (
+    ArgumentTypeError,
+    InverseError,
+    Invertible,
+    additive_coupling,
+    chain,
+    diag_ggn,
+    functional,
+    invertible_checkpoint,
+    layers,
+    tree,
+    variance,
+    with_log_det,
+)
+from invfunc.testing import assert_trees_close
+from tests.strategies import Numbers
+
+X = Numbers(0)(3, 4)
+EXACT = 1e-9
+
+
+def as_it_is(pair):
+    return pair
+
+
+def test_parts_of_a_narrower_dtype_than_they_become():
+    """The inverse gives them in the wider one; shared functions get them in the dtype that they had."""
+
+    def wide(b):
+        return b.sin() + torch.ones(4, dtype=torch.float64)
+
+    found = []
+    for wrap in (invertible_checkpoint, as_it_is):
+        x, w = X.float().requires_grad_(), torch.ones(4, requires_grad=True)
+        block = wrap(additive_coupling(lambda b, w=w: (b * w).tanh(), wide))
+        a, b = block((x, x * 2))
+        found.append(torch.autograd.grad((a * b).sum(), [x, w]))
+    assert_trees_close(*found, 1e-5)
+
+
+def test_what_all_of_a_batch_share_is_compared_as_such():
+    """Statistics of an x that is the same for all of a vmap are those of each, however often they are computed."""
+    x = Numbers(2)(6, 3)
+    weights = Numbers(3)(2, 3).exp()
+
+    def loss(check):
+        block = invertible_checkpoint(layers.batch_norm(), check=check)
+        return lambda w: (block(x, (w, w)) * x.sin()).sum()
+
+    found, wanted = (vmap(grad(loss(check)))(weights) for check in (True, "off"))
+    assert_trees_close(found, wanted, EXACT)
+
+
+@pytest.mark.parametrize("form", ["custom", "coupling"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_what_an_operation_saves_before_it_fills_it_is_filled(form, inplace):
+    """`rrelu` saves its noise, and draws it then; nothing comes behind it in the block that autograd saves."""
+    matrix = Numbers(4)(4, 4)
+
+    def part(b):
+        return nn.functional.rrelu(b @ matrix, training=True, inplace=inplace)
+
+    pairs = {
+        "custom": Invertible(lambda x: (x[0] + part(x[1]), x[1]), lambda y: (y[0] - part(y[1]), y[1])),
+        "coupling": additive_coupling(part, torch.sin),
+    }
+    found = []
+    for wrap in (invertible_checkpoint, as_it_is):
+        torch.manual_seed(0)
+        x = X.clone().requires_grad_()
+        a, b = wrap(pairs[form])((x, x.cos()))
+        found.append(torch.autograd.grad((a.sin() * b).sum(), x))
+    assert_trees_close(*found, EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_log_determinant_that_is_nothing_but_rounding_comes_back(dtype):
+    """That of a rotation is some 1e-16 beside a state of size 1."""
+    Q = torch.linalg.qr(Numbers(5)(4, 4))[0].to(dtype)
+    flow = with_log_det(chain(*[p for _ in range(3) for p in (layers.linear(), layers.leaky_relu(0.9))]))
+    x = X.to(dtype, copy=True).requires_grad_()
+    params = [p for _ in range(3) for p in (Q, None)]
+    y, s = invertible_checkpoint(flow, check="error")((x, torch.full((3,), 1e-17, dtype=dtype)), params)
+    found = torch.autograd.grad(y.square().sum() + s.sum(), x)
+    z = x
+    for _ in range(3):
+        z = nn.functional.leaky_relu(z @ Q.mT, 0.9)
+    assert_trees_close(found, torch.autograd.grad(z.square().sum(), x), EXACT if dtype == torch.float64 else 1e-4)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_an_expanded_input_is_expanded_when_it_is_computed_again(draws):
+    """Kernels and what they save, and the order in which `rand_like` draws, are those of its strides."""
+    found = []
+    for wrap in (invertible_checkpoint, as_it_is):
+        torch.manual_seed(0)
+        base = Numbers(6)(1, 5, 8).requires_grad_()
+        F, G = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+        block = wrap(
+            additive_coupling(lambda b, F=F: F(b) * (torch.rand_like(b) if draws else b), lambda a, G=G: G(a).tanh())
+        )
+        a, b = block(tuple((base.expand(3, 5, 8)).chunk(2, -1)))
+        found.append(torch.autograd.grad((a.sin() * b).sum(), [base, *F.parameters(), *G.parameters()]))
+    assert_trees_close(*found, EXACT)
+
+
+class Expert(nn.Module):
+    """A layer that leaves a loss in an attribute, as experts do for their balance."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(3, 3).double()
+
+    def forward(self, x):
+        y = self.lin(x)
+        self.balance = y.square().mean()
+        return y.tanh()
+
+
+WAYS = {
+    "a coupling": lambda F, G, block: block(additive_coupling(F, G, split_dim=1)),
+    "a function": lambda F, G, block: block(
+        lambda x: torch.cat([x[:, :3] + F(x[:, 3:]), x[:, 3:]], 1),
+        lambda y: torch.cat([y[:, :3] - F(y[:, 3:]), y[:, 3:]], 1),
+    ),
+    "a checkpoint": lambda F, G, block: block(lambda x: x + torch.cat([F(x[:, :3]), G(x[:, 3:])], 1), None),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_in_an_attribute_has_its_gradient_beside_that_of_the_net(way):
+    def gradients(block):
+        torch.manual_seed(0)
+        F, G = Expert(), Expert()
+        x = torch.randn(5, 6, dtype=torch.float64)
+        loss = WAYS[way](F, G, block)(x).square().mean() + F.balance
+        return torch.autograd.grad(loss, list(F.parameters()))
+
+    assert_trees_close(gradients(invertible_checkpoint), gradients(lambda f, f_inv=None: f), EXACT)
+
+
+def test_a_loss_that_is_returned_beside_y():
+    def returned(x, _):
+        a, b = x
+        return (a + b.sin(), b), b.sin().square().mean()
+
+    def back(y, _):
+        return (y[0][0] - y[0][1].sin(), y[0][1])
+
+    def loss(x, g):
+        (a, b), extra = g((x, x.cos()), None)
+        return (a * b).sum() + extra
+
+    assert_trees_close(grad(loss)(X, invertible_checkpoint(returned, back)), grad(loss)(X, returned), EXACT)
+
+
+@pytest.mark.parametrize("given", [lambda a: (a, a), lambda a: (a, a * 1)], ids=["once", "twice"])
+def test_the_same_tensor_in_several_places(given):
+    """When it is computed again each is a tensor of its own; a part may give back what it is given."""
+    pair = additive_coupling(lambda b, p: b, lambda a, p: (a * p[0]).sin() * p[1])
+
+    def run(block):
+        x, w = (Numbers(k)(3, 3).requires_grad_() for k in range(2))
+        y = torch.stack(block(given(x * 1), (given(w), given(w))))
+        return torch.autograd.grad(y.square().sum(), (x, w))
+
+    assert_trees_close(run(invertible_checkpoint(pair)), run(pair), EXACT)
+
+
+@pytest.mark.parametrize("number", [lambda x: x.std().item(), lambda x: x.abs().mean(0).tolist()[0]])
+def test_numbers_of_data_may_have_rounding_errors(number):
+    """They come from an x that the inverse gives back."""
+    pair = additive_coupling(lambda x: (x * number(x.detach())).sin() * number(x.detach().cos()), torch.cos)
+
+    def run(block):
+        x = (10 * X).requires_grad_()
+        return torch.autograd.grad(torch.stack(block(block((x * 1, x.cos())))).sin().sum(), x)
+
+    block = invertible_checkpoint(pair)
+    assert_trees_close((run(block), run(block)), (run(pair), run(pair)), 1e-7)
+
+
+def test_an_array_of_numpy_stays_as_it_is():
+    mask, order = np.arange(4) % 2 == 0, np.array([2, 0, 1, 3])
+
+    def f(x):
+        return x.tanh()[..., order] * torch.as_tensor(mask)
+
+    def run(f):
+        x = X.clone().requires_grad_()
+        return torch.autograd.grad(f(x).square().sum(), x), grad(lambda x: f(x).square().sum())(X)
+
+    assert_trees_close(run(invertible_checkpoint(f, None)), run(f), 0)
+
+
+def test_what_f_saved_and_then_wrote_is_refused_as_by_torch():
+    def f(x, w):
+        h = x.tanh()
+        h.mul_(2)
+        return h @ w
+
+    x, w = (torch.randn(3, 3, dtype=torch.float64, requires_grad=True) for _ in "xw")
+    for call in (f, invertible_checkpoint(f, None)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            call(x, w).sum().backward()
+
+
+class Reversible(nn.Module):
+    """Its coupling closes over its own layers."""
+
+    def __init__(self, wrap, kind="linear"):
+        super().__init__()
+        parts = {
+            "linear": lambda: nn.Linear(3, 3),
+            "norm": lambda: nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 3)),
+            "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+            "recurrent": lambda: Recurrent(),
+        }
+        torch.manual_seed(0)
+        self.a, self.b = parts[kind](), parts[kind]()
+        self.block = wrap(additive_coupling(lambda b: self.a(b).tanh(), lambda a: self.b(a).tanh()))
+        self.to(torch.float64)
+
+    def forward(self, x):
+        u, v = self.block(x.chunk(2, 1))
+        return torch.cat(self.block((v, u)), 1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.LSTM(1, 1, batch_first=True)
+
+    def forward(self, b):
+        return self.inner(b[:, :, None])[0][:, :, 0]
+
+
+def moved(params):
+    """Other parameters than those of the module."""
+    return {name: p.detach() + 0.3 for name, p in params.items()}
+
+
+def data(n=5):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 6, generator=generator, dtype=torch.float64)
+    return x, torch.arange(n) % 6
+
+
+class TestModules:
+    @pytest.mark.parametrize("kind", ["linear", "norm", "weight norm", "recurrent"])
+    @pytest.mark.parametrize("needs", [False, True])
+    def test_statistics(self, kind, needs):
+        x, y = data()
+
+        def run(wrap, statistic):
+            f, params = functional(Reversible(wrap, kind))
+            params = {name: p.requires_grad_(needs) for name, p in moved(params).items()}
+            return tree.map_tensors(torch.Tensor.detach, statistic(f)(params, x, y))
+
+        def spread(f):
+            return variance(lambda params, x, y: F.cross_entropy(f(params, x), y))
+
+        def curvature(f):
+            return diag_ggn(f, F.cross_entropy)
+
+        for statistic in (spread, curvature):
+            assert_trees_close(run(invertible_checkpoint, statistic), run(as_it_is, statistic), EXACT)
+
+
+def test_random_numbers_of_a_first_attempt_are_taken_back():
+    """An f that uses torch.func is evaluated in another way, once that is known."""
+
+    def run(wrap):
+        generator = torch.Generator().manual_seed(2)
+        x = data()[0][:, :3].requires_grad_()
+
+        def part(b):
+            mask = torch.rand(b.shape, generator=generator, dtype=b.dtype)
+            return torch.func.grad(lambda c: (c.sin() * mask).sum())(b)
+
+        out = wrap(additive_coupling(part, part))((x, x.cos()))
+        return [*torch.autograd.grad((out[0] * out[1]).sum(), x), generator.get_state()]
+
+    assert_trees_close(run(invertible_checkpoint), run(as_it_is), EXACT)
+
+
+@pytest.mark.parametrize("n", [4, 5])
+@pytest.mark.parametrize("split_dim", [None, 1])
+def test_tensors_lie_in_memory_as_they_did(n, split_dim):
+    """A linear layer saves its input and its weight in another order where its kernel is another."""
+
+    def run(wrap):
+        generator = torch.Generator().manual_seed(3)
+        made = (torch.randn(4, 4, generator=generator), torch.randn(4, generator=generator))
+        w, bias, x = (t.double().requires_grad_() for t in (*made, torch.randn(n, 8, generator=generator)))
+
+        def part(b):
+            return F.linear(b[:, None], w, bias)[:, 0].tanh()
+
+        block = wrap(additive_coupling(part, part, split_dim=split_dim))
+        out = block(block(x if split_dim == 1 else x.chunk(2, 1)))
+        loss = sum(t.sin().sum() for t in tree.tensors(out))
+        return torch.autograd.grad(loss, [w, bias, x])
+
+    assert_trees_close(run(invertible_checkpoint), run(as_it_is), EXACT)
+
+
+class TestOptions:
+    def test_of_what_is_checkpointed_already_stay(self):
+        x = torch.ones(3, requires_grad=True)
+        kept = invertible_checkpoint(invertible_checkpoint(lambda x: x.exp(), None))
+        kept(kept(x)).sum().backward()
+        wrong = invertible_checkpoint(lambda x: 2 * x, lambda y: y, check=True)
+        with pytest.raises(InverseError, match="check="):
+            invertible_checkpoint(wrong)(x)
+
+    @pytest.mark.parametrize("option", [{"keep": 0}, {"keep": (0.5,)}, {"check": "a"}, {"min_bytes": "a"}])
+    def test_of_a_wrong_kind_are_refused(self, option):
+        (name,) = option
+        with pytest.raises(ArgumentTypeError, match=name):
+            invertible_checkpoint(lambda x: x, lambda y: y, **option)
+
+
+class TestInsideOfTorchFunc:
+    @pytest.mark.parametrize("kind", ["dropout", "dropout2d"])
+    def test_dropout_of_what_is_transposed_is_that_of_the_function(self, kind):
+        """Inside of torch.func it gives its random numbers to other entries than outside."""
+        drop = getattr(F, kind)
+
+        def f(x, w):
+            return x + drop(x.transpose(0, 1).sin() * w, 0.5, True).transpose(0, 1)
+
+        def found(wrap):
+            torch.manual_seed(0)
+            g = wrap(f, None)
+            loss = torch.func.grad_and_value(lambda w: g(g(torch.ones(5, 6, 2, 3), w), w).square().sum())
+            return loss(torch.tensor([0.5, 1.0, 2.0]))
+
+        assert_trees_close(found(invertible_checkpoint), found(lambda f, _: f), 1e-5)
+
+
+ADJACENCY = Numbers(3)(5, 5) * (Numbers(4)(5, 5) > 0)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("where", ["argument", "buffer"])
+def test_a_sparse_matrix_is_read_as_without_blocks(where, layout):
+    """As the adjacency matrix of a graph network. torch.func itself takes those in COO format only."""
+    with warnings.catch_warnings():  # torch says that they are in beta state
+        warnings.simplefilter("ignore")
+        A = ADJACENCY.to_sparse(layout=layout)
+    module = nn.Module()
+    module.register_buffer("A", A)
+    pair = additive_coupling(lambda b, p, *A: ((A[0] if A else module.A) @ (b @ p)).tanh(), lambda a, p, *A: a.sin())
+
+    def found(block):
+        def loss(x, w):
+            state, more = (x.sin(), x.cos()), (A,) if where == "argument" else ()
+            for _ in range(3):
+                state = block(state, (w, None), *more)
+            return torch.cat(state).square().sum()
+
+        x, w = Numbers(1)(5, 4), Numbers(2)(4, 4).requires_grad_()
+        first = torch.autograd.grad(loss(x, w), w, create_graph=True)
+        second = torch.autograd.grad(first[0].square().sum(), w)
+        return first, second, grad(loss, (0, 1))(x, w.detach()) if layout is torch.sparse_coo else ()
+
+    assert_trees_close(found(invertible_checkpoint(pair)), found(pair), EXACT)
