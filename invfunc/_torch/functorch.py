@@ -347,10 +347,10 @@ def backward_by_torch_func() -> bool:
     global _PASSES
     number, known = _PASSES
     if number != backward_pass():
-        frames = [sys._getframe()]
         if threading.current_thread().name.startswith("Dummy"):  # autograd's thread of a device
-            frames = [*sys._current_frames().values()]
-        known = any(map(_in_torch_func, frames))
+            known = any(map(_in_torch_func, sys._current_frames().values()))
+        else:
+            known = _in_torch_func(sys._getframe().f_back)
         _PASSES = backward_pass(), known
     return known
 
@@ -379,6 +379,11 @@ class Level:
         self.number = number
         self._mark = torch.zeros(()) if number else None  # which is of the level, and ends with it
 
+    @property
+    def running(self) -> bool:
+        """Whether it is one of torch.func that has not ended."""
+        return self._mark is not None and not _C.is_dead_tensor_wrapper(self._mark)
+
     @contextmanager
     def again(self) -> Iterator[tuple[Callable, Callable, Callable]]:
         """A context in which operations are recorded as they were at the level, whatever vmap of gradients is around,
@@ -389,7 +394,7 @@ class Level:
         if self._mark is None:
             with plainly():
                 yield leaf_at, torch.Tensor.detach, _as_it_is
-        elif not _C.is_dead_tensor_wrapper(self._mark):
+        elif self.running:
             with _below(self.number):
                 yield leaf_at, torch.Tensor.detach, _as_it_is
         else:
@@ -411,6 +416,15 @@ class Level:
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:
     return x
+
+
+def tracked_below(x: torch.Tensor) -> bool:
+    """Whether a tensor also has a graph at a level below its own."""
+    while _C.is_functorch_wrapped_tensor(x):
+        x = _C.get_unwrapped(x)
+        if x.requires_grad:
+            return True
+    return False
 
 
 def batched_like(x: torch.Tensor, vmaps: set[int]) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from invfunc._torch.functorch import after_backward, backward_pass, dispatched, innermost
+from invfunc._torch.functorch import after_backward, backward_pass, batch_first, dispatched
 from invfunc.errors import InexactWarning, InverseError
 from invfunc.transform import told
 
@@ -30,7 +30,7 @@ class Look:
     __slots__ = ("entries", "total")
 
     def __init__(self, x: torch.Tensor) -> None:
-        x = innermost(x)
+        x = batch_first(x)
         flat = x.reshape(-1)
         if flat.is_complex():
             flat = torch.view_as_real(flat.resolve_conj()).view(-1)

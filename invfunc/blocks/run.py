@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -28,10 +29,12 @@ from invfunc._torch.functorch import (
     ended,
     pop_hooks,
     push_hooks,
+    saving_hooks,
     storage_of,
     unwatched,
     unwrapped,
     version,
+    tracked_below,
     vmaps_of,
 )
 from invfunc.blocks.closed import Reading
@@ -110,6 +113,16 @@ class _Constant:
         self.value = tensor.detach()
 
 
+class _Saved:
+    """What autograd gets in place of a tensor: its number, and the tensor as long as its block has not ended."""
+
+    __slots__ = ("number", "value", "version")
+
+    def __init__(self, number: int, value: torch.Tensor) -> None:
+        self.number, self.version = number, version(value)
+        self.value: torch.Tensor | None = value
+
+
 class _Evaluation:
     """An evaluation of a function that f shares with its inverse."""
 
@@ -181,10 +194,8 @@ class Run(Holder):
         self._starts: list[int] = []
         self._like: list[tuple[torch.Size, torch.dtype]] = []
         """What autograd has saved was like, in order."""
-        self._live: list[tuple[torch.Tensor, int]] | None = []
-        """What it has saved of the block that is running, with versions; of all, where nothing may be freed."""
-        self._freed = 0
-        """How many of them are not in `_live` any more."""
+        self._live: list[_Saved] = []
+        """What it has saved of the block that is running."""
         self._form: tree.Form | None = None
         self._now: int | None = None
         """The link whose saved tensors are at hand."""
@@ -192,73 +203,86 @@ class Run(Holder):
         self._state: tuple[int, Tensors] | None = None
         """A state between the links, and the number of links before it."""
         self._lock = threading.RLock()
-        self._done = self._whole = False
-        """Whether what autograd has saved stays in memory."""
+        self._origin: list[tuple[ref[torch.Tensor], int]] = []
+        """x where no block gave it out: the caller may hold it."""
+        self._done = False
 
     # Forwards
 
     def forward(self, steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:
-        """y, and what each block hides."""
+        """The state behind the blocks, and what each of them hides.
+
+        It ends behind a block that has a graph at a level below that of the run too: there nothing is freed.
+        """
         xs, form = tree.separate(x)
         slots = [slot_of(t) for t in xs]
         depth = depth_of(slots)
-        first_block = steps[0][0]
-        replays = first_block.preserve_rng_state
+        replays = steps[0][0].preserve_rng_state
         others = [other for _, args, kwargs in steps for other in (*args, *kwargs.values())] if replays else []
         self.generators = generators_of(xs, others) if replays else []
         kinds = kinds_of(xs)
-        self.first_states = states = states_of(self.generators) if replays else None
-        y, hidden = x, []
+        states = self.first_states = states_of(self.generators) if replays else None
+        if not any(slots):
+            self._origin = [(ref(t), version(t)) for t in xs]
+        y, hidden, whole = x, [], False
         for k, step in enumerate(steps):
             link = Link(step, xs, form, len(self._like))
+            block, before, before_form, versions = link.block, xs, form, [version(t) for t in xs]
             self._keep(link, xs)
-            if link.block.check != "off" and (depth + k) % EVERY == 0 and len(link.kept) < len(xs):
+            if block.check != "off" and (depth + k) % EVERY == 0 and len(link.kept) < len(xs):
                 with unwatched():
                     link.looks = looked_at(xs)
-            known = link.block.known
-            link.around = Surroundings(known.closed(link.pair), kinds, known.first)
+            link.around = Surroundings(block.known.closed(link.pair), kinds, block.known.first)
             link.around.mark()
             link.states = states
             self.links.append(link)
             self._starts.append(link.start)
-            before, versions = xs, [version(t) for t in xs]
-            y = self._first(link, step, y)
-            y, link.hidden = link.pair.apart(y)
+            y, link.hidden = link.pair.apart(self._first(link, step, y))
+            hidden.append(link.hidden)
             if any(version(t) != then for t, then in zip(before, versions, strict=True)):
                 raise ModifiedError(_WRITES)
-            if states is not None:
-                after = states_of(self.generators)
-                if not drew(states, after):
-                    link.states = None
-                    for evaluation in link.evaluations:
-                        evaluation.states = None
-                states = after
-            link.around.called()
-            known.first = False
-            if link.tensors:
-                link.versions = [version(t.value if isinstance(t, _Constant) else t) for t in link.tensors]
+            states = self._ended(link, states)
             xs, form = tree.separate(y)
-            if self._level.number and not self._whole and any(self._tracked_below(t) for t in xs):
-                self._whole = True
-            if not self._whole:
-                self._live, self._freed = [], len(self._like)
-            hidden.append(link.hidden)
-            link.hidden = tree.map_tensors(torch.Tensor.detach, link.hidden) if link.hidden else ()
-            self._form = form
+            whole = self._level.number > 0 and any(map(tracked_below, xs))
+            if whole:
+                self.links.pop(), self._starts.pop()
+                xs, form = before, before_form
+                break
+            for saved in self._live:
+                saved.value = None
+            self._live, self._form = [], form
             if k + 1 < len(steps):
-                note(link.block, depth + k, y, before, None)
-            if (tolerance := link.block.tolerance(before)) is not None and len(link.kept) < len(before):
+                note(block, depth + k, y, before, None)
+            if (tolerance := block.tolerance(before)) is not None and len(link.kept) < len(before):
                 self._check(link, before, xs, tolerance)
-        self._done = True
-        with unwatched():
-            self.outs = [Slot(t, depth + len(steps)) for t in xs]
-            for t, slot in zip(xs, self.outs, strict=True):
-                slot.note(t, held=bool(HERE.noted))
-            note(link.block, depth + len(steps) - 1, y, before, self.outs)
-        if not self._whole:
-            self._live = None
+        self._live, self._form, self._done, self.first_states = [], form, True, None
+        if self.links:
+            with unwatched():
+                hooks = saving_hooks()
+                self.outs = [Slot(t, depth + len(self.links), hooks) for t in xs]
+                for t, slot in zip(xs, self.outs, strict=True):
+                    slot.note(t, held=bool(HERE.noted))
+                if not whole:
+                    note(block, depth + len(steps) - 1, y, before, self.outs)
             self.take_over(slots)  # nothing has failed
         return y, hidden
+
+    def _ended(self, link: Link, states: States | None) -> States | None:
+        """Note how the world is behind a block; gives the states of the generators."""
+        known = link.block.known
+        if states is not None:
+            after = states_of(self.generators)
+            if not drew(states, after):
+                link.states = None
+                for evaluation in link.evaluations:
+                    evaluation.states = None
+            states = after
+        link.around.called()
+        known.first = False
+        if link.tensors:
+            link.versions = [version(t.value if isinstance(t, _Constant) else t) for t in link.tensors]
+        link.hidden = tree.map_tensors(torch.Tensor.detach, hidden) if (hidden := link.hidden) else ()
+        return states
 
     def _check(self, link: Link, xs: Tensors, ys: Tensors, tolerance: float) -> None:
         """Compare all entries of x with what the inverse gives."""
@@ -306,28 +330,22 @@ class Run(Holder):
         for i in link.block.kept(len(xs)):
             link.kept[i] = Slot(xs[i])
 
-    def _tracked_below(self, t: torch.Tensor) -> bool:
-        """Whether a tensor also has a graph at a level below that of the run."""
-        while (inner := unwrapped(t)) is not None:
-            t = inner
-            if t.requires_grad:
-                return True
-        return False
-
-    def pack(self, t: torch.Tensor) -> int:
-        """The number that autograd gets in place of a tensor."""
+    def pack(self, t: torch.Tensor) -> _Saved:
+        """What autograd gets in place of a tensor."""
         self._like.append((t.shape, t.dtype))
-        if self._live is not None:
-            self._live.append((t, version(t)))
-        return len(self._like) - 1
+        saved = _Saved(len(self._like) - 1, t)
+        self._live.append(saved)
+        return saved
 
     def given_back(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """A function that computes a saved tensor again, for a statistic that records f; None if it was not saved."""
-        for n, (t, _) in reversed([*enumerate(self._live or (), self._freed)]):
+        for saved in reversed(self._live):
+            t = saved.value
+            assert t is not None
             if storage_of(t) == storage_of(tensor) and t.numel() == tensor.numel():
                 same = t.shape == tensor.shape and t.stride() == tensor.stride()
                 if same or (t.is_contiguous() and tensor.is_contiguous()):
-                    return partial(self._fetched, n, tensor.shape)
+                    return partial(self._fetched, saved.number, tensor.shape)
         return None
 
     def _fetched(self, n: int, shape: torch.Size) -> torch.Tensor:
@@ -336,6 +354,7 @@ class Run(Holder):
 
     def inverse(self, ys: Tensors) -> Tensors:
         """The tensors of x of a run of one block, from those of any y."""
+        self._origin = []
         with self._entered() as (enter, leave, _):
             return [leave(x) for x in self._inverted(self.links[0], ys, enter, None)]
 
@@ -355,29 +374,27 @@ class Run(Holder):
 
     # Backwards
 
-    def unpack(self, n: int) -> torch.Tensor:
-        """The tensor of a number."""
+    def unpack(self, saved: _Saved) -> torch.Tensor:
+        """The tensor in whose place something was given."""
+        if saved.value is not None:
+            return self._still_there(saved, saved.value)
         with self._lock:
-            if self._live is not None and n >= self._freed:
-                return self._still_there(n)
-            found = self._found(n)
+            found = self._found(n := saved.number)
             self._saved[n - self._starts[self._now or 0]] = None
-        if self._level.number and torch.is_grad_enabled() and backward_by_torch_func():
+        if self._level.running and torch.is_grad_enabled() and backward_by_torch_func():
             torch._C._set_grad_enabled(False)  # in this node: nobody can differentiate once more at this level
         return found
 
-    def _still_there(self, n: int) -> torch.Tensor:
+    def _still_there(self, saved: _Saved, value: torch.Tensor) -> torch.Tensor:
         """A tensor that was not freed: f itself goes backwards, or two levels have a graph."""
         if not self._done:
             self.links[-1].block.known.differentiates = True
-        assert self._live is not None
-        t, then = self._live[n - self._freed]
-        if version(t) != then:
+        if version(value) != saved.version:
             raise ModifiedError(
-                f"a tensor of shape {list(t.shape)} that is needed to compute the gradient has been modified by an "
+                f"a tensor of shape {list(value.shape)} that is needed to compute the gradient has been modified by an "
                 "inplace operation. Write t = t + z in place of t += z."
             )
-        return t
+        return value
 
     def _found(self, n: int) -> torch.Tensor:
         k = bisect_right(self._starts, n) - 1
@@ -441,6 +458,10 @@ class Run(Holder):
     def _inverted(self, link: Link, ys: Tensors, enter: Callable, saved: list | None) -> Tensors:
         """The tensors of x, from those of y; what autograd saves of shared functions is put into `saved`."""
         block, pair = link.block, link.pair
+        if link is self.links[0] and self._origin and self._done:
+            held = [x for of, then in self._origin if (x := of()) is not None and version(x) == then]
+            if len(held) == len(self._origin):
+                return [alive(x).detach() for x in held]
         if len(link.kept) == len(link.like):
             return [link.kept[i].get() for i in range(len(link.like))]
         k = self.links.index(link)

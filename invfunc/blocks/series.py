@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import dual, levels, saving_hooks, under
+from invfunc._torch.functorch import dual, level_of, levels, saving_hooks, tracked_below, under
 from invfunc._torch.generators import set_states
 from invfunc.blocks.closed import Closed
 from invfunc.blocks.run import Run, Step
@@ -76,7 +76,7 @@ def _differs(block: Any, first: Any) -> bool:
 def _level(steps: Sequence[Step], x: Any) -> int | None:
     """The level of torch.func at which alone there is a graph, 0 for plain autograd; None if there is no memory to
     save: without gradients, in forward mode, at several levels, under a vmap of f, or below `min_bytes`."""
-    block, args, _ = steps[0]
+    block, args, kwargs = steps[0]
     if not torch.is_grad_enabled() or block.known.uses_torch_func or torch.is_inference_mode_enabled():
         return None
     xs = tree.tensors(x)
@@ -89,11 +89,16 @@ def _level(steps: Sequence[Step], x: Any) -> int | None:
     if under(TwiceDifferentiable) and saving_hooks() is None:  # a statistic writes out what is differentiated twice
         return None
     around = levels()
+    given = *xs, *tree.tensors((args, kwargs)), *block.known.closed(block.pair).tensors()
+    if dual(*given):
+        return None
     if not around:
-        return None if dual(*xs, *tree.tensors(args)) else 0
+        return 0
     if under(Trace) or around[-1][0] != "grad" or any(kind != "vmap" for kind, _ in around[:-1]):
         return None
-    return around[-1][1]
+    level = around[-1][1]
+    below = any(tracked_below(t) or (t.requires_grad and level_of(t) != level) for t in given)
+    return None if below else level
 
 
 def _needs(step: Step) -> bool:

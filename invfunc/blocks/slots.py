@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,34 +12,52 @@ from invfunc._torch.functorch import alive, version
 from invfunc.errors import ModifiedError, ReplayError
 
 _KEY = "invfunc"
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class Slot:
-    """A tensor that a call gave out, until the next call takes it over."""
+    """A tensor that a call gave out, until the next call takes it over.
 
-    __slots__ = ("value", "version", "later", "depth", "__weakref__")
+    Hooks on saved tensors that are around the call (a block or a checkpoint that it is a part of) take it as they take
+    what autograd saves.
+    """
 
-    def __init__(self, tensor: torch.Tensor, depth: int = 0) -> None:
-        self.value: torch.Tensor | None = tensor.detach()
-        self.version = version(tensor)
+    __slots__ = ("_value", "_packed", "version", "shape", "later", "depth", "__weakref__")
+
+    def __init__(self, tensor: torch.Tensor, depth: int = 0, hooks: Hooks | None = None) -> None:
+        value = tensor.detach()
+        self._value, self._packed = (value, None) if hooks is None else (None, (hooks[1], hooks[0](value)))
+        self.version, self.shape = version(tensor), tensor.shape
         self.later: Holder | None = None
         self.depth = depth
         """How many blocks come before it in its series, this one included."""
 
+    @property
+    def empty(self) -> bool:
+        """Whether a later call has to give the tensor back."""
+        return self._value is None and self._packed is None
+
     def get(self) -> torch.Tensor:
         """The tensor, which must not have been written since."""
-        if self.value is None:
+        if self._packed is not None:
+            unpack, packed = self._packed
+            return unpack(packed).detach()
+        if self._value is None:
             raise ReplayError("the state behind it is gone: a second backward pass needs retain_graph=True.")
-        if version(self.value) != self.version:
+        if version(self._value) != self.version:
             raise ModifiedError(
-                f"its output, of shape {list(self.value.shape)}, has been modified by an inplace operation, and is "
-                "needed to compute the gradient. Write y = y + z in place of y += z."
+                f"its output, of shape {list(self.shape)}, has been modified by an inplace operation, and is needed to "
+                "compute the gradient. Write y = y + z in place of y += z."
             )
-        return alive(self.value)
+        return alive(self._value)
 
     def fill(self, value: torch.Tensor) -> None:
         """Put the tensor back that the later call has computed again."""
-        self.value, self.version = value, version(value)
+        self._value, self.version = value, version(value)
+
+    def drop(self) -> None:
+        """Let go of the tensor."""
+        self._value = self._packed = None
 
     def note(self, tensor: torch.Tensor, held: bool) -> None:
         """Let the next call find this slot at the tensor; a copy or a pickle of the tensor knows nothing of it.
@@ -58,7 +76,7 @@ def slot_of(tensor: torch.Tensor) -> Slot | None:
         return None
     found = tensor.grad_fn.metadata.get((_KEY, tensor.output_nr))
     slot = found and found()
-    if slot is None or slot.later is not None or slot.value is None or slot.value.shape != tensor.shape:
+    if slot is None or slot.later is not None or slot.empty or slot.shape != tensor.shape:
         return None
     return slot if slot.version == version(tensor) else None
 
@@ -81,13 +99,14 @@ class Holder:
         self.ins = [None if slot is None else weakref.ref(slot) for slot in slots]
         for slot in slots:
             if slot is not None:
-                slot.later, slot.value = self, None
+                slot.later = self
+                slot.drop()
 
     def output(self) -> list[torch.Tensor]:
         """The tensors of the output; later calls compute those that they took over, one after the other."""
         waiting: list[Holder] = [self]
         while waiting:
-            missing = (slot.later for slot in waiting[-1].outs if slot.value is None and slot.later is not None)
+            missing = (slot.later for slot in waiting[-1].outs if slot.empty and slot.later is not None)
             if (later := next(missing, None)) is not None:
                 waiting.append(later)
                 continue
@@ -98,7 +117,7 @@ class Holder:
         for slot in self.outs:
             if slot.later is not None:
                 slot.later.release()
-                slot.value = None
+                slot.drop()
         return found
 
     def fill(self, xs: Sequence[torch.Tensor]) -> None:

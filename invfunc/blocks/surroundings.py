@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from invfunc._torch.functorch import ended, leaf, leaf_at, version
-from invfunc._torch.generators import Generator, global_generator, set_states, state_of
+from invfunc._torch.generators import Generator, global_generator, same_state, set_states, state_of
 from invfunc.blocks.closed import Closed, swapped
 from invfunc.errors import ModifiedError
 
@@ -30,7 +30,7 @@ def states_of(generators: Sequence[Generator]) -> States:
 
 def drew(before: States, after: States) -> bool:
     """Whether something was drawn between."""
-    return any(a is not b for a, b in zip(before, after, strict=True))
+    return any(a is not b and not same_state(a, b) for a, b in zip(before, after, strict=True))
 
 
 @contextmanager
