@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import traceback
 import types
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -33,17 +34,17 @@ def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]
     Returns:
         `(f, params)`. `params` maps the name of each parameter that requires grad to a detached alias of it; a tied
         parameter stands there once. Buffers and frozen parameters are closed over, as is a parameter that `f` is called
-        without (or with None); train or eval mode and hooks are those of the module when `f` is called. Parameters are
-        never changed, nor are the buffers of a module in train mode (running statistics): what it writes is dropped. A
-        `functools.cached_property` of a module is computed by each call; other attributes that forward sets are those
-        of the last call, also what it computes of parameters and keeps. `f` has the signature of forward, copies and
-        pickles as the module does.
+        without (or with None); train or eval mode and hooks are those of the module when `f` is called. Parameters and
+        buffers of the module stay as they are: what one in train mode writes into buffers (running statistics) is
+        dropped. A `functools.cached_property` is computed by each call; another attribute that forward sets is left on
+        the module, so that a later call reads what an earlier one has computed from its parameters. `f` has the
+        signature of forward, copies and pickles as the module does.
 
     Raises:
         ArgumentTypeError: `model` is not an `nn.Module`; of `f`, its `params` are not a dict.
-        ArgumentError: of `f`, `params` names what the module does not have, or gives a tied parameter two values; the
-            module reads a parameter from where it cannot be replaced, as from a list of tensors; a part of it that
-            torch.jit made is called inside of torch.func; or fully_shard changes the precision.
+        ArgumentError: a part of `model` was made by torch.jit, or computes in another precision by `fully_shard`; of
+            `f`, `params` names what the module does not have, or gives a tied parameter two tensors; or forward reads a
+            parameter where it cannot be replaced, as in a list of tensors.
 
     Example:
         >>> import torch, invfunc
@@ -67,10 +68,8 @@ def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]
         raise ArgumentTypeError(f"functional(model): model is {what}{kind}, but an nn.Module is needed{hint}.")
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
-            raise ArgumentError(
-                "functional(model): model, or a part of it, was made by torch.jit, whose optimised code has wrong "
-                "derivatives inside of torch.func. Give the module as it was before."
-            )
+            why = "model, or a part of it, was made by torch.jit, whose derivatives inside of torch.func are wrong"
+            raise ArgumentError(f"functional(model): {why}. Give the module as it was before.")
         if why := why_not_whole(module):
             raise ArgumentError(f"functional(model): {why}.")
     f = Functional(model, method)
@@ -112,19 +111,18 @@ class Functional:
             )
         if torch.compiler.is_compiling():
             if not self._special:
-                return self._run(*self._state(params, self._modules()), args, kwargs)
+                return self._run(*self._state(params)[:2], args, kwargs)
             from invfunc._torch.eager import eagerly  # imports the compiler, which takes a second
 
             return eagerly(lambda args, kwargs: self(params, *args, **kwargs), args, kwargs)
         with _SWAPPING, parametrized_anew():
-            modules = self._modules()
-            values, state = self._state(params, modules)
-            mode = self._on_copy, torch.is_grad_enabled(), tuple([m.training for _, m in modules]), tuple(state)
+            values, state, training = self._state(params)
+            mode = self._on_copy, torch.is_grad_enabled(), tuple(training), tuple(state)
             if mode in self._known:
                 return self._run(values, state, args, kwargs)
             random = {g: state_of(g) for g in torchs_own()}
             try:
-                with _Look(self, values):
+                with _Look(self, values, args, kwargs):
                     result = self._run(values, state, args, kwargs)
             except _CheckpointedError:
                 restore(random)
@@ -135,43 +133,34 @@ class Functional:
 
     def _run(self, values: dict, state: dict, args: tuple, kwargs: dict) -> Any:
         if self._on_copy and not torch.compiler.is_compiling():
-            return getattr(_copy(self.model, {id(p): p for p in self.model.parameters()} | values), self.method)(
-                *args, **kwargs
-            )
+            known = {id(p): p for p in self.model.parameters()} | values
+            return getattr(_copy(self.model, known), self.method)(*args, **kwargs)
         return torch.func.functional_call(self._root, state, args, kwargs, tie_weights=False)
 
-    def _modules(self) -> list[tuple[str, nn.Module]]:
-        return [(f"{path}." if path else "", m) for path, m in self._root.named_modules(remove_duplicate=False)]
-
-    def _state(self, params: Mapping, modules: list[tuple[str, nn.Module]]) -> tuple[dict[int, Any], dict[str, Any]]:
-        """The tensors that come in place of others, by the ids of these, and by the names of all their places."""
-        own, places, values, first = {}, {}, {}, {}
-        for path, module in modules:
-            for tensors in (module._parameters, module._buffers):
-                for last, x in tensors.items():
-                    if x is not None:
-                        name = path + last
-                        own[name] = x
-                        places.setdefault(id(x), {}).setdefault((id(module), last), name)
-                        if module.training and tensors is module._buffers:
-                            values[id(x)] = x.clone()
+    def _state(self, params: Mapping[str, Any]) -> tuple[dict[int, Any], dict[str, Any], list[bool]]:
+        """The tensors that come in place of others, by the ids of these and by their names, and modes of modules."""
+        own, places, values, first, training = {}, {}, {}, {}, []
+        for path, module in self._root.named_modules(remove_duplicate=False):
+            training.append(module.training)
+            for last, x in (*module._parameters.items(), *module._buffers.items()):
+                if x is not None:
+                    name = f"{path}.{last}" if path else last
+                    own[name] = x
+                    places.setdefault(id(x), {}).setdefault((id(module), last), name)
+                    if module.training and last in module._buffers:
+                        values[id(x)] = x.clone()
         for name, value in params.items():
             if (x := own.get(self._prefix + name)) is None:
                 raise ArgumentError(f"{self!r}: params has {name!r}, which is not a parameter or buffer of the module.")
             if value is not None:
                 if first.setdefault(id(x), name) != name and values[id(x)] is not value:
-                    raise ArgumentError(
-                        f"{self!r}: params has two tensors, of which one is {name!r}, for one parameter of the module, "
-                        f"{first[id(x)]!r}; give one of them."
-                    )
+                    raise ArgumentError(f"{self!r}: {first[id(x)]!r} and {name!r} are one parameter; give one tensor.")
                 values[id(x)] = value
         for name in self._shards:
             if id(own[self._prefix + name]) not in values:
-                raise ArgumentError(
-                    f"{self!r}: params has no {name!r}, of which the module has a part only in each process. Give it "
-                    "as a whole, p.full_tensor(), also where it is frozen."
-                )
-        return values, {n: value for i, value in values.items() for n in places[i].values() if value is not own[n]}
+                raise ArgumentError(f"{self!r}: params has no {name!r}, which is sharded: give it p.full_tensor().")
+        state = {n: value for i, value in values.items() for n in places[i].values() if value is not own[n]}
+        return values, state, training
 
 
 class _Method(nn.Module):
@@ -192,45 +181,43 @@ class _CheckpointedError(Exception):
 class _Look(TorchFunctionMode):
     """A look at one run of f, for parameters that are read although others are given, and for `checkpoint`."""
 
-    def __init__(self, f: Functional, values: dict[int, Any]) -> None:
+    def __init__(self, f: Functional, values: dict[int, Any], *inputs: Any) -> None:
         super().__init__()
         self.f, self.which = f, "a copy of the module" if f._on_copy else "the module"
-        self.names = {id(x): name for name, x in f.model.named_parameters() if values.get(id(x), x) is not x}
-        self.for_checkpoints = bool(self.names) and torch.is_grad_enabled() and not f._on_copy
+        replaced = values.keys() - {id(x) for x in tree.tensors((values, inputs))}
+        self.names = {id(x): name for name, x in f.model.named_parameters() if id(x) in replaced}
+        self.around = _checkpoints() if self.names and torch.is_grad_enabled() and not f._on_copy else float("inf")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.for_checkpoints and _in_checkpoint():
+        if _checkpoints() > self.around:
             raise _CheckpointedError
         result = func(*args, **(kwargs or {}))
         for x in tree.tensors((args, kwargs)) if tree.tensors(result) else ():
             if id(x) in self.names:
                 raise ArgumentError(
-                    f"{self.f!r}: {self.names[id(x)]!r} cannot be replaced, as {self.which} reads it from a list, a "
-                    "closure or an object that keeps the tensor, or the module that has it. Read it as an attribute "
-                    "of a submodule."
+                    f"{self.f!r}: {self.names[id(x)]!r} cannot be replaced, as {self.which} reads it from a list or a "
+                    "closure that keeps the tensor, or its module. Read it as an attribute of a submodule."
                 )
         return result
 
 
-def _in_checkpoint() -> bool:
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not Functional.__call__.__code__:
-        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            return True
-        frame = frame.f_back
-    return False
+def _checkpoints() -> int:
+    """The number of calls of torch.utils.checkpoint that are running."""
+    frames = (frame.f_globals for frame, _ in traceback.walk_stack(None))
+    return sum(found.get("__name__") == "torch.utils.checkpoint" for found in frames)
 
 
 def _copy(module: nn.Module, known: dict[int, Any]) -> Any:
-    """A shallow copy of a tree of modules, and of the blocks that it holds, which has nothing cached."""
+    """A shallow copy of a tree of modules, with its own methods and blocks as attributes, and nothing cached."""
     if id(module) not in known:
         known[id(module)] = made = object.__new__(type(module))
         own = undivided(module, {n: x for n, x in vars(module).items() if n not in _cached(type(module))})
         for kind in ("_parameters", "_buffers"):
             own[kind] = {name: known.get(id(x), x) for name, x in own[kind].items()}
         own["_modules"] = {name: None if m is None else _copy(m, known) for name, m in own["_modules"].items()}
-        blocks = {name: deepcopy(x, known) for name, x in own.items() if type(x).__module__.startswith("invfunc.")}
-        vars(made).update(own | blocks)
+        for name, x in own.items():
+            deep = isinstance(x, types.MethodType) or type(x).__module__.startswith("invfunc.")
+            vars(made)[name] = deepcopy(x, known) if deep else x
     return known[id(module)]
 
 

@@ -29,7 +29,7 @@ FAULTS = [
     Fault(
         "checkpointed parts are evaluated again with the module's own parameters",
         "functional/functional.py",
-        "if self.for_checkpoints and _in_checkpoint():",
+        "if _checkpoints() > self.around:",
         "if False:",
         "functional/test_functional.py::TestCheckpointedParts " + FUNCTIONAL,
     ),
