@@ -34,11 +34,11 @@ def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]
     Returns:
         `(f, params)`. `params` maps the name of each parameter that requires grad to a detached alias of it; a tied
         parameter stands there once. Buffers and frozen parameters are closed over, as is a parameter that `f` is called
-        without (or with None); train or eval mode and hooks are those of the module when `f` is called. Parameters and
-        buffers of the module stay as they are: what one in train mode writes into buffers (running statistics) is
-        dropped. A `functools.cached_property` is computed by each call; another attribute that forward sets is left on
-        the module, so that a later call reads what an earlier one has computed from its parameters. `f` has the
-        signature of forward, copies and pickles as the module does.
+        without (or with None); train or eval mode and hooks are those of the module when `f` is called. Parameters of
+        the module are never changed; what it writes into its buffers in train mode (running statistics) is dropped. A
+        `functools.cached_property` is computed by each call; another attribute that forward sets is left on the module,
+        so that a later call reads what an earlier one has computed from its parameters. `f` has the signature of
+        forward, copies and pickles as the module does.
 
     Raises:
         ArgumentTypeError: `model` is not an `nn.Module`; of `f`, its `params` are not a dict.

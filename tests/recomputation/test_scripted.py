@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad
 
 from invfunc import (
     Grid,
@@ -13,10 +13,8 @@ from invfunc import (
     additive_coupling,
     affine_coupling,
     chain,
-    functional,
     invertible_checkpoint,
     momentum,
-    sum_grad_squared,
     tree,
 )
 from invfunc.testing import assert_trees_close
@@ -138,31 +136,14 @@ def called_in_plain_autograd(net):
     return torch.autograd.grad(loss, list(params.values()), **P)
 
 
-def of_a_function(net):
-    f, _ = functional(net)
-    return grad(lambda p: f(p, X).square().sum())(others(net))
-
-
-def of_each_sample(net):
-    f, _ = functional(net)
-    slopes = vmap(grad(lambda p, x: f(p, x[None]).square().sum()), (None, 0), randomness="same")
-    return slopes(others(net), X)
-
-
-def statistic(net):
-    return sum_grad_squared(lambda p, x: functional(net)[0](p, x).square().sum(1))(others(net), X)
-
-
-HOW = [backward, twice, called, called_in_plain_autograd, of_a_function, of_each_sample, statistic]
+HOW = [backward, twice, called, called_in_plain_autograd]
 
 
 def right(how, module, maker, form):
     """Whether torch itself has it without the block."""
-    if how in (of_each_sample, called) and module in ("batch norm", "cumulative", "a count"):
-        return how is of_each_sample and module == "a count"  # vmap and grad refuse to write what is captured
-    if how is statistic and module in ("batch norm", "cumulative", "dropout"):
-        return False  # samples are not apart
-    return not (form == "exact" and how in (twice, of_each_sample, statistic))
+    if how is called and module in ("batch norm", "cumulative", "a count"):
+        return False  # grad refuses to write what is captured
+    return not (form == "exact" and how is twice)
 
 
 @pytest.mark.parametrize("how", HOW, ids=lambda how: how.__name__)
