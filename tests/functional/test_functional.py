@@ -181,6 +181,13 @@ class TestKeptTensors:
             with pytest.raises(ArgumentError, match=r"\(Keeps\): 'a.weight' cannot be replaced, as the module reads"):
                 f(numbers(params), Numbers()(4, 3))
 
+    def test_of_other_parameters_may_be_given_and_be_inputs(self):
+        model = made(Scaled)
+        f, _ = functional(model)
+        a, b = model.a.weight, model.b.weight
+        wanted = with_values(Scaled, {"a.weight": b, "b.weight": a})(a)
+        assert_trees_close(f({"a.weight": b, "b.weight": a}, a), wanted, EXACT)
+
     def test_are_read_where_none_are(self):
         model, x = made(self.Keeps), Numbers()(4, 3)
         f, _ = functional(model)
