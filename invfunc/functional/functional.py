@@ -122,7 +122,7 @@ class Functional:
                 return self._run(values, state, args, kwargs)
             random = {g: state_of(g) for g in torchs_own()}
             try:
-                with _Look(self, values, args, kwargs):
+                with _FirstRun(self, values, args, kwargs):
                     result = self._run(values, state, args, kwargs)
             except _CheckpointedError:
                 restore(random)
@@ -178,8 +178,8 @@ class _CheckpointedError(Exception):
     """A part of f is evaluated again when f is over, and the module has its own parameters."""
 
 
-class _Look(TorchFunctionMode):
-    """A look at one run of f, for parameters that are read although others are given, and for `checkpoint`."""
+class _FirstRun(TorchFunctionMode):
+    """A mode that sees parameters which are read although others are given, and calls of `checkpoint`."""
 
     def __init__(self, f: Functional, values: dict[int, Any], *inputs: Any) -> None:
         super().__init__()
