@@ -1,6 +1,6 @@
 """Pure function transforms on `torch.func`: each takes a function, and returns a function of the same arguments.
 
-    f, params = invfunc.functional(model)                             # f(params, x); the module is never touched
+    f, params = invfunc.functional(model)                             # f(params, x) == model(x)
     loss = lambda params, x, y: cross_entropy(f(params, x), y)        # any function of (params, *batch)
     gradient, spread = invfunc.grad_and_variance(loss)(params, x, y)  # dicts like params
 

@@ -230,7 +230,7 @@ TRIED_PASSES = 256
 """Passes into which a call is divided at most to find out what it takes: it runs without numbers, pass by pass. A limit
 of time."""
 
-# What is looked through (passes/evidence.py, recording/held.py, module_copy.py, recomputation/attributes.py)
+# What is looked through (passes/evidence.py, recording/held.py, recomputation/attributes.py)
 
 COMPARED = 2**22
 """Entries up to which a tensor from elsewhere is kept to compare its numbers; of a larger one, that it is the same
@@ -238,9 +238,6 @@ unwritten object. A limit of memory."""
 
 HELD = 512
 """Objects of a function that are looked through for tensors before it runs."""
-
-SEARCHED = 2_000
-"""Objects that are looked through for a reference to a module; whether more of them lead there is seen in calls."""
 
 COPIED = 32
 """Entries of a list or dict of a module up to which a block keeps a copy of it; of a longer one, its length."""

@@ -103,7 +103,6 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "MISSES": (1, FAR),
     "TIMED": (1, 2),
     "HELD": (0, FAR),
-    "SEARCHED": (0, FAR),
     "COPIED": (0, FAR),
     "ENTERED": (0, FAR),
     "PROBED": (8, FAR),

@@ -76,8 +76,7 @@ class Closures(Scaled):
         def again(x, depth=2):
             return x if depth == 0 else again(self.a(x).tanh(), depth - 1)
 
-        weight = self.b.weight
-        self.act, self.times = again, lambda x, w=weight: x @ w.T + F.linear(x, weight)
+        self.act, self.times = again, lambda x: F.linear(x, self.b.weight)
 
     def forward(self, x):
         return self.times(self.act(x))
@@ -108,8 +107,6 @@ class Far(Helper):
 
 
 class FarAway(Scaled):
-    """What leads to the module is not copied: the parameters are put into the module itself."""
-
     def start(self):
         self.helper = Far(self)
 
@@ -129,11 +126,10 @@ class Own(Scaled):
     def start(self):
         self.weights = nn.ParameterList([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, 3))])
         self.named = nn.ParameterDict({"shift": nn.Parameter(torch.ones(3))})
-        self.again = [self.weights[1]]
         self.twice = self.a
 
     def forward(self, x):
-        return self.twice(x * self.weights[0]) @ self.again[0] + self.named["shift"]
+        return self.a(self.twice(x * self.weights[0])) @ self.weights[1] + self.named["shift"]
 
 
 def hooked():
@@ -151,10 +147,6 @@ def recurrent(kind):
     return First(3, 3, num_layers=2)
 
 
-def scripted():
-    return nn.Sequential(torch.jit.script(nn.Linear(3, 3)), nn.Tanh())
-
-
 def frozen():
     net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     net[0].requires_grad_(False)
@@ -168,7 +160,9 @@ KINDS = {
     "methods": Methods,
     "closures": Closures,
     "objects": Helped,
-    "parameter list": Own,
+    "far objects": FarAway,
+    "global name": lambda: BY_NAME,
+    "parameter list, a module twice": Own,
     "hooks": hooked,
     "frozen": frozen,
     "parametrized": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), nn.Tanh()),
@@ -179,9 +173,7 @@ KINDS = {
     "attention": lambda: nn.TransformerEncoderLayer(3, 1, 2, dropout=0.0),
     "batch norm": lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)),
 }
-IN_PLACE = {"far objects": FarAway, "global name": lambda: BY_NAME, "scripted part": scripted}
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-all_kinds = pytest.mark.parametrize("kind", [*KINDS.values(), *IN_PLACE.values()], ids=[*KINDS, *IN_PLACE])
 
 
 def made(kind):
@@ -202,19 +194,3 @@ def with_values(model, params):
 def numbers(params, seed=1):
     rand = Numbers(seed)
     return {name: rand(*p.shape) for name, p in params.items()}
-
-
-class Counting(nn.Module):
-    """Keeps what it needs for its loss, and makes a layer when it is first called."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.divergence, self.seen = nn.Linear(3, 3), None, []
-
-    def forward(self, x):
-        if not hasattr(self, "head"):
-            self.head = nn.Linear(3, 2).double()
-        self.divergence = self.layer.weight.square().sum()
-        self.seen.append(len(x))
-        self.current = self.layer
-        return self.head(self.layer(x))

@@ -56,5 +56,5 @@ class TestFunctional:
         assert "compute in torch.bfloat16, by its mp_policy" in first["another precision"]
         assert "FSDPClassifier compute in torch.float32" in first["another precision of outputs"]
         assert "params has no 'head.bias'" in first["frozen"] and "p.full_tensor()" in first["frozen"]
-        assert "something outside of the module keeps it" in first["kept outside"]
+        assert "cannot be replaced, as a copy of the module reads it" in first["kept outside"]
         assert not first["sums in another precision"]

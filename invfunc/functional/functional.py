@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
+import traceback
 import types
-import warnings
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from functools import partial
+from copy import deepcopy
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from invfunc._torch.functorch import transforming
+from invfunc import tree
+from invfunc._torch.generators import state_of
 from invfunc._torch.parametrized import parametrized_anew
-from invfunc._torch.scripted import Interpreted
-from invfunc._torch.sharded import divided, sharded, why_not_whole
-from invfunc._torch.weak import WeakIdSet
-from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError, InvFuncWarning
-from invfunc.functional.cached import cached, computed_anew
-from invfunc.functional.left_behind import left, put_back
-from invfunc.functional.method import Calls, signature_of
-from invfunc.functional.module_copy import EntangledError, ModuleCopy, Reach, modules_of
-from invfunc.functional.remade import Remade
-from invfunc.functional.strays import RecomputedError, StaleError, StrayError, Strays, kept
+from invfunc._torch.sharded import divided, sharded, undivided, why_not_whole
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.recording.random import restore, torchs_own
 from invfunc.transform import shown
 
 
@@ -32,25 +28,23 @@ def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]
     """Make a pure function of a module: `f(params, *inputs, **kwargs) == model(*inputs, **kwargs)`.
 
     Args:
-        model: any module (of a DistributedDataParallel, the one in it), or a method of one (`model.encode`). It is
-            never changed: `f` computes on a copy that shares all but the parameters, so that threads may call both. Of
-            one that `fully_shard` divides, `f` runs without its hooks on whole parameters, as `distributed` gives it.
+        model: any module (of a DistributedDataParallel, the one in it), or a method of one (`model.encode`). Of one
+            that `fully_shard` divides, `f` runs without its hooks on whole parameters, as `distributed` gives it.
 
     Returns:
         `(f, params)`. `params` maps the name of each parameter that requires grad to a detached alias of it; a tied
         parameter stands there once. Buffers and frozen parameters are closed over, as is a parameter that `f` is called
-        without (or with None); train or eval mode and hooks are those of the module when `f` is called. What a module
-        in train mode writes into its buffers (running statistics) is dropped. Attributes that its forward sets are set
-        on the module by calls in the main thread, but a `functools.cached_property` is computed by each call; hooks get
-        the copy, and what they set in the backward pass is set there. A tensor in an attribute that the module itself
-        has computed from its parameters without a graph is taken for a constant. `f` has the signature of forward,
-        copies and pickles as the module does.
+        without (or with None); train or eval mode and hooks are those of the module when `f` is called. Parameters of
+        the module are never changed; what it writes into its buffers in train mode (running statistics) is dropped. A
+        `functools.cached_property` is computed by each call; another attribute that forward sets is left on the module,
+        so that a later call reads what an earlier one has computed from its parameters. `f` has the signature of
+        forward, copies and pickles as the module does.
 
     Raises:
         ArgumentTypeError: `model` is not an `nn.Module`; of `f`, its `params` are not a dict.
-        ArgumentError: of `f`, `params` names what the module does not have, or gives a tied parameter two values; the
-            module keeps a parameter where it cannot be replaced; it is checkpointed and cannot be copied; forward reads
-            from an attribute what an earlier call has computed from parameters; or fully_shard changes the precision.
+        ArgumentError: a part of `model` was made by torch.jit, or computes in another precision by `fully_shard`; of
+            `f`, `params` names what the module does not have, or gives a tied parameter two tensors; or forward reads a
+            parameter where it cannot be replaced, as in a list of tensors.
 
     Example:
         >>> import torch, invfunc
@@ -60,261 +54,184 @@ def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]
 
     Composes with: everything that takes a function of parameters, such as `torch.func.grad(f)`.
 
-    Cost: none beyond the call of the module. A module that cannot be copied for a call (it is compiled or scripted, or
-    something outside of it keeps it: a global name, an object with slots) gets the parameters while `f` runs, one call
-    at a time; in another thread than the main one a warning says so. The first call sees whether a way leads past the
-    copy, and is begun again if one does.
+    Cost: none beyond the call of the module. The module has the parameters while `f` runs: calls in several threads
+    wait for each other, and no other thread may call the module itself meanwhile. The first call looks for parameters
+    that cannot be replaced, and for parts with `torch.utils.checkpoint`, for which later ones run on a shallow copy.
 
-    Source: `torch.func.functional_call`, without its change of the module.
+    Source: `torch.func.functional_call`.
     """
     is_method = isinstance(model, types.MethodType) and isinstance(model.__self__, nn.Module)
     model, method = (model.__self__, model.__name__) if is_method else (model, "__call__")
-    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     if not isinstance(model, nn.Module):
         kind = model.__name__ if isinstance(model, type) else type(model).__name__
-        is_class = isinstance(model, type) and issubclass(model, nn.Module)
-        hint = f" {kind} is a class of modules: functional({kind}(...))." if is_class else ""
-        what = f"the class {kind}" if isinstance(model, type) else f"a {kind}"
-        raise ArgumentTypeError(f"functional(model): model is {what}, but an nn.Module is needed.{hint}")
-    if why := next(filter(None, map(why_not_whole, model.modules())), ""):
-        raise ArgumentError(f"functional(model): {why}.")
-    params = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    first = {id(p): name for name, p in model.named_parameters()}
-    places = {
-        f"{prefix}.{name}" if prefix else name: first[id(p)]
-        for prefix, module in model.named_modules()
-        for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
-    }
-    return Functional(model, method, places), params
+        what, hint = ("the class ", f": functional({kind}(...))") if isinstance(model, type) else ("a ", "")
+        raise ArgumentTypeError(f"functional(model): model is {what}{kind}, but an nn.Module is needed{hint}.")
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            why = "model, or a part of it, was made by torch.jit, whose derivatives inside of torch.func are wrong"
+            raise ArgumentError(f"functional(model): {why}. Give the module as it was before.")
+        if why := why_not_whole(module):
+            raise ArgumentError(f"functional(model): {why}.")
+    f = Functional(model, method)
+    return f, {name: p.detach() for name, p in f.model.named_parameters() if p.requires_grad}
 
 
-_NO_COPY = (StrayError, AttributeError, LookupError, ReferenceError, TypeError)
-"""What is raised where something outside of the modules knows them, and does not know a copy."""
 _SWAPPING = threading.RLock()
-"""Held while parameters are in a module itself, and while a copy of one is made."""
+"""Held while a module has the parameters of a call."""
 
 
 @shown
-class Functional(Remade):
+class Functional:
     """A module as a function of its parameters."""
 
-    def __init__(self, model: nn.Module, method: str, places: dict[str, str]) -> None:
-        """`places` are the names of the places of all parameters, with the name that each has among them."""
-        self._model, self._method, self._places = model, method, places
-        own = method if method != "__call__" else "forward"
+    def __init__(self, model: nn.Module, method: str) -> None:
+        model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        self.model, self.method = model, method
         self.__name__ = self.__qualname__ = type(model).__name__ + ("" if method == "__call__" else f".{method}")
-        self.__signature__ = signature_of(getattr(model, own))
-        self._reach = Reach()
-        self._parts = [name for name, p in model.named_parameters() if sharded(p)]  # of parts, here
-        self._warned: set[str] = set()
-        self._proven: set[Any] = set()
-        """The modes of the modules and the parameters with which f has run on a copy and read nothing else."""
-        self._computed: dict[Any, WeakIdSet] = {}
-        """What a first call has computed from its parameters, where it has left some of it on the module."""
-        self._entangled: dict[Any, str] = {}
-        """The modes and parameters with which f cannot run on a copy, and why."""
-
-    def remade(self, of: Callable[[Any], Any]) -> Functional:
-        made = object.__new__(Functional)
-        new = {"_model": of(self._model), "_reach": Reach(), "_proven": set(), "_computed": {}, "_entangled": {}}
-        vars(made).update(vars(self) | new)
-        return made
+        self.__signature__ = _signature(getattr(model, "forward" if method == "__call__" else method))
+        self._root, self._prefix = (model, "") if method == "__call__" else (_Method(model, method), "model.")
+        self._shards = [name for name, p in model.named_parameters() if sharded(p)]
+        self._special = bool(self._shards) or any(divided(type(m)) or _cached(type(m)) for m in model.modules())
+        self._on_copy = self._special
+        """Whether f runs on a copy of the module: with cached properties, fully_shard or checkpointed parts."""
+        self._known = set[Any]()
+        """Modes of the module in which f has run, and the names of what was given."""
 
     def __reduce__(self) -> tuple:
-        return Functional, (self._model, self._method, self._places)
+        return Functional, (self.model, self.method)
 
     def __repr__(self) -> str:
         return f"functional({self.__name__})"
 
     def __call__(self, params: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(params, Mapping):
-            raise ArgumentTypeError(_no_params(self, params))
-        if torch.compiler.is_compiling():  # which traces what is put into the module, and leaves the module alone
-            if not self._parts:
-                return self._swapped(self._given(params))(args, kwargs)
+            raise ArgumentTypeError(
+                f"{self!r}(params, ...): params is of type {type(params).__name__}, but has to be the dict of names "
+                "that functional returns (f, params = functional(model)), or dict(model.named_parameters())."
+            )
+        if torch.compiler.is_compiling():
+            if not self._special:
+                return self._run(*self._state(params)[:2], args, kwargs)
             from invfunc._torch.eager import eagerly  # imports the compiler, which takes a second
 
             return eagerly(lambda args, kwargs: self(params, *args, **kwargs), args, kwargs)
-        given = self._given(params)
-        with parametrized_anew():
-            return self._called(given, args, kwargs)
-
-    def _called(self, given: Mapping[str, Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The result on a copy, or in place where something leads past every copy."""
-        mode, names = None, dict[int, str]()
-        with _SWAPPING:
+        with _SWAPPING, parametrized_anew():
+            values, state, training = self._state(params)
+            mode = self._on_copy, torch.is_grad_enabled(), tuple(training), tuple(state)
+            if mode in self._known:
+                return self._run(values, state, args, kwargs)
+            random = {g: state_of(g) for g in torchs_own()}
             try:
-                parts = modules_of(self._model)
-                replaced, names = self._replaced(given, parts)
-                mode = tuple([m.training for m in parts]), frozenset(names.values())
-                if why := self._entangled.get(mode):
-                    raise EntangledError(why)
-                module_copy = ModuleCopy(self._model, parts, replaced, self._reach)
-            except EntangledError as error:
-                return self._in_place(partial(self._swapped(given), args, kwargs), names, mode, str(error))
-        call, why = partial(getattr(module_copy.root, self._method), *args, **kwargs), ""
-        if mode in self._proven:
-            result = call()
-            self._leave(module_copy)
+                with _FirstRun(self, values, args, kwargs):
+                    result = self._run(values, state, args, kwargs)
+            except _CheckpointedError:
+                restore(random)
+                self._on_copy = True
+                return self(params, *args, **kwargs)
+            self._known.add(mode)
             return result
-        strays = Strays(names, given=given.values(), kept=kept(parts, self._computed.get(mode)))
-        try:
-            result = strays.run(call)
-        except StaleError as error:
-            raise ArgumentError(
-                f"{self!r}: {error} was computed from parameters by an earlier call, and is read in this one, "
-                "which may have others. Take it off the module, and let forward compute it in each call, or make "
-                "it a functools.cached_property, which each call computes once."
-            ) from None
-        except InvFuncError:
-            raise
-        except _NO_COPY as error:
-            said = f"keeps {strays.met!r} or its module" if strays.met else f"raises {error!r}"
-            why = f"something that {said}"
-        if why:
-            strays.rewind()
-            with _SWAPPING:
-                result = self._in_place(partial(self._swapped(given), args, kwargs), names, mode, why)
-            self._entangled[mode] = why
-            return result
-        self._leave(module_copy)
-        put_back(module_copy, repr(self))
-        if mode not in self._computed and kept(parts, strays.computed):  # which the next call is not to read
-            self._computed[mode] = strays.computed
-        else:
-            self._proven.add(mode)
-        return result
 
-    def _in_place(self, swapped: Callable[[], Any], names: dict[int, str], mode: Any, why: str) -> Any:
-        """The result where the parameters are put into the module itself."""
-        if threading.current_thread() is not threading.main_thread():
-            what = f"{why} leads to the module and cannot be copied, so that f puts its parameters into the"
-            self._warn_once("entangled", f"{what} module while it runs; other threads must not call the module.")
-        if ("in place", mode) in self._proven or not names:
-            return swapped()
-        strays = Strays(names, in_place=True)
-        try:
-            result = strays.run(swapped)
-        except RecomputedError:
-            raise ArgumentError(
-                f"{self!r}: a part of the module is checkpointed, and {why} leads to the module and cannot be copied: "
-                "what is computed again in the backward pass would have the parameters of the module. Switch "
-                "checkpointing off in it, or checkpoint f as a whole."
-            ) from None
-        except StrayError:
-            raise ArgumentError(
-                f"{self!r}: {strays.met!r} cannot be replaced, as the module also reads it by {why}, which keeps the "
-                "tensor itself. Keep the module that has it there, and read it as an attribute of that."
-            ) from None
-        self._proven.add(("in place", mode))
-        return result
+    def _run(self, values: dict, state: dict, args: tuple, kwargs: dict) -> Any:
+        if self._on_copy and not torch.compiler.is_compiling():
+            known = {id(p): p for p in self.model.parameters()} | values
+            return getattr(_copy(self.model, known), self.method)(*args, **kwargs)
+        return torch.func.functional_call(self._root, state, args, kwargs, tie_weights=False)
 
-    def _given(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """What every place gets, the further places of a tied parameter included."""
-        given: dict[str, Any] = {}
-        for place, x in params.items():
-            first = self._places.get(place, place)
-            if x is not None and given.setdefault(first, x) is not x:
+    def _state(self, params: Mapping[str, Any]) -> tuple[dict[int, Any], dict[str, Any], list[bool]]:
+        """The tensors that come in place of others, by the ids of these and by their names, and modes of modules."""
+        own, places, values, first, training = {}, {}, {}, {}, []
+        for path, module in self._root.named_modules(remove_duplicate=False):
+            training.append(module.training)
+            for last, x in (*module._parameters.items(), *module._buffers.items()):
+                if x is not None:
+                    name = f"{path}.{last}" if path else last
+                    own[name] = x
+                    places.setdefault(id(x), {}).setdefault((id(module), last), name)
+                    if module.training and last in module._buffers:
+                        values[id(x)] = x.clone()
+        for name, value in params.items():
+            if (x := own.get(self._prefix + name)) is None:
+                raise ArgumentError(f"{self!r}: params has {name!r}, which is not a parameter or buffer of the module.")
+            if value is not None:
+                if first.setdefault(id(x), name) != name and values[id(x)] is not value:
+                    raise ArgumentError(f"{self!r}: {first[id(x)]!r} and {name!r} are one parameter; give one tensor.")
+                values[id(x)] = value
+        for name in self._shards:
+            if id(own[self._prefix + name]) not in values:
+                raise ArgumentError(f"{self!r}: params has no {name!r}, which is sharded: give it p.full_tensor().")
+        state = {n: value for i, value in values.items() for n in places[i].values() if value is not own[n]}
+        return values, state, training
+
+
+class _Method(nn.Module):
+    """A module whose forward is a method of another."""
+
+    def __init__(self, model: nn.Module, method: str) -> None:
+        super().__init__()
+        self.model, self._method = model, method
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.model, self._method)(*args, **kwargs)
+
+
+class _CheckpointedError(Exception):
+    """A part of f is evaluated again when f is over, and the module has its own parameters."""
+
+
+class _FirstRun(TorchFunctionMode):
+    """A mode that sees parameters which are read although others are given, and calls of `checkpoint`."""
+
+    def __init__(self, f: Functional, values: dict[int, Any], *inputs: Any) -> None:
+        super().__init__()
+        self.f, self.which = f, "a copy of the module" if f._on_copy else "the module"
+        replaced = values.keys() - {id(x) for x in tree.tensors((values, inputs))}
+        self.names = {id(x): name for name, x in f.model.named_parameters() if id(x) in replaced}
+        self.around = _checkpoints() if self.names and torch.is_grad_enabled() and not f._on_copy else float("inf")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _checkpoints() > self.around:
+            raise _CheckpointedError
+        result = func(*args, **(kwargs or {}))
+        for x in tree.tensors((args, kwargs)) if tree.tensors(result) else ():
+            if id(x) in self.names:
                 raise ArgumentError(
-                    f"{self!r}: params has two tensors, of which one is {place!r}, for one parameter of the module, "
-                    f"{first!r}; give one of them."
+                    f"{self.f!r}: {self.names[id(x)]!r} cannot be replaced, as {self.which} reads it from a list or a "
+                    "closure that keeps the tensor, or its module. Read it as an attribute of a submodule."
                 )
-        if missing := [name for name in self._parts if name not in given]:
-            raise ArgumentError(
-                f"{self!r}: params has no {missing[0]!r}, of which the module has a part only in each process. Give it "
-                "as a whole, p.full_tensor(), also where it is frozen."
-            )
-        return {**given, **{place: given[first] for place, first in self._places.items() if first in given}}
-
-    def _replaced(self, given: Mapping[str, Any], parts: list[nn.Module]) -> tuple[dict[int, Any], dict[int, str]]:
-        """What comes in place of tensors, by their ids: what is given, and copies of buffers that may be written.
-
-        With the names of those that are given and of another value.
-        """
-        training = [m._buffers for m in parts if m.training]
-        replaced = {id(b): b.clone() for buffers in training for b in buffers.values() if b is not None}
-        names: dict[int, str] = {}
-        owner, own = None, self._model
-        for place, value in given.items():
-            path, _, name = place.rpartition(".")
-            if path != owner:
-                owner, own = path, self._part(path, place)
-            tensor = own._parameters.get(name)
-            if tensor is None:
-                tensor = own._buffers.get(name)
-            if tensor is None:
-                raise self._unknown(place)
-            replaced[id(tensor)] = value
-            if value is not tensor:
-                names[id(tensor)] = place
-        return replaced, names
-
-    def _part(self, path: str, place: str) -> nn.Module:
-        """The module at a path, which has the tensor at a place."""
-        module: Any = self._model
-        for name in path.split(".") if path else ():
-            module = module._modules.get(name)
-            if module is None:
-                raise self._unknown(place)
-        return module
-
-    def _unknown(self, place: str) -> ArgumentError:
-        return ArgumentError(f"{self!r}: params has {place!r}, which is not a parameter or buffer of the module.")
-
-    def _swapped(self, given: Mapping[str, Any]) -> Callable[[tuple, dict[str, Any]], Any]:
-        """The call for whose time the module itself has the parameters."""
-        if self._parts and any(divided(type(m)) for m in self._model.modules()):
-            raise ArgumentError(
-                f"{self!r}: something outside of the module keeps it (a global name, compiled code), so that f cannot "
-                "run on a copy, and in it the hooks of fully_shard put its own parameters in place of those given. "
-                "Make f of the module before fully_shard, and pass it the parameters of this one."
-            )
-        buffers = {
-            f"{prefix}.{name}" if prefix else name: buffer.clone()
-            for prefix, module in self._model.named_modules()
-            if getattr(module, "training", False)  # a frozen one has neither
-            for name, buffer in module.named_buffers(recurse=False)
-        }
-        model, state = self._model, {**buffers, **given}
-        if self._method != "__call__" or isinstance(model, torch.jit.ScriptModule):  # which functional_call refuses
-            model, state = Calls(model, self._method), {f"model.{name}": x for name, x in state.items()}
-        call = partial(torch.func.functional_call, model, state, tie_weights=False)
-        contexts, modules = [], list(self._model.modules())
-        if any(cached(type(m)) for m in modules):
-            contexts.append(partial(computed_anew, modules))
-        if any(isinstance(m, torch.jit.ScriptModule) for m in modules) and not torch.compiler.is_compiling():
-            contexts += [Interpreted] * transforming()
-        if not contexts:
-            return call
-
-        def within(args: tuple, kwargs: dict[str, Any]) -> Any:
-            with ExitStack() as stack:
-                for context in contexts:
-                    stack.enter_context(context())
-                return call(args, kwargs)
-
-        return within
-
-    def _leave(self, module_copy: ModuleCopy) -> None:
-        """Attributes that forward has set are set on the module, unless other threads may be at work there."""
-        if not (found := left(module_copy)):
-            return
-        if threading.current_thread() is not threading.main_thread():
-            name, kind = found[0][1], type(found[0][0]).__name__
-            self._warn_once("left", f"the call of {kind} sets its attribute {name!r}, which is not kept")
-            return
-        for module, name, part, value in found:
-            (vars(module) if part is None else vars(module)[part])[name] = value
-
-    def _warn_once(self, key: str, text: str) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            warnings.warn(f"{self!r}: {text}", InvFuncWarning, stacklevel=4)
+        return result
 
 
-def _no_params(f: Functional, params: Any) -> str:
-    kind = type(params).__name__
-    text = f"{f!r}(params, ...): params is of type {kind}, but has to be the dict of names that functional returns"
-    if isinstance(params, (list, tuple, types.GeneratorType)):
-        return f"{text}, such as dict(model.named_parameters()), and not model.parameters()."
-    return f"{text}: f, params = functional(model)."
+def _checkpoints() -> int:
+    """The number of calls of torch.utils.checkpoint that are running."""
+    frames = (frame.f_globals for frame, _ in traceback.walk_stack(None))
+    return sum(found.get("__name__") == "torch.utils.checkpoint" for found in frames)
+
+
+def _copy(module: nn.Module, known: dict[int, Any]) -> Any:
+    """A shallow copy of a tree of modules, with its own methods and blocks as attributes, and nothing cached."""
+    if id(module) not in known:
+        known[id(module)] = made = object.__new__(type(module))
+        own = undivided(module, {n: x for n, x in vars(module).items() if n not in _cached(type(module))})
+        for kind in ("_parameters", "_buffers"):
+            own[kind] = {name: known.get(id(x), x) for name, x in own[kind].items()}
+        own["_modules"] = {name: None if m is None else _copy(m, known) for name, m in own["_modules"].items()}
+        for name, x in own.items():
+            deep = isinstance(x, types.MethodType) or type(x).__module__.startswith("invfunc.")
+            vars(made)[name] = deepcopy(x, known) if deep else x
+    return known[id(module)]
+
+
+@lru_cache(maxsize=1024)
+def _cached(kind: type) -> set[str]:
+    """The names of attributes that are computed when they are read first, and kept then."""
+    return {name for base in kind.__mro__ for name, x in vars(base).items() if isinstance(x, cached_property)}
+
+
+def _signature(forward: Callable) -> inspect.Signature:
+    """The signature of forward, with the parameters of the module in front."""
+    try:
+        own = list(inspect.signature(forward).parameters.values())
+    except (TypeError, ValueError):
+        own = [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
+    name = next(n for n in ("params", "module_params", "_params") if n not in {p.name for p in own})
+    return inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY), *own])

@@ -15,7 +15,7 @@ from invfunc import tree
 from invfunc._torch.functorch import unwatched, version
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, ModifiedError
-from invfunc.functional.functional import functional
+from invfunc.functional.functional import Functional
 from invfunc.pairs.exact import Grid
 from invfunc.pairs.value import Value
 
@@ -40,7 +40,7 @@ class OfModule(Part):
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.f, _ = functional(module)
+        self.f = Functional(module, "__call__")
 
     @property
     def __name__(self) -> str:

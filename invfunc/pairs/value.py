@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from invfunc.functional.remade import LeavesNothing
 
-
-class Value(LeavesNothing):
+class Value:
     """A dataclass whose deep copy evaluates copies of the modules and tensors that its functions close over.
 
     Python takes a function for indivisible: a copy of `self.block = additive_coupling(lambda b: self.F(b), ...)` would

@@ -122,7 +122,7 @@ class Watch:
         elif isinstance(x, torch.Generator):
             self.generators[same_generator(x)] = weakref.ref(x)
         elif isinstance(x, Functional):
-            self._push([x._model, x._method], names, f"{path}.{x.__name__}")
+            self._push([x.model, x.method], names, f"{path}.{x.__name__}")
         elif isinstance(x, types.ModuleType):
             self._module(x, names, path)
         elif isinstance(x, types.FunctionType):

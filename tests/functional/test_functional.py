@@ -15,13 +15,12 @@ from invfunc.testing import assert_trees_close
 from tests.functional_modules import (
     EXACT,
     KINDS,
-    Counting,
     InAList,
     OfAnother,
     Own,
     Scaled,
-    all_kinds,
     hooked,
+    kinds,
     made,
     numbers,
     with_values,
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::Deprec
 
 
 @pytest.mark.quick
-@all_kinds
+@kinds
 class TestIsTheModuleAtOtherParameters:
     def test_value(self, kind):
         f, params = functional(made(kind))
@@ -60,6 +59,15 @@ class TestIsTheModuleAtOtherParameters:
         model.eval()
         assert {name: v._version for name, v in model.state_dict().items()} == {n: v for n, (_, v) in state.items()}
         assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("kind", [Scaled, Own, hooked, KINDS["batch norm"], KINDS["parametrized"]])
+def test_torch_compiles_it_without_a_break(kind):
+    f, params = functional(made(kind))
+    own, x = numbers(params), Numbers()(4, 3)
+    torch.compiler.reset()
+    compiled = torch.compile(f, backend="eager", fullgraph=True)
+    assert_trees_close(compiled(own, x), f(own, x), EXACT)
 
 
 class TestCopies:
@@ -90,41 +98,102 @@ class TestCopies:
         assert_trees_close(torch.load(stored, weights_only=False)(params, x), f(params, x), EXACT)
 
 
-class TestWhatIsLeftOnTheModule:
-    def test_attributes_that_forward_sets_can_be_read_afterwards(self):
-        model = made(Counting)
+class TestTiedParameters:
+    class Tied(Scaled):
+        def start(self):
+            self.b.weight = self.a.weight
+
+    def test_stand_in_params_once_and_may_be_given_by_each_name(self):
+        f, params = functional(made(self.Tied))
+        assert "b.weight" not in params
+        x, w = Numbers()(4, 3), Numbers(1)(3, 3)
+        wanted = ((x @ w.T + params["a.bias"]).tanh() @ w.T + params["b.bias"]) * 0.5
+        for names in (["a.weight"], ["b.weight"], ["a.weight", "b.weight"]):
+            assert_trees_close(f(dict.fromkeys(names, w), x), wanted, EXACT)
+
+    def test_have_one_value(self):
+        f, params = functional(made(self.Tied))
+        with pytest.raises(ArgumentError, match=r"'a.weight' and 'b.weight' are one parameter"):
+            f({**params, "b.weight": torch.zeros(3, 3)}, Numbers()(4, 3))
+
+    def test_of_a_module_that_is_there_twice_are_left_in_place(self):
+        """`torch.func.functional_call` puts them back in the wrong order."""
+        model = made(Own)
         f, params = functional(model)
-        own, x = numbers(params), Numbers()(4, 3)
-        first = f(own, x)
-        assert torch.equal(model.divergence, own["layer.weight"].square().sum())
-        assert torch.equal(f(own, x), first) and model.current is model.layer and model.seen == [4, 4]
+        own = {name: 2 * p.detach() for name, p in model.named_parameters()}
+        own |= {f"twice.{name}": own[f"a.{name}"] for name in ("weight", "bias")}
+        before = dict(model.named_parameters(remove_duplicate=False))
+        f(own, Numbers()(4, 3))
+        now = dict(model.named_parameters(remove_duplicate=False))
+        assert now.keys() == before.keys() and all(now[name] is p for name, p in before.items())
 
-        def loss(p, x):
-            return f(p, x).square().sum(1).mean() + model.divergence
 
-        found, plain = torch.func.grad(loss)(own, x), torch.func.grad(lambda p: f(p, x).square().sum(1).mean())(own)
-        assert_trees_close(found["layer.weight"], plain["layer.weight"] + 2 * own["layer.weight"], 1e-10)
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant=False, wrap=lambda pair: pair):
+        super().__init__()
+        self.a, self.b = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.2), nn.Tanh()), nn.Linear(3, 3)
+        self.reentrant, self.drop = reentrant, nn.Dropout(0.1)
 
-    def test_what_hooks_put_there_for_the_call_is_not(self):
-        model = made(lambda: nn.utils.weight_norm(nn.Linear(3, 3)))
-        before = model.weight
+    def forward(self, x):
+        x = self.drop(x) * self.b.weight.sum()
+        if self.reentrant is None:
+            return self.b(self.a(x))
+        return self.b(torch.utils.checkpoint.checkpoint(self.a, x, use_reentrant=self.reentrant))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("reentrant", [False, True])
+class TestCheckpointedParts:
+    """`torch.utils.checkpoint` evaluates them again when the call is over."""
+
+    def test_have_the_parameters_of_the_call(self, reentrant):
+        found = []
+        for kind in (reentrant, None):
+            f, params = functional(made(lambda kind=kind: Checkpointed(kind)))
+            own = numbers(params)
+            for seed in (1, 2):  # the first call looks for such parts
+                leaves = {name: p.clone().requires_grad_() for name, p in own.items()}
+                with torch.random.fork_rng():
+                    torch.manual_seed(seed)
+                    f(leaves, Numbers()(4, 3)).square().sum().backward()
+                    found.append([*(p.grad for p in leaves.values()), torch.rand(1)])
+        assert_trees_close(found[:2], found[2:], EXACT)
+
+    def test_that_lead_past_the_copy_are_an_error(self, reentrant):
+        model = made(lambda: Checkpointed(reentrant))
+        forward, model.forward = model.forward, lambda x: forward(x)
         f, params = functional(model)
-        f(numbers(params), Numbers()(4, 3))
-        assert model.weight is before
+        with pytest.raises(ArgumentError, match=r"cannot be replaced, as a copy of the module reads it"):
+            f({name: p.requires_grad_() for name, p in numbers(params).items()}, Numbers()(4, 3))
 
-    def test_a_recomputed_part_is_that_of_the_call(self):
-        """`torch.utils.checkpoint` evaluates again when the call is over."""
 
-        class Recomputed(Scaled):
-            def forward(self, x):
-                return torch.utils.checkpoint.checkpoint(lambda x: self.a(x).tanh(), x, use_reentrant=False)
+class TestKeptTensors:
+    class Keeps(Scaled):
+        def start(self):
+            self.kept = [self.a.weight]
 
-        f, params = functional(made(Recomputed))
-        own = {name: p.requires_grad_() for name, p in numbers(params).items()}
-        x = Numbers()(4, 3)
-        found = torch.autograd.grad(f(own, x).square().sum(), [own["a.weight"], own["a.bias"]])
-        plain = torch.tanh(F.linear(x, own["a.weight"], own["a.bias"])).square().sum()
-        assert_trees_close(found, torch.autograd.grad(plain, [own["a.weight"], own["a.bias"]]), EXACT)
+        def forward(self, x):
+            return super().forward(x) @ self.kept[0]
+
+    def test_are_an_error_where_others_are_given(self):
+        f, params = functional(made(self.Keeps))
+        for _ in range(2):
+            with pytest.raises(ArgumentError, match=r"\(Keeps\): 'a.weight' cannot be replaced, as the module reads"):
+                f(numbers(params), Numbers()(4, 3))
+
+    def test_of_other_parameters_may_be_given_and_be_inputs(self):
+        model = made(Scaled)
+        f, _ = functional(model)
+        a, b = model.a.weight, model.b.weight
+        wanted = with_values(Scaled, {"a.weight": b, "b.weight": a})(a)
+        assert_trees_close(f({"a.weight": b, "b.weight": a}, a), wanted, EXACT)
+
+    def test_are_read_where_none_are(self):
+        model, x = made(self.Keeps), Numbers()(4, 3)
+        f, _ = functional(model)
+        assert torch.equal(f(dict(model.named_parameters()), x), model(x))
+        some = {"b.bias": model.b.bias + 1}
+        assert_trees_close(f(some, x), model(x) + 0.5 * model.a.weight.sum(0), EXACT)
 
 
 class TestAtTheCall:
@@ -215,6 +284,11 @@ class TestErrors:
         f, params = functional(nn.Linear(3, 2))
         with pytest.raises(ArgumentError, match=r"functional\(Linear\): params has 'heavy', which is not a parameter"):
             f({**params, "heavy": params["bias"]}, torch.ones(2, 3))
+
+    def test_what_torch_jit_made(self):
+        for model in (torch.jit.script(nn.Linear(3, 2)), nn.Sequential(torch.jit.script(nn.Linear(3, 2)))):
+            with pytest.raises(ArgumentError, match="Give the module as it was before"):
+                functional(model)
 
     def test_a_class_of_modules(self):
         with pytest.raises(ArgumentTypeError, match=r"functional\(Linear\(\.\.\.\)\)"):
