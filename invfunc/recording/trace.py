@@ -10,7 +10,7 @@ import torch
 from invfunc._torch.functorch import unviewed
 from invfunc._torch.opened import opened
 from invfunc._torch.values import differentiable
-from invfunc.errors import ArgumentError, part_mixed, samples_lost
+from invfunc.errors import ArgumentError, part_mixed, samples_lost, unreached
 from invfunc.operations import batch_axis
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, Call, Mixed, Unknown
@@ -309,7 +309,7 @@ class Trace(ParameterUses, Listener):
             self.watcher.after_call(self, call)
 
     def check(self, outputs: list[torch.Tensor], params: list[torch.Tensor]) -> None:
-        """Check in the graph of autograd that no path from the outputs comes to a parameter but at its uses."""
+        """Check in the graph of autograd that paths from the outputs come to parameters, and at their uses alone."""
         targets = {node_of(p) for p in params}
         beneath = dict[Any, list[Any]]()
         for edge, below in zip(self.edges, self.below, strict=True):
@@ -317,3 +317,5 @@ class Trace(ParameterUses, Listener):
         for z in outputs:
             if reaches(z, targets, beneath) or unseen(z, self.tag(z), self.entered):
                 raise hidden(z, self.calls)
+        if not any(reaches(z, set(beneath), {}) for z in outputs):
+            raise unreached()
