@@ -68,13 +68,10 @@ class Trace(ParameterUses, Listener):
 
     def parameters(self, leaves: Sequence[torch.Tensor], enter: bool = True) -> list[torch.Tensor]:
         """The leaves as this run is to see them, differentiable or not."""
-        seen = []
-        for i, leaf in enumerate(leaves):
-            leaf = self.scope.enter(leaf) if enter else self.scope.alias(leaf)
-            if enter:
-                self.entered.append(leaf)
+        seen = [*map(self.scope.enter if enter else self.scope.alias, leaves)]
+        self.entered += seen if enter else []
+        for i, leaf in enumerate(seen):
             self.set(leaf, Derived(frozenset({i}), True, picked=True))
-            seen.append(leaf)
         return seen
 
     def samples(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -317,5 +314,5 @@ class Trace(ParameterUses, Listener):
         for z in outputs:
             if reaches(z, targets, beneath) or unseen(z, self.tag(z), self.entered):
                 raise hidden(z, self.calls)
-        if not any(reaches(z, set(beneath), {}) for z in outputs):
+        if not any(reaches(z, beneath, {}) for z in outputs):
             raise unreached()
