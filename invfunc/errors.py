@@ -81,6 +81,15 @@ def part_mixed(name: str) -> SampleAxisError:
     )
 
 
+def unreached() -> ArgumentError:
+    """The error for a result that depends on no parameter at all."""
+    return ArgumentError(
+        "no parameter of params reaches the result; call f(params, x), not the module (`f, params = "
+        "functional(model)`) and not f of other tensors. Or the derivative is lost on the way: by torch.no_grad(), "
+        ".detach(), .item() or numpy around f, or by an operation that has none."
+    )
+
+
 class SplitError(InvFuncError, ValueError):
     """The function cannot be split into a model part and a loss part."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc.errors import ArgumentError
+from invfunc.errors import ArgumentError, unreached
 from invfunc.loss.drawn import Drawn, drawn, targets
 from invfunc.loss.hessian import gradient, hessian
 from invfunc.loss.outputs import LossTerm, ModelOutput, OutputFinder, check_seen, check_split, marking, shown
@@ -18,6 +18,7 @@ from invfunc.operations.axis import Axis
 from invfunc.per_sample.lots import Lot
 from invfunc.recording import Trace
 from invfunc.recording.checks import check_loss
+from invfunc.recording.graph import node_of, reaches
 from invfunc.recording.scope import Scope
 from invfunc.recording.steps import Step
 from invfunc.recording.tags import Sampled
@@ -47,6 +48,10 @@ class Split:
     """The places where that graph is split, from first to last: what goes on, and what came before."""
     steps: list[Step] = field(default_factory=list)
     """The nonlinear calls of the model, where they were to be remembered."""
+
+    def __post_init__(self) -> None:
+        if self.roots and not reaches(self.result, {node_of(r.value) for r in self.roots}, {}):
+            raise unreached()
 
     def gradient(self) -> Gradient:
         return gradient(self.scope, self.result, self.roots, self.n)
@@ -152,6 +157,9 @@ def at_found(
     Raises SplitError where a path from the parameters to the result does not cross them.
     """
     roots = [finder.roots[i] for i in wanted]
+    candidates = [r.value for r in finder.roots.values()]
+    if not wanted and not reaches(result, {node_of(x) for x in (*params, *candidates)} - {None}, {}):
+        raise unreached()
     check_split(check_loss(trace, result), finder, wanted, in_chunks)
     check_seen(result, params, roots, finder)
     return Split(trace.scope, trace.n, result, roots, finder.terms)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc import thresholds
-from invfunc.errors import SampleAxisError, SplitError
+from invfunc.errors import SampleAxisError, SplitError, unreached
 from invfunc.loss.hessian import hessian, structured
 from invfunc.passes.loss import Split
 from invfunc.products.given import Given
@@ -22,6 +22,7 @@ def of_hessian(given: Given, blocks: bool = False) -> Linear:
     value, params = given.value(), given.params
     with given.mode.back(value.device):
         slopes = Pull(given.scope, graph=True)([value], params, [torch.ones_like(value)])
+    check_reached(slopes)
 
     def steps(v: Vectors, pull: Pull) -> Vectors:
         if not blocks:
@@ -112,7 +113,9 @@ class Jacobian:
         dummies = [scope.enter(scope.leave(torch.ones_like(z))) for z in split.values]
         found = Jacobian(split.values, given.params, split.bottlenecks, dummies, [])
         with given.mode.back(split.result.device):
-            return replace(found, rows=found.back([*dummies], Pull(scope, graph=True)))
+            found = replace(found, rows=found.back([*dummies], Pull(scope, graph=True)))
+        check_reached(found.rows)
+        return found
 
     def forth(self, v: Vectors, pull: Pull) -> Vectors:
         return pull(self.rows, self.dummies, v)
@@ -146,6 +149,12 @@ def sandwich(given: Given, split: Split, middle: Steps, blocks: bool = False) ->
         return [product(jacobian.of(i), [x], pull)[0] for i, x in enumerate(v)]
 
     return _symmetric(given, steps)
+
+
+def check_reached(pulled: Vectors) -> None:
+    """Check that what was pulled back has come to a parameter."""
+    if all(x is None for x in pulled):
+        raise unreached()
 
 
 def check_convex(scope: Scope, split: Split) -> None:

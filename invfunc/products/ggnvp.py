@@ -39,7 +39,7 @@ def ggnvp(
         ConvexityError: the loss is not convex in the outputs.
         SampleAxisError: a loss function mixes samples: give the model and its loss apart.
         ArgumentError, ArgumentTypeError: v is not a tree like the parameters, or f returns something else than it
-            should.
+            should, or what no parameter reaches.
 
     Example:
         >>> import torch, invfunc

@@ -27,7 +27,8 @@ def hvp(f: Callable, loss: Callable | None = None, *, has_aux: bool = False) -> 
         parameters and v. Its `.linearize(params, *batch)` gives a function `v -> tree` that has run f once.
 
     Raises:
-        ArgumentError, ArgumentTypeError: v is not a tree like the parameters, or f returns something else than a loss.
+        ArgumentError, ArgumentTypeError: v is not a tree like the parameters, or f returns something else than a loss,
+            or one that no parameter reaches.
 
     Example:
         >>> import torch, invfunc

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ def node_of(x: torch.Tensor) -> Any:
     return view.grad_fn.next_functions[0][0] if view.grad_fn is not None else None
 
 
-def reaches(x: torch.Tensor, targets: set[Any], known: Mapping[Any, Iterable[Any]]) -> bool:
+def reaches(x: torch.Tensor, targets: Container[Any], known: Mapping[Any, Iterable[Any]]) -> bool:
     """Whether the graph of x comes to one of the target nodes; from known nodes it goes on with those stated alone."""
     waiting, seen = [node_of(x)] if x.requires_grad else [], set()
     while waiting:

@@ -10,7 +10,7 @@ import torch
 from invfunc._torch.functorch import unviewed
 from invfunc._torch.opened import opened
 from invfunc._torch.values import differentiable
-from invfunc.errors import ArgumentError, part_mixed, samples_lost
+from invfunc.errors import ArgumentError, part_mixed, samples_lost, unreached
 from invfunc.operations import batch_axis
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, Call, Mixed, Unknown
@@ -68,13 +68,10 @@ class Trace(ParameterUses, Listener):
 
     def parameters(self, leaves: Sequence[torch.Tensor], enter: bool = True) -> list[torch.Tensor]:
         """The leaves as this run is to see them, differentiable or not."""
-        seen = []
-        for i, leaf in enumerate(leaves):
-            leaf = self.scope.enter(leaf) if enter else self.scope.alias(leaf)
-            if enter:
-                self.entered.append(leaf)
+        seen = [*map(self.scope.enter if enter else self.scope.alias, leaves)]
+        self.entered += seen if enter else []
+        for i, leaf in enumerate(seen):
             self.set(leaf, Derived(frozenset({i}), True, picked=True))
-            seen.append(leaf)
         return seen
 
     def samples(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -309,7 +306,7 @@ class Trace(ParameterUses, Listener):
             self.watcher.after_call(self, call)
 
     def check(self, outputs: list[torch.Tensor], params: list[torch.Tensor]) -> None:
-        """Check in the graph of autograd that no path from the outputs comes to a parameter but at its uses."""
+        """Check in the graph of autograd that paths from the outputs come to parameters, and at their uses alone."""
         targets = {node_of(p) for p in params}
         beneath = dict[Any, list[Any]]()
         for edge, below in zip(self.edges, self.below, strict=True):
@@ -317,3 +314,5 @@ class Trace(ParameterUses, Listener):
         for z in outputs:
             if reaches(z, targets, beneath) or unseen(z, self.tag(z), self.entered):
                 raise hidden(z, self.calls)
+        if not any(reaches(z, beneath, {}) for z in outputs):
+            raise unreached()

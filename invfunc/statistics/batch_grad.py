@@ -38,8 +38,8 @@ def batch_grad(
         parameter.
 
     Raises:
-        ArgumentError: f returns neither a scalar nor `[N]`, the batch arguments disagree about N, or samples are named
-            that are not there.
+        ArgumentError: f returns neither a scalar nor `[N]`, no parameter reaches it (f calls a module in place of a
+            function of params), the batch arguments disagree about N, or samples are named that are not there.
         SampleAxisError: f mixes samples.
 
     Example:

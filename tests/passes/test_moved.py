@@ -165,11 +165,6 @@ def test_outputs_of_samples_that_come_in_the_order_of_their_keys():
     assert_trees_close(batch_jacobian(model)(*args), torch.func.jacrev(model)(*args), EXACT)
 
 
-def test_a_loss_of_moved_data_alone_has_no_shares():
-    w, x, *_ = args_of([0, 0, 0])
-    assert_trees_close(batch_grad(lambda w, x: (x.roll(1, 0) * 2).sum())(w, x), w.new_zeros(3, D, D), EXACT)
-
-
 @pytest.mark.parametrize("reduction", [torch.clone, torch.sum], ids=["losses", "sum"])
 def test_parts_of_what_is_sorted_are_written_by_masks(reduction):
     def losses(w, x, i, k):

@@ -36,6 +36,13 @@ FAULTS = [
     ),
     # Products, chunks, sparsity
     Fault(
+        "products of what no parameter reaches are zeros",
+        "products/curvature.py",
+        "if all(x is None for x in pulled):",
+        "if not pulled:",
+        "statistics/test_unreached.py::TestProducts::test_are_refused_with_their_linearisation",
+    ),
+    Fault(
         "an estimate tells the spread in place of the error of its mean",
         "products/estimate.py",
         "safe_root(s / (count * (count - 1)))",

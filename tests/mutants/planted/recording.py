@@ -30,6 +30,13 @@ FAULTS = [
     ),
     # Arguments and results
     Fault(
+        "shares that no parameter has are zeros",
+        "recording/trace.py",
+        "if not any(reaches(z, beneath, {}) for z in outputs):",
+        "if not outputs:",
+        "statistics/test_unreached.py::test_statistics",
+    ),
+    Fault(
         "a part of the batch is of its first axis",
         "recording/problem.py",
         "x = x[(slice(None),) * d + (part,)]",

@@ -1,0 +1,186 @@
+"""A result that no parameter reaches is an error, not zeros; zeros of a derivative are zeros."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import invfunc
+from invfunc import ArgumentError, chunked, compiled, reduced, streamed, together, tree
+from invfunc.testing.laws.rows import CASES
+from invfunc.testing.oracles import assert_trees_close, loop_batch_grad
+from tests.strategies import Numbers
+
+N = 5
+X, Y = Numbers(0)(N, 4), Numbers(1).below(3, N)
+torch.manual_seed(0)
+MODULE = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+F_, PARAMS = invfunc.functional(MODULE)
+UNREACHED = r"\): no parameter of params reaches the result; call f\(params, x\), not the module"
+
+
+def module(params, x):
+    return MODULE(x)
+
+
+def no_grad(params, x):
+    with torch.no_grad():
+        return F_(params, x)
+
+
+def detached(params, x):
+    return F_(params, x).detach()
+
+
+def through_numpy(params, x):
+    return torch.from_numpy(F_(params, x).detach().numpy())
+
+
+WAYS = [(f, reduction) for f in (module, no_grad, detached, through_numpy) for reduction in ("none", "mean")]
+
+
+def loss_of(f, reduction="none"):
+    return lambda params, x, y: F.cross_entropy(f(params, x), y, reduction=reduction)
+
+
+def refused(t, *args):
+    with pytest.raises(ArgumentError, match=UNREACHED):
+        t(*args)
+
+
+@pytest.mark.parametrize(("row", "form"), CASES.values(), ids=CASES)
+def test_statistics(row, form):
+    for f, reduction in WAYS:
+        refused(row.of(f, partial(F.cross_entropy, reduction=reduction), form), PARAMS, X, Y)
+
+
+ESTIMATES = (invfunc.estimate_trace, invfunc.estimate_diagonal)
+
+
+class TestProducts:
+    MAKE = {
+        "hvp": invfunc.hvp,
+        "ggnvp": invfunc.ggnvp,
+        "fvp": invfunc.fvp,
+        "fvp drawn": partial(invfunc.fvp, mc_samples=2, generator=torch.Generator()),
+        "hessian_block_product": invfunc.hessian_block_product,
+        "ggn_block_product": invfunc.ggn_block_product,
+        "pch_block_product": invfunc.pch_block_product,
+    }
+
+    @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+    def test_are_refused_with_their_linearisation(self, make):
+        for f, reduction in WAYS:
+            for product in (make(loss_of(f, reduction)), make(f, partial(F.cross_entropy, reduction=reduction))):
+                v = {path: p.expand(2, *p.shape) for path, p in PARAMS.items()} if product.lead else PARAMS
+                refused(product, PARAMS, v, X, Y)
+                refused(product.linearize, PARAMS, X, Y)
+
+    @pytest.mark.parametrize("f", [module, no_grad, detached])
+    def test_and_what_is_made_of_them(self, f):
+        stacked = tree.map_tensors(lambda p: p[None], PARAMS)
+        refused(invfunc.linearize(f), PARAMS, X)
+        for fisher in ("exact", "empirical"):
+            refused(invfunc.eigenpairs(f, F.cross_entropy, fisher=fisher), PARAMS, X, Y)
+            refused(invfunc.eigenpairs(loss_of(f), fisher=fisher), PARAMS, X, Y)
+        for product in (invfunc.hvp(loss_of(f)), invfunc.ggnvp(f, F.cross_entropy)):
+            estimates = [e(product, probes=2, generator=torch.Generator()) for e in ESTIMATES]
+            for t in (invfunc.linear_operator(product), *estimates):
+                refused(t, PARAMS, X, Y)
+            refused(compiled(product), PARAMS, PARAMS, X, Y)
+            refused(streamed(product), PARAMS, PARAMS, [(X, Y)])
+            refused(
+                torch.func.vmap(product, (None, 0, None, None)),
+                PARAMS,
+                stacked,
+                X,
+                Y,
+            )
+
+
+class TestAround:
+    def test_all_that_takes_a_statistic(self):
+        reduce = partial(reduced, fn=torch.sum)
+        for f, reduction in WAYS:
+            t, curvature = invfunc.variance(loss_of(f, reduction)), invfunc.diag_ggn(f, F.cross_entropy)
+            for around in (partial(chunked, n=2), compiled, reduce):
+                refused(around(t), PARAMS, X, Y)
+                refused(around(curvature), PARAMS, X, Y)
+            refused(together(t, invfunc.batch_l2_grad(t.f)), PARAMS, X, Y)
+            for t in (invfunc.sum_grad_squared(loss_of(f)), curvature):
+                refused(streamed(t), PARAMS, [(X, Y)])
+
+    @pytest.mark.parametrize("f", [module, no_grad, detached])
+    def test_transforms_of_torch(self, f):
+        for t in (invfunc.variance(loss_of(f)), invfunc.diag_ggn(f, F.cross_entropy)):
+            refused(torch.func.vmap(t, (None, 0, 0)), PARAMS, X[:, None], Y[:, None])
+            refused(torch.func.grad(lambda p, t=t: t(p, X, Y)["0.bias"].sum()), PARAMS)
+
+    def test_a_loss_that_does_not_read_the_outputs(self):
+        def loss(z, y):
+            return z.detach().square().mean()
+
+        for t in (invfunc.diag_ggn, invfunc.kflr, invfunc.diag_hessian):
+            refused(t(F_, loss), PARAMS, X, Y)
+        for product in (invfunc.hvp, invfunc.ggnvp, invfunc.fvp):
+            refused(product(F_, loss), PARAMS, PARAMS, X, Y)
+
+    def test_no_parameters_at_all_are_refused_too(self):
+        with pytest.raises(ArgumentError, match="p has no tensors in it"):
+            invfunc.variance(lambda p, x: MODULE(x).sum(1))({}, X)
+
+
+class TestZerosStay:
+    def test_of_the_second_derivative_of_a_linear_function(self):
+        w = torch.ones(4).double()
+        for f in (lambda w, x: x @ w, lambda w, x: (x @ w).sum()):
+            assert not invfunc.hvp(f)(w, w, X).any()
+            assert not invfunc.diag_hessian(f)(w, X).any()
+            assert not invfunc.batch_diag_hessian(f)(w, X).any()
+
+    def test_of_a_loss_that_is_linear_in_the_outputs(self):
+        assert not invfunc.diag_ggn(lambda w, x: x @ w, lambda z, y: z.sum())(torch.ones(4, 3).double(), X, Y).any()
+
+    @pytest.mark.parametrize("f", [
+        lambda w, x: (x @ w - 100).relu(),
+        lambda w, x: (x @ w).clamp(100, 200),
+        lambda w, x: 0 * (x @ w),
+        lambda w, x: (x @ w).round(),
+        lambda w, x: (x @ w) * (x.sum(1, keepdim=True) > 100),
+    ], ids=["relu", "clamp", "zero", "round", "mask"])  # fmt: skip
+    def test_of_what_has_no_slope(self, f):
+        w = torch.ones(4, 3).double()
+        for loss in (lambda w, x, y: f(w, x).square().sum(1), lambda w, x, y: f(w, x).square().mean()):
+            assert not invfunc.variance(loss)(w, X, Y).any()
+            assert not invfunc.clipped_grad(loss, 1.0)(w, X, Y)[1].any()
+            assert not invfunc.hvp(loss)(w, w, X, Y).any()
+            assert not invfunc.linearize(f)(w, X)[1](w).any()
+        assert not invfunc.diag_ggn(f, F.cross_entropy)(w, X, Y).any()
+        assert not invfunc.ggnvp(f, F.cross_entropy)(w, w, X, Y).any()
+
+    def test_where_no_target_counts_or_there_is_one_class(self):
+        none = torch.full((N,), -100)
+        loss = loss_of(F_, "sum")
+        for t in (invfunc.variance(loss), invfunc.diag_ggn(F_, partial(F.cross_entropy, reduction="sum"))):
+            assert not any(x.any() for x in t(PARAMS, X, none).values())
+        w, y = torch.ones(4, 1).double(), torch.zeros(N, dtype=torch.long)
+        assert not invfunc.diag_ggn(lambda w, x: x @ w, F.cross_entropy)(w, X, y).any()
+        assert not invfunc.variance(lambda w, x, y: F.cross_entropy(x @ w, y))(w, X, y).any()
+
+    def test_of_one_parameter_among_others(self):
+        """A head is trained on frozen features, beside a term that is detached."""
+        head = {"w": Numbers(2)(6, 3), "unread": Numbers(3)(2)}
+
+        def f(p, x):
+            return MODULE[:2](x) @ p["w"] + F_(PARAMS, x).detach() + p["unread"].detach().sum()
+
+        loss = loss_of(f)
+        assert_trees_close(invfunc.batch_grad(loss)(head, X, Y), loop_batch_grad(loss)(head, X, Y), 1e-10)
+        for found in (
+            invfunc.diag_ggn(f, F.cross_entropy)(head, X, Y),
+            invfunc.hvp(loss)(head, head, X, Y),
+            invfunc.ggnvp(f, F.cross_entropy)(head, head, X, Y),
+        ):
+            assert found["w"].any() and torch.equal(found["unread"], torch.zeros(2).double())
