@@ -43,7 +43,9 @@ def eigen(
             pairs = zip(values.unbind(), vectors.unbind(), strict=True) if len(each) > 1 else [(values, vectors)]
             found.update(zip(each, pairs, strict=True))
 
-    def of(f: torch.Tensor, name: str, values: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def of(
+        f: torch.Tensor, name: str, values: torch.Tensor, vectors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         zero = 8 * torch.finfo(values.dtype).eps * (f.ndim == 2)
         values = not_negative(values, name, noise(f), zero)
         if regular and f.ndim == 2 and f.numel():

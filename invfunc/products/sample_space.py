@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import thresholds, tree
+from invfunc._torch.functorch import innermost
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import anywhere
 from invfunc.errors import ArgumentError, InvFuncError
@@ -20,8 +21,8 @@ from invfunc.products.maps import Linear
 from invfunc.products.product import Space
 from invfunc.transform import told
 
-LOST = 0.05
-"""Which part of a result may be rounding."""
+RIGHT = 1e-4
+"""How large a part of a result may be rounding, unless parameters in half precision have larger ones themselves."""
 
 
 class Eigenpairs(Whole):
@@ -61,10 +62,10 @@ class Eigenpairs(Whole):
         small, kept = doubled(gram.reshape(v * n, v * n)), min(v * n, self.size)
         values, vectors = (x.flip(-1)[..., :kept] for x in torch.linalg.eigh(small))
         noise = values[:1].sum() + math.sqrt(v * n) * F.pad(small.diagonal(), (0, 1)).amax()
-        eps = max(torch.finfo(kind.dtype).eps for kind in space.kinds)
-        self.rank = int((values > 16 * eps * noise).sum())
-        dtype = wide(gram.dtype)
-        self._all, self._rows = values.clamp(min=0).to(dtype), vectors.T.to(dtype).reshape(kept, v, n)
+        self._kind = max((kind.dtype for kind in space.kinds), key=lambda dtype: torch.finfo(dtype).eps)
+        self._eps, self._dtype = torch.finfo(self._kind).eps, wide(self._kind)
+        self.rank = int((values > 16 * self._eps * noise).sum())
+        self._all, self._rows = values.clamp(min=0), vectors.T.reshape(kept, v, n)
 
     def __repr__(self) -> str:
         return f"Eigenpairs({self._shown}, rank {self.rank} of {self.size})"
@@ -77,38 +78,31 @@ class Eigenpairs(Whole):
     @property
     def values(self) -> torch.Tensor:
         """The eigenvalues that are not 0, the largest first: `[k]`."""
-        return self._all[: self.rank]
+        return self._all[: self.rank].to(self._dtype)
 
     def vectors(self, top: int | None = None) -> Any:
         """The eigenvectors of the largest eigenvalues, by default of all that are not 0: a tree of tensors `[k, *p]`.
 
         They are orthogonal and of length 1, over all parameters together.
         """
-        count, found, start = self._count("vectors", top), [], 0
-        found = [kind.zeros(count) for kind in self._space.kinds]
-        for block in self._blocks(count):
-            stop = start + len(block[0])
-            for whole, part in zip(found, block, strict=True):
-                whole[start:stop] = part
-            start = stop
-        return self._space.tree(found)
+        return self._space.tree(self._joined(self._count("vectors", top), self._all.rsqrt()))
 
     def slopes(self, top: int | None = None) -> torch.Tensor:
         """The slope of each sample along the eigenvectors, `G[n] . e_k`: `[N, k]`, which sum to those of the loss."""
         count = self._count("slopes", top)
         if self._slope is None:
-            return (self._all[:count].sqrt()[:, None] * self._rows[:count, 0]).T
-        found = [self._slope(block, 1)[0][:, 0] for block in self._blocks(count)]
-        return torch.cat(found).T if found else self._all.new_zeros(self._rows.shape[2], 0)
+            return (self._all[:count].sqrt()[:, None] * self._rows[:count, 0]).T.to(self._dtype)
+        found = [self._slope(block, 1)[0][:, 0] for block in self._blocks(count, self._all.rsqrt())]
+        return (torch.cat(found).T if found else self._all.new_zeros(self._rows.shape[2], 0)).to(self._dtype)
 
     def curvatures(self, top: int | None = None) -> torch.Tensor:
         """The curvature of each sample along the eigenvectors, `e_k^T H[n] e_k`: `[N, k]`, which sum to `values`."""
         count = self._count("curvatures", top)
-        return (self._all[:count, None] * self._rows[:count].square().sum(1)).T
+        return (self._all[:count, None] * self._rows[:count].square().sum(1)).T.to(self._dtype)
 
     def trace(self) -> torch.Tensor:
         """The sum of the eigenvalues."""
-        return self._all.sum()
+        return self._all.sum().to(self._dtype)
 
     def __matmul__(self, v: Any) -> Any:
         """The product with a tree of vectors `[*lead, *p]`."""
@@ -124,58 +118,83 @@ class Eigenpairs(Whole):
 
         def solved() -> Any:
             vectors, lead = self._leaves(v)
-            scale, weights = self._inverse(self._enough(damping))
-            (along,) = self._root(vectors, lead)
-            inner = along.to(self._rows).flatten(-2) @ self._rows.flatten(1).T * weights
-            sent = torch.tensordot(inner, self._rows, 1).to(along.dtype)
-            images = self._root.transposed([sent], lead)
-            return self._space.tree([(scale * x).to(x) + y for x, y in zip(vectors, images, strict=True)])
+            shift = self._damping(damping)
+            found, condition = self._solved(vectors, lead, shift), self._all[:1].sum() / self._least(shift)
+            size = (
+                self._eps * _norms(vectors, lead) / self._least(shift)
+            )  # of the terms, which cancel along the largest
+            if anywhere(size * condition.sqrt() > self._right * _norms(found, lead)):  # with what is lost in S v
+                images = self._root.transposed(self._root(found, lead), lead)
+                rest = [x - (y + (shift * z).to(z)) for x, y, z in zip(vectors, images, found, strict=True)]
+                found = [x + y for x, y in zip(found, self._solved(rest, lead, shift), strict=True)]
+                self._enough(2 * size / _norms(found, lead), shift)
+            return self._space.tree(found)
 
         return self._told(".solve(v, damping)", solved)
+
+    def _solved(self, vectors: list[torch.Tensor], lead: int, shift: torch.Tensor) -> list[torch.Tensor]:
+        """Vectors times the inverse, but for what is rounding."""
+        (along,) = self._root(vectors, lead)
+        undamped = anywhere(shift == 0)
+        weights = self._all.square().reciprocal() if undamped else -1 / (shift * (shift + self._all))
+        inner = along.to(self._rows).flatten(-2) @ self._rows.flatten(1).T * weights
+        sent = torch.tensordot(inner, self._rows, 1).to(along.dtype)
+        images = self._root.transposed([sent], lead)
+        return images if undamped else [(x / shift).to(x) + y for x, y in zip(vectors, images, strict=True)]
 
     def logdet(self, damping: Damping = 0.0) -> torch.Tensor:
         """The logarithm of the determinant of `H + damping I`."""
 
         def found() -> torch.Tensor:
             total, others = (self._damping(damping) + self._all).log().sum(), self.size - len(self._all)
-            return total + others * self._damping(damping).log() if others else total
+            return (total + others * self._damping(damping).log() if others else total).to(self._dtype)
 
         return self._told(".logdet(damping)", found)
 
     def inverse(self, damping: Damping = 0.0, top: int | None = None) -> LowRank:
         """The inverse of `H + damping I` as the covariance that it is in a Laplace approximation, in `k P` numbers.
 
-        With `top`, of the matrix of that many eigenvectors in place of H: the covariance along all others is that of
-        the damping alone, the prior.
+        Of the eigenvectors times the roots of their eigenvalues, T `[k, P]`, in the dtype of the parameters:
+
+            (I - T.T @ torch.linalg.inv(T @ T.T + damping * I) @ T) / damping
+
+        Weights are in float64, and of the T that is there, so that the covariance is that of parameters and data that
+        are rounded, and along large eigenvectors it is right as well. Left out are eigenvalues below 1e-7 of the
+        damping, which change nothing in float32. With `top`, of the matrix of that many eigenvectors in place of H: the
+        covariance along all others is that of the damping alone, the prior.
         """
 
         def inverted() -> LowRank:
-            count = self._count("inverse", top)
-            shift = self._damping(self._enough(damping), count)
-            values = self._all[:count]
-            if anywhere(shift == 0):
-                return LowRank(self.vectors(top), values.reciprocal())
-            return LowRank(self.vectors(top), -values / (shift * (shift + values)), shift.reciprocal())
+            count = len(self._all) if top is None else self._count("inverse", top)
+            shift = self._damping(damping, None if top is None else count)
+            self._enough(self._eps * (self._all[:1].sum() / self._least(shift)).sqrt() / 2, shift)
+            count = min(count, int((self._all > torch.finfo(self._dtype).eps * innermost(shift).amin()).sum()))
+            rows = self._joined(count, torch.ones_like(self._all))
+            values, vectors = torch.linalg.eigh(_gram(rows, self._all.new_zeros(count, count)))
+            undamped = anywhere(shift == 0)
+            weights = values.square().reciprocal() if undamped else -1 / (shift * (shift + values))
+            scale = shift if undamped else shift.reciprocal()
+            return LowRank(self._space.tree(rows), (vectors * weights) @ vectors.T, scale)
 
         return self._told(".inverse(damping)", inverted)
 
-    def _inverse(self, damping: Damping) -> tuple[torch.Tensor, torch.Tensor]:
-        """The factor of v, and those of its products with the rows of the small matrix's eigenvectors."""
-        shift = self._damping(damping)
-        if anywhere(shift == 0):
-            return shift, self._all.square().reciprocal()
-        return shift.reciprocal(), -1 / (shift * (shift + self._all))
+    def _least(self, shift: torch.Tensor) -> torch.Tensor:
+        """The smallest eigenvalue of `H + damping I`."""
+        return shift + self._all[-1:].sum() if self.rank == self.size else shift
 
-    def _enough(self, damping: Damping) -> Damping:
-        """Damping with which digits are left: what is along the largest eigenvector cancels but for the last ones."""
-        shift, largest = damped(damping, ""), self._all[:1].sum()
-        kind = max((kind.dtype for kind in self._space.kinds), key=lambda dtype: torch.finfo(dtype).eps)
-        if anywhere((shift > 0) & (torch.finfo(kind).eps * largest > LOST * shift)):
+    @property
+    def _right(self) -> float:
+        return max(RIGHT, 8 * self._eps)
+
+    def _enough(self, lost: torch.Tensor, shift: torch.Tensor) -> None:
+        """Damping with which this part of a result, which is rounding, is small."""
+        if anywhere(lost > self._right):
+            largest, most = (innermost(x).amax().item() for x in (self._all[:1], lost))
             raise ArgumentError(
-                f"damping is {damping}, and the largest eigenvalue {largest.item():.3g}: in {kind} rounding would be "
-                f"more than {LOST:.0%} of what is left. Pass more damping, or parameters and data in a wider dtype."
+                f"damping is {innermost(shift).amin().item():.3g}, and the largest eigenvalue {largest:.3g}: in "
+                f"{self._kind} rounding may be {most:.1e} of what is left, more than {self._right:.1e}. Pass more "
+                "damping, or parameters and data in a wider dtype."
             )
-        return damping
 
     def _damping(self, damping: Damping, rank: int | None = None) -> torch.Tensor:
         """Damping, which may be 0 if there are as many eigenvectors as parameters."""
@@ -199,15 +218,39 @@ class Eigenpairs(Whole):
             raise ArgumentError(f"{self!r}.{called}(top={top!r}): top has to be an int, 1 or more.")
         return self.rank if top is None else min(top, self.rank)
 
-    def _blocks(self, count: int) -> Iterator[list[torch.Tensor]]:
-        """The first eigenvectors, some at a time."""
+    def _blocks(self, count: int, scale: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+        """The rows of `Q^T S` times their scale, some at a time."""
         for start in range(0, count, thresholds.DIRECTIONS):
             part = slice(start, min(count, start + thresholds.DIRECTIONS))
-            sent = self._rows[part] / self._all[part, None, None].sqrt()
+            sent = self._rows[part] * scale[part, None, None]
             yield self._root.transposed([sent.to(self._root.there.into[0].dtype)], 1)
+
+    def _joined(self, count: int, scale: torch.Tensor) -> list[torch.Tensor]:
+        """The first rows of `Q^T S` times their scale."""
+        found, start = [kind.zeros(count) for kind in self._space.kinds], 0
+        for block in self._blocks(count, scale):
+            stop = start + len(block[0])
+            for whole, part in zip(found, block, strict=True):
+                whole[start:stop] = part
+            start = stop
+        return found
 
     def _told(self, call: str, compute: Callable[[], Any]) -> Any:
         try:
             return compute()
         except InvFuncError as error:
             raise told(error, f"{self!r}{call}") from error.__cause__
+
+
+def _norms(vectors: list[torch.Tensor], lead: int) -> torch.Tensor:
+    """Lengths `[*lead]`."""
+    squares = [doubled(x.detach()).square().reshape(*x.shape[:lead], x.shape[lead:].numel()) for x in vectors]
+    return torch.cat(squares, -1).sum(-1).sqrt()
+
+
+def _gram(rows: list[torch.Tensor], total: torch.Tensor) -> torch.Tensor:
+    """The products of vectors `[k, *p]` in float64, added to a total."""
+    for x in rows:
+        for some in x.reshape(len(x), x.shape[1:].numel()).split(thresholds.WIDENED // max(1, len(x)) + 1, 1):
+            total += (doubled(some) @ doubled(some).T).to(total)
+    return total
