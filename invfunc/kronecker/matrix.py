@@ -69,8 +69,12 @@ class Kronecker:
         eigenvalues (it is NaN, and of any size near them): in `eigen`, `sqrt`, and `inverse` and `solve` with damping
         and no split. That of `logdet` exists once, that of `sqrt` not at an eigenvalue 0; all others always.
 
-    Cost: `P * (k1 + k2 + ...)` multiplications for a product, a decomposition of each factor (`k^3`) for the rest.
-        Half precision is computed in float32; only products with a v of half precision are cast back.
+    Cost: `P * (k1 + k2 + ...)` multiplications for a product, a decomposition of each factor (`k^3`) in float64 for the
+        rest. Results have the dtype of the factors, those of half precision float32; only products with a v of half
+        precision are cast back. `solve` and `logdet` of factors are rounded once, at the end. The matrices that
+        `eigen`, `sqrt` and `inverse` give are right to eps of their largest eigenvalue: what is solved with them has
+        `eps |v| / damping` of rounding, which shows along the largest eigenvectors. Negative eigenvalues
+        of factors that are rounding (up to `32 sqrt(k) eps` of the largest) count as 0.
 
     Source: Martens and Grosse (ICML 2015), section 6.3 for the split; George et al. (NeurIPS 2018) for the values.
     """

@@ -35,31 +35,35 @@ class Eigenpairs(Whole):
 
     S is not formed: `S v` and `S^T u` are products with the Jacobian and its transpose. `eigenpairs` makes it.
 
-    Eigenvalues count as 0 below `16 eps (l_max + sqrt(V N) d_max)`, with d_max the largest entry on the diagonal of
-    `S S^T` and eps of the dtype of the parameters: what is smaller is rounding. These are left out of `values`,
-    `vectors`, `slopes`, `curvatures` and `inverse`; `solve` and `logdet` take all that are not negative. An eigenvector
-    is right up to about that threshold over its eigenvalue.
+    `S S^T` and all that follows from it are in float64; products with J are in the dtype of the parameters, eps the
+    distance of 1 to the next number there. `values`, `vectors`, `slopes` and `curvatures` leave out eigenvalues below
+    `16 eps (l_max + sqrt(V N) d_max)`, with d_max the largest entry on the diagonal of `S S^T`: an eigenvector is right
+    to about `eps sqrt(l_max / l)`, in float32 to 1e-4 at that threshold. `solve`, `logdet` and `inverse` take all.
 
-    What `solve` and `inverse` give cancels along the large eigenvectors: in float32 about 1e-7 of `l_max / damping` is
-    rounding, and it is an error where that is more than 5 %. In-place writes to parameters and data are errors, too,
-    as long as they are not made through `.data`.
+    In float32 `solve` and `inverse` are right to 1e-4, or an error (to 6 % in bfloat16). What `solve` gives cancels
+    along large eigenvectors: `eps |v| / damping` is rounding, and an error where that is more than 5e-5 of the result,
+    as for a gradient with `l_max / damping` above some 1e4. Covariances with `inverse` are right up to
+    `eps sqrt(l_max / damping) / 2`, so for `l_max / damping` below 3e6. In-place writes to parameters and data are
+    errors, too, as long as they are not made through `.data`. Where a device has no float64, all of this is an error
+    unless `eps l_max / damping` is as small.
 
     Composes with: `kronecker.solve` and `kronecker.logdet` in place of factors, `predictive_covariance` (`inverse`);
     `torch.func.grad`, `vmap`, `jvp` around `solve` and `@` in v, around `solve`, `logdet` and `inverse` in damping.
     There are no derivatives in the parameters and data, and it cannot be saved: it holds a graph.
 
     Cost: `solve`, `@`: a product with J and one with J^T, about half of a gradient each, in the memory of the graph
-    that is kept. `vectors`, `slopes`: one or two such products for each vector, 16 at a time; `vectors` and `inverse`
-    take `k P` numbers. `curvatures`, `values`, `logdet`: none.
+    that is kept; `solve` three times as much where rounding of the first product shows. `vectors`, `slopes`: one or two
+    such products for each vector, 16 at a time; `vectors` and `inverse` take `k P` numbers, and `inverse` `k^2 P`
+    multiplications in float64. `curvatures`, `values`, `logdet`: none.
 
     Source: Dangel, Tatzel and Hennig, "ViViT", TMLR 2022; Woodbury (1950).
     """
 
     def __init__(self, shown: str, space: Space, root: Linear, slope: Linear | None, gram: torch.Tensor) -> None:
-        """Of the rows S as a map, those of the gradient as another, unless they are S, and S S^T `[V, N, V, N]`."""
+        """Of the rows S as a map, those of the gradient as another, unless they are S, and S S^T in float64."""
         self._shown, self._space, self._root, self._slope = shown, space, root, slope
         v, n, *_ = gram.shape
-        small, kept = doubled(gram.reshape(v * n, v * n)), min(v * n, self.size)
+        small, kept = gram.reshape(v * n, v * n), min(v * n, self.size)
         values, vectors = (x.flip(-1)[..., :kept] for x in torch.linalg.eigh(small))
         noise = values[:1].sum() + math.sqrt(v * n) * F.pad(small.diagonal(), (0, 1)).amax()
         self._kind = max((kind.dtype for kind in space.kinds), key=lambda dtype: torch.finfo(dtype).eps)
@@ -119,11 +123,10 @@ class Eigenpairs(Whole):
         def solved() -> Any:
             vectors, lead = self._leaves(v)
             shift = self._damping(damping)
-            found, condition = self._solved(vectors, lead, shift), self._all[:1].sum() / self._least(shift)
-            size = (
-                self._eps * _norms(vectors, lead) / self._least(shift)
-            )  # of the terms, which cancel along the largest
-            if anywhere(size * condition.sqrt() > self._right * _norms(found, lead)):  # with what is lost in S v
+            found, least = self._solved(vectors, lead, shift), self._least(shift)
+            size = self._eps * _norms(vectors, lead) / least  # rounding of terms that cancel along large eigenvectors
+            more = (self._all[:1].sum() / least).sqrt()  # as much of S v
+            if anywhere(size * more > self._right * _norms(found, lead)):
                 images = self._root.transposed(self._root(found, lead), lead)
                 rest = [x - (y + (shift * z).to(z)) for x, y, z in zip(vectors, images, found, strict=True)]
                 found = [x + y for x, y in zip(found, self._solved(rest, lead, shift), strict=True)]
@@ -133,7 +136,7 @@ class Eigenpairs(Whole):
         return self._told(".solve(v, damping)", solved)
 
     def _solved(self, vectors: list[torch.Tensor], lead: int, shift: torch.Tensor) -> list[torch.Tensor]:
-        """Vectors times the inverse, but for what is rounding."""
+        """Vectors times the inverse, with the rounding of `S v`, which a second step removes."""
         (along,) = self._root(vectors, lead)
         undamped = anywhere(shift == 0)
         weights = self._all.square().reciprocal() if undamped else -1 / (shift * (shift + self._all))
@@ -158,10 +161,10 @@ class Eigenpairs(Whole):
 
             (I - T.T @ torch.linalg.inv(T @ T.T + damping * I) @ T) / damping
 
-        Weights are in float64, and of the T that is there, so that the covariance is that of parameters and data that
-        are rounded, and along large eigenvectors it is right as well. Left out are eigenvalues below 1e-7 of the
-        damping, which change nothing in float32. With `top`, of the matrix of that many eigenvectors in place of H: the
-        covariance along all others is that of the damping alone, the prior.
+        The weights are `[k, k]` in float64, from the rounded T, so that `predictive_covariance` is right along large
+        eigenvectors, too. Eigenvalues below eps of the damping change nothing and are left out. With `top`, of the
+        matrix of that many eigenvectors in place of H: the covariance along all others is that of the damping alone,
+        the prior. As a matrix it is right to eps of its largest eigenvalue: for a product with one vector take `solve`.
         """
 
         def inverted() -> LowRank:
@@ -205,6 +208,8 @@ class Eigenpairs(Whole):
                 f"damping is 0, but a matrix of rank {rank} over {self.size} parameters has no inverse without. Pass "
                 "damping."
             )
+        if self._all.dtype is not torch.float64:
+            self._enough(self._eps * self._all[:1].sum() / self._least(shift), shift)
         return shift
 
     def _leaves(self, v: Any) -> tuple[list[torch.Tensor], int]:

@@ -9,6 +9,7 @@ from torch import nn
 
 import invfunc
 from invfunc import ArgumentError, Kronecker, eigenpairs, kronecker, predictive_covariance
+from invfunc._torch import precision
 from tests.strategies import Numbers
 
 RIGHT = 1e-4
@@ -148,6 +149,16 @@ class TestEigenpairs:
             lambda: predictive_covariance(lambda w, x: x @ w, pairs.inverse())(w, x).flatten(),
             ((z @ whole.inverse()) * z).sum(1),
         )
+
+    def test_without_float64_take_more_damping(self, decades, monkeypatch):
+        monkeypatch.setattr(precision, "WITHOUT_FLOAT64", {"cpu"})
+        x = orthogonal(30, 12) * spectrum(12, decades / 2) @ orthogonal(12, seed=1).T
+        w, x, y = torch.zeros(12, 1), x.float(), Numbers(2)(30, 1).float()
+        pairs, v = eigenpairs(lambda w, x: x @ w, nn.MSELoss(reduction="sum"))(w, x, y), torch.ones(12, 1)
+        for use in partial(pairs.solve, v), pairs.logdet, pairs.inverse:
+            with pytest.raises(ArgumentError, match=r"in torch.float32 rounding may be .* Pass more damping"):
+                use(1e-4)
+            use(1.0)
 
     def test_of_a_trained_layer(self, decades):
         """Inputs far from 0, which make one eigenvalue large, as of the last layer of a network."""
