@@ -130,8 +130,8 @@ def eigen(factors: Tree) -> Tree:
 
         {name: K.eigen() for name, K in factors.items()}
 
-    Eigenvectors have the dtype of the factors, so that in float32 `solve` has 1e-7 of `|v| / damping` of rounding, and 1e-7
-    of the result with the factors.
+    Eigenvectors have the dtype of the factors: in float32 what `solve` gives with them has rounding of 1e-7 of
+    `|v| / damping`, and with the factors themselves of 1e-7 of the result.
 
     Args:
         factors: as in `solve`.
