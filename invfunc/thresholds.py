@@ -223,6 +223,10 @@ CHECKED = 2**24
 DIRECTIONS = 16
 """How many are pulled back at once, each in the memory of a gradient."""
 
+WIDENED = 2**24
+"""Numbers of vectors that are there in float64 at once, if these are not fewer than so many directions: a limit of
+memory."""
+
 
 # Budgets of memory (budget/search.py)
 

@@ -309,7 +309,7 @@ class Fold:
             if order is not None:
                 for axis in reduction.sample_axes(found):
                     x = x.index_select(axis, order[: x.shape[axis]])  # those of another batch come last, in order
-            return x.to(dtype)
+            return x.to(dtype) if reduction.rounded else x
 
         return [tree.map_tensors(delivered, result) for result in results]
 

@@ -69,8 +69,12 @@ class Kronecker:
         eigenvalues (it is NaN, and of any size near them): in `eigen`, `sqrt`, and `inverse` and `solve` with damping
         and no split. That of `logdet` exists once, that of `sqrt` not at an eigenvalue 0; all others always.
 
-    Cost: `P * (k1 + k2 + ...)` multiplications for a product, a decomposition of each factor (`k^3`) for the rest.
-        Half precision is computed in float32; only products with a v of half precision are cast back.
+    Cost: `P * (k1 + k2 + ...)` multiplications for a product, a decomposition of each factor (`k^3`) in float64 for the
+        rest. Results have the dtype of the factors, those of half precision float32; only products with a v of half
+        precision are cast back. `solve` and `logdet` of factors are rounded once, at the end. The matrices that
+        `eigen`, `sqrt` and `inverse` give are right to eps of their largest eigenvalue: what is solved with them has
+        `eps |v| / damping` of rounding, which shows along the largest eigenvectors. Negative eigenvalues
+        of factors that are rounding (up to `32 sqrt(k) eps` of the largest) count as 0.
 
     Source: Martens and Grosse (ICML 2015), section 6.3 for the split; George et al. (NeurIPS 2018) for the values.
     """
@@ -122,7 +126,7 @@ class Kronecker:
             x = torch.vmap(Kronecker.__matmul__)(self._each(), blocks.gathered(v, self.shape, self.blocks))
             return blocks.scattered(x, self.shape, self.blocks)
         order = [*range(len(lead)), *(len(lead) + d for group in self.groups for d in group)]
-        dtype = self._dtype(v)
+        dtype = dtype_of(self, v)
         x = v.permute(order).reshape(*lead, *self._sizes).to(symmetric.wide(dtype))
         if self.values is not None:
             x = self.values.to(x.dtype) * blocks.product(self.factors, x, transposed=True)
@@ -147,20 +151,20 @@ class Kronecker:
     @checked_at_the_end()
     def eigen(self) -> Kronecker:
         """The matrix in the form with eigenvalues."""
-        values, vectors = self._spectrum()
-        return self._made(vectors, values)
+        return rounded(self, self._decomposed())
 
     @checked_at_the_end()
     def sqrt(self) -> Kronecker:
         """The symmetric positive semi-definite matrix whose square it is, in the form with values."""
         values, vectors = self._spectrum()
-        return self._made(vectors, values.sqrt())
+        return rounded(self, self._made(vectors, values.sqrt()))
 
     @checked_at_the_end()
     def logdet(self, damping: Damping = 0.0) -> torch.Tensor:
         """The logarithm of the determinant of `K + damping I`."""
-        shifted = self._spectrum()[0] + symmetric.damped(damping)
-        return symmetric.positive(shifted, self._called("the matrix")).log().sum()
+        shifted = self._spectrum(regular=symmetric.is_none(damping))[0] + symmetric.damped(damping)
+        total = symmetric.positive(shifted, self._called("the matrix")).log().sum()
+        return total.to(symmetric.wide(dtype_of(self)))
 
     @checked_at_the_end()
     def inverse(self, damping: Damping = 0.0, split: str | None = None) -> Kronecker:
@@ -170,6 +174,10 @@ class Kronecker:
         `(A + pi sqrt(damping) I) kron (B + sqrt(damping) / pi I)`, `pi = sqrt((tr A / dim A) / (tr B / dim B))`, or 1
         where a trace is 0.
         """
+        return rounded(self, self._inverse(damping, split))
+
+    def _inverse(self, damping: Damping, split: str | None) -> Kronecker:
+        """The inverse in float64."""
         undamped = symmetric.is_none(symmetric.damped(damping))
         if split not in (None, "pi"):
             raise ArgumentError(f"{self}: split is {split!r}, but a split is None or 'pi'.")
@@ -180,7 +188,7 @@ class Kronecker:
             return self._made(vectors, symmetric.positive(values + damping, self._called("the matrix")).reciprocal())
         self._check()
         if self.blocks is not None:
-            parts = torch.vmap(lambda part: part.inverse(damping, split))(self._each())
+            parts = torch.vmap(lambda part: part._inverse(damping, split))(self._each())
             return self._made(parts.factors)
         shifts = [0.0] * len(self.factors) if undamped else _split(self.factors, damping)
         parts = zip(self.factors, shifts, strict=True)
@@ -190,21 +198,25 @@ class Kronecker:
 
     @checked_at_the_end()
     def solve(self, v: torch.Tensor, damping: Damping = 0.0, split: str | None = None) -> torch.Tensor:
-        """The product of `inverse(damping, split)` with each v of `[*lead, *shape]`."""
-        return (self.inverse(damping, split) @ v).to(self._dtype(v))
+        """The product of `inverse(damping, split)` with each v of `[*lead, *shape]`, in float64 up to the result."""
+        return (self._inverse(damping, split) @ v).to(dtype_of(self, v))
 
-    def _spectrum(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The eigenvalues and the eigenvectors."""
+    def _spectrum(self, regular: bool = False) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The eigenvalues and the eigenvectors in float64."""
         self._check()
         if self.values is not None:
-            return symmetric.not_negative(
-                self.values, self._called("values"), symmetric.noise(self.values)
-            ), self.factors
+            noise = symmetric.noise(self.values)
+            return symmetric.not_negative(self.values, self._called("values"), noise), self.factors
         if self.blocks is not None:
-            parts = torch.vmap(Kronecker.eigen)(self._each())
+            parts = torch.vmap(lambda part: part._decomposed(regular))(self._each())
             assert parts.values is not None
             return parts.values, parts.factors
-        return _of_spectra(symmetric.eigen(self.factors, self._names))
+        return _of_spectra(symmetric.eigen(self.factors, self._names, regular))
+
+    def _decomposed(self, regular: bool = False) -> Kronecker:
+        """The matrix in the form with eigenvalues, in float64."""
+        values, vectors = self._spectrum(regular)
+        return self._made(vectors, values)
 
     def _made(self, factors: tuple[torch.Tensor, ...], values: torch.Tensor | None = None) -> Kronecker:
         """A matrix that is a function of this one."""
@@ -231,9 +243,6 @@ class Kronecker:
         shape = self.shape if self.blocks is None else blocks.part(self.shape, self.blocks)
         return [math.prod(shape[d] for d in group) for group in self.groups]
 
-    def _dtype(self, v: torch.Tensor) -> torch.dtype:
-        return reduce(torch.promote_types, [x.dtype for x in (*tree.tensors(self), v)])
-
     def _check(self) -> None:
         """Before every use, as there is an axis more in what a vmap returned."""
         shape, dims = tuple(self.shape), sorted(d for group in self.groups for d in group)
@@ -256,18 +265,29 @@ class Kronecker:
                 )
 
 
-def decomposed(matrices: Sequence[Kronecker]) -> list[Kronecker]:
-    """Each in the form with eigenvalues, from one decomposition for all factors that have one shape."""
+def dtype_of(matrix: Kronecker, *vectors: torch.Tensor) -> torch.dtype:
+    """The dtype of a product with vectors."""
+    return reduce(torch.promote_types, [x.dtype for x in (*tree.tensors(matrix), *vectors)])
+
+
+def rounded(matrix: Kronecker, result: Kronecker) -> Kronecker:
+    """A result in the dtype of the matrix that it was computed from; that of half precision in float32."""
+    dtype = symmetric.wide(dtype_of(matrix))
+    return tree.map_leaves(lambda x: x.to(dtype), result)
+
+
+def decomposed(matrices: Sequence[Kronecker], regular: bool = False) -> list[Kronecker]:
+    """Each in the form with eigenvalues, in float64, from one decomposition for all factors that have one shape."""
     plain = [K for K in matrices if K.values is None and K.blocks is None]
     for K in plain:
         K._check()
     factors, names = [f for K in plain for f in K.factors], [name for K in plain for name in K._names]
-    spectra, found = iter(symmetric.eigen(factors, names)), dict[int, Kronecker]()
+    spectra, found = iter(symmetric.eigen(factors, names, regular)), dict[int, Kronecker]()
     for i, K in enumerate(matrices):
         if K.values is None and K.blocks is None:
             values, vectors = _of_spectra([next(spectra) for _ in K.factors])
             found[i] = K._made(vectors, values)
-    return [found[i] if i in found else K.eigen() for i, K in enumerate(matrices)]
+    return [found[i] if i in found else K._decomposed(regular) for i, K in enumerate(matrices)]
 
 
 def _of_spectra(spectra: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:

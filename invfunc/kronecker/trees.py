@@ -11,10 +11,10 @@ import torch
 from invfunc import tree
 from invfunc._torch.values import checked_at_the_end
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.kronecker.matrix import Damping, Kronecker, decomposed
+from invfunc.kronecker.matrix import Damping, Kronecker, decomposed, dtype_of, rounded
 from invfunc.kronecker.origin import Joint
 from invfunc.kronecker.whole import Whole
-from invfunc.linear_algebra.symmetric import is_none
+from invfunc.linear_algebra.symmetric import is_none, wide
 from invfunc.tree import Tree
 
 
@@ -62,24 +62,26 @@ def solve(factors: Tree, v: Tree, damping: Damping = 0.0, split: str | None = No
         if split is not None:
             raise ArgumentError(f"{call}: split={split!r} is of two factors, but factors is {factors!r}.")
         return factors.solve(v, damping)
-    matrices, (_, structure), given = kroneckers(call, factors), tree.flatten(v), dict(tree.named_leaves(v))
-    same_places(call, "factors", matrices, "v", given)
-    if not is_none(damping):
-        whole = {path: K for path, K in matrices.items() if K is None or _split_of(K, split) is None}
-        matrices |= _decomposed(whole)
+    own, (_, structure), given = kroneckers(call, factors), tree.flatten(v), dict(tree.named_leaves(v))
+    same_places(call, "factors", own, "v", given)
+    whole = {path: K for path, K in own.items() if K is None or _split_of(K, split) is None}
+    spectra = {} if is_none(damping) else _decomposed(whole)
     found: dict[str, Any] = dict.fromkeys(given)
-    for path, matrix in matrices.items():
+    for path, matrix in own.items():
         if matrix is None:
             continue
+        inverted = spectra.get(path, matrix)
         joint = matrix.origin.joint
         shape = matrix.shape if joint is None else joint.shape
         lead = _lead(call, path, given[path], shape)
         if joint is None:
-            found[path] = matrix.solve(given[path], damping, _split_of(matrix, split))
+            x = inverted.solve(given[path], damping, _split_of(matrix, split))
+            found[path] = x.to(dtype_of(matrix, given[path]))
         else:
-            bias = _bias(call, path, matrix.origin.name, joint, matrices)
+            bias = _bias(call, path, matrix.origin.name, joint, own)
             _fits(call, bias, given[bias], torch.Size((*lead, matrix.shape[0])), len(lead))
-            x = matrix.solve(joint.matrix(given[path], given[bias]), damping, _split_of(matrix, split))
+            both = joint.matrix(given[path], given[bias])
+            x = inverted.solve(both, damping, _split_of(matrix, split)).to(dtype_of(matrix, both))
             found[path], found[bias] = joint.parts(x, given[bias].shape)
     return tree.unflatten(list(found.values()), structure)
 
@@ -116,8 +118,9 @@ def logdet(factors: Tree, damping: Damping = 0.0) -> torch.Tensor:
     """
     if isinstance(factors, Whole):
         return factors.logdet(damping)
-    matrices = _decomposed(kroneckers("kronecker.logdet(factors)", factors))
-    each = [matrix.logdet(damping) for matrix in matrices.values() if matrix is not None]
+    own = kroneckers("kronecker.logdet(factors)", factors)
+    found = _decomposed(own, regular=is_none(damping))
+    each = [found[path].logdet(damping).to(wide(dtype_of(K))) for path, K in own.items() if K is not None]
     return reduce(lambda a, b: a + b.to(a.device), each)
 
 
@@ -126,6 +129,9 @@ def eigen(factors: Tree) -> Tree:
     """Each matrix in the form with eigenvalues, so that what comes next decomposes nothing again.
 
         {name: K.eigen() for name, K in factors.items()}
+
+    Eigenvectors have the dtype of the factors: in float32 what `solve` gives with them has rounding of 1e-7 of
+    `|v| / damping`, and with the factors themselves of 1e-7 of the result.
 
     Args:
         factors: as in `solve`.
@@ -151,8 +157,9 @@ def eigen(factors: Tree) -> Tree:
 
     Source: Martens and Grosse (ICML 2015).
     """
-    matrices = _decomposed(kroneckers("kronecker.eigen(factors)", factors))
-    return rebuilt(factors, list(matrices.values()))
+    own = kroneckers("kronecker.eigen(factors)", factors)
+    found = _decomposed(own)
+    return rebuilt(factors, [None if K is None else rounded(K, found[path]) for path, K in own.items()])
 
 
 def _split_of(matrix: Kronecker, split: str | None) -> str | None:
@@ -160,10 +167,10 @@ def _split_of(matrix: Kronecker, split: str | None) -> str | None:
     return None if len(matrix.factors) == 1 else split
 
 
-def _decomposed(matrices: dict[str, Kronecker | None]) -> dict[str, Kronecker | None]:
-    """All of them in the form with eigenvalues."""
+def _decomposed(matrices: dict[str, Kronecker | None], regular: bool = False) -> dict[str, Kronecker]:
+    """Each that is there in the form with eigenvalues, in float64."""
     there = {path: matrix for path, matrix in matrices.items() if matrix is not None}
-    return {**matrices, **dict(zip(there, decomposed(list(there.values())), strict=True))}
+    return dict(zip(there, decomposed(list(there.values()), regular), strict=True))
 
 
 def kroneckers(call: str, factors: Tree, name: str = "factors") -> dict[str, Kronecker | None]:

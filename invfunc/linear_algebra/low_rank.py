@@ -19,14 +19,15 @@ class LowRank:
     """A symmetric matrix over the P entries of all parameters: of k vectors, and a multiple of the identity.
 
         U = torch.cat([u.flatten(1) for u in vectors.values()], 1)      # [k, P]
-        U.T @ weights.diag() @ U + scale * torch.eye(P)
+        U.T @ weights.diag() @ U + scale * torch.eye(P)                 # with weights [k, k]: U.T @ weights @ U
 
     `Eigenpairs.inverse(damping)` gives one, the covariance of a Laplace approximation, which `predictive_covariance`
     takes.
 
     Args:
         vectors: a tree like the parameters, of tensors `[k, *p]`.
-        weights: `[k]`, or None for ones. They may be negative, as long as the matrix has no negative eigenvalue.
+        weights: `[k]`, a symmetric matrix `[k, k]`, or None for ones. They may be negative, as long as the whole has no
+            negative eigenvalue.
         scale: a number, or a 0-d tensor.
 
     Raises:
@@ -43,7 +44,7 @@ class LowRank:
 
     Composes with: pytrees and so torch.func, as a node that contains the vectors, the weights and the scale.
 
-    Cost: `2 k P` multiplications for a product.
+    Cost: `2 k P` multiplications for a product, in the widest dtype of vectors, weights and v.
 
     Source: Woodbury (1950); Dangel, Tatzel and Hennig, "ViViT", TMLR 2022.
     """
@@ -63,10 +64,11 @@ class LowRank:
                     f"LowRank(vectors): vectors{path} has shape {list(u.shape)}, but has to have {self.rank} vectors "
                     "along axis 0, as the first tensor has."
                 )
-        if self.weights is not None and list(self.weights.shape) != [self.rank]:
+        k = self.rank
+        if self.weights is not None and list(self.weights.shape) not in ([k], [k, k]):
             raise ArgumentError(
-                f"LowRank(vectors, weights): weights has shape {list(self.weights.shape)}, but has to have "
-                f"[{self.rank}], a number for each vector."
+                f"LowRank(vectors, weights): weights has shape {list(self.weights.shape)}, but has to have [{k}], a "
+                f"number for each vector, or [{k}, {k}]."
             )
         if not isinstance(self.scale, Real) and not (isinstance(self.scale, torch.Tensor) and not self.scale.ndim):
             kind = type(self.scale).__name__
@@ -94,9 +96,9 @@ class LowRank:
         kinds = [t.dtype for t in (*leaves, *found, *tree.tensors(self.weights))]
         wide = reduce(torch.promote_types, kinds, torch.float32)
         pairs = [(u.to(wide), x.to(wide)) for u, x in zip(leaves, found, strict=True)]
-        along = sum(x.reshape(*lead, u.shape[1:].numel()) @ u.reshape(len(u), u.shape[1:].numel()).T for u, x in pairs)
-        along = along if self.weights is None else along * self.weights
-        images = [torch.tensordot(along, u, 1) + self.scale * x for u, x in pairs]
+        flat = [(u.reshape(len(u), -1 if len(u) else u.shape[1:].numel()), x) for u, x in pairs]
+        along = reduce(torch.add, [x.reshape(*lead, u.shape[1]) @ u.T for u, x in flat])
+        images = [torch.tensordot(weighted(along, self.weights), u, 1) + self.scale * x for u, x in pairs]
         return tree.unflatten([y.to(x) for x, y in zip(found, images, strict=True)], structure)
 
     def leaves(self, paths: list[str], name: str) -> list[torch.Tensor]:
@@ -107,3 +109,11 @@ class LowRank:
             has, lacks = ("vectors", name) if path in given else (name, "vectors")
             raise ArgumentError(f"{self!r}: {has} has an entry {has}{path}, but {lacks} has none.")
         return [given[path] for path in paths]
+
+
+def weighted(along: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """Products with the vectors, `[*lead, k]`, times the weights."""
+    if weights is None:
+        return along
+    weights = weights.to(along)
+    return along @ weights if weights.ndim == 2 else along * weights

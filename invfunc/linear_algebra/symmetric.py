@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from invfunc._torch.functorch import dual_level, innermost
 from invfunc._torch.precision import doubled
-from invfunc._torch.values import any_of, check
+from invfunc._torch.values import check
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.linear_algebra import blocks
 from invfunc.linear_algebra.spectrum import spectrum
@@ -22,8 +22,14 @@ Damping = float | torch.Tensor
 """What is added to the diagonal, a number or a 0-d tensor."""
 
 
-def eigen(factors: Sequence[torch.Tensor], names: Sequence[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Eigenvalues and eigenvectors of each, from one decomposition for all that have one shape."""
+def eigen(
+    factors: Sequence[torch.Tensor], names: Sequence[str], regular: bool = False
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Eigenvalues and eigenvectors of each in float64, from one decomposition for all that have one shape.
+
+    Float32 would leave no digit of eigenvalues below 1e-7 of the largest. `regular` factors have none that are rounding
+    in their own dtype.
+    """
     checked = [_symmetric(factor, name) for factor, name in zip(factors, names, strict=True)]
     # in a stack, eigenvectors that stay where they are would have a tangent
     apart = not torch.compiler.is_compiling() and dual_level()
@@ -31,41 +37,26 @@ def eigen(factors: Sequence[torch.Tensor], names: Sequence[str]) -> list[tuple[t
     for i, f in enumerate(checked):
         alike.setdefault((f.shape, f.dtype, f.device, i if apart else None), []).append(i)
     found = {i: (f, torch.ones_like(f)) for i, f in enumerate(checked) if f.ndim == 1}
-    numbers = [each for each in alike.values() if each[0] not in found]
-    stacks = [torch.stack([checked[i] for i in each]) if len(each) > 1 else checked[each[0]] for each in numbers]
-    for each, (values, vectors) in zip(numbers, _spectra(stacks), strict=True):
-        pairs = zip(values.unbind(), vectors.unbind(), strict=True) if len(each) > 1 else [(values, vectors)]
-        found.update(zip(each, pairs, strict=True))
+    for each in alike.values():
+        if each[0] not in found:
+            values, vectors = spectrum(torch.stack([checked[i] for i in each]) if len(each) > 1 else checked[each[0]])
+            pairs = zip(values.unbind(), vectors.unbind(), strict=True) if len(each) > 1 else [(values, vectors)]
+            found.update(zip(each, pairs, strict=True))
 
-    def of(i: int, values: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        zero = 8 * torch.finfo(values.dtype).eps * (values.shape != vectors.shape)
-        return not_negative(values, names[i], noise(factors[i]), zero), vectors
+    def of(
+        f: torch.Tensor, name: str, values: torch.Tensor, vectors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        zero = 8 * torch.finfo(values.dtype).eps * (f.ndim == 2)
+        values = not_negative(values, name, noise(f), zero)
+        if regular and f.ndim == 2 and f.numel():
+            positive(values - 8 * torch.finfo(wide(f.dtype)).eps * values.amax(), name)
+        return values, vectors
 
-    return [of(i, *found[i]) for i in range(len(checked))]
-
-
-def _spectra(stacks: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Those of several stacks, in float64 where float32 fails, as in LAPACK it may if rows are zero (dead units)."""
-    found = [_attempted(f) for f in stacks]
-    sums = [values.sum(-1) + vectors.sum((-1, -2)) for values, vectors in found]  # each is finite if all of it is
-    lost = any_of([~x.isfinite() for x in sums])
-    return [_in_double(f) if bad else both for f, bad, both in zip(stacks, lost, found, strict=True)]
-
-
-def _attempted(f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    try:
-        return spectrum(f)
-    except RuntimeError:  # that of torch.linalg is one
-        return _in_double(f)
-
-
-def _in_double(f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    values, vectors = spectrum(doubled(f))
-    return values.to(f.dtype), vectors.to(f.dtype)
+    return [of(f, names[i], *found[i]) for i, f in enumerate(factors)]
 
 
 def inverse(factor: torch.Tensor, shift: float | torch.Tensor, name: str) -> torch.Tensor:
-    """Without eigenvectors, so that it has a derivative at equal eigenvalues."""
+    """The inverse in float64, without eigenvectors, so that it has a derivative at equal eigenvalues."""
     f = _symmetric(factor, name)
     if f.ndim == 1:
         return positive(f + shift, name).reciprocal()
@@ -75,8 +66,8 @@ def inverse(factor: torch.Tensor, shift: float | torch.Tensor, name: str) -> tor
     positive(1 - failed, name)
     half = torch.linalg.solve_triangular(root, eye, upper=False)
     inverse = blocks.product((half.mT,), half.mT)  # torch.cholesky_inverse has a wrong derivative in forward mode
-    inflation = f.diagonal() * inverse.diagonal()  # from 1 for a diagonal to 1 / eps, where no digit is right
-    positive(1 / (64 * torch.finfo(f.dtype).eps) - inflation, name)
+    inflation = f.diagonal() * inverse.diagonal()  # from 1 for a diagonal to 1 / eps, where the factor has no digit
+    positive(1 / (64 * torch.finfo(wide(factor.dtype)).eps) - inflation, name)
     return inverse
 
 
@@ -86,24 +77,39 @@ def positive(x: torch.Tensor, name: str = "the matrix") -> torch.Tensor:
 
 
 def not_negative(values: torch.Tensor, name: str, noise: float, zero: float = 0.0) -> torch.Tensor:
-    """Eigenvalues with 0 for those that are rounding: negative, or below this part of the largest.
+    """Eigenvalues in float64, with 0 for those that are rounding: negative, or below this part of the largest.
 
     Their derivative is that of what they are without rounding.
     """
-    values = values.to(wide(values.dtype))
+    values = _finite(values, name)
     largest = F.pad(values.flatten(), (0, 1)).amax()  # there may be none
-    require((values >= -noise * largest) & values.isfinite(), f"{name} is not positive semi-definite and finite.")
+    require(values >= -noise * largest, f"{name} is not positive semi-definite.")
     return values + (torch.where(values > zero * largest, values, 0) - values).detach()
 
 
 def _symmetric(factor: torch.Tensor, name: str) -> torch.Tensor:
     """A factor in the precision to compute in, after a look at its values."""
-    f = factor.to(wide(factor.dtype))
+    f = _finite(factor, name)
     other = f.mT if f.ndim == 2 else f
-    largest = f.abs().amax() if f.numel() else f.new_zeros(())  # which NaN or inf in any place is, too
+    largest = f.abs().amax() if f.numel() else f.new_zeros(())
     near = (f - other).abs() <= noise(factor) * largest
-    require(near & largest.isfinite(), f"{name} is not symmetric and finite. Without NaN, pass (A + A.T) / 2.")
+    require(near, f"{name} is not symmetric. Pass (A + A.T) / 2.")
     return f
+
+
+def _finite(x: torch.Tensor, name: str) -> torch.Tensor:
+    """The values in the precision to compute in, if none is NaN or inf."""
+    wrong = ~x.isfinite()
+    bad = innermost(wrong)
+
+    def error() -> str:
+        return (
+            f"{name} is not finite: {int(bad.sum())} of {bad.numel()} entries are NaN or inf. Look for NaN or inf in "
+            "the inputs, then in the parameters and the target, then for a loss that overflows."
+        )
+
+    require(~wrong, error)
+    return doubled(x.to(wide(x.dtype)))
 
 
 def damped(damping: Damping, called: str = "Kronecker: ") -> Damping:

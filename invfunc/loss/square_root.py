@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from invfunc._torch.precision import doubled
 from invfunc.linear_algebra.spectrum import spectrum
 
 OutputCotangents = dict[int, torch.Tensor]
@@ -220,7 +221,7 @@ def rooted(columns: Columns, which: str) -> Columns:
     if not isinstance(columns, General):
         return Weighted(columns)
     h = columns.hessian
-    values, vectors = _eigh(h.to(torch.promote_types(h.dtype, torch.float32)))
+    values, vectors = _eigh(doubled(h))
     return OfEigenvectors(columns.shapes, (vectors * values.clamp(min=0).sqrt().unsqueeze(1)).to(h.dtype))
 
 

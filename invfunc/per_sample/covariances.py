@@ -38,7 +38,8 @@ def covariances(factor: Factor, weight: torch.Tensor) -> torch.Tensor:
 
 def _pairs(factor: Factor, weight: torch.Tensor, part: Part) -> list[Term]:
     """The terms of the products: of the factors, or of the shares where it is cheaper to form them."""
-    output, own, terms = factor.output, factor.recipe.own, factor.terms(part)
+    output, own = factor.output, factor.recipe.own
+    terms = [(labels, x.to(torch.promote_types(x.dtype, weight.dtype))) for labels, x in factor.terms(part)]
     instance = present("NV" + output, terms)
     if len(terms) > 1 and not squares_directly(terms, output, instance, "NV"):
         terms = [(instance, contract(terms, instance))]

@@ -9,6 +9,7 @@ import torch
 
 from invfunc import thresholds
 from invfunc._torch.functorch import innermost
+from invfunc._torch.precision import doubled
 from invfunc._torch.values import anywhere, decides
 from invfunc.linear_algebra.contract import contract, joined, summed, widened
 from invfunc.operations.factors import Part
@@ -173,7 +174,7 @@ class Shares:
     def projected(self, vectors: torch.Tensor) -> torch.Tensor:
         """`sum_p G[v, n, p] vectors[k, p]` of each sample: `[count, V, k]`."""
         along = vectors.movedim(0, -1)
-        if all(f.use.derived.selected for f in self.factors):
+        if self._apart:  # as for `covariances`, with which the result may cancel
             return summed(projected(f, self._read(f, along)) for f in self.factors)
         flat, found = along.reshape(self.leaf.numel(), len(vectors)), []
         for part in self._blocks():
@@ -196,11 +197,11 @@ class Shares:
             return summed(total), summed(centred)
         return shifted_moments(self._dense(part)[0] for part in self._blocks())
 
-    def products(self) -> torch.Tensor:
-        """`sum_p G[v, n, p] G[w, m, p]` as `[V, count, V, count]`."""
+    def products(self, exact: bool = False) -> torch.Tensor:
+        """`sum_p G[v, n, p] G[w, m, p]` as `[V, count, V, count]`; `exact`, in float64."""
         if self._apart:
-            return summed(products(f) for f in self.factors)
-        share = self.dense()
+            return summed(products(f, exact) for f in self.factors)
+        share = doubled(self.dense()) if exact else self.dense()
         return _products(share, share)
 
     def products_with(self, last: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from invfunc import thresholds
-from invfunc._torch.precision import has_float64
+from invfunc._torch.precision import doubled, has_float64
 from invfunc.linear_algebra.contract import (
     Term,
     contract,
@@ -25,14 +25,19 @@ from invfunc.per_sample.terms import shape_of
 from invfunc.plan import even
 
 
-def products(factor: Factor) -> torch.Tensor:
-    """`sum_p G[v, n, p] G[w, m, p]` as `[V, n, V, n]`."""
+def products(factor: Factor, exact: bool = False) -> torch.Tensor:
+    """`sum_p G[v, n, p] G[w, m, p]` as `[V, n, V, n]`; `exact`, in float64."""
     parts = factor.parts()
+
+    def terms_of(part: Part) -> list[Term]:
+        terms = factor.terms(part)
+        return [(labels, doubled(x)) for labels, x in terms] if exact else terms
+
     rows: list[list[torch.Tensor]] = []
     for i, part in enumerate(parts):
-        terms = factor.terms(part)
+        terms = terms_of(part)
         mirrored = [rows[j][i].permute(2, 3, 0, 1) for j in range(i)]
-        others = [_products(factor, part, terms, factor, q, factor.terms(q)) for q in parts[i + 1 :]]
+        others = [_products(factor, part, terms, factor, q, terms_of(q)) for q in parts[i + 1 :]]
         rows.append([*mirrored, _products(factor, part, terms, factor, part, terms), *others])
     return torch.cat([torch.cat(row, 3) for row in rows], 1) if len(parts) > 1 else rows[0][0]
 

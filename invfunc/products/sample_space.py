@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import thresholds, tree
+from invfunc._torch.functorch import innermost
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import anywhere
 from invfunc.errors import ArgumentError, InvFuncError
@@ -20,8 +21,8 @@ from invfunc.products.maps import Linear
 from invfunc.products.product import Space
 from invfunc.transform import told
 
-LOST = 0.05
-"""Which part of a result may be rounding."""
+RIGHT = 1e-4
+"""How large a part of a result may be rounding, unless parameters in half precision have larger ones themselves."""
 
 
 class Eigenpairs(Whole):
@@ -34,37 +35,41 @@ class Eigenpairs(Whole):
 
     S is not formed: `S v` and `S^T u` are products with the Jacobian and its transpose. `eigenpairs` makes it.
 
-    Eigenvalues count as 0 below `16 eps (l_max + sqrt(V N) d_max)`, with d_max the largest entry on the diagonal of
-    `S S^T` and eps of the dtype of the parameters: what is smaller is rounding. These are left out of `values`,
-    `vectors`, `slopes`, `curvatures` and `inverse`; `solve` and `logdet` take all that are not negative. An eigenvector
-    is right up to about that threshold over its eigenvalue.
+    `S S^T` and all that follows from it are in float64; products with J are in the dtype of the parameters, eps the
+    distance of 1 to the next number there. `values`, `vectors`, `slopes` and `curvatures` leave out eigenvalues below
+    `16 eps (l_max + sqrt(V N) d_max)`, with d_max the largest entry on the diagonal of `S S^T`: an eigenvector is right
+    to about `eps sqrt(l_max / l)`, in float32 to 1e-4 at that threshold. `solve`, `logdet` and `inverse` take all.
 
-    What `solve` and `inverse` give cancels along the large eigenvectors: in float32 about 1e-7 of `l_max / damping` is
-    rounding, and it is an error where that is more than 5 %. In-place writes to parameters and data are errors, too,
-    as long as they are not made through `.data`.
+    In float32 `solve` and `inverse` are right to 1e-4, or an error (to 6 % in bfloat16). What `solve` gives cancels
+    along large eigenvectors: `eps |v| / damping` is rounding, and an error where that is more than 5e-5 of the result,
+    as for a gradient with `l_max / damping` above some 1e4. Covariances with `inverse` are right up to
+    `eps sqrt(l_max / damping) / 2`, so for `l_max / damping` below 3e6. In-place writes to parameters and data are
+    errors, too, as long as they are not made through `.data`. Where a device has no float64, all of this is an error
+    unless `eps l_max / damping` is as small.
 
     Composes with: `kronecker.solve` and `kronecker.logdet` in place of factors, `predictive_covariance` (`inverse`);
     `torch.func.grad`, `vmap`, `jvp` around `solve` and `@` in v, around `solve`, `logdet` and `inverse` in damping.
     There are no derivatives in the parameters and data, and it cannot be saved: it holds a graph.
 
     Cost: `solve`, `@`: a product with J and one with J^T, about half of a gradient each, in the memory of the graph
-    that is kept. `vectors`, `slopes`: one or two such products for each vector, 16 at a time; `vectors` and `inverse`
-    take `k P` numbers. `curvatures`, `values`, `logdet`: none.
+    that is kept; `solve` three times as much where rounding of the first product shows. `vectors`, `slopes`: one or two
+    such products for each vector, 16 at a time; `vectors` and `inverse` take `k P` numbers, and `inverse` `k^2 P`
+    multiplications in float64. `curvatures`, `values`, `logdet`: none.
 
     Source: Dangel, Tatzel and Hennig, "ViViT", TMLR 2022; Woodbury (1950).
     """
 
     def __init__(self, shown: str, space: Space, root: Linear, slope: Linear | None, gram: torch.Tensor) -> None:
-        """Of the rows S as a map, those of the gradient as another, unless they are S, and S S^T `[V, N, V, N]`."""
+        """Of the rows S as a map, those of the gradient as another, unless they are S, and S S^T in float64."""
         self._shown, self._space, self._root, self._slope = shown, space, root, slope
         v, n, *_ = gram.shape
-        small, kept = doubled(gram.reshape(v * n, v * n)), min(v * n, self.size)
+        small, kept = gram.reshape(v * n, v * n), min(v * n, self.size)
         values, vectors = (x.flip(-1)[..., :kept] for x in torch.linalg.eigh(small))
         noise = values[:1].sum() + math.sqrt(v * n) * F.pad(small.diagonal(), (0, 1)).amax()
-        eps = max(torch.finfo(kind.dtype).eps for kind in space.kinds)
-        self.rank = int((values > 16 * eps * noise).sum())
-        dtype = wide(gram.dtype)
-        self._all, self._rows = values.clamp(min=0).to(dtype), vectors.T.to(dtype).reshape(kept, v, n)
+        self._kind = max((kind.dtype for kind in space.kinds), key=lambda dtype: torch.finfo(dtype).eps)
+        self._eps, self._dtype = torch.finfo(self._kind).eps, wide(self._kind)
+        self.rank = int((values > 16 * self._eps * noise).sum())
+        self._all, self._rows = values.clamp(min=0), vectors.T.reshape(kept, v, n)
 
     def __repr__(self) -> str:
         return f"Eigenpairs({self._shown}, rank {self.rank} of {self.size})"
@@ -77,38 +82,31 @@ class Eigenpairs(Whole):
     @property
     def values(self) -> torch.Tensor:
         """The eigenvalues that are not 0, the largest first: `[k]`."""
-        return self._all[: self.rank]
+        return self._all[: self.rank].to(self._dtype)
 
     def vectors(self, top: int | None = None) -> Any:
         """The eigenvectors of the largest eigenvalues, by default of all that are not 0: a tree of tensors `[k, *p]`.
 
         They are orthogonal and of length 1, over all parameters together.
         """
-        count, found, start = self._count("vectors", top), [], 0
-        found = [kind.zeros(count) for kind in self._space.kinds]
-        for block in self._blocks(count):
-            stop = start + len(block[0])
-            for whole, part in zip(found, block, strict=True):
-                whole[start:stop] = part
-            start = stop
-        return self._space.tree(found)
+        return self._space.tree(self._joined(self._count("vectors", top), self._all.rsqrt()))
 
     def slopes(self, top: int | None = None) -> torch.Tensor:
         """The slope of each sample along the eigenvectors, `G[n] . e_k`: `[N, k]`, which sum to those of the loss."""
         count = self._count("slopes", top)
         if self._slope is None:
-            return (self._all[:count].sqrt()[:, None] * self._rows[:count, 0]).T
-        found = [self._slope(block, 1)[0][:, 0] for block in self._blocks(count)]
-        return torch.cat(found).T if found else self._all.new_zeros(self._rows.shape[2], 0)
+            return (self._all[:count].sqrt()[:, None] * self._rows[:count, 0]).T.to(self._dtype)
+        found = [self._slope(block, 1)[0][:, 0] for block in self._blocks(count, self._all.rsqrt())]
+        return (torch.cat(found).T if found else self._all.new_zeros(self._rows.shape[2], 0)).to(self._dtype)
 
     def curvatures(self, top: int | None = None) -> torch.Tensor:
         """The curvature of each sample along the eigenvectors, `e_k^T H[n] e_k`: `[N, k]`, which sum to `values`."""
         count = self._count("curvatures", top)
-        return (self._all[:count, None] * self._rows[:count].square().sum(1)).T
+        return (self._all[:count, None] * self._rows[:count].square().sum(1)).T.to(self._dtype)
 
     def trace(self) -> torch.Tensor:
         """The sum of the eigenvalues."""
-        return self._all.sum()
+        return self._all.sum().to(self._dtype)
 
     def __matmul__(self, v: Any) -> Any:
         """The product with a tree of vectors `[*lead, *p]`."""
@@ -124,58 +122,82 @@ class Eigenpairs(Whole):
 
         def solved() -> Any:
             vectors, lead = self._leaves(v)
-            scale, weights = self._inverse(self._enough(damping))
-            (along,) = self._root(vectors, lead)
-            inner = along.to(self._rows).flatten(-2) @ self._rows.flatten(1).T * weights
-            sent = torch.tensordot(inner, self._rows, 1).to(along.dtype)
-            images = self._root.transposed([sent], lead)
-            return self._space.tree([(scale * x).to(x) + y for x, y in zip(vectors, images, strict=True)])
+            shift = self._damping(damping)
+            found, least = self._solved(vectors, lead, shift), self._least(shift)
+            size = self._eps * _norms(vectors, lead) / least  # rounding of terms that cancel along large eigenvectors
+            more = (self._all[:1].sum() / least).sqrt()  # as much of S v
+            if anywhere(size * more > self._right * _norms(found, lead)):
+                images = self._root.transposed(self._root(found, lead), lead)
+                rest = [x - (y + (shift * z).to(z)) for x, y, z in zip(vectors, images, found, strict=True)]
+                found = [x + y for x, y in zip(found, self._solved(rest, lead, shift), strict=True)]
+                self._enough(2 * size / _norms(found, lead), shift)
+            return self._space.tree(found)
 
         return self._told(".solve(v, damping)", solved)
+
+    def _solved(self, vectors: list[torch.Tensor], lead: int, shift: torch.Tensor) -> list[torch.Tensor]:
+        """Vectors times the inverse, with the rounding of `S v`, which a second step removes."""
+        (along,) = self._root(vectors, lead)
+        undamped = anywhere(shift == 0)
+        weights = self._all.square().reciprocal() if undamped else -1 / (shift * (shift + self._all))
+        inner = along.to(self._rows).flatten(-2) @ self._rows.flatten(1).T * weights
+        sent = torch.tensordot(inner, self._rows, 1).to(along.dtype)
+        images = self._root.transposed([sent], lead)
+        return images if undamped else [(x / shift).to(x) + y for x, y in zip(vectors, images, strict=True)]
 
     def logdet(self, damping: Damping = 0.0) -> torch.Tensor:
         """The logarithm of the determinant of `H + damping I`."""
 
         def found() -> torch.Tensor:
             total, others = (self._damping(damping) + self._all).log().sum(), self.size - len(self._all)
-            return total + others * self._damping(damping).log() if others else total
+            return (total + others * self._damping(damping).log() if others else total).to(self._dtype)
 
         return self._told(".logdet(damping)", found)
 
     def inverse(self, damping: Damping = 0.0, top: int | None = None) -> LowRank:
         """The inverse of `H + damping I` as the covariance that it is in a Laplace approximation, in `k P` numbers.
 
-        With `top`, of the matrix of that many eigenvectors in place of H: the covariance along all others is that of
-        the damping alone, the prior.
+        Of the eigenvectors times the roots of their eigenvalues, T `[k, P]`, in the dtype of the parameters:
+
+            (I - T.T @ torch.linalg.inv(T @ T.T + damping * I) @ T) / damping
+
+        The weights are `[k, k]` in float64, from the rounded T, so that `predictive_covariance` is right along large
+        eigenvectors, too. Eigenvalues below eps of the damping change nothing and are left out. With `top`, of the
+        matrix of that many eigenvectors in place of H: the covariance along all others is that of the damping alone,
+        the prior. As a matrix it is right to eps of its largest eigenvalue: for a product with one vector take `solve`.
         """
 
         def inverted() -> LowRank:
-            count = self._count("inverse", top)
-            shift = self._damping(self._enough(damping), count)
-            values = self._all[:count]
-            if anywhere(shift == 0):
-                return LowRank(self.vectors(top), values.reciprocal())
-            return LowRank(self.vectors(top), -values / (shift * (shift + values)), shift.reciprocal())
+            count = len(self._all) if top is None else self._count("inverse", top)
+            shift = self._damping(damping, None if top is None else count)
+            self._enough(self._eps * (self._all[:1].sum() / self._least(shift)).sqrt() / 2, shift)
+            count = min(count, int((self._all > torch.finfo(self._dtype).eps * innermost(shift).amin()).sum()))
+            rows = self._joined(count, torch.ones_like(self._all))
+            values, vectors = torch.linalg.eigh(_gram(rows, self._all.new_zeros(count, count)))
+            undamped = anywhere(shift == 0)
+            weights = values.square().reciprocal() if undamped else -1 / (shift * (shift + values))
+            scale = shift if undamped else shift.reciprocal()
+            return LowRank(self._space.tree(rows), (vectors * weights) @ vectors.T, scale)
 
         return self._told(".inverse(damping)", inverted)
 
-    def _inverse(self, damping: Damping) -> tuple[torch.Tensor, torch.Tensor]:
-        """The factor of v, and those of its products with the rows of the small matrix's eigenvectors."""
-        shift = self._damping(damping)
-        if anywhere(shift == 0):
-            return shift, self._all.square().reciprocal()
-        return shift.reciprocal(), -1 / (shift * (shift + self._all))
+    def _least(self, shift: torch.Tensor) -> torch.Tensor:
+        """The smallest eigenvalue of `H + damping I`."""
+        return shift + self._all[-1:].sum() if self.rank == self.size else shift
 
-    def _enough(self, damping: Damping) -> Damping:
-        """Damping with which digits are left: what is along the largest eigenvector cancels but for the last ones."""
-        shift, largest = damped(damping, ""), self._all[:1].sum()
-        kind = max((kind.dtype for kind in self._space.kinds), key=lambda dtype: torch.finfo(dtype).eps)
-        if anywhere((shift > 0) & (torch.finfo(kind).eps * largest > LOST * shift)):
+    @property
+    def _right(self) -> float:
+        return max(RIGHT, 8 * self._eps)
+
+    def _enough(self, lost: torch.Tensor, shift: torch.Tensor) -> None:
+        """Damping with which this part of a result, which is rounding, is small."""
+        if anywhere(lost > self._right):
+            largest, most = (innermost(x).amax().item() for x in (self._all[:1], lost))
             raise ArgumentError(
-                f"damping is {damping}, and the largest eigenvalue {largest.item():.3g}: in {kind} rounding would be "
-                f"more than {LOST:.0%} of what is left. Pass more damping, or parameters and data in a wider dtype."
+                f"damping is {innermost(shift).amin().item():.3g}, and the largest eigenvalue {largest:.3g}: in "
+                f"{self._kind} rounding may be {most:.1e} of what is left, more than {self._right:.1e}. Pass more "
+                "damping, or parameters and data in a wider dtype."
             )
-        return damping
 
     def _damping(self, damping: Damping, rank: int | None = None) -> torch.Tensor:
         """Damping, which may be 0 if there are as many eigenvectors as parameters."""
@@ -186,6 +208,8 @@ class Eigenpairs(Whole):
                 f"damping is 0, but a matrix of rank {rank} over {self.size} parameters has no inverse without. Pass "
                 "damping."
             )
+        if self._all.dtype is not torch.float64:
+            self._enough(self._eps * self._all[:1].sum() / self._least(shift), shift)
         return shift
 
     def _leaves(self, v: Any) -> tuple[list[torch.Tensor], int]:
@@ -199,15 +223,39 @@ class Eigenpairs(Whole):
             raise ArgumentError(f"{self!r}.{called}(top={top!r}): top has to be an int, 1 or more.")
         return self.rank if top is None else min(top, self.rank)
 
-    def _blocks(self, count: int) -> Iterator[list[torch.Tensor]]:
-        """The first eigenvectors, some at a time."""
+    def _blocks(self, count: int, scale: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+        """The rows of `Q^T S` times their scale, some at a time."""
         for start in range(0, count, thresholds.DIRECTIONS):
             part = slice(start, min(count, start + thresholds.DIRECTIONS))
-            sent = self._rows[part] / self._all[part, None, None].sqrt()
+            sent = self._rows[part] * scale[part, None, None]
             yield self._root.transposed([sent.to(self._root.there.into[0].dtype)], 1)
+
+    def _joined(self, count: int, scale: torch.Tensor) -> list[torch.Tensor]:
+        """The first rows of `Q^T S` times their scale."""
+        found, start = [kind.zeros(count) for kind in self._space.kinds], 0
+        for block in self._blocks(count, scale):
+            stop = start + len(block[0])
+            for whole, part in zip(found, block, strict=True):
+                whole[start:stop] = part
+            start = stop
+        return found
 
     def _told(self, call: str, compute: Callable[[], Any]) -> Any:
         try:
             return compute()
         except InvFuncError as error:
             raise told(error, f"{self!r}{call}") from error.__cause__
+
+
+def _norms(vectors: list[torch.Tensor], lead: int) -> torch.Tensor:
+    """Lengths `[*lead]`."""
+    squares = [doubled(x.detach()).square().reshape(*x.shape[:lead], x.shape[lead:].numel()) for x in vectors]
+    return torch.cat(squares, -1).sum(-1).sqrt()
+
+
+def _gram(rows: list[torch.Tensor], total: torch.Tensor) -> torch.Tensor:
+    """The products of vectors `[k, *p]` in float64, added to a total."""
+    for x in rows:
+        for some in x.reshape(len(x), x.shape[1:].numel()).split(thresholds.WIDENED // max(1, len(x)) + 1, 1):
+            total += (doubled(some) @ doubled(some).T).to(total)
+    return total

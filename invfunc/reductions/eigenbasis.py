@@ -11,7 +11,7 @@ import torch
 
 from invfunc import tree
 from invfunc.kronecker import Kronecker
-from invfunc.kronecker.matrix import decomposed
+from invfunc.kronecker.matrix import decomposed, rounded
 from invfunc.linear_algebra.contract import Term
 from invfunc.operations.factors import Part, Recipe
 from invfunc.per_sample import Shares
@@ -28,7 +28,8 @@ def bases_of(matrices: Sequence[Kronecker]) -> list[Kronecker]:
     """The eigendecomposition of each; all of it is NaN if a factor has NaN or inf in it."""
     bad = [~torch.stack([f.isfinite().all() for f in K.factors]).all() for K in matrices]
     found = decomposed([_filled(K, where, 0) for K, where in zip(matrices, bad, strict=True)])
-    return [_filled(K, where, torch.nan) for K, where in zip(found, bad, strict=True)]
+    each = zip(matrices, found, bad, strict=True)
+    return [_filled(rounded(K, basis), where, torch.nan) for K, basis, where in each]
 
 
 def _filled(matrix: Kronecker, where: torch.Tensor, value: float) -> Kronecker:

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from invfunc import tree
+from invfunc import thresholds, tree
+from invfunc._torch.precision import double_on
 from invfunc.errors import ArgumentError
 from invfunc.kronecker import Kronecker
 from invfunc.linear_algebra.contract import joined
-from invfunc.linear_algebra.low_rank import LowRank
+from invfunc.linear_algebra.low_rank import LowRank, weighted
 from invfunc.per_sample import Shares
 from invfunc.per_sample.places import Unfactored
 from invfunc.reductions.eigenbasis import rotated
@@ -40,8 +41,10 @@ class PredictiveCovariance(EachSample):
         covariance = self._of_its_own(shares)
         if not self.vectors:
             return (covariance,)
-        vectors = self.vectors_of(shares.name(shares.place), shares.leaf.shape).to(covariance)
-        return (torch.cat([covariance, shares.projected(vectors)], -1),)
+        vectors = self.vectors_of(shares.name(shares.place), shares.leaf.shape)
+        at_once = max(thresholds.DIRECTIONS, thresholds.WIDENED // max(1, shares.leaf.numel()))
+        along = [shares.projected(some.to(covariance)) for some in vectors.split(at_once)]
+        return (torch.cat([covariance, *along], -1),)
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
         return (leaf.new_zeros(n, columns, columns + self.low_rank.rank),)
@@ -53,8 +56,7 @@ class PredictiveCovariance(EachSample):
         covariance, along = kept.split([kept.shape[1], self.low_rank.rank], -1)
         if self.vectors:
             weights = self.low_rank.weights
-            weighted = along if weights is None else along * weights.to(along)
-            covariance = covariance + weighted @ along.mT
+            covariance = covariance + weighted(along, weights) @ along.mT
         return [covariance.reshape(len(covariance), *one, *one)]
 
     def of(self, name: str, shape: torch.Size) -> Covariance:
@@ -95,7 +97,9 @@ class PredictiveCovariance(EachSample):
             return shares.leaf.new_zeros(shares.samples.count, len(cotangent), len(cotangent))
         if isinstance(given, Kronecker):
             return self._in_eigenbasis(shares, given)
-        like = {"dtype": torch.promote_types(shares.leaf.dtype, torch.float32), "device": shares.leaf.device}
+        wide = torch.promote_types(shares.leaf.dtype, torch.float32)
+        device = shares.leaf.device
+        like = {"dtype": double_on(device) if self.vectors else wide, "device": device}  # the two parts may cancel
         given = given.to(**like) if isinstance(given, torch.Tensor) else torch.tensor(given, **like)
         return shares.covariances(given.expand(shares.leaf.shape))
 

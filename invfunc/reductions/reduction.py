@@ -85,6 +85,8 @@ class Reduction:
     shortcuts: Shortcuts = "no"
     """Whether other columns with the same products would do ("narrow"), also those of several groups in one cotangent,
     if they are at different positions ("positions"), or if the shares of each group are told apart ("all")."""
+    rounded: ClassVar[bool] = True
+    """Whether results are rounded to the dtype of the parameters."""
     constants: tuple[torch.Tensor, ...] = ()
     """Tensors of the caller's in which the result has a derivative, too."""
     whole: bool = False

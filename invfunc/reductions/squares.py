@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc._torch.precision import doubled
 from invfunc.per_sample import Shares
 from invfunc.reductions.exchange import Exchange, Rows
 from invfunc.reductions.gradients import EachSample
@@ -86,12 +87,18 @@ class InnerProducts(Reduction):
 
 
 class ProductsOfColumns(InnerProducts):
-    """The same of the columns of a square root: `[V, n, V, n]`."""
+    """The same of the columns of a square root, in float64: `[V, n, V, n]`."""
 
-    rooted = "all"
+    rooted, rounded = "all", False
 
     def __init__(self) -> None:
         super().__init__(per_parameter=False)
+
+    def step(self, shares: Shares) -> State:
+        return (shares.products(exact=True),)
+
+    def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
+        return (doubled(super().init(leaf, n, columns)[0]),)
 
     def finish(self, state: State, found: Found) -> list[Any]:
         return [state[0]]

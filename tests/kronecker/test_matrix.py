@@ -322,10 +322,10 @@ WRONG = {
     "inverse of an indefinite one": (lambda: over(INDEFINITE).inverse(), ArgumentError, "positive definite"),
     "damped, indefinite": (lambda: over(INDEFINITE).inverse(0.1), ArgumentError, "positive semi-definite"),
     "not symmetric": (lambda: over(torch.ones(2, 2).tril()).eigen(), ArgumentError, "not symmetric ... A.T"),
-    "NaN": (lambda: over(NAN * I2).inverse(0.1), ArgumentError, "factors[0] ... and finite"),
+    "NaN": (lambda: over(NAN * I2).inverse(0.1), ArgumentError, "factors[0] is not finite: 4 of 4 ... inputs"),
     "infinite": (lambda: over(torch.tensor([1.0, math.inf])).inverse(), ArgumentError, "factors[0] ... finite"),
-    "infinite above": (lambda: over(torch.tensor([[1.0, math.inf], [0, 1]])).eigen(), ArgumentError, "and finite"),
-    "infinite values": (lambda: over(I2, values=torch.tensor([1, math.inf])).eigen(), ArgumentError, "and finite"),
+    "infinite above": (lambda: over(torch.tensor([[1.0, math.inf], [0, 1]])).eigen(), ArgumentError, "not finite: 1"),
+    "infinite values": (lambda: over(I2, values=torch.tensor([1, math.inf])).eigen(), ArgumentError, "not finite: 1"),
     "NaN in values": (lambda: over(I2, values=NAN * torch.ones(2)).logdet(1), ArgumentError, "values ... finite"),
 }
 # fmt: on
@@ -363,7 +363,7 @@ class TestErrors:
         for made in (kflr(f, cross_entropy), kfac(f, cross_entropy, generator=noise), kfra(f, cross_entropy)):
             found = made(params, x, target)
             for name, K in found.items():
-                with pytest.raises(ArgumentError, match=rf"factors\[0\] of params\['{name}'\] is not symmetric"):
+                with pytest.raises(ArgumentError, match=rf"factors\[0\] of params\['{name}'\] is not finite: \d"):
                     K.inverse(1.0)
             assert tree.flatten(found["0.bias"])[1] == tree.flatten(found["2.bias"])[1]
         values = ekfac(f, cross_entropy, generator=noise)(params, x, target)["0.weight"]

@@ -288,7 +288,7 @@ WRONG = {
         "0.weight": torch.ones(3, 2)}, 1.0), ArgumentError, "params['0.bias'] ... not known"),
     "negative damping": (lambda: kronecker.solve(ONE, V, -1.0), ArgumentError, "damping is -1.0"),
     "negative damping of logdet": (lambda: kronecker.logdet(ONE, -1.0), ArgumentError, "damping is -1.0"),
-    "singular": (lambda: kronecker.logdet(SINGULAR), ArgumentError, "the matrix of params['w'] ... singular"),
+    "singular": (lambda: kronecker.logdet(SINGULAR), ArgumentError, "factors[0] of params['w'] ... singular"),
     "singular, solved": (lambda: kronecker.solve(SINGULAR, {"w": torch.ones(2, 1)}), ArgumentError, "params['w']"),
 }
 # fmt: on

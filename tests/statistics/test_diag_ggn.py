@@ -316,6 +316,16 @@ class TestRefusals:
         with pytest.raises(ConvexityError, match="not convex in the outputs"):
             diag_ggn(lambda p, x, y: loss(outputs(f(p, x)), y))(*args)
 
+    def test_a_loss_that_is_not_convex_in_half_precision(self):
+        """A negative eigenvalue as large as half of the others is no rounding."""
+        w, x, y = (Numbers(k)(4, 4).bfloat16() for k in range(3))
+
+        def loss(z, y):
+            return (z - y).square().sum() - 1.5 * (z - y)[:, 0].square().sum()
+
+        with pytest.raises(ConvexityError, match="not convex in the outputs"):
+            diag_ggn(lambda w, x: x @ w, loss)(w, x, y)
+
     @pytest.mark.parametrize(
         "loss, names",
         [

@@ -56,6 +56,14 @@ FAULTS = [
         '[_reduced(f"{left}->{first}", x) * 2, _reduced(f"{right}->{second}", y)]',
         "per_sample/test_norms.py operations/test_thresholds.py",
     ),
+    # Eigenpairs, and covariances of low rank
+    Fault(
+        "vectors of a covariance have no weights",
+        "linear_algebra/low_rank.py",
+        "return along @ weights if weights.ndim == 2 else along * weights",
+        "return along",
+        "statistics/test_predictive_covariance.py::TestLowRank",
+    ),
     # Per-sample gradients
     Fault(
         "a total that is somebody else's is written to",

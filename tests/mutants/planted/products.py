@@ -3,21 +3,29 @@
 from tests.mutants.fault import Fault
 
 EIGENPAIRS = "products/test_eigenpairs.py"
+ILL_CONDITIONED = "linear_algebra/test_ill_conditioned.py"
 
 FAULTS = [
     # Eigenpairs, and covariances of low rank
     Fault(
-        "the small matrix is decomposed in single precision",
+        "an inverse takes its rounded vectors for orthogonal",
         "products/sample_space.py",
-        "doubled(gram.reshape(v * n, v * n))",
-        "gram.reshape(v * n, v * n)",
-        EIGENPAIRS + "::TestSolve::test_is_as_right_as_its_condition_in_single_precision",
+        "torch.linalg.eigh(_gram(rows, self._all.new_zeros(count, count)))",
+        "(self._all[:count], torch.eye(count).to(self._all))",
+        ILL_CONDITIONED + "::TestEigenpairs",
+    ),
+    Fault(
+        "what is lost in a first product is not solved for again",
+        "products/sample_space.py",
+        "found = [x + y for x, y in zip(found, self._solved(rest, lead, shift), strict=True)]",
+        "assert rest",
+        ILL_CONDITIONED + "::TestEigenpairs",
     ),
     Fault(
         "eigenvalues that are rounding have eigenvectors",
         "products/sample_space.py",
-        "16 * eps * noise",
-        "0 * eps * noise",
+        "16 * self._eps * noise",
+        "0 * self._eps * noise",
         EIGENPAIRS + "::TestPairs",
     ),
     Fault(
