@@ -13,7 +13,7 @@ from invfunc import tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
 from invfunc.invertible.checkpoint import Checkpointed, invertible_checkpoint
 from invfunc.invertible.span import onward
-from invfunc.pairs.pair import Composition, Invertible, invert
+from invfunc.pairs.pair import Composition, Invertible, behind, invert
 from invfunc.pairs.training import Optimiser
 from invfunc.recomputation.straight_calls import unwatched
 
@@ -39,14 +39,16 @@ def chain(*blocks: Callable, anchor_every: int | None = None) -> Invertible:
             between two anchors only.
 
     Returns:
-        An `Invertible`, called as `chained(x, params, *args, **kwargs)`: `params` has an entry for each block; a block
-        whose entry is None is called as `g(x)`. The further arguments go to all the others. Its inverse takes the same
-        arguments, and saves memory in the same way.
+        An `Invertible`, called as `chained(x, params, *args, **kwargs)`: `params` has an entry for each block, None for
+        one without parameters; None in place of the list is None for all. The further arguments go to every block; in
+        a call without any, a block whose entry is None is called as `g(x)`. Its inverse takes the same arguments, and
+        saves memory in the same way.
 
     Raises:
         ArgumentTypeError: a block is not a function.
         ArgumentError: `params` has not one entry for each block; `anchor_every` is less than 1.
         InverseError: it is inverted, but has a block without an inverse.
+        TypeError: a block does not take the further arguments; a note says which one, and how to wrap it.
 
     Example:
         >>> import torch, invfunc
@@ -85,7 +87,8 @@ def repeated(block: Callable, *, anchor_every: int | None = None) -> Invertible:
 
     Returns:
         An `Invertible`, called as `repeat(x, params, *args, **kwargs)`: `params` is a list with an entry for each time,
-        or any other pytree whose tensors are stacked along their leading axis.
+        or any other pytree whose tensors are stacked along their leading axis. `[None] * n` repeats a block without
+        parameters n times; the further arguments go to it each time, as in `chain`.
 
     Raises:
         ArgumentTypeError: the block is not a function.
@@ -164,14 +167,18 @@ class _Sequence(Composition):
 
             if fits(steps):
                 return within(steps, x, args, kwargs)
-        calls = [(g, (), {}) if p is None else (g, (p, *args), kwargs) for g, p in steps]
+        calls = [(g, behind(p, args, kwargs), kwargs) for g, p in steps]
         while (at := len(seen)) < len(calls):
             x, done = (x, 0) if compiling else unwatched(calls[at:], x)
             seen += [None] * done
             if done:
                 continue
             g, given, by_name = calls[at]
-            x = g(x, *given, **by_name)
+            try:
+                x = g(x, *given, **by_name)
+            except TypeError as error:
+                self._blame(error, at, g, args, kwargs)
+                raise
             x, own = x if g.pair.hidden else (x, None)
             seen.append(own)
             if isinstance(g.pair, Optimiser):
@@ -180,13 +187,23 @@ class _Sequence(Composition):
         return (x, seen) if self.hidden else x
 
     def inverse(self, y: Any, *given: Any, **kwargs: Any) -> Any:
-        seen, *behind = given if self.hidden else (None, *given)
-        params, *args = behind or [None]
+        seen, *rest = given if self.hidden else (None, *given)
+        params, args = rest[0] if rest else None, tuple(rest[1:])
         blocks = self.steps(params)
         for (g, p), own in zip(reversed(blocks), reversed(seen or [None] * len(blocks)), strict=True):
-            back = _inverse(g, own)
-            y = back(y) if p is None else back(y, p, *args, **kwargs)
+            y = _inverse(g, own)(y, *behind(p, args, kwargs), **kwargs)
         return y
+
+    def _blame(self, error: TypeError, at: int, g: Checkpointed, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Note which block was called when an error was raised, if it may not take the further arguments."""
+        if (args or kwargs) and not torch.compiler.is_compiling():
+            more = ("p", *(type(a).__name__ for a in args), *(f"{k}={type(v).__name__}" for k, v in kwargs.items()))
+            error.add_note(
+                f"Block {at} of {self.name}, {g.pair!r}, was called as g(x, {', '.join(more)}): further arguments go "
+                "to every block. Wrap one that does not take them, as in lambda x, p, mask: f(x), or with its inverse "
+                "as in Invertible(lambda x, p, mask: f(x), lambda y, p, mask: f_inv(y)); or pass them in the entries "
+                "of params of those that do."
+            )
 
 
 class Chain(_Sequence):

@@ -22,6 +22,7 @@ from invfunc._torch.levels import forward_mode
 from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
 from invfunc.invertible.checkpoint import Checkpointed
 from invfunc.invertible.outside import Outside, Seen, all_among
+from invfunc.pairs.pair import behind
 from invfunc.pairs.training import Optimiser, Training
 from invfunc.recomputation.block import Block
 from invfunc.recomputation.call import Tensors
@@ -69,8 +70,8 @@ def _alike(done: Checkpointed, steps: Sequence[Step]) -> int:
     if not isinstance(done.pair, Optimiser) or done.check not in ("warn", "error", "off"):
         return 0
     options = False, done.check, done.preserve_rng_state, done.min_bytes
-    for i, (g, p) in enumerate(steps):
-        if g.pair is not done.pair or p is None or (g.keep, g.check, g.preserve_rng_state, g.min_bytes) != options:
+    for i, (g, _) in enumerate(steps):
+        if g.pair is not done.pair or (g.keep, g.check, g.preserve_rng_state, g.min_bytes) != options:
             return i
     return len(steps)
 
@@ -139,7 +140,7 @@ class _Span(Block):
         ps, args, kwargs = self._given.join(self._rest)
         for p in ps:
             with Outside() as outside:
-                found = self._law.forward(self._gradient, state, p, *args, **kwargs)
+                found = self._law.forward(self._gradient, state, *behind(p, args, kwargs), **kwargs)
             if self._start.later() is not self._start:
                 self._start.rewind()
                 break
@@ -178,7 +179,9 @@ class _Span(Block):
             for k in reversed(range(self.count)):
                 asked = list({id(t): t for t in (*_needing(ps[k]), *shared)}.values())
                 with Outside() as outside:
-                    came = self._law.pulled_back(self._gradient, state, slope, asked, (ps[k], *args), kwargs)
+                    came = self._law.pulled_back(
+                        self._gradient, state, slope, asked, behind(ps[k], args, kwargs), kwargs
+                    )
                 self._check_read(k, outside, (state, slope, came, rest))
                 state, slope, gained = came
                 for t, g in zip(asked, gained, strict=True):
@@ -199,7 +202,7 @@ class _Span(Block):
         ps, args, kwargs = self._given.join(self._rest)
         for k in range(self.count)[:: -1 if reverse else 1]:
             with Outside() as outside:
-                came = step(self._gradient, state, ps[k], *args, **kwargs)
+                came = step(self._gradient, state, *behind(ps[k], args, kwargs), **kwargs)
             self._check_read(k, outside, (state, came, self._rest))
             state = came
         return state
@@ -247,7 +250,7 @@ class _Span(Block):
         given = [*(x + ghost for x, ghost in zip(xs, ghosts, strict=False)), *xs[len(ghosts) :]]
         state, (ps, args, kwargs) = self._before.join(given), self._given.join(rest)
         for p in ps[: self.count]:
-            state = self._done(state, p, *args, **kwargs)
+            state = self._done(state, *behind(p, args, kwargs), **kwargs)
         pairs = zip(tree.tensors(state), slopes, strict=True)
         back = [(y, g) for y, g in pairs if g is not None and y.requires_grad]
         inputs = [*ghosts, *[None] * (len(xs) - len(ghosts)), *rest]

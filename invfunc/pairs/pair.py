@@ -42,6 +42,11 @@ class Composition(Value, ABC):
         """This composition, with blocks that keep these tensors of x in memory."""
 
 
+def behind(p: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """The positional arguments of a block behind its state: its own entry of the parameters and the further ones."""
+    return () if p is None and not args and not kwargs else (p, *args)
+
+
 @shown
 @dataclass(frozen=True, repr=False)
 class Invertible(Value):
