@@ -46,7 +46,8 @@ def chain(*blocks: Callable, anchor_every: int | None = None) -> Invertible:
 
     Raises:
         ArgumentTypeError: a block is not a function.
-        ArgumentError: `params` has not one entry for each block; `anchor_every` is less than 1.
+        ArgumentError: `params` has not one entry for each block; `anchor_every` is less than 1; a block has
+            `has_aux=True`, which is an option for the whole chain.
         InverseError: it is inverted, but has a block without an inverse.
         TypeError: a block does not take the further arguments; a note says which one, and how to wrap it.
 
@@ -70,7 +71,7 @@ def chain(*blocks: Callable, anchor_every: int | None = None) -> Invertible:
     Source: MemCNN and invtorch stack wrapped modules in `nn.Sequential`.
     """
     check_anchor("chain", anchor_every)
-    return Chain(tuple(checkpointed(b, f"chain: block {i}") for i, b in enumerate(blocks)), anchor_every).pair()
+    return Chain(tuple(_block(b, f"chain: block {i}") for i, b in enumerate(blocks)), anchor_every).pair()
 
 
 def repeated(block: Callable, *, anchor_every: int | None = None) -> Invertible:
@@ -108,7 +109,7 @@ def repeated(block: Callable, *, anchor_every: int | None = None) -> Invertible:
     Source: `jax.lax.scan`, whose parameters are stacked in this way.
     """
     check_anchor("repeated", anchor_every)
-    return _Repeated((checkpointed(block, "repeated"),), anchor_every).pair()
+    return _Repeated((_block(block, "repeated: its block"),), anchor_every).pair()
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,6 +264,16 @@ def _inverse(g: Checkpointed, hidden: Any) -> Callable:
     if g.pair.hidden:
         return lambda y, *args, **kwargs: g.pair.inverse(*g.pair.shared, y, hidden, *args, **kwargs)
     return replace(g, pair=invert(g.pair), keep=False)
+
+
+def _block(block: Callable, where: str) -> Checkpointed:
+    """A block of a sequence, as the caller gave it."""
+    if isinstance(block, Checkpointed) and block.has_aux:
+        raise ArgumentError(
+            f"{where}, {block!r}, has has_aux=True, but what a block hides cannot be handed to the next one. "
+            "invertible_checkpoint(chain(...), has_aux=True) returns what all blocks hide, as a list."
+        )
+    return checkpointed(block, where)
 
 
 def checkpointed(block: Callable, where: str) -> Checkpointed:

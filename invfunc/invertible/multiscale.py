@@ -10,7 +10,7 @@ import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.invertible.chain import Chain, Step, checkpointed
-from invfunc.pairs.pair import Invertible, Law, as_pair
+from invfunc.pairs.pair import Invertible, Law, as_pair, rewrapped
 from invfunc.pairs.state import per_sample
 from invfunc.pairs.value import Value
 
@@ -28,7 +28,8 @@ def multiscale(*flows: Callable, split_dim: int = 1) -> Invertible:
     So the numbers that leave early cost less, and each scale sees a state of its own width.
 
     Args:
-        flows: each an `Invertible` on one tensor, such as a `chain` of the steps of a scale.
+        flows: each an `Invertible` on one tensor, such as a `chain` of the steps of a scale, or a block of one, which
+            keeps its options.
         split_dim: the axis along which the state is divided, that of the channels.
 
     Returns:
@@ -65,7 +66,8 @@ def multiscale(*flows: Callable, split_dim: int = 1) -> Invertible:
         if pair.hidden:
             raise ArgumentError(f"multiscale(*flows): {pair!r} hides something beside its result, which has no scale.")
     halved = _Halved(split_dim).pair(f"halved(split_dim={split_dim})")
-    blocks = [block for pair in pairs for block in (_of_first(pair), halved)][:-1]
+    firsts = [rewrapped(flow, _of_first(pair)) for flow, pair in zip(flows, pairs, strict=True)]
+    blocks = [block for first in firsts for block in (first, halved)][:-1]
     return _Multiscale(tuple(checkpointed(block, "multiscale") for block in blocks), None).pair()
 
 
