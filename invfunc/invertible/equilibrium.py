@@ -66,7 +66,7 @@ def equilibrium(
 
     Returns:
         `solve(x, *args, **kwargs) -> Equilibrium(value, evaluations, residual)`: x is where the steps begin, any pytree
-        of tensors; all that stands behind it goes to f as it is. So a module has its own parameters, and
+        of tensors; what stands behind it goes to f, and nothing else. So a module has its own parameters, and
         `solve(x, u)` evaluates `module(x, u)`; to pass others, take `f, params = functional(module)` and
         `equilibrium(state_first(f))(x, params, u)`. All samples take the same steps, until the last one has arrived.
 
