@@ -34,13 +34,6 @@ FAULTS = [
         "torch.cat([second, first], self.dim)",
         "invertible/test_multiscale.py",
     ),
-    Fault(
-        "a block without parameters does not get the further arguments",
-        "pairs/pair.py",
-        "if p is None and not args and not kwargs else",
-        "if p is None else",
-        "invertible/test_arguments_arrive.py::TestFurtherArguments invertible/test_arguments_arrive.py",
-    ),
     # Training run backwards
     Fault(
         "a state that has not come back to the last bit before many steps is taken",
