@@ -120,8 +120,10 @@ def fisher_columns(
         if mc_samples is None:
             raise ArgumentError(f"{name}(mc_samples=None): fisher='mc' needs mc_samples, 1 at least.")
         return {"kind": GGN, "drawing": drawing(name, mc_samples, generator, sample, peel)}
-    if generator is not None or sample is not None or peel is not None:
-        raise ArgumentError(f"{name}(fisher={fisher!r}): nothing is drawn, so leave generator, sample and peel out.")
+    if mc_samples != 1 or generator is not None or sample is not None or peel is not None:
+        raise ArgumentError(
+            f"{name}(fisher={fisher!r}): nothing is drawn, so leave mc_samples, generator, sample and peel out."
+        )
     return {"kind": kinds[fisher]}
 
 

@@ -59,6 +59,9 @@ def in_series(steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:
         try:
             x, more = run.forward(rest[:count], x)
             hidden += more
+        except TypeError as error:
+            vars(error)["at"] = len(hidden) + len(run.links) - 1  # for a chain to name the block
+            raise
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error) or not run.links:
                 raise

@@ -119,6 +119,8 @@ class Checkpoint:
     @classmethod
     def of(cls, path: Any, every: Any) -> Checkpoint | None:
         if path is None:
+            if every != 60:
+                raise ArgumentError(f"streamed(t, every={every!r}): there is no file to write. Give checkpoint=, too.")
             return None
         if not isinstance(path, (str, os.PathLike)):
             kind = type(path).__name__

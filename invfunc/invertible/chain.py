@@ -13,7 +13,7 @@ from invfunc import tree
 from invfunc.blocks.series import in_series
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
 from invfunc.invertible.checkpoint import Checkpointed, invertible_checkpoint
-from invfunc.pairs.pair import Composition, Invertible, invert
+from invfunc.pairs.pair import Composition, Invertible, behind, invert
 
 Step = tuple[Checkpointed, Any]
 """A block and its parameters."""
@@ -37,14 +37,17 @@ def chain(*blocks: Callable, anchor_every: int | None = None) -> Invertible:
             between two anchors only.
 
     Returns:
-        An `Invertible`, called as `chained(x, params, *args, **kwargs)`: `params` has an entry for each block; a block
-        whose entry is None is called as `g(x)`. The further arguments go to all the others. Its inverse takes the same
-        arguments, and saves memory in the same way.
+        An `Invertible`, called as `chained(x, params, *args, **kwargs)`: `params` has an entry for each block, None for
+        one without parameters; None in place of the list is None for all. The further arguments go to every block; in
+        a call without any, a block whose entry is None is called as `g(x)`. Its inverse takes the same arguments, and
+        saves memory in the same way.
 
     Raises:
         ArgumentTypeError: a block is not a function.
-        ArgumentError: `params` has not one entry for each block; `anchor_every` is less than 1.
+        ArgumentError: `params` has not one entry for each block; `anchor_every` is less than 1; a block has
+            `has_aux=True`, which is an option for the whole chain.
         InverseError: it is inverted, but has a block without an inverse.
+        TypeError: a block does not take the further arguments; a note says which one, and how to wrap it.
 
     Example:
         >>> import torch, invfunc
@@ -66,7 +69,7 @@ def chain(*blocks: Callable, anchor_every: int | None = None) -> Invertible:
     Source: MemCNN and invtorch stack wrapped modules in `nn.Sequential`.
     """
     check_anchor("chain", anchor_every)
-    return Chain(tuple(checkpointed(b, f"chain: block {i}") for i, b in enumerate(blocks)), anchor_every).pair()
+    return Chain(tuple(_block(b, f"chain: block {i}") for i, b in enumerate(blocks)), anchor_every).pair()
 
 
 def repeated(block: Callable, *, anchor_every: int | None = None) -> Invertible:
@@ -83,7 +86,8 @@ def repeated(block: Callable, *, anchor_every: int | None = None) -> Invertible:
 
     Returns:
         An `Invertible`, called as `repeat(x, params, *args, **kwargs)`: `params` is a list with an entry for each time,
-        or any other pytree whose tensors are stacked along their leading axis.
+        or any other pytree whose tensors are stacked along their leading axis. `[None] * n` repeats a block without
+        parameters n times; the further arguments go to it each time, as in `chain`.
 
     Raises:
         ArgumentTypeError: the block is not a function.
@@ -103,7 +107,7 @@ def repeated(block: Callable, *, anchor_every: int | None = None) -> Invertible:
     Source: `jax.lax.scan`, whose parameters are stacked in this way.
     """
     check_anchor("repeated", anchor_every)
-    return _Repeated((checkpointed(block, "repeated"),), anchor_every).pair()
+    return _Repeated((_block(block, "repeated: its block"),), anchor_every).pair()
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,24 +167,53 @@ class _Sequence(Composition):
 
             if fits(steps):
                 return within(steps, x, args, kwargs)
-        calls = [(g, (), {}) if p is None else (g, (p, *args), kwargs) for g, p in steps]
-        if not compiling and all(g.pair.composition is None for g, _ in steps):
-            x, hidden = in_series(calls, x)
-            return (x, [own[0] if own else None for own in hidden]) if self.hidden else x
-        for g, given, by_name in calls:
-            x = g(x, *given, **by_name)
+        if not compiling and not any(g.has_aux for g, _ in steps):
+            calls = [*_single(steps, args, kwargs)]
+            try:
+                return in_series(calls, x)[0]
+            except TypeError as error:
+                at = getattr(error, "at", 0)
+                self._blame(error, at, calls[at][0], args, kwargs)
+                raise
+        for at, (g, p) in enumerate(steps):
+            try:
+                x = g(x, *behind(p, args, kwargs), **kwargs)
+            except TypeError as error:
+                self._blame(error, at, g, args, kwargs)
+                raise
             x, own = x if g.pair.hidden else (x, None)
             seen.append(own)
         return (x, seen) if self.hidden else x
 
     def inverse(self, y: Any, *given: Any, **kwargs: Any) -> Any:
-        seen, *behind = given if self.hidden else (None, *given)
-        params, *args = behind or [None]
+        seen, *rest = given if self.hidden else (None, *given)
+        params, args = rest[0] if rest else None, tuple(rest[1:])
         blocks = self.steps(params)
         for (g, p), own in zip(reversed(blocks), reversed(seen or [None] * len(blocks)), strict=True):
-            back = _inverse(g, own)
-            y = back(y) if p is None else back(y, p, *args, **kwargs)
+            y = _inverse(g, own)(y, *behind(p, args, kwargs), **kwargs)
         return y
+
+    def _blame(self, error: TypeError, at: int, g: Checkpointed, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Note which block was called when an error was raised, if it may not take the further arguments."""
+        if (args or kwargs) and not torch.compiler.is_compiling():
+            more = ("p", *(type(a).__name__ for a in args), *(f"{k}={type(v).__name__}" for k, v in kwargs.items()))
+            error.add_note(
+                f"Block {at} of {self.name}, {g.pair!r}, was called as g(x, {', '.join(more)}): further arguments go "
+                "to every block. Wrap one that does not take them, as in lambda x, p, mask: f(x), or with its inverse "
+                "as in Invertible(lambda x, p, mask: f(x), lambda y, p, mask: f_inv(y)); or pass them in the entries "
+                "of params of those that do."
+            )
+
+
+def _single(steps: Sequence[Step], args: tuple, kwargs: dict[str, Any]) -> Iterable[tuple[Checkpointed, tuple, dict]]:
+    """The calls of blocks that are not composed of others."""
+    for g, p in steps:
+        composition = g.pair.composition
+        if composition is None:
+            yield g, behind(p, args, kwargs), kwargs
+        else:
+            pair = composition.keeping(g.keep) if g.keep else g.pair
+            yield from _single(pair.composition.steps(p), args, kwargs)
 
 
 class Chain(_Sequence):
@@ -240,6 +273,16 @@ def _inverse(g: Checkpointed, hidden: Any) -> Callable:
     if g.pair.hidden:
         return lambda y, *args, **kwargs: g.pair.inverse(*g.pair.shared, y, hidden, *args, **kwargs)
     return replace(g, pair=invert(g.pair), keep=False)
+
+
+def _block(block: Callable, where: str) -> Checkpointed:
+    """A block of a sequence, as the caller gave it."""
+    if isinstance(block, Checkpointed) and block.has_aux:
+        raise ArgumentError(
+            f"{where}, {block!r}, has has_aux=True, but what a block hides cannot be handed to the next one. "
+            "invertible_checkpoint(chain(...), has_aux=True) returns what all blocks hide, as a list."
+        )
+    return checkpointed(block, where)
 
 
 def checkpointed(block: Callable, where: str) -> Checkpointed:

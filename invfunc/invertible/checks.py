@@ -18,7 +18,7 @@ from invfunc.blocks.run import Run
 from invfunc.errors import InverseError, InvFuncError, InvFuncWarning
 from invfunc.invertible.chain import repeated
 from invfunc.invertible.checkpoint import Checkpointed
-from invfunc.pairs.pair import Invertible, as_pair
+from invfunc.pairs.pair import Invertible, as_pair, behind
 from invfunc.blocks.rounding import default_tolerance, relative_error
 from invfunc.transform import told
 
@@ -167,7 +167,7 @@ def drift(pair: Callable | tuple[Callable, Callable], x: Any, params: Any, *args
     try:
         trips: list[_Trip] = []
         for g, p in composition.steps(params):
-            given = ((), {}) if p is None else ((p, *args), kwargs)
+            given = behind(p, args, kwargs), kwargs
             trips.append(_Trip(_as_pair("drift", g), trips[-1].y if trips else x, *given))
         errors, y = [], trips[-1].y if trips else x
         while trips:

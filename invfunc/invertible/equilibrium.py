@@ -14,11 +14,10 @@ from invfunc import tree
 from invfunc._torch.functorch import innermost, unwatched
 from invfunc._torch.precision import in_float64
 from invfunc.callables import describe
-from invfunc.errors import ArgumentError, InvFuncWarning
+from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncWarning
 from invfunc.invertible.chain import check_anchor
 from invfunc.invertible.checkpoint import Checkpointed
 from invfunc.pairs.fixed_point import fixed_point
-from invfunc.pairs.part import as_part
 from invfunc.pairs.value import Value
 from invfunc.transform import shown
 
@@ -56,7 +55,9 @@ def equilibrium(
     back, both copies are kept in float64; f gets them, and gives its result, in the dtype of x.
 
     Args:
-        f, beta: as in `fixed_point`. f has to contract: else there is nothing to come to.
+        f: any function that keeps the form of x, a tensor or any pytree of tensors; or a module. It has to contract:
+            else there is nothing to come to.
+        beta: as in `fixed_point`.
         tolerance: how large the residual may be, relative to the largest entry of x.
         max_steps: after this many steps it stops in any case, with a warning where the residual is larger than that.
         anchor_every: keep the state of every n-th step, so that rounding errors of the way back grow between two
@@ -65,7 +66,9 @@ def equilibrium(
 
     Returns:
         `solve(x, *args, **kwargs) -> Equilibrium(value, evaluations, residual)`: x is where the steps begin, any pytree
-        of tensors; what stands behind it goes to f. All samples take the same steps, until the last one has arrived.
+        of tensors; what stands behind it goes to f, and nothing else. So a module has its own parameters, and
+        `solve(x, u)` evaluates `module(x, u)`; to pass others, take `f, params = functional(module)` and
+        `equilibrium(state_first(f))(x, params, u)`. All samples take the same steps, until the last one has arrived.
 
     Raises:
         ArgumentTypeError: f is not a function.
@@ -88,7 +91,9 @@ def equilibrium(
 
     Source: S. Bai et al., Deep Equilibrium Models, 2019; Reversible Deep Equilibrium Models, arXiv 2509.12917, 2025.
     """
-    pair = fixed_point(_Narrow(as_part("equilibrium(f)", "f", f)), beta)
+    if not callable(f):
+        raise ArgumentTypeError(f"equilibrium(f): f is of type {type(f).__name__}, but has to be a function.")
+    pair = fixed_point(_Narrow(f), beta)
     call = f"equilibrium({describe(pair.shared[0])}, beta={beta})"
     for name, value, kinds in (("tolerance", tolerance, (int, float)), ("max_steps", max_steps, int)):
         if not isinstance(value, kinds) or isinstance(value, bool) or not value > 0:

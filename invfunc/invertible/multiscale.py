@@ -10,7 +10,7 @@ import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.invertible.chain import Chain, Step, checkpointed
-from invfunc.pairs.pair import Invertible, Law, as_pair
+from invfunc.pairs.pair import Invertible, Law, as_pair, rewrapped
 from invfunc.pairs.state import per_sample
 from invfunc.pairs.value import Value
 
@@ -28,13 +28,15 @@ def multiscale(*flows: Callable, split_dim: int = 1) -> Invertible:
     So the numbers that leave early cost less, and each scale sees a state of its own width.
 
     Args:
-        flows: each an `Invertible` on one tensor, such as a `chain` of the steps of a scale.
+        flows: each an `Invertible` on one tensor, such as a `chain` of the steps of a scale, or a block of one, which
+            keeps its options.
         split_dim: the axis along which the state is divided, that of the channels.
 
     Returns:
-        An `Invertible` `(x, params) -> (last, ..., first)`, with an entry of `params` for each flow as in `chain`; its
-        memory does not grow with the depth of a scale. `with_log_det` of it carries the log-determinants of all flows;
-        the inverse takes the tuple and gives x. Of a single flow the result is a tensor.
+        An `Invertible` `(x, params, *args, **kwargs) -> (last, ..., first)`, with an entry of `params` for each flow
+        and further arguments for all flows, as in `chain`; its memory does not grow with the depth of a scale.
+        `with_log_det` of it carries the log-determinants of all flows; the inverse takes the tuple and gives x. Of a
+        single flow the result is a tensor.
 
     Raises:
         ArgumentTypeError: a flow is not an `Invertible`.
@@ -64,7 +66,8 @@ def multiscale(*flows: Callable, split_dim: int = 1) -> Invertible:
         if pair.hidden:
             raise ArgumentError(f"multiscale(*flows): {pair!r} hides something beside its result, which has no scale.")
     halved = _Halved(split_dim).pair(f"halved(split_dim={split_dim})")
-    blocks = [block for pair in pairs for block in (_of_first(pair), halved)][:-1]
+    firsts = [rewrapped(flow, _of_first(pair)) for flow, pair in zip(flows, pairs, strict=True)]
+    blocks = [block for first in firsts for block in (first, halved)][:-1]
     return _Multiscale(tuple(checkpointed(block, "multiscale") for block in blocks), None).pair()
 
 
@@ -121,11 +124,11 @@ class _OfFirst(Value):
 
 @dataclass(frozen=True, eq=False)
 class _Halved(Law):
-    """Divides the first tensor of a state into two."""
+    """Divides the first tensor of a state into two; what the flows get beside it says nothing about that."""
 
     dim: int
 
-    def forward(self, state: Any) -> tuple[torch.Tensor, ...]:
+    def forward(self, state: Any, *given: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         y, *left = state if isinstance(state, tuple) else (state,)
         if not isinstance(y, torch.Tensor) or not -y.dim() <= self.dim < y.dim() or y.shape[self.dim] < 2:
             what = f"of shape {list(y.shape)}" if isinstance(y, torch.Tensor) else f"a {type(y).__name__}"
@@ -135,10 +138,10 @@ class _Halved(Law):
         first, second = y.tensor_split(2, self.dim)
         return first.contiguous(), second.contiguous(), *left  # so that one can be freed without the other
 
-    def inverse(self, state: tuple[torch.Tensor, ...]) -> Any:
+    def inverse(self, state: tuple[torch.Tensor, ...], *given: Any, **kwargs: Any) -> Any:
         first, second, *left = state
         x = torch.cat([first, second], self.dim)
         return (x, *left) if left else x
 
-    def log_det(self, state: Any) -> torch.Tensor:
+    def log_det(self, state: Any, *given: Any, **kwargs: Any) -> torch.Tensor:
         return per_sample(torch.zeros_like(state[0] if isinstance(state, tuple) else state))

@@ -17,6 +17,7 @@ from invfunc.errors import InverseError
 from invfunc.invertible.checkpoint import Checkpointed
 from invfunc.invertible.in_a_graph import as_one_node
 from invfunc.pairs.automatic.found import Automatic
+from invfunc.pairs.pair import behind
 from invfunc.pairs.training import Optimiser
 
 Step = tuple[Checkpointed, Any]
@@ -40,7 +41,7 @@ def within(steps: Sequence[Step], x: Any, args: tuple, kwargs: dict[str, Any]) -
         torch.ops.invfunc.block([], [], [], "", 0.0)  # torch cannot break out of a graph without an operation
         state, one = x, _one if torch.compiler.is_compiling() else _called
         for g, p in blocks:
-            state = one(g, state, () if p is None else (p, *args), {} if p is None else kwargs)
+            state = one(g, state, behind(p, args, kwargs), kwargs)
         return state
 
     return whole(as_one_node, all_blocks)

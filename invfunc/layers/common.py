@@ -113,7 +113,7 @@ def keeps_volume(call: str, form: str = "[N, ...]", least: int = 1) -> Callable[
     return partial(_no_volume, f"{call}.log_det(x)", form, least)
 
 
-def _no_volume(call: str, form: str, least: int, x: Any, *params: Any) -> torch.Tensor:
+def _no_volume(call: str, form: str, least: int, x: Any, params: Any = None) -> torch.Tensor:
     first = next(iter(tree.tensors(x)), x)
     need_axes(call, "x", first, form, least)
     return first.new_zeros(first.shape[0], dtype=torch.promote_types(first.dtype, torch.float32))

@@ -32,7 +32,8 @@ def fixed_point(f: Callable, beta: float = 0.5) -> Invertible:
 
     Returns:
         An `Invertible`, called as `pair((y, z), p, *args, **kwargs)`; `repeated(pair)((x, x), [p] * n)` takes n steps.
-        Its log-determinant is twice the logarithm of 1 - beta for each entry of y, [N].
+        As in every pair, p of a module is that of `functional(module)`, or None for its own, and its further inputs
+        stand behind p. Its log-determinant is twice the logarithm of 1 - beta for each entry of y, [N].
 
     Raises:
         ArgumentTypeError: f is not a function, or a state has something else than tensors in it.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from invfunc.errors import ArgumentError
-from invfunc.pairs.pair import Invertible, Remembered, as_pair
+from invfunc.pairs.pair import Invertible, Remembered, as_pair, rewrapped
 from invfunc.pairs.value import Value
 
 
@@ -19,8 +19,8 @@ def with_log_det(pair: Invertible) -> Invertible:
         pair: an `Invertible` with a log_det. Of a chain the log-determinants of all blocks are carried.
 
     Returns:
-        An `Invertible`. s has the shape [N] of one sum for each entry of the leading axis of x; `torch.zeros(N)`
-        starts.
+        An `Invertible`; of what `invertible_checkpoint` returned, a block with the same options. s has the shape [N] of
+        one sum for each entry of the leading axis of x; `torch.zeros(N)` starts.
 
     Raises:
         ArgumentTypeError: `pair` is not an `Invertible`.
@@ -38,16 +38,18 @@ def with_log_det(pair: Invertible) -> Invertible:
 
     Source: D. Rezende and S. Mohamed, Variational Inference with Normalizing Flows, 2015.
     """
-    pair = as_pair("with_log_det(pair)", pair)
+    block, pair = pair, as_pair("with_log_det(pair)", pair)
     if pair.composition is not None:
-        return pair.composition.changed(lambda block: replace(block, pair=with_log_det(block.pair), has_aux=False))
+        flow = pair.composition.changed(lambda block: replace(block, pair=with_log_det(block.pair), has_aux=False))
+        return rewrapped(block, flow)
     if pair.carried is not None:
-        return pair.carried
+        return rewrapped(block, pair.carried)
     if pair.log_det is None or pair.hidden:
         why = "hides something, so that its inverse is not a function of y" if pair.hidden else "has no log_det"
         raise ArgumentError(f"with_log_det({pair!r}): the pair {why}.")
     carried = _Carried(pair)
-    return Invertible(carried.forward, carried.inverse, pair.shared, name=f"with_log_det({pair!r})")
+    name = f"with_log_det({pair!r})"
+    return rewrapped(block, Invertible(carried.forward, carried.inverse, pair.shared, name=name))
 
 
 def carries_a_sum(pair: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -40,6 +40,11 @@ class Composition(Value, ABC):
     @abstractmethod
     def keeping(self, keep: bool | tuple[int, ...]) -> Invertible:
         """This composition, with blocks that keep these tensors of x in memory."""
+
+
+def behind(p: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """The positional arguments of a block behind its state: its own entry of the parameters and the further ones."""
+    return () if p is None and not args and not kwargs else (p, *args)
 
 
 @shown
@@ -156,6 +161,11 @@ def as_pair(call: str, pair: Any, more: str = "") -> Invertible:
     return found
 
 
+def rewrapped(block: Any, pair: Invertible, **options: Any) -> Any:
+    """Another pair, or a block of it with the options of a block of the first one."""
+    return pair if isinstance(block, Invertible) else replace(block, pair=pair, has_aux=False, **options)
+
+
 def invert(pair: Invertible) -> Invertible:
     """The same pair the other way round: `invert(pair)(y, *args) == x` where `pair(x, *args) == y`.
 
@@ -163,7 +173,8 @@ def invert(pair: Invertible) -> Invertible:
         pair: an `Invertible`. For two functions f and f_inv, `Invertible(f_inv, f)` is the same.
 
     Returns:
-        An `Invertible` from y to x, with the negated log-determinant.
+        An `Invertible` from y to x, with the negated log-determinant. Of what `invertible_checkpoint` returned, a block
+        with the same options, but for `keep`, which is of x.
 
     Raises:
         ArgumentTypeError: `pair` is not an `Invertible`.
@@ -182,18 +193,18 @@ def invert(pair: Invertible) -> Invertible:
 
     Source: invtorch's `reversed`.
     """
-    pair = as_pair("invert(pair)", pair, ". Of two functions: Invertible(f_inv, f)")
+    block, pair = pair, as_pair("invert(pair)", pair, ". Of two functions: Invertible(f_inv, f)")
     if pair.hidden:
         raise ArgumentError(
             f"invert({pair!r}): its inverse needs what forward hides beside y, so that it is not a function of y alone."
         )
     if pair.composition is not None:
-        return pair.composition.inverted(f"invert({pair!r})")
+        return rewrapped(block, pair.composition.inverted(f"invert({pair!r})"), keep=False)
     log_det = None if pair.log_det is None else _Negated(pair).log_det
     carried = None if pair.carried is None else invert(pair.carried)
-    return Invertible(
-        pair.inverse, pair.forward, pair.shared, log_det=log_det, name=f"invert({pair!r})", carried=carried
-    )
+    name = f"invert({pair!r})"
+    back = Invertible(pair.inverse, pair.forward, pair.shared, log_det=log_det, name=name, carried=carried)
+    return rewrapped(block, back, keep=False)
 
 
 @dataclass(frozen=True, eq=False)

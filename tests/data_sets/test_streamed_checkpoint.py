@@ -480,6 +480,8 @@ class TestAnotherOne:
         for every in (-1, float("nan"), "1"):
             with pytest.raises(ArgumentError, match="number of seconds"):
                 streamed(invfunc.variance(losses), checkpoint="state", every=every)
+        with pytest.raises(ArgumentError, match="Give checkpoint="):
+            streamed(invfunc.variance(losses), every=5)
 
 
 class TestFingerprint:

@@ -237,8 +237,9 @@ class TestOptions:
         for peel in ("all", True, 1.0):
             with pytest.raises(ArgumentTypeError, match="'auto' or an int"):
                 of(mc_samples=3, peel=peel, **options())
-        with pytest.raises(ArgumentError, match="nothing is drawn, so leave generator, sample and peel out"):
-            invfunc.kfac(f, F.cross_entropy, fisher="exact", peel=1)
+        for more in ({"peel": 1}, {"mc_samples": 2}):
+            with pytest.raises(ArgumentError, match="so leave mc_samples, generator, sample and peel out"):
+                invfunc.kfac(f, F.cross_entropy, fisher="exact", **more)
         with pytest.raises(ArgumentError, match="samples have 15 positions"):
             g, *more = of_tokens(0)
             invfunc.diag_ggn(g, F.cross_entropy, mc_samples=3, peel=1, **options())(*more)

@@ -325,4 +325,11 @@ FAULTS = [
         "    if False:\n        refuse(",
         "pairs/test_automatic_refusals.py::TestNumbers",
     ),
+    Fault(
+        "a block without parameters does not get the further arguments",
+        "pairs/pair.py",
+        "if p is None and not args and not kwargs else",
+        "if p is None else",
+        "invertible/test_arguments_arrive.py::TestFurtherArguments invertible/test_arguments_arrive.py",
+    ),
 ]
