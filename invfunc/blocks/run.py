@@ -136,7 +136,7 @@ class Link:
     """A block of a run."""
 
     __slots__ = (
-        "block", "form", "like", "tensors", "args", "needs", "versions", "start", "around", "states", "looks", "kept", "hidden",
+        "block", "form", "like", "own", "tensors", "args", "needs", "versions", "start", "around", "states", "looks", "kept", "hidden",
         "evaluations",
     )  # fmt: skip
 
@@ -145,6 +145,8 @@ class Link:
         self.form, self.like, self.start = form, [_Like(x) for x in xs], start
         self.tensors, self.args = tree.separate(tuple(given)) if given[0] or given[1] else ((), None)
         self.needs = [t.requires_grad for t in self.tensors]
+        self.own = self.tensors
+        """The tensors of the arguments, until the call has ended."""
         self.tensors = [t if t.grad_fn is None else _Constant(t) for t in self.tensors]
         self.kept: dict[int, Slot] = {}
         self.looks: list[Look | None] | None = None
@@ -278,6 +280,7 @@ class Run(Holder):
                     evaluation.states = None
             states = after
         link.around.called()
+        link.own = ()
         known.first = False
         if link.tensors:
             link.versions = [version(t.value if isinstance(t, _Constant) else t) for t in link.tensors]
@@ -316,8 +319,11 @@ class Run(Holder):
         """The first evaluation of a shared function."""
         if link.evaluations and link.around.buffers:
             link.around.mark()
-        own = {id(t) for t in link.tensors}
-        needs = [t.requires_grad for t in tree.tensors((args, kwargs)) if id(t) not in own]
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
+            needs = [args[0].requires_grad]
+        else:
+            own = {id(t) for t in link.own}
+            needs = [t.requires_grad for t in tree.tensors((args, kwargs)) if id(t) not in own]
         states = states_of(self.generators) if self.generators else None
         evaluation = _Evaluation(len(self._like), needs, states)
         link.evaluations.append(evaluation)
@@ -400,18 +406,10 @@ class Run(Holder):
         k = bisect_right(self._starts, n) - 1
         found = self._saved[n - self._starts[k]] if self._now == k else None
         if found is None:
-            with self._told(k):
-                self._restore(k)
+            self._restore(k)
             found = self._saved[n - self._starts[k]]
             assert found is not None
         return found
-
-    @contextmanager
-    def _told(self, k: int) -> Iterator[None]:
-        try:
-            yield
-        except InvFuncError as error:
-            raise told(error, f"{self.links[k].block!r}, in the backward pass") from error.__cause__
 
     def release(self) -> None:
         self._now, self._saved, self._state = None, [], None
@@ -422,15 +420,14 @@ class Run(Holder):
         with self._entered() as (enter, leave, _):
             while self._state[0]:
                 k = self._state[0] - 1
-                with self._told(k):
-                    self._state = k, [leave(x) for x in self._inverted(self.links[k], self._state[1], enter, None)]
+                self._state = k, [leave(x) for x in self._inverted(self.links[k], self._state[1], enter, None)]
         return self._state[1]
 
     def _restore(self, k: int) -> None:
         """Have at hand what autograd saved of a link."""
         self._now, self._saved = None, []
         if self._state is None or self._state[0] < k:
-            self._state = len(self.links), self.output()
+            self._state = len(self.links), self._output(k)
         end = self._starts[k + 1] if k + 1 < len(self.links) else len(self._like)
         link, saved = self.links[k], [None] * (end - self._starts[k])
         with self._entered() as (enter, leave, kept):
@@ -442,11 +439,20 @@ class Run(Holder):
                 xs = [leave(x) for x in self._inverted(link, xs, enter, saved)]
                 self._state = k, xs
             if any(t is None for t in saved):
-                self._evaluated(link, xs, enter, saved)
+                try:
+                    self._evaluated(link, xs, enter, saved)
+                except InvFuncError as error:
+                    raise told(error, self._where(link)) from error.__cause__
             saved = [kept(t) for t in saved]
         if k == 0:
             self.fill(xs)
         self._now, self._saved = k, saved
+
+    def _output(self, k: int) -> Tensors:
+        try:
+            return self.output()
+        except InvFuncError as error:
+            raise told(error, self._where(self.links[k])) from error.__cause__
 
     @contextmanager
     def _entered(self) -> Iterator[tuple[Callable, Callable, Callable]]:
@@ -457,6 +463,15 @@ class Run(Holder):
 
     def _inverted(self, link: Link, ys: Tensors, enter: Callable, saved: list | None) -> Tensors:
         """The tensors of x, from those of y; what autograd saves of shared functions is put into `saved`."""
+        try:
+            return self._inverted_by(link, ys, enter, saved)
+        except InvFuncError as error:
+            raise told(error, self._where(link)) from error.__cause__
+
+    def _where(self, link: Link) -> str:
+        return f"{link.block!r}, in the backward pass" if self._done else f"{link.block!r}(x, ...)"
+
+    def _inverted_by(self, link: Link, ys: Tensors, enter: Callable, saved: list | None) -> Tensors:
         block, pair = link.block, link.pair
         if link is self.links[0] and self._origin and self._done:
             held = [x for of, then in self._origin if (x := of()) is not None and version(x) == then]
@@ -517,10 +532,13 @@ class Run(Holder):
     ) -> Any:
         """A shared function again, with what autograd saves."""
         evaluation = link.evaluations[at]
-        needs = iter(evaluation.needs)
-        args, kwargs = tree.map_tensors(
-            lambda t: t if id(t) in own else enter(t.detach(), next(needs, False)), (args, kwargs)
-        )
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
+            args = (enter(args[0], evaluation.needs[0]),)
+        else:
+            needs = iter(evaluation.needs)
+            args, kwargs = tree.map_tensors(
+                lambda t: t if id(t) in own else enter(t, next(needs, False)), (args, kwargs)
+            )
         if evaluation.states is not None:
             self._draw(evaluation.states)
         with link.around.again(at, enter) if link.around.buffers else nullcontext():

@@ -19,7 +19,9 @@ States = list[torch.Tensor]
 def generators_of(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> list[Generator]:
     """The generators that a call may draw from: that of the CPU, of the devices of its tensors, and its arguments."""
     found: list[Generator] = [torch.default_generator]
-    found += [global_generator(device) for device in {t.device for t in tensors if t.device.type not in ("cpu", "meta")}]
+    if not all(t.is_cpu for t in tensors):
+        devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
+        found += [global_generator(device) for device in devices]
     return found + [other for other in others if isinstance(other, torch.Generator)]
 
 
@@ -136,6 +138,8 @@ def _casts(kinds: Sequence[str]) -> list[tuple[str, bool, torch.dtype]]:
 
 def kinds_of(tensors: Sequence[torch.Tensor]) -> Sequence[str]:
     """The kinds of devices whose autocast counts for a call."""
+    if all(t.is_cpu for t in tensors):
+        return ("cpu",)
     found = {"cpu", *(t.device.type for t in tensors)}
-    return ("cpu",) if len(found) == 1 else sorted(k for k in found if torch.amp.is_autocast_available(k))
+    return sorted(k for k in found if torch.amp.is_autocast_available(k))
 
