@@ -165,6 +165,10 @@ class Reading(TorchDispatchMode):
         super().__init__()
         self.read: set[int] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler at the first call, which takes seconds
+
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         for t in tree.tensors((args, kwargs)):
             self.read.add(storage_of(t))
