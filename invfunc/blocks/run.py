@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -26,16 +26,19 @@ from invfunc._torch.functorch import (
     alive,
     backward_by_torch_func,
     batched_like,
+    batches_of,
+    needs_grad,
     ended,
+    is_batched,
     pop_hooks,
     push_hooks,
+    recorded,
     saving_hooks,
     storage_of,
     unwatched,
     unwrapped,
     version,
     tracked_below,
-    vmaps_of,
 )
 from invfunc.blocks.closed import Reading
 from invfunc.blocks.looks import EVERY, Look, compare, looked_at
@@ -72,12 +75,12 @@ class _Enough(BaseException):
 class _Like:
     """What a tensor of x was like."""
 
-    __slots__ = ("shape", "dtype", "device", "stride", "needs", "vmaps")
+    __slots__ = ("shape", "dtype", "device", "stride", "needs", "batches")
 
     def __init__(self, x: torch.Tensor) -> None:
-        self.shape, self.dtype, self.device, self.needs = x.shape, x.dtype, x.device, x.requires_grad
+        self.shape, self.dtype, self.device, self.needs = x.shape, x.dtype, x.device, needs_grad(x)
         self.stride = x.stride() if x.layout is torch.strided else None
-        self.vmaps = vmaps_of(x) if unwrapped(x) is not None else _NONE
+        self.batches = batches_of(x)
 
     def checked(self, came: Any, link: Link, place: int) -> torch.Tensor:
         """What the inverse gave for it, with the strides that it had: kernels are chosen by them."""
@@ -89,7 +92,7 @@ class _Like:
                 f"memory, and not compute it by the inverse, pass keep=({place},)."
             )
         came = came.detach() if came.dtype == self.dtype else came.detach().to(self.dtype)
-        came = batched_like(came, self.vmaps)
+        came = batched_like(came, self.batches)
         if self.stride is None or came.stride() == self.stride or came.numel() < 2:
             return came
         made = came.new_empty_strided(self.shape, self.stride)
@@ -128,8 +131,10 @@ class _Evaluation:
 
     __slots__ = ("start", "end", "needs", "states")
 
-    def __init__(self, start: int, needs: list[bool], states: States | None) -> None:
-        self.start, self.end, self.needs, self.states = start, start, needs, states
+    def __init__(self, start: int, given: Iterable[torch.Tensor], states: States | None) -> None:
+        self.start, self.end, self.states = start, start, states
+        self.needs = [(needs_grad(t), batches_of(t)) for t in given]
+        """Of the tensors that it is given beside the arguments of the block."""
 
 
 class Link:
@@ -144,10 +149,10 @@ class Link:
         self.block, *given = step
         self.form, self.like, self.start = form, [_Like(x) for x in xs], start
         self.tensors, self.args = tree.separate(tuple(given)) if given[0] or given[1] else ((), None)
-        self.needs = [t.requires_grad for t in self.tensors]
+        self.needs = [needs_grad(t) for t in self.tensors]
         self.own = self.tensors
         """The tensors of the arguments, until the call has ended."""
-        self.tensors = [t if t.grad_fn is None else _Constant(t) for t in self.tensors]
+        self.tensors = [t if recorded(t).grad_fn is None else _Constant(t) for t in self.tensors]
         self.kept: dict[int, Slot] = {}
         self.looks: list[Look | None] | None = None
         self.hidden: tuple = ()
@@ -202,6 +207,8 @@ class Run(Holder):
         self._now: int | None = None
         """The link whose saved tensors are at hand."""
         self._saved: list[torch.Tensor | None] = []
+        self._left = 0
+        """How many of them autograd has not asked for yet."""
         self._state: tuple[int, Tensors] | None = None
         """A state between the links, and the number of links before it."""
         self._lock = threading.RLock()
@@ -260,7 +267,7 @@ class Run(Holder):
         self._live, self._form, self._done, self.first_states = [], form, True, None
         if self.links:
             with unwatched():
-                hooks = saving_hooks()
+                hooks = None if any(map(is_batched, xs)) else saving_hooks()
                 self.outs = [Slot(t, depth + len(self.links), hooks) for t in xs]
                 for t, slot in zip(xs, self.outs, strict=True):
                     slot.note(t, held=bool(HERE.noted))
@@ -320,12 +327,12 @@ class Run(Holder):
         if link.evaluations and link.around.buffers:
             link.around.mark()
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
-            needs = [args[0].requires_grad]
+            given = args
         else:
             own = {id(t) for t in link.own}
-            needs = [t.requires_grad for t in tree.tensors((args, kwargs)) if id(t) not in own]
+            given = [t for t in tree.tensors((args, kwargs)) if id(t) not in own]
         states = states_of(self.generators) if self.generators else None
-        evaluation = _Evaluation(len(self._like), needs, states)
+        evaluation = _Evaluation(len(self._like), given, states)
         link.evaluations.append(evaluation)
         result = fn(*args, **kwargs)
         evaluation.end = len(self._like)
@@ -387,6 +394,9 @@ class Run(Holder):
         with self._lock:
             found = self._found(n := saved.number)
             self._saved[n - self._starts[self._now or 0]] = None
+            self._left -= 1
+            if self._now == 0 and not self._left:
+                self.release()
         if self._level.running and torch.is_grad_enabled() and backward_by_torch_func():
             torch._C._set_grad_enabled(False)  # in this node: nobody can differentiate once more at this level
         return found
@@ -446,7 +456,7 @@ class Run(Holder):
             saved = [kept(t) for t in saved]
         if k == 0:
             self.fill(xs)
-        self._now, self._saved = k, saved
+        self._now, self._saved, self._left = k, saved, len(saved)
 
     def _output(self, k: int) -> Tensors:
         try:
@@ -533,12 +543,16 @@ class Run(Holder):
         """A shared function again, with what autograd saves."""
         evaluation = link.evaluations[at]
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
-            args = (enter(args[0], evaluation.needs[0]),)
+            need, batches = evaluation.needs[0]
+            args = (enter(batched_like(args[0], batches), need),)
         else:
             needs = iter(evaluation.needs)
-            args, kwargs = tree.map_tensors(
-                lambda t: t if id(t) in own else enter(t, next(needs, False)), (args, kwargs)
-            )
+
+            def entered(t: torch.Tensor) -> torch.Tensor:
+                need, batches = next(needs, (False, {}))
+                return enter(batched_like(t, batches), need)
+
+            args, kwargs = tree.map_tensors(lambda t: t if id(t) in own else entered(t), (args, kwargs))
         if evaluation.states is not None:
             self._draw(evaluation.states)
         with link.around.again(at, enter) if link.around.buffers else nullcontext():
@@ -559,7 +573,7 @@ class Run(Holder):
         def recall(*_: Any, **__: Any) -> Any:
             nonlocal at
             at += 1
-            return tree.map_tensors(lambda t: enter(t.detach(), t.requires_grad), outs[at])
+            return tree.map_tensors(lambda t: enter(t, needs_grad(t)), outs[at])
 
         missing = [link.start + i for i, t in enumerate(saved) if t is None]
         x = self._x(link, xs, enter)
@@ -618,7 +632,6 @@ class Run(Holder):
         return out, saved
 
 
-_NONE: set[int] = set()
 _WRITES = (
     "the function writes into x, which it was given. Take inplace=False in its first layers, or give them a copy: "
     "lambda x: f(x.clone())."

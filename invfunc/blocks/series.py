@@ -9,7 +9,16 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import dual, level_of, levels, saving_hooks, tracked_below, under
+from invfunc._torch.functorch import (
+    dual,
+    level_of,
+    levels,
+    needs_grad,
+    recorded,
+    saving_hooks,
+    tracked_below,
+    under,
+)
 from invfunc._torch.generators import set_states
 from invfunc.blocks.closed import Closed
 from invfunc.blocks.run import Run, Step
@@ -78,7 +87,7 @@ def _differs(block: Any, first: Any) -> bool:
 
 def _level(steps: Sequence[Step], x: Any) -> int | None:
     """The level of torch.func at which alone there is a graph, 0 for plain autograd; None if there is no memory to
-    save: without gradients, in forward mode, at several levels, under a vmap of f, or below `min_bytes`."""
+    save: without gradients, in forward mode, at several levels, or below `min_bytes`."""
     block, args, kwargs = steps[0]
     if not torch.is_grad_enabled() or block.known.uses_torch_func or torch.is_inference_mode_enabled():
         return None
@@ -87,7 +96,7 @@ def _level(steps: Sequence[Step], x: Any) -> int | None:
         return None
     if block.min_bytes and sum(t.nbytes for t in xs) < block.min_bytes:
         return None
-    if not any(t.requires_grad for t in xs) and not any(map(_needs, steps)):
+    if not any(map(needs_grad, xs)) and not any(map(_needs, steps)):
         return None
     if under(TwiceDifferentiable) and saving_hooks() is None:  # a statistic writes out what is differentiated twice
         return None
@@ -97,15 +106,16 @@ def _level(steps: Sequence[Step], x: Any) -> int | None:
         return None
     if not around:
         return 0
-    if under(Trace) or around[-1][0] != "grad" or any(kind != "vmap" for kind, _ in around[:-1]):
+    grads = [level for kind, level in around if kind == "grad"]
+    if under(Trace) or len(grads) > 1 or any(kind not in ("grad", "vmap") for kind, _ in around):
         return None
-    level = around[-1][1]
-    below = any(tracked_below(t) or (t.requires_grad and level_of(t) != level) for t in given)
-    return None if below else level
+    level = grads[0] if grads else 0
+    whole = any(tracked_below(t) or ((of := recorded(t)).requires_grad and (level_of(of) or 0) != level) for t in given)
+    return None if whole else level
 
 
 def _needs(step: Step) -> bool:
     """Whether a block reads something beside x that needs a gradient."""
     block, args, kwargs = step
     given = tree.tensors((args, kwargs)) if args or kwargs else ()
-    return any(t.requires_grad for t in (*given, *block.known.closed(block.pair).tensors()))
+    return any(needs_grad(t) for t in (*given, *block.known.closed(block.pair).tensors()))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
 
-from invfunc._torch.functorch import ended, leaf, leaf_at, version
+from invfunc._torch.functorch import ended, leaf_at, needs_grad, recorded, version
 from invfunc._torch.generators import Generator, global_generator, same_state, set_states, state_of
 from invfunc.blocks.closed import Closed, swapped
 from invfunc.errors import ModifiedError
@@ -52,8 +53,9 @@ class Surroundings:
 
     def __init__(self, closed: Closed, kinds: Sequence[str], first: bool) -> None:
         self.closed, self.places = closed, closed.places
-        self.tensors = [t if t.grad_fn is None else leaf(t) for t in closed.tensors()]
-        self.needs = [t.requires_grad for t in self.tensors]
+        tensors = closed.tensors()
+        self.needs = [needs_grad(t) for t in tensors]
+        self.tensors = [t if recorded(t).grad_fn is None else leaf_at(t, True) for t in tensors]
         self.versions: list[int] = []
         self.training = [m.training for m in closed.modules]
         self.casts = _casts(kinds) if torch._C._is_any_autocast_enabled() else ()
@@ -75,8 +77,8 @@ class Surroundings:
         if self.places is not self.closed.places:  # it was learned which of them are read
             read = {(id(c), k) for c, k in self.closed.places}
             kept = [(id(c), k) in read for c, k in self.places]
-            self.tensors = [t for t, keep in zip(self.tensors, kept, strict=True) if keep]
-            self.needs = [t.requires_grad for t in self.tensors]
+            self.tensors = [*compress(self.tensors, kept)]
+            self.needs = [*compress(self.needs, kept)]
             self.places = self.closed.places
         self.versions = [version(t) for t in self.tensors]
         if self.buffers:
