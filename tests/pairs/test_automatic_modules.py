@@ -20,7 +20,7 @@ from invfunc import (
 )
 from invfunc.testing import assert_trees_close
 from tests.meter import Meter, nothing_collected
-from tests.pairs.test_automatic import EXACT, additive, slopes, total
+from tests.pairs.test_automatic import EXACT, Squared, additive, slopes, total
 from tests.strategies import Numbers
 
 # Real blocks
@@ -177,6 +177,64 @@ class TestModules:
         with torch.autocast("cpu", torch.bfloat16):
             (_, found), (_, plain) = slopes(Checkpoints(module), x), slopes(module, x)
         assert_trees_close(found, plain, rtol=0.03)
+
+
+class Switched(nn.Module):
+    """A block of which all changes that its inverse depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.drop, self.scale = nn.Linear(3, 3), nn.Dropout(0.4), 1.0
+        self.register_buffer("by", torch.ones(()))
+
+    def forward(self, x):
+        a, b = x
+        a = a + self.drop(self.net(b).tanh()) * self.scale
+        return a, b + self.drop(a.sin()) * self.by.item()
+
+
+def replace_weight(module: Switched) -> None:
+    module.net.weight = nn.Parameter(2 * module.net.weight.detach())
+
+
+CHANGES: dict[str, Callable] = {
+    "eval": lambda module: module.eval(),
+    "a number of the module": lambda module: setattr(module, "scale", 0.3),
+    "a number that leaves torch": lambda module: module.by.fill_(0.5),
+    "another weight": replace_weight,
+    "another layer": lambda module: setattr(module, "net", nn.Linear(3, 3).double()),
+    "a weight normed": lambda module: nn.utils.parametrizations.weight_norm(module.net),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_inverse_is_that_of_the_function_as_it_is_by_now(name):
+    """Though it was recorded before."""
+    module, x = Switched().double(), (Numbers(1)(4, 3), Numbers(2)(4, 3))
+    block = Checkpoints(module, check="error")
+    slopes(block, x)
+    CHANGES[name](module)
+    assert_trees_close(slopes(block, x), slopes(module, x), rtol=1e-8)
+
+
+class Shared:
+    MASK = torch.tensor([1.0, 2, 3], dtype=torch.float64)
+
+
+OPERATIONS: dict[str, Callable] = {
+    "a block": invertible_checkpoint(additive_coupling(torch.sin, torch.cos, split_dim=-1)),
+    "an autograd.Function": Squared.apply,
+    "numbers of numpy": lambda b: b * torch.from_numpy(Shared.MASK.numpy()).repeat(2)[:4],
+    "a tensor of a class": lambda b: b[..., :1] * Shared.MASK[0],
+    "autocast": lambda b: torch.autocast("cpu", torch.bfloat16)(lambda b: b @ torch.eye(4, dtype=b.dtype))(b),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_f_reads_may_come_from_anywhere(name):
+    f = lambda x: (x[0] + OPERATIONS[name](x[1]), x[1])  # noqa: E731
+    x = Numbers(1)(3, 4), Numbers(2)(3, 4)
+    assert_trees_close(slopes(invertible_checkpoint(f, check="error"), x), slopes(f, x), rtol=1e-8)
 
 
 def peak_of(block: Callable, x: Any, depth: int) -> int:

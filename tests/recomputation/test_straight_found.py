@@ -81,12 +81,12 @@ class TestFound:
 
     @each_function
     def test_the_steps_are_found_once(self, name, monkeypatch):
-        """Also for other numbers: no run of f without numbers is left."""
-        from invfunc.pairs.automatic import symbolic
+        """Also for other numbers: f is recorded no more."""
+        from invfunc.pairs.automatic.found import Found
 
         f = FUNCTIONS[name]
         g, given = known(f), leaves(tuple(2 * Numbers(7)(2, 4, 3)), tuple(Numbers(8)(2, 3, 3)))
-        monkeypatch.setattr(symbolic.Symbolic, "run", None)
+        monkeypatch.setattr(Found, "_record", None)
         assert_close(slope(g, given), slope(f, given))
 
     def test_what_is_made_within_is_found_in_each_call(self):

@@ -1,0 +1,277 @@
+"""A recorded run, walked backwards: the steps from y to x, their numbers and their formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any
+
+import torch
+
+from invfunc._torch.functorch import plainly, undispatched, unwatched
+from invfunc._torch.generators import set_states, state_of
+from invfunc.pairs.automatic.recording import Call, Node, Recording, refuse
+
+Get = Callable[[Any], Any]
+"""From a node to its numbers, and from any other argument to itself."""
+
+
+@dataclass(eq=False)
+class Step:
+    """One tensor, computed from others: as a result of a call, or as an operand of it, or as a whole from its parts."""
+
+    node: Node
+    reads: Sequence[Node]
+    call: Call
+    undo: Callable[[Get], torch.Tensor] | None = None
+    """None where the call is made again."""
+    text: str = ""
+    """The undoing as a formula of {y} and {0}; empty where it only takes apart or puts together."""
+
+
+class Inverse:
+    """The steps from y to x of a recording.
+
+    Args:
+        recording: of f.
+        kept: the tensors of x that are known.
+        names: of tensors of x and y in a formula or an error.
+    """
+
+    def __init__(self, recording: Recording, kept: Iterable[int], names: Mapping[Node, str]) -> None:
+        self.recording = recording
+        known = *recording.ys, *(recording.xs[i] for i in kept), *recording.rest, *recording.outside
+        had: dict[Node, Step | None] = dict.fromkeys(known)  # in an order in which they can be computed
+        number = -1
+        while number < (number := len(had)):
+            for call in (*recording.calls, *recording.calls[::-1]):
+                had |= {step.node: step for step in _steps(call, had) if step.node not in had}
+        if missing := [node for node in recording.xs if node not in had]:
+            refuse(_why(recording.calls, missing, had, names))
+        self._needed, steps = {*recording.xs}, list[Step]()
+        for node, step in reversed(had.items()):
+            if node in self._needed and step is not None:
+                self._needed.update(step.reads)
+                steps.insert(0, step)
+        self._steps, self._drawing = steps, [call for call in recording.calls if call.generators]
+        self._last = {node: i for i, step in enumerate(steps) for node in step.reads if node not in recording.xs}
+        self.text = _formulas(steps, names)
+
+    def __call__(self, given: Mapping[Node, torch.Tensor], near: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of x; `near` is one of y, beside which others are made."""
+        numbers = {node: _laid(t, node) for node, t in given.items()}
+
+        def blank(node: Node) -> torch.Tensor:
+            return near.new_empty_strided(node.shape, node.stride, dtype=node.dtype, device=node.device).fill_(1)
+
+        def get(node: Any) -> Any:
+            return (numbers[node] if node in numbers else blank(node)) if isinstance(node, Node) else node
+
+        states = {}
+        for call in self._drawing:  # they draw in the order of f, whatever is had first
+            states[call] = [(g, state_of(g)) for g in call.generators]
+            with torch.no_grad():
+                call.again(blank)
+        after = [(g, state_of(g)) for call in self._drawing for g in call.generators]
+        for i, step in enumerate(self._steps):
+            if step.undo is not None:
+                numbers[step.node] = _laid(step.undo(get).to(step.node.dtype), step.node)
+            elif step.node not in numbers:
+                set_states(states.get(step.call, ()))
+                numbers |= {node: t for node, t in step.call.again(get).items() if node in self._needed}
+            for node in step.reads:
+                if self._last.get(node) == i:
+                    numbers.pop(node, None)
+        set_states(after)
+        return [numbers[node] for node in self.recording.xs]
+
+
+def _laid(t: torch.Tensor, node: Node) -> torch.Tensor:
+    """The tensor with its axes in the order in memory that they had, in which dropout draws."""
+    if t.stride() == node.stride:
+        return t
+    order = sorted(range(t.dim()), key=lambda axis: -node.stride[axis])
+    return t.permute(order).contiguous().permute(sorted(range(t.dim()), key=order.__getitem__))
+
+
+# Steps
+
+_SAME = set("clone contiguous to float double half bfloat16 type_as detach positive alias".split())
+_SAME |= set("reshape flatten view unflatten ravel view_as reshape_as".split())
+_UNDO: dict[tuple[str, bool], tuple[Callable[..., torch.Tensor], str]] = {
+    ("add", True): (lambda y, b, alpha: torch.sub(y, b, alpha=alpha), "{y} - {0}"),
+    ("add", False): (lambda y, a, _: y - a, "{y} - {0}"),
+    ("sub", True): (lambda y, b, alpha: torch.add(y, b, alpha=alpha), "{y} + {0}"),
+    ("sub", False): (lambda y, a, _: a - y, "{0} - {y}"),
+    ("rsub", False): (lambda y, a, alpha: torch.add(y, a, alpha=alpha), "{y} + {0}"),
+    ("rsub", True): (lambda y, b, _: b - y, "{0} - {y}"),
+    ("mul", True): (lambda y, b, _: y / b, "{y} / {0}"),
+    ("mul", False): (lambda y, a, _: y / a, "{y} / {0}"),
+    ("div", True): (lambda y, b, _: y * b, "{y} * {0}"),
+    ("neg", True): (lambda y, *_: -y, "-{y}"),
+}
+"""The first or the second operand from the result, the other operand and alpha; and as a formula."""
+_CALLED = {"truediv": "div", "divide": "div", "true_divide": "div", "multiply": "mul", "subtract": "sub"}
+_POSITIVE = {"exp", "exp2", "sigmoid", "softplus", "cosh"}
+_KEEP_SIGN = set("chunk split tensor_split getitem unbind narrow select squeeze unsqueeze expand expand_as".split())
+_KEEP_SIGN |= _SAME | {"transpose", "permute", "neg", "reciprocal", "sqrt", "rsqrt"}
+
+
+def _steps(call: Call, had: Mapping[Node, Any]) -> list[Step]:
+    """The steps that a call gives where some of its operands and outputs are had."""
+    unknown = [node for node in call.reads if node not in had]
+    if not unknown:
+        return [Step(node, call.reads, call) for node in call.outputs]
+    if any(out.memory is unknown[0].memory for out in call.outputs):
+        return _whole(call, unknown[0], [node for node in unknown[0].memory if node in had])
+    if not all(node in had for node in call.outputs):
+        return []
+    if call.function.name in ("cat", "concat", "concatenate", "stack"):
+        return [_split(call, node) for node in unknown if node.dtype == call.outputs[0].dtype]
+    return _undone(call, unknown[0]) if len(unknown) == 1 else []
+
+
+def _split(call: Call, node: Node) -> Step:
+    """A tensor that was joined to others."""
+    out, dim, parts = call.outputs[0], call.argument("dim", 0), [x for x in call.leaves if isinstance(x, Node)]
+    sizes = [1 if call.function.name == "stack" else part.shape[dim] for part in parts]
+    i = parts.index(node)
+    return Step(node, [out], call, lambda get: get(out).split(sizes, dim)[i].reshape(node.shape))
+
+
+def _undone(call: Call, node: Node) -> list[Step]:
+    """An operand from the result of a call and its other operands."""
+    (y, *others), name = call.outputs, _CALLED.get(call.function.name, call.function.name)
+    floats = y.dtype.is_floating_point and node.dtype.is_floating_point
+    all_digits = y.dtype == node.dtype or (floats and torch.promote_types(y.dtype, node.dtype) == y.dtype)
+    if others or call.leaves.count(node) != 1 or not all_digits or y.shape.numel() != node.shape.numel():
+        return []
+    if name in _SAME or (name.endswith("dropout") and not call.generators):
+        return [Step(node, [y], call, lambda get: get(y).reshape(node.shape), "{y}")]
+    if name == "flip":
+        dims = [i for i in call.leaves if isinstance(i, int)]
+        return [Step(node, [y], call, lambda get: get(y).flip(dims), "{y}")]
+    a, b, alpha = call.argument("input"), call.argument("other"), call.argument("alpha", 1)
+    first = a is node
+    other, scaled = (b, name == "rsub") if first else (a, name != "rsub")
+    undo, text = _UNDO.get((name, first), (None, ""))
+    if undo is None or y.shape != node.shape or (scaled and alpha != 1) or call.argument("rounding_mode") is not None:
+        return []
+    if name in ("mul", "div") and not (floats and _nonzero(other)):
+        return []
+    reads = [y, *(n for n in call.reads if n is not node)]
+    return [Step(node, reads, call, lambda get: undo(get(y), get(other), alpha), text)]
+
+
+def _nonzero(value: Any, positive: bool = False) -> bool:
+    """Whether all numbers of a factor are known to differ from 0, or to be positive, but for underflow."""
+    if not isinstance(value, Node):
+        return isinstance(value, Number) and bool(value > 0 if positive else value != 0)  # type: ignore[operator]
+    call = value.made
+    if call is None or call.rewritten or not value.dtype.is_floating_point:
+        return False
+    name = _CALLED.get(call.function.name, call.function.name)
+    operands = [call.argument("input", call.leaves[0]), call.argument("other")]
+    if name == "add":  # of positive numbers, or a 0 such as `sum` begins with
+        return call.argument("alpha", 1) == 1 and all(x == 0 or _nonzero(x, True) for x in operands)
+    if name in ("mul", "div"):
+        return call.argument("rounding_mode") is None and all(_nonzero(x, positive) for x in operands)
+    keeps = name in _KEEP_SIGN and not (positive and name == "neg")
+    return name in _POSITIVE or (keeps and _nonzero(call.leaves[0], positive))
+
+
+def _whole(call: Call, base: Node, candidates: Sequence[Node]) -> list[Step]:
+    """A tensor from some of its views, each entry from one; none if they lack any."""
+    views, span = list[Node](), _span(base)
+    with unwatched(), undispatched(), plainly():  # these are no calls of f
+        seen = torch.zeros(span, dtype=torch.bool, device="cpu")
+        for view in sorted(candidates, key=lambda n: -n.shape.numel()):
+            at = view.offset - base.offset
+            if view.dtype == base.dtype and 0 <= at <= at + _span(view) <= span and 0 not in view.stride:
+                entries = seen.as_strided(view.shape, view.stride, at)
+                if not entries.any():
+                    views.append(view)
+                    entries.fill_(True)
+        whole = int(seen.sum()) == base.shape.numel() and seen.as_strided(base.shape, base.stride).all()
+    if not (span and whole) or 0 in base.stride:
+        return []
+    views.sort(key=lambda view: view.offset)
+    return [Step(base, views, call, lambda get: _joined(base, views, [get(view) for view in views]))]
+
+
+def _joined(base: Node, views: Sequence[Node], numbers: list[torch.Tensor]) -> torch.Tensor:
+    """The numbers of a tensor from those of its views."""
+    if all(view.stride == base.stride for view in views):
+        dims = {i for view in views for i, n in enumerate(view.shape) if n != base.shape[i]}
+        if len(dims) <= 1:
+            return torch.cat(numbers, *dims) if dims else numbers[0]
+    index = torch.arange(base.shape.numel(), device=base.device).view(base.shape)
+    laid = index.new_empty(_span(base))
+    laid.as_strided(base.shape, base.stride).copy_(index)
+    order = torch.cat([laid.as_strided(v.shape, v.stride, v.offset - base.offset).flatten() for v in views])
+    flat = torch.cat([t.flatten() for t in numbers])
+    return flat.scatter(0, order, flat).view(base.shape)
+
+
+def _span(node: Node) -> int:
+    """The number of entries of memory that a tensor reaches over."""
+    sizes = zip(node.shape, node.stride, strict=True)
+    return 1 + sum((n - 1) * step for n, step in sizes) if node.shape.numel() else 0
+
+
+# Words
+
+
+def _why(calls: Sequence[Call], missing: Sequence[Node], had: Mapping[Node, Any], names: Mapping[Node, str]) -> str:
+    """The first call whose result y tells, though not all that it reads."""
+    name = " and ".join(names.get(node, "x") for node in missing)
+    for call in calls:
+        unknown = [node for node in call.reads if node not in had]
+        views = any(out.memory is node.memory for out in call.outputs for node in unknown)
+        if unknown and not views and all(node in had for node in call.outputs):
+            why = "is not undone"
+            if len(unknown) > 1:
+                reader = next((node.made for node in unknown if node.made is not None), call)
+                why = (
+                    f"adds to a part of x what {reader} reads of one that is not known by then. F may read the other "
+                    "parts, and after an update their new values, as in y2 = x2 + G(y1)"
+                )
+            elif call.function.name in ("mul", "div"):
+                why = "scales by what may be 0; exp, sigmoid and softplus give scales that are not"
+            return f"y does not tell {name}, as {call} {why}"
+    return f"y has nothing of {name}, or not all of it"
+
+
+def _formulas(steps: Sequence[Step], names: Mapping[Node, str]) -> str:
+    """The steps as text: `x[1] = y[1] - F1(y[0]), x[0] = y[0] - F2(x[1])`."""
+    by, names, functions = {step.node: step for step in steps}, dict(names), dict[Node, str]()
+    for step in steps:
+        out, joined = step.reads[0] if step.reads else step.node, [x for x in step.call.leaves if isinstance(x, Node)]
+        if step.undo is not None and not step.text and len(step.reads) == 1 and names.get(out, "").startswith("y"):
+            part = "" if out in joined or out.memory is step.node.memory else f".part[{joined.index(step.node)}]"
+            names.setdefault(step.node, names[out] + part)
+    for step in reversed(steps):
+        if step.undo is not None and len(step.reads) > 1 and not step.text:
+            whole = names.setdefault(step.node, "z")
+            names = {view: f"{whole}.part[{i}]" for i, view in enumerate(step.reads)} | names
+
+    def term(node: Node) -> str:
+        return names[node] if node in names else of(by[node]) if node in by else "c"
+
+    def of(step: Step) -> str:
+        if step.text:
+            y, *others = map(term, step.reads)
+            return step.text.format(", ".join(others) or "c", y=f"({y})" if " " in y else y)
+        read, named = [*step.reads], set[str]()
+        for node in read:  # which grows
+            if node in names:
+                named.add(names[node])
+            elif node in by:
+                read += [n for n in by[node].reads if n not in read]
+        return (
+            f"{functions.setdefault(step.node, f'F{len(functions) + 1}')}({', '.join(sorted(named))})" if named else "c"
+        )
+
+    lines = [step for step in steps if not names.get(step.node, "y").startswith("y") and (step.text or not step.undo)]
+    return ", ".join(f"{names[step.node]} = {of(step)}" for step in lines) or "x is in y"

@@ -1,0 +1,205 @@
+"""A run of a function, recorded call by call without its numbers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from invfunc import tree
+from invfunc._torch.functorch import innermost, storage_of, unwatched, unwrapped
+from invfunc._torch.generators import Generator, global_generator, same_state, state_of
+from invfunc._torch.weak import WeakIdMap
+from invfunc.errors import InverseError
+from invfunc.operations.heard import Function, Listener
+from invfunc.pairs.automatic.places import Closure, Place, read
+
+
+def refuse(why: str) -> NoReturn:
+    """Say that no inverse is found."""
+    raise InverseError(f"no inverse is found: {why}. Pass f_inv, or None for a plain checkpoint.")
+
+
+@dataclass(eq=False)
+class Node:
+    """A tensor of the run: its form, and the call that gave it (None of one that f was given or closes over)."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    memory: list[Node]
+    """All that lay in the same memory, until it was written."""
+    made: Call | None = None
+    of_x: bool = False
+    written: str = ""
+    """The call that has written into its memory since."""
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of torch."""
+
+    function: Function
+    leaves: list[Any]
+    """Its arguments, nodes in the place of tensors."""
+    structure: Any
+    place: str
+    """The line of the user's code."""
+    grad: bool
+    autocast: tuple | None
+    """The modes around it."""
+    results: dict[Node, int] = field(default_factory=dict)
+    """Its results, with their places among the tensors that it returns."""
+    rewritten: dict[Node, int] = field(default_factory=dict)
+    """The arguments that it writes as they are afterwards, with their places."""
+    generators: list[Generator] = field(default_factory=list)
+    """Those that it draws from."""
+
+    def __post_init__(self) -> None:
+        self.nodes = list(dict.fromkeys(leaf for leaf in self.leaves if isinstance(leaf, Node)))
+        self.reads = [] if self.function.entry.reads == "none" else self.nodes
+
+    @property
+    def outputs(self) -> list[Node]:
+        return [*self.results, *self.rewritten]
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """An argument by its name."""
+        args, kwargs = tree.unflatten(self.leaves, self.structure)
+        return self.function.argument(args, kwargs, name, default)
+
+    def again(self, get: Callable[[Node], torch.Tensor]) -> dict[Node, torch.Tensor]:
+        """The outputs for other numbers; what it writes is written into copies."""
+        leaves = [get(leaf) if isinstance(leaf, Node) else leaf for leaf in self.leaves]
+        for place in self.rewritten.values():
+            leaves[place] = leaves[place].clone()
+        args, kwargs = tree.unflatten(leaves, self.structure)
+        with ExitStack() as around:
+            if torch.is_grad_enabled() and not self.grad:
+                around.enter_context(torch.no_grad())
+            if self.autocast is not None and self.autocast != autocast_of(self.autocast[0]):
+                around.enter_context(torch.autocast(self.autocast[0], self.autocast[2], self.autocast[1]))
+            came = tree.tensors(self.function.func(*args, **kwargs))
+        return {node: came[i] for node, i in self.results.items()} | {n: leaves[i] for n, i in self.rewritten.items()}
+
+    def __str__(self) -> str:
+        return f"`{self.function.called}` ({self.place})"
+
+
+class Recording(Listener):
+    """A run of a function of x, its further arguments and what it closes over; recorded while it is entered.
+
+    Args:
+        xs, rest: the tensors of x, and of the further arguments.
+        dry: whether copies are written in place of what f closes over, such as running statistics.
+    """
+
+    def __init__(self, xs: Sequence[torch.Tensor], rest: Sequence[torch.Tensor], dry: bool) -> None:
+        super().__init__()
+        self._of: WeakIdMap[Node] = WeakIdMap()
+        self._dry, self.grad = dry, torch.is_grad_enabled()
+        self.calls: list[Call] = []
+        self.once = False
+        """Whether it holds for one call only, as numbers left torch, or tensors were read from unknown places."""
+        self.outside: dict[Node, torch.Tensor] = {}
+        """The tensors that f reads and was not given."""
+        self.rest, self.xs = [[self._enter(t, of_x=given is xs) for t in given] for given in (rest, xs)]
+        self.ys: list[Node] = []
+        devices = {t.device for t in (*xs, *rest)} - {torch.device("cpu"), torch.device("meta")}
+        generators = [torch.default_generator, *map(global_generator, devices)]
+        self.start: dict[Generator, torch.Tensor] = {g: state_of(g) for g in generators}
+        """The generators, with their states before anything was drawn."""
+
+    def node(self, tensor: torch.Tensor) -> Node:
+        """The node of a tensor."""
+        node = self._of.get(tensor)
+        if node is None:
+            inner = tensor
+            while (inner := unwrapped(inner)) is not None:
+                if inner in self._of:
+                    refuse("f gives tensors to a transform of torch.func, which is not followed")
+            self.outside[node := self._enter(tensor)] = tensor
+        if node.written:
+            refuse(f"f reads a tensor whose memory {node.written} has written in place by another view of it")
+        return node
+
+    def _enter(self, t: torch.Tensor, made: Call | None = None, of_x: bool = False, near: Iterable = ()) -> Node:
+        """Note a tensor, which lies in the memory of one of those that are near, or in its own."""
+        with unwatched():  # these are no calls of f
+            own, offset = storage_of(t), int(innermost(t).storage_offset())
+            same = (n.memory for n, x in near if storage_of(x) == own and not (t.is_conj() or t.is_neg()))
+            memory = next(same, [])
+        node = Node(t.shape, t.stride(), offset, t.dtype, t.device, memory, made, of_x)
+        memory.append(node)
+        self._of.set(t, node)
+        return node
+
+    def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if function.entry.asks == "memory" or function.name in ("is_zerotensor", "memory_of"):  # of hooks that save
+            return function.func(*args, **kwargs)
+        leaves, structure = tree.flatten((args, kwargs))
+        held: list[Any] = [self.node(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        nodes = [(node, leaf) for node, leaf in zip(held, leaves, strict=True) if isinstance(node, Node)]
+        around = torch.is_grad_enabled() or not self.grad, autocast_of(nodes[0][0].device.type if nodes else "cpu")
+        call = Call(function, held, structure, _place(), *around)
+        of_x = any(node.of_x for node in call.reads)
+        if of_x and function.entry.differentiates:
+            refuse(f"{call} differentiates what depends on x")
+        writes = [*function.written(args, kwargs), *(args[:1] if function.writes(args, kwargs) else ())]
+        written = {id(t): next(i for i, leaf in enumerate(leaves) if leaf is t) for t in writes}.values()
+        given = [x.clone() if self._dry and i in written and held[i].made is None else x for i, x in enumerate(leaves)]
+        self.start |= {g: state_of(g) for g in leaves if isinstance(g, torch.Generator) and g not in self.start}
+        before = {g: state_of(g) for g in self.start}
+        args, kwargs = tree.unflatten(given, structure)
+        result = function.func(*args, **kwargs)
+        call.generators = [g for g, state in before.items() if not same_state(state, state_of(g))]
+        tensors = tree.tensors(result)
+        if not (tensors or written or function.entry.reads == "none" or function.name.startswith("get:")):
+            if of_x:
+                refuse(f"{call} reads numbers of x, on which what f does may depend")
+            self.once |= bool(nodes)
+        for i in written:
+            for other in held[i].memory:
+                other.written = str(call)
+            call.rewritten[self._enter(leaves[i], call, of_x or held[i].of_x)] = i
+        call.results |= {self._enter(t, call, of_x, nodes): i for i, t in enumerate(tensors) if t not in self._of}
+        if call.outputs:
+            self.calls.append(call)
+        return result
+
+    def end(self, ys: Sequence[torch.Tensor], closure: Closure) -> None:
+        """Note the tensors of the result, and from where those come that f was not given."""
+        self.ys = [self.node(t) for t in ys]
+        places = {n: [p for p in closure.tensors.get(id(t), ()) if read(p) is t] for n, t in self.outside.items()}
+        self.once |= not all(places.values())
+        self._places: dict[Node, list[Place]] = {} if self.once else places
+
+    def now(self) -> dict[Node, torch.Tensor] | None:
+        """The tensors that f closes over by now; None where the run has to be recorded anew."""
+        values = {node: [*map(read, places)] for node, places in self._places.items()}
+        changed = self.once or self.grad < torch.is_grad_enabled()
+        if changed or any(t is not some[0] or t is None for some in values.values() for t in some):
+            return None
+        return {node: some[0] for node, some in values.items()}
+
+
+def autocast_of(kind: str) -> tuple[str, bool, torch.dtype] | None:
+    """The autocast of a kind of device."""
+    if not torch.amp.is_autocast_available(kind):
+        return None
+    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def _place() -> str:
+    """The line of the user's code that makes a call."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "invfunc"):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
