@@ -182,6 +182,8 @@ class TestModules:
 class Switched(nn.Module):
     """A block of which all changes that its inverse depends on."""
 
+    by: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.net, self.drop, self.scale = nn.Linear(3, 3), nn.Dropout(0.4), 1.0
@@ -200,7 +202,7 @@ def replace_weight(module: Switched) -> None:
 CHANGES: dict[str, Callable] = {
     "eval": lambda module: module.eval(),
     "a number of the module": lambda module: setattr(module, "scale", 0.3),
-    "a number that leaves torch": lambda module: module.by.fill_(0.5),
+    "a number that leaves torch": lambda module: module.get_buffer("by").fill_(0.5),
     "another weight": replace_weight,
     "another layer": lambda module: setattr(module, "net", nn.Linear(3, 3).double()),
     "a weight normed": lambda module: nn.utils.parametrizations.weight_norm(module.net),

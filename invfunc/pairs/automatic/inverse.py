@@ -54,7 +54,8 @@ class Inverse:
             if node in self._needed and step is not None:
                 self._needed.update(step.reads)
                 steps.insert(0, step)
-        self._steps, self._drawing = steps, [call for call in recording.calls if call.generators]
+        drawing = [call for call in recording.calls if call.generators]
+        self._steps, self._drawing = steps, drawing if len(drawing) > 1 else []
         self._last = {node: i for i, step in enumerate(steps) for node in step.reads if node not in recording.xs}
         self.text = _formulas(steps, names)
 
@@ -69,7 +70,7 @@ class Inverse:
             return (numbers[node] if node in numbers else blank(node)) if isinstance(node, Node) else node
 
         states = {}
-        for call in self._drawing:  # they draw in the order of f, whatever is had first
+        for call in self._drawing:  # which draw in the order of f, whatever is computed first
             states[call] = [(g, state_of(g)) for g in call.generators]
             with torch.no_grad():
                 call.again(blank)
@@ -142,7 +143,7 @@ def _split(call: Call, node: Node) -> Step:
 
 def _undone(call: Call, node: Node) -> list[Step]:
     """An operand from the result of a call and its other operands."""
-    (y, *others), name = call.outputs, _CALLED.get(call.function.name, call.function.name)
+    (y, *others), name = call.outputs, _called(call)
     floats = y.dtype.is_floating_point and node.dtype.is_floating_point
     all_digits = y.dtype == node.dtype or (floats and torch.promote_types(y.dtype, node.dtype) == y.dtype)
     if others or call.leaves.count(node) != 1 or not all_digits or y.shape.numel() != node.shape.numel():
@@ -152,16 +153,25 @@ def _undone(call: Call, node: Node) -> list[Step]:
     if name == "flip":
         dims = [i for i in call.leaves if isinstance(i, int)]
         return [Step(node, [y], call, lambda get: get(y).flip(dims), "{y}")]
-    a, b, alpha = call.argument("input"), call.argument("other"), call.argument("alpha", 1)
+    return _subtracted(call, node, y) if y.shape == node.shape else []
+
+
+def _subtracted(call: Call, node: Node, y: Node) -> list[Step]:
+    """An operand of a sum or a product."""
+    a, b, alpha, name = call.argument("input"), call.argument("other"), call.argument("alpha", 1), _called(call)
     first = a is node
     other, scaled = (b, name == "rsub") if first else (a, name != "rsub")
     undo, text = _UNDO.get((name, first), (None, ""))
-    if undo is None or y.shape != node.shape or (scaled and alpha != 1) or call.argument("rounding_mode") is not None:
+    if undo is None or (scaled and alpha != 1) or call.argument("rounding_mode") is not None:
         return []
-    if name in ("mul", "div") and not (floats and _nonzero(other)):
+    if name in ("mul", "div") and not (node.dtype.is_floating_point and _nonzero(other)):
         return []
     reads = [y, *(n for n in call.reads if n is not node)]
     return [Step(node, reads, call, lambda get: undo(get(y), get(other), alpha), text)]
+
+
+def _called(call: Call) -> str:
+    return _CALLED.get(call.function.name, call.function.name)
 
 
 def _nonzero(value: Any, positive: bool = False) -> bool:
@@ -171,7 +181,7 @@ def _nonzero(value: Any, positive: bool = False) -> bool:
     call = value.made
     if call is None or call.rewritten or not value.dtype.is_floating_point:
         return False
-    name = _CALLED.get(call.function.name, call.function.name)
+    name = _called(call)
     operands = [call.argument("input", call.leaves[0]), call.argument("other")]
     if name == "add":  # of positive numbers, or a 0 such as `sum` begins with
         return call.argument("alpha", 1) == 1 and all(x == 0 or _nonzero(x, True) for x in operands)
@@ -245,16 +255,7 @@ def _why(calls: Sequence[Call], missing: Sequence[Node], had: Mapping[Node, Any]
 
 def _formulas(steps: Sequence[Step], names: Mapping[Node, str]) -> str:
     """The steps as text: `x[1] = y[1] - F1(y[0]), x[0] = y[0] - F2(x[1])`."""
-    by, names, functions = {step.node: step for step in steps}, dict(names), dict[Node, str]()
-    for step in steps:
-        out, joined = step.reads[0] if step.reads else step.node, [x for x in step.call.leaves if isinstance(x, Node)]
-        if step.undo is not None and not step.text and len(step.reads) == 1 and names.get(out, "").startswith("y"):
-            part = "" if out in joined or out.memory is step.node.memory else f".part[{joined.index(step.node)}]"
-            names.setdefault(step.node, names[out] + part)
-    for step in reversed(steps):
-        if step.undo is not None and len(step.reads) > 1 and not step.text:
-            whole = names.setdefault(step.node, "z")
-            names = {view: f"{whole}.part[{i}]" for i, view in enumerate(step.reads)} | names
+    by, names, functions = {step.node: step for step in steps}, _with_parts(steps, names), dict[Node, str]()
 
     def term(node: Node) -> str:
         return names[node] if node in names else of(by[node]) if node in by else "c"
@@ -263,15 +264,32 @@ def _formulas(steps: Sequence[Step], names: Mapping[Node, str]) -> str:
         if step.text:
             y, *others = map(term, step.reads)
             return step.text.format(", ".join(others) or "c", y=f"({y})" if " " in y else y)
-        read, named = [*step.reads], set[str]()
-        for node in read:  # which grows
-            if node in names:
-                named.add(names[node])
-            elif node in by:
-                read += [n for n in by[node].reads if n not in read]
-        return (
-            f"{functions.setdefault(step.node, f'F{len(functions) + 1}')}({', '.join(sorted(named))})" if named else "c"
-        )
+        named = sorted(_read(step, by, names))
+        return f"{functions.setdefault(step.node, f'F{len(functions) + 1}')}({', '.join(named)})" if named else "c"
 
-    lines = [step for step in steps if not names.get(step.node, "y").startswith("y") and (step.text or not step.undo)]
-    return ", ".join(f"{names[step.node]} = {of(step)}" for step in lines) or "x is in y"
+    lines = [step for step in steps if names.get(step.node, "y")[0] != "y" and (step.text or not step.undo)]
+    return ", ".join([f"{names[step.node]} = {of(step)}" for step in lines] or ["x is in y"])
+
+
+def _read(step: Step, by: Mapping[Node, Step], names: Mapping[Node, str]) -> set[str]:
+    """The names of what a step reads, and those steps that it follows."""
+    read = dict.fromkeys(step.reads)
+    for node in (waiting := [*read]):  # which grows
+        if node in by and node not in names:
+            waiting += [n for n in by[node].reads if n not in read]
+            read |= dict.fromkeys(by[node].reads)
+    return {names[node] for node in read if node in names}
+
+
+def _with_parts(steps: Sequence[Step], names: Mapping[Node, str]) -> dict[Node, str]:
+    """The names, with those of parts that are taken from y and put together to x."""
+    names, moves = dict(names), [step for step in steps if step.undo is not None and not step.text]
+    for step in moves:
+        if len(step.reads) == 1 and names.get(out := step.reads[0], "x")[0] == "y":
+            part = "" if out.memory is step.node.memory else f".part[{step.call.nodes.index(step.node)}]"
+            names.setdefault(step.node, names[out] + part)
+    for step in reversed(moves):
+        if len(step.reads) > 1:
+            whole = names.setdefault(step.node, "z")
+            names = {view: f"{whole}.part[{i}]" for i, view in enumerate(step.reads)} | names
+    return names

@@ -55,12 +55,12 @@ def _places(value: Any) -> Iterator[Place]:
     if isinstance(value, FunctionType):
         yield from ((cell, 0) for cell in value.__closure__ or ())
         if not (value.__module__ or "").startswith(("torch.", "invfunc.")):
-            yield from ((value.__globals__, name) for name in _names(value.__code__) if name in value.__globals__)
-        value = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+            yield from ((value.__globals__, name) for name in _names(value.__code__))
+        value = value.__defaults__, value.__kwdefaults__
     elif isinstance(value, MethodType):
-        value = [value.__self__, value.__func__]
+        value = value.__self__, value.__func__
     elif isinstance(value, partial):
-        value = [value.func, *value.args, *value.keywords.values()]
+        value = value.func, value.args, value.keywords
     elif isinstance(value, nn.Module):
         held = value._parameters, value._buffers, value._modules
         yield from ((container, key) for container in held for key in container)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -146,33 +147,42 @@ class Recording(Listener):
             return function.func(*args, **kwargs)
         leaves, structure = tree.flatten((args, kwargs))
         held: list[Any] = [self.node(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        nodes = [(node, leaf) for node, leaf in zip(held, leaves, strict=True) if isinstance(node, Node)]
-        around = torch.is_grad_enabled() or not self.grad, autocast_of(nodes[0][0].device.type if nodes else "cpu")
-        call = Call(function, held, structure, _place(), *around)
+        kind = next((node.device.type for node in held if isinstance(node, Node)), "cpu")
+        call = Call(function, held, structure, _place(), torch.is_grad_enabled() or not self.grad, autocast_of(kind))
         of_x = any(node.of_x for node in call.reads)
         if of_x and function.entry.differentiates:
             refuse(f"{call} differentiates what depends on x")
-        writes = [*function.written(args, kwargs), *(args[:1] if function.writes(args, kwargs) else ())]
-        written = {id(t): next(i for i, leaf in enumerate(leaves) if leaf is t) for t in writes}.values()
-        given = [x.clone() if self._dry and i in written and held[i].made is None else x for i, x in enumerate(leaves)]
-        self.start |= {g: state_of(g) for g in leaves if isinstance(g, torch.Generator) and g not in self.start}
-        before = {g: state_of(g) for g in self.start}
-        args, kwargs = tree.unflatten(given, structure)
-        result = function.func(*args, **kwargs)
-        call.generators = [g for g, state in before.items() if not same_state(state, state_of(g))]
-        tensors = tree.tensors(result)
+        written = _written(function, args, kwargs, leaves)
+        if self._dry:
+            copies = {i: leaves[i].clone() for i in written if held[i].made is None}
+            args, kwargs = tree.unflatten([copies.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
+        tensors = tree.tensors(result := self._drawing(call, leaves, partial(function.func, *args, **kwargs)))
         if not (tensors or written or function.entry.reads == "none" or function.name.startswith("get:")):
             if of_x:
                 refuse(f"{call} reads numbers of x, on which what f does may depend")
-            self.once |= bool(nodes)
+            self.once |= bool(call.nodes)
+        self._note(call, of_x, leaves, written, tensors)
+        return result
+
+    def _drawing(self, call: Call, leaves: list[Any], run: Callable[[], Any]) -> Any:
+        """The result of a call; the generators that it draws from are noted."""
+        self.start |= {g: state_of(g) for g in leaves if isinstance(g, torch.Generator) and g not in self.start}
+        before = {g: state_of(g) for g in self.start}
+        result = run()
+        call.generators = [g for g, state in before.items() if not same_state(state, state_of(g))]
+        return result
+
+    def _note(self, call: Call, of_x: bool, leaves: list[Any], written: Iterable[int], tensors: Any) -> None:
+        """Note what a call writes and gives."""
+        near = [(node, leaf) for node, leaf in zip(call.leaves, leaves, strict=True) if isinstance(node, Node)]
         for i in written:
-            for other in held[i].memory:
+            node: Any = call.leaves[i]
+            for other in node.memory:
                 other.written = str(call)
-            call.rewritten[self._enter(leaves[i], call, of_x or held[i].of_x)] = i
-        call.results |= {self._enter(t, call, of_x, nodes): i for i, t in enumerate(tensors) if t not in self._of}
+            call.rewritten[self._enter(leaves[i], call, of_x or node.of_x)] = i
+        call.results |= {self._enter(t, call, of_x, near): i for i, t in enumerate(tensors) if t not in self._of}
         if call.outputs:
             self.calls.append(call)
-        return result
 
     def end(self, ys: Sequence[torch.Tensor], closure: Closure) -> None:
         """Note the tensors of the result, and from where those come that f was not given."""
@@ -188,6 +198,12 @@ class Recording(Listener):
         if changed or any(t is not some[0] or t is None for some in values.values() for t in some):
             return None
         return {node: some[0] for node, some in values.items()}
+
+
+def _written(function: Function, args: tuple, kwargs: dict[str, Any], leaves: list[Any]) -> list[int]:
+    """The places of the arguments that a call writes."""
+    tensors = [*function.written(args, kwargs), *(args[:1] if function.writes(args, kwargs) else ())]
+    return list(dict.fromkeys(next(i for i, leaf in enumerate(leaves) if leaf is t) for t in tensors))
 
 
 def autocast_of(kind: str) -> tuple[str, bool, torch.dtype] | None:
