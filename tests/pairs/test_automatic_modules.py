@@ -15,6 +15,7 @@ from torch.func import functional_call, grad, hessian
 from invfunc import (
     additive_coupling,
     grad_and_variance,
+    invert,
     invertible_checkpoint,
     tree,
 )
@@ -188,11 +189,12 @@ class Switched(nn.Module):
         super().__init__()
         self.net, self.drop, self.scale = nn.Linear(3, 3), nn.Dropout(0.4), 1.0
         self.register_buffer("by", torch.ones(()))
+        self.leaves = False
 
     def forward(self, x):
         a, b = x
         a = a + self.drop(self.net(b).tanh()) * self.scale
-        return a, b + self.drop(a.sin()) * self.by.item()
+        return a, b + self.drop(a.sin()) * (self.by.item() if self.leaves else self.by)
 
 
 def replace_weight(module: Switched) -> None:
@@ -202,6 +204,7 @@ def replace_weight(module: Switched) -> None:
 CHANGES: dict[str, Callable] = {
     "eval": lambda module: module.eval(),
     "a number of the module": lambda module: setattr(module, "scale", 0.3),
+    "a buffer": lambda module: module.get_buffer("by").fill_(0.5),
     "a number that leaves torch": lambda module: module.get_buffer("by").fill_(0.5),
     "another weight": replace_weight,
     "another layer": lambda module: setattr(module, "net", nn.Linear(3, 3).double()),
@@ -213,6 +216,7 @@ CHANGES: dict[str, Callable] = {
 def test_the_inverse_is_that_of_the_function_as_it_is_by_now(name):
     """Though it was recorded before."""
     module, x = Switched().double(), (Numbers(1)(4, 3), Numbers(2)(4, 3))
+    module.leaves = "leaves" in name
     block = Checkpoints(module, check="error")
     slopes(block, x)
     CHANGES[name](module)
@@ -266,6 +270,19 @@ class TestMemory:
         peak_of(g, x, 1)
         shallow, deep = peak_of(g, x, 3), peak_of(g, x, 9)
         assert deep < 1.05 * shallow + 60_000 and deep < peak_of(module, x, 9) / 1.5
+
+    def test_of_the_inverse_alone_is_that_of_one_layer(self):
+        def peak(depth):
+            net = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(depth)])
+            back = invert(invertible_checkpoint(lambda x: (x[0] + net(x[1]), x[1])).pair)
+            y = torch.randn(512, 8), torch.randn(512, 8)
+            with torch.no_grad():
+                back(y)
+                with Meter() as meter:
+                    back(y)
+            return meter.peak()
+
+        assert peak(12) == peak(4)
 
 
 # Attention of a coupling
