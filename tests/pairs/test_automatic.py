@@ -293,6 +293,24 @@ class TestCouplings:
         torch.manual_seed(0)
         assert_trees_close(invert(g.pair)(y), x, rtol=1e-8)
 
+    @pytest.mark.parametrize("shape", [(0, 4), (1, 4), (4, 1, 4)])
+    def test_of_empty_batches_and_axes_of_one_entry(self, shape):
+        f = with_parts(lambda x: [x[0] + x[1].sin(), x[1]], lambda x: x.chunk(2, -1), lambda y: torch.cat(y, -1))
+        x = Numbers()(*shape)
+        assert_trees_close(slopes(invertible_checkpoint(f, check="error"), x), slopes(f, x), rtol=1e-8)
+
+    def test_draws_of_a_generator_are_repeated(self):
+        def f(x, generator):
+            a, b = x
+            a = a + b * torch.rand(4, generator=generator)
+            return a, b + torch.bernoulli(torch.full((4,), 0.5), generator=generator) * a
+
+        x = torch.ones(4), torch.arange(4.0)
+        g, generator = invertible_checkpoint(f, check="error"), torch.Generator()
+        for seed in range(3):  # also where it was recorded before
+            y = g(x, generator.manual_seed(seed))
+            assert_trees_close(invert(g.pair)(y, generator.manual_seed(seed)), x, rtol=1e-6)
+
     def test_what_is_written_in_place_was_read_before(self):
         def f(x):
             a, b, c = x
@@ -317,5 +335,7 @@ class TestCouplings:
 
         g = invertible_checkpoint(f, check="error")
         a, b = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
-        g((a * 1, 3, b * 1), by=2.0)["first"].square().sum().backward()
+        y = g((a * 1, 3, b * 1), by=2.0)
+        assert_trees_close(invert(g.pair)(y, by=2.0), (a, 3, b), rtol=EXACT)
+        y["first"].square().sum().backward()
         assert_trees_close(b.grad, 12 * (a + 6 * b.sin()) * b.cos(), rtol=EXACT)

@@ -194,6 +194,10 @@ def _nonzero(value: Any, positive: bool = False) -> bool:
 def _whole(call: Call, base: Node, candidates: Sequence[Node]) -> list[Step]:
     """A tensor from some of its views, each entry from one; none if they lack any."""
     views, span = list[Node](), _span(base)
+    if sum(view.shape.numel() for view in candidates) < base.shape.numel() or 0 in base.stride:
+        return []
+    if not span:
+        return [Step(base, [], call, lambda get: get(base))]  # which has no numbers
     with unwatched(), undispatched(), plainly():  # these are no calls of f
         seen = torch.zeros(span, dtype=torch.bool, device="cpu")
         for view in sorted(candidates, key=lambda n: -n.shape.numel()):
@@ -204,7 +208,7 @@ def _whole(call: Call, base: Node, candidates: Sequence[Node]) -> list[Step]:
                     views.append(view)
                     entries.fill_(True)
         whole = int(seen.sum()) == base.shape.numel() and seen.as_strided(base.shape, base.stride).all()
-    if not (span and whole) or 0 in base.stride:
+    if not whole:
         return []
     views.sort(key=lambda view: view.offset)
     return [Step(base, views, call, lambda get: _joined(base, views, [get(view) for view in views]))]
