@@ -225,12 +225,16 @@ def test_the_inverse_is_that_of_the_function_as_it_is_by_now(name):
 
 class Shared:
     MASK = torch.tensor([1.0, 2, 3], dtype=torch.float64)
+    SPARSE = torch.eye(3, dtype=torch.float64).to_sparse()
+    COMPLEX = torch.tensor([1 + 2j, 3j, 4, 5], dtype=torch.complex128)
 
 
 OPERATIONS: dict[str, Callable] = {
     "a block": invertible_checkpoint(additive_coupling(torch.sin, torch.cos, split_dim=-1)),
     "an autograd.Function": Squared.apply,
     "numbers of numpy": lambda b: b * torch.from_numpy(Shared.MASK.numpy()).repeat(2)[:4],
+    "a sparse matrix": lambda b: torch.sparse.mm(Shared.SPARSE, b),
+    "a conjugate": lambda b: (b * Shared.COMPLEX.conj()).real,
     "a tensor of a class": lambda b: b[..., :1] * Shared.MASK[0],
     "autocast": lambda b: torch.autocast("cpu", torch.bfloat16)(lambda b: b @ torch.eye(4, dtype=b.dtype))(b),
 }

@@ -76,6 +76,8 @@ class Found(Value):
             ones = (ys[0].new_empty_strided(t[0], t[3], dtype=t[1], device=t[2]).fill_(1) for t in like)
             some = [t.detach() for t in ys] if [*map(_like, ys)] == like else ones
             _, inverse, outside = self._record(form.join(some), x, args, kwargs, dry=True)
+        if inverse.kept != tuple(kept):
+            inverse = Inverse(inverse.recording, tuple(kept), inverse.names)
         nodes = inverse.recording
         if [node.shape for node in nodes.ys] != [t.shape for t in ys]:
             raise InverseError("f gives y in another form than it had when f was recorded.")
@@ -96,23 +98,23 @@ class Found(Value):
         ys, form = tree.separate(y)
         recording.end(ys, memory.closure)
         names = _names("x", like[0].join(recording.xs)) | _names("y", form.join(recording.ys))
-        inverse = Inverse(recording, [i for i in self.keep if i < len(xs)], names)
+        inverse = Inverse(recording, tuple(i for i in self.keep if i < len(xs)), names)
         if len(memory.inverses) >= _MOST:  # of ever new shapes
             memory.inverses.clear()
             memory.xs.clear()
         memory.inverses[self._key(like, args, kwargs)] = inverse
         memory.xs[self._key((form, [_like(t)[:3] for t in ys]), args, kwargs)] = like
-        outside, recording.outside = recording.outside, {}
+        outside, recording.outside = recording.outside, dict.fromkeys(recording.outside)
         return y, inverse, outside
 
     def _key(self, like: tuple[tree.Form, Sequence[tuple]], args: tuple, kwargs: dict[str, Any]) -> Any:
         """All that the calls of f may depend on beside the numbers of tensors."""
         (form, tensors), (rest, rest_form) = like, tree.separate((args, kwargs))
         held = () if self.memory.closure is None else self.memory.closure.others()
-        ids, others = [*map(id, rest)], (*form.others, *rest_form.others)
+        first, others = dict[int, int](), (*form.others, *rest_form.others)
         constants = [(type(x), x if isinstance(x, Hashable) else id(x)) for x in others]
         structures = tree.hashable(form.structure), tree.hashable(rest_form.structure)
-        tied = [(t.shape, t.dtype, ids.index(id(t))) for t in rest]
+        tied = [(t.shape, t.dtype, first.setdefault(id(t), i)) for i, t in enumerate(rest)]
         return *structures, *tensors, *tied, *(autocast_of(t[2].type) for t in tensors), *constants, held
 
 

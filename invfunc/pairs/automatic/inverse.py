@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from numbers import Number
 from typing import Any
 
@@ -27,7 +28,7 @@ class Step:
     undo: Callable[[Get], torch.Tensor] | None = None
     """None where the call is made again."""
     text: str = ""
-    """The undoing as a formula of {y} and {0}; empty where it only takes apart or puts together."""
+    """The undoing as a formula of {y} and {0}; empty of a whole."""
 
 
 class Inverse:
@@ -39,8 +40,8 @@ class Inverse:
         names: of tensors of x and y in a formula or an error.
     """
 
-    def __init__(self, recording: Recording, kept: Iterable[int], names: Mapping[Node, str]) -> None:
-        self.recording = recording
+    def __init__(self, recording: Recording, kept: tuple[int, ...], names: Mapping[Node, str]) -> None:
+        self.recording, self.kept, self.names = recording, kept, names
         known = *recording.ys, *(recording.xs[i] for i in kept), *recording.rest, *recording.outside
         had: dict[Node, Step | None] = dict.fromkeys(known)  # in an order in which they can be computed
         number = -1
@@ -90,7 +91,7 @@ class Inverse:
 
 def _laid(t: torch.Tensor, node: Node) -> torch.Tensor:
     """The tensor with its axes in the order in memory that they had, in which dropout draws."""
-    if t.stride() == node.stride:
+    if len(node.stride) < len(node.shape) or t.stride() == node.stride:  # the former of a sparse one
         return t
     order = sorted(range(t.dim()), key=lambda axis: -node.stride[axis])
     return t.permute(order).contiguous().permute(sorted(range(t.dim()), key=order.__getitem__))
@@ -138,7 +139,7 @@ def _split(call: Call, node: Node) -> Step:
     out, dim, parts = call.outputs[0], call.argument("dim", 0), [x for x in call.leaves if isinstance(x, Node)]
     sizes = [1 if call.function.name == "stack" else part.shape[dim] for part in parts]
     i = parts.index(node)
-    return Step(node, [out], call, lambda get: get(out).split(sizes, dim)[i].reshape(node.shape))
+    return Step(node, [out], call, lambda get: get(out).split(sizes, dim)[i].reshape(node.shape), f"{{y}}.part[{i}]")
 
 
 def _undone(call: Call, node: Node) -> list[Step]:
@@ -211,7 +212,8 @@ def _whole(call: Call, base: Node, candidates: Sequence[Node]) -> list[Step]:
     if not whole:
         return []
     views.sort(key=lambda view: view.offset)
-    return [Step(base, views, call, lambda get: _joined(base, views, [get(view) for view in views]))]
+    text = "{y}" if len(views) == 1 else ""
+    return [Step(base, views, call, lambda get: _joined(base, views, [get(view) for view in views]), text)]
 
 
 def _joined(base: Node, views: Sequence[Node], numbers: list[torch.Tensor]) -> torch.Tensor:
@@ -259,41 +261,28 @@ def _why(calls: Sequence[Call], missing: Sequence[Node], had: Mapping[Node, Any]
 
 def _formulas(steps: Sequence[Step], names: Mapping[Node, str]) -> str:
     """The steps as text: `x[1] = y[1] - F1(y[0]), x[0] = y[0] - F2(x[1])`."""
-    by, names, functions = {step.node: step for step in steps}, _with_parts(steps, names), dict[Node, str]()
+    parts = dict(names)
+    for step in reversed(steps):
+        if step.undo is not None and not step.text:  # a whole, by whose name its parts are called
+            whole = parts.setdefault(step.node, "z")
+            parts = {view: f"{whole}.part[{i}]" for i, view in enumerate(step.reads)} | parts
+    terms, reads = dict(names), {node: {name} for node, name in names.items()}
+    lines, functions = list[str](), count(1)
 
     def term(node: Node) -> str:
-        return names[node] if node in names else of(by[node]) if node in by else "c"
+        if node not in terms:
+            named = ", ".join(sorted(reads.get(node, ())))
+            terms[node] = f"F{next(functions)}({named})" if named else "c"
+        return terms[node]
 
-    def of(step: Step) -> str:
+    for step in steps:
+        reads[step.node] = set[str]().union(*(reads.get(node, ()) for node in step.reads))
         if step.text:
             y, *others = map(term, step.reads)
-            return step.text.format(", ".join(others) or "c", y=f"({y})" if " " in y else y)
-        named = sorted(_read(step, by, names))
-        return f"{functions.setdefault(step.node, f'F{len(functions) + 1}')}({', '.join(named)})" if named else "c"
-
-    lines = [step for step in steps if names.get(step.node, "y")[0] != "y" and (step.text or not step.undo)]
-    return ", ".join([f"{names[step.node]} = {of(step)}" for step in lines] or ["x is in y"])
-
-
-def _read(step: Step, by: Mapping[Node, Step], names: Mapping[Node, str]) -> set[str]:
-    """The names of what a step reads, and those steps that it follows."""
-    read = dict.fromkeys(step.reads)
-    for node in (waiting := [*read]):  # which grows
-        if node in by and node not in names:
-            waiting += [n for n in by[node].reads if n not in read]
-            read |= dict.fromkeys(by[node].reads)
-    return {names[node] for node in read if node in names}
-
-
-def _with_parts(steps: Sequence[Step], names: Mapping[Node, str]) -> dict[Node, str]:
-    """The names, with those of parts that are taken from y and put together to x."""
-    names, moves = dict(names), [step for step in steps if step.undo is not None and not step.text]
-    for step in moves:
-        if len(step.reads) == 1 and names.get(out := step.reads[0], "x")[0] == "y":
-            part = "" if out.memory is step.node.memory else f".part[{step.call.nodes.index(step.node)}]"
-            names.setdefault(step.node, names[out] + part)
-    for step in reversed(moves):
-        if len(step.reads) > 1:
-            whole = names.setdefault(step.node, "z")
-            names = {view: f"{whole}.part[{i}]" for i, view in enumerate(step.reads)} | names
-    return names
+            terms[step.node] = step.text.format(", ".join(others) or "c", y=f"({y})" if " " in y else y)
+            if step.node in parts and (" " in step.text or step.text[0] == "-"):  # it is computed, and not only moved
+                lines.append(f"{parts[step.node]} = {terms[step.node]}")
+                terms[step.node] = parts[step.node]
+            if " " not in terms[step.node]:
+                reads[step.node] = {terms[step.node]}
+    return ", ".join(lines) or "x is in y"

@@ -109,8 +109,8 @@ class Recording(Listener):
         self.calls: list[Call] = []
         self.once = False
         """Whether it holds for one call only, as numbers left torch, or tensors were read from unknown places."""
-        self.outside: dict[Node, torch.Tensor] = {}
-        """The tensors that f reads and was not given."""
+        self.outside: dict[Node, Any] = {}
+        """The tensors that f reads and was not given, while it runs."""
         self.rest, self.xs = [[self._enter(t, of_x=given is xs) for t in given] for given in (rest, xs)]
         self.ys: list[Node] = []
         devices = {t.device for t in (*xs, *rest)} - {torch.device("cpu"), torch.device("meta")}
@@ -134,10 +134,11 @@ class Recording(Listener):
     def _enter(self, t: torch.Tensor, made: Call | None = None, of_x: bool = False, near: Iterable = ()) -> Node:
         """Note a tensor, which lies in the memory of one of those that are near, or in its own."""
         with unwatched():  # these are no calls of f
-            own, offset = storage_of(t), int(innermost(t).storage_offset())
-            same = (n.memory for n, x in near if storage_of(x) == own and not (t.is_conj() or t.is_neg()))
+            plain, own = t.layout is torch.strided and not (t.is_conj() or t.is_neg()), storage_of(t)
+            same = (n.memory for n, x in near if plain and len(n.stride) == x.dim() and storage_of(x) == own)
             memory = next(same, [])
-        node = Node(t.shape, t.stride(), offset, t.dtype, t.device, memory, made, of_x)
+            stride, offset = (t.stride(), int(innermost(t).storage_offset())) if plain else ((), 0)
+        node = Node(t.shape, stride, offset, t.dtype, t.device, memory, made, of_x)
         memory.append(node)
         self._of.set(t, node)
         return node

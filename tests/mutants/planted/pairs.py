@@ -250,8 +250,8 @@ FAULTS = [
     Fault(
         "a part lies in memory as the inverse happens to give it",
         "pairs/automatic/inverse.py",
-        "    if t.stride() == node.stride:",
-        "    if True:",
+        "or t.stride() == node.stride:",
+        "or True:",
         FOUND + "TestCouplings",
     ),
     Fault(
