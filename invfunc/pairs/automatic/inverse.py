@@ -165,7 +165,8 @@ def _subtracted(call: Call, node: Node, y: Node) -> list[Step]:
     undo, text = _UNDO.get((name, first), (None, ""))
     if undo is None or (scaled and alpha != 1) or call.argument("rounding_mode") is not None:
         return []
-    if name in ("mul", "div") and not (node.dtype.is_floating_point and _nonzero(other)):
+    whole = not (node.dtype.is_floating_point or node.dtype.is_complex)
+    if name in ("mul", "div") and (whole or not _nonzero(other)):
         return []
     reads = [y, *(n for n in call.reads if n is not node)]
     return [Step(node, reads, call, lambda get: undo(get(y), get(other), alpha), text)]
@@ -240,23 +241,24 @@ def _span(node: Node) -> int:
 
 
 def _why(calls: Sequence[Call], missing: Sequence[Node], had: Mapping[Node, Any], names: Mapping[Node, str]) -> str:
-    """The first call whose result y tells, though not all that it reads."""
+    """The call whose result y tells, though not all that it reads."""
     name = " and ".join(names.get(node, "x") for node in missing)
-    for call in calls:
-        unknown = [node for node in call.reads if node not in had]
-        views = any(out.memory is node.memory for out in call.outputs for node in unknown)
-        if unknown and not views and all(node in had for node in call.outputs):
-            why = "is not undone"
-            if len(unknown) > 1:
-                reader = next((node.made for node in unknown if node.made is not None), call)
-                why = (
-                    f"adds to a part of x what {reader} reads of one that is not known by then. F may read the other "
-                    "parts, and after an update their new values, as in y2 = x2 + G(y1)"
-                )
-            elif call.function.name in ("mul", "div"):
-                why = "scales by what may be 0; exp, sigmoid and softplus give scales that are not"
-            return f"y does not tell {name}, as {call} {why}"
-    return f"y has nothing of {name}, or not all of it"
+    unknown = {call: [node for node in call.reads if node not in had] for call in calls}
+    blocked = [call for call in calls if unknown[call] and all(out in had for out in call.outputs)]
+    blocked = [call for call in blocked if all(out.memory is not unknown[call][0].memory for out in call.outputs)]
+    if not blocked:
+        return f"y has nothing of {name}, or not all of it"
+    call = min(blocked, key=lambda call: len(unknown[call]))
+    why = "is not undone"
+    if len(unknown[call]) > 1:
+        reader = next((node.made for node in unknown[call] if node.made is not None), call)
+        why = (
+            f"adds to a part of x what {reader} reads of one that is not known by then. F may read the other parts, "
+            "and after an update their new values, as in y2 = x2 + G(y1)"
+        )
+    elif _called(call) in ("mul", "div"):
+        why = "scales by what may be 0; exp, sigmoid and softplus give scales that are not"
+    return f"y does not tell {name}, as {call} {why}"
 
 
 def _formulas(steps: Sequence[Step], names: Mapping[Node, str]) -> str:
