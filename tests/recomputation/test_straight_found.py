@@ -82,11 +82,11 @@ class TestFound:
     @each_function
     def test_the_steps_are_found_once(self, name, monkeypatch):
         """Also for other numbers: f is recorded no more."""
-        from invfunc.pairs.automatic.found import Found
+        from invfunc.pairs.automatic.found import FoundPair
 
         f = FUNCTIONS[name]
         g, given = known(f), leaves(tuple(2 * Numbers(7)(2, 4, 3)), tuple(Numbers(8)(2, 3, 3)))
-        monkeypatch.setattr(Found, "_record", None)
+        monkeypatch.setattr(FoundPair, "_record", None)
         assert_close(slope(g, given), slope(f, given))
 
     def test_what_is_made_within_is_found_in_each_call(self):

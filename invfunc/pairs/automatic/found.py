@@ -15,13 +15,13 @@ from invfunc._torch.generators import set_states
 from invfunc.callables import describe
 from invfunc.errors import InverseError
 from invfunc.pairs.automatic.inverse import Inverse
-from invfunc.pairs.automatic.places import Closure
-from invfunc.pairs.automatic.recording import Node, Recording, autocast_of
+from invfunc.pairs.automatic.places import ClosedOver
+from invfunc.pairs.automatic.recording import RecordedRun, Ref, autocast_of
 from invfunc.pairs.pair import Closed, Invertible
 from invfunc.pairs.value import Value
 
 _MOST = 64
-"""How many kinds of calls are remembered."""
+"""The number of kinds of calls that are remembered."""
 _Like = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...]]
 """Shape, dtype, device and strides of a tensor."""
 _X = tuple[tree.Form, Sequence[_Like]]
@@ -32,17 +32,17 @@ class _Memory:
     """Inverses by the kinds of calls; a copy, whose function may close over other things, is empty."""
 
     def __init__(self) -> None:
-        self.closure: Closure | None = None
+        self.closure: ClosedOver | None = None
         self.inverses: dict[Any, Inverse] = {}
         self.xs: dict[Any, _X] = {}
-        """What x was like, by what y is like."""
+        """Forms of x, by those of y."""
 
     def __reduce__(self) -> tuple:
         return _Memory, ()
 
 
 @dataclass(frozen=True, eq=False)
-class Found(Value):
+class FoundPair(Value):
     """Both directions of f, which is recorded in the first call of each kind."""
 
     f: Callable
@@ -87,14 +87,14 @@ class Found(Value):
 
     def _record(
         self, x: Any, like: _X, args: tuple, kwargs: dict[str, Any], dry: bool
-    ) -> tuple[Any, Inverse, dict[Node, torch.Tensor]]:
+    ) -> tuple[Any, Inverse, dict[Ref, torch.Tensor]]:
         """The result of f, its inverse and the tensors that it closes over."""
-        recording, memory = Recording(xs := tree.tensors(x), tree.tensors((args, kwargs)), dry), self.memory
+        recording, memory = RecordedRun(xs := tree.tensors(x), tree.tensors((args, kwargs)), dry), self.memory
         with recording:
             y = self.f(x, *args, **kwargs)
         if dry:
             set_states(recording.start.items())
-        memory.closure = Closure(self.f)
+        memory.closure = ClosedOver(self.f)
         ys, form = tree.separate(y)
         recording.end(ys, memory.closure)
         names = _names("x", like[0].join(recording.xs)) | _names("y", form.join(recording.ys))
@@ -108,7 +108,7 @@ class Found(Value):
         return y, inverse, outside
 
     def _key(self, like: tuple[tree.Form, Sequence[tuple]], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """All that the calls of f may depend on beside the numbers of tensors."""
+        """The kind of a call: everything that the calls of f may depend on beside the numbers of tensors."""
         (form, tensors), (rest, rest_form) = like, tree.separate((args, kwargs))
         held = () if self.memory.closure is None else self.memory.closure.others()
         first, others = dict[int, int](), (*form.others, *rest_form.others)
@@ -124,7 +124,7 @@ class Automatic(Invertible):
     derived = True
 
     @property
-    def found(self) -> Found:
+    def found(self) -> FoundPair:
         return self.forward.__self__  # pyright: ignore[reportFunctionMemberAccess]
 
     def inverse_of(self, x: tree.Form, like: Sequence[Any], kept: Mapping[int, torch.Tensor]) -> Callable:
@@ -145,7 +145,7 @@ class Automatic(Invertible):
 
 def automatic(f: Callable, keep: tuple[int, ...] = ()) -> Automatic:
     """The pair of f and the inverse that is found in what f does."""
-    found = Found(f, keep)
+    found = FoundPair(f, keep)
     return Automatic(found.forward, found.inverse)
 
 
@@ -153,6 +153,6 @@ def _like(tensor: torch.Tensor) -> _Like:
     return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
 
 
-def _names(name: str, nodes: Any) -> dict[Node, str]:
+def _names(name: str, nodes: Any) -> dict[Ref, str]:
     """The nodes of x or y as one would write them."""
-    return {leaf: name + path for path, leaf in tree.named_leaves(nodes) if isinstance(leaf, Node)}
+    return {leaf: name + path for path, leaf in tree.named_leaves(nodes) if isinstance(leaf, Ref)}

@@ -12,19 +12,19 @@ import torch
 
 from invfunc._torch.functorch import plainly, undispatched, unwatched
 from invfunc._torch.generators import set_states, state_of
-from invfunc.pairs.automatic.recording import Call, Node, Recording, refuse
+from invfunc.pairs.automatic.recording import OpCall, RecordedRun, Ref, refuse
 
 Get = Callable[[Any], Any]
 """From a node to its numbers, and from any other argument to itself."""
 
 
 @dataclass(eq=False)
-class Step:
+class InverseStep:
     """One tensor, computed from others: as a result of a call, or as an operand of it, or as a whole from its parts."""
 
-    node: Node
-    reads: Sequence[Node]
-    call: Call
+    node: Ref
+    reads: Sequence[Ref]
+    call: OpCall
     undo: Callable[[Get], torch.Tensor] | None = None
     """None where the call is made again."""
     text: str = ""
@@ -40,18 +40,18 @@ class Inverse:
         names: of tensors of x and y in a formula or an error.
     """
 
-    def __init__(self, recording: Recording, kept: tuple[int, ...], names: Mapping[Node, str]) -> None:
+    def __init__(self, recording: RecordedRun, kept: tuple[int, ...], names: Mapping[Ref, str]) -> None:
         self.recording, self.kept, self.names = recording, kept, names
-        known = *recording.ys, *(recording.xs[i] for i in kept), *recording.rest, *recording.outside
-        had: dict[Node, Step | None] = dict.fromkeys(known)  # in an order in which they can be computed
+        given = *recording.ys, *(recording.xs[i] for i in kept), *recording.rest, *recording.outside
+        known: dict[Ref, InverseStep | None] = dict.fromkeys(given)  # in an order in which they can be computed
         number = -1
-        while number < (number := len(had)):
+        while number < (number := len(known)):
             for call in (*recording.calls, *recording.calls[::-1]):
-                had |= {step.node: step for step in _steps(call, had) if step.node not in had}
-        if missing := [node for node in recording.xs if node not in had]:
-            refuse(_why(recording.calls, missing, had, names))
-        self._needed, steps = {*recording.xs}, list[Step]()
-        for node, step in reversed(had.items()):
+                known |= {step.node: step for step in _steps(call, known) if step.node not in known}
+        if missing := [node for node in recording.xs if node not in known]:
+            refuse(_why(recording.calls, missing, known, names))
+        self._needed, steps = {*recording.xs}, list[InverseStep]()
+        for node, step in reversed(known.items()):
             if node in self._needed and step is not None:
                 self._needed.update(step.reads)
                 steps.insert(0, step)
@@ -60,15 +60,15 @@ class Inverse:
         self._last = {node: i for i, step in enumerate(steps) for node in step.reads if node not in recording.xs}
         self.text = _formulas(steps, names)
 
-    def __call__(self, given: Mapping[Node, torch.Tensor], near: torch.Tensor) -> list[torch.Tensor]:
+    def __call__(self, given: Mapping[Ref, torch.Tensor], near: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of x; `near` is one of y, beside which others are made."""
         numbers = {node: _laid(t, node) for node, t in given.items()}
 
-        def blank(node: Node) -> torch.Tensor:
+        def blank(node: Ref) -> torch.Tensor:
             return near.new_empty_strided(node.shape, node.stride, dtype=node.dtype, device=node.device).fill_(1)
 
         def get(node: Any) -> Any:
-            return (numbers[node] if node in numbers else blank(node)) if isinstance(node, Node) else node
+            return (numbers[node] if node in numbers else blank(node)) if isinstance(node, Ref) else node
 
         states = {}
         for call in self._drawing:  # which draw in the order of f, whatever is computed first
@@ -89,7 +89,7 @@ class Inverse:
         return [numbers[node] for node in self.recording.xs]
 
 
-def _laid(t: torch.Tensor, node: Node) -> torch.Tensor:
+def _laid(t: torch.Tensor, node: Ref) -> torch.Tensor:
     """The tensor with its axes in the order in memory that they had, in which dropout draws."""
     if len(node.stride) < len(node.shape) or t.stride() == node.stride:  # the former of a sparse one
         return t
@@ -120,29 +120,31 @@ _KEEP_SIGN = set("chunk split tensor_split getitem unbind narrow select squeeze 
 _KEEP_SIGN |= _SAME | {"transpose", "permute", "neg", "reciprocal", "sqrt", "rsqrt"}
 
 
-def _steps(call: Call, had: Mapping[Node, Any]) -> list[Step]:
-    """The steps that a call gives where some of its operands and outputs are had."""
-    unknown = [node for node in call.reads if node not in had]
+def _steps(call: OpCall, known: Mapping[Ref, Any]) -> list[InverseStep]:
+    """The steps that a call gives where some of its operands and outputs are known."""
+    unknown = [node for node in call.reads if node not in known]
     if not unknown:
-        return [Step(node, call.reads, call) for node in call.outputs]
+        return [InverseStep(node, call.reads, call) for node in call.outputs]
     if any(out.memory is unknown[0].memory for out in call.outputs):
-        return _whole(call, unknown[0], [node for node in unknown[0].memory if node in had])
-    if not all(node in had for node in call.outputs):
+        return _whole(call, unknown[0], [node for node in unknown[0].memory if node in known])
+    if not all(node in known for node in call.outputs):
         return []
     if call.function.name in ("cat", "concat", "concatenate", "stack"):
         return [_split(call, node) for node in unknown if node.dtype == call.outputs[0].dtype]
     return _undone(call, unknown[0]) if len(unknown) == 1 else []
 
 
-def _split(call: Call, node: Node) -> Step:
+def _split(call: OpCall, node: Ref) -> InverseStep:
     """A tensor that was joined to others."""
-    out, dim, parts = call.outputs[0], call.argument("dim", 0), [x for x in call.leaves if isinstance(x, Node)]
+    out, dim, parts = call.outputs[0], call.argument("dim", 0), [x for x in call.leaves if isinstance(x, Ref)]
     sizes = [1 if call.function.name == "stack" else part.shape[dim] for part in parts]
     i = parts.index(node)
-    return Step(node, [out], call, lambda get: get(out).split(sizes, dim)[i].reshape(node.shape), f"{{y}}.part[{i}]")
+    return InverseStep(
+        node, [out], call, lambda get: get(out).split(sizes, dim)[i].reshape(node.shape), f"{{y}}.part[{i}]"
+    )
 
 
-def _undone(call: Call, node: Node) -> list[Step]:
+def _undone(call: OpCall, node: Ref) -> list[InverseStep]:
     """An operand from the result of a call and its other operands."""
     (y, *others), name = call.outputs, _called(call)
     floats = y.dtype.is_floating_point and node.dtype.is_floating_point
@@ -150,14 +152,14 @@ def _undone(call: Call, node: Node) -> list[Step]:
     if others or call.leaves.count(node) != 1 or not all_digits or y.shape.numel() != node.shape.numel():
         return []
     if name in _SAME or (name.endswith("dropout") and not call.generators):
-        return [Step(node, [y], call, lambda get: get(y).reshape(node.shape), "{y}")]
+        return [InverseStep(node, [y], call, lambda get: get(y).reshape(node.shape), "{y}")]
     if name == "flip":
         dims = [i for i in call.leaves if isinstance(i, int)]
-        return [Step(node, [y], call, lambda get: get(y).flip(dims), "{y}")]
+        return [InverseStep(node, [y], call, lambda get: get(y).flip(dims), "{y}")]
     return _subtracted(call, node, y) if y.shape == node.shape else []
 
 
-def _subtracted(call: Call, node: Node, y: Node) -> list[Step]:
+def _subtracted(call: OpCall, node: Ref, y: Ref) -> list[InverseStep]:
     """An operand of a sum or a product."""
     a, b, alpha, name = call.argument("input"), call.argument("other"), call.argument("alpha", 1), _called(call)
     first = a is node
@@ -169,16 +171,16 @@ def _subtracted(call: Call, node: Node, y: Node) -> list[Step]:
     if name in ("mul", "div") and (whole or not _nonzero(other)):
         return []
     reads = [y, *(n for n in call.reads if n is not node)]
-    return [Step(node, reads, call, lambda get: undo(get(y), get(other), alpha), text)]
+    return [InverseStep(node, reads, call, lambda get: undo(get(y), get(other), alpha), text)]
 
 
-def _called(call: Call) -> str:
+def _called(call: OpCall) -> str:
     return _CALLED.get(call.function.name, call.function.name)
 
 
 def _nonzero(value: Any, positive: bool = False) -> bool:
-    """Whether all numbers of a factor are known to differ from 0, or to be positive, but for underflow."""
-    if not isinstance(value, Node):
+    """True where all numbers of a factor are known to differ from 0, or to be positive, but for underflow."""
+    if not isinstance(value, Ref):
         return isinstance(value, Number) and bool(value > 0 if positive else value != 0)  # type: ignore[operator]
     call = value.made
     if call is None or call.rewritten or not value.dtype.is_floating_point:
@@ -193,13 +195,13 @@ def _nonzero(value: Any, positive: bool = False) -> bool:
     return name in _POSITIVE or (keeps and _nonzero(call.leaves[0], positive))
 
 
-def _whole(call: Call, base: Node, candidates: Sequence[Node]) -> list[Step]:
+def _whole(call: OpCall, base: Ref, candidates: Sequence[Ref]) -> list[InverseStep]:
     """A tensor from some of its views, each entry from one; none if they lack any."""
-    views, span = list[Node](), _span(base)
+    views, span = list[Ref](), _span(base)
     if sum(view.shape.numel() for view in candidates) < base.shape.numel() or 0 in base.stride:
         return []
     if not span:
-        return [Step(base, [], call, lambda get: get(base))]  # which has no numbers
+        return [InverseStep(base, [], call, lambda get: get(base))]  # which has no numbers
     with unwatched(), undispatched(), plainly():  # these are no calls of f
         seen = torch.zeros(span, dtype=torch.bool, device="cpu")
         for view in sorted(candidates, key=lambda n: -n.shape.numel()):
@@ -214,10 +216,10 @@ def _whole(call: Call, base: Node, candidates: Sequence[Node]) -> list[Step]:
         return []
     views.sort(key=lambda view: view.offset)
     text = "{y}" if len(views) == 1 else ""
-    return [Step(base, views, call, lambda get: _joined(base, views, [get(view) for view in views]), text)]
+    return [InverseStep(base, views, call, lambda get: _joined(base, views, [get(view) for view in views]), text)]
 
 
-def _joined(base: Node, views: Sequence[Node], numbers: list[torch.Tensor]) -> torch.Tensor:
+def _joined(base: Ref, views: Sequence[Ref], numbers: list[torch.Tensor]) -> torch.Tensor:
     """The numbers of a tensor from those of its views."""
     if all(view.stride == base.stride for view in views):
         dims = {i for view in views for i, n in enumerate(view.shape) if n != base.shape[i]}
@@ -231,7 +233,7 @@ def _joined(base: Node, views: Sequence[Node], numbers: list[torch.Tensor]) -> t
     return flat.scatter(0, order, flat).view(base.shape)
 
 
-def _span(node: Node) -> int:
+def _span(node: Ref) -> int:
     """The number of entries of memory that a tensor reaches over."""
     sizes = zip(node.shape, node.stride, strict=True)
     return 1 + sum((n - 1) * step for n, step in sizes) if node.shape.numel() else 0
@@ -240,11 +242,16 @@ def _span(node: Node) -> int:
 # Words
 
 
-def _why(calls: Sequence[Call], missing: Sequence[Node], had: Mapping[Node, Any], names: Mapping[Node, str]) -> str:
+def _why(
+    calls: Sequence[OpCall],
+    missing: Sequence[Ref],
+    known: Mapping[Ref, Any],
+    names: Mapping[Ref, str],
+) -> str:
     """The call whose result y tells, though not all that it reads."""
     name = " and ".join(names.get(node, "x") for node in missing)
-    unknown = {call: [node for node in call.reads if node not in had] for call in calls}
-    blocked = [call for call in calls if unknown[call] and all(out in had for out in call.outputs)]
+    unknown = {call: [node for node in call.reads if node not in known] for call in calls}
+    blocked = [call for call in calls if unknown[call] and all(out in known for out in call.outputs)]
     blocked = [call for call in blocked if all(out.memory is not unknown[call][0].memory for out in call.outputs)]
     if not blocked:
         return f"y has nothing of {name}, or not all of it"
@@ -261,7 +268,7 @@ def _why(calls: Sequence[Call], missing: Sequence[Node], had: Mapping[Node, Any]
     return f"y does not tell {name}, as {call} {why}"
 
 
-def _formulas(steps: Sequence[Step], names: Mapping[Node, str]) -> str:
+def _formulas(steps: Sequence[InverseStep], names: Mapping[Ref, str]) -> str:
     """The steps as text: `x[1] = y[1] - F1(y[0]), x[0] = y[0] - F2(x[1])`."""
     parts = dict(names)
     for step in reversed(steps):
@@ -271,7 +278,7 @@ def _formulas(steps: Sequence[Step], names: Mapping[Node, str]) -> str:
     terms, reads = dict(names), {node: {name} for node, name in names.items()}
     lines, functions = list[str](), count(1)
 
-    def term(node: Node) -> str:
+    def term(node: Ref) -> str:
         if node not in terms:
             named = ", ".join(sorted(reads.get(node, ())))
             terms[node] = f"F{next(functions)}({named})" if named else "c"

@@ -25,13 +25,13 @@ def read(place: Place) -> Any:
         return None
 
 
-class Closure:
+class ClosedOver:
     """Places that can be reached from a function."""
 
     def __init__(self, f: Any) -> None:
         self._others: list[Place] = []
         self.tensors: dict[int, list[Place]] = {}
-        """Those of tensors, by the ids of what was there."""
+        """Places of tensors, by the ids of what was there."""
         seen = {id(f): f}
         for value in (waiting := [f]):  # which grows
             for place in _places(value):

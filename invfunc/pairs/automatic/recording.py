@@ -18,7 +18,7 @@ from invfunc._torch.generators import Generator, global_generator, same_state, s
 from invfunc._torch.weak import WeakIdMap
 from invfunc.errors import InverseError
 from invfunc.operations.heard import Function, Listener
-from invfunc.pairs.automatic.places import Closure, Place, read
+from invfunc.pairs.automatic.places import ClosedOver, Place, read
 
 
 def refuse(why: str) -> NoReturn:
@@ -27,7 +27,7 @@ def refuse(why: str) -> NoReturn:
 
 
 @dataclass(eq=False)
-class Node:
+class Ref:
     """A tensor of the run: its form, and the call that gave it (None of one that f was given or closes over)."""
 
     shape: torch.Size
@@ -35,16 +35,16 @@ class Node:
     offset: int
     dtype: torch.dtype
     device: torch.device
-    memory: list[Node]
-    """All that lay in the same memory, until it was written."""
-    made: Call | None = None
+    memory: list[Ref]
+    """Tensors that lay in the same memory, until it was written."""
+    made: OpCall | None = None
     of_x: bool = False
     written: str = ""
     """The call that has written into its memory since."""
 
 
 @dataclass(eq=False)
-class Call:
+class OpCall:
     """A call of torch."""
 
     function: Function
@@ -56,19 +56,19 @@ class Call:
     grad: bool
     autocast: tuple | None
     """The modes around it."""
-    results: dict[Node, int] = field(default_factory=dict)
+    results: dict[Ref, int] = field(default_factory=dict)
     """Its results, with their places among the tensors that it returns."""
-    rewritten: dict[Node, int] = field(default_factory=dict)
+    rewritten: dict[Ref, int] = field(default_factory=dict)
     """The arguments that it writes as they are afterwards, with their places."""
     generators: list[Generator] = field(default_factory=list)
-    """Those that it draws from."""
+    """Generators that it draws from."""
 
     def __post_init__(self) -> None:
-        self.nodes = list(dict.fromkeys(leaf for leaf in self.leaves if isinstance(leaf, Node)))
+        self.nodes = list(dict.fromkeys(leaf for leaf in self.leaves if isinstance(leaf, Ref)))
         self.reads = [] if self.function.entry.reads == "none" else self.nodes
 
     @property
-    def outputs(self) -> list[Node]:
+    def outputs(self) -> list[Ref]:
         return [*self.results, *self.rewritten]
 
     def argument(self, name: str, default: Any = None) -> Any:
@@ -76,9 +76,9 @@ class Call:
         args, kwargs = tree.unflatten(self.leaves, self.structure)
         return self.function.argument(args, kwargs, name, default)
 
-    def again(self, get: Callable[[Node], torch.Tensor]) -> dict[Node, torch.Tensor]:
+    def again(self, get: Callable[[Ref], torch.Tensor]) -> dict[Ref, torch.Tensor]:
         """The outputs for other numbers; what it writes is written into copies."""
-        leaves = [get(leaf) if isinstance(leaf, Node) else leaf for leaf in self.leaves]
+        leaves = [get(leaf) if isinstance(leaf, Ref) else leaf for leaf in self.leaves]
         for place in self.rewritten.values():
             leaves[place] = leaves[place].clone()
         args, kwargs = tree.unflatten(leaves, self.structure)
@@ -94,7 +94,7 @@ class Call:
         return f"`{self.function.called}` ({self.place})"
 
 
-class Recording(Listener):
+class RecordedRun(Listener):
     """A run of a function of x, its further arguments and what it closes over; recorded while it is entered.
 
     Args:
@@ -104,21 +104,21 @@ class Recording(Listener):
 
     def __init__(self, xs: Sequence[torch.Tensor], rest: Sequence[torch.Tensor], dry: bool) -> None:
         super().__init__()
-        self._of: WeakIdMap[Node] = WeakIdMap()
+        self._of: WeakIdMap[Ref] = WeakIdMap()
         self._dry, self.grad = dry, torch.is_grad_enabled()
-        self.calls: list[Call] = []
+        self.calls: list[OpCall] = []
         self.once = False
-        """Whether it holds for one call only, as numbers left torch, or tensors were read from unknown places."""
-        self.outside: dict[Node, Any] = {}
+        """True where it holds for one call only: numbers left torch, or tensors come from unknown places."""
+        self.outside: dict[Ref, Any] = {}
         """The tensors that f reads and was not given, while it runs."""
         self.rest, self.xs = [[self._enter(t, of_x=given is xs) for t in given] for given in (rest, xs)]
-        self.ys: list[Node] = []
+        self.ys: list[Ref] = []
         devices = {t.device for t in (*xs, *rest)} - {torch.device("cpu"), torch.device("meta")}
         generators = [torch.default_generator, *map(global_generator, devices)]
         self.start: dict[Generator, torch.Tensor] = {g: state_of(g) for g in generators}
         """The generators, with their states before anything was drawn."""
 
-    def node(self, tensor: torch.Tensor) -> Node:
+    def node(self, tensor: torch.Tensor) -> Ref:
         """The node of a tensor."""
         node = self._of.get(tensor)
         if node is None:
@@ -131,14 +131,14 @@ class Recording(Listener):
             refuse(f"f reads a tensor whose memory {node.written} has written in place by another view of it")
         return node
 
-    def _enter(self, t: torch.Tensor, made: Call | None = None, of_x: bool = False, near: Iterable = ()) -> Node:
+    def _enter(self, t: torch.Tensor, made: OpCall | None = None, of_x: bool = False, near: Iterable = ()) -> Ref:
         """Note a tensor, which lies in the memory of one of those that are near, or in its own."""
         with unwatched():  # these are no calls of f
             plain, own = t.layout is torch.strided and not (t.is_conj() or t.is_neg()), storage_of(t)
             same = (n.memory for n, x in near if plain and len(n.stride) == x.dim() and storage_of(x) == own)
             memory = next(same, [])
             stride, offset = (t.stride(), int(innermost(t).storage_offset())) if plain else ((), 0)
-        node = Node(t.shape, stride, offset, t.dtype, t.device, memory, made, of_x)
+        node = Ref(t.shape, stride, offset, t.dtype, t.device, memory, made, of_x)
         memory.append(node)
         self._of.set(t, node)
         return node
@@ -148,8 +148,8 @@ class Recording(Listener):
             return function.func(*args, **kwargs)
         leaves, structure = tree.flatten((args, kwargs))
         held: list[Any] = [self.node(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        kind = next((node.device.type for node in held if isinstance(node, Node)), "cpu")
-        call = Call(function, held, structure, _place(), torch.is_grad_enabled() or not self.grad, autocast_of(kind))
+        kind = next((node.device.type for node in held if isinstance(node, Ref)), "cpu")
+        call = OpCall(function, held, structure, _place(), torch.is_grad_enabled() or not self.grad, autocast_of(kind))
         of_x = any(node.of_x for node in call.reads)
         if of_x and function.entry.differentiates:
             refuse(f"{call} differentiates what depends on x")
@@ -165,7 +165,7 @@ class Recording(Listener):
         self._note(call, of_x, leaves, written, tensors)
         return result
 
-    def _drawing(self, call: Call, leaves: list[Any], run: Callable[[], Any]) -> Any:
+    def _drawing(self, call: OpCall, leaves: list[Any], run: Callable[[], Any]) -> Any:
         """The result of a call; the generators that it draws from are noted."""
         self.start |= {g: state_of(g) for g in leaves if isinstance(g, torch.Generator) and g not in self.start}
         before = {g: state_of(g) for g in self.start}
@@ -173,9 +173,9 @@ class Recording(Listener):
         call.generators = [g for g, state in before.items() if not same_state(state, state_of(g))]
         return result
 
-    def _note(self, call: Call, of_x: bool, leaves: list[Any], written: Iterable[int], tensors: Any) -> None:
+    def _note(self, call: OpCall, of_x: bool, leaves: list[Any], written: Iterable[int], tensors: Any) -> None:
         """Note what a call writes and gives."""
-        near = [(node, leaf) for node, leaf in zip(call.leaves, leaves, strict=True) if isinstance(node, Node)]
+        near = [(node, leaf) for node, leaf in zip(call.leaves, leaves, strict=True) if isinstance(node, Ref)]
         for i in written:
             node: Any = call.leaves[i]
             for other in node.memory:
@@ -185,14 +185,14 @@ class Recording(Listener):
         if call.outputs:
             self.calls.append(call)
 
-    def end(self, ys: Sequence[torch.Tensor], closure: Closure) -> None:
+    def end(self, ys: Sequence[torch.Tensor], closure: ClosedOver) -> None:
         """Note the tensors of the result, and from where those come that f was not given."""
         self.ys = [self.node(t) for t in ys]
         places = {n: [p for p in closure.tensors.get(id(t), ()) if read(p) is t] for n, t in self.outside.items()}
         self.once |= not all(places.values())
-        self._places: dict[Node, list[Place]] = {} if self.once else places
+        self._places: dict[Ref, list[Place]] = {} if self.once else places
 
-    def now(self) -> dict[Node, torch.Tensor] | None:
+    def now(self) -> dict[Ref, torch.Tensor] | None:
         """The tensors that f closes over by now; None where the run has to be recorded anew."""
         values = {node: [*map(read, places)] for node, places in self._places.items()}
         changed = self.once or self.grad < torch.is_grad_enabled()
