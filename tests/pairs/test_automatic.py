@@ -42,6 +42,7 @@ SCALES: dict[str, Callable] = {
 UPDATES: dict[str, Callable] = {
     "x + F": lambda x, t, s: x + t,
     "F + x": lambda x, t, s: t + x,
+    "x + F as x": lambda x, t, s: x + t.flatten().view_as(x),
     "x - F": lambda x, t, s: x - t,
     "F - x": lambda x, t, s: t - x,
     "alpha": lambda x, t, s: torch.add(x, t, alpha=0.5),

@@ -137,11 +137,9 @@ def _steps(call: OpCall, known: Mapping[Ref, Any]) -> list[InverseStep]:
 def _split(call: OpCall, node: Ref) -> InverseStep:
     """A tensor that was joined to others."""
     out, dim, parts = call.outputs[0], call.argument("dim", 0), [x for x in call.leaves if isinstance(x, Ref)]
-    sizes = [1 if call.function.name == "stack" else part.shape[dim] for part in parts]
-    i = parts.index(node)
-    return InverseStep(
-        node, [out], call, lambda get: get(out).split(sizes, dim)[i].reshape(node.shape), f"{{y}}.part[{i}]"
-    )
+    sizes = [1 if call.function.name == "stack" else sum(part.shape) and part.shape[dim] for part in parts]
+    i, shape = parts.index(node), node.shape  # one of shape [0] may stand among others, and has no other axes
+    return InverseStep(node, [out], call, lambda get: get(out).split(sizes, dim)[i].view(shape), f"{{y}}.part[{i}]")
 
 
 def _undone(call: OpCall, node: Ref) -> list[InverseStep]:

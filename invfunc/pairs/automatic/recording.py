@@ -65,7 +65,8 @@ class OpCall:
 
     def __post_init__(self) -> None:
         self.nodes = list(dict.fromkeys(leaf for leaf in self.leaves if isinstance(leaf, Ref)))
-        self.reads = [] if self.function.entry.reads == "none" else self.nodes
+        self.reads = {"none": [], "first": self.nodes[:1]}.get(self.function.entry.reads, self.nodes)
+        """Operands whose numbers matter, and not only their shape."""
 
     @property
     def outputs(self) -> list[Ref]:
