@@ -27,19 +27,20 @@ from invfunc._torch.functorch import (
     backward_by_torch_func,
     batched_like,
     batches_of,
-    needs_grad,
     ended,
     is_batched,
+    needs_grad,
     pop_hooks,
     push_hooks,
     recorded,
     saving_hooks,
     storage_of,
+    tracked_below,
     unwatched,
     unwrapped,
     version,
-    tracked_below,
 )
+from invfunc._torch.values import differentiable
 from invfunc.blocks.closed import Reading
 from invfunc.blocks.looks import EVERY, Look, compare, looked_at
 from invfunc.blocks.rounding import relative_error
@@ -54,7 +55,6 @@ from invfunc.blocks.surroundings import (
     kinds_of,
     states_of,
 )
-from invfunc._torch.values import differentiable
 from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
 from invfunc.transform import told
 

@@ -13,6 +13,7 @@ from invfunc._torch.functorch import ended, leaf_at, needs_grad, recorded, versi
 from invfunc._torch.generators import Generator, global_generator, same_state, set_states, state_of
 from invfunc.blocks.closed import Closed, swapped
 from invfunc.errors import ModifiedError
+from invfunc.pairs.places import read as there
 
 States = list[torch.Tensor]
 
@@ -104,14 +105,13 @@ class Surroundings:
             own.update(id(b) for m in norms for b in m._buffers.values())
             others, values = [], []
             for place, t, need, then in zip(self.places, self.tensors, self.needs, self.versions, strict=True):
-                container, key = place
                 if version(t) != then and id(t) not in own:
                     raise ModifiedError(
-                        f"a tensor of shape {list(t.shape)} that the function closes over ({key}) has been modified by "
+                        f"a tensor of shape {list(t.shape)} that the function closes over ({place[1]}) has been modified by "
                         "an inplace operation after it was evaluated. Step the optimiser behind the backward pass; "
                         "write t = t + z in place of t += z."
                     )
-                if container[key] is not t or ended(t):
+                if there(place) is not t or ended(t):
                     others.append(place)
                     values.append(enter(t, need) if ended(t) else t)
             if others:
@@ -144,4 +144,3 @@ def kinds_of(tensors: Sequence[torch.Tensor]) -> Sequence[str]:
         return ("cpu",)
     found = {"cpu", *(t.device.type for t in tensors)}
     return sorted(k for k in found if torch.amp.is_autocast_available(k))
-

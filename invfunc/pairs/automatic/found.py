@@ -15,9 +15,9 @@ from invfunc._torch.generators import set_states
 from invfunc.callables import describe
 from invfunc.errors import InverseError
 from invfunc.pairs.automatic.inverse import Inverse
-from invfunc.pairs.automatic.places import ClosedOver
 from invfunc.pairs.automatic.recording import RecordedRun, Ref, autocast_of
-from invfunc.pairs.pair import Closed, Invertible
+from invfunc.pairs.pair import Invertible
+from invfunc.pairs.places import ClosedOver
 from invfunc.pairs.value import Value
 
 _MOST = 64
@@ -121,8 +121,6 @@ class FoundPair(Value):
 class Automatic(Invertible):
     """A pair whose inverse is found; its repr tells it, once it was called."""
 
-    derived = True
-
     @property
     def found(self) -> FoundPair:
         return self.forward.__self__  # pyright: ignore[reportFunctionMemberAccess]
@@ -130,13 +128,6 @@ class Automatic(Invertible):
     def inverse_of(self, x: tree.Form, like: Sequence[Any], kept: Mapping[int, torch.Tensor]) -> Callable:
         shapes = [(t.shape, t.dtype, t.device, t.stride) for t in like]
         return torch.no_grad()(partial(self.found.solve, (x, shapes), kept))
-
-    @property
-    def made_of(self) -> tuple[Callable, ...]:
-        return (self.found.f,)
-
-    def directions(self, x: tree.Form, like: Sequence[Any], closed: Closed) -> tuple[Callable, Callable]:
-        return self.found.f, self.inverse_of(x, like, {})
 
     def __repr__(self) -> str:
         texts = dict.fromkeys(inverse.text for inverse in self.found.memory.inverses.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -13,6 +13,8 @@ from torch import nn
 Place = tuple[Any, Any]
 """A container and a key in it."""
 _HOLD_NOTHING = bool, int, float, str, type(None), type, ModuleType, torch.Tensor, torch.dtype, torch.device, torch.Size
+_LONG = 1000
+"""The length from which on a collection is data, and not looked into."""
 _OF_ANY_MODULE = {*vars(nn.Module())} - {"training"}
 
 
@@ -25,6 +27,28 @@ def read(place: Place) -> Any:
         return None
 
 
+def put(place: Place, value: Any) -> None:
+    """Put a value there."""
+    container, key = place
+    if isinstance(container, CellType):
+        container.cell_contents = value
+    else:
+        container[key] = value
+
+
+def reached(roots: Iterable[Any]) -> Iterator[tuple[Any, Place, Any]]:
+    """Every place that can be reached from some functions: what holds it, the place and what is there now."""
+    waiting = [*roots]
+    seen = {id(root): root for root in waiting}
+    for holder in waiting:  # which grows
+        for place in _places(holder):
+            inner = read(place)
+            yield holder, place, inner
+            if id(inner) not in seen and not isinstance(inner, _HOLD_NOTHING):
+                seen[id(inner)] = inner
+                waiting.append(inner)
+
+
 class ClosedOver:
     """Places that can be reached from a function."""
 
@@ -32,17 +56,11 @@ class ClosedOver:
         self._others: list[Place] = []
         self.tensors: dict[int, list[Place]] = {}
         """Places of tensors, by the ids of what was there."""
-        seen = {id(f): f}
-        for value in (waiting := [f]):  # which grows
-            for place in _places(value):
-                inner = read(place)
-                if isinstance(inner, torch.Tensor):
-                    self.tensors.setdefault(id(inner), []).append(place)
-                elif not isinstance(value, (list, tuple, dict)):
-                    self._others.append(place)
-                if id(inner) not in seen and not isinstance(inner, _HOLD_NOTHING):
-                    seen[id(inner)] = inner
-                    waiting.append(inner)
+        for holder, place, inner in reached([f]):
+            if isinstance(inner, torch.Tensor):
+                self.tensors.setdefault(id(inner), []).append(place)
+            elif not isinstance(holder, (list, tuple, dict)):
+                self._others.append(place)
 
     def others(self) -> tuple:
         """Numbers, flags and objects that are there now, such as those that tell whether a module trains."""
@@ -64,7 +82,7 @@ def _places(value: Any) -> Iterator[Place]:
     elif isinstance(value, nn.Module):
         held = value._parameters, value._buffers, value._modules
         yield from ((container, key) for container in held for key in container)
-    if isinstance(value, (dict, list, tuple)):
+    if isinstance(value, (dict, list, tuple)) and len(value) <= _LONG:
         yield from ((value, key) for key in (value if isinstance(value, dict) else range(len(value))))
     elif hasattr(value, "__dict__"):
         own = vars(value)
