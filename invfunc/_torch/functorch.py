@@ -176,6 +176,8 @@ same_generator: Callable[[torch.Generator], int] = attrgetter("_cdata")
 """A number that all objects of one generator have: operations are given another one than the caller's."""
 is_zero = torch.Tensor._is_zerotensor
 """Whether a tensor is the zeros of a jvp, which have no memory."""
+listening: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+"""Whether a torch function mode sees the calls that are made."""
 unwatched, watched = torch._C.DisableTorchFunction, torch._C._EnableTorchFunction
 """Contexts without torch function modes, for what a function does not do itself, and with them again within those."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -36,6 +36,7 @@ from invfunc._torch.functorch import (
     saving_hooks,
     storage_of,
     tracked_below,
+    under,
     unwatched,
     unwrapped,
     version,
@@ -56,6 +57,7 @@ from invfunc.blocks.surroundings import (
     states_of,
 )
 from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
+from invfunc.recording.trace import Followed, Trace
 from invfunc.transform import told
 
 Step = tuple[Any, tuple, dict[str, Any]]
@@ -126,6 +128,38 @@ class _Saved:
         self.value: torch.Tensor | None = value
 
 
+class _Collected:
+    """What autograd saves in an evaluation once more, which has to be like what it has saved.
+
+    Args:
+        like: the shapes and dtypes of that.
+        stop: whether to end when all of it has been saved.
+    """
+
+    __slots__ = ("like", "stop", "saved")
+
+    def __init__(self, like: list[tuple[torch.Size, torch.dtype]], stop: bool) -> None:
+        self.like, self.stop = like, stop
+        self.saved: Tensors = []
+
+    def pack(self, t: torch.Tensor) -> int:
+        """The number of a tensor among those that are saved."""
+        n, count = len(self.saved), len(self.like)
+        if n == count or (t.shape, t.dtype) != self.like[n]:
+            raise ReplayError(
+                f"evaluated again, the function does something else: autograd saves a tensor of shape {list(t.shape)} "
+                f"and {t.dtype}" + (", one more than before. " if n == count else
+                f", where it was {list(self.like[n][0])} and {self.like[n][1]}. ") + CHANGES
+            )  # fmt: skip
+        self.saved.append(t.detach() if t.requires_grad else t)
+        if self.stop and n + 1 == count:
+            raise _Enough
+        return n
+
+    def given_back(self, tensor: torch.Tensor) -> None:
+        """Nothing, as no statistic records it; it has seen the first evaluation."""
+
+
 class _Evaluation:
     """An evaluation of a function that f shares with its inverse."""
 
@@ -193,10 +227,12 @@ class Run(Holder):
 
     Args:
         level: the level of torch.func at which there is a graph; 0 for plain autograd.
+        seen: a context in which function modes see the calls of the blocks, as they do not see those of the run.
     """
 
-    def __init__(self, level: int) -> None:
-        self._level = Level(level)
+    def __init__(self, level: int, seen: Callable[[], AbstractContextManager]) -> None:
+        self._level, self._seen = Level(level), seen
+        self._forms = Followed if under(Trace) else nullcontext
         self.links: list[Link] = []
         self._starts: list[int] = []
         self._like: list[tuple[torch.Size, torch.dtype]] = []
@@ -296,7 +332,7 @@ class Run(Holder):
 
     def _check(self, link: Link, xs: Tensors, ys: Tensors, tolerance: float) -> None:
         """Compare all entries of x with what the inverse gives."""
-        with self._entered() as (enter, leave, _):
+        with self._entered() as (enter, leave, _), self._seen():
             back = self._inverted(link, [t.detach() for t in ys], enter, None)
         for name, x, came in zip(link.names(), xs, map(leave, back), strict=True):
             error = relative_error(came, x)
@@ -314,8 +350,9 @@ class Run(Holder):
         was = push_hooks(self.pack, self.unpack)
         try:
             if closed.learned:
-                return link.pair.forward(*shared, x, *args, **kwargs)
-            with Reading() as reading:
+                with self._seen():
+                    return link.pair.forward(*shared, x, *args, **kwargs)
+            with Reading() as reading, self._seen():
                 y = link.pair.forward(*shared, x, *args, **kwargs)
             closed.learn(reading.read)
             return y
@@ -560,7 +597,7 @@ class Run(Holder):
                 return fn(*args, **kwargs)
             first, end = evaluation.start, evaluation.end
             with torch.enable_grad():
-                out, found = self._saves(partial(fn, *args, **kwargs), [*range(first, end)], link)
+                out, found = self._saves(partial(fn, *args, **kwargs), [*range(first, end)])
         saved[first - link.start : end - link.start] = found
         return out
 
@@ -579,7 +616,7 @@ class Run(Holder):
         x = self._x(link, xs, enter)
         with torch.enable_grad(), link.around.again(0, enter):
             run = partial(link.pair.forward, *[recall] * len(link.pair.shared), x, *args, **kwargs)
-            _, found = self._saves(run, missing, link, stop=True)
+            _, found = self._saves(run, missing, stop=True)
         for n, t in zip(missing, found, strict=True):
             saved[n - link.start] = t
 
@@ -591,45 +628,32 @@ class Run(Holder):
         x = self._x(link, xs, enter)
         with torch.enable_grad(), link.around.again(0, enter):
             run = partial(link.pair.forward, *link.pair.shared, x, *args, **kwargs)
-            _, saved[:] = self._saves(run, [*range(link.start, link.start + len(saved))], link, stop=True)
+            _, saved[:] = self._saves(run, [*range(link.start, link.start + len(saved))], stop=True)
 
     @staticmethod
     def _x(link: Link, xs: Tensors, enter: Callable) -> Any:
         return link.form.join([enter(x, like.needs) for x, like in zip(xs, link.like, strict=True)])
 
-    def _saves(self, fn: Callable, wanted: list[int], link: Link, stop: bool = False) -> tuple[Any, Tensors]:
+    def _saves(self, fn: Callable, wanted: list[int], stop: bool = False) -> tuple[Any, Tensors]:
         """The result of a function and what autograd saves in it, which has to be like that of some numbers."""
-        saved: Tensors = []
         count = len(wanted)
-
-        def pack(t: torch.Tensor) -> int:
-            n = len(saved)
-            if n == count or (t.shape, t.dtype) != self._like[wanted[n]]:
-                raise ReplayError(
-                    f"evaluated again, the function does something else: autograd saves a tensor of shape "
-                    f"{list(t.shape)} and {t.dtype}" + (", one more than before. " if n == count else
-                    f", where it was {list(self._like[wanted[n]][0])} and {self._like[wanted[n]][1]}. ") + CHANGES
-                )  # fmt: skip
-            saved.append(t.detach() if t.requires_grad else t)
-            if stop and n + 1 == count:
-                raise _Enough
-            return n
-
+        collected = _Collected([self._like[n] for n in wanted], stop)
         out = None
-        was = push_hooks(pack, saved.__getitem__)
+        was = push_hooks(collected.pack, collected.saved.__getitem__)
         try:
             if count or not stop:
-                out = fn()
+                with self._forms():
+                    out = fn()
         except _Enough:
             pass
         finally:
             pop_hooks(was)
-        if len(saved) != count:
+        if len(collected.saved) != count:
             raise ReplayError(
-                f"evaluated again, the function does something else: autograd saves {len(saved)} tensors, where it was "
-                f"{count}. {CHANGES}"
+                f"evaluated again, the function does something else: autograd saves {len(collected.saved)} tensors, "
+                f"where it was {count}. {CHANGES}"
             )
-        return out, saved
+        return out, collected.saved
 
 
 _WRITES = (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,14 @@ from invfunc._torch.functorch import (
     dual,
     level_of,
     levels,
+    listening,
     needs_grad,
     recorded,
     saving_hooks,
     tracked_below,
     under,
+    unwatched,
+    watched,
 )
 from invfunc._torch.generators import set_states
 from invfunc.blocks.closed import Closed
@@ -53,18 +57,29 @@ class Known:
 
 
 def in_series(steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:
-    """The state behind some blocks, and what each of them hides."""
+    """The state behind some blocks, and what each of them hides; function modes see the calls of the blocks alone."""
+    if not listening():
+        return _in_series(steps, x, nullcontext)
+    with unwatched():
+        return _in_series(steps, x, watched)
+
+
+def _in_series(
+    steps: Sequence[Step], x: Any, seen: Callable[[], AbstractContextManager]
+) -> tuple[Any, list[tuple]]:
     hidden: list[tuple] = []
     while len(hidden) < len(steps):
         rest = steps[len(hidden) :]
         level = _level(rest, x)
         if level is None:
             block, args, kwargs = rest[0]
-            x, own = block.pair.apart(block.pair.forward(*block.pair.shared, x, *args, **kwargs))
+            with seen():
+                y = block.pair.forward(*block.pair.shared, x, *args, **kwargs)
+            x, own = block.pair.apart(y)
             hidden.append(own)
             continue
         count = next((i for i, (block, *_) in enumerate(rest) if i and _differs(block, rest[0][0])), len(rest))
-        run = Run(level)
+        run = Run(level, seen)
         try:
             x, more = run.forward(rest[:count], x)
             hidden += more
