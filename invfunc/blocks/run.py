@@ -41,7 +41,7 @@ from invfunc.blocks.closed import Reading
 from invfunc.blocks.looks import EVERY, Look, compare, looked_at
 from invfunc.blocks.rounding import relative_error
 from invfunc.blocks.slots import Holder, Slot, depth_of, slot_of
-from invfunc.blocks.states import HERE, note
+from invfunc.blocks.states import HERE, note, note_kept
 from invfunc.blocks.surroundings import (
     States,
     Surroundings,
@@ -264,7 +264,8 @@ class Run(Holder):
                     slot.note(t, held=bool(HERE.noted))
                 if not whole:
                     note(block, depth + len(steps) - 1, y, before, self.outs)
-            self.take_over(slots)  # nothing has failed
+            kept = self.links[0].kept
+            self.take_over([None if i in kept else slot for i, slot in enumerate(slots)])  # nothing has failed
         return y, hidden
 
     def _ended(self, link: Link, states: States | None) -> States | None:
@@ -329,6 +330,8 @@ class Run(Holder):
         """Keep the tensors of x that the inverse does not give."""
         for i in link.block.kept(len(xs)):
             link.kept[i] = Slot(xs[i])
+        if link.kept:
+            note_kept(xs, link.kept)
 
     def pack(self, t: torch.Tensor) -> _Saved:
         """What autograd gets in place of a tensor."""
