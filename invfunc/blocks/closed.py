@@ -8,13 +8,17 @@ whole network.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from invfunc import tree
 from invfunc._torch.functorch import TorchDispatchMode, storage_of
@@ -25,6 +29,24 @@ _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 Place = tuple[Any, Any]
 """A container, and the key at which a tensor stands in it."""
+
+
+_REGISTERED = [0]
+
+
+@cache
+def _watch() -> None:
+    def count(*_: Any) -> None:
+        _REGISTERED[0] += 1
+
+    register_module_module_registration_hook(count)
+    register_module_parameter_registration_hook(count)
+
+
+def _registered() -> int:
+    """How many submodules and parameters modules have been given, from the first call on."""
+    _watch()
+    return _REGISTERED[0]
 
 
 class _Cell:
@@ -49,10 +71,13 @@ class Closed:
         functions: the functions.
     """
 
-    def __init__(self, functions: Iterable[Any]) -> None:
+    def __init__(self, functions: Sequence[Any]) -> None:
         self.places: list[Place] = []
         """Where tensors stand that a call reads."""
         self.modules: list[nn.Module] = []
+        self.generators: list[torch.Generator] = []
+        self._registered = _registered()
+        self._functions = functions
         self._seen: set[Any] = set()
         for function in functions:
             self._look(function, _DEEP)
@@ -65,7 +90,17 @@ class Closed:
         self.scratch: dict[int, dict[str, torch.Tensor | None]] = {}
         """Buffers for the norms to write to in another evaluation."""
         self.learned = not self.places
+        self._found = {(id(c), k) for c, k in self.places}, {*map(id, self.modules)}
         del self._seen
+
+    def renewed(self) -> Closed:
+        """The same as long as modules have the same submodules and parameters; what is there instead otherwise."""
+        if self._registered != _registered():
+            now = Closed(self._functions)
+            if now._found != self._found:
+                return now
+            self._registered = now._registered
+        return self
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors in their places."""
@@ -110,6 +145,8 @@ class Closed:
         elif isinstance(held, types.MethodType):
             self._look(held.__self__, down)
             self._look(held.__func__, down)
+        elif isinstance(held, torch.Generator):
+            self.generators.append(held)
         elif isinstance(held, partial):
             for value in (held.func, *held.args):
                 self._look(value, down)
@@ -146,7 +183,9 @@ class Closed:
         if not (fn.__module__ or "").startswith(("torch", "invfunc.")):
             for name in _names(fn.__code__):
                 value = fn.__globals__.get(name)
-                if isinstance(value, (torch.Tensor, nn.Module, types.FunctionType, list, dict, partial)):
+                if isinstance(
+                    value, (torch.Tensor, nn.Module, types.FunctionType, list, dict, partial, torch.Generator)
+                ):
                     self._put(fn.__globals__, name, value, down)
 
 

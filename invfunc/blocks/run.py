@@ -30,6 +30,7 @@ from invfunc._torch.functorch import (
     pop_hooks,
     push_hooks,
     saving_hooks,
+    storage,
     storage_of,
     unwatched,
     unwrapped,
@@ -80,7 +81,7 @@ class _Like:
         self.vmaps = vmaps_of(x) if unwrapped(x) is not None else _NONE
 
     def checked(self, came: Any, link: Link, place: int) -> torch.Tensor:
-        """What the inverse gave for it, with the strides that it had: kernels are chosen by them."""
+        """What the inverse gave for it."""
         if not isinstance(came, torch.Tensor) or came.shape != self.shape or not self._holds(came.dtype):
             what = f"{list(came.shape)} {came.dtype}" if isinstance(came, torch.Tensor) else type(came).__name__
             name = link.names()[place]
@@ -88,13 +89,20 @@ class _Like:
                 f"the inverse gives {name} as {what}, where it was {list(self.shape)} {self.dtype}. To keep it in "
                 f"memory, and not compute it by the inverse, pass keep=({place},)."
             )
-        came = came.detach() if came.dtype == self.dtype else came.detach().to(self.dtype)
-        came = batched_like(came, self.vmaps)
-        if self.stride is None or came.stride() == self.stride or came.numel() < 2:
+        return self.laid_out(batched_like(came.detach(), self.vmaps))
+
+    def laid_out(self, came: torch.Tensor) -> torch.Tensor:
+        """A tensor in the dtype and with the strides that it had: kernels are chosen by them."""
+        if came.dtype != self.dtype:
+            came = came.to(self.dtype)
+        if self.stride is None or came.stride() == self.stride or came.shape != self.shape or came.numel() < 2:
             return came
-        made = came.new_empty_strided(self.shape, self.stride)
-        dense = unwrapped(made) is not None or made.untyped_storage().nbytes() == made.nbytes
-        return made.copy_(came) if dense else came
+        for dim, stride in enumerate(self.stride):
+            if stride == 0:  # expanded
+                came = came.narrow(dim, 0, 1)
+        made = came.new_empty_strided(came.shape, self.stride)
+        overlaps = unwrapped(made) is None and storage(made).nbytes() < made.nbytes
+        return (came if overlaps else made.copy_(came)).expand(self.shape)
 
     def _holds(self, dtype: torch.dtype) -> bool:
         """Whether a dtype has all of its digits."""
@@ -126,10 +134,10 @@ class _Saved:
 class _Evaluation:
     """An evaluation of a function that f shares with its inverse."""
 
-    __slots__ = ("start", "end", "needs", "states")
+    __slots__ = ("start", "end", "given", "states")
 
-    def __init__(self, start: int, needs: list[bool], states: States | None) -> None:
-        self.start, self.end, self.needs, self.states = start, start, needs, states
+    def __init__(self, start: int, given: list[_Like], states: States | None) -> None:
+        self.start, self.end, self.given, self.states = start, start, given, states
 
 
 class Link:
@@ -218,8 +226,7 @@ class Run(Holder):
         slots = [slot_of(t) for t in xs]
         depth = depth_of(slots)
         replays = steps[0][0].preserve_rng_state
-        others = [other for _, args, kwargs in steps for other in (*args, *kwargs.values())] if replays else []
-        self.generators = generators_of(xs, others) if replays else []
+        self.generators = generators_of(xs, steps) if replays else []
         kinds = kinds_of(xs)
         states = self.first_states = states_of(self.generators) if replays else None
         if not any(slots):
@@ -249,6 +256,9 @@ class Run(Holder):
                 xs, form = before, before_form
                 break
             for saved in self._live:
+                assert (value := saved.value) is not None
+                if version(value) != saved.version:
+                    raise ModifiedError(_LATE.format(list(value.shape)))
                 saved.value = None
             self._live, self._form = [], form
             if k + 1 < len(steps):
@@ -318,9 +328,9 @@ class Run(Holder):
         if link.evaluations and link.around.buffers:
             link.around.mark()
         own = {id(t) for t in link.tensors}
-        needs = [t.requires_grad for t in tree.tensors((args, kwargs)) if id(t) not in own]
+        given = [_Like(t) for t in tree.tensors((args, kwargs)) if id(t) not in own]
         states = states_of(self.generators) if self.generators else None
-        evaluation = _Evaluation(len(self._like), needs, states)
+        evaluation = _Evaluation(len(self._like), given, states)
         link.evaluations.append(evaluation)
         result = fn(*args, **kwargs)
         evaluation.end = len(self._like)
@@ -393,10 +403,7 @@ class Run(Holder):
         if not self._done:
             self.links[-1].block.known.differentiates = True
         if version(value) != saved.version:
-            raise ModifiedError(
-                f"a tensor of shape {list(value.shape)} that is needed to compute the gradient has been modified by an "
-                "inplace operation. Write t = t + z in place of t += z."
-            )
+            raise ModifiedError(_LATE.format(list(value.shape)))
         return value
 
     def _found(self, n: int) -> torch.Tensor:
@@ -520,10 +527,15 @@ class Run(Holder):
     ) -> Any:
         """A shared function again, with what autograd saves."""
         evaluation = link.evaluations[at]
-        needs = iter(evaluation.needs)
-        args, kwargs = tree.map_tensors(
-            lambda t: t if id(t) in own else enter(t.detach(), next(needs, False)), (args, kwargs)
-        )
+        given = iter(evaluation.given)
+
+        def entered(t: torch.Tensor) -> torch.Tensor:
+            if id(t) in own:
+                return t
+            like = next(given, None)
+            return t.detach() if like is None else enter(like.laid_out(t.detach()), like.needs)
+
+        args, kwargs = tree.map_tensors(entered, (args, kwargs))
         if evaluation.states is not None:
             self._draw(evaluation.states)
         with link.around.again(at, enter) if link.around.buffers else nullcontext():
@@ -607,5 +619,9 @@ _NONE: set[int] = set()
 _WRITES = (
     "the function writes into x, which it was given. Take inplace=False in its first layers, or give them a copy: "
     "lambda x: f(x.clone())."
+)
+_LATE = (
+    "a tensor of shape {} that is needed to compute the gradient has been modified by an inplace operation. Write "
+    "t = t + z in place of t += z."
 )
 _FORM = "It has to be of the form of x: f_inv(f(x)) is x."

@@ -40,7 +40,9 @@ class Known:
         """What the functions of a pair close over."""
         if self._closed is None or self._closed[0] is not pair:
             self._closed = pair, Closed((pair.forward, pair.inverse, *pair.shared))
-        return self._closed[1]
+        closed = self._closed[1].renewed()
+        self._closed = pair, closed
+        return closed
 
 
 def in_series(steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:

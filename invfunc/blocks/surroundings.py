@@ -16,11 +16,17 @@ from invfunc.errors import ModifiedError
 States = list[torch.Tensor]
 
 
-def generators_of(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> list[Generator]:
-    """The generators that a call may draw from: that of the CPU, of the devices of its tensors, and its arguments."""
+def generators_of(tensors: Sequence[torch.Tensor], steps: Sequence[tuple[Any, tuple, dict]]) -> list[Generator]:
+    """The generators that some blocks may draw from: that of the CPU, those of the devices of tensors, and what is
+    given to them or closed over."""
     found: list[Generator] = [torch.default_generator]
-    found += [global_generator(device) for device in {t.device for t in tensors if t.device.type not in ("cpu", "meta")}]
-    return found + [other for other in others if isinstance(other, torch.Generator)]
+    found += [
+        global_generator(device) for device in {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
+    ]
+    for block, args, kwargs in steps:
+        found += block.known.closed(block.pair).generators
+        found += [other for other in (*args, *kwargs.values()) if isinstance(other, torch.Generator)]
+    return found
 
 
 def states_of(generators: Sequence[Generator]) -> States:
@@ -61,7 +67,7 @@ class Surroundings:
         for module in (*closed.stateful, *(closed.norms if first else ())):
             if module.training:
                 held = module._buffers
-                self.buffers += [(held, k, b, [], version(b)) for k, b in held.items() if b is not None]
+                self.buffers += [(held, k, b, [], version(b)) for k, b in held.items() if _dense(b)]
 
     def mark(self) -> None:
         """Keep what the buffers hold."""
@@ -123,6 +129,10 @@ class Surroundings:
             yield
 
 
+def _dense(buffer: torch.Tensor | None) -> bool:
+    return buffer is not None and buffer.layout is torch.strided
+
+
 def _now() -> Sequence[str]:
     """The kinds of devices for which autocast is on."""
     if not torch._C._is_any_autocast_enabled():
@@ -138,4 +148,3 @@ def kinds_of(tensors: Sequence[torch.Tensor]) -> Sequence[str]:
     """The kinds of devices whose autocast counts for a call."""
     found = {"cpu", *(t.device.type for t in tensors)}
     return ("cpu",) if len(found) == 1 else sorted(k for k in found if torch.amp.is_autocast_available(k))
-
