@@ -30,10 +30,11 @@ class Closed:
         functions: the functions.
     """
 
-    def __init__(self, functions: Iterable[Any]) -> None:
+    def __init__(self, functions: Sequence[Any]) -> None:
         self.places: list[Place] = []
         """Where tensors stand that a call reads."""
         self.modules: list[nn.Module] = []
+        self.generators: list[torch.Generator] = []
         seen = set[tuple[int, Any]]()
         for root in (functions := [*functions]):
             if isinstance(root, nn.Module):
@@ -44,6 +45,8 @@ class Closed:
                 self.places.append(place)
             elif isinstance(inner, nn.Module) and inner not in self.modules:
                 self.modules.append(inner)
+            elif isinstance(inner, torch.Generator):
+                self.generators.append(inner)
         with_buffers = [m for m in self.modules if any(b is not None for b in m._buffers.values())]
         self.norms = [m for m in with_buffers if type(m) in _BATCH_NORMS and m.track_running_stats]
         """Modules whose buffers do not influence what they compute in train mode."""
@@ -52,6 +55,10 @@ class Closed:
         self.scratch: dict[int, dict[str, torch.Tensor | None]] = {}
         """Buffers for the norms to write to in another evaluation."""
         self.learned = not self.places
+
+    def moved(self) -> bool:
+        """Whether a tensor stands elsewhere by now, as where a weight was parametrized."""
+        return any(there(place) is None for place in self.places)
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors in their places."""

@@ -34,6 +34,7 @@ from invfunc._torch.functorch import (
     push_hooks,
     recorded,
     saving_hooks,
+    storage,
     storage_of,
     tracked_below,
     under,
@@ -46,7 +47,7 @@ from invfunc.blocks.closed import Reading
 from invfunc.blocks.looks import EVERY, Look, compare, looked_at
 from invfunc.blocks.rounding import relative_error
 from invfunc.blocks.slots import Holder, Slot, depth_of, slot_of
-from invfunc.blocks.states import HERE, note
+from invfunc.blocks.states import HERE, note, note_kept
 from invfunc.blocks.surroundings import (
     States,
     Surroundings,
@@ -85,7 +86,7 @@ class _Like:
         self.batches = batches_of(x)
 
     def checked(self, came: Any, link: Link, place: int) -> torch.Tensor:
-        """What the inverse gave for it, with the strides that it had: kernels are chosen by them."""
+        """What the inverse gave for it."""
         if not isinstance(came, torch.Tensor) or came.shape != self.shape or not self._holds(came.dtype):
             what = f"{list(came.shape)} {came.dtype}" if isinstance(came, torch.Tensor) else type(came).__name__
             name = link.names()[place]
@@ -93,13 +94,26 @@ class _Like:
                 f"the inverse gives {name} as {what}, where it was {list(self.shape)} {self.dtype}. To keep it in "
                 f"memory, and not compute it by the inverse, pass keep=({place},)."
             )
+<<<<<<< HEAD
         came = came.detach() if came.dtype == self.dtype else came.detach().to(self.dtype)
         came = batched_like(came, self.batches)
         if self.stride is None or came.stride() == self.stride or came.numel() < 2:
+=======
+        return self.laid_out(batched_like(came.detach(), self.vmaps))
+
+    def laid_out(self, came: torch.Tensor) -> torch.Tensor:
+        """A tensor in the dtype and with the strides that it had: kernels are chosen by them."""
+        if came.dtype != self.dtype:
+            came = came.to(self.dtype)
+        if self.stride is None or came.stride() == self.stride or came.shape != self.shape or came.numel() < 2:
+>>>>>>> part-j
             return came
-        made = came.new_empty_strided(self.shape, self.stride)
-        dense = unwrapped(made) is not None or made.untyped_storage().nbytes() == made.nbytes
-        return made.copy_(came) if dense else came
+        for dim, stride in enumerate(self.stride):
+            if stride == 0:  # expanded
+                came = came.narrow(dim, 0, 1)
+        made = came.new_empty_strided(came.shape, self.stride)
+        overlaps = unwrapped(made) is None and storage(made).nbytes() < made.nbytes
+        return (came if overlaps else made.copy_(came)).expand(self.shape)
 
     def _holds(self, dtype: torch.dtype) -> bool:
         """Whether a dtype has all of its digits."""
@@ -163,12 +177,17 @@ class _Collected:
 class _Evaluation:
     """An evaluation of a function that f shares with its inverse."""
 
-    __slots__ = ("start", "end", "needs", "states")
+    __slots__ = ("start", "end", "given", "states")
 
+<<<<<<< HEAD
     def __init__(self, start: int, given: Iterable[torch.Tensor], states: States | None) -> None:
         self.start, self.end, self.states = start, start, states
         self.needs = [(needs_grad(t), batches_of(t)) for t in given]
         """Of the tensors that it is given beside the arguments of the block."""
+=======
+    def __init__(self, start: int, given: list[_Like], states: States | None) -> None:
+        self.start, self.end, self.given, self.states = start, start, given, states
+>>>>>>> part-j
 
 
 class Link:
@@ -263,8 +282,7 @@ class Run(Holder):
         slots = [slot_of(t) for t in xs]
         depth = depth_of(slots)
         replays = steps[0][0].preserve_rng_state
-        others = [other for _, args, kwargs in steps for other in (*args, *kwargs.values())] if replays else []
-        self.generators = generators_of(xs, others) if replays else []
+        self.generators = generators_of(xs, steps) if replays else []
         kinds = kinds_of(xs)
         states = self.first_states = states_of(self.generators) if replays else None
         if not any(slots):
@@ -294,6 +312,9 @@ class Run(Holder):
                 xs, form = before, before_form
                 break
             for saved in self._live:
+                assert (value := saved.value) is not None
+                if version(value) != saved.version:
+                    raise ModifiedError(_LATE.format(list(value.shape)))
                 saved.value = None
             self._live, self._form = [], form
             if k + 1 < len(steps):
@@ -309,7 +330,8 @@ class Run(Holder):
                     slot.note(t, held=bool(HERE.noted))
                 if not whole:
                     note(block, depth + len(steps) - 1, y, before, self.outs)
-            self.take_over(slots)  # nothing has failed
+            kept = self.links[0].kept
+            self.take_over([None if i in kept else slot for i, slot in enumerate(slots)])  # nothing has failed
         return y, hidden
 
     def _ended(self, link: Link, states: States | None) -> States | None:
@@ -363,11 +385,16 @@ class Run(Holder):
         """The first evaluation of a shared function."""
         if link.evaluations and link.around.buffers:
             link.around.mark()
+<<<<<<< HEAD
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
             given = args
         else:
             own = {id(t) for t in link.own}
             given = [t for t in tree.tensors((args, kwargs)) if id(t) not in own]
+=======
+        own = {id(t) for t in link.tensors}
+        given = [_Like(t) for t in tree.tensors((args, kwargs)) if id(t) not in own]
+>>>>>>> part-j
         states = states_of(self.generators) if self.generators else None
         evaluation = _Evaluation(len(self._like), given, states)
         link.evaluations.append(evaluation)
@@ -379,6 +406,8 @@ class Run(Holder):
         """Keep the tensors of x that the inverse does not give."""
         for i in link.block.kept(len(xs)):
             link.kept[i] = Slot(xs[i])
+        if link.kept:
+            note_kept(xs, link.kept)
 
     def pack(self, t: torch.Tensor) -> _Saved:
         """What autograd gets in place of a tensor."""
@@ -443,10 +472,7 @@ class Run(Holder):
         if not self._done:
             self.links[-1].block.known.differentiates = True
         if version(value) != saved.version:
-            raise ModifiedError(
-                f"a tensor of shape {list(value.shape)} that is needed to compute the gradient has been modified by an "
-                "inplace operation. Write t = t + z in place of t += z."
-            )
+            raise ModifiedError(_LATE.format(list(value.shape)))
         return value
 
     def _found(self, n: int) -> torch.Tensor:
@@ -579,6 +605,7 @@ class Run(Holder):
     ) -> Any:
         """A shared function again, with what autograd saves."""
         evaluation = link.evaluations[at]
+<<<<<<< HEAD
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
             need, batches = evaluation.needs[0]
             args = (enter(batched_like(args[0], batches), need),)
@@ -590,6 +617,17 @@ class Run(Holder):
                 return enter(batched_like(t, batches), need)
 
             args, kwargs = tree.map_tensors(lambda t: t if id(t) in own else entered(t), (args, kwargs))
+=======
+        given = iter(evaluation.given)
+
+        def entered(t: torch.Tensor) -> torch.Tensor:
+            if id(t) in own:
+                return t
+            like = next(given, None)
+            return t.detach() if like is None else enter(like.laid_out(t.detach()), like.needs)
+
+        args, kwargs = tree.map_tensors(entered, (args, kwargs))
+>>>>>>> part-j
         if evaluation.states is not None:
             self._draw(evaluation.states)
         with link.around.again(at, enter) if link.around.buffers else nullcontext():
@@ -659,5 +697,9 @@ class Run(Holder):
 _WRITES = (
     "the function writes into x, which it was given. Take inplace=False in its first layers, or give them a copy: "
     "lambda x: f(x.clone())."
+)
+_LATE = (
+    "a tensor of shape {} that is needed to compute the gradient has been modified by an inplace operation. Write "
+    "t = t + z in place of t += z."
 )
 _FORM = "It has to be of the form of x: f_inv(f(x)) is x."

@@ -51,9 +51,10 @@ class Known:
 
     def closed(self, pair: Any) -> Closed:
         """What the functions of a pair close over."""
-        if self._closed is None or self._closed[0] is not pair:
-            self._closed = pair, Closed((pair.forward, pair.inverse, *pair.shared))
-        return self._closed[1]
+        found = self._closed
+        if found is None or found[0] is not pair or found[1].moved():
+            found = self._closed = pair, Closed((pair.forward, pair.inverse, *pair.shared))
+        return found[1]
 
 
 def in_series(steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:

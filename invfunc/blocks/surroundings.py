@@ -18,13 +18,17 @@ from invfunc.pairs.places import read as there
 States = list[torch.Tensor]
 
 
-def generators_of(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> list[Generator]:
-    """The generators that a call may draw from: that of the CPU, of the devices of its tensors, and its arguments."""
+def generators_of(tensors: Sequence[torch.Tensor], steps: Sequence[tuple[Any, tuple, dict]]) -> list[Generator]:
+    """The generators that some blocks may draw from: that of the CPU, those of the devices of tensors, and what is
+    given to them or closed over."""
     found: list[Generator] = [torch.default_generator]
     if not all(t.is_cpu for t in tensors):
         devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
         found += [global_generator(device) for device in devices]
-    return found + [other for other in others if isinstance(other, torch.Generator)]
+    for block, args, kwargs in steps:
+        found += block.known.closed(block.pair).generators
+        found += [other for other in (*args, *kwargs.values()) if isinstance(other, torch.Generator)]
+    return found
 
 
 def states_of(generators: Sequence[Generator]) -> States:
@@ -66,7 +70,7 @@ class Surroundings:
         for module in (*closed.stateful, *(closed.norms if first else ())):
             if module.training:
                 held = module._buffers
-                self.buffers += [(held, k, b, [], version(b)) for k, b in held.items() if b is not None]
+                self.buffers += [(held, k, b, [], version(b)) for k, b in held.items() if _dense(b)]
 
     def mark(self) -> None:
         """Keep what the buffers hold."""
@@ -125,6 +129,10 @@ class Surroundings:
             for kind, on, dtype in self.casts or _casts(_now()):
                 stack.enter_context(torch.autocast(kind, dtype, enabled=on and bool(self.casts), cache_enabled=False))
             yield
+
+
+def _dense(buffer: torch.Tensor | None) -> bool:
+    return buffer is not None and buffer.layout is torch.strided
 
 
 def _now() -> Sequence[str]:
