@@ -94,19 +94,12 @@ class _Like:
                 f"the inverse gives {name} as {what}, where it was {list(self.shape)} {self.dtype}. To keep it in "
                 f"memory, and not compute it by the inverse, pass keep=({place},)."
             )
-<<<<<<< HEAD
-        came = came.detach() if came.dtype == self.dtype else came.detach().to(self.dtype)
-        came = batched_like(came, self.batches)
-        if self.stride is None or came.stride() == self.stride or came.numel() < 2:
-=======
-        return self.laid_out(batched_like(came.detach(), self.vmaps))
+        return self.laid_out(came.detach())
 
     def laid_out(self, came: torch.Tensor) -> torch.Tensor:
         """A tensor in the dtype and with the strides that it had: kernels are chosen by them."""
-        if came.dtype != self.dtype:
-            came = came.to(self.dtype)
+        came = batched_like(came if came.dtype == self.dtype else came.to(self.dtype), self.batches)
         if self.stride is None or came.stride() == self.stride or came.shape != self.shape or came.numel() < 2:
->>>>>>> part-j
             return came
         for dim, stride in enumerate(self.stride):
             if stride == 0:  # expanded
@@ -179,15 +172,10 @@ class _Evaluation:
 
     __slots__ = ("start", "end", "given", "states")
 
-<<<<<<< HEAD
     def __init__(self, start: int, given: Iterable[torch.Tensor], states: States | None) -> None:
         self.start, self.end, self.states = start, start, states
-        self.needs = [(needs_grad(t), batches_of(t)) for t in given]
-        """Of the tensors that it is given beside the arguments of the block."""
-=======
-    def __init__(self, start: int, given: list[_Like], states: States | None) -> None:
-        self.start, self.end, self.given, self.states = start, start, given, states
->>>>>>> part-j
+        self.given = [*map(_Like, given)]
+        """The tensors that it is given beside the arguments of the block."""
 
 
 class Link:
@@ -385,16 +373,11 @@ class Run(Holder):
         """The first evaluation of a shared function."""
         if link.evaluations and link.around.buffers:
             link.around.mark()
-<<<<<<< HEAD
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
             given = args
         else:
             own = {id(t) for t in link.own}
             given = [t for t in tree.tensors((args, kwargs)) if id(t) not in own]
-=======
-        own = {id(t) for t in link.tensors}
-        given = [_Like(t) for t in tree.tensors((args, kwargs)) if id(t) not in own]
->>>>>>> part-j
         states = states_of(self.generators) if self.generators else None
         evaluation = _Evaluation(len(self._like), given, states)
         link.evaluations.append(evaluation)
@@ -605,29 +588,17 @@ class Run(Holder):
     ) -> Any:
         """A shared function again, with what autograd saves."""
         evaluation = link.evaluations[at]
-<<<<<<< HEAD
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
-            need, batches = evaluation.needs[0]
-            args = (enter(batched_like(args[0], batches), need),)
+            like = evaluation.given[0]
+            args = (enter(like.laid_out(args[0]), like.needs),)
         else:
-            needs = iter(evaluation.needs)
+            likes = iter(evaluation.given)
 
             def entered(t: torch.Tensor) -> torch.Tensor:
-                need, batches = next(needs, (False, {}))
-                return enter(batched_like(t, batches), need)
+                like = next(likes, None)
+                return t if like is None else enter(like.laid_out(t), like.needs)
 
             args, kwargs = tree.map_tensors(lambda t: t if id(t) in own else entered(t), (args, kwargs))
-=======
-        given = iter(evaluation.given)
-
-        def entered(t: torch.Tensor) -> torch.Tensor:
-            if id(t) in own:
-                return t
-            like = next(given, None)
-            return t.detach() if like is None else enter(like.laid_out(t.detach()), like.needs)
-
-        args, kwargs = tree.map_tensors(entered, (args, kwargs))
->>>>>>> part-j
         if evaluation.states is not None:
             self._draw(evaluation.states)
         with link.around.again(at, enter) if link.around.buffers else nullcontext():
