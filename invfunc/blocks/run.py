@@ -64,6 +64,10 @@ from invfunc.transform import told
 Step = tuple[Any, tuple, dict[str, Any]]
 """A block with its further arguments."""
 Tensors = list[torch.Tensor]
+WRITTEN = (
+    "an argument has been modified by an inplace operation after the block was called, and is needed to compute the "
+    "gradient. Write t = t + z in place of t += z."
+)
 CHANGES = (
     "It reads something that changes: random numbers of Python or numpy, a counter, what is chosen around the forward "
     "pass alone. Draw with torch, whose numbers are replayed (preserve_rng_state=True), or pass what changes as an "
@@ -217,10 +221,7 @@ class Link:
             return (), {}
         for t, then in zip(self.tensors, self.versions, strict=True):
             if version(t.value if isinstance(t, _Constant) else t) != then:
-                raise ModifiedError(
-                    "an argument has been modified by an inplace operation after the block was called, and is needed "
-                    "to compute the gradient. Write t = t + z in place of t += z."
-                )
+                raise ModifiedError(WRITTEN)
         found = []
         for t, need in zip(self.tensors, self.needs, strict=True):
             constant = isinstance(t, _Constant)
@@ -237,7 +238,7 @@ class Run(Holder):
         seen: a context in which function modes see the calls of the blocks, as they do not see those of the run.
     """
 
-    def __init__(self, level: int, seen: Callable[[], AbstractContextManager]) -> None:
+    def __init__(self, level: int, seen: Callable[[], AbstractContextManager] = nullcontext) -> None:
         self._level, self._seen = Level(level), seen
         self._forms = Followed if under(Trace) else nullcontext
         self.links: list[Link] = []
