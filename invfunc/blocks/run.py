@@ -296,7 +296,9 @@ class Run(Holder):
             with unwatched():
                 hooks = saving_hooks()
                 self.outs = [Slot(t, depth + len(self.links), hooks) for t in xs]
+                own = ref(self)
                 for t, slot in zip(xs, self.outs, strict=True):
+                    slot.owner = own
                     slot.note(t, held=bool(HERE.noted))
                 if not whole:
                     note(block, depth + len(steps) - 1, y, before, self.outs)
