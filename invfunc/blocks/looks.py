@@ -77,7 +77,9 @@ def compare(block: Any, looks: Sequence[Look | None], xs: Sequence[torch.Tensor]
 
     def judge() -> None:
         found = [e.tolist() for e in errors]
-        whole = max(size for _, size in found) * min(1.0, 16 * precision**0.5)  # what is faint beside it may be rounding
+        whole = max(size for _, size in found) * min(
+            1.0, 16 * precision**0.5
+        )  # what is faint beside it may be rounding
         relative = [off / (max(size, whole) or 1.0) for off, size in found]
         worst = max(range(len(found)), key=relative.__getitem__)
         tell(block, relative[worst], precision, pairs[worst][2], pairs[worst][1].dtype)

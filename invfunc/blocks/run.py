@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -26,24 +26,28 @@ from invfunc._torch.functorch import (
     alive,
     backward_by_torch_func,
     batched_like,
+    batches_of,
     ended,
+    is_batched,
+    needs_grad,
     pop_hooks,
     push_hooks,
+    recorded,
     saving_hooks,
+    storage,
     storage_of,
     tracked_below,
     under,
     unwatched,
     unwrapped,
     version,
-    vmaps_of,
 )
 from invfunc._torch.values import differentiable
 from invfunc.blocks.closed import Reading
 from invfunc.blocks.looks import EVERY, Look, compare, looked_at
 from invfunc.blocks.rounding import relative_error
 from invfunc.blocks.slots import Holder, Slot, depth_of, slot_of
-from invfunc.blocks.states import HERE, note
+from invfunc.blocks.states import HERE, note, note_kept
 from invfunc.blocks.surroundings import (
     States,
     Surroundings,
@@ -75,15 +79,15 @@ class _Enough(BaseException):
 class _Like:
     """What a tensor of x was like."""
 
-    __slots__ = ("shape", "dtype", "device", "stride", "needs", "vmaps")
+    __slots__ = ("shape", "dtype", "device", "stride", "needs", "batches")
 
     def __init__(self, x: torch.Tensor) -> None:
-        self.shape, self.dtype, self.device, self.needs = x.shape, x.dtype, x.device, x.requires_grad
+        self.shape, self.dtype, self.device, self.needs = x.shape, x.dtype, x.device, needs_grad(x)
         self.stride = x.stride() if x.layout is torch.strided else None
-        self.vmaps = vmaps_of(x) if unwrapped(x) is not None else _NONE
+        self.batches = batches_of(x)
 
     def checked(self, came: Any, link: Link, place: int) -> torch.Tensor:
-        """What the inverse gave for it, with the strides that it had: kernels are chosen by them."""
+        """What the inverse gave for it."""
         if not isinstance(came, torch.Tensor) or came.shape != self.shape or not self._holds(came.dtype):
             what = f"{list(came.shape)} {came.dtype}" if isinstance(came, torch.Tensor) else type(came).__name__
             name = link.names()[place]
@@ -91,13 +95,19 @@ class _Like:
                 f"the inverse gives {name} as {what}, where it was {list(self.shape)} {self.dtype}. To keep it in "
                 f"memory, and not compute it by the inverse, pass keep=({place},)."
             )
-        came = came.detach() if came.dtype == self.dtype else came.detach().to(self.dtype)
-        came = batched_like(came, self.vmaps)
-        if self.stride is None or came.stride() == self.stride or came.numel() < 2:
+        return self.laid_out(came.detach())
+
+    def laid_out(self, came: torch.Tensor) -> torch.Tensor:
+        """A tensor in the dtype and with the strides that it had: kernels are chosen by them."""
+        came = batched_like(came if came.dtype == self.dtype else came.to(self.dtype), self.batches)
+        if self.stride is None or came.stride() == self.stride or came.shape != self.shape or came.numel() < 2:
             return came
-        made = came.new_empty_strided(self.shape, self.stride)
-        dense = unwrapped(made) is not None or made.untyped_storage().nbytes() == made.nbytes
-        return made.copy_(came) if dense else came
+        for dim, stride in enumerate(self.stride):
+            if stride == 0:  # expanded
+                came = came.narrow(dim, 0, 1)
+        made = came.new_empty_strided(came.shape, self.stride)
+        overlaps = unwrapped(made) is None and storage(made).nbytes() < made.nbytes
+        return (came if overlaps else made.copy_(came)).expand(self.shape)
 
     def _holds(self, dtype: torch.dtype) -> bool:
         """Whether a dtype has all of its digits."""
@@ -161,17 +171,19 @@ class _Collected:
 class _Evaluation:
     """An evaluation of a function that f shares with its inverse."""
 
-    __slots__ = ("start", "end", "needs", "states")
+    __slots__ = ("start", "end", "given", "states")
 
-    def __init__(self, start: int, needs: list[bool], states: States | None) -> None:
-        self.start, self.end, self.needs, self.states = start, start, needs, states
+    def __init__(self, start: int, given: Iterable[torch.Tensor], states: States | None) -> None:
+        self.start, self.end, self.states = start, start, states
+        self.given = [*map(_Like, given)]
+        """The tensors that it is given beside the arguments of the block."""
 
 
 class Link:
     """A block of a run."""
 
     __slots__ = (
-        "block", "form", "like", "tensors", "args", "needs", "versions", "start", "around", "states", "looks", "kept", "hidden",
+        "block", "form", "like", "own", "tensors", "args", "needs", "versions", "start", "around", "states", "looks", "kept", "hidden",
         "evaluations",
     )  # fmt: skip
 
@@ -179,8 +191,10 @@ class Link:
         self.block, *given = step
         self.form, self.like, self.start = form, [_Like(x) for x in xs], start
         self.tensors, self.args = tree.separate(tuple(given)) if given[0] or given[1] else ((), None)
-        self.needs = [t.requires_grad for t in self.tensors]
-        self.tensors = [t if t.grad_fn is None else _Constant(t) for t in self.tensors]
+        self.needs = [needs_grad(t) for t in self.tensors]
+        self.own = self.tensors
+        """The tensors of the arguments, until the call has ended."""
+        self.tensors = [t if recorded(t).grad_fn is None else _Constant(t) for t in self.tensors]
         self.kept: dict[int, Slot] = {}
         self.looks: list[Look | None] | None = None
         self.hidden: tuple = ()
@@ -237,6 +251,8 @@ class Run(Holder):
         self._now: int | None = None
         """The link whose saved tensors are at hand."""
         self._saved: list[torch.Tensor | None] = []
+        self._left = 0
+        """How many of them autograd has not asked for yet."""
         self._state: tuple[int, Tensors] | None = None
         """A state between the links, and the number of links before it."""
         self._lock = threading.RLock()
@@ -255,8 +271,7 @@ class Run(Holder):
         slots = [slot_of(t) for t in xs]
         depth = depth_of(slots)
         replays = steps[0][0].preserve_rng_state
-        others = [other for _, args, kwargs in steps for other in (*args, *kwargs.values())] if replays else []
-        self.generators = generators_of(xs, others) if replays else []
+        self.generators = generators_of(xs, steps) if replays else []
         kinds = kinds_of(xs)
         states = self.first_states = states_of(self.generators) if replays else None
         if not any(slots):
@@ -286,6 +301,9 @@ class Run(Holder):
                 xs, form = before, before_form
                 break
             for saved in self._live:
+                assert (value := saved.value) is not None
+                if version(value) != saved.version:
+                    raise ModifiedError(_LATE.format(list(value.shape)))
                 saved.value = None
             self._live, self._form = [], form
             if k + 1 < len(steps):
@@ -295,7 +313,7 @@ class Run(Holder):
         self._live, self._form, self._done, self.first_states = [], form, True, None
         if self.links:
             with unwatched():
-                hooks = saving_hooks()
+                hooks = None if any(map(is_batched, xs)) else saving_hooks()
                 self.outs = [Slot(t, depth + len(self.links), hooks) for t in xs]
                 own: ref[Holder] = ref(self)
                 for t, slot in zip(xs, self.outs, strict=True):
@@ -303,7 +321,8 @@ class Run(Holder):
                     slot.note(t, held=bool(HERE.noted))
                 if not whole:
                     note(block, depth + len(steps) - 1, y, before, self.outs)
-            self.take_over(slots)  # nothing has failed
+            kept = self.links[0].kept
+            self.take_over([None if i in kept else slot for i, slot in enumerate(slots)])  # nothing has failed
         return y, hidden
 
     def _ended(self, link: Link, states: States | None) -> States | None:
@@ -317,6 +336,7 @@ class Run(Holder):
                     evaluation.states = None
             states = after
         link.around.called()
+        link.own = ()
         known.first = False
         if link.tensors:
             link.versions = [version(t.value if isinstance(t, _Constant) else t) for t in link.tensors]
@@ -356,10 +376,13 @@ class Run(Holder):
         """The first evaluation of a shared function."""
         if link.evaluations and link.around.buffers:
             link.around.mark()
-        own = {id(t) for t in link.tensors}
-        needs = [t.requires_grad for t in tree.tensors((args, kwargs)) if id(t) not in own]
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
+            given = args
+        else:
+            own = {id(t) for t in link.own}
+            given = [t for t in tree.tensors((args, kwargs)) if id(t) not in own]
         states = states_of(self.generators) if self.generators else None
-        evaluation = _Evaluation(len(self._like), needs, states)
+        evaluation = _Evaluation(len(self._like), given, states)
         link.evaluations.append(evaluation)
         result = fn(*args, **kwargs)
         evaluation.end = len(self._like)
@@ -369,6 +392,8 @@ class Run(Holder):
         """Keep the tensors of x that the inverse does not give."""
         for i in link.block.kept(len(xs)):
             link.kept[i] = Slot(xs[i])
+        if link.kept:
+            note_kept(xs, link.kept)
 
     def pack(self, t: torch.Tensor) -> _Saved:
         """What autograd gets in place of a tensor."""
@@ -421,6 +446,9 @@ class Run(Holder):
         with self._lock:
             found = self._found(n := saved.number)
             self._saved[n - self._starts[self._now or 0]] = None
+            self._left -= 1
+            if self._now == 0 and not self._left:
+                self.release()
         if self._level.running and torch.is_grad_enabled() and backward_by_torch_func():
             torch._C._set_grad_enabled(False)  # in this node: nobody can differentiate once more at this level
         return found
@@ -430,28 +458,17 @@ class Run(Holder):
         if not self._done:
             self.links[-1].block.known.differentiates = True
         if version(value) != saved.version:
-            raise ModifiedError(
-                f"a tensor of shape {list(value.shape)} that is needed to compute the gradient has been modified by an "
-                "inplace operation. Write t = t + z in place of t += z."
-            )
+            raise ModifiedError(_LATE.format(list(value.shape)))
         return value
 
     def _found(self, n: int) -> torch.Tensor:
         k = bisect_right(self._starts, n) - 1
         found = self._saved[n - self._starts[k]] if self._now == k else None
         if found is None:
-            with self._told(k):
-                self._restore(k)
+            self._restore(k)
             found = self._saved[n - self._starts[k]]
             assert found is not None
         return found
-
-    @contextmanager
-    def _told(self, k: int) -> Iterator[None]:
-        try:
-            yield
-        except InvFuncError as error:
-            raise told(error, f"{self.links[k].block!r}, in the backward pass") from error.__cause__
 
     def release(self) -> None:
         self._now, self._saved, self._state = None, [], None
@@ -462,15 +479,14 @@ class Run(Holder):
         with self._entered() as (enter, leave, _):
             while self._state[0]:
                 k = self._state[0] - 1
-                with self._told(k):
-                    self._state = k, [leave(x) for x in self._inverted(self.links[k], self._state[1], enter, None)]
+                self._state = k, [leave(x) for x in self._inverted(self.links[k], self._state[1], enter, None)]
         return self._state[1]
 
     def _restore(self, k: int) -> None:
         """Have at hand what autograd saved of a link."""
         self._now, self._saved = None, []
         if self._state is None or self._state[0] < k:
-            self._state = len(self.links), self.output()
+            self._state = len(self.links), self._output(k)
         end = self._starts[k + 1] if k + 1 < len(self.links) else len(self._like)
         link, saved = self.links[k], [None] * (end - self._starts[k])
         with self._entered() as (enter, leave, kept):
@@ -482,11 +498,20 @@ class Run(Holder):
                 xs = [leave(x) for x in self._inverted(link, xs, enter, saved)]
                 self._state = k, xs
             if any(t is None for t in saved):
-                self._evaluated(link, xs, enter, saved)
+                try:
+                    self._evaluated(link, xs, enter, saved)
+                except InvFuncError as error:
+                    raise told(error, self._where(link)) from error.__cause__
             saved = [kept(t) for t in saved]
         if k == 0:
             self.fill(xs)
-        self._now, self._saved = k, saved
+        self._now, self._saved, self._left = k, saved, len(saved)
+
+    def _output(self, k: int) -> Tensors:
+        try:
+            return self.output()
+        except InvFuncError as error:
+            raise told(error, self._where(self.links[k])) from error.__cause__
 
     @contextmanager
     def _entered(self) -> Iterator[tuple[Callable, Callable, Callable]]:
@@ -497,6 +522,15 @@ class Run(Holder):
 
     def _inverted(self, link: Link, ys: Tensors, enter: Callable, saved: list | None) -> Tensors:
         """The tensors of x, from those of y; what autograd saves of shared functions is put into `saved`."""
+        try:
+            return self._inverted_by(link, ys, enter, saved)
+        except InvFuncError as error:
+            raise told(error, self._where(link)) from error.__cause__
+
+    def _where(self, link: Link) -> str:
+        return f"{link.block!r}, in the backward pass" if self._done else f"{link.block!r}(x, ...)"
+
+    def _inverted_by(self, link: Link, ys: Tensors, enter: Callable, saved: list | None) -> Tensors:
         block, pair = link.block, link.pair
         if link is self.links[0] and self._origin and self._done:
             held = [x for of, then in self._origin if (x := of()) is not None and version(x) == then]
@@ -557,10 +591,17 @@ class Run(Holder):
     ) -> Any:
         """A shared function again, with what autograd saves."""
         evaluation = link.evaluations[at]
-        needs = iter(evaluation.needs)
-        args, kwargs = tree.map_tensors(
-            lambda t: t if id(t) in own else enter(t.detach(), next(needs, False)), (args, kwargs)
-        )
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
+            like = evaluation.given[0]
+            args = (enter(like.laid_out(args[0]), like.needs),)
+        else:
+            likes = iter(evaluation.given)
+
+            def entered(t: torch.Tensor) -> torch.Tensor:
+                like = next(likes, None)
+                return t if like is None else enter(like.laid_out(t), like.needs)
+
+            args, kwargs = tree.map_tensors(lambda t: t if id(t) in own else entered(t), (args, kwargs))
         if evaluation.states is not None:
             self._draw(evaluation.states)
         with link.around.again(at, enter) if link.around.buffers else nullcontext():
@@ -581,7 +622,7 @@ class Run(Holder):
         def recall(*_: Any, **__: Any) -> Any:
             nonlocal at
             at += 1
-            return tree.map_tensors(lambda t: enter(t.detach(), t.requires_grad), outs[at])
+            return tree.map_tensors(lambda t: enter(t, needs_grad(t)), outs[at])
 
         missing = [link.start + i for i, t in enumerate(saved) if t is None]
         x = self._x(link, xs, enter)
@@ -627,9 +668,12 @@ class Run(Holder):
         return out, collected.saved
 
 
-_NONE: set[int] = set()
 _WRITES = (
     "the function writes into x, which it was given. Take inplace=False in its first layers, or give them a copy: "
     "lambda x: f(x.clone())."
+)
+_LATE = (
+    "a tensor of shape {} that is needed to compute the gradient has been modified by an inplace operation. Write "
+    "t = t + z in place of t += z."
 )
 _FORM = "It has to be of the form of x: f_inv(f(x)) is x."

@@ -15,6 +15,8 @@ from invfunc._torch.functorch import (
     level_of,
     levels,
     listening,
+    needs_grad,
+    recorded,
     saving_hooks,
     tracked_below,
     under,
@@ -49,9 +51,10 @@ class Known:
 
     def closed(self, pair: Any) -> Closed:
         """What the functions of a pair close over."""
-        if self._closed is None or self._closed[0] is not pair:
-            self._closed = pair, Closed((pair.forward, pair.inverse, *pair.shared))
-        return self._closed[1]
+        found = self._closed
+        if found is None or found[0] is not pair or found[1].moved():
+            found = self._closed = pair, Closed((pair.forward, pair.inverse, *pair.shared))
+        return found[1]
 
 
 def in_series(steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:
@@ -98,7 +101,7 @@ def _differs(block: Any, first: Any) -> bool:
 
 def _level(steps: Sequence[Step], x: Any) -> int | None:
     """The level of torch.func at which alone there is a graph, 0 for plain autograd; None if there is no memory to
-    save: without gradients, in forward mode, at several levels, under a vmap of f, or below `min_bytes`."""
+    save: without gradients, in forward mode, at several levels, or below `min_bytes`."""
     block, args, kwargs = steps[0]
     if not torch.is_grad_enabled() or block.known.uses_torch_func or torch.is_inference_mode_enabled():
         return None
@@ -107,7 +110,7 @@ def _level(steps: Sequence[Step], x: Any) -> int | None:
         return None
     if block.min_bytes and sum(t.nbytes for t in xs) < block.min_bytes:
         return None
-    if not any(t.requires_grad for t in xs) and not any(map(_needs, steps)):
+    if not any(map(needs_grad, xs)) and not any(map(_needs, steps)):
         return None
     if under(TwiceDifferentiable) and saving_hooks() is None:  # a statistic writes out what is differentiated twice
         return None
@@ -117,15 +120,16 @@ def _level(steps: Sequence[Step], x: Any) -> int | None:
         return None
     if not around:
         return 0
-    if under(Trace) or around[-1][0] != "grad" or any(kind != "vmap" for kind, _ in around[:-1]):
+    grads = [level for kind, level in around if kind == "grad"]
+    if under(Trace) or len(grads) > 1 or any(kind not in ("grad", "vmap") for kind, _ in around):
         return None
-    level = around[-1][1]
-    below = any(tracked_below(t) or (t.requires_grad and level_of(t) != level) for t in given)
-    return None if below else level
+    level = grads[0] if grads else 0
+    whole = any(tracked_below(t) or ((of := recorded(t)).requires_grad and (level_of(of) or 0) != level) for t in given)
+    return None if whole else level
 
 
 def _needs(step: Step) -> bool:
     """Whether a block reads something beside x that needs a gradient."""
     block, args, kwargs = step
     given = tree.tensors((args, kwargs)) if args or kwargs else ()
-    return any(t.requires_grad for t in (*given, *block.known.closed(block.pair).tensors()))
+    return any(needs_grad(t) for t in (*given, *block.known.closed(block.pair).tensors()))

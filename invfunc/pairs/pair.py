@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +17,6 @@ from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.pairs.value import Value
 from invfunc.transform import shown
-
-Closed = Callable[[], "Sequence[torch.Tensor] | None"]
-"""Gives the tensors that functions close over; None if something else is where one was."""
 
 
 class Composition(Value, ABC):
@@ -88,8 +85,6 @@ class Invertible(Value):
     name: str = ""
     composition: Composition | None = None
     carried: Invertible | None = None
-    derived: ClassVar[bool] = False
-    """Whether the inverse is found in what forward does, and does nothing else."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.shared, tuple):
@@ -125,24 +120,27 @@ class Invertible(Value):
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         return self.apart(self.forward(*self.shared, x, *args, **kwargs))[0]
 
+    def module(self) -> nn.Module:
+        """The pair as an `nn.Module`, called as `module(x, *args, **kwargs)`, that registers the modules it is made of.
+
+        It may be put into `nn.Sequential`; its parameters are those of the parts, as `F.weight` of a coupling and
+        `0.F.weight` of a chain. A block (`invertible_checkpoint(pair)`) and a chain have the same method.
+
+        Raises:
+            ArgumentError: no part is a module.
+
+        Example:
+            >>> import torch, invfunc
+            >>> pair = invfunc.additive_coupling(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), split_dim=1)
+            >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), invfunc.invertible_checkpoint(pair).module())
+            >>> [name for name, _ in net.named_parameters()][2:]
+            ['1.F.weight', '1.F.bias', '1.G.weight', '1.G.bias']
+        """
+        return as_module(self, self)
+
     def inverse_of(self, x: tree.Form, like: Sequence[Any], kept: Mapping[int, torch.Tensor]) -> Callable:
         """The inverse, for an x of this form whose tensors are like these, and some of which are known."""
         return self.inverse
-
-    @property
-    def made_of(self) -> tuple[Callable, ...]:
-        """The functions whose code tells what both directions do."""
-        return self.forward, self.inverse, *self.shared
-
-    def directions(self, x: tree.Form, like: Sequence[Any], closed: Closed) -> tuple[Callable, Callable]:
-        """Forward and the inverse, for calls that are known to do the same operations each time.
-
-        Args:
-            x: the form of x.
-            like: what its tensors are like.
-            closed: gives the tensors that the functions close over.
-        """
-        return self.forward, self.inverse
 
     def apart(self, y: Any) -> tuple[Any, tuple]:
         """What forward returns for the caller, and what it hides."""
@@ -151,6 +149,13 @@ class Invertible(Value):
         if not isinstance(y, tuple) or len(y) != 2:
             raise ArgumentError(f"{self!r}: forward has to return (y, hidden), but returns {type(y).__name__}.")
         return y[0], (y[1],)
+
+
+def as_module(block: Any, pair: Invertible) -> nn.Module:
+    """A block of a pair as a module."""
+    from invfunc.pairs.as_module import BlockModule  # which knows the parts of pairs
+
+    return BlockModule(block, pair)
 
 
 def as_pair(call: str, pair: Any, more: str = "") -> Invertible:
@@ -224,10 +229,6 @@ class _Negated(Value):
 @dataclass(frozen=True, eq=False)
 class Law(Value, ABC):
     """The two directions of a pair and its log-determinant, for some options."""
-
-    computes: ClassVar[bool] = False
-    """Whether its directions compute and do nothing else, but for what the functions do that they hold or share, whose
-    first argument is a tensor of the state and whose others are further arguments."""
 
     @abstractmethod
     def forward(self, *given: Any, **kwargs: Any) -> Any:
