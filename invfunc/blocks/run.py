@@ -58,7 +58,8 @@ from invfunc.blocks.surroundings import (
     states_of,
 )
 from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
-from invfunc.recording.trace import Followed, Trace
+from invfunc.operations.heard import Followed
+from invfunc.recording.trace import Trace
 from invfunc.transform import told
 
 Step = tuple[Any, tuple, dict[str, Any]]
@@ -315,7 +316,9 @@ class Run(Holder):
             with unwatched():
                 hooks = None if any(map(is_batched, xs)) else saving_hooks()
                 self.outs = [Slot(t, depth + len(self.links), hooks) for t in xs]
+                own: ref[Holder] = ref(self)
                 for t, slot in zip(xs, self.outs, strict=True):
+                    slot.owner = own
                     slot.note(t, held=bool(HERE.noted))
                 if not whole:
                     note(block, depth + len(steps) - 1, y, before, self.outs)

@@ -66,9 +66,7 @@ def in_series(steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:
         return _in_series(steps, x, watched)
 
 
-def _in_series(
-    steps: Sequence[Step], x: Any, seen: Callable[[], AbstractContextManager]
-) -> tuple[Any, list[tuple]]:
+def _in_series(steps: Sequence[Step], x: Any, seen: Callable[[], AbstractContextManager]) -> tuple[Any, list[tuple]]:
     hidden: list[tuple] = []
     while len(hidden) < len(steps):
         rest = steps[len(hidden) :]

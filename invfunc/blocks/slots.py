@@ -25,13 +25,14 @@ class Slot:
     what autograd saves.
     """
 
-    __slots__ = ("_value", "_packed", "version", "shape", "later", "depth", "__weakref__")
+    __slots__ = ("_value", "_packed", "version", "shape", "later", "owner", "depth", "__weakref__")
 
     def __init__(self, tensor: torch.Tensor, depth: int = 0, hooks: Hooks | None = None) -> None:
         value = tensor.detach()
         self._value, self._packed = (value, None) if hooks is None else (None, (hooks[1], hooks[0](value)))
         self.version, self.shape = version(tensor), tensor.shape
         self.later: Holder | None = None
+        self.owner: weakref.ref[Holder] | None = None
         self.depth = depth
         """How many blocks come before it in its series, this one included."""
 
@@ -131,6 +132,8 @@ class Holder:
             slot = found() if found is not None else None
             if slot is not None and slot.later is self:
                 slot.fill(x)
+                if slot.owner is not None and (owner := slot.owner()) is not None:
+                    owner.release()  # what it holds is of an earlier backward pass
 
 
 def depth_of(slots: Sequence[Any]) -> int:
