@@ -40,13 +40,13 @@ class Look:
 
     def error(self, now: Look, count: int) -> torch.Tensor:
         """The largest difference and the size that it is relative to: of entries, and of the sum of many roundings."""
-        apart = (now.entries - self.entries).abs()
-        size = self.entries.abs()
-        there = self.entries.isfinite()
-        off = torch.where(there, apart, 0).amax().nan_to_num(torch.inf)
+        finite, there = self.total.isfinite(), self.entries.isfinite()
+        lost = torch.where(finite, torch.inf, 0)  # where x had nan or inf, the inverse may spread them
+        off = (now.entries - self.entries).abs()
+        off = torch.where(there, torch.where(off.isfinite(), off, lost), 0).amax()
         off_sum = ((now.total - self.total).abs() / count**0.5).nan_to_num(torch.inf)
-        off = torch.maximum(off, torch.where(self.total.isfinite(), off_sum, 0))
-        return torch.stack((off, torch.where(there, size, 0).amax()))
+        off = torch.maximum(off, torch.where(finite, off_sum, 0))
+        return torch.stack((off, torch.where(there, self.entries.abs(), 0).amax()))
 
 
 def looked_at(xs: Sequence[torch.Tensor]) -> list[Look | None] | None:
@@ -77,7 +77,9 @@ def compare(block: Any, looks: Sequence[Look | None], xs: Sequence[torch.Tensor]
 
     def judge() -> None:
         found = [e.tolist() for e in errors]
-        whole = max(size for _, size in found) * min(1.0, 16 * precision**0.5)  # what is faint beside it may be rounding
+        whole = max(size for _, size in found) * min(
+            1.0, 16 * precision**0.5
+        )  # what is faint beside it may be rounding
         relative = [off / (max(size, whole) or 1.0) for off, size in found]
         worst = max(range(len(found)), key=relative.__getitem__)
         tell(block, relative[worst], precision, pairs[worst][2], pairs[worst][1].dtype)
@@ -98,8 +100,8 @@ def tell(block: Any, error: float, precision: float, name: str, dtype: torch.dty
     if error > FEW:
         text += (
             "Either f_inv is no inverse of f (`check_inverse` compares them), or something that f reads has changed "
-            "since (a mode, a global, random numbers that are not torch's), or rounding errors have grown from block to "
-            "block (`drift` tells how fast). "
+            "since (a mode, a global, random numbers that are not torch's), or y was written by `.data`, or rounding "
+            "errors have grown from block to block (`drift` tells how fast). "
         )
     else:
         text += "Rounding errors drift, and grow from block to block (`drift` tells how fast). "

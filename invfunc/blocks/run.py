@@ -52,7 +52,9 @@ from invfunc.blocks.surroundings import (
     states_of,
 )
 from invfunc._torch.values import differentiable
+from invfunc.callables import describe
 from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
+from invfunc.pairs.log_det import carries_a_sum
 from invfunc.transform import told
 
 Step = tuple[Any, tuple, dict[str, Any]]
@@ -126,10 +128,10 @@ class _Saved:
 class _Evaluation:
     """An evaluation of a function that f shares with its inverse."""
 
-    __slots__ = ("start", "end", "needs", "states")
+    __slots__ = ("fn", "start", "end", "like", "states")
 
-    def __init__(self, start: int, needs: list[bool], states: States | None) -> None:
-        self.start, self.end, self.needs, self.states = start, start, needs, states
+    def __init__(self, fn: Callable, start: int, like: list[tuple], states: States | None) -> None:
+        self.fn, self.start, self.end, self.like, self.states = fn, start, start, like, states
 
 
 class Link:
@@ -145,13 +147,13 @@ class Link:
         self.form, self.like, self.start = form, [_Like(x) for x in xs], start
         self.tensors, self.args = tree.separate(tuple(given)) if given[0] or given[1] else ((), None)
         self.needs = [t.requires_grad for t in self.tensors]
+        self.versions = [version(t) for t in self.tensors]
         self.tensors = [t if t.grad_fn is None else _Constant(t) for t in self.tensors]
         self.kept: dict[int, Slot] = {}
         self.looks: list[Look | None] | None = None
         self.hidden: tuple = ()
         self.states: States | None = None
         self.evaluations: list[_Evaluation] = []
-        self.versions: list[int] = []
 
     @property
     def pair(self) -> Any:
@@ -163,6 +165,20 @@ class Link:
         named = tree.named_leaves(self.form.join(range(len(self.form.places))))
         return ["x" + named[place][0] for place in self.form.places]
 
+    def tensors_of(self, x: Any) -> Tensors:
+        """The tensors that the inverse gives, which has to be a tree like x."""
+        found, form = tree.separate(x)
+        if form.structure == self.form.structure and form.places == self.form.places:
+            return found
+        names, came = self.names(), ["x" + path for path, t in tree.named_leaves(x) if isinstance(t, torch.Tensor)]
+        if came == names:  # a list in place of a tuple
+            return found
+        what = "one tensor" if came == ["x"] else f"{type(x).__name__} of {', '.join(came)}" if came else repr(x)
+        raise InverseError(
+            f"the inverse gives {what}, where x was {'one tensor' if names == ['x'] else ', '.join(names)}. It has to "
+            "be of the form of x: f_inv(f(x)) is x."
+        )
+
     def given(self, enter: Callable[[torch.Tensor, bool], torch.Tensor]) -> tuple[tuple, dict[str, Any]]:
         """The further arguments, to be read once more: what had a graph needs a gradient as before."""
         if self.args is None:
@@ -170,8 +186,8 @@ class Link:
         for t, then in zip(self.tensors, self.versions, strict=True):
             if version(t.value if isinstance(t, _Constant) else t) != then:
                 raise ModifiedError(
-                    "an argument has been modified by an inplace operation after the block was called, and is needed "
-                    "to compute the gradient. Write t = t + z in place of t += z."
+                    "an argument has been modified by an inplace operation, by f or after it, and is needed to compute "
+                    "the gradient. Write t = t + z in place of t += z."
                 )
         found = []
         for t, need in zip(self.tensors, self.needs, strict=True):
@@ -200,6 +216,7 @@ class Run(Holder):
         self._now: int | None = None
         """The link whose saved tensors are at hand."""
         self._saved: list[torch.Tensor | None] = []
+        self._versions: list[int] = []
         self._state: tuple[int, Tensors] | None = None
         """A state between the links, and the number of links before it."""
         self._lock = threading.RLock()
@@ -232,6 +249,8 @@ class Run(Holder):
             if block.check != "off" and (depth + k) % EVERY == 0 and len(link.kept) < len(xs):
                 with unwatched():
                     link.looks = looked_at(xs)
+                    if link.looks and carries_a_sum(link.pair):  # from which nothing is computed
+                        link.looks[-1] = None
             link.around = Surroundings(block.known.closed(link.pair), kinds, block.known.first)
             link.around.mark()
             link.states = states
@@ -279,15 +298,15 @@ class Run(Holder):
             states = after
         link.around.called()
         known.first = False
-        if link.tensors:
-            link.versions = [version(t.value if isinstance(t, _Constant) else t) for t in link.tensors]
         link.hidden = tree.map_tensors(torch.Tensor.detach, hidden) if (hidden := link.hidden) else ()
         return states
 
     def _check(self, link: Link, xs: Tensors, ys: Tensors, tolerance: float) -> None:
         """Compare all entries of x with what the inverse gives."""
+        looks, link.looks = link.looks, None
         with self._entered() as (enter, leave, _):
             back = self._inverted(link, [t.detach() for t in ys], enter, None)
+        link.looks = looks
         for name, x, came in zip(link.names(), xs, map(leave, back), strict=True):
             error = relative_error(came, x)
             if not error <= tolerance:
@@ -317,9 +336,9 @@ class Run(Holder):
         if link.evaluations and link.around.buffers:
             link.around.mark()
         own = {id(t) for t in link.tensors}
-        needs = [t.requires_grad for t in tree.tensors((args, kwargs)) if id(t) not in own]
+        like = [(t.requires_grad, t.dtype) for t in tree.tensors((args, kwargs)) if id(t) not in own]
         states = states_of(self.generators) if self.generators else None
-        evaluation = _Evaluation(len(self._like), needs, states)
+        evaluation = _Evaluation(fn, len(self._like), like, states)
         link.evaluations.append(evaluation)
         result = fn(*args, **kwargs)
         evaluation.end = len(self._like)
@@ -399,6 +418,12 @@ class Run(Holder):
     def _found(self, n: int) -> torch.Tensor:
         k = bisect_right(self._starts, n) - 1
         found = self._saved[n - self._starts[k]] if self._now == k else None
+        if found is not None and version(found) != self._versions[n - self._starts[k]]:
+            with self._told(k):
+                raise ModifiedError(
+                    f"a tensor of shape {list(found.shape)} that is needed to compute the gradient has been modified "
+                    "by an inplace operation within the backward pass. Step the optimiser behind it."
+                )
         if found is None:
             with self._told(k):
                 self._restore(k)
@@ -446,7 +471,7 @@ class Run(Holder):
             saved = [kept(t) for t in saved]
         if k == 0:
             self.fill(xs)
-        self._now, self._saved = k, saved
+        self._now, self._saved, self._versions = k, saved, [version(t) for t in saved]
 
     @contextmanager
     def _entered(self) -> Iterator[tuple[Callable, Callable, Callable]]:
@@ -470,7 +495,9 @@ class Run(Holder):
         args, kwargs = link.given(enter)
         if block.known.differentiates:
             ys = [enter(alive(t), differentiable(t)) for t in ys]
-        y, replays = form.join([alive(t) for t in ys]), link.states is not None or bool(link.around.buffers)
+        ys = [alive(t) for t in ys]
+        versions = [version(t) for t in ys]
+        y, replays = form.join(ys), link.states is not None or bool(link.around.buffers)
         at = len(link.evaluations)
         outs: dict[int, Any] = {}
         own = {id(t) for t in tree.tensors((args, kwargs))}
@@ -478,8 +505,8 @@ class Run(Holder):
         def again(fn: Callable, *given: Any, **named: Any) -> Any:
             nonlocal at
             at -= 1
-            if at < 0:
-                raise ReplayError(f"the inverse evaluates {fn!r} more often than f. {CHANGES}")
+            if at < 0 or link.evaluations[at].fn is not fn:
+                raise InverseError(_SHARED)
             out = self._once_more(link, at, fn, given, named, enter, own, saved)
             outs[at] = out
             return tree.map_tensors(torch.Tensor.detach, out)
@@ -494,12 +521,21 @@ class Run(Holder):
             try:
                 x = inverse(*shared, y, *link.hidden, *args, **kwargs)
             except TypeError as error:
-                error.add_note(f"f_inv of {block!r} is called as f_inv(y, *args, **kwargs), with the arguments of f.")
+                more = [type(a).__name__ for a in (y, *link.hidden, *args)]
+                more += [f"{name}={type(a).__name__}" for name, a in kwargs.items()]
+                error.add_note(
+                    f"{describe(pair.inverse)} was called with ({', '.join(more)}), in the backward pass of {block!r}: "
+                    "f_inv gets y and then the further arguments of f. Let it take them, as in lambda y, w: ..."
+                )
                 raise
-        found = tree.tensors(x)
-        if len(found) != len(link.like):
-            raise InverseError(f"the inverse gives {len(found)} tensors, where x has {len(link.like)}. {_FORM}")
-        xs = []
+        if [version(t) for t in ys] != versions:
+            raise ModifiedError(
+                "f_inv writes into y, which it was given. Write y = y - z in place of y -= z, or give it a copy: "
+                "lambda y: f_inv(y.clone())."
+            )
+        if at and outs:
+            raise InverseError(_SHARED)
+        found, xs = link.tensors_of(x), []
         for i, (t, like) in enumerate(zip(found, link.like, strict=True)):
             xs.append(link.kept[i].get() if i in link.kept else like.checked(t, link, i))
         if link.looks is not None:
@@ -517,10 +553,15 @@ class Run(Holder):
     ) -> Any:
         """A shared function again, with what autograd saves."""
         evaluation = link.evaluations[at]
-        needs = iter(evaluation.needs)
-        args, kwargs = tree.map_tensors(
-            lambda t: t if id(t) in own else enter(t.detach(), next(needs, False)), (args, kwargs)
-        )
+        like = iter(evaluation.like)
+
+        def as_it_was(t: torch.Tensor) -> torch.Tensor:
+            if id(t) in own:
+                return t
+            need, dtype = next(like, (False, t.dtype))
+            return enter(t.detach() if t.dtype == dtype else t.detach().to(dtype), need)
+
+        args, kwargs = tree.map_tensors(as_it_was, (args, kwargs))
         if evaluation.states is not None:
             self._draw(evaluation.states)
         with link.around.again(at, enter) if link.around.buffers else nullcontext():
@@ -605,4 +646,7 @@ _WRITES = (
     "the function writes into x, which it was given. Take inplace=False in its first layers, or give them a copy: "
     "lambda x: f(x.clone())."
 )
-_FORM = "It has to be of the form of x: f_inv(f(x)) is x."
+_SHARED = (
+    "the inverse evaluates a shared function more or less often than f, or in another order. It has to evaluate all of "
+    "them, in the reverse order of f, at the same arguments; or leave shared= out."
+)

@@ -19,7 +19,9 @@ States = list[torch.Tensor]
 def generators_of(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> list[Generator]:
     """The generators that a call may draw from: that of the CPU, of the devices of its tensors, and its arguments."""
     found: list[Generator] = [torch.default_generator]
-    found += [global_generator(device) for device in {t.device for t in tensors if t.device.type not in ("cpu", "meta")}]
+    found += [
+        global_generator(device) for device in {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
+    ]
     return found + [other for other in others if isinstance(other, torch.Generator)]
 
 
@@ -138,4 +140,3 @@ def kinds_of(tensors: Sequence[torch.Tensor]) -> Sequence[str]:
     """The kinds of devices whose autocast counts for a call."""
     found = {"cpu", *(t.device.type for t in tensors)}
     return ("cpu",) if len(found) == 1 else sorted(k for k in found if torch.amp.is_autocast_available(k))
-

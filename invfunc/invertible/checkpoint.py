@@ -121,7 +121,7 @@ def invertible_checkpoint(
     options = {
         "keep": keep if isinstance(keep, bool) else tuple(keep),
         "preserve_rng_state": preserve_rng_state,
-        "check": check,
+        "check": "off" if check is False else check,
         "min_bytes": min_bytes,
         "has_aux": has_aux,
     }
@@ -227,6 +227,14 @@ class Checkpointed(Value):
             raise
         except InvFuncError as error:
             raise told(error, f"{self!r}(x, ...)") from error.__cause__
+        except (TypeError, AttributeError) as error:
+            if not isinstance(x, torch.Tensor):
+                error.add_note(
+                    f"{self!r} was called with an x of type {type(x).__name__}, which f got as its first argument. "
+                    "Let f take it as one argument (def f(x): a, b = x), or pass tensors beside the state behind it: "
+                    "g(x, w)."
+                )
+            raise
 
     def _shown(self, y: Any) -> Any:
         return y if self.has_aux else self.pair.apart(y)[0]

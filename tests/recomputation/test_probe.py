@@ -239,10 +239,6 @@ class TestHonest:
         for found, wanted in zip(backward(*blocks, x=x), backward(*(b.pair for b in blocks), x=x), strict=True):
             assert torch.equal(found.isnan(), wanted.isnan())
 
-    def test_what_overflows_is_what_it_is_without(self):
-        block = invertible_checkpoint(lambda x: (x * 1e200) * 1e200, lambda y: y * 1e-200 * 1e-200)
-        assert not warned(lambda: backward(CUBED, block, CUBED))
-
     def test_running_statistics_and_noise_are_not_compared(self):
         norm = nn.BatchNorm1d(5).double()
         block = invertible_checkpoint(halves(lambda b: norm(b), lambda a: F.rrelu(a, training=True)))

@@ -9,7 +9,7 @@ from torch.func import grad
 
 from invfunc import (
     Invertible,
-    ReplayError,
+    ModifiedError,
     additive_coupling,
     functional,
     invertible_checkpoint,
@@ -106,8 +106,8 @@ class TestState:
                 return f(x, w)
 
             for h in (invertible_checkpoint(writes, f_inv), invertible_checkpoint(writes, None)):
-                with pytest.raises(ReplayError, match="writes into"):
-                    h(x * 1, w * 1)
+                with pytest.raises(ModifiedError, match="writes into x|an argument has been modified"):
+                    gradients(h(x * 1, w * 1), x, w)
 
     def test_an_inverse_that_writes_is_refused(self, same):
         for write in (
@@ -117,12 +117,9 @@ class TestState:
         ):
 
             def run(h, x, w, write=write):
-                y, value, v = h(x * 1, w), h(x * 1, w).detach(), w.detach().clone()
-                found = gradients(y.sin(), x, w, retain_graph=True), gradients(y.sin(), x, w)
-                assert torch.equal(y, value) and torch.equal(w, v)
-                return found
+                return gradients(h(x * 1, w).sin(), x, w)
 
-            with pytest.raises(ReplayError, match="writes"):
+            with pytest.raises(ModifiedError, match="writes into y|an argument has been modified"):
                 same(run, f, invertible_checkpoint(f, write))
 
 
