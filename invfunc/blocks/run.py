@@ -517,7 +517,7 @@ class Run(Holder):
         where = torch.enable_grad() if block.known.differentiates else torch.no_grad()
         inverse = pair.inverse_of(link.form, link.like, {i: slot.get() for i, slot in link.kept.items()})
         last = len(link.around.buffers[0][3]) - 1 if link.around.buffers else 0
-        with where, link.around.again(last, enter):
+        with where, link.around.again(last, enter, restarts=not pair.shared):
             try:
                 x = inverse(*shared, y, *link.hidden, *args, **kwargs)
             except TypeError as error:

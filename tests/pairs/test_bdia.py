@@ -107,7 +107,7 @@ class TestGradient:
 
         grid, w = Grid(), WEIGHTS[0].float()
         state = start(grid, 4000)
-        for steps in (4, 12):
+        for steps in (8, 16):
             calls.clear()
             leaf, signs = w.clone().requires_grad_(), [plus(4000, seed=i) for i in range(steps)]
             block = invertible_checkpoint(bdia(counted, grid))
