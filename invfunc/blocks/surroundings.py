@@ -69,8 +69,8 @@ class Surroundings:
 
     def mark(self) -> None:
         """Keep what the buffers hold."""
-        for _, _, buffer, copies, _ in self.buffers:
-            copies.append(buffer.detach().clone())
+        for held, key, _, copies, _ in self.buffers:
+            copies.append(held[key].detach().clone())
 
     def called(self) -> None:
         """End of the call: from now on nothing may be written that it has read."""
@@ -83,11 +83,16 @@ class Surroundings:
         self.versions = [version(t) for t in self.tensors]
         if self.buffers:
             self.mark()
-            self.buffers = [b for b in self.buffers if version(b[2]) != b[4] or not torch.equal(b[3][0], b[3][-1])]
+            self.buffers = [
+                (held, key, b, copies, then)
+                for held, key, b, copies, then in self.buffers
+                if held[key] is not b or version(b) != then or not torch.equal(copies[0], copies[-1])
+            ]
 
     def undo(self) -> None:
         """Take back what the call has written to buffers."""
-        for _, _, buffer, copies, _ in self.buffers:
+        for held, key, buffer, copies, _ in self.buffers:
+            held[key] = buffer
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffer):
                 buffer.copy_(copies[0])
 

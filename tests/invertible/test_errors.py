@@ -67,7 +67,7 @@ VALUES = [
     (lambda: invertible_checkpoint(PLAIN, has_aux=True), "^invertible_checkpoint.*has_aux=True"),
     (lambda: Invertible(f, f_inv, hidden=True, name="hiding")(X, W), r"^hiding.*has to return \(y, hidden\)"),
     (lambda: invert(HIDING), r"^invert\(hiding\).*hides"),
-    (lambda: with_log_det(HIDING), r"^with_log_det\(hiding\).*hides something"),
+    (lambda: with_log_det(HIDING), r"^with_log_det\(hiding\).*has no log_det"),
     (lambda: with_log_det(PLAIN), "^with_log_det.*has no log_det"),
     (lambda: COUPLING(X), r"^additive_coupling\(sin, cos\).*x has to be a pair of tensors.*Tensor.*split_dim="),
     (lambda: COUPLING((X, X, X)), "x has to be a pair of tensors, but is tuple"),

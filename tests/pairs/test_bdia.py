@@ -132,7 +132,7 @@ REFUSED = [
     (lambda: PAIR((X + 0.3, X), (True,)), "not on the grid"),
     (lambda: PAIR((X - 100.0, X + 200), (False,)), "leave the range"),
     (lambda: PAIR((X.double(), X), (True,)), r"a state of torch.float64 is not on the grid"),
-    (lambda: with_log_det(PAIR), "hides something"),
+    (lambda: with_log_det(PAIR), "has no log_det"),
 ]
 
 
