@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from invfunc._torch.functorch import dispatched, unwatched
+from invfunc._torch.functorch import dispatched, undispatched, unwatched
 
 
 class Generator(Protocol):
@@ -62,7 +62,7 @@ def same_state(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether nothing was drawn between two states; no mode around us sees that."""
     if a is b:
         return True
-    with unwatched():
+    with unwatched(), undispatched():
         return torch.equal(a, b)
 
 

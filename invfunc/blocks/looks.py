@@ -97,6 +97,11 @@ def tell(block: Any, error: float, precision: float, name: str, dtype: torch.dty
     if error <= most:
         return
     text = f"the inverse gives {name} back with an error of {error:.1e}, where up to {most:.1e} is rounding. "
+    if dtype in (torch.bfloat16, torch.float16):
+        text += (
+            f"The state is in {dtype}, whose rounding errors are large: keep it in float32, as by `stem(x).float()` "
+            "before the first block; what is added to it may be in half precision. "
+        )
     if error > FEW:
         text += (
             "Either f_inv is no inverse of f (`check_inverse` compares them), or something that f reads has changed "
@@ -105,8 +110,6 @@ def tell(block: Any, error: float, precision: float, name: str, dtype: torch.dty
         )
     else:
         text += "Rounding errors drift, and grow from block to block (`drift` tells how fast). "
-    if dtype in (torch.bfloat16, torch.float16):
-        text += f"The state is in {dtype}: keep it in float32, as by `stem(x).float()` before the first block. "
     where = f"{block!r}, in the backward pass"
     if check == "warn" and error <= max(4 * most, FEW):
         if not block.known.warned:

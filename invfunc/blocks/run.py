@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -26,22 +26,28 @@ from invfunc._torch.functorch import (
     alive,
     backward_by_torch_func,
     batched_like,
+    batches_of,
     ended,
+    is_batched,
+    needs_grad,
     pop_hooks,
     push_hooks,
+    recorded,
     saving_hooks,
+    storage,
     storage_of,
+    tracked_below,
+    under,
     unwatched,
     unwrapped,
     version,
-    tracked_below,
-    vmaps_of,
 )
+from invfunc._torch.values import differentiable
 from invfunc.blocks.closed import Reading
 from invfunc.blocks.looks import EVERY, Look, compare, looked_at
 from invfunc.blocks.rounding import relative_error
 from invfunc.blocks.slots import Holder, Slot, depth_of, slot_of
-from invfunc.blocks.states import HERE, note
+from invfunc.blocks.states import HERE, note, note_kept
 from invfunc.blocks.surroundings import (
     States,
     Surroundings,
@@ -51,10 +57,10 @@ from invfunc.blocks.surroundings import (
     kinds_of,
     states_of,
 )
-from invfunc._torch.values import differentiable
 from invfunc.callables import describe
 from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
 from invfunc.pairs.log_det import carries_a_sum
+from invfunc.recording.trace import Followed, Trace
 from invfunc.transform import told
 
 Step = tuple[Any, tuple, dict[str, Any]]
@@ -74,15 +80,15 @@ class _Enough(BaseException):
 class _Like:
     """What a tensor of x was like."""
 
-    __slots__ = ("shape", "dtype", "device", "stride", "needs", "vmaps")
+    __slots__ = ("shape", "dtype", "device", "stride", "needs", "batches")
 
     def __init__(self, x: torch.Tensor) -> None:
-        self.shape, self.dtype, self.device, self.needs = x.shape, x.dtype, x.device, x.requires_grad
+        self.shape, self.dtype, self.device, self.needs = x.shape, x.dtype, x.device, needs_grad(x)
         self.stride = x.stride() if x.layout is torch.strided else None
-        self.vmaps = vmaps_of(x) if unwrapped(x) is not None else _NONE
+        self.batches = batches_of(x)
 
     def checked(self, came: Any, link: Link, place: int) -> torch.Tensor:
-        """What the inverse gave for it, with the strides that it had: kernels are chosen by them."""
+        """What the inverse gave for it."""
         if not isinstance(came, torch.Tensor) or came.shape != self.shape or not self._holds(came.dtype):
             what = f"{list(came.shape)} {came.dtype}" if isinstance(came, torch.Tensor) else type(came).__name__
             name = link.names()[place]
@@ -90,13 +96,19 @@ class _Like:
                 f"the inverse gives {name} as {what}, where it was {list(self.shape)} {self.dtype}. To keep it in "
                 f"memory, and not compute it by the inverse, pass keep=({place},)."
             )
-        came = came.detach() if came.dtype == self.dtype else came.detach().to(self.dtype)
-        came = batched_like(came, self.vmaps)
-        if self.stride is None or came.stride() == self.stride or came.numel() < 2:
+        return self.laid_out(came.detach())
+
+    def laid_out(self, came: torch.Tensor) -> torch.Tensor:
+        """A tensor in the dtype and with the strides that it had: kernels are chosen by them."""
+        came = batched_like(came if came.dtype == self.dtype else came.to(self.dtype), self.batches)
+        if self.stride is None or came.stride() == self.stride or came.shape != self.shape or came.numel() < 2:
             return came
-        made = came.new_empty_strided(self.shape, self.stride)
-        dense = unwrapped(made) is not None or made.untyped_storage().nbytes() == made.nbytes
-        return made.copy_(came) if dense else came
+        for dim, stride in enumerate(self.stride):
+            if stride == 0:  # expanded
+                came = came.narrow(dim, 0, 1)
+        made = came.new_empty_strided(came.shape, self.stride)
+        overlaps = unwrapped(made) is None and storage(made).nbytes() < made.nbytes
+        return (came if overlaps else made.copy_(came)).expand(self.shape)
 
     def _holds(self, dtype: torch.dtype) -> bool:
         """Whether a dtype has all of its digits."""
@@ -125,20 +137,54 @@ class _Saved:
         self.value: torch.Tensor | None = value
 
 
+class _Collected:
+    """What autograd saves in an evaluation once more, which has to be like what it has saved.
+
+    Args:
+        like: the shapes and dtypes of that.
+        stop: whether to end when all of it has been saved.
+    """
+
+    __slots__ = ("like", "stop", "saved")
+
+    def __init__(self, like: list[tuple[torch.Size, torch.dtype]], stop: bool) -> None:
+        self.like, self.stop = like, stop
+        self.saved: Tensors = []
+
+    def pack(self, t: torch.Tensor) -> int:
+        """The number of a tensor among those that are saved."""
+        n, count = len(self.saved), len(self.like)
+        if n == count or (t.shape, t.dtype) != self.like[n]:
+            raise ReplayError(
+                f"evaluated again, the function does something else: autograd saves a tensor of shape {list(t.shape)} "
+                f"and {t.dtype}" + (", one more than before. " if n == count else
+                f", where it was {list(self.like[n][0])} and {self.like[n][1]}. ") + CHANGES
+            )  # fmt: skip
+        self.saved.append(t.detach() if t.requires_grad else t)
+        if self.stop and n + 1 == count:
+            raise _Enough
+        return n
+
+    def given_back(self, tensor: torch.Tensor) -> None:
+        """Nothing, as no statistic records it; it has seen the first evaluation."""
+
+
 class _Evaluation:
     """An evaluation of a function that f shares with its inverse."""
 
-    __slots__ = ("fn", "start", "end", "like", "states")
+    __slots__ = ("fn", "start", "end", "given", "states")
 
-    def __init__(self, fn: Callable, start: int, like: list[tuple], states: States | None) -> None:
-        self.fn, self.start, self.end, self.like, self.states = fn, start, start, like, states
+    def __init__(self, fn: Callable, start: int, given: Iterable[torch.Tensor], states: States | None) -> None:
+        self.fn, self.start, self.end, self.states = fn, start, start, states
+        self.given = [*map(_Like, given)]
+        """The tensors that it is given beside the arguments of the block."""
 
 
 class Link:
     """A block of a run."""
 
     __slots__ = (
-        "block", "form", "like", "tensors", "args", "needs", "versions", "start", "around", "states", "looks", "kept", "hidden",
+        "block", "form", "like", "own", "tensors", "args", "needs", "versions", "start", "around", "states", "looks", "kept", "hidden",
         "evaluations",
     )  # fmt: skip
 
@@ -146,9 +192,11 @@ class Link:
         self.block, *given = step
         self.form, self.like, self.start = form, [_Like(x) for x in xs], start
         self.tensors, self.args = tree.separate(tuple(given)) if given[0] or given[1] else ((), None)
-        self.needs = [t.requires_grad for t in self.tensors]
+        self.needs = [needs_grad(t) for t in self.tensors]
         self.versions = [version(t) for t in self.tensors]
-        self.tensors = [t if t.grad_fn is None else _Constant(t) for t in self.tensors]
+        self.own = self.tensors
+        """The tensors of the arguments, until the call has ended."""
+        self.tensors = [t if recorded(t).grad_fn is None else _Constant(t) for t in self.tensors]
         self.kept: dict[int, Slot] = {}
         self.looks: list[Look | None] | None = None
         self.hidden: tuple = ()
@@ -202,10 +250,12 @@ class Run(Holder):
 
     Args:
         level: the level of torch.func at which there is a graph; 0 for plain autograd.
+        seen: a context in which function modes see the calls of the blocks, as they do not see those of the run.
     """
 
-    def __init__(self, level: int) -> None:
-        self._level = Level(level)
+    def __init__(self, level: int, seen: Callable[[], AbstractContextManager]) -> None:
+        self._level, self._seen = Level(level), seen
+        self._forms = Followed if under(Trace) else nullcontext
         self.links: list[Link] = []
         self._starts: list[int] = []
         self._like: list[tuple[torch.Size, torch.dtype]] = []
@@ -217,6 +267,9 @@ class Run(Holder):
         """The link whose saved tensors are at hand."""
         self._saved: list[torch.Tensor | None] = []
         self._versions: list[int] = []
+        """Their versions when they were computed again."""
+        self._left = 0
+        """How many of them autograd has not asked for yet."""
         self._state: tuple[int, Tensors] | None = None
         """A state between the links, and the number of links before it."""
         self._lock = threading.RLock()
@@ -235,8 +288,7 @@ class Run(Holder):
         slots = [slot_of(t) for t in xs]
         depth = depth_of(slots)
         replays = steps[0][0].preserve_rng_state
-        others = [other for _, args, kwargs in steps for other in (*args, *kwargs.values())] if replays else []
-        self.generators = generators_of(xs, others) if replays else []
+        self.generators = generators_of(xs, steps) if replays else []
         kinds = kinds_of(xs)
         states = self.first_states = states_of(self.generators) if replays else None
         if not any(slots):
@@ -268,6 +320,9 @@ class Run(Holder):
                 xs, form = before, before_form
                 break
             for saved in self._live:
+                assert (value := saved.value) is not None
+                if version(value) != saved.version:
+                    raise ModifiedError(_LATE.format(list(value.shape)))
                 saved.value = None
             self._live, self._form = [], form
             if k + 1 < len(steps):
@@ -277,13 +332,14 @@ class Run(Holder):
         self._live, self._form, self._done, self.first_states = [], form, True, None
         if self.links:
             with unwatched():
-                hooks = saving_hooks()
+                hooks = None if any(map(is_batched, xs)) else saving_hooks()
                 self.outs = [Slot(t, depth + len(self.links), hooks) for t in xs]
                 for t, slot in zip(xs, self.outs, strict=True):
                     slot.note(t, held=bool(HERE.noted))
                 if not whole:
                     note(block, depth + len(steps) - 1, y, before, self.outs)
-            self.take_over(slots)  # nothing has failed
+            kept = self.links[0].kept
+            self.take_over([None if i in kept else slot for i, slot in enumerate(slots)])  # nothing has failed
         return y, hidden
 
     def _ended(self, link: Link, states: States | None) -> States | None:
@@ -297,6 +353,7 @@ class Run(Holder):
                     evaluation.states = None
             states = after
         link.around.called()
+        link.own = ()
         known.first = False
         link.hidden = tree.map_tensors(torch.Tensor.detach, hidden) if (hidden := link.hidden) else ()
         return states
@@ -304,7 +361,7 @@ class Run(Holder):
     def _check(self, link: Link, xs: Tensors, ys: Tensors, tolerance: float) -> None:
         """Compare all entries of x with what the inverse gives."""
         looks, link.looks = link.looks, None
-        with self._entered() as (enter, leave, _):
+        with self._entered() as (enter, leave, _), self._seen():
             back = self._inverted(link, [t.detach() for t in ys], enter, None)
         link.looks = looks
         for name, x, came in zip(link.names(), xs, map(leave, back), strict=True):
@@ -323,8 +380,9 @@ class Run(Holder):
         was = push_hooks(self.pack, self.unpack)
         try:
             if closed.learned:
-                return link.pair.forward(*shared, x, *args, **kwargs)
-            with Reading() as reading:
+                with self._seen():
+                    return link.pair.forward(*shared, x, *args, **kwargs)
+            with Reading() as reading, self._seen():
                 y = link.pair.forward(*shared, x, *args, **kwargs)
             closed.learn(reading.read)
             return y
@@ -335,10 +393,13 @@ class Run(Holder):
         """The first evaluation of a shared function."""
         if link.evaluations and link.around.buffers:
             link.around.mark()
-        own = {id(t) for t in link.tensors}
-        like = [(t.requires_grad, t.dtype) for t in tree.tensors((args, kwargs)) if id(t) not in own]
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
+            given = args
+        else:
+            own = {id(t) for t in link.own}
+            given = [t for t in tree.tensors((args, kwargs)) if id(t) not in own]
         states = states_of(self.generators) if self.generators else None
-        evaluation = _Evaluation(fn, len(self._like), like, states)
+        evaluation = _Evaluation(fn, len(self._like), given, states)
         link.evaluations.append(evaluation)
         result = fn(*args, **kwargs)
         evaluation.end = len(self._like)
@@ -348,6 +409,8 @@ class Run(Holder):
         """Keep the tensors of x that the inverse does not give."""
         for i in link.block.kept(len(xs)):
             link.kept[i] = Slot(xs[i])
+        if link.kept:
+            note_kept(xs, link.kept)
 
     def pack(self, t: torch.Tensor) -> _Saved:
         """What autograd gets in place of a tensor."""
@@ -400,6 +463,9 @@ class Run(Holder):
         with self._lock:
             found = self._found(n := saved.number)
             self._saved[n - self._starts[self._now or 0]] = None
+            self._left -= 1
+            if self._now == 0 and not self._left:
+                self.release()
         if self._level.running and torch.is_grad_enabled() and backward_by_torch_func():
             torch._C._set_grad_enabled(False)  # in this node: nobody can differentiate once more at this level
         return found
@@ -409,34 +475,19 @@ class Run(Holder):
         if not self._done:
             self.links[-1].block.known.differentiates = True
         if version(value) != saved.version:
-            raise ModifiedError(
-                f"a tensor of shape {list(value.shape)} that is needed to compute the gradient has been modified by an "
-                "inplace operation. Write t = t + z in place of t += z."
-            )
+            raise ModifiedError(_LATE.format(list(value.shape)))
         return value
 
     def _found(self, n: int) -> torch.Tensor:
         k = bisect_right(self._starts, n) - 1
         found = self._saved[n - self._starts[k]] if self._now == k else None
         if found is not None and version(found) != self._versions[n - self._starts[k]]:
-            with self._told(k):
-                raise ModifiedError(
-                    f"a tensor of shape {list(found.shape)} that is needed to compute the gradient has been modified "
-                    "by an inplace operation within the backward pass. Step the optimiser behind it."
-                )
+            raise told(ModifiedError(_LATE.format(list(found.shape))), self._where(self.links[k]))
         if found is None:
-            with self._told(k):
-                self._restore(k)
+            self._restore(k)
             found = self._saved[n - self._starts[k]]
             assert found is not None
         return found
-
-    @contextmanager
-    def _told(self, k: int) -> Iterator[None]:
-        try:
-            yield
-        except InvFuncError as error:
-            raise told(error, f"{self.links[k].block!r}, in the backward pass") from error.__cause__
 
     def release(self) -> None:
         self._now, self._saved, self._state = None, [], None
@@ -447,15 +498,14 @@ class Run(Holder):
         with self._entered() as (enter, leave, _):
             while self._state[0]:
                 k = self._state[0] - 1
-                with self._told(k):
-                    self._state = k, [leave(x) for x in self._inverted(self.links[k], self._state[1], enter, None)]
+                self._state = k, [leave(x) for x in self._inverted(self.links[k], self._state[1], enter, None)]
         return self._state[1]
 
     def _restore(self, k: int) -> None:
         """Have at hand what autograd saved of a link."""
         self._now, self._saved = None, []
         if self._state is None or self._state[0] < k:
-            self._state = len(self.links), self.output()
+            self._state = len(self.links), self._output(k)
         end = self._starts[k + 1] if k + 1 < len(self.links) else len(self._like)
         link, saved = self.links[k], [None] * (end - self._starts[k])
         with self._entered() as (enter, leave, kept):
@@ -467,11 +517,20 @@ class Run(Holder):
                 xs = [leave(x) for x in self._inverted(link, xs, enter, saved)]
                 self._state = k, xs
             if any(t is None for t in saved):
-                self._evaluated(link, xs, enter, saved)
+                try:
+                    self._evaluated(link, xs, enter, saved)
+                except InvFuncError as error:
+                    raise told(error, self._where(link)) from error.__cause__
             saved = [kept(t) for t in saved]
         if k == 0:
             self.fill(xs)
-        self._now, self._saved, self._versions = k, saved, [version(t) for t in saved]
+        self._now, self._saved, self._versions, self._left = k, saved, [version(t) for t in saved], len(saved)
+
+    def _output(self, k: int) -> Tensors:
+        try:
+            return self.output()
+        except InvFuncError as error:
+            raise told(error, self._where(self.links[k])) from error.__cause__
 
     @contextmanager
     def _entered(self) -> Iterator[tuple[Callable, Callable, Callable]]:
@@ -482,6 +541,15 @@ class Run(Holder):
 
     def _inverted(self, link: Link, ys: Tensors, enter: Callable, saved: list | None) -> Tensors:
         """The tensors of x, from those of y; what autograd saves of shared functions is put into `saved`."""
+        try:
+            return self._inverted_by(link, ys, enter, saved)
+        except InvFuncError as error:
+            raise told(error, self._where(link)) from error.__cause__
+
+    def _where(self, link: Link) -> str:
+        return f"{link.block!r}, in the backward pass" if self._done else f"{link.block!r}(x, ...)"
+
+    def _inverted_by(self, link: Link, ys: Tensors, enter: Callable, saved: list | None) -> Tensors:
         block, pair = link.block, link.pair
         if link is self.links[0] and self._origin and self._done:
             held = [x for of, then in self._origin if (x := of()) is not None and version(x) == then]
@@ -553,15 +621,17 @@ class Run(Holder):
     ) -> Any:
         """A shared function again, with what autograd saves."""
         evaluation = link.evaluations[at]
-        like = iter(evaluation.like)
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
+            like = evaluation.given[0]
+            args = (enter(like.laid_out(args[0]), like.needs),)
+        else:
+            likes = iter(evaluation.given)
 
-        def as_it_was(t: torch.Tensor) -> torch.Tensor:
-            if id(t) in own:
-                return t
-            need, dtype = next(like, (False, t.dtype))
-            return enter(t.detach() if t.dtype == dtype else t.detach().to(dtype), need)
+            def entered(t: torch.Tensor) -> torch.Tensor:
+                like = next(likes, None)
+                return t if like is None else enter(like.laid_out(t), like.needs)
 
-        args, kwargs = tree.map_tensors(as_it_was, (args, kwargs))
+            args, kwargs = tree.map_tensors(lambda t: t if id(t) in own else entered(t), (args, kwargs))
         if evaluation.states is not None:
             self._draw(evaluation.states)
         with link.around.again(at, enter) if link.around.buffers else nullcontext():
@@ -569,7 +639,7 @@ class Run(Holder):
                 return fn(*args, **kwargs)
             first, end = evaluation.start, evaluation.end
             with torch.enable_grad():
-                out, found = self._saves(partial(fn, *args, **kwargs), [*range(first, end)], link)
+                out, found = self._saves(partial(fn, *args, **kwargs), [*range(first, end)])
         saved[first - link.start : end - link.start] = found
         return out
 
@@ -582,13 +652,13 @@ class Run(Holder):
         def recall(*_: Any, **__: Any) -> Any:
             nonlocal at
             at += 1
-            return tree.map_tensors(lambda t: enter(t.detach(), t.requires_grad), outs[at])
+            return tree.map_tensors(lambda t: enter(t, needs_grad(t)), outs[at])
 
         missing = [link.start + i for i, t in enumerate(saved) if t is None]
         x = self._x(link, xs, enter)
         with torch.enable_grad(), link.around.again(0, enter):
             run = partial(link.pair.forward, *[recall] * len(link.pair.shared), x, *args, **kwargs)
-            _, found = self._saves(run, missing, link, stop=True)
+            _, found = self._saves(run, missing, stop=True)
         for n, t in zip(missing, found, strict=True):
             saved[n - link.start] = t
 
@@ -600,48 +670,34 @@ class Run(Holder):
         x = self._x(link, xs, enter)
         with torch.enable_grad(), link.around.again(0, enter):
             run = partial(link.pair.forward, *link.pair.shared, x, *args, **kwargs)
-            _, saved[:] = self._saves(run, [*range(link.start, link.start + len(saved))], link, stop=True)
+            _, saved[:] = self._saves(run, [*range(link.start, link.start + len(saved))], stop=True)
 
     @staticmethod
     def _x(link: Link, xs: Tensors, enter: Callable) -> Any:
         return link.form.join([enter(x, like.needs) for x, like in zip(xs, link.like, strict=True)])
 
-    def _saves(self, fn: Callable, wanted: list[int], link: Link, stop: bool = False) -> tuple[Any, Tensors]:
+    def _saves(self, fn: Callable, wanted: list[int], stop: bool = False) -> tuple[Any, Tensors]:
         """The result of a function and what autograd saves in it, which has to be like that of some numbers."""
-        saved: Tensors = []
         count = len(wanted)
-
-        def pack(t: torch.Tensor) -> int:
-            n = len(saved)
-            if n == count or (t.shape, t.dtype) != self._like[wanted[n]]:
-                raise ReplayError(
-                    f"evaluated again, the function does something else: autograd saves a tensor of shape "
-                    f"{list(t.shape)} and {t.dtype}" + (", one more than before. " if n == count else
-                    f", where it was {list(self._like[wanted[n]][0])} and {self._like[wanted[n]][1]}. ") + CHANGES
-                )  # fmt: skip
-            saved.append(t.detach() if t.requires_grad else t)
-            if stop and n + 1 == count:
-                raise _Enough
-            return n
-
+        collected = _Collected([self._like[n] for n in wanted], stop)
         out = None
-        was = push_hooks(pack, saved.__getitem__)
+        was = push_hooks(collected.pack, collected.saved.__getitem__)
         try:
             if count or not stop:
-                out = fn()
+                with self._forms():
+                    out = fn()
         except _Enough:
             pass
         finally:
             pop_hooks(was)
-        if len(saved) != count:
+        if len(collected.saved) != count:
             raise ReplayError(
-                f"evaluated again, the function does something else: autograd saves {len(saved)} tensors, where it was "
-                f"{count}. {CHANGES}"
+                f"evaluated again, the function does something else: autograd saves {len(collected.saved)} tensors, "
+                f"where it was {count}. {CHANGES}"
             )
-        return out, saved
+        return out, collected.saved
 
 
-_NONE: set[int] = set()
 _WRITES = (
     "the function writes into x, which it was given. Take inplace=False in its first layers, or give them a copy: "
     "lambda x: f(x.clone())."
@@ -649,4 +705,8 @@ _WRITES = (
 _SHARED = (
     "the inverse evaluates a shared function more or less often than f, or in another order. It has to evaluate all of "
     "them, in the reverse order of f, at the same arguments; or leave shared= out."
+)
+_LATE = (
+    "a tensor of shape {} that is needed to compute the gradient has been modified by an inplace operation. Write "
+    "t = t + z in place of t += z."
 )

@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
-from invfunc._torch.functorch import alive, version
+from invfunc._torch.functorch import alive, recorded, version
+from invfunc._torch.weak import WeakIdMap
 from invfunc.errors import ModifiedError, ReplayError
 
 _KEY = "invfunc"
+_WITHOUT_GRAPH: WeakIdMap[Callable[[], Slot | None]] = WeakIdMap()
+"""The slots of tensors of which there is no graph."""
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -66,15 +69,17 @@ class Slot:
             tensor: the tensor.
             held: whether the slot lives as long as the graph, also where nobody needs it to go backwards.
         """
-        if tensor.grad_fn is not None:
-            tensor.grad_fn.metadata[_KEY, tensor.output_nr] = (lambda: self) if held else weakref.ref(self)
+        own, of = (lambda: self) if held else weakref.ref(self), recorded(tensor)
+        if of.grad_fn is None:
+            _WITHOUT_GRAPH.set(tensor, own)
+        else:
+            of.grad_fn.metadata[_KEY, of.output_nr] = own
 
 
 def slot_of(tensor: torch.Tensor) -> Slot | None:
     """The slot of a tensor that a call gave out, if it was not written and nobody took it over."""
-    if tensor.grad_fn is None:
-        return None
-    found = tensor.grad_fn.metadata.get((_KEY, tensor.output_nr))
+    of = recorded(tensor)
+    found = _WITHOUT_GRAPH.get(tensor) if of.grad_fn is None else of.grad_fn.metadata.get((_KEY, of.output_nr))
     slot = found and found()
     if slot is None or slot.later is not None or slot.empty or slot.shape != tensor.shape:
         return None
@@ -125,7 +130,7 @@ class Holder:
         for x, found in zip(xs, self.ins, strict=False):
             slot = found() if found is not None else None
             if slot is not None and slot.later is self:
-                slot.fill(x.detach())
+                slot.fill(x)
 
 
 def depth_of(slots: Sequence[Any]) -> int:

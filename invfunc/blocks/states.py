@@ -16,7 +16,7 @@ _FEW = 200
 
 
 class State(NamedTuple):
-    """A tensor that a block gave out, or the caller's x (without a block)."""
+    """A tensor that a block gave out; or, without a block, the caller's x, or one that the next block keeps."""
 
     memory: ref[Any]
     slot: ref[Slot] | None
@@ -59,11 +59,21 @@ class _Here(threading.local):
 HERE = _Here()
 
 
+def note_kept(xs: list[torch.Tensor], kept: dict[int, Slot]) -> None:
+    """Note the tensors of x that a block keeps."""
+    for noted in HERE.noted:
+        noted.add([_unnamed(xs[i], ref(slot)) for i, slot in kept.items()])
+
+
+def _unnamed(x: torch.Tensor, slot: ref[Slot] | None = None) -> State:
+    return State(memory_ref(x), slot, None, 0, "", tuple(x.shape), x.dtype)
+
+
 def note(block: Any, number: int, y: Any, xs: list[torch.Tensor], slots: list[Slot] | None) -> None:
     """Note what a block gives out, and an x that no block gave out."""
     if not HERE.noted:
         return
-    found = [State(memory_ref(x), None, None, 0, "", tuple(x.shape), x.dtype) for x in xs] if number == 0 else []
+    found = [_unnamed(x) for x in xs] if number == 0 else []
     named = [(path, t) for path, t in tree.named_leaves(y) if isinstance(t, torch.Tensor)]
     for (path, t), slot in zip(named, slots or [None] * len(named), strict=True):
         at = None if slot is None else ref(slot)

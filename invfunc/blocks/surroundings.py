@@ -5,26 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import nn
 
-from invfunc._torch.functorch import ended, leaf, leaf_at, version
+from invfunc._torch.functorch import ended, leaf_at, needs_grad, recorded, version
 from invfunc._torch.generators import Generator, global_generator, same_state, set_states, state_of
 from invfunc.blocks.closed import Closed, swapped
 from invfunc.errors import ModifiedError
+from invfunc.pairs.places import read as there
 
 States = list[torch.Tensor]
 
 
-def generators_of(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> list[Generator]:
-    """The generators that a call may draw from: that of the CPU, of the devices of its tensors, and its arguments."""
+def generators_of(tensors: Sequence[torch.Tensor], steps: Sequence[tuple[Any, tuple, dict]]) -> list[Generator]:
+    """The generators that some blocks may draw from: that of the CPU, those of the devices of tensors, and what is
+    given to them or closed over."""
     found: list[Generator] = [torch.default_generator]
-    found += [
-        global_generator(device) for device in {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
-    ]
-    return found + [other for other in others if isinstance(other, torch.Generator)]
+    if not all(t.is_cpu for t in tensors):
+        devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
+        found += [global_generator(device) for device in devices]
+    for block, args, kwargs in steps:
+        found += block.known.closed(block.pair).generators
+        found += [other for other in (*args, *kwargs.values()) if isinstance(other, torch.Generator)]
+    return found
 
 
 def states_of(generators: Sequence[Generator]) -> States:
@@ -54,8 +60,9 @@ class Surroundings:
 
     def __init__(self, closed: Closed, kinds: Sequence[str], first: bool) -> None:
         self.closed, self.places = closed, closed.places
-        self.tensors = [t if t.grad_fn is None else leaf(t) for t in closed.tensors()]
-        self.needs = [t.requires_grad for t in self.tensors]
+        tensors = closed.tensors()
+        self.needs = [needs_grad(t) for t in tensors]
+        self.tensors = [t if recorded(t).grad_fn is None else leaf_at(t, True) for t in tensors]
         self.versions: list[int] = []
         self.training = [m.training for m in closed.modules]
         self.casts = _casts(kinds) if torch._C._is_any_autocast_enabled() else ()
@@ -65,7 +72,7 @@ class Surroundings:
         for module in (*closed.stateful, *(closed.norms if first else ())):
             if module.training:
                 held = module._buffers
-                self.buffers += [(held, k, b, [], version(b)) for k, b in held.items() if b is not None]
+                self.buffers += [(held, k, b, [], version(b)) for k, b in held.items() if _dense(b)]
 
     def mark(self) -> None:
         """Keep what the buffers hold."""
@@ -77,8 +84,8 @@ class Surroundings:
         if self.places is not self.closed.places:  # it was learned which of them are read
             read = {(id(c), k) for c, k in self.closed.places}
             kept = [(id(c), k) in read for c, k in self.places]
-            self.tensors = [t for t, keep in zip(self.tensors, kept, strict=True) if keep]
-            self.needs = [t.requires_grad for t in self.tensors]
+            self.tensors = [*compress(self.tensors, kept)]
+            self.needs = [*compress(self.needs, kept)]
             self.places = self.closed.places
         self.versions = [version(t) for t in self.tensors]
         if self.buffers:
@@ -118,14 +125,13 @@ class Surroundings:
             own.update(id(b) for m in norms for b in m._buffers.values())
             others, values = [], []
             for place, t, need, then in zip(self.places, self.tensors, self.needs, self.versions, strict=True):
-                container, key = place
                 if version(t) != then and id(t) not in own:
                     raise ModifiedError(
-                        f"a tensor of shape {list(t.shape)} that the function closes over ({key}) has been modified by "
+                        f"a tensor of shape {list(t.shape)} that the function closes over ({place[1]}) has been modified by "
                         "an inplace operation after it was evaluated. Step the optimiser behind the backward pass; "
                         "write t = t + z in place of t += z."
                     )
-                if container[key] is not t or ended(t):
+                if there(place) is not t or ended(t):
                     others.append(place)
                     values.append(enter(t, need) if ended(t) else t)
             if others:
@@ -150,6 +156,10 @@ def _restart(buffers: Sequence[tuple[str, torch.Tensor]], module: nn.Module, arg
     module._buffers.update({name: value.clone() for name, value in buffers})
 
 
+def _dense(buffer: torch.Tensor | None) -> bool:
+    return buffer is not None and buffer.layout is torch.strided
+
+
 def _now() -> Sequence[str]:
     """The kinds of devices for which autocast is on."""
     if not torch._C._is_any_autocast_enabled():
@@ -163,5 +173,7 @@ def _casts(kinds: Sequence[str]) -> list[tuple[str, bool, torch.dtype]]:
 
 def kinds_of(tensors: Sequence[torch.Tensor]) -> Sequence[str]:
     """The kinds of devices whose autocast counts for a call."""
+    if all(t.is_cpu for t in tensors):
+        return ("cpu",)
     found = {"cpu", *(t.device.type for t in tensors)}
-    return ("cpu",) if len(found) == 1 else sorted(k for k in found if torch.amp.is_autocast_available(k))
+    return sorted(k for k in found if torch.amp.is_autocast_available(k))

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from invfunc._shown import table
-from invfunc.budget.size import told
 from invfunc.blocks.states import HERE, Noted
+from invfunc.budget.size import told
 
 
 def held_states() -> HeldStates:
@@ -29,7 +29,7 @@ def held_states() -> HeldStates:
     Returns:
         A context that, whenever it is asked, in it or behind it, tells of the tensors that blocks gave out in it and
         that are in memory at that time. `.held` are those that the next block took over, which are there because
-        somebody holds them: a list, whose `.bytes` are the memory of all of them. `.kept` are those that no block took
+        somebody holds them (memory that blocks hand on is told once, by the last of them): a list, whose `.bytes` are the memory of all of them. `.kept` are those that no block took
         over: the last y, what stays by `keep=` or `anchor_every=`, and what only operations read that are no blocks,
         which cannot give it back. Each has the `block` that gave it out, its `number` (how many blocks come before that
         one in its series), the `output` (its place in y, or in what a pair hides), its `shape` and `dtype`, and the
@@ -127,16 +127,15 @@ class HeldStates:
     def _in_memory(self, taken: bool) -> States:
         alive = [(s, memory) for s in self._noted.states if (memory := s.memory()) is not None and memory.nbytes()]
         first = {id(memory): s for s, memory in reversed(alive)}
-        kept = {id(memory) for s, memory in alive if s.block is not None and not s.taken}
-        found, sizes = dict[tuple, HeldState](), dict[int, int]()
-        for s, memory in alive:
-            at = id(memory)
-            if first[at].block is None or s.block is None or s.taken is not taken or (at in kept) is taken:
-                continue  # the caller's x is in memory anyway; one state may be another one, handed on
-            sizes[at] = memory.nbytes()
-            one = HeldState(repr(s.block.pair), s.number, s.output, s.shape, s.dtype, sizes[at])
-            found[one, at] = one
-        return States([*found.values()], sum(sizes.values()))
+        last = {id(memory): (s, memory) for s, memory in alive if s.block is not None}
+        kept = {id(memory) for s, memory in alive if s.block is None and s.slot is not None and s.slot() is not None}
+        kept |= {at for at, (s, _) in last.items() if not s.taken}
+        found, size = list[HeldState](), 0
+        for at, (s, memory) in last.items():
+            if first[at].block is not None and (at in kept) is not taken:  # the caller's x is in memory anyway
+                found.append(HeldState(repr(s.block.pair), s.number, s.output, s.shape, s.dtype, memory.nbytes()))
+                size += memory.nbytes()
+        return States(found, size)
 
     def _title(self, held: States) -> str:
         if self._noted.empty:

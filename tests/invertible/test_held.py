@@ -79,8 +79,8 @@ class Program:
         self.within, self.program = within, blocks
         self.x, self.w = Numbers(7)(FEW, WIDTH), 0.2 * Numbers(5)(WIDTH, WIDTH)
         self.kept = []
-        self.given, self.held, self.last = [], set(), set()
-        """The outputs, each with a name of its memory; the memory that is held, and that of x and the last y."""
+        self.given, self.held, self.last = {}, set(), set()
+        """The last output in each memory; the memory that is held, and that of x and the last y."""
 
     def __repr__(self):
         return f"{'grad' if self.within else 'backward'}, {self.program}"
@@ -108,14 +108,13 @@ class Program:
     def outputs(self, name, number, memory):
         """The memory that the outputs of a block are in: of some that of its x, of others their own."""
         every = ["y"] if len(memory) == 1 else ["y[0]", "y[1]"]
-        first = 1 if name == "half" and not self.within else 0  # a tensor that is handed on: a view within torch.func
         own = [f"{number} {output}" for output in every]
         memory = [memory[1], own[1]] if name == "half" else memory if "flatten" in name else own
-        self.given += [(number, output, of) for output, of in list(zip(every, memory, strict=True))[first:]]
+        self.given |= {of: (number, output) for output, of in zip(every, memory, strict=True)}
         return memory
 
     def check(self, found):
-        wanted = {(number, output) for number, output, of in self.given if of in self.held - self.last}
+        wanted = {self.given[of] for of in self.held - self.last}
         assert {(s.number, s.output) for s in found.held} == wanted
         size = self.x.nbytes
         assert all(s.bytes == size for s in found.held)
@@ -260,7 +259,7 @@ def test_contexts_note_the_blocks_that_are_called_in_them_by_their_own_thread():
             other.join()
         go_on()
     go_on()
-    assert [[s.number for s in found.held] for found in (around, within)] == [[0, 1, 0], [1]]
+    assert [[s.number for s in found.held] for found in (around, within)] == [[0, 1, 3], [1]]
 
 
 def test_nothing_is_told_where_no_memory_is_saved():

@@ -62,24 +62,19 @@ def test_what_all_of_a_batch_share_is_compared_as_such():
     assert_trees_close(found, wanted, EXACT)
 
 
-@pytest.mark.parametrize("form", ["custom", "coupling"])
 @pytest.mark.parametrize("inplace", [False, True])
-def test_what_an_operation_saves_before_it_fills_it_is_filled(form, inplace):
-    """`rrelu` saves its noise, and draws it then; nothing comes behind it in the block that autograd saves."""
+def test_what_an_operation_saves_before_it_fills_it_is_filled(inplace):
+    """`rrelu` saves its noise, and draws it then."""
     matrix = Numbers(4)(4, 4)
 
     def part(b):
         return nn.functional.rrelu(b @ matrix, training=True, inplace=inplace)
 
-    pairs = {
-        "custom": Invertible(lambda x: (x[0] + part(x[1]), x[1]), lambda y: (y[0] - part(y[1]), y[1])),
-        "coupling": additive_coupling(part, torch.sin),
-    }
     found = []
     for wrap in (invertible_checkpoint, as_it_is):
         torch.manual_seed(0)
         x = X.clone().requires_grad_()
-        a, b = wrap(pairs[form])((x, x.cos()))
+        a, b = wrap(additive_coupling(part, torch.sin))((x, x.cos()))
         found.append(torch.autograd.grad((a.sin() * b).sum(), x))
     assert_trees_close(*found, EXACT)
 
