@@ -253,7 +253,7 @@ class Run(Holder):
         seen: a context in which function modes see the calls of the blocks, as they do not see those of the run.
     """
 
-    def __init__(self, level: int, seen: Callable[[], AbstractContextManager]) -> None:
+    def __init__(self, level: int, seen: Callable[[], AbstractContextManager] = nullcontext) -> None:
         self._level, self._seen = Level(level), seen
         self._forms = Followed if under(Trace) else nullcontext
         self.links: list[Link] = []
@@ -322,7 +322,7 @@ class Run(Holder):
             for saved in self._live:
                 assert (value := saved.value) is not None
                 if version(value) != saved.version:
-                    raise ModifiedError(_LATE.format(list(value.shape)))
+                    saved.version = -1  # an error if autograd asks for it, as it does not for what had no gradient
                 saved.value = None
             self._live, self._form = [], form
             if k + 1 < len(steps):
@@ -438,7 +438,7 @@ class Run(Holder):
         """The tensors of x of a run of one block, from those of any y."""
         self._origin = []
         with self._entered() as (enter, leave, _):
-            return [leave(x) for x in self._inverted(self.links[0], ys, enter, None)]
+            return [leave(x) for x in self._inverted_by(self.links[0], ys, enter, None)]
 
     def once_more(self, x: Any) -> Any:
         """y of a run of one block at any x, with the same random numbers."""
@@ -460,6 +460,8 @@ class Run(Holder):
         """The tensor in whose place something was given."""
         if saved.value is not None:
             return self._still_there(saved, saved.value)
+        if saved.version < 0:
+            raise self._late(saved.number)
         with self._lock:
             found = self._found(n := saved.number)
             self._saved[n - self._starts[self._now or 0]] = None
@@ -482,12 +484,16 @@ class Run(Holder):
         k = bisect_right(self._starts, n) - 1
         found = self._saved[n - self._starts[k]] if self._now == k else None
         if found is not None and version(found) != self._versions[n - self._starts[k]]:
-            raise told(ModifiedError(_LATE.format(list(found.shape))), self._where(self.links[k]))
+            raise self._late(n)
         if found is None:
             self._restore(k)
             found = self._saved[n - self._starts[k]]
             assert found is not None
         return found
+
+    def _late(self, n: int) -> InvFuncError:
+        link = self.links[bisect_right(self._starts, n) - 1]
+        return told(ModifiedError(_LATE.format([*self._like[n][0]])), self._where(link))
 
     def release(self) -> None:
         self._now, self._saved, self._state = None, [], None
