@@ -59,7 +59,6 @@ from invfunc.blocks.surroundings import (
 )
 from invfunc.callables import describe
 from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
-from invfunc.pairs.log_det import carries_a_sum
 from invfunc.recording.trace import Followed, Trace
 from invfunc.transform import told
 
@@ -301,7 +300,7 @@ class Run(Holder):
             if block.check != "off" and (depth + k) % EVERY == 0 and len(link.kept) < len(xs):
                 with unwatched():
                     link.looks = looked_at(xs)
-                    if link.looks and carries_a_sum(link.pair):  # from which nothing is computed
+                    if link.looks and link.pair.carries_a_sum:  # from which nothing is computed
                         link.looks[-1] = None
             link.around = Surroundings(block.known.closed(link.pair), kinds, block.known.first)
             link.around.mark()

@@ -51,12 +51,6 @@ def with_log_det(pair: Invertible) -> Invertible:
     return rewrapped(block, Invertible(carried.forward, carried.inverse, pair.shared, pair.hidden, name=name))
 
 
-def carries_a_sum(pair: Any) -> bool:
-    """Whether the last tensor of the state is a sum, which nothing is computed from but further sums."""
-    forward = getattr(pair, "forward", None)
-    return getattr(getattr(forward, "__self__", forward), "carries_a_sum", False) is True
-
-
 @dataclass(frozen=True, eq=False)
 class _Carried(Value):
     """Both directions of a pair, with the sum of log-determinants beside the state."""

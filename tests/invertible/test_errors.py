@@ -152,6 +152,13 @@ class TestWrongInverses:
         (note,) = told.value.__notes__
         assert note.startswith("<lambda> was called with (Tensor, ") and "in the backward pass of invertible_ch" in note
 
+    def test_and_functions_that_get_a_state_of_another_form_are_told_of_it(self):
+        for first in (lambda x: x.sin(), lambda x: torch.sin(x)):
+            with pytest.raises((TypeError, AttributeError)) as told:
+                invertible_checkpoint(first, torch.asin)((X, X))
+            (note,) = told.value.__notes__
+            assert "with an x of type tuple" in note and "as its first argument" in note and "g(x, w)" in note
+
     def test_that_fail_or_are_none(self):
         x, w = leaves()
         with pytest.raises(ZeroDivisionError):

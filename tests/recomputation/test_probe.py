@@ -102,6 +102,26 @@ class TestWrong:
             assert not warned(run, silent, CUBED)
 
 
+def test_an_output_that_was_written_by_data_is_an_error():
+    """Which no version tells of."""
+    block = invertible_checkpoint(lambda x: x.exp(), lambda y: y.log())
+    y = block(X.clone().requires_grad_() * 1)
+    y.data.mul_(2)
+    with pytest.raises(InverseError, match=r"y was written by `\.data`"):
+        CUBED(y).sum().backward()
+
+
+@pytest.mark.parametrize("off", [1.0, 0.2], ids=["error", "warning"])
+def test_a_state_in_half_precision_is_told_the_way_out(off):
+    """As autocast makes it of a convolution or a linear layer in front."""
+    block = invertible_checkpoint(lambda x: x.exp(), lambda y: y.log() * (1 + off))
+    with torch.autocast("cpu", torch.bfloat16):
+        state = nn.Linear(5, 5)(X.float())
+    text = r"state is in torch\.bfloat16.*`stem\(x\)\.float\(\)`"
+    with pytest.raises(InverseError, match=text) if off == 1 else pytest.warns(InexactWarning, match=text):
+        backward(block, CUBED, x=state.detach(), dtype=torch.bfloat16)
+
+
 def told(block, x):
     """Whether a block, behind one that lets go of its input, is told of."""
     try:
