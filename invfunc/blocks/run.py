@@ -32,12 +32,13 @@ from invfunc._torch.functorch import (
     saving_hooks,
     storage,
     storage_of,
+    tracked_below,
     unwatched,
     unwrapped,
     version,
-    tracked_below,
     vmaps_of,
 )
+from invfunc._torch.values import differentiable
 from invfunc.blocks.closed import Reading
 from invfunc.blocks.looks import EVERY, Look, compare, looked_at
 from invfunc.blocks.rounding import relative_error
@@ -52,7 +53,6 @@ from invfunc.blocks.surroundings import (
     kinds_of,
     states_of,
 )
-from invfunc._torch.values import differentiable
 from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
 from invfunc.transform import told
 
@@ -214,6 +214,7 @@ class Run(Holder):
         self._origin: list[tuple[ref[torch.Tensor], int]] = []
         """x where no block gave it out: the caller may hold it."""
         self._done = False
+        self.gathering: list[Any] = []
 
     # Forwards
 
@@ -223,7 +224,7 @@ class Run(Holder):
         It ends behind a block that has a graph at a level below that of the run too: there nothing is freed.
         """
         xs, form = tree.separate(x)
-        slots = [slot_of(t) for t in xs]
+        slots = [slot_of(t, self.gathering) for t in xs]
         depth = depth_of(slots)
         replays = steps[0][0].preserve_rng_state
         self.generators = generators_of(xs, steps) if replays else []

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from invfunc._torch.functorch import alive, version
+from invfunc._torch.functorch import alive, function_of, pointer, version
+from invfunc._torch.sharded import gathered_again, gathers
 from invfunc.errors import ModifiedError, ReplayError
 
 _KEY = "invfunc"
@@ -51,6 +52,11 @@ class Slot:
             )
         return alive(self._value)
 
+    def of_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether it is that tensor, which somebody handed on."""
+        value = self._value
+        return value is not None and pointer(value) == pointer(tensor) != 0 and value.stride() == tensor.stride()
+
     def fill(self, value: torch.Tensor) -> None:
         """Put the tensor back that the later call has computed again."""
         self._value, self.version = value, version(value)
@@ -70,15 +76,28 @@ class Slot:
             tensor.grad_fn.metadata[_KEY, tensor.output_nr] = (lambda: self) if held else weakref.ref(self)
 
 
-def slot_of(tensor: torch.Tensor) -> Slot | None:
-    """The slot of a tensor that a call gave out, if it was not written and nobody took it over."""
-    if tensor.grad_fn is None:
+def slot_of(tensor: torch.Tensor, groups: list[Any]) -> Slot | None:
+    """The slot of a tensor that a call gave out, if it was not written and nobody took it over.
+
+    Functions of autograd may have handed it on, as `fully_shard` does; what gathers parameters there is added to
+    `groups`.
+    """
+    node, number, handed = tensor.grad_fn, tensor.output_nr, False
+    if node is None:
         return None
-    found = tensor.grad_fn.metadata.get((_KEY, tensor.output_nr))
+    while (found := node.metadata.get((_KEY, number))) is None and function_of(node) is not None:
+        group = gathers(node)
+        groups += [] if group is None else [group]
+        node, number = node.next_functions[number] if number < len(node.next_functions) else (None, 0)
+        handed = True
+        if node is None:
+            return None
     slot = found and found()
     if slot is None or slot.later is not None or slot.empty or slot.shape != tensor.shape:
         return None
-    return slot if slot.version == version(tensor) else None
+    if slot.version != version(tensor) or (handed and not slot.of_memory(tensor)):
+        return None
+    return slot
 
 
 class Holder:
@@ -86,6 +105,8 @@ class Holder:
 
     outs: Sequence[Slot] = ()
     ins: Sequence[weakref.ref[Slot] | None] = ()
+    gathering: Sequence[Any] = ()
+    """What `fully_shard` gathers parameters with for this call, if it is the first one in its module."""
 
     def back(self, ys: list[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors of the input, from those of the output."""
@@ -104,15 +125,17 @@ class Holder:
 
     def output(self) -> list[torch.Tensor]:
         """The tensors of the output; later calls compute those that they took over, one after the other."""
-        waiting: list[Holder] = [self]
+        waiting, groups = list[Holder]([self]), [self.gathering]
         while waiting:
             missing = (slot.later for slot in waiting[-1].outs if slot.empty and slot.later is not None)
             if (later := next(missing, None)) is not None:
                 waiting.append(later)
+                groups.append(later.gathering or groups[-1])
                 continue
-            done = waiting.pop()
+            done, group = waiting.pop(), groups.pop()
             if waiting:
-                done.fill(done.back([slot.get() for slot in done.outs]))
+                with gathered_again(group):
+                    done.fill(done.back([slot.get() for slot in done.outs]))
         found = [slot.get() for slot in self.outs]
         for slot in self.outs:
             if slot.later is not None:

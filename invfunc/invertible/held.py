@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from invfunc._shown import table
-from invfunc.budget.size import told
 from invfunc.blocks.states import HERE, Noted
+from invfunc.budget.size import told
 
 
 def held_states() -> HeldStates:
