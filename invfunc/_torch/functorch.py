@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any, cast
@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch._functorch.pyfunctorch import coerce_cinterpreter, temporarily_pop_interpreter_stack
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
@@ -176,6 +176,8 @@ same_generator: Callable[[torch.Generator], int] = attrgetter("_cdata")
 """A number that all objects of one generator have: operations are given another one than the caller's."""
 is_zero = torch.Tensor._is_zerotensor
 """Whether a tensor is the zeros of a jvp, which have no memory."""
+listening: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+"""Whether a torch function mode sees the calls that are made."""
 unwatched, watched = torch._C.DisableTorchFunction, torch._C._EnableTorchFunction
 """Contexts without torch function modes, for what a function does not do itself, and with them again within those."""
 
@@ -369,15 +371,19 @@ def _in_torch_func(frame: Any) -> bool:
 def leaf_at(x: torch.Tensor, needs: bool) -> torch.Tensor:
     """A tensor without its graph, which is a leaf where a gradient of it is needed."""
     x = x.detach()
-    return _requiring_grad(x) if needs else x
+    return _within(x, _requiring_grad) if needs else x
 
 
 class Level:
-    """The level of a `grad` of torch.func at which operations are recorded; 0 for plain autograd."""
+    """The level of a `grad` of torch.func at which operations are recorded, 0 for plain autograd, and the vmaps of f
+    above it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self._mark = torch.zeros(()) if number else None  # which is of the level, and ends with it
+        stack = [coerce_cinterpreter(layer) for layer in _C.get_interpreter_stack() or ()]
+        self._above = [(each.batch_size(), each.randomness()) for each in stack if each.level() > number]
+        with _below(number):
+            self._mark = torch.zeros(()) if number else None  # which is of the level, and ends with it
 
     @property
     def running(self) -> bool:
@@ -389,29 +395,64 @@ class Level:
         """A context in which operations are recorded as they were at the level, whatever vmap of gradients is around,
         with `enter(x, needs)`, a leaf there, `leave(x)`, the tensor that it is, and `kept(x)`, what autograd is given.
 
-        Where the transform of the level has ended, another takes its place.
+        Where the transform of the level has ended, another takes its place; so does a vmap, of the same number.
         """
-        if self._mark is None:
-            with plainly():
-                yield leaf_at, torch.Tensor.detach, _as_it_is
-        elif self.running:
-            with _below(self.number):
-                yield leaf_at, torch.Tensor.detach, _as_it_is
-        else:
-            with _below(self.number - 1), grad_level() as (wrap, unwrap):
-                own = _C.maybe_current_level()
+        with ExitStack() as stack:
+            if self._mark is None or self.running:
+                stack.enter_context(_below(self.number) if self._mark is not None else plainly())
+                found = leaf_at, torch.Tensor.detach, _as_it_is
+            else:
+                stack.enter_context(_below(self.number - 1))
+                wrap, unwrap = stack.enter_context(grad_level())
+                found = _at_new_level(_C.maybe_current_level(), wrap, unwrap)
+            for size, randomness in self._above:
+                stack.callback(_C._vmap_decrement_nesting)
+                _C._vmap_increment_nesting(size, randomness)
+            yield found
 
-                def leave(x: torch.Tensor) -> torch.Tensor:
-                    return unwrap(x.detach()) if level_of(x) == own else x
 
-                def enter(x: torch.Tensor, needs: bool) -> torch.Tensor:
-                    x = leave(alive(x))
-                    return wrap(x) if needs else x
+def _at_new_level(level: int, wrap: Callable, unwrap: Callable) -> tuple[Callable, Callable, Callable]:
+    """What `Level.again` yields in a level of our own."""
 
-                def kept(x: torch.Tensor) -> torch.Tensor:  # autograd takes no bare tensor of a vmap
-                    return x if level_of(x) == own else _C._wrap_for_grad(x, own)
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        x = alive(x)
+        return unwrap(x) if level_of(x) == level else x
 
-                yield enter, leave, kept
+    def leave(x: torch.Tensor) -> torch.Tensor:
+        return _within(x, inner, level)
+
+    def enter(x: torch.Tensor, needs: bool) -> torch.Tensor:
+        return _within(x, (lambda x: wrap(inner(x))) if needs else inner, level)
+
+    def kept(x: torch.Tensor) -> torch.Tensor:  # autograd takes no bare tensor of a vmap
+        return x if level_of(x) == level else _C._wrap_for_grad(x, level)
+
+    return enter, leave, kept
+
+
+def _within(x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor], level: int = 0) -> torch.Tensor:
+    """A change of the tensor within those vmaps that are innermost, and above a level."""
+    if not _C.is_batchedtensor(x) or (own := _C.maybe_get_level(x)) <= level:
+        return change(x)
+    with _below(own - 1):
+        found = _within(_C.get_unwrapped(x), change, level)
+    return _C._add_batch_dim(found, _C.maybe_get_bdim(x), own)
+
+
+def recorded(x: torch.Tensor) -> torch.Tensor:
+    """The tensor of which there may be a graph: that of the whole batch, within a vmap."""
+    while _C.is_batchedtensor(x):
+        x = _C.get_unwrapped(x)
+    return x
+
+
+is_batched: Callable[[torch.Tensor], bool] = _C.is_batchedtensor
+"""Whether a tensor is one for each entry of the innermost vmap."""
+
+
+def needs_grad(x: torch.Tensor) -> bool:
+    """Whether a tensor needs a gradient, also within a vmap, which does not tell."""
+    return x.requires_grad or (_C.is_batchedtensor(x) and recorded(x).requires_grad)
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:
@@ -420,6 +461,7 @@ def _as_it_is(x: torch.Tensor) -> torch.Tensor:
 
 def tracked_below(x: torch.Tensor) -> bool:
     """Whether a tensor also has a graph at a level below its own."""
+    x = recorded(x)
     while _C.is_functorch_wrapped_tensor(x):
         x = _C.get_unwrapped(x)
         if x.requires_grad:
@@ -427,13 +469,28 @@ def tracked_below(x: torch.Tensor) -> bool:
     return False
 
 
-def batched_like(x: torch.Tensor, vmaps: set[int]) -> torch.Tensor:
-    """x, which is the same for all entries of those vmaps around it that are not among these, as one for all."""
-    if not _C.is_functorch_wrapped_tensor(x) or vmaps_of(x) <= vmaps:
+def batches_of(x: torch.Tensor) -> dict[int, int]:
+    """The axes that vmaps around us have in a tensor, by their levels."""
+    found = {}
+    while _C.is_functorch_wrapped_tensor(x):
+        if _C.is_batchedtensor(x):
+            found[_C.maybe_get_level(x)] = _C.maybe_get_bdim(x)
+        x = _C.get_unwrapped(x)
+    return found or _NO_BATCHES
+
+
+_NO_BATCHES: dict[int, int] = {}
+
+
+def batched_like(x: torch.Tensor, batches: dict[int, int]) -> torch.Tensor:
+    """x with the axes of vmaps where another tensor has them; of one that is for all entries, the first entry."""
+    if not _C.is_functorch_wrapped_tensor(x):
         return x
-    level, inner = _C.maybe_get_level(x), batched_like(_C.get_unwrapped(x), vmaps)
+    level, inner = _C.maybe_get_level(x), batched_like(_C.get_unwrapped(x), batches)
     if not _C.is_batchedtensor(x):
-        return _C._wrap_for_grad(inner, level)
-    dim = _C.maybe_get_bdim(x)
+        return x if inner is _C.get_unwrapped(x) else _C._wrap_for_grad(inner, level)
+    dim, want = _C.maybe_get_bdim(x), batches.get(level)
     with _below(level - 1):
-        return _C._add_batch_dim(inner, dim, level) if level in vmaps else inner.select(dim, 0)
+        if want is None:
+            return inner.select(dim, 0)
+        return _C._add_batch_dim(inner if dim == want else inner.movedim(dim, want), want, level)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -26,17 +26,21 @@ from invfunc._torch.functorch import (
     alive,
     backward_by_torch_func,
     batched_like,
+    batches_of,
     ended,
+    is_batched,
+    needs_grad,
     pop_hooks,
     push_hooks,
+    recorded,
     saving_hooks,
     storage,
     storage_of,
     tracked_below,
+    under,
     unwatched,
     unwrapped,
     version,
-    vmaps_of,
 )
 from invfunc._torch.values import differentiable
 from invfunc.blocks.closed import Reading
@@ -54,6 +58,7 @@ from invfunc.blocks.surroundings import (
     states_of,
 )
 from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
+from invfunc.recording.trace import Followed, Trace
 from invfunc.transform import told
 
 Step = tuple[Any, tuple, dict[str, Any]]
@@ -73,12 +78,12 @@ class _Enough(BaseException):
 class _Like:
     """What a tensor of x was like."""
 
-    __slots__ = ("shape", "dtype", "device", "stride", "needs", "vmaps")
+    __slots__ = ("shape", "dtype", "device", "stride", "needs", "batches")
 
     def __init__(self, x: torch.Tensor) -> None:
-        self.shape, self.dtype, self.device, self.needs = x.shape, x.dtype, x.device, x.requires_grad
+        self.shape, self.dtype, self.device, self.needs = x.shape, x.dtype, x.device, needs_grad(x)
         self.stride = x.stride() if x.layout is torch.strided else None
-        self.vmaps = vmaps_of(x) if unwrapped(x) is not None else _NONE
+        self.batches = batches_of(x)
 
     def checked(self, came: Any, link: Link, place: int) -> torch.Tensor:
         """What the inverse gave for it."""
@@ -89,12 +94,11 @@ class _Like:
                 f"the inverse gives {name} as {what}, where it was {list(self.shape)} {self.dtype}. To keep it in "
                 f"memory, and not compute it by the inverse, pass keep=({place},)."
             )
-        return self.laid_out(batched_like(came.detach(), self.vmaps))
+        return self.laid_out(came.detach())
 
     def laid_out(self, came: torch.Tensor) -> torch.Tensor:
         """A tensor in the dtype and with the strides that it had: kernels are chosen by them."""
-        if came.dtype != self.dtype:
-            came = came.to(self.dtype)
+        came = batched_like(came if came.dtype == self.dtype else came.to(self.dtype), self.batches)
         if self.stride is None or came.stride() == self.stride or came.shape != self.shape or came.numel() < 2:
             return came
         for dim, stride in enumerate(self.stride):
@@ -131,20 +135,54 @@ class _Saved:
         self.value: torch.Tensor | None = value
 
 
+class _Collected:
+    """What autograd saves in an evaluation once more, which has to be like what it has saved.
+
+    Args:
+        like: the shapes and dtypes of that.
+        stop: whether to end when all of it has been saved.
+    """
+
+    __slots__ = ("like", "stop", "saved")
+
+    def __init__(self, like: list[tuple[torch.Size, torch.dtype]], stop: bool) -> None:
+        self.like, self.stop = like, stop
+        self.saved: Tensors = []
+
+    def pack(self, t: torch.Tensor) -> int:
+        """The number of a tensor among those that are saved."""
+        n, count = len(self.saved), len(self.like)
+        if n == count or (t.shape, t.dtype) != self.like[n]:
+            raise ReplayError(
+                f"evaluated again, the function does something else: autograd saves a tensor of shape {list(t.shape)} "
+                f"and {t.dtype}" + (", one more than before. " if n == count else
+                f", where it was {list(self.like[n][0])} and {self.like[n][1]}. ") + CHANGES
+            )  # fmt: skip
+        self.saved.append(t.detach() if t.requires_grad else t)
+        if self.stop and n + 1 == count:
+            raise _Enough
+        return n
+
+    def given_back(self, tensor: torch.Tensor) -> None:
+        """Nothing, as no statistic records it; it has seen the first evaluation."""
+
+
 class _Evaluation:
     """An evaluation of a function that f shares with its inverse."""
 
     __slots__ = ("start", "end", "given", "states")
 
-    def __init__(self, start: int, given: list[_Like], states: States | None) -> None:
-        self.start, self.end, self.given, self.states = start, start, given, states
+    def __init__(self, start: int, given: Iterable[torch.Tensor], states: States | None) -> None:
+        self.start, self.end, self.states = start, start, states
+        self.given = [*map(_Like, given)]
+        """The tensors that it is given beside the arguments of the block."""
 
 
 class Link:
     """A block of a run."""
 
     __slots__ = (
-        "block", "form", "like", "tensors", "args", "needs", "versions", "start", "around", "states", "looks", "kept", "hidden",
+        "block", "form", "like", "own", "tensors", "args", "needs", "versions", "start", "around", "states", "looks", "kept", "hidden",
         "evaluations",
     )  # fmt: skip
 
@@ -152,8 +190,10 @@ class Link:
         self.block, *given = step
         self.form, self.like, self.start = form, [_Like(x) for x in xs], start
         self.tensors, self.args = tree.separate(tuple(given)) if given[0] or given[1] else ((), None)
-        self.needs = [t.requires_grad for t in self.tensors]
-        self.tensors = [t if t.grad_fn is None else _Constant(t) for t in self.tensors]
+        self.needs = [needs_grad(t) for t in self.tensors]
+        self.own = self.tensors
+        """The tensors of the arguments, until the call has ended."""
+        self.tensors = [t if recorded(t).grad_fn is None else _Constant(t) for t in self.tensors]
         self.kept: dict[int, Slot] = {}
         self.looks: list[Look | None] | None = None
         self.hidden: tuple = ()
@@ -194,10 +234,12 @@ class Run(Holder):
 
     Args:
         level: the level of torch.func at which there is a graph; 0 for plain autograd.
+        seen: a context in which function modes see the calls of the blocks, as they do not see those of the run.
     """
 
-    def __init__(self, level: int) -> None:
-        self._level = Level(level)
+    def __init__(self, level: int, seen: Callable[[], AbstractContextManager]) -> None:
+        self._level, self._seen = Level(level), seen
+        self._forms = Followed if under(Trace) else nullcontext
         self.links: list[Link] = []
         self._starts: list[int] = []
         self._like: list[tuple[torch.Size, torch.dtype]] = []
@@ -208,6 +250,8 @@ class Run(Holder):
         self._now: int | None = None
         """The link whose saved tensors are at hand."""
         self._saved: list[torch.Tensor | None] = []
+        self._left = 0
+        """How many of them autograd has not asked for yet."""
         self._state: tuple[int, Tensors] | None = None
         """A state between the links, and the number of links before it."""
         self._lock = threading.RLock()
@@ -269,7 +313,7 @@ class Run(Holder):
         self._live, self._form, self._done, self.first_states = [], form, True, None
         if self.links:
             with unwatched():
-                hooks = saving_hooks()
+                hooks = None if any(map(is_batched, xs)) else saving_hooks()
                 self.outs = [Slot(t, depth + len(self.links), hooks) for t in xs]
                 for t, slot in zip(xs, self.outs, strict=True):
                     slot.note(t, held=bool(HERE.noted))
@@ -290,6 +334,7 @@ class Run(Holder):
                     evaluation.states = None
             states = after
         link.around.called()
+        link.own = ()
         known.first = False
         if link.tensors:
             link.versions = [version(t.value if isinstance(t, _Constant) else t) for t in link.tensors]
@@ -298,7 +343,7 @@ class Run(Holder):
 
     def _check(self, link: Link, xs: Tensors, ys: Tensors, tolerance: float) -> None:
         """Compare all entries of x with what the inverse gives."""
-        with self._entered() as (enter, leave, _):
+        with self._entered() as (enter, leave, _), self._seen():
             back = self._inverted(link, [t.detach() for t in ys], enter, None)
         for name, x, came in zip(link.names(), xs, map(leave, back), strict=True):
             error = relative_error(came, x)
@@ -316,8 +361,9 @@ class Run(Holder):
         was = push_hooks(self.pack, self.unpack)
         try:
             if closed.learned:
-                return link.pair.forward(*shared, x, *args, **kwargs)
-            with Reading() as reading:
+                with self._seen():
+                    return link.pair.forward(*shared, x, *args, **kwargs)
+            with Reading() as reading, self._seen():
                 y = link.pair.forward(*shared, x, *args, **kwargs)
             closed.learn(reading.read)
             return y
@@ -328,8 +374,11 @@ class Run(Holder):
         """The first evaluation of a shared function."""
         if link.evaluations and link.around.buffers:
             link.around.mark()
-        own = {id(t) for t in link.tensors}
-        given = [_Like(t) for t in tree.tensors((args, kwargs)) if id(t) not in own]
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
+            given = args
+        else:
+            own = {id(t) for t in link.own}
+            given = [t for t in tree.tensors((args, kwargs)) if id(t) not in own]
         states = states_of(self.generators) if self.generators else None
         evaluation = _Evaluation(len(self._like), given, states)
         link.evaluations.append(evaluation)
@@ -395,6 +444,9 @@ class Run(Holder):
         with self._lock:
             found = self._found(n := saved.number)
             self._saved[n - self._starts[self._now or 0]] = None
+            self._left -= 1
+            if self._now == 0 and not self._left:
+                self.release()
         if self._level.running and torch.is_grad_enabled() and backward_by_torch_func():
             torch._C._set_grad_enabled(False)  # in this node: nobody can differentiate once more at this level
         return found
@@ -411,18 +463,10 @@ class Run(Holder):
         k = bisect_right(self._starts, n) - 1
         found = self._saved[n - self._starts[k]] if self._now == k else None
         if found is None:
-            with self._told(k):
-                self._restore(k)
+            self._restore(k)
             found = self._saved[n - self._starts[k]]
             assert found is not None
         return found
-
-    @contextmanager
-    def _told(self, k: int) -> Iterator[None]:
-        try:
-            yield
-        except InvFuncError as error:
-            raise told(error, f"{self.links[k].block!r}, in the backward pass") from error.__cause__
 
     def release(self) -> None:
         self._now, self._saved, self._state = None, [], None
@@ -433,15 +477,14 @@ class Run(Holder):
         with self._entered() as (enter, leave, _):
             while self._state[0]:
                 k = self._state[0] - 1
-                with self._told(k):
-                    self._state = k, [leave(x) for x in self._inverted(self.links[k], self._state[1], enter, None)]
+                self._state = k, [leave(x) for x in self._inverted(self.links[k], self._state[1], enter, None)]
         return self._state[1]
 
     def _restore(self, k: int) -> None:
         """Have at hand what autograd saved of a link."""
         self._now, self._saved = None, []
         if self._state is None or self._state[0] < k:
-            self._state = len(self.links), self.output()
+            self._state = len(self.links), self._output(k)
         end = self._starts[k + 1] if k + 1 < len(self.links) else len(self._like)
         link, saved = self.links[k], [None] * (end - self._starts[k])
         with self._entered() as (enter, leave, kept):
@@ -453,11 +496,20 @@ class Run(Holder):
                 xs = [leave(x) for x in self._inverted(link, xs, enter, saved)]
                 self._state = k, xs
             if any(t is None for t in saved):
-                self._evaluated(link, xs, enter, saved)
+                try:
+                    self._evaluated(link, xs, enter, saved)
+                except InvFuncError as error:
+                    raise told(error, self._where(link)) from error.__cause__
             saved = [kept(t) for t in saved]
         if k == 0:
             self.fill(xs)
-        self._now, self._saved = k, saved
+        self._now, self._saved, self._left = k, saved, len(saved)
+
+    def _output(self, k: int) -> Tensors:
+        try:
+            return self.output()
+        except InvFuncError as error:
+            raise told(error, self._where(self.links[k])) from error.__cause__
 
     @contextmanager
     def _entered(self) -> Iterator[tuple[Callable, Callable, Callable]]:
@@ -468,6 +520,15 @@ class Run(Holder):
 
     def _inverted(self, link: Link, ys: Tensors, enter: Callable, saved: list | None) -> Tensors:
         """The tensors of x, from those of y; what autograd saves of shared functions is put into `saved`."""
+        try:
+            return self._inverted_by(link, ys, enter, saved)
+        except InvFuncError as error:
+            raise told(error, self._where(link)) from error.__cause__
+
+    def _where(self, link: Link) -> str:
+        return f"{link.block!r}, in the backward pass" if self._done else f"{link.block!r}(x, ...)"
+
+    def _inverted_by(self, link: Link, ys: Tensors, enter: Callable, saved: list | None) -> Tensors:
         block, pair = link.block, link.pair
         if link is self.links[0] and self._origin and self._done:
             held = [x for of, then in self._origin if (x := of()) is not None and version(x) == then]
@@ -528,15 +589,17 @@ class Run(Holder):
     ) -> Any:
         """A shared function again, with what autograd saves."""
         evaluation = link.evaluations[at]
-        given = iter(evaluation.given)
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
+            like = evaluation.given[0]
+            args = (enter(like.laid_out(args[0]), like.needs),)
+        else:
+            likes = iter(evaluation.given)
 
-        def entered(t: torch.Tensor) -> torch.Tensor:
-            if id(t) in own:
-                return t
-            like = next(given, None)
-            return t.detach() if like is None else enter(like.laid_out(t.detach()), like.needs)
+            def entered(t: torch.Tensor) -> torch.Tensor:
+                like = next(likes, None)
+                return t if like is None else enter(like.laid_out(t), like.needs)
 
-        args, kwargs = tree.map_tensors(entered, (args, kwargs))
+            args, kwargs = tree.map_tensors(lambda t: t if id(t) in own else entered(t), (args, kwargs))
         if evaluation.states is not None:
             self._draw(evaluation.states)
         with link.around.again(at, enter) if link.around.buffers else nullcontext():
@@ -544,7 +607,7 @@ class Run(Holder):
                 return fn(*args, **kwargs)
             first, end = evaluation.start, evaluation.end
             with torch.enable_grad():
-                out, found = self._saves(partial(fn, *args, **kwargs), [*range(first, end)], link)
+                out, found = self._saves(partial(fn, *args, **kwargs), [*range(first, end)])
         saved[first - link.start : end - link.start] = found
         return out
 
@@ -557,13 +620,13 @@ class Run(Holder):
         def recall(*_: Any, **__: Any) -> Any:
             nonlocal at
             at += 1
-            return tree.map_tensors(lambda t: enter(t.detach(), t.requires_grad), outs[at])
+            return tree.map_tensors(lambda t: enter(t, needs_grad(t)), outs[at])
 
         missing = [link.start + i for i, t in enumerate(saved) if t is None]
         x = self._x(link, xs, enter)
         with torch.enable_grad(), link.around.again(0, enter):
             run = partial(link.pair.forward, *[recall] * len(link.pair.shared), x, *args, **kwargs)
-            _, found = self._saves(run, missing, link, stop=True)
+            _, found = self._saves(run, missing, stop=True)
         for n, t in zip(missing, found, strict=True):
             saved[n - link.start] = t
 
@@ -575,48 +638,34 @@ class Run(Holder):
         x = self._x(link, xs, enter)
         with torch.enable_grad(), link.around.again(0, enter):
             run = partial(link.pair.forward, *link.pair.shared, x, *args, **kwargs)
-            _, saved[:] = self._saves(run, [*range(link.start, link.start + len(saved))], link, stop=True)
+            _, saved[:] = self._saves(run, [*range(link.start, link.start + len(saved))], stop=True)
 
     @staticmethod
     def _x(link: Link, xs: Tensors, enter: Callable) -> Any:
         return link.form.join([enter(x, like.needs) for x, like in zip(xs, link.like, strict=True)])
 
-    def _saves(self, fn: Callable, wanted: list[int], link: Link, stop: bool = False) -> tuple[Any, Tensors]:
+    def _saves(self, fn: Callable, wanted: list[int], stop: bool = False) -> tuple[Any, Tensors]:
         """The result of a function and what autograd saves in it, which has to be like that of some numbers."""
-        saved: Tensors = []
         count = len(wanted)
-
-        def pack(t: torch.Tensor) -> int:
-            n = len(saved)
-            if n == count or (t.shape, t.dtype) != self._like[wanted[n]]:
-                raise ReplayError(
-                    f"evaluated again, the function does something else: autograd saves a tensor of shape "
-                    f"{list(t.shape)} and {t.dtype}" + (", one more than before. " if n == count else
-                    f", where it was {list(self._like[wanted[n]][0])} and {self._like[wanted[n]][1]}. ") + CHANGES
-                )  # fmt: skip
-            saved.append(t.detach() if t.requires_grad else t)
-            if stop and n + 1 == count:
-                raise _Enough
-            return n
-
+        collected = _Collected([self._like[n] for n in wanted], stop)
         out = None
-        was = push_hooks(pack, saved.__getitem__)
+        was = push_hooks(collected.pack, collected.saved.__getitem__)
         try:
             if count or not stop:
-                out = fn()
+                with self._forms():
+                    out = fn()
         except _Enough:
             pass
         finally:
             pop_hooks(was)
-        if len(saved) != count:
+        if len(collected.saved) != count:
             raise ReplayError(
-                f"evaluated again, the function does something else: autograd saves {len(saved)} tensors, where it was "
-                f"{count}. {CHANGES}"
+                f"evaluated again, the function does something else: autograd saves {len(collected.saved)} tensors, "
+                f"where it was {count}. {CHANGES}"
             )
-        return out, saved
+        return out, collected.saved
 
 
-_NONE: set[int] = set()
 _WRITES = (
     "the function writes into x, which it was given. Take inplace=False in its first layers, or give them a copy: "
     "lambda x: f(x.clone())."

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import dual, level_of, levels, saving_hooks, tracked_below, under
+from invfunc._torch.functorch import (
+    dual,
+    level_of,
+    levels,
+    listening,
+    needs_grad,
+    recorded,
+    saving_hooks,
+    tracked_below,
+    under,
+    unwatched,
+    watched,
+)
 from invfunc._torch.generators import set_states
 from invfunc.blocks.closed import Closed
 from invfunc.blocks.run import Run, Step
@@ -38,26 +51,36 @@ class Known:
 
     def closed(self, pair: Any) -> Closed:
         """What the functions of a pair close over."""
-        if self._closed is None or self._closed[0] is not pair:
-            self._closed = pair, Closed((pair.forward, pair.inverse, *pair.shared))
-        closed = self._closed[1].renewed()
-        self._closed = pair, closed
-        return closed
+        found = self._closed
+        if found is None or found[0] is not pair or found[1].moved():
+            found = self._closed = pair, Closed((pair.forward, pair.inverse, *pair.shared))
+        return found[1]
 
 
 def in_series(steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:
-    """The state behind some blocks, and what each of them hides."""
+    """The state behind some blocks, and what each of them hides; function modes see the calls of the blocks alone."""
+    if not listening():
+        return _in_series(steps, x, nullcontext)
+    with unwatched():
+        return _in_series(steps, x, watched)
+
+
+def _in_series(
+    steps: Sequence[Step], x: Any, seen: Callable[[], AbstractContextManager]
+) -> tuple[Any, list[tuple]]:
     hidden: list[tuple] = []
     while len(hidden) < len(steps):
         rest = steps[len(hidden) :]
         level = _level(rest, x)
         if level is None:
             block, args, kwargs = rest[0]
-            x, own = block.pair.apart(block.pair.forward(*block.pair.shared, x, *args, **kwargs))
+            with seen():
+                y = block.pair.forward(*block.pair.shared, x, *args, **kwargs)
+            x, own = block.pair.apart(y)
             hidden.append(own)
             continue
         count = next((i for i, (block, *_) in enumerate(rest) if i and _differs(block, rest[0][0])), len(rest))
-        run = Run(level)
+        run = Run(level, seen)
         try:
             x, more = run.forward(rest[:count], x)
             hidden += more
@@ -80,7 +103,7 @@ def _differs(block: Any, first: Any) -> bool:
 
 def _level(steps: Sequence[Step], x: Any) -> int | None:
     """The level of torch.func at which alone there is a graph, 0 for plain autograd; None if there is no memory to
-    save: without gradients, in forward mode, at several levels, under a vmap of f, or below `min_bytes`."""
+    save: without gradients, in forward mode, at several levels, or below `min_bytes`."""
     block, args, kwargs = steps[0]
     if not torch.is_grad_enabled() or block.known.uses_torch_func or torch.is_inference_mode_enabled():
         return None
@@ -89,7 +112,7 @@ def _level(steps: Sequence[Step], x: Any) -> int | None:
         return None
     if block.min_bytes and sum(t.nbytes for t in xs) < block.min_bytes:
         return None
-    if not any(t.requires_grad for t in xs) and not any(map(_needs, steps)):
+    if not any(map(needs_grad, xs)) and not any(map(_needs, steps)):
         return None
     if under(TwiceDifferentiable) and saving_hooks() is None:  # a statistic writes out what is differentiated twice
         return None
@@ -99,15 +122,16 @@ def _level(steps: Sequence[Step], x: Any) -> int | None:
         return None
     if not around:
         return 0
-    if under(Trace) or around[-1][0] != "grad" or any(kind != "vmap" for kind, _ in around[:-1]):
+    grads = [level for kind, level in around if kind == "grad"]
+    if under(Trace) or len(grads) > 1 or any(kind not in ("grad", "vmap") for kind, _ in around):
         return None
-    level = around[-1][1]
-    below = any(tracked_below(t) or (t.requires_grad and level_of(t) != level) for t in given)
-    return None if below else level
+    level = grads[0] if grads else 0
+    whole = any(tracked_below(t) or ((of := recorded(t)).requires_grad and (level_of(of) or 0) != level) for t in given)
+    return None if whole else level
 
 
 def _needs(step: Step) -> bool:
     """Whether a block reads something beside x that needs a gradient."""
     block, args, kwargs = step
     given = tree.tensors((args, kwargs)) if args or kwargs else ()
-    return any(t.requires_grad for t in (*given, *block.known.closed(block.pair).tensors()))
+    return any(needs_grad(t) for t in (*given, *block.known.closed(block.pair).tensors()))

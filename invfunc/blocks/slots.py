@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
-from invfunc._torch.functorch import alive, function_of, pointer, version
+from invfunc._torch.functorch import alive, function_of, pointer, recorded, version
 from invfunc._torch.sharded import gathered_again, gathers
+from invfunc._torch.weak import WeakIdMap
 from invfunc.errors import ModifiedError, ReplayError
 
 _KEY = "invfunc"
+_WITHOUT_GRAPH: WeakIdMap[Callable[[], Slot | None]] = WeakIdMap()
+"""The slots of tensors of which there is no graph."""
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -72,8 +75,11 @@ class Slot:
             tensor: the tensor.
             held: whether the slot lives as long as the graph, also where nobody needs it to go backwards.
         """
-        if tensor.grad_fn is not None:
-            tensor.grad_fn.metadata[_KEY, tensor.output_nr] = (lambda: self) if held else weakref.ref(self)
+        own, of = (lambda: self) if held else weakref.ref(self), recorded(tensor)
+        if of.grad_fn is None:
+            _WITHOUT_GRAPH.set(tensor, own)
+        else:
+            of.grad_fn.metadata[_KEY, of.output_nr] = own
 
 
 def slot_of(tensor: torch.Tensor, groups: list[Any]) -> Slot | None:
@@ -82,16 +88,15 @@ def slot_of(tensor: torch.Tensor, groups: list[Any]) -> Slot | None:
     Functions of autograd may have handed it on, as `fully_shard` does; what gathers parameters there is added to
     `groups`.
     """
-    node, number, handed = tensor.grad_fn, tensor.output_nr, False
-    if node is None:
-        return None
-    while (found := node.metadata.get((_KEY, number))) is None and function_of(node) is not None:
-        group = gathers(node)
-        groups += [] if group is None else [group]
-        node, number = node.next_functions[number] if number < len(node.next_functions) else (None, 0)
-        handed = True
-        if node is None:
-            return None
+    of = recorded(tensor)
+    node, number = of.grad_fn, of.output_nr
+    found = _WITHOUT_GRAPH.get(tensor) if node is None else None
+    while node is not None and (found := node.metadata.get((_KEY, number))) is None:
+        if function_of(node) is None or number >= len(node.next_functions):
+            break
+        groups += [] if (group := gathers(node)) is None else [group]
+        node, number = node.next_functions[number]
+    handed = node is not of.grad_fn
     slot = found and found()
     if slot is None or slot.later is not None or slot.empty or slot.shape != tensor.shape:
         return None
@@ -148,7 +153,7 @@ class Holder:
         for x, found in zip(xs, self.ins, strict=False):
             slot = found() if found is not None else None
             if slot is not None and slot.later is self:
-                slot.fill(x.detach())
+                slot.fill(x)
 
 
 def depth_of(slots: Sequence[Any]) -> int:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
 
-from invfunc._torch.functorch import ended, leaf, leaf_at, version
+from invfunc._torch.functorch import ended, leaf_at, needs_grad, recorded, version
 from invfunc._torch.generators import Generator, global_generator, same_state, set_states, state_of
 from invfunc.blocks.closed import Closed, swapped
 from invfunc.errors import ModifiedError
+from invfunc.pairs.places import read as there
 
 States = list[torch.Tensor]
 
@@ -20,9 +22,9 @@ def generators_of(tensors: Sequence[torch.Tensor], steps: Sequence[tuple[Any, tu
     """The generators that some blocks may draw from: that of the CPU, those of the devices of tensors, and what is
     given to them or closed over."""
     found: list[Generator] = [torch.default_generator]
-    found += [
-        global_generator(device) for device in {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
-    ]
+    if not all(t.is_cpu for t in tensors):
+        devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
+        found += [global_generator(device) for device in devices]
     for block, args, kwargs in steps:
         found += block.known.closed(block.pair).generators
         found += [other for other in (*args, *kwargs.values()) if isinstance(other, torch.Generator)]
@@ -56,8 +58,9 @@ class Surroundings:
 
     def __init__(self, closed: Closed, kinds: Sequence[str], first: bool) -> None:
         self.closed, self.places = closed, closed.places
-        self.tensors = [t if t.grad_fn is None else leaf(t) for t in closed.tensors()]
-        self.needs = [t.requires_grad for t in self.tensors]
+        tensors = closed.tensors()
+        self.needs = [needs_grad(t) for t in tensors]
+        self.tensors = [t if recorded(t).grad_fn is None else leaf_at(t, True) for t in tensors]
         self.versions: list[int] = []
         self.training = [m.training for m in closed.modules]
         self.casts = _casts(kinds) if torch._C._is_any_autocast_enabled() else ()
@@ -79,8 +82,8 @@ class Surroundings:
         if self.places is not self.closed.places:  # it was learned which of them are read
             read = {(id(c), k) for c, k in self.closed.places}
             kept = [(id(c), k) in read for c, k in self.places]
-            self.tensors = [t for t, keep in zip(self.tensors, kept, strict=True) if keep]
-            self.needs = [t.requires_grad for t in self.tensors]
+            self.tensors = [*compress(self.tensors, kept)]
+            self.needs = [*compress(self.needs, kept)]
             self.places = self.closed.places
         self.versions = [version(t) for t in self.tensors]
         if self.buffers:
@@ -106,14 +109,13 @@ class Surroundings:
             own.update(id(b) for m in norms for b in m._buffers.values())
             others, values = [], []
             for place, t, need, then in zip(self.places, self.tensors, self.needs, self.versions, strict=True):
-                container, key = place
                 if version(t) != then and id(t) not in own:
                     raise ModifiedError(
-                        f"a tensor of shape {list(t.shape)} that the function closes over ({key}) has been modified by "
+                        f"a tensor of shape {list(t.shape)} that the function closes over ({place[1]}) has been modified by "
                         "an inplace operation after it was evaluated. Step the optimiser behind the backward pass; "
                         "write t = t + z in place of t += z."
                     )
-                if container[key] is not t or ended(t):
+                if there(place) is not t or ended(t):
                     others.append(place)
                     values.append(enter(t, need) if ended(t) else t)
             if others:
@@ -146,5 +148,7 @@ def _casts(kinds: Sequence[str]) -> list[tuple[str, bool, torch.dtype]]:
 
 def kinds_of(tensors: Sequence[torch.Tensor]) -> Sequence[str]:
     """The kinds of devices whose autocast counts for a call."""
+    if all(t.is_cpu for t in tensors):
+        return ("cpu",)
     found = {"cpu", *(t.device.type for t in tensors)}
-    return ("cpu",) if len(found) == 1 else sorted(k for k in found if torch.amp.is_autocast_available(k))
+    return sorted(k for k in found if torch.amp.is_autocast_available(k))

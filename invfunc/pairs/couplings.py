@@ -135,7 +135,6 @@ def _made(law: _Coupling, shared: tuple[Callable, ...], dim: Any) -> Invertible:
 class _Coupling(Law):
     """A coupling as functions of F and G."""
 
-    computes = True
     call: str
     without: tuple[tuple, ...]
     """What stands in the place of the parameters of F and of G where none are given."""
@@ -214,7 +213,6 @@ class _Affine(_Coupling):
 class _OnOneTensor(Law):
     """A coupling on one tensor, of which the two parts of its state are the halves."""
 
-    computes = True
     law: _Coupling
     dim: int
     call: str

@@ -96,7 +96,6 @@ class _Directed(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class _OfModule(Law):
-    computes = True
     call: str
     part: OfModule
     has_log_det: bool
@@ -143,7 +142,6 @@ class _Carried(Value):
     """A direction of the module on states `(x, s)` with the sum of log-determinants."""
 
     carries_a_sum: ClassVar = True
-    computes: ClassVar = True
     law: _OfModule
     backwards: bool
 

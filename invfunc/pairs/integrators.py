@@ -57,7 +57,6 @@ def momentum(f: Callable, gamma: float = 0.9) -> Invertible:
 class _Dynamics(Law):
     """Positions and velocities, and a function of the positions."""
 
-    computes = True
     call: str
 
     def read(self, fn: Any, state: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +17,6 @@ from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.pairs.value import Value
 from invfunc.transform import shown
-
-Closed = Callable[[], "Sequence[torch.Tensor] | None"]
-"""Gives the tensors that functions close over; None if something else is where one was."""
 
 
 class Composition(Value, ABC):
@@ -88,8 +85,6 @@ class Invertible(Value):
     name: str = ""
     composition: Composition | None = None
     carried: Invertible | None = None
-    derived: ClassVar[bool] = False
-    """Whether the inverse is found in what forward does, and does nothing else."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.shared, tuple):
@@ -128,21 +123,6 @@ class Invertible(Value):
     def inverse_of(self, x: tree.Form, like: Sequence[Any], kept: Mapping[int, torch.Tensor]) -> Callable:
         """The inverse, for an x of this form whose tensors are like these, and some of which are known."""
         return self.inverse
-
-    @property
-    def made_of(self) -> tuple[Callable, ...]:
-        """The functions whose code tells what both directions do."""
-        return self.forward, self.inverse, *self.shared
-
-    def directions(self, x: tree.Form, like: Sequence[Any], closed: Closed) -> tuple[Callable, Callable]:
-        """Forward and the inverse, for calls that are known to do the same operations each time.
-
-        Args:
-            x: the form of x.
-            like: what its tensors are like.
-            closed: gives the tensors that the functions close over.
-        """
-        return self.forward, self.inverse
 
     def apart(self, y: Any) -> tuple[Any, tuple]:
         """What forward returns for the caller, and what it hides."""
@@ -224,10 +204,6 @@ class _Negated(Value):
 @dataclass(frozen=True, eq=False)
 class Law(Value, ABC):
     """The two directions of a pair and its log-determinant, for some options."""
-
-    computes: ClassVar[bool] = False
-    """Whether its directions compute and do nothing else, but for what the functions do that they hold or share, whose
-    first argument is a tensor of the state and whose others are further arguments."""
 
     @abstractmethod
     def forward(self, *given: Any, **kwargs: Any) -> Any:

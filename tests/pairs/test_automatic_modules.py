@@ -8,17 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, hessian
 
 from invfunc import (
+    additive_coupling,
     grad_and_variance,
+    invert,
     invertible_checkpoint,
     tree,
 )
 from invfunc.testing import assert_trees_close
-from tests.meter import Meter
-from tests.pairs.test_automatic import EXACT, additive, slopes, total
+from tests.meter import Meter, nothing_collected
+from tests.pairs.test_automatic import EXACT, Squared, additive, slopes, total
 from tests.strategies import Numbers
 
 # Real blocks
@@ -147,6 +150,16 @@ class TestModules:
         block = Checkpoints(copy.deepcopy(module), check="error")
         assert_trees_close(slope(block, "block."), slope(copy.deepcopy(module), ""), rtol=1e-8)
 
+    def test_go_with_what_holds_them(self):
+        module, x = BLOCKS["flow step"]
+        block = Checkpoints(copy.deepcopy(module))
+        y = block(x)
+        other = copy.deepcopy(block)
+        with torch.no_grad():
+            other.get_parameter("block.log").add_(1)
+        assert torch.equal(block(x), y) and not torch.allclose(other(x), y)
+        assert_trees_close(slopes(other, x), slopes(other.block, x), rtol=1e-8)
+
     def test_statistics_and_second_derivatives(self):
         rand = Numbers()
         x, w = (rand(5, 4), rand(5, 4)), (rand(4, 4), rand(4, 4))
@@ -167,6 +180,73 @@ class TestModules:
         assert_trees_close(found, plain, rtol=0.03)
 
 
+class Switched(nn.Module):
+    """A block of which all changes that its inverse depends on."""
+
+    by: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.drop, self.scale = nn.Linear(3, 3), nn.Dropout(0.4), 1.0
+        self.register_buffer("by", torch.ones(()))
+        self.leaves = False
+
+    def forward(self, x):
+        a, b = x
+        a = a + self.drop(self.net(b).tanh()) * self.scale
+        return a, b + self.drop(a.sin()) * (self.by.item() if self.leaves else self.by)
+
+
+def replace_weight(module: Switched) -> None:
+    module.net.weight = nn.Parameter(2 * module.net.weight.detach())
+
+
+CHANGES: dict[str, Callable] = {
+    "eval": lambda module: module.eval(),
+    "a number of the module": lambda module: setattr(module, "scale", 0.3),
+    "a buffer": lambda module: module.get_buffer("by").fill_(0.5),
+    "a number that leaves torch": lambda module: module.get_buffer("by").fill_(0.5),
+    "another weight": replace_weight,
+    "another layer": lambda module: setattr(module, "net", nn.Linear(3, 3).double()),
+    "a weight normed": lambda module: nn.utils.parametrizations.weight_norm(module.net),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_inverse_is_that_of_the_function_as_it_is_by_now(name):
+    """Though it was recorded before."""
+    module, x = Switched().double(), (Numbers(1)(4, 3), Numbers(2)(4, 3))
+    module.leaves = "leaves" in name
+    block = Checkpoints(module, check="error")
+    slopes(block, x)
+    CHANGES[name](module)
+    assert_trees_close(slopes(block, x), slopes(module, x), rtol=1e-8)
+
+
+class Shared:
+    MASK = torch.tensor([1.0, 2, 3], dtype=torch.float64)
+    SPARSE = torch.eye(3, dtype=torch.float64).to_sparse()
+    COMPLEX = torch.tensor([1 + 2j, 3j, 4, 5], dtype=torch.complex128)
+
+
+OPERATIONS: dict[str, Callable] = {
+    "a block": invertible_checkpoint(additive_coupling(torch.sin, torch.cos, split_dim=-1)),
+    "an autograd.Function": Squared.apply,
+    "numbers of numpy": lambda b: b * torch.from_numpy(Shared.MASK.numpy()).repeat(2)[:4],
+    "a sparse matrix": lambda b: torch.sparse.mm(Shared.SPARSE, b),
+    "a conjugate": lambda b: (b * Shared.COMPLEX.conj()).real,
+    "a tensor of a class": lambda b: b[..., :1] * Shared.MASK[0],
+    "autocast": lambda b: torch.autocast("cpu", torch.bfloat16)(lambda b: b @ torch.eye(4, dtype=b.dtype))(b),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_f_reads_may_come_from_anywhere(name):
+    f = lambda x: (x[0] + OPERATIONS[name](x[1]), x[1])  # noqa: E731
+    x = Numbers(1)(3, 4), Numbers(2)(3, 4)
+    assert_trees_close(slopes(invertible_checkpoint(f, check="error"), x), slopes(f, x), rtol=1e-8)
+
+
 def peak_of(block: Callable, x: Any, depth: int) -> int:
     with Meter() as meter:
         y = tree.map_tensors(torch.clone, x)
@@ -177,6 +257,13 @@ def peak_of(block: Callable, x: Any, depth: int) -> int:
 
 
 class TestMemory:
+    def test_is_flat_over_the_depth_and_nothing_is_left_to_the_garbage_collector(self):
+        w = (torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True))
+        g, x = invertible_checkpoint(additive), (torch.randn(1024, 4), torch.randn(1024, 4))
+        with nothing_collected():
+            peaks = [peak_of(lambda y: g(y, w), x, depth) for depth in (1, 5, 15)]
+        assert peaks[2] == peaks[1] and peaks[2] < peak_of(lambda y: additive(y, w), x, 15) / 3
+
     @pytest.mark.parametrize("name", ["bottleneck, eval", "bottleneck, train", "attention, dropout", "flow step"])
     def test_of_modules_is_flat(self, name):
         module, x = (
@@ -188,5 +275,93 @@ class TestMemory:
         shallow, deep = peak_of(g, x, 3), peak_of(g, x, 9)
         assert deep < 1.05 * shallow + 60_000 and deep < peak_of(module, x, 9) / 1.5
 
+    def test_of_the_inverse_alone_is_that_of_one_layer(self):
+        def peak(depth):
+            net = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(depth)])
+            back = invert(invertible_checkpoint(lambda x: (x[0] + net(x[1]), x[1])).pair)
+            y = torch.randn(512, 8), torch.randn(512, 8)
+            with torch.no_grad():
+                back(y)
+                with Meter() as meter:
+                    back(y)
+            return meter.peak()
+
+        assert peak(12) == peak(4)
+
 
 # Attention of a coupling
+
+
+class Attention(nn.Module):
+    """What one stream of a Reformer says of itself, to be added to the other."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.into, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, b):
+        heads = self.into(self.norm(b)).unflatten(-1, (3, 2, -1)).movedim(-3, 0).transpose(-3, -2)
+        return self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(-3, -2).flatten(-2))
+
+
+class Reformer(nn.Module):
+    """Words to logits of the next ones; its streams are the halves of one tensor."""
+
+    def __init__(self, depth: int, made: Callable) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.attentions = nn.ModuleList(Attention(4) for _ in range(depth))
+        norms = [nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4)) for _ in range(depth)]
+        self.mlps = nn.ModuleList(norms)
+        self.blocks = [made(F, G) for F, G in zip(self.attentions, self.mlps, strict=True)]
+
+    def forward(self, words):
+        x = self.words(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def found_block(attention: nn.Module, mlp: nn.Module) -> Callable:
+    def block(x):
+        a, b = x.chunk(2, -1)
+        a = a + attention(b)
+        return torch.cat([a, b + mlp(a)], -1)
+
+    return invertible_checkpoint(block)
+
+
+REFORMERS = {
+    "coupling": lambda F, G: invertible_checkpoint(additive_coupling(F, G, split_dim=-1)),
+    "found": found_block,
+    "plain": lambda F, G: additive_coupling(F, G, split_dim=-1),
+}
+
+
+class TestReformer:
+    def model(self, depth: int, made: str) -> Reformer:
+        torch.manual_seed(0)
+        return Reformer(depth, REFORMERS[made]).double()
+
+    def loss(self, model: Reformer, samples: int = 3) -> torch.Tensor:
+        words = torch.randint(11, (samples, 10), generator=torch.Generator().manual_seed(0))
+        return F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+
+    @pytest.mark.parametrize("made", ["coupling", "found"])
+    def test_gradients_are_those_of_the_plain_model(self, made):
+        models = self.model(4, made), self.model(4, "plain")
+        found, plain = (torch.autograd.grad(self.loss(m), [*m.parameters()]) for m in models)
+        assert_trees_close(found, plain, rtol=1e-9)
+
+    @pytest.mark.parametrize("made", ["coupling", "found"])
+    def test_memory_is_flat(self, made):
+        def peak(depth, made):
+            model = self.model(depth, made)
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            self.loss(model).backward()
+            with Meter() as meter:
+                self.loss(model, 64).backward()
+            return meter.peak()
+
+        assert peak(9, made) < 1.05 * peak(3, made) and peak(9, made) < peak(9, "plain") / 3

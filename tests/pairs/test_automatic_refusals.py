@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -18,36 +19,25 @@ from tests.pairs.test_automatic import total
 
 # What prevents it
 
+OWN = r"y does not tell x\[0\], as `add` \(test_automatic_refusals.py:\d+\) adds to a part of x what "
 REFUSED: dict[str, tuple[Callable, str]] = {
-    "own part": (
-        lambda x: (x[0] + torch.tanh(x[0]), x[1]),
-        r"F reads x\[0\], to which it is added: `tanh` \(test_auto",
-    ),
-    "own part, too": (lambda x: (x[0] + (x[1] * x[0]).sin(), x[1]), r"F reads x\[0\], to which it is added: `mul`"),
-    "added behind": (lambda x: (x[0].sin() + x[0], x[1]), r"F reads x\[0\], to which it is added: `sin`"),
+    "own part": (lambda x: (x[0] + torch.tanh(x[0]), x[1]), OWN + r"`tanh` \(test_auto"),
+    "own part, too": (lambda x: ((x[1] * x[0]).sin() + x[0], x[1]), OWN + "`sin`"),
     "old value": (
         lambda x: (x[0] + x[1].sin(), x[1] + x[0].cos()),
-        r"F reads x\[1\], which is not known when x\[0\] is",
+        r"y does not tell x\[0\] and x\[1\], as `add` .* adds to a part of x what `sin` ",
     ),
-    "not undone": (
-        lambda x: (torch.relu(x[0] + x[1]), x[1]),
-        r"x\[0\] goes through `relu` \(test_automatic_refusals.py:\d+\), wh",
-    ),
-    "scale": (lambda x: (x[0] * x[1], x[1]), r"`mul` .* scales it by what is not known to differ from 0.*x\[0\]"),
-    "behind a join": (
-        lambda x: (torch.softmax(torch.cat(x), 0), x[1]),
-        r"x\[0\] goes through `softmax` \(test_automatic_refusals.py:\d+\), wh",
-    ),
-    "joined twice": (lambda x: (torch.cat([x[0], x[0]]), x[1]), r"x\[0\] goes through `cat`"),
+    "not undone": (lambda x: (torch.relu(x[0] + x[1]), x[1]), r"not tell x\[0\], as `relu` .* is not undone"),
+    "behind a join": (lambda x: (torch.softmax(torch.cat(x), 0), x[1]), r"x\[0\], as `softmax` .* is not undone"),
+    "broadcast": (lambda x: (x[0][0] + x[1].sin(), x[1]), r"x\[0\], as `add` .* is not undone"),
+    "rounded": (lambda x: (x[0].float() + x[1].float(), x[1]), r"x\[0\], as `float` .* is not undone"),
+    "scale": (lambda x: (x[0] * x[1], x[1]), r"x\[0\], as `mul` .* scales by what may be 0; exp"),
     "lost": (lambda x: (x[0], x[0]), r"y has nothing of x\[1\]"),
-    "branch": (lambda x: (x[0] + (x[1] if x[1].sum() > 0 else 1), x[1]), "`__bool__` .* reads numbers"),
-    "number": (lambda x: (x[0] + x[1].mean().item(), x[1]), "`item` .* reads numbers of what depends on x"),
-    "write": (lambda x: (x[0].add_(x[1]), x[1]), "`add_` .* writes into x in place"),
-    "broadcast": (lambda x: (x[0][0] + x[1].sin(), x[1]), r"x\[0\].* goes through|y has nothing"),
+    "cut": (lambda x: (torch.cat([x[0][:1] + x[1][:1], x[0][2:]]), x[1]), r"nothing of x\[0\], or not all"),
+    "cut and repeated": (lambda x: (torch.cat([x[0][:1], x[0][:2]]), x[1]), r"nothing of x\[0\], or not all"),
+    "branch": (lambda x: (x[0] + (x[1] if x[1].sum() > 0 else 1), x[1]), "`__bool__` .* reads numbers of x"),
+    "number": (lambda x: (x[0] + x[1].mean().item(), x[1]), "`item` .* reads numbers of x"),
     "transform": (lambda x: (x[0] + vmap(torch.sin)(x[1]), x[1]), "to a transform of torch.func"),
-    "buffer": (lambda x: (torch.zeros(3, 2, dtype=x[0].dtype).add_(x[0]), x[1]), "writes what depends on x into"),
-    "rounded": (lambda x: (x[0].float() + x[1].float(), x[1]), r"x\[0\] goes through `float`"),
-    "cut": (lambda x: (torch.cat([x[0][:1] + x[1][:1], x[0][2:]]), x[1]), "y has nothing of x"),
     "stale": (lambda x: (x[0] + (h := x[1].exp(), h[:, 0].add_(1))[0], x[1]), "has written in place by another view"),
 }
 
@@ -61,12 +51,6 @@ class TestRefusals:
         with pytest.raises(InverseError, match=rf"^invertible_checkpoint\(<lambda>\)\(x, ...\): .*{why}.*Pass f_inv"):
             invertible_checkpoint(f)(self.X)
 
-    def test_draws_that_depend_on_values_are_refused(self):
-        g = invertible_checkpoint(lambda x: (x[0] + torch.poisson(x[1].exp()), x[1]))
-        x = tuple(t.clone().requires_grad_() for t in self.X)
-        with pytest.raises(InverseError, match="random numbers"):
-            total(tuple(t.sin() for t in g(tuple(t * 1 for t in x)))).backward()
-
     def test_a_scale_that_underflows_is_found_by_the_check(self):
         g = invertible_checkpoint(lambda x: (x[0] * (-1e4 * x[1].abs()).exp() + x[1], x[1]))
         x = tuple(t.clone().requires_grad_() for t in self.X)
@@ -77,7 +61,7 @@ class TestRefusals:
 class TestNumbers:
     """By which an inverse is computed have to be those that f has read."""
 
-    def test_a_constant_that_is_written_later_is_refused(self):
+    def test_a_constant_that_is_written_later_is_read_as_it_was(self):
         def f(x):
             a, b = x
             n = torch.ones(2)
@@ -85,9 +69,8 @@ class TestNumbers:
             n += 1
             return a, b + n
 
-        x = torch.ones(2), torch.ones(2)
-        with pytest.raises(InverseError, match="writes in place into a tensor after a call has read it"):
-            invert(invertible_checkpoint(f).pair)(f(x))
+        x = torch.ones(2), torch.zeros(2)
+        assert_trees_close(invert(invertible_checkpoint(f).pair)(f(x)), x, rtol=0.0)
 
     @pytest.mark.parametrize("scaled", [lambda ids: ids * 3, lambda ids: torch.add(1, ids, alpha=3)])
     def test_whole_numbers_are_not_divided(self, scaled):
@@ -114,11 +97,8 @@ class TestNumbers:
             def forward(self, x):
                 return x[0], x[1] + self.norm(x[0])
 
-        step = Step()
-        x = torch.randn(4, 2), torch.randn(4, 2)
-        back, before = invert(invertible_checkpoint(step).pair), step.norm.running_mean.clone()
-        with pytest.raises(InverseError, match=r"Call eval\(\) first"):
-            back(x)
-        assert step.norm.running_mean.equal(before)
-        step.eval()
-        assert_trees_close(back(step(x)), x, rtol=1e-6)
+        for step in (Step(), Step().eval()):
+            x = torch.randn(4, 2), torch.randn(4, 2)
+            y, before = step(x), copy.deepcopy(step.state_dict())
+            assert_trees_close(invert(invertible_checkpoint(step).pair)(y), x, rtol=1e-5)
+            assert_trees_close(step.state_dict(), before, rtol=0.0)

@@ -2,186 +2,148 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 
 from invfunc import tree
 from invfunc._torch.functorch import unwrapped
-from invfunc._torch.generators import same_state, state_of
+from invfunc._torch.generators import set_states
 from invfunc.callables import describe
 from invfunc.errors import InverseError
-from invfunc.pairs.automatic.derived import Derived
-from invfunc.pairs.automatic.formula import formulas
-from invfunc.pairs.automatic.graph import Call, Node, Tracer, like_of
-from invfunc.pairs.automatic.search import search
-from invfunc.pairs.automatic.symbolic import Symbolic
-from invfunc.pairs.automatic.values import Order, Values
-from invfunc.pairs.pair import Closed, Invertible
+from invfunc.pairs.automatic.inverse import Inverse
+from invfunc.pairs.automatic.recording import RecordedRun, Ref, autocast_of
+from invfunc.pairs.pair import Invertible
+from invfunc.pairs.places import ClosedOver
 from invfunc.pairs.value import Value
 
 _MOST = 64
-"""How many kinds of calls are remembered."""
+"""The number of kinds of calls that are remembered."""
+_Like = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...]]
+"""Shape, dtype, device and strides of a tensor."""
+_X = tuple[tree.Form, Sequence[_Like]]
+"""An x without its numbers."""
 
 
-class Input(NamedTuple):
-    """What x was like: its tree without its tensors, the form of each, and which of them are known."""
+class _Memory:
+    """Inverses by the kinds of calls; a copy, whose function may close over other things, is empty."""
 
-    form: tree.Form
-    like: Sequence[Any]
-    """With shape, stride, dtype and device."""
-    kept: Mapping[int, torch.Tensor]
+    def __init__(self) -> None:
+        self.closure: ClosedOver | None = None
+        self.inverses: dict[Any, Inverse] = {}
+        self.xs: dict[Any, _X] = {}
+        """Forms of x, by those of y."""
 
-
-class _Watching(Tracer):
-    """Looks on while f runs with its numbers, of which none are kept."""
-
-    def __init__(self, xs: Sequence[torch.Tensor], drawing: set[str]) -> None:
-        super().__init__()
-        self._drawing = drawing
-        self.inputs = [self.known(x, self.node(x, x.device, [], None)) for x in xs]
-
-    def run(self, call: Call, leaves: list[Any], structure: Any) -> Any:
-        args, kwargs = tree.unflatten(leaves, structure)
-        before = state_of(torch.default_generator)
-        result = call.function.func(*args, **kwargs)
-        if not same_state(state_of(torch.default_generator), before):
-            self._drawing.add(call.function.called)
-        return result
-
-    def of_form(self, call: Call, leaves: list[Any], structure: Any) -> Any:
-        args, kwargs = tree.unflatten(leaves, structure)
-        return call.function.func(*args, **kwargs)
+    def __reduce__(self) -> tuple:
+        return _Memory, ()
 
 
 @dataclass(frozen=True, eq=False)
-class Found(Value):
-    """Both directions of f: forward looks for the inverse in the first call of each kind, and the inverse takes it."""
+class FoundPair(Value):
+    """Both directions of f, which is recorded in the first call of each kind."""
 
     f: Callable
     keep: tuple[int, ...] = ()
     """The tensors of x that are known to the inverse."""
-    told: dict[Any, str] = field(default_factory=dict)
-    """How x is computed, by the kinds of calls."""
-    drawing: set[str] = field(default_factory=set)
-    """The functions that were seen to draw."""
+    memory: _Memory = field(default_factory=_Memory)
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.f(x, *args, **kwargs)
         xs, form = tree.separate(x)
-        flags = [a for a in (*args, *kwargs.values(), getattr(self.f, "training", None)) if isinstance(a, (bool, str))]
-        kind = tree.hashable(form.structure), *((t.shape, t.dtype) for t in xs), *flags
-        apart = len(set(map(id, xs))) == len(xs)  # one tensor in two places has one name
-        if not xs or kind in self.told or not apart or any(unwrapped(t) is not None for t in xs):
+        like = form, [*map(_like, xs)]
+        alike = len({*map(id, xs)}) < len(xs)  # a tensor in two places has one name
+        if not xs or alike or self._key(like, args, kwargs) in self.memory.inverses:
             return self.f(x, *args, **kwargs)
-        watching = _Watching(xs, self.drawing)
-        try:
-            with watching:
-                y = self.f(x, *args, **kwargs)
-            while len(self.told) >= _MOST:  # of ever new shapes
-                self.told.pop(next(iter(self.told)), None)
-            self.told[kind] = self._told(watching, x, y)
-        finally:
-            watching.forget()
-        return y
-
-    def _told(self, watching: _Watching, x: Any, y: Any) -> str:
-        """How x is computed from y; an error if it is not."""
-        inputs, named = watching.inputs, _names("x", x, watching) | _names("y", y, watching)
-        known = [node for t in tree.tensors(y) if (node := _not_stale(watching, t)) is not None]
-        steps = search(inputs, [*known, *(inputs[i] for i in self.keep if i < len(inputs))], named)
-        return formulas(steps, named)
+        return self._record(x, like, args, kwargs, dry=False)[0]
 
     def inverse(self, y: Any, *args: Any, **kwargs: Any) -> Any:
-        """x, of the form of y."""
-        module = self.f if isinstance(self.f, nn.Module) else getattr(self.f, "__self__", None)
-        parts = module.modules() if isinstance(module, nn.Module) else ()
-        if any(m.training and [*m.buffers(recurse=False)] for m in parts):
-            raise InverseError(
-                "outside of a block there is no inverse of a module in training mode with buffers (running means): it "
-                "runs f, which would write them. Call eval() first."
-            )
+        """x of y; of the form that x had in a call that gave such a y, or of that of y."""
         ys, form = tree.separate(y)
-        return self._solved(Input(form, [like_of(t) for t in ys], {}), y, args, kwargs)
+        like = [*map(_like, ys)]
+        x = self.memory.xs.get(self._key((form, [t[:3] for t in like]), args, kwargs), (form, like))
+        return self.solve(x, {}, y, *args, **kwargs)
 
-    def inverse_like(self, x: Input, y: Any, *args: Any, **kwargs: Any) -> Any:
-        """x, of its own form; only its values are wanted."""
-        with torch.no_grad():
-            return self._solved(x, y, args, kwargs)
-
-    def _solved(self, x: Input, y: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        ys = tree.tensors(y)
+    def solve(self, x: _X, kept: Mapping[int, torch.Tensor], y: Any, *args: Any, **kwargs: Any) -> Any:
+        """x of y, of this form; some of its tensors are kept."""
+        (form, like), ys, rest = x, tree.tensors(y), tree.tensors((args, kwargs))
+        inverse = self.memory.inverses.get(self._key(x, args, kwargs))
+        outside = None if inverse is None else inverse.recording.now()
+        if inverse is None or outside is None:
+            ones = (ys[0].new_empty_strided(t[0], t[3], dtype=t[1], device=t[2]).fill_(1) for t in like)
+            some = [t.detach() for t in ys] if [*map(_like, ys)] == like else ones
+            _, inverse, outside = self._record(form.join(some), x, args, kwargs, dry=True)
+        if inverse.kept != tuple(kept):
+            inverse = Inverse(inverse.recording, tuple(kept), inverse.names)
+        nodes = inverse.recording
+        if [node.shape for node in nodes.ys] != [t.shape for t in ys]:
+            raise InverseError("f gives y in another form than it had when f was recorded.")
+        given = dict(zip((*nodes.ys, *nodes.rest), (*ys, *rest), strict=True)) | outside
         near = next((t for t in ys if unwrapped(t) is not None), ys[0])
-        run = Symbolic(near, self.drawing)
-        try:
-            return self._traced(run, x, ys, near, args, kwargs)
-        finally:
-            run.forget()
+        return form.join(inverse(given | {nodes.xs[i]: t for i, t in kept.items()}, near))
 
-    def _traced(
-        self, run: Symbolic, x: Input, ys: list[torch.Tensor], near: torch.Tensor, args: tuple, kwargs: dict[str, Any]
-    ) -> Any:
-        stand_ins = [run.stand_in(like, like.device) for like in x.like]
-        with torch.enable_grad(), run:
-            came = self.f(x.form.join(stand_ins), *args, **kwargs)
-        found = tree.tensors(came)
-        if [t.shape for t in found] != [t.shape for t in ys]:
-            raise InverseError("f gives something of another form when its inverse is looked for.")
-        given = {run.inputs[i]: t for i, t in x.kept.items()}
-        for t, number in zip(found, ys, strict=True):
-            if (node := _not_stale(run, t)) is not None:
-                given.setdefault(node, number)
-        steps = search(run.inputs, given, _names("x", x.form.join(stand_ins), run))
-        states = [state_of(generator) for generator in run.generators]
-        values = Values(given, Order(steps, run.inputs), near).compute()
-        if not all(same_state(state_of(g), then) for g, then in zip(run.generators, states, strict=True)):
-            raise InverseError("f draws random numbers that were not seen when its inverse was looked for.")
-        return x.form.join(values)
+    def _record(
+        self, x: Any, like: _X, args: tuple, kwargs: dict[str, Any], dry: bool
+    ) -> tuple[Any, Inverse, dict[Ref, torch.Tensor]]:
+        """The result of f, its inverse and the tensors that it closes over."""
+        recording, memory = RecordedRun(xs := tree.tensors(x), tree.tensors((args, kwargs)), dry), self.memory
+        with recording:
+            y = self.f(x, *args, **kwargs)
+        if dry:
+            set_states(recording.start.items())
+        memory.closure = ClosedOver(self.f)
+        ys, form = tree.separate(y)
+        recording.end(ys, memory.closure)
+        names = _names("x", like[0].join(recording.xs)) | _names("y", form.join(recording.ys))
+        inverse = Inverse(recording, tuple(i for i in self.keep if i < len(xs)), names)
+        if len(memory.inverses) >= _MOST:  # of ever new shapes
+            memory.inverses.clear()
+            memory.xs.clear()
+        memory.inverses[self._key(like, args, kwargs)] = inverse
+        memory.xs[self._key((form, [_like(t)[:3] for t in ys]), args, kwargs)] = like
+        outside, recording.outside = recording.outside, dict.fromkeys(recording.outside)
+        return y, inverse, outside
+
+    def _key(self, like: tuple[tree.Form, Sequence[tuple]], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The kind of a call: everything that the calls of f may depend on beside the numbers of tensors."""
+        (form, tensors), (rest, rest_form) = like, tree.separate((args, kwargs))
+        held = () if self.memory.closure is None else self.memory.closure.others()
+        first, others = dict[int, int](), (*form.others, *rest_form.others)
+        constants = [(type(x), x if isinstance(x, Hashable) else id(x)) for x in others]
+        structures = tree.hashable(form.structure), tree.hashable(rest_form.structure)
+        tied = [(t.shape, t.dtype, first.setdefault(id(t), i)) for i, t in enumerate(rest)]
+        return *structures, *tensors, *tied, *(autocast_of(t[2].type) for t in tensors), *constants, held
 
 
 class Automatic(Invertible):
     """A pair whose inverse is found; its repr tells it, once it was called."""
 
-    derived = True
-
     @property
-    def found(self) -> Found:
+    def found(self) -> FoundPair:
         return self.forward.__self__  # pyright: ignore[reportFunctionMemberAccess]
 
     def inverse_of(self, x: tree.Form, like: Sequence[Any], kept: Mapping[int, torch.Tensor]) -> Callable:
-        return partial(self.found.inverse_like, Input(x, like, kept))
-
-    @property
-    def made_of(self) -> tuple[Callable, ...]:
-        return (self.found.f,)
-
-    def directions(self, x: tree.Form, like: Sequence[Any], closed: Closed) -> tuple[Callable, Callable]:
-        f = self.found.f
-        return f, Derived(f, x, like, closed, self.inverse_of(x, like, {}))
+        shapes = [(t.shape, t.dtype, t.device, t.stride) for t in like]
+        return torch.no_grad()(partial(self.found.solve, (x, shapes), kept))
 
     def __repr__(self) -> str:
-        told = dict.fromkeys(self.found.told.values())
-        return ", or ".join([describe(self.found.f), *told]).replace(", or ", ", ", 1)
+        texts = dict.fromkeys(inverse.text for inverse in self.found.memory.inverses.values())
+        return ", or ".join([describe(self.found.f), *texts]).replace(", or ", ", ", 1)
 
 
 def automatic(f: Callable, keep: tuple[int, ...] = ()) -> Automatic:
     """The pair of f and the inverse that is found in what f does."""
-    found = Found(f, keep)
+    found = FoundPair(f, keep)
     return Automatic(found.forward, found.inverse)
 
 
-def _not_stale(tracer: Tracer, tensor: torch.Tensor) -> Node | None:
-    node = tracer.of(tensor)
-    if node is not None and node.stale:
-        raise InverseError(f"no inverse is found: f returns a tensor that {node.stale} has written by another view.")
-    return node
+def _like(tensor: torch.Tensor) -> _Like:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
 
 
-def _names(name: str, value: Any, tracer: Tracer) -> dict[Node, str]:
-    named = tree.named_leaves(value)
-    return {node: name + path for path, leaf in named if (node := tracer.of(leaf)) is not None}
+def _names(name: str, nodes: Any) -> dict[Ref, str]:
+    """The nodes of x or y as one would write them."""
+    return {leaf: name + path for path, leaf in tree.named_leaves(nodes) if isinstance(leaf, Ref)}

@@ -1,0 +1,96 @@
+"""Places of the tensors and numbers that a function closes over: modules, closures, objects, collections, globals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+Place = tuple[Any, Any]
+"""A container and a key in it."""
+_HOLD_NOTHING = bool, int, float, str, type(None), type, ModuleType, torch.Tensor, torch.dtype, torch.device, torch.Size
+_LONG = 1000
+"""The length from which on a collection is data, and not looked into."""
+_OF_ANY_MODULE = {*vars(nn.Module())} - {"training"}
+
+
+def read(place: Place) -> Any:
+    """The value that is there now, if any."""
+    container, key = place
+    try:
+        return container.cell_contents if isinstance(container, CellType) else container[key]
+    except (ValueError, KeyError, IndexError):
+        return None
+
+
+def put(place: Place, value: Any) -> None:
+    """Put a value there."""
+    container, key = place
+    if isinstance(container, CellType):
+        container.cell_contents = value
+    else:
+        container[key] = value
+
+
+def reached(roots: Iterable[Any]) -> Iterator[tuple[Any, Place, Any]]:
+    """Every place that can be reached from some functions: what holds it, the place and what is there now."""
+    waiting = [*roots]
+    seen = {id(root): root for root in waiting}
+    for holder in waiting:  # which grows
+        for place in _places(holder):
+            inner = read(place)
+            yield holder, place, inner
+            if id(inner) not in seen and not isinstance(inner, _HOLD_NOTHING):
+                seen[id(inner)] = inner
+                waiting.append(inner)
+
+
+class ClosedOver:
+    """Places that can be reached from a function."""
+
+    def __init__(self, f: Any) -> None:
+        self._others: list[Place] = []
+        self.tensors: dict[int, list[Place]] = {}
+        """Places of tensors, by the ids of what was there."""
+        for holder, place, inner in reached([f]):
+            if isinstance(inner, torch.Tensor):
+                self.tensors.setdefault(id(inner), []).append(place)
+            elif not isinstance(holder, (list, tuple, dict)):
+                self._others.append(place)
+
+    def others(self) -> tuple:
+        """Numbers, flags and objects that are there now, such as those that tell whether a module trains."""
+        values = map(read, self._others)
+        return tuple(x if isinstance(x, (bool, int, float, str)) else id(x) for x in values)
+
+
+def _places(value: Any) -> Iterator[Place]:
+    """The places in a value itself."""
+    if isinstance(value, FunctionType):
+        yield from ((cell, 0) for cell in value.__closure__ or ())
+        if not (value.__module__ or "").startswith(("torch.", "invfunc.")):
+            yield from ((value.__globals__, name) for name in _names(value.__code__))
+        value = value.__defaults__, value.__kwdefaults__
+    elif isinstance(value, MethodType):
+        value = value.__self__, value.__func__
+    elif isinstance(value, partial):
+        value = value.func, value.args, value.keywords
+    elif isinstance(value, nn.Module):
+        held = value._parameters, value._buffers, value._modules
+        yield from ((container, key) for container in held for key in container)
+    if isinstance(value, (dict, list, tuple)) and len(value) <= _LONG:
+        yield from ((value, key) for key in (value if isinstance(value, dict) else range(len(value))))
+    elif hasattr(value, "__dict__"):
+        own = vars(value)
+        yield from ((own, name) for name in own if name not in _OF_ANY_MODULE)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
