@@ -237,7 +237,7 @@ class Run(Holder):
         seen: a context in which function modes see the calls of the blocks, as they do not see those of the run.
     """
 
-    def __init__(self, level: int, seen: Callable[[], AbstractContextManager]) -> None:
+    def __init__(self, level: int, seen: Callable[[], AbstractContextManager] = nullcontext) -> None:
         self._level, self._seen = Level(level), seen
         self._forms = Followed if under(Trace) else nullcontext
         self.links: list[Link] = []

@@ -24,7 +24,7 @@ from invfunc._torch.functorch import (
     watched,
 )
 from invfunc._torch.generators import set_states
-from invfunc.blocks.closed import Closed
+from invfunc.blocks.closed import Closed, registered
 from invfunc.blocks.run import Run, Step
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.trace import Trace
@@ -51,10 +51,11 @@ class Known:
 
     def closed(self, pair: Any) -> Closed:
         """What the functions of a pair close over."""
-        found = self._closed
-        if found is None or found[0] is not pair or found[1].moved():
-            found = self._closed = pair, Closed((pair.forward, pair.inverse, *pair.shared))
-        return found[1]
+        if self._closed is None or self._closed[0] is not pair:
+            self._closed = pair, Closed((pair.forward, pair.inverse, *pair.shared))
+        elif self._closed[1].registered != registered():
+            self._closed = pair, self._closed[1].renewed()
+        return self._closed[1]
 
 
 def in_series(steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:
@@ -65,9 +66,7 @@ def in_series(steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:
         return _in_series(steps, x, watched)
 
 
-def _in_series(
-    steps: Sequence[Step], x: Any, seen: Callable[[], AbstractContextManager]
-) -> tuple[Any, list[tuple]]:
+def _in_series(steps: Sequence[Step], x: Any, seen: Callable[[], AbstractContextManager]) -> tuple[Any, list[tuple]]:
     hidden: list[tuple] = []
     while len(hidden) < len(steps):
         rest = steps[len(hidden) :]

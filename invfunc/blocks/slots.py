@@ -75,11 +75,11 @@ class Slot:
             tensor: the tensor.
             held: whether the slot lives as long as the graph, also where nobody needs it to go backwards.
         """
-        own, of = (lambda: self) if held else weakref.ref(self), recorded(tensor)
+        own, of = weakref.ref(self), recorded(tensor)
         if of.grad_fn is None:
             _WITHOUT_GRAPH.set(tensor, own)
         else:
-            of.grad_fn.metadata[_KEY, of.output_nr] = own
+            of.grad_fn.metadata[_KEY, of.output_nr] = (lambda: self) if held else own
 
 
 def slot_of(tensor: torch.Tensor, groups: list[Any]) -> Slot | None:
