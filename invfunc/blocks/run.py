@@ -254,7 +254,7 @@ class Run(Holder):
         """How many of them autograd has not asked for yet."""
         self._state: tuple[int, Tensors] | None = None
         """A state between the links, and the number of links before it."""
-        self._lock = threading.RLock()
+        self._lock: Any = None
         self._origin: list[tuple[ref[torch.Tensor], int]] = []
         """x where no block gave it out: the caller may hold it."""
         self._done = False
@@ -270,6 +270,7 @@ class Run(Holder):
         xs, form = tree.separate(x)
         slots = [slot_of(t, self.gathering) for t in xs]
         depth = depth_of(slots)
+        self._lock = next((slot.lock for slot in slots if slot is not None), None) or threading.RLock()
         replays = steps[0][0].preserve_rng_state
         self.generators = generators_of(xs, steps) if replays else []
         kinds = kinds_of(xs)
@@ -314,7 +315,7 @@ class Run(Holder):
         if self.links:
             with unwatched():
                 hooks = None if any(map(is_batched, xs)) else saving_hooks()
-                self.outs = [Slot(t, depth + len(self.links), hooks) for t in xs]
+                self.outs = [Slot(t, depth + len(self.links), hooks, self._lock) for t in xs]
                 for t, slot in zip(xs, self.outs, strict=True):
                     slot.note(t, held=bool(HERE.noted))
                 if not whole:

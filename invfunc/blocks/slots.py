@@ -26,15 +26,17 @@ class Slot:
     what autograd saves.
     """
 
-    __slots__ = ("_value", "_packed", "version", "shape", "later", "depth", "__weakref__")
+    __slots__ = ("_value", "_packed", "version", "shape", "later", "depth", "lock", "__weakref__")
 
-    def __init__(self, tensor: torch.Tensor, depth: int = 0, hooks: Hooks | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, depth: int = 0, hooks: Hooks | None = None, lock: Any = None) -> None:
         value = tensor.detach()
         self._value, self._packed = (value, None) if hooks is None else (None, (hooks[1], hooks[0](value)))
         self.version, self.shape = version(tensor), tensor.shape
         self.later: Holder | None = None
         self.depth = depth
         """How many blocks come before it in its series, this one included."""
+        self.lock = lock
+        """One for all calls of a series, of which threads may need the states at the same time."""
 
     @property
     def empty(self) -> bool:

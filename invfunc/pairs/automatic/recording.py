@@ -53,7 +53,7 @@ class OpCall:
     structure: Any
     place: str
     """The line of the user's code."""
-    grad: bool
+    grad_mode: bool
     autocast: tuple | None
     """The modes around it."""
     results: dict[Ref, int] = field(default_factory=dict)
