@@ -68,7 +68,7 @@ Step = tuple[Any, tuple, dict[str, Any]]
 Tensors = list[torch.Tensor]
 WRITTEN = (
     "an argument has been modified by an inplace operation, by f or after it, and is needed to compute the gradient. "
-    " Write t = t + z in place of t += z."
+    "Write t = t + z in place of t += z."
 )
 CHANGES = (
     "It reads something that changes: random numbers of Python or numpy, a counter, what is chosen around the forward "
@@ -273,10 +273,11 @@ class Run(Holder):
         """How many of them autograd has not asked for yet."""
         self._state: tuple[int, Tensors] | None = None
         """A state between the links, and the number of links before it."""
-        self._lock = threading.RLock()
+        self._lock: Any = None
         self._origin: list[tuple[ref[torch.Tensor], int]] = []
         """x where no block gave it out: the caller may hold it."""
         self._done = False
+        self.gathering: list[Any] = []
 
     # Forwards
 
@@ -286,8 +287,9 @@ class Run(Holder):
         It ends behind a block that has a graph at a level below that of the run too: there nothing is freed.
         """
         xs, form = tree.separate(x)
-        slots = [slot_of(t) for t in xs]
+        slots = [slot_of(t, self.gathering) for t in xs]
         depth = depth_of(slots)
+        self._lock = next((slot.lock for slot in slots if slot is not None), None) or threading.RLock()
         replays = steps[0][0].preserve_rng_state
         self.generators = generators_of(xs, steps) if replays else []
         kinds = kinds_of(xs)
@@ -334,7 +336,7 @@ class Run(Holder):
         if self.links:
             with unwatched():
                 hooks = None if any(map(is_batched, xs)) else saving_hooks()
-                self.outs = [Slot(t, depth + len(self.links), hooks) for t in xs]
+                self.outs = [Slot(t, depth + len(self.links), hooks, self._lock) for t in xs]
                 own: ref[Holder] = ref(self)
                 for t, slot in zip(xs, self.outs, strict=True):
                     slot.owner = own
