@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from invfunc.errors import ArgumentError
 from invfunc.pairs.pair import Invertible, Remembered, as_pair, rewrapped
@@ -52,17 +52,10 @@ def with_log_det(pair: Invertible) -> Invertible:
     return rewrapped(block, Invertible(carried.forward, carried.inverse, pair.shared, name=name))
 
 
-def carries_a_sum(pair: Any) -> bool:
-    """Whether the last tensor of the state is a sum, which nothing is computed from but further sums."""
-    forward = getattr(pair, "forward", None)
-    return getattr(getattr(forward, "__self__", forward), "carries_a_sum", False) is True
-
-
 @dataclass(frozen=True, eq=False)
 class _Carried(Value):
     """Both directions of a pair, with the sum of log-determinants beside the state."""
 
-    carries_a_sum: ClassVar = True
     pair: Invertible
 
     def forward(self, *given: Any, **kwargs: Any) -> Any:
