@@ -10,12 +10,9 @@ PACKAGE = Path(invfunc.__file__).parent
 BANNED = {"resize_", "set_", "detach_", "manual_seed", "seed", "untyped_storage", "storage", "resize_as_"}
 ALLOWED = {
     ("_torch/functorch.py", "untyped_storage"),  # its address is read
-    ("recomputation/gathered.py", "untyped_storage"),  # its size is read
     ("_torch/reading.py", "set_"),  # of tensors of its own, which are made there
-    ("recomputation/origins.py", "untyped_storage"),  # a call of this name says nothing of values
     ("invertible/checks.py", "manual_seed"),  # of a generator of its own
     ("recording/joined.py", "manual_seed"),  # of a generator of its own
-    ("recomputation/rounding.py", "manual_seed"),  # of a generator of its own
     ("loss/drawn.py", "manual_seed"),  # of generators of its own
     ("reductions/sketches.py", "manual_seed"),  # of generators of its own
     ("laplace.py", "manual_seed"),  # of a generator of its own
