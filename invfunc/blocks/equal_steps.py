@@ -104,7 +104,7 @@ class _Steps(Holder):
         self._closed = [i for i, t in enumerate(closed) if t.requires_grad]
         self.needing = [t for t in (*unique.values(), *closed) if t.requires_grad]
         """The tensors beside the state that need a gradient."""
-        self._slots = [slot_of(t) for t in self.xs]
+        self._slots = [slot_of(t, []) for t in self.xs]
         self._looks = looked_at(self.xs) if self.block.check != "off" else None
 
     def _steps(self, given: Sequence[torch.Tensor]) -> list[tuple[tuple, dict[str, Any]]]:

@@ -11,7 +11,6 @@ from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
 from invfunc._torch.opened import opened
-from invfunc._torch.scripted import Scripted
 from invfunc.operations.calls import in_place, inplace_flag
 from invfunc.operations.naming import argument, default, function_name
 from invfunc.operations.operation import Operation, known
@@ -26,10 +25,6 @@ class Function:
 
     def __init__(self, func: Callable) -> None:
         self.func, self.called = func, getattr(func, "__name__", repr(func))
-        if isinstance(func, Scripted):  # which holds tensors, and says itself what it does
-            self.name, self.entry, self.forms, self._writes_if = self.called, _PLAIN, _PLAIN, None
-            self.in_place, self.inplace_at, self.renews = False, None, True
-            return
         self.name = function_name(func)
         self.entry = known(self.name)
         forms = known(self.called)  # none of what writes in place, which has an underscore
@@ -88,7 +83,7 @@ class Listener(TorchFunctionMode):
     """Hears the calls of torch while it is on; such as only ask something about a tensor go by."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        function = Function(func) if type(func) is Scripted else function_of(func)
+        function = function_of(func)
         if function.entry.asks == "form":
             return func(*args, **(kwargs or {}))
         if not args and kwargs and "tensor" in kwargs:  # of torch.nn.init, which names what it writes
