@@ -188,8 +188,8 @@ class Link:
     """A block of a run."""
 
     __slots__ = (
-        "block", "form", "like", "own", "tensors", "args", "needs", "versions", "start", "around", "states", "looks", "kept", "hidden",
-        "evaluations",
+        "block", "form", "like", "own", "tensors", "args", "needs", "versions", "start", "around", "states", "looks",
+        "kept", "hidden", "evaluations",
     )  # fmt: skip
 
     def __init__(self, step: Step, xs: Tensors, form: tree.Form, start: int) -> None:

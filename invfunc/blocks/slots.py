@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from invfunc._torch.functorch import alive, function_of, pointer, recorded, version
+from invfunc._torch.functorch import alive, function_of, recorded, storage_of, version
 from invfunc._torch.sharded import gathered_again, gathers
 from invfunc._torch.weak import WeakIdMap
 from invfunc.errors import ModifiedError, ReplayError
@@ -61,7 +61,8 @@ class Slot:
     def of_memory(self, tensor: torch.Tensor) -> bool:
         """Whether it is that tensor, which somebody handed on."""
         value = self._value
-        return value is not None and pointer(value) == pointer(tensor) != 0 and value.stride() == tensor.stride()
+        same = value is not None and storage_of(value) == storage_of(tensor)
+        return same and (value.storage_offset(), value.stride()) == (tensor.storage_offset(), tensor.stride())
 
     def fill(self, value: torch.Tensor) -> None:
         """Put the tensor back that the later call has computed again."""
