@@ -53,6 +53,7 @@ from invfunc.blocks.surroundings import (
     Surroundings,
     drawing,
     drew,
+    flags_of,
     generators_of,
     kinds_of,
     states_of,
@@ -306,7 +307,7 @@ class Run(Holder):
                     link.looks = looked_at(xs)
                     if link.looks and link.pair.carries_a_sum:  # from which nothing is computed
                         link.looks[-1] = None
-            link.around = Surroundings(block.known.closed(link.pair), kinds, block.known.first)
+            link.around = Surroundings(block.known.closed(link.pair), kinds, block.known.first, flags_of(step))
             link.around.mark()
             link.states = states
             self.links.append(link)
@@ -384,12 +385,12 @@ class Run(Holder):
         shared = [partial(self._evaluate, link, fn) for fn in link.pair.shared]
         was = push_hooks(self.pack, self.unpack)
         try:
-            if closed.learned:
+            if closed.learned(key := link.around.key):
                 with self._seen():
                     return link.pair.forward(*shared, x, *args, **kwargs)
             with Reading() as reading, self._seen():
                 y = link.pair.forward(*shared, x, *args, **kwargs)
-            closed.learn(reading.read)
+            closed.learn(reading.read, key)
             return y
         finally:
             pop_hooks(was)
