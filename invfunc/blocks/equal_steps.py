@@ -13,15 +13,17 @@ import torch
 from torch.overrides import _len_torch_function_stack
 
 from invfunc import tree
-from invfunc._torch.functorch import dispatched, gradients_of, leaf_at, plainly, saving_hooks, version
+from invfunc._torch.functorch import dispatched, gradients_of, leaf_at, levels, plainly, saving_hooks, version
+from invfunc._torch.generators import set_states
 from invfunc._torch.values import differentiable
 from invfunc.blocks.closed import swapped
 from invfunc.blocks.looks import compare, looked_at
 from invfunc.blocks.run import WRITTEN, Link, Run, Step
 from invfunc.blocks.slots import Holder, Slot, depth_of, slot_of
 from invfunc.blocks.states import HERE
-from invfunc.blocks.surroundings import Surroundings
+from invfunc.blocks.surroundings import Surroundings, drew, states_of
 from invfunc.errors import ModifiedError
+from invfunc.pairs.places import read as there
 
 MANY = 8
 """The number of steps from which on they may be one node."""
@@ -38,7 +40,7 @@ def alike(steps: Sequence[Step], x: Any) -> bool:
     first = steps[0][0]
     if any(block is not first for block, *_ in steps) or not isinstance(first.check, str) or first.pair.hidden:
         return False
-    return not (first.keep or HERE.noted or dispatched() or saving_hooks() or _len_torch_function_stack())
+    return not (first.keep or HERE.noted or dispatched() or saving_hooks() or levels() or _len_torch_function_stack())
 
 
 def as_one(steps: Sequence[Step], before: Any, run: Run, x: Any) -> Any:
@@ -59,6 +61,11 @@ def as_one(steps: Sequence[Step], before: Any, run: Run, x: Any) -> Any:
     if not _reads_only(xs, [*tree.tensors((before, *steps[0][1:])), *around.closed.tensors()]):
         return None
     found = _Steps(link, steps[1:], x)
+    drawn = states_of(run.generators)
+    if not found.forward() or drew(drawn, states_of(run.generators)):
+        found.around.undo()
+        set_states(zip(run.generators, drawn, strict=True))
+        return None
     ys = list(_Node.apply(found, *found.xs, *found.needing)[: found.number])
     found.ends(ys)
     return form.join(ys)
@@ -92,7 +99,7 @@ class _Steps(Holder):
         self.block, self._like, self._names = link.block, link.like, link.names()
         self.xs, self.form = tree.separate(x)
         self.number, self.count = len(self.xs), len(steps)
-        self.around = Surroundings(self.block.known.closed(self.block.pair), ("cpu",), first=False)
+        self.around = Surroundings(self.block.known.closed(self.block.pair), ("cpu",), False, link.around.key[0])
         rest, self._args = tree.separate([given for _, *given in steps])
         unique = {id(t): t for t in rest}
         places = {key: i for i, key in enumerate(unique)}
@@ -106,18 +113,30 @@ class _Steps(Holder):
         """The tensors beside the state that need a gradient."""
         self._slots = [slot_of(t, []) for t in self.xs]
         self._looks = looked_at(self.xs) if self.block.check != "off" else None
+        around = self.around.closed
+        self._others = any(t.requires_grad for t in map(there, around.all)) if len(around.all) > len(closed) else False
+        """Whether they may read tensors that need a gradient and that the first step did not read."""
+        self.ys: list[torch.Tensor] = []
 
     def _steps(self, given: Sequence[torch.Tensor]) -> list[tuple[tuple, dict[str, Any]]]:
         """The further arguments of each step."""
         return self._args.join([given[i] for i in self._places])
 
-    def forward(self) -> list[torch.Tensor]:
-        """The tensors of the state behind the steps."""
-        x, pair = self.form.join([t.detach() for t in self.xs]), self.block.pair
+    def forward(self) -> bool:
+        """Compute the state behind the steps; False if they do more than the first one: write buffers, or read other
+        tensors that need a gradient."""
+        xs, pair = [t.detach() for t in self.xs], self.block.pair
+        known = [*self._given, *self.around.closed.tensors()] if self._others else []
+        self.around.mark()
         for args, kwargs in self._steps(self._given):
-            x = pair.forward(*pair.shared, x, *args, **kwargs)
+            with torch.set_grad_enabled(self._others):
+                ys = tree.tensors(pair.forward(*pair.shared, self.form.join(xs), *args, **kwargs))
+            if self._others and not _reads_only(ys, known):
+                return False
+            xs = [t.detach() for t in ys]
         self.around.called()
-        return tree.tensors(x)
+        self.ys = xs
+        return not self.around.buffers
 
     def ends(self, ys: Sequence[torch.Tensor]) -> None:
         """Take the state before the steps over, and let the next call do so with that behind them."""
@@ -141,9 +160,12 @@ class _Steps(Holder):
         if any(version(t) != then for t, then in zip(self._given, self._versions, strict=True)):
             raise ModifiedError(WRITTEN)
         given = [leaf_at(t, i in self._asked) for i, t in enumerate(self._given)]
-        asked = [*(given[i] for i in self._asked), *(self.around.tensors[i] for i in self._closed)]
+        closed = [self.around.tensors[i] for i in self._closed]
+        closed = [leaf_at(t, True) if t._backward_hooks else t for t in closed]  # hooks see the sum alone
+        places = [self.around.places[i] for i in self._closed]
+        asked = [*(given[i] for i in self._asked), *closed]
         total: list[torch.Tensor | None] = [None] * len(asked)
-        with plainly(), self.around.again():
+        with plainly(), self.around.again(), swapped(places, closed):
             for args, kwargs in reversed(self._steps(given)):
                 with torch.no_grad():
                     found = tree.tensors(pair.inverse(*pair.shared, self.form.join(state), *args, **kwargs))
@@ -193,7 +215,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, steps: _Steps, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ys = steps.forward()
+        ys, steps.ys = steps.ys, []
         ghosts = [x.new_zeros(()).expand(x.shape) for x in tensors[: steps.number]]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(y for y in ys if not differentiable(y)))
