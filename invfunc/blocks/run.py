@@ -183,8 +183,8 @@ class Link:
     """A block of a run."""
 
     __slots__ = (
-        "block", "form", "like", "own", "tensors", "args", "needs", "versions", "start", "around", "states", "looks", "kept", "hidden",
-        "evaluations",
+        "block", "form", "like", "own", "tensors", "args", "needs", "versions", "start", "around", "states", "looks",
+        "kept", "hidden", "evaluations",
     )  # fmt: skip
 
     def __init__(self, step: Step, xs: Tensors, form: tree.Form, start: int) -> None:
@@ -612,7 +612,8 @@ class Run(Holder):
         for i, (t, like) in enumerate(zip(found, link.like, strict=True)):
             xs.append(link.kept[i].get() if i in link.kept else like.checked(t, link, i))
         if link.looks is not None:
-            compare(block, [None if i in link.kept else look for i, look in enumerate(link.looks)], xs, link.names())
+            looks = [None if i in link.kept else look for i, look in enumerate(link.looks)]
+            compare(block, looks, xs, link.names(), ys)
         if saved is not None and outs and any(t is None for t in saved):
             self._recalled(link, xs, outs, enter, saved, args, kwargs)
         return xs

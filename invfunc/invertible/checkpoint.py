@@ -72,8 +72,8 @@ def invertible_checkpoint(
         InverseError: x comes back with an error (`check`), or in another form or shape, or in a dtype that has not all
             of its digits; or no inverse is found, with what prevents it.
         ReplayError: f does something else when it runs again.
-        ModifiedError: f or f_inv writes into its arguments; or y, an argument or what f closes over was written in place
-            before the gradient was computed.
+        ModifiedError: f or f_inv writes into its arguments; or y, an argument or what f closes over was written
+            in place before the gradient was computed.
         TypeError: f or f_inv does not take what it is called with; a note says how that was.
         ClosedOverError: inside of torch.func, f reads a tensor that needs a gradient, is not an argument, and is
             another one each time.
