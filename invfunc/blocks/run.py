@@ -59,12 +59,17 @@ from invfunc.blocks.surroundings import (
 )
 from invfunc.callables import describe
 from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
-from invfunc.recording.trace import Followed, Trace
+from invfunc.operations.heard import Followed
+from invfunc.recording.trace import Trace
 from invfunc.transform import told
 
 Step = tuple[Any, tuple, dict[str, Any]]
 """A block with its further arguments."""
 Tensors = list[torch.Tensor]
+WRITTEN = (
+    "an argument has been modified by an inplace operation, by f or after it, and is needed to compute the gradient. "
+    "Write t = t + z in place of t += z."
+)
 CHANGES = (
     "It reads something that changes: random numbers of Python or numpy, a counter, what is chosen around the forward "
     "pass alone. Draw with torch, whose numbers are replayed (preserve_rng_state=True), or pass what changes as an "
@@ -232,10 +237,7 @@ class Link:
             return (), {}
         for t, then in zip(self.tensors, self.versions, strict=True):
             if version(t.value if isinstance(t, _Constant) else t) != then:
-                raise ModifiedError(
-                    "an argument has been modified by an inplace operation, by f or after it, and is needed to compute "
-                    "the gradient. Write t = t + z in place of t += z."
-                )
+                raise ModifiedError(WRITTEN)
         found = []
         for t, need in zip(self.tensors, self.needs, strict=True):
             constant = isinstance(t, _Constant)
@@ -271,10 +273,11 @@ class Run(Holder):
         """How many of them autograd has not asked for yet."""
         self._state: tuple[int, Tensors] | None = None
         """A state between the links, and the number of links before it."""
-        self._lock = threading.RLock()
+        self._lock: Any = None
         self._origin: list[tuple[ref[torch.Tensor], int]] = []
         """x where no block gave it out: the caller may hold it."""
         self._done = False
+        self.gathering: list[Any] = []
 
     # Forwards
 
@@ -284,8 +287,9 @@ class Run(Holder):
         It ends behind a block that has a graph at a level below that of the run too: there nothing is freed.
         """
         xs, form = tree.separate(x)
-        slots = [slot_of(t) for t in xs]
+        slots = [slot_of(t, self.gathering) for t in xs]
         depth = depth_of(slots)
+        self._lock = next((slot.lock for slot in slots if slot is not None), None) or threading.RLock()
         replays = steps[0][0].preserve_rng_state
         self.generators = generators_of(xs, steps) if replays else []
         kinds = kinds_of(xs)
@@ -332,8 +336,10 @@ class Run(Holder):
         if self.links:
             with unwatched():
                 hooks = None if any(map(is_batched, xs)) else saving_hooks()
-                self.outs = [Slot(t, depth + len(self.links), hooks) for t in xs]
+                self.outs = [Slot(t, depth + len(self.links), hooks, self._lock) for t in xs]
+                own: ref[Holder] = ref(self)
                 for t, slot in zip(xs, self.outs, strict=True):
+                    slot.owner = own
                     slot.note(t, held=bool(HERE.noted))
                 if not whole:
                     note(block, depth + len(steps) - 1, y, before, self.outs)

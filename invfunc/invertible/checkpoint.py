@@ -16,7 +16,7 @@ from invfunc.blocks.series import Known, in_series
 from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, InvFuncError, SampleAxisError
 from invfunc.pairs.automatic.found import automatic
-from invfunc.pairs.pair import Invertible
+from invfunc.pairs.pair import Invertible, as_module
 from invfunc.pairs.value import Value
 from invfunc.transform import shown, told
 
@@ -72,8 +72,8 @@ def invertible_checkpoint(
         InverseError: x comes back with an error (`check`), or in another form or shape, or in a dtype that has not all
             of its digits; or no inverse is found, with what prevents it.
         ReplayError: f does something else when it runs again.
-        ModifiedError: f or f_inv writes into its arguments; or y, an argument or what f closes over was written
-            in place before the gradient was computed.
+        ModifiedError: f or f_inv writes into its arguments; or y, an argument or what f closes over was written in
+            place before the gradient was computed.
         TypeError: f or f_inv does not take what it is called with; a note says how that was.
         ClosedOverError: inside of torch.func, f reads a tensor that needs a gradient, is not an argument, and is
             another one each time.
@@ -212,6 +212,10 @@ class Checkpointed(Value):
     def signature(self) -> Any:
         """That of a call."""
         return self.pair.signature()
+
+    def module(self) -> nn.Module:
+        """The block as an `nn.Module` that registers the modules it is made of, as `Invertible.module` tells."""
+        return as_module(self, self.pair)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and self.pair.composition is None:  # which then decides what is kept

@@ -120,6 +120,24 @@ class Invertible(Value):
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         return self.apart(self.forward(*self.shared, x, *args, **kwargs))[0]
 
+    def module(self) -> nn.Module:
+        """The pair as an `nn.Module`, called as `module(x, *args, **kwargs)`, that registers the modules it is made of.
+
+        It may be put into `nn.Sequential`; its parameters are those of the parts, as `F.weight` of a coupling and
+        `0.F.weight` of a chain. A block (`invertible_checkpoint(pair)`) and a chain have the same method.
+
+        Raises:
+            ArgumentError: no part is a module.
+
+        Example:
+            >>> import torch, invfunc
+            >>> pair = invfunc.additive_coupling(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), split_dim=1)
+            >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), invfunc.invertible_checkpoint(pair).module())
+            >>> [name for name, _ in net.named_parameters()][2:]
+            ['1.F.weight', '1.F.bias', '1.G.weight', '1.G.bias']
+        """
+        return as_module(self, self)
+
     def inverse_of(self, x: tree.Form, like: Sequence[Any], kept: Mapping[int, torch.Tensor]) -> Callable:
         """The inverse, for an x of this form whose tensors are like these, and some of which are known."""
         return self.inverse
@@ -136,6 +154,13 @@ class Invertible(Value):
         if not isinstance(y, tuple) or len(y) != 2:
             raise ArgumentError(f"{self!r}: forward has to return (y, hidden), but returns {type(y).__name__}.")
         return y[0], (y[1],)
+
+
+def as_module(block: Any, pair: Invertible) -> nn.Module:
+    """A block of a pair as a module."""
+    from invfunc.pairs.as_module import BlockModule  # which knows the parts of pairs
+
+    return BlockModule(block, pair)
 
 
 def as_pair(call: str, pair: Any, more: str = "") -> Invertible:
