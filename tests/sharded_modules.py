@@ -19,7 +19,7 @@ from tests.data_sets.test_streamed import EXACT
 from tests.meter import Meter, nothing_collected
 from tests.strategies import Numbers
 
-N, WIDTH, SHALLOW, DEEP = 256, 4, 1, 4
+N, WIDTH, SHALLOW, DEEP = 256, 4, 2, 6
 """Wide batches and few parameters, so that activations are what counts."""
 
 

@@ -7,9 +7,6 @@ from tests.many_processes import start
 from tests.sharded_modules import WAYS, WIDTH, N, Reversible, as_it_is, told_of_modules
 from tests.strategies import Numbers
 
-PARTS = ["the parts", "the parts, kept"]
-"""Of blocks, which gather parameters anew for each of their calls."""
-
 
 @pytest.fixture(scope="module")
 def two():
@@ -18,17 +15,12 @@ def two():
 
 
 class TestInvertibleBlocks:
-    @pytest.mark.parametrize("way", [way for way in WAYS if way not in PARTS])
+    @pytest.mark.parametrize("way", WAYS)
     def test_gradients_are_those_of_one_process(self, two, way):
         net = Reversible(2, as_it_is)
         net(Numbers(1)(2 * N, 2 * WIDTH)).backward()
         for found, _, _ in two:
             assert_trees_close(found[way], {name: p.grad for name, p in net.named_parameters()}, 1e-9)
-
-    @pytest.mark.parametrize("way", PARTS)
-    def test_parts_that_are_gathered_for_each_call_are_an_error(self, two, way):
-        for found, _, _ in two:
-            assert "ReplayError" in found[way] and "Shard the module that holds the whole block" in found[way]
 
     @pytest.mark.parametrize("way", ["the model", "each block", "each pair"])
     def test_blocks_without_a_part_in_the_loss_are_inverted_all_the_same(self, two, way):
@@ -38,7 +30,7 @@ class TestInvertibleBlocks:
         for found, _, _ in two:
             assert_trees_close({name: found[way, "without"][name] for name in wanted}, wanted, 1e-9)
 
-    @pytest.mark.parametrize("way", [way for way in WAYS if way not in PARTS])
+    @pytest.mark.parametrize("way", WAYS)
     def test_memory_does_not_grow_with_depth(self, two, way):
         for found, _, _ in two:
             (few, many), (shallow, deep) = found[way, "as_it_is"], found[way, "invertible_checkpoint"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, cast
@@ -306,6 +306,15 @@ def pop_hooks(refused: str | None) -> None:
     _autograd._pop_saved_tensors_default_hooks()
     if refused is not None:
         _autograd._saved_tensors_hooks_disable(refused)
+
+
+def gradients_of(
+    outputs: Sequence[torch.Tensor], of_outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], graph: bool
+) -> Sequence[torch.Tensor | None]:
+    """`torch.autograd.grad` of gradients that have the shapes of the outputs: to look at those, torch imports sympy."""
+    engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportAttributeAccessIssue]
+    options = {"allow_unreachable": True, "accumulate_grad": False}
+    return engine.run_backward(tuple(outputs), tuple(of_outputs), graph, graph, tuple(inputs), **options)
 
 
 _PASSES: tuple[int, bool] = (-1, False)

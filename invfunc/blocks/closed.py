@@ -36,7 +36,7 @@ class Closed:
         self.modules: list[nn.Module] = []
         self.generators: list[torch.Generator] = []
         seen = set[tuple[int, Any]]()
-        for root in (functions := [*functions]):
+        for root in functions:
             if isinstance(root, nn.Module):
                 self.modules.append(root)
         for _, place, inner in reached(functions):

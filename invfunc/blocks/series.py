@@ -25,6 +25,7 @@ from invfunc._torch.functorch import (
 )
 from invfunc._torch.generators import set_states
 from invfunc.blocks.closed import Closed
+from invfunc.blocks.equal_steps import alike, as_one
 from invfunc.blocks.run import Run, Step
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.trace import Trace
@@ -65,9 +66,7 @@ def in_series(steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:
         return _in_series(steps, x, watched)
 
 
-def _in_series(
-    steps: Sequence[Step], x: Any, seen: Callable[[], AbstractContextManager]
-) -> tuple[Any, list[tuple]]:
+def _in_series(steps: Sequence[Step], x: Any, seen: Callable[[], AbstractContextManager]) -> tuple[Any, list[tuple]]:
     hidden: list[tuple] = []
     while len(hidden) < len(steps):
         rest = steps[len(hidden) :]
@@ -80,10 +79,17 @@ def _in_series(
             hidden.append(own)
             continue
         count = next((i for i, (block, *_) in enumerate(rest) if i and _differs(block, rest[0][0])), len(rest))
+        one = level == 0 and alike(rest[1:count], x)
         run = Run(level, seen)
         try:
-            x, more = run.forward(rest[:count], x)
+            before, (x, more) = x, run.forward(rest[: 1 if one else count], x)
             hidden += more
+            if one and (y := as_one(rest[:count], before, run, x)) is not None:
+                x, more = y, [()] * (count - 1)
+            elif one:
+                run = Run(level, seen)
+                x, more = run.forward(rest[1:count], x)
+            hidden += more if one else []
         except TypeError as error:
             vars(error)["at"] = len(hidden) + len(run.links) - 1  # for a chain to name the block
             raise

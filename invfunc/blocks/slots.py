@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from invfunc._torch.functorch import alive, recorded, version
+from invfunc._torch.functorch import alive, function_of, recorded, storage_of, version
+from invfunc._torch.sharded import gathered_again, gathers
 from invfunc._torch.weak import WeakIdMap
 from invfunc.errors import ModifiedError, ReplayError
 
@@ -25,15 +26,18 @@ class Slot:
     what autograd saves.
     """
 
-    __slots__ = ("_value", "_packed", "version", "shape", "later", "depth", "__weakref__")
+    __slots__ = ("_value", "_packed", "version", "shape", "later", "owner", "depth", "lock", "__weakref__")
 
-    def __init__(self, tensor: torch.Tensor, depth: int = 0, hooks: Hooks | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, depth: int = 0, hooks: Hooks | None = None, lock: Any = None) -> None:
         value = tensor.detach()
         self._value, self._packed = (value, None) if hooks is None else (None, (hooks[1], hooks[0](value)))
         self.version, self.shape = version(tensor), tensor.shape
         self.later: Holder | None = None
+        self.owner: weakref.ref[Holder] | None = None
         self.depth = depth
         """How many blocks come before it in its series, this one included."""
+        self.lock = lock
+        """One for all calls of a series, of which threads may need the states at the same time."""
 
     @property
     def empty(self) -> bool:
@@ -54,6 +58,12 @@ class Slot:
             )
         return alive(self._value)
 
+    def of_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether it is that tensor, which somebody handed on."""
+        value = self._value
+        same = value is not None and storage_of(value) == storage_of(tensor)
+        return same and (value.storage_offset(), value.stride()) == (tensor.storage_offset(), tensor.stride())
+
     def fill(self, value: torch.Tensor) -> None:
         """Put the tensor back that the later call has computed again."""
         self._value, self.version = value, version(value)
@@ -69,21 +79,34 @@ class Slot:
             tensor: the tensor.
             held: whether the slot lives as long as the graph, also where nobody needs it to go backwards.
         """
-        own, of = (lambda: self) if held else weakref.ref(self), recorded(tensor)
+        own, of = weakref.ref(self), recorded(tensor)
         if of.grad_fn is None:
             _WITHOUT_GRAPH.set(tensor, own)
         else:
-            of.grad_fn.metadata[_KEY, of.output_nr] = own
+            of.grad_fn.metadata[_KEY, of.output_nr] = (lambda: self) if held else own
 
 
-def slot_of(tensor: torch.Tensor) -> Slot | None:
-    """The slot of a tensor that a call gave out, if it was not written and nobody took it over."""
+def slot_of(tensor: torch.Tensor, groups: list[Any]) -> Slot | None:
+    """The slot of a tensor that a call gave out, if it was not written and nobody took it over.
+
+    Functions of autograd may have handed it on, as `fully_shard` does; what gathers parameters there is added to
+    `groups`.
+    """
     of = recorded(tensor)
-    found = _WITHOUT_GRAPH.get(tensor) if of.grad_fn is None else of.grad_fn.metadata.get((_KEY, of.output_nr))
+    node, number = of.grad_fn, of.output_nr
+    found = _WITHOUT_GRAPH.get(tensor) if node is None else None
+    while node is not None and (found := node.metadata.get((_KEY, number))) is None:
+        if function_of(node) is None or number >= len(node.next_functions):
+            break
+        groups += [] if (group := gathers(node)) is None else [group]
+        node, number = node.next_functions[number]
+    handed = node is not of.grad_fn
     slot = found and found()
     if slot is None or slot.later is not None or slot.empty or slot.shape != tensor.shape:
         return None
-    return slot if slot.version == version(tensor) else None
+    if slot.version != version(tensor) or (handed and not slot.of_memory(tensor)):
+        return None
+    return slot
 
 
 class Holder:
@@ -91,6 +114,8 @@ class Holder:
 
     outs: Sequence[Slot] = ()
     ins: Sequence[weakref.ref[Slot] | None] = ()
+    gathering: Sequence[Any] = ()
+    """What `fully_shard` gathers parameters with for this call, if it is the first one in its module."""
 
     def back(self, ys: list[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors of the input, from those of the output."""
@@ -109,15 +134,17 @@ class Holder:
 
     def output(self) -> list[torch.Tensor]:
         """The tensors of the output; later calls compute those that they took over, one after the other."""
-        waiting: list[Holder] = [self]
+        waiting, groups = list[Holder]([self]), [self.gathering]
         while waiting:
             missing = (slot.later for slot in waiting[-1].outs if slot.empty and slot.later is not None)
             if (later := next(missing, None)) is not None:
                 waiting.append(later)
+                groups.append(later.gathering or groups[-1])
                 continue
-            done = waiting.pop()
+            done, group = waiting.pop(), groups.pop()
             if waiting:
-                done.fill(done.back([slot.get() for slot in done.outs]))
+                with gathered_again(group):
+                    done.fill(done.back([slot.get() for slot in done.outs]))
         found = [slot.get() for slot in self.outs]
         for slot in self.outs:
             if slot.later is not None:
@@ -131,6 +158,8 @@ class Holder:
             slot = found() if found is not None else None
             if slot is not None and slot.later is self:
                 slot.fill(x)
+                if slot.owner is not None and (owner := slot.owner()) is not None:
+                    owner.release()  # what it holds is of an earlier backward pass
 
 
 def depth_of(slots: Sequence[Any]) -> int:

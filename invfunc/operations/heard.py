@@ -10,6 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
+from invfunc._torch.opened import opened
 from invfunc.operations.calls import in_place, inplace_flag
 from invfunc.operations.naming import argument, default, function_name
 from invfunc.operations.operation import Operation, known
@@ -69,6 +70,10 @@ class Function:
         forms = self.forms
         return forms.composed if forms.composed_if is None or forms.composed_if(self.called) else None
 
+    def written_out(self) -> Callable[..., Any] | None:
+        """The operations in which a trace follows it, those of its body included."""
+        return self.composed() or (opened(self.func) if self.entry.batch_axis is None else None)
+
 
 function_of = lru_cache(maxsize=4096)(Function)
 """What is known of a function that is called."""
@@ -88,3 +93,14 @@ class Listener(TorchFunctionMode):
     def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call while the mode is off; gives its result."""
         raise NotImplementedError  # of those who hear
+
+
+class Followed(Listener):
+    """Runs calls in the forms in which a trace follows them, for a block that is evaluated once more."""
+
+    def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
+        body, once = function.written_out(), function.forms.once
+        if body is None:
+            return function.func(*args, **kwargs) if once is None else once(function.func, *args, **kwargs)
+        with self:
+            return body(*args, **kwargs)

@@ -20,11 +20,11 @@ def with_log_det(pair: Invertible) -> Invertible:
 
     Returns:
         An `Invertible`; of what `invertible_checkpoint` returned, a block with the same options. s has the shape [N] of
-        one sum for each entry of the leading axis of x; `torch.zeros(N)` starts.
+        one sum for each entry of the leading axis of x; `torch.zeros(N)` starts. What the pair hides stays hidden.
 
     Raises:
         ArgumentTypeError: `pair` is not an `Invertible`.
-        ArgumentError: it has no log_det, or hides something.
+        ArgumentError: it has no log_det.
 
     Example:
         >>> import torch, invfunc
@@ -44,12 +44,11 @@ def with_log_det(pair: Invertible) -> Invertible:
         return rewrapped(block, flow)
     if pair.carried is not None:
         return rewrapped(block, pair.carried)
-    if pair.log_det is None or pair.hidden:
-        why = "hides something, so that its inverse is not a function of y" if pair.hidden else "has no log_det"
-        raise ArgumentError(f"with_log_det({pair!r}): the pair {why}.")
+    if pair.log_det is None:
+        raise ArgumentError(f"with_log_det({pair!r}): the pair has no log_det.")
     carried = _Carried(pair)
     name = f"with_log_det({pair!r})"
-    return rewrapped(block, Invertible(carried.forward, carried.inverse, pair.shared, name=name))
+    return rewrapped(block, Invertible(carried.forward, carried.inverse, pair.shared, pair.hidden, name=name))
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,14 +60,16 @@ class _Carried(Value):
     def forward(self, *given: Any, **kwargs: Any) -> Any:
         (shared, x, s, args), log_det = self._read(given), self.pair.log_det
         assert log_det is not None
-        y = self.pair.forward(*shared.functions, x, *args, **kwargs)
-        return y, s + log_det(*shared.recalled(backwards=False), x, *args, **kwargs)
+        y, hidden = self.pair.apart(self.pair.forward(*shared.functions, x, *args, **kwargs))
+        state = y, s + log_det(*shared.recalled(backwards=False), x, *args, **kwargs)
+        return (state, *hidden) if hidden else state
 
     def inverse(self, *given: Any, **kwargs: Any) -> Any:
         (shared, y, s, args), log_det = self._read(given), self.pair.log_det
         assert log_det is not None
         x = self.pair.inverse(*shared.functions, y, *args, **kwargs)
-        return x, s - log_det(*shared.recalled(backwards=True), x, *args, **kwargs)
+        further = args[1:] if self.pair.hidden else args
+        return x, s - log_det(*shared.recalled(backwards=True), x, *further, **kwargs)
 
     def _read(self, given: tuple) -> tuple[Remembered, Any, Any, list]:
         number = len(self.pair.shared)

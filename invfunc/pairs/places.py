@@ -54,6 +54,7 @@ class ClosedOver:
 
     def __init__(self, f: Any) -> None:
         self._others: list[Place] = []
+        self._modules: list[nn.Module] = []
         self.tensors: dict[int, list[Place]] = {}
         """Places of tensors, by the ids of what was there."""
         for holder, place, inner in reached([f]):
@@ -61,11 +62,15 @@ class ClosedOver:
                 self.tensors.setdefault(id(inner), []).append(place)
             elif not isinstance(holder, (list, tuple, dict)):
                 self._others.append(place)
+            if isinstance(inner, nn.Module):
+                self._modules.append(inner)
 
     def others(self) -> tuple:
-        """Numbers, flags and objects that are there now, such as those that tell whether a module trains."""
-        values = map(read, self._others)
-        return tuple(x if isinstance(x, (bool, int, float, str)) else id(x) for x in values)
+        """Numbers, flags and objects that are there now, such as those that tell whether a module trains; the names of
+        its submodules and the numbers of its hooks."""
+        values = [x if isinstance(x, (bool, int, float, str)) else id(x) for x in map(read, self._others)]
+        held = ((*m._modules, *m._forward_hooks, *m._forward_pre_hooks) for m in self._modules)
+        return *values, *held
 
 
 def _places(value: Any) -> Iterator[Place]:

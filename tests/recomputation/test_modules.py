@@ -294,3 +294,27 @@ def test_any_calls_give_what_the_modules_give(names, kind, steps):
                 p.requires_grad_(not p.requires_grad)
         others = copy.deepcopy((f, g))
         assert_close(slope(h, f, g), slope(plain(*others), *others))
+
+
+def test_submodules_that_are_replaced_are_those_of_the_next_call():
+    """Also where `functional_call` takes other parameters back before the backward pass; buffers are updated once."""
+
+    class Net(nn.Module):
+        def __init__(self, wrap):
+            super().__init__()
+            self.f, self.g = made()
+            self.h = wrap(additive_coupling(self.f, self.g))
+
+        def forward(self):
+            return loss(self.h)
+
+    found = []
+    for wrap in (invertible_checkpoint, lambda pair: pair):
+        net = Net(wrap)
+        net().backward()
+        torch.manual_seed(2)
+        net.f[0] = MODULES["batch norm"]().double()
+        mine = {name: (2 * p.detach()).requires_grad_() for name, p in net.named_parameters()}
+        y = functional_call(net, mine, ())
+        found.append((*torch.autograd.grad(y, [*mine.values()]), *net.buffers()))
+    assert_close(*found)

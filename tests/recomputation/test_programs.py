@@ -12,7 +12,6 @@ from torch.func import grad, vmap
 from invfunc import (
     ArgumentTypeError,
     InverseError,
-    Invertible,
     additive_coupling,
     chain,
     diag_ggn,

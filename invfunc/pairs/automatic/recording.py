@@ -53,7 +53,7 @@ class OpCall:
     structure: Any
     place: str
     """The line of the user's code."""
-    grad: bool
+    grad_mode: bool
     autocast: tuple | None
     """The modes around it."""
     results: dict[Ref, int] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class OpCall:
             leaves[place] = leaves[place].clone()
         args, kwargs = tree.unflatten(leaves, self.structure)
         with ExitStack() as around:
-            if torch.is_grad_enabled() and not self.grad:
+            if torch.is_grad_enabled() and not self.grad_mode:
                 around.enter_context(torch.no_grad())
             if self.autocast is not None and self.autocast != autocast_of(self.autocast[0]):
                 around.enter_context(torch.autocast(self.autocast[0], self.autocast[2], self.autocast[1]))
@@ -106,7 +106,7 @@ class RecordedRun(Listener):
     def __init__(self, xs: Sequence[torch.Tensor], rest: Sequence[torch.Tensor], dry: bool) -> None:
         super().__init__()
         self._of: WeakIdMap[Ref] = WeakIdMap()
-        self._dry, self.grad = dry, torch.is_grad_enabled()
+        self._dry, self.grad_mode = dry, torch.is_grad_enabled()
         self.calls: list[OpCall] = []
         self.once = False
         """True where it holds for one call only: numbers left torch, or tensors come from unknown places."""
@@ -150,7 +150,9 @@ class RecordedRun(Listener):
         leaves, structure = tree.flatten((args, kwargs))
         held: list[Any] = [self.node(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         kind = next((node.device.type for node in held if isinstance(node, Ref)), "cpu")
-        call = OpCall(function, held, structure, _place(), torch.is_grad_enabled() or not self.grad, autocast_of(kind))
+        call = OpCall(
+            function, held, structure, _place(), torch.is_grad_enabled() or not self.grad_mode, autocast_of(kind)
+        )
         of_x = any(node.of_x for node in call.reads)
         if of_x and function.entry.differentiates:
             refuse(f"{call} differentiates what depends on x")
@@ -196,7 +198,7 @@ class RecordedRun(Listener):
     def now(self) -> dict[Ref, torch.Tensor] | None:
         """The tensors that f closes over by now; None where the run has to be recorded anew."""
         values = {node: [*map(read, places)] for node, places in self._places.items()}
-        changed = self.once or self.grad < torch.is_grad_enabled()
+        changed = self.once or self.grad_mode < torch.is_grad_enabled()
         if changed or any(t is not some[0] or t is None for some in values.values() for t in some):
             return None
         return {node: some[0] for node, some in values.items()}
