@@ -227,7 +227,7 @@ class TestInverses:
 
     def test_that_are_wrong_are_errors(self):
         f, w = self.blocks(1.5)
-        with pytest.raises(InverseError, match="give x"):
+        with pytest.raises(InverseError, match="gives x back"):
             slopes(f, state()[0], [w])
 
     def test_are_looked_at_as_the_option_says(self):
