@@ -46,8 +46,7 @@ pair: an invertible function with its inverse. Block: a pair whose input is free
 # Nonlinear: with a second derivative in what it reads of the model; its second-order term is what it adds to the
 # Hessian. Bottleneck: a layer that all paths cross, narrower than there are columns. Pattern, colouring: which outputs
 # depend on which entries, and which columns can therefore share a pass. Pass: one pullback, of some columns, samples or
-# parameters. Slot: what holds the output of a block. Recomputation: a call of a block once more, and all that makes it
-# the same call.
+# parameters. Slot: what holds the output of a block.
 
 from invfunc import kronecker, layers
 from invfunc.certificates.certified import certified

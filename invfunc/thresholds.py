@@ -234,7 +234,7 @@ TRIED_PASSES = 256
 """Passes into which a call is divided at most to find out what it takes: it runs without numbers, pass by pass. A limit
 of time."""
 
-# What is looked through (passes/evidence.py, recording/held.py, recomputation/attributes.py)
+# What is looked through (passes/evidence.py, recording/held.py)
 
 COMPARED = 2**22
 """Entries up to which a tensor from elsewhere is kept to compare its numbers; of a larger one, that it is the same
@@ -243,11 +243,6 @@ unwritten object. A limit of memory."""
 HELD = 512
 """Objects of a function that are looked through for tensors before it runs."""
 
-COPIED = 32
-"""Entries of a list or dict of a module up to which a block keeps a copy of it; of a longer one, its length."""
-
-ENTERED = 1_000
-"""Entries of a container up to which it is looked through for the modules that a block holds."""
 
 # Plans (plans/watch.py, plans/recorder.py, compiled.py)
 
@@ -277,19 +272,3 @@ MISSES = 4
 
 TIMED = 5
 """Calls of each kind that are timed to find out which is faster."""
-
-# Checks of inverses (recomputation/probe.py, recomputation/rounding.py, recomputation/recording.py)
-
-PROBED, PROBED_SAVED = 64, 8
-"""Entries up to which all of x, and of what autograd saves, are compared; of a larger tensor, so many."""
-
-GATHERED = 2**15
-"""Numbers of tensors of x that are held to be looked at together, if they are so small that 16 fit: a limit of memory.
-Here one of 2^10 numbers takes some 5 us so, and some 45 us by itself, as long as two products of the block."""
-
-MERGED = 2**16
-"""Entries of y from which on a coupling inside of torch.func evaluates its functions once for inverse and gradient,
-which takes four more gradients of small graphs; else twice. Here both take as long at 2^16, with width 512."""
-
-AT_ONCE = ("cpu",)
-"""Devices where reading a number makes nobody wait: elsewhere it is looked at after the backward pass."""

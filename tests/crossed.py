@@ -103,13 +103,6 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "MISSES": (1, FAR),
     "TIMED": (1, 2),
     "HELD": (0, FAR),
-    "COPIED": (0, FAR),
-    "ENTERED": (0, FAR),
-    "PROBED": (8, FAR),
-    "PROBED_SAVED": (1, FAR),
-    "GATHERED": (0, FAR),
-    "AT_ONCE": ((), ("cpu",)),
-    "MERGED": (0, FAR),
 }
 """Of each threshold a value on its one side, where small things are treated as large ones, and one on the other."""
 LOWEST, HIGHEST = ({name: sides[i] for name, sides in SIDES.items()} for i in (0, 1))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from invfunc.operations.operation import OPERATIONS, Operation
 from tests.forms import Form
 from tests.moves import moved
 
@@ -24,6 +25,12 @@ def rows(z: torch.Tensor) -> torch.Tensor:
 def constants(z: torch.Tensor, *shape: int) -> torch.Tensor:
     count = torch.Size(shape).numel()
     return torch.linspace(-1, 1, count, dtype=z.dtype, device=z.device).view(shape)
+
+
+def having(fact: str) -> frozenset[str]:
+    """The names of the operations whose entries state a fact."""
+    plain = getattr(Operation(), fact)
+    return frozenset(name for name, entry in OPERATIONS.items() if getattr(entry, fact) != plain)
 
 
 def of_torch(name: str) -> bool:

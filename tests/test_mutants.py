@@ -36,8 +36,6 @@ def test_stand_in_the_file_of_their_folder():
 
 def file_of(fault):
     """The name of the file that a fault belongs in."""
-    if fault.file.startswith("recomputation/straight"):
-        return "straight"
     if fault.file in ("budgeted.py", "_alike.py"):
         return "budget"
     return fault.package if "/" in fault.file else "at_the_top"

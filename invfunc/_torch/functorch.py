@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from operator import attrgetter
 from typing import Any, cast
 
@@ -39,6 +38,11 @@ def dual_level() -> bool:
     return forward_ad._current_level >= 0
 
 
+def forward_mode() -> bool:
+    """Whether a jvp, or what is made of it, is among the transforms of torch.func around us."""
+    return any(kind == "jvp" for kind, _ in levels())
+
+
 def level_of(x: torch.Tensor) -> int | None:
     """The level of torch.func at which a tensor is wrapped; None for a plain tensor and after the transform ended."""
     level = _C.maybe_get_level(x)
@@ -60,12 +64,6 @@ def ended(x: torch.Tensor) -> bool:
 def unwrapped(x: torch.Tensor) -> torch.Tensor | None:
     """The tensor that a wrapper of torch.func holds; None for a plain tensor."""
     return _C.get_unwrapped(x) if _C.is_functorch_wrapped_tensor(x) else None
-
-
-def wrapped_like(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A tensor in the wrapper of another one."""
-    level, dim = _C.maybe_get_level(like), _C.maybe_get_bdim(like)
-    return _C._wrap_for_grad(x, level) if dim < 0 else _C._add_batch_dim(x, dim, level)
 
 
 def alive(x: torch.Tensor) -> torch.Tensor:
@@ -118,14 +116,31 @@ def batch_first(x: torch.Tensor) -> torch.Tensor:
     return x if axes == sorted(axes) else x.permute(sorted(range(x.dim()), key=axes.__getitem__))
 
 
-def vmaps_of(x: torch.Tensor) -> set[int]:
-    """The levels of the vmaps for each of whose entries x is another tensor."""
-    found = set[int]()
-    while _C.is_functorch_wrapped_tensor(x):
-        if _C.is_batchedtensor(x):
-            found.add(_C.maybe_get_level(x))
-        x = _C.get_unwrapped(x)
-    return found
+def in_front(x: torch.Tensor, size: int) -> torch.Tensor:
+    """A tensor of `torch.autograd.grad(..., is_grads_batched=True)` with its batch, of this size, as first axis."""
+    legacy: Any = torch
+    level = _level_of_batch(x)
+    return x.expand(size, *x.shape) if level is None else legacy._remove_batch_dim(x, level, size, 0)
+
+
+def _level_of_batch(x: torch.Tensor) -> int | None:
+    """The innermost level at which it is batched; None if it is at none."""
+    legacy: Any = torch
+    if not _C.is_legacy_batchedtensor(x):
+        return None
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    if level:
+        return level
+
+    def has(level: int) -> bool:  # what has no batch there gets one of the given size
+        return legacy._remove_batch_dim(x, level, 2, 0).shape[0] == legacy._remove_batch_dim(x, level, 3, 0).shape[0]
+
+    return next(level for level in range(_LEVELS, 0, -1) if has(level))  # autograd's threads of devices know of none
+
+
+_LEVELS = 64
+"""How many vmaps torch allows within each other."""
 
 
 def checkpointing() -> bool:
@@ -174,8 +189,6 @@ def backward_pass() -> int:
 
 same_generator: Callable[[torch.Generator], int] = attrgetter("_cdata")
 """A number that all objects of one generator have: operations are given another one than the caller's."""
-is_zero = torch.Tensor._is_zerotensor
-"""Whether a tensor is the zeros of a jvp, which have no memory."""
 listening: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 """Whether a torch function mode sees the calls that are made."""
 unwatched, watched = torch._C.DisableTorchFunction, torch._C._EnableTorchFunction
@@ -230,42 +243,6 @@ def grad_level() -> Iterator[tuple[Callable, Callable]]:
 
 
 @contextmanager
-def leaf_level() -> Iterator[tuple[Callable, Callable, Callable]]:
-    """A level of our own whose leaves may also be made, and its tensors read, inside of a vmap that runs in it.
-
-    Yields `enter` (a tensor becomes a leaf there), `edge` (where it is in the graph of the level, a leaf itself, None
-    where it is not) and `leave` (a tensor without its graph of the level).
-    """
-    with grad_level() as (wrap, unwrap):
-        level = _C.current_level()
-
-        def peel(x: torch.Tensor) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-            layers = []
-            while _C.is_batchedtensor(x) and _C.maybe_get_level(x) > level:
-                layers.append((_C.maybe_get_bdim(x), _C.maybe_get_level(x)))
-                x = _C.get_unwrapped(x)
-            return x, layers
-
-        def put_back(x: torch.Tensor, layers: list[tuple[int, int]]) -> torch.Tensor:
-            for dim, above in reversed(layers):
-                x = _C._add_batch_dim(x, dim, above)
-            return x
-
-        def at_the_level(change: Callable, x: torch.Tensor) -> torch.Tensor:
-            x, layers = peel(x)
-            with _below(level) if _C.maybe_current_level() != level else nullcontext():
-                x = change(unwrap(x))
-            return put_back(x, layers)
-
-        def edge(x: torch.Tensor) -> torch.autograd.graph.GradientEdge | torch.Tensor | None:
-            x, _ = peel(x)
-            inside = x.requires_grad and level_of(x) == level
-            return None if not inside else x if x.is_leaf else torch.autograd.graph.get_gradient_edge(x)
-
-        yield partial(at_the_level, wrap), edge, partial(at_the_level, lambda x: x)
-
-
-@contextmanager
 def _below(level: int) -> Iterator[None]:
     """Without the transforms above a level."""
     if not (above := levels()) or above[-1][1] <= level:
@@ -278,15 +255,6 @@ def _below(level: int) -> Iterator[None]:
 def version(x: torch.Tensor) -> int:
     """How often the tensor was written in place."""
     return 0 if x.is_inference() else x._version
-
-
-def pointer(x: torch.Tensor) -> int:
-    """Where a tensor begins in memory; 0 for one without, such as a FakeTensor or the zeros of a jvp."""
-    plain = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
-    try:
-        return x.data_ptr() if plain or x.untyped_storage().device.type != "meta" else 0
-    except RuntimeError:
-        return 0
 
 
 def storage_of(x: torch.Tensor) -> int:
@@ -338,6 +306,15 @@ def pop_hooks(refused: str | None) -> None:
     _autograd._pop_saved_tensors_default_hooks()
     if refused is not None:
         _autograd._saved_tensors_hooks_disable(refused)
+
+
+def gradients_of(
+    outputs: Sequence[torch.Tensor], of_outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], graph: bool
+) -> Sequence[torch.Tensor | None]:
+    """`torch.autograd.grad` of gradients that have the shapes of the outputs: to look at those, torch imports sympy."""
+    engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportAttributeAccessIssue]
+    options = {"allow_unreachable": True, "accumulate_grad": False}
+    return engine.run_backward(tuple(outputs), tuple(of_outputs), graph, graph, tuple(inputs), **options)
 
 
 _PASSES: tuple[int, bool] = (-1, False)

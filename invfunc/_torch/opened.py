@@ -1,12 +1,16 @@
-"""Python-level functions of torch, whose bodies can be seen."""
+"""Python-level functions of torch as they were written: opened, uncompiled, with weights that are computed anew."""
 
 from __future__ import annotations
 
-import inspect
+import sys
+import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
+
+from torch.nn.utils import parametrize
 
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
@@ -28,9 +32,40 @@ def opened(func: Callable) -> Callable | None:
     return copy
 
 
-def raised_in(function: Any, error: BaseException) -> bool:
-    """Whether it is this very function of torch that raised an error."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code is inspect.unwrap(function).__code__
+class Uncompiled:
+    """A context in which what `torch.compile` made runs as it was written, in all threads; others go on meanwhile."""
+
+    _lock = threading.Lock()
+    _number = 0
+    _before: Any = None
+
+    def __enter__(self) -> None:
+        dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+        self._dynamo = dynamo  # without it nothing has been compiled
+        if dynamo is not None:
+            with self._lock:
+                if Uncompiled._number == 0:
+                    Uncompiled._before, dynamo._stance = dynamo._stance, dynamo.DynamoStance("force_eager")
+                Uncompiled._number += 1
+
+    def __exit__(self, *error: Any) -> None:
+        if self._dynamo is not None:
+            with self._lock:
+                Uncompiled._number -= 1
+                if Uncompiled._number == 0:
+                    self._dynamo._stance, Uncompiled._before = Uncompiled._before, None
+
+
+def parametrized_anew() -> AbstractContextManager:
+    """A context in which weights are computed that `torch.nn.utils.parametrize.cached()` kept before."""
+    return _parametrized_anew() if parametrize._cache_enabled else nullcontext()
+
+
+@contextmanager
+def _parametrized_anew() -> Iterator[None]:
+    state: Any = parametrize
+    before, state._cache = state._cache, {}
+    try:
+        yield
+    finally:
+        state._cache = before

@@ -40,13 +40,13 @@ class Look:
 
     def error(self, now: Look, count: int) -> torch.Tensor:
         """The largest difference and the size that it is relative to: of entries, and of the sum of many roundings."""
-        apart = (now.entries - self.entries).abs()
-        size = self.entries.abs()
-        there = self.entries.isfinite()
-        off = torch.where(there, apart, 0).amax().nan_to_num(torch.inf)
+        finite, there = self.total.isfinite(), self.entries.isfinite()
+        lost = torch.where(finite, torch.inf, 0)  # where x had nan or inf, the inverse may spread them
+        off = (now.entries - self.entries).abs()
+        off = torch.where(there, torch.where(off.isfinite(), off, lost), 0).amax()
         off_sum = ((now.total - self.total).abs() / count**0.5).nan_to_num(torch.inf)
-        off = torch.maximum(off, torch.where(self.total.isfinite(), off_sum, 0))
-        return torch.stack((off, torch.where(there, size, 0).amax()))
+        off = torch.maximum(off, torch.where(finite, off_sum, 0))
+        return torch.stack((off, torch.where(there, self.entries.abs(), 0).amax()))
 
 
 def looked_at(xs: Sequence[torch.Tensor]) -> list[Look | None] | None:
@@ -97,16 +97,19 @@ def tell(block: Any, error: float, precision: float, name: str, dtype: torch.dty
     if error <= most:
         return
     text = f"the inverse gives {name} back with an error of {error:.1e}, where up to {most:.1e} is rounding. "
+    if dtype in (torch.bfloat16, torch.float16):
+        text += (
+            f"The state is in {dtype}, whose rounding errors are large: keep it in float32, as by `stem(x).float()` "
+            "before the first block; what is added to it may be in half precision. "
+        )
     if error > FEW:
         text += (
             "Either f_inv is no inverse of f (`check_inverse` compares them), or something that f reads has changed "
-            "since (a mode, a global, random numbers that are not torch's), or rounding errors have grown from block to "
-            "block (`drift` tells how fast). "
+            "since (a mode, a global, random numbers that are not torch's), or y was written by `.data`, or rounding "
+            "errors have grown from block to block (`drift` tells how fast). "
         )
     else:
         text += "Rounding errors drift, and grow from block to block (`drift` tells how fast). "
-    if dtype in (torch.bfloat16, torch.float16):
-        text += f"The state is in {dtype}: keep it in float32, as by `stem(x).float()` before the first block. "
     where = f"{block!r}, in the backward pass"
     if check == "warn" and error <= max(4 * most, FEW):
         if not block.known.warned:

@@ -57,13 +57,19 @@ from invfunc.blocks.surroundings import (
     kinds_of,
     states_of,
 )
+from invfunc.callables import describe
 from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
-from invfunc.recording.trace import Followed, Trace
+from invfunc.operations.heard import Followed
+from invfunc.recording.trace import Trace
 from invfunc.transform import told
 
 Step = tuple[Any, tuple, dict[str, Any]]
 """A block with its further arguments."""
 Tensors = list[torch.Tensor]
+WRITTEN = (
+    "an argument has been modified by an inplace operation, by f or after it, and is needed to compute the gradient. "
+    "Write t = t + z in place of t += z."
+)
 CHANGES = (
     "It reads something that changes: random numbers of Python or numpy, a counter, what is chosen around the forward "
     "pass alone. Draw with torch, whose numbers are replayed (preserve_rng_state=True), or pass what changes as an "
@@ -170,10 +176,10 @@ class _Collected:
 class _Evaluation:
     """An evaluation of a function that f shares with its inverse."""
 
-    __slots__ = ("start", "end", "given", "states")
+    __slots__ = ("fn", "start", "end", "given", "states")
 
-    def __init__(self, start: int, given: Iterable[torch.Tensor], states: States | None) -> None:
-        self.start, self.end, self.states = start, start, states
+    def __init__(self, fn: Callable, start: int, given: Iterable[torch.Tensor], states: States | None) -> None:
+        self.fn, self.start, self.end, self.states = fn, start, start, states
         self.given = [*map(_Like, given)]
         """The tensors that it is given beside the arguments of the block."""
 
@@ -182,8 +188,8 @@ class Link:
     """A block of a run."""
 
     __slots__ = (
-        "block", "form", "like", "own", "tensors", "args", "needs", "versions", "start", "around", "states", "looks", "kept", "hidden",
-        "evaluations",
+        "block", "form", "like", "own", "tensors", "args", "needs", "versions", "start", "around", "states", "looks",
+        "kept", "hidden", "evaluations",
     )  # fmt: skip
 
     def __init__(self, step: Step, xs: Tensors, form: tree.Form, start: int) -> None:
@@ -191,6 +197,7 @@ class Link:
         self.form, self.like, self.start = form, [_Like(x) for x in xs], start
         self.tensors, self.args = tree.separate(tuple(given)) if given[0] or given[1] else ((), None)
         self.needs = [needs_grad(t) for t in self.tensors]
+        self.versions = [version(t) for t in self.tensors]
         self.own = self.tensors
         """The tensors of the arguments, until the call has ended."""
         self.tensors = [t if recorded(t).grad_fn is None else _Constant(t) for t in self.tensors]
@@ -199,7 +206,6 @@ class Link:
         self.hidden: tuple = ()
         self.states: States | None = None
         self.evaluations: list[_Evaluation] = []
-        self.versions: list[int] = []
 
     @property
     def pair(self) -> Any:
@@ -211,16 +217,27 @@ class Link:
         named = tree.named_leaves(self.form.join(range(len(self.form.places))))
         return ["x" + named[place][0] for place in self.form.places]
 
+    def tensors_of(self, x: Any) -> Tensors:
+        """The tensors that the inverse gives, which has to be a tree like x."""
+        found, form = tree.separate(x)
+        if form.structure == self.form.structure and form.places == self.form.places:
+            return found
+        names, came = self.names(), ["x" + path for path, t in tree.named_leaves(x) if isinstance(t, torch.Tensor)]
+        if came == names:  # a list in place of a tuple
+            return found
+        what = "one tensor" if came == ["x"] else f"{type(x).__name__} of {', '.join(came)}" if came else repr(x)
+        raise InverseError(
+            f"the inverse gives {what}, where x was {'one tensor' if names == ['x'] else ', '.join(names)}. It has to "
+            "be of the form of x: f_inv(f(x)) is x."
+        )
+
     def given(self, enter: Callable[[torch.Tensor, bool], torch.Tensor]) -> tuple[tuple, dict[str, Any]]:
         """The further arguments, to be read once more: what had a graph needs a gradient as before."""
         if self.args is None:
             return (), {}
         for t, then in zip(self.tensors, self.versions, strict=True):
             if version(t.value if isinstance(t, _Constant) else t) != then:
-                raise ModifiedError(
-                    "an argument has been modified by an inplace operation after the block was called, and is needed "
-                    "to compute the gradient. Write t = t + z in place of t += z."
-                )
+                raise ModifiedError(WRITTEN)
         found = []
         for t, need in zip(self.tensors, self.needs, strict=True):
             constant = isinstance(t, _Constant)
@@ -250,6 +267,8 @@ class Run(Holder):
         self._now: int | None = None
         """The link whose saved tensors are at hand."""
         self._saved: list[torch.Tensor | None] = []
+        self._versions: list[int] = []
+        """Their versions when they were computed again."""
         self._left = 0
         """How many of them autograd has not asked for yet."""
         self._state: tuple[int, Tensors] | None = None
@@ -285,6 +304,8 @@ class Run(Holder):
             if block.check != "off" and (depth + k) % EVERY == 0 and len(link.kept) < len(xs):
                 with unwatched():
                     link.looks = looked_at(xs)
+                    if link.looks and link.pair.carries_a_sum:  # from which nothing is computed
+                        link.looks[-1] = None
             link.around = Surroundings(block.known.closed(link.pair), kinds, block.known.first)
             link.around.mark()
             link.states = states
@@ -304,7 +325,7 @@ class Run(Holder):
             for saved in self._live:
                 assert (value := saved.value) is not None
                 if version(value) != saved.version:
-                    raise ModifiedError(_LATE.format(list(value.shape)))
+                    saved.version = -1  # an error if autograd asks for it, as it does not for what had no gradient
                 saved.value = None
             self._live, self._form = [], form
             if k + 1 < len(steps):
@@ -316,7 +337,9 @@ class Run(Holder):
             with unwatched():
                 hooks = None if any(map(is_batched, xs)) else saving_hooks()
                 self.outs = [Slot(t, depth + len(self.links), hooks, self._lock) for t in xs]
+                own: ref[Holder] = ref(self)
                 for t, slot in zip(xs, self.outs, strict=True):
+                    slot.owner = own
                     slot.note(t, held=bool(HERE.noted))
                 if not whole:
                     note(block, depth + len(steps) - 1, y, before, self.outs)
@@ -337,15 +360,15 @@ class Run(Holder):
         link.around.called()
         link.own = ()
         known.first = False
-        if link.tensors:
-            link.versions = [version(t.value if isinstance(t, _Constant) else t) for t in link.tensors]
         link.hidden = tree.map_tensors(torch.Tensor.detach, hidden) if (hidden := link.hidden) else ()
         return states
 
     def _check(self, link: Link, xs: Tensors, ys: Tensors, tolerance: float) -> None:
         """Compare all entries of x with what the inverse gives."""
+        looks, link.looks = link.looks, None
         with self._entered() as (enter, leave, _), self._seen():
             back = self._inverted(link, [t.detach() for t in ys], enter, None)
+        link.looks = looks
         for name, x, came in zip(link.names(), xs, map(leave, back), strict=True):
             error = relative_error(came, x)
             if not error <= tolerance:
@@ -381,7 +404,7 @@ class Run(Holder):
             own = {id(t) for t in link.own}
             given = [t for t in tree.tensors((args, kwargs)) if id(t) not in own]
         states = states_of(self.generators) if self.generators else None
-        evaluation = _Evaluation(len(self._like), given, states)
+        evaluation = _Evaluation(fn, len(self._like), given, states)
         link.evaluations.append(evaluation)
         result = fn(*args, **kwargs)
         evaluation.end = len(self._like)
@@ -420,7 +443,7 @@ class Run(Holder):
         """The tensors of x of a run of one block, from those of any y."""
         self._origin = []
         with self._entered() as (enter, leave, _):
-            return [leave(x) for x in self._inverted(self.links[0], ys, enter, None)]
+            return [leave(x) for x in self._inverted_by(self.links[0], ys, enter, None)]
 
     def once_more(self, x: Any) -> Any:
         """y of a run of one block at any x, with the same random numbers."""
@@ -442,6 +465,8 @@ class Run(Holder):
         """The tensor in whose place something was given."""
         if saved.value is not None:
             return self._still_there(saved, saved.value)
+        if saved.version < 0:
+            raise self._late(saved.number)
         with self._lock:
             found = self._found(n := saved.number)
             self._saved[n - self._starts[self._now or 0]] = None
@@ -463,11 +488,17 @@ class Run(Holder):
     def _found(self, n: int) -> torch.Tensor:
         k = bisect_right(self._starts, n) - 1
         found = self._saved[n - self._starts[k]] if self._now == k else None
+        if found is not None and version(found) != self._versions[n - self._starts[k]]:
+            raise self._late(n)
         if found is None:
             self._restore(k)
             found = self._saved[n - self._starts[k]]
             assert found is not None
         return found
+
+    def _late(self, n: int) -> InvFuncError:
+        link = self.links[bisect_right(self._starts, n) - 1]
+        return told(ModifiedError(_LATE.format([*self._like[n][0]])), self._where(link))
 
     def release(self) -> None:
         self._now, self._saved, self._state = None, [], None
@@ -504,7 +535,7 @@ class Run(Holder):
             saved = [kept(t) for t in saved]
         if k == 0:
             self.fill(xs)
-        self._now, self._saved, self._left = k, saved, len(saved)
+        self._now, self._saved, self._versions, self._left = k, saved, [version(t) for t in saved], len(saved)
 
     def _output(self, k: int) -> Tensors:
         try:
@@ -543,7 +574,9 @@ class Run(Holder):
         args, kwargs = link.given(enter)
         if block.known.differentiates:
             ys = [enter(alive(t), differentiable(t)) for t in ys]
-        y, replays = form.join([alive(t) for t in ys]), link.states is not None or bool(link.around.buffers)
+        ys = [alive(t) for t in ys]
+        versions = [version(t) for t in ys]
+        y, replays = form.join(ys), link.states is not None or bool(link.around.buffers)
         at = len(link.evaluations)
         outs: dict[int, Any] = {}
         own = {id(t) for t in tree.tensors((args, kwargs))}
@@ -551,8 +584,8 @@ class Run(Holder):
         def again(fn: Callable, *given: Any, **named: Any) -> Any:
             nonlocal at
             at -= 1
-            if at < 0:
-                raise ReplayError(f"the inverse evaluates {fn!r} more often than f. {CHANGES}")
+            if at < 0 or link.evaluations[at].fn is not fn:
+                raise InverseError(_SHARED)
             out = self._once_more(link, at, fn, given, named, enter, own, saved)
             outs[at] = out
             return tree.map_tensors(torch.Tensor.detach, out)
@@ -563,16 +596,25 @@ class Run(Holder):
         where = torch.enable_grad() if block.known.differentiates else torch.no_grad()
         inverse = pair.inverse_of(link.form, link.like, {i: slot.get() for i, slot in link.kept.items()})
         last = len(link.around.buffers[0][3]) - 1 if link.around.buffers else 0
-        with where, link.around.again(last, enter):
+        with where, link.around.again(last, enter, restarts=not pair.shared):
             try:
                 x = inverse(*shared, y, *link.hidden, *args, **kwargs)
             except TypeError as error:
-                error.add_note(f"f_inv of {block!r} is called as f_inv(y, *args, **kwargs), with the arguments of f.")
+                more = [type(a).__name__ for a in (y, *link.hidden, *args)]
+                more += [f"{name}={type(a).__name__}" for name, a in kwargs.items()]
+                error.add_note(
+                    f"{describe(pair.inverse)} was called with ({', '.join(more)}), in the backward pass of {block!r}: "
+                    "f_inv gets y and then the further arguments of f. Let it take them, as in lambda y, w: ..."
+                )
                 raise
-        found = tree.tensors(x)
-        if len(found) != len(link.like):
-            raise InverseError(f"the inverse gives {len(found)} tensors, where x has {len(link.like)}. {_FORM}")
-        xs = []
+        if [version(t) for t in ys] != versions:
+            raise ModifiedError(
+                "f_inv writes into y, which it was given. Write y = y - z in place of y -= z, or give it a copy: "
+                "lambda y: f_inv(y.clone())."
+            )
+        if at and outs:
+            raise InverseError(_SHARED)
+        found, xs = link.tensors_of(x), []
         for i, (t, like) in enumerate(zip(found, link.like, strict=True)):
             xs.append(link.kept[i].get() if i in link.kept else like.checked(t, link, i))
         if link.looks is not None:
@@ -671,8 +713,11 @@ _WRITES = (
     "the function writes into x, which it was given. Take inplace=False in its first layers, or give them a copy: "
     "lambda x: f(x.clone())."
 )
+_SHARED = (
+    "the inverse evaluates a shared function more or less often than f, or in another order. It has to evaluate all of "
+    "them, in the reverse order of f, at the same arguments; or leave shared= out."
+)
 _LATE = (
     "a tensor of shape {} that is needed to compute the gradient has been modified by an inplace operation. Write "
     "t = t + z in place of t += z."
 )
-_FORM = "It has to be of the form of x: f_inv(f(x)) is x."

@@ -24,7 +24,8 @@ from invfunc._torch.functorch import (
     watched,
 )
 from invfunc._torch.generators import set_states
-from invfunc.blocks.closed import Closed, registered
+from invfunc.blocks.closed import Closed
+from invfunc.blocks.equal_steps import alike, as_one
 from invfunc.blocks.run import Run, Step
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.trace import Trace
@@ -51,11 +52,10 @@ class Known:
 
     def closed(self, pair: Any) -> Closed:
         """What the functions of a pair close over."""
-        if self._closed is None or self._closed[0] is not pair:
-            self._closed = pair, Closed((pair.forward, pair.inverse, *pair.shared))
-        elif self._closed[1].registered != registered():
-            self._closed = pair, self._closed[1].renewed()
-        return self._closed[1]
+        found = self._closed
+        if found is None or found[0] is not pair or found[1].moved():
+            found = self._closed = pair, Closed((pair.forward, pair.inverse, *pair.shared))
+        return found[1]
 
 
 def in_series(steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:
@@ -79,10 +79,17 @@ def _in_series(steps: Sequence[Step], x: Any, seen: Callable[[], AbstractContext
             hidden.append(own)
             continue
         count = next((i for i, (block, *_) in enumerate(rest) if i and _differs(block, rest[0][0])), len(rest))
+        one = level == 0 and alike(rest[1:count], x)
         run = Run(level, seen)
         try:
-            x, more = run.forward(rest[:count], x)
+            before, (x, more) = x, run.forward(rest[: 1 if one else count], x)
             hidden += more
+            if one and (y := as_one(rest[:count], before, run, x)) is not None:
+                x, more = y, [()] * (count - 1)
+            elif one:
+                run = Run(level, seen)
+                x, more = run.forward(rest[1:count], x)
+            hidden += more if one else []
         except TypeError as error:
             vars(error)["at"] = len(hidden) + len(run.links) - 1  # for a chain to name the block
             raise

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from invfunc._torch.functorch import alive, function_of, pointer, recorded, version
+from invfunc._torch.functorch import alive, function_of, recorded, storage_of, version
 from invfunc._torch.sharded import gathered_again, gathers
 from invfunc._torch.weak import WeakIdMap
 from invfunc.errors import ModifiedError, ReplayError
@@ -26,13 +26,14 @@ class Slot:
     what autograd saves.
     """
 
-    __slots__ = ("_value", "_packed", "version", "shape", "later", "depth", "lock", "__weakref__")
+    __slots__ = ("_value", "_packed", "version", "shape", "later", "owner", "depth", "lock", "__weakref__")
 
     def __init__(self, tensor: torch.Tensor, depth: int = 0, hooks: Hooks | None = None, lock: Any = None) -> None:
         value = tensor.detach()
         self._value, self._packed = (value, None) if hooks is None else (None, (hooks[1], hooks[0](value)))
         self.version, self.shape = version(tensor), tensor.shape
         self.later: Holder | None = None
+        self.owner: weakref.ref[Holder] | None = None
         self.depth = depth
         """How many blocks come before it in its series, this one included."""
         self.lock = lock
@@ -60,7 +61,8 @@ class Slot:
     def of_memory(self, tensor: torch.Tensor) -> bool:
         """Whether it is that tensor, which somebody handed on."""
         value = self._value
-        return value is not None and pointer(value) == pointer(tensor) != 0 and value.stride() == tensor.stride()
+        same = value is not None and storage_of(value) == storage_of(tensor)
+        return same and (value.storage_offset(), value.stride()) == (tensor.storage_offset(), tensor.stride())
 
     def fill(self, value: torch.Tensor) -> None:
         """Put the tensor back that the later call has computed again."""
@@ -156,6 +158,8 @@ class Holder:
             slot = found() if found is not None else None
             if slot is not None and slot.later is self:
                 slot.fill(x)
+                if slot.owner is not None and (owner := slot.owner()) is not None:
+                    owner.release()  # what it holds is of an earlier backward pass
 
 
 def depth_of(slots: Sequence[Any]) -> int:

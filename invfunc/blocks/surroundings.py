@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import compress
 from typing import Any
 
 import torch
+from torch import nn
 
 from invfunc._torch.functorch import ended, leaf_at, needs_grad, recorded, version
 from invfunc._torch.generators import Generator, global_generator, same_state, set_states, state_of
@@ -74,8 +76,8 @@ class Surroundings:
 
     def mark(self) -> None:
         """Keep what the buffers hold."""
-        for _, _, buffer, copies, _ in self.buffers:
-            copies.append(buffer.detach().clone())
+        for held, key, _, copies, _ in self.buffers:
+            copies.append(held[key].detach().clone())
 
     def called(self) -> None:
         """End of the call: from now on nothing may be written that it has read."""
@@ -88,17 +90,31 @@ class Surroundings:
         self.versions = [version(t) for t in self.tensors]
         if self.buffers:
             self.mark()
-            self.buffers = [b for b in self.buffers if version(b[2]) != b[4] or not torch.equal(b[3][0], b[3][-1])]
+            self.buffers = [
+                (held, key, b, copies, then)
+                for held, key, b, copies, then in self.buffers
+                if held[key] is not b or version(b) != then or not torch.equal(copies[0], copies[-1])
+            ]
 
     def undo(self) -> None:
         """Take back what the call has written to buffers."""
-        for _, _, buffer, copies, _ in self.buffers:
+        for held, key, buffer, copies, _ in self.buffers:
+            held[key] = buffer
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffer):
                 buffer.copy_(copies[0])
 
     @contextmanager
-    def again(self, at: int = 0, enter: Callable[[torch.Tensor, bool], torch.Tensor] = leaf_at) -> Iterator[None]:
-        """A context as it was before the evaluation of a number; what is written to buffers in it is dropped."""
+    def again(
+        self, at: int = 0, enter: Callable[[torch.Tensor, bool], torch.Tensor] = leaf_at, restarts: bool = False
+    ) -> Iterator[None]:
+        """A context as it was before the evaluation of a number; what is written to buffers in it is dropped.
+
+        Args:
+            at: the number.
+            enter: gives a tensor that f closes over as a leaf.
+            restarts: whether each call of a module begins with the buffers that f began with, as where an inverse
+                evaluates a module with spectral norm until it converges.
+        """
         own = {id(buffer) for _, _, buffer, _, _ in self.buffers}
         with ExitStack() as stack:
             for module, then in zip(self.closed.modules, self.training, strict=True):
@@ -111,8 +127,8 @@ class Surroundings:
             for place, t, need, then in zip(self.places, self.tensors, self.needs, self.versions, strict=True):
                 if version(t) != then and id(t) not in own:
                     raise ModifiedError(
-                        f"a tensor of shape {list(t.shape)} that the function closes over ({place[1]}) has been modified by "
-                        "an inplace operation after it was evaluated. Step the optimiser behind the backward pass; "
+                        f"a tensor of shape {list(t.shape)} that the function closes over ({place[1]}) has been modified "
+                        "by an inplace operation after it was evaluated. Step the optimiser behind the backward pass; "
                         "write t = t + z in place of t += z."
                     )
                 if there(place) is not t or ended(t):
@@ -126,9 +142,18 @@ class Surroundings:
             if self.buffers:
                 places = [(held, key) for held, key, *_ in self.buffers]
                 stack.enter_context(swapped(places, [copies[at].clone() for _, _, _, copies, _ in self.buffers]))
+                for module in self.closed.stateful if restarts else ():
+                    own = [(key, copies[0]) for held, key, _, copies, _ in self.buffers if held is module._buffers]
+                    if own:
+                        stack.callback(module.register_forward_pre_hook(partial(_restart, own), prepend=True).remove)
             for kind, on, dtype in self.casts or _casts(_now()):
                 stack.enter_context(torch.autocast(kind, dtype, enabled=on and bool(self.casts), cache_enabled=False))
             yield
+
+
+def _restart(buffers: Sequence[tuple[str, torch.Tensor]], module: nn.Module, args: Any) -> None:
+    """Have a module begin with other buffers."""
+    module._buffers.update({name: value.clone() for name, value in buffers})
 
 
 def _dense(buffer: torch.Tensor | None) -> bool:

@@ -58,7 +58,8 @@ def invertible_checkpoint(
             square root of the precision), and raises above a few per cent; "error" raises at once; "off" does not look.
             On an accelerator that is told when the backward pass has ended. True compares all: `f_inv(f(x))` with x in
             every call, while x is in memory, and what f gives when it is evaluated again; a number is the error that is
-            tolerated, relative to the largest entry of each tensor.
+            tolerated, relative to the largest entry of each tensor. (Exact zeros, as of a padding or a relu, come back
+            with a rounding error, and there is no warning: if f has a kink at 0, take `exact=True` or keep=True.)
         min_bytes: below this size of x, g is simply f.
         has_aux: of an `Invertible` that hides something: return `(y, hidden)`.
 
@@ -70,10 +71,10 @@ def invertible_checkpoint(
         ArgumentError: keep names a tensor that x does not have, or has_aux=True with a pair that hides nothing.
         InverseError: x comes back with an error (`check`), or in another form or shape, or in a dtype that has not all
             of its digits; or no inverse is found, with what prevents it.
-        ReplayError: f or f_inv writes into its arguments, or reads and writes a state of its own where that cannot be
-            repeated; or does something else when it runs again. f uses torch.autograd, or a gradient is
-            differentiated within its own transform of torch.func.
-        ModifiedError: y was written in place before the gradient was computed.
+        ReplayError: f does something else when it runs again.
+        ModifiedError: f or f_inv writes into its arguments; or y, an argument or what f closes over was written in
+            place before the gradient was computed.
+        TypeError: f or f_inv does not take what it is called with; a note says how that was.
         ClosedOverError: inside of torch.func, f reads a tensor that needs a gradient, is not an argument, and is
             another one each time.
 
@@ -98,6 +99,9 @@ def invertible_checkpoint(
     once; what it held is kept in a copy, from which f and f_inv start again. So is the plain Python state (counters,
     flags, lists) of the modules that f holds.
 
+    Under autocast a stem gives its result in half precision. Keep the state in float32, as by `x = stem(x).float()`, or
+    rounding errors grow from block to block; what F and G compute may be in half precision.
+
     Composes with: `.backward()` and every transform of torch.func, whose first derivatives in reverse mode need the
     memory of one block; a second derivative needs that of all, and forward mode runs f without saving memory. So does
     torch.compile, unless blocks are in one `chain`, or `torch.compiler.disable` excludes them. What f calls that was
@@ -121,7 +125,7 @@ def invertible_checkpoint(
     options = {
         "keep": keep if isinstance(keep, bool) else tuple(keep),
         "preserve_rng_state": preserve_rng_state,
-        "check": check,
+        "check": "off" if check is False else check,
         "min_bytes": min_bytes,
         "has_aux": has_aux,
     }
@@ -231,6 +235,14 @@ class Checkpointed(Value):
             raise
         except InvFuncError as error:
             raise told(error, f"{self!r}(x, ...)") from error.__cause__
+        except (TypeError, AttributeError) as error:
+            if not isinstance(x, torch.Tensor):
+                error.add_note(
+                    f"{self!r} was called with an x of type {type(x).__name__}, which f got as its first argument. "
+                    "Let f take it as one argument (def f(x): a, b = x), or pass tensors beside the state behind it: "
+                    "g(x, w)."
+                )
+            raise
 
     def _shown(self, y: Any) -> Any:
         return y if self.has_aux else self.pair.apart(y)[0]

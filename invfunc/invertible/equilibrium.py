@@ -101,7 +101,7 @@ def equilibrium(
     check_anchor("equilibrium", anchor_every)
     half = -math.log(torch.finfo(torch.float64).eps) / 2
     every = anchor_every or max(1, int(half / -2 / math.log(1 - beta)))
-    return _Solver(call, Checkpointed(pair), beta, tolerance, max_steps, every)
+    return _Solver(call, Checkpointed(pair, check="off"), beta, tolerance, max_steps, every)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._torch.scripted import Scripted
+from invfunc._torch.opened import opened
 from invfunc.operations.calls import in_place, inplace_flag
 from invfunc.operations.naming import argument, default, function_name
 from invfunc.operations.operation import Operation, known
@@ -25,10 +25,6 @@ class Function:
 
     def __init__(self, func: Callable) -> None:
         self.func, self.called = func, getattr(func, "__name__", repr(func))
-        if isinstance(func, Scripted):  # which holds tensors, and says itself what it does
-            self.name, self.entry, self.forms, self._writes_if = self.called, _PLAIN, _PLAIN, None
-            self.in_place, self.inplace_at, self.renews = False, None, True
-            return
         self.name = function_name(func)
         self.entry = known(self.name)
         forms = known(self.called)  # none of what writes in place, which has an underscore
@@ -74,6 +70,10 @@ class Function:
         forms = self.forms
         return forms.composed if forms.composed_if is None or forms.composed_if(self.called) else None
 
+    def written_out(self) -> Callable[..., Any] | None:
+        """The operations in which a trace follows it, those of its body included."""
+        return self.composed() or (opened(self.func) if self.entry.batch_axis is None else None)
+
 
 function_of = lru_cache(maxsize=4096)(Function)
 """What is known of a function that is called."""
@@ -83,7 +83,7 @@ class Listener(TorchFunctionMode):
     """Hears the calls of torch while it is on; such as only ask something about a tensor go by."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        function = Function(func) if type(func) is Scripted else function_of(func)
+        function = function_of(func)
         if function.entry.asks == "form":
             return func(*args, **(kwargs or {}))
         if not args and kwargs and "tensor" in kwargs:  # of torch.nn.init, which names what it writes
@@ -93,3 +93,14 @@ class Listener(TorchFunctionMode):
     def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call while the mode is off; gives its result."""
         raise NotImplementedError  # of those who hear
+
+
+class Followed(Listener):
+    """Runs calls in the forms in which a trace follows them, for a block that is evaluated once more."""
+
+    def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
+        body, once = function.written_out(), function.forms.once
+        if body is None:
+            return function.func(*args, **kwargs) if once is None else once(function.func, *args, **kwargs)
+        with self:
+            return body(*args, **kwargs)

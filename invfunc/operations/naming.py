@@ -7,8 +7,8 @@ their signatures and the schemas of aten say where.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -81,16 +81,3 @@ def _signatures(func: Callable) -> Iterator[list[str]]:
             names = [[a.name for a in schema.arguments if not a.kwarg_only] for schema in schemas]
             yield from sorted(names, key=lambda each: each[:1] != ["self"])
             return
-
-
-def shaped_by_numbers(name: str, operands: Iterable[Any]) -> bool:
-    """Whether the shape of what an operation gives depends on numbers of its operands, as that of `nonzero`."""
-    masked = name == "getitem" and any(x.dtype in (torch.bool, torch.uint8) for x in operands)
-    return masked or _gives_any_shape(name)
-
-
-@cache
-def _gives_any_shape(name: str) -> bool:
-    packet = getattr(torch.ops.aten, name, None)
-    overloads = packet.overloads() if packet is not None and hasattr(packet, "overloads") else ()
-    return any(torch.Tag.dynamic_output_shape in getattr(packet, overload).tags for overload in overloads)

@@ -110,12 +110,8 @@ class Operation:
     """Whether it registers something for the backward pass, and reads no values."""
     exits: bool = False
     """Whether it hands the memory of a tensor to another one, which is not followed."""
-    saves_early: bool = False
-    """Whether it saves for its gradient what it fills afterwards, of which the version does not tell."""
     draws: bool | Rule = False
     """Whether it draws random numbers; or from torch's function and its arguments to whether it does."""
-    draws_by_strides: bool = False
-    """Whether it gives these to entries in the order in which they lie in memory, and not inside of torch.func."""
 
 
 OPERATIONS: dict[str, Operation] = {}
@@ -165,11 +161,6 @@ def _completed(entry: Operation, tags: Iterable[torch.Tag]) -> Operation:
             if getattr(entry, fact) == getattr(_PLAIN, fact) != getattr(facts, fact):
                 entry = replace(entry, **{fact: getattr(facts, fact)})
     return entry
-
-
-def having(fact: str) -> frozenset[str]:
-    """The names of the operations whose entries state a fact."""
-    return frozenset(name for name, entry in OPERATIONS.items() if getattr(entry, fact) != getattr(_PLAIN, fact))
 
 
 def linear(

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from invfunc._torch.functorch import checkpointing
-from invfunc._torch.levels import forward_mode
+from invfunc._torch.functorch import checkpointing, forward_mode
 from invfunc._torch.opened import opened
 from invfunc.errors import ArgumentError
 from invfunc.operations.heard import Function, Listener

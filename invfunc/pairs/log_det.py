@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from invfunc.errors import ArgumentError
 from invfunc.pairs.pair import Invertible, Remembered, as_pair, rewrapped
@@ -20,11 +20,11 @@ def with_log_det(pair: Invertible) -> Invertible:
 
     Returns:
         An `Invertible`; of what `invertible_checkpoint` returned, a block with the same options. s has the shape [N] of
-        one sum for each entry of the leading axis of x; `torch.zeros(N)` starts.
+        one sum for each entry of the leading axis of x; `torch.zeros(N)` starts. What the pair hides stays hidden.
 
     Raises:
         ArgumentTypeError: `pair` is not an `Invertible`.
-        ArgumentError: it has no log_det, or hides something.
+        ArgumentError: it has no log_det.
 
     Example:
         >>> import torch, invfunc
@@ -44,38 +44,32 @@ def with_log_det(pair: Invertible) -> Invertible:
         return rewrapped(block, flow)
     if pair.carried is not None:
         return rewrapped(block, pair.carried)
-    if pair.log_det is None or pair.hidden:
-        why = "hides something, so that its inverse is not a function of y" if pair.hidden else "has no log_det"
-        raise ArgumentError(f"with_log_det({pair!r}): the pair {why}.")
+    if pair.log_det is None:
+        raise ArgumentError(f"with_log_det({pair!r}): the pair has no log_det.")
     carried = _Carried(pair)
     name = f"with_log_det({pair!r})"
-    return rewrapped(block, Invertible(carried.forward, carried.inverse, pair.shared, name=name))
-
-
-def carries_a_sum(pair: Any) -> bool:
-    """Whether the last tensor of the state is a sum, which nothing is computed from but further sums."""
-    forward = getattr(pair, "forward", None)
-    return getattr(getattr(forward, "__self__", forward), "carries_a_sum", False) is True
+    return rewrapped(block, Invertible(carried.forward, carried.inverse, pair.shared, pair.hidden, name=name))
 
 
 @dataclass(frozen=True, eq=False)
 class _Carried(Value):
     """Both directions of a pair, with the sum of log-determinants beside the state."""
 
-    carries_a_sum: ClassVar = True
     pair: Invertible
 
     def forward(self, *given: Any, **kwargs: Any) -> Any:
         (shared, x, s, args), log_det = self._read(given), self.pair.log_det
         assert log_det is not None
-        y = self.pair.forward(*shared.functions, x, *args, **kwargs)
-        return y, s + log_det(*shared.recalled(backwards=False), x, *args, **kwargs)
+        y, hidden = self.pair.apart(self.pair.forward(*shared.functions, x, *args, **kwargs))
+        state = y, s + log_det(*shared.recalled(backwards=False), x, *args, **kwargs)
+        return (state, *hidden) if hidden else state
 
     def inverse(self, *given: Any, **kwargs: Any) -> Any:
         (shared, y, s, args), log_det = self._read(given), self.pair.log_det
         assert log_det is not None
         x = self.pair.inverse(*shared.functions, y, *args, **kwargs)
-        return x, s - log_det(*shared.recalled(backwards=True), x, *args, **kwargs)
+        further = args[1:] if self.pair.hidden else args
+        return x, s - log_det(*shared.recalled(backwards=True), x, *further, **kwargs)
 
     def _read(self, given: tuple) -> tuple[Remembered, Any, Any, list]:
         number = len(self.pair.shared)

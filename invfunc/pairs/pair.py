@@ -142,6 +142,11 @@ class Invertible(Value):
         """The inverse, for an x of this form whose tensors are like these, and some of which are known."""
         return self.inverse
 
+    @property
+    def carries_a_sum(self) -> bool:
+        """Whether the last tensor of the state is a sum, which nothing is computed from but further sums."""
+        return getattr(getattr(self.forward, "__self__", self.forward), "carries_a_sum", False) is True
+
     def apart(self, y: Any) -> tuple[Any, tuple]:
         """What forward returns for the caller, and what it hides."""
         if not self.hidden:

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 
 from invfunc import tree
+from invfunc._torch.opened import Uncompiled
 from invfunc._torch.sharded import sharded
-from invfunc._torch.uncompiled import Uncompiled
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.operations.axis import Axis
 from invfunc.recording import Trace

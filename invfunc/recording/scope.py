@@ -12,8 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from invfunc import tree
-from invfunc._torch.functorch import dual, grad_level, level_of, plainly, transforming
-from invfunc._torch.levels import in_front
+from invfunc._torch.functorch import dual, grad_level, in_front, level_of, plainly, transforming
 from invfunc.errors import ArgumentError
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.graph import lowest, pulled_back

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from invfunc._torch.functorch import unviewed
-from invfunc._torch.opened import opened
 from invfunc._torch.values import differentiable
 from invfunc.errors import ArgumentError, part_mixed, samples_lost, unreached
 from invfunc.operations import batch_axis
@@ -97,7 +96,7 @@ class Trace(ParameterUses, Listener):
             return self._of_constants(seen)
         if self.watcher is not None:
             seen = self.watcher.before_call(self, seen)
-        body = _written_out(function)
+        body = function.written_out()
         if body is not None:
             self._tag_states(seen)
             body = self.at_once(seen) or body
@@ -316,19 +315,3 @@ class Trace(ParameterUses, Listener):
                 raise hidden(z, self.calls)
         if not any(reaches(z, beneath, {}) for z in outputs):
             raise unreached()
-
-
-class Followed(Listener):
-    """Runs calls in the forms in which a trace follows them, for a block that is evaluated once more."""
-
-    def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
-        body, once = _written_out(function), function.forms.once
-        if body is None:
-            return function.func(*args, **kwargs) if once is None else once(function.func, *args, **kwargs)
-        with self:
-            return body(*args, **kwargs)
-
-
-def _written_out(function: Function) -> Callable[..., Any] | None:
-    """The operations in which a call is followed."""
-    return function.composed() or (opened(function.func) if function.entry.batch_axis is None else None)

@@ -19,10 +19,11 @@ from torch.overrides import TorchFunctionMode
 from invfunc import SampleAxisError, tree
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import Call
-from invfunc.operations.operation import OPERATIONS, having
+from invfunc.operations.operation import OPERATIONS
 from invfunc.testing import assert_trees_close
 from invfunc.testing.values import moved
 from tests.laws import assert_every_path_equals_the_loop
+from tests.stated_common import having
 from tests.strategies import SIZES, Case, Numbers
 
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-4}

@@ -10,7 +10,8 @@ import pytest
 
 from invfunc import operations
 from invfunc.operations import operation
-from invfunc.operations.operation import define, having
+from invfunc.operations.operation import define
+from tests.stated_common import having
 
 FAMILIES = [f for f in sorted(Path(operations.__file__).parent.glob("*.py")) if "import define" in f.read_text()]
 

@@ -8,13 +8,13 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from invfunc.operations.operation import having, known
+from invfunc.operations.operation import known
 from invfunc.operations.pointwise import entrywise
 from invfunc.operations.receptive_fields import propagation as module
 from invfunc.operations.receptive_fields.propagation import Following, Labels
 from tests.graphs import FOLDED, NONLINEAR, POSITIVE, SMOOTH, WIDE, Graph, graphs
 from tests.labelled import ELSEWHERE, LINEAR, OTHERS
-from tests.stated_common import of_torch
+from tests.stated_common import having, of_torch
 from tests.strategies import Numbers
 
 IMAGE = Numbers(3)(1, 2, 4, 4).abs() + 0.1

@@ -18,13 +18,13 @@ from invfunc import SampleAxisError, batch_grad, chunked, diag_ggn, diag_hessian
 from invfunc.operations import batch_axis, calls, equations
 from invfunc.operations.batch_axis import BATCH_SUM, Call
 from invfunc.operations.heard import function_of
-from invfunc.operations.operation import OPERATIONS, having, known
+from invfunc.operations.operation import OPERATIONS, known
 from invfunc.testing import assert_trees_close, dense_diag_ggn, dense_diag_hessian, loop_batch_grad
 from tests import forms, moves, stated, stated_losses
 from tests.coverage import FIRST
 from tests.forms import Form
 from tests.laws import FLOOR, composed, squares
-from tests.stated_common import of_torch
+from tests.stated_common import having, of_torch
 from tests.strategies import Case, Numbers, sized
 from tests.torch_layers import LAYERS
 

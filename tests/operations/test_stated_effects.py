@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -12,14 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import grad
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
 from invfunc.operations.cells import TANH, Weights
 from invfunc.operations.heard import Function, Listener, function_of
-from invfunc.operations.operation import OPERATIONS, define, having, known
+from invfunc.operations.operation import OPERATIONS, define
 from invfunc.operations.recurrences import Steps, states_before
+from tests.stated_common import having
 from tests.strategies import Numbers
 
 Call = Callable[[Tensor], Any]
@@ -286,40 +285,6 @@ DRAWN: dict[str, Call] = {
 
 def spatial(name: str) -> list[int]:
     return [2] * next((int(c) for c in name if c.isdigit()), 1)
-
-
-@contextmanager
-def saved():
-    """What autograd saves while it lasts, with what it held then."""
-    found = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append((t, t.clone(), t._version)), lambda _: None):
-        yield found
-
-
-@pytest.mark.parametrize("name", DRAWN)
-def test_what_saves_early_fills_it_afterwards(name):
-    x = numbers(4, 3, *spatial(name))
-    x = (x - x.mean()).requires_grad_()
-    with saved() as found:
-        DRAWN[name](x)
-    late = any(not torch.equal(t, then) and t._version == version for t, then, version in found)
-    assert late is known(name).saves_early
-
-
-@pytest.mark.parametrize("name", DRAWN)
-def test_what_draws_by_strides_does_not_inside_of_torch_func(name):
-    x = numbers(3, 4, *spatial(name)).transpose(0, 1) + 2
-
-    def drawn(x: Tensor) -> Tensor:
-        torch.manual_seed(0)
-        return DRAWN[name](x)
-
-    kept: list[Tensor] = []
-    grad(lambda x: (z := drawn(x), kept.append(z.detach()), z.sum())[2])(x)
-    inside = kept[0]
-    while torch._C._functorch.is_functorch_wrapped_tensor(inside):
-        inside = torch._C._functorch.get_unwrapped(inside)
-    assert (not torch.equal(inside, drawn(x))) is known(name).draws_by_strides
 
 
 def test_a_fact_of_an_effect_is_stated_once():

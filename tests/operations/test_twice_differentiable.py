@@ -22,13 +22,14 @@ from invfunc import (
     tree,
 )
 from invfunc.operations.heard import function_of
-from invfunc.operations.operation import OPERATIONS, having, known
+from invfunc.operations.operation import OPERATIONS, known
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.testing import assert_trees_close
 from tests import matrices
 from tests.around import differentiated
 from tests.matrices import assert_near, directions, flat
 from tests.networks import total
+from tests.stated_common import having
 from tests.strategies import Numbers
 
 

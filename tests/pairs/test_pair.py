@@ -130,10 +130,10 @@ class TestHidden:
         wrong = Invertible(lambda x, w: (centred(x, w)[0], {"mean": x[:1] * 0}), CENTRE.inverse, hidden=True)
 
         def slope(g, **options):
-            return grad(lambda w: invertible_checkpoint(g, **options)(x, w).sin().sum())(w)
+            return grad(lambda w: invertible_checkpoint(g, **options)(x * 1, w).sin().sum())(w)
 
         assert not torch.allclose(slope(CENTRE), slope(wrong, check="off"))
-        with pytest.raises(InverseError, match="not an inverse of f"):
+        with pytest.raises(InverseError, match="gives x back with an error"):
             slope(wrong)
 
 

@@ -13,9 +13,9 @@ from invfunc import (
     diag_ggn,
 )
 from invfunc.operations.naming import function_name
-from invfunc.operations.operation import having
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import FIRST_ORDER, HESSIANS, OF_DIAGONALS
+from tests.stated_common import having
 from tests.strategies import Numbers
 
 N = 4

@@ -161,7 +161,7 @@ class TestOtherDtypes:
     def test_a_narrower_one_is_refused_with_the_way_out(self):
         x = ROWS.clone().requires_grad_()
         rounding = lambda x: x.to(torch.bfloat16).sinh(), torch.asinh
-        with pytest.raises(InverseError, match=r"torch.bfloat16 .*, where it was .*keep=\(0,\)"):
+        with pytest.raises(InverseError, match=r"torch.bfloat16, where it was .*keep=\(0,\)"):
             invertible_checkpoint(*rounding)(x * 1).sum().backward()
         invertible_checkpoint(*rounding, keep=(0,))(x * 1).sum().backward()
         assert_trees_close(x.grad, ROWS.to(torch.bfloat16).cosh().float(), SINGLE)

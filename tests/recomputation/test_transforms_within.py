@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from invfunc import ModifiedError, additive_coupling, affine_coupling, functional, invertible_checkpoint, leapfrog
+from invfunc import additive_coupling, affine_coupling, functional, invertible_checkpoint, leapfrog
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
@@ -120,5 +120,5 @@ def test_a_constant_that_is_written_before_the_backward_pass_is_an_error():
     model = Twice("in a constant", "coupling", invertible_checkpoint)
     loss = model(Numbers(6)(3).requires_grad_())
     model.force.c.add_(1)
-    with pytest.raises(ModifiedError, match="written|modified"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

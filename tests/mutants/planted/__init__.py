@@ -1,6 +1,6 @@
 """The faults: a file for each folder of the package, and for what goes `THROUGH` several of them.
 
-`straight` is of the files of `recomputation` with that name, `budget` also of `budgeted.py` and `_alike.py`.
+`budget` is also of `budgeted.py` and `_alike.py`.
 """
 
 from importlib import import_module

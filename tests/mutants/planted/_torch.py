@@ -2,8 +2,6 @@
 
 from tests.mutants.fault import Fault
 
-SERIES = "recomputation/test_series.py"
-
 FAULTS = [
     # What crosses a threshold of size
     Fault(
@@ -12,14 +10,6 @@ FAULTS = [
         "        _CHECKS.reset(token)\n    _look(checks)",
         "        _CHECKS.reset(token)",
         "statistics/test_diag_ggn.py::TestRefusals _torch",
-    ),
-    # Calls one after the other
-    Fault(
-        "of what was the same tensor twice one is looked at",
-        "_torch/levels.py",
-        "            if any(tensors[i] is not tensors[j] for i, j in self._again):\n",
-        "            if False:\n",
-        SERIES,
     ),
     # Inside of torch.func, and of other modes
     Fault(
