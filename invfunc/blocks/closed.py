@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from invfunc import tree
-from invfunc._torch.functorch import TorchDispatchMode, storage_of
+from invfunc._torch.functorch import TorchDispatchMode, storage_of, untraced
 from invfunc.pairs.places import Place, put, reached
 from invfunc.pairs.places import read as there
 
@@ -91,6 +91,7 @@ class Reading(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch imports its compiler at the first call, which takes seconds
 
+    @untraced
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         for t in tree.tensors((args, kwargs)):
             self.read.add(storage_of(t))
