@@ -153,4 +153,11 @@ FAULTS = [
         "            pass\n",
         HELD,
     ),
+    Fault(
+        "a block keeps what it can give back",
+        "blocks/slots.py",
+        "                slot.drop()\n\n    def output",
+        "\n    def output",
+        "invertible/test_memory.py",
+    ),
 ]

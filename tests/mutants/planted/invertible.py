@@ -33,13 +33,6 @@ FAULTS = [
         "invertible/test_multiscale.py",
     ),
     Fault(
-        "a block keeps what it can give back",
-        "blocks/slots.py",
-        "                slot.drop()\n\n    def output",
-        "\n    def output",
-        "invertible/test_memory.py",
-    ),
-    Fault(
         "what is in the memory of the first x is told as held by somebody",
         "invertible/held.py",
         "if first[at].block is not None and",
