@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
+from torch._C._dynamo import eval_frame as _eval_frame
 from torch._functorch.pyfunctorch import coerce_cinterpreter, temporarily_pop_interpreter_stack
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
@@ -290,6 +291,13 @@ def unviewed(x: torch.Tensor) -> torch.Tensor:
     gradient edge taken before would no longer lie on the way.
     """
     return torch.ops.aten._unsafe_view(x, x.shape) if base_of(x) is not None else x
+
+
+def untraced(fn: Any) -> Any:
+    """A function that torch.compile runs as it is, with what it calls, where it is a hook of what was compiled."""
+    skip = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
+    _eval_frame.set_code_exec_strategy(fn.__code__, skip)
+    return fn
 
 
 def push_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> str | None:

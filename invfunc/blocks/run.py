@@ -38,6 +38,7 @@ from invfunc._torch.functorch import (
     storage_of,
     tracked_below,
     under,
+    untraced,
     unwatched,
     unwrapped,
     version,
@@ -155,6 +156,7 @@ class _Collected:
         self.like, self.stop = like, stop
         self.saved: Tensors = []
 
+    @untraced
     def pack(self, t: torch.Tensor) -> int:
         """The number of a tensor among those that are saved."""
         n, count = len(self.saved), len(self.like)
@@ -417,6 +419,7 @@ class Run(Holder):
         if link.kept:
             note_kept(xs, link.kept)
 
+    @untraced
     def pack(self, t: torch.Tensor) -> _Saved:
         """What autograd gets in place of a tensor."""
         self._like.append((t.shape, t.dtype))
@@ -461,6 +464,7 @@ class Run(Holder):
 
     # Backwards
 
+    @untraced
     def unpack(self, saved: _Saved) -> torch.Tensor:
         """The tensor in whose place something was given."""
         if saved.value is not None:
