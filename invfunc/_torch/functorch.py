@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
+from torch._C._dynamo import eval_frame as _eval_frame
 from torch._functorch.pyfunctorch import coerce_cinterpreter, temporarily_pop_interpreter_stack
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
@@ -292,6 +293,13 @@ def unviewed(x: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten._unsafe_view(x, x.shape) if base_of(x) is not None else x
 
 
+def untraced(fn: Any) -> Any:
+    """A function that torch.compile runs as it is, with what it calls, where it is a hook of what was compiled."""
+    skip = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
+    _eval_frame.set_code_exec_strategy(fn.__code__, skip)
+    return fn
+
+
 def push_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> str | None:
     """Let hooks take the place of saved tensors, inside of torch.func too, which refuses them by a message."""
     refused = _autograd._saved_tensors_hooks_get_disabled_error_message()
@@ -345,6 +353,11 @@ def _in_torch_func(frame: Any) -> bool:
     return False
 
 
+def hooked(x: torch.Tensor) -> bool:
+    """Whether hooks are registered that see gradients of a tensor."""
+    return bool(x._backward_hooks)
+
+
 def leaf_at(x: torch.Tensor, needs: bool) -> torch.Tensor:
     """A tensor without its graph, which is a leaf where a gradient of it is needed."""
     x = x.detach()
@@ -357,7 +370,7 @@ class Level:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        stack = [coerce_cinterpreter(layer) for layer in _C.get_interpreter_stack() or ()]
+        stack: list[Any] = [coerce_cinterpreter(layer) for layer in _C.get_interpreter_stack() or ()]
         self._above = [(each.batch_size(), each.randomness()) for each in stack if each.level() > number]
         with _below(number):
             self._mark = torch.zeros(()) if number else None  # which is of the level, and ends with it

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from invfunc import tree
-from invfunc._torch.functorch import TorchDispatchMode, storage_of
+from invfunc._torch.functorch import TorchDispatchMode, storage_of, untraced
 from invfunc.pairs.places import Place, put, reached
 from invfunc.pairs.places import read as there
 
@@ -61,14 +61,20 @@ class Closed:
         """Where tensors stand that some call may read."""
         self._learned = set[Any]()
         """Keys of calls that are known to read nothing else."""
+        self._inner = [(m._modules, [*m._modules.values()]) for m in self.modules if m._modules]
 
     def moved(self) -> bool:
-        """Whether a tensor stands elsewhere by now, as where a weight was parametrized."""
-        return any(there(place) is None for place in self.places)
+        """Whether a tensor stands elsewhere by now, as where a weight was parametrized or a submodule replaced."""
+        replaced = any([*now.values()] != then for now, then in self._inner)
+        return replaced or any(there(place) is None for place in self.places)
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors in their places."""
         return [*map(there, self.places)]
+
+    def standing(self) -> list[Place]:
+        """Those of all places where a tensor still stands."""
+        return [place for place in self.all if there(place) is not None]
 
     def learned(self, key: Any) -> bool:
         """Whether it is known what calls with a key read, or no longer looked at."""
@@ -83,6 +89,7 @@ class Closed:
         """
         known = {(id(c), k) for c, k in self.places} if self._learned else set()
         self._learned.add(key)
+        self.all = self.standing()
         keep = [(id(p[0]), p[1]) in known or storage_of(there(p)) in read for p in self.all]
         self.places = self.all if len(self._learned) > _KEYS else [*compress(self.all, keep)]
 
@@ -108,6 +115,7 @@ class Reading(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch imports its compiler at the first call, which takes seconds
 
+    @untraced
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         for t in tree.tensors((args, kwargs)):
             self.read.add(storage_of(t))

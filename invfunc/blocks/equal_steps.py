@@ -13,7 +13,7 @@ import torch
 from torch.overrides import _len_torch_function_stack
 
 from invfunc import tree
-from invfunc._torch.functorch import dispatched, gradients_of, leaf_at, levels, plainly, saving_hooks, version
+from invfunc._torch.functorch import dispatched, gradients_of, hooked, leaf_at, levels, plainly, saving_hooks, version
 from invfunc._torch.generators import set_states
 from invfunc._torch.values import differentiable
 from invfunc.blocks.closed import swapped
@@ -60,7 +60,7 @@ def as_one(steps: Sequence[Step], before: Any, run: Run, x: Any) -> Any:
         return None
     if not _reads_only(xs, [*tree.tensors((before, *steps[0][1:])), *around.closed.tensors()]):
         return None
-    found = _Steps(link, steps[1:], x)
+    found = _Steps(link, steps, x)
     drawn = states_of(run.generators)
     if not found.forward() or drew(drawn, states_of(run.generators)):
         found.around.undo()
@@ -91,15 +91,16 @@ class _Steps(Holder):
 
     Args:
         link: the step before them.
-        steps: the steps.
+        steps: that step and the steps.
         x: the state before them.
     """
 
     def __init__(self, link: Link, steps: Sequence[Step], x: Any) -> None:
         self.block, self._like, self._names = link.block, link.like, link.names()
         self.xs, self.form = tree.separate(x)
-        self.number, self.count = len(self.xs), len(steps)
-        self.around = Surroundings(self.block.known.closed(self.block.pair), ("cpu",), False, link.around.key[0])
+        self.number, self.count = len(self.xs), len(steps) - 1
+        self.around = Surroundings(self.block.known.closed(self.block.pair), ("cpu",), False, steps[0])
+        steps = steps[1:]
         rest, self._args = tree.separate([given for _, *given in steps])
         unique = {id(t): t for t in rest}
         places = {key: i for i, key in enumerate(unique)}
@@ -161,7 +162,7 @@ class _Steps(Holder):
             raise ModifiedError(WRITTEN)
         given = [leaf_at(t, i in self._asked) for i, t in enumerate(self._given)]
         closed = [self.around.tensors[i] for i in self._closed]
-        closed = [leaf_at(t, True) if t._backward_hooks else t for t in closed]  # hooks see the sum alone
+        closed = [leaf_at(t, True) if hooked(t) else t for t in closed]  # hooks see the sum alone
         places = [self.around.places[i] for i in self._closed]
         asked = [*(given[i] for i in self._asked), *closed]
         total: list[torch.Tensor | None] = [None] * len(asked)
@@ -179,7 +180,7 @@ class _Steps(Holder):
                 gs = [next(of) if t.requires_grad else None for t in leaves]
                 total = [b if a is None else a if b is None else a + b for a, b in zip(total, of, strict=True)]
         if self._looks is not None:
-            compare(self.block, self._looks, state, self._names)
+            compare(self.block, self._looks, state, self._names, ys)
         return state, [*(gs or ()), *total]
 
     def again(self, saved: Sequence[torch.Tensor], gs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

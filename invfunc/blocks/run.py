@@ -38,6 +38,7 @@ from invfunc._torch.functorch import (
     storage_of,
     tracked_below,
     under,
+    untraced,
     unwatched,
     unwrapped,
     version,
@@ -53,7 +54,6 @@ from invfunc.blocks.surroundings import (
     Surroundings,
     drawing,
     drew,
-    flags_of,
     generators_of,
     kinds_of,
     states_of,
@@ -156,6 +156,7 @@ class _Collected:
         self.like, self.stop = like, stop
         self.saved: Tensors = []
 
+    @untraced
     def pack(self, t: torch.Tensor) -> int:
         """The number of a tensor among those that are saved."""
         n, count = len(self.saved), len(self.like)
@@ -307,7 +308,7 @@ class Run(Holder):
                     link.looks = looked_at(xs)
                     if link.looks and link.pair.carries_a_sum:  # from which nothing is computed
                         link.looks[-1] = None
-            link.around = Surroundings(block.known.closed(link.pair), kinds, block.known.first, flags_of(step))
+            link.around = Surroundings(block.known.closed(link.pair), kinds, block.known.first, step)
             link.around.mark()
             link.states = states
             self.links.append(link)
@@ -418,6 +419,7 @@ class Run(Holder):
         if link.kept:
             note_kept(xs, link.kept)
 
+    @untraced
     def pack(self, t: torch.Tensor) -> _Saved:
         """What autograd gets in place of a tensor."""
         self._like.append((t.shape, t.dtype))
@@ -462,6 +464,7 @@ class Run(Holder):
 
     # Backwards
 
+    @untraced
     def unpack(self, saved: _Saved) -> torch.Tensor:
         """The tensor in whose place something was given."""
         if saved.value is not None:
@@ -601,12 +604,7 @@ class Run(Holder):
             try:
                 x = inverse(*shared, y, *link.hidden, *args, **kwargs)
             except TypeError as error:
-                more = [type(a).__name__ for a in (y, *link.hidden, *args)]
-                more += [f"{name}={type(a).__name__}" for name, a in kwargs.items()]
-                error.add_note(
-                    f"{describe(pair.inverse)} was called with ({', '.join(more)}), in the backward pass of {block!r}: "
-                    "f_inv gets y and then the further arguments of f. Let it take them, as in lambda y, w: ..."
-                )
+                error.add_note(_called(link, (y, *link.hidden, *args), kwargs))
                 raise
         if [version(t) for t in ys] != versions:
             raise ModifiedError(
@@ -619,7 +617,8 @@ class Run(Holder):
         for i, (t, like) in enumerate(zip(found, link.like, strict=True)):
             xs.append(link.kept[i].get() if i in link.kept else like.checked(t, link, i))
         if link.looks is not None:
-            compare(block, [None if i in link.kept else look for i, look in enumerate(link.looks)], xs, link.names())
+            looks = [None if i in link.kept else look for i, look in enumerate(link.looks)]
+            compare(block, looks, xs, link.names(), ys)
         if saved is not None and outs and any(t is None for t in saved):
             self._recalled(link, xs, outs, enter, saved, args, kwargs)
         return xs
@@ -708,6 +707,15 @@ class Run(Holder):
                 f"where it was {count}. {CHANGES}"
             )
         return out, collected.saved
+
+
+def _called(link: Link, args: tuple, kwargs: dict[str, Any]) -> str:
+    """How an inverse was called that has failed."""
+    more = [type(a).__name__ for a in args] + [f"{name}={type(a).__name__}" for name, a in kwargs.items()]
+    return (
+        f"{describe(link.pair.inverse)} was called with ({', '.join(more)}), in the backward pass of {link.block!r}: "
+        "f_inv gets y and then the further arguments of f. Let it take them, as in lambda y, w: ..."
+    )
 
 
 _WRITES = (

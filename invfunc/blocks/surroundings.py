@@ -34,7 +34,7 @@ def generators_of(tensors: Sequence[torch.Tensor], steps: Sequence[tuple[Any, tu
     return found
 
 
-def flags_of(step: tuple[Any, tuple, dict]) -> tuple:
+def _flags_of(step: tuple[Any, tuple, dict]) -> tuple:
     """The arguments by which a function usually chooses what it does."""
     _, args, kwargs = step
     return tuple(a for a in (*args, *kwargs.values()) if type(a) in _FLAGS) if args or kwargs else ()
@@ -65,11 +65,11 @@ class Surroundings:
 
     __slots__ = ("closed", "key", "places", "tensors", "needs", "versions", "training", "buffers", "casts")
 
-    def __init__(self, closed: Closed, kinds: Sequence[str], first: bool, flags: Any = ()) -> None:
+    def __init__(self, closed: Closed, kinds: Sequence[str], first: bool, step: tuple[Any, tuple, dict]) -> None:
         self.closed, self.training = closed, [m.training for m in closed.modules]
-        self.key = (flags, *self.training)
+        self.key = (_flags_of(step), *self.training)
         """What f may choose by what it reads."""
-        self.places = closed.places if closed.learned(self.key) else closed.all
+        self.places = closed.places if closed.learned(self.key) else closed.standing()
         tensors = [*map(there, self.places)]
         self.needs = [needs_grad(t) for t in tensors]
         self.tensors = [t if recorded(t).grad_fn is None else leaf_at(t, True) for t in tensors]
@@ -136,9 +136,9 @@ class Surroundings:
             for place, t, need, then in zip(self.places, self.tensors, self.needs, self.versions, strict=True):
                 if version(t) != then and id(t) not in own:
                     raise ModifiedError(
-                        f"a tensor of shape {list(t.shape)} that the function closes over ({place[1]}) has been modified "
-                        "by an inplace operation after it was evaluated. Step the optimiser behind the backward pass; "
-                        "write t = t + z in place of t += z."
+                        f"a tensor of shape {list(t.shape)} that the function closes over ({place[1]}) has been "
+                        "modified by an inplace operation after it was evaluated. Step the optimiser behind the "
+                        "backward pass; write t = t + z in place of t += z."
                     )
                 if there(place) is not t or ended(t):
                     others.append(place)
@@ -151,13 +151,18 @@ class Surroundings:
             if self.buffers:
                 places = [(held, key) for held, key, *_ in self.buffers]
                 stack.enter_context(swapped(places, [copies[at].clone() for _, _, _, copies, _ in self.buffers]))
-                for module in self.closed.stateful if restarts else ():
-                    own = [(key, copies[0]) for held, key, _, copies, _ in self.buffers if held is module._buffers]
-                    if own:
-                        stack.callback(module.register_forward_pre_hook(partial(_restart, own), prepend=True).remove)
+                if restarts:
+                    self._have_restarted(stack)
             for kind, on, dtype in self.casts or _casts(_now()):
                 stack.enter_context(torch.autocast(kind, dtype, enabled=on and bool(self.casts), cache_enabled=False))
             yield
+
+    def _have_restarted(self, stack: ExitStack) -> None:
+        """Have each call of a module begin with the buffers that f began with, until the stack is closed."""
+        for module in self.closed.stateful:
+            own = [(key, copies[0]) for held, key, _, copies, _ in self.buffers if held is module._buffers]
+            if own:
+                stack.callback(module.register_forward_pre_hook(partial(_restart, own), prepend=True).remove)
 
 
 def _restart(buffers: Sequence[tuple[str, torch.Tensor]], module: nn.Module, args: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import fx
 
 from invfunc._torch.eager import part
-from invfunc._torch.functorch import TorchDispatchMode, storage_of, undispatched
+from invfunc._torch.functorch import FakeTensor, TorchDispatchMode, storage_of, undispatched
 from invfunc._torch.values import differentiable
 from invfunc.errors import InverseError, ReplayError
 from invfunc.plans.draws import draws
@@ -51,19 +52,13 @@ class Block:
     kept: set[int]
     check: str
     tolerance: float
+    looks: list[int] = field(default_factory=list)
+    """The places of those tensors of x of which some entries are compared when they have come back."""
 
     def inverted(self, env: Env, kept: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """x, of y and what is kept."""
         found = {} if self.back is None else self.back.run(env)
         return [kept[i] if i in kept else found[self.came[i]] for i in range(len(self.x))]
-
-    @property
-    def looks(self) -> list[int]:
-        """The places of those tensors of x of which some entries are compared when they have come back."""
-        if self.check == "off" or self.back is None:
-            return []
-        given = [node.meta["example_value"] for node in self.x]
-        return [i for i, x in enumerate(given) if i not in self.kept and differentiable(x) and x.numel()]
 
     def looked_at(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Some entries of x."""
@@ -99,9 +94,10 @@ class Blocks:
                 raise ReplayError(f"a chain within torch.compile: {node.format_node()} is between its blocks.")
         self.rest = self._read_beside_x()
         self.linked = [node for node in self.inputs if self._is_linked(node)]
-        self.ends = self._ends()
         self.place = next(_PLACES)
-        self.why = self._why_not()
+        with undispatched():
+            self.ends = self._ends()
+            self.why = self._why_not()
 
     def _read_beside_x(self) -> list[fx.Node]:
         """The inputs that blocks read beside what the block before gives."""
@@ -119,20 +115,25 @@ class Blocks:
 
     def _why_not(self) -> str:
         """Why blocks cannot be evaluated again: looked at without numbers."""
-        with undispatched():
-            env = {node: node.meta["example_value"] for node in self.inputs}
-            look = Look(tensors_of(env.values()))
-            for block in self.blocks:
-                with look, torch.no_grad():
-                    after = {**env, **block.forth.run(env)}
-                    xs = [env[node] for node in block.x]
-                    came = block.inverted(after, {i: xs[i] for i in block.kept})
-                _check_alike(xs, came)
-                env = after
+        env = {node: node.meta["example_value"] for node in self.inputs}
+        given = tensors_of(env.values())
+        look, modes = Look(given), [x.fake_mode for x in given if isinstance(x, FakeTensor)]
+        for block in self.blocks:
+            with modes[0] if modes else nullcontext(), look, torch.no_grad():
+                after = {**env, **block.forth.run(env)}
+                xs = [env[node] for node in block.x]
+                came = block.inverted(after, {i: xs[i] for i in block.kept})
+            _check_alike(xs, came)
+            env = after
         return look.why
 
     def _ends(self) -> set[int]:
         """The blocks where inverses come to an end: the first one, and those behind one whose x is kept."""
+        for block in self.blocks:
+            if block.check != "off" and block.back is not None:
+                given = [node.meta["example_value"] for node in block.x]
+                there = (i for i, x in enumerate(given) if i not in block.kept and differentiable(x) and x.numel())
+                block.looks = [*there]
         whole = [block.back is None for block in self.blocks]
         return {j for j, block in enumerate(self.blocks) if block.looks and (j == 0 or whole[j - 1])}
 
@@ -180,8 +181,8 @@ def _check_alike(xs: Sequence[torch.Tensor], came: Sequence[torch.Tensor]) -> No
 
 
 def _seen(x: torch.Tensor) -> torch.Tensor:
-    flat = x.detach().reshape(-1)
-    entries = flat[:: (len(flat) // _SEEN) | 1]  # odd, as most sizes are even
+    at = torch.arange(_SEEN, device=x.device) * (x.numel() - 1) // (_SEEN - 1)  # whose sizes need not be numbers
+    entries = x.detach().reshape(-1)[at]
     return entries.abs() if x.is_complex() else entries
 
 

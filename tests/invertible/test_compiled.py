@@ -110,3 +110,24 @@ class TestCompiledParts:
         with torch.compiler.set_stance("force_eager"):
             wanted = run(pair)
         assert_trees_close(run(block), wanted, 1e-9)
+
+
+def test_hooks_of_blocks_are_not_compiled_with_their_parts():
+    """Parts that are compiled by themselves run with our hooks around; torch would compile these for each tensor."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    from invfunc._torch.functorch import memory_of
+    from invfunc.blocks.run import Run, _Collected
+
+    torch._dynamo.reset()
+    found = []
+    for wrap in (invertible_checkpoint, lambda pair: pair):
+        torch.manual_seed(0)
+        parts = [torch.compile(nn.Sequential(nn.Linear(3, 3), nn.GELU()), backend="aot_eager") for _ in range(2)]
+        block, x = wrap(additive_coupling(*parts)), torch.ones(2, 3, requires_grad=True)
+        for _ in range(2):
+            torch.stack(block(block((x.sin(), x.cos())))).square().sum().backward()
+        found.append([x.grad, *(p.grad for part in parts for p in part.parameters())])
+    assert_trees_close(*found, 1e-5)
+    ours = Run.pack, Run.unpack, _Collected.pack, memory_of
+    assert not any(_debug_get_cache_entry_list(fn.__code__) for fn in ours)

@@ -133,7 +133,8 @@ class TestReadByALaterCallAlone:
                 return call(f, x, second).square().sum()
 
         for second in (False, True):
-            slopes = [grad(lambda p, f=f: functional_call(Model([m]), p, (f, second)))(params) for f in (pair, block)]
+            losses = [lambda p, given=(f, second): functional_call(Model([m]), p, given) for f in (pair, block)]
+            slopes = [grad(loss)(params) for loss in losses]
             assert_trees_close(slopes[1], slopes[0], 1e-10)
 
     def test_writes_are_an_error(self, called):

@@ -19,4 +19,25 @@ FAULTS = [
         " or transforming()",
         "recomputation/test_grad_mode.py::test_the_backward_pass_may_be_in_inference_mode",
     ),
+    Fault(
+        "torch.func refuses the hooks of blocks",
+        "_torch/functorch.py",
+        "        _autograd._saved_tensors_hooks_enable()\n",
+        "        pass\n",
+        "recomputation/test_chains.py invertible/test_memory.py invertible/test_composition.py",
+    ),
+    Fault(
+        "a level of torch.func that has ended is taken for one that runs",
+        "_torch/functorch.py",
+        "return self._mark is not None and not _C.is_dead_tensor_wrapper(self._mark)",
+        "return self._mark is not None",
+        "recomputation/test_replay.py::TestTransformsOfTheGradient recomputation invertible",
+    ),
+    Fault(
+        "hooks of blocks are compiled with their parts",
+        "_torch/functorch.py",
+        "    _eval_frame.set_code_exec_strategy(fn.__code__, skip)\n",
+        "",
+        "invertible/test_compiled.py::test_hooks_of_blocks_are_not_compiled_with_their_parts",
+    ),
 ]

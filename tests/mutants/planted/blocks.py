@@ -1,0 +1,163 @@
+"""Faults in the engine of invertible blocks."""
+
+from tests.mutants.fault import Fault
+
+AGAIN = "recomputation invertible"
+WRITTEN = "recomputation/test_written_since.py"
+STATE = "recomputation/test_state.py"
+PROBE = "recomputation/test_probe.py"
+HELD = "invertible/test_held.py"
+
+FAULTS = [
+    # What was written since
+    Fault(
+        "a closed-over tensor that was written is taken as it was",
+        "blocks/surroundings.py",
+        "if version(t) != then and id(t) not in own:",
+        "if False:",
+        f"recomputation/test_modules.py {WRITTEN}",
+    ),
+    Fault(
+        "an argument that was written is taken as it was",
+        "blocks/run.py",
+        "if version(t.value if isinstance(t, _Constant) else t) != then:",
+        "if False:",
+        f"{WRITTEN} {AGAIN}",
+    ),
+    Fault(
+        "an output that was written is taken as it was",
+        "blocks/slots.py",
+        "if version(self._value) != self.version:",
+        "if False:",
+        f"{WRITTEN} {AGAIN}",
+    ),
+    # What is replayed
+    Fault(
+        "other random numbers are drawn where f runs once more",
+        "blocks/run.py",
+        "            generator.set_state(state)\n",
+        "            pass\n",
+        "recomputation/test_replay.py::TestRandomNumbers::test_are_drawn_once " + AGAIN,
+    ),
+    Fault(
+        "generators go on from what was drawn again",
+        "blocks/surroundings.py",
+        "        set_states(zip(generators, before, strict=True))\n",
+        "        pass\n",
+        "recomputation/test_replay.py::TestRandomNumbers::test_are_drawn_once " + AGAIN,
+    ),
+    Fault(
+        "generators that f closes over are not replayed",
+        "blocks/surroundings.py",
+        "        found += block.known.closed(block.pair).generators\n",
+        "",
+        "recomputation/test_replay.py::TestGenerators",
+    ),
+    Fault(
+        "buffers are written once more",
+        "blocks/surroundings.py",
+        "                module._buffers.update(self.closed.written_by(module))\n",
+        "                pass\n",
+        f"recomputation/test_modules.py {STATE}",
+    ),
+    Fault(
+        "buffers are those of the backward pass",
+        "blocks/surroundings.py",
+        "[copies[at].clone() for _, _, _, copies, _ in self.buffers]",
+        "[b.clone() for _, _, b, _, _ in self.buffers]",
+        f"{STATE} {AGAIN}",
+    ),
+    Fault(
+        "training flags are those of the backward pass",
+        "blocks/surroundings.py",
+        "if module.training != then:",
+        "if False:",
+        f"recomputation/test_modules.py {STATE}",
+    ),
+    Fault(
+        "autocast is that of the backward pass",
+        "blocks/surroundings.py",
+        "for kind, on, dtype in self.casts or _casts(_now()):",
+        "for kind, on, dtype in ():",
+        "invertible/test_checkpoint.py::TestTraining recomputation/test_precision.py",
+    ),
+    Fault(
+        "submodules that were replaced are not found",
+        "blocks/series.py",
+        "elif self._closed[1].registered != registered():",
+        "elif False:",
+        "recomputation/test_modules.py::test_submodules_that_are_replaced_are_those_of_the_next_call",
+    ),
+    # What is compared
+    Fault(
+        "tensors that autograd saves may be others in the second evaluation",
+        "blocks/run.py",
+        "if n == count or (t.shape, t.dtype) != self.like[n]:",
+        "if n == count:",
+        "invertible/test_errors.py::TestChanges " + AGAIN,
+    ),
+    Fault(
+        "fewer tensors may be saved in the second evaluation",
+        "blocks/run.py",
+        "if len(collected.saved) != count:",
+        "if False:",
+        "invertible/test_errors.py::TestChanges " + AGAIN,
+    ),
+    Fault(
+        "entries of x are not compared",
+        "blocks/looks.py",
+        "off = (now.entries - self.entries).abs()",
+        "off = (self.entries - self.entries).abs()",
+        f"{PROBE} {AGAIN}",
+    ),
+    Fault(
+        "sums of x are not compared",
+        "blocks/looks.py",
+        "((now.total - self.total).abs() / count**0.5)",
+        "((self.total - self.total).abs() / count**0.5)",
+        f"{PROBE}::TestWrongEntries",
+    ),
+    Fault(
+        "x is laid out in memory as the inverse gives it",
+        "blocks/run.py",
+        "if self.stride is None or came.stride() == self.stride or",
+        "if True or",
+        "recomputation/test_programs.py::test_tensors_lie_in_memory_as_they_did",
+    ),
+    # What is in memory
+    Fault(
+        "what keep= names is computed by the inverse",
+        "blocks/run.py",
+        "xs.append(link.kept[i].get() if i in link.kept else like.checked(t, link, i))",
+        "xs.append(like.checked(t, link, i))",
+        "recomputation/test_tensors.py " + AGAIN,
+    ),
+    Fault(
+        "parameters are not gathered for a block without a part in the loss",
+        "blocks/slots.py",
+        "with gathered_again(group):",
+        "with gathered_again(()):",
+        "test_sharded_modules.py::TestInvertibleBlocks",
+    ),
+    Fault(
+        "what a function of autograd gives is taken for the state that it was given",
+        "blocks/slots.py",
+        "(handed and not slot.of_memory(tensor))",
+        "False",
+        "invertible/test_handed_on.py " + AGAIN,
+    ),
+    Fault(
+        "what anchors keep is told as held by somebody",
+        "blocks/run.py",
+        "            note_kept(xs, link.kept)\n",
+        "            pass\n",
+        HELD,
+    ),
+    Fault(
+        "a block keeps what it can give back",
+        "blocks/slots.py",
+        "                slot.drop()\n\n    def output",
+        "\n    def output",
+        "invertible/test_memory.py",
+    ),
+]
