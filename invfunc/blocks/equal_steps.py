@@ -7,6 +7,7 @@ buffers, and read no tensor that needs a gradient but those that are known.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -110,7 +111,11 @@ class _Steps(Holder):
         self._versions = [version(t) for t in self._given]
         closed = self.around.closed.tensors()
         self._closed = [i for i, t in enumerate(closed) if t.requires_grad]
-        self.needing = [t for t in (*unique.values(), *closed) if t.requires_grad]
+        read = {id(closed[i]): closed[i] for i in self._closed}  # tied weights stand in several places
+        places = {key: i for i, key in enumerate(read)}
+        self._tied = [places[id(closed[i])] for i in self._closed]
+        self._read = [t if t.grad_fn is None else leaf_at(t, True) for t in read.values()]
+        self.needing = [*(t for t in unique.values() if t.requires_grad), *read.values()]
         """The tensors beside the state that need a gradient."""
         self._slots = [slot_of(t, []) for t in self.xs]
         self._looks = looked_at(self.xs) if self.block.check != "off" else None
@@ -161,12 +166,10 @@ class _Steps(Holder):
         if any(version(t) != then for t, then in zip(self._given, self._versions, strict=True)):
             raise ModifiedError(WRITTEN)
         given = [leaf_at(t, i in self._asked) for i, t in enumerate(self._given)]
-        closed = [self.around.tensors[i] for i in self._closed]
-        closed = [leaf_at(t, True) if hooked(t) else t for t in closed]  # hooks see the sum alone
-        places = [self.around.places[i] for i in self._closed]
-        asked = [*(given[i] for i in self._asked), *closed]
+        read = [leaf_at(t, True) if hooked(t) else t for t in self._read]  # hooks see the sum alone
+        asked = [*(given[i] for i in self._asked), *read]
         total: list[torch.Tensor | None] = [None] * len(asked)
-        with plainly(), self.around.again(), swapped(places, closed):
+        with plainly(), self.around.again(), self._reading(read):
             for args, kwargs in reversed(self._steps(given)):
                 with torch.no_grad():
                     found = tree.tensors(pair.inverse(*pair.shared, self.form.join(state), *args, **kwargs))
@@ -183,17 +186,21 @@ class _Steps(Holder):
             compare(self.block, self._looks, state, self._names, ys)
         return state, [*(gs or ()), *total]
 
+    def _reading(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager:
+        """A context in which the steps read these in place of what they close over."""
+        return swapped([self.around.places[i] for i in self._closed], [tensors[i] for i in self._tied])
+
     def again(self, saved: Sequence[torch.Tensor], gs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """What `gradients` gives, with a graph: of steps that are blocks."""
         xs = self._pulled_back(self.output(), None)[0]
         own = [t.view_as(t) for t in saved]  # behind which no gradient goes on, through the ghosts to the others
         ghosts, needing = own[: self.number], own[self.number :]
         xs = [x + ghost if ghost.requires_grad else x for x, ghost in zip(xs, ghosts, strict=True)]
-        given, places = [*self._given], self.around.closed.places
+        given = [*self._given]
         for i, t in zip(self._asked, needing, strict=False):
             given[i] = t
         state = self.form.join(xs)
-        with swapped([places[i] for i in self._closed], needing[len(self._asked) :]):
+        with self._reading(needing[len(self._asked) :]):
             for args, kwargs in self._steps(given):
                 state = self.block(state, *args, **kwargs)
         asked = [t for t in ghosts if t.requires_grad] + needing

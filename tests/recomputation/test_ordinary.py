@@ -81,6 +81,18 @@ def hooked_weights(wrap, repeat):
     return backward(m, x, repeat(wrap(additive_coupling(m, m, split_dim=-1)))(x, [None] * STEPS))
 
 
+def tied_weights(wrap, repeat):
+    m, x = nn.ModuleList((part(), part())), state()
+    m[1][0].weight = m[0][0].weight
+    return backward(m, x, repeat(wrap(additive_coupling(*m, split_dim=-1)))(x, [None] * STEPS))
+
+
+def recurrent(wrap, repeat):
+    """Its weights stand in a list beside the parameters."""
+    m, x = nn.LSTM(4, 4).double(), state()
+    return backward(m, x, repeat(wrap(additive_coupling(*2 * (lambda z: m(z)[0],), split_dim=-1)))(x, [None] * STEPS))
+
+
 def of_samples(wrap, repeat):
     m, x = part(), state()
     block = repeat(wrap(additive_coupling(m, m, split_dim=-1)))
@@ -92,6 +104,8 @@ PROGRAMS: dict[str, Program] = {
     "layers by a tensor": lambda *given: layers_of_steps(*given, torch.arange(STEPS)),
     "rates": rates_of_steps,
     "hooked weights": hooked_weights,
+    "tied weights": tied_weights,
+    "recurrent": recurrent,
     "samples of a vmap": of_samples,
 }
 
