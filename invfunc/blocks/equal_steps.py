@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.overrides import _len_torch_function_stack
 
 from invfunc import tree
-from invfunc._torch.functorch import dispatched, gradients_of, leaf_at, plainly, saving_hooks, version
+from invfunc._torch.functorch import dispatched, gradients_of, leaf_at, listening, plainly, saving_hooks, version
 from invfunc._torch.values import differentiable
 from invfunc.blocks.closed import swapped
+from invfunc.blocks.link import WRITTEN, Link, Step
 from invfunc.blocks.looks import compare, looked_at
-from invfunc.blocks.run import WRITTEN, Link, Run, Step
+from invfunc.blocks.run import Run
 from invfunc.blocks.slots import Holder, Slot, depth_of, slot_of
 from invfunc.blocks.states import HERE
 from invfunc.blocks.surroundings import Surroundings
@@ -38,7 +38,7 @@ def alike(steps: Sequence[Step], x: Any) -> bool:
     first = steps[0][0]
     if any(block is not first for block, *_ in steps) or not isinstance(first.check, str) or first.pair.hidden:
         return False
-    return not (first.keep or HERE.noted or dispatched() or saving_hooks() or _len_torch_function_stack())
+    return not (first.keep or HERE.noted or dispatched() or saving_hooks() or listening())
 
 
 def as_one(steps: Sequence[Step], before: Any, run: Run, x: Any) -> Any:
@@ -157,7 +157,7 @@ class _Steps(Holder):
                 gs = [next(of) if t.requires_grad else None for t in leaves]
                 total = [b if a is None else a if b is None else a + b for a, b in zip(total, of, strict=True)]
         if self._looks is not None:
-            compare(self.block, self._looks, state, self._names)
+            compare(self.block, self._looks, state, self._names, ys)
         return state, [*(gs or ()), *total]
 
     def again(self, saved: Sequence[torch.Tensor], gs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

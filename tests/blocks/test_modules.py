@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrize
 
 from invfunc import InvFuncError, ModifiedError, additive_coupling, invertible_checkpoint
-from tests.recomputation.cases import CALLS, assert_close
+from tests.blocks.cases import CALLS, assert_close
 from tests.strategies import Numbers
 
 X = tuple(Numbers(3)(2, 4, 3))
