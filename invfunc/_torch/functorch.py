@@ -365,7 +365,7 @@ class Level:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        stack = [coerce_cinterpreter(layer) for layer in _C.get_interpreter_stack() or ()]
+        stack: list[Any] = [coerce_cinterpreter(layer) for layer in _C.get_interpreter_stack() or ()]
         self._above = [(each.batch_size(), each.randomness()) for each in stack if each.level() > number]
         with _below(number):
             self._mark = torch.zeros(()) if number else None  # which is of the level, and ends with it

@@ -9,15 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from invfunc import tree
 from invfunc._torch.functorch import TorchDispatchMode, storage_of, untraced
@@ -26,24 +21,6 @@ from invfunc.pairs.places import read as there
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-_REGISTERED = [0]
-
-
-@cache
-def _watch() -> None:
-    def count(*_: Any) -> None:
-        _REGISTERED[0] += 1
-
-    register_module_module_registration_hook(count)
-    register_module_parameter_registration_hook(count)
-
-
-def registered() -> int:
-    """How many submodules and parameters modules have been given, from the first call on."""
-    _watch()
-    return _REGISTERED[0]
 
 
 class Closed:
@@ -78,16 +55,12 @@ class Closed:
         self.scratch: dict[int, dict[str, torch.Tensor | None]] = {}
         """Buffers for the norms to write to in another evaluation."""
         self.learned = not self.places
-        self.registered, self._functions = registered(), functions
-        self._found = seen, {*map(id, self.modules)}
+        self._inner = [(m._modules, [*m._modules.values()]) for m in self.modules if m._modules]
 
-    def renewed(self) -> Closed:
-        """The same as long as modules have the same submodules and parameters, and what is there now otherwise."""
-        now = Closed(self._functions)
-        if now._found != self._found:
-            return now
-        self.registered = now.registered
-        return self
+    def moved(self) -> bool:
+        """Whether a tensor stands elsewhere by now, as where a weight was parametrized or a submodule replaced."""
+        replaced = any([*now.values()] != then for now, then in self._inner)
+        return replaced or any(there(place) is None for place in self.places)
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors in their places."""

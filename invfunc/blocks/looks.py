@@ -38,15 +38,21 @@ class Look:
         self.entries = flat[:: (len(flat) // ENTRIES) | 1].to(wide, copy=True)
         self.total = flat.sum(dtype=wide)
 
-    def error(self, now: Look, count: int) -> torch.Tensor:
-        """The largest difference and the size that it is relative to: of entries, and of the sum of many roundings."""
+    def error(self, now: Look, count: int, y: torch.Tensor | None) -> torch.Tensor:
+        """The largest difference, of entries and of the sum of many roundings, and the size that it is relative to.
+
+        Zeros, with which a sum begins (of log-determinants, say), are measured by what the block makes of them: y.
+        """
         finite, there = self.total.isfinite(), self.entries.isfinite()
         lost = torch.where(finite, torch.inf, 0)  # where x had nan or inf, the inverse may spread them
         off = (now.entries - self.entries).abs()
         off = torch.where(there, torch.where(off.isfinite(), off, lost), 0).amax()
         off_sum = ((now.total - self.total).abs() / count**0.5).nan_to_num(torch.inf)
         off = torch.maximum(off, torch.where(finite, off_sum, 0))
-        return torch.stack((off, torch.where(there, self.entries.abs(), 0).amax()))
+        size = torch.where(there, self.entries.abs(), 0).amax()
+        if y is not None:
+            size = torch.where(size == 0, batch_first(y).abs().amax(), size)
+        return torch.stack((off, size))
 
 
 def looked_at(xs: Sequence[torch.Tensor]) -> list[Look | None] | None:
@@ -57,7 +63,9 @@ def looked_at(xs: Sequence[torch.Tensor]) -> list[Look | None] | None:
     return [Look(x) if there else None for x, there in zip(xs, differentiable, strict=True)]
 
 
-def compare(block: Any, looks: Sequence[Look | None], xs: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+def compare(
+    block: Any, looks: Sequence[Look | None], xs: Sequence[torch.Tensor], names: Sequence[str], ys: list[torch.Tensor]
+) -> None:
     """Warn or raise where a state did not come back; off the CPU when the backward pass has ended.
 
     Args:
@@ -65,21 +73,25 @@ def compare(block: Any, looks: Sequence[Look | None], xs: Sequence[torch.Tensor]
         looks: looks at the state as it was.
         xs: the state that came back.
         names: the names of its tensors.
+        ys: the state from which it came.
     """
     if dispatched():
         return
-    pairs = [(look, x, name) for look, x, name in zip(looks, xs, names, strict=True) if look is not None]
+    beside: list[torch.Tensor | None] = [None] * len(xs)
+    if len(ys) == len(xs) > 1:
+        beside = [y if y.is_floating_point() and y.numel() else None for y in ys]
+    every = zip(looks, xs, names, beside, strict=True)
+    pairs = [(look, x, name, y) for look, x, name, y in every if look is not None]
     if not pairs:
         return
-    errors = [look.error(Look(x), x.numel()) for look, x, _ in pairs]
-    precision = max(torch.finfo(x.dtype).eps for _, x, _ in pairs)
+    errors = [look.error(Look(x), x.numel(), y) for look, x, _, y in pairs]
+    precision = max(torch.finfo(x.dtype).eps for _, x, *_ in pairs)
+    faint = min(1.0, 16 * precision**0.5)
     at_once = all(e.device.type == "cpu" for e in errors)
 
     def judge() -> None:
         found = [e.tolist() for e in errors]
-        whole = max(size for _, size in found) * min(
-            1.0, 16 * precision**0.5
-        )  # what is faint beside it may be rounding
+        whole = max(size for _, size in found) * faint  # beside which smaller numbers may be rounding
         relative = [off / (max(size, whole) or 1.0) for off, size in found]
         worst = max(range(len(found)), key=relative.__getitem__)
         tell(block, relative[worst], precision, pairs[worst][2], pairs[worst][1].dtype)

@@ -604,12 +604,7 @@ class Run(Holder):
             try:
                 x = inverse(*shared, y, *link.hidden, *args, **kwargs)
             except TypeError as error:
-                more = [type(a).__name__ for a in (y, *link.hidden, *args)]
-                more += [f"{name}={type(a).__name__}" for name, a in kwargs.items()]
-                error.add_note(
-                    f"{describe(pair.inverse)} was called with ({', '.join(more)}), in the backward pass of {block!r}: "
-                    "f_inv gets y and then the further arguments of f. Let it take them, as in lambda y, w: ..."
-                )
+                error.add_note(_called(link, (y, *link.hidden, *args), kwargs))
                 raise
         if [version(t) for t in ys] != versions:
             raise ModifiedError(
@@ -622,7 +617,8 @@ class Run(Holder):
         for i, (t, like) in enumerate(zip(found, link.like, strict=True)):
             xs.append(link.kept[i].get() if i in link.kept else like.checked(t, link, i))
         if link.looks is not None:
-            compare(block, [None if i in link.kept else look for i, look in enumerate(link.looks)], xs, link.names())
+            looks = [None if i in link.kept else look for i, look in enumerate(link.looks)]
+            compare(block, looks, xs, link.names(), ys)
         if saved is not None and outs and any(t is None for t in saved):
             self._recalled(link, xs, outs, enter, saved, args, kwargs)
         return xs
@@ -711,6 +707,15 @@ class Run(Holder):
                 f"where it was {count}. {CHANGES}"
             )
         return out, collected.saved
+
+
+def _called(link: Link, args: tuple, kwargs: dict[str, Any]) -> str:
+    """How an inverse was called that has failed."""
+    more = [type(a).__name__ for a in args] + [f"{name}={type(a).__name__}" for name, a in kwargs.items()]
+    return (
+        f"{describe(link.pair.inverse)} was called with ({', '.join(more)}), in the backward pass of {link.block!r}: "
+        "f_inv gets y and then the further arguments of f. Let it take them, as in lambda y, w: ..."
+    )
 
 
 _WRITES = (

@@ -24,7 +24,7 @@ from invfunc._torch.functorch import (
     watched,
 )
 from invfunc._torch.generators import set_states
-from invfunc.blocks.closed import Closed, registered
+from invfunc.blocks.closed import Closed
 from invfunc.blocks.equal_steps import alike, as_one
 from invfunc.blocks.run import Run, Step
 from invfunc.operations.second_derivatives import TwiceDifferentiable
@@ -52,11 +52,10 @@ class Known:
 
     def closed(self, pair: Any) -> Closed:
         """What the functions of a pair close over."""
-        if self._closed is None or self._closed[0] is not pair:
-            self._closed = pair, Closed((pair.forward, pair.inverse, *pair.shared))
-        elif self._closed[1].registered != registered():
-            self._closed = pair, self._closed[1].renewed()
-        return self._closed[1]
+        found = self._closed
+        if found is None or found[0] is not pair or found[1].moved():
+            found = self._closed = pair, Closed((pair.forward, pair.inverse, *pair.shared))
+        return found[1]
 
 
 def in_series(steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:

@@ -127,9 +127,9 @@ class Surroundings:
             for place, t, need, then in zip(self.places, self.tensors, self.needs, self.versions, strict=True):
                 if version(t) != then and id(t) not in own:
                     raise ModifiedError(
-                        f"a tensor of shape {list(t.shape)} that the function closes over ({place[1]}) has been modified "
-                        "by an inplace operation after it was evaluated. Step the optimiser behind the backward pass; "
-                        "write t = t + z in place of t += z."
+                        f"a tensor of shape {list(t.shape)} that the function closes over ({place[1]}) has been "
+                        "modified by an inplace operation after it was evaluated. Step the optimiser behind the "
+                        "backward pass; write t = t + z in place of t += z."
                     )
                 if there(place) is not t or ended(t):
                     others.append(place)
@@ -142,13 +142,18 @@ class Surroundings:
             if self.buffers:
                 places = [(held, key) for held, key, *_ in self.buffers]
                 stack.enter_context(swapped(places, [copies[at].clone() for _, _, _, copies, _ in self.buffers]))
-                for module in self.closed.stateful if restarts else ():
-                    own = [(key, copies[0]) for held, key, _, copies, _ in self.buffers if held is module._buffers]
-                    if own:
-                        stack.callback(module.register_forward_pre_hook(partial(_restart, own), prepend=True).remove)
+                if restarts:
+                    self._have_restarted(stack)
             for kind, on, dtype in self.casts or _casts(_now()):
                 stack.enter_context(torch.autocast(kind, dtype, enabled=on and bool(self.casts), cache_enabled=False))
             yield
+
+    def _have_restarted(self, stack: ExitStack) -> None:
+        """Have each call of a module begin with the buffers that f began with, until the stack is closed."""
+        for module in self.closed.stateful:
+            own = [(key, copies[0]) for held, key, _, copies, _ in self.buffers if held is module._buffers]
+            if own:
+                stack.callback(module.register_forward_pre_hook(partial(_restart, own), prepend=True).remove)
 
 
 def _restart(buffers: Sequence[tuple[str, torch.Tensor]], module: nn.Module, args: Any) -> None:

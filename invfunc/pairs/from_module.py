@@ -75,7 +75,7 @@ def from_module(module: nn.Module, *, log_det: bool = True) -> Invertible:
         if run is not _by_inverse:
             raise ArgumentError(f"{call[:-1]}, log_det=False): only a module with a method `inverse` may leave it out.")
         run = _alone
-    law = _OfModule(call, OfModule(_Directed(module, run)), log_det)
+    law = _OfModule(call, OfModule(_Directed(module, run)))
     if not log_det:
         return Invertible(law.forward, law.inverse, name=call)
     carried = Invertible(_Carried(law, False), _Carried(law, True), name=f"with_log_det({call})")
@@ -98,7 +98,6 @@ class _Directed(nn.Module):
 class _OfModule(Law):
     call: str
     part: OfModule
-    has_log_det: bool
 
     def forward(self, x: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
         return self.run(False, x, params, *args, **kwargs)[0]

@@ -245,6 +245,29 @@ class TestHonest:
         x = 1e-3 * Numbers()(256, 8).float()
         assert not warned(lambda: backward(block, block, x=(x, torch.zeros(256))))
 
+    @pytest.mark.parametrize("depth", [1, 24])
+    def test_a_sum_that_is_carried_by_hand_has_none(self, depth):
+        """Of log-determinants in float32, which are a thousand times larger than x in the end."""
+        torch.manual_seed(0)
+        nets = [nn.Sequential(nn.Linear(128, 16), nn.Tanh(), nn.Linear(16, 256)) for _ in range(depth)]
+
+        def scale(net, a):
+            s, t = net(a).chunk(2, 1)
+            return (s + 0.5).tanh(), t
+
+        def there(state, net):
+            (a, b), (s, t) = state[0].chunk(2, 1), scale(net, state[0].chunk(2, 1)[0])
+            return torch.cat([b * s.exp() + t, a], 1), state[1] + s.sum(1)
+
+        def back(state, net):
+            b, a = state[0].chunk(2, 1)
+            s, t = scale(net, a)
+            return torch.cat([a, (b - t) * (-s).exp()], 1), state[1] - s.sum(1)
+
+        block = invertible_checkpoint(there, back)
+        blocks = [lambda state, net=net: block(state, net) for net in nets]
+        assert not warned(lambda: backward(*blocks, x=(Numbers()(16, 256).float(), torch.zeros(16))))
+
     def test_a_state_of_nothing_but_zeros_has_none(self):
         """Of more entries than are looked at, so that their sum is compared, which has no size."""
         x = torch.zeros(20, 5)
