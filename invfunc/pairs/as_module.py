@@ -32,7 +32,7 @@ class BlockModule(nn.Module):
             raise ArgumentError(
                 f"{block!r}.module(): no part is a module that could be registered. Give modules as the parts, as in "
                 "additive_coupling(nn.Linear(2, 2), nn.Linear(2, 2)); a module that holds what lambdas call registers "
-                "it by itself."
+                "it already."
             )
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
