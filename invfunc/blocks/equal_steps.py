@@ -157,7 +157,7 @@ class _Steps(Holder):
                 gs = [next(of) if t.requires_grad else None for t in leaves]
                 total = [b if a is None else a if b is None else a + b for a, b in zip(total, of, strict=True)]
         if self._looks is not None:
-            compare(self.block, self._looks, state, self._names)
+            compare(self.block, self._looks, state, self._names, ys)
         return state, [*(gs or ()), *total]
 
     def again(self, saved: Sequence[torch.Tensor], gs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
