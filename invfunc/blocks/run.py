@@ -471,7 +471,8 @@ class Run(Holder):
         put_states(self.generators, link.states)
         with torch.enable_grad(), link.around.again(0, enter):
             run = link.forward(link.pair.shared, link.entered(xs, enter), enter)
-            _, saved[:] = self.saves(run, range(link.start, link.end), stop=True)
+            stop = link.states is None  # what is drawn may be filled in when it has been saved
+            _, saved[:] = self.saves(run, range(link.start, link.end), stop)
 
     def saves(self, fn: Callable, wanted: Sequence[int], stop: bool = False) -> tuple[Any, Tensors]:
         """The result of a function and what autograd saves in it, which has to be like that of some numbers."""

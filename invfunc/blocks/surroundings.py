@@ -78,7 +78,8 @@ class Surroundings:
         for module in (*closed.stateful, *(closed.norms if first else ())):
             if module.training:
                 held = module._buffers
-                self.buffers += [(held, k, b, [], version(b)) for k, b in held.items() if _dense(b)]
+                dense = ((k, b) for k, b in held.items() if b is not None and b.layout is torch.strided)
+                self.buffers += [(held, k, b, [], version(b)) for k, b in dense]
         self.mark()
 
     def mark(self) -> None:
@@ -171,10 +172,6 @@ class Surroundings:
 def _restart(buffers: Sequence[tuple[str, torch.Tensor]], module: nn.Module, args: Any) -> None:
     """Have a module begin with other buffers."""
     module._buffers.update({name: value.clone() for name, value in buffers})
-
-
-def _dense(buffer: torch.Tensor | None) -> bool:
-    return buffer is not None and buffer.layout is torch.strided
 
 
 def _now() -> Sequence[str]:
