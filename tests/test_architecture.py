@@ -68,7 +68,7 @@ CEILINGS = {
     ),
     "invertible functions": (
         ["invfunc/blocks", "invfunc/invertible", "invfunc/pairs"],
-        4_270,
+        4_320,
         46,
         "one engine for plain autograd and torch.func, by hooks on saved tensors; one recorded run finds inverses",
     ),

@@ -11,15 +11,25 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.overrides import _len_torch_function_stack
 
 from invfunc import tree
-from invfunc._torch.functorch import dispatched, gradients_of, hooked, leaf_at, levels, plainly, saving_hooks, version
+from invfunc._torch.functorch import (
+    dispatched,
+    gradients_of,
+    hooked,
+    leaf_at,
+    levels,
+    listening,
+    plainly,
+    saving_hooks,
+    version,
+)
 from invfunc._torch.generators import set_states
 from invfunc._torch.values import differentiable
 from invfunc.blocks.closed import swapped
+from invfunc.blocks.link import WRITTEN, Link, Step
 from invfunc.blocks.looks import compare, looked_at
-from invfunc.blocks.run import WRITTEN, Link, Run, Step
+from invfunc.blocks.run import Run
 from invfunc.blocks.slots import Holder, Slot, depth_of, slot_of
 from invfunc.blocks.states import HERE
 from invfunc.blocks.surroundings import Surroundings, drew, states_of
@@ -41,7 +51,7 @@ def alike(steps: Sequence[Step], x: Any) -> bool:
     first = steps[0][0]
     if any(block is not first for block, *_ in steps) or not isinstance(first.check, str) or first.pair.hidden:
         return False
-    return not (first.keep or HERE.noted or dispatched() or saving_hooks() or levels() or _len_torch_function_stack())
+    return not (first.keep or HERE.noted or dispatched() or saving_hooks() or levels() or listening())
 
 
 def as_one(steps: Sequence[Step], before: Any, run: Run, x: Any) -> Any:
@@ -111,17 +121,14 @@ class _Steps(Holder):
         self._versions = [version(t) for t in self._given]
         closed = self.around.closed.tensors()
         self._closed = [i for i, t in enumerate(closed) if t.requires_grad]
-        read = {id(closed[i]): closed[i] for i in self._closed}  # tied weights stand in several places
+        read = {id(closed[i]): i for i in self._closed}  # tied weights stand in several places
         places = {key: i for i, key in enumerate(read)}
         self._tied = [places[id(closed[i])] for i in self._closed]
-        self._read = [t if t.grad_fn is None else leaf_at(t, True) for t in read.values()]
-        self.needing = [*(t for t in unique.values() if t.requires_grad), *read.values()]
+        self._read = [self.around.tensors[i] for i in read.values()]
+        self.needing = [*(t for t in unique.values() if t.requires_grad), *map(closed.__getitem__, read.values())]
         """The tensors beside the state that need a gradient."""
         self._slots = [slot_of(t, []) for t in self.xs]
         self._looks = looked_at(self.xs) if self.block.check != "off" else None
-        around = self.around.closed
-        self._others = any(t.requires_grad for t in map(there, around.all)) if len(around.all) > len(closed) else False
-        """Whether they may read tensors that need a gradient and that the first step did not read."""
         self.ys: list[torch.Tensor] = []
 
     def _steps(self, given: Sequence[torch.Tensor]) -> list[tuple[tuple, dict[str, Any]]]:
@@ -132,12 +139,13 @@ class _Steps(Holder):
         """Compute the state behind the steps; False if they do more than the first one: write buffers, or read other
         tensors that need a gradient."""
         xs, pair = [t.detach() for t in self.xs], self.block.pair
-        known = [*self._given, *self.around.closed.tensors()] if self._others else []
-        self.around.mark()
+        closed = self.around.closed
+        others = len(closed.all) > len(closed.places) and any(t.requires_grad for t in map(there, closed.standing()))
+        known = [*self._given, *closed.tensors()] if others else []
         for args, kwargs in self._steps(self._given):
-            with torch.set_grad_enabled(self._others):
+            with torch.set_grad_enabled(others):
                 ys = tree.tensors(pair.forward(*pair.shared, self.form.join(xs), *args, **kwargs))
-            if self._others and not _reads_only(ys, known):
+            if others and not _reads_only(ys, known):
                 return False
             xs = [t.detach() for t in ys]
         self.around.called()

@@ -2,10 +2,10 @@
 
 from tests.mutants.fault import Fault
 
-AGAIN = "recomputation invertible"
-WRITTEN = "recomputation/test_written_since.py"
-STATE = "recomputation/test_state.py"
-PROBE = "recomputation/test_probe.py"
+AGAIN = "blocks invertible"
+WRITTEN = "blocks/test_written_since.py"
+STATE = "blocks/test_state.py"
+PROBE = "blocks/test_probe.py"
 HELD = "invertible/test_held.py"
 
 FAULTS = [
@@ -15,7 +15,7 @@ FAULTS = [
         "blocks/surroundings.py",
         "if version(t) != then and id(t) not in own:",
         "if False:",
-        f"recomputation/test_modules.py {WRITTEN}",
+        f"blocks/test_modules.py {WRITTEN}",
     ),
     Fault(
         "an argument that was written is taken as it was",
@@ -37,28 +37,28 @@ FAULTS = [
         "blocks/run.py",
         "            generator.set_state(state)\n",
         "            pass\n",
-        "recomputation/test_replay.py::TestRandomNumbers::test_are_drawn_once " + AGAIN,
+        "blocks/test_replay.py::TestRandomNumbers::test_are_drawn_once " + AGAIN,
     ),
     Fault(
         "generators go on from what was drawn again",
         "blocks/surroundings.py",
         "        set_states(zip(generators, before, strict=True))\n",
         "        pass\n",
-        "recomputation/test_replay.py::TestRandomNumbers::test_are_drawn_once " + AGAIN,
+        "blocks/test_replay.py::TestRandomNumbers::test_are_drawn_once " + AGAIN,
     ),
     Fault(
         "generators that f closes over are not replayed",
         "blocks/surroundings.py",
         "        found += block.known.closed(block.pair).generators\n",
         "",
-        "recomputation/test_replay.py::TestGenerators",
+        "blocks/test_replay.py::TestGenerators",
     ),
     Fault(
         "buffers are written once more",
         "blocks/surroundings.py",
         "                module._buffers.update(self.closed.written_by(module))\n",
         "                pass\n",
-        f"recomputation/test_modules.py {STATE}",
+        f"blocks/test_modules.py {STATE}",
     ),
     Fault(
         "buffers are those of the backward pass",
@@ -72,21 +72,21 @@ FAULTS = [
         "blocks/surroundings.py",
         "if module.training != then:",
         "if False:",
-        f"recomputation/test_modules.py {STATE}",
+        f"blocks/test_modules.py {STATE}",
     ),
     Fault(
         "autocast is that of the backward pass",
         "blocks/surroundings.py",
         "for kind, on, dtype in self.casts or _casts(_now()):",
         "for kind, on, dtype in ():",
-        "invertible/test_checkpoint.py::TestTraining recomputation/test_precision.py",
+        "invertible/test_checkpoint.py::TestTraining blocks/test_precision.py",
     ),
     Fault(
         "submodules that were replaced are not found",
-        "blocks/series.py",
-        "elif self._closed[1].registered != registered():",
-        "elif False:",
-        "recomputation/test_modules.py::test_submodules_that_are_replaced_are_those_of_the_next_call",
+        "blocks/closed.py",
+        "return replaced or any(",
+        "return any(",
+        "blocks/test_modules.py::test_submodules_that_are_replaced_are_those_of_the_next_call",
     ),
     # What is compared
     Fault(
@@ -122,7 +122,7 @@ FAULTS = [
         "blocks/run.py",
         "if self.stride is None or came.stride() == self.stride or",
         "if True or",
-        "recomputation/test_programs.py::test_tensors_lie_in_memory_as_they_did",
+        "blocks/test_programs.py::test_tensors_lie_in_memory_as_they_did",
     ),
     # What is in memory
     Fault(
@@ -130,7 +130,7 @@ FAULTS = [
         "blocks/run.py",
         "xs.append(link.kept[i].get() if i in link.kept else like.checked(t, link, i))",
         "xs.append(like.checked(t, link, i))",
-        "recomputation/test_tensors.py " + AGAIN,
+        "blocks/test_tensors.py invertible/test_errors.py",
     ),
     Fault(
         "parameters are not gathered for a block without a part in the loss",

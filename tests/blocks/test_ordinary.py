@@ -1,6 +1,7 @@
 """Ordinary programs with blocks give what the same programs give without them: values, gradients, buffers, draws."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
 STEPS = 12
-Program = Callable[[Callable, Callable], Any]
+Program = Callable[..., Any]
 
 
-def part(width: int = 4) -> nn.Sequential:
+def small(width: int = 4) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, width), nn.Tanh()).double()
 
 
@@ -43,7 +44,7 @@ class Chosen(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(part() for _ in range(STEPS))
+        self.layers = nn.ModuleList(small() for _ in range(STEPS))
 
     def forward(self, x: torch.Tensor, i: int | None = None) -> torch.Tensor:
         return self.layers[int(self.training) if i is None else i](x)
@@ -69,22 +70,24 @@ def layers_of_steps(wrap, repeat, indices):
 
 def rates_of_steps(wrap, repeat):
     """The first step alone draws nothing, as in stochastic depth with a rate that grows."""
-    m, x = part(), state()
+    m, x = small(), state()
     rates = [i / (2 * STEPS) for i in range(STEPS)]
     return backward(m, x, repeat(wrap(by_halves(lambda b, p: nn.functional.dropout(m(b), p))))(x, rates))
 
 
 def hooked_weights(wrap, repeat):
-    m, x = part(), state()
-    m[0].weight.register_hook(lambda g: 2 * g)
-    m[0].bias.register_hook(lambda g: g.clamp(-0.1, 0.1))
+    m, x = small(), state()
+    weight, bias = m.parameters()
+    weight.register_hook(lambda g: 2 * g)
+    bias.register_hook(lambda g: g.clamp(-0.1, 0.1))
     return backward(m, x, repeat(wrap(additive_coupling(m, m, split_dim=-1)))(x, [None] * STEPS))
 
 
 def tied_weights(wrap, repeat):
-    m, x = nn.ModuleList((part(), part())), state()
-    m[1][0].weight = m[0][0].weight
-    return backward(m, x, repeat(wrap(additive_coupling(*m, split_dim=-1)))(x, [None] * STEPS))
+    a, b, x = small(), small(), state()
+    b[0].weight = a[0].weight
+    m = nn.ModuleList((a, b))
+    return backward(m, x, repeat(wrap(additive_coupling(a, b, split_dim=-1)))(x, [None] * STEPS))
 
 
 def recurrent(wrap, repeat):
@@ -94,14 +97,14 @@ def recurrent(wrap, repeat):
 
 
 def of_samples(wrap, repeat):
-    m, x = part(), state()
+    m, x = small(), state()
     block = repeat(wrap(additive_coupling(m, m, split_dim=-1)))
     return backward(m, x, vmap(lambda row: block(row, [None] * STEPS))(x))
 
 
 PROGRAMS: dict[str, Program] = {
-    "layers by numbers": lambda *given: layers_of_steps(*given, list(range(STEPS))),
-    "layers by a tensor": lambda *given: layers_of_steps(*given, torch.arange(STEPS)),
+    "layers by numbers": partial(layers_of_steps, indices=list(range(STEPS))),
+    "layers by a tensor": partial(layers_of_steps, indices=torch.arange(STEPS)),
     "rates": rates_of_steps,
     "hooked weights": hooked_weights,
     "tied weights": tied_weights,
