@@ -151,8 +151,8 @@ class Surroundings:
         for place, t, need, then in zip(self.places, self.tensors, self.needs, self.versions, strict=True):
             if version(t) != then and id(t) not in own:
                 raise ModifiedError(
-                    f"a tensor of shape {list(t.shape)} that the function closes over ({place[1]}) has been modified by "
-                    "an inplace operation after it was evaluated. Step the optimiser behind the backward pass; write "
+                    f"a tensor of shape {list(t.shape)} that the function closes over ({place[1]}) has been modified "
+                    "by an inplace operation after it was evaluated. Step the optimiser behind the backward pass; write "
                     "t = t + z in place of t += z."
                 )
             if there(place) is not t or ended(t):

@@ -12,13 +12,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-<<<<<<< HEAD:tests/blocks/test_modules.py
-from invfunc import InvFuncError, ModifiedError, additive_coupling, invertible_checkpoint
-from tests.blocks.cases import CALLS, assert_close
-=======
 from invfunc import ModifiedError, additive_coupling, invertible_checkpoint
-from tests.recomputation.cases import CALLS, assert_close
->>>>>>> part-j:tests/recomputation/test_modules.py
+from tests.blocks.cases import CALLS, assert_close
 from tests.strategies import Numbers
 
 X = tuple(Numbers(3)(2, 4, 3))
