@@ -32,7 +32,8 @@ def chain(*blocks: Callable, anchor_every: int | None = None) -> Invertible:
 
     Args:
         blocks: each an `Invertible`, what `invertible_checkpoint` returned, or any other function: that has no inverse,
-            so its input is kept, and it is evaluated again in the backward pass.
+            so its input is kept, and it is evaluated again in the backward pass. All are pure in torch.func's sense
+            (see the conventions).
         anchor_every: keep the input of every n-th block as well, so that rounding errors of the inverses add up
             between two anchors only.
 
@@ -81,7 +82,7 @@ def repeated(block: Callable, *, anchor_every: int | None = None) -> Invertible:
             return x
 
     Args:
-        block: as those of `chain`.
+        block: as those of `chain`. It is pure in torch.func's sense (see the conventions).
         anchor_every: as in `chain`.
 
     Returns:

@@ -45,7 +45,8 @@ def invertible_checkpoint(
         f: `f(x, *args, **kwargs) -> y`, x and y any pytrees. The further arguments pass through: tensors among them get
             their gradients, anything else is a constant. A module is a function of its inputs, as in
             `invertible_checkpoint(module, module.inverse)`: its own parameters get their gradients, or those that
-            `functional` puts in. Or an `Invertible`, which brings its inverse.
+            `functional` puts in. Or an `Invertible`, which brings its inverse. f is pure in torch.func's sense (see the
+            conventions).
         f_inv: `f_inv(y, *args, **kwargs) -> x`. It runs in the backward pass, so what it closes over must not change
             until then. None: a plain checkpoint, which keeps x. Left out: it is found, if f is made of couplings.
         keep: which tensors of x, by their position in the tree, stay in memory and are not computed by the inverse;

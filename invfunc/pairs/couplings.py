@@ -27,7 +27,8 @@ def additive_coupling(
     Args:
         F, G: any functions of one part that return the shape of the other; they need no inverse. Or modules: `F(b)`
             with their own parameters, which get their gradients, or with the p of `functional(module)`. They must not
-            write into their argument (`nn.ReLU(inplace=True)` as the first layer), which is an error.
+            write into their argument (`nn.ReLU(inplace=True)` as the first layer), which is an error. F and G are pure
+            in torch.func's sense (see the conventions).
         split_dim: take one tensor, whose halves along this axis are a and b, in place of a pair.
         exact: compute on a fixed-point grid (True: `Grid()`), where adding and subtracting make no rounding errors: the
             inverse gives back every bit, at any depth, as long as F and G see the same shapes. The state has to be on
@@ -89,7 +90,8 @@ def affine_coupling(
         b' = b * exp(log_scale(s)) + t              a = (a' - t) / exp(log_scale(s))
 
     Args:
-        F, G: functions, or modules, that return `(s, t)`, each of the shape of the other part; they need no inverse.
+        F, G: functions, or modules, that return `(s, t)`, each of the shape of the other part; they need no inverse. F
+            and G are pure in torch.func's sense (see the conventions).
         log_scale: the logarithm of the scale as a function of s. The default keeps the scale between 1/e and e, so that
             deep chains neither explode nor lose their digits; `lambda s: s` is the plain exponential.
         split_dim: take one tensor, whose halves along this axis are a and b, in place of a pair.

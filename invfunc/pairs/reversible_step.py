@@ -30,6 +30,7 @@ def reversible_step(increment: Callable, coupling: float = 0.99) -> Invertible:
             tensor or any pytree of tensors; a step back has its end before its start. `runge_kutta(field)` makes one
             for a differential equation. start and end are times, or anything else that has a value wherever a step
             begins and ends: for a stochastic equation `(time, noise)`, where the noise is the path up to that time.
+            increment is pure in torch.func's sense (see the conventions).
         coupling: c, above 0 and at most 1. Below 1 it draws the copies together. The inverse divides by it: errors grow
             by 1 / c at each step.
 
