@@ -95,14 +95,14 @@ def invertible_checkpoint(
     and what f does may not depend on numbers of x. Random numbers, also of dropout in F, are replayed.
 
     Buffers of modules in train mode, such as running statistics or the vectors of `spectral_norm`, are written once;
-    f and f_inv start again from what they held. `g.module()` is the block as an `nn.Module`, which registers the modules
-    that f is made of.
+    f and f_inv start again from what they held. `g.module()` is the block as an `nn.Module`, which registers the
+    modules that f is made of.
 
     Under autocast a stem gives its result in half precision. Keep the state in float32, as by `x = stem(x).float()`, or
     rounding errors grow from block to block; what F and G compute may be in half precision.
 
-    Composes with: `.backward()` and every transform of torch.func. First derivatives in reverse mode (grad, vjp, jacrev,
-    with vmap in either order) need the memory of one block. Where several levels have a graph (grad in grad, or
+    Composes with: `.backward()` and every transform of torch.func. First derivatives in reverse mode (grad, vjp,
+    jacrev, with vmap in either order) need the memory of one block. Where several levels have a graph (grad in grad, or
     parameters that require grad outside of grad too), in forward mode, and where f uses torch.func itself, f runs
     without saving memory; a second derivative needs the memory of all blocks. torch.autograd.grad inside of f works in
     all of them. What f calls that was compiled before stays compiled; a block within torch.compile saves no memory,

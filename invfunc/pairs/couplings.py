@@ -61,9 +61,9 @@ def additive_coupling(
     of modules without their skip connections: the second stream attends to itself, which is added to the first, and so
     on; with `split_dim=-1` the streams are the halves of the channels.
 
-    Composes with: `invertible_checkpoint`, `chain`, `repeated`. With modules as F and G, `.module()` of the pair, or of a
-    block or chain of it, is an `nn.Module` that registers them: `invertible_checkpoint(additive_coupling(F, G)).module()`
-    is moved, copied, saved and put into `nn.Sequential` as any other.
+    Composes with: `invertible_checkpoint`, `chain`, `repeated`. With modules as F and G, `.module()` of the pair, or of
+    a block or chain of it, registers them: `invertible_checkpoint(additive_coupling(F, G)).module()` is an `nn.Module`
+    that is moved, copied, saved and put into `nn.Sequential` as any other.
 
     Cost: F and G once in either direction, and once in a backward pass.
 
