@@ -364,6 +364,11 @@ def _in_torch_func(frame: Any) -> bool:
     return False
 
 
+def hooked(x: torch.Tensor) -> bool:
+    """Whether hooks are registered that see gradients of a tensor."""
+    return bool(x._backward_hooks)
+
+
 def leaf_at(x: torch.Tensor, needs: bool) -> torch.Tensor:
     """A tensor without its graph, which is a leaf where a gradient of it is needed."""
     x = x.detach()

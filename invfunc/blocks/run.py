@@ -160,7 +160,7 @@ class Run(Holder):
         for k, step in enumerate(steps):
             link = self._begun(step, xs, form, depth + k)
             known = link.block.known
-            link.around, link.states = Surroundings(known.closed(link.pair), kinds, known.first), states
+            link.around, link.states = Surroundings(known.closed(link.pair), kinds, known.first, step), states
             x, link.hidden = link.pair.apart(self._first(link, step, x))
             hidden.append(link.hidden)
             states = self._ended(link, states)
@@ -196,16 +196,16 @@ class Run(Holder):
     def _first(self, link: Link, step: Step, x: Any) -> Any:
         """The first evaluation of a block."""
         _, args, kwargs = step
-        closed = link.around.closed
+        closed, key = link.around.closed, link.around.key
         shared = [partial(self._evaluate, link, fn) for fn in link.pair.shared]
         xs = tree.tensors(x)
         versions = [*map(version, xs)]
         was = push_hooks(self.pack, self.unpack)
         try:
-            with nullcontext() if closed.learned else Reading() as reading, self._seen():
+            with nullcontext() if closed.learned(key) else Reading() as reading, self._seen():
                 y = link.pair.forward(*shared, x, *args, **kwargs)
             if reading is not None:
-                closed.learn(reading.read)
+                closed.learn(reading.read, key)
         finally:
             pop_hooks(was)
         if [*map(version, xs)] != versions:

@@ -18,6 +18,7 @@ from invfunc.errors import ModifiedError
 from invfunc.pairs.places import read as there
 
 States = list[torch.Tensor]
+_FLAGS = (bool, int, str)
 
 
 def generators_of(tensors: Sequence[torch.Tensor], steps: Sequence[tuple[Any, tuple, dict]]) -> list[Generator]:
@@ -31,6 +32,12 @@ def generators_of(tensors: Sequence[torch.Tensor], steps: Sequence[tuple[Any, tu
         found += block.known.closed(block.pair).generators
         found += [other for other in (*args, *kwargs.values()) if isinstance(other, torch.Generator)]
     return found
+
+
+def _flags_of(step: tuple[Any, tuple, dict]) -> tuple:
+    """The arguments by which a function usually chooses what it does."""
+    _, args, kwargs = step
+    return tuple(a for a in (*args, *kwargs.values()) if type(a) in _FLAGS) if args or kwargs else ()
 
 
 def states_of(generators: Sequence[Generator]) -> States:
@@ -62,15 +69,17 @@ def drawing(generators: Sequence[Generator]) -> Iterator[None]:
 class Surroundings:
     """Surroundings of one call, which are put up again where its function is evaluated once more."""
 
-    __slots__ = ("closed", "places", "tensors", "needs", "versions", "training", "buffers", "casts")
+    __slots__ = ("closed", "key", "places", "tensors", "needs", "versions", "training", "buffers", "casts")
 
-    def __init__(self, closed: Closed, kinds: Sequence[str], first: bool) -> None:
-        self.closed, self.places = closed, closed.places
-        tensors = closed.tensors()
+    def __init__(self, closed: Closed, kinds: Sequence[str], first: bool, step: tuple[Any, tuple, dict]) -> None:
+        self.closed, self.training = closed, [m.training for m in closed.modules]
+        self.key = (_flags_of(step), *self.training)
+        """What f may choose by what it reads."""
+        self.places = closed.places if closed.learned(self.key) else closed.standing()
+        tensors = [*map(there, self.places)]
         self.needs = [needs_grad(t) for t in tensors]
         self.tensors = [t if recorded(t).grad_fn is None else leaf_at(t, True) for t in tensors]
         self.versions: list[int] = []
-        self.training = [m.training for m in closed.modules]
         self.casts = _casts(kinds) if autocasting() else ()
         self.buffers: list[tuple[Any, str, torch.Tensor, list[torch.Tensor], int]] = []
         """Buffers of modules in train mode, with copies of what they held before each evaluation and in the end, and
