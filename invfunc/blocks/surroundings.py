@@ -161,8 +161,8 @@ class Surroundings:
             if version(t) != then and id(t) not in own:
                 raise ModifiedError(
                     f"a tensor of shape {list(t.shape)} that the function closes over ({place[1]}) has been modified "
-                    "by an inplace operation after it was evaluated. Step the optimiser behind the backward pass; write "
-                    "t = t + z in place of t += z."
+                    "by an inplace operation after it was evaluated. Step the optimiser behind the backward pass; "
+                    "write t = t + z in place of t += z."
                 )
             if there(place) is not t or ended(t):
                 others.append(place)
