@@ -316,6 +316,17 @@ def pop_hooks(refused: str | None) -> None:
         _autograd._saved_tensors_hooks_disable(refused)
 
 
+def graphless_node() -> None:
+    """Have what the running node of a backward pass computes recorded nowhere."""
+    torch._C._set_grad_enabled(False)
+
+
+autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether autocast is on for any kind of device."""
+uncounted: Any = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportAttributeAccessIssue]
+"""A context in which writing into a tensor does not count as such."""
+
+
 def gradients_of(
     outputs: Sequence[torch.Tensor], of_outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], graph: bool
 ) -> Sequence[torch.Tensor | None]:
@@ -351,6 +362,11 @@ def _in_torch_func(frame: Any) -> bool:
             return frame is not None and frame.f_globals.get("__name__") == "torch._functorch.eager_transforms"
         frame = frame.f_back
     return False
+
+
+def hooked(x: torch.Tensor) -> bool:
+    """Whether hooks are registered that see gradients of a tensor."""
+    return bool(x._backward_hooks)
 
 
 def leaf_at(x: torch.Tensor, needs: bool) -> torch.Tensor:

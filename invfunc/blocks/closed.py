@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from invfunc._torch.functorch import TorchDispatchMode, storage_of, untraced
 from invfunc.pairs.places import Place, put, reached
 from invfunc.pairs.places import read as there
 
+_KEYS = 64
+"""The most keys of calls of one block; with more of them, as where a counter is given, all places are kept."""
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -54,7 +57,10 @@ class Closed:
         """Modules whose buffers may do so."""
         self.scratch: dict[int, dict[str, torch.Tensor | None]] = {}
         """Buffers for the norms to write to in another evaluation."""
-        self.learned = not self.places
+        self.all = self.places
+        """Where tensors stand that some call may read."""
+        self._learned = set[Any]()
+        """Keys of calls that are known to read nothing else."""
         self._inner = [(m._modules, [*m._modules.values()]) for m in self.modules if m._modules]
 
     def moved(self) -> bool:
@@ -66,10 +72,26 @@ class Closed:
         """The tensors in their places."""
         return [*map(there, self.places)]
 
-    def learn(self, read: set[int]) -> None:
-        """Keep the places of those tensors whose memory was read."""
-        self.places = [place for place in self.places if storage_of(there(place)) in read]
-        self.learned = True
+    def standing(self) -> list[Place]:
+        """Those of all places where a tensor still stands."""
+        return [place for place in self.all if there(place) is not None]
+
+    def learned(self, key: Any) -> bool:
+        """Whether it is known what calls with a key read, or no longer looked at."""
+        return key in self._learned or not self.all or len(self._learned) > _KEYS
+
+    def learn(self, read: set[int], key: Any) -> None:
+        """Keep the places of those tensors whose memory was read by a call with a key, and by those before.
+
+        Args:
+            read: the memory.
+            key: the training flags and the flags among the arguments, by which f chooses what it reads.
+        """
+        known = {(id(c), k) for c, k in self.places} if self._learned else set()
+        self._learned.add(key)
+        self.all = self.standing()
+        keep = [(id(p[0]), p[1]) in known or storage_of(there(p)) in read for p in self.all]
+        self.places = self.all if len(self._learned) > _KEYS else [*compress(self.all, keep)]
 
     def written_by(self, module: nn.Module) -> dict[str, torch.Tensor | None]:
         """Buffers for a norm to write to."""

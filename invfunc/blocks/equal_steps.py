@@ -7,21 +7,34 @@ buffers, and read no tensor that needs a gradient but those that are known.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.overrides import _len_torch_function_stack
 
 from invfunc import tree
-from invfunc._torch.functorch import dispatched, gradients_of, leaf_at, plainly, saving_hooks, version
+from invfunc._torch.functorch import (
+    dispatched,
+    gradients_of,
+    hooked,
+    leaf_at,
+    levels,
+    listening,
+    plainly,
+    saving_hooks,
+    version,
+)
+from invfunc._torch.generators import set_states
 from invfunc._torch.values import differentiable
 from invfunc.blocks.closed import swapped
+from invfunc.blocks.link import WRITTEN, Link, Step
 from invfunc.blocks.looks import compare, looked_at
-from invfunc.blocks.run import WRITTEN, Link, Run, Step
+from invfunc.blocks.run import Run
 from invfunc.blocks.slots import Holder, Slot, depth_of, slot_of
 from invfunc.blocks.states import HERE
-from invfunc.blocks.surroundings import Surroundings
+from invfunc.blocks.surroundings import Surroundings, drew, states_of
 from invfunc.errors import ModifiedError
+from invfunc.pairs.places import read as there
 
 MANY = 8
 """The number of steps from which on they may be one node."""
@@ -38,7 +51,7 @@ def alike(steps: Sequence[Step], x: Any) -> bool:
     first = steps[0][0]
     if any(block is not first for block, *_ in steps) or not isinstance(first.check, str) or first.pair.hidden:
         return False
-    return not (first.keep or HERE.noted or dispatched() or saving_hooks() or _len_torch_function_stack())
+    return not (first.keep or HERE.noted or dispatched() or saving_hooks() or levels() or listening())
 
 
 def as_one(steps: Sequence[Step], before: Any, run: Run, x: Any) -> Any:
@@ -58,7 +71,12 @@ def as_one(steps: Sequence[Step], before: Any, run: Run, x: Any) -> Any:
         return None
     if not _reads_only(xs, [*tree.tensors((before, *steps[0][1:])), *around.closed.tensors()]):
         return None
-    found = _Steps(link, steps[1:], x)
+    found = _Steps(link, steps, x)
+    drawn = states_of(run.generators)
+    if not found.forward() or drew(drawn, states_of(run.generators)):
+        found.around.undo()
+        set_states(zip(run.generators, drawn, strict=True))
+        return None
     ys = list(_Node.apply(found, *found.xs, *found.needing)[: found.number])
     found.ends(ys)
     return form.join(ys)
@@ -84,15 +102,16 @@ class _Steps(Holder):
 
     Args:
         link: the step before them.
-        steps: the steps.
+        steps: that step and the steps.
         x: the state before them.
     """
 
     def __init__(self, link: Link, steps: Sequence[Step], x: Any) -> None:
         self.block, self._like, self._names = link.block, link.like, link.names()
         self.xs, self.form = tree.separate(x)
-        self.number, self.count = len(self.xs), len(steps)
-        self.around = Surroundings(self.block.known.closed(self.block.pair), ("cpu",), first=False)
+        self.number, self.count = len(self.xs), len(steps) - 1
+        self.around = Surroundings(self.block.known.closed(self.block.pair), ("cpu",), False, steps[0])
+        steps = steps[1:]
         rest, self._args = tree.separate([given for _, *given in steps])
         unique = {id(t): t for t in rest}
         places = {key: i for i, key in enumerate(unique)}
@@ -102,22 +121,37 @@ class _Steps(Holder):
         self._versions = [version(t) for t in self._given]
         closed = self.around.closed.tensors()
         self._closed = [i for i, t in enumerate(closed) if t.requires_grad]
-        self.needing = [t for t in (*unique.values(), *closed) if t.requires_grad]
+        read = {id(closed[i]): closed[i] for i in self._closed}  # tied weights stand in several places
+        places = {key: i for i, key in enumerate(read)}
+        self._tied = [places[id(closed[i])] for i in self._closed]
+        self._read = [t if t.grad_fn is None else leaf_at(t, True) for t in read.values()]
+        self.needing = [*(t for t in unique.values() if t.requires_grad), *read.values()]
         """The tensors beside the state that need a gradient."""
         self._slots = [slot_of(t, []) for t in self.xs]
         self._looks = looked_at(self.xs) if self.block.check != "off" else None
+        around = self.around.closed
+        self._others = any(t.requires_grad for t in map(there, around.all)) if len(around.all) > len(closed) else False
+        """Whether they may read tensors that need a gradient and that the first step did not read."""
+        self.ys: list[torch.Tensor] = []
 
     def _steps(self, given: Sequence[torch.Tensor]) -> list[tuple[tuple, dict[str, Any]]]:
         """The further arguments of each step."""
         return self._args.join([given[i] for i in self._places])
 
-    def forward(self) -> list[torch.Tensor]:
-        """The tensors of the state behind the steps."""
-        x, pair = self.form.join([t.detach() for t in self.xs]), self.block.pair
+    def forward(self) -> bool:
+        """Compute the state behind the steps; False if they do more than the first one: write buffers, or read other
+        tensors that need a gradient."""
+        xs, pair = [t.detach() for t in self.xs], self.block.pair
+        known = [*self._given, *self.around.closed.tensors()] if self._others else []
         for args, kwargs in self._steps(self._given):
-            x = pair.forward(*pair.shared, x, *args, **kwargs)
+            with torch.set_grad_enabled(self._others):
+                ys = tree.tensors(pair.forward(*pair.shared, self.form.join(xs), *args, **kwargs))
+            if self._others and not _reads_only(ys, known):
+                return False
+            xs = [t.detach() for t in ys]
         self.around.called()
-        return tree.tensors(x)
+        self.ys = xs
+        return not self.around.buffers
 
     def ends(self, ys: Sequence[torch.Tensor]) -> None:
         """Take the state before the steps over, and let the next call do so with that behind them."""
@@ -141,9 +175,10 @@ class _Steps(Holder):
         if any(version(t) != then for t, then in zip(self._given, self._versions, strict=True)):
             raise ModifiedError(WRITTEN)
         given = [leaf_at(t, i in self._asked) for i, t in enumerate(self._given)]
-        asked = [*(given[i] for i in self._asked), *(self.around.tensors[i] for i in self._closed)]
+        read = [leaf_at(t, True) if hooked(t) else t for t in self._read]  # hooks see the sum alone
+        asked = [*(given[i] for i in self._asked), *read]
         total: list[torch.Tensor | None] = [None] * len(asked)
-        with plainly(), self.around.again():
+        with plainly(), self.around.again(), self._reading(read):
             for args, kwargs in reversed(self._steps(given)):
                 with torch.no_grad():
                     found = tree.tensors(pair.inverse(*pair.shared, self.form.join(state), *args, **kwargs))
@@ -157,8 +192,12 @@ class _Steps(Holder):
                 gs = [next(of) if t.requires_grad else None for t in leaves]
                 total = [b if a is None else a if b is None else a + b for a, b in zip(total, of, strict=True)]
         if self._looks is not None:
-            compare(self.block, self._looks, state, self._names)
+            compare(self.block, self._looks, state, self._names, ys)
         return state, [*(gs or ()), *total]
+
+    def _reading(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager:
+        """A context in which the steps read these in place of what they close over."""
+        return swapped([self.around.places[i] for i in self._closed], [tensors[i] for i in self._tied])
 
     def again(self, saved: Sequence[torch.Tensor], gs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """What `gradients` gives, with a graph: of steps that are blocks."""
@@ -166,11 +205,11 @@ class _Steps(Holder):
         own = [t.view_as(t) for t in saved]  # behind which no gradient goes on, through the ghosts to the others
         ghosts, needing = own[: self.number], own[self.number :]
         xs = [x + ghost if ghost.requires_grad else x for x, ghost in zip(xs, ghosts, strict=True)]
-        given, places = [*self._given], self.around.closed.places
+        given = [*self._given]
         for i, t in zip(self._asked, needing, strict=False):
             given[i] = t
         state = self.form.join(xs)
-        with swapped([places[i] for i in self._closed], needing[len(self._asked) :]):
+        with self._reading(needing[len(self._asked) :]):
             for args, kwargs in self._steps(given):
                 state = self.block(state, *args, **kwargs)
         asked = [t for t in ghosts if t.requires_grad] + needing
@@ -193,7 +232,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, steps: _Steps, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ys = steps.forward()
+        ys, steps.ys = steps.ys, []
         ghosts = [x.new_zeros(()).expand(x.shape) for x in tensors[: steps.number]]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(y for y in ys if not differentiable(y)))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 
 from invfunc._torch.functorch import after_backward, backward_pass, batch_first, dispatched
+from invfunc._torch.values import differentiable
 from invfunc.errors import InexactWarning, InverseError
 from invfunc.transform import told
 
@@ -55,12 +56,11 @@ class Look:
         return torch.stack((off, size))
 
 
-def looked_at(xs: Sequence[torch.Tensor]) -> list[Look | None] | None:
-    """Looks at tensors with numbers that are not whole."""
+def looked_at(xs: Sequence[torch.Tensor], without: Container[int] = ()) -> list[Look | None] | None:
+    """Looks at tensors with numbers that are not whole, but for those at some places."""
     if dispatched() or any(x.is_meta or x.layout is not torch.strided for x in xs):
         return None
-    differentiable = [(x.is_floating_point() or x.is_complex()) and x.numel() > 0 for x in xs]
-    return [Look(x) if there else None for x, there in zip(xs, differentiable, strict=True)]
+    return [Look(x) if i not in without and differentiable(x) and x.numel() else None for i, x in enumerate(xs)]
 
 
 def compare(

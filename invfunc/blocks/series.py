@@ -26,7 +26,8 @@ from invfunc._torch.functorch import (
 from invfunc._torch.generators import set_states
 from invfunc.blocks.closed import Closed
 from invfunc.blocks.equal_steps import alike, as_one
-from invfunc.blocks.run import Run, Step
+from invfunc.blocks.link import Step
+from invfunc.blocks.run import Run
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.trace import Trace
 
@@ -110,10 +111,9 @@ def _differs(block: Any, first: Any) -> bool:
 def _level(steps: Sequence[Step], x: Any) -> int | None:
     """The level of torch.func at which alone there is a graph, 0 for plain autograd; None if there is no memory to
     save: without gradients, in forward mode, at several levels, or below `min_bytes`."""
-    block, args, kwargs = steps[0]
+    (block, args, kwargs), xs = steps[0], tree.tensors(x)
     if not torch.is_grad_enabled() or block.known.uses_torch_func or torch.is_inference_mode_enabled():
         return None
-    xs = tree.tensors(x)
     if not xs or any(t.layout is not torch.strided for t in xs):
         return None
     if block.min_bytes and sum(t.nbytes for t in xs) < block.min_bytes:
@@ -122,18 +122,19 @@ def _level(steps: Sequence[Step], x: Any) -> int | None:
         return None
     if under(TwiceDifferentiable) and saving_hooks() is None:  # a statistic writes out what is differentiated twice
         return None
-    around = levels()
     given = *xs, *tree.tensors((args, kwargs)), *block.known.closed(block.pair).tensors()
-    if dual(*given):
-        return None
-    if not around:
-        return 0
+    return None if dual(*given) else _only_level(given) if levels() else 0
+
+
+def _only_level(given: Sequence[torch.Tensor]) -> int | None:
+    """The level inside of torch.func at which alone some tensors have a graph, if there is one."""
+    around = levels()
     grads = [level for kind, level in around if kind == "grad"]
     if under(Trace) or len(grads) > 1 or any(kind not in ("grad", "vmap") for kind, _ in around):
         return None
     level = grads[0] if grads else 0
-    whole = any(tracked_below(t) or ((of := recorded(t)).requires_grad and (level_of(of) or 0) != level) for t in given)
-    return None if whole else level
+    other = ((of := recorded(t)).requires_grad and (level_of(of) or 0) != level for t in given)
+    return None if any(map(tracked_below, given)) or any(other) else level
 
 
 def _needs(step: Step) -> bool:

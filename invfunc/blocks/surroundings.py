@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from invfunc._torch.functorch import ended, leaf_at, needs_grad, recorded, version
+from invfunc._torch.functorch import autocasting, ended, leaf_at, needs_grad, recorded, uncounted, version
 from invfunc._torch.generators import Generator, global_generator, same_state, set_states, state_of
 from invfunc.blocks.closed import Closed, swapped
 from invfunc.errors import ModifiedError
 from invfunc.pairs.places import read as there
 
 States = list[torch.Tensor]
+_FLAGS = (bool, int, str)
 
 
 def generators_of(tensors: Sequence[torch.Tensor], steps: Sequence[tuple[Any, tuple, dict]]) -> list[Generator]:
@@ -33,6 +34,12 @@ def generators_of(tensors: Sequence[torch.Tensor], steps: Sequence[tuple[Any, tu
     return found
 
 
+def _flags_of(step: tuple[Any, tuple, dict]) -> tuple:
+    """The arguments by which a function usually chooses what it does."""
+    _, args, kwargs = step
+    return tuple(a for a in (*args, *kwargs.values()) if type(a) in _FLAGS) if args or kwargs else ()
+
+
 def states_of(generators: Sequence[Generator]) -> States:
     """Their states: the same objects as the last time, if nothing was drawn since."""
     return [state_of(generator) for generator in generators]
@@ -41,6 +48,12 @@ def states_of(generators: Sequence[Generator]) -> States:
 def drew(before: States, after: States) -> bool:
     """Whether something was drawn between."""
     return any(a is not b and not same_state(a, b) for a, b in zip(before, after, strict=True))
+
+
+def put_states(generators: Sequence[Generator], states: States | None) -> None:
+    """Set the states of generators, if any are known."""
+    if states is not None:
+        set_states(zip(generators, states, strict=True))
 
 
 @contextmanager
@@ -56,23 +69,27 @@ def drawing(generators: Sequence[Generator]) -> Iterator[None]:
 class Surroundings:
     """Surroundings of one call, which are put up again where its function is evaluated once more."""
 
-    __slots__ = ("closed", "places", "tensors", "needs", "versions", "training", "buffers", "casts")
+    __slots__ = ("closed", "key", "places", "tensors", "needs", "versions", "training", "buffers", "casts")
 
-    def __init__(self, closed: Closed, kinds: Sequence[str], first: bool) -> None:
-        self.closed, self.places = closed, closed.places
-        tensors = closed.tensors()
+    def __init__(self, closed: Closed, kinds: Sequence[str], first: bool, step: tuple[Any, tuple, dict]) -> None:
+        self.closed, self.training = closed, [m.training for m in closed.modules]
+        self.key = (_flags_of(step), *self.training)
+        """What f may choose by what it reads."""
+        self.places = closed.places if closed.learned(self.key) else closed.standing()
+        tensors = [*map(there, self.places)]
         self.needs = [needs_grad(t) for t in tensors]
         self.tensors = [t if recorded(t).grad_fn is None else leaf_at(t, True) for t in tensors]
         self.versions: list[int] = []
-        self.training = [m.training for m in closed.modules]
-        self.casts = _casts(kinds) if torch._C._is_any_autocast_enabled() else ()
+        self.casts = _casts(kinds) if autocasting() else ()
         self.buffers: list[tuple[Any, str, torch.Tensor, list[torch.Tensor], int]] = []
         """Buffers of modules in train mode, with copies of what they held before each evaluation and in the end, and
         their versions before the call: torch.batch_norm writes without counting."""
         for module in (*closed.stateful, *(closed.norms if first else ())):
             if module.training:
                 held = module._buffers
-                self.buffers += [(held, k, b, [], version(b)) for k, b in held.items() if _dense(b)]
+                dense = ((k, b) for k, b in held.items() if b is not None and b.layout is torch.strided)
+                self.buffers += [(held, k, b, [], version(b)) for k, b in dense]
+        self.mark()
 
     def mark(self) -> None:
         """Keep what the buffers hold."""
@@ -100,7 +117,7 @@ class Surroundings:
         """Take back what the call has written to buffers."""
         for held, key, buffer, copies, _ in self.buffers:
             held[key] = buffer
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffer):
+            with torch.no_grad(), uncounted(buffer):
                 buffer.copy_(copies[0])
 
     @contextmanager
@@ -115,27 +132,16 @@ class Surroundings:
             restarts: whether each call of a module begins with the buffers that f began with, as where an inverse
                 evaluates a module with spectral norm until it converges.
         """
-        own = {id(buffer) for _, _, buffer, _, _ in self.buffers}
         with ExitStack() as stack:
             for module, then in zip(self.closed.modules, self.training, strict=True):
                 if module.training != then:
                     stack.callback(setattr, module, "training", module.training)
                     module.training = then
             norms = [m for m in self.closed.norms if m.training]
-            own.update(id(b) for m in norms for b in m._buffers.values())
-            others, values = [], []
-            for place, t, need, then in zip(self.places, self.tensors, self.needs, self.versions, strict=True):
-                if version(t) != then and id(t) not in own:
-                    raise ModifiedError(
-                        f"a tensor of shape {list(t.shape)} that the function closes over ({place[1]}) has been "
-                        "modified by an inplace operation after it was evaluated. Step the optimiser behind the "
-                        "backward pass; write t = t + z in place of t += z."
-                    )
-                if there(place) is not t or ended(t):
-                    others.append(place)
-                    values.append(enter(t, need) if ended(t) else t)
-            if others:
-                stack.enter_context(swapped(others, values))
+            own = {id(b) for m in norms for b in m._buffers.values()} | {
+                id(buffer) for _, _, buffer, _, _ in self.buffers
+            }
+            self._put_back(stack, own, enter)
             for module in norms:
                 stack.callback(module._buffers.update, dict(module._buffers))
                 module._buffers.update(self.closed.written_by(module))
@@ -147,6 +153,22 @@ class Surroundings:
             for kind, on, dtype in self.casts or _casts(_now()):
                 stack.enter_context(torch.autocast(kind, dtype, enabled=on and bool(self.casts), cache_enabled=False))
             yield
+
+    def _put_back(self, stack: ExitStack, own: set[int], enter: Callable[[torch.Tensor, bool], torch.Tensor]) -> None:
+        """Have what f closes over in its places until the stack is closed; `own` may have been written."""
+        others, values = [], []
+        for place, t, need, then in zip(self.places, self.tensors, self.needs, self.versions, strict=True):
+            if version(t) != then and id(t) not in own:
+                raise ModifiedError(
+                    f"a tensor of shape {list(t.shape)} that the function closes over ({place[1]}) has been modified "
+                    "by an inplace operation after it was evaluated. Step the optimiser behind the backward pass; write "
+                    "t = t + z in place of t += z."
+                )
+            if there(place) is not t or ended(t):
+                others.append(place)
+                values.append(enter(t, need) if ended(t) else t)
+        if others:
+            stack.enter_context(swapped(others, values))
 
     def _have_restarted(self, stack: ExitStack) -> None:
         """Have each call of a module begin with the buffers that f began with, until the stack is closed."""
@@ -161,13 +183,9 @@ def _restart(buffers: Sequence[tuple[str, torch.Tensor]], module: nn.Module, arg
     module._buffers.update({name: value.clone() for name, value in buffers})
 
 
-def _dense(buffer: torch.Tensor | None) -> bool:
-    return buffer is not None and buffer.layout is torch.strided
-
-
 def _now() -> Sequence[str]:
     """The kinds of devices for which autocast is on."""
-    if not torch._C._is_any_autocast_enabled():
+    if not autocasting():
         return ()
     return [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
 

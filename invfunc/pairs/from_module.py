@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -140,6 +140,7 @@ class _OfModule(Law):
 class _Carried(Value):
     """A direction of the module on states `(x, s)` with the sum of log-determinants."""
 
+    carries_a_sum: ClassVar = True
     law: _OfModule
     backwards: bool
 

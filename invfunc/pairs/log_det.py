@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from invfunc.errors import ArgumentError
 from invfunc.pairs.pair import Invertible, Remembered, as_pair, rewrapped
@@ -55,6 +55,7 @@ def with_log_det(pair: Invertible) -> Invertible:
 class _Carried(Value):
     """Both directions of a pair, with the sum of log-determinants beside the state."""
 
+    carries_a_sum: ClassVar = True
     pair: Invertible
 
     def forward(self, *given: Any, **kwargs: Any) -> Any:

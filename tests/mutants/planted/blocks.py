@@ -2,10 +2,10 @@
 
 from tests.mutants.fault import Fault
 
-AGAIN = "recomputation invertible"
-WRITTEN = "recomputation/test_written_since.py"
-STATE = "recomputation/test_state.py"
-PROBE = "recomputation/test_probe.py"
+AGAIN = "blocks invertible"
+WRITTEN = "blocks/test_written_since.py"
+STATE = "blocks/test_state.py"
+PROBE = "blocks/test_probe.py"
 HELD = "invertible/test_held.py"
 
 FAULTS = [
@@ -15,12 +15,12 @@ FAULTS = [
         "blocks/surroundings.py",
         "if version(t) != then and id(t) not in own:",
         "if False:",
-        f"recomputation/test_modules.py {WRITTEN}",
+        f"blocks/test_modules.py {WRITTEN}",
     ),
     Fault(
         "an argument that was written is taken as it was",
-        "blocks/run.py",
-        "if version(t.value if isinstance(t, _Constant) else t) != then:",
+        "blocks/link.py",
+        "if [*map(version, self._tensors)] != self._versions:",
         "if False:",
         f"{WRITTEN} {AGAIN}",
     ),
@@ -34,31 +34,31 @@ FAULTS = [
     # What is replayed
     Fault(
         "other random numbers are drawn where f runs once more",
-        "blocks/run.py",
-        "            generator.set_state(state)\n",
-        "            pass\n",
-        "recomputation/test_replay.py::TestRandomNumbers::test_are_drawn_once " + AGAIN,
+        "blocks/surroundings.py",
+        "        set_states(zip(generators, states, strict=True))\n",
+        "        pass\n",
+        "blocks/test_replay.py::TestRandomNumbers::test_are_drawn_once " + AGAIN,
     ),
     Fault(
         "generators go on from what was drawn again",
         "blocks/surroundings.py",
         "        set_states(zip(generators, before, strict=True))\n",
         "        pass\n",
-        "recomputation/test_replay.py::TestRandomNumbers::test_are_drawn_once " + AGAIN,
+        "blocks/test_replay.py::TestRandomNumbers::test_are_drawn_once " + AGAIN,
     ),
     Fault(
         "generators that f closes over are not replayed",
         "blocks/surroundings.py",
         "        found += block.known.closed(block.pair).generators\n",
         "",
-        "recomputation/test_replay.py::TestGenerators",
+        "blocks/test_replay.py::TestGenerators",
     ),
     Fault(
         "buffers are written once more",
         "blocks/surroundings.py",
         "                module._buffers.update(self.closed.written_by(module))\n",
         "                pass\n",
-        f"recomputation/test_modules.py {STATE}",
+        f"blocks/test_modules.py {STATE}",
     ),
     Fault(
         "buffers are those of the backward pass",
@@ -72,21 +72,21 @@ FAULTS = [
         "blocks/surroundings.py",
         "if module.training != then:",
         "if False:",
-        f"recomputation/test_modules.py {STATE}",
+        f"blocks/test_modules.py {STATE}",
     ),
     Fault(
         "autocast is that of the backward pass",
         "blocks/surroundings.py",
         "for kind, on, dtype in self.casts or _casts(_now()):",
         "for kind, on, dtype in ():",
-        "invertible/test_checkpoint.py::TestTraining recomputation/test_precision.py",
+        "invertible/test_checkpoint.py::TestTraining blocks/test_precision.py",
     ),
     Fault(
         "submodules that were replaced are not found",
-        "blocks/series.py",
-        "elif self._closed[1].registered != registered():",
-        "elif False:",
-        "recomputation/test_modules.py::test_submodules_that_are_replaced_are_those_of_the_next_call",
+        "blocks/closed.py",
+        "return replaced or any(",
+        "return any(",
+        "blocks/test_modules.py::test_submodules_that_are_replaced_are_those_of_the_next_call",
     ),
     # What is compared
     Fault(
@@ -99,7 +99,7 @@ FAULTS = [
     Fault(
         "fewer tensors may be saved in the second evaluation",
         "blocks/run.py",
-        "if len(collected.saved) != count:",
+        "if (number := len(collected.saved)) != len(wanted):",
         "if False:",
         "invertible/test_errors.py::TestChanges " + AGAIN,
     ),
@@ -119,18 +119,18 @@ FAULTS = [
     ),
     Fault(
         "x is laid out in memory as the inverse gives it",
-        "blocks/run.py",
+        "blocks/link.py",
         "if self.stride is None or came.stride() == self.stride or",
         "if True or",
-        "recomputation/test_programs.py::test_tensors_lie_in_memory_as_they_did",
+        "blocks/test_programs.py::test_tensors_lie_in_memory_as_they_did",
     ),
     # What is in memory
     Fault(
         "what keep= names is computed by the inverse",
-        "blocks/run.py",
-        "xs.append(link.kept[i].get() if i in link.kept else like.checked(t, link, i))",
-        "xs.append(like.checked(t, link, i))",
-        "recomputation/test_tensors.py " + AGAIN,
+        "blocks/link.py",
+        "            if i in self.kept:\n",
+        "            if False:\n",
+        "blocks/test_tensors.py invertible/test_errors.py",
     ),
     Fault(
         "parameters are not gathered for a block without a part in the loss",

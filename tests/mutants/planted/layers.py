@@ -66,6 +66,6 @@ FAULTS = [
         "layers/common.py",
         "with torch.autocast(kind, enabled=False) if _autocasts(kind) else nullcontext():",
         "with nullcontext():",
-        "recomputation/test_precision.py::TestUnderAutocast::test_layers_compute_in_full_precision " + LAYERS,
+        "blocks/test_precision.py::TestUnderAutocast::test_layers_compute_in_full_precision " + LAYERS,
     ),
 ]

@@ -3,7 +3,7 @@
 from tests.mutants.fault import Fault
 
 PAIRS = "pairs layers invertible/test_check_inverse.py"
-AGAIN = "recomputation invertible"
+AGAIN = "blocks invertible"
 TRAINING = "pairs/test_reversible_training.py"
 FOUND = "pairs/test_automatic.py::"
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from invfunc import ModifiedError, chain, invertible_checkpoint, repeated
-from tests.recomputation.cases import PAIRS, X, assert_close, block_of, forward_of, total
+from tests.blocks.cases import PAIRS, X, assert_close, block_of, forward_of, total
 from tests.strategies import Numbers
 
 DEPTH = 5

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from invfunc import additive_coupling, invertible_checkpoint
-from tests.recomputation.cases import (
+from tests.blocks.cases import (
     CALLS,
     PAIRS,
     W,

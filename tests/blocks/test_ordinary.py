@@ -1,0 +1,187 @@
+"""Ordinary programs with blocks give what the same programs give without them: values, gradients, buffers, draws."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+
+from invfunc import Invertible, additive_coupling, from_module, invertible_checkpoint, repeated, with_log_det
+from invfunc.testing import assert_trees_close
+from tests.strategies import Numbers
+
+STEPS = 12
+Program = Callable[[Callable, Callable], Any]
+
+
+def part(width: int = 4) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh()).double()
+
+
+def state() -> torch.Tensor:
+    return Numbers()(3, 8).requires_grad_()
+
+
+def looped(block: Callable) -> Callable:
+    def run(x: Any, params: Any) -> Any:
+        for p in params:
+            x = block(x, p)
+        return x
+
+    return run
+
+
+def backward(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+    y.square().sum().backward()
+    return y.detach(), x.grad, [p.grad for p in m.parameters()], list(m.buffers()), torch.get_rng_state()
+
+
+class Chosen(nn.Module):
+    """A module of which a number, or its mode, chooses the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(part() for _ in range(STEPS))
+
+    def forward(self, x: torch.Tensor, i: int | None = None) -> torch.Tensor:
+        return self.layers[int(self.training) if i is None else i](x)
+
+
+def by_halves(add: Callable) -> Invertible:
+    def f(x: torch.Tensor, p: Any) -> torch.Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.cat((b, a + add(b, p)), -1)
+
+    def f_inv(y: torch.Tensor, p: Any) -> torch.Tensor:
+        b, a = y.chunk(2, -1)
+        return torch.cat((a - add(b, p), b), -1)
+
+    return Invertible(f, f_inv)
+
+
+def layers_of_steps(wrap, repeat, indices):
+    """The steps after the first one read other parameters than it."""
+    m, x = Chosen(), state()
+    return backward(m, x, repeat(wrap(by_halves(lambda b, i: m(b, int(i)))))(x, indices))
+
+
+def rates_of_steps(wrap, repeat):
+    """The first step alone draws nothing, as in stochastic depth with a rate that grows."""
+    m, x = part(), state()
+    rates = [i / (2 * STEPS) for i in range(STEPS)]
+    return backward(m, x, repeat(wrap(by_halves(lambda b, p: nn.functional.dropout(m(b), p))))(x, rates))
+
+
+def hooked_weights(wrap, repeat):
+    m, x = part(), state()
+    m[0].weight.register_hook(lambda g: 2 * g)
+    m[0].bias.register_hook(lambda g: g.clamp(-0.1, 0.1))
+    return backward(m, x, repeat(wrap(additive_coupling(m, m, split_dim=-1)))(x, [None] * STEPS))
+
+
+def tied_weights(wrap, repeat):
+    m, x = nn.ModuleList((part(), part())), state()
+    m[1][0].weight = m[0][0].weight
+    return backward(m, x, repeat(wrap(additive_coupling(*m, split_dim=-1)))(x, [None] * STEPS))
+
+
+def recurrent(wrap, repeat):
+    """Its weights stand in a list beside the parameters."""
+    m, x = nn.LSTM(4, 4).double(), state()
+    return backward(m, x, repeat(wrap(additive_coupling(*2 * (lambda z: m(z)[0],), split_dim=-1)))(x, [None] * STEPS))
+
+
+def of_samples(wrap, repeat):
+    m, x = part(), state()
+    block = repeat(wrap(additive_coupling(m, m, split_dim=-1)))
+    return backward(m, x, vmap(lambda row: block(row, [None] * STEPS))(x))
+
+
+PROGRAMS: dict[str, Program] = {
+    "layers by numbers": lambda *given: layers_of_steps(*given, list(range(STEPS))),
+    "layers by a tensor": lambda *given: layers_of_steps(*given, torch.arange(STEPS)),
+    "rates": rates_of_steps,
+    "hooked weights": hooked_weights,
+    "tied weights": tied_weights,
+    "recurrent": recurrent,
+    "samples of a vmap": of_samples,
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_equal_steps_are_those_of_a_loop(name):
+    found = []
+    for wrap, repeat in (
+        (lambda pair: pair, looped),
+        (invertible_checkpoint, looped),
+        (invertible_checkpoint, repeated),
+    ):
+        torch.manual_seed(0)
+        found.append(PROGRAMS[name](wrap, repeat))
+    assert_trees_close(found[1], found[0], 1e-10)
+    assert_trees_close(found[2], found[0], 1e-10)
+
+
+class TestReadByALaterCallAlone:
+    """A block whose first call does not read all that it closes over, as one in eval mode."""
+
+    @pytest.fixture(params=["mode", "argument"])
+    def called(self, request):
+        m = Chosen().eval()
+
+        def call(block, x, second):
+            m.train(second and request.param == "mode")
+            return block(x, int(second) if request.param == "argument" else None)
+
+        return m, by_halves(m), call
+
+    def test_parameters_of_functional_call_are_put_back(self, called):
+        m, pair, call = called
+        block, x = invertible_checkpoint(pair), Numbers()(3, 8)
+        params = {f"0.{k}": 2 * p.detach() for k, p in m.named_parameters()}
+
+        class Model(nn.ModuleList):
+            def forward(self, f, second):
+                return call(f, x, second).square().sum()
+
+        for second in (False, True):
+            losses = [lambda p, given=(f, second): functional_call(Model([m]), p, given) for f in (pair, block)]
+            slopes = [grad(loss)(params) for loss in losses]
+            assert_trees_close(slopes[1], slopes[0], 1e-10)
+
+    def test_writes_are_an_error(self, called):
+        m, pair, call = called
+        block = invertible_checkpoint(pair)
+        call(block, state(), False).sum().backward()
+        y = call(block, state(), True)
+        with torch.no_grad():
+            m.layers[1][0].bias.mul_(1.01)
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            y.sum().backward()
+
+
+class Searched(nn.Module):
+    """A monotone function whose inverse is found up to some digits."""
+
+    def forward(self, x):
+        return 2 * x + x.sin(), (2 + x.cos()).log().sum(-1)
+
+    def inverse(self, y):
+        x = y / 2
+        for _ in range(14):
+            x = (y - x.sin()) / 2
+        return x, -(2 + x.cos()).log().sum(-1)
+
+
+@pytest.mark.filterwarnings("ignore::invfunc.errors.InexactWarning")
+def test_a_log_determinant_that_begins_with_zeros_is_not_compared():
+    """Nothing but further sums is computed from it, and its own size says nothing of its error."""
+    found = []
+    for wrap in (lambda pair: pair, invertible_checkpoint):
+        x = state()
+        y, total = wrap(with_log_det(from_module(Searched())))((x, torch.zeros(3).double()))
+        (y.square().sum() - total.sum()).backward()
+        found.append(x.grad)
+    assert_trees_close(found[1], found[0], 1e-4)
