@@ -208,15 +208,15 @@ class _Sequence(Composition):
             )
 
 
-def _single(steps: Sequence[Step], args: tuple, kwargs: dict[str, Any]) -> Iterable[tuple[Checkpointed, tuple, dict]]:
+def _single(steps: Sequence[tuple], args: tuple, kwargs: dict[str, Any]) -> Iterable[tuple[Checkpointed, tuple, dict]]:
     """The calls of blocks that are not composed of others."""
     for g, p in steps:
         composition = g.pair.composition
         if composition is None:
             yield g, behind(p, args, kwargs), kwargs
         else:
-            pair = composition.keeping(g.keep) if g.keep else g.pair
-            yield from _single(pair.composition.steps(p), args, kwargs)
+            kept: Any = (composition.keeping(g.keep) if g.keep else g.pair).composition
+            yield from _single(kept.steps(p), args, kwargs)
 
 
 class Chain(_Sequence):
