@@ -36,7 +36,7 @@ def operation(fn: Callable) -> Operation:
     Args:
         fn: a function of tensors that returns one tensor. The arguments that depend on the samples, and the output,
             have the samples along axis 0, and entry n of the output depends on entry n of these arguments only. It
-            draws no random numbers.
+            draws no random numbers. It is pure in torch.func's sense (see the conventions).
 
     Returns:
         A function with the signature of `fn`, which is `fn` itself outside of a transform. Its `share_of(argument)`

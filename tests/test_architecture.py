@@ -68,8 +68,8 @@ CEILINGS = {
     ),
     "invertible functions": (
         ["invfunc/blocks", "invfunc/invertible", "invfunc/pairs"],
-        4_320,
-        46,
+        4_330,
+        47,
         "one engine for plain autograd and torch.func, by hooks on saved tensors; one recorded run finds inverses",
     ),
     "functional": (["invfunc/functional"], 160, 2, "torch.func.functional_call does it; here are messages and copies"),

@@ -323,7 +323,7 @@ def graphless_node() -> None:
 
 autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any kind of device."""
-uncounted: Any = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportAttributeAccessIssue]
+uncounted: Any = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
 """A context in which writing into a tensor does not count as such."""
 
 

@@ -55,8 +55,8 @@ class Closed:
         """Modules whose buffers do not influence what they compute in train mode."""
         self.stateful = [m for m in with_buffers if m not in self.norms]
         """Modules whose buffers may do so."""
-        self.scratch: dict[int, dict[str, torch.Tensor | None]] = {}
-        """Buffers for the norms to write to in another evaluation."""
+        self.scratch: dict[int, tuple[list, dict[str, torch.Tensor | None]]] = {}
+        """Buffers for the norms to write to in another evaluation, with what they are like."""
         self.all = self.places
         """Where tensors stand that some call may read."""
         self._learned = set[Any]()
@@ -95,13 +95,12 @@ class Closed:
 
     def written_by(self, module: nn.Module) -> dict[str, torch.Tensor | None]:
         """Buffers for a norm to write to."""
+        like = [None if b is None else (b.device, b.dtype, b.shape) for b in module._buffers.values()]
         found = self.scratch.get(id(module))
-        if found is None or any(
-            b is not None and (found[k] is None or found[k].device != b.device) for k, b in module._buffers.items()
-        ):
+        if found is None or found[0] != like:
             copies = {k: None if b is None else b.detach().clone() for k, b in module._buffers.items()}
-            found = self.scratch[id(module)] = copies
-        return found
+            found = self.scratch[id(module)] = like, copies
+        return found[1]
 
 
 class Reading(TorchDispatchMode):

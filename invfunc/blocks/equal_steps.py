@@ -26,7 +26,7 @@ from invfunc._torch.functorch import (
 )
 from invfunc._torch.generators import set_states
 from invfunc._torch.values import differentiable
-from invfunc.blocks.closed import swapped
+from invfunc.blocks.closed import Closed, swapped
 from invfunc.blocks.link import WRITTEN, Link, Step
 from invfunc.blocks.looks import compare, looked_at
 from invfunc.blocks.run import Run
@@ -119,17 +119,23 @@ class _Steps(Holder):
         self._asked = [i for i, t in enumerate(unique.values()) if t.requires_grad]
         self._given = [t if t.grad_fn is None else t.detach() for t in unique.values()]
         self._versions = [version(t) for t in self._given]
-        closed = self.around.closed.tensors()
+        self._slots = [slot_of(t, []) for t in self.xs]
+        self._looks = looked_at(self.xs) if self.block.check != "off" else None
+        self.needing = [*(t for t in unique.values() if t.requires_grad), *self._closes_over(self.around.closed)]
+        """The tensors beside the state that need a gradient."""
+        self.ys: list[torch.Tensor] = []
+
+    def _closes_over(self, around: Closed) -> list[torch.Tensor]:
+        """The tensors that need a gradient among those that the first step has read."""
+        closed = around.tensors()
         self._closed = [i for i, t in enumerate(closed) if t.requires_grad]
         read = {id(closed[i]): i for i in self._closed}  # tied weights stand in several places
         places = {key: i for i, key in enumerate(read)}
         self._tied = [places[id(closed[i])] for i in self._closed]
-        self._read = [self.around.tensors[i] for i in read.values()]
-        self.needing = [*(t for t in unique.values() if t.requires_grad), *map(closed.__getitem__, read.values())]
-        """The tensors beside the state that need a gradient."""
-        self._slots = [slot_of(t, []) for t in self.xs]
-        self._looks = looked_at(self.xs) if self.block.check != "off" else None
-        self.ys: list[torch.Tensor] = []
+        self._read = [t if t.grad_fn is None else leaf_at(t, True) for t in read.values()]
+        self._others = len(around.all) > len(closed) and any(t.requires_grad for t in map(there, around.all))
+        """Whether others may read tensors that need a gradient and that it did not read."""
+        return [*read.values()]
 
     def _steps(self, given: Sequence[torch.Tensor]) -> list[tuple[tuple, dict[str, Any]]]:
         """The further arguments of each step."""
@@ -139,9 +145,7 @@ class _Steps(Holder):
         """Compute the state behind the steps; False if they do more than the first one: write buffers, or read other
         tensors that need a gradient."""
         xs, pair = [t.detach() for t in self.xs], self.block.pair
-        closed = self.around.closed
-        others = len(closed.all) > len(closed.places) and any(t.requires_grad for t in map(there, closed.standing()))
-        known = [*self._given, *closed.tensors()] if others else []
+        known = [*self._given, *self.around.closed.tensors()] if self._others else []
         for args, kwargs in self._steps(self._given):
             with torch.set_grad_enabled(others):
                 ys = tree.tensors(pair.forward(*pair.shared, self.form.join(xs), *args, **kwargs))

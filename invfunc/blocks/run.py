@@ -166,7 +166,8 @@ class Run(Holder):
             states = self._ended(link, states)
             before, (xs, form) = (xs, form), tree.separate(x)
             if self._level.number and any(map(tracked_below, xs)):
-                self.links.pop(), self._starts.pop()
+                self.links.pop()
+                self._starts.pop()
                 self._close(slots, *before, depth)
                 return x, hidden
             self._form = form

@@ -61,8 +61,9 @@ class Slot:
     def of_memory(self, tensor: torch.Tensor) -> bool:
         """Whether it is that tensor, which somebody handed on."""
         value = self._value
-        same = value is not None and storage_of(value) == storage_of(tensor)
-        return same and (value.storage_offset(), value.stride()) == (tensor.storage_offset(), tensor.stride())
+        if value is None or storage_of(value) != storage_of(tensor):
+            return False
+        return (value.storage_offset(), value.stride()) == (tensor.storage_offset(), tensor.stride())
 
     def fill(self, value: torch.Tensor) -> None:
         """Put the tensor back that the later call has computed again."""
@@ -80,10 +81,11 @@ class Slot:
             held: whether the slot lives as long as the graph, also where nobody needs it to go backwards.
         """
         own, of = weakref.ref(self), recorded(tensor)
-        if of.grad_fn is None:
+        node: Any = of.grad_fn
+        if node is None:
             _WITHOUT_GRAPH.set(tensor, own)
         else:
-            of.grad_fn.metadata[_KEY, of.output_nr] = (lambda: self) if held else own
+            node.metadata[_KEY, of.output_nr] = (lambda: self) if held else own
 
 
 def slot_of(tensor: torch.Tensor, groups: list[Any]) -> Slot | None:
@@ -93,7 +95,8 @@ def slot_of(tensor: torch.Tensor, groups: list[Any]) -> Slot | None:
     `groups`.
     """
     of = recorded(tensor)
-    node, number = of.grad_fn, of.output_nr
+    node: Any = of.grad_fn
+    number = of.output_nr
     found = _WITHOUT_GRAPH.get(tensor) if node is None else None
     while node is not None and (found := node.metadata.get((_KEY, number))) is None:
         if function_of(node) is None or number >= len(node.next_functions):

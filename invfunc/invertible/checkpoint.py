@@ -45,7 +45,8 @@ def invertible_checkpoint(
         f: `f(x, *args, **kwargs) -> y`, x and y any pytrees. The further arguments pass through: tensors among them get
             their gradients, anything else is a constant. A module is a function of its inputs, as in
             `invertible_checkpoint(module, module.inverse)`: its own parameters get their gradients, or those that
-            `functional` puts in. Or an `Invertible`, which brings its inverse.
+            `functional` puts in. Or an `Invertible`, which brings its inverse. f is pure in torch.func's sense (see the
+            conventions).
         f_inv: `f_inv(y, *args, **kwargs) -> x`. It runs in the backward pass, so what it closes over must not change
             until then. None: a plain checkpoint, which keeps x. Left out: it is found, if f is made of couplings.
         keep: which tensors of x, by their position in the tree, stay in memory and are not computed by the inverse;
@@ -75,8 +76,6 @@ def invertible_checkpoint(
         ModifiedError: f or f_inv writes into its arguments; or y, an argument or what f closes over was written in
             place before the gradient was computed.
         TypeError: f or f_inv does not take what it is called with; a note says how that was.
-        ClosedOverError: inside of torch.func, f reads a tensor that needs a gradient, is not an argument, and is
-            another one each time.
 
     Example:
         >>> import torch, invfunc
@@ -95,29 +94,27 @@ def invertible_checkpoint(
     x, or those that f takes one apart into (chunk, split, slices) and joins (cat, stack). Only calls of torch are seen,
     and what f does may not depend on numbers of x. Random numbers, also of dropout in F, are replayed.
 
-    A state of f's own that it writes in place, such as running statistics or the vectors of `spectral_norm`, is written
-    once; what it held is kept in a copy, from which f and f_inv start again. So is the plain Python state (counters,
-    flags, lists) of the modules that f holds.
+    Buffers of modules in train mode, such as running statistics or the vectors of `spectral_norm`, are written once;
+    f and f_inv start again from what they held. `g.module()` is the block as an `nn.Module`, which registers the
+    modules that f is made of.
 
     Under autocast a stem gives its result in half precision. Keep the state in float32, as by `x = stem(x).float()`, or
     rounding errors grow from block to block; what F and G compute may be in half precision.
 
-    Composes with: `.backward()` and every transform of torch.func, whose first derivatives in reverse mode need the
-    memory of one block; a second derivative needs that of all, and forward mode runs f without saving memory. So does
-    torch.compile, unless blocks are in one `chain`, or `torch.compiler.disable` excludes them. What f calls that was
-    compiled before runs uncompiled, with a warning; what torch.jit made runs without its optimisations. Statistics of
-    this library look through it, and read again what layers read, in place of keeping it; inside of torch.func, or with
-    a second derivative (`diag_hessian`, `hvp`, results that require grad), they run f without saving memory.
+    Composes with: `.backward()` and every transform of torch.func. First derivatives in reverse mode (grad, vjp,
+    jacrev, with vmap in either order) need the memory of one block. Where several levels have a graph (grad in grad, or
+    parameters that require grad outside of grad too), in forward mode, and where f uses torch.func itself, f runs
+    without saving memory; a second derivative needs the memory of all blocks. torch.autograd.grad inside of f works in
+    all of them. What f calls that was compiled before stays compiled; a block within torch.compile saves no memory,
+    unless it is in a `chain`, or `torch.compiler.disable` excludes it. Statistics of this library look through it, and
+    read again what layers read, in place of keeping it; inside of torch.func, or with a second derivative
+    (`diag_hessian`, `hvp`, results that require grad), they run f without saving memory.
 
     Cost: one evaluation of the inverse and one more of f in the backward pass: 5/3 of the time without, or 4/3 for a
-    coupling, whose inverse and f share their evaluations. (An f that uses torch.func itself has its first call
-    evaluated twice; inside of torch.func, one that closes over what needs a gradient has each of its calls.) To find an
-    inverse, f runs once more without numbers, some 0.1 ms an operation. What f and f_inv read, write and draw is
-    watched, for some tenths of a millisecond a call. From the fifth call on both are left out, at a third of the time,
-    where the code of f and f_inv, and of modules without hooks, shows that they only compute with torch, the calls so
-    far showed it too (nothing drawn, written or decided by numbers), and tensors, constants and functions have the same
-    form; on CPUs, without autocast, other modes or hooks, and inside of torch.func without what is closed over. The
-    reconstructed x has rounding errors, which grow with the number of blocks (`drift`, `InexactWarning`).
+    coupling, whose inverse and f share their evaluations, and some 0.2 ms a block. To find an inverse, f runs once more
+    without numbers in the first call of each kind (shapes, dtypes, modes), some 0.1 ms an operation; what was recorded
+    is kept. Of blocks in a series x of the first and of every eighth one is compared. The reconstructed x has rounding
+    errors, which grow with the number of blocks (`drift`, `InexactWarning`).
 
     Source: A. Gomez et al., The Reversible Residual Network, 2017; the interfaces of MemCNN and invtorch.
     """

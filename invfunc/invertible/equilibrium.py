@@ -56,7 +56,7 @@ def equilibrium(
 
     Args:
         f: any function that keeps the form of x, a tensor or any pytree of tensors; or a module. It has to contract:
-            else there is nothing to come to.
+            else there is nothing to come to. f is pure in torch.func's sense (see the conventions).
         beta: as in `fixed_point`.
         tolerance: how large the residual may be, relative to the largest entry of x.
         max_steps: after this many steps it stops in any case, with a warning where the residual is larger than that.

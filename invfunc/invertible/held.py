@@ -32,9 +32,9 @@ def held_states() -> HeldStates:
         somebody holds them: a list, whose `.bytes` are the memory of all of them (that which blocks hand on is told
         once, by the last of them). `.kept` are those that no block took over: the last y, what stays by `keep=` or
         `anchor_every=`, and what only operations read that are no blocks, which cannot give it back. Each has the
-        `block` that gave it out, its `number` (how many blocks come before that
-        one in its series), the `output` (its place in y, or in what a pair hides), its `shape` and `dtype`, and the
-        `bytes` of the memory that it is a part of.
+        `block` that gave it out, its `number` (how many blocks come before that one in its series), the `output` (its
+        place in y, or in what a pair hides), its `shape` and `dtype`, and the `bytes` of the memory that it is a part
+        of.
 
     Example:
         >>> import torch, invfunc

@@ -29,7 +29,7 @@ def multiscale(*flows: Callable, split_dim: int = 1) -> Invertible:
 
     Args:
         flows: each an `Invertible` on one tensor, such as a `chain` of the steps of a scale, or a block of one, which
-            keeps its options.
+            keeps its options. They are pure in torch.func's sense (see the conventions).
         split_dim: the axis along which the state is divided, that of the channels.
 
     Returns:

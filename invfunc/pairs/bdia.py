@@ -31,7 +31,7 @@ def bdia(f: Callable, grid: Grid | None = None) -> Invertible:
     Args:
         f: any function that keeps the shape of x, such as an attention with its MLP, or a module. It gets x in the
             dtype of its parameters, and what it gives is rounded to the grid; gradients take the rounding for the
-            identity.
+            identity. f is pure in torch.func's sense (see the conventions).
         grid: by default `Grid()`.
 
     Returns:

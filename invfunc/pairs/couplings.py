@@ -27,7 +27,8 @@ def additive_coupling(
     Args:
         F, G: any functions of one part that return the shape of the other; they need no inverse. Or modules: `F(b)`
             with their own parameters, which get their gradients, or with the p of `functional(module)`. They must not
-            write into their argument (`nn.ReLU(inplace=True)` as the first layer), which is an error.
+            write into their argument (`nn.ReLU(inplace=True)` as the first layer), which is an error. F and G are pure
+            in torch.func's sense (see the conventions).
         split_dim: take one tensor, whose halves along this axis are a and b, in place of a pair.
         exact: compute on a fixed-point grid (True: `Grid()`), where adding and subtracting make no rounding errors: the
             inverse gives back every bit, at any depth, as long as F and G see the same shapes. The state has to be on
@@ -60,10 +61,9 @@ def additive_coupling(
     of modules without their skip connections: the second stream attends to itself, which is added to the first, and so
     on; with `split_dim=-1` the streams are the halves of the channels.
 
-    Composes with: `invertible_checkpoint`, `chain`, `repeated`. In a module that holds F and G as its own (a pair
-    registers none), `self.block = invertible_checkpoint(additive_coupling(self.F, self.G))` is moved, deep-copied,
-    averaged, pickled and saved with it. Lambdas over `self` are copied rightly too, but do not pickle; a function that
-    finds its module in a global name, or in an attribute of what is not a module, goes on with the original's weights.
+    Composes with: `invertible_checkpoint`, `chain`, `repeated`. With modules as F and G, `.module()` of the pair, or of
+    a block or chain of it, registers them: `invertible_checkpoint(additive_coupling(F, G)).module()` is an `nn.Module`
+    that is moved, copied, saved and put into `nn.Sequential` as any other.
 
     Cost: F and G once in either direction, and once in a backward pass.
 
@@ -89,7 +89,8 @@ def affine_coupling(
         b' = b * exp(log_scale(s)) + t              a = (a' - t) / exp(log_scale(s))
 
     Args:
-        F, G: functions, or modules, that return `(s, t)`, each of the shape of the other part; they need no inverse.
+        F, G: functions, or modules, that return `(s, t)`, each of the shape of the other part; they need no inverse. F
+            and G are pure in torch.func's sense (see the conventions).
         log_scale: the logarithm of the scale as a function of s. The default keeps the scale between 1/e and e, so that
             deep chains neither explode nor lose their digits; `lambda s: s` is the plain exponential.
         split_dim: take one tensor, whose halves along this axis are a and b, in place of a pair.

@@ -25,7 +25,8 @@ def fixed_point(f: Callable, beta: float = 0.5) -> Invertible:
     `equilibrium` takes as many steps as a tolerance asks for.
 
     Args:
-        f: any function that keeps the form of x, a tensor or any pytree of tensors; or a module.
+        f: any function that keeps the form of x, a tensor or any pytree of tensors; or a module. f is pure in
+            torch.func's sense (see the conventions).
         beta: between 0 and 1, without them: how far a step goes. The inverse divides by 1 - beta: errors grow by 1 /
             (1 - beta) at each step, and by up to the square of that where f is steep (`drift`). Many steps back need
             float64 or `anchor_every=`.

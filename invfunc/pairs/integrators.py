@@ -23,7 +23,7 @@ def momentum(f: Callable, gamma: float = 0.9) -> Invertible:
         x' = x + v'                                     v = (v' - (1 - gamma) * f(x, p)) / gamma
 
     Args:
-        f: any function that keeps the shape of x, or a module.
+        f: any function that keeps the shape of x, or a module. f is pure in torch.func's sense (see the conventions).
         gamma: between 0 and 1, without them. The inverse divides by it: errors grow by 1 / gamma at each step.
 
     Returns:
@@ -116,7 +116,8 @@ def leapfrog(force: Callable, step: float) -> Invertible:
         v' = w + step / 2 * force(x', p)
 
     Args:
-        force: any function that keeps the shape of x, or a module.
+        force: any function that keeps the shape of x, or a module. force is pure in torch.func's sense (see the
+            conventions).
         step: the length of the step in time.
 
     Returns:

@@ -53,7 +53,7 @@ class Invertible(Value):
     arguments behind them are the same for both directions.
 
     Args:
-        forward: the function.
+        forward: the function. It is pure in torch.func's sense (see the conventions).
         inverse: gives x back from y, for the same further arguments.
         shared: expensive functions that both directions evaluate at the same arguments, the inverse in the reverse
             order. Both get them in front of x or y; in the backward pass each is evaluated once for the inverse and

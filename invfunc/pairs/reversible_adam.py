@@ -33,7 +33,7 @@ def reversible_adam(
     of `reversible_sgd` holds here too, with these differences.
 
     Args:
-        loss, lr: as in `reversible_sgd`.
+        loss, lr: as in `reversible_sgd`. loss is pure in torch.func's sense (see the conventions).
         betas: two fractions as its momentum.
         eps: a number of at least 0. Where you differentiate through a training, take 1e-4 or more: at the default an
             entry of the gradient near 1e-6 can dominate the derivative, which is then wrong. Or multiply the loss and

@@ -35,7 +35,7 @@ def reversible_sgd(
 
     Args:
         loss: `loss(params, *args, **kwargs)`, a scalar that is twice differentiable. It is evaluated at the weights on
-            the grid, in the dtypes of the parameters.
+            the grid, in the dtypes of the parameters. loss is pure in torch.func's sense (see the conventions).
         lr: the learning rate, or a function `lr(*args, **kwargs)` of what the loss gets behind the parameters, as
             `lambda batch, *rest: batch["lr"]` for one of each step.
         momentum: between 0 and 1, a fraction with a denominator up to 10000; no gradient is asked of it.

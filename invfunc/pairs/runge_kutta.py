@@ -35,7 +35,8 @@ def runge_kutta(field: Callable, tableau: str | Tableau = "rk4") -> Callable:
             return h * (b @ slopes)
 
     Args:
-        field: `field(x, t, *args, **kwargs)`, of the form of x, a tensor or a pytree of tensors; or a module.
+        field: `field(x, t, *args, **kwargs)`, of the form of x, a tensor or a pytree of tensors; or a module. field is
+            pure in torch.func's sense (see the conventions).
         tableau: "euler" (order 1), "midpoint", "heun" (2) or "rk4" (4); or `(a, b)` of an explicit scheme of one's own,
             where row i of a has the weights of the stages before stage i.
 

@@ -20,7 +20,7 @@ def state_first(f: Callable) -> Callable:
         variance(state_first(g))(params, x)
 
     Args:
-        f: a function of two or more arguments.
+        f: a function of two or more arguments. f is pure in torch.func's sense (see the conventions).
 
     Returns:
         The function with its first two arguments swapped.

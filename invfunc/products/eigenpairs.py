@@ -59,7 +59,7 @@ def eigenpairs(
 
     Args:
         f: a model function `f(params, *inputs)`. Without `loss`, a loss function `f(params, *batch)`, whose outputs are
-            found as those of `diag_ggn` are.
+            found as those of `diag_ggn` are. f and loss are pure in torch.func's sense (see the conventions).
         loss: `loss(outputs, target)`, convex in the outputs, a scalar or `[N]`, which keeps the samples apart.
         fisher: "exact", the GGN, with V columns (rows of `sqrt_ggn`) for each sample: one less than classes for a cross
             entropy, one for each output for another loss; "mc", its estimate from drawn columns, V = `mc_samples`;

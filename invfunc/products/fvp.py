@@ -41,7 +41,8 @@ def fvp(
 
     Args:
         f: a loss function `f(params, *batch)`, which returns `[N]` losses, or a scalar whose outputs are found as those
-            of `diag_ggn` are. With `loss`, a model function `f(params, *inputs)`.
+            of `diag_ggn` are. With `loss`, a model function `f(params, *inputs)`. f and loss are pure in torch.func's
+            sense (see the conventions).
         loss: `loss(outputs, target)`, a scalar or `[N]`, which keeps the samples apart.
         mc_samples: how many targets are drawn for each sample; None takes the per-sample gradients at the given ones.
         generator: from which they are drawn, needed with `mc_samples`. A linearisation draws once for all vectors.

@@ -20,7 +20,8 @@ def ggn_block_product(
             J^T H J V[name][k]                               # for k in range(K), over all dimensions of the parameter
 
     Args:
-        f, loss, in_dims, out_dims, has_aux: as in `ggnvp`.
+        f, loss, in_dims, out_dims, has_aux: as in `ggnvp`. f and loss are pure in torch.func's sense (see the
+            conventions).
 
     Returns:
         A function `(params, V, *inputs, target) -> tree`, without `loss` `(params, V, *batch) -> tree`: the tensors of

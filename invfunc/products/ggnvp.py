@@ -23,7 +23,8 @@ def ggnvp(
 
     Args:
         f: a model function `f(params, *inputs)`, which returns outputs, a tensor or a pytree of them. Without `loss`,
-            a loss function `f(params, *batch)`, whose outputs are found as those of `diag_ggn` are.
+            a loss function `f(params, *batch)`, whose outputs are found as those of `diag_ggn` are. f and loss are pure
+            in torch.func's sense (see the conventions).
         loss: `loss(outputs, target)`, convex in the outputs. A loss without known structure whose Hessian, sample by
             sample, has more than 2^24 numbers is not checked for that.
         in_dims: the sample axis of each batch argument, or of all; None for what all samples share.

@@ -17,7 +17,7 @@ def hessian_block_product(f: Callable, loss: Callable | None = None, *, has_aux:
             H V[name][k]                                     # for k in range(K), over all dimensions of the parameter
 
     Args:
-        f, loss, has_aux: as in `hvp`.
+        f, loss, has_aux: as in `hvp`. f and loss are pure in torch.func's sense (see the conventions).
 
     Returns:
         A function `(params, V, *batch) -> tree`, with loss `(params, V, *inputs, target) -> tree`: the tensors of V and

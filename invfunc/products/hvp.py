@@ -18,7 +18,8 @@ def hvp(f: Callable, loss: Callable | None = None, *, has_aux: bool = False) -> 
 
     Args:
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]` losses, whose sum then counts; with
-            `loss` a model function `f(params, *inputs)`.
+            `loss` a model function `f(params, *inputs)`. f and loss are pure in torch.func's sense (see the
+            conventions).
         loss: `loss(outputs, target)`, any twice differentiable one.
         has_aux: f returns `(result, aux)`, and the transform `(product, aux)`.
 

@@ -20,7 +20,8 @@ def linearize(f: Callable, *, has_aux: bool = False) -> Linearization:
         outputs, vjp = torch.func.vjp(lambda p: f(p, *inputs), params)
 
     Args:
-        f: any function `f(params, *inputs)` that returns a floating-point tensor or a pytree of them.
+        f: any function `f(params, *inputs)` that returns a floating-point tensor or a pytree of them. f is pure in
+            torch.func's sense (see the conventions).
         has_aux: f returns `(outputs, aux)`; aux comes last.
 
     Returns:

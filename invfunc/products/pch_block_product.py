@@ -31,7 +31,8 @@ def pch_block_product(
     semi-definite, and no smaller than that of the GGN.
 
     Args:
-        f, loss, in_dims, out_dims, has_aux: as in `ggnvp`. The nonlinear operations of f are element-wise.
+        f, loss, in_dims, out_dims, has_aux: as in `ggnvp`. The nonlinear operations of f are element-wise. f and loss
+            are pure in torch.func's sense (see the conventions).
         modify: what makes h positive: its absolute value ("abs"), or 0 where it is negative ("clip").
 
     Returns:

@@ -39,7 +39,7 @@ def batch_diag_ggn(
 
     Args:
         f, loss, method, mc_samples, generator, sample, peel, samples, argnums, in_dims, out_dims,
-            has_aux: as in `diag_ggn`.
+            has_aux: as in `diag_ggn`. f and loss are pure in torch.func's sense (see the conventions).
 
     Returns:
         A function `(params, *inputs, target) -> tree`, without `loss` `(params, *batch) -> tree`, with tensors

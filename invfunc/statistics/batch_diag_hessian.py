@@ -30,7 +30,8 @@ def batch_diag_hessian(
     It sums over samples to `diag_hessian`, and has its scale: a mean loss puts 1/N into every sample's part.
 
     Args:
-        f, loss, method, samples, argnums, in_dims, out_dims, has_aux: as in `diag_hessian`.
+        f, loss, method, samples, argnums, in_dims, out_dims, has_aux: as in `diag_hessian`. f and loss are pure in
+            torch.func's sense (see the conventions).
 
     Returns:
         A function `(params, *batch) -> tree`, with loss `(params, *inputs, target) -> tree`, with tensors `[N, *p]`, in

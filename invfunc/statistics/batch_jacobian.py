@@ -27,7 +27,8 @@ def batch_jacobian(
     backward passes as one sample has outputs, not as all have together.
 
     Args:
-        f: a model function `f(params, *inputs)`, which returns outputs `[N, *out]` or a pytree of them.
+        f: a model function `f(params, *inputs)`, which returns outputs `[N, *out]` or a pytree of them. f is pure in
+            torch.func's sense (see the conventions).
         out_dims: the sample axis of the outputs.
         samples, argnums, in_dims, has_aux: as in `batch_grad`.
 

@@ -25,7 +25,8 @@ def batch_l2_grad(
     A mean loss puts 1/N^2 into every squared norm; return the `[N]` losses of the samples where the scale matters.
 
     Args:
-        f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`.
+        f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`. f is pure in torch.func's sense (see
+            the conventions).
         samples, argnums, in_dims, has_aux: as in `batch_grad`.
 
     Returns:

@@ -37,7 +37,8 @@ def clipped_grad(
         clipped, norms = clipped_grad(losses, max_norm=1.0)(params, x, y)
 
     Args:
-        f: a loss function `f(params, *batch)`, better `[N]`-valued than scalar.
+        f: a loss function `f(params, *batch)`, better `[N]`-valued than scalar. f is pure in torch.func's sense (see
+            the conventions).
         max_norm: the largest norm of a per-sample gradient, above 0; a number, or a tensor without dims, in which the
             result has a derivative.
         samples, argnums, in_dims, has_aux: as in `batch_grad`. With several argnums the norm is over all of them.

@@ -46,7 +46,8 @@ def diag_ggn(
             a loss function `f(params, *batch)`, which returns a scalar or `[N]`: its outputs are the inputs of torch's
             convex losses (`cross_entropy`, `mse_loss`, `binary_cross_entropy_with_logits`, `huber_loss`,
             `smooth_l1_loss`, `poisson_nll_loss`; for `nll_loss` and `kl_div` the input of the `log_softmax` or
-            `logsigmoid` before it), or what `outputs(z)` marks.
+            `logsigmoid` before it), or what `outputs(z)` marks. f and loss are pure in torch.func's sense (see the
+            conventions).
         loss: `loss(outputs, target)`, convex in the outputs. One that is linear in them has the GGN 0, as `nll_loss` of
             an f that ends in `log_softmax`: leave `loss` out, or give logits and `cross_entropy`.
         method: how. "dense" pulls back every column of a square root of H; "auto" uses the structure of f where an

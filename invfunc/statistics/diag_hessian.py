@@ -33,7 +33,8 @@ def diag_hessian(
 
     Args:
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`. With `loss`, a model function
-            `f(params, *inputs)`, which returns outputs `[N, ...]` or a pytree of them.
+            `f(params, *inputs)`, which returns outputs `[N, ...]` or a pytree of them. f and loss are pure in
+            torch.func's sense (see the conventions).
         loss: `loss(outputs, target)`; it need not be convex.
         method: "auto" has columns whose receptive fields are disjoint share a pullback, as in `diag_ggn`: those of the
             loss, and those of nonlinear operations inside of the model, if all of these are element-wise. "dense" pulls

@@ -42,7 +42,8 @@ def ekfac(
 
     Args:
         f, loss, fisher, mc_samples, generator, sample, peel, weight_sharing, joint, unsupported, samples, argnums,
-            in_dims, out_dims, has_aux: as in `kfac`; the same columns give the basis and the eigenvalues.
+            in_dims, out_dims, has_aux: as in `kfac`; the same columns give the basis and the eigenvalues. f and loss
+            are pure in torch.func's sense (see the conventions).
 
     Returns:
         As `kfac`, but each `Kronecker` has `values`, and eigenvectors as its factors.

@@ -39,7 +39,7 @@ def ggn_trace(
     Args:
         per_parameter: the trace of each parameter's block instead of their sum.
         f, loss, method, mc_samples, generator, sample, peel, with_error, samples, argnums, in_dims, out_dims,
-            has_aux: as in `diag_ggn`.
+            has_aux: as in `diag_ggn`. f and loss are pure in torch.func's sense (see the conventions).
 
     Returns:
         A function `(params, *inputs, target) -> trace`, without `loss` `(params, *batch) -> trace`, a tensor without

@@ -27,7 +27,8 @@ def grad_and_variance(
     loss puts 1/N^2 into it, so that `N * variance` estimates the variance of its gradient over batches of size N.
 
     Args:
-        f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`.
+        f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`. f is pure in torch.func's sense (see
+            the conventions).
         correction: the divisor of the variance is N - correction.
         samples: as in `batch_grad`; both results are those of these samples.
         argnums, in_dims, has_aux: as in `batch_grad`.

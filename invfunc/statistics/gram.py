@@ -40,7 +40,8 @@ def gram(
 
     Args:
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`, or a model function
-            `f(params, *inputs)`, which returns one tensor `[N, *out]` of two dimensions or more.
+            `f(params, *inputs)`, which returns one tensor `[N, *out]` of two dimensions or more. f is pure in
+            torch.func's sense (see the conventions).
         others: the other batch, an entry for each batch argument with a sample axis; but for the number of samples M
             its tensors are like those of a call. f runs once, on both batches joined, and has to give a loss for
             each sample, or their outputs.

@@ -58,7 +58,8 @@ def kfac(
     positions of a cross_entropy, 1 of a sum. Its A is this one.)
 
     Args:
-        f, loss, sample, peel, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
+        f, loss, sample, peel, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`. f and loss are pure in
+            torch.func's sense (see the conventions).
         fisher: which columns. "mc" draws mc_samples of them from the model's predictive, "exact" takes a square root of
             the GGN (as `kflr`), "empirical" the per-sample gradients at the given targets, with the scale of
             `batch_grad`: return the `[N]` losses where it matters.

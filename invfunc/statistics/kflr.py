@@ -36,7 +36,8 @@ def kflr(
         method: as in `diag_ggn`. With "expand" only, where each position counts on its own, columns (see `kfac`) whose
             receptive fields are disjoint share a pullback, and a last layer whose entries are the outputs has its
             factors in closed form: `diag(p) - p p^T` of a cross entropy.
-        f, loss, weight_sharing, joint, unsupported, samples, argnums, in_dims, out_dims, has_aux: as in `kfac`.
+        f, loss, weight_sharing, joint, unsupported, samples, argnums, in_dims, out_dims, has_aux: as in `kfac`. f and
+            loss are pure in torch.func's sense (see the conventions).
 
     Returns:
         As `kfac`.

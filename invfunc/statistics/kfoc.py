@@ -46,7 +46,7 @@ def kfoc(
 
     Args:
         f, loss, fisher, mc_samples, generator, sample, peel, samples, argnums, in_dims, out_dims, has_aux: as in
-            `kfac`; the same columns in all sweeps.
+            `kfac`; the same columns in all sweeps. f and loss are pure in torch.func's sense (see the conventions).
         sweeps: how many factors are computed, one after the other.
 
     Returns:

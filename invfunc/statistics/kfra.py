@@ -33,7 +33,8 @@ def kfra(
 
     Args:
         f, loss, weight_sharing, joint, unsupported, samples, argnums, in_dims, out_dims, has_aux: as in `kfac`. f is a
-            chain: each operation reads one tensor, which comes from the one before, and each parameter is read once.
+            chain: each operation reads one tensor, which comes from the one before, and each parameter is read once. f
+            and loss are pure in torch.func's sense (see the conventions).
 
     Returns:
         As `kfac`.

@@ -38,7 +38,8 @@ def noise_scale(
     sum and `[N]` losses. Return the `[N]` losses where the parts matter, as in averages over batches of several sizes.
 
     Args:
-        f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`.
+        f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`. f is pure in torch.func's sense (see
+            the conventions).
         groups: the name of the group for the key path of each parameter, as it is written behind the tree
             (`"['weight']"`), or None for one that does not count; without it all count together. `groups=lambda path:
             path` is of each parameter.

@@ -35,7 +35,8 @@ def predictive_covariance(
     S = B (x) A, it is `(s^T B s) (a^T A a)`.
 
     Args:
-        f: a model function `f(params, *inputs)`, which returns one tensor `[N, *out]`.
+        f: a model function `f(params, *inputs)`, which returns one tensor `[N, *out]`. f is pure in torch.func's sense
+            (see the conventions).
         covariance: a tree like the parameters, with the variances of a parameter in a tensor of its shape, its matrix
             in a `Kronecker` (of its own, or of a weight and its bias, `joint=True`), or None for one that is known; or
             a `LowRank`, a matrix over all parameters; or a number, the variance of all entries.

@@ -40,7 +40,8 @@ def sketched_grad(
     data set are one matrix product: which of them move the loss of a test sample, which are alike.
 
     Args:
-        f, samples, argnums, in_dims, has_aux: as in `batch_grad`.
+        f, samples, argnums, in_dims, has_aux: as in `batch_grad`. f is pure in torch.func's sense (see the
+            conventions).
         rows, columns: how long the two sides of a sketch are.
         projection: the kind of matrices: random `"signs"` (LoGra); `"sparse"` ones with one sign in each row, of which
             the deviation above is the same; or a `"mask"`, which picks some rows and columns of the gradient (GraSS):

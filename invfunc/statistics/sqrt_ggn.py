@@ -38,7 +38,8 @@ def sqrt_ggn(
     `C - 1`, for other losses the number of outputs of a sample.
 
     Args:
-        f, loss, mc_samples, generator, sample, peel, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
+        f, loss, mc_samples, generator, sample, peel, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`. f
+            and loss are pure in torch.func's sense (see the conventions).
 
     Returns:
         A function `(params, *inputs, target) -> S`, without `loss` `(params, *batch) -> S`, with tensors `[V, N, *p]`,

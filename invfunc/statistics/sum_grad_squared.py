@@ -24,7 +24,8 @@ def sum_grad_squared(
     It is not divided by N; a mean loss puts 1/N^2 into every square (see `batch_grad` about this scale).
 
     Args:
-        f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`.
+        f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`. f is pure in torch.func's sense (see
+            the conventions).
         samples, argnums, in_dims, has_aux: as in `batch_grad`.
 
     Returns:

@@ -27,7 +27,8 @@ def variance(
     the `[N]` losses of the samples.
 
     Args:
-        f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`.
+        f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`. f is pure in torch.func's sense (see
+            the conventions).
         correction: the divisor is N - correction; 0 for the variance of the batch, 1 for the unbiased estimate.
         samples, argnums, in_dims, has_aux: as in `batch_grad`.
 

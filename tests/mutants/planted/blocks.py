@@ -19,8 +19,8 @@ FAULTS = [
     ),
     Fault(
         "an argument that was written is taken as it was",
-        "blocks/run.py",
-        "if version(t.value if isinstance(t, _Constant) else t) != then:",
+        "blocks/link.py",
+        "if [*map(version, self._tensors)] != self._versions:",
         "if False:",
         f"{WRITTEN} {AGAIN}",
     ),
@@ -34,9 +34,9 @@ FAULTS = [
     # What is replayed
     Fault(
         "other random numbers are drawn where f runs once more",
-        "blocks/run.py",
-        "            generator.set_state(state)\n",
-        "            pass\n",
+        "blocks/surroundings.py",
+        "        set_states(zip(generators, states, strict=True))\n",
+        "        pass\n",
         "blocks/test_replay.py::TestRandomNumbers::test_are_drawn_once " + AGAIN,
     ),
     Fault(
@@ -99,7 +99,7 @@ FAULTS = [
     Fault(
         "fewer tensors may be saved in the second evaluation",
         "blocks/run.py",
-        "if len(collected.saved) != count:",
+        "if (number := len(collected.saved)) != len(wanted):",
         "if False:",
         "invertible/test_errors.py::TestChanges " + AGAIN,
     ),
@@ -119,7 +119,7 @@ FAULTS = [
     ),
     Fault(
         "x is laid out in memory as the inverse gives it",
-        "blocks/run.py",
+        "blocks/link.py",
         "if self.stride is None or came.stride() == self.stride or",
         "if True or",
         "blocks/test_programs.py::test_tensors_lie_in_memory_as_they_did",
@@ -127,9 +127,9 @@ FAULTS = [
     # What is in memory
     Fault(
         "what keep= names is computed by the inverse",
-        "blocks/run.py",
-        "xs.append(link.kept[i].get() if i in link.kept else like.checked(t, link, i))",
-        "xs.append(like.checked(t, link, i))",
+        "blocks/link.py",
+        "            if i in self.kept:\n",
+        "            if False:\n",
         "blocks/test_tensors.py invertible/test_errors.py",
     ),
     Fault(
