@@ -129,11 +129,11 @@ class _Steps(Holder):
         """The tensors that need a gradient among those that the first step has read."""
         closed = around.tensors()
         self._closed = [i for i, t in enumerate(closed) if t.requires_grad]
-        read = {id(closed[i]): i for i in self._closed}  # tied weights stand in several places
+        read = {id(closed[i]): closed[i] for i in self._closed}  # tied weights stand in several places
         places = {key: i for i, key in enumerate(read)}
         self._tied = [places[id(closed[i])] for i in self._closed]
         self._read = [t if t.grad_fn is None else leaf_at(t, True) for t in read.values()]
-        self._others = len(around.all) > len(closed) and any(t.requires_grad for t in map(there, around.all))
+        self._others = len(around.all) > len(closed) and any(t.requires_grad for t in map(there, around.standing()))
         """Whether others may read tensors that need a gradient and that it did not read."""
         return [*read.values()]
 
@@ -147,9 +147,9 @@ class _Steps(Holder):
         xs, pair = [t.detach() for t in self.xs], self.block.pair
         known = [*self._given, *self.around.closed.tensors()] if self._others else []
         for args, kwargs in self._steps(self._given):
-            with torch.set_grad_enabled(others):
+            with torch.set_grad_enabled(self._others):
                 ys = tree.tensors(pair.forward(*pair.shared, self.form.join(xs), *args, **kwargs))
-            if others and not _reads_only(ys, known):
+            if self._others and not _reads_only(ys, known):
                 return False
             xs = [t.detach() for t in ys]
         self.around.called()
