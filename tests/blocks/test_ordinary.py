@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from invfunc import Invertible, additive_coupling, from_module, invertible_checkpoint, repeated, with_log_det
+from invfunc import Invertible, additive_coupling, from_module, invertible_checkpoint, momentum, repeated, with_log_det
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
@@ -188,3 +188,47 @@ def test_a_log_determinant_that_begins_with_zeros_is_not_compared():
         (y.square().sum() - total.sum()).backward()
         found.append(x.grad)
     assert_trees_close(found[1], found[0], 1e-4)
+
+
+def force(x):
+    """Minus the slope of an energy."""
+    with torch.enable_grad():
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        return -torch.autograd.grad((x @ ENERGY).tanh().square().sum(), x, create_graph=True)[0]
+
+
+ENERGY = torch.linspace(-1, 1, 9).double().view(3, 3)
+
+
+def kicked(state):
+    v = state[1] + 0.1 * force(state[0])
+    return state[0] + 0.1 * v, v
+
+
+def kicked_back(state):
+    x = state[0] - 0.1 * state[1]
+    return x, state[1] - 0.1 * force(x)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        invertible_checkpoint(kicked, kicked_back),
+        invertible_checkpoint(kicked, None),
+        invertible_checkpoint(kicked, kicked_back, keep=True),
+        invertible_checkpoint(kicked),
+        invertible_checkpoint(momentum(force)),
+    ],
+    ids=["f_inv", "no inverse", "kept", "found", "momentum"],
+)
+def test_a_derivative_within_f(block):
+    plain = kicked if "kicked" in repr(block) else block.pair
+
+    def slopes(h):
+        x = [t.requires_grad_() for t in (torch.linspace(-1, 1, 12).double().view(4, 3), torch.ones(4, 3).double())]
+        state = tuple(t * 1 for t in x)
+        for _ in range(3):
+            state = h(state)
+        return torch.autograd.grad(state[0].sin().sum() + state[1].square().sum(), x)
+
+    torch.testing.assert_close(slopes(block), slopes(plain), rtol=1e-9, atol=1e-11)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from invfunc._torch.functorch import plainly, undispatched, unwatched
+from invfunc._torch.functorch import leaf_at, plainly, undispatched, unwatched
 from invfunc._torch.generators import set_states, state_of
+from invfunc._torch.values import differentiable
 from invfunc.pairs.automatic.recording import OpCall, RecordedRun, Ref, refuse
 
 Get = Callable[[Any], Any]
@@ -62,6 +63,13 @@ class Inverse:
 
     def __call__(self, given: Mapping[Ref, torch.Tensor], near: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of x; `near` is one of y, beside which others are made."""
+        if not self.recording.differentiates:
+            return self._solved(given, near)
+        with torch.enable_grad():
+            leaves = {node: t if t.requires_grad else leaf_at(t, differentiable(t)) for node, t in given.items()}
+            return self._solved(leaves, near)
+
+    def _solved(self, given: Mapping[Ref, torch.Tensor], near: torch.Tensor) -> list[torch.Tensor]:
         numbers = {node: _laid(t, node) for node, t in given.items()}
 
         def blank(node: Ref) -> torch.Tensor:
@@ -81,7 +89,8 @@ class Inverse:
                 numbers[step.node] = _laid(step.undo(get).to(step.node.dtype), step.node)
             elif step.node not in numbers:
                 set_states(states.get(step.call, ()))
-                numbers |= {node: t for node, t in step.call.again(get).items() if node in self._needed}
+                came = step.call.again(get)
+                numbers |= {n: leaf_at(t, True) if n.leaf else t for n, t in came.items() if n in self._needed}
             for node in step.reads:
                 if self._last.get(node) == i:
                     numbers.pop(node, None)

@@ -41,6 +41,8 @@ class Ref:
     of_x: bool = False
     written: str = ""
     """The call that has written into its memory since."""
+    leaf: bool = False
+    """Whether it is computed of x, and f has made it a leaf that needs a gradient."""
 
 
 @dataclass(eq=False)
@@ -108,6 +110,8 @@ class RecordedRun(Listener):
         self._of: WeakIdMap[Ref] = WeakIdMap()
         self._dry, self.grad_mode = dry, torch.is_grad_enabled()
         self.calls: list[OpCall] = []
+        self.differentiates = False
+        """Whether f differentiates what depends on x."""
         self.once = False
         """True where it holds for one call only: numbers left torch, or tensors come from unknown places."""
         self.outside: dict[Ref, Any] = {}
@@ -154,8 +158,13 @@ class RecordedRun(Listener):
             function, held, structure, _place(), torch.is_grad_enabled() or not self.grad_mode, autocast_of(kind)
         )
         of_x = any(node.of_x for node in call.reads)
+        for node, leaf in zip(held, leaves, strict=True):
+            if isinstance(node, Ref) and node.of_x and leaf.requires_grad and leaf.is_leaf:
+                node.leaf = True
         if of_x and function.entry.differentiates:
-            refuse(f"{call} differentiates what depends on x")
+            if function.name == "backward":
+                refuse(f"{call} writes gradients, where torch.autograd.grad gives them")
+            self.differentiates = True
         written = _written(function, args, kwargs, leaves)
         if self._dry:
             copies = {i: leaves[i].clone() for i in written if held[i].made is None}
