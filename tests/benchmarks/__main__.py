@@ -18,6 +18,7 @@ from .chain_ways import INSTALL_PEERS, missing
 from .first_order import FIRST_ORDER
 from .graphs import GRAPHS, graphs
 from .measure import difference, medians, peak_here, peak_in_a_process
+from .module_blocks import MODULE_BLOCKS, module_blocks
 from .peers import FUNC, INSTALL, OURS, Call, Problem, Result, has, plain_gradient
 from .plans import PLANS, plans
 from .processes import PROCESSES, processes
@@ -33,7 +34,7 @@ from .thresholds import THRESHOLDS, measured
 _EXPECTED = "Full backward hook is firing", "There is a performance drop"  # BackPACK's first layer; vmap of attention
 _FAILS = "Extension saving to"  # BackPACK leaves out a module that it does not know
 _OTHERS = REVERSIBLE | {STRUCTURE: structure, THRESHOLDS: measured, PROCESSES: processes, MEMORY_BUDGET: budgets}
-_OTHERS |= {PLANS: plans, GRAPHS: graphs, ANCHORS: anchors, README_TABLE: numbers}
+_OTHERS |= {MODULE_BLOCKS: module_blocks, PLANS: plans, GRAPHS: graphs, ANCHORS: anchors, README_TABLE: numbers}
 _OF_ONE_CASE = {MEMORY_TABLE: activation_memory, STRUCTURE: memory, README_TABLE: peak}
 
 

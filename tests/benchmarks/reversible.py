@@ -24,8 +24,8 @@ SMALL = 4, WIDTH, ROWS // 4
 TINY = 10, 8, 4
 TINY_ROUNDS = 10
 """Of calls, for each round that is asked for."""
-WATCHED = 5
-"""How many calls of a block are watched before others need not be; each block of modules is one of its own."""
+WARM = 2
+"""How many calls come before those that are timed."""
 SHALLOW, DEEP = 8, 64
 GROWTH = 5
 """How many per cent more memory the deep chain may take."""
@@ -203,7 +203,7 @@ def _compare(name: str, rows: Sequence[Row], chain: Chain) -> Compared:
 def _seconds(name: str, compared: Compared, chain: Chain, rounds: int, device: torch.device) -> dict[str, float]:
     """The median of each row."""
     calls = {row.name: row.kind.build(row.way, chain) for row in compared.rows}
-    for call in [*calls.values()] * WATCHED:
+    for call in [*calls.values()] * WARM:
         call()
     seconds = medians(calls, dict.fromkeys(calls, rounds), device, lambda text: announce(name, text))
     announce(name, "")
