@@ -19,7 +19,7 @@ Invertible functions: `invertible_checkpoint`, `chain`, `repeated`, `multiscale`
 `from_module`, `additive_coupling`, `affine_coupling`, `momentum`, `leapfrog`, `reversible_step`, `runge_kutta`,
 `fixed_point`, `bdia`, `state_first`, `reversible_sgd`, `reversible_adam`, exact on a `Grid`, and in `layers`.
 Errors: `InvFuncError`, of which are `ArgumentError`, `ArgumentTypeError`, `BudgetError`, `CertificateError`,
-`ClosedOverError`, `ConvexityError`, `InverseError`, `MissingExtraError`, `ModifiedError`, `ProcessError`,
+`ConvexityError`, `InverseError`, `MissingExtraError`, `ModifiedError`, `ProcessError`,
 `RandomnessError`, `RangeError`, `ReplayError`, `SampleAxisError`, `SplitError`. Warnings: `InvFuncWarning`,
 `InexactWarning`.
 
@@ -59,7 +59,6 @@ from invfunc.errors import (
     ArgumentTypeError,
     BudgetError,
     CertificateError,
-    ClosedOverError,
     ConvexityError,
     InexactWarning,
     InverseError,
@@ -145,7 +144,6 @@ __all__ = [
     "ArgumentTypeError",
     "BudgetError",
     "CertificateError",
-    "ClosedOverError",
     "ConvexityError",
     "Eigenpairs",
     "Equilibrium",

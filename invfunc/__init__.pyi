@@ -12,7 +12,6 @@ from invfunc.errors import ArgumentError as ArgumentError
 from invfunc.errors import ArgumentTypeError as ArgumentTypeError
 from invfunc.errors import BudgetError as BudgetError
 from invfunc.errors import CertificateError as CertificateError
-from invfunc.errors import ClosedOverError as ClosedOverError
 from invfunc.errors import ConvexityError as ConvexityError
 from invfunc.errors import InexactWarning as InexactWarning
 from invfunc.errors import InverseError as InverseError
@@ -98,7 +97,6 @@ __all__ = [
     "ArgumentTypeError",
     "BudgetError",
     "CertificateError",
-    "ClosedOverError",
     "ConvexityError",
     "Eigenpairs",
     "Equilibrium",

@@ -121,10 +121,6 @@ class ModifiedError(InvFuncError, RuntimeError):
     """A tensor that is needed again was written in place."""
 
 
-class ClosedOverError(InvFuncError, ValueError):
-    """A function reads a tensor that needs a gradient, and is none of its arguments."""
-
-
 class ReplayError(InvFuncError, RuntimeError):
     """A function that is evaluated again does something else than the first time."""
 

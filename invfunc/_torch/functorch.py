@@ -52,8 +52,9 @@ def level_of(x: torch.Tensor) -> int | None:
 
 def ended(x: torch.Tensor) -> bool:
     """Whether a tensor is of a vmap or of another transform of torch.func that is no more around us."""
-    around = set(levels()) if _C.is_functorch_wrapped_tensor(x) else set()
-    kinds = {level: kind for kind, level in around}
+    if not _C.is_functorch_wrapped_tensor(x):
+        return False
+    kinds = {level: kind for kind, level in levels()}
     while _C.is_functorch_wrapped_tensor(x):
         level = _C.maybe_get_level(x)
         if level not in kinds or _C.is_batchedtensor(x) != (kinds[level] == "vmap"):
@@ -256,6 +257,14 @@ def _below(level: int) -> Iterator[None]:
 def version(x: torch.Tensor) -> int:
     """How often the tensor was written in place."""
     return 0 if x.is_inference() else x._version
+
+
+def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each of some tensors was written in place."""
+    try:
+        return [x._version for x in tensors]
+    except RuntimeError:  # one of them was made in inference mode
+        return [version(x) for x in tensors]
 
 
 def storage_of(x: torch.Tensor) -> int:

@@ -22,7 +22,7 @@ from invfunc._torch.functorch import (
     listening,
     plainly,
     saving_hooks,
-    version,
+    versions,
 )
 from invfunc._torch.generators import set_states
 from invfunc._torch.values import differentiable
@@ -118,7 +118,7 @@ class _Steps(Holder):
         self._places = [places[id(t)] for t in rest]
         self._asked = [i for i, t in enumerate(unique.values()) if t.requires_grad]
         self._given = [t if t.grad_fn is None else t.detach() for t in unique.values()]
-        self._versions = [version(t) for t in self._given]
+        self._versions = versions(self._given)
         self._slots = [slot_of(t, []) for t in self.xs]
         self._looks = looked_at(self.xs) if self.block.check != "off" else None
         self.needing = [*(t for t in unique.values() if t.requires_grad), *self._closes_over(self.around.closed)]
@@ -175,7 +175,7 @@ class _Steps(Holder):
 
     def _pulled_back(self, ys: list[torch.Tensor], gs: list | None) -> tuple[list[torch.Tensor], list]:
         pair, state = self.block.pair, ys
-        if any(version(t) != then for t, then in zip(self._given, self._versions, strict=True)):
+        if versions(self._given) != self._versions:
             raise ModifiedError(WRITTEN)
         given = [leaf_at(t, i in self._asked) for i, t in enumerate(self._given)]
         read = [leaf_at(t, True) if hooked(t) else t for t in self._read]  # hooks see the sum alone

@@ -18,7 +18,7 @@ from invfunc._torch.functorch import (
     recorded,
     storage,
     unwrapped,
-    version,
+    versions,
 )
 from invfunc.blocks.looks import Look
 from invfunc.blocks.slots import Slot
@@ -100,7 +100,7 @@ class Link:
         self._needs = [needs_grad(t) for t in self.own]
         self._cut = [recorded(t).grad_fn is not None for t in self.own]
         self._tensors = [t.detach() if cut else t for t, cut in zip(self.own, self._cut, strict=True)]
-        self._versions = [*map(version, self._tensors)]
+        self._versions = versions(self._tensors)
         self.around: Surroundings
         self.kept: dict[int, Slot] = {}
         self.looks: list[Look | None] | None = None
@@ -128,7 +128,7 @@ class Link:
         """The further arguments, to be read once more: what had a graph needs a gradient as before."""
         if self._args is None:
             return (), {}
-        if [*map(version, self._tensors)] != self._versions:
+        if versions(self._tensors) != self._versions:
             raise ModifiedError(WRITTEN)
         together = zip(self._tensors, self._needs, self._cut, strict=True)
         return self._args.join([enter(t, need) if cut or ended(t) else t for t, need, cut in together])

@@ -37,6 +37,7 @@ from invfunc._torch.functorch import (
     untraced,
     unwatched,
     version,
+    versions,
 )
 from invfunc._torch.values import differentiable
 from invfunc.blocks.closed import Reading
@@ -154,7 +155,7 @@ class Run(Holder):
         self.generators = generators_of(xs, steps) if replays else []
         states = self.first_states = states_of(self.generators) if replays else None
         if not any(slots):
-            self._origin = [(ref(t), version(t)) for t in xs]
+            self._origin = [*zip(map(ref, xs), versions(xs), strict=True)]
         hidden: list[tuple] = []
         before = xs, form
         for k, step in enumerate(steps):
@@ -200,7 +201,7 @@ class Run(Holder):
         closed, key = link.around.closed, link.around.key
         shared = [partial(self._evaluate, link, fn) for fn in link.pair.shared]
         xs = tree.tensors(x)
-        versions = [*map(version, xs)]
+        before = versions(xs)
         was = push_hooks(self.pack, self.unpack)
         try:
             with nullcontext() if closed.learned(key) else Reading() as reading, self._seen():
@@ -209,7 +210,7 @@ class Run(Holder):
                 closed.learn(reading.read, key)
         finally:
             pop_hooks(was)
-        if [*map(version, xs)] != versions:
+        if versions(xs) != before:
             raise ModifiedError(_WRITES)
         return y
 
@@ -242,9 +243,8 @@ class Run(Holder):
 
     def _free(self) -> None:
         """Let go of what autograd has saved of a block."""
-        for saved in self._live:
-            assert saved.value is not None
-            if version(saved.value) != saved.version:
+        for saved, now in zip(self._live, versions([saved.value for saved in self._live]), strict=True):
+            if now != saved.version:
                 saved.version = -1  # an error if autograd asks for it, as it does not for what had no gradient
             saved.value = None
         self._live = []
@@ -396,7 +396,7 @@ class Run(Holder):
             self._saved = [kept(t) for t in saved if t is not None]
         if k == 0:
             self.fill(xs)
-        self._now, self._versions, self._left = k, [version(t) for t in self._saved if t is not None], link.count
+        self._now, self._versions, self._left = k, versions(self._saved), link.count
 
     @contextmanager
     def _entered(self) -> Iterator[tuple[Enter, Callable, Callable]]:
@@ -433,13 +433,13 @@ class Run(Holder):
         differentiates, around = link.block.known.differentiates, link.around
         args, kwargs = link.given(enter)
         ys = [enter(alive(t), differentiable(t)) if differentiates else alive(t) for t in ys]
-        versions = [*map(version, ys)]
+        before = versions(ys)
         shared = _Shared(self, link, (args, kwargs), enter, saved)
         if not link.pair.shared:
             put_states(self.generators, link.states)
         with torch.set_grad_enabled(differentiates), around.again(-1, enter, restarts=not link.pair.shared):
             x = link.inverse(shared.functions(), self._behind(link).join(ys), args, kwargs)
-        if [*map(version, ys)] != versions:
+        if versions(ys) != before:
             raise ModifiedError(_WRITES_Y)
         shared.end()
         xs = link.came(x)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from invfunc._torch.functorch import autocasting, ended, leaf_at, needs_grad, recorded, uncounted, version
+from invfunc._torch.functorch import autocasting, ended, leaf_at, needs_grad, recorded, uncounted, version, versions
 from invfunc._torch.generators import Generator, global_generator, same_state, set_states, state_of
 from invfunc.blocks.closed import Closed, swapped
 from invfunc.errors import ModifiedError
@@ -104,7 +104,7 @@ class Surroundings:
             self.tensors = [*compress(self.tensors, kept)]
             self.needs = [*compress(self.needs, kept)]
             self.places = self.closed.places
-        self.versions = [version(t) for t in self.tensors]
+        self.versions = versions(self.tensors)
         if self.buffers:
             self.mark()
             self.buffers = [
@@ -156,19 +156,18 @@ class Surroundings:
 
     def _put_back(self, stack: ExitStack, own: set[int], enter: Callable[[torch.Tensor, bool], torch.Tensor]) -> None:
         """Have what f closes over in its places until the stack is closed; `own` may have been written."""
-        others, values = [], []
-        for place, t, need, then in zip(self.places, self.tensors, self.needs, self.versions, strict=True):
-            if version(t) != then and id(t) not in own:
+        for place, t, then, now in zip(self.places, self.tensors, self.versions, versions(self.tensors), strict=True):
+            if now != then and id(t) not in own:
                 raise ModifiedError(
                     f"a tensor of shape {list(t.shape)} that the function closes over ({place[1]}) has been modified "
                     "by an inplace operation after it was evaluated. Step the optimiser behind the backward pass; "
                     "write t = t + z in place of t += z."
                 )
-            if there(place) is not t or ended(t):
-                others.append(place)
-                values.append(enter(t, need) if ended(t) else t)
+        together = zip(self.places, self.tensors, self.needs, strict=True)
+        others = [(p, enter(t, n) if ended(t) else t) for p, t, n in together if there(p) is not t or ended(t)]
         if others:
-            stack.enter_context(swapped(others, values))
+            places, values = zip(*others, strict=True)
+            stack.enter_context(swapped(places, values))
 
     def _have_restarted(self, stack: ExitStack) -> None:
         """Have each call of a module begin with the buffers that f began with, until the stack is closed."""

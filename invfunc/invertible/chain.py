@@ -244,6 +244,8 @@ class Chain(_Sequence):
 
 
 class _Repeated(_Sequence):
+    counted = True
+
     @property
     def name(self) -> str:
         return f"repeated({self.blocks[0].pair!r})"

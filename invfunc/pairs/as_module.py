@@ -24,7 +24,8 @@ class BlockModule(nn.Module):
     def __init__(self, block: Any, pair: Any) -> None:
         super().__init__()
         self.block = block
-        self._of_parts = pair.composition is not None or isinstance(getattr(pair.forward, "__self__", None), Value)
+        by_parts = isinstance(getattr(pair.forward, "__self__", None), Value)
+        self._of_parts = by_parts if pair.composition is None else not pair.composition.counted
         """Whether the block takes parameters in front of further arguments."""
         for name, part in _modules(pair):
             self.add_module(name, part)

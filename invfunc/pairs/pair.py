@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from invfunc.transform import shown
 
 class Composition(Value, ABC):
     """What an `Invertible` is composed of."""
+
+    counted: ClassVar[bool] = False
+    """Whether the parameters say how many blocks there are."""
 
     @abstractmethod
     def steps(self, params: Any) -> list[tuple[Callable, Any]]:

@@ -91,6 +91,14 @@ def test_further_arguments_reach_the_parts():
         assert not torch.equal(torch.cat([*module(state, mask)]), torch.cat([*module(state)]))
 
 
+def test_of_repeated_is_given_how_often():
+    module, x = (
+        invfunc.repeated(additive_coupling(nn.Linear(2, 2), nn.Linear(2, 2), split_dim=1)).module(),
+        torch.ones(3, 4),
+    )
+    assert torch.equal(module(module(x, [None]), [None] * 2), module(x, [None] * 3))
+
+
 def test_without_modules_is_an_error():
     layer = nn.Linear(2, 2)
     with pytest.raises(invfunc.ArgumentError, match="no part is a module"):

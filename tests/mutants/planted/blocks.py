@@ -13,14 +13,14 @@ FAULTS = [
     Fault(
         "a closed-over tensor that was written is taken as it was",
         "blocks/surroundings.py",
-        "if version(t) != then and id(t) not in own:",
+        "if now != then and id(t) not in own:",
         "if False:",
         f"blocks/test_modules.py {WRITTEN}",
     ),
     Fault(
         "an argument that was written is taken as it was",
         "blocks/link.py",
-        "if [*map(version, self._tensors)] != self._versions:",
+        "if versions(self._tensors) != self._versions:",
         "if False:",
         f"{WRITTEN} {AGAIN}",
     ),
