@@ -158,13 +158,8 @@ class RecordedRun(Listener):
             function, held, structure, _place(), torch.is_grad_enabled() or not self.grad_mode, autocast_of(kind)
         )
         of_x = any(node.of_x for node in call.reads)
-        for node, leaf in zip(held, leaves, strict=True):
-            if isinstance(node, Ref) and node.of_x and leaf.requires_grad and leaf.is_leaf:
-                node.leaf = True
-        if of_x and function.entry.differentiates:
-            if function.name == "backward":
-                refuse(f"{call} writes gradients, where torch.autograd.grad gives them")
-            self.differentiates = True
+        if of_x:
+            self._differentiate(call, leaves)
         written = _written(function, args, kwargs, leaves)
         if self._dry:
             copies = {i: leaves[i].clone() for i in written if held[i].made is None}
@@ -176,6 +171,16 @@ class RecordedRun(Listener):
             self.once |= bool(call.nodes)
         self._note(call, of_x, leaves, written, tensors)
         return result
+
+    def _differentiate(self, call: OpCall, leaves: list[Any]) -> None:
+        """Note which tensors f has made leaves that need a gradient, and whether it takes one."""
+        for node, leaf in zip(call.leaves, leaves, strict=True):
+            if isinstance(node, Ref) and node.of_x and leaf.requires_grad and leaf.is_leaf:
+                node.leaf = True
+        if call.function.entry.differentiates:
+            if call.function.name == "backward":
+                refuse(f"{call} writes gradients, where torch.autograd.grad gives them")
+            self.differentiates = True
 
     def _drawing(self, call: OpCall, leaves: list[Any], run: Callable[[], Any]) -> Any:
         """The result of a call; the generators that it draws from are noted."""
