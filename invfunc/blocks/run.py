@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import EllipsisType
 from typing import Any
 from weakref import ref
 
@@ -218,8 +219,11 @@ class Run(Holder):
         """The first evaluation of a shared function."""
         if link.evaluations and link.around.buffers:
             link.around.mark()
-        own = {id(t) for t in link.own}
-        given = args if _single(args, kwargs) else [t for t in tree.tensors((args, kwargs)) if id(t) not in own]
+        if _single(args, kwargs):
+            given = args[:1]
+        else:
+            own = {id(t) for t in link.own}
+            given = [t for t in tree.tensors((args, kwargs)) if id(t) not in own]
         states = states_of(self.generators) if self.generators else None
         evaluation = Evaluation(fn, len(self._like), given, states)
         link.evaluations.append(evaluation)
@@ -555,14 +559,16 @@ class _Shared:
             like = None if id(t) in self._given else next(likes, None)
             return t if like is None else self._enter(like.laid_out(t), like.needs)
 
-        return ((entered(args[0]),), kwargs) if _single(args, kwargs) else tree.map_tensors(entered, (args, kwargs))
+        single = _single(args, kwargs)
+        return ((entered(args[0]), *args[1:]), kwargs) if single else tree.map_tensors(entered, (args, kwargs))
 
 
 def _single(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether there is one tensor alone."""
-    return len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor
+    """Whether there is one tensor, in front of constants alone."""
+    return bool(args) and not kwargs and type(args[0]) is torch.Tensor and all(type(a) in _CONSTANTS for a in args[1:])
 
 
+_CONSTANTS = {type(None), EllipsisType, bool, int, float, str}
 _CHANGES = (
     "It reads something that changes: random numbers of Python or numpy, a counter, what is chosen around the forward "
     "pass alone. Draw with torch, whose numbers are replayed (preserve_rng_state=True), or pass what changes as an "
