@@ -98,6 +98,7 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "COMPARED_NUMBERS": (0, FAR),
     "DIRECTIONS": (1, FAR),
     "OPERATIONS": (0, FAR),
+    "WIDENED": (1, FAR),
     "PLANS": (1, FAR),
     "SHAPES": (FAR, FAR),
     "MISSES": (1, FAR),

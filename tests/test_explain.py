@@ -275,13 +275,13 @@ def test_the_memory_of_factors_is_about_what_is_measured(called, sizes, n):
 
 
 def test_the_memory_of_the_factors_of_a_table():
-    """Whose rows have a diagonal."""
+    """Whose rows have a diagonal. The eigenbasis is taken in float64, of a matrix that is most of this one's memory."""
     f, args = arranged(nn.Embedding(2000, 8), nn.Tanh(), nn.Flatten(), nn.Linear(40, 3), x=torch.arange(80).view(16, 5))
     for statistic in (kfac(f, F.mse_loss, **drawn()), ekfac(f, F.mse_loss, **drawn())):
-        assert_about_what_is_measured(statistic, f, args)
+        assert_about_what_is_measured(statistic, f, args, most=6)
 
 
-def assert_about_what_is_measured(statistic, f, args):
+def assert_about_what_is_measured(statistic, f, args, most=4):
     def forward(p, x, y):
         return losses(f)({k: v.detach().requires_grad_() for k, v in p.items()}, x, y)
 
@@ -293,7 +293,7 @@ def assert_about_what_is_measured(statistic, f, args):
         peaks.append(meter.peak(result))
         del result
     said = explain(statistic)(*args).bytes
-    assert said / 4 < peaks[0] - peaks[1] < 4 * said, (peaks, said)
+    assert said / 4 < peaks[0] - peaks[1] < most * said, (peaks, said)
 
 
 @pytest.mark.parametrize("n", [2, 5, 9])

@@ -20,7 +20,7 @@ from invfunc._torch.functorch import TorchDispatchMode, storage_of, untraced
 from invfunc.pairs.places import Place, put, reached
 from invfunc.pairs.places import read as there
 
-_KEYS = 64
+_MOST = 64
 """The most keys of calls of one block; with more of them, as where a counter is given, all places are kept."""
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -78,7 +78,7 @@ class Closed:
 
     def learned(self, key: Any) -> bool:
         """Whether it is known what calls with a key read, or no longer looked at."""
-        return key in self._learned or not self.all or len(self._learned) > _KEYS
+        return key in self._learned or not self.all or len(self._learned) > _MOST
 
     def learn(self, read: set[int], key: Any) -> None:
         """Keep the places of those tensors whose memory was read by a call with a key, and by those before.
@@ -91,7 +91,7 @@ class Closed:
         self._learned.add(key)
         self.all = self.standing()
         keep = [(id(p[0]), p[1]) in known or storage_of(there(p)) in read for p in self.all]
-        self.places = self.all if len(self._learned) > _KEYS else [*compress(self.all, keep)]
+        self.places = self.all if len(self._learned) > _MOST else [*compress(self.all, keep)]
 
     def written_by(self, module: nn.Module) -> dict[str, torch.Tensor | None]:
         """Buffers for a norm to write to."""

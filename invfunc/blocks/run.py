@@ -74,7 +74,7 @@ class _Saved:
 
     def __init__(self, number: int, value: torch.Tensor) -> None:
         self.number, self.version = number, version(value)
-        self.value: torch.Tensor | None = value
+        self.value: Any = value
 
 
 class _Collected:
@@ -297,7 +297,6 @@ class Run(Holder):
         """A function that computes a saved tensor again, for a statistic that records f; None if it was not saved."""
         for saved in reversed(self._live):
             t = saved.value
-            assert t is not None
             if storage_of(t) == storage_of(tensor) and t.numel() == tensor.numel():
                 same = t.shape == tensor.shape and t.stride() == tensor.stride()
                 if same or (t.is_contiguous() and tensor.is_contiguous()):
@@ -397,10 +396,10 @@ class Run(Holder):
                 self._state = k, xs
             if any(t is None for t in saved):
                 self._evaluated(link, xs, enter, saved)
-            self._saved = [kept(t) for t in saved if t is not None]
+            there = [kept(t) for t in saved if t is not None]
         if k == 0:
             self.fill(xs)
-        self._now, self._versions, self._left = k, versions(self._saved), link.count
+        self._now, self._saved, self._versions, self._left = k, [*there], versions(there), link.count
 
     @contextmanager
     def _entered(self) -> Iterator[tuple[Enter, Callable, Callable]]:

@@ -13,7 +13,7 @@ from torch import nn
 Place = tuple[Any, Any]
 """A container and a key in it."""
 _HOLD_NOTHING = bool, int, float, str, type(None), type, ModuleType, torch.Tensor, torch.dtype, torch.device, torch.Size
-_LONG = 1000
+_MOST = 1000
 """The length from which on a collection is data, and not looked into."""
 _OF_ANY_MODULE = {*vars(nn.Module())} - {"training"}
 
@@ -87,7 +87,7 @@ def _places(value: Any) -> Iterator[Place]:
     elif isinstance(value, nn.Module):
         held = value._parameters, value._buffers, value._modules
         yield from ((container, key) for container in held for key in container)
-    if isinstance(value, (dict, list, tuple)) and len(value) <= _LONG:
+    if isinstance(value, (dict, list, tuple)) and len(value) <= _MOST:
         yield from ((value, key) for key in (value if isinstance(value, dict) else range(len(value))))
     elif hasattr(value, "__dict__"):
         own = vars(value)
