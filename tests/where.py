@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -22,6 +20,7 @@ from invfunc.testing.laws.rows import BOTH, LOSS, MODEL, ROWS
 from tests.coverage import SITE, WIDTH
 from tests.data_sets.test_streamed import EXACT, FLOOR, dense, linear, losses
 from tests.many_processes import PRODUCTS, full
+from tests.process_group import alone
 from tests.strategies import Numbers
 
 PAGE = SITE / "where.md"
@@ -81,19 +80,6 @@ def _said(call: Callable, wanted: Any) -> str:
     if wanted is not None:
         assert_trees_close(dense(full(found)), dense(wanted), EXACT, FLOOR)
     return "in parts" if any(isinstance(x, DTensor) for x in tree.tensors((found,))) else "right"
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """In a process group of this process, if it has none."""
-    if dist.is_initialized():
-        yield
-        return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def section() -> str:

@@ -23,6 +23,7 @@ from invfunc import (
 )
 from invfunc.testing import assert_trees_close
 from tests.invertible_same import f, f_inv, g, gradients, leaves, squares
+from tests.process_group import alone
 
 READS = {
     "x + g(x)": lambda h, x, w: x + h(x, w),
@@ -175,9 +176,8 @@ class TestWishes:
         """A process group of this process alone."""
         if not dist.is_available() or dist.is_initialized():
             pytest.skip("needs a process group of its own")
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        yield
-        dist.destroy_process_group()
+        with alone():
+            yield
 
     def test_fully_sharded_modules(self, group):
         """The whole block may be sharded; of parts, it is right or the error says so."""
