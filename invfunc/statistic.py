@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from invfunc import tree
+from invfunc._torch.generators import set_states, state_of
 from invfunc.callables import check_functions, describe
+from invfunc.core.evaluate import first_order, plain
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.explained import joined
 from invfunc.plan import AxisName, Options
 from invfunc.recording.beside import beside
+from invfunc.recording.random import torchs_own
 from invfunc.recording.problem import InDims, Problem, problem
 from invfunc.reductions import Reduction
-from invfunc.reductions.quantity import GRADIENT, ColumnKind, Drawing, Quantity
+from invfunc.reductions.quantity import GRADIENT, GRADIENT_OR_JACOBIAN, ColumnKind, Drawing, Quantity
 from invfunc.sparsity.report import Explanation
 from invfunc.transform import Transform
 
@@ -50,13 +54,36 @@ class Statistic(Transform):
         return self.shown or f"{self.name}({describe(self.f)}{loss})"
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        results, aux = self.engine(args, kwargs, names).result()
+        given = self.problem(args, kwargs, names)
+        results, aux = self._directly(given) or self._engine(given).result()
         return tuple(results) if self.members else results[0], aux
 
     def engine(self, args: tuple, kwargs: dict[str, Any], names: Any, explaining: bool = False) -> Engine:
         """The evaluation at these arguments; `explaining` says that it is only asked how it would be done."""
-        given = self.problem(args, kwargs, names)
+        return self._engine(self.problem(args, kwargs, names), explaining)
+
+    def _engine(self, given: Problem, explaining: bool = False) -> Engine:
         return Engine(given, self.options, [s.quantity for s in self.members or (self,)], explaining)
+
+    def _directly(self, given: Problem) -> tuple[list[Any], Any] | None:
+        """The results by the core, if it follows f; else the engine finds them, or the error."""
+        if not self.direct or not plain(given):
+            return None
+        before = [(g, state_of(g)) for g in torchs_own()]
+        try:
+            return first_order(given, [s.reduction for s in self.members or (self,)])
+        except Exception:
+            object.__setattr__(self, "direct", False)
+            set_states(before)
+            return None
+
+    @cached_property
+    def direct(self) -> bool:
+        """Whether the core takes it: a reduction of the gradients of all samples at once."""
+        each = self.members or (self,)
+        first = all(m.kind in (GRADIENT, GRADIENT_OR_JACOBIAN) and m.loss is None for m in each)
+        alone = self.samples is None and self.others is None and self.options == Options()
+        return first and alone and not any(m.samples is not None or m.others is not None for m in each)
 
     def without_samples(self, params: Any) -> Engine:
         """The evaluation of no samples, which has parameters only."""

@@ -184,6 +184,25 @@ def under(kind: type, holds: Callable[[Any], bool] = lambda mode: True) -> bool:
     return any(isinstance(mode, kind) and holds(mode) for mode in _get_current_function_mode_stack())
 
 
+def homes() -> tuple[Any, ...]:
+    """The places of torch, beside the public ones, whose functions a function mode sees."""
+    return torch._C._nn, torch._C._VariableFunctions  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
+
+
+gradient_edge = torch.autograd.graph.get_gradient_edge
+
+
+def graph_of(x: torch.Tensor) -> Iterator[Any]:
+    """The nodes of the graph of a tensor."""
+    todo, seen = [x.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and id(node) not in seen:
+            seen.add(id(node))
+            yield node
+            todo += [up for up, _ in node.next_functions]
+
+
 def backward_pass() -> int:
     """Which backward pass of autograd is running."""
     return torch._C._current_graph_task_id()

@@ -56,6 +56,11 @@ class Shares:
         self.factors = [Factor(uses, self.columns, self.samples, self.budget) for uses in alike.values()]
 
     @property
+    def count(self) -> int:
+        """The number of samples."""
+        return self.samples.count
+
+    @property
     def bias(self) -> int | None:
         """The number of the bias whose weight it is."""
         return self.role.other if self.role is not None and self.role.called == "weight" else None

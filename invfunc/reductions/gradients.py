@@ -68,7 +68,7 @@ class CentredSquares(Reduction):
 
     def step(self, shares: Shares) -> State:
         total, centred = shares.moments()
-        return total.new_full((), shares.samples.count), total, centred  # a fill: no device is waited for
+        return total.new_full((), shares.count), total, centred  # a fill: no device is waited for
 
     def merge(self, a: State, b: State, over: Over) -> State:
         (m, total, centred), (n, other, more) = a, b

@@ -1,0 +1,329 @@
+"""Batch axes after an operation: short rules, one for each family of operations.
+
+A rule is `rule(n, data, args, kwargs, out) -> axis`, given the pairs of tensor and axis of the arguments with samples.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from invfunc.core.marks import SUMMED, Axis, Known, Unsupported, option
+
+
+def same(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """The axis of all operands of a pointwise operation."""
+    axis = data[0][1]
+    for _, other in data[1:]:
+        if other != axis:
+            raise Unsupported("operands have their samples in different dims")
+    return axis
+
+
+def along(place: int, default: int | None = None) -> Any:
+    """A rule of operations that work along one of the other dims, as softmax does."""
+
+    def rule(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+        x, axis = data[0]
+        dim = option(args, kwargs, place, "dim", default)
+        if len(data) > 1 or not isinstance(dim, int) or dim % x.ndim - x.ndim == axis[0]:
+            raise Unsupported("it works along the samples")
+        return axis
+
+    return rule
+
+
+def reduction(linear: bool = False) -> Any:
+    """A rule of reductions over other dims; `linear` ones may sum the samples."""
+
+    def rule(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+        if len(data) > 1 or (len(args) > 1 and isinstance(args[1], torch.Tensor)):
+            return same(n, data, args, kwargs, out)  # maximum(x, y)
+        x, (at, outer, inner) = data[0]
+        dims = option(args, kwargs, 1, "dim", kwargs.get("axis"))
+        keep = option(args, kwargs, 2, "keepdim", False)
+        if isinstance(dims, (bool, torch.dtype, type(None))) or dims == () or dims == []:
+            dims = range(x.ndim)
+        elif len(args) > 2 and all(isinstance(d, int) and not isinstance(d, bool) for d in args[1:]):
+            dims = args[1:]
+        dims = {d % x.ndim - x.ndim for d in ((dims,) if isinstance(dims, int) else dims)}
+        if at in dims:
+            if linear:
+                return SUMMED
+            raise Unsupported("it reduces the samples")
+        return (at if keep is True else at + sum(d > at for d in dims), outer, inner)
+
+    return rule
+
+
+def norm(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """`norm(x, p, dim, keepdim)`."""
+    return reduction()(n, data, (args[0], *args[2:]), kwargs, out)
+
+
+def reshaped(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """The dim in whose steps the samples are after a reshape, which keeps the order of the entries."""
+    x, (at, outer, inner) = data[0]
+    shape, new = x.shape, out.shape
+    if shape == new:
+        return data[0][1]
+    step = inner * math.prod(shape[x.ndim + at + 1 :])
+    below = 1
+    for j in range(len(new) - 1, -1, -1):
+        above = below * new[j]
+        if below <= step and step * n <= above and step % below == 0 and above % (step * n) == 0:
+            return (j - len(new), above // (step * n), step // below)
+        below = above
+    raise Unsupported(f"the samples of {tuple(shape)} are split by {tuple(new)}")
+
+
+def permuted(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """`permute(x, dims)` and `x.permute(*dims)`."""
+    x, (at, outer, inner) = data[0]
+    dims = option(args, kwargs, 1, "dims")
+    dims = args[1:] if isinstance(dims, int) else dims
+    return ([d % x.ndim for d in dims].index(x.ndim + at) - x.ndim, outer, inner)
+
+
+def swapped(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """Two dims that change places, by default the last two."""
+    x, (at, outer, inner) = data[0]
+    dims = args[1:] or tuple(kwargs.values()) or (-1, -2)
+    i, j = (d % x.ndim - x.ndim for d in dims)
+    return ({i: j, j: i}.get(at, at), outer, inner)
+
+
+def expanded(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """New dims in front."""
+    x, axis = data[0]
+    if out.shape[axis[0]] != x.shape[axis[0]]:
+        raise Unsupported("samples are expanded")
+    return axis
+
+
+def first(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """Layers whose dim 0 is the batch: convolutions, pooling, norms in eval mode."""
+    x, (at, outer, inner) = data[0]
+    if len(data) > 1 or x is not args[0] or at != -x.ndim:
+        raise Unsupported("the samples are not in dim 0")
+    return (-(out[0] if isinstance(out, tuple) else out).ndim, outer, inner)
+
+
+def batch_norm(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """Batch norm, which mixes samples in train mode."""
+    if option(args, kwargs, 5, "training", False):
+        raise Unsupported("batch norm in train mode computes with all samples")
+    return first(n, data, args, kwargs, out)
+
+
+def instance_norm(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """Instance norm with statistics of each instance."""
+    if option(args, kwargs, 5, "use_input_stats", True) and option(args, kwargs, 1, "running_mean") is not None:
+        raise Unsupported("running statistics are updated with all samples")
+    return first(n, data, args, kwargs, out)
+
+
+def layer_norm(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """Norms over the last dims."""
+    (_, axis), *more = data
+    if more or axis[0] >= -len(option(args, kwargs, 1, "normalized_shape")):
+        raise Unsupported("it normalises over the samples")
+    return axis
+
+
+def linear(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """`linear(x, w, b)`."""
+    (x, axis), *more = data
+    if more or x is not args[0]:
+        raise Unsupported("weights that depend on samples")
+    return SUMMED if axis[0] == -1 else axis
+
+
+def matmul(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """Products of (batches of) matrices and vectors."""
+    a, b = args[0], option(args, kwargs, 1, "other", kwargs.get("mat2"))
+    found = set()
+    for x, (at, outer, inner) in data:
+        place = None
+        if x is a:
+            place = None if at == -1 else (-1 if b.ndim == 1 else -2) if at == -2 else at + (b.ndim == 1)
+        if x is b and x is not a:
+            place = None if at == (-1 if b.ndim == 1 else -2) else -1 if at == -1 else at + (a.ndim == 1)
+        if x is a and x is b and at in (-1, -2):
+            raise Unsupported("products of samples")
+        found.add((place, outer, inner))
+    if len(found) > 1:
+        raise Unsupported("products of samples")
+    place, outer, inner = found.pop()
+    return SUMMED if place is None else (place, outer, inner)
+
+
+def addmm(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """`addmm(c, a, b)`."""
+    marks = {id(x): axis for x, axis in data}
+    factors = [(x, marks[id(x)]) for x in args[1:3] if id(x) in marks]
+    axis = matmul(n, factors, args[1:3], {}, out) if factors else marks[id(args[0])]
+    if marks.get(id(args[0]), axis) != axis:
+        raise Unsupported("operands have their samples in different dims")
+    return axis
+
+
+def letters(equation: str, shapes: list[Any]) -> tuple[list[str], str]:
+    """The subscripts of the operands and of the result of an einsum, without ellipses."""
+    equation = equation.replace(" ", "")
+    left, arrow, result = equation.partition("->")
+    ins = left.split(",")
+    spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation]
+    most = max([len(s) - len(i.replace("...", "")) for i, s in zip(ins, shapes, strict=True) if "..." in i], default=0)
+    full = []
+    for i, s in zip(ins, shapes, strict=True):
+        count = len(s) - len(i.replace("...", ""))
+        full.append(i.replace("...", "".join(spare[most - count : most])))
+    if not arrow:
+        once = sorted(c for c in set("".join(ins)) - {"."} if "".join(ins).count(c) == 1)
+        result = "..." * any("..." in i for i in ins) + "".join(once)
+    return full, result.replace("...", "".join(spare[:most]))
+
+
+def operands(args: tuple) -> list[torch.Tensor]:
+    """The operands of an einsum."""
+    return list(args[1]) if len(args) == 2 and isinstance(args[1], (list, tuple)) else list(args[1:])
+
+
+def einsum(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """The dim of the letter of the samples."""
+    if not isinstance(args[0], str):
+        raise Unsupported("einsum with sublists")
+    given = operands(args)
+    ins, result = letters(args[0], [x.shape for x in given])
+    marks = {id(x): axis for x, axis in data}
+    found = {(s[marks[id(x)][0]], *marks[id(x)][1:]) for s, x in zip(ins, given, strict=True) if id(x) in marks}
+    if len(found) > 1:
+        raise Unsupported("products of samples")
+    letter, outer, inner = found.pop()
+    return (result.index(letter) - len(result), outer, inner) if letter in result else SUMMED
+
+
+def attention(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """Scaled dot-product attention, whose batch dims are all but the last two."""
+    axis = same(n, data, args, kwargs, out)
+    if axis[0] >= -2:
+        raise Unsupported("attention between samples")
+    return axis
+
+
+def joined(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """`cat` along another dim, where all parts have samples."""
+    axis = same(n, data, args, kwargs, out)
+    if option(args, kwargs, 1, "dim", kwargs.get("axis", 0)) % out.ndim - out.ndim == axis[0]:
+        raise Unsupported("samples are joined along their axis")
+    return axis
+
+
+def stacked(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """A new dim, of which those on the left move on."""
+    at, outer, inner = same(n, data, args, kwargs, out)
+    dim = option(args, kwargs, 1, "dim", 0) % out.ndim - out.ndim
+    return (at if dim < at else at - 1, outer, inner)
+
+
+def parts(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """`chunk` and `split` along another dim."""
+    x, axis = data[0]
+    if option(args, kwargs, 2, "dim", 0) % x.ndim - x.ndim == axis[0]:
+        raise Unsupported("the samples are split")
+    return axis
+
+
+def dropped(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """`select` and `unbind`, by which a dim goes."""
+    x, (at, outer, inner) = data[0]
+    dim = option(args, kwargs, 1, "dim", 0) % x.ndim - x.ndim
+    if dim == at:
+        raise Unsupported("single samples are picked")
+    return (at + (dim > at), outer, inner)
+
+
+def narrowed(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """`narrow(x, dim, start, length)`."""
+    x, axis = data[0]
+    if option(args, kwargs, 1, "dim") % x.ndim - x.ndim == axis[0]:
+        raise Unsupported("some of the samples are picked")
+    return axis
+
+
+def indexed(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Axis | None:
+    """Indexing by numbers and slices; None where tensors are indices, which are followed by their values."""
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    x, (at, outer, inner) = data[0]
+    if x is args[1] and x.dtype == torch.long and len(data) == 1:
+        return (at - args[0].ndim + 1, outer, inner)  # a table, by samples
+    if any(isinstance(i, (torch.Tensor, list)) for i in index):
+        return None
+    gap = x.ndim - sum(i is not None and i is not Ellipsis for i in index)
+    if not any(i is Ellipsis for i in index):
+        index = (*index, Ellipsis)
+    dim, kept, place = -x.ndim, 0, 0
+    for i in index:
+        if i is None:
+            kept += 1
+        elif i is Ellipsis:
+            if dim <= at < dim + gap:
+                place = kept + at - dim
+            dim, kept = dim + gap, kept + gap
+        else:
+            if dim == at:
+                if not isinstance(i, slice) or i.indices(x.shape[at]) != (0, x.shape[at], 1):
+                    raise Unsupported("some of the samples are picked")
+                place = kept
+            dim, kept = dim + 1, kept + isinstance(i, slice)
+    return (place - out.ndim, outer, inner)
+
+
+def pointwise_loss(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """`mse_loss` and its like."""
+    axis = same(n, data, args, kwargs, out)
+    return axis if out.ndim else SUMMED
+
+
+def class_loss(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """`cross_entropy` and `nll_loss`, with classes in dim 1 and samples in dim 0 of all."""
+    found = {(at == -x.ndim, outer, inner) for x, (at, outer, inner) in data}
+    if len(found) > 1 or not next(iter(found))[0] or data[0][0].ndim == 1:
+        raise Unsupported("the samples are not in dim 0")
+    _, outer, inner = found.pop()
+    return (-out.ndim, outer, inner) if out.ndim else SUMMED
+
+
+def embedding(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """`embedding(index, table)`: a dim more."""
+    (x, (at, outer, inner)), *more = data
+    if more or x is not args[0]:
+        raise Unsupported("tables that depend on samples")
+    return (at - 1, outer, inner)
+
+
+def numbers(shape: Any, axis: Axis, n: int, device: torch.device) -> torch.Tensor:
+    """The number of the sample of each entry of a tensor."""
+    at, outer, inner = axis
+    count = torch.arange(outer * n * inner, device=device) // inner % n
+    return count.view(-1, *[1] * (-at - 1)).expand(shape)
+
+
+def read(known: torch.Tensor, n: int) -> Axis | None:
+    """The axis from the sample of each entry, -1 where there is none; None if they are not along one dim."""
+    if known.ndim == 0 or int(known.max()) < 0:
+        return None
+    for dim in range(known.ndim):
+        rows = known.movedim(dim, 0).reshape(known.shape[dim], -1)
+        low, high = torch.where(rows < 0, n, rows).min(1).values, rows.max(1).values
+        there = high >= 0
+        if len(rows) % n or not torch.equal(low[there], high[there]):
+            continue
+        count = torch.arange(len(rows), device=known.device)
+        for inner in range(1, len(rows) // n + 1):
+            if len(rows) % (inner * n) == 0 and torch.equal((count // inner % n)[there], high[there]):
+                return (dim - known.ndim, len(rows) // (n * inner), inner)
+    return None

@@ -1,0 +1,211 @@
+"""From a function to its first-order statistics: one run, one pullback, and a contraction of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial, reduce
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc._torch.functorch import dispatched, dual_level, listening, transforming
+from invfunc.core.marks import SUMMED, Mark, Unsupported
+from invfunc.core.run import Run
+from invfunc.core.shares import Shares
+from invfunc.core.uses import Use
+from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.recording.problem import Problem
+from invfunc.reductions import Found, Reduction, State
+
+_DTYPES = (torch.float32, torch.float64)
+
+
+def plain(problem: Problem) -> bool:
+    """Whether the arguments of a call are ordinary tensors, which nothing else watches."""
+    if listening() or dispatched() or torch.is_inference_mode_enabled():
+        return False
+    device = problem.leaves[0].device.type
+    if torch.is_autocast_enabled(device) or (dual_level() and not transforming()):
+        return False
+    return all(x.dtype in _DTYPES and x.layout is torch.strided for x in problem.leaves)
+
+
+def first_order(problem: Problem, reductions: Sequence[Reduction]) -> tuple[list[Any], Any]:
+    """The results of some reductions, and aux."""
+    outside = torch.is_grad_enabled()
+    constants = [x for r in reductions for x in r.constants]
+    deep = transforming() or (outside and any([x.requires_grad for x in (*problem.tensors(), *constants)]))
+    run = Run(problem.n, deep)
+    run.open()
+    try:
+        return _evaluated(problem, reductions, run, outside)
+    except Again:
+        run.close()
+        run = Run(problem.n, True)
+        run.open()
+        return _evaluated(problem, reductions, run, outside)
+    finally:
+        run.close()
+
+
+class Again(Exception):
+    """Raised where the result has a derivative in what f closes over."""
+
+
+def _evaluated(problem: Problem, reductions: Sequence[Reduction], run: Run, outside: bool) -> tuple[list[Any], Any]:
+    leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
+    if run.deep:
+        with TwiceDifferentiable():
+            out, aux = problem.call(run, leaves, slice(None))
+    else:
+        out, aux = problem.call(run, leaves, slice(None))
+    if run.closed_over and outside and not run.deep:
+        raise Again
+    cotangent = _cotangent(run, out)
+    n, dtype = problem.n, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
+    found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
+    with torch.set_grad_enabled(run.deep and outside):
+        folds = [Fold(r, problem, found) for r in reductions]
+        if run.deep or any(f.reduction.before is not None for f in folds):
+            with torch.enable_grad():
+                run.pull(out, cotangent)
+            _fold(run, problem, folds, [u for u in run.uses if u.d is not None])
+        else:
+            _streamed(run, problem, folds, out, cotangent)
+
+        def leave(x: torch.Tensor) -> torch.Tensor:
+            return run.strip(x) if outside else run.strip(x).detach()
+
+        return [tree.map_tensors(leave, f.finished()) for f in folds], tree.map_tensors(leave, aux)
+
+
+def _cotangent(run: Run, out: Any) -> torch.Tensor | None:
+    """The vector to pull back from a loss, a number or one of each sample; its samples have to be where they belong."""
+    if not isinstance(out, torch.Tensor) or out.ndim > 1 or not out.requires_grad:
+        raise Unsupported("f returns no loss, or one without a derivative")
+    known = getattr(out, "_known", None)
+    if type(known) is not Mark or known.run is not run.token or not known.graph:
+        raise Unsupported("samples do not reach the result in a way that was seen")
+    if out.ndim and out.shape[0] != run.n:
+        raise Unsupported("the result is neither a number nor one for each sample")
+    if run.n > 1 and known.axis != ((-1, 1, 1) if out.ndim else SUMMED):
+        raise Unsupported(f"the result is neither [N] losses nor a sum over the samples: {known.axis}")
+    return torch.ones_like(out) if out.ndim else None
+
+
+def _by_leaf(run: Run, uses: Sequence[Use]) -> list[list[Use]]:
+    """The uses of each leaf, also those of what is computed from it."""
+    of: list[list[Use]] = [[] for _ in run.leaves]
+    for use in uses:
+        for i in _leaves(run, use):
+            of[i].append(use)
+    return of
+
+
+def _leaves(run: Run, use: Use) -> Sequence[int]:
+    """The numbers of the leaves that a computed tensor hangs on."""
+    if use.node.leaf is not None:
+        return (use.node.leaf,)
+    with torch.enable_grad():
+        ones = torch.ones_like(use.value)
+        found = torch.autograd.grad(use.value, run.leaves, ones, retain_graph=True, allow_unused=True)
+    return [i for i, g in enumerate(found) if g is not None]
+
+
+def _fold(run: Run, problem: Problem, folds: Sequence[Fold], uses: list[Use]) -> None:
+    """Reduce all parameters, first what a reduction has to know of all of them."""
+    shares = [Shares(run, i, of, problem.name) for i, of in enumerate(_by_leaf(run, uses)) if of]
+    if not shares:
+        raise Unsupported("no parameter reaches the result")
+    for fold in folds:
+        fold.before(shares)
+        for each in shares:
+            fold.step(each)
+
+
+def _streamed(
+    run: Run, problem: Problem, folds: Sequence[Fold], out: torch.Tensor, cotangent: torch.Tensor | None
+) -> None:
+    """Reduce each parameter as soon as the cotangents of all its uses have come, and free these."""
+    of = _by_leaf(run, run.uses)
+    waiting = [len(uses) for uses in of]
+    places = {id(use): [i for i, uses in enumerate(of) if any(use is u for u in uses)] for use in run.uses}
+    reached = False
+
+    def arrived(use: Use) -> None:
+        nonlocal reached
+        reached = True
+        for i in places.pop(id(use)):
+            waiting[i] -= 1
+            if not waiting[i]:
+                _reduced(i)
+
+    def _reduced(i: int) -> None:
+        uses = [u for u in of[i] if u.d is not None]
+        if uses:
+            with torch.no_grad():
+                each = Shares(run, i, uses, problem.name)
+                for fold in folds:
+                    fold.step(each)
+        for use in of[i]:
+            if use.node.leaf is not None:
+                use.free()
+
+    run.stream(out, cotangent, arrived)
+    for i, left in enumerate(waiting):
+        if left:
+            _reduced(i)
+    if not reached:
+        raise Unsupported("no parameter reaches the result")
+
+
+class Fold:
+    """What one reduction keeps of the parameters."""
+
+    def __init__(self, reduction: Reduction, problem: Problem, found: Found) -> None:
+        self.reduction, self.problem, self.found = reduction, problem, found
+        self.states: dict[int, State] = {}
+
+    def before(self, shares: Sequence[Shares]) -> None:
+        """Let the reduction know what it has to of all parameters."""
+        first = self.reduction.before
+        if first is not None:
+            states = {each.place: first.step(each) for each in shares}
+            self.reduction = self.reduction.knowing(self.reduction.learned(states, self.found))
+            if first.whole:
+                (norms,) = first.finish(first.together(states.values()), self.found)
+                self.found = replace(self.found, before=norms.to(self.found.dtype))
+
+    def step(self, shares: Shares) -> None:
+        """Keep what there is to keep of one parameter."""
+        self.states[shares.place] = self.reduction.step(shares)
+
+    def finished(self) -> Any:
+        """The result."""
+        reduction, problem, found = self.reduction, self.problem, self.found
+        own = partial(reduction.init, n=found.n, columns=1)
+        if reduction.whole:
+            states = [self.states.get(i) or own(p) for i, p in enumerate(problem.leaves)]
+            return reduction.assemble(self._delivered(reduction.finish(reduction.together(states), found)), found)
+        results = []
+        for i, p in enumerate(problem.leaves):
+            state = self.states.get(i) or own(p)
+            if (aside := reduction.aside(state, found)) is not None:
+                found.aside[problem.paths[i]] = aside
+            results.append(self._delivered(reduction.finish(state, found), p.dtype))
+        trees = [self._tree([*part]) for part in zip(*results, strict=True)]
+        return reduction.assemble(trees, found)
+
+    def _delivered(self, results: list[Any], dtype: torch.dtype | None = None) -> list[Any]:
+        """Results in the precision of the parameters."""
+        dtype = self.found.dtype if dtype is None else dtype
+        if not self.reduction.rounded:
+            return results
+        plain = all(isinstance(x, torch.Tensor) for x in results)
+        return [x.to(dtype) if plain else tree.map_tensors(lambda y: y.to(dtype), x) for x in results]
+
+    def _tree(self, leaves: list[Any]) -> Any:
+        trees = tree.unflatten(leaves, self.problem.structure)
+        return tuple(trees) if self.problem.several else trees[0]

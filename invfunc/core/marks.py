@@ -1,0 +1,95 @@
+"""What a run knows of a tensor: where its samples are, or from which parameters it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+Axis = tuple[int, int, int]
+"""`(dim, outer, inner)`: a dim, counted from the right, with `outer * N * inner` entries, of which `[:, n, :]` are of
+sample n."""
+SUMMED = "summed"
+"""The axis of what the samples were summed to, which is used linearly from there on."""
+
+
+class Unsupported(Exception):
+    """Something that the core does not follow; the message says what."""
+
+
+class Mark:
+    """The batch axis of a tensor, SUMMED, or the `Unsupported` that it is an error to use.
+
+    Marks and nodes hold no tensors, so that a run leaves no reference cycles behind.
+    """
+
+    __slots__ = ("run", "axis", "graph")
+
+    def __init__(self, run: object, axis: Any, graph: bool) -> None:
+        """`graph` is whether the tensor had one: a graph that comes later is that of a custom autograd.Function."""
+        self.run, self.axis, self.graph = run, axis, graph
+
+
+class Filled(Mark):
+    """The mark of a tensor that f filled itself, as the first state of a recurrent net: a dim that may be of samples."""
+
+    __slots__ = ()
+
+
+LEAF, SWAP, VIEW, DERIVED = "leaf", "swap", "view", "derived"
+
+
+class Node:
+    """The origin of a tensor that is a parameter, or is computed from parameters alone.
+
+    `leaf` is the number of the parameter that it is, or is a view of; `kind` is LEAF, SWAP (its transpose), VIEW, or
+    DERIVED, of which leaf is None.
+    """
+
+    __slots__ = ("run", "leaf", "kind")
+
+    def __init__(self, run: object, leaf: int | None, kind: str) -> None:
+        self.run, self.leaf, self.kind = run, leaf, kind
+
+
+Known = tuple[torch.Tensor, Any]
+"""A tensor of a call with its axis, or with its node."""
+
+
+def know(x: torch.Tensor, what: Mark | Node) -> None:
+    """Note what is known of a tensor."""
+    x.__dict__["_known"] = what
+
+
+def tensors(out: Any) -> Iterable[torch.Tensor]:
+    """The tensors of the result of an operation."""
+    if isinstance(out, torch.Tensor):
+        return (out,)
+    return [y for x in out for y in tensors(x)] if isinstance(out, (tuple, list)) else ()
+
+
+def arguments(args: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of an operation, also in lists."""
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, (list, tuple)):
+            yield from arguments(x)
+
+
+def replaced(x: Any, by: dict[int, torch.Tensor]) -> Any:
+    """Arguments with some tensors replaced."""
+    if isinstance(x, torch.Tensor):
+        return by.get(id(x), x)
+    return type(x)([replaced(y, by) for y in x]) if type(x) in (list, tuple) else x
+
+
+def option(args: tuple, kwargs: dict[str, Any], place: int, name: str, default: Any = None) -> Any:
+    """An argument by its place or name."""
+    return args[place] if len(args) > place else kwargs.get(name, default)
+
+
+def named(func: Any) -> str:
+    """The name of an operation in a message."""
+    return getattr(func, "__name__", str(func))

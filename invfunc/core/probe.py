@@ -1,0 +1,146 @@
+"""The batch axis after any operation, by which entries change with which samples.
+
+For each bit of the numbers of the samples, the operation runs with other numbers in the samples that have the bit, and in
+those that have not. An entry that changes in exactly one of both depends on one sample, whose number the bits are. It
+runs on random numbers, once for each signature, so that it finds all that does not hang on values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc._torch.functorch import plainly, transforming
+from invfunc.core.axes import numbers, read
+from invfunc.core.marks import Known, Unsupported
+
+_KNOWN: dict[Any, list[Any]] = {}
+
+
+def probe(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: list[Known]) -> list[Any]:
+    """The axis of each tensor of the result."""
+    key = _signature(func, args, kwargs, data, n)
+    if key in _KNOWN:
+        return list(_KNOWN[key])
+    if transforming():
+        if key is None:
+            raise Unsupported("an operation that hangs on values, inside of a transform")
+        args, kwargs, data = _outside(args, kwargs, data)
+    with plainly(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        found = _probed(n, func, args, kwargs, data, key is not None)
+    if key is not None:
+        _KNOWN[key] = found
+    return list(found)
+
+
+def _signature(func: Callable, args: tuple, kwargs: dict[str, Any], data: list[Known], n: int) -> Any:
+    """All that the axis of the result depends on, if not on values; None where a tensor without samples is an index."""
+    axes = {id(x): axis for x, axis in data}
+    flat, structure = tree.flatten((args, kwargs))
+    key: list[Any] = []
+    for x in flat:
+        if isinstance(x, torch.Tensor):
+            if id(x) not in axes and not x.is_floating_point() and x.dtype != torch.bool:
+                return None
+            key.append((x.shape, x.dtype, axes.get(id(x))))
+        else:
+            key.append((type(x), x))
+    whole = (func, n, str(structure), *key)
+    try:
+        hash(whole)
+    except TypeError:
+        return None
+    return whole
+
+
+def _outside(args: tuple, kwargs: dict[str, Any], data: list[Known]) -> Any:
+    """Tensors of the same shapes that are of no level of torch.func; integers are zeros and ones."""
+    by: dict[int, torch.Tensor] = {}
+
+    def made(x: torch.Tensor) -> torch.Tensor:
+        if id(x) not in by:
+            shape, dtype = tuple(x.shape), x.dtype
+            with plainly():
+                y = torch.rand(shape, device=x.device)
+                by[id(x)] = y.to(dtype) if dtype.is_floating_point else (y > 0.5).to(dtype)
+        return by[id(x)]
+
+    args, kwargs = tree.map_tensors(made, (args, kwargs))
+    return args, kwargs, [(made(x), axis) for x, axis in data]
+
+
+def _probed(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: list[Known], free: bool) -> list[Any]:
+    axes, device = {id(x): axis for x, axis in data}, data[0][0].device
+    generator = torch.Generator(device).manual_seed(0)
+    flat, structure = tree.flatten((args, kwargs))
+
+    def drawn(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or id(x) not in axes:
+            return x
+        if x.is_floating_point():
+            return torch.rand(x.shape, generator=generator, dtype=x.dtype, device=device)
+        entries = x.detach().reshape(-1)
+        return entries[torch.randint(entries.numel(), x.shape, generator=generator, device=device)] if free else x
+
+    ones, others = [*map(drawn, flat)], [*map(drawn, flat)]
+
+    def call(chosen: torch.Tensor) -> list[torch.Tensor]:
+        mixed = []
+        for x, a, b in zip(flat, ones, others, strict=True):
+            if isinstance(x, torch.Tensor) and id(x) in axes:
+                a = torch.where(chosen[numbers(x.shape, axes[id(x)], n, device)], b, a)
+            mixed.append(a.clone() if isinstance(a, torch.Tensor) else a)
+        torch.manual_seed(0)
+        given, named = tree.unflatten(mixed, structure)
+        return [t for t in tree.flatten(func(*given, **named))[0] if isinstance(t, torch.Tensor)]
+
+    number = torch.arange(n, device=device)
+    try:
+        base = call(number < 0)
+    except RuntimeError:  # it does not take all numbers: those of other samples
+        ones = [x.detach() if id(x) in axes else x for x in flat]
+        others = [_rolled(x, axes[id(x)]) if id(x) in axes else x for x in flat]
+        base = call(number < 0)
+    found = [torch.zeros(t.shape, dtype=torch.long, device=device) for t in base]
+    seen = [torch.zeros(t.shape, dtype=torch.bool, device=device) for t in base]
+    for bit in range((n - 1).bit_length()):
+        has = (number >> bit & 1).bool()
+        for i, results in enumerate(zip(base, call(has), call(~has), strict=True)):
+            one, zero = (_changed(t, results[0]) for t in results[1:])
+            if bool((one & zero).any()):
+                raise Unsupported("an entry of the result depends on several samples")
+            found[i] += one.long() << bit
+            seen[i] |= one | zero
+    result = []
+    for s, i in zip(seen, found, strict=True):
+        axis = read(torch.where(s, i, -1), n)
+        if axis is None and bool(s.any()):
+            raise Unsupported("the samples are not along one dim of the result")
+        result.append(axis)
+    return result
+
+
+def _changed(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    return (x != before) & ~((x != x) & (before != before))
+
+
+def _rolled(x: torch.Tensor, axis: Any) -> torch.Tensor:
+    """The numbers of the next sample."""
+    return x.detach().roll(axis[2], axis[0])
+
+
+def moved(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: list[Known]) -> Any:
+    """The axis after an operation that moves entries to where tensors say: it runs on the numbers of the samples."""
+    axes = {id(x): axis for x, axis in data}
+    x = args[0]
+    if id(x) not in axes:
+        return None
+    with torch.no_grad():
+        known = func(numbers(x.shape, axes[id(x)], n, x.device).contiguous(), *args[1:], **kwargs)
+    found = read(known, n)
+    if found is None:
+        raise Unsupported("samples are picked or permuted")
+    return found

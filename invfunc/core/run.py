@@ -1,0 +1,471 @@
+"""One run of f under a function mode: where the samples are, and what each operation reads of the parameters.
+
+A tensor carries what is known of it in an attribute: a `Mark` if it has samples, a `Node` if it is a parameter or
+computed from parameters alone. An operation that brings both together gets an alias of the parameter, and a `Use` is
+noted, with the edge of the graph by which its cotangent comes. So no gradient reaches the parameters themselves, except by
+ways that were not seen, and these are an error for free.
+
+At the top level f runs on detached leaves. Where the result is differentiated, a level of torch.func is opened around the
+run, and all that is noted is taken out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from invfunc import thresholds
+from invfunc._torch.functorch import gradient_edge, graph_of, grad_level, level_of, listening, transforming
+from invfunc._torch.opened import Uncompiled, opened
+from invfunc.core.axes import numbers, read
+from invfunc.core.marks import (
+    DERIVED,
+    LEAF,
+    SUMMED,
+    SWAP,
+    VIEW,
+    Filled,
+    Known,
+    Mark,
+    Node,
+    Unsupported,
+    know,
+    named,
+    replaced,
+    tensors,
+)
+from invfunc.core.probe import moved, probe
+from invfunc.core.tables import (
+    DIVIDE,
+    DRAWS,
+    EXPANDS,
+    FILLED,
+    INDEXES,
+    LEAKS,
+    LINEAR,
+    MOVES,
+    MULTIPLY,
+    PLAIN,
+    POINTWISE,
+    PURE,
+    RULES,
+    SUMS,
+    SWAPS,
+    VIEWS,
+)
+from invfunc.core.uses import FACTORS, WHOLE, Block, Expanded, Shared, Use, copied, expanded, grown
+from invfunc.operations.operation import OPERATIONS
+
+Tensor = torch.Tensor
+SET = Tensor.__setitem__
+
+
+class Run(TorchFunctionMode):
+    """A context in which f runs on `enter`ed parameters and samples; what it noted is there until it closes."""
+
+    def __init__(self, n: int, deep: bool, columns: int = 1) -> None:
+        """`deep` says that the result is differentiated."""
+        super().__init__()
+        self.n, self.deep, self.columns = n, deep, columns
+        self.token = object()
+        self.uses: list[Use] = []
+        self.leaves: list[Tensor] = []
+        self.closed_over = False
+        """Whether f reads a tensor from elsewhere that requires a gradient."""
+        self.drawn = False
+        """Whether f may have drawn random numbers."""
+        self.func: Any = None
+        self._stack = ExitStack()
+        self._enter: Callable = Tensor.detach
+        self._leave: Callable = Tensor.detach
+
+    def __enter__(self) -> Run:
+        super().__enter__()
+        return self
+
+    def open(self) -> None:
+        """Begin the run: outside of f, derivatives are taken in it."""
+        self._stack.enter_context(torch.enable_grad())
+        if self.deep:
+            self._enter, self._leave = self._stack.enter_context(grad_level())
+
+    def close(self) -> None:
+        """End the run."""
+        self._stack.close()
+        for use in self.uses:
+            use.free()
+
+    def leaf(self, i: int, p: Tensor) -> Tensor:
+        """What f gets in place of a parameter."""
+        leaf = self.alias(p)
+        know(leaf, Node(self.token, i, LEAF))
+        self.leaves.append(leaf)
+        return leaf
+
+    def samples(self, x: Tensor, axis: Any) -> Tensor:
+        """What f gets in place of a tensor of the batch, whose samples are in a dim."""
+        y = x.view_as(x) if self.deep else x.detach()
+        know(y, Mark(self.token, (axis.dim - y.ndim, 1, 1), y.requires_grad))
+        return y
+
+    adopting = None
+
+    def alias(self, x: Tensor) -> Tensor:
+        """The same numbers, to be differentiated in, without a way back to the leaves."""
+        if not self.deep:
+            return x.detach().requires_grad_()
+        return self._enter(self.strip(x))
+
+    def strip(self, x: Tensor) -> Tensor:
+        """A tensor of the run for use outside."""
+        return self._leave(x)
+
+    def use(self, use: Use, edge: Any, end: bool = True) -> None:
+        """Note a use."""
+        use.edge, use.end = edge, end
+        self.uses.append(use)
+
+    # Calls
+
+    def look(self, args: Sequence[Any], found: tuple[list, ...]) -> None:
+        """Sort the tensors among arguments: with samples, parameters, filled, sums of samples, lost, mixed data."""
+        for x in args:
+            if isinstance(x, Tensor):
+                known = getattr(x, "_known", None)
+                if known is None or known.run is not self.token:
+                    if x.requires_grad:
+                        self.foreign(x)
+                elif type(known) is Mark:
+                    axis = known.axis
+                    if x.requires_grad and not known.graph:
+                        raise Unsupported("a tensor got a graph by a way that was not seen, as a custom Function")
+                    if type(axis) is tuple:
+                        found[0].append((x, axis))
+                    else:
+                        found[3 if axis is SUMMED else 4 if x.requires_grad else 5].append((x, axis))
+                else:
+                    found[1 if type(known) is Node else 2].append((x, known))
+            elif isinstance(x, (list, tuple)):
+                self.look(x, found)
+
+    def foreign(self, x: Tensor) -> None:
+        """Look at a tensor of unknown origin that requires a gradient."""
+        if x.is_leaf and level_of(x) is None:
+            self.closed_over = True
+            return
+        ours = {id(u.edge.node) for u in self.uses if not isinstance(u.edge, Tensor)}
+        ours |= {id(gradient_edge(p).node) for p in self.leaves}
+        ours |= {id(gradient_edge(u.edge).node) for u in self.uses if isinstance(u.edge, Tensor)}
+        if any(id(node) in ours for node in graph_of(x)):
+            raise Unsupported("a tensor comes from the parameters by a way that was not seen")
+        self.closed_over = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in PLAIN:
+            return func(*args, **kwargs)
+        if func in DRAWS:
+            self.drawn = True
+        if func in FILLED:
+            return self.filled(func(*args, **kwargs))
+        found: tuple[list, ...] = ([], [], [], [], [], [])
+        self.look(args, found)
+        if kwargs:
+            self.look((*kwargs.values(),), found)
+        data, params, filled, sums, lost, blends = found
+        if func is SET and (data or params or sums or lost or blends):
+            return self.set_item(args, data, params or sums or lost or blends)
+        if lost:
+            return self.lose(func(*args, **kwargs), lost[0][1])
+        if sums:
+            return self.with_sums(func, args, kwargs, data, params, sums)
+        if not data and filled and func in RULES:
+            if not params:
+                return self.still_filled(func, args, kwargs, filled)
+            data = [(x, known.axis) for x, known in filled]
+        if blends and not data:
+            return self.lose(func(*args, **kwargs), blends[0][1])
+        if not data:
+            return self.without_samples(func, args, kwargs, params)
+        if func in LEAKS and data[0][0].is_floating_point():
+            raise Unsupported(f"{named(func)} reads data, whose samples cannot be followed")
+        if len(data) == 1 and not params and func in POINTWISE:  # the most frequent ones, in short
+            out = func(*args, **kwargs)
+            if out is args[0] and out is not data[0][0]:
+                return self.mark(RULES[func], func, args, kwargs, data, out)
+            x, axis = data[0]
+            known = x._known
+            graph = out.requires_grad
+            if type(known) is not Mark or known.graph is not graph or self.n == 1:
+                known = Mark(self.token, axis, graph)
+            out.__dict__["_known"] = known
+            return out
+        rule = RULES.get(func)
+        if rule is None or func is torch.nn.functional.embedding_bag:
+            inner = composed(func)
+            if inner is not None:
+                with self:
+                    return inner(*args, **kwargs)
+        self.func = func
+        if params:
+            if func is torch.nn.functional.scaled_dot_product_attention:
+                with self:
+                    return _attention(*args, **kwargs)
+            return self.meet(func, rule, args, kwargs, data, params)
+        return self.mark(rule, func, args, kwargs, data, func(*args, **kwargs))
+
+    def filled(self, out: Any) -> Any:
+        """Note a tensor that f fills itself, which may have a dim of samples."""
+        if isinstance(out, Tensor) and self.n in out.shape and out.is_floating_point():
+            know(out, Filled(self.token, (out.shape.index(self.n) - out.ndim, 1, 1), out.requires_grad))
+        return out
+
+    def set_item(self, args: tuple, data: list[Known], others: Any) -> None:
+        """Write entries: what is written must have its samples where the tensor has them."""
+        x, index, value = args
+        if x._is_view() and id(x) not in {id(y) for y, _ in data}:  # pyright: ignore[reportAttributeAccessIssue]
+            raise Unsupported("samples are written into a view of a tensor without samples")
+        SET(x, index, value)
+        axes = {id(y): axis for y, axis in data}
+        axis: Any = Unsupported("samples, or sums of them, or parameters are written among samples")
+        if not others and self.n > 1:
+            known = numbers(x.shape, axes[id(x)], self.n, x.device).clone() if id(x) in axes else None
+            known = torch.full(x.shape, -1, device=x.device) if known is None else known
+            if id(value) in axes:
+                known[index] = numbers(value.shape, axes[id(value)], self.n, x.device)
+            found = read(known, self.n)
+            axis = found if found is not None and axes.get(id(x), found) == found else axis
+        know(x, Mark(self.token, axis if self.n > 1 else (-1, 1, 1), x.requires_grad))
+
+    def still_filled(self, func: Any, args: tuple, kwargs: dict, filled: list[Known]) -> Any:
+        """Run an operation of tensors that f filled."""
+        data = [(x, known.axis) for x, known in filled]
+        out = self.mark(RULES[func], func, args, kwargs, data, func(*args, **kwargs))
+        for y in tensors(out):
+            if (known := getattr(y, "_known", None)) is not None and type(known.axis) is tuple:
+                know(y, Filled(self.token, known.axis, known.graph))
+        return out
+
+    def without_samples(self, func: Any, args: tuple, kwargs: dict, params: list[Known]) -> Any:
+        """Run an operation of parameters and constants alone."""
+        if not params:
+            return func(*args, **kwargs)
+        if func not in PURE and RULES.get(func) is None and (inner := composed(func)):
+            with self:
+                return inner(*args, **kwargs)
+        out = func(*args, **kwargs)
+        value, known = params[0]
+        if func in EXPANDS and self.n > 1 and (at := _grown(out.shape, value.shape, self.n)) is not None:
+            return grown(self, out, known, value, at)
+        view = len(params) == 1 and func in VIEWS and known.kind is not DERIVED
+        for y in tensors(out):
+            if y.requires_grad and (y is not value or not view):
+                swap = view and known.kind is LEAF and func in SWAPS and len(args) == 1 and y.ndim == 2
+                kind = SWAP if swap else VIEW if view else DERIVED
+                know(y, Node(self.token, known.leaf if view else None, kind))
+        return out
+
+    def mark(self, rule: Any, func: Any, args: tuple, kwargs: dict, data: list[Known], out: Any) -> Any:
+        """Note where the samples of a result are."""
+        if args and out is args[0] and _into_view(out):
+            raise Unsupported("samples are written into a view of a tensor without samples")
+        axes: Any = (-1, 1, 1)
+        if self.n != 1:
+            try:
+                axes = self.axes_of(rule, func, args, kwargs, data, out)
+            except Exception as error:  # of a rule, about arguments that it does not know
+                return self.lose(out, Unsupported(f"{named(func)}: {error}"))
+        for y in (out,) if isinstance(out, Tensor) else tensors(out):
+            axis = axes.pop(0) if type(axes) is list else axes
+            graph = y.requires_grad
+            if axis is SUMMED and not graph:
+                axis = Unsupported(f"{named(func)}: a sum of data meets a parameter")
+            if axis is not None:
+                y.__dict__["_known"] = Mark(self.token, axis, graph)
+        return out
+
+    def lose(self, out: Any, error: Unsupported) -> Any:
+        """Note that samples are mixed: an error where the result comes from it, or, of data, where it meets parameters."""
+        for y in tensors(out):
+            know(y, Mark(self.token, error, y.requires_grad))
+        return out
+
+    def axes_of(self, rule: Any, func: Any, args: tuple, kwargs: dict, data: list[Known], out: Any) -> Any:
+        """The axis of the result: one for all of its tensors, or a list."""
+        if func in MOVES:
+            return moved(self.n, func, args, kwargs, data)
+        axis = rule(self.n, data, args, kwargs, out) if rule else None
+        if axis is not None:
+            return axis
+        index = args[1] if func in INDEXES and isinstance(args[1], tuple) else args[1:]
+        if func in INDEXES and any(isinstance(i, (Tensor, list)) for i in index):
+            return moved(self.n, func, args, kwargs, data)
+        return probe(self.n, func, args, kwargs, data)
+
+    def meet(self, func: Any, rule: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
+        """Run an operation of samples and parameters."""
+        if func in POINTWISE:
+            return expanded(self, func, rule, args, kwargs, data, params)
+        factor = FACTORS.get(func)
+        if factor is None:
+            return copied(self, func, rule, args, kwargs, data, params)
+        alias = {id(x): self.alias(x) for x, _ in params}
+        given = {k: replaced(v, alias) for k, v in kwargs.items()} if kwargs else kwargs
+        out = self.mark(rule, func, args, kwargs, data, func(*replaced(args, alias), **given))
+        known = getattr(out, "_known", None)
+        if not out.requires_grad or known is None or isinstance(known.axis, Unsupported):
+            return out
+        uses = None
+        if known.axis is not SUMMED:
+            nodes = {id(x): node for x, node in params}
+            uses = factor(self, args, kwargs, nodes, {id(x): axis for x, axis in data}, known.axis, func)
+        if uses is None:
+            return copied(self, func, rule, args, kwargs, data, params)
+        edge, end = gradient_edge(out), not any([x.requires_grad for x, _ in data])
+        for use in uses:
+            use.edge, use.end = edge, end
+        self.uses += uses
+        return out
+
+    def with_sums(
+        self, func: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known], sums: list[Known]
+    ) -> Any:
+        """Run an operation that is linear in sums over the samples; parameters may be added."""
+        one = len(sums) == 1 and not params
+        linear = func in LINEAR or (one and (func in MULTIPLY or (func in DIVIDE and sums[0][0] is args[0])))
+        if data or not linear or (params and func not in SUMS):
+            error = Unsupported(f"{named(func)}: a sum over samples is used in a way that is not linear in it")
+            return self.lose(func(*args, **kwargs), error)
+        alias = {id(x): self.alias(x) for x, _ in params}
+        out = func(*replaced(args, alias), **kwargs)
+        for x, node in params:
+            self.use(Shared(node, x), alias[id(x)])
+        for y in tensors(out):
+            know(y, Mark(self.token, SUMMED, y.requires_grad))
+        return out
+
+    # Cotangents
+
+    def pull(self, out: Tensor, cotangent: Tensor | None) -> None:
+        """Pull one vector at a tensor back to all uses; the leaves themselves must get nothing."""
+        edges = {id(u.edge): u.edge for u in self.uses}
+        found = torch.autograd.grad(
+            out, [*edges.values(), *self.leaves], cotangent, create_graph=self.deep, allow_unused=True
+        )
+        self.check(found[len(edges) :])
+        cotangents = dict(zip(edges, found, strict=False))
+        for use in self.uses:
+            if (d := cotangents[id(use.edge)]) is not None:
+                use.d = self.strip(d)[None]
+
+    def stream(self, out: Tensor, cotangent: Tensor | None, arrived: Callable[[Use], None]) -> None:
+        """Pull one vector back, and hand each use over as its cotangent comes; it is freed then."""
+        ends: dict[int, Any] = {}
+        of: dict[int, list[Use]] = {}
+        for use in self.uses:
+            of.setdefault(id(use.edge), []).append(use)
+            if use.end:
+                ends[id(use.edge)] = use.edge
+
+        def told(key: int, d: Tensor) -> None:
+            for use in of.pop(key, ()):
+                use.d = d.detach()[None]
+                arrived(use)
+
+        handles = []
+        for key, uses in of.items():
+            edge = uses[0].edge
+            if isinstance(edge, Tensor):
+                handles.append(edge.register_hook(_emptied(told, key)))
+            elif not uses[0].end:
+                handles.append(edge.node.register_prehook(_told(told, key, edge.output_nr)))
+        try:
+            found = torch.autograd.grad(out, [*ends.values(), *self.leaves], cotangent, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.check(found[len(ends) :])
+        for key, d in zip(ends, found, strict=False):
+            if d is not None and key in of:
+                told(key, d)
+
+    def check(self, of_leaves: Sequence[Tensor | None]) -> None:
+        """Check that the leaves got nothing."""
+        if any([g is not None for g in of_leaves]):
+            raise Unsupported("a parameter reaches the result by a way that was not seen")
+
+    # Blocks of samples
+
+    def blocks(self, uses: Sequence[Use], size: int | None = None) -> list[Block]:
+        """Slices of the samples whose per-sample gradients fit the cache."""
+        size = sum([u.size(self) for u in uses]) if size is None else size
+        most = thresholds.CACHE.get(uses[0].value.device.type, thresholds.ELSEWHERE) // thresholds.SHARES
+        if size * self.n <= most:
+            return [WHOLE]
+        step = max(1, most // max(1, size))
+        return [slice(i, min(i + step, self.n)) for i in range(0, self.n, step)]
+
+
+def _told(told: Callable, key: int, number: int) -> Callable:
+    def hook(grads: Any) -> None:
+        if grads[number] is not None:
+            told(key, grads[number])
+
+    return hook
+
+
+def _emptied(told: Callable, key: int) -> Callable:
+    def hook(d: Tensor) -> Tensor:
+        told(key, d)
+        return d.new_zeros(()).expand(d.shape)  # what autograd keeps until the end
+
+    return hook
+
+
+def composed(func: Any) -> Callable | None:
+    """The operations that a function is composed of, if it is known in which, or written in Python."""
+    entry = OPERATIONS.get(named(func).removeprefix("_VF.")) if not isinstance(func, type) else None
+    if entry is not None and entry.composed is not None:
+        return entry.composed
+    func = getattr(func, "__wrapped__", func)
+    return opened(func) if getattr(func, "__module__", "").startswith("torch.") else None
+
+
+def _into_view(x: Any) -> bool:
+    """Whether a tensor of which nothing was known is a view, so that writing it writes another one."""
+    known = getattr(x, "_known", None)
+    return (known is None or type(known) is Filled) and isinstance(x, Tensor) and x._is_view()  # pyright: ignore
+
+
+def _grown(shape: Any, before: Any, n: int) -> int | None:
+    """The dim in which a shape has samples that it had not before."""
+    for dim in range(-len(shape), 0):
+        if shape[dim] == n and (-dim > len(before) or before[dim] == 1):
+            return dim
+    return None
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Any = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Scaled dot-product attention whose mask is a parameter, as a relative bias."""
+    if is_causal or enable_gqa or attn_mask is None:
+        raise Unsupported("attention of parameters that is causal or grouped")
+    products = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return torch.nn.functional.dropout((products + attn_mask).softmax(-1), dropout_p, dropout_p > 0) @ v
+
+
+def recording() -> bool:
+    """Whether a function mode sees calls already, or torch.func is at work."""
+    return listening()

@@ -1,0 +1,128 @@
+"""What is known of each operation, by its name: a line for each family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from invfunc._torch.functorch import homes
+from invfunc.core import axes
+
+T = torch.Tensor
+HOMES = (torch, T, F, torch.special, torch.linalg, *homes())
+
+
+def called(names: str) -> set[Any]:
+    """All functions of torch with these names, also in place and as operators."""
+    found = set()
+    for name in names.split():
+        for home in HOMES:
+            for form in (name, name + "_", f"__{name}__", f"__r{name}__", f"__i{name}__"):
+                if callable(func := getattr(home, form, None)):
+                    found.add(func)
+    return found
+
+
+def getters(names: str) -> set[Any]:
+    """The functions that read attributes of tensors."""
+    return {getattr(T, name).__get__ for name in names.split() if hasattr(T, name)}
+
+
+POINTWISE = called(
+    "add sub mul div true_divide floor_divide truediv floordiv mod pow neg positive abs exp exp2 expm1 log log2 log10 "
+    "log1p sqrt rsqrt square sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh sigmoid erf erfc erfinv "
+    "lgamma digamma reciprocal sign floor ceil round trunc frac clamp clip clamp_min clamp_max relu relu6 elu selu celu "
+    "gelu silu mish softplus softsign tanhshrink hardtanh hardsigmoid hardswish hardshrink softshrink logsigmoid "
+    "log_sigmoid leaky_relu threshold rrelu dropout alpha_dropout feature_dropout maximum minimum fmax fmin where lerp "
+    "addcmul addcdiv masked_fill eq ne lt le gt ge and or xor not invert logical_and logical_or logical_not logical_xor "
+    "isnan isinf isfinite bitwise_and bitwise_or bitwise_not nan_to_num clone contiguous to float double half bfloat16 "
+    "int long bool type_as type detach detach_ zeros_like ones_like full_like empty_like rand_like randn_like bernoulli "
+    "subtract multiply divide negative rsub sinc logit xlogy hypot heaviside fill zero dropout1d dropout2d dropout3d "
+    "alias requires_grad_ copy_ remainder fmod cpu cuda greater less greater_equal less_equal not_equal logaddexp conj "
+    "resolve_conj resolve_neg"
+) - {F.glu}
+MULTIPLY = called("mul multiply")
+DIVIDE = called("div true_divide divide truediv")
+LINEAR = called(
+    "add sub subtract neg negative sum mean clone contiguous to float double view reshape squeeze unsqueeze flatten stack "
+    "cat select getitem unbind t permute transpose expand radd rsub"
+)
+SUMS = called("add sub subtract rsub")
+VIEWS = called(
+    "t transpose permute view reshape flatten unflatten squeeze unsqueeze getitem chunk split select unbind narrow "
+    "movedim swapaxes moveaxis contiguous tensor_split view_as alias"
+) | getters("T mT")
+EXPANDS = called("expand expand_as broadcast_to repeat tile")
+SWAPS = called("t") | getters("T mT")
+MOVES = called("gather index_select take_along_dim")
+INDEXES = {T.__getitem__}
+LEAKS = called("numpy tolist item __array__ __float__ data_ptr __int__ __index__ __bool__ is_nonzero equal allclose")
+DRAWS = called(
+    "dropout alpha_dropout feature_dropout dropout1d dropout2d dropout3d rrelu bernoulli rand randn randint randperm "
+    "rand_like randn_like randint_like normal multinomial poisson uniform_ normal_ random_ exponential_ log_normal_ "
+    "cauchy_ geometric_"
+)
+PLAIN = getters(
+    "shape ndim dtype device layout requires_grad is_cuda is_leaf grad_fn is_sparse is_quantized is_meta is_nested names "
+    "itemsize nbytes is_mps is_xla is_cpu output_nr _version"
+) | called(
+    "size dim ndimension numel nelement stride __len__ is_floating_point is_complex is_contiguous get_device "
+    "element_size __format__ storage_offset is_tensor __hash__ is_same_size is_grad_enabled finfo iinfo __repr__ "
+    "is_autocast_enabled broadcast_shapes can_cast result_type"
+)
+FILLED = called("zeros ones full empty rand randn new_zeros new_ones new_full new_empty")
+PURE = POINTWISE | VIEWS
+
+AXES: list[tuple[set[Any], Callable]] = [
+    (POINTWISE, axes.same),
+    (called("sum nansum mean nanmean"), axes.reduction(linear=True)),
+    (
+        called("amax amin max min argmax argmin std var logsumexp prod any all count_nonzero median var_mean std_mean"),
+        axes.reduction(),
+    ),
+    (called("norm"), axes.norm),
+    (called("softmax log_softmax softmin cumsum cumprod sort argsort logcumsumexp cummax"), axes.along(1)),
+    (called("glu"), axes.along(1, -1)),
+    (called("topk"), axes.along(2, -1)),
+    (called("normalize"), axes.along(2, 1)),
+    (called("view reshape flatten unflatten squeeze unsqueeze ravel view_as reshape_as"), axes.reshaped),
+    (called("permute"), axes.permuted),
+    (called("t transpose swapaxes swapdims") | getters("T mT"), axes.swapped),
+    (called("expand expand_as broadcast_to"), axes.expanded),
+    (called("cat concat concatenate"), axes.joined),
+    (called("stack"), axes.stacked),
+    (called("chunk split tensor_split split_with_sizes"), axes.parts),
+    (called("select unbind"), axes.dropped),
+    (called("narrow"), axes.narrowed),
+    (INDEXES, axes.indexed),
+    (called("matmul mm bmm mv dot rmatmul"), axes.matmul),
+    (called("addmm baddbmm addmv addbmm"), axes.addmm),
+    (called("linear"), axes.linear),
+    (called("einsum"), axes.einsum),
+    (called("scaled_dot_product_attention"), axes.attention),
+    (called("embedding"), axes.embedding),
+    (called("layer_norm rms_norm"), axes.layer_norm),
+    (called("batch_norm"), axes.batch_norm),
+    (called("instance_norm"), axes.instance_norm),
+    (
+        called(
+            "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d group_norm avg_pool1d avg_pool2d "
+            "avg_pool3d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
+            "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool2d_with_indices interpolate "
+            "pixel_shuffle pixel_unshuffle local_response_norm lp_pool2d channel_shuffle upsample prelu"
+        ),
+        axes.first,
+    ),
+    (
+        called(
+            "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
+            "poisson_nll_loss gaussian_nll_loss soft_margin_loss"
+        ),
+        axes.pointwise_loss,
+    ),
+    (called("cross_entropy nll_loss cross_entropy_loss"), axes.class_loss),
+]
+RULES: dict[Any, Callable] = {func: rule for funcs, rule in reversed(AXES) for func in funcs}

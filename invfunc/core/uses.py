@@ -1,0 +1,617 @@
+"""Uses of parameters: each says what a sample adds to the gradient, from the cotangent `d` at its edge of the graph.
+
+A cotangent has its columns in front, `[V, ...]`; `dense(run, block)` are the per-sample gradients of a block of samples,
+`[V, n, *shape]`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from operator import add
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from invfunc import tree
+from invfunc._torch.functorch import version
+from invfunc.core.axes import letters, operands
+from invfunc.core.marks import SUMMED, Axis, Known, Mark, Node, Unsupported, know, option, replaced, tensors
+from invfunc.core.tables import called
+
+if TYPE_CHECKING:
+    from invfunc.core.run import Run
+
+Block = slice | torch.Tensor
+"""Some of the samples."""
+WHOLE = slice(None)
+
+
+def front(x: torch.Tensor, axis: Axis, n: int, lead: int = 0) -> torch.Tensor:
+    """A tensor with the samples in their own dim `lead`; what else is in their dim stays there."""
+    if n == 1:
+        return x.unsqueeze(lead)
+    at, outer, inner = axis
+    at += x.ndim
+    if outer == inner == 1:
+        x = x if at == lead else x.movedim(at, lead)
+        return x.unsqueeze(at + 1)
+    x = x.unflatten(at, (outer, n, inner)).movedim(at + 1, lead)
+    return x.flatten(at + 1, at + 2)
+
+
+def summed(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """A sum that does not begin with zero."""
+    return reduce(add, parts)
+
+
+class Use:
+    """A use of a parameter, or of `value`, which is computed from some: `node` is known of it."""
+
+    edge: Any = None
+    """The edge of the graph by which its cotangent comes, or the copy of the parameter that the operation got."""
+    end: bool = True
+    """Whether nothing but copies of parameters lies below the edge."""
+    d: torch.Tensor | None = None
+    axis: Any = None
+
+    def __init__(self, node: Node, value: torch.Tensor) -> None:
+        self.node, self.value, self.shape = node, value, value.shape
+
+    def sent(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
+        """The cotangent as `[V, n, ...]`."""
+        assert self.d is not None
+        d = front(self.d, self.axis, run.n, 1)
+        return d if block is WHOLE else d[:, block]
+
+    def size(self, run: Run) -> int:
+        """The numbers of each sample that `dense` makes."""
+        return self.shape.numel() * run.columns
+
+    def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
+        """The per-sample gradients of a block."""
+        raise NotImplementedError
+
+    def total(self, run: Run, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """`sum_nv weights[n] G[v, n]`."""
+        return summed(weighted(self.dense(run, b), weights, b) for b in run.blocks([self]))
+
+    def free(self) -> None:
+        """Let go of what was read and sent."""
+        self.d = None
+
+
+def weighted(rows: torch.Tensor, weights: torch.Tensor | None, block: Block) -> torch.Tensor:
+    """`sum_nv weights[n] rows[v, n]`."""
+    if weights is None:
+        return rows.sum((0, 1))
+    return torch.tensordot(weights[block].to(rows.dtype), rows.sum(0) if len(rows) > 1 else rows[0], 1)
+
+
+Dims = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+class Pair(Use):
+    """A product with what was read: `G[v, n, g, o, k] = sum_p d[v, n, g, p, o] a[n, g, p, k]`.
+
+    of_a, of_d: the dims (g, p, k) of a and (g, p, o) of d, from the right; None where all but the last are p.
+    of_w: the dims (g, o, k) of the parameter.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        value: torch.Tensor,
+        a: torch.Tensor,
+        a_axis: Axis,
+        axis: Axis,
+        of_a: Dims | None,
+        of_d: Dims | None,
+        of_w: Dims,
+    ) -> None:
+        super().__init__(node, value)
+        self.a, self.a_axis, self.axis, self.version = a, a_axis, axis, version(a)
+        self.of_a, self.of_d, self.of_w = of_a, of_d, of_w
+
+    def free(self) -> None:
+        self.d = self.a = None  # pyright: ignore[reportAttributeAccessIssue]: nobody reads it any more
+
+    def inputs(self, run: Run, block: Block) -> torch.Tensor:
+        """What was read, as `[n, 1 or more, ...]`."""
+        if version(self.a) != self.version:
+            raise Unsupported("what a parameter met was changed in place later")
+        x = front(run.strip(self.a), self.a_axis, run.n)
+        return x if block is WHOLE else x[block]
+
+    def read(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
+        """a as `[n, g, p, k]`."""
+        x = self.inputs(run, block)
+        if self.of_a is None:
+            return x.reshape(len(x), 1, -1, x.shape[-1])
+        return _arranged(x, self.of_a, 1)
+
+    def sends(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
+        """d as `[V, n, g, p, o]`."""
+        x = self.sent(run, block)
+        if self.of_d is None:
+            return x.reshape(*x.shape[:2], 1, -1, x.shape[-1])
+        return _arranged(x, self.of_d, 2)
+
+    def sizes(self, run: Run) -> tuple[int, int, int]:
+        """The sizes of p, o, k."""
+        a, d = self.read(run), self.sends(run)
+        return a.shape[2], d.shape[4], a.shape[3]
+
+    def size(self, run: Run) -> int:
+        return self.shape.numel() * run.columns
+
+    def shaped(self, w: torch.Tensor) -> torch.Tensor:
+        """`[..., g, o, k]` in the layout of the parameter."""
+        g, o, k = self.of_w
+        if not g and len(o) == len(k) == 1:
+            w = w.squeeze(-3)
+            return w if o[0] == 0 else w.mT
+        order, lead = [*g, *o, *k], w.ndim - 3
+        w = w.reshape(*w.shape[:lead], *(self.shape[i] for i in order))
+        order = [i % len(self.shape) for i in order]
+        return w.permute(*range(lead), *(lead + order.index(i) for i in range(len(order))))
+
+    def formed(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
+        """`[V, n, g, o, k]`."""
+        return formed(self.read(run, block), self.sends(run, block))
+
+    def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
+        return self.shaped(self.formed(run, block))
+
+    def total(self, run: Run, weights: torch.Tensor | None = None) -> torch.Tensor:
+        a, d = self.read(run), self.sends(run)
+        d = d[0] if len(d) == 1 else d.sum(0)
+        d = d if weights is None else d * weights.to(d.dtype)[:, None, None, None]
+        return self.shaped(product(d, a))
+
+
+def _arranged(x: torch.Tensor, of: Dims, lead: int) -> torch.Tensor:
+    """The dims in the order (g, p, entries), each flattened, behind `lead` others."""
+    sizes = [math.prod([x.shape[i] for i in dims]) for dims in of]
+    order = [i for dims in of for i in dims]
+    return x.permute(*range(lead), *range(lead, x.ndim - len(order)), *order).reshape(*x.shape[:lead], *sizes)
+
+
+def formed(a: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    """`sum_p d[v, n, g, p, o] a[n, g, p, k]`, `[V, n, g, o, k]`."""
+    if d.shape[3] == 1:
+        return d.mT * a
+    if len(d) == 1:
+        return (d[0].mT @ a)[None]
+    v, n, g, p, o = d.shape
+    both = d.permute(1, 2, 0, 4, 3).reshape(n, g, v * o, p) @ a
+    return both.view(n, g, v, o, -1).permute(2, 0, 1, 3, 4)
+
+
+def product(d: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """`sum_np d[n, g, p, o] a[n, g, p, k]`, `[g, o, k]`."""
+    if a.shape[1] == 1:
+        return (d.flatten(0, 2).T @ a.flatten(0, 2))[None]
+    return d.transpose(0, 1).flatten(1, 2).mT @ a.transpose(0, 1).flatten(1, 2)
+
+
+class Joined(Pair):
+    """Several uses of one tensor as one with more positions, as those of a recurrent net."""
+
+    def __init__(self, uses: Sequence[Pair]) -> None:
+        self.__dict__.update(uses[0].__dict__)
+        self.uses = uses
+
+    def read(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
+        return torch.cat([u.read(run, block) for u in self.uses], 2)
+
+    def sends(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
+        return torch.cat([u.sends(run, block) for u in self.uses], 3)
+
+
+class Convolution(Pair):
+    """A convolution, whose windows are read block by block."""
+
+    def __init__(
+        self, node: Node, value: torch.Tensor, a: torch.Tensor, a_axis: Axis, axis: Axis, window: tuple, groups: int
+    ) -> None:
+        """`window` are its strides, paddings and dilations."""
+        super().__init__(node, value, a, a_axis, axis, None, None, ((), (0,), (1,)))
+        self.window, self.groups = window, groups
+
+    def read(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
+        x = self.inputs(run, block)  # [n, 1 or more, c, *space]
+        n, more = x.shape[:2]
+        stride, padding, dilation = self.window
+        kernel = self.shape[2:]
+        x = x.flatten(0, 1)
+        if len(kernel) == 2:
+            x = F.unfold(x, kernel, dilation, padding, stride).mT
+        else:
+            x = F.pad(x, [p for q in reversed(padding) for p in (q, q)])
+            for i, (k, s, gap) in enumerate(zip(kernel, stride, dilation, strict=True)):
+                x = x.unfold(2 + i, (k - 1) * gap + 1, s)[..., ::gap]
+            rest = len(kernel)
+            x = x.permute(0, *range(2, 2 + rest), 1, *range(2 + rest, 2 + 2 * rest)).flatten(1, rest).flatten(2)
+        x = x.unflatten(-1, (self.groups, -1)).transpose(1, 2)  # [n more, g, p, k]
+        return x if more == 1 else x.unflatten(0, (n, more)).transpose(1, 2).flatten(2, 3)
+
+    def sends(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
+        x = self.sent(run, block)  # [V, n, more, o, *space]
+        x = x.flatten(4).unflatten(3, (self.groups, -1))  # [V, n, more, g, o, p]
+        return x.permute(0, 1, 3, 2, 5, 4).flatten(3, 4)
+
+    def shaped(self, w: torch.Tensor) -> torch.Tensor:
+        return w.reshape(*w.shape[:-3], *self.shape)
+
+    def sizes(self, run: Run) -> tuple[int, int, int]:
+        assert self.d is not None
+        places = self.d.shape[2 - len(self.shape) :].numel() * max(1, self.a.shape[0] // run.n)
+        return places, self.shape[0] // self.groups, self.shape[1:].numel()
+
+    def size(self, run: Run) -> int:
+        places = self.sizes(run)[0]
+        return super().size(run) + places * (self.shape[1:].numel() * self.groups + self.shape[0] * run.columns)
+
+    def total(self, run: Run, weights: torch.Tensor | None = None) -> torch.Tensor:
+        a, d = self.inputs(run, WHOLE).flatten(0, 1), self.sent(run)
+        d = d[0] if len(d) == 1 else d.sum(0)
+        d = d if weights is None else d * weights.to(d.dtype).view(-1, *[1] * (d.ndim - 1))
+        kernel = len(self.shape) - 2
+        stride, padding, dilation = self.window
+        weight = self.value.new_zeros(()).expand(self.shape)
+        zeros = [0] * kernel
+        given = (d.flatten(0, 1), a, run.strip(weight), None, stride, padding, dilation, False, zeros, self.groups)
+        return torch.ops.aten.convolution_backward(*given, (False, True, False))[1]
+
+
+class Expanded(Use):
+    """A pointwise use: the operation gets the parameter expanded, and the gradient of that is summed over positions.
+
+    factor: what it is multiplied with where the operation got the parameter itself; view: its shape to broadcast.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        value: torch.Tensor,
+        axis: Axis | None,
+        factor: Callable[[Run, Block], torch.Tensor] | None = None,
+        view: tuple[int, ...] | None = None,
+    ) -> None:
+        super().__init__(node, value)
+        self.axis, self.factor, self.view = axis, factor, view
+
+    def free(self) -> None:
+        self.d = self.factor = None
+
+    def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
+        d = self.sent(run, block)
+        if self.factor is not None:
+            d = d * self.factor(run, block)
+        shape, at = self.view or self.shape, self.axis[0]
+        if run.n > 1 and -at <= len(shape) and shape[at] == run.n and d.shape[at] == 1:
+            own = torch.eye(run.n, dtype=d.dtype, device=d.device)[block]
+            lead = [1, len(own), *[1] * (d.ndim - 2)]
+            lead[at] = run.n
+            d = d * own.view(lead)  # an entry for each sample
+        extra = d.ndim - len(shape)
+        away = [i for i, s in enumerate(d.shape) if i > 1 and s != 1 and (i < extra or shape[i - extra] == 1)]
+        d = d.sum(away) if away else d
+        if d.shape[2:].numel() != self.shape.numel():
+            raise Unsupported("a parameter with an entry for each sample")
+        return d.reshape(*d.shape[:2], *self.shape)
+
+
+class Grown(Expanded):
+    """A parameter that f itself expanded to all samples, as the class token of a vision transformer."""
+
+
+class Copies(Use):
+    """Any other use: the operation runs under vmap, with a copy of the parameter for each sample."""
+
+    def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
+        assert self.d is not None
+        return self.d[:, block]
+
+
+class Shared(Use):
+    """A term in the parameters alone, which counts 1/N for each sample."""
+
+    def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
+        assert self.d is not None
+        return (self.d / run.n).unsqueeze(1).expand(len(self.d), run.n, *self.shape)[:, block]
+
+
+class Rows(Use):
+    """A table whose rows are picked: `G[n, i]` is the sum of the d at the places where the index is i."""
+
+    def __init__(
+        self, node: Node, value: torch.Tensor, index: torch.Tensor, a_axis: Axis, axis: Axis, padding: int | None
+    ) -> None:
+        super().__init__(node, value)
+        self.index, self.a_axis, self.axis, self.padding = index, a_axis, axis, padding
+
+    def parts(self, run: Run, block: Block = WHOLE) -> tuple[torch.Tensor, torch.Tensor]:
+        """The indices `[n, p]` and the cotangents `[V, n, p, d]`."""
+        i, d = front(run.strip(self.index), self.a_axis, run.n)[block].flatten(1), self.sent(run, block)
+        d = d.reshape(*d.shape[:2], i.shape[1], -1)
+        return i, d if self.padding is None else d.masked_fill((i == self.padding)[..., None], 0)
+
+    def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
+        i, d = self.parts(run, block)
+        zeros = d.new_zeros(*d.shape[:2], self.shape[0], d.shape[-1])
+        return zeros.scatter_add(2, i[..., None].expand_as(d), d).view(*d.shape[:2], *self.shape)
+
+    def total(self, run: Run, weights: torch.Tensor | None = None) -> torch.Tensor:
+        i, d = self.parts(run)
+        d = d[0] if len(d) == 1 else d.sum(0)
+        d = d if weights is None else d * weights.to(d.dtype)[:, None, None]
+        return d.new_zeros(self.shape[0], d.shape[-1]).index_add(0, i.flatten(), d.flatten(0, 1)).view(self.shape)
+
+    def touched(self, run: Run) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The rows that samples touch, for the only column: their samples, indices, and gradients `[u, d]`."""
+        i, d = self.parts(run)
+        key = i + torch.arange(len(i), device=i.device)[:, None] * self.shape[0]
+        key, place = key.flatten().unique(return_inverse=True)
+        sums = d.new_zeros(len(key), d.shape[-1]).index_add(0, place, d[0].flatten(0, 1))
+        return key // self.shape[0], key % self.shape[0], sums
+
+
+# How operations read parameters: rules `(run, args, kwargs, nodes, axes, out_axis, func) -> uses`, None without a rule
+
+Nodes = dict[int, Node]
+
+
+def _each(value: Any, count: int) -> tuple[int, ...]:
+    return (value,) * count if isinstance(value, int) else tuple(value) * (count if len(value) == 1 else 1)
+
+
+def of_linear(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
+    """`linear(x, w, b)`."""
+    x, w, b = args[0], option(args, kwargs, 1, "weight"), option(args, kwargs, 2, "bias")
+    uses: list[Use] = []
+    if id(w) in nodes:
+        if w.ndim != 2:
+            return None
+        uses.append(Pair(nodes[id(w)], w, x, axes[id(x)], axis, None, None, ((), (0,), (1,))))
+    if b is not None and id(b) in nodes:
+        uses.append(Expanded(nodes[id(b)], b, axis))
+    return uses
+
+
+def _by_letters(
+    run: Run, nodes: Nodes, w: torch.Tensor, x: torch.Tensor, ws: str, xs: str, outs: str, axes: Any, axis: Axis
+) -> list[Use] | None:
+    """A product of one parameter and one tensor with samples."""
+    if len(set(ws)) < len(ws) or len(set(xs)) < len(xs):
+        return None
+    sample = xs[axes[id(x)][0]]
+    g = [c for c in ws if c in xs and c in outs]
+    k = [c for c in ws if c in xs and c not in outs]
+    o = [c for c in ws if c not in xs and c in outs]
+    p = [c for c in outs if c in xs and c not in ws]
+    if len(g) + len(k) + len(o) < len(ws) or len(p) + len(g) + len(k) < len(xs) or (sample not in p and run.n > 1):
+        return None
+
+    def at(labels: list[str], of: str) -> tuple[int, ...]:
+        return tuple(of.index(c) - len(of) for c in labels)
+
+    of_a, of_d = (at(g, xs), at(p, xs), at(k, xs)), (at(g, outs), at(p, outs), at(o, outs))
+    of_w = tuple(tuple(ws.index(c) for c in labels) for labels in (g, o, k))
+    return [Pair(nodes[id(w)], w, x, axes[id(x)], axis, of_a, of_d, of_w)]  # pyright: ignore[reportArgumentType]: three
+
+
+def of_matmul(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
+    """Products of (batches of) matrices and vectors."""
+    a, b = args[0], option(args, kwargs, 1, "other", kwargs.get("mat2"))
+    most = max(a.ndim, b.ndim) - 2
+    batch = "ABCDEFGH"[: max(most, 0)]
+    of_a = "k" if a.ndim == 1 else batch[len(batch) - a.ndim + 2 :] + "mk"
+    of_b = "k" if b.ndim == 1 else batch[len(batch) - b.ndim + 2 :] + "ko"
+    outs = batch + "m" * (a.ndim > 1) + "o" * (b.ndim > 1)
+    (w, ws, x, xs) = (a, of_a, b, of_b) if id(a) in nodes else (b, of_b, a, of_a)
+    if id(x) not in axes:
+        return None
+    if w is b and b.ndim == 2 and axes[id(x)][0] != -1 and x.ndim > 1:
+        return [Pair(nodes[id(w)], w, x, axes[id(x)], axis, None, None, ((), (1,), (0,)))]
+    if any(w.shape[i] != x.shape[i] for i in range(-min(w.ndim, x.ndim), -2)):
+        return None
+    return _by_letters(run, nodes, w, x, ws, xs, outs, axes, axis)
+
+
+def of_addmm(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
+    """`addmm(c, a, b)`."""
+    if kwargs or len(args) != 3:
+        return None
+    uses: list[Use] = [Expanded(nodes[id(args[0])], args[0], axis)] if id(args[0]) in nodes else []
+    if id(args[1]) in nodes or id(args[2]) in nodes:
+        more = of_matmul(run, args[1:], {}, nodes, axes, axis, func)
+        return None if more is None else uses + more
+    return uses
+
+
+def of_einsum(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
+    """An einsum of a parameter and a tensor."""
+    given = operands(args)
+    if len(given) != 2 or len(nodes) != 1 or len(axes) != 1:
+        return None
+    ins, outs = letters(args[0], [x.shape for x in given])
+    (w, ws), (x, xs) = [*zip(given, ins, strict=True)][:: 1 if id(given[0]) in nodes else -1]
+    sizes = dict(zip(ws, w.shape, strict=True))
+    if any(sizes.get(c, s) != s for c, s in zip(xs, x.shape, strict=True)):
+        return None
+    return _by_letters(run, nodes, w, x, ws, xs, outs, axes, axis)
+
+
+def of_convolution(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
+    """`conv2d(x, w, b, stride, padding, dilation, groups)` and its like."""
+    x, w, b = args[0], option(args, kwargs, 1, "weight"), option(args, kwargs, 2, "bias")
+    rest = w.ndim - 2
+    if x.ndim != w.ndim or id(x) not in axes:
+        return None
+    stride, dilation = (_each(option(args, kwargs, i, name, 1), rest) for i, name in ((3, "stride"), (5, "dilation")))
+    padding, groups = option(args, kwargs, 4, "padding", 0), option(args, kwargs, 6, "groups", 1)
+    if padding == "valid":
+        padding = 0
+    if padding == "same":
+        if any((k - 1) * gap % 2 for k, gap in zip(w.shape[2:], dilation, strict=True)):
+            return None
+        padding = tuple((k - 1) * gap // 2 for k, gap in zip(w.shape[2:], dilation, strict=True))
+    uses: list[Use] = []
+    if id(w) in nodes:
+        window = (stride, _each(padding, rest), dilation)
+        uses.append(Convolution(nodes[id(w)], w, x, axes[id(x)], axis, window, groups))
+    if b is not None and id(b) in nodes:
+        uses.append(Expanded(nodes[id(b)], b, axis, view=(b.numel(), *[1] * rest)))
+    return uses
+
+
+def of_norm(places: tuple[int, int | None], layer: bool = False) -> Callable:
+    """A rule of norms: the scale reads what is normalised, the shift is added."""
+
+    def rule(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
+        w = option(args, kwargs, places[0], "weight")
+        b = option(args, kwargs, places[1], "bias") if places[1] else None
+        x = args[0]
+        if id(x) not in axes:
+            return None
+        plain, options = list(args), {k: v for k, v in kwargs.items() if k not in ("weight", "bias")}
+        for i in places:
+            if i and i < len(plain):
+                plain[i] = None
+        before = version(x)
+
+        def normal(run: Run, block: Block) -> torch.Tensor:
+            if version(x) != before:
+                raise Unsupported("what a parameter met was changed in place later")
+            with torch.no_grad() if not run.deep else torch.enable_grad():
+                return front(func(run.strip(x), *plain[1:], **options), axis, run.n)[block]
+
+        uses: list[Use] = []
+        for t, factor in ((w, normal), (b, None)):
+            if t is not None and id(t) in nodes:
+                view = tuple(t.shape) if layer else (t.numel(), *[1] * (x.ndim - 2))
+                uses.append(Expanded(nodes[id(t)], t, axis, factor, view))
+        return uses
+
+    return rule
+
+
+def of_embedding(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
+    """`embedding(index, table, padding_idx)`."""
+    if option(args, kwargs, 3, "max_norm") is not None or option(args, kwargs, 5, "scale_grad_by_freq", False):
+        raise Unsupported("embedding with max_norm or scale_grad_by_freq depends on all samples")
+    table, padding = option(args, kwargs, 1, "weight"), option(args, kwargs, 2, "padding_idx")
+    if id(table) not in nodes or id(args[0]) not in axes:
+        return None
+    if padding is not None and padding < 0:
+        padding += len(table)
+    return [Rows(nodes[id(table)], table, args[0], axes[id(args[0])], axis, padding)]
+
+
+def of_index(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
+    """`w[i]`."""
+    w, i = args[0], args[-1]
+    if id(w) in nodes and isinstance(i, torch.Tensor) and id(i) in axes and i.dtype == torch.long and w.ndim > 0:
+        return [Rows(nodes[id(w)], w, i, axes[id(i)], axis, None)]
+    return None
+
+
+FACTORS: dict[Any, Callable] = {
+    func: rule
+    for names, rule in [
+        ("linear", of_linear),
+        ("matmul mm bmm mv rmatmul", of_matmul),
+        ("addmm", of_addmm),
+        ("einsum", of_einsum),
+        ("conv1d conv2d conv3d", of_convolution),
+        ("layer_norm", of_norm((2, 3), layer=True)),
+        ("rms_norm", of_norm((2, None), layer=True)),
+        ("group_norm", of_norm((2, 3))),
+        ("batch_norm instance_norm", of_norm((3, 4))),
+        ("embedding", of_embedding),
+        ("getitem", of_index),
+    ]
+    for func in called(names)
+}
+"""The rules of operations that read parameters."""
+
+
+# Uses without such a rule
+
+
+def expanded(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
+    """Run a pointwise operation with the parameters expanded."""
+    shape = torch.broadcast_shapes(*[x.shape for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)])
+    copies = {id(x): run.alias(x.expand(shape)) for x, _ in params}
+    out = func(*replaced(args, copies), **{k: replaced(x, copies) for k, x in kwargs.items()})
+    out = run.mark(rule, func, args, kwargs, data, out)
+    axis = known.axis if (known := getattr(out, "_known", None)) is not None else None
+    if isinstance(axis, tuple) and next(iter(tensors(out))).requires_grad:
+        for x, node in params:
+            run.use(Expanded(node, x, axis), copies[id(x)])
+    elif axis is SUMMED:
+        raise Unsupported("a sum over the samples meets a parameter")
+    return out
+
+
+def grown(run: Run, out: torch.Tensor, node: Node, value: torch.Tensor, at: int) -> torch.Tensor:
+    """A parameter that was expanded or repeated to all samples, of which each has its copy."""
+    sizes = out.shape[out.ndim - value.ndim :]
+    if any(s not in (1, o) for s, o in zip(value.shape, sizes, strict=True)):
+        raise Unsupported("a parameter that is repeated")
+    copy = run.alias(out)
+    axis = (at, 1, 1)
+    run.use(Grown(node, value, axis), copy)
+    know(copy, Mark(run.token, axis, True))
+    return copy
+
+
+def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
+    """Run any operation under vmap, with a copy of the parameters for each sample."""
+    flat, structure = tree.flatten((args, kwargs))
+    axes, nodes = {id(x): a for x, a in data}, {id(x) for x, _ in params}
+    copies: dict[int, torch.Tensor] = {}
+    given: list[Any] = []
+    places: list[int] = []
+    for x in flat:
+        if id(x) in nodes:
+            if id(x) not in copies:
+                copies[id(x)] = run.alias(x.expand(run.n, *x.shape))
+            x = copies[id(x)]
+        elif id(x) in axes:
+            at, outer, inner = axes[id(x)]
+            if run.n > 1 and (outer, inner) != (1, 1):
+                raise Unsupported("parameters meet samples whose axis is merged")
+            x = x.unsqueeze(0) if run.n == 1 else x.movedim(at, 0).unsqueeze(at)
+        else:
+            given.append(x)
+            continue
+        places.append(len(given))
+        given.append(x)
+    with torch.no_grad():
+        plain = func(*args, **kwargs)
+    if not isinstance(plain, torch.Tensor):
+        raise Unsupported("the result is no tensor")
+    found = [(-1, 1, 1)] if run.n == 1 else run.axes_of(rule, func, args, kwargs, data, plain)
+    axis = found[0] if isinstance(found, list) else found
+    if not isinstance(axis, tuple) or (run.n > 1 and axis[1:] != (1, 1)):
+        raise Unsupported("the samples are not in one dim of the result")
+
+    def one(*mapped: torch.Tensor) -> torch.Tensor:
+        full = list(given)
+        for i, x in zip(places, mapped, strict=True):
+            full[i] = x
+        own, named = tree.unflatten(full, structure)
+        return func(*own, **named)
+
+    out = torch.func.vmap(one, randomness="different")(*(given[i] for i in places))
+    out = out.squeeze(0) if run.n == 1 else out.squeeze(axis[0]).movedim(0, axis[0])
+    know(out, Mark(run.token, axis, out.requires_grad))
+    for x, node in params:
+        run.use(Copies(node, x), copies[id(x)])
+    return out
+
