@@ -20,6 +20,8 @@ from invfunc.per_sample.norms import narrow_norms, tried
 from invfunc.per_sample.squares import shifted_moments
 
 Kind = TypeVar("Kind", bound=Use)
+_MATRICES = ((), (0,), (1,)), ((), (1,), (0,))
+"""The dims of a matrix whose rows, or columns, are those of the cotangent."""
 
 
 class Shares:
@@ -178,15 +180,15 @@ class Shares:
     def sketches(self, sides: Any) -> torch.Tensor:
         """`first^T G[n] rest` of the only column: `[n, rows * columns]`."""
         use = self.single(Pair)
-        if use is not None and use.node.kind is LEAF and use.of_w == ((), (0,), (1,)):
-            p, o, k = use.sizes(self.run)
-            if (len(sides.first), len(sides.rest)) == (o, k):
-                size = p * (o + k)
-                both = [
-                    formed(use.read(self.run, b) @ sides.rest, use.sends(self.run, b) @ sides.first)[0].flatten(1)
-                    for b in self.run.blocks([use], size)
-                ]
-                return joined(both)
+        if use is not None and use.node.kind is LEAF and len(self.leaf.shape) > 1 and use.of_w in _MATRICES:
+            (_, o, k), (rows, columns) = use.sizes(self.run), (sides.first, sides.rest)
+            of_d, of_a = (rows, columns) if use.of_w == _MATRICES[0] else (columns, rows)
+            if (len(of_d), len(of_a)) == (o, k):
+                found = []
+                for block in self.run.blocks([use], use.sizes(self.run)[0] * (o + k)):
+                    narrow = formed(use.read(self.run, block) @ of_a, use.sends(self.run, block) @ of_d)[0, :, 0]
+                    found.append((narrow if of_d is rows else narrow.mT).flatten(1))
+                return joined(found)
         return joined([sides.of(self.dense(block)[0]) for block in self.blocks()])
 
 
