@@ -305,10 +305,15 @@ def _walk(branch: Any, found: list[Any], none_is_leaf: bool) -> tuple | None:
             return NOTHING
         found.append(branch)
         return None
-    if kind is tuple or kind is list:
-        return kind, None, [_walk(part, found, none_is_leaf) for part in branch]
-    if kind is dict:
-        return kind, tuple(branch), [_walk(part, found, none_is_leaf) for part in branch.values()]
+    if kind is tuple or kind is list or kind is dict:
+        parts: list[tuple | None] = []
+        for part in branch.values() if kind is dict else branch:
+            if type(part) in _PLAIN and part is not None:  # without a call of its own
+                found.append(part)
+                parts.append(None)
+            else:
+                parts.append(_walk(part, found, none_is_leaf))
+        return kind, tuple(branch) if kind is dict else None, parts
     if kind in NODES:
         children, rest = NODES[kind][0](branch)
         return kind, rest, [_walk(part, found, none_is_leaf) for part in children]

@@ -288,7 +288,8 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def storage_of(x: torch.Tensor) -> int:
     """Which memory a tensor is in."""
-    return memory_of(x)._cdata
+    plain = x.layout is torch.strided and not has_torch_function_unary(x) and not _C.is_functorch_wrapped_tensor(x)
+    return (x.untyped_storage() if plain else memory_of(x))._cdata
 
 
 def memory_of(x: torch.Tensor) -> Any:

@@ -29,7 +29,7 @@ def plain(problem: Problem) -> bool:
     device = problem.leaves[0].device.type
     if torch.is_autocast_enabled(device) or (dual_level() and not transforming()):
         return False
-    return all(x.dtype in _DTYPES and x.layout is torch.strided for x in problem.leaves)
+    return all([x.dtype in _DTYPES and x.layout is torch.strided for x in problem.leaves])
 
 
 def first_order(problem: Problem, reductions: Sequence[Reduction]) -> tuple[list[Any], Any]:
@@ -68,17 +68,20 @@ def _evaluated(problem: Problem, reductions: Sequence[Reduction], run: Run, outs
     found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
     with torch.set_grad_enabled(run.deep and outside):
         folds = [Fold(r, problem, found) for r in reductions]
-        if run.deep or any(f.reduction.before is not None for f in folds):
+        if run.deep or any([f.reduction.before is not None for f in folds]):
             with torch.enable_grad():
                 run.pull(out, cotangent)
             _fold(run, problem, folds, [u for u in run.uses if u.d is not None])
         else:
             _streamed(run, problem, folds, out, cotangent)
 
-        def leave(x: torch.Tensor) -> torch.Tensor:
-            return run.strip(x) if outside else run.strip(x).detach()
+        results = [f.finished() for f in folds]
+    return (_left(run, results, outside) if run.deep else results), None if aux is None else _left(run, aux, outside)
 
-        return [tree.map_tensors(leave, f.finished()) for f in folds], tree.map_tensors(leave, aux)
+
+def _left(run: Run, results: Any, outside: bool) -> Any:
+    """The results for use outside of the run."""
+    return tree.map_tensors(lambda x: run.strip(x) if outside else run.strip(x).detach(), results)
 
 
 def _cotangent(run: Run, out: Any) -> torch.Tensor | None:
@@ -95,19 +98,20 @@ def _cotangent(run: Run, out: Any) -> torch.Tensor | None:
     return torch.ones_like(out) if out.ndim else None
 
 
-def _by_leaf(run: Run, uses: Sequence[Use]) -> list[list[Use]]:
-    """The uses of each leaf, also those of what is computed from it."""
+def _owners(run: Run, uses: Sequence[Use]) -> tuple[list[list[Use]], dict[int, Sequence[int]]]:
+    """The uses of each leaf, also those of what is computed from it; and the leaves of each use, by its id."""
     of: list[list[Use]] = [[] for _ in run.leaves]
+    owners: dict[int, Sequence[int]] = {}
     for use in uses:
-        for i in _leaves(run, use):
+        leaf = use.node.leaf
+        owners[id(use)] = leaves = (leaf,) if leaf is not None else _leaves(run, use)
+        for i in leaves:
             of[i].append(use)
-    return of
+    return of, owners
 
 
 def _leaves(run: Run, use: Use) -> Sequence[int]:
     """The numbers of the leaves that a computed tensor hangs on."""
-    if use.node.leaf is not None:
-        return (use.node.leaf,)
     with torch.enable_grad():
         ones = torch.ones_like(use.value)
         found = torch.autograd.grad(use.value, run.leaves, ones, retain_graph=True, allow_unused=True)
@@ -116,49 +120,47 @@ def _leaves(run: Run, use: Use) -> Sequence[int]:
 
 def _fold(run: Run, problem: Problem, folds: Sequence[Fold], uses: list[Use]) -> None:
     """Reduce all parameters, first what a reduction has to know of all of them."""
-    shares = [Shares(run, i, of, problem.name) for i, of in enumerate(_by_leaf(run, uses)) if of]
+    shares = [Shares(run, i, of, problem.name) for i, of in enumerate(_owners(run, uses)[0]) if of]
     if not shares:
         raise Unsupported("no parameter reaches the result")
     for fold in folds:
         fold.before(shares)
         for each in shares:
-            fold.step(each)
+            fold.states[each.place] = fold.reduction.step(each)
 
 
 def _streamed(
     run: Run, problem: Problem, folds: Sequence[Fold], out: torch.Tensor, cotangent: torch.Tensor | None
 ) -> None:
     """Reduce each parameter as soon as the cotangents of all its uses have come, and free these."""
-    of = _by_leaf(run, run.uses)
-    waiting = [len(uses) for uses in of]
-    places = {id(use): [i for i, uses in enumerate(of) if any(use is u for u in uses)] for use in run.uses}
+    of, owners = _owners(run, run.uses)
+    waiting = [*map(len, of)]
     reached = False
 
     def arrived(use: Use) -> None:
         nonlocal reached
         reached = True
-        for i in places.pop(id(use)):
+        for i in owners.pop(id(use)):
             waiting[i] -= 1
             if not waiting[i]:
-                _reduced(i)
+                reduced(i)
 
-    def _reduced(i: int) -> None:
-        uses = [u for u in of[i] if u.d is not None]
+    def reduced(i: int) -> None:
+        uses = of[i] if len(of[i]) == 1 else [u for u in of[i] if u.d is not None]
         if uses:
-            with torch.no_grad():
-                each = Shares(run, i, uses, problem.name)
-                for fold in folds:
-                    fold.step(each)
-        for use in of[i]:
-            if use.node.leaf is not None:
+            each = Shares(run, i, uses, problem.name)
+            for fold in folds:
+                fold.states[i] = fold.reduction.step(each)
+        for use in uses:
+            if use.node.leaf is not None:  # else it is of other leaves, too
                 use.free()
 
     run.stream(out, cotangent, arrived)
-    for i, left in enumerate(waiting):
-        if left:
-            _reduced(i)
     if not reached:
         raise Unsupported("no parameter reaches the result")
+    for i, left in enumerate(waiting):
+        if left:
+            reduced(i)
 
 
 class Fold:
@@ -178,34 +180,29 @@ class Fold:
                 (norms,) = first.finish(first.together(states.values()), self.found)
                 self.found = replace(self.found, before=norms.to(self.found.dtype))
 
-    def step(self, shares: Shares) -> None:
-        """Keep what there is to keep of one parameter."""
-        self.states[shares.place] = self.reduction.step(shares)
-
     def finished(self) -> Any:
         """The result."""
         reduction, problem, found = self.reduction, self.problem, self.found
         own = partial(reduction.init, n=found.n, columns=1)
         if reduction.whole:
             states = [self.states.get(i) or own(p) for i, p in enumerate(problem.leaves)]
-            return reduction.assemble(self._delivered(reduction.finish(reduction.together(states), found)), found)
-        results = []
-        for i, p in enumerate(problem.leaves):
-            state = self.states.get(i) or own(p)
-            if (aside := reduction.aside(state, found)) is not None:
-                found.aside[problem.paths[i]] = aside
-            results.append(self._delivered(reduction.finish(state, found), p.dtype))
-        trees = [self._tree([*part]) for part in zip(*results, strict=True)]
-        return reduction.assemble(trees, found)
+            results = reduction.finish(reduction.together(states), found)
+            results = [_rounded(x, found.dtype) for x in results] if reduction.rounded else results
+            return reduction.assemble(results, found)
+        if type(reduction).aside is not Reduction.aside:
+            for i, p in enumerate(problem.leaves):
+                found.aside[problem.paths[i]] = reduction.aside(self.states.get(i) or own(p), found)
+        results = [reduction.finish(self.states.get(i) or own(p), found) for i, p in enumerate(problem.leaves)]
+        parts = [*zip(*results, strict=True)]
+        if reduction.rounded:
+            dtypes = [p.dtype for p in problem.leaves]
+            parts = [[*map(_rounded, part, dtypes)] for part in parts]
+        trees = [tree.unflatten([*part], problem.structure) for part in parts]
+        return reduction.assemble([tuple(t) if problem.several else t[0] for t in trees], found)
 
-    def _delivered(self, results: list[Any], dtype: torch.dtype | None = None) -> list[Any]:
-        """Results in the precision of the parameters."""
-        dtype = self.found.dtype if dtype is None else dtype
-        if not self.reduction.rounded:
-            return results
-        plain = all(isinstance(x, torch.Tensor) for x in results)
-        return [x.to(dtype) if plain else tree.map_tensors(lambda y: y.to(dtype), x) for x in results]
 
-    def _tree(self, leaves: list[Any]) -> Any:
-        trees = tree.unflatten(leaves, self.problem.structure)
-        return tuple(trees) if self.problem.several else trees[0]
+def _rounded(x: Any, dtype: torch.dtype) -> Any:
+    """A result in the precision of the parameter."""
+    if isinstance(x, torch.Tensor):
+        return x if x.dtype is dtype else x.to(dtype)
+    return tree.map_tensors(lambda y: y.to(dtype), x)

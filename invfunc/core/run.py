@@ -96,8 +96,7 @@ class Run(TorchFunctionMode):
     def close(self) -> None:
         """End the run."""
         self._stack.close()
-        for use in self.uses:
-            use.free()
+        self.uses = []
 
     def leaf(self, i: int, p: Tensor) -> Tensor:
         """What f gets in place of a parameter."""
@@ -390,7 +389,7 @@ class Run(TorchFunctionMode):
                 handle.remove()
         self.check(found[len(ends) :])
         for key, d in zip(ends, found, strict=False):
-            if d is not None and key in of:
+            if d is not None and key in of:  # not those of copies, of which the hooks have told
                 told(key, d)
 
     def check(self, of_leaves: Sequence[Tensor | None]) -> None:

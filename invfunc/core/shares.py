@@ -64,7 +64,7 @@ class Shares:
     def single(self, kind: type[Kind]) -> Kind | None:
         """The only use, if it is of a kind, and of the parameter or a view of it."""
         use = self.uses[0]
-        return use if len(self.uses) == 1 and isinstance(use, kind) and use.node.kind is not DERIVED else None
+        return use if isinstance(use, kind) and len(self.uses) == 1 and use.node.kind is not DERIVED else None
 
     def outer(self) -> tuple[Pair, torch.Tensor, torch.Tensor] | None:
         """The only use, a and d, if each sample has one position: then its gradient is an outer product of them."""
@@ -134,7 +134,7 @@ class Shares:
         n, narrow = self.run.n, self.leaf.dtype == torch.float32
         factors = self.outer() if narrow and has_float64(self.leaf.device) else None
         if factors is not None:  # in float64, whose rounding is 1e9 times finer
-            use, a, d = factors[0], doubled(factors[1]), doubled(factors[2][0])
+            use, a, d = factors[0], factors[1].double(), factors[2][0].double()
             total = product(d, a)
             spread = torch.addcmul(product(d.square(), a.square()), total, total, value=-1 / n).clamp(min=0)
             both = [use.shaped(x.to(self.leaf.dtype)) for x in (total, spread)]

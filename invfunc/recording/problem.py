@@ -192,7 +192,7 @@ def _places(samples: Any, n: int) -> list[int]:
 def check_params(params: Any, names: Sequence[str], place: int, whole: bool = True) -> None:
     """Check that all leaves of the argument at a place are real floating-point tensors, and `whole` in this process."""
     leaves, _ = tree.flatten(params, none_is_leaf=False)
-    if not all(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves):
+    if not all([isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves]):
         _check_floats(params, names[place])
     if whole and any(map(sharded, leaves)):
         path = next(path for path, leaf in tree.named_leaves(params, none_is_leaf=False) if sharded(leaf))
