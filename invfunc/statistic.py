@@ -10,7 +10,7 @@ from typing import Any
 from invfunc import tree
 from invfunc._torch.generators import set_states, state_of
 from invfunc.callables import check_functions, describe
-from invfunc.core.evaluate import first_order, plain
+from invfunc.core.evaluate import evaluated, plain
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.explained import joined
 from invfunc.plan import AxisName, Options
@@ -18,7 +18,7 @@ from invfunc.recording.beside import beside
 from invfunc.recording.random import torchs_own
 from invfunc.recording.problem import InDims, Problem, problem
 from invfunc.reductions import Reduction
-from invfunc.reductions.quantity import GRADIENT, GRADIENT_OR_JACOBIAN, ColumnKind, Drawing, Quantity
+from invfunc.reductions.quantity import GGN, GRADIENT, GRADIENT_OR_JACOBIAN, ColumnKind, Drawing, Quantity
 from invfunc.sparsity.report import Explanation
 from invfunc.transform import Transform
 
@@ -71,7 +71,7 @@ class Statistic(Transform):
             return None
         before = [(g, state_of(g)) for g in torchs_own()]
         try:
-            return first_order(given, [s.reduction for s in self.members or (self,)])
+            return evaluated(given, [s.quantity for s in self.members or (self,)])
         except Exception:
             object.__setattr__(self, "direct", False)
             set_states(before)
@@ -79,11 +79,14 @@ class Statistic(Transform):
 
     @cached_property
     def direct(self) -> bool:
-        """Whether the core takes it: a reduction of the gradients of all samples at once."""
+        """Whether the core takes it: a reduction of the gradients of all samples at once, or of columns of a GGN."""
         each = self.members or (self,)
-        first = all(m.kind in (GRADIENT, GRADIENT_OR_JACOBIAN) and m.loss is None for m in each)
-        alone = self.samples is None and self.others is None and self.options == Options()
-        return first and alone and not any(m.samples is not None or m.others is not None for m in each)
+        if any(m.samples is not None or m.others is not None or m.options != Options() for m in (self, *each)):
+            return False
+        if any(m.drawing is not None and m.drawing.sample is not None for m in each):
+            return False
+        kinds = {m.kind for m in each}
+        return kinds == {GGN} or kinds <= {GRADIENT, GRADIENT_OR_JACOBIAN}
 
     def without_samples(self, params: Any) -> Engine:
         """The evaluation of no samples, which has parameters only."""

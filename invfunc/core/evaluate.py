@@ -1,4 +1,4 @@
-"""From a function to its first-order statistics: one run, one pullback, and a contraction of each parameter."""
+"""From a function to its statistics: one run, a pullback of each kind of columns, and a contraction of each parameter."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from invfunc import tree
-from invfunc._torch.functorch import dispatched, dual_level, listening, transforming
+from invfunc import thresholds, tree
+from invfunc._torch.functorch import dispatched, dual_level, listening, transforming, version
+from invfunc.core.columns import Criterion
 from invfunc.core.marks import SUMMED, Mark, Unsupported
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
@@ -18,6 +19,7 @@ from invfunc.core.uses import Use
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.problem import Problem
 from invfunc.reductions import Found, Reduction, State
+from invfunc.reductions.quantity import GGN, Quantity
 
 _DTYPES = (torch.float32, torch.float64)
 
@@ -32,20 +34,22 @@ def plain(problem: Problem) -> bool:
     return all([x.dtype in _DTYPES and x.layout is torch.strided for x in problem.leaves])
 
 
-def first_order(problem: Problem, reductions: Sequence[Reduction]) -> tuple[list[Any], Any]:
-    """The results of some reductions, and aux."""
+def evaluated(problem: Problem, quantities: Sequence[Quantity]) -> tuple[list[Any], Any]:
+    """The results of some quantities of one function, and aux."""
     outside = torch.is_grad_enabled()
-    constants = [x for r in reductions for x in r.constants]
+    constants = [x for q in quantities for x in q.reduction.constants]
     deep = transforming() or (outside and any([x.requires_grad for x in (*problem.tensors(), *constants)]))
+    try:
+        return _run(problem, quantities, deep, outside)
+    except Again:
+        return _run(problem, quantities, True, outside)
+
+
+def _run(problem: Problem, quantities: Sequence[Quantity], deep: bool, outside: bool) -> tuple[list[Any], Any]:
     run = Run(problem.n, deep)
     run.open()
     try:
-        return _evaluated(problem, reductions, run, outside)
-    except Again:
-        run.close()
-        run = Run(problem.n, True)
-        run.open()
-        return _evaluated(problem, reductions, run, outside)
+        return _evaluated(problem, quantities, run, outside)
     finally:
         run.close()
 
@@ -54,29 +58,77 @@ class Again(Exception):
     """Raised where the result has a derivative in what f closes over."""
 
 
-def _evaluated(problem: Problem, reductions: Sequence[Reduction], run: Run, outside: bool) -> tuple[list[Any], Any]:
+def _evaluated(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool) -> tuple[list[Any], Any]:
     leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
+    if any([q.kind is GGN for q in quantities]):
+        run.criterion = Criterion()
     if run.deep:
         with TwiceDifferentiable():
-            out, aux = problem.call(run, leaves, slice(None))
+            out, aux = _called(problem, run, leaves)
     else:
-        out, aux = problem.call(run, leaves, slice(None))
+        out, aux = _called(problem, run, leaves)
     if run.closed_over and outside and not run.deep:
         raise Again
     cotangent = _cotangent(run, out)
     n, dtype = problem.n, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
     found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
+    folds = [Fold(q.reduction, problem, found) for q in quantities]
     with torch.set_grad_enabled(run.deep and outside):
-        folds = [Fold(r, problem, found) for r in reductions]
-        if run.deep or any([f.reduction.before is not None for f in folds]):
+        if run.criterion is not None:
+            _columns(run, problem, quantities, folds, out)
+        elif run.deep or any([f.reduction.before is not None for f in folds]):
             with torch.enable_grad():
                 run.pull(out, cotangent)
             _fold(run, problem, folds, [u for u in run.uses if u.d is not None])
         else:
             _streamed(run, problem, folds, out, cotangent)
-
         results = [f.finished() for f in folds]
     return (_left(run, results, outside) if run.deep else results), None if aux is None else _left(run, aux, outside)
+
+
+def _called(problem: Problem, run: Run, leaves: list[torch.Tensor]) -> tuple[Any, Any]:
+    """What f returns, or its loss of that; and aux."""
+    out, aux = problem.call(run, leaves, slice(None))
+    if problem.loss is None:
+        return out, aux
+    known = getattr(out, "_known", None)
+    if not isinstance(out, torch.Tensor) or not 0 <= problem.out_dims % max(1, out.ndim) < 1 or known is None:
+        raise Unsupported("outputs that are no tensor with the samples in front")
+    if run.n > 1 and known.axis != (-out.ndim, 1, 1):
+        raise Unsupported("outputs without the samples in front")
+    if out.ndim < 1 or out.shape[0] != run.n or not out.is_floating_point():
+        raise Unsupported("outputs of another shape")
+    if run.criterion is not None:
+        run.criterion.output, run.criterion.version = out, version(out)
+    target = problem.target(run)
+    with run:
+        return problem.loss(out, target), aux
+
+
+def _columns(run: Run, problem: Problem, quantities: Sequence[Quantity], folds: Sequence[Fold], out: Any) -> None:
+    """Reduce the columns of each kind, one kind after the other."""
+    criterion = run.criterion
+    assert criterion is not None
+    groups: dict[Any, list[int]] = {}
+    for k, q in enumerate(quantities):
+        groups.setdefault(q.columns, []).append(k)
+    for same in groups.values():
+        quantity = quantities[same[0]]
+        with torch.enable_grad():
+            made = criterion.made(run, out, quantity)
+        count = sum(c.count for c in made)
+        if count == 0 or (quantity.drawing is None and count >= thresholds.FEW):
+            raise Unsupported("many columns, of which some may be left out by structure")
+        if count > 1 and run.numbers * count >= thresholds.STREAMED:
+            raise Unsupported("columns of large layers, which are pulled back one by one")
+        x = criterion.input
+        assert x is not None
+        block = made[0].block(0, count, slice(None))
+        with torch.enable_grad():
+            run.pull_columns(x, block.left[0].reshape(count, *x.shape))
+        for k in same:
+            folds[k].found = replace(folds[k].found, columns=count)
+        _fold(run, problem, [folds[k] for k in same], [u for u in run.uses if u.d is not None])
 
 
 def _left(run: Run, results: Any, outside: bool) -> Any:
@@ -183,7 +235,7 @@ class Fold:
     def finished(self) -> Any:
         """The result."""
         reduction, problem, found = self.reduction, self.problem, self.found
-        own = partial(reduction.init, n=found.n, columns=1)
+        own = partial(reduction.init, n=found.n, columns=found.columns)
         if reduction.whole:
             states = [self.states.get(i) or own(p) for i, p in enumerate(problem.leaves)]
             results = reduction.finish(reduction.together(states), found)

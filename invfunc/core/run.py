@@ -22,6 +22,7 @@ from invfunc import thresholds
 from invfunc._torch.functorch import gradient_edge, graph_of, grad_level, level_of, listening, transforming
 from invfunc._torch.opened import Uncompiled, opened
 from invfunc.core.axes import numbers, read
+from invfunc.core.columns import Criterion, criterion_of
 from invfunc.core.marks import (
     DERIVED,
     LEAF,
@@ -74,10 +75,16 @@ class Run(TorchFunctionMode):
         self.token = object()
         self.uses: list[Use] = []
         self.leaves: list[Tensor] = []
+        self.known: dict[Any, Tensor] = {}
+        """Factors that a weight and its bias share."""
+        self.numbers = 0
+        """How many numbers the results have of operations that read parameters."""
         self.closed_over = False
         """Whether f reads a tensor from elsewhere that requires a gradient."""
         self.drawn = False
         """Whether f may have drawn random numbers."""
+        self.criterion: Criterion | None = None
+        """The criterion of the outputs, where one is looked for."""
         self.func: Any = None
         self._stack = ExitStack()
         self._enter: Callable = Tensor.detach
@@ -204,6 +211,8 @@ class Run(TorchFunctionMode):
             out.__dict__["_known"] = known
             return out
         rule = RULES.get(func)
+        if self.criterion is not None and (out := criterion_of(self, func, args, kwargs, data)) is not None:
+            return self.mark(rule, func, args, kwargs, data, out)
         if rule is None or func is torch.nn.functional.embedding_bag:
             inner = composed(func)
             if inner is not None:
@@ -328,6 +337,7 @@ class Run(TorchFunctionMode):
         for use in uses:
             use.edge, use.end = edge, end
         self.uses += uses
+        self.numbers += out.numel()
         return out
 
     def with_sums(
@@ -360,6 +370,36 @@ class Run(TorchFunctionMode):
         for use in self.uses:
             if (d := cotangents[id(use.edge)]) is not None:
                 use.d = self.strip(d)[None]
+
+    def pull_columns(self, out: Tensor, columns: Tensor) -> None:
+        """Pull several vectors `[V, *out]` back at once."""
+        edges = {id(u.edge): u.edge for u in self.uses}
+        inputs, holes = [*edges.values(), *self.leaves], list[bool]()
+
+        def pull(column: Tensor) -> Sequence[Tensor | None]:
+            return torch.autograd.grad(
+                out, inputs, column, create_graph=self.deep, retain_graph=True, allow_unused=True
+            )
+
+        def one(column: Tensor) -> list[Tensor]:
+            found = pull(column)
+            holes[:] = [g is None for g in found]
+            return [g for g in found if g is not None]
+
+        self.columns, self.known = len(columns), {}
+        if self.columns == 1:
+            found = [None if g is None else g[None] for g in pull(columns[0])]
+        elif self.deep:
+            got = iter(torch.func.vmap(one)(columns))
+            found = [None if hole else next(got) for hole in holes]
+        else:  # torch.func does not know this older vmap, which needs less memory
+            found = torch.autograd.grad(
+                out, inputs, columns, retain_graph=True, allow_unused=True, is_grads_batched=True
+            )
+        self.check(found[len(edges) :])
+        cotangents = dict(zip(edges, found, strict=False))
+        for use in self.uses:
+            use.d = None if (d := cotangents[id(use.edge)]) is None else self.strip(d)
 
     def stream(self, out: Tensor, cotangent: Tensor | None, arrived: Callable[[Use], None]) -> None:
         """Pull one vector back, and hand each use over as its cotangent comes; it is freed then."""

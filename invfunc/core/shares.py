@@ -6,18 +6,21 @@ A shortcut is for one use of the parameter, or of a view of it; everything else 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from invfunc import thresholds
 from invfunc._torch.precision import doubled, has_float64
-from invfunc.core.marks import DERIVED, LEAF, SWAP
+from invfunc.core.marks import DERIVED, LEAF, SWAP, Unsupported
 from invfunc.core.run import Run
 from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Use, formed, product, summed
-from invfunc.linear_algebra.contract import Term, cancel, contract, joined, squares_directly, squeezed, twice
+from invfunc.linear_algebra.contract import Term, cancel, contract, joined, outer, squares_directly, squeezed, twice
 from invfunc.per_sample.norms import narrow_norms, tried
+from invfunc.per_sample.places import Place
 from invfunc.per_sample.squares import shifted_moments
+from invfunc.reductions.kept_factors import Factors
 
 Kind = TypeVar("Kind", bound=Use)
 _MATRICES = ((), (0,), (1,)), ((), (1,), (0,))
@@ -66,7 +69,7 @@ class Shares:
         use = self.uses[0]
         return use if isinstance(use, kind) and len(self.uses) == 1 and use.node.kind is not DERIVED else None
 
-    def outer(self) -> tuple[Pair, torch.Tensor, torch.Tensor] | None:
+    def factors(self) -> tuple[Pair, torch.Tensor, torch.Tensor] | None:
         """The only use, a and d, if each sample has one position: then its gradient is an outer product of them."""
         use = self.single(Pair)
         if use is None or type(use) is Convolution or use.a.numel() != use.a.shape[-1] * self.run.n:
@@ -78,11 +81,16 @@ class Shares:
         """`sum_nv weights[n] G[v, n]`."""
         return summed([self.pulled(u, u.total(self.run, weights), 0) for u in self.uses])
 
-    def square_sum(self) -> torch.Tensor:
-        """`sum_vn G[v, n]^2`."""
-        if (factors := self.outer()) is not None:
+    def square_sum(self, each: bool = False) -> torch.Tensor:
+        """`sum_vn G[v, n]^2`, or `[n, *p]` of each sample."""
+        if (factors := self.factors()) is not None:
             use, a, d = factors
+            if each:
+                squares = formed(a.square(), d.square().sum(0, keepdim=True))[0]
+                return self.pulled(use, use.shaped(squares), 1)
             return self.pulled(use, use.shaped(product(d.square().sum(0), a.square())), 0)
+        if each:
+            return joined([self.dense(block).square().sum(0) for block in self.blocks()])
         use = self.single(Rows)
         if use is not None and not self.run.deep and self.run.columns == 1:
             _, i, sums = use.touched(self.run)
@@ -92,7 +100,7 @@ class Shares:
 
     def norms(self) -> torch.Tensor:
         """`sum_p G[n, p]^2` of the only column: `[n]`."""
-        if (factors := self.outer()) is not None:
+        if (factors := self.factors()) is not None:
             _, a, d = factors
             return (a.square().sum(-1) * d[0].square().sum(-1)).flatten(1).sum(1)
         if (pair := self.single(Pair)) is not None:
@@ -132,7 +140,7 @@ class Shares:
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`sum_n G[n]` and `sum_n (G[n] - mean G)^2` of the only column, without cancellation."""
         n, narrow = self.run.n, self.leaf.dtype == torch.float32
-        factors = self.outer() if narrow and has_float64(self.leaf.device) else None
+        factors = self.factors() if narrow and has_float64(self.leaf.device) else None
         if factors is not None:  # in float64, whose rounding is 1e9 times finer
             use, a, d = factors[0], factors[1].double(), factors[2][0].double()
             total = product(d, a)
@@ -157,7 +165,7 @@ class Shares:
     def products(self, exact: bool = False) -> torch.Tensor:
         """`sum_p G[v, n, p] G[w, m, p]` as `[V, n, V, n]`; `exact`, in float64."""
         v, n = self.run.columns, self.run.n
-        if (factors := self.outer()) is not None:
+        if (factors := self.factors()) is not None:
             a, d = (x.double() if exact else x for x in factors[1:])
             a, d = a[:, :, 0].transpose(0, 1), d[:, :, :, 0].permute(2, 0, 1, 3).flatten(1, 2)  # [g, n, k], [g, V n, o]
             both = (d @ d.mT).view(-1, v, n, v, n) * (a @ a.mT)[:, None, :, None]
@@ -190,6 +198,64 @@ class Shares:
                     found.append((narrow if of_d is rows else narrow.mT).flatten(1))
                 return joined(found)
         return joined([sides.of(self.dense(block)[0]) for block in self.blocks()])
+
+    def kronecker(self, sharing: str) -> dict[Any, Factors]:
+        """The sums of outer products `B = sum_vnp s s^T` and `A = sum_np a a^T` of what was sent back and read."""
+        use = self.uses[0]
+        if len(self.uses) > 1 or use.node.kind is not LEAF or sharing == "backpack":
+            raise Unsupported("K-factors of several uses, or of a computed parameter")
+        sent, read, places, key = self.operands(use)
+        n, p = sent.shape[1], sent.shape[2]
+        reduced = sharing == "reduce"
+        b = self.run.known.get(key := (id(use.edge), reduced)) if key else None
+        if b is None:
+            b = outer((sent.sum(2, keepdim=True) if reduced else sent).flatten(0, 1).mT)
+            self.run.known[key] = b
+        a = None if read is None else read(reduced)
+        role = (*(place.dims for place in places), ())
+        return {role: Factors(b, a, n if reduced else n * p, places, "", self.leaf.shape)}
+
+    def operands(self, use: Use) -> tuple[torch.Tensor, Callable[[bool], torch.Tensor] | None, list[Place], bool]:
+        """What is sent back, `[V, n, p, o]`, the factor of what is read, where the factors lie in the parameter, and
+        whether a bias that is read beside is sent the same."""
+        run, shape = self.run, self.leaf.shape
+        if isinstance(use, Pair):
+            sent = use.sends(run)
+            if sent.shape[2] != 1 or use.of_w not in _MATRICES:
+                raise Unsupported("K-factors of an operation in groups")
+            (o,), (k,) = use.of_w[1:]
+            over = (k,) if not isinstance(use, Convolution) else tuple(range(1, len(shape)))
+            places = [Place((o,), shape[o]), Place(over, shape.numel() // shape[o])]
+            return sent[:, :, 0], partial(_inputs, run, use), places, True
+        if isinstance(use, Rows):
+            if use.padding is not None or len(shape) != 2:
+                raise Unsupported("K-factors of a table with padding")
+            index, sent = use.parts(run)
+            return sent, partial(_counts, index, sent, shape[0]), [Place((1,), shape[1]), Place((0,), shape[0])], False
+        if type(use) is Expanded and sum(size != 1 for size in shape) < 2 and self.leaf.ndim == 1:
+            view = use.view or tuple(shape)
+            sent = use.sent(run) if use.factor is None else use.sent(run) * use.factor(run, WHOLE)
+            dim = next((i for i, size in enumerate(view) if size != 1), len(view) - 1) - len(view)
+            if sent.shape[dim] != shape[0]:
+                raise Unsupported("a parameter that is broadcast")
+            sent = sent.movedim(dim, -1)
+            return sent.reshape(*sent.shape[:2], -1, shape[0]), None, [Place((0,), shape[0])], use.factor is None
+        raise Unsupported("K-factors of another operation")
+
+
+def _inputs(run: Run, use: Pair, reduced: bool) -> torch.Tensor:
+    """`sum_np a a^T`, or of the means over the positions."""
+    size = use.size(run)
+    parts = [use.read(run, block)[:, 0] for block in run.blocks([use], size)]
+    return summed(outer((a.mean(1, keepdim=True) if reduced else a).mT) for a in parts)
+
+
+def _counts(index: torch.Tensor, sent: torch.Tensor, rows: int, reduced: bool) -> torch.Tensor:
+    """How often each row is picked, or the products of these counts of samples."""
+    if not reduced:
+        return index.flatten().bincount(minlength=rows).to(sent.dtype)
+    counts = sent.new_zeros(len(index), rows).scatter_add(1, index, torch.ones_like(index, dtype=sent.dtype))
+    return outer((counts / index.shape[1]).unsqueeze(-1))
 
 
 def together(uses: Sequence[Use]) -> list[Use]:

@@ -121,7 +121,7 @@ def _elementwise(scope: Scope, term: LossTerm, slope: torch.Tensor, n: int, conv
     second = second.masked_fill(first.isnan(), torch.nan) if entry.cornered else second
     diagonal = scope.leave(second)
     if convex:
-        _check_sign(diagonal, term.call.name)
+        check_sign(diagonal, term.call.name)
     logits = term.axis.expose(scope.leave(term.input), n)
     return Elementwise(term.root, term.axis.expose(diagonal, n), entry.predictive, logits)
 
@@ -181,7 +181,7 @@ def _softmax(scope: Scope, term: LossTerm, weight: torch.Tensor, n: int, convex:
     """Bring logits to `[n, C, positions]` and the weights to `[n, positions]`."""
     dim, axis = _class_dim(term), term.axis
     if convex:
-        _check_sign(weight, term.call.name)
+        check_sign(weight, term.call.name)
     logits = axis.expose(scope.leave(term.input), n)
     if axis.dim is None:
         positions = axis
@@ -228,7 +228,7 @@ def _general(scope: Scope, result: torch.Tensor, roots: list[ModelOutput], n: in
     return General(shapes, joint)
 
 
-def _check_sign(values: torch.Tensor, name: str) -> None:
+def check_sign(values: torch.Tensor, name: str) -> None:
     raw = innermost(values.detach())
     largest = raw.abs().nan_to_num(0, 0, 0).amax() if raw.numel() else 0  # a sample with NaN hides no other
     text = f"the result is not convex in the outputs: `{name}` comes with a negative factor."

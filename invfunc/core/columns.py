@@ -1,0 +1,167 @@
+"""Columns at the outputs of a model: where its loss is one of torch's criteria, of which the Hessian is known.
+
+The criterion is found while f runs: its input is what the columns are at, and its result is replaced by a number (or by
+those of the positions), in which the rest of f has to be linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from invfunc.core.marks import Axis, Mark, Unsupported, know
+from invfunc.core.tables import called
+from invfunc.core.uses import front
+from invfunc.loss.drawn import drawn
+from invfunc.loss.hessian import check_sign
+from invfunc.loss.square_root import Columns, Elementwise, Softmax, rooted
+from invfunc.operations.naming import argument
+from invfunc.reductions.quantity import Quantity
+
+if TYPE_CHECKING:
+    from invfunc.core.run import Run
+
+CRITERIA = {F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits}
+"""Losses of which the Hessian is known."""
+OTHERS = called("nll_loss binary_cross_entropy kl_div poisson_nll_loss gaussian_nll_loss huber_loss smooth_l1_loss l1_loss")
+
+
+class Criterion:
+    """The criterion that f calls, and what comes of its result."""
+
+    def __init__(self) -> None:
+        self.func: Any = None
+        self.input: torch.Tensor | None = None
+        self.slope: torch.Tensor | None = None
+        self.output: torch.Tensor | None = None
+        """The output of a model that is given apart from its loss."""
+        self.version = 0
+
+    def meet(self, run: Run, func: Callable, args: tuple, kwargs: dict[str, Any], axis: Axis) -> torch.Tensor:
+        """Compute the criterion, and return its result as something new."""
+        x = args[0]
+        if self.input is not None:
+            raise Unsupported("f calls several criteria")
+        if self.output is not None and not self._views(x):
+            raise Unsupported("what the loss is of is computed from the outputs")
+        self.func, self.input, self.axis = func, x, axis
+        self.args, self.kwargs = (run.strip(x), *args[1:]), kwargs
+        out = func(*self.args, **kwargs)
+        with torch.enable_grad():
+            self.leaf = out.detach().requires_grad_() if not run.deep else run.alias(out)
+        return self.leaf
+
+    def _views(self, x: torch.Tensor) -> bool:
+        """Whether a tensor is the output, or a view of all of it, as the model has returned it."""
+        z = self.output
+        assert z is not None
+        same = x.numel() == z.numel() and x.data_ptr() == z.data_ptr() and z._version == self.version
+        return x is z or (same and x.is_contiguous() and z.is_contiguous())
+
+    def arg(self, name: str, default: Any = None) -> Any:
+        """An argument of the criterion."""
+        return argument(self.func, self.args, self.kwargs, name, default)
+
+    def made(self, run: Run, result: torch.Tensor, quantity: Quantity) -> list[Columns]:
+        """The columns of a quantity."""
+        if self.input is None:
+            raise Unsupported("no criterion of torch's is found in f")
+        if self.slope is None:
+            ones = torch.ones_like(result)
+            edges = [u.edge for u in run.uses]
+            slope, *others = torch.autograd.grad(
+                result, [self.leaf, *edges, *run.leaves], ones, allow_unused=True, retain_graph=True
+            )
+            if slope is None or any([g is not None for g in others]):
+                raise Unsupported("a path from the parameters to the result goes around the criterion")
+            self.slope = slope.detach()
+            self.linear(result, run)
+        name = "cross_entropy" if self.func is F.cross_entropy else self.func.__name__
+        columns = self._softmax(run, name) if self.func is F.cross_entropy else self._elementwise(run, name)
+        if quantity.drawing is None:
+            return [rooted(columns, "all")]
+        return drawn([columns], quantity.drawing.count, quantity.drawing.source(run.n), quantity.drawing.peel)
+
+    def linear(self, result: torch.Tensor, run: Run) -> None:
+        """Check that the result is linear in that of the criterion."""
+        if result is self.leaf:
+            return
+        (slope,) = torch.autograd.grad(
+            result, self.leaf, torch.ones_like(result), create_graph=True, retain_graph=True
+        )
+        if slope.requires_grad:
+            (more,) = torch.autograd.grad(slope.sum(), self.leaf, allow_unused=True, retain_graph=True)
+            if more is not None:
+                raise Unsupported("the loss is curved beside its criterion")
+
+    def _softmax(self, run: Run, name: str) -> Softmax:
+        """Logits as `[n, C, positions]`, and the weight of the targets at each position."""
+        x, target = self.args[0], self.arg("target")
+        if x.ndim < 2 or self.kwargs.get("size_average") is not None or self.kwargs.get("reduce") is not None:
+            raise Unsupported("cross entropy of a single row, or with deprecated flags")
+        assert self.slope is not None
+        classes, smoothing, weight = x.shape[1], self.arg("label_smoothing", 0.0), self.arg("weight")
+        w = x.new_ones(classes) if weight is None else weight.to(x.dtype)
+        if target.is_floating_point():
+            met = torch.tensordot((target * (1 - smoothing) + smoothing / classes).movedim(1, -1), w, 1)
+            size = met.numel()
+        else:
+            valid = target != self.arg("ignore_index", -100)
+            picked = torch.where(valid, w[torch.where(valid, target, 0)], 0)
+            size = picked.sum()
+            met = picked * (1 - smoothing) + torch.where(valid, w.sum() * smoothing / classes, 0)
+        mean = self.arg("reduction", "mean") == "mean"
+        k = torch.where(met == 0, 0, self.slope / size * met) if mean else self.slope * met
+        check_sign(k, name)
+        exposed = front(x, self.axis, run.n)  # [n, more, C, ...]
+        logits = exposed.movedim(2, 1).flatten(2)
+        shape, rest = x.shape, exposed.shape[3:]
+
+        def layout(columns: torch.Tensor) -> torch.Tensor:
+            v, n, c, _ = columns.shape
+            return columns.reshape(v, n, c, -1, *rest).movedim(2, 3).reshape(v, *shape)
+
+        return Softmax(0, logits, k.expand(shape[:1] + shape[2:]).reshape(run.n, -1), layout)
+
+    def _elementwise(self, run: Run, name: str) -> Elementwise:
+        """The diagonal of the Hessian, entry by entry."""
+        x, weight, mean = self.args[0], self.arg("weight"), self.arg("reduction", "mean") == "mean"
+        assert self.slope is not None
+        k = self.slope / x.numel() if mean else self.slope
+        k = k if weight is None else k * weight
+        if self.func is F.mse_loss:
+            h = 2 * k
+        else:
+            p, y, more = x.sigmoid(), self.arg("target"), self.arg("pos_weight")
+            h = k * (p * (1 - p) if more is None else p * (1 - p) * (1 + (more - 1) * y))
+        h = h.expand(x.shape)
+        check_sign(h, name)
+        kind = "normal" if self.func is F.mse_loss else "bernoulli"
+        return Elementwise(0, front(h, self.axis, run.n).flatten(1), kind, front(x, self.axis, run.n).flatten(1))
+
+
+def criterion_of(run: Run, func: Any, args: tuple, kwargs: dict[str, Any], data: list) -> torch.Tensor | None:
+    """The result of a criterion of the outputs of the model, where one is looked for; None of any other call."""
+    criterion = run.criterion
+    if criterion is None or not args or not isinstance(args[0], torch.Tensor) or not args[0].requires_grad:
+        return None
+    if func in OTHERS:
+        raise Unsupported("f calls a loss that is not known here")
+    if func not in CRITERIA:
+        return None
+    axis = next((axis for x, axis in data if x is args[0]), None)
+    if axis is None or any(x.requires_grad and x is not args[0] for x, _ in data):
+        raise Unsupported("the criterion is not of samples alone")
+    at, outer, inner = axis
+    if run.n > 1 and (at != -args[0].ndim or outer != 1 or (inner != 1 and func is not F.cross_entropy)):
+        raise Unsupported("the samples are not in dim 0 of the outputs")
+    return criterion.meet(run, func, args, kwargs, axis)
+
+
+def known(run: Run, out: torch.Tensor, axis: Any) -> torch.Tensor:
+    """The result of a criterion with its mark."""
+    know(out, Mark(run.token, axis, out.requires_grad))
+    return out
