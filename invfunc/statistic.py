@@ -69,7 +69,7 @@ class Statistic(Transform):
         """The results by the core, if it follows f; else the engine finds them, or the error."""
         if not self.direct or not plain(given):
             return None
-        before = [(g, state_of(g)) for g in torchs_own()]
+        before = [(g, state_of(g)) for g in (*torchs_own(), *(d.generator for d in self.drawings))]
         try:
             return evaluated(given, [s.quantity for s in self.members or (self,)])
         except Exception:
