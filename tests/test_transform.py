@@ -142,7 +142,7 @@ class TestHelpOfPairsAndBlocks:
         (invfunc.invertible_checkpoint(torch.nn.Linear(2, 2), None), "(input: torch.Tensor) -> torch.Tensor"),
         (
             invfunc.invertible_checkpoint(invfunc.additive_coupling(moved, moved)),
-            "(x=None, params=None, *args, **kwargs)",
+            "(x, params=None, *args, **kwargs)",
         ),
         (invfunc.chain(invfunc.leapfrog(moved, step=0.5)), "(x, params=None, *args, **kwargs)"),
         (invfunc.layers.conv1x1(), "(x, params=None)"),

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from invfunc.errors import ArgumentError
-from invfunc.pairs.part import Unwritten
 from invfunc.pairs.value import Value
 
 
@@ -24,11 +23,12 @@ class BlockModule(nn.Module):
     def __init__(self, block: Any, pair: Any) -> None:
         super().__init__()
         self.block = block
-        by_parts = isinstance(getattr(pair.forward, "__self__", None), Value)
-        self._of_parts = by_parts if pair.composition is None else not pair.composition.counted
+        of_parts = isinstance(getattr(pair.forward, "__self__", None), Value)
+        self._of_parts = of_parts if pair.composition is None else not pair.composition.counted
         """Whether the block takes parameters in front of further arguments."""
-        for name, part in _modules(pair):
-            self.add_module(name, part)
+        for name, module in _modules(pair):
+            if module not in self._modules.values():
+                self.add_module(f"{name}_{len(self._modules)}" if name in self._modules else name, module)
         if not self._modules:
             raise ArgumentError(
                 f"{block!r}.module(): no part is a module that could be registered. Give modules as the parts, as in "
@@ -46,33 +46,22 @@ class BlockModule(nn.Module):
 
 
 def _modules(pair: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a pair, each once, with their names; of a chain one for each block that has any."""
+    """The modules of a pair with their names; of a chain one for each block that has any."""
     if pair.composition is not None:
-        for i, block in enumerate(pair.composition.blocks):
-            try:
-                yield str(i), BlockModule(block, block.pair)
-            except ArgumentError:  # a block without modules
-                continue
+        blocks = enumerate(pair.composition.blocks)
+        yield from ((str(i), BlockModule(block, block.pair)) for i, block in blocks if any(_modules(block.pair)))
         return
-    seen = dict[int, str]()
-    for name, part in (*_parts("parts", pair.shared), *_parts("f", pair.forward), *_parts("f_inv", pair.inverse)):
-        if id(part) not in seen:
-            name = name if name not in seen.values() else f"{name}_{len(seen)}"
-            seen[id(part)] = name
-            yield name, part
+    names = getattr(getattr(pair.forward, "__self__", None), "names", [f"parts_{i}" for i in range(len(pair.shared))])
+    for name, held in (*zip(names, pair.shared, strict=True), ("f", pair.forward), ("f_inv", pair.inverse)):
+        yield from ((name, module) for module in _held(held))
 
 
-def _parts(name: str, held: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that a function of a pair is, or holds as its own, with names for them."""
-    if isinstance(held, nn.Module):
-        yield name, held
-    elif isinstance(held, Unwritten):
-        yield from _parts(held.which if held.which.isidentifier() else "f", held.fn)
-    elif isinstance(held, MethodType):
-        yield from _parts(name, held.__self__)
-    elif isinstance(held, (tuple, list)):
-        for i, inner in enumerate(held):
-            yield from _parts(f"{name}_{i}", inner)
-    elif isinstance(held, Value):
-        for inner in vars(held).values():
-            yield from _parts(name, inner)
+def _held(value: Any) -> Iterator[nn.Module]:
+    """The modules that a function of a pair is, or holds as its own."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, MethodType):
+        yield from _held(value.__self__)
+    elif isinstance(value, (tuple, list, Value)):
+        for inner in vars(value).values() if isinstance(value, Value) else value:
+            yield from _held(inner)

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.pairs.exact import Grid
+from invfunc.pairs.moves import Calls, Move, Moves
 from invfunc.pairs.pair import Invertible
-from invfunc.pairs.part import Rounded, as_part, fitting, given_functions, no_parameters, of_part
-from invfunc.pairs.state import two_parts
-from invfunc.pairs.value import Value
+from invfunc.pairs.part import Rounded, as_part
 
 
 def bdia(f: Callable, grid: Grid | None = None) -> Invertible:
@@ -64,45 +63,44 @@ def bdia(f: Callable, grid: Grid | None = None) -> Invertible:
     if not isinstance(grid, (Grid, type(None))):
         raise ArgumentTypeError(f"{call[:-1]}, grid={grid!r}): grid is a Grid.")
     grid = grid or Grid()
-    law = _Bidirectional(call, grid, no_parameters(Rounded(grid, of_part(f))))
-    return Invertible(law.forward, law.inverse, (Rounded(grid, of_part(f)),), hidden=True, name=call)
+    law = _Bidirectional(call, ("f",), "wx", (Move(0, 0), Move(1, 0)), grid)
+    return Invertible(law.forward, law.inverse, (Rounded(grid, f),), hidden=True, name=call)
 
 
 @dataclass(frozen=True, eq=False)
-class _Bidirectional(Value):
-    """Both directions."""
+class _Bidirectional(Moves):
+    """Both directions: one moves the first part of its state by f of the other, the other its second part."""
 
-    call: str
     grid: Grid
-    without: tuple
-    """What stands in the place of the parameters of f where none are given."""
 
-    def forward(self, f: Any, state: Any = None, own: Any = None, *given: Any, **kwargs: Any) -> Any:
-        w, x = self._read(f, state, "x")
-        self.grid.checked(w, x)
-        odd = (w.detach() * 2.0**self.grid.fraction_bits).remainder(2) == 1
-        gamma, moved = self._moved(f, x, own, *given, **kwargs)
-        y = gamma * (w + odd * 2.0**-self.grid.fraction_bits) + moved
-        passed = x.view_as(x)  # x itself would be what two blocks are given
-        return self.grid.checked(passed, y, entered=True), packed(odd)
+    def forward(self, *given: Any, **kwargs: Any) -> Any:
+        parts, calls = self.read(given, "x")
+        w, x = self.grid.checked(*parts)
+        odd, unit = (w.detach() * 2.0**self.grid.fraction_bits).remainder(2) == 1, 2.0**-self.grid.fraction_bits
+        gamma, moved = self._moved(self.moves[0], parts, calls, kwargs)
+        y = gamma * (w + odd * unit) + moved
+        return self.grid.checked(x.view_as(x), y, entered=True), packed(odd)  # x itself would be given to two blocks
 
-    def inverse(self, f: Any, state: Any = None, bits: Any = None, own: Any = None, *given: Any, **kwargs: Any) -> Any:
-        x, y = self._read(f, state, "y")
-        gamma, moved = self._moved(f, x, own, *given, **kwargs)
+    def inverse(self, f: Any, state: Any = None, bits: Any = None, *given: Any, **kwargs: Any) -> Any:
+        parts, calls = self.read((f, state, *given), "y")
+        x, y = parts
+        gamma, moved = self._moved(self.moves[1], parts, calls, kwargs)
         return (y - moved) / gamma - unpacked(bits, y) * 2.0**-self.grid.fraction_bits, x
 
-    def _read(self, f: Any, state: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        first, second = two_parts(given_functions((f,), self.call, state), self.call, name)
-        return first, fitting(second, first, self.call, "the state", "its first part")
-
-    def _moved(self, f: Any, x: torch.Tensor, own: Any, *given: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
-        """gamma, and what is added to the half of w, on the grid."""
+    def calls(self, functions: tuple, args: list[Any]) -> Calls:
+        own, *more = args or (None,)
         if not isinstance(own, (tuple, list)) or not 1 <= len(own) <= 2:
             raise ArgumentError(
                 f"{self.call}: behind the state has to be (plus, p), or (plus,) for an f without parameters, but there "
                 f"is {type(own).__name__}. plus says of which samples gamma is 1/2: torch.rand(N) < 0.5."
             )
-        plus, params = torch.as_tensor(own[0], device=x.device), tuple(own[1:]) or self.without
+        plus, params = own if len(own) == 2 else (own[0], ...)
+        return [(functions[0], (params, *more)), (torch.as_tensor, (plus,))]
+
+    def _moved(self, move: Move, parts: list[Any], calls: Calls, kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+        """gamma, and what is added to the half of w, on the grid."""
+        x, (as_tensor, (plus,)) = parts[1 - move.part], calls[1]
+        plus = as_tensor(plus, device=x.device)
         if plus.dtype != torch.bool:
             raise ArgumentTypeError(
                 f"{self.call}: plus is of {plus.dtype}, but has to be boolean: torch.rand(N) < 0.5."
@@ -114,8 +112,7 @@ class _Bidirectional(Value):
             )
         plus = plus.view(-1, *[1] * (x.dim() - 1)) if plus.dim() else plus
         gamma = plus.to(x.dtype) - 0.5
-        said = fitting(f(x, *params, *given, **kwargs), x, self.call, "f", "x")
-        return gamma, self.grid.round((1 - gamma) * x + (1 + gamma) * said)
+        return gamma, self.grid.round((1 - gamma) * x + (1 + gamma) * self.said(move, parts, calls, kwargs))
 
 
 def packed(bits: torch.Tensor) -> torch.Tensor:

@@ -1,19 +1,14 @@
-"""Residual networks that run backwards as the dynamics do that they discretise."""
+"""Networks that run backwards as the steps do that they are made of: of dynamics, and towards a fixed point."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.pairs.pair import Invertible, Law
-from invfunc.pairs.part import Unwritten, as_part, fitting, given_functions
-from invfunc.pairs.state import per_sample, two_parts, wide
+from invfunc.pairs.moves import Move, Moves
+from invfunc.pairs.pair import Invertible
+from invfunc.pairs.part import as_part
 
 
 def momentum(f: Callable, gamma: float = 0.9) -> Invertible:
@@ -50,62 +45,8 @@ def momentum(f: Callable, gamma: float = 0.9) -> Invertible:
     call = f"momentum({describe(f)}, gamma={gamma})"
     if not isinstance(gamma, (int, float)) or not 0 < gamma < 1:
         raise ArgumentError(f"{call}: gamma has to be between 0 and 1.")
-    return _Momentum(call, gamma).pair(call, (Unwritten(call, "the function", f),))
-
-
-@dataclass(frozen=True, eq=False)
-class _Dynamics(Law):
-    """Positions and velocities, and a function of the positions."""
-
-    call: str
-
-    def read(self, fn: Any, state: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and v, of one shape."""
-        x, v = two_parts(given_functions((fn,), self.call, state), self.call, name)
-        return x, fitting(v, x, self.call, "the state", "x")
-
-    def of(self, fn: Callable, x: torch.Tensor, *given: Any, **kwargs: Any) -> torch.Tensor:
-        """What the function gives, in the shape of x."""
-        return fitting(fn(x, *given, **kwargs), x, self.call, "the function", "x")
-
-
-@dataclass(frozen=True, eq=False)
-class _Momentum(_Dynamics):
-    gamma: float
-
-    def forward(self, f: Any, state: Any = None, *given: Any, **kwargs: Any) -> Any:
-        x, v = self.read(f, state, "x")
-        v = self.gamma * v + (1 - self.gamma) * self.of(f, x, *given, **kwargs)
-        return x + v, v
-
-    def inverse(self, f: Any, state: Any = None, *given: Any, **kwargs: Any) -> Any:
-        x, v = self.read(f, state, "y")
-        x = x - v
-        return x, (v - (1 - self.gamma) * self.of(f, x, *given, **kwargs)) / self.gamma
-
-    def log_det(self, f: Any, state: Any = None, *given: Any, **kwargs: Any) -> torch.Tensor:
-        _, v = self.read(f, state, "x")
-        return per_sample(torch.full_like(wide(v), math.log(self.gamma)))
-
-
-@dataclass(frozen=True, eq=False)
-class _Leapfrog(_Dynamics):
-    step: float
-
-    def forward(self, force: Any, state: Any = None, *given: Any, **kwargs: Any) -> Any:
-        return self._moved(self.step, force, self.read(force, state, "x"), *given, **kwargs)
-
-    def inverse(self, force: Any, state: Any = None, *given: Any, **kwargs: Any) -> Any:
-        return self._moved(-self.step, force, self.read(force, state, "y"), *given, **kwargs)
-
-    def log_det(self, force: Any, state: Any = None, *given: Any, **kwargs: Any) -> torch.Tensor:
-        return per_sample(torch.zeros_like(self.read(force, state, "x")[0]))
-
-    def _moved(self, by: float, force: Any, state: tuple, *given: Any, **kwargs: Any) -> Any:
-        x, v = state
-        v = v + by / 2 * self.of(force, x, *given, **kwargs)
-        x = x + by * v
-        return x, v + by / 2 * self.of(force, x, *given, **kwargs)
+    v_by_f, x_by_v = Move(1, 0, gamma, 1 - gamma), Move(0, None)
+    return Moves(call, ("f",), "xv", (v_by_f, x_by_v)).pair_of(f)
 
 
 def leapfrog(force: Callable, step: float) -> Invertible:
@@ -143,4 +84,50 @@ def leapfrog(force: Callable, step: float) -> Invertible:
     call = f"leapfrog({describe(force)}, step={step})"
     if not isinstance(step, (int, float)):
         raise ArgumentTypeError(f"{call}: step is of type {type(step).__name__}, but has to be a number.")
-    return _Leapfrog(call, step).pair(call, (Unwritten(call, "the function", force),))
+    v_by_force, x_by_v = Move(1, 0, by=step / 2), Move(0, None, by=step)
+    return Moves(call, ("force",), "xv", (v_by_force, x_by_v, v_by_force)).pair_of(force)
+
+
+def fixed_point(f: Callable, beta: float = 0.5) -> Invertible:
+    """The pair `(y, z) -> (y', z')` of a step towards the fixed point x = f(x, p), which runs backwards as well.
+
+        y' = (1 - beta) * y + beta * f(z, p)        z = (z' - beta * f(y', p)) / (1 - beta)
+        z' = (1 - beta) * z + beta * f(y', p)       y = (y' - beta * f(z, p)) / (1 - beta)
+
+    y and z are two copies of the state, which begin as the same, `(x, x)`, and both come to rest at the fixed point.
+    `equilibrium` takes as many steps as a tolerance asks for.
+
+    Args:
+        f: any function that keeps the form of x, a tensor or any pytree of tensors; or a module. f is pure in
+            torch.func's sense (see the conventions).
+        beta: between 0 and 1, without them: how far a step goes. The inverse divides by 1 - beta: errors grow by 1 /
+            (1 - beta) at each step, and by up to the square of that where f is steep (`drift`). Many steps back need
+            float64 or `anchor_every=`.
+
+    Returns:
+        An `Invertible`, called as `pair((y, z), p, *args, **kwargs)`; `repeated(pair)((x, x), [p] * n)` takes n steps.
+        As in every pair, p of a module is that of `functional(module)`, or None for its own, and its further inputs
+        stand behind p. Its log-determinant is twice the logarithm of 1 - beta for each entry of y, [N].
+
+    Raises:
+        ArgumentTypeError: f is not a function, or a state has something else than tensors in it.
+        ArgumentError: beta is not between 0 and 1, f gives another form, or the state is not a pair of one form.
+
+    Example:
+        >>> import torch, invfunc
+        >>> pair = invfunc.fixed_point(torch.cos)
+        >>> y, z = invfunc.repeated(pair)((torch.ones(1), torch.ones(1)), [None] * 40)
+        >>> y, y.cos()
+        (tensor([0.7391]), tensor([0.7391]))
+
+    Composes with: `invertible_checkpoint`, `chain`, `repeated`, `with_log_det`, `drift`.
+
+    Cost: f twice in either direction, and twice in a backward pass.
+
+    Source: Reversible Deep Equilibrium Models, arXiv 2509.12917, 2025.
+    """
+    f = as_part("fixed_point(f)", "f", f)
+    call = f"fixed_point({describe(f)}, beta={beta})"
+    if not isinstance(beta, (int, float)) or not 0 < beta < 1:
+        raise ArgumentError(f"{call}: beta has to be between 0 and 1.")
+    return Moves(call, ("f",), "yz", tuple(Move(part, 0, 1 - beta, beta) for part in (0, 1))).pair_of(f)

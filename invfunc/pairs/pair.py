@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,31 +14,9 @@ from torch import nn
 from invfunc import tree
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.pairs.as_module import BlockModule
 from invfunc.pairs.value import Value
 from invfunc.transform import shown
-
-
-class Composition(Value, ABC):
-    """What an `Invertible` is composed of."""
-
-    counted: ClassVar[bool] = False
-    """Whether the parameters say how many blocks there are."""
-
-    @abstractmethod
-    def steps(self, params: Any) -> list[tuple[Callable, Any]]:
-        """The blocks for some parameters, with those of each."""
-
-    @abstractmethod
-    def changed(self, change: Callable[[Any], Any]) -> Invertible:
-        """The composition of changed blocks."""
-
-    @abstractmethod
-    def inverted(self, name: str) -> Invertible:
-        """The inverses of the blocks, the other way round."""
-
-    @abstractmethod
-    def keeping(self, keep: bool | tuple[int, ...]) -> Invertible:
-        """This composition, with blocks that keep these tensors of x in memory."""
 
 
 def behind(p: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
@@ -86,18 +63,15 @@ class Invertible(Value):
     hidden: bool = False
     log_det: Callable | None = None
     name: str = ""
-    composition: Composition | None = None
+    composition: Any = None
     carried: Invertible | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.shared, tuple):
             kind = type(self.shared).__name__
             raise ArgumentTypeError(f"{self!r}: shared is of type {kind}, but has to be a tuple of functions.")
-        parts = {"forward": self.forward, "inverse": self.inverse}
-        parts |= {f"shared[{i}]": part for i, part in enumerate(self.shared)}
-        if self.log_det is not None:
-            parts["log_det"] = self.log_det
-        for name, part in parts.items():
+        parts = {"forward": self.forward, "inverse": self.inverse, "log_det": self.log_det or callable}
+        for name, part in (parts | {f"shared[{i}]": fn for i, fn in enumerate(self.shared)}).items():
             if not callable(part):
                 kind = type(part).__name__
                 raise ArgumentTypeError(f"{self!r}: {name} is of type {kind}, but has to be a function.")
@@ -115,10 +89,12 @@ class Invertible(Value):
             own = inspect.signature(forward)
         except (TypeError, ValueError):  # of a function that does not say what it takes
             own = inspect.signature(lambda x, *args, **kwargs: ...)
-        given = [*own.parameters.values()][len(self.shared) :]
+        given = [*own.parameters.values()]
         if str(getattr(forward, "__module__", "")).startswith("invfunc."):  # whose types are no news to a user
             own, given = own.replace(return_annotation=own.empty), [p.replace(annotation=p.empty) for p in given]
-        return own.replace(parameters=given)
+            if given[0].kind is given[0].VAR_POSITIONAL:
+                return inspect.signature(lambda x, params=None, *args, **kwargs: ...)
+        return own.replace(parameters=given[len(self.shared) :])
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         return self.apart(self.forward(*self.shared, x, *args, **kwargs))[0]
@@ -139,7 +115,7 @@ class Invertible(Value):
             >>> [name for name, _ in net.named_parameters()][2:]
             ['1.F.weight', '1.F.bias', '1.G.weight', '1.G.bias']
         """
-        return as_module(self, self)
+        return BlockModule(self, self)
 
     def inverse_of(self, x: tree.Form, like: Sequence[Any], kept: Mapping[int, torch.Tensor]) -> Callable:
         """The inverse, for an x of this form whose tensors are like these, and some of which are known."""
@@ -157,13 +133,6 @@ class Invertible(Value):
         if not isinstance(y, tuple) or len(y) != 2:
             raise ArgumentError(f"{self!r}: forward has to return (y, hidden), but returns {type(y).__name__}.")
         return y[0], (y[1],)
-
-
-def as_module(block: Any, pair: Invertible) -> nn.Module:
-    """A block of a pair as a module."""
-    from invfunc.pairs.as_module import BlockModule  # which knows the parts of pairs
-
-    return BlockModule(block, pair)
 
 
 def as_pair(call: str, pair: Any, more: str = "") -> Invertible:
@@ -211,63 +180,112 @@ def invert(pair: Invertible) -> Invertible:
         raise ArgumentError(
             f"invert({pair!r}): its inverse needs what forward hides beside y, so that it is not a function of y alone."
         )
-    if pair.composition is not None:
-        return rewrapped(block, pair.composition.inverted(f"invert({pair!r})"), keep=False)
-    log_det = None if pair.log_det is None else _Negated(pair).log_det
-    carried = None if pair.carried is None else invert(pair.carried)
     name = f"invert({pair!r})"
+    if pair.composition is not None:
+        return rewrapped(block, pair.composition.inverted(name), keep=False)
+    log_det = None if pair.log_det is None else _Carried(pair).of_inverse
+    carried = None if pair.carried is None else invert(pair.carried)
     back = Invertible(pair.inverse, pair.forward, pair.shared, log_det=log_det, name=name, carried=carried)
     return rewrapped(block, back, keep=False)
 
 
+def with_log_det(pair: Invertible) -> Invertible:
+    """The pair on states `(x, s)`, to which it adds its log-determinant: `(x, s) -> (y, s + log |det dy/dx|)`.
+
+    The sum is part of the state, so it is taken back by the inverse, and a checkpointed flow needs no more memory.
+
+    Args:
+        pair: an `Invertible` with a log_det. Of a chain the log-determinants of all blocks are carried.
+
+    Returns:
+        An `Invertible`; of what `invertible_checkpoint` returned, a block with the same options. s has the shape [N] of
+        one sum for each entry of the leading axis of x; `torch.zeros(N)` starts. What the pair hides stays hidden.
+
+    Raises:
+        ArgumentTypeError: `pair` is not an `Invertible`.
+        ArgumentError: it has no log_det.
+
+    Example:
+        >>> import torch, invfunc
+        >>> flow = invfunc.with_log_det(invfunc.layers.leaky_relu(0.5))
+        >>> flow((torch.tensor([[-1.0, 2.0]]), torch.zeros(1)))
+        (tensor([[-0.5000,  2.0000]]), tensor([-0.6931]))
+
+    Composes with: `invertible_checkpoint`, `chain`, `repeated`, `invert`.
+
+    Cost: functions that forward and log_det share are evaluated once.
+
+    Source: D. Rezende and S. Mohamed, Variational Inference with Normalizing Flows, 2015.
+    """
+    block, pair = pair, as_pair("with_log_det(pair)", pair)
+    name = f"with_log_det({pair!r})"
+    if pair.composition is not None:
+        carried = pair.composition.changed(lambda block: replace(block, pair=with_log_det(block.pair), has_aux=False))
+    elif pair.carried is not None:
+        carried = pair.carried
+    elif pair.log_det is not None:
+        both = _Carried(pair)
+        carried = Invertible(both.forward, both.inverse, pair.shared, pair.hidden, name=name)
+    else:
+        raise ArgumentError(f"{name}: the pair has no log_det.")
+    return rewrapped(block, carried)
+
+
 @dataclass(frozen=True, eq=False)
-class _Negated(Value):
-    """The log-determinant of the other way."""
+class _Carried(Value):
+    """Both directions of a pair on states `(x, s)` with a sum of log-determinants."""
 
-    pair: Invertible
+    carries_a_sum: ClassVar = True
+    pair: Any
+    """An `Invertible` with a log_det."""
 
-    def log_det(self, *given: Any, **kwargs: Any) -> torch.Tensor:
-        pair, number = self.pair, len(self.pair.shared)
-        assert pair.log_det is not None
-        shared, (y, *args) = Remembered(given[:number]), given[number:]
-        x = pair.inverse(*shared.functions, y, *args, **kwargs)
-        return -pair.log_det(*shared.recalled(backwards=True), x, *args, **kwargs)
-
-
-@dataclass(frozen=True, eq=False)
-class Law(Value, ABC):
-    """The two directions of a pair and its log-determinant, for some options."""
-
-    @abstractmethod
     def forward(self, *given: Any, **kwargs: Any) -> Any:
-        """y of x."""
+        functions, results, x, s, args = self._read(given)
+        y, hidden = self.pair.apart(self.pair.forward(*functions, x, *args, **kwargs))
+        state = y, s + self.pair.log_det(*_recalling(results, functions), x, *args, **kwargs)
+        return (state, *hidden) if hidden else state
 
-    @abstractmethod
     def inverse(self, *given: Any, **kwargs: Any) -> Any:
-        """x of y."""
+        functions, results, y, s, args = self._read(given)
+        x = self.pair.inverse(*functions, y, *args, **kwargs)
+        args = args[1:] if self.pair.hidden else args
+        return x, s - self.pair.log_det(*_recalling(results[::-1], functions), x, *args, **kwargs)
 
-    @abstractmethod
-    def log_det(self, *given: Any, **kwargs: Any) -> torch.Tensor:
-        """[N]"""
+    def of_inverse(self, *given: Any, **kwargs: Any) -> torch.Tensor:
+        """The log-determinant of the inverse."""
+        number = len(self.pair.shared)
+        return self.inverse(*given[:number], (given[number], 0), *given[number + 1 :], **kwargs)[1]
 
-    def pair(self, name: str, shared: tuple[Callable, ...] = (), hidden: bool = False) -> Invertible:
-        """The `Invertible` of both directions."""
-        return Invertible(self.forward, self.inverse, shared, hidden, self.log_det, name)
-
-
-class Remembered:
-    """Functions whose results are remembered, in order, to be recalled in place of evaluating them again."""
-
-    def __init__(self, functions: tuple[Callable, ...]) -> None:
-        self._results: list[Any] = []
-        self.functions = tuple(partial(_kept, self._results, fn) for fn in functions)
-
-    def recalled(self, backwards: bool) -> tuple[Callable, ...]:
-        """The functions for the same evaluations once more, in the same or in the reverse order."""
-        results = iter(self._results[::-1] if backwards else self._results)
-        return tuple(lambda *args, **kwargs: next(results) for _ in self.functions)
+    def _read(self, given: tuple) -> tuple[list[Callable], list[Any], Any, Any, list]:
+        """The shared functions, the list into which they put their results, x, the sum and further arguments."""
+        number, results = len(self.pair.shared), list[Any]()
+        state, *args = given[number:]
+        if not isinstance(state, (tuple, list)) or len(state) != 2:
+            raise ArgumentError(
+                f"with_log_det({self.pair!r}): the state has to be (x, s) with a sum [N] beside x, which starts as "
+                f"torch.zeros(N), but is {type(state).__name__}."
+            )
+        return [partial(_kept, results, fn) for fn in given[:number]], results, *state, args
 
 
 def _kept(results: list[Any], fn: Callable, *args: Any, **kwargs: Any) -> Any:
     results.append(fn(*args, **kwargs))
     return results[-1]
+
+
+def _recalling(results: list[Any], functions: list[Callable]) -> list[Callable]:
+    """Functions that give these results, one after the other, in place of evaluating these."""
+    left = iter(results)
+    return [lambda *args, **kwargs: next(left)] * len(functions)
+
+
+class Law(Value):
+    """The two directions of a pair and its log-determinant as methods of a dataclass, for some options."""
+
+    forward: Callable[..., Any]
+    inverse: Callable[..., Any]
+    log_det: Callable[..., torch.Tensor]
+
+    def pair(self, name: str, shared: tuple[Callable, ...] = (), hidden: bool = False) -> Invertible:
+        """The `Invertible` of both directions."""
+        return Invertible(self.forward, self.inverse, shared, hidden, self.log_det, name)

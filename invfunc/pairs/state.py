@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc.errors import ArgumentError
+from invfunc.errors import ArgumentError, ArgumentTypeError
 
 
 def two_parts(state: Any, call: str, name: str) -> tuple[Any, Any]:
@@ -21,8 +21,29 @@ def two_parts(state: Any, call: str, name: str) -> tuple[Any, Any]:
     return state[0], state[1]
 
 
+def fitting(result: Any, like: Any, call: str, what: str, name: str) -> Any:
+    """A result, if it has the form and the shapes of what it changes; others would be broadcast in silence."""
+    tensors = isinstance(result, torch.Tensor) and isinstance(like, torch.Tensor)
+    if tensors and result.shape == like.shape:
+        return result
+    (came, form), (wanted, like_form) = tree.flatten(result), tree.flatten(like)
+    if form is None or form != like_form:
+        told = f"{call}: {what} is {_described(result)}, but {name}, which it changes, is {_described(like)}."
+        raise ArgumentError(told) if tensors or form else ArgumentTypeError(f"{told} A state is of tensors alone.")
+    return tree.unflatten([fitting(*each, call, what, name) for each in zip(came, wanted, strict=True)], form)
+
+
+def _described(state: Any) -> str:
+    if isinstance(state, torch.Tensor):
+        return f"a tensor of shape {list(state.shape)}"
+    paths = ", ".join(path for path, _ in tree.named_leaves(state) if path)
+    return f"a {type(state).__name__} of {paths}" if paths else f"of type {type(state).__name__}"
+
+
 def combined(fn: Callable, first: Any, *others: Any) -> Any:
     """What a function makes of the tensors of states of one form, each in its place."""
+    if isinstance(first, torch.Tensor):
+        return fn(first, *others)
     leaves, form = tree.flatten(first)
     return tree.unflatten([fn(*each) for each in zip(leaves, *map(tree.leaves, others), strict=True)], form)
 

@@ -40,7 +40,6 @@ def state_first(f: Callable) -> Callable:
     Source: `flip` of functional programming.
     """
     check_callable("state_first", f)
-
     return _Swapped(f)
 
 
@@ -48,12 +47,8 @@ def state_first(f: Callable) -> Callable:
 class _Swapped(Value):
     f: Callable
 
-    @property
-    def __name__(self) -> str:
-        return f"state_first({describe(self.f)})"
-
     def __repr__(self) -> str:
-        return self.__name__
+        return f"state_first({describe(self.f)})"
 
     def __call__(self, first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
         return self.f(second, first, *args, **kwargs)
