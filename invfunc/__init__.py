@@ -91,10 +91,9 @@ from invfunc.pairs.exact import Grid
 from invfunc.pairs.from_module import from_module
 from invfunc.pairs.integrators import fixed_point, leapfrog, momentum
 from invfunc.pairs.pair import Invertible, invert, with_log_det
-from invfunc.pairs.reversible_adam import reversible_adam
-from invfunc.pairs.reversible_sgd import reversible_sgd
 from invfunc.pairs.solvers import reversible_step, runge_kutta
 from invfunc.pairs.state_first import state_first
+from invfunc.pairs.training import reversible_adam, reversible_sgd
 from invfunc.products.eigenpairs import eigenpairs
 from invfunc.products.estimate_diagonal import estimate_diagonal
 from invfunc.products.estimate_trace import estimate_trace

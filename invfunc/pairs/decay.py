@@ -53,20 +53,16 @@ class Decay:
             steps += 1
         return steps
 
-    def forth(
-        self, x: torch.Tensor, words: Words, gained: torch.Tensor, steps: int, grid: Grid
-    ) -> tuple[torch.Tensor, Words]:
+    def forth(self, x: torch.Tensor, words: Words, gained: torch.Tensor, steps: int, grid: Grid) -> tuple[Any, Words]:
         """`n / d * x + gained` after so many steps, and all digits."""
         if steps and steps % self.capacity == 0:
             words = (*words, torch.zeros_like(words[-1]))
-        x, last = _Forth.apply(x, words[-1], gained, self.by, grid.fraction_bits)
-        return x, (*words[:-1], last)
+        x, last = _Product.apply(x, words[-1], self.by, grid.fraction_bits)
+        return x + gained, (*words[:-1], last)
 
-    def back(
-        self, x: torch.Tensor, words: Words, gained: torch.Tensor, steps: int, grid: Grid
-    ) -> tuple[torch.Tensor, Words]:
+    def back(self, x: torch.Tensor, words: Words, gained: torch.Tensor, steps: int, grid: Grid) -> tuple[Any, Words]:
         """What that was computed from, with so many steps before it."""
-        x, last = _Back.apply(x, words[-1], gained, self.by, grid.fraction_bits)
+        x, last = _Product.apply(x - gained, words[-1], 1 / self.by, grid.fraction_bits)
         if steps % self.capacity:
             return x, (*words[:-1], last)
         with unwatched():
@@ -81,70 +77,37 @@ class Decay:
         return x, words[:-1] if steps else (last,)
 
 
-class _Exact(torch.autograd.Function):
-    """A step on the grid in whole numbers, differentiated as without rounding."""
+class _Product(torch.autograd.Function):
+    """n / d * x on the grid to less than a unit, and the digits; differentiated as without rounding.
+
+    In units `n * x + u` is divided by d, where u is taken from the digits (as their remainder by n), and what remains
+    is put there. By d / n it is undone.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
+    @signed
+    def forward(x: torch.Tensor, digits: torch.Tensor, by: Fraction, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+        n, d = by.as_integer_ratio()
+        units = (in_float64(x, "a decay that is exact counts") * 2.0**bits).round_()  # which holds each up to 2 ** 53
+        whole = (units / d).trunc_()  # as n * x itself may have more than 53 bits
+        fewer = digits.div(n, rounding_mode="trunc")
+        part = torch.sub(units, whole, alpha=d).mul_(n) + torch.sub(digits, fewer, alpha=n)
+        more = ((part + 0.5) / d).floor_()  # half a unit from where a rounded quotient would be another whole number
+        left = part.sub_(more, alpha=d)
+        product = whole.to(torch.int64).mul_(n) + more.to(torch.int64)
+        return product.to(x.dtype) * 2.0**-bits, fewer.mul_(d) + left.to(torch.int64)
+
+    @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.by = inputs[3]
+        ctx.by = float(inputs[2])
         ctx.mark_non_differentiable(output[1])
 
-
-class _Forth(_Exact):
-    """`by * x + gained`, and the digits."""
-
-    @staticmethod
-    @signed
-    def forward(
-        x: torch.Tensor, digits: torch.Tensor, gained: torch.Tensor, by: Fraction, bits: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        product, digits = _times(_units(x, bits), digits, by)
-        return (product + _units(gained, bits)).mul_(2.0**-bits).to(x.dtype), digits
-
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple:
-        return gradient * float(ctx.by), None, gradient, None, None
+        return gradient * ctx.by, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, x: torch.Tensor, _: Any, gained: torch.Tensor, *options: None) -> tuple:
-        return x * float(ctx.by) + gained, None
-
-
-class _Back(_Exact):
-    """`(x - gained) / by`, and the digits."""
-
-    @staticmethod
-    @signed
-    def forward(
-        x: torch.Tensor, digits: torch.Tensor, gained: torch.Tensor, by: Fraction, bits: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        product, digits = _times(_units(x, bits) - _units(gained, bits), digits, 1 / by)
-        return product.to(x.dtype) * 2.0**-bits, digits
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple:
-        found = gradient / float(ctx.by)
-        return found, None, -found, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, x: torch.Tensor, _: Any, gained: torch.Tensor, *options: None) -> tuple:
-        return (x - gained) / float(ctx.by), None
-
-
-def _units(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """The nearest number of the grid in its units, of which float64 holds each up to 2 ** 53."""
-    return (in_float64(x, "a decay that is exact counts") * 2.0**bits).round_()
-
-
-def _times(x: torch.Tensor, digits: torch.Tensor, by: Fraction) -> tuple[torch.Tensor, torch.Tensor]:
-    """n / d * x to less than a unit: `n * x + u` is divided by d, where u is taken from the digits (as their remainder
-    by n), and what remains is put there. By d / n it is undone."""
-    n, d = by.as_integer_ratio()
-    whole = (x / d).trunc_()  # as n * x itself may have more than 53 bits
-    fewer = digits.div(n, rounding_mode="trunc")
-    part = torch.sub(x, whole, alpha=d).mul_(n) + torch.sub(digits, fewer, alpha=n)
-    more = ((part + 0.5) / d).floor_()  # half a unit from where a rounded quotient would be another whole number
-    left = part.sub_(more, alpha=d)
-    return whole.to(torch.int64).mul_(n) + more.to(torch.int64), fewer.mul_(d) + left.to(torch.int64)
+    def jvp(ctx: Any, x: torch.Tensor, *_: None) -> tuple:
+        return x * ctx.by, None
