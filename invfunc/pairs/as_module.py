@@ -23,7 +23,7 @@ class BlockModule(nn.Module):
     def __init__(self, block: Any, pair: Any) -> None:
         super().__init__()
         self.block = block
-        of_parts = isinstance(getattr(pair.forward, "__self__", None), Value)
+        of_parts = isinstance(getattr(pair.forward, "__self__", pair.forward), Value)
         self._of_parts = of_parts if pair.composition is None else not pair.composition.counted
         """Whether the block takes parameters in front of further arguments."""
         for name, module in _modules(pair):

@@ -110,7 +110,7 @@ def fixed_point(f: Callable, beta: float = 0.5) -> Invertible:
         stand behind p. Its log-determinant is twice the logarithm of 1 - beta for each entry of y, [N].
 
     Raises:
-        ArgumentTypeError: f is not a function, or a state has something else than tensors in it.
+        ArgumentTypeError: f is not a function.
         ArgumentError: beta is not between 0 and 1, f gives another form, or the state is not a pair of one form.
 
     Example:

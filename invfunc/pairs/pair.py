@@ -258,7 +258,8 @@ class _Carried(Value):
 
     def _read(self, given: tuple) -> tuple[list[Callable], list[Any], Any, Any, list]:
         """The shared functions, the list into which they put their results, x, the sum and further arguments."""
-        number, results = len(self.pair.shared), list[Any]()
+        number = len(self.pair.shared)
+        results: list[Any] = []
         state, *args = given[number:]
         if not isinstance(state, (tuple, list)) or len(state) != 2:
             raise ArgumentError(

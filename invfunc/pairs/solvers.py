@@ -55,7 +55,7 @@ def reversible_step(increment: Callable, coupling: float = 0.99) -> Invertible:
         solves along a tensor of times. Its log-determinant is the logarithm of c for each entry of y, [N].
 
     Raises:
-        ArgumentTypeError: increment is not a function, or a state has something else than tensors in it.
+        ArgumentTypeError: increment is not a function.
         ArgumentError: coupling is not above 0 and at most 1; the second argument is not `(start, end, ...)`; the
             state is not a pair of one form, or increment gives another one.
 

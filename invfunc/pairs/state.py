@@ -13,12 +13,18 @@ from invfunc.errors import ArgumentError, ArgumentTypeError
 
 def two_parts(state: Any, call: str, name: str) -> tuple[Any, Any]:
     """The parts of x or y."""
-    if not isinstance(state, (tuple, list)) or len(state) != 2:
-        raise ArgumentError(
-            f"{call}: {name} has to be a pair of tensors, but is {type(state).__name__}. (One tensor as the state is "
-            "split with split_dim=.)"
-        )
-    return state[0], state[1]
+    several = isinstance(state, (tuple, list))
+    if several and len(state) == 2 and (type(state[0]) is torch.Tensor or _of_tensors(state)):
+        return state[0], state[1]
+    kinds = f" of {', '.join(type(t).__name__ for t in tree.leaves(state))}" if several else ""
+    raise ArgumentError(
+        f"{call}: {name} has to be a pair of tensors, but is {type(state).__name__}{kinds}. (One tensor as the state is "
+        "split with split_dim=.)"
+    )
+
+
+def _of_tensors(state: Any) -> bool:
+    return all(isinstance(t, torch.Tensor) for t in tree.leaves(state))
 
 
 def fitting(result: Any, like: Any, call: str, what: str, name: str) -> Any:
@@ -28,8 +34,8 @@ def fitting(result: Any, like: Any, call: str, what: str, name: str) -> Any:
         return result
     (came, form), (wanted, like_form) = tree.flatten(result), tree.flatten(like)
     if form is None or form != like_form:
-        told = f"{call}: {what} is {_described(result)}, but {name}, which it changes, is {_described(like)}."
-        raise ArgumentError(told) if tensors or form else ArgumentTypeError(f"{told} A state is of tensors alone.")
+        kind = ArgumentError if tensors or form else ArgumentTypeError
+        raise kind(f"{call}: {what} is {_described(result)}, but {name}, which it changes, is {_described(like)}.")
     return tree.unflatten([fitting(*each, call, what, name) for each in zip(came, wanted, strict=True)], form)
 
 
