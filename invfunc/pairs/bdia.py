@@ -39,8 +39,8 @@ def bdia(f: Callable, grid: Grid | None = None) -> Invertible:
         on the grid, as `grid.enter((x, x + f(x, p)))` with the first block unchanged.
 
     Raises:
-        ArgumentTypeError: f is not a function, or grid or plus of a wrong kind.
-        ArgumentError: the state is not a pair of one shape, f changes it, or plus is not of N samples.
+        ArgumentTypeError: f is not a function, or grid is not a Grid.
+        ArgumentError: the state is not a pair of one shape, f changes it, or plus is not of N booleans.
         RangeError: the state is not on the grid, or leaves its range.
 
     Example:
@@ -101,14 +101,10 @@ class _Bidirectional(Moves):
         """gamma, and what is added to the half of w, on the grid."""
         x, (as_tensor, (plus,)) = parts[1 - move.part], calls[1]
         plus = as_tensor(plus, device=x.device)
-        if plus.dtype != torch.bool:
-            raise ArgumentTypeError(
-                f"{self.call}: plus is of {plus.dtype}, but has to be boolean: torch.rand(N) < 0.5."
-            )
-        if plus.dim() > 1 or (plus.dim() and plus.shape != x.shape[:1]):
+        if plus.dtype != torch.bool or plus.shape not in ((), x.shape[:1]):
             raise ArgumentError(
-                f"{self.call}: plus has shape {list(plus.shape)}, but has a boolean for each of the samples of x of "
-                f"shape {list(x.shape)}, or one for all."
+                f"{self.call}: plus is of {plus.dtype} and shape {list(plus.shape)}, but has a boolean for each of the "
+                f"samples of x of shape {list(x.shape)}, torch.rand(N) < 0.5, or one for all."
             )
         plus = plus.view(-1, *[1] * (x.dim() - 1)) if plus.dim() else plus
         gamma = plus.to(x.dtype) - 0.5

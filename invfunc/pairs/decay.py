@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from invfunc._signed import signed
 from invfunc._torch.functorch import innermost, unwatched
 from invfunc._torch.precision import in_float64
 from invfunc.errors import ArgumentError, InverseError
-from invfunc.pairs.exact import Grid
+from invfunc.pairs.exact import Grid, straight_through
 
 _DENOMINATOR = 10_000
 
@@ -57,12 +56,12 @@ class Decay:
         """`n / d * x + gained` after so many steps, and all digits."""
         if steps and steps % self.capacity == 0:
             words = (*words, torch.zeros_like(words[-1]))
-        x, last = _Product.apply(x, words[-1], self.by, grid.fraction_bits)
+        x, last = _product(x, words[-1], self.by, grid.fraction_bits)
         return x + gained, (*words[:-1], last)
 
     def back(self, x: torch.Tensor, words: Words, gained: torch.Tensor, steps: int, grid: Grid) -> tuple[Any, Words]:
         """What that was computed from, with so many steps before it."""
-        x, last = _Product.apply(x - gained, words[-1], 1 / self.by, grid.fraction_bits)
+        x, last = _product(x - gained, words[-1], 1 / self.by, grid.fraction_bits)
         if steps % self.capacity:
             return x, (*words[:-1], last)
         with unwatched():
@@ -77,37 +76,19 @@ class Decay:
         return x, words[:-1] if steps else (last,)
 
 
-class _Product(torch.autograd.Function):
+def _product(x: torch.Tensor, digits: torch.Tensor, by: Fraction, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """n / d * x on the grid to less than a unit, and the digits; differentiated as without rounding.
 
     In units `n * x + u` is divided by d, where u is taken from the digits (as their remainder by n), and what remains
     is put there. By d / n it is undone.
     """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    @signed
-    def forward(x: torch.Tensor, digits: torch.Tensor, by: Fraction, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-        n, d = by.as_integer_ratio()
-        units = (in_float64(x, "a decay that is exact counts") * 2.0**bits).round_()  # which holds each up to 2 ** 53
-        whole = (units / d).trunc_()  # as n * x itself may have more than 53 bits
-        fewer = digits.div(n, rounding_mode="trunc")
-        part = torch.sub(units, whole, alpha=d).mul_(n) + torch.sub(digits, fewer, alpha=n)
-        more = ((part + 0.5) / d).floor_()  # half a unit from where a rounded quotient would be another whole number
-        left = part.sub_(more, alpha=d)
-        product = whole.to(torch.int64).mul_(n) + more.to(torch.int64)
-        return product.to(x.dtype) * 2.0**-bits, fewer.mul_(d) + left.to(torch.int64)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.by = float(inputs[2])
-        ctx.mark_non_differentiable(output[1])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple:
-        return gradient * ctx.by, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, x: torch.Tensor, *_: None) -> tuple:
-        return x * ctx.by, None
+    n, d = by.as_integer_ratio()
+    units = (in_float64(x.detach(), "a decay that is exact counts") * 2.0**bits).round_()  # it holds up to 2 ** 53
+    whole = (units / d).trunc_()  # as n * x itself may have more than 53 bits
+    fewer = digits.div(n, rounding_mode="trunc")
+    part = torch.sub(units, whole, alpha=d).mul_(n) + torch.sub(digits, fewer, alpha=n)
+    more = ((part + 0.5) / d).floor_()  # half a unit from where a rounded quotient would be another whole number
+    left = part.sub_(more, alpha=d)
+    product = whole.to(torch.int64).mul_(n) + more.to(torch.int64)
+    rounded = product.to(x.dtype) * 2.0**-bits
+    return straight_through(rounded, x * float(by)), fewer.mul_(d) + left.to(torch.int64)

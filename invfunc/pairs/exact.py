@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from invfunc import tree
-from invfunc._signed import signed
 from invfunc._torch.functorch import innermost, unwatched
 from invfunc.errors import ArgumentError, ArgumentTypeError, RangeError
 
 _MANTISSA = {torch.float32: 24, torch.float64: 53}
+_OFF = "is not on the grid; put it there with Grid.enter(x)."
 
 
 @dataclass(frozen=True)
@@ -69,13 +68,11 @@ class Grid:
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
         """The nearest numbers on the grid, without a check of the range."""
-        kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-        if isinstance(kind, str) or kind.is_complex:
+        if not isinstance(x, torch.Tensor) or x.is_complex():
+            kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
             raise ArgumentTypeError(f"{self!r}: a tensor of real numbers is put on a grid, not {kind}.")
-        x = x if kind == self.dtype else x.to(self.dtype)
-        if torch.compiler.is_compiling():
-            return x + (_nearest(x, self.fraction_bits) - x).detach()
-        return _Round.apply(x, self.fraction_bits)
+        x = x.to(self.dtype)
+        return straight_through(self._nearest(x.detach()), x)
 
     def checked(self, *tensors: torch.Tensor, entered: bool = False) -> tuple[torch.Tensor, ...]:
         """The tensors, if they are within the range, and on the grid; `entered` says that this is known."""
@@ -83,50 +80,23 @@ class Grid:
             return tensors
         with unwatched():  # values that are only looked at
             for x in map(innermost, tensors):
-                self._check(x, entered)
+                if x.dtype != self.dtype:
+                    raise RangeError(f"{self!r}: a state of {x.dtype} {_OFF}")
+                low, high = (float(end) for end in x.aminmax()) if x.numel() else (0.0, 0.0)
+                if not (-self.limit < low and high < self.limit):
+                    raise RangeError(
+                        f"{self!r}: numbers between {low:.3g} and {high:.3g} leave the range, which ends at "
+                        f"{self.limit:.6g}. Take fewer fraction_bits, or dtype=torch.float64."
+                    )
+                if not entered and not torch.equal(self._nearest(x), x):
+                    raise RangeError(f"{self!r}: the state {_OFF}")
         return tensors
 
-    def _check(self, x: torch.Tensor, entered: bool) -> None:
-        if x.dtype != self.dtype:
-            raise RangeError(f"{self!r}: a state of {x.dtype} is not on the grid; put it there with Grid.enter(x).")
-        low, high = (float(end) for end in x.aminmax()) if x.numel() else (0.0, 0.0)
-        if not (-self.limit < low and high < self.limit):
-            raise RangeError(
-                f"{self!r}: numbers between {low:.3g} and {high:.3g} leave the range, which ends at "
-                f"{self.limit:.6g}. Take fewer fraction_bits, or dtype=torch.float64."
-            )
-        if not entered and not torch.equal(_nearest(x, self.fraction_bits), x):
-            raise RangeError(f"{self!r}: the state is not on the grid; put it there with Grid.enter(x).")
+    def _nearest(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = x * 2.0**self.fraction_bits
+        return scaled.round_().mul_(2.0**-self.fraction_bits).add_(0.0)  # -0.0 does not come back as such
 
 
-def _nearest(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return _on_grid(x * 2.0**bits, bits)
-
-
-def _on_grid(scaled: torch.Tensor, bits: int) -> torch.Tensor:
-    return scaled.round_().mul_(2.0**-bits).add_(0.0)  # -0.0 does not come back as such
-
-
-class _Round(torch.autograd.Function):
-    """The nearest number of the grid, differentiated as the identity."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    @signed
-    def forward(x: torch.Tensor, bits: int) -> torch.Tensor:
-        scaled = x * 2.0**bits
-        with unwatched():  # as no one else has it
-            return _on_grid(scaled, bits)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, bits: None) -> torch.Tensor:
-        return tangent.view_as(tangent)
+def straight_through(value: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A value that is differentiated as x."""
+    return value + (x - x.detach())

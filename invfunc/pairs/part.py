@@ -57,22 +57,16 @@ class Rounded(Value):
         kinds = {dtype for t in weights if (dtype := t.dtype).is_floating_point}
         dtype = kinds.pop() if len(kinds) == 1 else None
         own = () if isinstance(params, EllipsisType) and not of_module else (params,)
-        try:
-            state = b if dtype in (None, b.dtype) else b.to(dtype)
-            return self.grid.round(self.fn(state, *own, *args, **kwargs))
-        except RuntimeError as error:
-            if dtype is None and not torch.compiler.is_compiling():
-                error.add_note(
-                    f"{self!r} gets the state in {b.dtype}, as it is on a grid, since it has no parameters that "
-                    f"tell another dtype. Weights of another one: lambda b: F(b.to(torch.bfloat16))."
-                )
-            raise
+        return self.grid.round(self.fn(b if dtype in (None, b.dtype) else b.to(dtype), *own, *args, **kwargs))
 
 
 def as_part(call: str, which: str, fn: Any) -> Callable:
     """A function, or a module as one."""
-    if isinstance(fn, nn.Module):
-        return OfModule(fn)
+    return OfModule(fn) if isinstance(fn, nn.Module) else needed(call, which, fn)
+
+
+def needed(call: str, which: str, fn: Any) -> Callable:
+    """A function that has to be one."""
     if not callable(fn):
         raise ArgumentTypeError(f"{call}: {which} is of type {type(fn).__name__}, but has to be a function.")
     return fn

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from invfunc.callables import describe
-from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.errors import ArgumentError
 from invfunc.pairs.moves import Calls, Move, Moves
 from invfunc.pairs.pair import Invertible
+from invfunc.pairs.part import needed
 from invfunc.pairs.state import combined, fitting
 from invfunc.pairs.value import Value
 
@@ -75,9 +76,7 @@ def reversible_step(increment: Callable, coupling: float = 0.99) -> Invertible:
 
     Source: S. McCallum and J. Foster, Efficient, Accurate and Stable Gradients for Neural ODEs, 2024.
     """
-    if not callable(increment):
-        kind = type(increment).__name__
-        raise ArgumentTypeError(f"reversible_step(increment): increment is of type {kind}, but has to be a function.")
+    needed("reversible_step(increment)", "increment", increment)
     call = f"reversible_step({describe(increment)}, coupling={coupling})"
     if not isinstance(coupling, (int, float)) or not 0 < coupling <= 1:
         raise ArgumentError(f"{call}: coupling has to be above 0 and at most 1.")
@@ -136,9 +135,7 @@ def runge_kutta(field: Callable, tableau: str | Tableau = "rk4") -> Callable:
 
     Source: W. Kutta, 1901; E. Hairer, S. Norsett and G. Wanner, Solving Ordinary Differential Equations I, 1993.
     """
-    if not callable(field):
-        kind = type(field).__name__
-        raise ArgumentTypeError(f"runge_kutta(field, tableau): field is of type {kind}, but has to be a function.")
+    needed("runge_kutta(field, tableau)", "field", field)
     call = f"runge_kutta({describe(field)}, {tableau!r})"
     try:
         a, b = TABLEAUS[tableau] if isinstance(tableau, str) else tableau

@@ -14,17 +14,13 @@ from invfunc.errors import ArgumentError, ArgumentTypeError
 def two_parts(state: Any, call: str, name: str) -> tuple[Any, Any]:
     """The parts of x or y."""
     several = isinstance(state, (tuple, list))
-    if several and len(state) == 2 and (type(state[0]) is torch.Tensor or _of_tensors(state)):
-        return state[0], state[1]
-    kinds = f" of {', '.join(type(t).__name__ for t in tree.leaves(state))}" if several else ""
+    if several and len(state) == 2:
+        if type(state[0]) is torch.Tensor or all(isinstance(t, torch.Tensor) for t in tree.leaves(state)):
+            return state[0], state[1]
+    came = type(state).__name__ + (f" of {', '.join(type(t).__name__ for t in state)}" if several else "")
     raise ArgumentError(
-        f"{call}: {name} has to be a pair of tensors, but is {type(state).__name__}{kinds}. (One tensor as the state is "
-        "split with split_dim=.)"
+        f"{call}: {name} has to be a pair of tensors, but is {came}. (One tensor as the state: split_dim=.)"
     )
-
-
-def _of_tensors(state: Any) -> bool:
-    return all(isinstance(t, torch.Tensor) for t in tree.leaves(state))
 
 
 def fitting(result: Any, like: Any, call: str, what: str, name: str) -> Any:

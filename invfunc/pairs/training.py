@@ -93,7 +93,7 @@ def reversible_sgd(
     product is off by up to n units.
     """
     call = f"reversible_sgd({describe(loss)}, momentum={momentum!r})"
-    return _Sgd(call, lr, grid, (Decay.of(call, "momentum", momentum),)).pair_of(loss)
+    return _Descent(call, lr, grid, (Decay.of(call, "momentum", momentum),)).pair_of(loss)
 
 
 def reversible_adam(
@@ -225,8 +225,8 @@ def _vector(params: Any, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _Steps(Value):
-    """The steps of an optimiser in both directions.
+class _Descent(Value):
+    """The steps of gradient descent with momentum in both directions, as those of other optimisers.
 
     Args:
         lr: a number, or a function of the further arguments of the loss.
@@ -240,11 +240,11 @@ class _Steps(Value):
 
     def added(self, rate: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What each running mean gains by a gradient."""
-        raise NotImplementedError
+        return (-rate * gradient,)
 
     def moved(self, rate: Any, moments: tuple, steps: int) -> torch.Tensor:
         """By how much the weights change, from the new running means."""
-        raise NotImplementedError
+        return moments[0]
 
     def pair_of(self, loss: Callable) -> Optimiser:
         """The pair."""
@@ -313,16 +313,8 @@ class _Steps(Value):
         return state
 
 
-class _Sgd(_Steps):
-    def added(self, rate: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (-rate * gradient,)
-
-    def moved(self, rate: Any, moments: tuple, steps: int) -> torch.Tensor:
-        return moments[0]
-
-
 @dataclass(frozen=True, eq=False)
-class _Adam(_Steps):
+class _Adam(_Descent):
     eps: float
 
     def added(self, rate: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -210,7 +210,7 @@ def increment(x, start, end):
 REFUSED = [
     (
         lambda: reversible_step(lambda x, *_: x)(({"a": X, "b": 2},) * 2, (0, 1)),
-        r"coupling=0.99\): x has to be a pair of tensors, but is tuple of Tensor, int, Tensor, int",
+        r"coupling=0.99\): x has to be a pair of tensors, but is tuple of dict, dict",
     ),
     (lambda: reversible_step(torch.sin, 1.5), r"reversible_step\(sin, coupling=1.5\): coupling.*above 0 and at most 1"),
     (lambda: reversible_step(torch.sin, 0), "above 0 and at most 1"),
