@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.pairs.couplings import Calls, Move, Moves
 from invfunc.pairs.exact import Grid
-from invfunc.pairs.moves import Calls, Move, Moves
 from invfunc.pairs.pair import Invertible
 from invfunc.pairs.part import Rounded, as_part
 

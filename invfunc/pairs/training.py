@@ -14,8 +14,7 @@ from invfunc import tree
 from invfunc._torch.functorch import saving_hooks, transforming
 from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
-from invfunc.pairs.decay import Decay, Words
-from invfunc.pairs.exact import Grid
+from invfunc.pairs.exact import Decay, Grid, Words
 from invfunc.pairs.pair import Invertible
 from invfunc.pairs.value import Value
 
