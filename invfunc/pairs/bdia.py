@@ -94,7 +94,7 @@ class _Bidirectional(Moves):
                 f"{self.call}: behind the state has to be (plus, p), or (plus,) for an f without parameters, but there "
                 f"is {type(own).__name__}. plus says of which samples gamma is 1/2: torch.rand(N) < 0.5."
             )
-        plus, params = own if len(own) == 2 else (own[0], ...)
+        plus, params = own if len(own) == 2 else (own[0], None)
         return [(functions[0], (params, *more)), (torch.as_tensor, (plus,))]
 
     def _moved(self, move: Move, parts: list[Any], calls: Calls, kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor]:

@@ -63,10 +63,6 @@ class Moves(Law):
     """What the two parts are called, each by a letter."""
     moves: tuple[Move, ...]
 
-    def pair_of(self, *functions: Callable) -> Invertible:
-        """The `Invertible` of both directions, which share these functions."""
-        return self.pair(self.call, functions)
-
     def forward(self, *given: Any, **kwargs: Any) -> Any:
         parts, calls = self.read(given, "x")
         for move in self.moves:
@@ -90,12 +86,6 @@ class Moves(Law):
     def read(self, given: tuple, name: str) -> tuple[list[Any], Calls]:
         """The parts of the state, and each function with the arguments that it gets behind a part."""
         functions, (state, *args) = given[: len(self.names)], given[len(self.names) :] or (None,)
-        if not callable(functions[0]):
-            raise ArgumentTypeError(
-                f"{self.call}: forward, inverse and log_det of a pair get the functions that they share in front of "
-                f"{name}, as in pair.log_det(*pair.shared, x, params). with_log_det(pair) and invert(pair) take x or y "
-                "alone."
-            )
         return self.apart(state, name), self.calls(functions, args)
 
     def apart(self, state: Any, name: str) -> list[Any]:
@@ -248,7 +238,7 @@ def _coupling(law: type[_Coupling], call: str, move: Callable, F: Callable, G: C
         call = f"{call[:-1]}, split_dim={dim!r})"
         if not isinstance(dim, int):
             raise ArgumentTypeError(f"{call}: split_dim is an axis, a whole number.")
-    return law(call, ("F", "G"), "ab", (move(0, 0), move(1, 1)), (without(F), without(G)), dim).pair_of(F, G)
+    return law(call, ("F", "G"), "ab", (move(0, 0), move(1, 1)), (without(F), without(G)), dim).pair(call, (F, G))
 
 
 @dataclass(frozen=True, eq=False)

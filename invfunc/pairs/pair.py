@@ -15,6 +15,7 @@ from invfunc import tree
 from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.pairs.as_module import BlockModule
+from invfunc.pairs.part import needed
 from invfunc.pairs.value import Value
 from invfunc.transform import shown
 
@@ -72,9 +73,7 @@ class Invertible(Value):
             raise ArgumentTypeError(f"{self!r}: shared is of type {kind}, but has to be a tuple of functions.")
         parts = {"forward": self.forward, "inverse": self.inverse, "log_det": self.log_det or callable}
         for name, part in (parts | {f"shared[{i}]": fn for i, fn in enumerate(self.shared)}).items():
-            if not callable(part):
-                kind = type(part).__name__
-                raise ArgumentTypeError(f"{self!r}: {name} is of type {kind}, but has to be a function.")
+            needed(repr(self), name, part)
 
     def __repr__(self) -> str:
         return self.name or f"Invertible({describe(self.forward)}, {describe(self.inverse)})"
@@ -84,17 +83,14 @@ class Invertible(Value):
 
     def signature(self) -> inspect.Signature:
         """That of a call: of forward, without what it shares with the inverse."""
-        forward = self.forward.forward if isinstance(self.forward, nn.Module) else self.forward
         try:
-            own = inspect.signature(forward)
+            own = inspect.signature(getattr(self.forward, "forward", self.forward))  # a module says it there
         except (TypeError, ValueError):  # of a function that does not say what it takes
-            own = inspect.signature(lambda x, *args, **kwargs: ...)
-        given = [*own.parameters.values()]
-        if str(getattr(forward, "__module__", "")).startswith("invfunc."):  # whose types are no news to a user
-            own, given = own.replace(return_annotation=own.empty), [p.replace(annotation=p.empty) for p in given]
-            if given[0].kind is given[0].VAR_POSITIONAL:
-                return inspect.signature(lambda x, params=None, *args, **kwargs: ...)
-        return own.replace(parameters=given[len(self.shared) :])
+            own = inspect.signature(lambda *args: ...)
+        given = [p.replace(annotation=p.empty) for p in own.parameters.values()]
+        if given and given[0].kind is given[0].VAR_POSITIONAL:
+            return inspect.signature(lambda x, params=None, *args, **kwargs: ...)
+        return inspect.Signature(given[len(self.shared) :])
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         return self.apart(self.forward(*self.shared, x, *args, **kwargs))[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import EllipsisType
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from invfunc.pairs.value import Value
 
 
 class OfModule(Value):
-    """A module as a function `F(b, params, *args)`: of its own parameters, where None or `...` is given, or of those of
+    """A module as a function `F(b, params, *args)`: of its own parameters, where None is given, or of those of
     `functional(module)`."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -30,7 +29,7 @@ class OfModule(Value):
         return describe(self.f)
 
     def __call__(self, b: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if params is None or isinstance(params, EllipsisType):
+        if params is None:
             return self.module(b, *args, **kwargs)
         if not isinstance(params, dict):
             raise ArgumentTypeError(
@@ -43,7 +42,7 @@ class OfModule(Value):
 @dataclass(eq=False, repr=False)
 class Rounded(Value):
     """A function whose results are put on a grid. It gets the state in the dtype of its parameters, if they have one;
-    `...` stands in the place of parameters where none are given."""
+    None stands in the place of parameters where none are given."""
 
     grid: Grid
     fn: Callable
@@ -51,12 +50,12 @@ class Rounded(Value):
     def __repr__(self) -> str:
         return describe(self.fn)
 
-    def __call__(self, b: torch.Tensor, params: Any = ..., *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, b: torch.Tensor, params: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
         of_module = isinstance(self.fn, OfModule) and not isinstance(params, dict)
         weights = self.fn.module.parameters() if of_module else tree.tensors(params)
         kinds = {dtype for t in weights if (dtype := t.dtype).is_floating_point}
         dtype = kinds.pop() if len(kinds) == 1 else None
-        own = () if isinstance(params, EllipsisType) and not of_module else (params,)
+        own = () if params is None and not of_module else (params,)
         return self.grid.round(self.fn(b if dtype in (None, b.dtype) else b.to(dtype), *own, *args, **kwargs))
 
 
@@ -74,4 +73,4 @@ def needed(call: str, which: str, fn: Any) -> Callable:
 
 def without(fn: Callable) -> tuple:
     """What stands in the place of the parameters of a part where none are given."""
-    return (...,) if isinstance(fn, (OfModule, Rounded)) else ()
+    return (None,) if isinstance(fn, (OfModule, Rounded)) else ()

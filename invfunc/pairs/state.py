@@ -19,7 +19,8 @@ def two_parts(state: Any, call: str, name: str) -> tuple[Any, Any]:
             return state[0], state[1]
     came = type(state).__name__ + (f" of {', '.join(type(t).__name__ for t in state)}" if several else "")
     raise ArgumentError(
-        f"{call}: {name} has to be a pair of tensors, but is {came}. (One tensor as the state: split_dim=.)"
+        f"{call}: {name} has to be a pair of tensors, but is {came}. (One tensor as the state: split_dim=. Methods of a "
+        "pair get the functions that they share in front of it: pair.log_det(*pair.shared, x).)"
     )
 
 

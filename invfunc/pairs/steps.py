@@ -52,7 +52,7 @@ def momentum(f: Callable, gamma: float = 0.9) -> Invertible:
     if not isinstance(gamma, (int, float)) or not 0 < gamma < 1:
         raise ArgumentError(f"{call}: gamma has to be between 0 and 1.")
     v_by_f, x_by_v = Move(1, 0, gamma, 1 - gamma), Move(0, None)
-    return Moves(call, ("f",), "xv", (v_by_f, x_by_v)).pair_of(f)
+    return Moves(call, ("f",), "xv", (v_by_f, x_by_v)).pair(call, (f,))
 
 
 def leapfrog(force: Callable, step: float) -> Invertible:
@@ -91,7 +91,7 @@ def leapfrog(force: Callable, step: float) -> Invertible:
     if not isinstance(step, (int, float)):
         raise ArgumentTypeError(f"{call}: step is of type {type(step).__name__}, but has to be a number.")
     v_by_force, x_by_v = Move(1, 0, by=step / 2), Move(0, None, by=step)
-    return Moves(call, ("force",), "xv", (v_by_force, x_by_v, v_by_force)).pair_of(force)
+    return Moves(call, ("force",), "xv", (v_by_force, x_by_v, v_by_force)).pair(call, (force,))
 
 
 def fixed_point(f: Callable, beta: float = 0.5) -> Invertible:
@@ -136,7 +136,7 @@ def fixed_point(f: Callable, beta: float = 0.5) -> Invertible:
     call = f"fixed_point({describe(f)}, beta={beta})"
     if not isinstance(beta, (int, float)) or not 0 < beta < 1:
         raise ArgumentError(f"{call}: beta has to be between 0 and 1.")
-    return Moves(call, ("f",), "yz", tuple(Move(part, 0, 1 - beta, beta) for part in (0, 1))).pair_of(f)
+    return Moves(call, ("f",), "yz", tuple(Move(part, 0, 1 - beta, beta) for part in (0, 1))).pair(call, (f,))
 
 
 Tableau = tuple[Sequence[Sequence[float]], Sequence[float]]
@@ -204,7 +204,7 @@ def reversible_step(increment: Callable, coupling: float = 0.99) -> Invertible:
     if not isinstance(coupling, (int, float)) or not 0 < coupling <= 1:
         raise ArgumentError(f"{call}: coupling has to be above 0 and at most 1.")
     moves = Move(0, None, coupling, 1 - coupling), Move(0, 0), Move(1, 1, by=-1)
-    return _Steps(call, ("increment",), "yz", moves).pair_of(increment)
+    return _Steps(call, ("increment",), "yz", moves).pair(call, (increment,))
 
 
 @dataclass(frozen=True, eq=False)

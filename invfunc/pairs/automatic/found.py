@@ -22,8 +22,8 @@ from invfunc.pairs.pair import Invertible
 from invfunc.pairs.places import ClosedOver
 from invfunc.pairs.value import Value
 
-_MOST = 64
-"""The number of kinds of calls that are remembered."""
+_MOST = 128
+"""Twice the number of kinds of calls that are remembered."""
 _Like = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...]]
 """Shape, dtype, device and strides of a tensor."""
 _X = tuple[tree.Form, Sequence[_Like]]
@@ -35,9 +35,8 @@ class _Memory:
 
     def __init__(self) -> None:
         self.closure: ClosedOver | None = None
-        self.inverses: dict[Any, Inverse] = {}
-        self.xs: dict[Any, _X] = {}
-        """Forms of x, by those of y."""
+        self.inverses: dict[Any, Any] = {}
+        """Also forms of x, by those of y."""
 
     def __reduce__(self) -> tuple:
         return _Memory, ()
@@ -66,7 +65,7 @@ class FoundPair(Value):
         """x of y; of the form that x had in a call that gave such a y, or of that of y."""
         ys, form = tree.separate(y)
         like = [*map(_like, ys)]
-        x = self.memory.xs.get(self._key((form, [t[:3] for t in like]), args, kwargs), (form, like))
+        x = self.memory.inverses.get(self._key((form, [t[:3] for t in like]), args, kwargs), (form, like))
         return self.solve(x, {}, y, *args, **kwargs)
 
     def solve(self, x: _X, kept: Mapping[int, torch.Tensor], y: Any, *args: Any, **kwargs: Any) -> Any:
@@ -87,9 +86,7 @@ class FoundPair(Value):
         near = next((t for t in ys if unwrapped(t) is not None), ys[0])
         return form.join(inverse(given | {nodes.xs[i]: t for i, t in kept.items()}, near))
 
-    def _record(
-        self, x: Any, like: _X, args: tuple, kwargs: dict[str, Any], dry: bool
-    ) -> tuple[Any, Inverse, dict[Ref, torch.Tensor]]:
+    def _record(self, x: Any, like: _X, args: tuple, kwargs: dict[str, Any], dry: bool) -> tuple[Any, Inverse, dict]:
         """The result of f, its inverse and the tensors that it closes over."""
         recording, memory = RecordedRun(xs := tree.tensors(x), tree.tensors((args, kwargs)), dry), self.memory
         with recording:
@@ -103,9 +100,8 @@ class FoundPair(Value):
         inverse = Inverse(recording, tuple(i for i in self.keep if i < len(xs)), names)
         if len(memory.inverses) >= _MOST:  # of ever new shapes
             memory.inverses.clear()
-            memory.xs.clear()
         memory.inverses[self._key(like, args, kwargs)] = inverse
-        memory.xs[self._key((form, [_like(t)[:3] for t in ys]), args, kwargs)] = like
+        memory.inverses[self._key((form, [_like(t)[:3] for t in ys]), args, kwargs)] = like
         outside, recording.outside = recording.outside, dict.fromkeys(recording.outside)
         return y, inverse, outside
 
@@ -132,7 +128,7 @@ class Automatic(Invertible):
         return torch.no_grad()(partial(self.found.solve, (x, shapes), kept))
 
     def __repr__(self) -> str:
-        texts = dict.fromkeys(inverse.text for inverse in self.found.memory.inverses.values())
+        texts = dict.fromkeys(found.text for found in self.found.memory.inverses.values() if isinstance(found, Inverse))
         return ", or ".join([describe(self.found.f), *texts]).replace(", or ", ", ", 1)
 
 
@@ -298,13 +294,8 @@ def _undone(call: OpCall, node: Ref) -> list[InverseStep]:
     if name == "flip":
         dims = [i for i in call.leaves if isinstance(i, int)]
         return [InverseStep(node, [y], call, lambda get: get(y).flip(dims), "{y}")]
-    a, b, alpha, first = (
-        call.argument("input"),
-        call.argument("other"),
-        call.argument("alpha", 1),
-        call.argument("input") is node,
-    )
-    other, scaled = (b, name == "rsub") if first else (a, name != "rsub")
+    first, alpha = call.argument("input") is node, call.argument("alpha", 1)
+    other, scaled = call.argument("other" if first else "input"), (name == "rsub") == first
     undo, text = _UNDO.get((name, first), (None, ""))
     if undo is None or y.shape != node.shape or (scaled and alpha != 1) or call.argument("rounding_mode") is not None:
         return []
