@@ -85,12 +85,11 @@ from invfunc.kronecker import Kronecker
 from invfunc.linear_algebra.low_rank import LowRank
 from invfunc.operation import operation
 from invfunc.outputs import outputs
-from invfunc.pairs.bdia import bdia
 from invfunc.pairs.couplings import additive_coupling, affine_coupling
 from invfunc.pairs.exact import Grid
 from invfunc.pairs.from_module import from_module
 from invfunc.pairs.pair import Invertible, invert, state_first, with_log_det
-from invfunc.pairs.steps import fixed_point, leapfrog, momentum, reversible_step, runge_kutta
+from invfunc.pairs.steps import bdia, fixed_point, leapfrog, momentum, reversible_step, runge_kutta
 from invfunc.pairs.training import reversible_adam, reversible_sgd
 from invfunc.products.eigenpairs import eigenpairs
 from invfunc.products.estimate_diagonal import estimate_diagonal

@@ -15,9 +15,8 @@ from invfunc.blocks.rounding import default_tolerance
 from invfunc.blocks.series import Known, in_series
 from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, InvFuncError, SampleAxisError
-from invfunc.pairs.as_module import BlockModule
 from invfunc.pairs.automatic.found import automatic
-from invfunc.pairs.pair import Invertible
+from invfunc.pairs.pair import BlockModule, Invertible
 from invfunc.pairs.value import Value
 from invfunc.transform import shown, told
 

@@ -16,8 +16,7 @@ from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, ModifiedError
 from invfunc.pairs.exact import Grid
 from invfunc.pairs.pair import Invertible, Law
-from invfunc.pairs.part import Rounded, as_part, without
-from invfunc.pairs.state import combined, fitting, per_sample, two_parts, wide
+from invfunc.pairs.part import Rounded, as_part, combined, fitting, per_sample, two_parts, wide, without
 from invfunc.pairs.value import Value
 
 Calls = list[tuple[Callable, tuple]]

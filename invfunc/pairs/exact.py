@@ -45,7 +45,7 @@ class Grid:
     """
 
     fraction_bits: int = 16
-    dtype: torch.dtype | None = None
+    dtype: Any = None
     largest: float = 0.0
 
     def __post_init__(self) -> None:
@@ -62,8 +62,12 @@ class Grid:
     @property
     def limit(self) -> float:
         """The end of the range."""
-        assert self.dtype is not None
         return 2.0 ** (_MANTISSA[self.dtype] - self.fraction_bits)
+
+    @property
+    def unit(self) -> float:
+        """The distance of two numbers."""
+        return 2.0**-self.fraction_bits
 
     def enter(self, x: tree.Tree) -> tree.Tree:
         """The nearest numbers of the grid, of its dtype, for all tensors of a pytree; the gradient is that of the
@@ -97,8 +101,7 @@ class Grid:
         return tensors
 
     def _nearest(self, x: torch.Tensor) -> torch.Tensor:
-        scaled = x * 2.0**self.fraction_bits
-        return scaled.round_().mul_(2.0**-self.fraction_bits).add_(0.0)  # -0.0 does not come back as such
+        return (x / self.unit).round_().mul_(self.unit).add_(0.0)  # -0.0 does not come back as such
 
 
 def straight_through(value: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -150,12 +153,12 @@ class Decay:
         """`n / d * x + gained` after so many steps, and all digits."""
         if steps and steps % self.capacity == 0:
             words = (*words, torch.zeros_like(words[-1]))
-        x, last = _product(x, words[-1], self.by, grid.fraction_bits)
+        x, last = _product(x, words[-1], self.by, grid.unit)
         return x + gained, (*words[:-1], last)
 
     def back(self, x: torch.Tensor, words: Words, gained: torch.Tensor, steps: int, grid: Grid) -> tuple[Any, Words]:
         """What that was computed from, with so many steps before it."""
-        x, last = _product(x - gained, words[-1], 1 / self.by, grid.fraction_bits)
+        x, last = _product(x - gained, words[-1], 1 / self.by, grid.unit)
         if steps % self.capacity:
             return x, (*words[:-1], last)
         with unwatched():
@@ -170,19 +173,19 @@ class Decay:
         return x, words[:-1] if steps else (last,)
 
 
-def _product(x: torch.Tensor, digits: torch.Tensor, by: Fraction, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _product(x: torch.Tensor, digits: torch.Tensor, by: Fraction, unit: float) -> tuple[torch.Tensor, torch.Tensor]:
     """n / d * x on the grid to less than a unit, and the digits; differentiated as without rounding.
 
     In units `n * x + u` is divided by d, where u is taken from the digits (as their remainder by n), and what remains
     is put there. By d / n it is undone.
     """
     n, d = by.as_integer_ratio()
-    units = (in_float64(x.detach(), "a decay that is exact counts") * 2.0**bits).round_()  # it holds up to 2 ** 53
+    units = (in_float64(x.detach(), "a decay that is exact counts") / unit).round_()  # it holds up to 2 ** 53
     whole = (units / d).trunc_()  # as n * x itself may have more than 53 bits
     fewer = digits.div(n, rounding_mode="trunc")
     part = torch.sub(units, whole, alpha=d).mul_(n) + torch.sub(digits, fewer, alpha=n)
     more = ((part + 0.5) / d).floor_()  # half a unit from where a rounded quotient would be another whole number
     left = part.sub_(more, alpha=d)
     product = whole.to(torch.int64).mul_(n) + more.to(torch.int64)
-    rounded = product.to(x.dtype) * 2.0**-bits
+    rounded = product.to(x.dtype) * unit
     return straight_through(rounded, x * float(by)), fewer.mul_(d) + left.to(torch.int64)

@@ -14,8 +14,7 @@ from torch import nn
 from invfunc import tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.pairs.pair import Invertible
-from invfunc.pairs.part import OfModule
-from invfunc.pairs.state import per_sample
+from invfunc.pairs.part import OfModule, per_sample
 from invfunc.pairs.value import Value
 
 
@@ -79,7 +78,7 @@ def from_module(module: nn.Module, *, log_det: bool = True) -> Invertible:
     forward, inverse, both, both_back = (_Way(call, part, *way) for way in product(("y", "both"), (False, True)))
     if not log_det:
         return Invertible(forward, inverse, name=call)
-    carried = Invertible(both, both_back, name=f"with_log_det({call})")
+    carried = Invertible(both, both_back, name=f"with_log_det({call})", carries_a_sum=True)
     return Invertible(forward, inverse, log_det=_Way(call, part, "log_det", False), name=call, carried=carried)
 
 
@@ -109,13 +108,8 @@ class _Way(Value):
     gives: str
     backwards: bool
 
-    @property
-    def carries_a_sum(self) -> bool:
-        """Whether a sum stands beside x."""
-        return self.gives == "both"
-
     def __call__(self, x: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
-        x, s = x if self.carries_a_sum else (x, 0)
+        x, s = x if self.gives == "both" else (x, None)
         if isinstance(params, dict):
             params = {f"module.{name}": p for name, p in params.items()}
         found = self.part(x, params, *args, backwards=self.backwards, **kwargs)
@@ -128,7 +122,7 @@ class _Way(Value):
         if self.gives == "y":
             return found[0]
         log_det = self._of_each(tree.tensors(x)[0], found[1])
-        return (found[0], s + log_det) if self.carries_a_sum else log_det
+        return log_det if s is None else (found[0], s + log_det)
 
     def _of_each(self, x: torch.Tensor, found: Any) -> torch.Tensor:
         """The log-determinant of each sample: `[N]`."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,8 +15,8 @@ from torch import nn
 from invfunc import tree
 from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.pairs.as_module import BlockModule
 from invfunc.pairs.part import needed
+from invfunc.pairs.places import places_in, read
 from invfunc.pairs.value import Value
 from invfunc.transform import shown
 
@@ -46,6 +47,7 @@ class Invertible(Value):
         name: what `repr` says.
         composition: what it is composed of, as in `chain`; it then frees its own memory.
         carried: what `with_log_det` makes of it, where both directions give the log-determinant beside their result.
+        carries_a_sum: whether the last tensor of the state is a sum, which nothing is computed from but further sums.
 
     Raises:
         ArgumentTypeError: a part is not a function.
@@ -66,11 +68,10 @@ class Invertible(Value):
     name: str = ""
     composition: Any = None
     carried: Invertible | None = None
+    carries_a_sum: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.shared, tuple):
-            kind = type(self.shared).__name__
-            raise ArgumentTypeError(f"{self!r}: shared is of type {kind}, but has to be a tuple of functions.")
+        object.__setattr__(self, "shared", tuple(self.shared))
         parts = {"forward": self.forward, "inverse": self.inverse, "log_det": self.log_det or callable}
         for name, part in (parts | {f"shared[{i}]": fn for i, fn in enumerate(self.shared)}).items():
             needed(repr(self), name, part)
@@ -116,11 +117,6 @@ class Invertible(Value):
     def inverse_of(self, x: tree.Form, like: Sequence[Any], kept: Mapping[int, torch.Tensor]) -> Callable:
         """The inverse, for an x of this form whose tensors are like these, and some of which are known."""
         return self.inverse
-
-    @property
-    def carries_a_sum(self) -> bool:
-        """Whether the last tensor of the state is a sum, which nothing is computed from but further sums."""
-        return getattr(getattr(self.forward, "__self__", self.forward), "carries_a_sum", False) is True
 
     def apart(self, y: Any) -> tuple[Any, tuple]:
         """What forward returns for the caller, and what it hides."""
@@ -181,8 +177,8 @@ def invert(pair: Invertible) -> Invertible:
         return rewrapped(block, pair.composition.inverted(name), keep=False)
     log_det = None if pair.log_det is None else _Carried(pair).of_inverse
     carried = None if pair.carried is None else invert(pair.carried)
-    back = Invertible(pair.inverse, pair.forward, pair.shared, log_det=log_det, name=name, carried=carried)
-    return rewrapped(block, back, keep=False)
+    given = {"log_det": log_det, "name": name, "carried": carried, "carries_a_sum": pair.carries_a_sum}
+    return rewrapped(block, Invertible(pair.inverse, pair.forward, pair.shared, **given), keep=False)
 
 
 def with_log_det(pair: Invertible) -> Invertible:
@@ -221,7 +217,7 @@ def with_log_det(pair: Invertible) -> Invertible:
         carried = pair.carried
     elif pair.log_det is not None:
         both = _Carried(pair)
-        carried = Invertible(both.forward, both.inverse, pair.shared, pair.hidden, name=name)
+        carried = Invertible(both.forward, both.inverse, pair.shared, pair.hidden, name=name, carries_a_sum=True)
     else:
         raise ArgumentError(f"{name}: the pair has no log_det.")
     return rewrapped(block, carried)
@@ -231,7 +227,6 @@ def with_log_det(pair: Invertible) -> Invertible:
 class _Carried(Value):
     """Both directions of a pair on states `(x, s)` with a sum of log-determinants."""
 
-    carries_a_sum: ClassVar = True
     pair: Any
     """An `Invertible` with a log_det."""
 
@@ -330,3 +325,56 @@ class _Swapped(Value):
 
     def __call__(self, first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
         return self.f(second, first, *args, **kwargs)
+
+
+class BlockModule(nn.Module):
+    """A pair, block or chain as a module: `module(x, *args, **kwargs)`.
+
+    Args:
+        block: what it calls, with the parameters of its own modules.
+        pair: the pair of the block.
+    """
+
+    def __init__(self, block: Any, pair: Any) -> None:
+        super().__init__()
+        self.block = block
+        of_parts = isinstance(getattr(pair.forward, "__self__", pair.forward), Value)
+        self._of_parts = of_parts if pair.composition is None else not pair.composition.counted
+        """Whether the block takes parameters in front of further arguments."""
+        for name, module in _modules(pair):
+            if module not in self._modules.values():
+                self.add_module(f"{name}_{len(self._modules)}" if name in self._modules else name, module)
+        if not self._modules:
+            raise ArgumentError(
+                f"{block!r}.module(): no part is a module that could be registered. Give modules as the parts, as in "
+                "additive_coupling(nn.Linear(2, 2), nn.Linear(2, 2)); a module that holds what lambdas call registers "
+                "it already."
+            )
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the block gives; further arguments go to its parts."""
+        own = (None,) if self._of_parts and (args or kwargs) else ()
+        return self.block(x, *own, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return repr(self.block)
+
+
+def _modules(pair: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a pair with their names; of a chain one for each block that has any."""
+    if pair.composition is not None:
+        blocks = enumerate(pair.composition.blocks)
+        yield from ((str(i), BlockModule(block, block.pair)) for i, block in blocks if any(_modules(block.pair)))
+        return
+    names = getattr(getattr(pair.forward, "__self__", None), "names", [f"parts_{i}" for i in range(len(pair.shared))])
+    for name, held in (*zip(names, pair.shared, strict=True), ("f", pair.forward), ("f_inv", pair.inverse)):
+        yield from ((name, module) for module in _held(held))
+
+
+def _held(value: Any) -> Iterator[nn.Module]:
+    """The modules that a function of a pair is, or holds as its own."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, (MethodType, tuple, list, Value)):
+        for place in places_in(value):
+            yield from _held(read(place))

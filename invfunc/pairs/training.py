@@ -219,7 +219,7 @@ class _Gradient(Value):
         return torch.zeros_like(weights) if found is None else found
 
 
-def _vector(params: Any, dtype: torch.dtype | None) -> torch.Tensor:
+def _vector(params: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([t.to(dtype).flatten() for t in tree.tensors(params)])
 
 
@@ -278,7 +278,8 @@ class _Descent(Value):
         gained = self._gained(rate, gradient(state.weights, state.like, *args, **kwargs))
         moments, digits = self._each(Decay.forth, state, gained, state.steps)
         weights = state.weights + self.moved(rate, moments, state.steps + 1)
-        return self._checked(Training(weights, moments, digits, state.steps + 1, state.like), gained)
+        self.grid.checked(weights, *moments, *gained, entered=True)
+        return Training(weights, moments, digits, state.steps + 1, state.like)
 
     def inverse(self, gradient: Callable, state: Any = None, *args: Any, **kwargs: Any) -> Training:
         rate, steps = self._rate(state, args, kwargs), state.steps - 1
@@ -287,7 +288,8 @@ class _Descent(Value):
         weights = state.weights - self.moved(rate, state.moments, state.steps)
         gained = self._gained(rate, gradient(weights, state.like, *args, **kwargs))
         moments, digits = self._each(Decay.back, state, gained, steps)
-        return self._checked(Training(weights, moments, digits, steps, state.like), gained)
+        self.grid.checked(weights, *moments, *gained, entered=True)
+        return Training(weights, moments, digits, steps, state.like)
 
     def _rate(self, state: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The learning rate of a step, where the state is one of `start`."""
@@ -307,10 +309,6 @@ class _Descent(Value):
         moments, digits = zip(*(way(*each, steps, self.grid) for each in together), strict=True)
         return moments, digits
 
-    def _checked(self, state: Training, gained: list[torch.Tensor]) -> Training:
-        self.grid.checked(state.weights, *state.moments, *gained, entered=True)
-        return state
-
 
 @dataclass(frozen=True, eq=False)
 class _Adam(_Descent):
@@ -318,14 +316,10 @@ class _Adam(_Descent):
 
     def added(self, rate: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
         first, second = (float(1 - decay.by) for decay in self.decays)
-        return first * gradient, second * gradient.square() + self._unit / 2
+        return first * gradient, second * gradient.square() + self.grid.unit / 2
 
     def moved(self, rate: Any, moments: tuple, steps: int) -> torch.Tensor:
         first, second = (1 - float(decay.by) ** steps for decay in self.decays)
         mean, square = moments
-        root = (square.clamp(min=self._unit) / second).sqrt()  # whose derivative at 0 would be infinite
+        root = (square.clamp(min=self.grid.unit) / second).sqrt()  # whose derivative at 0 would be infinite
         return self.grid.round(-rate * (mean / first) / (root + self.eps))
-
-    @property
-    def _unit(self) -> float:
-        return 2.0**-self.grid.fraction_bits

@@ -197,10 +197,10 @@ class Inverse:
 
     def __call__(self, given: Mapping[Ref, torch.Tensor], near: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of x; `near` is one of y, beside which others are made."""
-        differentiates = self.recording.differentiates
-        numbers = {node: _laid(t, node) for node, t in given.items()}
-        if differentiates:
-            numbers = {n: t if t.requires_grad else leaf_at(t, differentiable(t)) for n, t in numbers.items()}
+        differentiates, numbers = self.recording.differentiates, dict[Ref, torch.Tensor]()
+        for node, t in given.items():
+            leaf = differentiates and not t.requires_grad
+            numbers[node] = _laid(leaf_at(t, differentiable(t)) if leaf else t, node)
 
         def blank(node: Ref) -> torch.Tensor:
             return near.new_empty_strided(node.shape, node.stride, dtype=node.dtype, device=node.device).fill_(1)
@@ -294,10 +294,15 @@ def _undone(call: OpCall, node: Ref) -> list[InverseStep]:
     if name == "flip":
         dims = [i for i in call.leaves if isinstance(i, int)]
         return [InverseStep(node, [y], call, lambda get: get(y).flip(dims), "{y}")]
-    first, alpha = call.argument("input") is node, call.argument("alpha", 1)
+    return _subtracted(call, node, y) if y.shape == node.shape else []
+
+
+def _subtracted(call: OpCall, node: Ref, y: Ref) -> list[InverseStep]:
+    """An operand of a sum or a product."""
+    name, first, alpha = _called(call), call.argument("input") is node, call.argument("alpha", 1)
     other, scaled = call.argument("other" if first else "input"), (name == "rsub") == first
     undo, text = _UNDO.get((name, first), (None, ""))
-    if undo is None or y.shape != node.shape or (scaled and alpha != 1) or call.argument("rounding_mode") is not None:
+    if undo is None or (scaled and alpha != 1) or call.argument("rounding_mode") is not None:
         return []
     whole = not (node.dtype.is_floating_point or node.dtype.is_complex)
     if name in ("mul", "div") and (whole or not _nonzero(other)):
@@ -378,21 +383,16 @@ def _why(calls: list[OpCall], missing: list[Ref], known: Mapping[Ref, Any], name
     """The call whose result y tells, though not all that it reads."""
     name = " and ".join(names.get(node, "x") for node in missing)
     unknown = {call: [node for node in call.reads if node not in known] for call in calls}
-    blocked = [call for call in calls if unknown[call] and all(out in known for out in call.outputs)]
-    blocked = [call for call in blocked if all(out.memory is not unknown[call][0].memory for out in call.outputs)]
+    told = [call for call in calls if unknown[call] and all(out in known for out in call.outputs)]
+    blocked = [call for call in told if all(out.memory is not unknown[call][0].memory for out in call.outputs)]
     if not blocked:
         return f"y has nothing of {name}, or not all of it"
     call = min(blocked, key=lambda call: len(unknown[call]))
-    why = "is not undone"
-    if len(unknown[call]) > 1:
-        reader = next((node.made for node in unknown[call] if node.made is not None), call)
-        why = (
-            f"adds to a part of x what {reader} reads of one that is not known by then. F may read the other parts, "
-            "and after an update their new values, as in y2 = x2 + G(y1)"
-        )
-    elif _called(call) in ("mul", "div"):
-        why = "scales by what may be 0; exp, sigmoid and softplus give scales that are not"
-    return f"y does not tell {name}, as {call} {why}"
+    return (
+        f"y does not tell {name}, as {call} is not undone. What is added to a part of x may read the other parts, and "
+        "after an update their new values, as in y2 = x2 + G(y1); a scale may not be 0, as exp, sigmoid and softplus "
+        "are not"
+    )
 
 
 def _formulas(steps: Sequence[InverseStep], names: Mapping[Ref, str]) -> str:

@@ -150,19 +150,13 @@ class RecordedRun(Listener):
         held: list[Any] = [self.node(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         kind = next((node.device.type for node in held if isinstance(node, Ref)), "cpu")
         call = OpCall(function, held, structure, _place(), autocast_of(kind))
-        if of_x := any(node.of_x for node in call.reads):
-            self.differentiates |= function.entry.differentiates
-            for node, leaf in zip(held, leaves, strict=True):
-                if isinstance(node, Ref) and node.of_x and leaf.requires_grad and leaf.is_leaf:
-                    node.leaf = True
+        of_x = any(node.of_x for node in call.reads)
+        self.differentiates |= of_x and function.entry.differentiates
         written = _written(function, args, kwargs, leaves)
         if self._dry:
             copies = {i: leaves[i].clone() for i in written if held[i].made is None}
             args, kwargs = tree.unflatten([copies.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
-        self.start |= {g: state_of(g) for g in leaves if isinstance(g, torch.Generator) and g not in self.start}
-        before = {g: state_of(g) for g in self.start}
-        tensors = tree.tensors(result := function.func(*args, **kwargs))
-        call.generators = [g for g, state in before.items() if not same_state(state, state_of(g))]
+        tensors = tree.tensors(result := self._drawing(call, leaves, args, kwargs))
         if not (tensors or written or function.entry.reads == "none" or function.name.startswith("get:")):
             if of_x:
                 refuse(f"{call} reads numbers of x, on which what f does may depend")
@@ -170,14 +164,24 @@ class RecordedRun(Listener):
         self._note(call, of_x, leaves, written, tensors)
         return result
 
+    def _drawing(self, call: OpCall, leaves: list[Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of a call; the generators that it draws from are noted."""
+        self.start |= {g: state_of(g) for g in leaves if isinstance(g, torch.Generator) and g not in self.start}
+        before = {g: state_of(g) for g in self.start}
+        result = call.function.func(*args, **kwargs)
+        call.generators = [g for g, state in before.items() if not same_state(state, state_of(g))]
+        return result
+
     def _note(self, call: OpCall, of_x: bool, leaves: list[Any], written: Iterable[int], tensors: Any) -> None:
-        """Note what a call writes and gives."""
+        """Note what a call writes and gives, and which of its arguments f has made leaves that need a gradient."""
         near = [(node, leaf) for node, leaf in zip(call.leaves, leaves, strict=True) if isinstance(node, Ref)]
+        for node, leaf in near if of_x else ():
+            node.leaf |= node.of_x and leaf.requires_grad and leaf.is_leaf
         for i in written:
-            node: Any = call.leaves[i]
-            for other in node.memory:
+            before: Any = call.leaves[i]
+            for other in before.memory:
                 other.written = str(call)
-            call.rewritten[self._enter(leaves[i], call, of_x or node.of_x)] = i
+            call.rewritten[self._enter(leaves[i], call, of_x or before.of_x)] = i
         call.results |= {self._enter(t, call, of_x, near): i for i, t in enumerate(tensors) if t not in self._of}
         if call.outputs:
             self.calls.append(call)
