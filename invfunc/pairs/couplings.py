@@ -61,6 +61,8 @@ class Moves(Law):
     parts: str
     """What the two parts are called, each by a letter."""
     moves: tuple[Move, ...]
+    dim: int | None = None
+    """The axis along which the parts are halves of one tensor, if they are."""
 
     def forward(self, *given: Any, **kwargs: Any) -> Any:
         parts, calls = self.read(given, "x")
@@ -75,7 +77,12 @@ class Moves(Law):
         return self.joined(parts)
 
     def log_det(self, *given: Any, **kwargs: Any) -> torch.Tensor:
-        return self.log_scales(*self.read(given, "x"), kwargs)
+        parts, calls = self.read(given, "x")
+        if self.dim is not None and self.dim % parts[0].dim() == 0:
+            raise ArgumentError(
+                f"{self.call}: the log-determinant is that of each entry of axis 0, which is the one that is split."
+            )
+        return self.log_scales(parts, calls, kwargs)
 
     def log_scales(self, parts: list[Any], calls: Calls, kwargs: dict[str, Any]) -> torch.Tensor:
         """The sum of the log-scales of all moves, for each sample."""
@@ -89,11 +96,21 @@ class Moves(Law):
 
     def apart(self, state: Any, name: str) -> list[Any]:
         """The parts of x or y."""
-        return [*two_parts(state, self.call, name)]
+        if self.dim is None:
+            return [*two_parts(state, self.call, name)]
+        shape = list(state.shape) if isinstance(state, torch.Tensor) else []
+        if not -len(shape) <= self.dim < len(shape) or shape[self.dim] < 2:
+            what = shape if isinstance(state, torch.Tensor) else type(state).__name__
+            raise ArgumentError(f"{self.call}: x is {what}, which has no two halves along this axis.")
+        halves = [*state.chunk(2, self.dim)]  # whose gradients are joined at once; those of slices are each as large
+        read = 1 - self.moves[0 if name == "x" else -1].part
+        # Laid out by itself, as the other direction gives it, and no view of several, which torch lets nobody write
+        halves[read] = halves[read].clone(memory_format=torch.contiguous_format)
+        return halves
 
     def joined(self, parts: list[Any]) -> Any:
         """The state of two parts."""
-        return tuple(parts)
+        return tuple(parts) if self.dim is None else torch.cat(parts, self.dim)
 
     def calls(self, functions: tuple, args: list[Any]) -> Calls:
         """Each function that a move may ask, with what it gets behind a part."""
@@ -237,7 +254,7 @@ def _coupling(law: type[_Coupling], call: str, move: Callable, F: Callable, G: C
         call = f"{call[:-1]}, split_dim={dim!r})"
         if not isinstance(dim, int):
             raise ArgumentTypeError(f"{call}: split_dim is an axis, a whole number.")
-    return law(call, ("F", "G"), "ab", (move(0, 0), move(1, 1)), (without(F), without(G)), dim).pair(call, (F, G))
+    return law(call, ("F", "G"), "ab", (move(0, 0), move(1, 1)), dim, (without(F), without(G))).pair(call, (F, G))
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,27 +288,10 @@ class _Scaled(Move):
 
 @dataclass(frozen=True, eq=False)
 class _Coupling(Moves):
-    """Moves of a by F and of b by G, on a pair or on the halves of one tensor."""
+    """Moves of a by F and of b by G, which get parameters of their own."""
 
-    without: tuple[tuple, tuple]
+    without: tuple[tuple, tuple] = (), ()
     """What stands in the place of the parameters of F and of G where none are given."""
-    dim: int | None
-
-    def apart(self, state: Any, name: str) -> list[Any]:
-        if self.dim is None:
-            return [*two_parts(state, self.call, name)]
-        shape = list(state.shape) if isinstance(state, torch.Tensor) else []
-        if not -len(shape) <= self.dim < len(shape) or shape[self.dim] < 2:
-            what = shape if isinstance(state, torch.Tensor) else type(state).__name__
-            raise ArgumentError(f"{self.call}: x is {what}, which has no two halves along this axis.")
-        halves = [*state.chunk(2, self.dim)]  # whose gradients are joined at once; those of slices are each as large
-        read = 1 if name == "x" else 0
-        # Laid out by itself, as the other direction gives it, and no view of several, which torch lets nobody write
-        halves[read] = halves[read].clone(memory_format=torch.contiguous_format)
-        return halves
-
-    def joined(self, parts: list[Any]) -> Any:
-        return tuple(parts) if self.dim is None else torch.cat(parts, self.dim)
 
     def calls(self, functions: tuple, args: list[Any]) -> Calls:
         params, *more = args or (None,)
@@ -306,14 +306,6 @@ class _Coupling(Moves):
             )
         (F, G), (p, q) = functions, own
         return [(F, (*p, *more)), (G, (*q, *more))]
-
-    def log_det(self, *given: Any, **kwargs: Any) -> torch.Tensor:
-        parts, calls = self.read(given, "x")
-        if self.dim is not None and self.dim % parts[0].dim() == 0:
-            raise ArgumentError(
-                f"{self.call}: the log-determinant is that of each entry of axis 0, which is the one that is split."
-            )
-        return self.log_scales(parts, calls, kwargs)
 
 
 class _Affine(_Coupling):

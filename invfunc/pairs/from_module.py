@@ -74,7 +74,7 @@ def from_module(module: nn.Module, *, log_det: bool = True) -> Invertible:
     run = _interface(call, module)
     if not log_det and run is not _by_inverse:
         raise ArgumentError(f"{call[:-1]}, log_det=False): only a module with a method `inverse` may leave it out.")
-    part = OfModule(_Directed(module, run if log_det else _alone))
+    part = OfModule(_Directed(module, run, log_det))
     forward, inverse, both, both_back = (_Way(call, part, *way) for way in product(("y", "both"), (False, True)))
     if not log_det:
         return Invertible(forward, inverse, name=call)
@@ -85,13 +85,14 @@ def from_module(module: nn.Module, *, log_det: bool = True) -> Invertible:
 class _Directed(nn.Module):
     """A module in both directions."""
 
-    def __init__(self, module: nn.Module, run: Callable) -> None:
+    def __init__(self, module: nn.Module, run: Callable, log_det: bool) -> None:
         super().__init__()
-        self.module, self.run = module, run
+        self.module, self.run, self.log_det = module, run, log_det
 
     def forward(self, x: Any, *args: Any, backwards: bool, **kwargs: Any) -> tuple[Any, Any]:
         """The result, and the log-determinant of this direction."""
-        return self.run(self.module, backwards, x, *args, **kwargs)
+        found = self.run(self.module, backwards, x, *args, **kwargs)
+        return found if self.log_det else (found, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,10 +155,6 @@ def _interface(call: str, module: nn.Module) -> Callable:
 
 def _by_inverse(module: Any, backwards: bool, x: Any, *args: Any, **kwargs: Any) -> Any:
     return (module.inverse if backwards else module)(x, *args, **kwargs)
-
-
-def _alone(module: Any, backwards: bool, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return _by_inverse(module, backwards, x, *args, **kwargs), None
 
 
 def _by_argument(module: Any, backwards: bool, x: Any, *args: Any, **kwargs: Any) -> Any:

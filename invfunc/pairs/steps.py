@@ -52,8 +52,7 @@ def momentum(f: Callable, gamma: float = 0.9) -> Invertible:
     call = f"momentum({describe(f)}, gamma={gamma})"
     if not isinstance(gamma, (int, float)) or not 0 < gamma < 1:
         raise ArgumentError(f"{call}: gamma has to be between 0 and 1.")
-    v_by_f, x_by_v = Move(1, 0, gamma, 1 - gamma), Move(0, None)
-    return Moves(call, ("f",), "xv", (v_by_f, x_by_v)).pair(call, (f,))
+    return Moves(call, ("f",), "xv", (Move(1, 0, gamma, 1 - gamma), Move(0, None))).pair(call, (f,))
 
 
 def leapfrog(force: Callable, step: float) -> Invertible:
@@ -350,7 +349,7 @@ def bdia(f: Callable, grid: Grid | None = None) -> Invertible:
     if not isinstance(grid, (Grid, type(None))):
         raise ArgumentTypeError(f"{call[:-1]}, grid={grid!r}): grid is a Grid.")
     grid = grid or Grid()
-    law = _Bidirectional(call, ("f",), "wx", (Move(0, 0), Move(1, 0)), grid)
+    law = _Bidirectional(call, ("f",), "wx", (Move(0, 0), Move(1, 0)), grid=grid)
     return Invertible(law.forward, law.inverse, (Rounded(grid, f),), hidden=True, name=call)
 
 
@@ -358,7 +357,7 @@ def bdia(f: Callable, grid: Grid | None = None) -> Invertible:
 class _Bidirectional(Moves):
     """Both directions: one moves the first part of its state by f of the other, the other its second part."""
 
-    grid: Grid
+    grid: Grid = Grid()
 
     def forward(self, *given: Any, **kwargs: Any) -> Any:
         parts, calls = self.read(given, "x")

@@ -238,8 +238,8 @@ class _Descent(Value):
     decays: tuple[Decay, ...]
 
     def added(self, rate: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What each running mean gains by a gradient."""
-        return (-rate * gradient,)
+        """What each running mean gains by a gradient, on the grid."""
+        return (self.grid.round(-rate * gradient),)
 
     def moved(self, rate: Any, moments: tuple, steps: int) -> torch.Tensor:
         """By how much the weights change, from the new running means."""
@@ -275,7 +275,7 @@ class _Descent(Value):
 
     def forward(self, gradient: Callable, state: Any = None, *args: Any, **kwargs: Any) -> Training:
         rate = self._rate(state, args, kwargs)
-        gained = self._gained(rate, gradient(state.weights, state.like, *args, **kwargs))
+        gained = self.added(rate, gradient(state.weights, state.like, *args, **kwargs))
         moments, digits = self._each(Decay.forth, state, gained, state.steps)
         weights = state.weights + self.moved(rate, moments, state.steps + 1)
         self.grid.checked(weights, *moments, *gained, entered=True)
@@ -286,7 +286,7 @@ class _Descent(Value):
         if steps < 0:
             raise InverseError(f"{self.call}: the state is that of the start, before which there is no step.")
         weights = state.weights - self.moved(rate, state.moments, state.steps)
-        gained = self._gained(rate, gradient(weights, state.like, *args, **kwargs))
+        gained = self.added(rate, gradient(weights, state.like, *args, **kwargs))
         moments, digits = self._each(Decay.back, state, gained, steps)
         self.grid.checked(weights, *moments, *gained, entered=True)
         return Training(weights, moments, digits, steps, state.like)
@@ -299,11 +299,7 @@ class _Descent(Value):
             )
         return self.lr(*args, **kwargs) if callable(self.lr) else self.lr
 
-    def _gained(self, rate: Any, gradient: torch.Tensor) -> list[torch.Tensor]:
-        """What each running mean gains, on the grid."""
-        return [self.grid.round(t) for t in self.added(rate, gradient)]
-
-    def _each(self, way: Callable, state: Training, gained: list[torch.Tensor], steps: int) -> tuple[tuple, tuple]:
+    def _each(self, way: Callable, state: Training, gained: tuple, steps: int) -> tuple[tuple, tuple]:
         """All running means one step further, or back, and their digits."""
         together = zip(self.decays, state.moments, state.digits, gained, strict=True)
         moments, digits = zip(*(way(*each, steps, self.grid) for each in together), strict=True)
@@ -316,7 +312,8 @@ class _Adam(_Descent):
 
     def added(self, rate: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
         first, second = (float(1 - decay.by) for decay in self.decays)
-        return first * gradient, second * gradient.square() + self.grid.unit / 2
+        square = second * gradient.square() + self.grid.unit / 2
+        return self.grid.round(first * gradient), self.grid.round(square)
 
     def moved(self, rate: Any, moments: tuple, steps: int) -> torch.Tensor:
         first, second = (1 - float(decay.by) ** steps for decay in self.decays)

@@ -75,8 +75,7 @@ class FoundPair(Value):
         outside = None if inverse is None else inverse.recording.now()
         if inverse is None or outside is None:
             ones = (ys[0].new_empty_strided(t[0], t[3], dtype=t[1], device=t[2]).fill_(1) for t in like)
-            some = [t.detach() for t in ys] if [*map(_like, ys)] == like else ones
-            _, inverse, outside = self._record(form.join(some), x, args, kwargs, dry=True)
+            _, inverse, outside = self._record(form.join(ones), x, args, kwargs, dry=True)
         if inverse.kept != tuple(kept):
             inverse = Inverse(inverse.recording, tuple(kept), inverse.names)
         nodes = inverse.recording

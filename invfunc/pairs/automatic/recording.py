@@ -112,7 +112,6 @@ class RecordedRun(Listener):
         self.outside: dict[Ref, Any] = {}
         """The tensors that f reads and was not given, while it runs."""
         self.rest, self.xs = [[self._enter(t, of_x=given is xs) for t in given] for given in (rest, xs)]
-        self.ys: list[Ref] = []
         devices = {t.device for t in (*xs, *rest)} - {torch.device("cpu"), torch.device("meta")}
         generators = [torch.default_generator, *map(global_generator, devices)]
         self.start: dict[Generator, torch.Tensor] = {g: state_of(g) for g in generators}
