@@ -65,13 +65,13 @@ class Moves(Law):
     """The axis along which the parts are halves of one tensor, if they are."""
 
     def forward(self, *given: Any, **kwargs: Any) -> Any:
-        parts, calls = self.read(given, "x")
+        parts, calls = self.read(given, "x", self.moves[0])
         for move in self.moves:
             parts[move.part] = combined(move.forth, parts[move.part], self.said(move, parts, calls, kwargs))
         return self.joined(parts)
 
     def inverse(self, *given: Any, **kwargs: Any) -> Any:
-        parts, calls = self.read(given, "y")
+        parts, calls = self.read(given, "y", self.moves[-1])
         for move in reversed(self.moves):
             parts[move.part] = combined(move.back, parts[move.part], self.said(move, parts, calls, kwargs))
         return self.joined(parts)
@@ -79,9 +79,7 @@ class Moves(Law):
     def log_det(self, *given: Any, **kwargs: Any) -> torch.Tensor:
         parts, calls = self.read(given, "x")
         if self.dim is not None and self.dim % parts[0].dim() == 0:
-            raise ArgumentError(
-                f"{self.call}: the log-determinant is that of each entry of axis 0, which is the one that is split."
-            )
+            raise ArgumentError(f"{self.call}: log_det is of each entry of axis 0, which is the one that is split.")
         return self.log_scales(parts, calls, kwargs)
 
     def log_scales(self, parts: list[Any], calls: Calls, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -89,13 +87,13 @@ class Moves(Law):
         scale = sum(math.log(move.scale) for move in self.moves)  # of each entry, as both parts are alike
         return reduce(torch.add, [per_sample(torch.full_like(wide(t), scale)) for t in tree.tensors(parts[0])])
 
-    def read(self, given: tuple, name: str) -> tuple[list[Any], Calls]:
+    def read(self, given: tuple, name: str, first: Move | None = None) -> tuple[list[Any], Calls]:
         """The parts of the state, and each function with the arguments that it gets behind a part."""
         functions, (state, *args) = given[: len(self.names)], given[len(self.names) :] or (None,)
-        return self.apart(state, name), self.calls(functions, args)
+        return self.apart(state, name, first), self.calls(functions, args)
 
-    def apart(self, state: Any, name: str) -> list[Any]:
-        """The parts of x or y."""
+    def apart(self, state: Any, name: str, first: Move | None) -> list[Any]:
+        """The parts of x or y, of which a first move reads one."""
         if self.dim is None:
             return [*two_parts(state, self.call, name)]
         shape = list(state.shape) if isinstance(state, torch.Tensor) else []
@@ -103,9 +101,9 @@ class Moves(Law):
             what = shape if isinstance(state, torch.Tensor) else type(state).__name__
             raise ArgumentError(f"{self.call}: x is {what}, which has no two halves along this axis.")
         halves = [*state.chunk(2, self.dim)]  # whose gradients are joined at once; those of slices are each as large
-        read = 1 - self.moves[0 if name == "x" else -1].part
-        # Laid out by itself, as the other direction gives it, and no view of several, which torch lets nobody write
-        halves[read] = halves[read].clone(memory_format=torch.contiguous_format)
+        if first is not None:  # laid out by itself, as the other direction gives it, and no view of several,
+            read = 1 - first.part  # which torch lets nobody write
+            halves[read] = halves[read].clone(memory_format=torch.contiguous_format)
         return halves
 
     def joined(self, parts: list[Any]) -> Any:
