@@ -17,6 +17,7 @@ from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import Call, Mixed, Place, Unknown
 from invfunc.operations.equations import LETTERS
 from invfunc.operations.factors import Part, Recipe, Site
+from invfunc.core.run import Run
 from invfunc.recording import Trace
 
 ShareRule = Callable[..., tuple[Any, ...]]
@@ -94,7 +95,7 @@ class Operation:
         return f"operation({self.__name__.removeprefix('operation ')})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not under(Trace):
+        if not under((Trace, Run)):
             return self.fn(*args, **kwargs)
         return torch.overrides.handle_torch_function(self, tree.tensors((args, kwargs)), *args, **kwargs)
 

@@ -179,7 +179,7 @@ def dual(*tensors: torch.Tensor) -> bool:
     return False
 
 
-def under(kind: type, holds: Callable[[Any], bool] = lambda mode: True) -> bool:
+def under(kind: type | tuple[type, ...], holds: Callable[[Any], bool] = lambda mode: True) -> bool:
     """Whether a torch function mode of some kind is active, of which something holds."""
     return any(isinstance(mode, kind) and holds(mode) for mode in _get_current_function_mode_stack())
 

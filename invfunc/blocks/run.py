@@ -59,6 +59,7 @@ from invfunc.blocks.surroundings import (
 )
 from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
 from invfunc.operations.heard import Followed
+from invfunc.core.run import Run as CoreRun
 from invfunc.recording.trace import Trace
 from invfunc.transform import told
 
@@ -117,7 +118,7 @@ class Run(Holder):
 
     def __init__(self, level: int, seen: Callable[[], AbstractContextManager] = nullcontext) -> None:
         self._level, self._seen = Level(level), seen
-        self._forms = Followed if under(Trace) else nullcontext
+        self._forms = Followed if under((Trace, CoreRun)) else nullcontext
         self.links: list[Link] = []
         self._starts: list[int] = []
         self._like: list[tuple[torch.Size, torch.dtype]] = []

@@ -29,6 +29,7 @@ from invfunc.blocks.equal_steps import alike, as_one
 from invfunc.blocks.link import Step
 from invfunc.blocks.run import Run
 from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.core.run import Run
 from invfunc.recording.trace import Trace
 
 
@@ -130,7 +131,7 @@ def _only_level(given: Sequence[torch.Tensor]) -> int | None:
     """The level inside of torch.func at which alone some tensors have a graph, if there is one."""
     around = levels()
     grads = [level for kind, level in around if kind == "grad"]
-    if under(Trace) or len(grads) > 1 or any(kind not in ("grad", "vmap") for kind, _ in around):
+    if under((Trace, Run)) or len(grads) > 1 or any(kind not in ("grad", "vmap") for kind, _ in around):
         return None
     level = grads[0] if grads else 0
     other = ((of := recorded(t)).requires_grad and (level_of(of) or 0) != level for t in given)
