@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import dispatched, dual_level, listening, transforming, version
 from invfunc.core.columns import Criterion
-from invfunc.core.marks import SUMMED, Mark, Unsupported
+from invfunc.core.marks import HALF, SUMMED, Mark, Unsupported
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.uses import Use
@@ -21,15 +22,14 @@ from invfunc.recording.problem import Problem
 from invfunc.reductions import Found, Reduction, State
 from invfunc.reductions.quantity import GGN, Quantity
 
-_DTYPES = (torch.float32, torch.float64)
+_DTYPES = (torch.float32, torch.float64, *HALF)
 
 
 def plain(problem: Problem) -> bool:
     """Whether the arguments of a call are ordinary tensors, which nothing else watches."""
     if listening() or dispatched() or torch.is_inference_mode_enabled():
         return False
-    device = problem.leaves[0].device.type
-    if torch.is_autocast_enabled(device) or (dual_level() and not transforming()):
+    if dual_level() and not transforming():
         return False
     return all([x.dtype in _DTYPES and x.layout is torch.strided for x in problem.leaves])
 
@@ -59,13 +59,11 @@ class Again(Exception):
 
 
 def _evaluated(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool) -> tuple[list[Any], Any]:
+    device = problem.leaves[0].device.type
     leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
     if any([q.kind is GGN for q in quantities]):
         run.criterion = Criterion()
-    if run.deep:
-        with TwiceDifferentiable():
-            out, aux = _called(problem, run, leaves)
-    else:
+    with _autocast(device, True), TwiceDifferentiable() if run.deep else nullcontext():
         out, aux = _called(problem, run, leaves)
     if run.closed_over and outside and not run.deep:
         raise Again
@@ -73,7 +71,7 @@ def _evaluated(problem: Problem, quantities: Sequence[Quantity], run: Run, outsi
     n, dtype = problem.n, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
     found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
     folds = [Fold(q.reduction, problem, found) for q in quantities]
-    with torch.set_grad_enabled(run.deep and outside):
+    with torch.set_grad_enabled(run.deep and outside), _autocast(device, False):
         if run.criterion is not None:
             _columns(run, problem, quantities, folds, out)
         elif run.deep or any([f.reduction.before is not None for f in folds]):
@@ -84,6 +82,13 @@ def _evaluated(problem: Problem, quantities: Sequence[Quantity], run: Run, outsi
             _streamed(run, problem, folds, out, cotangent)
         results = [f.finished() for f in folds]
     return (_left(run, results, outside) if run.deep else results), None if aux is None else _left(run, aux, outside)
+
+
+def _autocast(device: str, enabled: bool) -> AbstractContextManager:
+    """A context without autocast, or without its cache, which would keep the casts of all aliases; if there is any."""
+    if not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, torch.get_autocast_dtype(device), enabled, cache_enabled=False)
 
 
 def _called(problem: Problem, run: Run, leaves: list[torch.Tensor]) -> tuple[Any, Any]:
@@ -125,7 +130,7 @@ def _columns(run: Run, problem: Problem, quantities: Sequence[Quantity], folds: 
         assert x is not None
         block = made[0].block(0, count, slice(None))
         with torch.enable_grad():
-            run.pull_columns(x, block.left[0].reshape(count, *x.shape))
+            run.pull_columns(x, block.left[0].reshape(count, *x.shape).to(x.dtype))
         for k in same:
             folds[k].found = replace(folds[k].found, columns=count)
         _fold(run, problem, [folds[k] for k in same], [u for u in run.uses if u.d is not None])

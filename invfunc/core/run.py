@@ -38,6 +38,7 @@ from invfunc.core.marks import (
     named,
     replaced,
     tensors,
+    wide,
 )
 from invfunc.core.probe import moved, probe
 from invfunc.core.tables import (
@@ -369,7 +370,7 @@ class Run(TorchFunctionMode):
         cotangents = dict(zip(edges, found, strict=False))
         for use in self.uses:
             if (d := cotangents[id(use.edge)]) is not None:
-                use.d = self.strip(d)[None]
+                use.d = wide(self.strip(d))[None]
 
     def pull_columns(self, out: Tensor, columns: Tensor) -> None:
         """Pull several vectors `[V, *out]` back at once."""
@@ -399,7 +400,7 @@ class Run(TorchFunctionMode):
         self.check(found[len(edges) :])
         cotangents = dict(zip(edges, found, strict=False))
         for use in self.uses:
-            use.d = None if (d := cotangents[id(use.edge)]) is None else self.strip(d)
+            use.d = None if (d := cotangents[id(use.edge)]) is None else wide(self.strip(d))
 
     def stream(self, out: Tensor, cotangent: Tensor | None, arrived: Callable[[Use], None]) -> None:
         """Pull one vector back, and hand each use over as its cotangent comes; it is freed then."""
@@ -412,7 +413,7 @@ class Run(TorchFunctionMode):
 
         def told(key: int, d: Tensor) -> None:
             for use in of.pop(key, ()):
-                use.d = d.detach()[None]
+                use.d = wide(d.detach())[None]
                 arrived(use)
 
         handles = []

@@ -13,7 +13,7 @@ import torch
 
 from invfunc import thresholds
 from invfunc._torch.precision import doubled, has_float64
-from invfunc.core.marks import DERIVED, LEAF, SWAP, Unsupported
+from invfunc.core.marks import DERIVED, HALF, LEAF, SWAP, Unsupported, wide
 from invfunc.core.run import Run
 from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Use, formed, product, summed
 from invfunc.linear_algebra.contract import Term, cancel, contract, joined, outer, squares_directly, squeezed, twice
@@ -53,12 +53,18 @@ class Shares:
         def back(row: torch.Tensor) -> torch.Tensor:
             return torch.autograd.grad(use.value, (leaf,), row, create_graph=run.deep, retain_graph=True)[0]
 
+        flat = rows.reshape(-1, *use.shape)
+        scale = None
+        if leaf.dtype in HALF or use.value.dtype in HALF:  # float16 has to hold the entries, and sums of them
+            size = flat.detach().abs().reshape(len(flat), -1).sum(1) / 1024
+            scale = torch.where((size > 0) & size.isfinite(), size, 1).view(-1, *[1] * len(use.shape))
+            flat = (flat / scale).to(use.value.dtype)
         with torch.enable_grad():
-            if lead == 0:
-                return run.strip(back(rows))
-            flat = rows.flatten(0, lead - 1)
             found = back(flat[0]).unsqueeze(0) if len(flat) == 1 else torch.func.vmap(back)(flat)
-        return run.strip(found).reshape(*rows.shape[:lead], *leaf.shape)
+        found = run.strip(found)
+        if scale is not None:
+            found = wide(found) * scale.view(-1, *[1] * leaf.ndim)
+        return found.reshape(*rows.shape[:lead], *leaf.shape)
 
     def blocks(self) -> list[Block]:
         """Blocks of samples whose gradients fit the cache."""

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from invfunc import tree
 from invfunc._torch.functorch import version
 from invfunc.core.axes import letters, operands
-from invfunc.core.marks import SUMMED, Axis, Known, Mark, Node, Unsupported, know, option, replaced, tensors
+from invfunc.core.marks import SUMMED, Axis, Known, Mark, Node, Unsupported, know, option, replaced, tensors, wide
 from invfunc.core.tables import called
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Pair(Use):
         if version(self.a) != self.version:
             raise Unsupported("what a parameter met was changed in place later")
         x = front(run.strip(self.a), self.a_axis, run.n)
-        return x if block is WHOLE else x[block]
+        return wide(x if block is WHOLE else x[block])
 
     def read(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         """a as `[n, g, p, k]`."""
@@ -261,9 +261,9 @@ class Convolution(Pair):
         d = d if weights is None else d * weights.to(d.dtype).view(-1, *[1] * (d.ndim - 1))
         kernel = len(self.shape) - 2
         stride, padding, dilation = self.window
-        weight = self.value.new_zeros(()).expand(self.shape)
+        weight = d.new_zeros(()).expand(self.shape)
         zeros = [0] * kernel
-        given = (d.flatten(0, 1), a, run.strip(weight), None, stride, padding, dilation, False, zeros, self.groups)
+        given = (d.flatten(0, 1), a, weight, None, stride, padding, dilation, False, zeros, self.groups)
         return torch.ops.aten.convolution_backward(*given, (False, True, False))[1]
 
 
@@ -488,7 +488,7 @@ def of_norm(places: tuple[int, int | None], layer: bool = False) -> Callable:
             if version(x) != before:
                 raise Unsupported("what a parameter met was changed in place later")
             with torch.no_grad() if not run.deep else torch.enable_grad():
-                return front(func(run.strip(x), *plain[1:], **options), axis, run.n)[block]
+                return wide(front(func(run.strip(x), *plain[1:], **options), axis, run.n)[block])
 
         uses: list[Use] = []
         for t, factor in ((w, normal), (b, None)):
@@ -614,4 +614,3 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
     for x, node in params:
         run.use(Copies(node, x), copies[id(x)])
     return out
-

@@ -1,0 +1,69 @@
+"""Programs that the core takes itself: each result is that of a plain loop, and no other engine was asked."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import invfunc
+from invfunc import testing
+from invfunc.testing import assert_trees_close
+
+X, Y = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)), torch.arange(5) % 3
+
+
+def model(*more):
+    torch.manual_seed(0)
+    return invfunc.functional(nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3), *more))
+
+
+def by_the_core(statistic, *args):
+    """The result, after which the statistic must still be one of the core."""
+    found = statistic(*args)
+    assert statistic.__dict__.get("direct", True), "the core has refused it"
+    return found
+
+
+class TestHalfPrecision:
+    @pytest.mark.parametrize("name", ["batch_grad", "batch_l2_grad", "sum_grad_squared", "variance", "gram"])
+    @pytest.mark.parametrize("way", ["params in bfloat16", "params in float16", "autocast around", "autocast inside"])
+    def test_of_gradients(self, name, way):
+        f, params = model()
+        low = {"params in bfloat16": torch.bfloat16, "params in float16": torch.float16}.get(way)
+        plain = f
+
+        def inside(p, x):
+            with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast inside"):
+                return plain(p, x)
+
+        def loss(p, x, y):
+            return F.cross_entropy(inside(p, x), y, reduction="none")
+
+        given = params if low is None else {k: p.to(low) for k, p in params.items()}
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast around"):
+            found = by_the_core(getattr(invfunc, name)(loss), given, X if low is None else X.to(low), Y)
+        wide = {k: p.float() for k, p in given.items()}
+        oracle = getattr(testing, "loop_" + name)
+        wanted = oracle(lambda p, x, y: F.cross_entropy(plain(p, x), y, reduction="none"))(wide, X, Y)
+        assert {x.dtype for x in invfunc.tree.tensors(found)} == {low or torch.float32}
+        assert_trees_close(found, wanted, 0.1)
+
+    @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+    def test_of_curvature(self, low):
+        f, params = model()
+        given = {k: p.to(low) for k, p in params.items()}
+        found = by_the_core(invfunc.diag_ggn(f, F.cross_entropy), given, X.to(low), Y)
+        wanted = testing.dense_diag_ggn(f, F.cross_entropy)({k: p.float() for k, p in given.items()}, X, Y)
+        assert_trees_close(found, wanted, 0.1)
+
+    def test_sums_are_those_of_float32(self):
+        """A bfloat16 sum of ones stops at 256."""
+        x = torch.ones(1000, 1).bfloat16()
+        found = by_the_core(invfunc.sum_grad_squared(lambda w, x: (x * w)[:, 0]), torch.ones(1).bfloat16(), x)
+        assert_trees_close(found, torch.full((1,), 1000.0), 0.01)
+
+    def test_a_parameter_that_is_cast_loses_no_small_gradient(self):
+        """Entries of 2^-13 have squares of 0 in float16."""
+        w, x = torch.zeros(64, 4).half(), torch.full((3, 64), 2.0**-13)
+        found = by_the_core(invfunc.batch_l2_grad(lambda w, x: (x @ w.float()).sum(1)), w, x)
+        assert_trees_close(found, torch.full((3,), 256 * 2.0**-26), 0.02)
