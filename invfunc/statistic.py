@@ -23,6 +23,9 @@ from invfunc.sparsity.report import Explanation
 from invfunc.transform import Transform
 
 
+_PLAIN = Options(), Options(dense=True)
+
+
 @dataclass(frozen=True, repr=False)
 class Statistic(Transform):
     """A function `(params, *batch) -> pytree like params`, made of a function by a transform."""
@@ -71,7 +74,7 @@ class Statistic(Transform):
             return None
         before = [(g, state_of(g)) for g in (*torchs_own(), *(d.generator for d in self.drawings))]
         try:
-            return evaluated(given, [s.quantity for s in self.members or (self,)])
+            return evaluated(given, [s.quantity for s in self.members or (self,)], self.options.dense)
         except Exception:
             object.__setattr__(self, "direct", False)
             set_states(before)
@@ -81,7 +84,7 @@ class Statistic(Transform):
     def direct(self) -> bool:
         """Whether the core takes it: a reduction of the gradients of all samples at once, or of columns of a GGN."""
         each = self.members or (self,)
-        if any(m.samples is not None or m.others is not None or m.options != Options() for m in (self, *each)):
+        if any(m.samples is not None or m.others is not None or m.options not in _PLAIN for m in (self, *each)):
             return False
         if any(m.drawing is not None and m.drawing.sample is not None for m in each):
             return False

@@ -34,22 +34,24 @@ def plain(problem: Problem) -> bool:
     return all([x.dtype in _DTYPES and x.layout is torch.strided for x in problem.leaves])
 
 
-def evaluated(problem: Problem, quantities: Sequence[Quantity]) -> tuple[list[Any], Any]:
-    """The results of some quantities of one function, and aux."""
+def evaluated(problem: Problem, quantities: Sequence[Quantity], dense: bool = False) -> tuple[list[Any], Any]:
+    """The results of some quantities of one function, and aux; `dense`, of all columns one by one."""
     outside = torch.is_grad_enabled()
     constants = [x for q in quantities for x in q.reduction.constants]
     deep = transforming() or (outside and any([x.requires_grad for x in (*problem.tensors(), *constants)]))
     try:
-        return _run(problem, quantities, deep, outside)
+        return _run(problem, quantities, deep, outside, dense)
     except Again:
-        return _run(problem, quantities, True, outside)
+        return _run(problem, quantities, True, outside, dense)
 
 
-def _run(problem: Problem, quantities: Sequence[Quantity], deep: bool, outside: bool) -> tuple[list[Any], Any]:
+def _run(
+    problem: Problem, quantities: Sequence[Quantity], deep: bool, outside: bool, dense: bool
+) -> tuple[list[Any], Any]:
     run = Run(problem.n, deep)
     run.open()
     try:
-        return _evaluated(problem, quantities, run, outside)
+        return _evaluated(problem, quantities, run, outside, dense)
     finally:
         run.close()
 
@@ -58,7 +60,9 @@ class Again(Exception):
     """Raised where the result has a derivative in what f closes over."""
 
 
-def _evaluated(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool) -> tuple[list[Any], Any]:
+def _evaluated(
+    problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool, dense: bool
+) -> tuple[list[Any], Any]:
     device = problem.leaves[0].device.type
     leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
     if any([q.kind is GGN for q in quantities]):
@@ -73,7 +77,7 @@ def _evaluated(problem: Problem, quantities: Sequence[Quantity], run: Run, outsi
     folds = [Fold(q.reduction, problem, found) for q in quantities]
     with torch.set_grad_enabled(run.deep and outside), _autocast(device, False):
         if run.criterion is not None:
-            _columns(run, problem, quantities, folds, out)
+            _columns(run, problem, quantities, folds, out, dense)
         elif run.deep or any([f.reduction.before is not None for f in folds]):
             with torch.enable_grad():
                 run.pull(out, cotangent)
@@ -110,7 +114,9 @@ def _called(problem: Problem, run: Run, leaves: list[torch.Tensor]) -> tuple[Any
         return problem.loss(out, target), aux
 
 
-def _columns(run: Run, problem: Problem, quantities: Sequence[Quantity], folds: Sequence[Fold], out: Any) -> None:
+def _columns(
+    run: Run, problem: Problem, quantities: Sequence[Quantity], folds: Sequence[Fold], out: Any, dense: bool
+) -> None:
     """Reduce the columns of each kind, one kind after the other."""
     criterion = run.criterion
     assert criterion is not None
@@ -122,18 +128,30 @@ def _columns(run: Run, problem: Problem, quantities: Sequence[Quantity], folds: 
         with torch.enable_grad():
             made = criterion.made(run, out, quantity)
         count = sum(c.count for c in made)
-        if count == 0 or (quantity.drawing is None and count >= thresholds.FEW):
+        x, own = criterion.input, [folds[k] for k in same]
+        shortcuts = quantity.drawing is None and not dense and all([f.reduction.shortcuts != "no" for f in own])
+        if count == 0 or (shortcuts and not run.deep and _structured(run, count)):
             raise Unsupported("many columns, of which some may be left out by structure")
-        if count > 1 and run.numbers * count >= thresholds.STREAMED:
-            raise Unsupported("columns of large layers, which are pulled back one by one")
-        x = criterion.input
         assert x is not None
-        block = made[0].block(0, count, slice(None))
-        with torch.enable_grad():
-            run.pull_columns(x, block.left[0].reshape(count, *x.shape).to(x.dtype))
-        for k in same:
-            folds[k].found = replace(folds[k].found, columns=count)
-        _fold(run, problem, [folds[k] for k in same], [u for u in run.uses if u.d is not None])
+        for fold in own:
+            fold.found = replace(fold.found, columns=count)
+        together = all([f.reduction.before is None and "outputs" in f.reduction.axes for f in own])
+        most = max(1, thresholds.GROUPED // max(1, run.numbers)) if together else count
+        for start in range(0, count, most):
+            stop = min(start + most, count)
+            block = made[0].block(start, stop, slice(None))
+            with torch.enable_grad():
+                run.pull_columns(x, block.left[0].reshape(stop - start, *x.shape).to(x.dtype))
+            _fold(run, problem, own, [u for u in run.uses if u.d is not None], start > 0)
+
+
+def _structured(run: Run, count: int) -> bool:
+    """Whether so much is to be pulled back that a look for structure in the function is worth its time."""
+    sites = {id(u.edge): u.count / run.n for u in run.uses}
+    look = len(sites) * thresholds.LOOK + sum(sites.values()) * thresholds.LOOK_ENTRY
+    look *= thresholds.LOOK_ON.get(run.leaves[0].device.type, 1)
+    work = sum([2 * u.count * max(1, u.shape[1:].numel() if len(u.shape) > 1 else 1) for u in run.uses])
+    return count >= thresholds.FEW and thresholds.LOOKS * look < thresholds.PAYS * count * (work + thresholds.COLUMN)
 
 
 def _left(run: Run, results: Any, outside: bool) -> Any:
@@ -175,15 +193,15 @@ def _leaves(run: Run, use: Use) -> Sequence[int]:
     return [i for i, g in enumerate(found) if g is not None]
 
 
-def _fold(run: Run, problem: Problem, folds: Sequence[Fold], uses: list[Use]) -> None:
-    """Reduce all parameters, first what a reduction has to know of all of them."""
-    shares = [Shares(run, i, of, problem.name) for i, of in enumerate(_owners(run, uses)[0]) if of]
+def _fold(run: Run, problem: Problem, folds: Sequence[Fold], uses: list[Use], again: bool = False) -> None:
+    """Reduce all parameters, first what a reduction has to know of all of them; `again`, of other columns."""
+    shares = [Shares(run, i, of, problem.name, again) for i, of in enumerate(_owners(run, uses)[0]) if of]
     if not shares:
         raise Unsupported("no parameter reaches the result")
     for fold in folds:
         fold.before(shares)
         for each in shares:
-            fold.states[each.place] = fold.reduction.step(each)
+            fold.reduction.add(fold.states, each.place, "columns", fold.reduction.step(each))
 
 
 def _streamed(

@@ -59,7 +59,7 @@ from invfunc.core.tables import (
     SWAPS,
     VIEWS,
 )
-from invfunc.core.uses import FACTORS, WHOLE, Block, Expanded, Shared, Use, copied, expanded, grown
+from invfunc.core.uses import FACTORS, WHOLE, Block, Copies, Shared, Use, copied, expanded, grown
 from invfunc.operations.operation import OPERATIONS
 
 Tensor = torch.Tensor
@@ -80,6 +80,8 @@ class Run(TorchFunctionMode):
         """Factors that a weight and its bias share."""
         self.numbers = 0
         """How many numbers the results have of operations that read parameters."""
+        self.largest = 0
+        """Those of the largest of these."""
         self.closed_over = False
         """Whether f reads a tensor from elsewhere that requires a gradient."""
         self.drawn = False
@@ -334,11 +336,13 @@ class Run(TorchFunctionMode):
             uses = factor(self, args, kwargs, nodes, {id(x): axis for x, axis in data}, known.axis, func)
         if uses is None:
             return copied(self, func, rule, args, kwargs, data, params)
+        count = out.numel()
         edge, end = gradient_edge(out), not any([x.requires_grad for x, _ in data])
         for use in uses:
-            use.edge, use.end = edge, end
+            use.edge, use.end, use.count = edge, end, count
         self.uses += uses
-        self.numbers += out.numel()
+        self.numbers += count
+        self.largest = max(self.largest, count)
         return out
 
     def with_sums(
@@ -390,6 +394,9 @@ class Run(TorchFunctionMode):
         self.columns, self.known = len(columns), {}
         if self.columns == 1:
             found = [None if g is None else g[None] for g in pull(columns[0])]
+        elif self.largest >= thresholds.APART and columns.device.type in thresholds.APART_ON:
+            each = [*zip(*[pull(column) for column in columns], strict=True)]
+            found = [None if g[0] is None else [wide(self.strip(d)) for d in g] for g in each]
         elif self.deep:
             got = iter(torch.func.vmap(one)(columns))
             found = [None if hole else next(got) for hole in holes]
@@ -400,7 +407,10 @@ class Run(TorchFunctionMode):
         self.check(found[len(edges) :])
         cotangents = dict(zip(edges, found, strict=False))
         for use in self.uses:
-            use.d = None if (d := cotangents[id(use.edge)]) is None else wide(self.strip(d))
+            d = cotangents[id(use.edge)]
+            use.d = d if d is None or isinstance(d, list) else wide(self.strip(d))
+            if isinstance(d, list) and isinstance(use, (Copies, Shared)):
+                use.d = torch.stack(d)
 
     def stream(self, out: Tensor, cotangent: Tensor | None, arrived: Callable[[Use], None]) -> None:
         """Pull one vector back, and hand each use over as its cotangent comes; it is freed then."""

@@ -30,9 +30,9 @@ _MATRICES = ((), (0,), (1,)), ((), (1,), (0,))
 class Shares:
     """The per-sample gradients of a parameter."""
 
-    def __init__(self, run: Run, place: int, uses: list[Use], names: Callable[[int], str]) -> None:
-        """`place` is the number of the parameter, which `names` says in words."""
-        self.run, self.place, self.name = run, place, names
+    def __init__(self, run: Run, place: int, uses: list[Use], names: Callable[[int], str], again: bool = False) -> None:
+        """`place` is the number of the parameter, which `names` says in words; `again`, that other columns came before."""
+        self.run, self.place, self.name, self.again = run, place, names, again
         self.leaf = run.leaves[place]
         self.uses = together(uses) if len(uses) > 1 else uses
         self.count = run.n
@@ -102,7 +102,9 @@ class Shares:
             _, i, sums = use.touched(self.run)
             total = sums.new_zeros(use.shape[0], sums.shape[-1]).index_add(0, i, sums.square())
             return self.pulled(use, total.view(use.shape), 0)
-        return summed(self.dense(block).square().sum((0, 1)) for block in self.blocks())
+        fresh = not self.run.deep and self.single(Pair) is not None
+        rows = (self.dense(block) for block in self.blocks())
+        return summed((x.square_() if fresh else x.square()).sum(1).sum(0) for x in rows)
 
     def norms(self) -> torch.Tensor:
         """`sum_p G[n, p]^2` of the only column: `[n]`."""
@@ -217,7 +219,7 @@ class Shares:
         if b is None:
             b = outer((sent.sum(2, keepdim=True) if reduced else sent).flatten(0, 1).mT)
             self.run.known[key] = b
-        a = None if read is None else read(reduced)
+        a = None if read is None or self.again else read(reduced)
         role = (*(place.dims for place in places), ())
         return {role: Factors(b, a, n if reduced else n * p, places, "", self.leaf.shape)}
 
@@ -271,7 +273,7 @@ def together(uses: Sequence[Use]) -> list[Use]:
     for u in uses:
         if type(u) is Pair:
             groups.setdefault((id(u.value), u.of_w, None if u.of_a is None else id(u)), []).append(u)
-        elif type(u) is Expanded and u.factor is None and u.view is None and u.d is not None:
+        elif type(u) is Expanded and u.factor is None and u.view is None and isinstance(u.d, torch.Tensor):
             groups.setdefault((id(u.value), u.axis, u.d.shape), []).append(u)
         else:
             out.append(u)

@@ -54,15 +54,22 @@ class Use:
     """The edge of the graph by which its cotangent comes, or the copy of the parameter that the operation got."""
     end: bool = True
     """Whether nothing but copies of parameters lies below the edge."""
-    d: torch.Tensor | None = None
+    d: Any = None
+    """The cotangent, or a list with that of each column."""
     axis: Any = None
+    count = 0
+    """How many numbers the result of its operation has."""
+    stacked = 1
+    """The dim of the columns, where they are put together."""
 
     def __init__(self, node: Node, value: torch.Tensor) -> None:
         self.node, self.value, self.shape = node, value, value.shape
 
     def sent(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         """The cotangent as `[V, n, ...]`."""
-        assert self.d is not None
+        if isinstance(self.d, list):  # beside each other block by block, which stays in the cache
+            parts = [front(d, self.axis, run.n)[block] for d in self.d]
+            return torch.stack(parts, self.stacked).movedim(self.stacked, 0)
         d = front(self.d, self.axis, run.n, 1)
         return d if block is WHOLE else d[:, block]
 
@@ -114,6 +121,7 @@ class Pair(Use):
         super().__init__(node, value)
         self.a, self.a_axis, self.axis, self.version = a, a_axis, axis, version(a)
         self.of_a, self.of_d, self.of_w = of_a, of_d, of_w
+        self.stacked = -2 if of_d is None else 1
 
     def free(self) -> None:
         self.d = self.a = None  # pyright: ignore[reportAttributeAccessIssue]: nobody reads it any more
@@ -186,7 +194,10 @@ def formed(a: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
     if len(d) == 1:
         return (d[0].mT @ a)[None]
     v, n, g, p, o = d.shape
-    both = d.permute(1, 2, 0, 4, 3).reshape(n, g, v * o, p) @ a
+    if d.stride(-1) == 1:  # then the copy, if any, is of whole rows
+        both = d.permute(1, 2, 3, 0, 4).reshape(n, g, p, v * o).mT @ a
+    else:
+        both = d.permute(1, 2, 0, 4, 3).reshape(n, g, v * o, p) @ a
     return both.view(n, g, v, o, -1).permute(2, 0, 1, 3, 4)
 
 
@@ -219,7 +230,7 @@ class Convolution(Pair):
     ) -> None:
         """`window` are its strides, paddings and dilations."""
         super().__init__(node, value, a, a_axis, axis, None, None, ((), (0,), (1,)))
-        self.window, self.groups = window, groups
+        self.window, self.groups, self.stacked = window, groups, 1
 
     def read(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         x = self.inputs(run, block)  # [n, 1 or more, c, *space]
@@ -247,8 +258,7 @@ class Convolution(Pair):
         return w.reshape(*w.shape[:-3], *self.shape)
 
     def sizes(self, run: Run) -> tuple[int, int, int]:
-        assert self.d is not None
-        places = self.d.shape[2 - len(self.shape) :].numel() * max(1, self.a.shape[0] // run.n)
+        places = self.d[0].shape[2 - len(self.shape) :].numel() * max(1, self.a.shape[0] // run.n)
         return places, self.shape[0] // self.groups, self.shape[1:].numel()
 
     def size(self, run: Run) -> int:
@@ -288,9 +298,14 @@ class Expanded(Use):
         self.d = self.factor = None
 
     def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
-        d = self.sent(run, block)
-        if self.factor is not None:
-            d = d * self.factor(run, block)
+        d, factor = self.d, None if self.factor is None else self.factor(run, block)
+        if isinstance(d, list):
+            return torch.cat([self.narrowed(run, front(x, self.axis, run.n)[block][None], factor, block) for x in d])
+        return self.narrowed(run, self.sent(run, block), factor, block)
+
+    def narrowed(self, run: Run, d: torch.Tensor, factor: torch.Tensor | None, block: Block) -> torch.Tensor:
+        """The per-sample gradients of cotangents `[V, n, ...]`."""
+        d = d if factor is None else d * factor
         shape, at = self.view or self.shape, self.axis[0]
         if run.n > 1 and -at <= len(shape) and shape[at] == run.n and d.shape[at] == 1:
             own = torch.eye(run.n, dtype=d.dtype, device=d.device)[block]
@@ -313,7 +328,6 @@ class Copies(Use):
     """Any other use: the operation runs under vmap, with a copy of the parameter for each sample."""
 
     def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
-        assert self.d is not None
         return self.d[:, block]
 
 
@@ -321,7 +335,6 @@ class Shared(Use):
     """A term in the parameters alone, which counts 1/N for each sample."""
 
     def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
-        assert self.d is not None
         return (self.d / run.n).unsqueeze(1).expand(len(self.d), run.n, *self.shape)[:, block]
 
 

@@ -67,3 +67,43 @@ class TestHalfPrecision:
         w, x = torch.zeros(64, 4).half(), torch.full((3, 64), 2.0**-13)
         found = by_the_core(invfunc.batch_l2_grad(lambda w, x: (x @ w.float()).sum(1)), w, x)
         assert_trees_close(found, torch.full((3,), 256 * 2.0**-26), 0.02)
+
+
+class Images(nn.Module):
+    """Convolutions of which the cotangents of all columns are many numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(2, 8, 3), nn.Conv2d(8, 4, 3, groups=2), nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.linspace(1, 2, 4))
+
+    def forward(self, x):
+        x = self.second(self.first(x).tanh()) * self.scale[:, None, None]
+        return self.last(x.mean((2, 3)))
+
+
+class TestExactColumns:
+    @pytest.fixture(params=["all at once", "one by one", "in groups"])
+    def grouped(self, request, monkeypatch):
+        monkeypatch.setattr(invfunc.thresholds, "APART", 1)
+        numbers = {"all at once": 2**30, "one by one": 1, "in groups": 50_000}
+        monkeypatch.setattr(invfunc.thresholds, "GROUPED", numbers[request.param])
+
+    @pytest.mark.parametrize("name", ["diag_ggn", "batch_diag_ggn", "ggn_trace", "sqrt_ggn"])
+    def test_of_large_layers(self, grouped, name):
+        torch.manual_seed(0)
+        f, params = invfunc.functional(Images().double())
+        x, y = torch.randn(5, 2, 12, 12).double(), torch.arange(5) % 3
+        statistic = getattr(invfunc, name)(f, F.cross_entropy)
+        found = by_the_core(statistic, params, x, y)
+        chunked = invfunc.chunked(statistic, 1)  # which the core does not take
+        assert_trees_close(found, chunked(params, x, y), 1e-10)
+        if name == "diag_ggn":
+            assert_trees_close(found, testing.dense_diag_ggn(f, F.cross_entropy)(params, x, y), 1e-10)
+
+    @pytest.mark.parametrize("method", ["dense", "auto"])
+    def test_are_many(self, method):
+        f, params = invfunc.functional(nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 40)).double())
+        y = torch.randn(5, 40).double()
+        found = by_the_core(invfunc.diag_ggn(f, F.mse_loss, method=method), params, X.double(), y)
+        assert_trees_close(found, testing.dense_diag_ggn(f, F.mse_loss)(params, X.double(), y), 1e-10)
