@@ -13,6 +13,7 @@ import torch
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import dispatched, dual_level, listening, transforming, version
 from invfunc.core.columns import Criterion
+from invfunc.core.factors import partners
 from invfunc.core.marks import HALF, SUMMED, Mark, Unsupported
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
@@ -75,6 +76,8 @@ def _evaluated(
     n, dtype = problem.n, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
     found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
     folds = [Fold(q.reduction, problem, found) for q in quantities]
+    if any([getattr(phase, "joined", False) for f in folds for phase in f.reduction.phases]):
+        run.partners = partners(_owners(run, run.uses)[0], run.leaves)
     with torch.set_grad_enabled(run.deep and outside), _autocast(device, False):
         if run.criterion is not None:
             _columns(run, problem, quantities, folds, out, dense)
@@ -247,13 +250,14 @@ class Fold:
 
     def before(self, shares: Sequence[Shares]) -> None:
         """Let the reduction know what it has to of all parameters."""
-        first = self.reduction.before
-        if first is not None:
+        first, *rest = self.reduction.phases
+        for phase in rest:
             states = {each.place: first.step(each) for each in shares}
-            self.reduction = self.reduction.knowing(self.reduction.learned(states, self.found))
             if first.whole:
                 (norms,) = first.finish(first.together(states.values()), self.found)
                 self.found = replace(self.found, before=norms.to(self.found.dtype))
+            first = phase.knowing(phase.learned(states, self.found))
+        self.reduction = first
 
     def finished(self) -> Any:
         """The result."""

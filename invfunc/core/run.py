@@ -86,6 +86,8 @@ class Run(TorchFunctionMode):
         """Whether f reads a tensor from elsewhere that requires a gradient."""
         self.drawn = False
         """Whether f may have drawn random numbers."""
+        self.partners: dict[int, tuple[str, int]] = {}
+        """Weights and biases that the same operations read, where somebody asks."""
         self.criterion: Criterion | None = None
         """The criterion of the outputs, where one is looked for."""
         self.func: Any = None

@@ -6,19 +6,19 @@ A shortcut is for one use of the parameter, or of a view of it; everything else 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from invfunc import thresholds
 from invfunc._torch.precision import doubled, has_float64
-from invfunc.core.marks import DERIVED, HALF, LEAF, SWAP, Unsupported, wide
+from invfunc.core.factors import kronecker, rotated
+from invfunc.core.marks import DERIVED, HALF, LEAF, SWAP, wide
 from invfunc.core.run import Run
 from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Use, formed, product, summed
-from invfunc.linear_algebra.contract import Term, cancel, contract, joined, outer, squares_directly, squeezed, twice
+from invfunc.kronecker import Kronecker
+from invfunc.linear_algebra.contract import Term, cancel, contract, joined, squares_directly, squeezed, twice
 from invfunc.per_sample.norms import narrow_norms, tried
-from invfunc.per_sample.places import Place
+from invfunc.per_sample.sides import formed as sided
 from invfunc.per_sample.squares import shifted_moments
 from invfunc.reductions.kept_factors import Factors
 
@@ -35,6 +35,9 @@ class Shares:
         self.run, self.place, self.name, self.again = run, place, names, again
         self.leaf = run.leaves[place]
         self.uses = together(uses) if len(uses) > 1 else uses
+        pairs = [u for u in uses if isinstance(u, Pair)]
+        self.apart = [*together(pairs), *[u for u in uses if u not in pairs]] if len(uses) > 1 else uses
+        """Uses, of which only products are put together."""
         self.count = run.n
 
     def dense(self, block: Block = WHOLE) -> torch.Tensor:
@@ -207,63 +210,37 @@ class Shares:
                 return joined(found)
         return joined([sides.of(self.dense(block)[0]) for block in self.blocks()])
 
-    def kronecker(self, sharing: str) -> dict[Any, Factors]:
-        """The sums of outer products `B = sum_vnp s s^T` and `A = sum_np a a^T` of what was sent back and read."""
-        use = self.uses[0]
-        if len(self.uses) > 1 or use.node.kind is not LEAF or sharing == "backpack":
-            raise Unsupported("K-factors of several uses, or of a computed parameter")
-        sent, read, places, key = self.operands(use)
-        n, p = sent.shape[1], sent.shape[2]
-        reduced = sharing == "reduce"
-        b = self.run.known.get(key := (id(use.edge), reduced)) if key else None
-        if b is None:
-            b = outer((sent.sum(2, keepdim=True) if reduced else sent).flatten(0, 1).mT)
-            self.run.known[key] = b
-        a = None if read is None or self.again else read(reduced)
-        role = (*(place.dims for place in places), ())
-        return {role: Factors(b, a, n if reduced else n * p, places, "", self.leaf.shape)}
+    def outer(self) -> torch.Tensor:
+        """`sum_vn G[v, n] G[v, n]^T` as `[P, P]`."""
+        rows = (self.dense(block).reshape(-1, self.leaf.numel()) for block in self.blocks())
+        return summed(x.T @ x for x in rows)
 
-    def operands(self, use: Use) -> tuple[torch.Tensor, Callable[[bool], torch.Tensor] | None, list[Place], bool]:
-        """What is sent back, `[V, n, p, o]`, the factor of what is read, where the factors lie in the parameter, and
-        whether a bias that is read beside is sent the same."""
-        run, shape = self.run, self.leaf.shape
-        if isinstance(use, Pair):
-            sent = use.sends(run)
-            if sent.shape[2] != 1 or use.of_w not in _MATRICES:
-                raise Unsupported("K-factors of an operation in groups")
-            (o,), (k,) = use.of_w[1:]
-            over = (k,) if not isinstance(use, Convolution) else tuple(range(1, len(shape)))
-            places = [Place((o,), shape[o]), Place(over, shape.numel() // shape[o])]
-            return sent[:, :, 0], partial(_inputs, run, use), places, True
-        if isinstance(use, Rows):
-            if use.padding is not None or len(shape) != 2:
-                raise Unsupported("K-factors of a table with padding")
-            index, sent = use.parts(run)
-            return sent, partial(_counts, index, sent, shape[0]), [Place((1,), shape[1]), Place((0,), shape[0])], False
-        if type(use) is Expanded and sum(size != 1 for size in shape) < 2 and self.leaf.ndim == 1:
-            view = use.view or tuple(shape)
-            sent = use.sent(run) if use.factor is None else use.sent(run) * use.factor(run, WHOLE)
-            dim = next((i for i, size in enumerate(view) if size != 1), len(view) - 1) - len(view)
-            if sent.shape[dim] != shape[0]:
-                raise Unsupported("a parameter that is broadcast")
-            sent = sent.movedim(dim, -1)
-            return sent.reshape(*sent.shape[:2], -1, shape[0]), None, [Place((0,), shape[0])], use.factor is None
-        raise Unsupported("K-factors of another operation")
+    def side(self, last: bool, other: torch.Tensor | None = None) -> torch.Tensor:
+        """`sum_vn G A G^T` of gradients as matrices over the first dim and all others, or with `last` `sum_vn G^T B G`;
+        of the identity if there is no other matrix."""
+        found = summed(sided(self.dense(block), last, other) for block in self.blocks())
+        return (found + found.mT) / 2
 
+    @property
+    def weight(self) -> int | None:
+        """The number of the weight that the same operations read."""
+        kind, other = self.run.partners.get(self.place, ("", None))
+        return other if kind == "bias" else None
 
-def _inputs(run: Run, use: Pair, reduced: bool) -> torch.Tensor:
-    """`sum_np a a^T`, or of the means over the positions."""
-    size = use.size(run)
-    parts = [use.read(run, block)[:, 0] for block in run.blocks([use], size)]
-    return summed(outer((a.mean(1, keepdim=True) if reduced else a).mT) for a in parts)
+    @property
+    def bias(self) -> int | None:
+        """The number of the bias that the same operations read."""
+        kind, other = self.run.partners.get(self.place, ("", None))
+        return other if kind == "weight" else None
 
+    def kronecker(self, sharing: str, joint: bool) -> dict[Any, Factors]:
+        """The sums of outer products of what is sent back and read, by the roles in which operations use the dims."""
+        bias = self.name(self.bias) if joint and self.bias is not None else ""
+        return kronecker(self.run, self.leaf, self.apart, sharing, bias, self.again)
 
-def _counts(index: torch.Tensor, sent: torch.Tensor, rows: int, reduced: bool) -> torch.Tensor:
-    """How often each row is picked, or the products of these counts of samples."""
-    if not reduced:
-        return index.flatten().bincount(minlength=rows).to(sent.dtype)
-    counts = sent.new_zeros(len(index), rows).scatter_add(1, index, torch.ones_like(index, dtype=sent.dtype))
-    return outer((counts / index.shape[1]).unsqueeze(-1))
+    def rotated(self, basis: Kronecker, joint: bool) -> Shares:
+        """The gradients in the eigenbasis of K-factors, `Q^T G[v, n]`."""
+        return rotated(self, basis, joint and self.bias is not None)
 
 
 def together(uses: Sequence[Use]) -> list[Use]:

@@ -123,6 +123,9 @@ class Pair(Use):
         self.of_a, self.of_d, self.of_w = of_a, of_d, of_w
         self.stacked = -2 if of_d is None else 1
 
+    layer = False
+    """Whether its operation may have a bias."""
+
     def free(self) -> None:
         self.d = self.a = None  # pyright: ignore[reportAttributeAccessIssue]: nobody reads it any more
 
@@ -230,7 +233,7 @@ class Convolution(Pair):
     ) -> None:
         """`window` are its strides, paddings and dilations."""
         super().__init__(node, value, a, a_axis, axis, None, None, ((), (0,), (1,)))
-        self.window, self.groups, self.stacked = window, groups, 1
+        self.window, self.groups, self.stacked, self.layer = window, groups, 1, True
 
     def read(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         x = self.inputs(run, block)  # [n, 1 or more, c, *space]
@@ -389,7 +392,9 @@ def of_linear(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis
     if id(w) in nodes:
         if w.ndim != 2:
             return None
-        uses.append(Pair(nodes[id(w)], w, x, axes[id(x)], axis, None, None, ((), (0,), (1,))))
+        pair = Pair(nodes[id(w)], w, x, axes[id(x)], axis, None, None, ((), (0,), (1,)))
+        pair.layer = True
+        uses.append(pair)
     if b is not None and id(b) in nodes:
         uses.append(Expanded(nodes[id(b)], b, axis))
     return uses
