@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from invfunc.core.marks import LEAF, SWAP, Node, Unsupported
+from invfunc.core.marks import LEAF, SWAP, VIEW, Node, Unsupported
 from invfunc.core.run import Run
 from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Use, summed
 from invfunc.kronecker import Kronecker
@@ -111,17 +111,28 @@ def _added(run: Run, leaf: torch.Tensor, some: list[tuple[Use, Sent]], sharing: 
 
 def operands(run: Run, leaf: torch.Tensor, use: Use, joint: bool = False) -> Sent:
     """The operands of a use; `joint`, with one more input that is always 1."""
-    if use.node.kind not in (LEAF, SWAP):
-        raise Unsupported("K-factors of a view, or of a computed parameter")
     if isinstance(use, Pair):
         return _of_pair(run, leaf, use, joint)
     if isinstance(use, Rows) and leaf.ndim == 2 and use.node.kind is LEAF:
         i, s = use.parts(run)
         i = i if use.padding is None else i.masked_fill(i == use.padding, len(leaf))
         return Sent(s[:, :, None], [Place((1,), leaf.shape[1]), Place((0,), len(leaf))], index=i)
-    if isinstance(use, Expanded) and use.node.kind is LEAF:
+    if isinstance(use, Expanded):
         return _of_expanded(run, leaf, use)
     raise Unsupported("K-factors of another operation")
+
+
+def _entries(leaf: torch.Tensor, use: Use) -> torch.Tensor:
+    """The number of each entry that an operation gets in the parameter, where it gets a view of all of them."""
+    value = use.value
+    numbers = torch.arange(leaf.numel(), device=leaf.device)
+    if use.node.kind in (LEAF, SWAP):
+        numbers = numbers.view(leaf.shape)
+        return numbers if use.node.kind is LEAF else numbers.mT
+    whole = use.node.kind is VIEW and value.numel() == leaf.numel() and leaf.is_contiguous()
+    if not whole or value.untyped_storage().data_ptr() != leaf.untyped_storage().data_ptr():
+        raise Unsupported("K-factors of a part of a parameter, or of a computed one")
+    return numbers.as_strided(value.shape, value.stride(), value.storage_offset() - leaf.storage_offset())
 
 
 def _of_pair(run: Run, leaf: torch.Tensor, use: Pair, joint: bool) -> Sent:
@@ -129,17 +140,15 @@ def _of_pair(run: Run, leaf: torch.Tensor, use: Pair, joint: bool) -> Sent:
     g, o, k = ((0,), (0,), (*range(1, leaf.ndim),)) if isinstance(use, Convolution) else use.of_w
     swapped = (1, 0) if use.node.kind is SWAP else (*range(leaf.ndim),)
     blocks = None
-    if s.shape[2] == 1:
+    if s.shape[2] == 1 and use.node.kind in (LEAF, SWAP):
         if not o or not k or (not isinstance(use, Convolution) and (g or (leaf.ndim > 2 and 1 in leaf.shape))):
             raise Unsupported("K-factors of a product with a vector, or with dims of one entry")
         dims = [(*(swapped[i] for i in kind),) for kind in (o, k)]
         places = [Place(some, math.prod(leaf.shape[i] for i in some)) for some in dims]
     else:
-        if use.node.kind is SWAP:
-            raise Unsupported("K-factors of a view of several matrices")
-        entries = torch.arange(leaf.numel(), device=leaf.device).view(leaf.shape)
+        entries = _entries(leaf, use)
         if isinstance(use, Convolution):
-            entries, g, o, k = entries.unflatten(0, (use.groups, -1)), (0,), (1,), (*range(2, leaf.ndim + 1),)
+            entries, g, o, k = entries.unflatten(0, (use.groups, -1)), (0,), (1,), (*range(2, len(use.shape) + 1),)
         found = grid(entries, leaf.shape, [o, k], g)
         places, blocks = found.places, found.blocks
         if any(place.at is not None for place in places):
@@ -154,8 +163,10 @@ def _of_pair(run: Run, leaf: torch.Tensor, use: Pair, joint: bool) -> Sent:
 
 
 def _of_expanded(run: Run, leaf: torch.Tensor, use: Expanded) -> Sent:
-    """The operands of a scale or shift: one of several dims is a table, each of whose rows is picked at its positions."""
-    shape, view = tuple(leaf.shape), use.view or tuple(leaf.shape)
+    """The operands of a scale or shift: one of several dims is a table, whose rows are picked at their positions."""
+    if use.node.kind is not LEAF and bool((_entries(leaf, use).flatten().diff() != 1).any()):
+        raise Unsupported("K-factors of entries in another order")
+    shape, view = tuple(leaf.shape), use.view or tuple(use.shape)
     s = use.sent(run)
     s = s if use.factor is None else s * use.factor(run, WHOLE)
     at = use.axis[0]

@@ -67,7 +67,7 @@ class Shares:
         found = run.strip(found)
         if scale is not None:
             found = wide(found) * scale.view(-1, *[1] * leaf.ndim)
-        return found.reshape(*rows.shape[:lead], *leaf.shape)
+        return found.reshape((*rows.shape[:lead], *leaf.shape))
 
     def blocks(self) -> list[Block]:
         """Blocks of samples whose gradients fit the cache."""

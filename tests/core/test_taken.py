@@ -89,7 +89,7 @@ class TestExactColumns:
         numbers = {"all at once": 2**30, "one by one": 1, "in groups": 50_000}
         monkeypatch.setattr(invfunc.thresholds, "GROUPED", numbers[request.param])
 
-    @pytest.mark.parametrize("name", ["diag_ggn", "batch_diag_ggn", "ggn_trace", "sqrt_ggn"])
+    @pytest.mark.parametrize("name", ["diag_ggn", "batch_diag_ggn", "ggn_trace", "sqrt_ggn", "kflr"])
     def test_of_large_layers(self, grouped, name):
         torch.manual_seed(0)
         f, params = invfunc.functional(Images().double())
@@ -107,3 +107,85 @@ class TestExactColumns:
         y = torch.randn(5, 40).double()
         found = by_the_core(invfunc.diag_ggn(f, F.mse_loss, method=method), params, X.double(), y)
         assert_trees_close(found, testing.dense_diag_ggn(f, F.mse_loss)(params, X.double(), y), 1e-10)
+
+
+class Sequences(nn.Module):
+    """A table that is tied to the head, a layer used twice, groups, a depthwise convolution, and scales of two dims."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(7, 6, padding_idx=0), nn.LayerNorm((5, 8))
+        self.groups, self.each = nn.Conv1d(6, 8, 3, padding=1, groups=2), nn.Conv1d(8, 8, 3, groups=8)
+        self.twice, self.last = nn.Linear(8, 8), nn.Linear(8, 6)
+        self.token = nn.Parameter(torch.linspace(-1, 1, 8).view(1, 1, 8))
+
+    def forward(self, x):
+        h = self.norm(self.groups(self.table(x).mT).mT)
+        h = self.twice(self.twice(h).tanh()).tanh()
+        h = self.each(torch.cat([self.token.expand(len(h), -1, -1), h], 1).mT).mT
+        return self.last(h).mean(1) @ self.table.weight.T
+
+
+class TestKroneckerFactors:
+    @pytest.fixture
+    def case(self):
+        torch.manual_seed(0)
+        f, params = invfunc.functional(Sequences().double())
+        generator = torch.Generator().manual_seed(1)
+        return f, params, torch.randint(7, (40, 5), generator=generator), torch.arange(40) % 7
+
+    @pytest.mark.parametrize("joint", [False, True], ids=["bias apart", "bias joined"])
+    @pytest.mark.parametrize("sharing", ["expand", "reduce", "backpack"])
+    def test_are_those_of_the_other_engine(self, case, sharing, joint):
+        f, *args = case
+        statistic = invfunc.kflr(f, F.cross_entropy, weight_sharing=sharing, joint=joint)
+        found = by_the_core(statistic, *args)
+        assert_trees_close(found, invfunc.chunked(statistic, 1)(*args), 1e-9)
+
+    @pytest.mark.parametrize("sharing", ["expand", "reduce"])
+    def test_are_those_of_a_plain_loop(self, sharing):
+        f, params = invfunc.functional(nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)).double())
+        x = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0)).double()
+        y = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(1)).double()
+        found = by_the_core(invfunc.kflr(f, F.mse_loss, weight_sharing=sharing), params, x, y)
+        j = invfunc.batch_jacobian(f)(params, x)
+        read = x if sharing == "expand" else x.mean(1, keepdim=True)
+        a = read.flatten(0, 1)
+        assert_trees_close(found["0.weight"].factors[1], a.T @ a / len(a), 1e-9)
+        if sharing == "reduce":  # what is sent back to the bias is summed over the positions
+            sent = j["0.bias"].flatten(0, 2) * (2 / y.numel()) ** 0.5
+            assert_trees_close(found["0.bias"].factors[0], sent.T @ sent, 1e-9)
+
+    @pytest.mark.parametrize("joint", [False, True], ids=["bias apart", "bias joined"])
+    @pytest.mark.parametrize("sharing", ["expand", "backpack"])
+    def test_eigenbases(self, case, sharing, joint):
+        f, params, *batch = case
+        left_out = {k: p for k, p in params.items() if k.startswith("norm")}  # where eigenvalues are equal
+        args = {k: p for k, p in params.items() if k not in left_out}, *batch
+
+        def g(p, x):
+            return f({**p, **left_out}, x)
+
+        options = {"fisher": "exact", "weight_sharing": sharing, "joint": joint}
+        statistic = invfunc.ekfac(g, F.cross_entropy, **options)
+        found = by_the_core(statistic, *args)
+        wanted = invfunc.chunked(statistic, 1)(*args)
+        assert found.keys() == wanted.keys()
+        for name, matrix in wanted.items():
+            assert (matrix is None) == (found[name] is None)
+            if matrix is not None:
+                assert_trees_close(found[name].dense(), matrix.dense(), 1e-7)
+
+    def test_of_the_empirical_fisher(self, case):
+        f, *args = case
+
+        def loss(p, x, y):
+            return F.cross_entropy(f(p, x), y, reduction="none")
+
+        statistic = invfunc.kfac(loss, fisher="empirical")
+        assert_trees_close(by_the_core(statistic, *args), invfunc.chunked(statistic, 1)(*args), 1e-9)
+
+    def test_of_both_sides(self, case):
+        f, *args = case
+        statistic = invfunc.kfoc(f, F.cross_entropy, fisher="exact")
+        assert_trees_close(by_the_core(statistic, *args), invfunc.chunked(statistic, 1)(*args), 1e-7)
