@@ -84,7 +84,7 @@ class Statistic(Transform):
     def direct(self) -> bool:
         """Whether the core takes it: a reduction of the gradients of all samples at once, or of columns of a GGN."""
         each = self.members or (self,)
-        if any(m.samples is not None or m.others is not None or m.options not in _PLAIN for m in (self, *each)):
+        if any(m.others is not None or m.options not in _PLAIN for m in (self, *each)):
             return False
         if any(m.drawing is not None and m.drawing.sample is not None for m in each):
             return False

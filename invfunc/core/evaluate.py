@@ -49,7 +49,9 @@ def evaluated(problem: Problem, quantities: Sequence[Quantity], dense: bool = Fa
 def _run(
     problem: Problem, quantities: Sequence[Quantity], deep: bool, outside: bool, dense: bool
 ) -> tuple[list[Any], Any]:
-    run = Run(problem.n, deep)
+    chosen = problem.samples
+    chosen = None if chosen is None else torch.tensor(chosen, device=problem.leaves[0].device)
+    run = Run(problem.n, deep, chosen)
     run.open()
     try:
         return _evaluated(problem, quantities, run, outside, dense)
@@ -73,7 +75,7 @@ def _evaluated(
     if run.closed_over and outside and not run.deep:
         raise Again
     cotangent = _cotangent(run, out)
-    n, dtype = problem.n, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
+    n, dtype = run.count, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
     found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
     folds = [Fold(q.reduction, problem, found) for q in quantities]
     if any([getattr(phase, "joined", False) for f in folds for phase in f.reduction.phases]):

@@ -102,10 +102,10 @@ def _added(run: Run, leaf: torch.Tensor, some: list[tuple[Use, Sent]], sharing: 
     a = None
     if len(first.places) > 1 and not again and sharing == "reduce":
         total = summed(each.total(run, use) for use, each in some)
-        a = _outer((total / count).reshape(run.n, -1, 1, total.shape[-1]))
+        a = _outer((total / count).reshape(run.count, -1, 1, total.shape[-1]))
     elif len(first.places) > 1 and not again:
         a = added([each.products(run, use) for use, each in some])
-    positions = run.n if sharing == "reduce" else run.n * count
+    positions = run.count if sharing == "reduce" else run.count * count
     return Factors(b, a, positions, first.places, bias, leaf.shape, first.blocks)
 
 
@@ -183,7 +183,7 @@ def _of_expanded(run: Run, leaf: torch.Tensor, use: Expanded) -> Sent:
     last = max(i for i, size in enumerate(shape) if size != 1)
     rows = math.prod(shape[:last])
     s = s.reshape(*s.shape[:2], -1, rows, shape[last])
-    index = torch.arange(rows, device=s.device).repeat(s.shape[2]).expand(run.n, -1)
+    index = torch.arange(rows, device=s.device).repeat(s.shape[2]).expand(run.count, -1)
     places = [Place((*range(last, leaf.ndim),), shape[last]), Place((*range(last),), rows)]
     return Sent(s.flatten(2, 3)[:, :, None], places, index=index)
 

@@ -69,10 +69,11 @@ SET = Tensor.__setitem__
 class Run(TorchFunctionMode):
     """A context in which f runs on `enter`ed parameters and samples; what it noted is there until it closes."""
 
-    def __init__(self, n: int, deep: bool, columns: int = 1) -> None:
-        """`deep` says that the result is differentiated."""
+    def __init__(self, n: int, deep: bool, chosen: Tensor | None = None) -> None:
+        """`deep` says that the result is differentiated; `chosen` are the samples whose gradients are wanted, if not all."""
         super().__init__()
-        self.n, self.deep, self.columns = n, deep, columns
+        self.n, self.deep, self.columns = n, deep, 1
+        self.chosen, self.count = chosen, n if chosen is None else len(chosen)
         self.token = object()
         self.uses: list[Use] = []
         self.leaves: list[Tensor] = []
@@ -456,10 +457,16 @@ class Run(TorchFunctionMode):
         """Slices of the samples whose per-sample gradients fit the cache."""
         size = sum([u.size(self) for u in uses]) if size is None else size
         most = thresholds.CACHE.get(uses[0].value.device.type, thresholds.ELSEWHERE) // thresholds.SHARES
-        if size * self.n <= most:
+        if size * self.count <= most:
             return [WHOLE]
         step = max(1, most // max(1, size))
-        return [slice(i, min(i + step, self.n)) for i in range(0, self.n, step)]
+        return [slice(i, min(i + step, self.count)) for i in range(0, self.count, step)]
+
+    def taken(self, x: Tensor, block: Block, dim: int = 0) -> Tensor:
+        """A block of the chosen samples, which are along a dim."""
+        if self.chosen is not None:
+            return x.index_select(dim, self.chosen[block])
+        return x if block is WHOLE else x[block] if dim == 0 else x[:, block]
 
 
 def _told(told: Callable, key: int, number: int) -> Callable:

@@ -38,7 +38,7 @@ class Shares:
         pairs = [u for u in uses if isinstance(u, Pair)]
         self.apart = [*together(pairs), *[u for u in uses if u not in pairs]] if len(uses) > 1 else uses
         """Uses, of which only products are put together."""
-        self.count = run.n
+        self.count = run.count
 
     def dense(self, block: Block = WHOLE) -> torch.Tensor:
         """`[V, n, *p]`."""
@@ -119,7 +119,7 @@ class Shares:
         rows = self.single(Rows)
         if rows is not None and not self.run.deep:
             n, _, sums = rows.touched(self.run)
-            return sums.new_zeros(self.run.n).index_add(0, n, sums.square().sum(1))
+            return sums.new_zeros(self.count).index_add(0, n, sums.square().sum(1))
         return joined([self.flat(block).square().sum(1) for block in self.blocks()])
 
     def flat(self, block: Block = WHOLE) -> torch.Tensor:
@@ -138,7 +138,7 @@ class Shares:
                 found.append(narrow.reshape(-1))
             elif squares_directly(terms, "gok", "Ngok", "N"):
                 pair = [(labels, doubled(x)) for labels, x in terms] if cancel(terms) else terms
-                norms = contract(twice(pair, pair, "gok"), "N" if run.n > 1 else "")
+                norms = contract(twice(pair, pair, "gok"), "N" if run.count > 1 else "")
                 found.append(norms.clamp(min=0).to(terms[0][1].dtype).reshape(-1))
             else:
                 found.append(use.formed(run, block)[0].flatten(1).square().sum(1))
@@ -150,7 +150,7 @@ class Shares:
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`sum_n G[n]` and `sum_n (G[n] - mean G)^2` of the only column, without cancellation."""
-        n, narrow = self.run.n, self.leaf.dtype == torch.float32
+        n, narrow = self.count, self.leaf.dtype == torch.float32
         factors = self.factors() if narrow and has_float64(self.leaf.device) else None
         if factors is not None:  # in float64, whose rounding is 1e9 times finer
             use, a, d = factors[0], factors[1].double(), factors[2][0].double()
@@ -165,7 +165,7 @@ class Shares:
 
     def moments_of(self, use: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """Moments of a table: a row that a sample does not touch counts as a zero."""
-        n, (_, i, sums) = self.run.n, use.touched(self.run)
+        n, (_, i, sums) = self.count, use.touched(self.run)
         total = sums.new_zeros(use.shape[0], sums.shape[-1]).index_add(0, i, sums)
         mean = total / n
         visits = sums.new_zeros(use.shape[0], 1).index_add(0, i, sums.new_ones(len(i), 1))
@@ -175,7 +175,7 @@ class Shares:
 
     def products(self, exact: bool = False) -> torch.Tensor:
         """`sum_p G[v, n, p] G[w, m, p]` as `[V, n, V, n]`; `exact`, in float64."""
-        v, n = self.run.columns, self.run.n
+        v, n = self.run.columns, self.count
         if (factors := self.factors()) is not None:
             a, d = (x.double() if exact else x for x in factors[1:])
             a, d = a[:, :, 0].transpose(0, 1), d[:, :, :, 0].permute(2, 0, 1, 3).flatten(1, 2)  # [g, n, k], [g, V n, o]

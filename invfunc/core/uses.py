@@ -68,10 +68,9 @@ class Use:
     def sent(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         """The cotangent as `[V, n, ...]`."""
         if isinstance(self.d, list):  # beside each other block by block, which stays in the cache
-            parts = [front(d, self.axis, run.n)[block] for d in self.d]
+            parts = [run.taken(front(d, self.axis, run.n), block) for d in self.d]
             return torch.stack(parts, self.stacked).movedim(self.stacked, 0)
-        d = front(self.d, self.axis, run.n, 1)
-        return d if block is WHOLE else d[:, block]
+        return run.taken(front(self.d, self.axis, run.n, 1), block, 1)
 
     def size(self, run: Run) -> int:
         """The numbers of each sample that `dense` makes."""
@@ -133,8 +132,7 @@ class Pair(Use):
         """What was read, as `[n, 1 or more, ...]`."""
         if version(self.a) != self.version:
             raise Unsupported("what a parameter met was changed in place later")
-        x = front(run.strip(self.a), self.a_axis, run.n)
-        return wide(x if block is WHOLE else x[block])
+        return wide(run.taken(front(run.strip(self.a), self.a_axis, run.n), block))
 
     def read(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         """a as `[n, g, p, k]`."""
@@ -303,7 +301,9 @@ class Expanded(Use):
     def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         d, factor = self.d, None if self.factor is None else self.factor(run, block)
         if isinstance(d, list):
-            return torch.cat([self.narrowed(run, front(x, self.axis, run.n)[block][None], factor, block) for x in d])
+            return torch.cat(
+                [self.narrowed(run, run.taken(front(x, self.axis, run.n), block)[None], factor, block) for x in d]
+            )
         return self.narrowed(run, self.sent(run, block), factor, block)
 
     def narrowed(self, run: Run, d: torch.Tensor, factor: torch.Tensor | None, block: Block) -> torch.Tensor:
@@ -311,7 +311,7 @@ class Expanded(Use):
         d = d if factor is None else d * factor
         shape, at = self.view or self.shape, self.axis[0]
         if run.n > 1 and -at <= len(shape) and shape[at] == run.n and d.shape[at] == 1:
-            own = torch.eye(run.n, dtype=d.dtype, device=d.device)[block]
+            own = run.taken(torch.eye(run.n, dtype=d.dtype, device=d.device), block)
             lead = [1, len(own), *[1] * (d.ndim - 2)]
             lead[at] = run.n
             d = d * own.view(lead)  # an entry for each sample
@@ -331,14 +331,14 @@ class Copies(Use):
     """Any other use: the operation runs under vmap, with a copy of the parameter for each sample."""
 
     def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
-        return self.d[:, block]
+        return run.taken(self.d, block, 1)
 
 
 class Shared(Use):
     """A term in the parameters alone, which counts 1/N for each sample."""
 
     def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
-        return (self.d / run.n).unsqueeze(1).expand(len(self.d), run.n, *self.shape)[:, block]
+        return run.taken((self.d / run.n).unsqueeze(1).expand(len(self.d), run.n, *self.shape), block, 1)
 
 
 class Rows(Use):
@@ -352,7 +352,8 @@ class Rows(Use):
 
     def parts(self, run: Run, block: Block = WHOLE) -> tuple[torch.Tensor, torch.Tensor]:
         """The indices `[n, p]` and the cotangents `[V, n, p, d]`."""
-        i, d = front(run.strip(self.index), self.a_axis, run.n)[block].flatten(1), self.sent(run, block)
+        i = run.taken(front(run.strip(self.index), self.a_axis, run.n), block).flatten(1)
+        d = self.sent(run, block)
         d = d.reshape(*d.shape[:2], i.shape[1], -1)
         return i, d if self.padding is None else d.masked_fill((i == self.padding)[..., None], 0)
 
@@ -506,7 +507,7 @@ def of_norm(places: tuple[int, int | None], layer: bool = False) -> Callable:
             if version(x) != before:
                 raise Unsupported("what a parameter met was changed in place later")
             with torch.no_grad() if not run.deep else torch.enable_grad():
-                return wide(front(func(run.strip(x), *plain[1:], **options), axis, run.n)[block])
+                return wide(run.taken(front(func(run.strip(x), *plain[1:], **options), axis, run.n), block))
 
         uses: list[Use] = []
         for t, factor in ((w, normal), (b, None)):

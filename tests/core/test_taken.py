@@ -82,6 +82,13 @@ class Images(nn.Module):
         return self.last(x.mean((2, 3)))
 
 
+def images():
+    """Images() with its params and batch."""
+    torch.manual_seed(0)
+    f, params = invfunc.functional(Images().double())
+    return f, params, torch.randn(5, 2, 12, 12).double(), Y
+
+
 class TestExactColumns:
     @pytest.fixture(params=["all at once", "one by one", "in groups"])
     def grouped(self, request, monkeypatch):
@@ -91,9 +98,7 @@ class TestExactColumns:
 
     @pytest.mark.parametrize("name", ["diag_ggn", "batch_diag_ggn", "ggn_trace", "sqrt_ggn", "kflr"])
     def test_of_large_layers(self, grouped, name):
-        torch.manual_seed(0)
-        f, params = invfunc.functional(Images().double())
-        x, y = torch.randn(5, 2, 12, 12).double(), torch.arange(5) % 3
+        f, params, x, y = images()
         statistic = getattr(invfunc, name)(f, F.cross_entropy)
         found = by_the_core(statistic, params, x, y)
         chunked = invfunc.chunked(statistic, 1)  # which the core does not take
@@ -189,3 +194,36 @@ class TestKroneckerFactors:
         f, *args = case
         statistic = invfunc.kfoc(f, F.cross_entropy, fisher="exact")
         assert_trees_close(by_the_core(statistic, *args), invfunc.chunked(statistic, 1)(*args), 1e-7)
+
+
+class TestChosenSamples:
+    SAMPLES = [3, 0, 3, 4]
+
+    @pytest.mark.parametrize("name", ["batch_grad", "batch_l2_grad", "sum_grad_squared", "variance", "gram"])
+    def test_of_gradients(self, name):
+        f, params, x, _ = images()
+
+        def loss(p, x, y):
+            return F.cross_entropy(f(p, x), y, reduction="none")
+
+        found = by_the_core(getattr(invfunc, name)(loss, samples=self.SAMPLES), params, x, Y)
+        wanted = getattr(testing, "loop_" + name)(loss, samples=self.SAMPLES)(params, x, Y)
+        assert_trees_close(found, wanted, 1e-10)
+
+    @pytest.mark.parametrize("name", ["diag_ggn", "batch_diag_ggn", "sqrt_ggn", "kflr"])
+    def test_of_curvature(self, name):
+        f, *args = images()
+        statistic = getattr(invfunc, name)(f, F.cross_entropy, samples=self.SAMPLES)
+        found = by_the_core(statistic, *args)
+        assert_trees_close(found, invfunc.chunked(statistic, 1)(*args), 1e-10)
+
+    def test_of_rows_of_a_table(self):
+        table, index = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)).double(), torch.arange(10) % 4
+
+        def loss(w, i):
+            return F.embedding(i, w).tanh().sum((1, 2))
+
+        for name in ("batch_l2_grad", "sum_grad_squared", "variance"):
+            found = by_the_core(getattr(invfunc, name)(loss, samples=self.SAMPLES), table, index.view(5, 2))
+            wanted = getattr(testing, "loop_" + name)(loss, samples=self.SAMPLES)(table, index.view(5, 2))
+            assert_trees_close(found, wanted, 1e-10)
