@@ -18,10 +18,11 @@ from invfunc.core.marks import HALF, SUMMED, Mark, Unsupported
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.uses import Use
+from invfunc.loss.square_root import Columns, Units
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.problem import Problem
 from invfunc.reductions import Found, Reduction, State
-from invfunc.reductions.quantity import GGN, Quantity
+from invfunc.reductions.quantity import GGN, GRADIENT_OR_JACOBIAN, JACOBIAN, Quantity
 
 _DTYPES = (torch.float32, torch.float64, *HALF)
 
@@ -74,7 +75,9 @@ def _evaluated(
         out, aux = _called(problem, run, leaves)
     if run.closed_over and outside and not run.deep:
         raise Again
-    cotangent = _cotangent(run, out)
+    kinds = {q.kind for q in quantities}
+    rows = kinds == {JACOBIAN} or (kinds == {GRADIENT_OR_JACOBIAN} and isinstance(out, torch.Tensor) and out.ndim > 1)
+    cotangent = None if rows else _cotangent(run, out)
     n, dtype = run.count, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
     found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
     folds = [Fold(q.reduction, problem, found) for q in quantities]
@@ -83,6 +86,8 @@ def _evaluated(
     with torch.set_grad_enabled(run.deep and outside), _autocast(device, False):
         if run.criterion is not None:
             _columns(run, problem, quantities, folds, out, dense)
+        elif rows:
+            _rows(run, problem, folds, out)
         elif run.deep or any([f.reduction.before is not None for f in folds]):
             with torch.enable_grad():
                 run.pull(out, cotangent)
@@ -138,16 +143,38 @@ def _columns(
         if count == 0 or (shortcuts and not run.deep and _structured(run, count)):
             raise Unsupported("many columns, of which some may be left out by structure")
         assert x is not None
-        for fold in own:
-            fold.found = replace(fold.found, columns=count)
-        together = all([f.reduction.before is None and "outputs" in f.reduction.axes for f in own])
-        most = max(1, thresholds.GROUPED // max(1, run.numbers)) if together else count
-        for start in range(0, count, most):
-            stop = min(start + most, count)
-            block = made[0].block(start, stop, slice(None))
-            with torch.enable_grad():
-                run.pull_columns(x, block.left[0].reshape(stop - start, *x.shape).to(x.dtype))
-            _fold(run, problem, own, [u for u in run.uses if u.d is not None], start > 0)
+        _grouped(run, problem, own, x, made[0], 0)
+
+
+def _grouped(run: Run, problem: Problem, folds: Sequence[Fold], x: torch.Tensor, columns: Columns, dim: int) -> None:
+    """Reduce columns at a tensor, whose samples are in a dim, in groups that fit the memory."""
+    count = columns.count
+    for fold in folds:
+        fold.found = replace(fold.found, columns=count)
+    apart = all([f.reduction.before is None and "outputs" in f.reduction.axes for f in folds])
+    most = max(1, thresholds.GROUPED // max(1, run.numbers)) if apart else count
+    shape = x.movedim(dim, 0).shape
+    for start in range(0, count, most):
+        stop = min(start + most, count)
+        left = columns.block(start, stop, slice(None)).left[0].reshape(stop - start, *shape)
+        with torch.enable_grad():
+            run.pull_columns(x, left.movedim(1, 1 + dim).to(x.dtype))
+        _fold(run, problem, folds, [u for u in run.uses if u.d is not None], start > 0)
+
+
+def _rows(run: Run, problem: Problem, folds: Sequence[Fold], out: Any) -> None:
+    """Reduce the rows of the Jacobian of a model function."""
+    if not isinstance(out, torch.Tensor) or not out.ndim or not out.requires_grad:
+        raise Unsupported("outputs that are no tensor, or have no derivative")
+    known, dim = getattr(out, "_known", None), problem.out_dims % out.ndim
+    if type(known) is not Mark or known.run is not run.token or not known.graph:
+        raise Unsupported("samples do not reach the result in a way that was seen")
+    if out.shape[dim] != run.n or (run.n > 1 and known.axis != (dim - out.ndim, 1, 1)):
+        raise Unsupported("outputs without the samples in the dim that is given")
+    values = run.strip(out).movedim(dim, 0)
+    for fold in folds:
+        fold.found = replace(fold.found, outputs=[values.shape[1:]])
+    _grouped(run, problem, folds, out, Units({0: values}), dim)
 
 
 def _structured(run: Run, count: int) -> bool:

@@ -192,6 +192,27 @@ class Shares:
         flat = doubled(flat) if exact else flat
         return (flat @ flat.T).view(v, n, v, n)
 
+    def covariances(self, weight: torch.Tensor) -> torch.Tensor:
+        """`sum_p weight[p] G[v, n, p] G[w, n, p]` of each sample: `[n, V, V]`."""
+        return self.covariances_by(lambda rows: rows * weight)
+
+    def covariances_by(self, times: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The same with the products of gradients `[V, n, *p]` with any symmetric matrix."""
+        found = []
+        for block in self.blocks():
+            rows = self.dense(block)
+            by, rows = (x.reshape(*rows.shape[:2], -1).transpose(0, 1) for x in (times(rows), rows))
+            found.append(rows.to(by.dtype) @ by.mT)
+        return joined(found)
+
+    def projected(self, vectors: torch.Tensor) -> torch.Tensor:
+        """`sum_p G[v, n, p] vectors[k, p]` of each sample: `[n, V, k]`."""
+        flat, found = vectors.flatten(1).T, []
+        for block in self.blocks():
+            rows = self.dense(block)
+            found.append(rows.reshape(*rows.shape[:2], -1).transpose(0, 1).to(flat.dtype) @ flat)
+        return joined(found)
+
     def along(self, direction: torch.Tensor) -> torch.Tensor:
         """`sum_p G[n, p] direction[p]` of the only column: `[n]`."""
         return joined([self.flat(block).mv(direction.flatten()) for block in self.blocks()])

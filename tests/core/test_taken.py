@@ -227,3 +227,34 @@ class TestChosenSamples:
             found = by_the_core(getattr(invfunc, name)(loss, samples=self.SAMPLES), table, index.view(5, 2))
             wanted = getattr(testing, "loop_" + name)(loss, samples=self.SAMPLES)(table, index.view(5, 2))
             assert_trees_close(found, wanted, 1e-10)
+
+
+class TestJacobians:
+    @pytest.mark.parametrize("samples", [None, [3, 0, 3]], ids=str)
+    @pytest.mark.parametrize("name", ["batch_jacobian", "gram"])
+    def test_of_models(self, name, samples):
+        f, params, x, _ = images()
+        found = by_the_core(getattr(invfunc, name)(f, samples=samples), params, x)
+        assert_trees_close(found, getattr(testing, "loop_" + name)(f, samples=samples)(params, x), 1e-10)
+
+    def test_with_the_samples_in_another_dim(self):
+        f, params, x, _ = images()
+        found = by_the_core(invfunc.batch_jacobian(lambda p, x: f(p, x).T, out_dims=1), params, x)
+        assert_trees_close(found, testing.loop_batch_jacobian(f)(params, x), 1e-10)
+
+    def test_of_a_number_for_each_sample(self):
+        f, params, x, _ = images()
+        found = by_the_core(invfunc.batch_jacobian(lambda p, x: f(p, x)[:, 0]), params, x)
+        wanted = invfunc.tree.map_tensors(lambda j: j[:, 0], testing.loop_batch_jacobian(f)(params, x))
+        assert_trees_close(found, wanted, 1e-10)
+
+    @pytest.mark.parametrize("kind", ["variances", "one for all", "factors"])
+    def test_of_covariances(self, kind):
+        f, params, x, _ = images()
+        given = {"variances": invfunc.tree.map_tensors(lambda p: p.square() + 1, params), "one for all": 2.0}
+        if kind == "factors":
+            given["factors"] = {
+                k: m.inverse(0.1) for k, m in invfunc.ekfac(f, F.cross_entropy, fisher="exact")(params, x, Y).items()
+            }
+        statistic = invfunc.predictive_covariance(f, given[kind])
+        assert_trees_close(by_the_core(statistic, params, x), invfunc.chunked(statistic, 1)(params, x), 1e-9)
