@@ -15,13 +15,12 @@ from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.explained import joined
 from invfunc.plan import AxisName, Options
 from invfunc.recording.beside import beside
-from invfunc.recording.random import torchs_own
 from invfunc.recording.problem import InDims, Problem, problem
+from invfunc.recording.random import torchs_own
 from invfunc.reductions import Reduction
 from invfunc.reductions.quantity import GGN, GRADIENT, GRADIENT_OR_JACOBIAN, JACOBIAN, ColumnKind, Drawing, Quantity
 from invfunc.sparsity.report import Explanation
 from invfunc.transform import Transform
-
 
 _PLAIN = Options(), Options(dense=True)
 

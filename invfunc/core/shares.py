@@ -16,7 +16,19 @@ from invfunc.core.marks import DERIVED, HALF, LEAF, SWAP, wide
 from invfunc.core.run import Run
 from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Use, formed, product, summed
 from invfunc.kronecker import Kronecker
-from invfunc.linear_algebra.contract import Term, cancel, contract, joined, squares_directly, squeezed, twice
+from invfunc.linear_algebra.contract import (
+    Term,
+    cancel,
+    contract,
+    crosses,
+    joined,
+    present,
+    side_by_side,
+    squares_directly,
+    squeezed,
+    twice,
+    widened,
+)
 from invfunc.per_sample.norms import narrow_norms, tried
 from invfunc.per_sample.sides import formed as sided
 from invfunc.per_sample.squares import shifted_moments
@@ -194,6 +206,21 @@ class Shares:
 
     def covariances(self, weight: torch.Tensor) -> torch.Tensor:
         """`sum_p weight[p] G[v, n, p] G[w, n, p]` of each sample: `[n, V, V]`."""
+        use, v = self.single(Pair), self.run.columns
+        if use is not None and use.node.kind is LEAF:
+            found, (p, o, k) = [], use.sizes(self.run)
+            given = use.parted(weight)
+            for block in self.run.blocks([use], v * max(p * (o + k), v)):
+                d, a = (x.to(torch.promote_types(x.dtype, given.dtype)) for x in use.operands(self.run, block))
+                terms: list[Term] = [("VNgpo", d), ("Ngpk", a)]
+                if not squares_directly(terms, "gok", "NVgok", "NV"):
+                    break  # that costs more than the gradients
+                pair = side_by_side(terms, "gok")
+                pair = [(labels, doubled(x)) for labels, x in pair] if cancel(pair) and crosses(pair, "gok") else pair
+                terms = squeezed(widened([*pair, ("gok", given)]))
+                found.append(contract(terms, present("NVW", terms)).to(given.dtype).reshape(-1, v, v))
+            else:
+                return joined(found)
         return self.covariances_by(lambda rows: rows * weight)
 
     def covariances_by(self, times: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -207,7 +234,16 @@ class Shares:
 
     def projected(self, vectors: torch.Tensor) -> torch.Tensor:
         """`sum_p G[v, n, p] vectors[k, p]` of each sample: `[n, V, k]`."""
-        flat, found = vectors.flatten(1).T, []
+        use, found = self.single(Pair), []
+        if use is not None and use.node.kind is LEAF:
+            given, (p, o, k) = use.parted(vectors.movedim(0, -1)), use.sizes(self.run)
+            for block in self.run.blocks([use], self.run.columns * p * max(o + k, o * len(vectors))):
+                d, a = use.operands(self.run, block)
+                terms = squeezed(widened([("VNgpo", d), ("Ngpk", a), ("gokK", given)]))
+                rows = contract(terms, present("NVK", terms))
+                found.append(rows.reshape(-1, self.run.columns, len(vectors)))
+            return joined(found)
+        flat = vectors.flatten(1).T
         for block in self.blocks():
             rows = self.dense(block)
             found.append(rows.reshape(*rows.shape[:2], -1).transpose(0, 1).to(flat.dtype) @ flat)

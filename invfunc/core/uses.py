@@ -167,6 +167,16 @@ class Pair(Use):
         order = [i % len(self.shape) for i in order]
         return w.permute(*range(lead), *(lead + order.index(i) for i in range(len(order))))
 
+    def operands(self, run: Run, block: Block = WHOLE) -> tuple[torch.Tensor, torch.Tensor]:
+        """d and a."""
+        return self.sends(run, block), self.read(run, block)
+
+    def parted(self, w: torch.Tensor) -> torch.Tensor:
+        """A tensor `[*shape, ...]` as `[g, o, k, ...]`."""
+        sizes = [math.prod([self.shape[i] for i in dims]) for dims in self.of_w]
+        order = [i % len(self.shape) for dims in self.of_w for i in dims]
+        return w.permute(*order, *range(len(order), w.ndim)).reshape(*sizes, *w.shape[len(order) :])
+
     def formed(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         """`[V, n, g, o, k]`."""
         return formed(self.read(run, block), self.sends(run, block))
@@ -257,6 +267,9 @@ class Convolution(Pair):
 
     def shaped(self, w: torch.Tensor) -> torch.Tensor:
         return w.reshape(*w.shape[:-3], *self.shape)
+
+    def parted(self, w: torch.Tensor) -> torch.Tensor:
+        return w.reshape(self.groups, self.shape[0] // self.groups, -1, *w.shape[len(self.shape) :])
 
     def sizes(self, run: Run) -> tuple[int, int, int]:
         places = self.d[0].shape[2 - len(self.shape) :].numel() * max(1, self.a.shape[0] // run.n)
