@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import dispatched, dual_level, listening, transforming, version
+from invfunc._torch.functorch import dispatched, dual_level, hooked, listening, transforming, version
 from invfunc.core.columns import Criterion
 from invfunc.core.factors import partners
 from invfunc.core.marks import HALF, SUMMED, Mark, Unsupported
@@ -33,7 +33,7 @@ def plain(problem: Problem) -> bool:
         return False
     if dual_level() and not transforming():
         return False
-    return all([x.dtype in _DTYPES and x.layout is torch.strided for x in problem.leaves])
+    return all([x.dtype in _DTYPES and x.layout is torch.strided and not x.is_meta for x in problem.leaves])
 
 
 def evaluated(problem: Problem, quantities: Sequence[Quantity], dense: bool = False) -> tuple[list[Any], Any]:
@@ -67,7 +67,8 @@ class Again(Exception):
 def _evaluated(
     problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool, dense: bool
 ) -> tuple[list[Any], Any]:
-    device = problem.leaves[0].device.type
+    device, given = problem.leaves[0].device.type, problem.tensors()
+    versions = [*map(version, given)]
     leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
     if any([q.kind is GGN for q in quantities]):
         run.criterion = Criterion()
@@ -75,6 +76,10 @@ def _evaluated(
         out, aux = _called(problem, run, leaves)
     if run.closed_over and outside and not run.deep:
         raise Again
+    if versions != [*map(version, given)]:
+        raise Unsupported("f writes into its arguments in place")
+    if any([hooked(x) for x in leaves]):
+        raise Unsupported("a hook may change what is sent back")
     kinds = {q.kind for q in quantities}
     rows = kinds == {JACOBIAN} or (kinds == {GRADIENT_OR_JACOBIAN} and isinstance(out, torch.Tensor) and out.ndim > 1)
     cotangent = None if rows else _cotangent(run, out)
@@ -200,6 +205,8 @@ def _cotangent(run: Run, out: Any) -> torch.Tensor | None:
         raise Unsupported("samples do not reach the result in a way that was seen")
     if out.ndim and out.shape[0] != run.n:
         raise Unsupported("the result is neither a number nor one for each sample")
+    if run.n > 1 and run.blended and not out.ndim:
+        raise Unsupported("what is computed of several samples, in a loss that is a number")
     if run.n > 1 and known.axis != ((-1, 1, 1) if out.ndim else SUMMED):
         raise Unsupported(f"the result is neither [N] losses nor a sum over the samples: {known.axis}")
     return torch.ones_like(out) if out.ndim else None

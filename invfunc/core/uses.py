@@ -54,6 +54,8 @@ class Use:
     """The edge of the graph by which its cotangent comes, or the copy of the parameter that the operation got."""
     end: bool = True
     """Whether nothing but copies of parameters lies below the edge."""
+    form: torch.Size | None = None
+    """The shape of the result, where the edge is that of a tensor of which it is a view."""
     d: Any = None
     """The cotangent, or a list with that of each column."""
     axis: Any = None
@@ -64,6 +66,13 @@ class Use:
 
     def __init__(self, node: Node, value: torch.Tensor) -> None:
         self.node, self.value, self.shape = node, value, value.shape
+
+    def send(self, d: Any) -> None:
+        """Take the cotangent `[V, ...]` that has come to the edge, or a list with that of each column; None of none."""
+        if isinstance(d, torch.Tensor):
+            self.d = wide(d if self.form is None else d.reshape(len(d), *self.form))
+        else:
+            self.d = d if d is None or self.form is None else [x.reshape(self.form) for x in d]
 
     def sent(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         """The cotangent as `[V, n, ...]`."""
