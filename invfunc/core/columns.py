@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from invfunc._torch.functorch import version
 from invfunc.core.marks import Axis, Mark, Unsupported, know, wide
 from invfunc.core.tables import called
 from invfunc.core.uses import front
@@ -34,12 +35,14 @@ OTHERS = called(
 class Criterion:
     """The criterion that f calls, and what comes of its result."""
 
-    def __init__(self) -> None:
+    def __init__(self, token: object) -> None:
+        """`token` is that of the run, which the marks of its tensors have."""
+        self.token = token
         self.func: Any = None
         self.input: torch.Tensor | None = None
         self.slope: torch.Tensor | None = None
         self.output: torch.Tensor | None = None
-        """The output of a model that is given apart from its loss."""
+        """The output of a model that is given apart from its loss, or that is marked."""
         self.version = 0
 
     def meet(self, run: Run, func: Callable, args: tuple, kwargs: dict[str, Any], axis: Axis) -> torch.Tensor:
@@ -55,6 +58,15 @@ class Criterion:
         with torch.enable_grad():
             self.leaf = out.detach().requires_grad_() if not run.deep else run.alias(out)
         return self.leaf
+
+    def mark(self, z: torch.Tensor) -> None:
+        """Take a tensor as the outputs, of which the criterion has to be."""
+        known = getattr(z, "_known", None)
+        if known is None or known.run is not self.token or not z.requires_grad:
+            return
+        if self.input is not None or (self.output is not None and not self._views(z)):
+            raise Unsupported("several outputs are marked, or some behind a criterion")
+        self.output, self.version = z, version(z)
 
     def _views(self, x: torch.Tensor) -> bool:
         """Whether a tensor is the output, or a view of all of it, as the model has returned it."""

@@ -18,6 +18,7 @@ from invfunc.core.marks import HALF, SUMMED, Mark, Unsupported
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.uses import Use
+from invfunc.loss.outputs import marked_for
 from invfunc.loss.square_root import Columns, Units
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.problem import Problem
@@ -71,8 +72,9 @@ def _evaluated(
     versions = [*map(version, given)]
     leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
     if any([q.kind is GGN for q in quantities]):
-        run.criterion = Criterion()
-    with _autocast(device, True), TwiceDifferentiable() if run.deep else nullcontext():
+        run.criterion = Criterion(run.token)
+    marks = marked_for(run.criterion)
+    with _autocast(device, True), marks, TwiceDifferentiable() if run.deep else nullcontext():
         out, aux = _called(problem, run, leaves)
     if run.closed_over and outside and not run.deep:
         raise Again
@@ -123,6 +125,8 @@ def _called(problem: Problem, run: Run, leaves: list[torch.Tensor]) -> tuple[Any
     if out.ndim < 1 or out.shape[0] != run.n or not out.is_floating_point():
         raise Unsupported("outputs of another shape")
     if run.criterion is not None:
+        if run.criterion.output is not None:
+            raise Unsupported("outputs are marked in a model that is given apart from its loss")
         run.criterion.output, run.criterion.version = out, version(out)
     target = problem.target(run)
     with run:

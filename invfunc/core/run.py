@@ -71,7 +71,7 @@ class Run(TorchFunctionMode):
     """A context in which f runs on `enter`ed parameters and samples; what it noted is there until it closes."""
 
     def __init__(self, n: int, deep: bool, chosen: Tensor | None = None) -> None:
-        """`deep` says that the result is differentiated; `chosen` are the samples whose gradients are wanted, if not all."""
+        """`deep` says that the result is differentiated; `chosen` are the samples that are wanted, if not all."""
         super().__init__()
         self.n, self.deep, self.columns = n, deep, 1
         self.chosen, self.count = chosen, n if chosen is None else len(chosen)

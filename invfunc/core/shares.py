@@ -43,7 +43,7 @@ class Shares:
     """The per-sample gradients of a parameter."""
 
     def __init__(self, run: Run, place: int, uses: list[Use], names: Callable[[int], str], again: bool = False) -> None:
-        """`place` is the number of the parameter, which `names` says in words; `again`, that other columns came before."""
+        """`place` is the number of the parameter, which `names` says in words; `again`, after other columns."""
         self.run, self.place, self.name, self.again = run, place, names, again
         self.leaf = run.leaves[place]
         self.uses = together(uses) if len(uses) > 1 else uses

@@ -92,8 +92,9 @@ class PredictiveCovariance(EachSample):
         """What it is with the matrix of one parameter."""
         given = self.of(shares.name(shares.place), shares.leaf.shape)
         if given is None:
-            core = not isinstance(shares, Shares)
-            columns = shares.run.columns if core else len(shares.columns.left[shares.uses[0].site])
+            cotangent = shares.columns.left[shares.uses[0].site] if isinstance(shares, Shares) else None
+            core: Any = shares
+            columns = core.run.columns if cotangent is None else len(cotangent)
             return shares.leaf.new_zeros(shares.count, columns, columns)
         if isinstance(given, Kronecker):
             return self._in_eigenbasis(shares, given)

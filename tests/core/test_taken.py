@@ -56,6 +56,7 @@ class TestHalfPrecision:
         wanted = testing.dense_diag_ggn(f, F.cross_entropy)({k: p.float() for k, p in given.items()}, X, Y)
         assert_trees_close(found, wanted, 0.1)
 
+    @pytest.mark.quick
     def test_sums_are_those_of_float32(self):
         """A bfloat16 sum of ones stops at 256."""
         x = torch.ones(1000, 1).bfloat16()
@@ -119,7 +120,7 @@ class Sequences(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.table, self.norm = nn.Embedding(7, 6, padding_idx=0), nn.LayerNorm((5, 8))
+        self.table, self.norm = nn.Embedding(7, 6, padding_idx=0), nn.LayerNorm([5, 8])
         self.groups, self.each = nn.Conv1d(6, 8, 3, padding=1, groups=2), nn.Conv1d(8, 8, 3, groups=8)
         self.twice, self.last = nn.Linear(8, 8), nn.Linear(8, 6)
         self.token = nn.Parameter(torch.linspace(-1, 1, 8).view(1, 1, 8))
@@ -258,3 +259,22 @@ class TestJacobians:
             }
         statistic = invfunc.predictive_covariance(f, given[kind])
         assert_trees_close(by_the_core(statistic, params, x), invfunc.chunked(statistic, 1)(params, x), 1e-9)
+
+
+@pytest.mark.quick
+def test_marked_outputs_are_where_the_curvature_is_taken():
+    f, params, x, _ = images()
+
+    def loss(p, x, y, last):
+        return F.cross_entropy(last(invfunc.outputs(f(p, x))), y)
+
+    def exact(last):
+        return invfunc.diag_ggn(lambda p, x, y: loss(p, x, y, last))
+
+    found = by_the_core(exact(lambda z: z), params, x, Y)
+    assert_trees_close(found, testing.dense_diag_ggn(f, F.cross_entropy)(params, x, Y), 1e-10)
+    behind = exact(lambda z: torch.cat([2 * z, z], 1))(params, x, Y)  # of which the criterion has other columns
+    wanted = testing.dense_diag_ggn(f, lambda z, y: F.cross_entropy(torch.cat([2 * z, z], 1), y))(params, x, Y)
+    assert_trees_close(behind, wanted, 1e-8)
+    with pytest.raises(invfunc.InvFuncError, match="not convex"):
+        exact(lambda z: torch.tanh(5 * z) @ -torch.eye(3).double())(params, x, Y)
