@@ -85,19 +85,12 @@ from invfunc.kronecker import Kronecker
 from invfunc.linear_algebra.low_rank import LowRank
 from invfunc.operation import operation
 from invfunc.outputs import outputs
-from invfunc.pairs.bdia import bdia
 from invfunc.pairs.couplings import additive_coupling, affine_coupling
 from invfunc.pairs.exact import Grid
-from invfunc.pairs.fixed_point import fixed_point
 from invfunc.pairs.from_module import from_module
-from invfunc.pairs.integrators import leapfrog, momentum
-from invfunc.pairs.log_det import with_log_det
-from invfunc.pairs.pair import Invertible, invert
-from invfunc.pairs.reversible_adam import reversible_adam
-from invfunc.pairs.reversible_sgd import reversible_sgd
-from invfunc.pairs.reversible_step import reversible_step
-from invfunc.pairs.runge_kutta import runge_kutta
-from invfunc.pairs.state_first import state_first
+from invfunc.pairs.pair import Invertible, invert, state_first, with_log_det
+from invfunc.pairs.steps import bdia, fixed_point, leapfrog, momentum, reversible_step, runge_kutta
+from invfunc.pairs.training import reversible_adam, reversible_sgd
 from invfunc.products.eigenpairs import eigenpairs
 from invfunc.products.estimate_diagonal import estimate_diagonal
 from invfunc.products.estimate_trace import estimate_trace

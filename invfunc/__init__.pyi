@@ -35,7 +35,7 @@ from invfunc.linear_algebra.low_rank import LowRank as LowRank
 from invfunc.operation import Operation
 from invfunc.pairs.exact import Grid as Grid
 from invfunc.pairs.pair import Invertible as Invertible
-from invfunc.pairs.runge_kutta import Tableau
+from invfunc.pairs.steps import Tableau
 from invfunc.pairs.training import Optimiser
 from invfunc.products.eigenpairs import Decomposition
 from invfunc.products.estimate import Estimator

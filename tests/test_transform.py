@@ -139,17 +139,17 @@ class TestHelpOfPairsAndBlocks:
 
     CALLS = [
         (invfunc.invertible_checkpoint(moved, back), "(x, w)"),
-        (invfunc.invertible_checkpoint(torch.nn.Linear(2, 2), None), "(input: torch.Tensor) -> torch.Tensor"),
+        (invfunc.invertible_checkpoint(torch.nn.Linear(2, 2), None), "(input)"),
         (
             invfunc.invertible_checkpoint(invfunc.additive_coupling(moved, moved)),
-            "(x=None, params=None, *args, **kwargs)",
+            "(x, params=None, *args, **kwargs)",
         ),
         (invfunc.chain(invfunc.leapfrog(moved, step=0.5)), "(x, params=None, *args, **kwargs)"),
         (invfunc.layers.conv1x1(), "(x, params=None)"),
         (invfunc.layers.actnorm(), "(x, params=None)"),
         (invfunc.Invertible(moved, back), "(x, w)"),
         (invfunc.Invertible(lambda shared, x, w: x + w, back, shared=(moved,)), "(x, w)"),
-        (invfunc.invertible_checkpoint(torch.add, torch.sub), "(x, *args, **kwargs)"),
+        (invfunc.invertible_checkpoint(torch.add, torch.sub), "(x, params=None, *args, **kwargs)"),
     ]
 
     @pytest.mark.parametrize(("of", "wanted"), CALLS, ids=lambda value: repr(value)[:60])

@@ -230,6 +230,8 @@ class Run(TorchFunctionMode):
         if self.criterion is not None and (out := criterion_of(self, func, args, kwargs, data)) is not None:
             return self.mark(rule, func, args, kwargs, data, out)
         if rule is None or func is torch.nn.functional.embedding_bag:
+            if hasattr(func, "follow"):
+                raise Unsupported("an operation of the user's own, with rules of its own")
             inner = composed(func)
             if inner is not None:
                 if checkpointing():

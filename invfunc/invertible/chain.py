@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,7 +13,8 @@ from invfunc import tree
 from invfunc.blocks.series import in_series
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
 from invfunc.invertible.checkpoint import Checkpointed, invertible_checkpoint
-from invfunc.pairs.pair import Composition, Invertible, behind, invert
+from invfunc.pairs.pair import Invertible, behind, invert
+from invfunc.pairs.value import Value
 
 Step = tuple[Checkpointed, Any]
 """A block and its parameters."""
@@ -114,9 +115,11 @@ def repeated(block: Callable, *, anchor_every: int | None = None) -> Invertible:
 
 
 @dataclass(frozen=True, eq=False)
-class _Sequence(Composition):
+class _Sequence(Value, ABC):
     """Blocks, as one."""
 
+    counted: ClassVar[bool] = False
+    """Whether the parameters say how many blocks there are."""
     blocks: tuple[Checkpointed, ...]
     anchor_every: int | None
     keep: bool | tuple[int, ...] | None = None
@@ -134,6 +137,7 @@ class _Sequence(Composition):
         """The steps for some parameters."""
 
     def steps(self, params: Any) -> list[Step]:
+        """The blocks for some parameters, with those of each."""
         every, found = self.anchor_every, list(self.each(params))[:: -1 if self.backwards else 1]
         for i, (g, p) in enumerate(found):
             if every is not None and i and i % every == 0:
@@ -143,13 +147,16 @@ class _Sequence(Composition):
         return found
 
     def changed(self, change: Callable[[Any], Any]) -> Invertible:
+        """The sequence of changed blocks."""
         blocks = tuple(checkpointed(change(block), self.name) for block in self.blocks)
         return replace(self, blocks=blocks).pair()
 
     def keeping(self, keep: bool | tuple[int, ...]) -> Invertible:
+        """This sequence, with blocks that keep these tensors of x in memory."""
         return replace(self, keep=keep).pair()
 
     def inverted(self, name: str) -> Invertible:
+        """The inverses of the blocks, the other way round."""
         blocks = tuple(checkpointed(_inverse(block, None), name) for block in self.blocks)
         return replace(self, blocks=blocks, keep=None, backwards=not self.backwards).pair()
 

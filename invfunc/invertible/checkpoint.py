@@ -16,7 +16,7 @@ from invfunc.blocks.series import Known, in_series
 from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, InvFuncError, SampleAxisError
 from invfunc.pairs.automatic.found import automatic
-from invfunc.pairs.pair import Invertible, as_module
+from invfunc.pairs.pair import BlockModule, Invertible
 from invfunc.pairs.value import Value
 from invfunc.transform import shown, told
 
@@ -212,7 +212,7 @@ class Checkpointed(Value):
 
     def module(self) -> nn.Module:
         """The block as an `nn.Module` that registers the modules it is made of, as `Invertible.module` tells."""
-        return as_module(self, self.pair)
+        return BlockModule(self, self.pair)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and self.pair.composition is None:  # which then decides what is kept

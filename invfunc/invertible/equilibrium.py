@@ -17,7 +17,7 @@ from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncWarning
 from invfunc.invertible.chain import check_anchor
 from invfunc.invertible.checkpoint import Checkpointed
-from invfunc.pairs.fixed_point import fixed_point
+from invfunc.pairs.steps import fixed_point
 from invfunc.pairs.value import Value
 from invfunc.transform import shown
 

@@ -11,7 +11,7 @@ import torch
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.invertible.chain import Chain, Step, checkpointed
 from invfunc.pairs.pair import Invertible, Law, as_pair, rewrapped
-from invfunc.pairs.state import per_sample
+from invfunc.pairs.part import per_sample
 from invfunc.pairs.value import Value
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from invfunc.layers.common import need_axes, need_number, need_tensor
 from invfunc.pairs.pair import Invertible, Law
-from invfunc.pairs.state import wide
+from invfunc.pairs.part import wide
 
 
 def leaky_relu(negative_slope: float = 0.01) -> Invertible:

@@ -1,19 +1,143 @@
-"""Couplings: a part of the state changes by what the other part says, so that it can be undone."""
+"""Couplings: states of two parts, which change in turn by what a function says of the other part; pairs as data."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial, reduce
+from typing import Any, ClassVar
 
 import torch
 
+from invfunc import tree
+from invfunc._torch.functorch import unwatched, version
 from invfunc.callables import describe
-from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.errors import ArgumentError, ArgumentTypeError, ModifiedError
 from invfunc.pairs.exact import Grid
 from invfunc.pairs.pair import Invertible, Law
-from invfunc.pairs.part import Rounded, Unwritten, as_part, fitting, given_functions, no_parameters, of_part
-from invfunc.pairs.state import per_sample, two_parts
+from invfunc.pairs.part import Rounded, as_part, combined, fitting, per_sample, two_parts, wide, without
+from invfunc.pairs.value import Value
+
+Calls = list[tuple[Callable, tuple]]
+"""Functions, each with the arguments that it gets behind a part of the state."""
+
+
+@dataclass(frozen=True, eq=False)
+class Move(Value):
+    """A change of one part, `scale * part + by * said`, where said is what a function says of the other part.
+
+    Args:
+        part: which of the two parts changes.
+        function: which of the functions is asked; None takes the other part itself.
+    """
+
+    part: int
+    function: int | None
+    scale: float = 1
+    by: float = 1
+
+    def forth(self, part: torch.Tensor, said: Any) -> torch.Tensor:
+        """The part after the move."""
+        part = part if self.scale == 1 else self.scale * part
+        return part + said if self.by == 1 else part - said if self.by == -1 else part + self.by * said
+
+    def back(self, part: torch.Tensor, said: Any) -> torch.Tensor:
+        """The part before it."""
+        part = part - said if self.by == 1 else part + said if self.by == -1 else part - self.by * said
+        return part if self.scale == 1 else part / self.scale
+
+    fitting: ClassVar[Callable] = staticmethod(fitting)
+    """What was said, if it fits the part."""
+
+
+@dataclass(frozen=True, eq=False)
+class Moves(Law):
+    """Moves, one after the other; the inverse undoes them from the last to the first."""
+
+    call: str
+    names: tuple[str, ...]
+    """The functions."""
+    parts: str
+    """What the two parts are called, each by a letter."""
+    moves: tuple[Move, ...]
+    dim: int | None = None
+    """The axis along which the parts are halves of one tensor, if they are."""
+
+    def forward(self, *given: Any, **kwargs: Any) -> Any:
+        parts, calls = self.read(given, "x", self.moves[0])
+        for move in self.moves:
+            parts[move.part] = combined(move.forth, parts[move.part], self.said(move, parts, calls, kwargs))
+        return self.joined(parts)
+
+    def inverse(self, *given: Any, **kwargs: Any) -> Any:
+        parts, calls = self.read(given, "y", self.moves[-1])
+        for move in reversed(self.moves):
+            parts[move.part] = combined(move.back, parts[move.part], self.said(move, parts, calls, kwargs))
+        return self.joined(parts)
+
+    def log_det(self, *given: Any, **kwargs: Any) -> torch.Tensor:
+        parts, calls = self.read(given, "x")
+        if self.dim is not None and self.dim % parts[0].dim() == 0:
+            raise ArgumentError(f"{self.call}: log_det is of each entry of axis 0, which is the one that is split.")
+        return self.log_scales(parts, calls, kwargs)
+
+    def log_scales(self, parts: list[Any], calls: Calls, kwargs: dict[str, Any]) -> torch.Tensor:
+        """The sum of the log-scales of all moves, for each sample."""
+        scale = sum(math.log(move.scale) for move in self.moves)  # of each entry, as both parts are alike
+        return reduce(torch.add, [per_sample(torch.full_like(wide(t), scale)) for t in tree.tensors(parts[0])])
+
+    def read(self, given: tuple, name: str, first: Move | None = None) -> tuple[list[Any], Calls]:
+        """The parts of the state, and each function with the arguments that it gets behind a part."""
+        functions, (state, *args) = given[: len(self.names)], given[len(self.names) :] or (None,)
+        return self.apart(state, name, first), self.calls(functions, args)
+
+    def apart(self, state: Any, name: str, first: Move | None) -> list[Any]:
+        """The parts of x or y, of which a first move reads one."""
+        if self.dim is None:
+            return [*two_parts(state, self.call, name)]
+        shape = list(state.shape) if isinstance(state, torch.Tensor) else []
+        if not -len(shape) <= self.dim < len(shape) or shape[self.dim] < 2:
+            what = shape if isinstance(state, torch.Tensor) else type(state).__name__
+            raise ArgumentError(f"{self.call}: x is {what}, which has no two halves along this axis.")
+        halves = [*state.chunk(2, self.dim)]  # whose gradients are joined at once; those of slices are each as large
+        if first is not None:  # laid out by itself, as the other direction gives it, and no view of several,
+            read = 1 - first.part  # which torch lets nobody write
+            halves[read] = halves[read].clone(memory_format=torch.contiguous_format)
+        return halves
+
+    def joined(self, parts: list[Any]) -> Any:
+        """The state of two parts."""
+        return tuple(parts) if self.dim is None else torch.cat(parts, self.dim)
+
+    def calls(self, functions: tuple, args: list[Any]) -> Calls:
+        """Each function that a move may ask, with what it gets behind a part."""
+        return [(functions[0], tuple(args))]
+
+    def said(self, move: Move, parts: list[Any], calls: Calls, kwargs: dict[str, Any]) -> Any:
+        """What a function says of the other part, which it may not write: the pair needs it again."""
+        part, other, name = parts[move.part], parts[1 - move.part], self.parts[move.part]
+        if move.function is None:
+            return fitting(other, part, self.call, self.parts[1 - move.part], name)
+        (fn, args), which = calls[move.function], self.names[move.function % len(self.names)]
+        if torch.compiler.is_compiling():
+            said = fn(other, *args, **kwargs)
+        elif torch.is_inference_mode_enabled():  # where nobody counts what is written
+            said = fn(tree.map_tensors(torch.clone, other), *args, **kwargs)
+        else:
+            tensors = [other] if isinstance(other, torch.Tensor) else tree.tensors(other)
+            with unwatched():  # it is no call of the function
+                before = [*map(version, tensors)]
+            said = fn(other, *args, **kwargs)
+            with unwatched():
+                written = [*map(version, tensors)] != before
+            if written:
+                raise ModifiedError(
+                    f"{self.call}: {which} has written into the state that it was given, which the pair needs again, "
+                    "and so may you. Take inplace=False in its first layers, or give them a copy: lambda x: "
+                    f"{which}(x.clone())."
+                )
+        return move.fitting(said, part, self.call, f"what {which} returns", name)
 
 
 def additive_coupling(
@@ -69,13 +193,14 @@ def additive_coupling(
 
     Source: L. Dinh et al., NICE, 2014; A. Gomez et al., The Reversible Residual Network, 2017.
     """
-    F, G = as_part("additive_coupling(F, G)", "F", F), as_part("additive_coupling(F, G)", "G", G)
+    F, G = (as_part("additive_coupling(F, G)", which, fn) for which, fn in (("F", F), ("G", G)))
     call = f"additive_coupling({describe(F)}, {describe(G)})"
     if not isinstance(exact, (bool, Grid)):
         raise ArgumentTypeError(f"{call[:-1]}, exact={exact!r}): exact is True, False or a Grid.")
-    grid = exact if isinstance(exact, Grid) else Grid() if exact else None
-    shared = (F, G) if grid is None else (Rounded(grid, of_part(F)), Rounded(grid, of_part(G)))
-    return _made(_Additive(call, tuple(map(no_parameters, shared)), grid), shared, split_dim)
+    if not exact:
+        return _coupling(_Coupling, call, Move, F, G, split_dim)
+    grid = exact if isinstance(exact, Grid) else Grid()
+    return _coupling(_Coupling, call, partial(_OnAGrid, grid=grid), Rounded(grid, F), Rounded(grid, G), split_dim)
 
 
 def affine_coupling(
@@ -118,142 +243,71 @@ def affine_coupling(
     parts = {"F": F, "G": G, "log_scale": log_scale}
     F, G, log_scale = (as_part("affine_coupling(F, G)", which, part) for which, part in parts.items())
     call = f"affine_coupling({describe(F)}, {describe(G)})"
-    return _made(_Affine(call, tuple(map(no_parameters, (F, G))), log_scale), (F, G), split_dim)
+    return _coupling(_Affine, call, partial(_Scaled, log_scale=log_scale), F, G, split_dim)
 
 
-def _made(law: _Coupling, shared: tuple[Callable, ...], dim: Any) -> Invertible:
-    """The pair on a state of two parts, or on one tensor whose halves they are."""
-    shared = tuple(Unwritten(law.call, which, fn) for which, fn in zip("FG", shared, strict=True))
-    if dim is None:
-        return law.pair(law.call, shared)
-    name = f"{law.call[:-1]}, split_dim={dim!r})"
-    if not isinstance(dim, int):
-        raise ArgumentTypeError(f"{name}: split_dim is an axis, a whole number.")
-    return _OnOneTensor(law, dim, name).pair(name, shared)
+def _coupling(law: type[_Coupling], call: str, move: Callable, F: Callable, G: Callable, dim: Any) -> Invertible:
+    """The pair that changes a by F of b, and then b by G of a."""
+    if dim is not None:
+        call = f"{call[:-1]}, split_dim={dim!r})"
+        if not isinstance(dim, int):
+            raise ArgumentTypeError(f"{call}: split_dim is an axis, a whole number.")
+    return law(call, ("F", "G"), "ab", (move(0, 0), move(1, 1)), dim, (without(F), without(G))).pair(call, (F, G))
 
 
 @dataclass(frozen=True, eq=False)
-class _Coupling(Law):
-    """A coupling as functions of F and G."""
+class _OnAGrid(Move):
+    """The sum of a part and what a function says, where it has no rounding error."""
 
-    call: str
-    without: tuple[tuple, ...]
+    grid: Grid = Grid()
+
+    def forth(self, part: torch.Tensor, said: Any) -> torch.Tensor:
+        self.grid.checked(part)
+        return self.grid.checked(part + said, entered=True)[0]
+
+
+@dataclass(frozen=True, eq=False)
+class _Scaled(Move):
+    """`part * exp(s) + t` for an s and a t that a function says."""
+
+    log_scale: Callable = torch.tanh
+
+    def forth(self, part: torch.Tensor, said: Any) -> torch.Tensor:
+        return part * said[0].exp() + said[1]
+
+    def back(self, part: torch.Tensor, said: Any) -> torch.Tensor:
+        return (part - said[1]) / said[0].exp()  # the scale rounded as forth, where that is coarser (autocast)
+
+    def fitting(self, said: Any, part: Any, call: str, what: str, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        s, t = two_parts(said, call, what)
+        s, t = fitting(s, part, call, what, name), fitting(t, part, call, what, name)
+        return fitting(self.log_scale(s), part, call, "what log_scale returns", name), t
+
+
+@dataclass(frozen=True, eq=False)
+class _Coupling(Moves):
+    """Moves of a by F and of b by G, which get parameters of their own."""
+
+    without: tuple[tuple, tuple] = (), ()
     """What stands in the place of the parameters of F and of G where none are given."""
 
-    def read(self, functions: tuple, state: Any, params: Any, name: str) -> tuple[Any, Any]:
-        """The parts of the state, and the parameters of each function, as they stand in its calls."""
-        parts = two_parts(given_functions(functions, self.call, state), self.call, name)
+    def calls(self, functions: tuple, args: list[Any]) -> Calls:
+        params, *more = args or (None,)
         if params is None:
-            return parts, self.without
-        if not isinstance(params, (tuple, list)) or len(params) != 2:
+            own = self.without
+        elif isinstance(params, (tuple, list)) and len(params) == 2:
+            own = (params[0],), (params[1],)
+        else:
             raise ArgumentError(
                 f"{self.call}: the parameters have to be a pair, of F and of G, but are {type(params).__name__}. None "
                 "of it calls them without."
             )
-        return parts, ((params[0],), (params[1],))
+        (F, G), (p, q) = functions, own
+        return [(F, (*p, *more)), (G, (*q, *more))]
 
 
-@dataclass(frozen=True, eq=False)
-class _Additive(_Coupling):
-    grid: Grid | None
-
-    def forward(self, F: Any, G: Any = None, x: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
-        (a, b), (p, q) = self.read((F, G), x, params, "x")
-        if self.grid is not None:
-            self.grid.checked(a, b)
-        a = a + fitting(F(b, *p, *args, **kwargs), a, self.call, "F", "a")
-        b = b + fitting(G(a, *q, *args, **kwargs), b, self.call, "G", "b")
-        return (a, b) if self.grid is None else self.grid.checked(a, b, entered=True)
-
-    def inverse(self, F: Any, G: Any = None, y: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
-        (a, b), (p, q) = self.read((F, G), y, params, "y")
-        b = b - fitting(G(a, *q, *args, **kwargs), b, self.call, "G", "b")
-        a = a - fitting(F(b, *p, *args, **kwargs), a, self.call, "F", "a")
-        return a, b
-
-    def log_det(self, F: Any, G: Any = None, x: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
-        (a, _), _ = self.read((F, G), x, params, "x")
-        return per_sample(torch.zeros_like(a))
-
-
-@dataclass(frozen=True, eq=False)
 class _Affine(_Coupling):
-    log_scale: Callable
-
-    def forward(self, F: Any, G: Any = None, x: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
-        (a, b), (p, q) = self.read((F, G), x, params, "x")
-        s, t = self._two(F(b, *p, *args, **kwargs), a, "F", "a")
-        a = a * s.exp() + t
-        s, t = self._two(G(a, *q, *args, **kwargs), b, "G", "b")
-        return a, b * s.exp() + t
-
-    def inverse(self, F: Any, G: Any = None, y: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
-        (a, b), (p, q) = self.read((F, G), y, params, "y")
-        s, t = self._two(G(a, *q, *args, **kwargs), b, "G", "b")
-        b = (b - t) / s.exp()  # the same rounded scale as forward, where that is coarser than b (autocast)
-        s, t = self._two(F(b, *p, *args, **kwargs), a, "F", "a")
-        return (a - t) / s.exp(), b
-
-    def log_det(self, F: Any, G: Any = None, x: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
-        (a, b), (p, q) = self.read((F, G), x, params, "x")
-        s, t = self._two(F(b, *p, *args, **kwargs), a, "F", "a")
-        first = per_sample(s)
-        s, _ = self._two(G(a * s.exp() + t, *q, *args, **kwargs), b, "G", "b")
-        return first + per_sample(s)
-
-    def _two(self, result: Any, like: torch.Tensor, which: str, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logarithm of the scale, and the shift."""
-        s, t = (
-            fitting(part, like, self.call, which, name)
-            for part in two_parts(result, self.call, f"what {which} returns")
-        )
-        return fitting(self.log_scale(s), like, self.call, "log_scale", name), t
-
-
-@dataclass(frozen=True, eq=False)
-class _OnOneTensor(Law):
-    """A coupling on one tensor, of which the two parts of its state are the halves."""
-
-    law: _Coupling
-    dim: int
-    call: str
-
-    def forward(self, F: Any, G: Any = None, x: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        a, b = self._halves(given_functions((F, G), self.call, x))
-        return self._joined(self.law.forward, (F, G), x, a, _copied(b), *args, **kwargs)
-
-    def inverse(self, F: Any, G: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        a, b = self._halves(given_functions((F, G), self.call, y))
-        return self._joined(self.law.inverse, (F, G), y, _copied(a), b, *args, **kwargs)
-
-    def _joined(self, fn: Callable, functions: tuple, x: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
-        """What a direction gives as one tensor."""
-        try:
-            return torch.cat(fn(*functions, (a, b), *args, **kwargs), self.dim)
-        except Exception as error:
-            if a.shape != b.shape and not torch.compiler.is_compiling():
-                error.add_note(
-                    f"{self.call}: x of shape {list(x.shape)} has an odd size along this axis, so that its halves are "
-                    f"a of shape {list(a.shape)} and b of shape {list(b.shape)}: F makes an a of b, and G a b of a."
-                )
-            raise
-
-    def log_det(self, F: Any, G: Any = None, x: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        halves = self._halves(given_functions((F, G), self.call, x))
-        if self.dim % x.dim() == 0:
-            raise ArgumentError(
-                f"{self.call}: the log-determinant is that of each entry of axis 0, which is the one that is split."
-            )
-        return self.law.log_det(F, G, halves, *args, **kwargs)
-
-    def _halves(self, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if not isinstance(x, torch.Tensor) or not -x.dim() <= self.dim < x.dim() or x.shape[self.dim] < 2:
-            shape = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-            raise ArgumentError(f"{self.call}: x is {shape}, which has no two halves along this axis.")
-        a, b = x.chunk(2, self.dim)  # whose gradients are joined at once; those of slices are each as large as x
-        return a, b
-
-
-def _copied(half: torch.Tensor) -> torch.Tensor:
-    """As the other direction gives it: laid out by itself, and no view of several, which torch lets nobody write."""
-    return half.clone(memory_format=torch.contiguous_format)
+    def log_scales(self, parts: list[Any], calls: Calls, kwargs: dict[str, Any]) -> torch.Tensor:
+        s, t = self.said(self.moves[0], parts, calls, kwargs)
+        after = [self.moves[0].forth(parts[0], (s, t)), parts[1]]
+        return per_sample(s) + per_sample(self.said(self.moves[1], after, calls, kwargs)[0])

@@ -1,18 +1,21 @@
-"""Fixed-point numbers in the mantissa of floating-point ones, whose sums and differences have no rounding errors."""
+"""Fixed-point numbers in the mantissa of floating-point ones, whose sums and products can be undone to the last bit."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from invfunc import tree
-from invfunc._signed import signed
 from invfunc._torch.functorch import innermost, unwatched
-from invfunc.errors import ArgumentError, ArgumentTypeError, RangeError
+from invfunc._torch.precision import in_float64
+from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, RangeError
 
 _MANTISSA = {torch.float32: 24, torch.float64: 53}
+_OFF = "is not on the grid; put it there with Grid.enter(x)."
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Grid:
     """
 
     fraction_bits: int = 16
-    dtype: torch.dtype | None = None
+    dtype: Any = None
     largest: float = 0.0
 
     def __post_init__(self) -> None:
@@ -59,8 +62,12 @@ class Grid:
     @property
     def limit(self) -> float:
         """The end of the range."""
-        assert self.dtype is not None
         return 2.0 ** (_MANTISSA[self.dtype] - self.fraction_bits)
+
+    @property
+    def unit(self) -> float:
+        """The distance of two numbers."""
+        return 2.0**-self.fraction_bits
 
     def enter(self, x: tree.Tree) -> tree.Tree:
         """The nearest numbers of the grid, of its dtype, for all tensors of a pytree; the gradient is that of the
@@ -69,13 +76,11 @@ class Grid:
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
         """The nearest numbers on the grid, without a check of the range."""
-        kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-        if isinstance(kind, str) or kind.is_complex:
+        if not isinstance(x, torch.Tensor) or x.is_complex():
+            kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
             raise ArgumentTypeError(f"{self!r}: a tensor of real numbers is put on a grid, not {kind}.")
-        x = x if kind == self.dtype else x.to(self.dtype)
-        if torch.compiler.is_compiling():
-            return x + (_nearest(x, self.fraction_bits) - x).detach()
-        return _Round.apply(x, self.fraction_bits)
+        x = x.to(self.dtype)
+        return straight_through(self._nearest(x.detach()), x)
 
     def checked(self, *tensors: torch.Tensor, entered: bool = False) -> tuple[torch.Tensor, ...]:
         """The tensors, if they are within the range, and on the grid; `entered` says that this is known."""
@@ -83,50 +88,104 @@ class Grid:
             return tensors
         with unwatched():  # values that are only looked at
             for x in map(innermost, tensors):
-                self._check(x, entered)
+                if x.dtype != self.dtype:
+                    raise RangeError(f"{self!r}: a state of {x.dtype} {_OFF}")
+                low, high = (float(end) for end in x.aminmax()) if x.numel() else (0.0, 0.0)
+                if not (-self.limit < low and high < self.limit):
+                    raise RangeError(
+                        f"{self!r}: numbers between {low:.3g} and {high:.3g} leave the range, which ends at "
+                        f"{self.limit:.6g}. Take fewer fraction_bits, or dtype=torch.float64."
+                    )
+                if not entered and not torch.equal(self._nearest(x), x):
+                    raise RangeError(f"{self!r}: the state {_OFF}")
         return tensors
 
-    def _check(self, x: torch.Tensor, entered: bool) -> None:
-        if x.dtype != self.dtype:
-            raise RangeError(f"{self!r}: a state of {x.dtype} is not on the grid; put it there with Grid.enter(x).")
-        low, high = (float(end) for end in x.aminmax()) if x.numel() else (0.0, 0.0)
-        if not (-self.limit < low and high < self.limit):
-            raise RangeError(
-                f"{self!r}: numbers between {low:.3g} and {high:.3g} leave the range, which ends at "
-                f"{self.limit:.6g}. Take fewer fraction_bits, or dtype=torch.float64."
+    def _nearest(self, x: torch.Tensor) -> torch.Tensor:
+        return (x / self.unit).round_().mul_(self.unit).add_(0.0)  # -0.0 does not come back as such
+
+
+def straight_through(value: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A value that is differentiated as x."""
+    return value + (x - x.detach())
+
+
+# Products
+
+_DENOMINATOR = 10_000
+
+Words = tuple[torch.Tensor, ...]
+"""Digits, of which only the last word is written; those before it are full."""
+
+
+@dataclass(frozen=True)
+class Decay:
+    """`x -> n / d * x` on a grid, step after step, where x takes fewer digits each time.
+
+    The digits that it loses are put into whole numbers beside it, from which they come back: log2(d / n) bits a step.
+    """
+
+    by: Fraction
+    call: str
+    """Of the optimiser, for errors."""
+
+    @staticmethod
+    def of(call: str, name: str, by: Any) -> Decay:
+        """That by a number between 0 and 1 which is a fraction of small numbers, as 0.9 is 9/10."""
+        if isinstance(by, (int, float, Fraction)) and 0 < by < 1:
+            near, tolerance = Fraction(by).limit_denominator(_DENOMINATOR), Fraction(1, 10**12)  # of 0.9 as a float
+            if abs(near - Fraction(by)) < tolerance and 0 < near < 1:
+                return Decay(near, call)
+        raise ArgumentError(
+            f"{call}: {name} has to be between 0 and 1, and a fraction with a denominator up to {_DENOMINATOR}, as 0.9 "
+            "or Fraction(9, 10): only such a product can be undone to the last bit."
+        )
+
+    @cached_property
+    def capacity(self) -> int:
+        """How many steps fit into a word of 63 bits."""
+        n, d = self.by.as_integer_ratio()
+        largest, steps = 0, 0
+        while (largest := largest // n * d + d - 1) <= torch.iinfo(torch.int64).max:
+            steps += 1
+        return steps
+
+    def forth(self, x: torch.Tensor, words: Words, gained: torch.Tensor, steps: int, grid: Grid) -> tuple[Any, Words]:
+        """`n / d * x + gained` after so many steps, and all digits."""
+        if steps and steps % self.capacity == 0:
+            words = (*words, torch.zeros_like(words[-1]))
+        x, last = _product(x, words[-1], self.by, grid.unit)
+        return x + gained, (*words[:-1], last)
+
+    def back(self, x: torch.Tensor, words: Words, gained: torch.Tensor, steps: int, grid: Grid) -> tuple[Any, Words]:
+        """What that was computed from, with so many steps before it."""
+        x, last = _product(x - gained, words[-1], 1 / self.by, grid.unit)
+        if steps % self.capacity:
+            return x, (*words[:-1], last)
+        with unwatched():
+            used_up = not bool(innermost(last).any())
+        if not used_up:
+            raise InverseError(
+                f"{self.call}: the digits that were kept of at most {self.capacity} steps are not used up at their "
+                "start, so that the gradients were not those of the way forth: the data are other ones, an operation "
+                "is not deterministic (torch.use_deterministic_algorithms), or random numbers were drawn, which "
+                "invertible_checkpoint draws again."
             )
-        if not entered and not torch.equal(_nearest(x, self.fraction_bits), x):
-            raise RangeError(f"{self!r}: the state is not on the grid; put it there with Grid.enter(x).")
+        return x, words[:-1] if steps else (last,)
 
 
-def _nearest(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return _on_grid(x * 2.0**bits, bits)
+def _product(x: torch.Tensor, digits: torch.Tensor, by: Fraction, unit: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """n / d * x on the grid to less than a unit, and the digits; differentiated as without rounding.
 
-
-def _on_grid(scaled: torch.Tensor, bits: int) -> torch.Tensor:
-    return scaled.round_().mul_(2.0**-bits).add_(0.0)  # -0.0 does not come back as such
-
-
-class _Round(torch.autograd.Function):
-    """The nearest number of the grid, differentiated as the identity."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    @signed
-    def forward(x: torch.Tensor, bits: int) -> torch.Tensor:
-        scaled = x * 2.0**bits
-        with unwatched():  # as no one else has it
-            return _on_grid(scaled, bits)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, bits: None) -> torch.Tensor:
-        return tangent.view_as(tangent)
+    In units `n * x + u` is divided by d, where u is taken from the digits (as their remainder by n), and what remains
+    is put there. By d / n it is undone.
+    """
+    n, d = by.as_integer_ratio()
+    units = (in_float64(x.detach(), "a decay that is exact counts") / unit).round_()  # it holds up to 2 ** 53
+    whole = (units / d).trunc_()  # as n * x itself may have more than 53 bits
+    fewer = digits.div(n, rounding_mode="trunc")
+    part = torch.sub(units, whole, alpha=d).mul_(n) + torch.sub(digits, fewer, alpha=n)
+    more = ((part + 0.5) / d).floor_()  # half a unit from where a rounded quotient would be another whole number
+    left = part.sub_(more, alpha=d)
+    product = whole.to(torch.int64).mul_(n) + more.to(torch.int64)
+    rounded = product.to(x.dtype) * unit
+    return straight_through(rounded, x * float(by)), fewer.mul_(d) + left.to(torch.int64)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from itertools import product
+from typing import Any
 
 import torch
 from torch import nn
 
 from invfunc import tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.pairs.pair import Invertible, Law
-from invfunc.pairs.part import OfModule
+from invfunc.pairs.pair import Invertible
+from invfunc.pairs.part import OfModule, per_sample
 from invfunc.pairs.value import Value
 
 
@@ -70,90 +71,76 @@ def from_module(module: nn.Module, *, log_det: bool = True) -> Invertible:
             "functions: Invertible(f, f_inv)."
         )
     call = f"from_module({type(module).__name__})"
-    run = _way(call, module)
+    run = _interface(call, module)
+    if not log_det and run is not _by_inverse:
+        raise ArgumentError(f"{call[:-1]}, log_det=False): only a module with a method `inverse` may leave it out.")
+    part = OfModule(_Directed(module, run, log_det))
+    forward, inverse, both, both_back = (_Way(call, part, *way) for way in product(("y", "both"), (False, True)))
     if not log_det:
-        if run is not _by_inverse:
-            raise ArgumentError(f"{call[:-1]}, log_det=False): only a module with a method `inverse` may leave it out.")
-        run = _alone
-    law = _OfModule(call, OfModule(_Directed(module, run)))
-    if not log_det:
-        return Invertible(law.forward, law.inverse, name=call)
-    carried = Invertible(_Carried(law, False), _Carried(law, True), name=f"with_log_det({call})")
-    return Invertible(law.forward, law.inverse, log_det=law.log_det, name=call, carried=carried)
+        return Invertible(forward, inverse, name=call)
+    carried = Invertible(both, both_back, name=f"with_log_det({call})", carries_a_sum=True)
+    return Invertible(forward, inverse, log_det=_Way(call, part, "log_det", False), name=call, carried=carried)
 
 
 class _Directed(nn.Module):
     """A module in both directions."""
 
-    def __init__(self, module: nn.Module, run: Callable) -> None:
+    def __init__(self, module: nn.Module, run: Callable, log_det: bool) -> None:
         super().__init__()
-        self.module, self.run = module, run
+        self.module, self.run, self.log_det = module, run, log_det
 
     def forward(self, x: Any, *args: Any, backwards: bool, **kwargs: Any) -> tuple[Any, Any]:
         """The result, and the log-determinant of this direction."""
-        return self.run(self.module, backwards, x, *args, **kwargs)
+        found = self.run(self.module, backwards, x, *args, **kwargs)
+        return found if self.log_det else (found, None)
 
 
 @dataclass(frozen=True, eq=False)
-class _OfModule(Law):
+class _Way(Value):
+    """A direction of a module.
+
+    Args:
+        gives: the result alone ("y"), the log-determinant of each sample alone, or "both" on a state `(x, s)` with the
+            sum of log-determinants.
+    """
+
     call: str
     part: OfModule
+    gives: str
+    backwards: bool
 
-    def forward(self, x: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return self.run(False, x, params, *args, **kwargs)[0]
-
-    def inverse(self, y: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return self.run(True, y, params, *args, **kwargs)[0]
-
-    def log_det(self, x: Any, params: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.of_each(x, self.run(False, x, params, *args, **kwargs)[1])
-
-    def run(self, backwards: bool, x: Any, params: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """The result of a direction, and its log-determinant."""
+    def __call__(self, x: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
+        x, s = x if self.gives == "both" else (x, None)
         if isinstance(params, dict):
             params = {f"module.{name}": p for name, p in params.items()}
-        found = self.part(x, params, *args, backwards=backwards, **kwargs)
+        found = self.part(x, params, *args, backwards=self.backwards, **kwargs)
         if not isinstance(found, (tuple, list)) or len(found) != 2:
             what = f"{len(found)} results" if isinstance(found, (tuple, list)) else f"a {type(found).__name__}"
             raise ArgumentError(
-                f"{self.call}: {'the inverse' if backwards else 'forward'} has to return (result, log_det), but "
+                f"{self.call}: {'the inverse' if self.backwards else 'forward'} has to return (result, log_det), but "
                 f"returns {what}. Pass log_det=False where both directions return the result alone."
             )
-        return found[0], found[1]
+        if self.gives == "y":
+            return found[0]
+        log_det = self._of_each(tree.tensors(x)[0], found[1])
+        return log_det if s is None else (found[0], s + log_det)
 
-    def of_each(self, x: Any, found: Any) -> torch.Tensor:
+    def _of_each(self, x: torch.Tensor, found: Any) -> torch.Tensor:
         """The log-determinant of each sample: `[N]`."""
-        like = tree.tensors(x)[0]
-        if not isinstance(found, torch.Tensor) or found.device != like.device:
-            dtype = found.dtype if isinstance(found, torch.Tensor) else like.dtype
-            found = torch.as_tensor(found, dtype=dtype, device=like.device)
+        found = found.to(x.device) if isinstance(found, torch.Tensor) else x.new_tensor(found)
         if not found.ndim or found.shape == (1,):
-            return found.reshape(1).expand(len(like))
-        if found.shape[0] != len(like):
+            return found.reshape(1).expand(len(x))
+        if found.shape[0] != len(x):
             raise ArgumentError(
-                f"{self.call}: the log-determinant has shape {list(found.shape)}, but there are {len(like)} samples."
+                f"{self.call}: the log-determinant has shape {list(found.shape)}, but there are {len(x)} samples."
             )
-        return found.flatten(1).sum(1) if found.ndim > 1 else found
-
-
-@dataclass(frozen=True, eq=False)
-class _Carried(Value):
-    """A direction of the module on states `(x, s)` with the sum of log-determinants."""
-
-    carries_a_sum: ClassVar = True
-    law: _OfModule
-    backwards: bool
-
-    def __call__(self, state: Any, params: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
-        x, s = state
-        found, log_det = self.law.run(self.backwards, x, params, *args, **kwargs)
-        return found, s + self.law.of_each(x, log_det)
+        return per_sample(found)
 
 
 # The interfaces
 
 
-def _way(call: str, module: nn.Module) -> Callable:
+def _interface(call: str, module: nn.Module) -> Callable:
     if "rev" in inspect.signature(module.forward).parameters:
         return _by_argument
     if callable(getattr(module, "inverse", None)):
@@ -168,10 +155,6 @@ def _way(call: str, module: nn.Module) -> Callable:
 
 def _by_inverse(module: Any, backwards: bool, x: Any, *args: Any, **kwargs: Any) -> Any:
     return (module.inverse if backwards else module)(x, *args, **kwargs)
-
-
-def _alone(module: Any, backwards: bool, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return _by_inverse(module, backwards, x, *args, **kwargs), None
 
 
 def _by_argument(module: Any, backwards: bool, x: Any, *args: Any, **kwargs: Any) -> Any:

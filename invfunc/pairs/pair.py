@@ -3,43 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
 
 from invfunc import tree
-from invfunc.callables import describe
+from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.pairs.part import needed
+from invfunc.pairs.places import places_in, read
 from invfunc.pairs.value import Value
 from invfunc.transform import shown
-
-
-class Composition(Value, ABC):
-    """What an `Invertible` is composed of."""
-
-    counted: ClassVar[bool] = False
-    """Whether the parameters say how many blocks there are."""
-
-    @abstractmethod
-    def steps(self, params: Any) -> list[tuple[Callable, Any]]:
-        """The blocks for some parameters, with those of each."""
-
-    @abstractmethod
-    def changed(self, change: Callable[[Any], Any]) -> Invertible:
-        """The composition of changed blocks."""
-
-    @abstractmethod
-    def inverted(self, name: str) -> Invertible:
-        """The inverses of the blocks, the other way round."""
-
-    @abstractmethod
-    def keeping(self, keep: bool | tuple[int, ...]) -> Invertible:
-        """This composition, with blocks that keep these tensors of x in memory."""
 
 
 def behind(p: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
@@ -68,6 +47,7 @@ class Invertible(Value):
         name: what `repr` says.
         composition: what it is composed of, as in `chain`; it then frees its own memory.
         carried: what `with_log_det` makes of it, where both directions give the log-determinant beside their result.
+        carries_a_sum: whether the last tensor of the state is a sum, which nothing is computed from but further sums.
 
     Raises:
         ArgumentTypeError: a part is not a function.
@@ -86,21 +66,15 @@ class Invertible(Value):
     hidden: bool = False
     log_det: Callable | None = None
     name: str = ""
-    composition: Composition | None = None
+    composition: Any = None
     carried: Invertible | None = None
+    carries_a_sum: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.shared, tuple):
-            kind = type(self.shared).__name__
-            raise ArgumentTypeError(f"{self!r}: shared is of type {kind}, but has to be a tuple of functions.")
-        parts = {"forward": self.forward, "inverse": self.inverse}
-        parts |= {f"shared[{i}]": part for i, part in enumerate(self.shared)}
-        if self.log_det is not None:
-            parts["log_det"] = self.log_det
-        for name, part in parts.items():
-            if not callable(part):
-                kind = type(part).__name__
-                raise ArgumentTypeError(f"{self!r}: {name} is of type {kind}, but has to be a function.")
+        object.__setattr__(self, "shared", tuple(self.shared))
+        parts = {"forward": self.forward, "inverse": self.inverse, "log_det": self.log_det or callable}
+        for name, part in (parts | {f"shared[{i}]": fn for i, fn in enumerate(self.shared)}).items():
+            needed(repr(self), name, part)
 
     def __repr__(self) -> str:
         return self.name or f"Invertible({describe(self.forward)}, {describe(self.inverse)})"
@@ -110,15 +84,14 @@ class Invertible(Value):
 
     def signature(self) -> inspect.Signature:
         """That of a call: of forward, without what it shares with the inverse."""
-        forward = self.forward.forward if isinstance(self.forward, nn.Module) else self.forward
         try:
-            own = inspect.signature(forward)
+            own = inspect.signature(getattr(self.forward, "forward", self.forward))  # a module says it there
         except (TypeError, ValueError):  # of a function that does not say what it takes
-            own = inspect.signature(lambda x, *args, **kwargs: ...)
-        given = [*own.parameters.values()][len(self.shared) :]
-        if str(getattr(forward, "__module__", "")).startswith("invfunc."):  # whose types are no news to a user
-            own, given = own.replace(return_annotation=own.empty), [p.replace(annotation=p.empty) for p in given]
-        return own.replace(parameters=given)
+            own = inspect.signature(lambda *args: ...)
+        given = [p.replace(annotation=p.empty) for p in own.parameters.values()]
+        if given and given[0].kind is given[0].VAR_POSITIONAL:
+            return inspect.signature(lambda x, params=None, *args, **kwargs: ...)
+        return inspect.Signature(given[len(self.shared) :])
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         return self.apart(self.forward(*self.shared, x, *args, **kwargs))[0]
@@ -139,16 +112,11 @@ class Invertible(Value):
             >>> [name for name, _ in net.named_parameters()][2:]
             ['1.F.weight', '1.F.bias', '1.G.weight', '1.G.bias']
         """
-        return as_module(self, self)
+        return BlockModule(self, self)
 
     def inverse_of(self, x: tree.Form, like: Sequence[Any], kept: Mapping[int, torch.Tensor]) -> Callable:
         """The inverse, for an x of this form whose tensors are like these, and some of which are known."""
         return self.inverse
-
-    @property
-    def carries_a_sum(self) -> bool:
-        """Whether the last tensor of the state is a sum, which nothing is computed from but further sums."""
-        return getattr(getattr(self.forward, "__self__", self.forward), "carries_a_sum", False) is True
 
     def apart(self, y: Any) -> tuple[Any, tuple]:
         """What forward returns for the caller, and what it hides."""
@@ -157,13 +125,6 @@ class Invertible(Value):
         if not isinstance(y, tuple) or len(y) != 2:
             raise ArgumentError(f"{self!r}: forward has to return (y, hidden), but returns {type(y).__name__}.")
         return y[0], (y[1],)
-
-
-def as_module(block: Any, pair: Invertible) -> nn.Module:
-    """A block of a pair as a module."""
-    from invfunc.pairs.as_module import BlockModule  # which knows the parts of pairs
-
-    return BlockModule(block, pair)
 
 
 def as_pair(call: str, pair: Any, more: str = "") -> Invertible:
@@ -211,63 +172,209 @@ def invert(pair: Invertible) -> Invertible:
         raise ArgumentError(
             f"invert({pair!r}): its inverse needs what forward hides beside y, so that it is not a function of y alone."
         )
-    if pair.composition is not None:
-        return rewrapped(block, pair.composition.inverted(f"invert({pair!r})"), keep=False)
-    log_det = None if pair.log_det is None else _Negated(pair).log_det
-    carried = None if pair.carried is None else invert(pair.carried)
     name = f"invert({pair!r})"
-    back = Invertible(pair.inverse, pair.forward, pair.shared, log_det=log_det, name=name, carried=carried)
-    return rewrapped(block, back, keep=False)
+    if pair.composition is not None:
+        return rewrapped(block, pair.composition.inverted(name), keep=False)
+    log_det = None if pair.log_det is None else _Carried(pair).of_inverse
+    carried = None if pair.carried is None else invert(pair.carried)
+    given = {"log_det": log_det, "name": name, "carried": carried, "carries_a_sum": pair.carries_a_sum}
+    return rewrapped(block, Invertible(pair.inverse, pair.forward, pair.shared, **given), keep=False)
+
+
+def with_log_det(pair: Invertible) -> Invertible:
+    """The pair on states `(x, s)`, to which it adds its log-determinant: `(x, s) -> (y, s + log |det dy/dx|)`.
+
+    The sum is part of the state, so it is taken back by the inverse, and a checkpointed flow needs no more memory.
+
+    Args:
+        pair: an `Invertible` with a log_det. Of a chain the log-determinants of all blocks are carried.
+
+    Returns:
+        An `Invertible`; of what `invertible_checkpoint` returned, a block with the same options. s has the shape [N] of
+        one sum for each entry of the leading axis of x; `torch.zeros(N)` starts. What the pair hides stays hidden.
+
+    Raises:
+        ArgumentTypeError: `pair` is not an `Invertible`.
+        ArgumentError: it has no log_det.
+
+    Example:
+        >>> import torch, invfunc
+        >>> flow = invfunc.with_log_det(invfunc.layers.leaky_relu(0.5))
+        >>> flow((torch.tensor([[-1.0, 2.0]]), torch.zeros(1)))
+        (tensor([[-0.5000,  2.0000]]), tensor([-0.6931]))
+
+    Composes with: `invertible_checkpoint`, `chain`, `repeated`, `invert`.
+
+    Cost: functions that forward and log_det share are evaluated once.
+
+    Source: D. Rezende and S. Mohamed, Variational Inference with Normalizing Flows, 2015.
+    """
+    block, pair = pair, as_pair("with_log_det(pair)", pair)
+    name = f"with_log_det({pair!r})"
+    if pair.composition is not None:
+        carried = pair.composition.changed(lambda block: replace(block, pair=with_log_det(block.pair), has_aux=False))
+    elif pair.carried is not None:
+        carried = pair.carried
+    elif pair.log_det is not None:
+        both = _Carried(pair)
+        carried = Invertible(both.forward, both.inverse, pair.shared, pair.hidden, name=name, carries_a_sum=True)
+    else:
+        raise ArgumentError(f"{name}: the pair has no log_det.")
+    return rewrapped(block, carried)
 
 
 @dataclass(frozen=True, eq=False)
-class _Negated(Value):
-    """The log-determinant of the other way."""
+class _Carried(Value):
+    """Both directions of a pair on states `(x, s)` with a sum of log-determinants."""
 
-    pair: Invertible
+    pair: Any
+    """An `Invertible` with a log_det."""
 
-    def log_det(self, *given: Any, **kwargs: Any) -> torch.Tensor:
-        pair, number = self.pair, len(self.pair.shared)
-        assert pair.log_det is not None
-        shared, (y, *args) = Remembered(given[:number]), given[number:]
-        x = pair.inverse(*shared.functions, y, *args, **kwargs)
-        return -pair.log_det(*shared.recalled(backwards=True), x, *args, **kwargs)
-
-
-@dataclass(frozen=True, eq=False)
-class Law(Value, ABC):
-    """The two directions of a pair and its log-determinant, for some options."""
-
-    @abstractmethod
     def forward(self, *given: Any, **kwargs: Any) -> Any:
-        """y of x."""
+        functions, results, x, s, args = self._read(given)
+        y, hidden = self.pair.apart(self.pair.forward(*functions, x, *args, **kwargs))
+        state = y, s + self.pair.log_det(*_recalling(results, functions), x, *args, **kwargs)
+        return (state, *hidden) if hidden else state
 
-    @abstractmethod
     def inverse(self, *given: Any, **kwargs: Any) -> Any:
-        """x of y."""
+        functions, results, y, s, args = self._read(given)
+        x = self.pair.inverse(*functions, y, *args, **kwargs)
+        args = args[1:] if self.pair.hidden else args
+        return x, s - self.pair.log_det(*_recalling(results[::-1], functions), x, *args, **kwargs)
 
-    @abstractmethod
-    def log_det(self, *given: Any, **kwargs: Any) -> torch.Tensor:
-        """[N]"""
+    def of_inverse(self, *given: Any, **kwargs: Any) -> torch.Tensor:
+        """The log-determinant of the inverse."""
+        number = len(self.pair.shared)
+        return self.inverse(*given[:number], (given[number], 0), *given[number + 1 :], **kwargs)[1]
+
+    def _read(self, given: tuple) -> tuple[list[Callable], list[Any], Any, Any, list]:
+        """The shared functions, the list into which they put their results, x, the sum and further arguments."""
+        number = len(self.pair.shared)
+        results: list[Any] = []
+        state, *args = given[number:]
+        if not isinstance(state, (tuple, list)) or len(state) != 2:
+            raise ArgumentError(
+                f"with_log_det({self.pair!r}): the state has to be (x, s) with a sum [N] beside x, which starts as "
+                f"torch.zeros(N), but is {type(state).__name__}."
+            )
+        return [partial(_kept, results, fn) for fn in given[:number]], results, *state, args
+
+
+def _kept(results: list[Any], fn: Callable, *args: Any, **kwargs: Any) -> Any:
+    results.append(fn(*args, **kwargs))
+    return results[-1]
+
+
+def _recalling(results: list[Any], functions: list[Callable]) -> list[Callable]:
+    """Functions that give these results, one after the other, in place of evaluating these."""
+    left = iter(results)
+    return [lambda *args, **kwargs: next(left)] * len(functions)
+
+
+class Law(Value):
+    """The two directions of a pair and its log-determinant as methods of a dataclass, for some options."""
+
+    forward: Callable[..., Any]
+    inverse: Callable[..., Any]
+    log_det: Callable[..., torch.Tensor]
 
     def pair(self, name: str, shared: tuple[Callable, ...] = (), hidden: bool = False) -> Invertible:
         """The `Invertible` of both directions."""
         return Invertible(self.forward, self.inverse, shared, hidden, self.log_det, name)
 
 
-class Remembered:
-    """Functions whose results are remembered, in order, to be recalled in place of evaluating them again."""
+def state_first(f: Callable) -> Callable:
+    """Turn `f(params, x, *args)` into `f(x, params, *args)`, or back.
 
-    def __init__(self, functions: tuple[Callable, ...]) -> None:
-        self._results: list[Any] = []
-        self.functions = tuple(partial(_kept, self._results, fn) for fn in functions)
+    A model function takes its parameters first, as `torch.func.grad` and the statistics want it, an invertible function
+    its state:
 
-    def recalled(self, backwards: bool) -> tuple[Callable, ...]:
-        """The functions for the same evaluations once more, in the same or in the reverse order."""
-        results = iter(self._results[::-1] if backwards else self._results)
-        return tuple(lambda *args, **kwargs: next(results) for _ in self.functions)
+        g = invertible_checkpoint(state_first(f), state_first(f_inv))
+        variance(state_first(g))(params, x)
+
+    Args:
+        f: a function of two or more arguments. f is pure in torch.func's sense (see the conventions).
+
+    Returns:
+        The function with its first two arguments swapped.
+
+    Raises:
+        ArgumentTypeError: f is not a function.
+
+    Example:
+        >>> import invfunc
+        >>> invfunc.state_first(lambda params, x: x - params)(1.0, 3.0)
+        -2.0
+
+    Composes with: everything.
+
+    Cost: none.
+
+    Source: `flip` of functional programming.
+    """
+    check_callable("state_first", f)
+    return _Swapped(f)
 
 
-def _kept(results: list[Any], fn: Callable, *args: Any, **kwargs: Any) -> Any:
-    results.append(fn(*args, **kwargs))
-    return results[-1]
+@dataclass(frozen=True, repr=False)
+class _Swapped(Value):
+    f: Callable
+
+    def __repr__(self) -> str:
+        return f"state_first({describe(self.f)})"
+
+    def __call__(self, first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.f(second, first, *args, **kwargs)
+
+
+class BlockModule(nn.Module):
+    """A pair, block or chain as a module: `module(x, *args, **kwargs)`.
+
+    Args:
+        block: what it calls, with the parameters of its own modules.
+        pair: the pair of the block.
+    """
+
+    def __init__(self, block: Any, pair: Any) -> None:
+        super().__init__()
+        self.block = block
+        of_parts = isinstance(getattr(pair.forward, "__self__", pair.forward), Value)
+        self._of_parts = of_parts if pair.composition is None else not pair.composition.counted
+        """Whether the block takes parameters in front of further arguments."""
+        for name, module in _modules(pair):
+            if module not in self._modules.values():
+                self.add_module(f"{name}_{len(self._modules)}" if name in self._modules else name, module)
+        if not self._modules:
+            raise ArgumentError(
+                f"{block!r}.module(): no part is a module that could be registered. Give modules as the parts, as in "
+                "additive_coupling(nn.Linear(2, 2), nn.Linear(2, 2)); a module that holds what lambdas call registers "
+                "it already."
+            )
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the block gives; further arguments go to its parts."""
+        own = (None,) if self._of_parts and (args or kwargs) else ()
+        return self.block(x, *own, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return repr(self.block)
+
+
+def _modules(pair: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a pair with their names; of a chain one for each block that has any."""
+    if pair.composition is not None:
+        blocks = enumerate(pair.composition.blocks)
+        yield from ((str(i), BlockModule(block, block.pair)) for i, block in blocks if any(_modules(block.pair)))
+        return
+    names = getattr(getattr(pair.forward, "__self__", None), "names", [f"parts_{i}" for i in range(len(pair.shared))])
+    for name, held in (*zip(names, pair.shared, strict=True), ("f", pair.forward), ("f_inv", pair.inverse)):
+        yield from ((name, module) for module in _held(held))
+
+
+def _held(value: Any) -> Iterator[nn.Module]:
+    """The modules that a function of a pair is, or holds as its own."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, (MethodType, tuple, list, Value)):
+        for place in places_in(value):
+            yield from _held(read(place))

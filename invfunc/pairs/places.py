@@ -12,7 +12,7 @@ from torch import nn
 
 Place = tuple[Any, Any]
 """A container and a key in it."""
-_HOLD_NOTHING = bool, int, float, str, type(None), type, ModuleType, torch.Tensor, torch.dtype, torch.device, torch.Size
+HOLD_NOTHING = bool, int, float, str, type(None), type, ModuleType, torch.Tensor, torch.dtype, torch.device, torch.Size
 _MOST = 1000
 """The length from which on a collection is data, and not looked into."""
 _OF_ANY_MODULE = {*vars(nn.Module())} - {"training"}
@@ -41,10 +41,10 @@ def reached(roots: Iterable[Any]) -> Iterator[tuple[Any, Place, Any]]:
     waiting = [*roots]
     seen = {id(root): root for root in waiting}
     for holder in waiting:  # which grows
-        for place in _places(holder):
+        for place in (*places_in(holder), *_globals(holder)):
             inner = read(place)
             yield holder, place, inner
-            if id(inner) not in seen and not isinstance(inner, _HOLD_NOTHING):
+            if id(inner) not in seen and not isinstance(inner, HOLD_NOTHING):
                 seen[id(inner)] = inner
                 waiting.append(inner)
 
@@ -73,12 +73,10 @@ class ClosedOver:
         return *values, *held
 
 
-def _places(value: Any) -> Iterator[Place]:
-    """The places in a value itself."""
+def places_in(value: Any) -> Iterator[Place]:
+    """The places in a value itself, but for what a function names as a global."""
     if isinstance(value, FunctionType):
         yield from ((cell, 0) for cell in value.__closure__ or ())
-        if not (value.__module__ or "").startswith(("torch.", "invfunc.")):
-            yield from ((value.__globals__, name) for name in _names(value.__code__))
         value = value.__defaults__, value.__kwdefaults__
     elif isinstance(value, MethodType):
         value = value.__self__, value.__func__
@@ -94,8 +92,10 @@ def _places(value: Any) -> Iterator[Place]:
         yield from ((own, name) for name in own if name not in _OF_ANY_MODULE)
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names(inner)
+def _globals(value: Any) -> Iterator[Place]:
+    """The places of the globals that a function names; what torch and this package name holds nothing of the user's."""
+    if isinstance(value, FunctionType) and not (value.__module__ or "").startswith(("torch.", "invfunc.")):
+        codes = [value.__code__]
+        for code in codes:  # which grows
+            yield from ((value.__globals__, name) for name in code.co_names)
+            codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+
+from invfunc.pairs.places import HOLD_NOTHING, places_in, read
 
 
 class Value:
@@ -61,8 +62,8 @@ def _function(fn: FunctionType, memo: dict[int, Any]) -> FunctionType:
         return copied(held, memo) if _to_copy(held, memo, set()) else held
 
     for cell, new in zip(fn.__closure__ or (), closure, strict=True):
-        for held in _contents(cell):
-            new.cell_contents = again(held)
+        with suppress(ValueError):  # of a cell that is empty yet
+            new.cell_contents = again(cell.cell_contents)
     made.__defaults__ = fn.__defaults__ and tuple(map(again, fn.__defaults__))
     made.__kwdefaults__ = fn.__kwdefaults__ and {name: again(held) for name, held in fn.__kwdefaults__.items()}
     made.__dict__.update(fn.__dict__)
@@ -71,33 +72,11 @@ def _function(fn: FunctionType, memo: dict[int, Any]) -> FunctionType:
 
 
 def _to_copy(held: Any, memo: dict[int, Any], seen: set[int]) -> bool:
-    """Whether an object is copied: modules, tensors, other values, what has a copy already, and functions and
-    collections that hold such. Anything else is shared with the original, as ever."""
+    """Whether an object is copied: modules, tensors, other values, what has a copy already, and functions, collections
+    and objects that hold such. Anything else is shared with the original, as ever."""
     if id(held) in memo or isinstance(held, (nn.Module, torch.Tensor, Value)):
         return True
-    if id(held) in seen:
+    if id(held) in seen or isinstance(held, HOLD_NOTHING):
         return False
     seen.add(id(held))
-    return any(_to_copy(inner, memo, seen) for inner in held_by(held))
-
-
-def held_by(value: Any) -> list[Any]:
-    """The objects that a function or a collection holds."""
-    if isinstance(value, FunctionType):
-        cells = [held for cell in value.__closure__ or () for held in _contents(cell)]
-        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    if isinstance(value, MethodType):
-        return [value.__self__]
-    if type(value) is partial:
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, (tuple, list, deque, set, frozenset)):
-        return list(value)
-    return list(value.values()) if isinstance(value, Mapping) else []
-
-
-def _contents(cell: CellType) -> list[Any]:
-    """The content of a closure's cell, if it has any yet."""
-    try:
-        return [cell.cell_contents]
-    except ValueError:
-        return []
+    return any(_to_copy(read(place), memo, seen) for place in places_in(held))

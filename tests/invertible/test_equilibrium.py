@@ -182,8 +182,8 @@ REFUSED = [
     (lambda: fixed_point(torch.sin, 1.0), r"^fixed_point\(sin, beta=1.0\): beta has to be between 0 and 1"),
     (lambda: fixed_point(torch.sin)(ZERO), "x has to be a pair of tensors"),
     (lambda: equilibrium(torch.sin, tolerance=0), r"^equilibrium\(sin, beta=0.5, tolerance=0\): tolerance has to be"),
-    (lambda: equilibrium(lambda x: x[:1])(ZERO), r"fixed_point.*the function returns a tensor of shape \[1, 4\]"),
-    (lambda: equilibrium(lambda x: x)(3), r"fixed_point.* is of type int, but a state is a pytree of tensors"),
+    (lambda: equilibrium(lambda x: x[:1])(ZERO), r"fixed_point.*what f returns is a tensor of shape \[1, 4\]"),
+    (lambda: equilibrium(lambda x: x)(3), r"fixed_point.*x has to be a pair of tensors, but is tuple of int, int"),
 ]
 
 

@@ -327,9 +327,9 @@ class TestCouplings:
         a, b = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
         g((a * 1, b * 1))[0].square().sum().backward()
         assert_trees_close(b.grad, 2 * (a + b.sin()) * b.cos(), rtol=EXACT)
-        with pytest.raises(InverseError, match=r"y does not tell x\[0\] and x\[1\].*what `sin`"):
+        with pytest.raises(InverseError, match=r"y does not tell x\[0\] and x\[1\], as `add`"):
             invert(g.pair)(g((a, b)))
-        with pytest.raises(InverseError, match=r"y does not tell x\[0\] and x\[1\].*what `sin`"):
+        with pytest.raises(InverseError, match=r"y does not tell x\[0\] and x\[1\], as `add`"):
             invertible_checkpoint(lambda x: (x[0] + x[1].sin(),))((a, b))
 
     def test_other_leaves_of_x_and_other_trees_of_y(self):

@@ -19,10 +19,12 @@ from invfunc import (
     additive_coupling,
     affine_coupling,
     chain,
+    fixed_point,
     invert,
     invertible_checkpoint,
     layers,
     leapfrog,
+    momentum,
     tree,
     with_log_det,
 )
@@ -110,6 +112,8 @@ WRITING = {
     "one tensor": lambda f: additive_coupling(f, f, split_dim=-1),
     "one tensor of rows": lambda f: additive_coupling(f, f, split_dim=0),
     "leapfrog": lambda f: leapfrog(f, 0.1),
+    "momentum": momentum,
+    "fixed_point": fixed_point,
 }
 
 

@@ -206,7 +206,7 @@ class TestStateFirst:
 
         assert state_first(f)(1, 2, 3, named=4) == (2, 1, (3,), {"named": 4})
         assert state_first(state_first(f))(1, 2, 3, named=4) == f(1, 2, 3, named=4)
-        assert state_first(f).__name__ == "state_first(f)"
+        assert repr(state_first(f)) == "state_first(f)"
         assert repr(invertible_checkpoint(state_first(f), None)).startswith("invertible_checkpoint(state_first(f)")
 
     def test_makes_model_functions_of_invertible_ones(self):

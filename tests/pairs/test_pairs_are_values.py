@@ -177,7 +177,7 @@ def told(pair: Invertible, x: Any, params: Any) -> dict[str, Any]:
 
 
 def held_by(fn: Any) -> list[torch.Tensor]:
-    module = getattr(fn, "module", None) or getattr(getattr(fn, "part", None), "module", None)
+    module = getattr(fn, "module", None) or getattr(getattr(fn, "fn", None), "module", None)
     module = module or getattr(fn, "__self__", None)
     return list(module.parameters()) if isinstance(module, nn.Module) else []
 

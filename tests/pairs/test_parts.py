@@ -102,13 +102,6 @@ class TestOnAGrid:
             plain = torch.autograd.grad(sum(t.sum() for t in pair(x, params)), inputs)
             assert_trees_close(gradients, plain, 0)
 
-    def test_weights_that_are_not_seen_are_told_of(self):
-        m = nn.Linear(WIDTH, WIDTH).bfloat16()
-        pair = additive_coupling(lambda b: m(b), lambda b: m(b), exact=True)
-        with pytest.raises(RuntimeError) as raised:
-            pair(Grid().enter((torch.ones(1, WIDTH), torch.ones(1, WIDTH))))
-        assert "lambda b: F(b.to(torch.bfloat16))" in raised.value.__notes__[0]
-
 
 class TestShapes:
     """Parts that would be broadcast."""
@@ -124,7 +117,7 @@ class TestShapes:
         def right(b):
             return b
 
-        told = rf"returns a tensor of shape \[{', '.join(map(str, size))}\], but .* has shape \[3, 4\]"
+        told = rf"is a tensor of shape \[{', '.join(map(str, size))}\], but .* is a tensor of shape \[3, 4\]"
         for pair in (
             additive_coupling(wrong, right),
             additive_coupling(right, wrong),
@@ -137,20 +130,14 @@ class TestShapes:
         for pair in (lambda b: (b, wrong(b)), lambda b: (wrong(b), b)):
             with pytest.raises(ArgumentError, match=told):
                 block(affine_coupling(pair, pair))(self.X)
-        with pytest.raises(ArgumentError, match="log_scale " + told):
+        with pytest.raises(ArgumentError, match="log_scale returns " + told):
             block(affine_coupling(lambda b: (b, b), lambda b: (b, b), log_scale=wrong))(self.X)
-        with pytest.raises(ArgumentError, match="the state"):
+        told = rf"is a tensor of shape \[3, 4\], but v, .* of shape \[{', '.join(map(str, size))}\]"
+        with pytest.raises(ArgumentError, match=told):
             block(momentum(right))((self.X[0], torch.ones(size)))
 
-    def test_of_halves_of_an_odd_size_are_told(self):
-        m = nn.Linear(4, 4)
-        for F in (m, lambda b: m(b)):
-            with pytest.raises(RuntimeError) as raised:
-                additive_coupling(F, F, split_dim=1)(torch.ones(8, 7))
-            (note,) = raised.value.__notes__
-            assert "a of shape [8, 4] and b of shape [8, 3]" in note
-        with pytest.raises(ArgumentError) as raised:
+    def test_of_halves_of_an_odd_size_fit_functions_of_them(self):
+        with pytest.raises(ArgumentError, match=r"what F returns is a tensor of shape \[8, 3\].* shape \[8, 4\]"):
             additive_coupling(torch.sin, torch.sin, split_dim=1)(torch.ones(8, 7))
-        assert "returns a tensor of shape [8, 3]" in str(raised.value)
         fitting = additive_coupling(nn.Linear(3, 4), nn.Linear(4, 3), split_dim=1)
         assert fitting(torch.ones(8, 7)).shape == (8, 7)

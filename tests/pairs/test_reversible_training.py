@@ -18,7 +18,7 @@ from torch.func import grad, jvp, vmap
 
 from invfunc import Grid, chain, invert, repeated, reversible_adam, reversible_sgd, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, RangeError
-from invfunc.pairs.decay import Decay
+from invfunc.pairs.exact import Decay
 from invfunc.testing import assert_trees_close, laws
 from tests.strategies import Numbers
 

@@ -109,6 +109,7 @@ def test_half_precision_hides_nothing(low):
 
 @pytest.mark.parametrize("n", [5, 40])
 @pytest.mark.parametrize("cache", [thresholds.CACHE, {"cpu": 1}])
+@pytest.mark.usefixtures("old_core")
 def test_blocks_of_samples_are_of_one_function(n, cache, monkeypatch):
     """A network that is another one in each call, by numbers that torch does not draw."""
     monkeypatch.setattr(thresholds, "CACHE", cache)

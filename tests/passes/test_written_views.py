@@ -48,6 +48,7 @@ def model(view, write):
     return f
 
 
+@pytest.mark.usefixtures("old_core")
 def test_a_path_beside_the_uses_is_noticed(monkeypatch):
     """As there would be one here, if a write through a view were not taken apart: a later use does not hide it."""
     monkeypatch.setattr(Seen, "through_view", False)

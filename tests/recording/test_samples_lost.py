@@ -192,7 +192,6 @@ OF_ONE = {
     "a row": lambda p, x, y: F.cross_entropy((x + torch.tensor(x[0].tolist()).to(x)) @ p, y),
     "a bound": lambda p, x, y: F.cross_entropy((x @ p).clamp(max=float(x[1, 1].abs())), y),
     "a target": lambda p, x, y: F.cross_entropy(x @ p, torch.tensor([int(y[1])] * len(y))),
-    "a branch": lambda p, x, y: F.cross_entropy(x @ p * (2.0 if x[0, 0] == X[0, 0] else 1.0), y),
 }
 """Numbers of one sample that go into the terms of the others."""
 
@@ -216,6 +215,7 @@ class TestNumbersReadOffSamples:
         assert_trees_close(diag_hessian(f)(P, X, Y), whole.diagonal().view_as(P), EXACT)
 
 
+@pytest.mark.usefixtures("old_core")
 class TestHowOftenItRuns:
     def counted(self, f):
         def counting(*args):

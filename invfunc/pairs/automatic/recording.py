@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,9 +54,8 @@ class OpCall:
     structure: Any
     place: str
     """The line of the user's code."""
-    grad_mode: bool
     autocast: tuple | None
-    """The modes around it."""
+    """That around it."""
     results: dict[Ref, int] = field(default_factory=dict)
     """Its results, with their places among the tensors that it returns."""
     rewritten: dict[Ref, int] = field(default_factory=dict)
@@ -66,8 +64,8 @@ class OpCall:
     """Generators that it draws from."""
 
     def __post_init__(self) -> None:
-        self.nodes = list(dict.fromkeys(leaf for leaf in self.leaves if isinstance(leaf, Ref)))
-        self.reads = {"none": [], "first": self.nodes[:1]}.get(self.function.entry.reads, self.nodes)
+        nodes = list(dict.fromkeys(leaf for leaf in self.leaves if isinstance(leaf, Ref)))
+        self.reads = {"none": [], "first": nodes[:1]}.get(self.function.entry.reads, nodes)
         """Operands whose numbers matter, and not only their shape."""
 
     @property
@@ -85,11 +83,8 @@ class OpCall:
         for place in self.rewritten.values():
             leaves[place] = leaves[place].clone()
         args, kwargs = tree.unflatten(leaves, self.structure)
-        with ExitStack() as around:
-            if torch.is_grad_enabled() and not self.grad_mode:
-                around.enter_context(torch.no_grad())
-            if self.autocast is not None and self.autocast != autocast_of(self.autocast[0]):
-                around.enter_context(torch.autocast(self.autocast[0], self.autocast[2], self.autocast[1]))
+        auto = self.autocast
+        with nullcontext() if auto is None or auto == autocast_of(auto[0]) else torch.autocast(*auto):
             came = tree.tensors(self.function.func(*args, **kwargs))
         return {node: came[i] for node, i in self.results.items()} | {n: leaves[i] for n, i in self.rewritten.items()}
 
@@ -108,7 +103,7 @@ class RecordedRun(Listener):
     def __init__(self, xs: Sequence[torch.Tensor], rest: Sequence[torch.Tensor], dry: bool) -> None:
         super().__init__()
         self._of: WeakIdMap[Ref] = WeakIdMap()
-        self._dry, self.grad_mode = dry, torch.is_grad_enabled()
+        self._dry = dry
         self.calls: list[OpCall] = []
         self.differentiates = False
         """Whether f differentiates what depends on x."""
@@ -117,7 +112,6 @@ class RecordedRun(Listener):
         self.outside: dict[Ref, Any] = {}
         """The tensors that f reads and was not given, while it runs."""
         self.rest, self.xs = [[self._enter(t, of_x=given is xs) for t in given] for given in (rest, xs)]
-        self.ys: list[Ref] = []
         devices = {t.device for t in (*xs, *rest)} - {torch.device("cpu"), torch.device("meta")}
         generators = [torch.default_generator, *map(global_generator, devices)]
         self.start: dict[Generator, torch.Tensor] = {g: state_of(g) for g in generators}
@@ -154,50 +148,39 @@ class RecordedRun(Listener):
         leaves, structure = tree.flatten((args, kwargs))
         held: list[Any] = [self.node(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         kind = next((node.device.type for node in held if isinstance(node, Ref)), "cpu")
-        call = OpCall(
-            function, held, structure, _place(), torch.is_grad_enabled() or not self.grad_mode, autocast_of(kind)
-        )
+        call = OpCall(function, held, structure, _place(), autocast_of(kind))
         of_x = any(node.of_x for node in call.reads)
-        if of_x:
-            self._differentiate(call, leaves)
+        self.differentiates |= of_x and function.entry.differentiates
         written = _written(function, args, kwargs, leaves)
         if self._dry:
             copies = {i: leaves[i].clone() for i in written if held[i].made is None}
             args, kwargs = tree.unflatten([copies.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
-        tensors = tree.tensors(result := self._drawing(call, leaves, partial(function.func, *args, **kwargs)))
+        tensors = tree.tensors(result := self._drawing(call, leaves, args, kwargs))
         if not (tensors or written or function.entry.reads == "none" or function.name.startswith("get:")):
             if of_x:
                 refuse(f"{call} reads numbers of x, on which what f does may depend")
-            self.once |= bool(call.nodes)
+            self.once |= any(isinstance(node, Ref) for node in held)
         self._note(call, of_x, leaves, written, tensors)
         return result
 
-    def _differentiate(self, call: OpCall, leaves: list[Any]) -> None:
-        """Note which tensors f has made leaves that need a gradient, and whether it takes one."""
-        for node, leaf in zip(call.leaves, leaves, strict=True):
-            if isinstance(node, Ref) and node.of_x and leaf.requires_grad and leaf.is_leaf:
-                node.leaf = True
-        if call.function.entry.differentiates:
-            if call.function.name == "backward":
-                refuse(f"{call} writes gradients, where torch.autograd.grad gives them")
-            self.differentiates = True
-
-    def _drawing(self, call: OpCall, leaves: list[Any], run: Callable[[], Any]) -> Any:
+    def _drawing(self, call: OpCall, leaves: list[Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of a call; the generators that it draws from are noted."""
         self.start |= {g: state_of(g) for g in leaves if isinstance(g, torch.Generator) and g not in self.start}
         before = {g: state_of(g) for g in self.start}
-        result = run()
+        result = call.function.func(*args, **kwargs)
         call.generators = [g for g, state in before.items() if not same_state(state, state_of(g))]
         return result
 
     def _note(self, call: OpCall, of_x: bool, leaves: list[Any], written: Iterable[int], tensors: Any) -> None:
-        """Note what a call writes and gives."""
+        """Note what a call writes and gives, and which of its arguments f has made leaves that need a gradient."""
         near = [(node, leaf) for node, leaf in zip(call.leaves, leaves, strict=True) if isinstance(node, Ref)]
+        for node, leaf in near if of_x else ():
+            node.leaf |= node.of_x and leaf.requires_grad and leaf.is_leaf
         for i in written:
-            node: Any = call.leaves[i]
-            for other in node.memory:
+            before: Any = call.leaves[i]
+            for other in before.memory:
                 other.written = str(call)
-            call.rewritten[self._enter(leaves[i], call, of_x or node.of_x)] = i
+            call.rewritten[self._enter(leaves[i], call, of_x or before.of_x)] = i
         call.results |= {self._enter(t, call, of_x, near): i for i, t in enumerate(tensors) if t not in self._of}
         if call.outputs:
             self.calls.append(call)
@@ -212,8 +195,7 @@ class RecordedRun(Listener):
     def now(self) -> dict[Ref, torch.Tensor] | None:
         """The tensors that f closes over by now; None where the run has to be recorded anew."""
         values = {node: [*map(read, places)] for node, places in self._places.items()}
-        changed = self.once or self.grad_mode < torch.is_grad_enabled()
-        if changed or any(t is not some[0] or t is None for some in values.values() for t in some):
+        if self.once or any(t is not some[0] or t is None for some in values.values() for t in some):
             return None
         return {node: some[0] for node, some in values.items()}
 
@@ -224,11 +206,11 @@ def _written(function: Function, args: tuple, kwargs: dict[str, Any], leaves: li
     return list(dict.fromkeys(next(i for i, leaf in enumerate(leaves) if leaf is t) for t in tensors))
 
 
-def autocast_of(kind: str) -> tuple[str, bool, torch.dtype] | None:
+def autocast_of(kind: str) -> tuple[str, torch.dtype, bool] | None:
     """The autocast of a kind of device."""
     if not torch.amp.is_autocast_available(kind):
         return None
-    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
 
 def _place() -> str:
