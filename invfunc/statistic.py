@@ -15,12 +15,14 @@ from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.explained import joined
 from invfunc.plan import AxisName, Options
 from invfunc.recording.beside import beside
-from invfunc.recording.random import torchs_own
 from invfunc.recording.problem import InDims, Problem, problem
+from invfunc.recording.random import torchs_own
 from invfunc.reductions import Reduction
-from invfunc.reductions.quantity import GGN, GRADIENT, GRADIENT_OR_JACOBIAN, ColumnKind, Drawing, Quantity
+from invfunc.reductions.quantity import GGN, GRADIENT, GRADIENT_OR_JACOBIAN, JACOBIAN, ColumnKind, Drawing, Quantity
 from invfunc.sparsity.report import Explanation
 from invfunc.transform import Transform
+
+_PLAIN = Options(), Options(dense=True)
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,7 +73,7 @@ class Statistic(Transform):
             return None
         before = [(g, state_of(g)) for g in (*torchs_own(), *(d.generator for d in self.drawings))]
         try:
-            return evaluated(given, [s.quantity for s in self.members or (self,)])
+            return evaluated(given, [s.quantity for s in self.members or (self,)], self.options.dense)
         except Exception:
             object.__setattr__(self, "direct", False)
             set_states(before)
@@ -79,14 +81,14 @@ class Statistic(Transform):
 
     @cached_property
     def direct(self) -> bool:
-        """Whether the core takes it: a reduction of the gradients of all samples at once, or of columns of a GGN."""
+        """Whether the core takes it: a reduction of the gradients of all samples at once, of columns of a GGN, or of rows of a Jacobian."""
         each = self.members or (self,)
-        if any(m.samples is not None or m.others is not None or m.options != Options() for m in (self, *each)):
+        if any(m.others is not None or m.options not in _PLAIN for m in (self, *each)):
             return False
         if any(m.drawing is not None and m.drawing.sample is not None for m in each):
             return False
         kinds = {m.kind for m in each}
-        return kinds == {GGN} or kinds <= {GRADIENT, GRADIENT_OR_JACOBIAN}
+        return kinds in ({GGN}, {JACOBIAN}) or kinds <= {GRADIENT, GRADIENT_OR_JACOBIAN}
 
     def without_samples(self, params: Any) -> Engine:
         """The evaluation of no samples, which has parameters only."""

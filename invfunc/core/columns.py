@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from invfunc.core.marks import Axis, Mark, Unsupported, know
+from invfunc._torch.functorch import version
+from invfunc.core.marks import Axis, Mark, Unsupported, know, wide
 from invfunc.core.tables import called
 from invfunc.core.uses import front
 from invfunc.loss.drawn import drawn
@@ -26,18 +27,22 @@ if TYPE_CHECKING:
 
 CRITERIA = {F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits}
 """Losses of which the Hessian is known."""
-OTHERS = called("nll_loss binary_cross_entropy kl_div poisson_nll_loss gaussian_nll_loss huber_loss smooth_l1_loss l1_loss")
+OTHERS = called(
+    "nll_loss binary_cross_entropy kl_div poisson_nll_loss gaussian_nll_loss huber_loss smooth_l1_loss l1_loss"
+)
 
 
 class Criterion:
     """The criterion that f calls, and what comes of its result."""
 
-    def __init__(self) -> None:
+    def __init__(self, token: object) -> None:
+        """`token` is that of the run, which the marks of its tensors have."""
+        self.token = token
         self.func: Any = None
         self.input: torch.Tensor | None = None
         self.slope: torch.Tensor | None = None
         self.output: torch.Tensor | None = None
-        """The output of a model that is given apart from its loss."""
+        """The output of a model that is given apart from its loss, or that is marked."""
         self.version = 0
 
     def meet(self, run: Run, func: Callable, args: tuple, kwargs: dict[str, Any], axis: Axis) -> torch.Tensor:
@@ -53,6 +58,15 @@ class Criterion:
         with torch.enable_grad():
             self.leaf = out.detach().requires_grad_() if not run.deep else run.alias(out)
         return self.leaf
+
+    def mark(self, z: torch.Tensor) -> None:
+        """Take a tensor as the outputs, of which the criterion has to be."""
+        known = getattr(z, "_known", None)
+        if known is None or known.run is not self.token or not z.requires_grad:
+            return
+        if self.input is not None or (self.output is not None and not self._views(z)):
+            raise Unsupported("several outputs are marked, or some behind a criterion")
+        self.output, self.version = z, version(z)
 
     def _views(self, x: torch.Tensor) -> bool:
         """Whether a tensor is the output, or a view of all of it, as the model has returned it."""
@@ -77,7 +91,7 @@ class Criterion:
             )
             if slope is None or any([g is not None for g in others]):
                 raise Unsupported("a path from the parameters to the result goes around the criterion")
-            self.slope = slope.detach()
+            self.slope = wide(slope.detach())
             self.linear(result, run)
         name = "cross_entropy" if self.func is F.cross_entropy else self.func.__name__
         columns = self._softmax(run, name) if self.func is F.cross_entropy else self._elementwise(run, name)
@@ -89,9 +103,7 @@ class Criterion:
         """Check that the result is linear in that of the criterion."""
         if result is self.leaf:
             return
-        (slope,) = torch.autograd.grad(
-            result, self.leaf, torch.ones_like(result), create_graph=True, retain_graph=True
-        )
+        (slope,) = torch.autograd.grad(result, self.leaf, torch.ones_like(result), create_graph=True, retain_graph=True)
         if slope.requires_grad:
             (more,) = torch.autograd.grad(slope.sum(), self.leaf, allow_unused=True, retain_graph=True)
             if more is not None:
@@ -99,14 +111,14 @@ class Criterion:
 
     def _softmax(self, run: Run, name: str) -> Softmax:
         """Logits as `[n, C, positions]`, and the weight of the targets at each position."""
-        x, target = self.args[0], self.arg("target")
+        x, target = wide(self.args[0]), self.arg("target")
         if x.ndim < 2 or self.kwargs.get("size_average") is not None or self.kwargs.get("reduce") is not None:
             raise Unsupported("cross entropy of a single row, or with deprecated flags")
         assert self.slope is not None
         classes, smoothing, weight = x.shape[1], self.arg("label_smoothing", 0.0), self.arg("weight")
         w = x.new_ones(classes) if weight is None else weight.to(x.dtype)
         if target.is_floating_point():
-            met = torch.tensordot((target * (1 - smoothing) + smoothing / classes).movedim(1, -1), w, 1)
+            met = torch.tensordot((target * (1 - smoothing) + smoothing / classes).movedim(1, -1).to(w.dtype), w, 1)
             size = met.numel()
         else:
             valid = target != self.arg("ignore_index", -100)
@@ -128,7 +140,7 @@ class Criterion:
 
     def _elementwise(self, run: Run, name: str) -> Elementwise:
         """The diagonal of the Hessian, entry by entry."""
-        x, weight, mean = self.args[0], self.arg("weight"), self.arg("reduction", "mean") == "mean"
+        x, weight, mean = wide(self.args[0]), self.arg("weight"), self.arg("reduction", "mean") == "mean"
         assert self.slope is not None
         k = self.slope / x.numel() if mean else self.slope
         k = k if weight is None else k * weight

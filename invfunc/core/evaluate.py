@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
@@ -12,43 +13,50 @@ import torch
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import dispatched, dual_level, hooked, listening, transforming, version
 from invfunc.core.columns import Criterion
-from invfunc.core.marks import SUMMED, Mark, Unsupported
+from invfunc.core.factors import partners
+from invfunc.core.marks import HALF, SUMMED, Mark, Unsupported
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.uses import Use
+from invfunc.loss.outputs import marked_for
+from invfunc.loss.square_root import Columns, Units
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.problem import Problem
 from invfunc.reductions import Found, Reduction, State
-from invfunc.reductions.quantity import GGN, Quantity
+from invfunc.reductions.quantity import GGN, GRADIENT_OR_JACOBIAN, JACOBIAN, Quantity
 
-_DTYPES = (torch.float32, torch.float64)
+_DTYPES = (torch.float32, torch.float64, *HALF)
 
 
 def plain(problem: Problem) -> bool:
     """Whether the arguments of a call are ordinary tensors, which nothing else watches."""
     if listening() or dispatched() or torch.is_inference_mode_enabled():
         return False
-    if not all([x.dtype in _DTYPES and x.layout is torch.strided and not x.is_meta for x in problem.leaves]):
+    if dual_level() and not transforming():
         return False
-    return not torch.is_autocast_enabled(problem.leaves[0].device.type) and (transforming() or not dual_level())
+    return all([x.dtype in _DTYPES and x.layout is torch.strided and not x.is_meta for x in problem.leaves])
 
 
-def evaluated(problem: Problem, quantities: Sequence[Quantity]) -> tuple[list[Any], Any]:
-    """The results of some quantities of one function, and aux."""
+def evaluated(problem: Problem, quantities: Sequence[Quantity], dense: bool = False) -> tuple[list[Any], Any]:
+    """The results of some quantities of one function, and aux; `dense`, of all columns one by one."""
     outside = torch.is_grad_enabled()
     constants = [x for q in quantities for x in q.reduction.constants]
     deep = transforming() or (outside and any([x.requires_grad for x in (*problem.tensors(), *constants)]))
     try:
-        return _run(problem, quantities, deep, outside)
+        return _run(problem, quantities, deep, outside, dense)
     except Again:
-        return _run(problem, quantities, True, outside)
+        return _run(problem, quantities, True, outside, dense)
 
 
-def _run(problem: Problem, quantities: Sequence[Quantity], deep: bool, outside: bool) -> tuple[list[Any], Any]:
-    run = Run(problem.n, deep)
+def _run(
+    problem: Problem, quantities: Sequence[Quantity], deep: bool, outside: bool, dense: bool
+) -> tuple[list[Any], Any]:
+    chosen = problem.samples
+    chosen = None if chosen is None else torch.tensor(chosen, device=problem.leaves[0].device)
+    run = Run(problem.n, deep, chosen)
     run.open()
     try:
-        return _evaluated(problem, quantities, run, outside)
+        return _evaluated(problem, quantities, run, outside, dense)
     finally:
         run.close()
 
@@ -57,16 +65,16 @@ class Again(Exception):
     """Raised where the result has a derivative in what f closes over."""
 
 
-def _evaluated(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool) -> tuple[list[Any], Any]:
-    given = problem.tensors()
+def _evaluated(
+    problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool, dense: bool
+) -> tuple[list[Any], Any]:
+    device, given = problem.leaves[0].device.type, problem.tensors()
     versions = [*map(version, given)]
     leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
     if any([q.kind is GGN for q in quantities]):
-        run.criterion = Criterion()
-    if run.deep:
-        with TwiceDifferentiable():
-            out, aux = _called(problem, run, leaves)
-    else:
+        run.criterion = Criterion(run.token)
+    marks = marked_for(run.criterion)
+    with _autocast(device, True), marks, TwiceDifferentiable() if run.deep else nullcontext():
         out, aux = _called(problem, run, leaves)
     if run.closed_over and outside and not run.deep:
         raise Again
@@ -74,13 +82,19 @@ def _evaluated(problem: Problem, quantities: Sequence[Quantity], run: Run, outsi
         raise Unsupported("f writes into its arguments in place")
     if any([hooked(x) for x in leaves]):
         raise Unsupported("a hook may change what is sent back")
-    cotangent = _cotangent(run, out)
-    n, dtype = problem.n, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
+    kinds = {q.kind for q in quantities}
+    rows = kinds == {JACOBIAN} or (kinds == {GRADIENT_OR_JACOBIAN} and isinstance(out, torch.Tensor) and out.ndim > 1)
+    cotangent = None if rows else _cotangent(run, out)
+    n, dtype = run.count, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
     found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
     folds = [Fold(q.reduction, problem, found) for q in quantities]
-    with torch.set_grad_enabled(run.deep and outside):
+    if any([getattr(phase, "joined", False) for f in folds for phase in f.reduction.phases]):
+        run.partners = partners(_owners(run, run.uses)[0], run.leaves)
+    with torch.set_grad_enabled(run.deep and outside), _autocast(device, False):
         if run.criterion is not None:
-            _columns(run, problem, quantities, folds, out)
+            _columns(run, problem, quantities, folds, out, dense)
+        elif rows:
+            _rows(run, problem, folds, out)
         elif run.deep or any([f.reduction.before is not None for f in folds]):
             with torch.enable_grad():
                 run.pull(out, cotangent)
@@ -89,6 +103,13 @@ def _evaluated(problem: Problem, quantities: Sequence[Quantity], run: Run, outsi
             _streamed(run, problem, folds, out, cotangent)
         results = [f.finished() for f in folds]
     return (_left(run, results, outside) if run.deep else results), None if aux is None else _left(run, aux, outside)
+
+
+def _autocast(device: str, enabled: bool) -> AbstractContextManager:
+    """A context without autocast, or without its cache, which would keep the casts of all aliases; if there is any."""
+    if not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, torch.get_autocast_dtype(device), enabled, cache_enabled=False)
 
 
 def _called(problem: Problem, run: Run, leaves: list[torch.Tensor]) -> tuple[Any, Any]:
@@ -104,13 +125,17 @@ def _called(problem: Problem, run: Run, leaves: list[torch.Tensor]) -> tuple[Any
     if out.ndim < 1 or out.shape[0] != run.n or not out.is_floating_point():
         raise Unsupported("outputs of another shape")
     if run.criterion is not None:
+        if run.criterion.output is not None:
+            raise Unsupported("outputs are marked in a model that is given apart from its loss")
         run.criterion.output, run.criterion.version = out, version(out)
     target = problem.target(run)
     with run:
         return problem.loss(out, target), aux
 
 
-def _columns(run: Run, problem: Problem, quantities: Sequence[Quantity], folds: Sequence[Fold], out: Any) -> None:
+def _columns(
+    run: Run, problem: Problem, quantities: Sequence[Quantity], folds: Sequence[Fold], out: Any, dense: bool
+) -> None:
     """Reduce the columns of each kind, one kind after the other."""
     criterion = run.criterion
     assert criterion is not None
@@ -122,18 +147,52 @@ def _columns(run: Run, problem: Problem, quantities: Sequence[Quantity], folds: 
         with torch.enable_grad():
             made = criterion.made(run, out, quantity)
         count = sum(c.count for c in made)
-        if count == 0 or (quantity.drawing is None and count >= thresholds.FEW):
+        x, own = criterion.input, [folds[k] for k in same]
+        shortcuts = quantity.drawing is None and not dense and all([f.reduction.shortcuts != "no" for f in own])
+        if count == 0 or (shortcuts and not run.deep and _structured(run, count)):
             raise Unsupported("many columns, of which some may be left out by structure")
-        if count > 1 and run.numbers * count >= thresholds.STREAMED:
-            raise Unsupported("columns of large layers, which are pulled back one by one")
-        x = criterion.input
         assert x is not None
-        block = made[0].block(0, count, slice(None))
+        _grouped(run, problem, own, x, made[0], 0)
+
+
+def _grouped(run: Run, problem: Problem, folds: Sequence[Fold], x: torch.Tensor, columns: Columns, dim: int) -> None:
+    """Reduce columns at a tensor, whose samples are in a dim, in groups that fit the memory."""
+    count = columns.count
+    for fold in folds:
+        fold.found = replace(fold.found, columns=count)
+    apart = all([f.reduction.before is None and "outputs" in f.reduction.axes for f in folds])
+    most = max(1, thresholds.GROUPED // max(1, run.numbers)) if apart else count
+    shape = x.movedim(dim, 0).shape
+    for start in range(0, count, most):
+        stop = min(start + most, count)
+        left = columns.block(start, stop, slice(None)).left[0].reshape(stop - start, *shape)
         with torch.enable_grad():
-            run.pull_columns(x, block.left[0].reshape(count, *x.shape))
-        for k in same:
-            folds[k].found = replace(folds[k].found, columns=count)
-        _fold(run, problem, [folds[k] for k in same], [u for u in run.uses if u.d is not None])
+            run.pull_columns(x, left.movedim(1, 1 + dim).to(x.dtype))
+        _fold(run, problem, folds, [u for u in run.uses if u.d is not None], start > 0)
+
+
+def _rows(run: Run, problem: Problem, folds: Sequence[Fold], out: Any) -> None:
+    """Reduce the rows of the Jacobian of a model function."""
+    if not isinstance(out, torch.Tensor) or not out.ndim or not out.requires_grad:
+        raise Unsupported("outputs that are no tensor, or have no derivative")
+    known, dim = getattr(out, "_known", None), problem.out_dims % out.ndim
+    if type(known) is not Mark or known.run is not run.token or not known.graph:
+        raise Unsupported("samples do not reach the result in a way that was seen")
+    if out.shape[dim] != run.n or (run.n > 1 and known.axis != (dim - out.ndim, 1, 1)):
+        raise Unsupported("outputs without the samples in the dim that is given")
+    values = run.strip(out).movedim(dim, 0)
+    for fold in folds:
+        fold.found = replace(fold.found, outputs=[values.shape[1:]])
+    _grouped(run, problem, folds, out, Units({0: values}), dim)
+
+
+def _structured(run: Run, count: int) -> bool:
+    """Whether so much is to be pulled back that a look for structure in the function is worth its time."""
+    sites = {id(u.edge): u.count / run.n for u in run.uses}
+    look = len(sites) * thresholds.LOOK + sum(sites.values()) * thresholds.LOOK_ENTRY
+    look *= thresholds.LOOK_ON.get(run.leaves[0].device.type, 1)
+    work = sum([2 * u.count * max(1, u.shape[1:].numel() if len(u.shape) > 1 else 1) for u in run.uses])
+    return count >= thresholds.FEW and thresholds.LOOKS * look < thresholds.PAYS * count * (work + thresholds.COLUMN)
 
 
 def _left(run: Run, results: Any, outside: bool) -> Any:
@@ -177,15 +236,15 @@ def _leaves(run: Run, use: Use) -> Sequence[int]:
     return [i for i, g in enumerate(found) if g is not None]
 
 
-def _fold(run: Run, problem: Problem, folds: Sequence[Fold], uses: list[Use]) -> None:
-    """Reduce all parameters, first what a reduction has to know of all of them."""
-    shares = [Shares(run, i, of, problem.name) for i, of in enumerate(_owners(run, uses)[0]) if of]
+def _fold(run: Run, problem: Problem, folds: Sequence[Fold], uses: list[Use], again: bool = False) -> None:
+    """Reduce all parameters, first what a reduction has to know of all of them; `again`, of other columns."""
+    shares = [Shares(run, i, of, problem.name, again) for i, of in enumerate(_owners(run, uses)[0]) if of]
     if not shares:
         raise Unsupported("no parameter reaches the result")
     for fold in folds:
         fold.before(shares)
         for each in shares:
-            fold.states[each.place] = fold.reduction.step(each)
+            fold.reduction.add(fold.states, each.place, "columns", fold.reduction.step(each))
 
 
 def _streamed(
@@ -231,13 +290,14 @@ class Fold:
 
     def before(self, shares: Sequence[Shares]) -> None:
         """Let the reduction know what it has to of all parameters."""
-        first = self.reduction.before
-        if first is not None:
+        first, *rest = self.reduction.phases
+        for phase in rest:
             states = {each.place: first.step(each) for each in shares}
-            self.reduction = self.reduction.knowing(self.reduction.learned(states, self.found))
             if first.whole:
                 (norms,) = first.finish(first.together(states.values()), self.found)
                 self.found = replace(self.found, before=norms.to(self.found.dtype))
+            first = phase.knowing(phase.learned(states, self.found))
+        self.reduction = first
 
     def finished(self) -> Any:
         """The result."""

@@ -15,7 +15,7 @@ import torch
 from invfunc import tree
 from invfunc._torch.functorch import plainly, transforming
 from invfunc.core.axes import numbers, read
-from invfunc.core.marks import Known, Unsupported
+from invfunc.core.marks import Known, Unsupported, wide
 
 _KNOWN: dict[Any, list[Any]] = {}
 
@@ -29,7 +29,8 @@ def probe(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: lis
         if key is None:
             raise Unsupported("an operation that hangs on values, inside of a transform")
         args, kwargs, data = _outside(args, kwargs, data)
-    with plainly(), torch.random.fork_rng(devices=[]), torch.no_grad():
+    narrow = torch.autocast(data[0][0].device.type, enabled=False)  # two numbers are rarely the same in float32
+    with plainly(), torch.random.fork_rng(devices=[]), torch.no_grad(), narrow:
         found = _probed(n, func, args, kwargs, data, key is not None)
     if key is not None:
         _KNOWN[key] = found
@@ -76,6 +77,9 @@ def _probed(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: l
     axes, device = {id(x): axis for x, axis in data}, data[0][0].device
     generator = torch.Generator(device).manual_seed(0)
     flat, structure = tree.flatten((args, kwargs))
+    low = {id(x): wide(x) for x in flat if isinstance(x, torch.Tensor)}
+    axes = {id(low[i]): axis for i, axis in axes.items()}
+    flat = [low.get(id(x), x) for x in flat]
 
     def drawn(x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or id(x) not in axes:

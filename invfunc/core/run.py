@@ -11,7 +11,7 @@ run, and all that is noted is taken out of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,8 +19,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import thresholds
-from invfunc._torch.functorch import base_of, checkpointing, gradient_edge, graph_of, grad_level, level_of, levels
-from invfunc._torch.opened import Uncompiled, opened
+from invfunc._torch.functorch import base_of, checkpointing, grad_level, gradient_edge, graph_of, level_of, levels
+from invfunc._torch.opened import opened
 from invfunc.core.axes import numbers, read
 from invfunc.core.columns import Criterion, criterion_of
 from invfunc.core.marks import (
@@ -38,14 +38,15 @@ from invfunc.core.marks import (
     named,
     replaced,
     tensors,
+    wide,
 )
 from invfunc.core.probe import moved, probe
 from invfunc.core.tables import (
     DIVIDE,
     EXPANDS,
     FILLED,
-    INDEXES,
     HOOKS,
+    INDEXES,
     LEAKS,
     LIKE,
     LINEAR,
@@ -59,7 +60,7 @@ from invfunc.core.tables import (
     SWAPS,
     VIEWS,
 )
-from invfunc.core.uses import FACTORS, WHOLE, Block, Expanded, Shared, Use, copied, expanded, grown
+from invfunc.core.uses import FACTORS, WHOLE, Block, Copies, Shared, Use, copied, expanded, grown
 from invfunc.operations.operation import OPERATIONS
 
 Tensor = torch.Tensor
@@ -69,10 +70,11 @@ SET = Tensor.__setitem__
 class Run(TorchFunctionMode):
     """A context in which f runs on `enter`ed parameters and samples; what it noted is there until it closes."""
 
-    def __init__(self, n: int, deep: bool, columns: int = 1) -> None:
-        """`deep` says that the result is differentiated."""
+    def __init__(self, n: int, deep: bool, chosen: Tensor | None = None) -> None:
+        """`deep` says that the result is differentiated; `chosen` are the samples that are wanted, if not all."""
         super().__init__()
-        self.n, self.deep, self.columns = n, deep, columns
+        self.n, self.deep, self.columns = n, deep, 1
+        self.chosen, self.count = chosen, n if chosen is None else len(chosen)
         self.token = object()
         self.uses: list[Use] = []
         self.leaves: list[Tensor] = []
@@ -81,8 +83,12 @@ class Run(TorchFunctionMode):
         """Factors that a weight and its bias share."""
         self.numbers = 0
         """How many numbers the results have of operations that read parameters."""
+        self.largest = 0
+        """Those of the largest of these."""
         self.closed_over = False
         """Whether f reads a tensor from elsewhere that requires a gradient."""
+        self.partners: dict[int, tuple[str, int]] = {}
+        """Weights and biases that the same operations read, where somebody asks."""
         self.criterion: Criterion | None = None
         """The criterion of the outputs, where one is looked for."""
         self.blended = False
@@ -366,14 +372,15 @@ class Run(TorchFunctionMode):
             uses = factor(self, args, kwargs, nodes, {id(x): axis for x, axis in data}, known.axis, func)
         if uses is None:
             return copied(self, func, rule, args, kwargs, data, params)
-        base = base_of(out)  # of a view, which a later operation in place takes out of the graph
-        if base is not None and base.numel() != out.numel():
+        base, count = base_of(out), out.numel()  # of a view, which a later operation in place takes out of the graph
+        if base is not None and base.numel() != count:
             raise Unsupported("an operation whose result is a part of another tensor")
         edge, end = gradient_edge(out if base is None else base), not any([x.requires_grad for x, _ in data])
         for use in uses:
-            use.edge, use.end, use.form = edge, end, None if base is None else out.shape
+            use.edge, use.end, use.count, use.form = edge, end, count, None if base is None else out.shape
         self.uses += uses
-        self.numbers += out.numel()
+        self.numbers += count
+        self.largest = max(self.largest, count)
         return out
 
     def with_sums(
@@ -427,6 +434,9 @@ class Run(TorchFunctionMode):
         self.columns, self.known = len(columns), {}
         if self.columns == 1:
             found = [None if g is None else g[None] for g in pull(columns[0])]
+        elif self.largest >= thresholds.APART and columns.device.type in thresholds.APART_ON:
+            each = [*zip(*[pull(column) for column in columns], strict=True)]
+            found = [None if g[0] is None else [wide(self.strip(d)) for d in g] for g in each]
         elif self.deep:
             got = iter(torch.func.vmap(one)(columns))
             found = [None if hole else next(got) for hole in holes]
@@ -437,10 +447,10 @@ class Run(TorchFunctionMode):
         self.check(found[len(edges) :])
         cotangents = dict(zip(edges, found, strict=False))
         for use in self.uses:
-            if (d := cotangents[id(use.edge)]) is None:
-                use.d = None
-            else:
-                use.send(self.strip(d))
+            d = cotangents[id(use.edge)]
+            if isinstance(d, list) and isinstance(use, (Copies, Shared)):
+                d = torch.stack(d)
+            use.send(d if d is None or isinstance(d, list) else self.strip(d))
 
     def stream(self, out: Tensor, cotangent: Tensor | None, arrived: Callable[[Use], None]) -> None:
         """Pull one vector back, and hand each use over as its cotangent comes; it is freed then."""
@@ -484,10 +494,16 @@ class Run(TorchFunctionMode):
         """Slices of the samples whose per-sample gradients fit the cache."""
         size = sum([u.size(self) for u in uses]) if size is None else size
         most = thresholds.CACHE.get(uses[0].value.device.type, thresholds.ELSEWHERE) // thresholds.SHARES
-        if size * self.n <= most:
+        if size * self.count <= most:
             return [WHOLE]
         step = max(1, most // max(1, size))
-        return [slice(i, min(i + step, self.n)) for i in range(0, self.n, step)]
+        return [slice(i, min(i + step, self.count)) for i in range(0, self.count, step)]
+
+    def taken(self, x: Tensor, block: Block, dim: int = 0) -> Tensor:
+        """A block of the chosen samples, which are along a dim."""
+        if self.chosen is not None:
+            return x.index_select(dim, self.chosen[block])
+        return x if block is WHOLE else x[block] if dim == 0 else x[:, block]
 
 
 def _told(told: Callable, key: int, number: int) -> Callable:

@@ -6,19 +6,31 @@ A shortcut is for one use of the parameter, or of a view of it; everything else 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from invfunc import thresholds
 from invfunc._torch.precision import doubled, has_float64
-from invfunc.core.marks import DERIVED, LEAF, SWAP, Unsupported
+from invfunc.core.factors import kronecker, rotated
+from invfunc.core.marks import DERIVED, HALF, LEAF, SWAP, wide
 from invfunc.core.run import Run
 from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Use, formed, product, summed
-from invfunc.linear_algebra.contract import Term, cancel, contract, joined, outer, squares_directly, squeezed, twice
+from invfunc.kronecker import Kronecker
+from invfunc.linear_algebra.contract import (
+    Term,
+    cancel,
+    contract,
+    crosses,
+    joined,
+    present,
+    side_by_side,
+    squares_directly,
+    squeezed,
+    twice,
+    widened,
+)
 from invfunc.per_sample.norms import narrow_norms, tried
-from invfunc.per_sample.places import Place
+from invfunc.per_sample.sides import formed as sided
 from invfunc.per_sample.squares import shifted_moments
 from invfunc.reductions.kept_factors import Factors
 
@@ -30,12 +42,15 @@ _MATRICES = ((), (0,), (1,)), ((), (1,), (0,))
 class Shares:
     """The per-sample gradients of a parameter."""
 
-    def __init__(self, run: Run, place: int, uses: list[Use], names: Callable[[int], str]) -> None:
-        """`place` is the number of the parameter, which `names` says in words."""
-        self.run, self.place, self.name = run, place, names
+    def __init__(self, run: Run, place: int, uses: list[Use], names: Callable[[int], str], again: bool = False) -> None:
+        """`place` is the number of the parameter, which `names` says in words; `again`, after other columns."""
+        self.run, self.place, self.name, self.again = run, place, names, again
         self.leaf = run.leaves[place]
         self.uses = together(uses) if len(uses) > 1 else uses
-        self.count = run.n
+        pairs = [u for u in uses if isinstance(u, Pair)]
+        self.apart = [*together(pairs), *[u for u in uses if u not in pairs]] if len(uses) > 1 else uses
+        """Uses, of which only products are put together."""
+        self.count = run.count
 
     def dense(self, block: Block = WHOLE) -> torch.Tensor:
         """`[V, n, *p]`."""
@@ -53,12 +68,18 @@ class Shares:
         def back(row: torch.Tensor) -> torch.Tensor:
             return torch.autograd.grad(use.value, (leaf,), row, create_graph=run.deep, retain_graph=True)[0]
 
+        flat = rows.reshape(-1, *use.shape)
+        scale = None
+        if leaf.dtype in HALF or use.value.dtype in HALF:  # float16 has to hold the entries, and sums of them
+            size = flat.detach().abs().reshape(len(flat), -1).sum(1) / 1024
+            scale = torch.where((size > 0) & size.isfinite(), size, 1).view(-1, *[1] * len(use.shape))
+            flat = (flat / scale).to(use.value.dtype)
         with torch.enable_grad():
-            if lead == 0:
-                return run.strip(back(rows))
-            flat = rows.flatten(0, lead - 1)
             found = back(flat[0]).unsqueeze(0) if len(flat) == 1 else torch.func.vmap(back)(flat)
-        return run.strip(found).reshape(*rows.shape[:lead], *leaf.shape)
+        found = run.strip(found)
+        if scale is not None:
+            found = wide(found) * scale.view(-1, *[1] * leaf.ndim)
+        return found.reshape((*rows.shape[:lead], *leaf.shape))
 
     def blocks(self) -> list[Block]:
         """Blocks of samples whose gradients fit the cache."""
@@ -96,7 +117,9 @@ class Shares:
             _, i, sums = use.touched(self.run)
             total = sums.new_zeros(use.shape[0], sums.shape[-1]).index_add(0, i, sums.square())
             return self.pulled(use, total.view(use.shape), 0)
-        return summed(self.dense(block).square().sum((0, 1)) for block in self.blocks())
+        fresh = not self.run.deep and self.single(Pair) is not None
+        rows = (self.dense(block) for block in self.blocks())
+        return summed((x.square_() if fresh else x.square()).sum(1).sum(0) for x in rows)
 
     def norms(self) -> torch.Tensor:
         """`sum_p G[n, p]^2` of the only column: `[n]`."""
@@ -108,7 +131,7 @@ class Shares:
         rows = self.single(Rows)
         if rows is not None and not self.run.deep:
             n, _, sums = rows.touched(self.run)
-            return sums.new_zeros(self.run.n).index_add(0, n, sums.square().sum(1))
+            return sums.new_zeros(self.count).index_add(0, n, sums.square().sum(1))
         return joined([self.flat(block).square().sum(1) for block in self.blocks()])
 
     def flat(self, block: Block = WHOLE) -> torch.Tensor:
@@ -127,7 +150,7 @@ class Shares:
                 found.append(narrow.reshape(-1))
             elif squares_directly(terms, "gok", "Ngok", "N"):
                 pair = [(labels, doubled(x)) for labels, x in terms] if cancel(terms) else terms
-                norms = contract(twice(pair, pair, "gok"), "N" if run.n > 1 else "")
+                norms = contract(twice(pair, pair, "gok"), "N" if run.count > 1 else "")
                 found.append(norms.clamp(min=0).to(terms[0][1].dtype).reshape(-1))
             else:
                 found.append(use.formed(run, block)[0].flatten(1).square().sum(1))
@@ -139,7 +162,7 @@ class Shares:
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`sum_n G[n]` and `sum_n (G[n] - mean G)^2` of the only column, without cancellation."""
-        n, narrow = self.run.n, self.leaf.dtype == torch.float32
+        n, narrow = self.count, self.leaf.dtype == torch.float32
         factors = self.factors() if narrow and has_float64(self.leaf.device) else None
         if factors is not None:  # in float64, whose rounding is 1e9 times finer
             use, a, d = factors[0], factors[1].double(), factors[2][0].double()
@@ -154,7 +177,7 @@ class Shares:
 
     def moments_of(self, use: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """Moments of a table: a row that a sample does not touch counts as a zero."""
-        n, (_, i, sums) = self.run.n, use.touched(self.run)
+        n, (_, i, sums) = self.count, use.touched(self.run)
         total = sums.new_zeros(use.shape[0], sums.shape[-1]).index_add(0, i, sums)
         mean = total / n
         visits = sums.new_zeros(use.shape[0], 1).index_add(0, i, sums.new_ones(len(i), 1))
@@ -164,7 +187,7 @@ class Shares:
 
     def products(self, exact: bool = False) -> torch.Tensor:
         """`sum_p G[v, n, p] G[w, m, p]` as `[V, n, V, n]`; `exact`, in float64."""
-        v, n = self.run.columns, self.run.n
+        v, n = self.run.columns, self.count
         if (factors := self.factors()) is not None:
             a, d = (x.double() if exact else x for x in factors[1:])
             a, d = a[:, :, 0].transpose(0, 1), d[:, :, :, 0].permute(2, 0, 1, 3).flatten(1, 2)  # [g, n, k], [g, V n, o]
@@ -180,6 +203,51 @@ class Shares:
             flat = self.dense().reshape(v * n, -1)
         flat = doubled(flat) if exact else flat
         return (flat @ flat.T).view(v, n, v, n)
+
+    def covariances(self, weight: torch.Tensor) -> torch.Tensor:
+        """`sum_p weight[p] G[v, n, p] G[w, n, p]` of each sample: `[n, V, V]`."""
+        use, v = self.single(Pair), self.run.columns
+        if use is not None and use.node.kind is LEAF:
+            found, (p, o, k) = [], use.sizes(self.run)
+            given = use.parted(weight)
+            for block in self.run.blocks([use], v * max(p * (o + k), v)):
+                d, a = (x.to(torch.promote_types(x.dtype, given.dtype)) for x in use.operands(self.run, block))
+                terms: list[Term] = [("VNgpo", d), ("Ngpk", a)]
+                if not squares_directly(terms, "gok", "NVgok", "NV"):
+                    break  # that costs more than the gradients
+                pair = side_by_side(terms, "gok")
+                pair = [(labels, doubled(x)) for labels, x in pair] if cancel(pair) and crosses(pair, "gok") else pair
+                terms = squeezed(widened([*pair, ("gok", given)]))
+                found.append(contract(terms, present("NVW", terms)).to(given.dtype).reshape(-1, v, v))
+            else:
+                return joined(found)
+        return self.covariances_by(lambda rows: rows * weight)
+
+    def covariances_by(self, times: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The same with the products of gradients `[V, n, *p]` with any symmetric matrix."""
+        found = []
+        for block in self.blocks():
+            rows = self.dense(block)
+            by, rows = (x.reshape(*rows.shape[:2], -1).transpose(0, 1) for x in (times(rows), rows))
+            found.append(rows.to(by.dtype) @ by.mT)
+        return joined(found)
+
+    def projected(self, vectors: torch.Tensor) -> torch.Tensor:
+        """`sum_p G[v, n, p] vectors[k, p]` of each sample: `[n, V, k]`."""
+        use, found = self.single(Pair), []
+        if use is not None and use.node.kind is LEAF:
+            given, (p, o, k) = use.parted(vectors.movedim(0, -1)), use.sizes(self.run)
+            for block in self.run.blocks([use], self.run.columns * p * max(o + k, o * len(vectors))):
+                d, a = use.operands(self.run, block)
+                terms = squeezed(widened([("VNgpo", d), ("Ngpk", a), ("gokK", given)]))
+                rows = contract(terms, present("NVK", terms))
+                found.append(rows.reshape(-1, self.run.columns, len(vectors)))
+            return joined(found)
+        flat = vectors.flatten(1).T
+        for block in self.blocks():
+            rows = self.dense(block)
+            found.append(rows.reshape(*rows.shape[:2], -1).transpose(0, 1).to(flat.dtype) @ flat)
+        return joined(found)
 
     def along(self, direction: torch.Tensor) -> torch.Tensor:
         """`sum_p G[n, p] direction[p]` of the only column: `[n]`."""
@@ -199,63 +267,37 @@ class Shares:
                 return joined(found)
         return joined([sides.of(self.dense(block)[0]) for block in self.blocks()])
 
-    def kronecker(self, sharing: str) -> dict[Any, Factors]:
-        """The sums of outer products `B = sum_vnp s s^T` and `A = sum_np a a^T` of what was sent back and read."""
-        use = self.uses[0]
-        if len(self.uses) > 1 or use.node.kind is not LEAF or sharing == "backpack":
-            raise Unsupported("K-factors of several uses, or of a computed parameter")
-        sent, read, places, key = self.operands(use)
-        n, p = sent.shape[1], sent.shape[2]
-        reduced = sharing == "reduce"
-        b = self.run.known.get(key := (id(use.edge), reduced)) if key else None
-        if b is None:
-            b = outer((sent.sum(2, keepdim=True) if reduced else sent).flatten(0, 1).mT)
-            self.run.known[key] = b
-        a = None if read is None else read(reduced)
-        role = (*(place.dims for place in places), ())
-        return {role: Factors(b, a, n if reduced else n * p, places, "", self.leaf.shape)}
+    def outer(self) -> torch.Tensor:
+        """`sum_vn G[v, n] G[v, n]^T` as `[P, P]`."""
+        rows = (self.dense(block).reshape(-1, self.leaf.numel()) for block in self.blocks())
+        return summed(x.T @ x for x in rows)
 
-    def operands(self, use: Use) -> tuple[torch.Tensor, Callable[[bool], torch.Tensor] | None, list[Place], bool]:
-        """What is sent back, `[V, n, p, o]`, the factor of what is read, where the factors lie in the parameter, and
-        whether a bias that is read beside is sent the same."""
-        run, shape = self.run, self.leaf.shape
-        if isinstance(use, Pair):
-            sent = use.sends(run)
-            if sent.shape[2] != 1 or use.of_w not in _MATRICES:
-                raise Unsupported("K-factors of an operation in groups")
-            (o,), (k,) = use.of_w[1:]
-            over = (k,) if not isinstance(use, Convolution) else tuple(range(1, len(shape)))
-            places = [Place((o,), shape[o]), Place(over, shape.numel() // shape[o])]
-            return sent[:, :, 0], partial(_inputs, run, use), places, True
-        if isinstance(use, Rows):
-            if use.padding is not None or len(shape) != 2:
-                raise Unsupported("K-factors of a table with padding")
-            index, sent = use.parts(run)
-            return sent, partial(_counts, index, sent, shape[0]), [Place((1,), shape[1]), Place((0,), shape[0])], False
-        if type(use) is Expanded and sum(size != 1 for size in shape) < 2 and self.leaf.ndim == 1:
-            view = use.view or tuple(shape)
-            sent = use.sent(run) if use.factor is None else use.sent(run) * use.factor(run, WHOLE)
-            dim = next((i for i, size in enumerate(view) if size != 1), len(view) - 1) - len(view)
-            if sent.shape[dim] != shape[0]:
-                raise Unsupported("a parameter that is broadcast")
-            sent = sent.movedim(dim, -1)
-            return sent.reshape(*sent.shape[:2], -1, shape[0]), None, [Place((0,), shape[0])], use.factor is None
-        raise Unsupported("K-factors of another operation")
+    def side(self, last: bool, other: torch.Tensor | None = None) -> torch.Tensor:
+        """`sum_vn G A G^T` of gradients as matrices over the first dim and all others, or with `last` `sum_vn G^T B G`;
+        of the identity if there is no other matrix."""
+        found = summed(sided(self.dense(block), last, other) for block in self.blocks())
+        return (found + found.mT) / 2
 
+    @property
+    def weight(self) -> int | None:
+        """The number of the weight that the same operations read."""
+        kind, other = self.run.partners.get(self.place, ("", None))
+        return other if kind == "bias" else None
 
-def _inputs(run: Run, use: Pair, reduced: bool) -> torch.Tensor:
-    """`sum_np a a^T`, or of the means over the positions."""
-    size = use.size(run)
-    parts = [use.read(run, block)[:, 0] for block in run.blocks([use], size)]
-    return summed(outer((a.mean(1, keepdim=True) if reduced else a).mT) for a in parts)
+    @property
+    def bias(self) -> int | None:
+        """The number of the bias that the same operations read."""
+        kind, other = self.run.partners.get(self.place, ("", None))
+        return other if kind == "weight" else None
 
+    def kronecker(self, sharing: str, joint: bool) -> dict[Any, Factors]:
+        """The sums of outer products of what is sent back and read, by the roles in which operations use the dims."""
+        bias = self.name(self.bias) if joint and self.bias is not None else ""
+        return kronecker(self.run, self.leaf, self.apart, sharing, bias, self.again)
 
-def _counts(index: torch.Tensor, sent: torch.Tensor, rows: int, reduced: bool) -> torch.Tensor:
-    """How often each row is picked, or the products of these counts of samples."""
-    if not reduced:
-        return index.flatten().bincount(minlength=rows).to(sent.dtype)
-    counts = sent.new_zeros(len(index), rows).scatter_add(1, index, torch.ones_like(index, dtype=sent.dtype))
-    return outer((counts / index.shape[1]).unsqueeze(-1))
+    def rotated(self, basis: Kronecker, joint: bool) -> Shares:
+        """The gradients in the eigenbasis of K-factors, `Q^T G[v, n]`."""
+        return rotated(self, basis, joint and self.bias is not None)
 
 
 def together(uses: Sequence[Use]) -> list[Use]:
@@ -265,7 +307,7 @@ def together(uses: Sequence[Use]) -> list[Use]:
     for u in uses:
         if type(u) is Pair:
             groups.setdefault((id(u.value), u.of_w, None if u.of_a is None else id(u)), []).append(u)
-        elif type(u) is Expanded and u.factor is None and u.view is None and u.d is not None:
+        elif type(u) is Expanded and u.factor is None and u.view is None and isinstance(u.d, torch.Tensor):
             groups.setdefault((id(u.value), u.axis, u.d.shape), []).append(u)
         else:
             out.append(u)

@@ -59,7 +59,9 @@ EXPANDS = called("expand expand_as broadcast_to repeat tile")
 SWAPS = called("t") | getters("T mT")
 MOVES = called("gather index_select take_along_dim")
 INDEXES = {T.__getitem__}
-LEAKS = called("numpy tolist item __array__ __float__ data_ptr __int__ __index__ __format__ __repr__ __deepcopy__ __reduce_ex__")
+LEAKS = called(
+    "numpy tolist item __array__ __float__ data_ptr __int__ __index__ __format__ __repr__ __deepcopy__ __reduce_ex__"
+)
 HOOKS = called("register_hook register_post_accumulate_grad_hook")
 LIKE = called("to type_as zeros_like ones_like full_like empty_like rand_like randn_like view_as reshape_as expand_as")
 """Operations that read the values of their first argument alone."""

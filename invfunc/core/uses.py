@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from invfunc import tree
 from invfunc._torch.functorch import version
 from invfunc.core.axes import letters, operands
-from invfunc.core.marks import SUMMED, Axis, Known, Mark, Node, Unsupported, know, option, replaced, tensors
+from invfunc.core.marks import SUMMED, Axis, Known, Mark, Node, Unsupported, know, option, replaced, tensors, wide
 from invfunc.core.tables import called
 
 if TYPE_CHECKING:
@@ -56,21 +56,30 @@ class Use:
     """Whether nothing but copies of parameters lies below the edge."""
     form: torch.Size | None = None
     """The shape of the result, where the edge is that of a tensor of which it is a view."""
-    d: torch.Tensor | None = None
+    d: Any = None
+    """The cotangent, or a list with that of each column."""
     axis: Any = None
+    count = 0
+    """How many numbers the result of its operation has."""
+    stacked = 1
+    """The dim of the columns, where they are put together."""
 
     def __init__(self, node: Node, value: torch.Tensor) -> None:
         self.node, self.value, self.shape = node, value, value.shape
 
-    def send(self, d: torch.Tensor) -> None:
-        """Take the cotangent `[V, ...]` that has come to the edge."""
-        self.d = d if self.form is None else d.reshape(len(d), *self.form)
+    def send(self, d: Any) -> None:
+        """Take the cotangent `[V, ...]` that has come to the edge, or a list with that of each column; None of none."""
+        if isinstance(d, torch.Tensor):
+            self.d = wide(d if self.form is None else d.reshape(len(d), *self.form))
+        else:
+            self.d = d if d is None or self.form is None else [x.reshape(self.form) for x in d]
 
     def sent(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         """The cotangent as `[V, n, ...]`."""
-        assert self.d is not None
-        d = front(self.d, self.axis, run.n, 1)
-        return d if block is WHOLE else d[:, block]
+        if isinstance(self.d, list):  # beside each other block by block, which stays in the cache
+            parts = [run.taken(front(d, self.axis, run.n), block) for d in self.d]
+            return torch.stack(parts, self.stacked).movedim(self.stacked, 0)
+        return run.taken(front(self.d, self.axis, run.n, 1), block, 1)
 
     def size(self, run: Run) -> int:
         """The numbers of each sample that `dense` makes."""
@@ -120,6 +129,10 @@ class Pair(Use):
         super().__init__(node, value)
         self.a, self.a_axis, self.axis, self.version = a, a_axis, axis, version(a)
         self.of_a, self.of_d, self.of_w = of_a, of_d, of_w
+        self.stacked = -2 if of_d is None else 1
+
+    layer = False
+    """Whether its operation may have a bias."""
 
     def free(self) -> None:
         self.d = self.a = None  # pyright: ignore[reportAttributeAccessIssue]: nobody reads it any more
@@ -128,8 +141,7 @@ class Pair(Use):
         """What was read, as `[n, 1 or more, ...]`."""
         if version(self.a) != self.version:
             raise Unsupported("what a parameter met was changed in place later")
-        x = front(run.strip(self.a), self.a_axis, run.n)
-        return x if block is WHOLE else x[block]
+        return wide(run.taken(front(run.strip(self.a), self.a_axis, run.n), block))
 
     def read(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         """a as `[n, g, p, k]`."""
@@ -164,6 +176,16 @@ class Pair(Use):
         order = [i % len(self.shape) for i in order]
         return w.permute(*range(lead), *(lead + order.index(i) for i in range(len(order))))
 
+    def operands(self, run: Run, block: Block = WHOLE) -> tuple[torch.Tensor, torch.Tensor]:
+        """d and a."""
+        return self.sends(run, block), self.read(run, block)
+
+    def parted(self, w: torch.Tensor) -> torch.Tensor:
+        """A tensor `[*shape, ...]` as `[g, o, k, ...]`."""
+        sizes = [math.prod([self.shape[i] for i in dims]) for dims in self.of_w]
+        order = [i % len(self.shape) for dims in self.of_w for i in dims]
+        return w.permute(*order, *range(len(order), w.ndim)).reshape(*sizes, *w.shape[len(order) :])
+
     def formed(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         """`[V, n, g, o, k]`."""
         return formed(self.read(run, block), self.sends(run, block))
@@ -192,7 +214,10 @@ def formed(a: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
     if len(d) == 1:
         return (d[0].mT @ a)[None]
     v, n, g, p, o = d.shape
-    both = d.permute(1, 2, 0, 4, 3).reshape(n, g, v * o, p) @ a
+    if d.stride(-1) == 1:  # then the copy, if any, is of whole rows
+        both = d.permute(1, 2, 3, 0, 4).reshape(n, g, p, v * o).mT @ a
+    else:
+        both = d.permute(1, 2, 0, 4, 3).reshape(n, g, v * o, p) @ a
     return both.view(n, g, v, o, -1).permute(2, 0, 1, 3, 4)
 
 
@@ -225,7 +250,7 @@ class Convolution(Pair):
     ) -> None:
         """`window` are its strides, paddings and dilations."""
         super().__init__(node, value, a, a_axis, axis, None, None, ((), (0,), (1,)))
-        self.window, self.groups = window, groups
+        self.window, self.groups, self.stacked, self.layer = window, groups, 1, True
 
     def read(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         x = self.inputs(run, block)  # [n, 1 or more, c, *space]
@@ -252,9 +277,11 @@ class Convolution(Pair):
     def shaped(self, w: torch.Tensor) -> torch.Tensor:
         return w.reshape(*w.shape[:-3], *self.shape)
 
+    def parted(self, w: torch.Tensor) -> torch.Tensor:
+        return w.reshape(self.groups, self.shape[0] // self.groups, -1, *w.shape[len(self.shape) :])
+
     def sizes(self, run: Run) -> tuple[int, int, int]:
-        assert self.d is not None
-        places = self.d.shape[2 - len(self.shape) :].numel() * max(1, self.a.shape[0] // run.n)
+        places = self.d[0].shape[2 - len(self.shape) :].numel() * max(1, self.a.shape[0] // run.n)
         return places, self.shape[0] // self.groups, self.shape[1:].numel()
 
     def size(self, run: Run) -> int:
@@ -267,9 +294,9 @@ class Convolution(Pair):
         d = d if weights is None else d * weights.to(d.dtype).view(-1, *[1] * (d.ndim - 1))
         kernel = len(self.shape) - 2
         stride, padding, dilation = self.window
-        weight = self.value.new_zeros(()).expand(self.shape)
+        weight = d.new_zeros(()).expand(self.shape)
         zeros = [0] * kernel
-        given = (d.flatten(0, 1), a, run.strip(weight), None, stride, padding, dilation, False, zeros, self.groups)
+        given = (d.flatten(0, 1), a, weight, None, stride, padding, dilation, False, zeros, self.groups)
         return torch.ops.aten.convolution_backward(*given, (False, True, False))[1]
 
 
@@ -294,12 +321,19 @@ class Expanded(Use):
         self.d = self.factor = None
 
     def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
-        d = self.sent(run, block)
-        if self.factor is not None:
-            d = d * self.factor(run, block)
+        d, factor = self.d, None if self.factor is None else self.factor(run, block)
+        if isinstance(d, list):
+            return torch.cat(
+                [self.narrowed(run, run.taken(front(x, self.axis, run.n), block)[None], factor, block) for x in d]
+            )
+        return self.narrowed(run, self.sent(run, block), factor, block)
+
+    def narrowed(self, run: Run, d: torch.Tensor, factor: torch.Tensor | None, block: Block) -> torch.Tensor:
+        """The per-sample gradients of cotangents `[V, n, ...]`."""
+        d = d if factor is None else d * factor
         shape, at = self.view or self.shape, self.axis[0]
         if run.n > 1 and -at <= len(shape) and shape[at] == run.n and d.shape[at] == 1:
-            own = torch.eye(run.n, dtype=d.dtype, device=d.device)[block]
+            own = run.taken(torch.eye(run.n, dtype=d.dtype, device=d.device), block)
             lead = [1, len(own), *[1] * (d.ndim - 2)]
             lead[at] = run.n
             d = d * own.view(lead)  # an entry for each sample
@@ -319,16 +353,14 @@ class Copies(Use):
     """Any other use: the operation runs under vmap, with a copy of the parameter for each sample."""
 
     def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
-        assert self.d is not None
-        return self.d[:, block]
+        return run.taken(self.d, block, 1)
 
 
 class Shared(Use):
     """A term in the parameters alone, which counts 1/N for each sample."""
 
     def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
-        assert self.d is not None
-        return (self.d / run.n).unsqueeze(1).expand(len(self.d), run.n, *self.shape)[:, block]
+        return run.taken((self.d / run.n).unsqueeze(1).expand(len(self.d), run.n, *self.shape), block, 1)
 
 
 class Rows(Use):
@@ -342,7 +374,8 @@ class Rows(Use):
 
     def parts(self, run: Run, block: Block = WHOLE) -> tuple[torch.Tensor, torch.Tensor]:
         """The indices `[n, p]` and the cotangents `[V, n, p, d]`."""
-        i, d = front(run.strip(self.index), self.a_axis, run.n)[block].flatten(1), self.sent(run, block)
+        i = run.taken(front(run.strip(self.index), self.a_axis, run.n), block).flatten(1)
+        d = self.sent(run, block)
         d = d.reshape(*d.shape[:2], i.shape[1], -1)
         return i, d if self.padding is None else d.masked_fill((i == self.padding)[..., None], 0)
 
@@ -382,7 +415,9 @@ def of_linear(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis
     if id(w) in nodes:
         if w.ndim != 2:
             return None
-        uses.append(Pair(nodes[id(w)], w, x, axes[id(x)], axis, None, None, ((), (0,), (1,))))
+        pair = Pair(nodes[id(w)], w, x, axes[id(x)], axis, None, None, ((), (0,), (1,)))
+        pair.layer = True
+        uses.append(pair)
     if b is not None and id(b) in nodes:
         uses.append(Expanded(nodes[id(b)], b, axis))
     return uses
@@ -494,7 +529,7 @@ def of_norm(places: tuple[int, int | None], layer: bool = False) -> Callable:
             if version(x) != before:
                 raise Unsupported("what a parameter met was changed in place later")
             with torch.no_grad() if not run.deep else torch.enable_grad():
-                return front(func(run.strip(x), *plain[1:], **options), axis, run.n)[block]
+                return wide(run.taken(front(func(run.strip(x), *plain[1:], **options), axis, run.n), block))
 
         uses: list[Use] = []
         for t, factor in ((w, normal), (b, None)):
@@ -620,4 +655,3 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
     for x, node in params:
         run.use(Copies(node, x), copies[id(x)])
     return out
-

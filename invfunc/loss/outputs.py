@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -248,11 +248,24 @@ _active = threading.local()
 
 def mark(z: torch.Tensor) -> torch.Tensor:
     """What `outputs` does to one tensor inside a run."""
+    criterion = getattr(_active, "criterion", None)
+    if criterion is not None:
+        criterion.mark(z)
     run: ParameterUses | None = getattr(_active, "run", None)
     finder, tag = (None, None) if run is None else (run.watcher, run.tag(z))
     if run is None or not isinstance(finder, OutputFinder) or not isinstance(tag, Sampled) or finder.marked_before(tag):
         return z
     return finder.add(run, z, "outputs", marked=True)
+
+
+@contextmanager
+def marked_for(criterion: Any) -> Iterator[None]:
+    """Makes the criterion of a run of the core the one that `outputs` tells of tensors; there may be none."""
+    before, _active.criterion = getattr(_active, "criterion", None), criterion
+    try:
+        yield
+    finally:
+        _active.criterion = before
 
 
 @contextmanager

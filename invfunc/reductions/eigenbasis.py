@@ -117,6 +117,8 @@ class InEigenbasis(Block):
         assert basis.values is not None
         if len(basis.factors) == 1 and basis.factors[0].ndim == 1:  # a diagonal is in its eigenbasis
             return basis, shares.square_sum().flatten()
+        if not isinstance(shares, Shares):  # of the core
+            return basis, shares.rotated(basis, self.factors.joined).square_sum()
         try:
             return basis, rotated(shares, basis, self.factors.joined and shares.bias is not None).square_sum()
         except Unfactored:  # its factor is the block itself

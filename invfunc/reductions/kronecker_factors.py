@@ -60,11 +60,11 @@ class KroneckerFactors(Block):
         return (replace(none, origin=replace(none.origin, inputs=inputs)),)
 
     def step(self, shares: Shares) -> State:
-        if isinstance(shares, Shares) and self.joined and shares.weight is not None:
+        if self.joined and shares.weight is not None:
             return (None,)
         name, shape = shares.name(shares.place), shares.leaf.shape
         if not isinstance(shares, Shares):  # of the core
-            return (Kept(name, shares.kronecker("backpack" if self.joined else self.sharing)),)
+            return (Kept(name, shares.kronecker(self.sharing, self.joined)),)
         if any(use.derived.repeated for use in shares.uses):
             raise ArgumentError(
                 f"a part of one sample does not show whether f repeats {name} for the samples (expand, repeat), which "

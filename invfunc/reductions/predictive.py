@@ -90,11 +90,12 @@ class PredictiveCovariance(EachSample):
 
     def _of_its_own(self, shares: Shares) -> torch.Tensor:
         """What it is with the matrix of one parameter."""
-        cotangent = shares.columns.left[shares.uses[0].site]
         given = self.of(shares.name(shares.place), shares.leaf.shape)
         if given is None:
-            assert cotangent is not None
-            return shares.leaf.new_zeros(shares.samples.count, len(cotangent), len(cotangent))
+            cotangent = shares.columns.left[shares.uses[0].site] if isinstance(shares, Shares) else None
+            core: Any = shares
+            columns = core.run.columns if cotangent is None else len(cotangent)
+            return shares.leaf.new_zeros(shares.count, columns, columns)
         if isinstance(given, Kronecker):
             return self._in_eigenbasis(shares, given)
         wide = torch.promote_types(shares.leaf.dtype, torch.float32)
@@ -114,6 +115,8 @@ class PredictiveCovariance(EachSample):
                 f"covariance of {shares.name(shares.place)} is of it and a bias together (joint=True), but f does not "
                 "read both in one layer; pass factors of this f."
             )
+        if not isinstance(shares, Shares):  # of the core
+            return shares.rotated(basis, joint is not None).covariances(basis.values)
         try:
             return rotated(shares, basis, joint is not None, check=True).covariances(basis.values)
         except Unfactored:

@@ -1,0 +1,257 @@
+"""K-factors of one parameter, from what the operations that use it send back and read at each position.
+
+Kronecker-factored curvature divides a gradient `sum_p s[p] a[p]^T` into `B = sum s s^T` and `A = sum a a^T`. Uses in
+which the dims of the parameter have the same roles are added up.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from invfunc.core.marks import LEAF, SWAP, VIEW, Node, Unsupported
+from invfunc.core.run import Run
+from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Use, summed
+from invfunc.kronecker import Kronecker
+from invfunc.linear_algebra.contract import joined, outer
+from invfunc.per_sample.places import Place, grid
+from invfunc.reductions.block import added
+from invfunc.reductions.kept_factors import Factors
+
+
+@dataclass
+class Sent:
+    """The operands of one use."""
+
+    s: torch.Tensor
+    """What is sent back, `[V, n, g, p, o]`."""
+    places: list[Place]
+    """Where the entries of `s`, and of what is read, lie in the parameter."""
+    read: Callable[[Block], torch.Tensor] | None = None
+    """What is read, `[n, g, p, k]`."""
+    blocks: tuple[int, ...] | None = None
+    """Into how many parts with factors of their own each dim of the parameter is divided."""
+    index: torch.Tensor | None = None
+    """Rows of a table in place of what is read, `[n, p]`; the number of rows where there is none."""
+    key: Any = None
+    """A key that a weight and its bias share, where the same is sent to both."""
+
+    @property
+    def role(self) -> tuple:
+        return (*(place.dims for place in self.places), self.blocks or ())
+
+    @property
+    def flipped(self) -> bool:
+        """Whether the dims of what is read come before those of what is sent back."""
+        return len(self.places) > 1 and self.places[1].dims < self.places[0].dims
+
+    def total(self, run: Run, use: Use) -> torch.Tensor:
+        """The sum of what is read over the positions, `[n, g, k]`; of rows, how often they are picked."""
+        if self.index is not None:
+            counts = self.s.new_zeros(len(self.index), self.places[1].size + 1)
+            counts = counts.scatter_add(1, self.index, torch.ones_like(self.index, dtype=self.s.dtype))
+            return counts[:, None, :-1]
+        assert self.read is not None
+        return joined([self.read(block).sum(2) for block in run.blocks([use], use.size(run))])
+
+    def products(self, run: Run, use: Use) -> torch.Tensor:
+        """`sum_np a a^T`; of rows, its diagonal."""
+        if self.index is not None:
+            rows = self.places[1].size
+            return self.index.flatten().bincount(minlength=rows + 1)[:-1].to(self.s.dtype)
+        read = self.read
+        assert read is not None
+        return summed(_outer(read(block)) for block in run.blocks([use], use.size(run)))
+
+
+def _outer(x: torch.Tensor) -> torch.Tensor:
+    """`sum_bp x x^T` of `[b, g, p, k]`, one for each g if there are several."""
+    return outer(x[:, 0].mT) if x.shape[1] == 1 else outer(x.mT)
+
+
+def kronecker(
+    run: Run, leaf: torch.Tensor, uses: list[Use], sharing: str, bias: str, again: bool
+) -> dict[Any, Factors]:
+    """The sums of outer products in each role; `bias` names one that is read as one more input, which is always 1."""
+    roles: dict[Any, list[tuple[Use, Sent]]] = {}
+    for use in uses:
+        each = operands(run, leaf, use, bool(bias))
+        roles.setdefault(each.role, []).append((use, each))
+    if len({(frozenset(role[:-1]), role[-1]) for role in roles}) > 1:
+        raise Unsupported("operations that read a parameter divide its dimensions differently")
+    return {role: _added(run, leaf, some, sharing, bias, again) for role, some in roles.items()}
+
+
+def _added(run: Run, leaf: torch.Tensor, some: list[tuple[Use, Sent]], sharing: str, bias: str, again: bool) -> Factors:
+    """The factors of uses in one role."""
+    first = some[0][1]
+    count, pooled = sum(each.s.shape[3] for _, each in some), sharing != "expand"
+    key = (first.key, pooled, first.s.shape[-1]) if len(some) == 1 and first.key is not None else None
+    b = run.known.get(key)
+    if b is None:
+        sent = [each.s for _, each in some]
+        sent = [summed(s.sum(3, keepdim=True) for s in sent)] if pooled else sent
+        b = summed(_outer(s.flatten(0, 1)) for s in sent)
+        if key is not None:
+            run.known[key] = b
+    a = None
+    if len(first.places) > 1 and not again and sharing == "reduce":
+        total = summed(each.total(run, use) for use, each in some)
+        a = _outer((total / count).reshape(run.count, -1, 1, total.shape[-1]))
+    elif len(first.places) > 1 and not again:
+        a = added([each.products(run, use) for use, each in some])
+    positions = run.count if sharing == "reduce" else run.count * count
+    return Factors(b, a, positions, first.places, bias, leaf.shape, first.blocks)
+
+
+def operands(run: Run, leaf: torch.Tensor, use: Use, joint: bool = False) -> Sent:
+    """The operands of a use; `joint`, with one more input that is always 1."""
+    if isinstance(use, Pair):
+        return _of_pair(run, leaf, use, joint)
+    if isinstance(use, Rows) and leaf.ndim == 2 and use.node.kind is LEAF:
+        i, s = use.parts(run)
+        i = i if use.padding is None else i.masked_fill(i == use.padding, len(leaf))
+        return Sent(s[:, :, None], [Place((1,), leaf.shape[1]), Place((0,), len(leaf))], index=i)
+    if isinstance(use, Expanded):
+        return _of_expanded(run, leaf, use)
+    raise Unsupported("K-factors of another operation")
+
+
+def _entries(leaf: torch.Tensor, use: Use) -> torch.Tensor:
+    """The number of each entry that an operation gets in the parameter, where it gets a view of all of them."""
+    value = use.value
+    numbers = torch.arange(leaf.numel(), device=leaf.device)
+    if use.node.kind in (LEAF, SWAP):
+        numbers = numbers.view(leaf.shape)
+        return numbers if use.node.kind is LEAF else numbers.mT
+    whole = use.node.kind is VIEW and value.numel() == leaf.numel() and leaf.is_contiguous()
+    if not whole or value.untyped_storage().data_ptr() != leaf.untyped_storage().data_ptr():
+        raise Unsupported("K-factors of a part of a parameter, or of a computed one")
+    return numbers.as_strided(value.shape, value.stride(), value.storage_offset() - leaf.storage_offset())
+
+
+def _of_pair(run: Run, leaf: torch.Tensor, use: Pair, joint: bool) -> Sent:
+    s = use.sends(run)
+    g, o, k = ((0,), (0,), (*range(1, leaf.ndim),)) if isinstance(use, Convolution) else use.of_w
+    swapped = (1, 0) if use.node.kind is SWAP else (*range(leaf.ndim),)
+    blocks = None
+    if s.shape[2] == 1 and use.node.kind in (LEAF, SWAP):
+        if not o or not k or (not isinstance(use, Convolution) and (g or (leaf.ndim > 2 and 1 in leaf.shape))):
+            raise Unsupported("K-factors of a product with a vector, or with dims of one entry")
+        dims = [(*(swapped[i] for i in kind),) for kind in (o, k)]
+        places = [Place(some, math.prod(leaf.shape[i] for i in some)) for some in dims]
+    else:
+        entries = _entries(leaf, use)
+        if isinstance(use, Convolution):
+            entries, g, o, k = entries.unflatten(0, (use.groups, -1)), (0,), (1,), (*range(2, len(use.shape) + 1),)
+        found = grid(entries, leaf.shape, [o, k], g)
+        places, blocks = found.places, found.blocks
+        if any(place.at is not None for place in places):
+            raise Unsupported("K-factors of entries in another order")
+
+    def read(block: Block) -> torch.Tensor:
+        a = use.read(run, block)
+        return torch.cat([a, torch.ones_like(a[..., :1])], -1) if joint else a
+
+    key = id(use.edge) if s.shape[2] == 1 and not isinstance(use, Joined) and use.edge is not None else None
+    return Sent(s, places, read, blocks, key=key)
+
+
+def _of_expanded(run: Run, leaf: torch.Tensor, use: Expanded) -> Sent:
+    """The operands of a scale or shift: one of several dims is a table, whose rows are picked at their positions."""
+    if use.node.kind is not LEAF and bool((_entries(leaf, use).flatten().diff() != 1).any()):
+        raise Unsupported("K-factors of entries in another order")
+    shape, view = tuple(leaf.shape), use.view or tuple(use.shape)
+    s = use.sent(run)
+    s = s if use.factor is None else s * use.factor(run, WHOLE)
+    at = use.axis[0]
+    if run.n > 1 and -at <= len(view) and view[at] != 1:
+        raise Unsupported("K-factors of a parameter with an entry for each sample")
+    wide = [i - len(view) for i, size in enumerate(view) if size != 1]
+    if [view[i] for i in wide] != [size for size in shape if size != 1] or any(s.shape[i] != view[i] for i in wide):
+        raise Unsupported("K-factors of a parameter in another shape")
+    s = s.movedim(wide, (*range(-len(wide), 0),)) if wide else s.unsqueeze(-1)
+    if len(wide) < 2:
+        s = s.reshape(*s.shape[:2], 1, -1, leaf.numel())
+        key = id(use.edge) if use.factor is None and use.edge is not None and leaf.ndim == 1 else None
+        return Sent(s, [Place((*range(leaf.ndim),), leaf.numel())], key=key)
+    last = max(i for i, size in enumerate(shape) if size != 1)
+    rows = math.prod(shape[:last])
+    s = s.reshape(*s.shape[:2], -1, rows, shape[last])
+    index = torch.arange(rows, device=s.device).repeat(s.shape[2]).expand(run.count, -1)
+    places = [Place((*range(last, leaf.ndim),), shape[last]), Place((*range(last),), rows)]
+    return Sent(s.flatten(2, 3)[:, :, None], places, index=index)
+
+
+def partners(of: list[list[Use]], leaves: list[torch.Tensor]) -> dict[int, tuple[str, int]]:
+    """Weights and biases which the same operations read together, and no others, by their numbers."""
+    edges = [{id(u.edge) for u in uses} for uses in of]
+    found: dict[int, tuple[str, int]] = {}
+    for i, uses in enumerate(of):
+        if not uses or any(type(u) not in (Pair, Convolution) or not u.layer or u.node.kind is not LEAF for u in uses):
+            continue
+        size = leaves[i].shape[0]
+        for k, others in enumerate(of):
+            shifts = all(type(u) is Expanded and u.node.kind is LEAF and u.factor is None for u in others)
+            if k != i and others and shifts and edges[k] == edges[i] and leaves[k].shape == (size,):
+                found |= {i: ("weight", k), k: ("bias", i)}
+    return found
+
+
+class Turned(Use):
+    """A use in the eigenbasis of K-factors: what is sent back and read is rotated, not their product."""
+
+    def __init__(self, use: Use, each: Sent, basis: Kronecker) -> None:
+        assert basis.values is not None
+        self.__dict__.update(use.__dict__)
+        self.each, self.shape, self.vectors = each, basis.values.shape, [*basis.factors]
+        self.node = Node(None, use.node.leaf, LEAF)
+        self.view, self.of_d = None, ((), (), ())
+        if each.flipped:
+            self.vectors.reverse()
+        first = () if basis.blocks is None else (0,)
+        self.of_w = (first, *((i + len(first),) for i in ((1, 0) if each.flipped else (0, 1))))
+
+    def sends(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
+        s = self.each.s[:, block]
+        return s @ self.vectors[0].to(s.dtype)
+
+    def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
+        s, index = self.sends(run, block)[:, :, 0], self.each.index
+        if index is None:
+            return s.sum(2)
+        rows = s.new_zeros(*s.shape[:2], self.each.places[1].size + 1, s.shape[-1])
+        found = rows.scatter_add(2, index[block][..., None].expand_as(s), s)[:, :, :-1]
+        across = self.vectors[1].to(s.dtype)
+        found = found if across.ndim == 1 else across.mT @ found  # a diagonal is in its eigenbasis
+        return found if self.each.flipped else found.mT
+
+
+class TurnedPair(Turned, Pair):
+    """One of a product."""
+
+    dense = Pair.dense
+
+    def read(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
+        assert self.each.read is not None
+        a = self.each.read(block)
+        return a @ self.vectors[1].to(a.dtype)
+
+
+def rotated(shares: Any, basis: Kronecker, joint: bool) -> Any:
+    """The per-sample gradients in the eigenbasis of their block, `Q^T G[v, n]`."""
+    assert basis.values is not None
+    turned: list[Use] = []
+    for use in shares.apart:
+        each = operands(shares.run, shares.leaf, use, joint)
+        if not joint and (sorted(p.dims for p in each.places) != sorted(basis.groups) or each.blocks != basis.blocks):
+            raise Unsupported("its block is of other factors")
+        turned.append((Turned if each.read is None else TurnedPair)(use, each, basis))
+    found = copy.copy(shares)
+    found.uses, found.leaf = turned, torch.empty(basis.values.shape, device="meta")
+    return found
