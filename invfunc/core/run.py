@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import thresholds
-from invfunc._torch.functorch import gradient_edge, graph_of, grad_level, level_of, listening, transforming
+from invfunc._torch.functorch import gradient_edge, graph_of, grad_level, level_of, listening, saving_hooks, transforming
 from invfunc._torch.opened import Uncompiled, opened
 from invfunc.core.axes import numbers, read
 from invfunc.core.columns import Criterion, criterion_of
@@ -60,6 +60,7 @@ from invfunc.core.tables import (
 )
 from invfunc.core.uses import FACTORS, WHOLE, Block, Expanded, Shared, Use, copied, expanded, grown
 from invfunc.operations.operation import OPERATIONS
+from invfunc.operations.recurrent import AT_ONCE, steps_at_once
 
 Tensor = torch.Tensor
 SET = Tensor.__setitem__
@@ -214,7 +215,7 @@ class Run(TorchFunctionMode):
         if self.criterion is not None and (out := criterion_of(self, func, args, kwargs, data)) is not None:
             return self.mark(rule, func, args, kwargs, data, out)
         if rule is None or func is torch.nn.functional.embedding_bag:
-            inner = composed(func)
+            inner = self.at_once(func, args, data, params) or composed(func)
             if inner is not None:
                 with self:
                     return inner(*args, **kwargs)
@@ -225,6 +226,14 @@ class Run(TorchFunctionMode):
                     return _attention(*args, **kwargs)
             return self.meet(func, rule, args, kwargs, data, params)
         return self.mark(rule, func, args, kwargs, data, func(*args, **kwargs))
+
+    def at_once(self, func: Any, args: tuple, data: list[Known], params: list[Known]) -> Callable | None:
+        """A recurrent layer with all steps in a few operations, whose first derivatives are right."""
+        name = named(func)
+        if self.deep or name not in AT_ONCE or saving_hooks() is not None or not isinstance(args[3], bool):
+            return None
+        apart = self.n == 1 or data[0] == (args[0], (-3 if args[8] else -2, 1, 1))
+        return steps_at_once(name, args, {id(x) for x, _ in params}) if apart else None
 
     def filled(self, out: Any) -> Any:
         """Note a tensor that f fills itself, which may have a dim of samples."""
