@@ -95,6 +95,10 @@ STREAMED = 2**22
 at its operation arrive, so that those of one operation are in memory, not of all. Below, telling of them takes up to a
 quarter of the call here; above, the time is the same (0.93 to 1.03), or 0.6 to 0.9 of it where they are many."""
 
+HOOKED = 2**19
+"""Numbers of the cotangents of one column from which on that is done for it, too. Below, hooks take up to a tenth of the
+call here."""
+
 CACHE, ELSEWHERE = {"cpu": 6 * 2**20}, 2**26
 """How many numbers an intermediate tensor may have, the budget of a block: what a CPU keeps in its cache, what keeps
 another device busy. Here, with a larger cache, 2^24 is 2 % faster, 2^20 takes 1.4 times as long."""

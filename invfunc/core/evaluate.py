@@ -76,10 +76,10 @@ def _evaluated(problem: Problem, quantities: Sequence[Quantity], run: Run, outsi
     with torch.set_grad_enabled(run.deep and outside):
         if run.criterion is not None:
             _columns(run, problem, quantities, folds, out)
-        elif run.deep or any([f.reduction.before is not None for f in folds]):
+        elif run.deep or run.numbers < thresholds.HOOKED or any([f.reduction.before is not None for f in folds]):
             with torch.enable_grad():
                 run.pull(out, cotangent)
-            _fold(run, problem, folds, [u for u in run.uses if u.d is not None])
+            _fold(run, problem, folds)
         else:
             _streamed(run, problem, folds, out, cotangent)
         results = [f.finished() for f in folds]
@@ -128,7 +128,7 @@ def _columns(run: Run, problem: Problem, quantities: Sequence[Quantity], folds: 
             run.pull_columns(x, block.left[0].reshape(count, *x.shape))
         for k in same:
             folds[k].found = replace(folds[k].found, columns=count)
-        _fold(run, problem, [folds[k] for k in same], [u for u in run.uses if u.d is not None])
+        _fold(run, problem, [folds[k] for k in same])
 
 
 def _left(run: Run, results: Any, outside: bool) -> Any:
@@ -170,15 +170,18 @@ def _leaves(run: Run, use: Use) -> Sequence[int]:
     return [i for i, g in enumerate(found) if g is not None]
 
 
-def _fold(run: Run, problem: Problem, folds: Sequence[Fold], uses: list[Use]) -> None:
+def _fold(run: Run, problem: Problem, folds: Sequence[Fold]) -> None:
     """Reduce all parameters, first what a reduction has to know of all of them."""
-    shares = [Shares(run, i, of, problem.name) for i, of in enumerate(_owners(run, uses)[0]) if of]
+    of = _owners(run, [u for u in run.uses if u.d is not None])[0]
+    shares = [Shares(run, i, uses, problem.name) for i, uses in enumerate(of) if uses]
     if not shares:
         raise Unsupported("no parameter reaches the result")
     for fold in folds:
-        fold.before(shares)
+        if fold.reduction.before is not None:
+            fold.before(fold.reduction.before, shares)
+        step = fold.reduction.step
         for each in shares:
-            fold.states[each.place] = fold.reduction.step(each)
+            fold.states[each.place] = step(each)
 
 
 def _streamed(
@@ -222,15 +225,13 @@ class Fold:
         self.reduction, self.problem, self.found = reduction, problem, found
         self.states: dict[int, State] = {}
 
-    def before(self, shares: Sequence[Shares]) -> None:
+    def before(self, first: Reduction, shares: Sequence[Shares]) -> None:
         """Let the reduction know what it has to of all parameters."""
-        first = self.reduction.before
-        if first is not None:
-            states = {each.place: first.step(each) for each in shares}
-            self.reduction = self.reduction.knowing(self.reduction.learned(states, self.found))
-            if first.whole:
-                (norms,) = first.finish(first.together(states.values()), self.found)
-                self.found = replace(self.found, before=norms.to(self.found.dtype))
+        states = {each.place: first.step(each) for each in shares}
+        learned = self.reduction.learned(states, self.found)
+        self.reduction = self.reduction.knowing(learned)
+        if first.whole:
+            self.found = replace(self.found, before=learned.to(self.found.dtype))
 
     def finished(self) -> Any:
         """The result."""
@@ -257,4 +258,6 @@ def _rounded(x: Any, dtype: torch.dtype) -> Any:
     """A result in the precision of the parameter."""
     if isinstance(x, torch.Tensor):
         return x if x.dtype is dtype else x.to(dtype)
+    if all([y.dtype is dtype for y in tree.tensors(x)]):
+        return x
     return tree.map_tensors(lambda y: y.to(dtype), x)

@@ -108,15 +108,15 @@ class Run(TorchFunctionMode):
 
     def leaf(self, i: int, p: Tensor) -> Tensor:
         """What f gets in place of a parameter."""
-        leaf = self.alias(p)
-        know(leaf, Node(self.token, i, LEAF))
+        leaf = self.alias(p) if self.deep else p.detach().requires_grad_()
+        leaf.__dict__["_known"] = Node(self.token, i, LEAF)
         self.leaves.append(leaf)
         return leaf
 
     def samples(self, x: Tensor, axis: Any) -> Tensor:
         """What f gets in place of a tensor of the batch, whose samples are in a dim."""
         y = x.view_as(x) if self.deep else x.detach()
-        know(y, Mark(self.token, (axis.dim - y.ndim, 1, 1), y.requires_grad))
+        y.__dict__["_known"] = Mark(self.token, (axis.dim - y.ndim, 1, 1), y.requires_grad)
         return y
 
     adopting = None
@@ -332,7 +332,8 @@ class Run(TorchFunctionMode):
             return copied(self, func, rule, args, kwargs, data, params)
         alias = {id(x): self.alias(x) for x, _ in params}
         given = {k: replaced(v, alias) for k, v in kwargs.items()} if kwargs else kwargs
-        out = self.mark(rule, func, args, kwargs, data, func(*replaced(args, alias), **given))
+        own = [replaced(x, alias) if type(x) in (list, tuple) else alias.get(id(x), x) for x in args]
+        out = self.mark(rule, func, args, kwargs, data, func(*own, **given))
         known = getattr(out, "_known", None)
         if not out.requires_grad or known is None or isinstance(known.axis, Unsupported):
             return out

@@ -36,9 +36,13 @@ class Shares:
         self.leaf = run.leaves[place]
         self.uses = together(uses) if len(uses) > 1 else uses
         self.count = run.n
+        self.plain = self.uses[0] if len(self.uses) == 1 and self.uses[0].node.kind is LEAF else None
+        """The only use, if it is of the parameter itself."""
 
     def dense(self, block: Block = WHOLE) -> torch.Tensor:
         """`[V, n, *p]`."""
+        if (use := self.plain) is not None:
+            return use.dense(self.run, block)
         return summed([self.pulled(u, u.dense(self.run, block), 2) for u in self.uses])
 
     def pulled(self, use: Use, rows: torch.Tensor, lead: int) -> torch.Tensor:
@@ -79,6 +83,8 @@ class Shares:
 
     def weighted(self, weights: torch.Tensor | None = None) -> torch.Tensor:
         """`sum_nv weights[n] G[v, n]`."""
+        if (use := self.plain) is not None:
+            return use.total(self.run, weights)
         return summed([self.pulled(u, u.total(self.run, weights), 0) for u in self.uses])
 
     def square_sum(self, each: bool = False) -> torch.Tensor:
@@ -207,10 +213,12 @@ class Shares:
         sent, read, places, key = self.operands(use)
         n, p = sent.shape[1], sent.shape[2]
         reduced = sharing == "reduce"
-        b = self.run.known.get(key := (id(use.edge), reduced)) if key else None
+        key = (*[id(u.edge) for u in use.uses or [use]], reduced) if key else None
+        b = self.run.known.get(key)
         if b is None:
             b = outer((sent.sum(2, keepdim=True) if reduced else sent).flatten(0, 1).mT)
-            self.run.known[key] = b
+            if key:
+                self.run.known[key] = b
         a = None if read is None else read(reduced)
         role = (*(place.dims for place in places), ())
         return {role: Factors(b, a, n if reduced else n * p, places, "", self.leaf.shape)}
@@ -234,12 +242,13 @@ class Shares:
             return sent, partial(_counts, index, sent, shape[0]), [Place((1,), shape[1]), Place((0,), shape[0])], False
         if type(use) is Expanded and sum(size != 1 for size in shape) < 2 and self.leaf.ndim == 1:
             view = use.view or tuple(shape)
-            sent = use.sent(run) if use.factor is None else use.sent(run) * use.factor(run, WHOLE)
             dim = next((i for i, size in enumerate(view) if size != 1), len(view) - 1) - len(view)
-            if sent.shape[dim] != shape[0]:
+            sent = [u.sent(run) if u.factor is None else u.sent(run) * u.factor(run, WHOLE) for u in use.uses or [use]]
+            if any(x.shape[dim] != shape[0] for x in sent):
                 raise Unsupported("a parameter that is broadcast")
-            sent = sent.movedim(dim, -1)
-            return sent.reshape(*sent.shape[:2], -1, shape[0]), None, [Place((0,), shape[0])], use.factor is None
+            sent = [x.movedim(dim, -1).reshape(*x.shape[:2], -1, shape[0]) for x in sent]
+            places = [Place((0,), shape[0])]
+            return sent[0] if len(sent) == 1 else torch.cat(sent, 2), None, places, use.factor is None
         raise Unsupported("K-factors of another operation")
 
 
@@ -274,7 +283,7 @@ def together(uses: Sequence[Use]) -> list[Use]:
             out.append(Joined(group))
         elif len(group) > 1:
             one = Expanded(group[0].node, group[0].value, group[0].axis)
-            one.d = summed([u.d for u in group])
+            one.d, one.edge, one.uses = summed([u.d for u in group]), group[0].edge, group
             out.append(one)
         else:
             out.append(group[0])

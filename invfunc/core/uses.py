@@ -56,6 +56,8 @@ class Use:
     """Whether nothing but copies of parameters lies below the edge."""
     d: torch.Tensor | None = None
     axis: Any = None
+    uses: Sequence[Use] = ()
+    """Those that it stands for, if it is several."""
 
     def __init__(self, node: Node, value: torch.Tensor) -> None:
         self.node, self.value, self.shape = node, value, value.shape
