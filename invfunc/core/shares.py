@@ -15,8 +15,8 @@ from invfunc import thresholds
 from invfunc._torch.precision import doubled, has_float64
 from invfunc.core.marks import DERIVED, LEAF, SWAP, Unsupported
 from invfunc.core.run import Run
-from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Use, formed, product, summed
-from invfunc.linear_algebra.contract import Term, cancel, contract, joined, outer, squares_directly, squeezed, twice
+from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Use, formed, product, summed, weighted
+from invfunc.linear_algebra.contract import Term, cancel, contract, joined, outer, present, squares_directly, squeezed, twice
 from invfunc.per_sample.norms import narrow_norms, tried
 from invfunc.per_sample.places import Place
 from invfunc.per_sample.squares import shifted_moments
@@ -38,6 +38,8 @@ class Shares:
         self.count = run.n
         self.plain = self.uses[0] if len(self.uses) == 1 and self.uses[0].node.kind is LEAF else None
         """The only use, if it is of the parameter itself."""
+        self.kept: torch.Tensor | None = None
+        """The gradients of the only column, if they were formed, and are small: a weighted sum may follow their norms."""
 
     def dense(self, block: Block = WHOLE) -> torch.Tensor:
         """`[V, n, *p]`."""
@@ -83,6 +85,8 @@ class Shares:
 
     def weighted(self, weights: torch.Tensor | None = None) -> torch.Tensor:
         """`sum_nv weights[n] G[v, n]`."""
+        if self.kept is not None:
+            return weighted(self.kept[None], weights, WHOLE)
         if (use := self.plain) is not None:
             return use.total(self.run, weights)
         return summed([self.pulled(u, u.total(self.run, weights), 0) for u in self.uses])
@@ -115,7 +119,20 @@ class Shares:
         if rows is not None and not self.run.deep:
             n, _, sums = rows.touched(self.run)
             return sums.new_zeros(self.run.n).index_add(0, n, sums.square().sum(1))
+        if self.small:
+            return self.norms_of_kept()
         return joined([self.flat(block).square().sum(1) for block in self.blocks()])
+
+    def norms_of_kept(self) -> torch.Tensor:
+        """The norms of gradients that are kept."""
+        self.kept = joined([self.dense(block)[0] for block in self.blocks()])
+        return self.kept.flatten(1).square().sum(1)
+
+    @property
+    def small(self) -> bool:
+        """Whether the gradients take much less memory than the cotangents that they come from."""
+        most = sum([u.d.numel() for u in self.uses if u.d is not None])
+        return self.run.columns == 1 and self.leaf.numel() * self.run.n * thresholds.KEPT_SHARES <= most
 
     def flat(self, block: Block = WHOLE) -> torch.Tensor:
         """The gradients of the only column as rows `[n, P]`."""
@@ -124,19 +141,25 @@ class Shares:
     def norms_of(self, use: Pair) -> torch.Tensor:
         """Norms of products with many positions: from products of positions with positions where that is cheaper."""
         run, (p, o, k) = self.run, use.sizes(self.run)
+        if self.small and p >= max(o, k):
+            return self.norms_of_kept()
         size = min(p * (o + k + 2 * p) * 2, use.size(run)) if p < max(o, k) else use.size(run)
-        found = []
+        found, alone = [], isinstance(use, Convolution) and use.alone(run)
         for block in run.blocks([use], size):
-            terms: list[Term] = squeezed([("Ngpo", use.sends(run, block)[0]), ("Ngpk", use.read(run, block))])
+            if alone:
+                found.append(use.formed(run, block)[0].flatten(1).square().sum(1))
+                continue
+            a, d = use.read(run, block), use.sends(run, block)
+            terms: list[Term] = squeezed([("Ngpo", d[0]), ("Ngpk", a)])
             narrow = narrow_norms(terms, "gok") if tried(terms, "gok") else None
             if narrow is not None:
                 found.append(narrow.reshape(-1))
             elif squares_directly(terms, "gok", "Ngok", "N"):
                 pair = [(labels, doubled(x)) for labels, x in terms] if cancel(terms) else terms
-                norms = contract(twice(pair, pair, "gok"), "N" if run.n > 1 else "")
+                norms = contract(twice(pair, pair, "gok"), present("N", pair))
                 found.append(norms.clamp(min=0).to(terms[0][1].dtype).reshape(-1))
             else:
-                found.append(use.formed(run, block)[0].flatten(1).square().sum(1))
+                found.append(formed(a, d)[0].flatten(1).square().sum(1))
         return joined(found)
 
     def sum_and_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,7 +269,7 @@ class Shares:
             sent = [u.sent(run) if u.factor is None else u.sent(run) * u.factor(run, WHOLE) for u in use.uses or [use]]
             if any(x.shape[dim] != shape[0] for x in sent):
                 raise Unsupported("a parameter that is broadcast")
-            sent = [x.movedim(dim, -1).reshape(*x.shape[:2], -1, shape[0]) for x in sent]
+            sent = [x.movedim(dim, 2).reshape(*x.shape[:2], shape[0], -1).mT for x in sent]
             places = [Place((0,), shape[0])]
             return sent[0] if len(sent) == 1 else torch.cat(sent, 2), None, places, use.factor is None
         raise Unsupported("K-factors of another operation")
@@ -254,6 +277,8 @@ class Shares:
 
 def _inputs(run: Run, use: Pair, reduced: bool) -> torch.Tensor:
     """`sum_np a a^T`, or of the means over the positions."""
+    if not reduced and not run.deep and isinstance(use, Convolution) and (gram := use.gram(run)) is not None:
+        return gram
     size = use.size(run)
     parts = [use.read(run, block)[:, 0] for block in run.blocks([use], size)]
     return summed(outer((a.mean(1, keepdim=True) if reduced else a).mT) for a in parts)
