@@ -95,7 +95,7 @@ STREAMED = 2**22
 at its operation arrive, so that those of one operation are in memory, not of all. Below, telling of them takes up to a
 quarter of the call here; above, the time is the same (0.93 to 1.03), or 0.6 to 0.9 of it where they are many."""
 
-HOOKED = 2**19
+HOOKED = 2**20
 """Numbers of the cotangents of one column from which on that is done for it, too. Below, hooks take up to a tenth of the
 call here."""
 

@@ -119,16 +119,24 @@ def _columns(run: Run, problem: Problem, quantities: Sequence[Quantity], folds: 
         count = sum(c.count for c in made)
         if count == 0 or (quantity.drawing is None and count >= thresholds.FEW):
             raise Unsupported("many columns, of which some may be left out by structure")
-        if count > 1 and run.numbers * count >= thresholds.STREAMED:
-            raise Unsupported("columns of large layers, which are pulled back one by one")
         x = criterion.input
         assert x is not None
         block = made[0].block(0, count, slice(None))
-        with torch.enable_grad():
-            run.pull_columns(x, block.left[0].reshape(count, *x.shape))
-        for k in same:
-            folds[k].found = replace(folds[k].found, columns=count)
-        _fold(run, problem, [folds[k] for k in same])
+        columns, own = block.left[0].reshape(count, *x.shape), [folds[k] for k in same]
+        for fold in own:
+            fold.found = replace(fold.found, columns=count)
+        before = any([f.reduction.before is not None for f in own])
+        if count == len(groups) == 1 and not run.deep and not before and run.numbers >= thresholds.HOOKED:
+            _streamed(run, problem, own, x, columns[0])
+            continue
+        apart = run.numbers * count >= thresholds.STREAMED  # large layers
+        if apart and count > 1 and (before or any(["outputs" not in f.reduction.axes for f in own])):
+            raise Unsupported("columns of large layers that are needed all at once")
+        for i, some in enumerate(columns.split(1) if apart else (columns,)):
+            with torch.enable_grad():
+                run.pull_columns(x, some)
+            run.again = i > 0
+            _fold(run, problem, own)
 
 
 def _left(run: Run, results: Any, outside: bool) -> Any:
@@ -181,7 +189,8 @@ def _fold(run: Run, problem: Problem, folds: Sequence[Fold]) -> None:
             fold.before(fold.reduction.before, shares)
         step = fold.reduction.step
         for each in shares:
-            fold.states[each.place] = step(each)
+            state, earlier = step(each), fold.states.get(each.place)
+            fold.states[each.place] = state if earlier is None else fold.reduction.merge(earlier, state, "columns")
 
 
 def _streamed(

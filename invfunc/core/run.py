@@ -80,6 +80,8 @@ class Run(TorchFunctionMode):
         """Factors that a weight and its bias share."""
         self.numbers = 0
         """How many numbers the results have of operations that read parameters."""
+        self.again = False
+        """Whether other columns have been pulled back before."""
         self.closed_over = False
         """Whether f reads a tensor from elsewhere that requires a gradient."""
         self.drawn = False

@@ -242,7 +242,7 @@ class Shares:
             b = outer((sent.sum(2, keepdim=True) if reduced else sent).flatten(0, 1).mT)
             if key:
                 self.run.known[key] = b
-        a = None if read is None else read(reduced)
+        a = None if read is None or self.run.again else read(reduced)
         role = (*(place.dims for place in places), ())
         return {role: Factors(b, a, n if reduced else n * p, places, "", self.leaf.shape)}
 
