@@ -239,7 +239,7 @@ class Shares:
         key = (*[id(u.edge) for u in use.uses or [use]], reduced) if key else None
         b = self.run.known.get(key)
         if b is None:
-            b = outer((sent.sum(2, keepdim=True) if reduced else sent).flatten(0, 1).mT)
+            b = _gram((sent.sum(2, keepdim=True) if reduced else sent).flatten(0, 1))
             if key:
                 self.run.known[key] = b
         a = None if read is None or self.run.again else read(reduced)
@@ -281,7 +281,12 @@ def _inputs(run: Run, use: Pair, reduced: bool) -> torch.Tensor:
         return gram
     size = use.size(run)
     parts = [use.read(run, block)[:, 0] for block in run.blocks([use], size)]
-    return summed(outer((a.mean(1, keepdim=True) if reduced else a).mT) for a in parts)
+    return summed(_gram(a.mean(1, keepdim=True) if reduced else a) for a in parts)
+
+
+def _gram(x: torch.Tensor) -> torch.Tensor:
+    """`sum_np x x^T` of `[n, p, k]`."""
+    return outer(x.flatten(0, 1).T[None] if x.is_contiguous() else x.mT)
 
 
 def _counts(index: torch.Tensor, sent: torch.Tensor, rows: int, reduced: bool) -> torch.Tensor:
