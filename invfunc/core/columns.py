@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from invfunc._torch.functorch import version
 from invfunc.core.marks import Axis, Mark, Unsupported, know
 from invfunc.core.tables import called
 from invfunc.core.uses import front
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 CRITERIA = {F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits}
 """Losses of which the Hessian is known."""
-OTHERS = called("nll_loss binary_cross_entropy kl_div poisson_nll_loss gaussian_nll_loss huber_loss smooth_l1_loss l1_loss")
+OTHERS = called(
+    "nll_loss binary_cross_entropy kl_div poisson_nll_loss gaussian_nll_loss huber_loss smooth_l1_loss l1_loss"
+)
 
 
 class Criterion:
@@ -53,6 +56,12 @@ class Criterion:
         with torch.enable_grad():
             self.leaf = out.detach().requires_grad_() if not run.deep else run.alias(out)
         return self.leaf
+
+    def mark(self, z: torch.Tensor) -> None:
+        """Note that a tensor is the output of the model."""
+        if self.output is not None or self.input is not None:
+            raise Unsupported("several tensors are marked as outputs")
+        self.output, self.version = z, version(z)
 
     def _views(self, x: torch.Tensor) -> bool:
         """Whether a tensor is the output, or a view of all of it, as the model has returned it."""
@@ -89,9 +98,7 @@ class Criterion:
 
     def linear(self, result: torch.Tensor, run: Run) -> None:
         """Check that the result is linear in that of the criterion."""
-        (slope,) = torch.autograd.grad(
-            result, self.leaf, torch.ones_like(result), create_graph=True, retain_graph=True
-        )
+        (slope,) = torch.autograd.grad(result, self.leaf, torch.ones_like(result), create_graph=True, retain_graph=True)
         if slope.requires_grad:
             (more,) = torch.autograd.grad(slope.sum(), self.leaf, allow_unused=True, retain_graph=True)
             if more is not None:
@@ -103,7 +110,11 @@ class Criterion:
         if x.ndim < 2 or self.kwargs.get("size_average") is not None or self.kwargs.get("reduce") is not None:
             raise Unsupported("cross entropy of a single row, or with deprecated flags")
         assert self.slope is not None
-        weight, ignored, mean = self.arg("weight"), self.arg("ignore_index", -100), self.arg("reduction", "mean") == "mean"
+        weight, ignored, mean = (
+            self.arg("weight"),
+            self.arg("ignore_index", -100),
+            self.arg("reduction", "mean") == "mean",
+        )
         if weight is None and not target.is_floating_point():  # all that are not ignored count the same
             met = target != ignored
             k = torch.where(met, self.slope / met.sum() if mean else self.slope, 0)

@@ -15,8 +15,31 @@ from invfunc import thresholds
 from invfunc._torch.precision import doubled, has_float64
 from invfunc.core.marks import DERIVED, LEAF, SWAP, Unsupported
 from invfunc.core.run import Run
-from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Use, formed, product, summed, weighted
-from invfunc.linear_algebra.contract import Term, cancel, contract, joined, outer, present, squares_directly, squeezed, twice
+from invfunc.core.uses import (
+    WHOLE,
+    Block,
+    Convolution,
+    Expanded,
+    Joined,
+    Pair,
+    Rows,
+    Use,
+    formed,
+    product,
+    summed,
+    weighted,
+)
+from invfunc.linear_algebra.contract import (
+    Term,
+    cancel,
+    contract,
+    joined,
+    outer,
+    present,
+    squares_directly,
+    squeezed,
+    twice,
+)
 from invfunc.per_sample.norms import narrow_norms, tried
 from invfunc.per_sample.places import Place
 from invfunc.per_sample.squares import shifted_moments
@@ -39,7 +62,7 @@ class Shares:
         self.plain = self.uses[0] if len(self.uses) == 1 and self.uses[0].node.kind is LEAF else None
         """The only use, if it is of the parameter itself."""
         self.kept: torch.Tensor | None = None
-        """The gradients of the only column, if they were formed, and are small: a weighted sum may follow their norms."""
+        """The gradients of the only column, if they were formed, and are small: a weighted sum may follow norms."""
 
     def dense(self, block: Block = WHOLE) -> torch.Tensor:
         """`[V, n, *p]`."""

@@ -56,6 +56,8 @@ class Use:
     """The edge of the graph by which its cotangent comes, or the copy of the parameter that the operation got."""
     end: bool = True
     """Whether nothing but copies of parameters lies below the edge."""
+    form: torch.Size | None = None
+    """The shape of the result, where the edge is that of a tensor of which it is a view."""
     d: torch.Tensor | None = None
     axis: Any = None
     uses: Sequence[Use] = ()
@@ -63,6 +65,10 @@ class Use:
 
     def __init__(self, node: Node, value: torch.Tensor) -> None:
         self.node, self.value, self.shape = node, value, value.shape
+
+    def send(self, d: torch.Tensor) -> None:
+        """Take the cotangent `[V, ...]` that has come to the edge."""
+        self.d = d if self.form is None else d.reshape(len(d), *self.form)
 
     def sent(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         """The cotangent as `[V, n, ...]`."""
@@ -650,4 +656,3 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
     for x, node in params:
         run.use(Copies(node, x), copies[id(x)])
     return out
-

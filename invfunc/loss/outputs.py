@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -248,7 +248,10 @@ _active = threading.local()
 
 def mark(z: torch.Tensor) -> torch.Tensor:
     """What `outputs` does to one tensor inside a run."""
-    run: ParameterUses | None = getattr(_active, "run", None)
+    run: Any = getattr(_active, "run", None)
+    if (criterion := getattr(run, "criterion", None)) is not None:  # of a run of the core
+        criterion.mark(z)
+        return z
     finder, tag = (None, None) if run is None else (run.watcher, run.tag(z))
     if run is None or not isinstance(finder, OutputFinder) or not isinstance(tag, Sampled) or finder.marked_before(tag):
         return z
@@ -256,7 +259,7 @@ def mark(z: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def marking(run: ParameterUses) -> Iterator[None]:
+def marking(run: Any) -> Iterator[None]:
     """Makes a run the one whose output finder `outputs` reports to; there may be none."""
     before, _active.run = getattr(_active, "run", None), run
     try:
