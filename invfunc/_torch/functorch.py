@@ -197,11 +197,6 @@ def base_of(x: torch.Tensor) -> torch.Tensor | None:
     return x._base if x._is_view() else None
 
 
-def hooked(x: torch.Tensor) -> bool:
-    """Whether hooks are registered on a tensor."""
-    return bool(x._backward_hooks)
-
-
 def graph_of(x: torch.Tensor) -> Iterator[Any]:
     """The nodes of the graph of a tensor."""
     todo, seen = [x.grad_fn], set()

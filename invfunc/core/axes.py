@@ -111,6 +111,13 @@ def first(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any
     return (-(out[0] if isinstance(out, tuple) else out).ndim, outer, inner)
 
 
+def steps(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """All steps of a recurrent layer, `[steps, samples, units]`."""
+    if any(axis != (-2, 1, 1) for _, axis in data):
+        raise Unsupported("its states are of other samples")
+    return (-2, 1, 1)
+
+
 def batch_norm(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
     """Batch norm, which mixes samples in train mode."""
     if option(args, kwargs, 5, "training", False):

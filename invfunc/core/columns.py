@@ -83,7 +83,9 @@ class Criterion:
         """The columns of a quantity."""
         if self.input is None:
             raise Unsupported("no criterion of torch's is found in f")
-        if self.slope is None:
+        if self.slope is None and result is self.leaf:
+            self.slope = torch.ones_like(result)
+        elif self.slope is None:
             ones = torch.ones_like(result)
             edges = [u.edge for u in run.uses]
             slope, *others = torch.autograd.grad(
@@ -115,18 +117,17 @@ class Criterion:
         if x.ndim < 2 or self.kwargs.get("size_average") is not None or self.kwargs.get("reduce") is not None:
             raise Unsupported("cross entropy of a single row, or with deprecated flags")
         assert self.slope is not None
-        classes, smoothing, weight = x.shape[1], self.arg("label_smoothing", 0.0), self.arg("weight")
-        w = x.new_ones(classes) if weight is None else weight.to(x.dtype)
-        if target.is_floating_point():
-            met = torch.tensordot((target * (1 - smoothing) + smoothing / classes).movedim(1, -1).to(w.dtype), w, 1)
-            size = met.numel()
+        weight, ignored, mean = (
+            self.arg("weight"),
+            self.arg("ignore_index", -100),
+            self.arg("reduction", "mean") == "mean",
+        )
+        if weight is None and not target.is_floating_point():  # all that are not ignored count the same
+            met = target != ignored
+            k = torch.where(met, self.slope / met.sum() if mean else self.slope, 0)
         else:
-            valid = target != self.arg("ignore_index", -100)
-            picked = torch.where(valid, w[torch.where(valid, target, 0)], 0)
-            size = picked.sum()
-            met = picked * (1 - smoothing) + torch.where(valid, w.sum() * smoothing / classes, 0)
-        mean = self.arg("reduction", "mean") == "mean"
-        k = torch.where(met == 0, 0, self.slope / size * met) if mean else self.slope * met
+            met, size = self._weights(x, target, weight, ignored)
+            k = torch.where(met == 0, 0, self.slope / size * met) if mean else self.slope * met
         check_sign(k, name)
         exposed = front(x, self.axis, run.n)  # [n, more, C, ...]
         logits = exposed.movedim(2, 1).flatten(2)
@@ -137,6 +138,17 @@ class Criterion:
             return columns.reshape(v, n, c, -1, *rest).movedim(2, 3).reshape(v, *shape)
 
         return Softmax(0, logits, k.expand(shape[:1] + shape[2:]).reshape(run.n, -1), layout)
+
+    def _weights(self, x: torch.Tensor, target: torch.Tensor, weight: Any, ignored: int) -> tuple[torch.Tensor, Any]:
+        """What each target counts, and what a mean is divided by."""
+        classes, smoothing = x.shape[1], self.arg("label_smoothing", 0.0)
+        w = x.new_ones(classes) if weight is None else weight.to(x.dtype)
+        if target.is_floating_point():
+            met = torch.tensordot((target * (1 - smoothing) + smoothing / classes).movedim(1, -1).to(w.dtype), w, 1)
+            return met, met.numel()
+        valid = target != ignored
+        picked = torch.where(valid, w[torch.where(valid, target, 0)], 0)
+        return picked * (1 - smoothing) + torch.where(valid, w.sum() * smoothing / classes, 0), picked.sum()
 
     def _elementwise(self, run: Run, name: str) -> Elementwise:
         """The diagonal of the Hessian, entry by entry."""

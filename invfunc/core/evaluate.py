@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import dispatched, dual_level, hooked, listening, transforming, version
+from invfunc._torch.functorch import dispatched, dual_level, hooked, listening, transforming, version, versions
 from invfunc.core.columns import Criterion
 from invfunc.core.factors import partners
 from invfunc.core.marks import HALF, SUMMED, Mark, Unsupported
@@ -69,7 +69,7 @@ def _evaluated(
     problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool, dense: bool
 ) -> tuple[list[Any], Any]:
     device, given = problem.leaves[0].device.type, problem.tensors()
-    versions = [*map(version, given)]
+    before = versions(given)
     leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
     if any([q.kind is GGN for q in quantities]):
         run.criterion = Criterion(run.token)
@@ -78,7 +78,7 @@ def _evaluated(
         out, aux = _called(problem, run, leaves)
     if run.closed_over and outside and not run.deep:
         raise Again
-    if versions != [*map(version, given)]:
+    if before != versions(given):
         raise Unsupported("f writes into its arguments in place")
     if any([hooked(x) for x in leaves]):
         raise Unsupported("a hook may change what is sent back")
@@ -95,10 +95,10 @@ def _evaluated(
             _columns(run, problem, quantities, folds, out, dense)
         elif rows:
             _rows(run, problem, folds, out)
-        elif run.deep or any([f.reduction.before is not None for f in folds]):
+        elif run.deep or run.numbers < thresholds.HOOKED or any([f.reduction.before is not None for f in folds]):
             with torch.enable_grad():
                 run.pull(out, cotangent)
-            _fold(run, problem, folds, [u for u in run.uses if u.d is not None])
+            _fold(run, problem, folds)
         else:
             _streamed(run, problem, folds, out, cotangent)
         results = [f.finished() for f in folds]
@@ -160,6 +160,9 @@ def _grouped(run: Run, problem: Problem, folds: Sequence[Fold], x: torch.Tensor,
     count = columns.count
     for fold in folds:
         fold.found = replace(fold.found, columns=count)
+    if count == 1 and not run.deep and run.numbers >= thresholds.HOOKED and all([not f.reduction.before for f in folds]):
+        left = columns.block(0, 1, slice(None)).left[0].reshape(x.movedim(dim, 0).shape)
+        return _streamed(run, problem, folds, x, left.movedim(0, dim).to(x.dtype))
     apart = all([f.reduction.before is None and "outputs" in f.reduction.axes for f in folds])
     most = max(1, thresholds.GROUPED // max(1, run.numbers)) if apart else count
     shape = x.movedim(dim, 0).shape
@@ -168,7 +171,7 @@ def _grouped(run: Run, problem: Problem, folds: Sequence[Fold], x: torch.Tensor,
         left = columns.block(start, stop, slice(None)).left[0].reshape(stop - start, *shape)
         with torch.enable_grad():
             run.pull_columns(x, left.movedim(1, 1 + dim).to(x.dtype))
-        _fold(run, problem, folds, [u for u in run.uses if u.d is not None], start > 0)
+        _fold(run, problem, folds, start > 0)
 
 
 def _rows(run: Run, problem: Problem, folds: Sequence[Fold], out: Any) -> None:
@@ -236,13 +239,15 @@ def _leaves(run: Run, use: Use) -> Sequence[int]:
     return [i for i, g in enumerate(found) if g is not None]
 
 
-def _fold(run: Run, problem: Problem, folds: Sequence[Fold], uses: list[Use], again: bool = False) -> None:
+def _fold(run: Run, problem: Problem, folds: Sequence[Fold], again: bool = False) -> None:
     """Reduce all parameters, first what a reduction has to know of all of them; `again`, of other columns."""
+    uses = [u for u in run.uses if u.d is not None]
     shares = [Shares(run, i, of, problem.name, again) for i, of in enumerate(_owners(run, uses)[0]) if of]
     if not shares:
         raise Unsupported("no parameter reaches the result")
     for fold in folds:
-        fold.before(shares)
+        if fold.reduction.before is not None:
+            fold.before(shares)
         for each in shares:
             fold.reduction.add(fold.states, each.place, "columns", fold.reduction.step(each))
 
@@ -324,4 +329,6 @@ def _rounded(x: Any, dtype: torch.dtype) -> Any:
     """A result in the precision of the parameter."""
     if isinstance(x, torch.Tensor):
         return x if x.dtype is dtype else x.to(dtype)
+    if all([y.dtype is dtype for y in tree.tensors(x)]):
+        return x
     return tree.map_tensors(lambda y: y.to(dtype), x)

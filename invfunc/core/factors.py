@@ -38,6 +38,8 @@ class Sent:
     """Into how many parts with factors of their own each dim of the parameter is divided."""
     index: torch.Tensor | None = None
     """Rows of a table in place of what is read, `[n, p]`; the number of rows where there is none."""
+    joint: bool = False
+    """Whether a bias is one more input, which is always 1."""
     key: Any = None
     """A key that a weight and its bias share, where the same is sent to both."""
 
@@ -64,6 +66,9 @@ class Sent:
         if self.index is not None:
             rows = self.places[1].size
             return self.index.flatten().bincount(minlength=rows + 1)[:-1].to(self.s.dtype)
+        if isinstance(use, Convolution) and not run.deep and not self.joint and self.blocks is None:
+            if (gram := use.gram(run)) is not None:  # without windows
+                return gram
         read = self.read
         assert read is not None
         return summed(_outer(read(block)) for block in run.blocks([use], use.size(run)))
@@ -159,7 +164,7 @@ def _of_pair(run: Run, leaf: torch.Tensor, use: Pair, joint: bool) -> Sent:
         return torch.cat([a, torch.ones_like(a[..., :1])], -1) if joint else a
 
     key = id(use.edge) if s.shape[2] == 1 and not isinstance(use, Joined) and use.edge is not None else None
-    return Sent(s, places, read, blocks, key=key)
+    return Sent(s, places, read, blocks, joint=joint, key=key)
 
 
 def _of_expanded(run: Run, leaf: torch.Tensor, use: Expanded) -> Sent:
@@ -253,5 +258,6 @@ def rotated(shares: Any, basis: Kronecker, joint: bool) -> Any:
             raise Unsupported("its block is of other factors")
         turned.append((Turned if each.read is None else TurnedPair)(use, each, basis))
     found = copy.copy(shares)
-    found.uses, found.leaf = turned, torch.empty(basis.values.shape, device="meta")
+    found.uses, found.plain = turned, None
+    found.leaf = torch.empty(basis.values.shape, device="meta")
     return found

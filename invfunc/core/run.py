@@ -19,7 +19,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import thresholds
-from invfunc._torch.functorch import base_of, checkpointing, grad_level, gradient_edge, graph_of, level_of, levels
+from invfunc._torch.functorch import (
+    base_of,
+    checkpointing,
+    grad_level,
+    gradient_edge,
+    graph_of,
+    level_of,
+    levels,
+    saving_hooks,
+)
 from invfunc._torch.opened import opened
 from invfunc.core.axes import numbers, read
 from invfunc.core.columns import Criterion, criterion_of
@@ -62,6 +71,7 @@ from invfunc.core.tables import (
 )
 from invfunc.core.uses import FACTORS, WHOLE, Block, Copies, Shared, Use, copied, expanded, grown
 from invfunc.operations.operation import OPERATIONS
+from invfunc.operations.recurrent import AT_ONCE, steps_at_once
 
 Tensor = torch.Tensor
 SET = Tensor.__setitem__
@@ -116,15 +126,15 @@ class Run(TorchFunctionMode):
 
     def leaf(self, i: int, p: Tensor) -> Tensor:
         """What f gets in place of a parameter."""
-        leaf = self.alias(p)
-        know(leaf, Node(self.token, i, LEAF))
+        leaf = self.alias(p) if self.deep else p.detach().requires_grad_()
+        leaf.__dict__["_known"] = Node(self.token, i, LEAF)
         self.leaves.append(leaf)
         return leaf
 
     def samples(self, x: Tensor, axis: Any) -> Tensor:
         """What f gets in place of a tensor of the batch, whose samples are in a dim."""
         y = x.view_as(x) if self.deep else x.detach()
-        know(y, Mark(self.token, (axis.dim - y.ndim, 1, 1), y.requires_grad))
+        y.__dict__["_known"] = Mark(self.token, (axis.dim - y.ndim, 1, 1), y.requires_grad)
         return y
 
     adopting = None
@@ -232,7 +242,7 @@ class Run(TorchFunctionMode):
         if rule is None or func is torch.nn.functional.embedding_bag:
             if hasattr(func, "follow"):
                 raise Unsupported("an operation of the user's own, with rules of its own")
-            inner = composed(func)
+            inner = self.at_once(func, args, data, params) or composed(func)
             if inner is not None:
                 if checkpointing():
                     raise Unsupported(f"{named(func)} inside of a checkpoint, whose second run is not followed")
@@ -245,6 +255,14 @@ class Run(TorchFunctionMode):
                     return _attention(*args, **kwargs)
             return self.meet(func, rule, args, kwargs, data, params)
         return self.mark(rule, func, args, kwargs, data, func(*args, **kwargs))
+
+    def at_once(self, func: Any, args: tuple, data: list[Known], params: list[Known]) -> Callable | None:
+        """A recurrent layer with all steps in a few operations, whose first derivatives are right."""
+        name = named(func)
+        if self.deep or name not in AT_ONCE or saving_hooks() is not None or not isinstance(args[3], bool):
+            return None
+        apart = self.n == 1 or data[0] == (args[0], (-3 if args[8] else -2, 1, 1))
+        return steps_at_once(name, args, {id(x) for x, _ in params}) if apart else None
 
     def seen(self, out: Any, func: Any) -> Any:
         """Check that a result of samples was followed in the operations that it is composed of."""
@@ -362,7 +380,8 @@ class Run(TorchFunctionMode):
             return copied(self, func, rule, args, kwargs, data, params)
         alias = {id(x): self.alias(x) for x, _ in params}
         given = {k: replaced(v, alias) for k, v in kwargs.items()} if kwargs else kwargs
-        out = self.mark(rule, func, args, kwargs, data, func(*replaced(args, alias), **given))
+        own = [replaced(x, alias) if type(x) in (list, tuple) else alias.get(id(x), x) for x in args]
+        out = self.mark(rule, func, args, kwargs, data, func(*own, **given))
         known = getattr(out, "_known", None)
         if not out.requires_grad or known is None or isinstance(known.axis, Unsupported):
             return out

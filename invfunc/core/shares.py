@@ -10,12 +10,26 @@ from typing import Any, TypeVar
 
 import torch
 
+from invfunc import thresholds
 from invfunc._torch.precision import doubled, has_float64
 from invfunc.core.factors import kronecker, rotated
 from invfunc.core.marks import DERIVED, HALF, LEAF, SWAP, wide
 from invfunc.core.run import Run
-from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Use, formed, product, summed
 from invfunc.kronecker import Kronecker
+from invfunc.core.uses import (
+    WHOLE,
+    Block,
+    Convolution,
+    Expanded,
+    Joined,
+    Pair,
+    Rows,
+    Use,
+    formed,
+    product,
+    summed,
+    weighted,
+)
 from invfunc.linear_algebra.contract import (
     Term,
     cancel,
@@ -51,9 +65,15 @@ class Shares:
         self.apart = [*together(pairs), *[u for u in uses if u not in pairs]] if len(uses) > 1 else uses
         """Uses, of which only products are put together."""
         self.count = run.count
+        self.plain = self.uses[0] if len(self.uses) == 1 and self.uses[0].node.kind is LEAF else None
+        """The only use, if it is of the parameter itself."""
+        self.kept: torch.Tensor | None = None
+        """The gradients of the only column, if they were formed, and are small: a weighted sum may follow norms."""
 
     def dense(self, block: Block = WHOLE) -> torch.Tensor:
         """`[V, n, *p]`."""
+        if (use := self.plain) is not None:
+            return use.dense(self.run, block)
         return summed([self.pulled(u, u.dense(self.run, block), 2) for u in self.uses])
 
     def pulled(self, use: Use, rows: torch.Tensor, lead: int) -> torch.Tensor:
@@ -100,6 +120,10 @@ class Shares:
 
     def weighted(self, weights: torch.Tensor | None = None) -> torch.Tensor:
         """`sum_nv weights[n] G[v, n]`."""
+        if self.kept is not None:
+            return weighted(self.kept[None], weights, WHOLE)
+        if (use := self.plain) is not None:
+            return use.total(self.run, weights)
         return summed([self.pulled(u, u.total(self.run, weights), 0) for u in self.uses])
 
     def square_sum(self, each: bool = False) -> torch.Tensor:
@@ -134,6 +158,17 @@ class Shares:
             return sums.new_zeros(self.count).index_add(0, n, sums.square().sum(1))
         return joined([self.flat(block).square().sum(1) for block in self.blocks()])
 
+    def norms_of_kept(self) -> torch.Tensor:
+        """The norms of gradients that are kept."""
+        self.kept = joined([self.dense(block)[0] for block in self.blocks()])
+        return self.kept.flatten(1).square().sum(1)
+
+    @property
+    def small(self) -> bool:
+        """Whether the gradients take much less memory than the cotangents that they come from."""
+        most = sum([u.d.numel() for u in self.uses if u.d is not None])
+        return self.run.columns == 1 and self.leaf.numel() * self.count * thresholds.KEPT_SHARES <= most
+
     def flat(self, block: Block = WHOLE) -> torch.Tensor:
         """The gradients of the only column as rows `[n, P]`."""
         return self.dense(block)[0].reshape(-1, self.leaf.numel())
@@ -141,19 +176,25 @@ class Shares:
     def norms_of(self, use: Pair) -> torch.Tensor:
         """Norms of products with many positions: from products of positions with positions where that is cheaper."""
         run, (p, o, k) = self.run, use.sizes(self.run)
+        if self.small and p >= max(o, k):
+            return self.norms_of_kept()
         size = min(p * (o + k + 2 * p) * 2, use.size(run)) if p < max(o, k) else use.size(run)
-        found = []
+        found, alone = [], isinstance(use, Convolution) and use.alone(run)
         for block in run.blocks([use], size):
-            terms: list[Term] = squeezed([("Ngpo", use.sends(run, block)[0]), ("Ngpk", use.read(run, block))])
+            if alone:
+                found.append(use.formed(run, block)[0].flatten(1).square().sum(1))
+                continue
+            a, d = use.read(run, block), use.sends(run, block)
+            terms: list[Term] = squeezed([("Ngpo", d[0]), ("Ngpk", a)])
             narrow = narrow_norms(terms, "gok") if tried(terms, "gok") else None
             if narrow is not None:
                 found.append(narrow.reshape(-1))
             elif squares_directly(terms, "gok", "Ngok", "N"):
                 pair = [(labels, doubled(x)) for labels, x in terms] if cancel(terms) else terms
-                norms = contract(twice(pair, pair, "gok"), "N" if run.count > 1 else "")
+                norms = contract(twice(pair, pair, "gok"), present("N", pair))
                 found.append(norms.clamp(min=0).to(terms[0][1].dtype).reshape(-1))
             else:
-                found.append(use.formed(run, block)[0].flatten(1).square().sum(1))
+                found.append(formed(a, d)[0].flatten(1).square().sum(1))
         return joined(found)
 
     def sum_and_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -316,7 +357,7 @@ def together(uses: Sequence[Use]) -> list[Use]:
             out.append(Joined(group))
         elif len(group) > 1:
             one = Expanded(group[0].node, group[0].value, group[0].axis)
-            one.d = summed([u.d for u in group])
+            one.d, one.edge, one.uses = summed([u.d for u in group]), group[0].edge, group
             out.append(one)
         else:
             out.append(group[0])

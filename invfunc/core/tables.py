@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from invfunc._torch.functorch import homes
 from invfunc.core import axes
+from invfunc.operations.recurrences import states_after, states_before
 
 T = torch.Tensor
 HOMES = (torch, T, F, torch.special, torch.linalg, *homes())
@@ -123,6 +124,7 @@ AXES: list[tuple[set[Any], Callable]] = [
         ),
         axes.pointwise_loss,
     ),
+    ({states_before, states_after}, axes.steps),
     (called("cross_entropy nll_loss cross_entropy_loss"), axes.class_loss),
 ]
 RULES: dict[Any, Callable] = {func: rule for funcs, rule in reversed(AXES) for func in funcs}

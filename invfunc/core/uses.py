@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from invfunc import tree
+from invfunc import thresholds, tree
 from invfunc._torch.functorch import version
 from invfunc.core.axes import letters, operands
 from invfunc.core.marks import SUMMED, Axis, Known, Mark, Node, Unsupported, know, option, replaced, tensors, wide
 from invfunc.core.tables import called
+from invfunc.linear_algebra.pairwise import room_for
+from invfunc.operations.factors.autocorrelation import patches_gram
 
 if TYPE_CHECKING:
     from invfunc.core.run import Run
@@ -63,6 +65,8 @@ class Use:
     """How many numbers the result of its operation has."""
     stacked = 1
     """The dim of the columns, where they are put together."""
+    uses: Sequence[Use] = ()
+    """Those that it stands for, if it is several."""
 
     def __init__(self, node: Node, value: torch.Tensor) -> None:
         self.node, self.value, self.shape = node, value, value.shape
@@ -210,7 +214,9 @@ def _arranged(x: torch.Tensor, of: Dims, lead: int) -> torch.Tensor:
 def formed(a: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
     """`sum_p d[v, n, g, p, o] a[n, g, p, k]`, `[V, n, g, o, k]`."""
     if d.shape[3] == 1:
-        return d.mT * a
+        shape = (*d.shape[:3], d.shape[4], a.shape[3])
+        large = math.prod(shape) >= thresholds.HUGE_PAGES // 8
+        return torch.mul(d.mT, a, out=room_for(shape, d, a)) if large else d.mT * a
     if len(d) == 1:
         return (d[0].mT @ a)[None]
     v, n, g, p, o = d.shape
@@ -240,6 +246,10 @@ class Joined(Pair):
 
     def sends(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         return torch.cat([u.sends(run, block) for u in self.uses], 3)
+
+    def sizes(self, run: Run) -> tuple[int, int, int]:
+        p, o, k = self.uses[0].sizes(run)
+        return p * len(self.uses), o, k
 
 
 class Convolution(Pair):
@@ -289,15 +299,41 @@ class Convolution(Pair):
         return super().size(run) + places * (self.shape[1:].numel() * self.groups + self.shape[0] * run.columns)
 
     def total(self, run: Run, weights: torch.Tensor | None = None) -> torch.Tensor:
-        a, d = self.inputs(run, WHOLE).flatten(0, 1), self.sent(run)
+        d = self.sent(run)
         d = d[0] if len(d) == 1 else d.sum(0)
         d = d if weights is None else d * weights.to(d.dtype).view(-1, *[1] * (d.ndim - 1))
+        return self.backward(run, self.inputs(run, WHOLE).flatten(0, 1), d.flatten(0, 1))
+
+    def backward(self, run: Run, a: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        """The gradient of all samples that were read and sent."""
         kernel = len(self.shape) - 2
         stride, padding, dilation = self.window
-        weight = d.new_zeros(()).expand(self.shape)
-        zeros = [0] * kernel
-        given = (d.flatten(0, 1), a, weight, None, stride, padding, dilation, False, zeros, self.groups)
-        return torch.ops.aten.convolution_backward(*given, (False, True, False))[1]
+        weight, zeros = run.strip(self.value.new_zeros(())).expand(self.shape), [0] * kernel
+        rest = (weight, None, stride, padding, dilation, False, zeros, self.groups, (False, True, False))
+        return torch.ops.aten.convolution_backward(d, a, *rest)[1]
+
+    def alone(self, run: Run) -> bool:
+        """Whether the gradient of a sample is a backward pass of the convolution, too: of many multiplications."""
+        places, device = self.sizes(run)[0], self.value.device.type
+        known = self.value.dtype in thresholds.TOTAL_DTYPES and device in thresholds.TOTAL_ON
+        if run.deep or run.columns > 1 or not known or self.shape.numel() * places < thresholds.ALONE:
+            return False
+        return places >= thresholds.TOTAL_POSITIONS * self.shape[0]
+
+    def formed(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
+        if not self.alone(run):
+            return super().formed(run, block)
+        a, d = self.inputs(run, block), self.sent(run, block)[0]
+        each = torch.stack([self.backward(run, *one) for one in zip(a, d, strict=True)])
+        return each.view(1, len(a), self.groups, -1, self.shape[1:].numel())
+
+    def gram(self, run: Run) -> torch.Tensor | None:
+        """`sum_np a a^T` without windows; None where these are the better way."""
+        stride, padding, dilation = self.window
+        if self.groups > 1 or max(stride) > 1:
+            return None
+        kernel, pads = tuple(self.shape[2:]), [(p, p) for p in padding]
+        return patches_gram(self.inputs(run, WHOLE).flatten(0, 1), kernel, pads, dilation)
 
 
 class Expanded(Use):

@@ -87,16 +87,15 @@ class Kronecker:
     origin: Origin = Origin()
 
     def __post_init__(self) -> None:
-        leaves = tree.leaves(self)
-        if not all(isinstance(x, torch.Tensor) and x.is_floating_point() for x in leaves) or (
-            not isinstance(self.factors, tuple | list)
-        ):
+        fits = isinstance(self.factors, tuple | list)
+        leaves = self._parts if fits else tree.leaves(self)
+        if not fits or not all([isinstance(x, torch.Tensor) and x.is_floating_point() for x in leaves]):
             if any(isinstance(x, torch.fx.Proxy) for x in leaves):
                 return  # torch.compile at work
             given = ", ".join(str(getattr(x, "dtype", type(x).__name__)) for x in leaves)
             raise ArgumentTypeError(f"Kronecker: wanted is a tuple of floating-point tensors; these came: {given}.")
         object.__setattr__(self, "factors", tuple(self.factors))
-        object.__setattr__(self, "groups", tuple(tuple(group) for group in self.groups))
+        object.__setattr__(self, "groups", tuple(map(tuple, self.groups)))
         object.__setattr__(self, "shape", torch.Size(self.shape))
         object.__setattr__(self, "blocks", None if self.blocks is None else tuple(self.blocks))
         self._check()
@@ -243,10 +242,15 @@ class Kronecker:
         shape = self.shape if self.blocks is None else blocks.part(self.shape, self.blocks)
         return [math.prod(shape[d] for d in group) for group in self.groups]
 
+    @property
+    def _parts(self) -> list[torch.Tensor]:
+        """The factors, and the values where there are any."""
+        return [*self.factors] if self.values is None else [*self.factors, self.values]
+
     def _check(self) -> None:
         """Before every use, as there is an axis more in what a vmap returned."""
-        shape, dims = tuple(self.shape), sorted(d for group in self.groups for d in group)
-        ordered = dims == list(range(len(shape))) and all(list(group) == sorted(group) for group in self.groups)
+        shape, dims = tuple(self.shape), sorted([d for group in self.groups for d in group])
+        ordered = dims == list(range(len(shape))) and all([list(group) == sorted(group) for group in self.groups])
         if not ordered or not len(self.factors) == len(self.groups) > 0:
             raise ArgumentError(
                 f"Kronecker: {len(self.factors)} factors with groups {self.groups} came; wanted is a group for each, "
@@ -254,14 +258,14 @@ class Kronecker:
             )
         if self.blocks is not None and not blocks.divide(self.blocks, shape):
             raise ArgumentError(f"Kronecker: blocks {self.blocks} came; wanted is a divisor of each dim of {shape}.")
-        sizes, each = self._sizes, [] if self.blocks is None else [math.prod(self.blocks)]
-        wanted = [[[*each, k, k], [*each, k]] for k in sizes] + [[[*each, *sizes]]] * (self.values is not None)
-        for i, (x, shapes) in enumerate(zip(tree.leaves(self), wanted, strict=True)):
-            if list(x.shape) not in shapes:
+        sizes, each = self._sizes, () if self.blocks is None else (math.prod(self.blocks),)
+        wanted = [((*each, k, k), (*each, k)) for k in sizes] + [((*each, *sizes),)] * (self.values is not None)
+        for i, (x, shapes) in enumerate(zip(self._parts, wanted, strict=True)):
+            if x.shape not in shapes:
                 name = f"factors[{i}]" if i < len(self.factors) else "values"
                 raise ArgumentError(
                     f"Kronecker: {name} has shape {list(x.shape)}, but for groups {self.groups} of shape {shape} "
-                    f"it has to be {' or '.join(map(str, shapes))}. Use what a vmap returned inside a vmap."
+                    f"it has to be {' or '.join([str([*s]) for s in shapes])}. Use what a vmap returned inside a vmap."
                 )
 
 

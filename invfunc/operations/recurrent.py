@@ -198,18 +198,26 @@ def states(func: Callable, args: tuple) -> list[tuple[torch.Tensor, int]]:
 def _at_once(name: str, cell: Cell) -> Callable[[Call, Container[int]], Callable[..., Tensors] | None]:
     """The rule for the layers of a cell: each sample has a sequence, first states are not parameters, and there is no
     projection."""
-    layers = _layers(name, cell, at_once)
 
     def rule(call: Call, params: Container[int]) -> Callable[..., Tensors] | None:
-        padded = isinstance(call.args[3], bool)
-        hx, weights, has_biases, number, _, _, two = call.args[1:8] if padded else call.args[2:9]
-        axis, first = call.place(call.args[0]), not padded or call.args[8]
+        axis, first = call.place(call.args[0]), not isinstance(call.args[3], bool) or call.args[8]
         apart = isinstance(axis, Axis) and axis.dim in (None, 0 if first else 1)
-        learned = any(id(h) in params for h in tree.tensors(hx))
-        projected = len(weights) > number * (1 + two) * (4 if has_biases else 2)
-        return None if learned or projected or not apart else layers
+        return steps_at_once(name, call.args, params) if apart else None
 
+    AT_ONCE[name] = _layers(name, cell, at_once)
     return rule
+
+
+AT_ONCE: dict[str, Callable[..., Tensors]] = {}
+"""The layers with all steps in a few operations, of which first derivatives are right."""
+
+
+def steps_at_once(name: str, args: tuple, params: Container[int]) -> Callable[..., Tensors] | None:
+    """The layer with all steps at once, if none of its first states is a parameter, and there is no projection."""
+    hx, weights, has_biases, number, _, _, two = args[1:8] if isinstance(args[3], bool) else args[2:9]
+    learned = any(id(h) in params for h in tree.tensors(hx))
+    projected = len(weights) > number * (1 + two) * (4 if has_biases else 2)
+    return None if learned or projected else AT_ONCE[name]
 
 
 def _drops(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -111,7 +111,8 @@ class ClippedSum(Reduction):
     before = first = Norms()
 
     def __init__(self, max_norm: float | torch.Tensor, norms: torch.Tensor | None = None) -> None:
-        self.max_norm, self.norms = max_norm, norms
+        self.max_norm = max_norm
+        self.scale = None if norms is None else (norms / max_norm).clamp(min=1).reciprocal()
         self.constants = (max_norm,) if isinstance(max_norm, torch.Tensor) else ()
 
     def learned(self, states: States, found: Found) -> torch.Tensor:
@@ -122,8 +123,7 @@ class ClippedSum(Reduction):
         return ClippedSum(self.max_norm, learned)
 
     def step(self, shares: Shares) -> State:
-        assert self.norms is not None
-        return (shares.weighted((self.norms / self.max_norm).clamp(min=1).reciprocal()),)
+        return (shares.weighted(self.scale),)
 
     def assemble(self, results: list[Any], found: Found) -> Any:
         return results[0], found.before
