@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from invfunc._torch.functorch import storage_of
 from invfunc.core.marks import Axis, Mark, Unsupported, know
 from invfunc.core.tables import called
 from invfunc.core.uses import front
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 CRITERIA = {F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits}
 """Losses of which the Hessian is known."""
-OTHERS = called("nll_loss binary_cross_entropy kl_div poisson_nll_loss gaussian_nll_loss huber_loss smooth_l1_loss l1_loss")
+OTHERS = called(
+    "nll_loss binary_cross_entropy kl_div poisson_nll_loss gaussian_nll_loss huber_loss smooth_l1_loss l1_loss"
+)
 
 
 class Criterion:
@@ -58,8 +61,11 @@ class Criterion:
         """Whether a tensor is the output, or a view of all of it, as the model has returned it."""
         z = self.output
         assert z is not None
-        same = x.numel() == z.numel() and x.data_ptr() == z.data_ptr() and z._version == self.version
-        return x is z or (same and x.is_contiguous() and z.is_contiguous())
+        if x is z:
+            return z._version == self.version
+        if x.numel() != z.numel() or not x.is_contiguous() or not z.is_contiguous() or z._version != self.version:
+            return False
+        return storage_of(x) == storage_of(z) and x.storage_offset() == z.storage_offset()
 
     def arg(self, name: str, default: Any = None) -> Any:
         """An argument of the criterion."""
@@ -89,9 +95,7 @@ class Criterion:
         """Check that the result is linear in that of the criterion."""
         if result is self.leaf:
             return
-        (slope,) = torch.autograd.grad(
-            result, self.leaf, torch.ones_like(result), create_graph=True, retain_graph=True
-        )
+        (slope,) = torch.autograd.grad(result, self.leaf, torch.ones_like(result), create_graph=True, retain_graph=True)
         if slope.requires_grad:
             (more,) = torch.autograd.grad(slope.sum(), self.leaf, allow_unused=True, retain_graph=True)
             if more is not None:

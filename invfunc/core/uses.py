@@ -614,4 +614,3 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
     for x, node in params:
         run.use(Copies(node, x), copies[id(x)])
     return out
-
