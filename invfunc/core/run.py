@@ -145,10 +145,10 @@ class Run(TorchFunctionMode):
                 if known is None or known.run is not self.token:
                     if x.requires_grad:
                         self.foreign(x)
+                elif type(known) is not Node and x.requires_grad and not known.graph:
+                    raise Unsupported("a tensor got a graph by a way that was not seen, as a custom Function")
                 elif type(known) is Mark:
                     axis = known.axis
-                    if x.requires_grad and not known.graph:
-                        raise Unsupported("a tensor got a graph by a way that was not seen, as a custom Function")
                     if type(axis) is tuple:
                         found[0].append((x, axis))
                     else:
@@ -247,7 +247,16 @@ class Run(TorchFunctionMode):
                 known[index] = numbers(value.shape, axes[id(value)], self.n, x.device)
             found = read(known, self.n)
             axis = found if found is not None and axes.get(id(x), found) == found else axis
+        self.unchanged(x, axis)
         know(x, Mark(self.token, axis if self.n > 1 else (-1, 1, 1), x.requires_grad))
+
+    def unchanged(self, x: Tensor, axis: Any) -> None:
+        """Check that a tensor that was written has its samples where they were, as views of it do not learn of it."""
+        before = x.__dict__.get("_known")
+        if self.n > 1 and before is not None and type(before) is not Filled and x._version:
+            lost = isinstance(axis, Unsupported)
+            if type(before) is Node or before.axis != axis or (lost and x._is_view()):  # pyright: ignore[reportAttributeAccessIssue]
+                raise axis if lost else Unsupported("what is written moves the samples")
 
     def still_filled(self, func: Any, args: tuple, kwargs: dict, filled: list[Known]) -> Any:
         """Run an operation of tensors that f filled."""
@@ -293,12 +302,14 @@ class Run(TorchFunctionMode):
             if axis is SUMMED and not graph:
                 axis = Unsupported(f"{named(func)}: a sum of data meets a parameter")
             if axis is not None:
+                self.unchanged(y, axis)
                 y.__dict__["_known"] = Mark(self.token, axis, graph)
         return out
 
     def lose(self, out: Any, error: Unsupported) -> Any:
         """Note that samples are mixed: an error where the result comes from it, or, of data, where it meets parameters."""
         for y in tensors(out):
+            self.unchanged(y, error)
             know(y, Mark(self.token, error, y.requires_grad))
         return out
 

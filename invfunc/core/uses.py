@@ -333,9 +333,12 @@ class Rows(Use):
     ) -> None:
         super().__init__(node, value)
         self.index, self.a_axis, self.axis, self.padding = index, a_axis, axis, padding
+        self.version = version(index)
 
     def parts(self, run: Run, block: Block = WHOLE) -> tuple[torch.Tensor, torch.Tensor]:
         """The indices `[n, p]` and the cotangents `[V, n, p, d]`."""
+        if version(self.index) != self.version:
+            raise Unsupported("an index was changed in place later")
         i, d = front(run.strip(self.index), self.a_axis, run.n)[block].flatten(1), self.sent(run, block)
         d = d.reshape(*d.shape[:2], i.shape[1], -1)
         return i, d if self.padding is None else d.masked_fill((i == self.padding)[..., None], 0)
