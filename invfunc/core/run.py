@@ -45,6 +45,7 @@ from invfunc.core.tables import (
     DRAWS,
     EXPANDS,
     FILLED,
+    HOOKS,
     INDEXES,
     LEAKS,
     LINEAR,
@@ -176,6 +177,8 @@ class Run(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in DRAWS:
             self.drawn = True
+        if func in HOOKS:
+            raise Unsupported("f gives a tensor a hook, which may do anything to its cotangent")
         if func in FILLED:
             return self.filled(func(*args, **kwargs))
         found: tuple[list, ...] = ([], [], [], [], [], [])
@@ -183,6 +186,8 @@ class Run(TorchFunctionMode):
         if kwargs:
             self.look((*kwargs.values(),), found)
         data, params, filled, sums, lost, blends = found
+        if filled and (data or sums or lost or blends):
+            data += [(x, known.axis) for x, known in filled if known.graph]
         if func is SET and (data or params or sums or lost or blends):
             return self.set_item(args, data, params or sums or lost or blends)
         if lost:
@@ -190,9 +195,7 @@ class Run(TorchFunctionMode):
         if sums:
             return self.with_sums(func, args, kwargs, data, params, sums)
         if not data and filled and func in RULES:
-            if not params:
-                return self.still_filled(func, args, kwargs, filled)
-            data = [(x, known.axis) for x, known in filled]
+            return self.still_filled(func, args, kwargs, filled, params)
         if blends and not data:
             return self.lose(func(*args, **kwargs), blends[0][1])
         if not data:
@@ -258,13 +261,19 @@ class Run(TorchFunctionMode):
             if type(before) is Node or before.axis != axis or (lost and x._is_view()):  # pyright: ignore[reportAttributeAccessIssue]
                 raise axis if lost else Unsupported("what is written moves the samples")
 
-    def still_filled(self, func: Any, args: tuple, kwargs: dict, filled: list[Known]) -> Any:
-        """Run an operation of tensors that f filled."""
+    def still_filled(self, func: Any, args: tuple, kwargs: dict, filled: list[Known], params: list[Known]) -> Any:
+        """Run an operation of tensors that f filled, and of parameters."""
         data = [(x, known.axis) for x, known in filled]
-        out = self.mark(RULES[func], func, args, kwargs, data, func(*args, **kwargs))
+        if params:
+            out = self.meet(func, RULES[func], args, kwargs, data, params)
+        else:
+            out = self.mark(RULES[func], func, args, kwargs, data, func(*args, **kwargs))
         for y in tensors(out):
-            if (known := getattr(y, "_known", None)) is not None and type(known.axis) is tuple:
+            known = y.__dict__.pop("_known", None)
+            if known is not None and type(known.axis) is tuple:
                 know(y, Filled(self.token, known.axis, known.graph))
+            elif y.requires_grad:
+                raise Unsupported("entries of a tensor that f filled are summed, which may have no samples")
         return out
 
     def without_samples(self, func: Any, args: tuple, kwargs: dict, params: list[Known]) -> Any:

@@ -45,7 +45,7 @@ POINTWISE = called(
     "resolve_conj resolve_neg"
 ) - {F.glu}
 MULTIPLY = called("mul multiply")
-DIVIDE = called("div true_divide divide truediv")
+DIVIDE = called("div true_divide divide truediv") - {T.__rdiv__, T.__rtruediv__}
 LINEAR = called(
     "add sub subtract neg negative sum mean clone contiguous to float double view reshape squeeze unsqueeze flatten stack "
     "cat select getitem unbind t permute transpose expand radd rsub"
@@ -60,6 +60,7 @@ SWAPS = called("t") | getters("T mT")
 MOVES = called("gather index_select take_along_dim")
 INDEXES = {T.__getitem__}
 LEAKS = called("numpy tolist item __array__ __float__ data_ptr __int__ __index__ __bool__ is_nonzero equal allclose")
+HOOKS = called("register_hook")
 DRAWS = called(
     "dropout alpha_dropout feature_dropout dropout1d dropout2d dropout3d rrelu bernoulli rand randn randint randperm "
     "rand_like randn_like randint_like normal multinomial poisson uniform_ normal_ random_ exponential_ log_normal_ "
@@ -78,6 +79,7 @@ PURE = POINTWISE | VIEWS
 
 AXES: list[tuple[set[Any], Callable]] = [
     (POINTWISE, axes.same),
+    ({T.unsqueeze_, T.squeeze_, T.t_, T.transpose_, T.swapaxes_, T.swapdims_}, axes.reshaped_in_place),
     (called("sum nansum mean nanmean"), axes.reduction(linear=True)),
     (
         called("amax amin max min argmax argmin std var logsumexp prod any all count_nonzero median var_mean std_mean"),
@@ -98,21 +100,22 @@ AXES: list[tuple[set[Any], Callable]] = [
     (called("select unbind"), axes.dropped),
     (called("narrow"), axes.narrowed),
     (INDEXES, axes.indexed),
-    (called("matmul mm bmm mv dot rmatmul"), axes.matmul),
+    (called("matmul mm bmm mv dot") - {T.__rmatmul__}, axes.matmul),
     (called("addmm baddbmm addmv addbmm"), axes.addmm),
     (called("linear"), axes.linear),
     (called("einsum"), axes.einsum),
     (called("scaled_dot_product_attention"), axes.attention),
     (called("embedding"), axes.embedding),
     (called("layer_norm rms_norm"), axes.layer_norm),
+    (called("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"), axes.convolution),
+    (called("pixel_shuffle pixel_unshuffle"), axes.shuffled),
     (called("batch_norm"), axes.batch_norm),
     (called("instance_norm"), axes.instance_norm),
     (
         called(
-            "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d group_norm avg_pool1d avg_pool2d "
-            "avg_pool3d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
+            "group_norm avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
             "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool2d_with_indices interpolate "
-            "pixel_shuffle pixel_unshuffle local_response_norm lp_pool2d channel_shuffle upsample prelu"
+            "local_response_norm lp_pool2d channel_shuffle upsample prelu"
         ),
         axes.first,
     ),

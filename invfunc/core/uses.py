@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from invfunc import tree
 from invfunc._torch.functorch import version
 from invfunc.core.axes import letters, operands
-from invfunc.core.marks import SUMMED, Axis, Known, Mark, Node, Unsupported, know, option, replaced, tensors
+from invfunc.core.marks import SUMMED, Axis, Known, Mark, Node, Unsupported, know, named, option, replaced, tensors
 from invfunc.core.tables import called
 
 if TYPE_CHECKING:
@@ -527,7 +527,7 @@ FACTORS: dict[Any, Callable] = {
     func: rule
     for names, rule in [
         ("linear", of_linear),
-        ("matmul mm bmm mv rmatmul", of_matmul),
+        ("matmul mm bmm mv", of_matmul),
         ("addmm", of_addmm),
         ("einsum", of_einsum),
         ("conv1d conv2d conv3d", of_convolution),
@@ -538,7 +538,7 @@ FACTORS: dict[Any, Callable] = {
         ("embedding", of_embedding),
         ("getitem", of_index),
     ]
-    for func in called(names)
+    for func in called(names) - {torch.Tensor.__rmatmul__}
 }
 """The rules of operations that read parameters."""
 
@@ -575,6 +575,8 @@ def grown(run: Run, out: torch.Tensor, node: Node, value: torch.Tensor, at: int)
 
 def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
     """Run any operation under vmap, with a copy of the parameters for each sample."""
+    if named(func).strip("_") + "_" == named(func):
+        raise Unsupported("parameters are written among samples")
     flat, structure = tree.flatten((args, kwargs))
     axes, nodes = {id(x): a for x, a in data}, {id(x) for x, _ in params}
     copies: dict[int, torch.Tensor] = {}
