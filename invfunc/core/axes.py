@@ -43,12 +43,15 @@ def reduction(linear: bool = False) -> Any:
             return same(n, data, args, kwargs, out)  # maximum(x, y)
         x, (at, outer, inner) = data[0]
         dims = option(args, kwargs, 1, "dim", kwargs.get("axis"))
-        keep = x.ndim == next(iter(tensors(out))).ndim
+        left = next(iter(tensors(out))).ndim
+        keep = x.ndim == left
         if isinstance(dims, (bool, torch.dtype, type(None))) or dims == () or dims == []:
             dims = range(x.ndim)
         elif len(args) > 2 and all(isinstance(d, int) and not isinstance(d, bool) for d in args[1:]):
             dims = args[1:]
         dims = {d % x.ndim - x.ndim for d in ((dims,) if isinstance(dims, int) else dims)}
+        if not keep and left != x.ndim - len(dims):
+            raise Unsupported("it reduces other dims")
         if at in dims:
             if linear:
                 return SUMMED
@@ -102,6 +105,12 @@ def swapped(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> A
     return ({i: j, j: i}.get(at, at), outer, inner)
 
 
+def reversed_(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """`x.T`, by which all dims change places."""
+    x, (at, outer, inner) = data[0]
+    return (-x.ndim - 1 - at, outer, inner)
+
+
 def expanded(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
     """New dims in front."""
     x, axis = data[0]
@@ -123,6 +132,17 @@ def convolution(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) 
     if args[0].ndim != option(args, kwargs, 1, "weight").ndim:
         raise Unsupported("the samples are channels")
     return first(n, data, args, kwargs, out)
+
+
+def spatial(dims: int) -> Any:
+    """A rule of operations in the last dims, as pooling is, which treat all others alike."""
+
+    def rule(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+        if data[0][1][0] >= -dims:
+            raise Unsupported("the samples are positions")
+        return data[0][1]
+
+    return rule
 
 
 def shuffled(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:

@@ -351,7 +351,7 @@ class Run(TorchFunctionMode):
         if known.axis is not SUMMED:
             nodes = {id(x): node for x, node in params}
             uses = factor(self, args, kwargs, nodes, {id(x): axis for x, axis in data}, known.axis, func)
-        if uses is None:
+        if uses is None or len(uses) != len(params):
             return copied(self, func, rule, args, kwargs, data, params)
         edge, end = gradient_edge(out), not any([x.requires_grad for x, _ in data])
         for use in uses:

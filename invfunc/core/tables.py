@@ -21,7 +21,7 @@ def called(names: str) -> set[Any]:
     for name in names.split():
         for home in HOMES:
             for form in (name, name + "_", f"__{name}__", f"__r{name}__", f"__i{name}__"):
-                if callable(func := getattr(home, form, None)):
+                if callable(func := getattr(T if form[:2] == "__" else home, form, None)):
                     found.add(func)
     return found
 
@@ -92,7 +92,8 @@ AXES: list[tuple[set[Any], Callable]] = [
     (called("normalize"), axes.along(2, 1)),
     (called("view reshape flatten unflatten squeeze unsqueeze ravel view_as reshape_as"), axes.reshaped),
     (called("permute"), axes.permuted),
-    (called("t transpose swapaxes swapdims") | getters("T mT"), axes.swapped),
+    (called("t transpose swapaxes swapdims") | getters("mT"), axes.swapped),
+    (getters("T"), axes.reversed_),
     (called("expand expand_as broadcast_to"), axes.expanded),
     (called("cat concat concatenate"), axes.joined),
     (called("stack"), axes.stacked),
@@ -101,21 +102,23 @@ AXES: list[tuple[set[Any], Callable]] = [
     (called("narrow"), axes.narrowed),
     (INDEXES, axes.indexed),
     (called("matmul mm bmm mv dot") - {T.__rmatmul__}, axes.matmul),
-    (called("addmm baddbmm addmv addbmm"), axes.addmm),
+    (called("addmm baddbmm addmv"), axes.addmm),
     (called("linear"), axes.linear),
     (called("einsum"), axes.einsum),
     (called("scaled_dot_product_attention"), axes.attention),
-    (called("embedding"), axes.embedding),
+    ({F.embedding}, axes.embedding),
     (called("layer_norm rms_norm"), axes.layer_norm),
     (called("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"), axes.convolution),
     (called("pixel_shuffle pixel_unshuffle"), axes.shuffled),
-    (called("batch_norm"), axes.batch_norm),
-    (called("instance_norm"), axes.instance_norm),
+    ({F.batch_norm}, axes.batch_norm),
+    ({F.instance_norm}, axes.instance_norm),
+    *[
+        (called(f"avg_pool{k}d max_pool{k}d adaptive_avg_pool{k}d adaptive_max_pool{k}d lp_pool{k}d"), axes.spatial(k))
+        for k in (1, 2, 3)
+    ],
     (
         called(
-            "group_norm avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
-            "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool2d_with_indices interpolate "
-            "local_response_norm lp_pool2d channel_shuffle upsample prelu"
+            "group_norm max_pool2d_with_indices interpolate local_response_norm channel_shuffle upsample prelu"
         ),
         axes.first,
     ),

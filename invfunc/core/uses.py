@@ -534,12 +534,11 @@ FACTORS: dict[Any, Callable] = {
         ("layer_norm", of_norm((2, 3), layer=True)),
         ("rms_norm", of_norm((2, None), layer=True)),
         ("group_norm", of_norm((2, 3))),
-        ("batch_norm instance_norm", of_norm((3, 4))),
-        ("embedding", of_embedding),
         ("getitem", of_index),
     ]
     for func in called(names) - {torch.Tensor.__rmatmul__}
 }
+FACTORS |= {F.batch_norm: of_norm((3, 4)), F.instance_norm: of_norm((3, 4)), F.embedding: of_embedding}
 """The rules of operations that read parameters."""
 
 
