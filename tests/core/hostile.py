@@ -835,6 +835,25 @@ class Sums(torch.autograd.Function):
         return d[0].sum(0).expand(d[0].shape)
 
 
+class Adds(torch.autograd.Function):
+    """A sum in place, written by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, z: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(z)
+        return z.add_(b)
+
+    @staticmethod
+    def backward(ctx: Any, *d: torch.Tensor) -> Any:
+        return d[0], d[0].sum(0)
+
+
+def added_in_place(p, x, y):
+    z = (x @ p["w"]).clone()
+    Adds.apply(z, p["b"])
+    return rows(z)
+
+
 def hook_that_mixes(p, x, y):
     z = x @ p["w"]
     if z.requires_grad:
@@ -1016,7 +1035,7 @@ PROGRAMS |= {
     "normalize of samples": lambda p, x, y: rows(F.normalize(x @ p["w"], dim=0)),
     "custom backward that mixes": lambda p, x, y: rows(Mixing.apply(x @ p["w"]).sin()),
     "custom backward that mixes, for torch.func": lambda p, x, y: rows(Sums.apply(x @ p["w"]).sin()),
-    "one over a sum": lambda p, x, y: 1 / rows(x @ p["w"]).sum(),
+    "one_over_a_sum": lambda p, x, y: 1 / rows(x @ p["w"]).sum(),
     "two to the mean": lambda p, x, y: 2 ** rows(x @ p["w"]).mean(),
     "a constant minus a mean": lambda p, x, y: 3 - rows(x @ p["w"]).mean() / 2,
     "a regulariser with as many rows as samples": lambda p, x, y: (

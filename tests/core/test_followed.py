@@ -159,3 +159,10 @@ def test_the_number_of_samples_may_be_any_other_size(n):
         shares = loop_batch_grad(losses(f))(*args)
         for row in (FIRST_ORDER["sum_grad_squared"], FIRST_ORDER["batch_l2_grad"]):
             assert_trees_close(row.make(losses(f))(*args), row.of_shares(shares), 1e-8, FLOOR)
+
+
+def test_a_variance_beside_a_large_mean_keeps_its_digits():
+    """In float32 squares of the mean are a million times as large as the variance."""
+    params, x = torch.ones(4, 1), 1e3 + torch.rand(50, 4)
+    wanted = x.double().var(0, correction=0)[:, None]
+    assert_trees_close(variance(lambda p, x: (x @ p)[:, 0])(params, x), wanted, 1e-4)
