@@ -192,6 +192,16 @@ def homes() -> tuple[Any, ...]:
 gradient_edge = torch.autograd.graph.get_gradient_edge
 
 
+def base_of(x: torch.Tensor) -> torch.Tensor | None:
+    """The tensor of which it is a view, to autograd."""
+    return x._base if x._is_view() else None
+
+
+def hooked(x: torch.Tensor) -> bool:
+    """Whether hooks are registered on a tensor."""
+    return bool(x._backward_hooks)
+
+
 def graph_of(x: torch.Tensor) -> Iterator[Any]:
     """The nodes of the graph of a tensor."""
     todo, seen = [x.grad_fn], set()
@@ -391,6 +401,11 @@ def _in_torch_func(frame: Any) -> bool:
             return frame is not None and frame.f_globals.get("__name__") == "torch._functorch.eager_transforms"
         frame = frame.f_back
     return False
+
+
+def base_of(x: torch.Tensor) -> torch.Tensor | None:
+    """The tensor of which it is a view, to autograd."""
+    return x._base if x._is_view() else None
 
 
 def hooked(x: torch.Tensor) -> bool:

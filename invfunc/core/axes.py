@@ -16,6 +16,8 @@ from invfunc.core.marks import SUMMED, Axis, Known, Unsupported, option, tensors
 def same(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
     """The axis of all operands of a pointwise operation."""
     axis = data[0][1]
+    if type(out) is tuple:
+        raise Unsupported("where some entries are depends on all samples")
     for _, other in data[1:]:
         if other != axis:
             raise Unsupported("operands have their samples in different dims")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import dispatched, dual_level, listening, transforming, version
+from invfunc._torch.functorch import dispatched, dual_level, hooked, listening, transforming, version
 from invfunc.core.columns import Criterion
 from invfunc.core.marks import SUMMED, Mark, Unsupported
 from invfunc.core.run import Run
@@ -28,10 +28,9 @@ def plain(problem: Problem) -> bool:
     """Whether the arguments of a call are ordinary tensors, which nothing else watches."""
     if listening() or dispatched() or torch.is_inference_mode_enabled():
         return False
-    device = problem.leaves[0].device.type
-    if torch.is_autocast_enabled(device) or (dual_level() and not transforming()):
+    if not all([x.dtype in _DTYPES and x.layout is torch.strided and not x.is_meta for x in problem.leaves]):
         return False
-    return all([x.dtype in _DTYPES and x.layout is torch.strided for x in problem.leaves])
+    return not torch.is_autocast_enabled(problem.leaves[0].device.type) and (transforming() or not dual_level())
 
 
 def evaluated(problem: Problem, quantities: Sequence[Quantity]) -> tuple[list[Any], Any]:
@@ -59,6 +58,8 @@ class Again(Exception):
 
 
 def _evaluated(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool) -> tuple[list[Any], Any]:
+    given = problem.tensors()
+    versions = [*map(version, given)]
     leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
     if any([q.kind is GGN for q in quantities]):
         run.criterion = Criterion()
@@ -69,6 +70,10 @@ def _evaluated(problem: Problem, quantities: Sequence[Quantity], run: Run, outsi
         out, aux = _called(problem, run, leaves)
     if run.closed_over and outside and not run.deep:
         raise Again
+    if versions != [*map(version, given)]:
+        raise Unsupported("f writes into its arguments in place")
+    if any([hooked(x) for x in leaves]):
+        raise Unsupported("a hook may change what is sent back")
     cotangent = _cotangent(run, out)
     n, dtype = problem.n, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
     found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
@@ -145,6 +150,8 @@ def _cotangent(run: Run, out: Any) -> torch.Tensor | None:
         raise Unsupported("samples do not reach the result in a way that was seen")
     if out.ndim and out.shape[0] != run.n:
         raise Unsupported("the result is neither a number nor one for each sample")
+    if run.n > 1 and run.blended and not out.ndim:
+        raise Unsupported("what is computed of several samples, in a loss that is a number")
     if run.n > 1 and known.axis != ((-1, 1, 1) if out.ndim else SUMMED):
         raise Unsupported(f"the result is neither [N] losses nor a sum over the samples: {known.axis}")
     return torch.ones_like(out) if out.ndim else None

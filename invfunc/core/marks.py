@@ -44,13 +44,13 @@ class Node:
     """The origin of a tensor that is a parameter, or is computed from parameters alone.
 
     `leaf` is the number of the parameter that it is, or is a view of; `kind` is LEAF, SWAP (its transpose), VIEW, or
-    DERIVED, of which leaf is None.
+    DERIVED, of which leaf is None; `alone` is whether it is of parameters and numbers, and of no other tensor.
     """
 
-    __slots__ = ("run", "leaf", "kind")
+    __slots__ = ("run", "leaf", "kind", "alone")
 
-    def __init__(self, run: object, leaf: int | None, kind: str) -> None:
-        self.run, self.leaf, self.kind = run, leaf, kind
+    def __init__(self, run: object, leaf: int | None, kind: str, alone: bool = True) -> None:
+        self.run, self.leaf, self.kind, self.alone = run, leaf, kind, alone
 
 
 Known = tuple[torch.Tensor, Any]

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import thresholds
-from invfunc._torch.functorch import gradient_edge, graph_of, grad_level, level_of, listening, transforming
+from invfunc._torch.functorch import base_of, checkpointing, gradient_edge, graph_of, grad_level, level_of, levels
 from invfunc._torch.opened import Uncompiled, opened
 from invfunc.core.axes import numbers, read
 from invfunc.core.columns import Criterion, criterion_of
@@ -42,12 +42,12 @@ from invfunc.core.marks import (
 from invfunc.core.probe import moved, probe
 from invfunc.core.tables import (
     DIVIDE,
-    DRAWS,
     EXPANDS,
     FILLED,
     HOOKS,
     INDEXES,
     LEAKS,
+    LIKE,
     LINEAR,
     MOVES,
     MULTIPLY,
@@ -76,16 +76,17 @@ class Run(TorchFunctionMode):
         self.token = object()
         self.uses: list[Use] = []
         self.leaves: list[Tensor] = []
+        self.level: int | None = None
         self.known: dict[Any, Tensor] = {}
         """Factors that a weight and its bias share."""
         self.numbers = 0
         """How many numbers the results have of operations that read parameters."""
         self.closed_over = False
         """Whether f reads a tensor from elsewhere that requires a gradient."""
-        self.drawn = False
-        """Whether f may have drawn random numbers."""
         self.criterion: Criterion | None = None
         """The criterion of the outputs, where one is looked for."""
+        self.blended = False
+        """Whether samples have met what was computed of several of them, which is a constant for losses of each."""
         self.func: Any = None
         self._stack = ExitStack()
         self._enter: Callable = Tensor.detach
@@ -100,6 +101,7 @@ class Run(TorchFunctionMode):
         self._stack.enter_context(torch.enable_grad())
         if self.deep:
             self._enter, self._leave = self._stack.enter_context(grad_level())
+            self.level = levels()[-1][1]
 
     def close(self) -> None:
         """End the run."""
@@ -139,13 +141,16 @@ class Run(TorchFunctionMode):
     # Calls
 
     def look(self, args: Sequence[Any], found: tuple[list, ...]) -> None:
-        """Sort the tensors among arguments: with samples, parameters, filled, sums of samples, lost, mixed data."""
+        """Sort the tensors among arguments: with samples, parameters, filled, sums of samples, lost, mixed data, others."""
         for x in args:
             if isinstance(x, Tensor):
                 known = getattr(x, "_known", None)
                 if known is None or known.run is not self.token:
+                    found[6].append(x)
                     if x.requires_grad:
                         self.foreign(x)
+                    if self.inside(x):
+                        raise Unsupported("torch.func is used inside of f")
                 elif type(known) is not Node and x.requires_grad and not known.graph:
                     raise Unsupported("a tensor got a graph by a way that was not seen, as a custom Function")
                 elif type(known) is Mark:
@@ -175,19 +180,21 @@ class Run(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in PLAIN:
             return func(*args, **kwargs)
-        if func in DRAWS:
-            self.drawn = True
         if func in HOOKS:
-            raise Unsupported("f gives a tensor a hook, which may do anything to its cotangent")
+            raise Unsupported("a hook may change what is sent back")
         if func in FILLED:
             return self.filled(func(*args, **kwargs))
-        found: tuple[list, ...] = ([], [], [], [], [], [])
+        found: tuple[list, ...] = ([], [], [], [], [], [], [])
         self.look(args, found)
         if kwargs:
             self.look((*kwargs.values(),), found)
-        data, params, filled, sums, lost, blends = found
+        data, params, filled, sums, lost, blends, others = found
         if filled and (data or sums or lost or blends):
             data += [(x, known.axis) for x, known in filled if known.graph]
+        if func in LIKE and len(data) > 1:  # of the others the form alone
+            data = [pair for pair in data if pair[0] is args[0]]
+        if func in LEAKS and (sums or lost or blends or any([x.is_floating_point() for x, _ in data])):
+            raise Unsupported(f"{named(func)} reads data, whose samples cannot be followed")
         if func is SET and (data or params or sums or lost or blends):
             return self.set_item(args, data, params or sums or lost or blends)
         if lost:
@@ -199,9 +206,9 @@ class Run(TorchFunctionMode):
         if blends and not data:
             return self.lose(func(*args, **kwargs), blends[0][1])
         if not data:
-            return self.without_samples(func, args, kwargs, params)
-        if func in LEAKS and data[0][0].is_floating_point():
-            raise Unsupported(f"{named(func)} reads data, whose samples cannot be followed")
+            return self.without_samples(func, args, kwargs, params, others)
+        if blends:
+            self.blended = True
         if len(data) == 1 and not params and func in POINTWISE:  # the most frequent ones, in short
             out = func(*args, **kwargs)
             if out is args[0] and out is not data[0][0]:
@@ -219,8 +226,10 @@ class Run(TorchFunctionMode):
         if rule is None or func is torch.nn.functional.embedding_bag:
             inner = composed(func)
             if inner is not None:
+                if checkpointing():
+                    raise Unsupported(f"{named(func)} inside of a checkpoint, whose second run is not followed")
                 with self:
-                    return inner(*args, **kwargs)
+                    return self.seen(inner(*args, **kwargs), func)
         self.func = func
         if params:
             if func is torch.nn.functional.scaled_dot_product_attention:
@@ -228,6 +237,18 @@ class Run(TorchFunctionMode):
                     return _attention(*args, **kwargs)
             return self.meet(func, rule, args, kwargs, data, params)
         return self.mark(rule, func, args, kwargs, data, func(*args, **kwargs))
+
+    def seen(self, out: Any, func: Any) -> Any:
+        """Check that a result of samples was followed in the operations that it is composed of."""
+        for y in tensors(out):
+            known = getattr(y, "_known", None)
+            if y.is_floating_point() and (known is None or known.run is not self.token):
+                raise Unsupported(f"{named(func)} has a result that was not followed")
+        return out
+
+    def inside(self, x: Tensor) -> bool:
+        """Whether a tensor is of a transform of torch.func that f uses."""
+        return (level_of(x) or 0) > (self.level or 0)
 
     def filled(self, out: Any) -> Any:
         """Note a tensor that f fills itself, which may have a dim of samples."""
@@ -238,7 +259,7 @@ class Run(TorchFunctionMode):
     def set_item(self, args: tuple, data: list[Known], others: Any) -> None:
         """Write entries: what is written must have its samples where the tensor has them."""
         x, index, value = args
-        if x._is_view() and id(x) not in {id(y) for y, _ in data}:  # pyright: ignore[reportAttributeAccessIssue]
+        if base_of(x) is not None and id(x) not in {id(y) for y, _ in data}:
             raise Unsupported("samples are written into a view of a tensor without samples")
         SET(x, index, value)
         axes = {id(y): axis for y, axis in data}
@@ -276,7 +297,7 @@ class Run(TorchFunctionMode):
                 raise Unsupported("entries of a tensor that f filled are summed, which may have no samples")
         return out
 
-    def without_samples(self, func: Any, args: tuple, kwargs: dict, params: list[Known]) -> Any:
+    def without_samples(self, func: Any, args: tuple, kwargs: dict, params: list[Known], others: list) -> Any:
         """Run an operation of parameters and constants alone."""
         if not params:
             return func(*args, **kwargs)
@@ -288,17 +309,22 @@ class Run(TorchFunctionMode):
         if func in EXPANDS and self.n > 1 and (at := _grown(out.shape, value.shape, self.n)) is not None:
             return grown(self, out, known, value, at)
         view = len(params) == 1 and func in VIEWS and known.kind is not DERIVED
+        view = view and not (func in INDEXES and _picks(args[1]))
+        alone = not others and all([node.alone for _, node in params])
         for y in tensors(out):
             if y.requires_grad and (y is not value or not view):
                 swap = view and known.kind is LEAF and func in SWAPS and len(args) == 1 and y.ndim == 2
                 kind = SWAP if swap else VIEW if view else DERIVED
-                know(y, Node(self.token, known.leaf if view else None, kind))
+                know(y, Node(self.token, known.leaf if view else None, kind, alone))
         return out
 
     def mark(self, rule: Any, func: Any, args: tuple, kwargs: dict, data: list[Known], out: Any) -> Any:
         """Note where the samples of a result are."""
-        if args and out is args[0] and _into_view(out):
-            raise Unsupported("samples are written into a view of a tensor without samples")
+        if args and out is args[0]:
+            if _into_view(out):
+                raise Unsupported("samples are written into a view of a tensor without samples")
+            if func not in POINTWISE and named(func).endswith("_"):
+                raise Unsupported("an operation in place that is not entry by entry")
         axes: Any = (-1, 1, 1)
         if self.n != 1:
             try:
@@ -336,6 +362,8 @@ class Run(TorchFunctionMode):
 
     def meet(self, func: Any, rule: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """Run an operation of samples and parameters."""
+        if self.deep and checkpointing():
+            raise Unsupported("a checkpoint, whose second run is not followed, where the result is differentiated")
         if func in POINTWISE:
             return expanded(self, func, rule, args, kwargs, data, params)
         factor = FACTORS.get(func)
@@ -353,9 +381,12 @@ class Run(TorchFunctionMode):
             uses = factor(self, args, kwargs, nodes, {id(x): axis for x, axis in data}, known.axis, func)
         if uses is None or len(uses) != len(params):
             return copied(self, func, rule, args, kwargs, data, params)
-        edge, end = gradient_edge(out), not any([x.requires_grad for x, _ in data])
+        base = base_of(out)  # of a view, which a later operation in place takes out of the graph
+        if base is not None and base.numel() != out.numel():
+            raise Unsupported("an operation whose result is a part of another tensor")
+        edge, end = gradient_edge(out if base is None else base), not any([x.requires_grad for x, _ in data])
         for use in uses:
-            use.edge, use.end = edge, end
+            use.edge, use.end, use.form = edge, end, None if base is None else out.shape
         self.uses += uses
         self.numbers += out.numel()
         return out
@@ -369,6 +400,8 @@ class Run(TorchFunctionMode):
         if data or not linear or (params and func not in SUMS):
             error = Unsupported(f"{named(func)}: a sum over samples is used in a way that is not linear in it")
             return self.lose(func(*args, **kwargs), error)
+        if not all([node.alone for _, node in params]):
+            raise Unsupported("a term of parameters and other tensors, which may be of samples that were not seen")
         alias = {id(x): self.alias(x) for x, _ in params}
         out = func(*replaced(args, alias), **kwargs)
         for x, node in params:
@@ -389,7 +422,7 @@ class Run(TorchFunctionMode):
         cotangents = dict(zip(edges, found, strict=False))
         for use in self.uses:
             if (d := cotangents[id(use.edge)]) is not None:
-                use.d = self.strip(d)[None]
+                use.send(self.strip(d)[None])
 
     def pull_columns(self, out: Tensor, columns: Tensor) -> None:
         """Pull several vectors `[V, *out]` back at once."""
@@ -419,7 +452,10 @@ class Run(TorchFunctionMode):
         self.check(found[len(edges) :])
         cotangents = dict(zip(edges, found, strict=False))
         for use in self.uses:
-            use.d = None if (d := cotangents[id(use.edge)]) is None else self.strip(d)
+            if (d := cotangents[id(use.edge)]) is None:
+                use.d = None
+            else:
+                use.send(self.strip(d))
 
     def stream(self, out: Tensor, cotangent: Tensor | None, arrived: Callable[[Use], None]) -> None:
         """Pull one vector back, and hand each use over as its cotangent comes; it is freed then."""
@@ -432,7 +468,7 @@ class Run(TorchFunctionMode):
 
         def told(key: int, d: Tensor) -> None:
             for use in of.pop(key, ()):
-                use.d = d.detach()[None]
+                use.send(d.detach()[None])
                 arrived(use)
 
         handles = []
@@ -497,7 +533,7 @@ def composed(func: Any) -> Callable | None:
 def _into_view(x: Any) -> bool:
     """Whether a tensor of which nothing was known is a view, so that writing it writes another one."""
     known = getattr(x, "_known", None)
-    return (known is None or type(known) is Filled) and isinstance(x, Tensor) and x._is_view()  # pyright: ignore
+    return (known is None or type(known) is Filled) and isinstance(x, Tensor) and base_of(x) is not None
 
 
 def _grown(shape: Any, before: Any, n: int) -> int | None:
@@ -525,6 +561,6 @@ def _attention(
     return torch.nn.functional.dropout((products + attn_mask).softmax(-1), dropout_p, dropout_p > 0) @ v
 
 
-def recording() -> bool:
-    """Whether a function mode sees calls already, or torch.func is at work."""
-    return listening()
+def _picks(index: Any) -> bool:
+    """Whether some of an index are tensors or lists, which may pick an entry several times."""
+    return any(isinstance(i, (Tensor, list, range)) for i in (index if isinstance(index, tuple) else (index,)))

@@ -59,19 +59,16 @@ EXPANDS = called("expand expand_as broadcast_to repeat tile")
 SWAPS = called("t") | getters("T mT")
 MOVES = called("gather index_select take_along_dim")
 INDEXES = {T.__getitem__}
-LEAKS = called("numpy tolist item __array__ __float__ data_ptr __int__ __index__ __bool__ is_nonzero equal allclose")
-HOOKS = called("register_hook")
-DRAWS = called(
-    "dropout alpha_dropout feature_dropout dropout1d dropout2d dropout3d rrelu bernoulli rand randn randint randperm "
-    "rand_like randn_like randint_like normal multinomial poisson uniform_ normal_ random_ exponential_ log_normal_ "
-    "cauchy_ geometric_"
-)
+LEAKS = called("numpy tolist item __array__ __float__ data_ptr __int__ __index__ __format__ __repr__ __deepcopy__ __reduce_ex__")
+HOOKS = called("register_hook register_post_accumulate_grad_hook")
+LIKE = called("to type_as zeros_like ones_like full_like empty_like rand_like randn_like view_as reshape_as expand_as")
+"""Operations that read the values of their first argument alone."""
 PLAIN = getters(
     "shape ndim dtype device layout requires_grad is_cuda is_leaf grad_fn is_sparse is_quantized is_meta is_nested names "
     "itemsize nbytes is_mps is_xla is_cpu output_nr _version"
 ) | called(
     "size dim ndimension numel nelement stride __len__ is_floating_point is_complex is_contiguous get_device "
-    "element_size __format__ storage_offset is_tensor __hash__ is_same_size is_grad_enabled finfo iinfo __repr__ "
+    "element_size storage_offset is_tensor __hash__ is_same_size is_grad_enabled finfo iinfo __bool__ is_nonzero "
     "is_autocast_enabled broadcast_shapes can_cast result_type"
 )
 FILLED = called("zeros ones full empty rand randn new_zeros new_ones new_full new_empty")

@@ -54,11 +54,17 @@ class Use:
     """The edge of the graph by which its cotangent comes, or the copy of the parameter that the operation got."""
     end: bool = True
     """Whether nothing but copies of parameters lies below the edge."""
+    form: torch.Size | None = None
+    """The shape of the result, where the edge is that of a tensor of which it is a view."""
     d: torch.Tensor | None = None
     axis: Any = None
 
     def __init__(self, node: Node, value: torch.Tensor) -> None:
         self.node, self.value, self.shape = node, value, value.shape
+
+    def send(self, d: torch.Tensor) -> None:
+        """Take the cotangent `[V, ...]` that has come to the edge."""
+        self.d = d if self.form is None else d.reshape(len(d), *self.form)
 
     def sent(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         """The cotangent as `[V, n, ...]`."""

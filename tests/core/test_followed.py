@@ -60,7 +60,12 @@ def test_first_order_statistics_are_those_of_the_loop(name, dtype):
 @pytest.mark.parametrize("name", [name for name in MODULES if "GPT" not in name])
 def test_the_diagonal_of_the_ggn_is_the_dense_one(name):
     f, *args = of_module(name)
-    for loss in (F.cross_entropy, lambda z, y: F.mse_loss(z, F.one_hot(y, 3).to(z), reduction="sum")):
+    targets = F.one_hot(args[2], 3).to(args[0][next(iter(args[0]))])
+    for loss in (
+        F.cross_entropy,
+        lambda z, y: F.mse_loss(z, targets),
+        lambda z, y: F.binary_cross_entropy_with_logits(z, targets, reduction="sum"),
+    ):
         wanted = dense_diag_ggn(f, loss)(*args)
         assert_trees_close(diag_ggn(f, loss)(*args), wanted, EXACT[torch.float64], FLOOR)
         assert_trees_close(diag_ggn(lambda p, x, y, loss=loss: loss(f(p, x), y))(*args), wanted, 1e-8, FLOOR)
