@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from invfunc._torch.functorch import storage_of
+from invfunc._torch.functorch import storage_of, version
 from invfunc.core.marks import Axis, Mark, Unsupported, know
 from invfunc.core.tables import called
 from invfunc.core.uses import front
@@ -62,8 +62,8 @@ class Criterion:
         z = self.output
         assert z is not None
         if x is z:
-            return z._version == self.version
-        if x.numel() != z.numel() or not x.is_contiguous() or not z.is_contiguous() or z._version != self.version:
+            return version(z) == self.version
+        if x.numel() != z.numel() or not x.is_contiguous() or not z.is_contiguous() or version(z) != self.version:
             return False
         return storage_of(x) == storage_of(z) and x.storage_offset() == z.storage_offset()
 

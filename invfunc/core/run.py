@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import thresholds
-from invfunc._torch.functorch import base_of, checkpointing, gradient_edge, graph_of, grad_level, level_of, levels
+from invfunc._torch.functorch import base_of, checkpointing, gradient_edge, graph_of, grad_level, level_of, levels, version
 from invfunc._torch.opened import Uncompiled, opened
 from invfunc.core.axes import numbers, read
 from invfunc.core.columns import Criterion, criterion_of
@@ -277,7 +277,7 @@ class Run(TorchFunctionMode):
     def unchanged(self, x: Tensor, axis: Any) -> None:
         """Check that a tensor that was written has its samples where they were, as views of it do not learn of it."""
         before = x.__dict__.get("_known")
-        if self.n > 1 and before is not None and type(before) is not Filled and x._version:
+        if self.n > 1 and before is not None and type(before) is not Filled and version(x):
             lost = isinstance(axis, Unsupported)
             if type(before) is Node or before.axis != axis or (lost and x._is_view()):  # pyright: ignore[reportAttributeAccessIssue]
                 raise axis if lost else Unsupported("what is written moves the samples")
