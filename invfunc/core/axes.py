@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
-from invfunc.core.marks import SUMMED, Axis, Known, Unsupported, option
+from invfunc.core.marks import SUMMED, Axis, Known, Unsupported, option, tensors
 
 
 def same(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
     """The axis of all operands of a pointwise operation."""
     axis = data[0][1]
+    if type(out) is tuple:
+        raise Unsupported("where some entries are depends on all samples")
     for _, other in data[1:]:
         if other != axis:
             raise Unsupported("operands have their samples in different dims")
@@ -43,17 +45,20 @@ def reduction(linear: bool = False) -> Any:
             return same(n, data, args, kwargs, out)  # maximum(x, y)
         x, (at, outer, inner) = data[0]
         dims = option(args, kwargs, 1, "dim", kwargs.get("axis"))
-        keep = option(args, kwargs, 2, "keepdim", False)
+        left = next(iter(tensors(out))).ndim
+        keep = x.ndim == left
         if isinstance(dims, (bool, torch.dtype, type(None))) or dims == () or dims == []:
             dims = range(x.ndim)
         elif len(args) > 2 and all(isinstance(d, int) and not isinstance(d, bool) for d in args[1:]):
             dims = args[1:]
         dims = {d % x.ndim - x.ndim for d in ((dims,) if isinstance(dims, int) else dims)}
+        if not keep and left != x.ndim - len(dims):
+            raise Unsupported("it reduces other dims")
         if at in dims:
             if linear:
                 return SUMMED
             raise Unsupported("it reduces the samples")
-        return (at if keep is True else at + sum(d > at for d in dims), outer, inner)
+        return (at if keep else at + sum(d > at for d in dims), outer, inner)
 
     return rule
 
@@ -69,6 +74,8 @@ def reshaped(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> 
     shape, new = x.shape, out.shape
     if shape == new:
         return data[0][1]
+    if shape.numel() != new.numel():
+        raise Unsupported("the bytes are read as another type")
     step = inner * math.prod(shape[x.ndim + at + 1 :])
     below = 1
     for j in range(len(new) - 1, -1, -1):
@@ -77,6 +84,11 @@ def reshaped(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> 
             return (j - len(new), above // (step * n), step // below)
         below = above
     raise Unsupported(f"the samples of {tuple(shape)} are split by {tuple(new)}")
+
+
+def reshaped_in_place(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """Methods as `unsqueeze_`, after which the old shape is not known."""
+    raise Unsupported("the shape is changed in place")
 
 
 def permuted(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
@@ -93,6 +105,12 @@ def swapped(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> A
     dims = args[1:] or tuple(kwargs.values()) or (-1, -2)
     i, j = (d % x.ndim - x.ndim for d in dims)
     return ({i: j, j: i}.get(at, at), outer, inner)
+
+
+def reversed_(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """`x.T`, by which all dims change places."""
+    x, (at, outer, inner) = data[0]
+    return (-x.ndim - 1 - at, outer, inner)
 
 
 def expanded(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
@@ -116,6 +134,31 @@ def steps(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any
     if any(axis != (-2, 1, 1) for _, axis in data):
         raise Unsupported("its states are of other samples")
     return (-2, 1, 1)
+
+
+def convolution(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """Convolutions of a batch; those of one image have their channels in dim 0."""
+    if args[0].ndim != option(args, kwargs, 1, "weight").ndim:
+        raise Unsupported("the samples are channels")
+    return first(n, data, args, kwargs, out)
+
+
+def spatial(dims: int) -> Any:
+    """A rule of operations in the last dims, as pooling is, which treat all others alike."""
+
+    def rule(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+        if data[0][1][0] >= -dims:
+            raise Unsupported("the samples are positions")
+        return data[0][1]
+
+    return rule
+
+
+def shuffled(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """Channels that become pixels, or pixels that become channels."""
+    if data[0][1][0] >= -3:
+        raise Unsupported("the samples are channels or pixels")
+    return data[0][1]
 
 
 def batch_norm(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
@@ -267,7 +310,7 @@ def indexed(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> A
     x, (at, outer, inner) = data[0]
     if x is args[1] and x.dtype == torch.long and len(data) == 1:
         return (at - args[0].ndim + 1, outer, inner)  # a table, by samples
-    if any(isinstance(i, (torch.Tensor, list)) for i in index):
+    if not all(i is None or i is Ellipsis or type(i) in (int, slice) for i in index):
         return None
     gap = x.ndim - sum(i is not None and i is not Ellipsis for i in index)
     if not any(i is Ellipsis for i in index):

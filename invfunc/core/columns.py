@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from invfunc._torch.functorch import version
+from invfunc._torch.functorch import storage_of, version
 from invfunc.core.marks import Axis, Mark, Unsupported, know, wide
 from invfunc.core.tables import called
 from invfunc.core.uses import front
@@ -72,8 +72,11 @@ class Criterion:
         """Whether a tensor is the output, or a view of all of it, as the model has returned it."""
         z = self.output
         assert z is not None
-        same = x.numel() == z.numel() and x.data_ptr() == z.data_ptr() and z._version == self.version
-        return x is z or (same and x.is_contiguous() and z.is_contiguous())
+        if x is z:
+            return version(z) == self.version
+        if x.numel() != z.numel() or not x.is_contiguous() or not z.is_contiguous() or version(z) != self.version:
+            return False
+        return storage_of(x) == storage_of(z) and x.storage_offset() == z.storage_offset()
 
     def arg(self, name: str, default: Any = None) -> Any:
         """An argument of the criterion."""

@@ -2,7 +2,8 @@
 
 For each bit of the numbers of the samples, the operation runs with other numbers in the samples that have the bit, and in
 those that have not. An entry that changes in exactly one of both depends on one sample, whose number the bits are. It
-runs on random numbers, once for each signature, so that it finds all that does not hang on values.
+runs on random numbers, also in place of constants, once for each signature, so that it finds all that does not hang on
+values: `ROUNDS` times, as the largest of some numbers may stay the largest.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import torch
 from invfunc import tree
 from invfunc._torch.functorch import plainly, transforming
 from invfunc.core.axes import numbers, read
-from invfunc.core.marks import Known, Unsupported, wide
+from invfunc.core.marks import Known, Unsupported, named, wide
 
+ROUNDS = 3
 _KNOWN: dict[Any, list[Any]] = {}
 
 
 def probe(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: list[Known]) -> list[Any]:
     """The axis of each tensor of the result."""
+    if named(func) == "custom_function_call":
+        raise Unsupported("a custom autograd.Function, whose backward pass may mix samples")
     key = _signature(func, args, kwargs, data, n)
     if key in _KNOWN:
         return list(_KNOWN[key])
@@ -31,20 +35,28 @@ def probe(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: lis
         args, kwargs, data = _outside(args, kwargs, data)
     narrow = torch.autocast(data[0][0].device.type, enabled=False)  # two numbers are rarely the same in float32
     with plainly(), torch.random.fork_rng(devices=[]), torch.no_grad(), narrow:
-        found = _probed(n, func, args, kwargs, data, key is not None)
-    if key is not None:
+        for drawing in ("all", "floats", "none") if key is not None else ("floats", "none"):
+            try:
+                found = _probed(n, func, args, kwargs, data, drawing)
+                break
+            except RuntimeError:  # it does not take all numbers
+                pass
+        else:
+            raise Unsupported("it takes none of the numbers that are tried")
+    if drawing == "all":
         _KNOWN[key] = found
     return list(found)
 
 
 def _signature(func: Callable, args: tuple, kwargs: dict[str, Any], data: list[Known], n: int) -> Any:
-    """All that the axis of the result depends on, if not on values; None where a tensor without samples is an index."""
+    """All that the axis of the result depends on, if not on values; None where a tensor without samples is an index
+    or a mask."""
     axes = {id(x): axis for x, axis in data}
     flat, structure = tree.flatten((args, kwargs))
     key: list[Any] = []
     for x in flat:
         if isinstance(x, torch.Tensor):
-            if id(x) not in axes and not x.is_floating_point() and x.dtype != torch.bool:
+            if x.layout is not torch.strided or (id(x) not in axes and not x.is_floating_point()):
                 return None
             key.append((x.shape, x.dtype, axes.get(id(x))))
         else:
@@ -73,7 +85,11 @@ def _outside(args: tuple, kwargs: dict[str, Any], data: list[Known]) -> Any:
     return args, kwargs, [(made(x), axis) for x, axis in data]
 
 
-def _probed(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: list[Known], free: bool) -> list[Any]:
+def _probed(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: list[Known], drawing: str) -> list[Any]:
+    """The axes; where "all" numbers are drawn, they hold for all, and else, with the constants of this call, for it.
+
+    With "none", those of other samples take the place of a sample's.
+    """
     axes, device = {id(x): axis for x, axis in data}, data[0][0].device
     generator = torch.Generator(device).manual_seed(0)
     flat, structure = tree.flatten((args, kwargs))
@@ -82,14 +98,14 @@ def _probed(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: l
     flat = [low.get(id(x), x) for x in flat]
 
     def drawn(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or id(x) not in axes:
+        if not isinstance(x, torch.Tensor) or (drawing == "floats" and id(x) not in axes):
             return x
         if x.is_floating_point():
             return torch.rand(x.shape, generator=generator, dtype=x.dtype, device=device)
+        if drawing == "floats":
+            return x
         entries = x.detach().reshape(-1)
-        return entries[torch.randint(entries.numel(), x.shape, generator=generator, device=device)] if free else x
-
-    ones, others = [*map(drawn, flat)], [*map(drawn, flat)]
+        return entries[torch.randint(entries.numel(), x.shape, generator=generator, device=device)]
 
     def call(chosen: torch.Tensor) -> list[torch.Tensor]:
         mixed = []
@@ -98,30 +114,34 @@ def _probed(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: l
                 a = torch.where(chosen[numbers(x.shape, axes[id(x)], n, device)], b, a)
             mixed.append(a.clone() if isinstance(a, torch.Tensor) else a)
         torch.manual_seed(0)
-        given, named = tree.unflatten(mixed, structure)
-        return [t for t in tree.flatten(func(*given, **named))[0] if isinstance(t, torch.Tensor)]
+        given, options = tree.unflatten(mixed, structure)
+        return [t for t in tree.flatten(func(*given, **options))[0] if isinstance(t, torch.Tensor)]
 
     number = torch.arange(n, device=device)
-    try:
+    there: list[torch.Tensor] = []
+    absent: list[torch.Tensor] = []
+    for turn in range(ROUNDS if drawing == "all" else 1):
+        if drawing != "none":
+            ones, others = [*map(drawn, flat)], [*map(drawn, flat)]
+        else:
+            ones = flat
+            others = [x.detach().roll(axes[id(x)][2], axes[id(x)][0]) if id(x) in axes else x for x in flat]
         base = call(number < 0)
-    except RuntimeError:  # it does not take all numbers: those of other samples
-        ones = [x.detach() if id(x) in axes else x for x in flat]
-        others = [_rolled(x, axes[id(x)]) if id(x) in axes else x for x in flat]
-        base = call(number < 0)
-    found = [torch.zeros(t.shape, dtype=torch.long, device=device) for t in base]
-    seen = [torch.zeros(t.shape, dtype=torch.bool, device=device) for t in base]
-    for bit in range((n - 1).bit_length()):
-        has = (number >> bit & 1).bool()
-        for i, results in enumerate(zip(base, call(has), call(~has), strict=True)):
-            one, zero = (_changed(t, results[0]) for t in results[1:])
-            if bool((one & zero).any()):
-                raise Unsupported("an entry of the result depends on several samples")
-            found[i] += one.long() << bit
-            seen[i] |= one | zero
+        if turn == 0:
+            there, absent = ([torch.zeros(t.shape, dtype=torch.long, device=device) for t in base] for _ in range(2))
+        for bit in range((n - 1).bit_length()):
+            has = (number >> bit & 1).bool()
+            for i, results in enumerate(zip(base, call(has), call(~has), strict=True)):
+                one, zero = (_changed(t, results[0]) for t in results[1:])
+                there[i] |= one.long() << bit
+                absent[i] |= zero.long() << bit
     result = []
-    for s, i in zip(seen, found, strict=True):
-        axis = read(torch.where(s, i, -1), n)
-        if axis is None and bool(s.any()):
+    for has, not_ in zip(there, absent, strict=True):
+        if bool((has & not_).any()):
+            raise Unsupported("an entry of the result depends on several samples")
+        seen = has | not_ != 0
+        axis = read(torch.where(seen, has, -1), n)
+        if axis is None and bool(seen.any()):
             raise Unsupported("the samples are not along one dim of the result")
         result.append(axis)
     return result
@@ -129,11 +149,6 @@ def _probed(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: l
 
 def _changed(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     return (x != before) & ~((x != x) & (before != before))
-
-
-def _rolled(x: torch.Tensor, axis: Any) -> torch.Tensor:
-    """The numbers of the next sample."""
-    return x.detach().roll(axis[2], axis[0])
 
 
 def moved(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: list[Known]) -> Any:

@@ -28,6 +28,7 @@ from invfunc._torch.functorch import (
     level_of,
     levels,
     saving_hooks,
+    version,
 )
 from invfunc._torch.opened import opened
 from invfunc.core.axes import numbers, read
@@ -167,10 +168,10 @@ class Run(TorchFunctionMode):
                         self.foreign(x)
                     if self.inside(x):
                         raise Unsupported("torch.func is used inside of f")
+                elif type(known) is not Node and x.requires_grad and not known.graph:
+                    raise Unsupported("a tensor got a graph by a way that was not seen, as a custom Function")
                 elif type(known) is Mark:
                     axis = known.axis
-                    if x.requires_grad and not known.graph:
-                        raise Unsupported("a tensor got a graph by a way that was not seen, as a custom Function")
                     if type(axis) is tuple:
                         found[0].append((x, axis))
                     else:
@@ -205,6 +206,8 @@ class Run(TorchFunctionMode):
         if kwargs:
             self.look((*kwargs.values(),), found)
         data, params, filled, sums, lost, blends, others = found
+        if filled and (data or sums or lost or blends):
+            data += [(x, known.axis) for x, known in filled if known.graph]
         if func in LIKE and len(data) > 1:  # of the others the form alone
             data = [pair for pair in data if pair[0] is args[0]]
         if func in LEAKS and (sums or lost or blends or any([x.is_floating_point() for x, _ in data])):
@@ -216,9 +219,7 @@ class Run(TorchFunctionMode):
         if sums:
             return self.with_sums(func, args, kwargs, data, params, sums)
         if not data and filled and func in RULES:
-            if not params:
-                return self.still_filled(func, args, kwargs, filled)
-            data = [(x, known.axis) for x, known in filled]
+            return self.still_filled(func, args, kwargs, filled, params)
         if blends and not data:
             return self.lose(func(*args, **kwargs), blends[0][1])
         if not data:
@@ -297,15 +298,30 @@ class Run(TorchFunctionMode):
                 known[index] = numbers(value.shape, axes[id(value)], self.n, x.device)
             found = read(known, self.n)
             axis = found if found is not None and axes.get(id(x), found) == found else axis
+        self.unchanged(x, axis)
         know(x, Mark(self.token, axis if self.n > 1 else (-1, 1, 1), x.requires_grad))
 
-    def still_filled(self, func: Any, args: tuple, kwargs: dict, filled: list[Known]) -> Any:
-        """Run an operation of tensors that f filled."""
+    def unchanged(self, x: Tensor, axis: Any) -> None:
+        """Check that a tensor that was written has its samples where they were, as views of it do not learn of it."""
+        before = x.__dict__.get("_known")
+        if self.n > 1 and before is not None and type(before) is not Filled and version(x):
+            lost = isinstance(axis, Unsupported)
+            if type(before) is Node or before.axis != axis or (lost and x._is_view()):  # pyright: ignore[reportAttributeAccessIssue]
+                raise axis if lost else Unsupported("what is written moves the samples")
+
+    def still_filled(self, func: Any, args: tuple, kwargs: dict, filled: list[Known], params: list[Known]) -> Any:
+        """Run an operation of tensors that f filled, and of parameters."""
         data = [(x, known.axis) for x, known in filled]
-        out = self.mark(RULES[func], func, args, kwargs, data, func(*args, **kwargs))
+        if params:
+            out = self.meet(func, RULES[func], args, kwargs, data, params)
+        else:
+            out = self.mark(RULES[func], func, args, kwargs, data, func(*args, **kwargs))
         for y in tensors(out):
-            if (known := getattr(y, "_known", None)) is not None and type(known.axis) is tuple:
+            known = y.__dict__.pop("_known", None)
+            if known is not None and type(known.axis) is tuple:
                 know(y, Filled(self.token, known.axis, known.graph))
+            elif y.requires_grad:
+                raise Unsupported("entries of a tensor that f filled are summed, which may have no samples")
         return out
 
     def without_samples(self, func: Any, args: tuple, kwargs: dict, params: list[Known], others: list) -> Any:
@@ -348,12 +364,14 @@ class Run(TorchFunctionMode):
             if axis is SUMMED and not graph:
                 axis = Unsupported(f"{named(func)}: a sum of data meets a parameter")
             if axis is not None:
+                self.unchanged(y, axis)
                 y.__dict__["_known"] = Mark(self.token, axis, graph)
         return out
 
     def lose(self, out: Any, error: Unsupported) -> Any:
         """Note that samples are mixed: an error where the result comes from it, or, of data, where it meets parameters."""
         for y in tensors(out):
+            self.unchanged(y, error)
             know(y, Mark(self.token, error, y.requires_grad))
         return out
 
@@ -389,7 +407,7 @@ class Run(TorchFunctionMode):
         if known.axis is not SUMMED:
             nodes = {id(x): node for x, node in params}
             uses = factor(self, args, kwargs, nodes, {id(x): axis for x, axis in data}, known.axis, func)
-        if uses is None:
+        if uses is None or len(uses) != len(params):
             return copied(self, func, rule, args, kwargs, data, params)
         base, count = base_of(out), out.numel()  # of a view, which a later operation in place takes out of the graph
         if base is not None and base.numel() != count:

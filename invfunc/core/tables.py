@@ -22,7 +22,7 @@ def called(names: str) -> set[Any]:
     for name in names.split():
         for home in HOMES:
             for form in (name, name + "_", f"__{name}__", f"__r{name}__", f"__i{name}__"):
-                if callable(func := getattr(home, form, None)):
+                if callable(func := getattr(T if form[:2] == "__" else home, form, None)):
                     found.add(func)
     return found
 
@@ -44,9 +44,9 @@ POINTWISE = called(
     "subtract multiply divide negative rsub sinc logit xlogy hypot heaviside fill zero dropout1d dropout2d dropout3d "
     "alias requires_grad_ copy_ remainder fmod cpu cuda greater less greater_equal less_equal not_equal logaddexp conj "
     "resolve_conj resolve_neg"
-) - {F.glu}
+) - {F.glu, T.__bool__, T.__int__, T.__long__, T.__float__}
 MULTIPLY = called("mul multiply")
-DIVIDE = called("div true_divide divide truediv")
+DIVIDE = called("div true_divide divide truediv") - {T.__rdiv__, T.__rtruediv__}
 LINEAR = called(
     "add sub subtract neg negative sum mean clone contiguous to float double view reshape squeeze unsqueeze flatten stack "
     "cat select getitem unbind t permute transpose expand radd rsub"
@@ -79,6 +79,7 @@ PURE = POINTWISE | VIEWS
 
 AXES: list[tuple[set[Any], Callable]] = [
     (POINTWISE, axes.same),
+    ({T.unsqueeze_, T.squeeze_, T.t_, T.transpose_, T.swapaxes_, T.swapdims_}, axes.reshaped_in_place),
     (called("sum nansum mean nanmean"), axes.reduction(linear=True)),
     (
         called("amax amin max min argmax argmin std var logsumexp prod any all count_nonzero median var_mean std_mean"),
@@ -91,7 +92,8 @@ AXES: list[tuple[set[Any], Callable]] = [
     (called("normalize"), axes.along(2, 1)),
     (called("view reshape flatten unflatten squeeze unsqueeze ravel view_as reshape_as"), axes.reshaped),
     (called("permute"), axes.permuted),
-    (called("t transpose swapaxes swapdims") | getters("T mT"), axes.swapped),
+    (called("t transpose swapaxes swapdims") | getters("mT"), axes.swapped),
+    (getters("T"), axes.reversed_),
     (called("expand expand_as broadcast_to"), axes.expanded),
     (called("cat concat concatenate"), axes.joined),
     (called("stack"), axes.stacked),
@@ -99,21 +101,24 @@ AXES: list[tuple[set[Any], Callable]] = [
     (called("select unbind"), axes.dropped),
     (called("narrow"), axes.narrowed),
     (INDEXES, axes.indexed),
-    (called("matmul mm bmm mv dot rmatmul"), axes.matmul),
-    (called("addmm baddbmm addmv addbmm"), axes.addmm),
+    (called("matmul mm bmm mv dot") - {T.__rmatmul__}, axes.matmul),
+    (called("addmm baddbmm addmv"), axes.addmm),
     (called("linear"), axes.linear),
     (called("einsum"), axes.einsum),
     (called("scaled_dot_product_attention"), axes.attention),
-    (called("embedding"), axes.embedding),
+    ({F.embedding}, axes.embedding),
     (called("layer_norm rms_norm"), axes.layer_norm),
-    (called("batch_norm"), axes.batch_norm),
-    (called("instance_norm"), axes.instance_norm),
+    (called("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"), axes.convolution),
+    (called("pixel_shuffle pixel_unshuffle"), axes.shuffled),
+    ({F.batch_norm}, axes.batch_norm),
+    ({F.instance_norm}, axes.instance_norm),
+    *[
+        (called(f"avg_pool{k}d max_pool{k}d adaptive_avg_pool{k}d adaptive_max_pool{k}d lp_pool{k}d"), axes.spatial(k))
+        for k in (1, 2, 3)
+    ],
     (
         called(
-            "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d group_norm avg_pool1d avg_pool2d "
-            "avg_pool3d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
-            "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool2d_with_indices interpolate "
-            "pixel_shuffle pixel_unshuffle local_response_norm lp_pool2d channel_shuffle upsample prelu"
+            "group_norm max_pool2d_with_indices interpolate local_response_norm channel_shuffle upsample prelu"
         ),
         axes.first,
     ),

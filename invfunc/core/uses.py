@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import version
 from invfunc.core.axes import letters, operands
-from invfunc.core.marks import SUMMED, Axis, Known, Mark, Node, Unsupported, know, option, replaced, tensors, wide
+from invfunc.core.marks import SUMMED, Axis, Known, Mark, Node, Unsupported, know, named, option, replaced, tensors, wide
 from invfunc.core.tables import called
 from invfunc.linear_algebra.pairwise import room_for
 from invfunc.operations.factors.autocorrelation import patches_gram
@@ -407,9 +407,12 @@ class Rows(Use):
     ) -> None:
         super().__init__(node, value)
         self.index, self.a_axis, self.axis, self.padding = index, a_axis, axis, padding
+        self.version = version(index)
 
     def parts(self, run: Run, block: Block = WHOLE) -> tuple[torch.Tensor, torch.Tensor]:
         """The indices `[n, p]` and the cotangents `[V, n, p, d]`."""
+        if version(self.index) != self.version:
+            raise Unsupported("an index was changed in place later")
         i = run.taken(front(run.strip(self.index), self.a_axis, run.n), block).flatten(1)
         d = self.sent(run, block)
         d = d.reshape(*d.shape[:2], i.shape[1], -1)
@@ -601,19 +604,18 @@ FACTORS: dict[Any, Callable] = {
     func: rule
     for names, rule in [
         ("linear", of_linear),
-        ("matmul mm bmm mv rmatmul", of_matmul),
+        ("matmul mm bmm mv", of_matmul),
         ("addmm", of_addmm),
         ("einsum", of_einsum),
         ("conv1d conv2d conv3d", of_convolution),
         ("layer_norm", of_norm((2, 3), layer=True)),
         ("rms_norm", of_norm((2, None), layer=True)),
         ("group_norm", of_norm((2, 3))),
-        ("batch_norm instance_norm", of_norm((3, 4))),
-        ("embedding", of_embedding),
         ("getitem", of_index),
     ]
-    for func in called(names)
+    for func in called(names) - {torch.Tensor.__rmatmul__}
 }
+FACTORS |= {F.batch_norm: of_norm((3, 4)), F.instance_norm: of_norm((3, 4)), F.embedding: of_embedding}
 """The rules of operations that read parameters."""
 
 
@@ -649,6 +651,8 @@ def grown(run: Run, out: torch.Tensor, node: Node, value: torch.Tensor, at: int)
 
 def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
     """Run any operation under vmap, with a copy of the parameters for each sample."""
+    if named(func).strip("_") + "_" == named(func):
+        raise Unsupported("parameters are written among samples")
     flat, structure = tree.flatten((args, kwargs))
     axes, nodes = {id(x): a for x, a in data}, {id(x) for x, _ in params}
     copies: dict[int, torch.Tensor] = {}

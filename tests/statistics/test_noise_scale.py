@@ -11,7 +11,7 @@ from torch import nn
 
 import invfunc
 from invfunc import ArgumentError, ArgumentTypeError, NoiseScale, chunked, noise_scale, streamed, tree
-from invfunc.per_sample import Shares
+from invfunc.core.shares import Shares
 from invfunc.testing.oracles import assert_trees_close, loop_noise_scale
 from tests.networks import LOSSES, network, networks, samples_loss
 from tests.statistics.test_first_order import EXACT, drawn, losses, reduced, reductions

@@ -1,0 +1,1122 @@
+"""Programs in which samples mix, or parameters are read in ways that are hard to see: functions `f(p, x, y)`.
+
+`p` has w `[4, 4]`, v `[4, 4]` and b `[4]`; x and y are `[N, 4]`. The result is `[N]`, or a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.func import grad, jacrev, jvp, vjp, vmap
+from torch.utils.checkpoint import checkpoint
+
+from tests.strategies import Numbers
+
+SIZES = 1, 4, 5
+"""Numbers of samples: one, as many as there are features, and another one."""
+
+
+def data(n: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """The arguments of all programs."""
+    params = {"w": Numbers(0)(4, 4), "v": Numbers(1)(4, 4), "b": Numbers(2)(4)}
+    return params, Numbers(3)(n, 4), Numbers(4)(n, 4)
+
+
+def rows(z: torch.Tensor) -> torch.Tensor:
+    """`[N]` losses of outputs."""
+    return z.square().reshape(len(z), -1).sum(1)
+
+
+class Mixing(torch.autograd.Function):
+    """A function whose backward pass adds the samples up."""
+
+    @staticmethod
+    def forward(ctx: Any, z: torch.Tensor) -> torch.Tensor:
+        return z.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *d: torch.Tensor) -> Any:
+        return d[0].sum(0).expand(d[0].shape)
+
+
+class Scaled(torch.autograd.Function):
+    """A product with a weight, as a user writes it."""
+
+    @staticmethod
+    def forward(ctx: Any, z: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(z, w)
+        return z * w
+
+    @staticmethod
+    def backward(ctx: Any, *d: torch.Tensor) -> Any:
+        z, w = ctx.saved_tensors
+        return d[0] * w, (d[0] * z).sum(0)
+
+
+def written(p, x, y):
+    z = x @ p["w"]
+    z[0] = z[-1]
+    return rows(z)
+
+
+def shifted(p, x, y):
+    z = x @ p["w"]
+    out = torch.zeros_like(z)
+    out[1:] = z[:-1]
+    return rows(out + z)
+
+
+def into_empty(p, x, y):
+    z = x @ p["w"]
+    out = torch.empty(len(x), 8, dtype=x.dtype)
+    out[:, :4], out[:, 4:] = z, z.sin()
+    return rows(out)
+
+
+def into_a_view(p, x, y):
+    z = x @ p["w"]
+    out = torch.empty(len(x), 8, dtype=x.dtype)
+    out[:, :4].copy_(z)
+    out[:, 4:].copy_(z.sin())
+    return rows(out)
+
+
+def into_a_view_mixed(p, x, y):
+    z = x @ p["w"]
+    out = z.clone()
+    out[:1].copy_(z[-1:])
+    return rows(out)
+
+
+def into_a_transposed_view(p, x, y):
+    z = x @ p["w"]
+    out = torch.zeros(4, len(x), dtype=x.dtype)
+    out.T.copy_(z)
+    return rows(out.T)
+
+
+def into_a_row(p, x, y):
+    z = (x @ p["w"]).clone()
+    z[0] += z[-1]
+    return rows(z)
+
+
+def a_row_in_place(p, x, y):
+    z = (x @ p["w"]).clone()
+    row = z[0]
+    row.mul_(3)
+    return rows(z)
+
+
+def a_column_in_place(p, x, y):
+    z = (x @ p["w"]).clone()
+    z[:, 0].mul_(3)
+    return rows(z)
+
+
+def input_in_place(p, x, y):
+    h = x.clone()
+    z = h @ p["w"]
+    h.mul_(2)
+    return rows(z)
+
+
+def input_by_a_view_in_place(p, x, y):
+    h = x.clone()
+    u = h.view(-1)
+    z = h * p["b"]
+    u.mul_(2)
+    return rows(z) + rows(h @ p["w"])
+
+
+def norm_input_in_place(p, x, y):
+    h = x.clone()
+    z = F.layer_norm(h, (4,), p["b"])
+    h.mul_(torch.arange(4, dtype=x.dtype))
+    return rows(z)
+
+
+def pointwise_input_in_place(p, x, y):
+    h = x.clone()
+    z = h + p["b"]
+    h.add_(1)
+    return rows(z @ p["w"])
+
+
+def index_in_place(p, x, y):
+    i = (x[:, 0] > 0).long()
+    z = F.embedding(i, p["w"])
+    i.add_(1)
+    return rows(z)
+
+
+def mask_in_place(p, x, y):
+    m = x > 0
+    z = torch.where(m, p["b"], x)
+    m.logical_not_()
+    return rows(z)
+
+
+def weight_in_place(p, x, y):
+    w = p["w"].clone()
+    z = x @ w
+    with torch.no_grad():
+        w.mul_(2)
+    return rows(z) + rows((x @ w).sin())
+
+
+def weight_by_no_grad(p, x, y):
+    with torch.no_grad():
+        scale = p["w"].norm()
+    return rows(x @ (p["w"] / scale))
+
+
+def spectral(p, x, y):
+    return rows(x @ (p["w"] / torch.linalg.matrix_norm(p["w"], 2)))
+
+
+def inside_grad(p, x, y):
+    return vmap(grad(lambda r: (r @ p["w"]).cos().sum()))(x).sum(1)
+
+
+def inside_grad_of_sum(p, x, y):
+    return rows(grad(lambda x: (x @ p["w"]).cos().sum())(x))
+
+
+def inside_grad_mixed(p, x, y):
+    return rows(grad(lambda x: (x @ p["w"]).sum(0).cos().sum())(x))
+
+
+def inside_jvp(p, x, y):
+    return rows(jvp(lambda x: (x @ p["w"]).sin(), (x,), (y,))[1])
+
+
+def inside_vjp(p, x, y):
+    z, pull = vjp(lambda x: (x @ p["w"]).sin(), x)
+    return rows(pull(y)[0])
+
+
+def inside_jacobian(p, x, y):
+    return vmap(jacrev(lambda r: (r @ p["w"]).sin()))(x).square().sum((1, 2))
+
+
+def inside_gradient_of_w(p, x, y):
+    """An inner step on the whole batch, as in meta-learning."""
+    w = p["w"] - 0.1 * grad(lambda w: (x @ w - y).square().mean())(p["w"])
+    return rows(x @ w - y)
+
+
+def inside_autograd(p, x, y):
+    h = x.clone().requires_grad_()
+    (d,) = torch.autograd.grad((h @ p["w"]).cos().sum(), h, create_graph=True)
+    return rows(d)
+
+
+def inside_autograd_mixed(p, x, y):
+    h = x.clone().requires_grad_()
+    (d,) = torch.autograd.grad((h @ p["w"]).cos().sum(0).square().sum(), h, create_graph=True)
+    return rows(d)
+
+
+def batch_norm(p, x, y):
+    return rows(F.batch_norm(x @ p["w"], None, None, p["b"], None, training=True))
+
+
+def batch_norm_by_hand(p, x, y):
+    z = x @ p["w"]
+    return rows((z - z.mean(0)) / (z.var(0, correction=0) + 1).sqrt())
+
+
+def ghost_batch_norm(p, x, y):
+    """The samples as channels of one image."""
+    z = (x @ p["w"]).view(1, -1, 4)
+    return rows(F.group_norm(z, 1, None, None)[0])
+
+
+def contrastive(p, x, y):
+    a, b = F.normalize(x @ p["w"], dim=1), F.normalize(y @ p["v"], dim=1)
+    return F.cross_entropy(a @ b.T, torch.arange(len(x)), reduction="none")
+
+
+def contrastive_mean(p, x, y):
+    a, b = F.normalize(x @ p["w"], dim=1), F.normalize(y @ p["v"], dim=1)
+    return F.cross_entropy(a @ b.T, torch.arange(len(x)))
+
+
+def distances(p, x, y):
+    return torch.cdist(x @ p["w"], x @ p["w"]).sum(1)
+
+
+def reshaped_in(p, x, y):
+    z = (x @ p["w"]).flatten()
+    return rows(F.layer_norm(z, z.shape).view(-1, 4))
+
+
+def two_axes(p, x, y):
+    z = x @ p["w"]
+    return z.T.reshape(-1)[: len(x)].square() + rows(z)
+
+
+def transposed_sum(p, x, y):
+    """Features as if they were samples, where their numbers are equal."""
+    z = x @ p["w"]
+    return (z + z.T).square().sum(1) if len(x) == 4 else rows(z)
+
+
+def features_are_returned(p, x, y):
+    return (x @ p["w"]).square().sum(0)[: len(x)]
+
+
+def weights_of_samples(p, x, y):
+    """A parameter with an entry for each sample."""
+    return p["w"].reshape(-1)[: len(x)] * x.sum(1)
+
+
+def weights_of_samples_in_rows(p, x, y):
+    return rows(x[: len(p["w"])] * p["w"][: len(x)]) if len(x) <= 4 else rows(x * p["b"])
+
+
+def expanded_weight(p, x, y):
+    w = p["w"].expand(len(x), 4, 4)
+    return rows(torch.bmm(w, x[..., None])[..., 0])
+
+
+def repeated_weight(p, x, y):
+    w = p["w"].repeat(len(x), 1, 1)
+    return rows(torch.bmm(w, x[..., None])[..., 0])
+
+
+def tiled_weight(p, x, y):
+    b = p["b"].repeat(len(x)).view(len(x), 4)
+    return rows(x * b)
+
+
+def stacked_weight(p, x, y):
+    w = torch.stack([p["b"] * (i + 1) for i in range(len(x))])
+    return rows(x * w)
+
+
+def expanded_row(p, x, y):
+    b = p["b"][None].expand(len(x), -1)
+    return rows((x + b.roll(1, 0)) * (1 + b.cumsum(0)))
+
+
+def weight_of_the_data(p, x, y):
+    """Fast weights, of the whole batch."""
+    w = x.T @ y / len(x)
+    return rows(x @ (p["w"] + w))
+
+
+def weight_of_a_sum(p, x, y):
+    return rows(x @ p["w"]) * (x @ p["v"]).sum()
+
+
+def data_and_sum(p, x, y):
+    return (x - x.mean(0)).matmul(p["w"]).square().sum(1)
+
+
+def loops(p, x, y):
+    return torch.stack([(r @ p["w"]).square().sum() for r in x])
+
+
+def loops_mixed(p, x, y):
+    h, out = torch.zeros(4, dtype=x.dtype), []
+    for r in x:
+        h = torch.tanh(r @ p["w"] + h)
+        out.append(h.sum())
+    return torch.stack(out)
+
+
+def loop_sum(p, x, y):
+    total = torch.zeros((), dtype=x.dtype)
+    for r in x @ p["w"]:
+        total = total + r.square().sum()
+    return total
+
+
+def two_losses(p, x, y):
+    return rows(x @ p["w"]).mean() + rows(y @ p["v"]).sum()
+
+
+def mean_and_regulariser(p, x, y):
+    return rows(x @ p["w"]).mean() + p["w"].square().sum()
+
+
+def sums_of_different_things(p, x, y):
+    z = x @ p["w"]
+    return z.square().sum() / z.shape[0] + z.sum(0).square().sum()
+
+
+def scatter(p, x, y):
+    z = x @ p["w"]
+    i = torch.zeros(len(x), 4, dtype=torch.long)
+    return rows(torch.zeros_like(z).scatter_add(0, i, z))
+
+
+def scatter_features(p, x, y):
+    z = x @ p["w"]
+    i = (x > 0).long()
+    return rows(torch.zeros_like(z).scatter_add(1, i, z))
+
+
+def index_add(p, x, y):
+    z = x @ p["w"]
+    return rows(z.clone().index_add_(0, torch.zeros(len(x), dtype=torch.long), z))
+
+
+def index_put(p, x, y):
+    z = (x @ p["w"]).clone()
+    z[torch.tensor([0])] = z[torch.tensor([-1])]
+    return rows(z)
+
+
+def masked_rows(p, x, y):
+    z = (x @ p["w"]).clone()
+    z[x[:, 0] > 0] = 0
+    return rows(z)
+
+
+def masked_entries(p, x, y):
+    z = (x @ p["w"]).clone()
+    z[z > 0] *= 2
+    return rows(z)
+
+
+def selected(p, x, y):
+    """Mean of those that are masked in, as of tokens without padding."""
+    z = rows(x @ p["w"])
+    return z[x[:, 0] > 0].sum()
+
+
+def selected_mean(p, x, y):
+    z = rows(x @ p["w"])
+    return z[x[:, 0] > 0].mean() if (x[:, 0] > 0).any() else z.sum()
+
+
+def weighted_mean(p, x, y):
+    z, w = rows(x @ p["w"]), y[:, 0].square()
+    return (z * w).sum() / w.sum()
+
+
+def checkpointed(reentrant):
+    def f(p, x, y):
+        return rows(checkpoint(lambda w, x: (x @ w).sin() + p["b"], p["w"], x, use_reentrant=reentrant))
+
+    return f
+
+
+def checkpointed_mixed(p, x, y):
+    return rows(checkpoint(lambda w, x: (x @ w).softmax(0), p["w"], x, use_reentrant=False))
+
+
+def closure_of_params(p, x, y):
+    """A leaf by another way: the storage of the parameter as a new tensor."""
+    return rows(x @ p["w"]) + rows(x @ p["w"].data.sin())
+
+
+def detached(p, x, y):
+    z = x @ p["w"]
+    return rows(z * z.detach().sigmoid()) + rows(z - z.detach().mean(0))
+
+
+def detached_softmax(p, x, y):
+    z = x @ p["w"]
+    return rows(z * z.detach().softmax(0))
+
+
+def fill_diagonal(p, x, y):
+    z = x @ p["w"]
+    return rows((z @ z.T).fill_diagonal_(0))
+
+
+def triu(p, x, y):
+    z = x @ p["w"]
+    return rows(z.triu())
+
+
+def hidden_weight(p, x, y):
+    holder = [p["w"]]
+    return rows(x @ holder[0].view(4, 2, 2).flatten(1)) + rows(torch.cat([x, y], 0) @ p["v"])[: len(x)]
+
+
+def both_views(p, x, y):
+    """SimCLR: two views of a sample, one behind the other."""
+    z = torch.cat([x, y], 0) @ p["w"]
+    a, b = z.chunk(2)
+    return (a * b).sum(1)
+
+
+def both_views_swapped(p, x, y):
+    z = torch.cat([x, y], 0) @ p["w"]
+    a, b = z.chunk(2)
+    return rows(torch.cat([b, a], 0) * z)[: len(x)]
+
+
+def interleaved(p, x, y):
+    z = torch.stack([x, y], 1).flatten(0, 1) @ p["w"]
+    return (z[::2] * z[1::2]).sum(1)
+
+
+def folded(p, x, y):
+    """Heads in the dim of the samples."""
+    z = (x @ p["w"]).view(-1, 2, 2).transpose(0, 1).reshape(-1, 2)
+    return rows(F.softmax(z, 1).view(2, -1, 2).transpose(0, 1).reshape(-1, 4))
+
+
+def folded_mixed(p, x, y):
+    z = (x @ p["w"]).view(-1, 2, 2).transpose(0, 1).reshape(-1, 2)
+    return rows(z.reshape(-1, 4))
+
+
+def attention_between(p, x, y):
+    z = (x @ p["w"])[None]
+    return rows(F.scaled_dot_product_attention(z, z, z)[0])
+
+
+def convolution_between(p, x, y):
+    z = (x @ p["w"]).T[None]
+    return rows(F.conv1d(z, p["v"][:, :, None].expand(4, 4, 3), padding=1)[0].T)
+
+
+def pooling_between(p, x, y):
+    z = (x @ p["w"]).T[None]
+    return rows(F.max_pool1d(z, 3, 1, 1)[0].T)
+
+
+def lstm_over_the_samples(p, x, y):
+    z = (x @ p["w"])[:, None]
+    w = [p["w"].repeat(4, 1), p["v"].repeat(4, 1), p["b"].repeat(4), p["b"].repeat(4)]
+    h = torch.zeros(1, 1, 4, dtype=x.dtype)
+    return rows(torch.lstm(z, (h, h), w, True, 1, 0.0, False, False, False)[0][:, 0])
+
+
+def unused_batch_norm(p, x, y):
+    z = x @ p["w"]
+    F.batch_norm(z, None, None, training=True)
+    return rows(z)
+
+
+def flip(p, x, y):
+    return rows((x @ p["w"]).flip(0) * y)
+
+
+def flipped_twice(p, x, y):
+    return rows((x.flip(0) @ p["w"]).flip(0) * y)
+
+
+def permuted_and_back(p, x, y):
+    i = torch.arange(len(x)).roll(1)
+    return rows(((x[i] @ p["w"])[i.argsort()]) * y)
+
+
+def mixup(p, x, y):
+    return rows((0.5 * x + 0.5 * x.roll(1, 0)) @ p["w"])
+
+
+def kron(p, x, y):
+    return rows(torch.kron(x, p["b"][None]))
+
+
+def outer_products(p, x, y):
+    return torch.einsum("ni,mj,ij->n", x, y, p["w"])
+
+
+def einsum_of_samples(p, x, y):
+    return torch.einsum("ni,nj,ij->n", x, y, p["w"])
+
+
+def bilinear(p, x, y):
+    return rows(F.bilinear(x, y, p["w"][None]))
+
+
+def quadratic_in_w(p, x, y):
+    return rows(x @ p["w"] @ p["w"].T)
+
+
+def diagonal(p, x, y):
+    return (x @ p["w"] @ x.T).diagonal()
+
+
+def trace(p, x, y):
+    return (x @ p["w"] @ x.T).trace()
+
+
+def number_of_samples(p, x, y):
+    return rows(x @ p["w"]).sum() / len(x)
+
+
+def chunks_of_samples(p, x, y):
+    return torch.cat([rows(c @ p["w"]) for c in x.split(2)])
+
+
+def chunks_of_samples_mixed(p, x, y):
+    return torch.cat([rows(c @ p["w"]) / c.sum() for c in x.split(2)])
+
+
+def sum_of_chunks(p, x, y):
+    return sum(rows(c @ p["w"]).sum() for c in x.split(2))
+
+
+def first_only(p, x, y):
+    return rows(x @ p["w"])[0]
+
+
+def last_row_for_all(p, x, y):
+    return rows(x @ p["w"])[-1].expand(len(x)) * 1
+
+
+def max_loss(p, x, y):
+    return rows(x @ p["w"]).max()
+
+
+def norm_of_all(p, x, y):
+    return (x @ p["w"]).norm()
+
+
+def logsumexp(p, x, y):
+    return (x @ p["w"]).logsumexp((0, 1))
+
+
+def product_of_losses(p, x, y):
+    return rows(x @ p["w"]).prod()
+
+
+def mean_of_a_part(p, x, y):
+    z = x @ p["w"]
+    return (z[:, :2].mean() + z[:, 2:].sum()) / 2
+
+
+def mse_broadcast(p, x, y):
+    """`[N, 1]` predictions against `[N]` targets: a well known mistake."""
+    return ((x @ p["w"][:, :1]) - y[:, 0]).square().mean()
+
+
+def mse_broadcast_rows(p, x, y):
+    return ((x @ p["w"][:, :1]) - y[:, 0]).square().mean(1)
+
+
+def covariance(p, x, y):
+    z = x @ p["w"]
+    return torch.cov(z.T, correction=0).square().sum()
+
+
+def variance_of_all(p, x, y):
+    return (x @ p["w"]).var(correction=0)
+
+
+def standardised_targets(p, x, y):
+    return rows(x @ p["w"] - (y - y.mean()) / y.std(correction=0))
+
+
+def rank(p, x, y):
+    z = (x @ p["w"])[:, 0]
+    return z * z.argsort().to(z)
+
+
+def pad_samples(p, x, y):
+    return rows(F.pad(x @ p["w"], (0, 0, 1, 0))[:-1])
+
+
+def pad_features(p, x, y):
+    return rows(F.pad(x @ p["w"], (1, 0)))
+
+
+def unfold_samples(p, x, y):
+    return (x @ p["w"]).unfold(0, 1, 1).square().sum((1, 2))
+
+
+def as_strided(p, x, y):
+    z = (x @ p["w"]).contiguous()
+    return rows(z.as_strided(z.shape, (1, len(x))))
+
+
+def resized(p, x, y):
+    z = (x @ p["w"]).clone()
+    return rows(z.view(4, -1).T.contiguous())
+
+
+def complex_(p, x, y):
+    z = torch.fft.fft(x @ p["w"], dim=1)
+    return z.abs().square().sum(1)
+
+
+def fft_of_samples(p, x, y):
+    return torch.fft.fft(x @ p["w"], dim=0).abs().square().sum(1)
+
+
+def solved(p, x, y):
+    a = p["w"] @ p["w"].T + torch.eye(4, dtype=x.dtype)
+    return rows(torch.linalg.solve(a, x.T).T)
+
+
+def solved_in_samples(p, x, y):
+    z = x @ p["w"]
+    return rows(torch.linalg.solve(z @ z.T + torch.eye(len(x), dtype=x.dtype), z))
+
+
+def out_argument(p, x, y):
+    z = x @ p["w"]
+    with torch.no_grad():
+        out = torch.empty_like(x)
+        torch.mul(x, 2, out=out)
+    return rows(z * out)
+
+
+def swapped_names(p, x, y):
+    z = torch.sum(input=x @ p["w"], dim=0)
+    return (z * x).sum(1)
+
+
+def in_place_sum(p, x, y):
+    z = (x @ p["w"]).clone()
+    z -= z.mean(0, keepdim=True)
+    return rows(z)
+
+
+def in_place_sum_of_data(p, x, y):
+    h = x.clone()
+    h -= h.mean(0)
+    return rows(h @ p["w"])
+
+
+def cached_in_place(p, x, y):
+    """A cache of keys that is filled step by step, sample by sample."""
+    cache = torch.zeros(len(x), 4, dtype=x.dtype)
+    for i in range(len(x)):
+        cache[i] = x[i] @ p["w"]
+    return rows(cache)
+
+
+def cached_and_mixed(p, x, y):
+    cache = torch.zeros(len(x), 4, dtype=x.dtype)
+    for i in range(len(x)):
+        cache[i] = x[i] @ p["w"] + (cache[i - 1] if i else 0)
+    return rows(cache)
+
+
+def state_of_one(p, x, y):
+    """A state of the first sample that all others get."""
+    state = torch.zeros(len(x), 4, dtype=x.dtype)
+    state += (x @ p["w"])[0]
+    return rows(state * x)
+
+
+def new_from_sum(p, x, y):
+    state = torch.zeros(4, dtype=x.dtype)
+    state += (x @ p["w"]).sum(0)
+    return rows(state * x)
+
+
+def filled_square(p, x, y):
+    """A tensor that f fills has as many features as there are samples."""
+    z = x @ p["w"]
+    h = torch.zeros(len(x), 4, dtype=x.dtype)
+    return rows(z + h + torch.arange(len(x), dtype=x.dtype) @ h)
+
+
+def filled_other_axis(p, x, y):
+    z = x @ p["w"]
+    h = torch.zeros(4, len(x), dtype=x.dtype)
+    return rows(z + (h + z.T).T)
+
+
+def filled_written(p, x, y):
+    z = x @ p["w"]
+    h = torch.zeros(len(x), len(x), dtype=x.dtype)
+    h += z.sum(1)
+    return rows(h)
+
+
+def filled_of_features(p, x, y):
+    h = torch.zeros(len(x), 4, dtype=x.dtype)
+    h[:, 0] = (x @ p["w"]).sum(1)
+    return rows(h + h.roll(1, 1))
+
+
+def view_and_then_its_base(p, x, y):
+    z = (x @ p["w"]).clone()
+    u = z[:, :2]
+    z[0] = z[-1]
+    return rows(u)
+
+
+def view_and_then_its_base_in_place(p, x, y):
+    z = (x @ p["w"]).clone()
+    u = z[:, :2]
+    z -= z.mean(0)
+    return rows(u)
+
+
+def entries_by_a_view(p, x, y):
+    z = (x @ p["w"]).clone()
+    u = z.view(-1)
+    u[:4] = u[-4:]
+    return rows(z)
+
+
+def filled_and_viewed(p, x, y):
+    h = torch.zeros(len(x), 4, dtype=x.dtype)
+    u = h.T
+    h += x @ p["w"]
+    return rows(h * u) if len(x) == 4 else rows(h) + u.sum(0)
+
+
+def filled_and_sliced(p, x, y):
+    h = torch.zeros(len(x), 4, dtype=x.dtype)
+    u = h[0]
+    h += x @ p["w"]
+    return rows(h * u)
+
+
+def written_into_a_parameter(p, x, y):
+    w = p["w"].clone()
+    if len(x) != 4:
+        return rows(x)
+    w.add_(x @ p["v"])
+    return rows(w)
+
+
+def written_into_a_copy_of_a_parameter(p, x, y):
+    w = p["b"].expand(len(x), 4).clone()
+    w.mul_(x @ p["v"])
+    return rows(w)
+
+
+def written_into_what_is_of_parameters(p, x, y):
+    w = p["w"] * 1
+    w[: len(x)] += (x @ p["v"])[: len(w)]
+    return rows(x @ w)
+
+
+def a_step_in_place(p, x, y):
+    w = p["w"] * 1
+    for _ in range(2):
+        w -= 0.1 * x.T @ (x @ w - y)
+    return rows(x @ w - y)
+
+
+def views_of_parameters_in_place(p, x, y):
+    w = p["w"] * 1
+    row = w[0]
+    row *= 2
+    return rows(x @ w)
+
+
+def swapped_features_in_place(p, x, y):
+    z = (x @ p["w"]).clone()
+    z[:, [0, 1]] = z[:, [1, 0]]
+    return rows(z * y)
+
+
+def swapped_samples_in_place(p, x, y):
+    z = (x @ p["w"]).clone()
+    z[[0, -1]] = z[[-1, 0]]
+    return rows(z * y)
+
+
+class Sums(torch.autograd.Function):
+    """The same mixing function in the form that torch.func takes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z: torch.Tensor) -> torch.Tensor:
+        return z.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *d: torch.Tensor) -> Any:
+        return d[0].sum(0).expand(d[0].shape)
+
+
+class Adds(torch.autograd.Function):
+    """A sum in place, written by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, z: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(z)
+        return z.add_(b)
+
+    @staticmethod
+    def backward(ctx: Any, *d: torch.Tensor) -> Any:
+        return d[0], d[0].sum(0)
+
+
+def added_in_place(p, x, y):
+    z = (x @ p["w"]).clone()
+    Adds.apply(z, p["b"])
+    return rows(z) + rows(x * p["b"])
+
+
+def hook_that_mixes(p, x, y):
+    z = x @ p["w"]
+    if z.requires_grad:
+        z.register_hook(lambda d: d + d.sum(0))
+    return rows(z)
+
+
+def hook_that_clips(p, x, y):
+    z = x @ p["w"]
+    if z.requires_grad:
+        z.register_hook(lambda d: d.clamp(-1, 1))
+    return rows(z)
+
+
+def samples_as_channels(p, x, y):
+    z = x @ p["w"]
+    return rows(F.conv1d(z, torch.ones(len(x), len(x), 3, dtype=x.dtype), padding=1))
+
+
+def samples_as_channels_of_a_weight(p, x, y):
+    w = p["w"].flatten()[None, : len(x)].expand(len(x), len(x))[..., None]
+    return rows(F.conv1d(x, w))
+
+
+def samples_to_pixels(p, x, y):
+    z = (x @ p["w"])[:, :, None]
+    return rows(F.pixel_shuffle(z[:4], 2)[0]).repeat(4)[: len(x)] if len(x) == 4 else rows(z)
+
+
+def in_place_shape(p, x, y):
+    z = (x @ p["w"]).clone()
+    z.unsqueeze_(-1)
+    return rows(z.softmax(-2))
+
+
+def in_place_shape_mixed(p, x, y):
+    z = (x @ p["w"]).clone()
+    z.unsqueeze_(-1)
+    return rows(z.softmax(0))
+
+
+def in_place_transpose(p, x, y):
+    z = (x @ p["w"]).clone()
+    z.t_()
+    return rows(z.softmax(0).T)
+
+
+def deviations_by_place(p, x, y):
+    z = (x @ p["w"]).view(-1, 2, 2)
+    return torch.std(z, 1, False, True).flatten(1).sum(1) + torch.std(z, 2, False).sum(1)
+
+
+def index_fill(p, x, y):
+    z = (x @ p["w"]).clone()
+    z.index_fill_(1, torch.tensor([0]), p["b"].sum())
+    return rows(z)
+
+
+def index_add_of_parameters(p, x, y):
+    z = (x @ p["w"]).clone()
+    z.index_add_(1, torch.tensor([0]), p["b"][:1].expand(len(x), 1))
+    return rows(z)
+
+
+def scatter_of_parameters(p, x, y):
+    z = (x @ p["w"]).clone()
+    z.scatter_add_(1, (x > 0).long(), p["b"].expand(len(x), 4))
+    return rows(z)
+
+
+def addmm_in_place(p, x, y):
+    z = (x @ p["w"]).clone()
+    z.addmm_(x, p["v"])
+    return rows(z)
+
+
+def addmm_of_one_parameter(p, x, y):
+    return rows(torch.addmm(p["w"][0], x, p["w"]))
+
+
+def norm_of_one_parameter(p, x, y):
+    return rows(F.layer_norm(x, (4,), p["b"], p["b"]))
+
+
+def adversarial(p, x, y):
+    h = x.detach().clone().requires_grad_()
+    (d,) = torch.autograd.grad(rows(h @ p["w"].detach()).sum(), h)
+    return rows((x + 0.1 * d.sign()) @ p["w"])
+
+
+def adversarial_alone(p, x, y):
+    h = x.detach().clone().requires_grad_()
+    (d,) = torch.autograd.grad(rows(h @ p["w"].detach()).sum(), h)
+    return rows(x @ p["w"] + d @ p["v"])
+
+
+def adversarial_of_samples(p, x, y):
+    h = x.detach().clone().requires_grad_()
+    (d,) = torch.autograd.grad(rows(h @ p["w"].detach()).sum(), h)
+    return rows(x @ p["w"] + (d @ p["v"]).flip(0))
+
+
+def solved_by_a_constant(p, x, y):
+    """First a matrix that mixes nothing, then one of the same shape that does."""
+    n = len(x)
+    z = x @ p["w"]
+    first = torch.linalg.solve(torch.eye(n, dtype=x.dtype), z)
+    return rows(first + torch.linalg.solve(torch.ones(n, n, dtype=x.dtype) + torch.eye(n, dtype=x.dtype), z))
+
+
+def solved_by_a_constant_again(p, x, y):
+    n = len(x)
+    return rows(torch.linalg.solve(torch.ones(n, n, dtype=x.dtype) + torch.eye(n, dtype=x.dtype), x @ p["w"]))
+
+
+def picked_by_a_constant_mask(p, x, y):
+    z, m, k = x @ p["w"], torch.zeros(len(x), 4, dtype=torch.bool), torch.zeros(len(x), 4, dtype=torch.bool)
+    m[:, 0] = True
+    if len(x) != 4:
+        return torch.masked_select(z, m).square()
+    k[0] = True
+    return torch.masked_select(z, m).square() + torch.masked_select(z, k).square()
+
+
+def sparse_adjacency(p, x, y):
+    n = len(x)
+    own = torch.eye(n, dtype=x.dtype).to_sparse()
+    all_ = torch.ones(n, n, dtype=x.dtype).to_sparse()
+    z = x @ p["w"]
+    return rows(torch.sparse.mm(own, z) + torch.sparse.mm(all_, z))
+
+
+def picked_by_a_tuple(p, x, y):
+    z = (x @ p["w"]).T.contiguous()
+    return rows(z[(0, 1, 2, 3),].T) + z[:, None][(0, 1),].sum((0, 1))
+
+
+def written_by_copies(p, x, y):
+    z = x @ p["w"]
+    out = z.new_zeros(2, len(x), 4)
+    out[0] = z
+    out[1] = z.flip(0)
+    return rows(out[0]) + rows(out[1])
+
+
+def momentum(p, x, y):
+    """An average over the batch that is kept and subtracted, as of targets that are centred."""
+    with torch.no_grad():
+        centre = (x @ p["w"]).mean(0)
+    return rows(x @ p["w"] - centre)
+
+
+PROGRAMS: dict[str, Any] = {
+    name: f
+    for name, f in [*globals().items()]
+    if callable(f)
+    and getattr(f, "__module__", "") == __name__
+    and isinstance(f, type(rows))
+    and f.__code__.co_varnames[: f.__code__.co_argcount] == ("p", "x", "y")
+}
+PROGRAMS |= {
+    "loss over a sum of the data": lambda p, x, y: rows(x @ p["w"]) / x.sum(),
+    "loss over the sum of outputs": lambda p, x, y: rows(x @ p["w"]) / (x @ p["w"]).sum(),
+    "mean loss over a sum of the data": lambda p, x, y: rows(x @ p["w"]).sum() / x.abs().sum(),
+    "sum over samples, keepdim": lambda p, x, y: rows(x @ p["w"] - (x @ p["w"]).mean(0, keepdim=True)),
+    "cumsum": lambda p, x, y: rows((x @ p["w"]).cumsum(0)),
+    "cumsum of features": lambda p, x, y: rows((x @ p["w"]).cumsum(1)),
+    "cummax": lambda p, x, y: rows((x @ p["w"]).cummax(0).values),
+    "sort": lambda p, x, y: rows((x @ p["w"]).sort(0).values),
+    "sort of features": lambda p, x, y: rows((x @ p["w"]).sort(1).values * p["b"]),
+    "topk of samples": lambda p, x, y: (x @ p["w"]).topk(1, 0).values.sum(),
+    "gather": lambda p, x, y: rows((x @ p["w"]).gather(0, torch.zeros(len(x), 4, dtype=torch.long))),
+    "gather of features": lambda p, x, y: rows((x @ p["w"]).gather(1, (x > 0).long())),
+    "index_select": lambda p, x, y: rows((x @ p["w"]).index_select(0, torch.arange(len(x)).flip(0))),
+    "take": lambda p, x, y: (x @ p["w"]).take(torch.arange(len(x))).square(),
+    "masked_scatter": lambda p, x, y: rows((x @ p["w"]).masked_scatter(x > 0, y @ p["v"])),
+    "softmax of samples": lambda p, x, y: rows((x @ p["w"]).softmax(0)),
+    "log_softmax, no dim": lambda p, x, y: rows(F.log_softmax(x @ p["w"], 0)),
+    "normalize of samples": lambda p, x, y: rows(F.normalize(x @ p["w"], dim=0)),
+    "custom backward that mixes": lambda p, x, y: rows(Mixing.apply(x @ p["w"]).sin()),
+    "custom backward that mixes, for torch.func": lambda p, x, y: rows(Sums.apply(x @ p["w"]).sin()),
+    "one_over_a_sum": lambda p, x, y: 1 / rows(x @ p["w"]).sum(),
+    "two to the mean": lambda p, x, y: 2 ** rows(x @ p["w"]).mean(),
+    "a constant minus a mean": lambda p, x, y: 3 - rows(x @ p["w"]).mean() / 2,
+    "a regulariser with as many rows as samples": lambda p, x, y: (
+        rows(x @ p["w"]).mean() + (p["w"] * torch.ones(4, 1).double()).square().sum()
+    ),
+    "a regulariser with rows of different weight": lambda p, x, y: (
+        rows(x @ p["w"]).mean() + (torch.full((4, 1), 0.5).double() * p["w"]).square().sum()
+    ),
+    "reflected product": lambda p, x, y: rows(p["w"].__rmatmul__(x)),
+    "reflected product of samples": lambda p, x, y: rows((x @ p["w"]).__rmatmul__(torch.ones(len(x), len(x)).double())),
+    "custom function of a parameter": lambda p, x, y: rows(Scaled.apply(x @ p["w"], p["b"])),
+    "custom function of a computed parameter": lambda p, x, y: rows(Scaled.apply(x, p["b"].sin())),
+    "custom function of parameters alone": lambda p, x, y: rows(x @ Scaled.apply(p["w"], p["b"])),
+    "custom function of data alone": lambda p, x, y: rows(Scaled.apply(x, torch.ones(4).double()) @ p["w"]),
+    "checkpoint": checkpointed(False),
+    "checkpoint, reentrant": checkpointed(True),
+    "roll of samples": lambda p, x, y: rows((x @ p["w"]).roll(1, 0) * y),
+    "roll of all": lambda p, x, y: rows((x @ p["w"]).roll(1) * y),
+    "sum of both": lambda p, x, y: rows(x @ p["w"]) + (x @ p["w"]).sum(),
+    "repeat_interleave": lambda p, x, y: rows((x @ p["w"]).repeat_interleave(2, 0).view(-1, 8)),
+    "repeat": lambda p, x, y: rows((x @ p["w"]).repeat(2, 1)[: len(x)]),
+    "repeat, read as pairs": lambda p, x, y: rows((x @ p["w"]).repeat(2, 1).view(-1, 8)),
+    "reshape with features first": lambda p, x, y: rows((x @ p["w"]).reshape(4, -1).T),
+    "matmul of samples": lambda p, x, y: rows((x @ p["w"]) @ (x @ p["w"]).T),
+    "dot": lambda p, x, y: torch.dot((x @ p["w"]).flatten(), (y @ p["v"]).flatten()),
+    "vdot of losses": lambda p, x, y: torch.dot(rows(x @ p["w"]), rows(y)),
+    "square of a sum": lambda p, x, y: rows(x @ p["w"]).sum().square(),
+    "root of a mean": lambda p, x, y: rows(x @ p["w"]).mean().sqrt(),
+    "sum times a parameter": lambda p, x, y: rows(x @ p["w"]).sum() * p["b"].sum(),
+    "sum of the data times a parameter": lambda p, x, y: (x.sum(0) @ p["w"]).sum(),
+    "mean minus a regulariser": lambda p, x, y: rows(x @ p["w"]).mean() - 0.1 * p["b"].norm(),
+    "maximum with a sum": lambda p, x, y: torch.maximum(rows(x @ p["w"]), rows(x @ p["w"]).mean()),
+    "where with a sum": lambda p, x, y: torch.where(x[:, 0] > 0, rows(x @ p["w"]), (x @ p["v"]).sum()),
+    "kl of a batch": lambda p, x, y: F.kl_div((x @ p["w"]).log_softmax(1), y.softmax(1), reduction="batchmean"),
+    "kl over samples": lambda p, x, y: F.kl_div((x @ p["w"]).log_softmax(0), y.softmax(0), reduction="sum"),
+    "embedding with max_norm": lambda p, x, y: rows(F.embedding((x[:, 0] > 0).long(), p["w"] * 1, max_norm=0.1)),
+    "embedding of the samples": lambda p, x, y: rows(F.embedding(torch.zeros(len(x), dtype=torch.long), x @ p["w"])),
+    "class weights": lambda p, x, y: F.cross_entropy(
+        x @ p["w"], y.argmax(1), weight=torch.arange(1, 5).double(), reduction="none"
+    ),
+    "class weights, mean": lambda p, x, y: F.cross_entropy(x @ p["w"], y.argmax(1), weight=torch.arange(1, 5).double()),
+    "ignored targets, mean": lambda p, x, y: F.cross_entropy(x @ p["w"], torch.where(y[:, 3] < 1, y.argmax(1), -100)),
+    "triplet": lambda p, x, y: F.triplet_margin_loss(x @ p["w"], y @ p["w"], x.roll(1, 0) @ p["w"]),
+    "cosine of all": lambda p, x, y: F.cosine_similarity(x @ p["w"], y @ p["v"], dim=0).sum(),
+    "cosine": lambda p, x, y: F.cosine_similarity(x @ p["w"], y @ p["v"], dim=1),
+    "median": lambda p, x, y: rows(x @ p["w"] - (x @ p["w"]).median(0).values),
+    "quantile": lambda p, x, y: rows(x @ p["w"] - (x @ p["w"]).quantile(0.5, 0)),
+}
+"""All programs by name."""
+
+TERMS: dict[str, Callable] = {
+    "loop_sum": lambda p, x, y: rows(x @ p["w"]),
+    "two_losses": lambda p, x, y: rows(x @ p["w"]) / len(x) + rows(y @ p["v"]),
+    "mean_and_regulariser": lambda p, x, y: (rows(x @ p["w"]) + p["w"].square().sum()) / len(x),
+    "selected": lambda p, x, y: rows(x @ p["w"]) * (x[:, 0] > 0),
+    "selected_mean": lambda p, x, y: rows(x @ p["w"]) * (x[:, 0] > 0) / (x[:, 0] > 0).sum(),
+    "weighted_mean": lambda p, x, y: rows(x @ p["w"]) * y[:, 0].square() / y[:, 0].square().sum(),
+    "number_of_samples": lambda p, x, y: rows(x @ p["w"]) / len(x),
+    "sum_of_chunks": lambda p, x, y: rows(x @ p["w"]),
+    "first_only": lambda p, x, y: rows(x @ p["w"]) * (torch.arange(len(x)) == 0),
+    "mean_of_a_part": lambda p, x, y: (x @ p["w"])[:, :2].sum(1) / len(x) / 4 + (x @ p["w"])[:, 2:].sum(1) / 2,
+    "mean loss over a sum of the data": lambda p, x, y: rows(x @ p["w"]) / x.abs().sum(),
+    "topk of samples": lambda p, x, y: ((x @ p["w"]) * (x @ p["w"] == (x @ p["w"]).amax(0))).sum(1),
+    "a constant minus a mean": lambda p, x, y: -rows(x @ p["w"]) / 2 / len(x),
+    "a regulariser with as many rows as samples": lambda p, x, y: (rows(x @ p["w"]) + p["w"].square().sum()) / len(x),
+    "a regulariser with rows of different weight": lambda p, x, y: (
+        (rows(x @ p["w"]) + (p["w"] / 2).square().sum()) / len(x)
+    ),
+    "dot": lambda p, x, y: ((x @ p["w"]) * (y @ p["v"])).sum(1),
+    "vdot of losses": lambda p, x, y: rows(x @ p["w"]) * rows(y),
+    "sum times a parameter": lambda p, x, y: rows(x @ p["w"]) * p["b"].sum(),
+    "mean minus a regulariser": lambda p, x, y: (rows(x @ p["w"]) - 0.1 * p["b"].norm()) / len(x),
+    "kl of a batch": lambda p, x, y: (
+        F.kl_div((x @ p["w"]).log_softmax(1), y.softmax(1), reduction="none").sum(1) / len(x)
+    ),
+    "class weights, mean": lambda p, x, y: (
+        F.cross_entropy(x @ p["w"], y.argmax(1), weight=torch.arange(1, 5).double(), reduction="none")
+        / (y.argmax(1) + 1).sum()
+    ),
+    "ignored targets, mean": lambda p, x, y: (
+        F.cross_entropy(x @ p["w"], torch.where(y[:, 3] < 1, y.argmax(1), -100), reduction="none") / (y[:, 3] < 1).sum()
+    ),
+}
+"""The `[N]` terms of the programs that return a sum of such; another number mixes the samples, if there are several."""
