@@ -102,6 +102,8 @@ class Run(TorchFunctionMode):
         """Weights and biases that the same operations read, where somebody asks."""
         self.criterion: Criterion | None = None
         """The criterion of the outputs, where one is looked for."""
+        self.alone = True
+        """Whether one vector is pulled back at a time."""
         self.blended = False
         """Whether samples have met what was computed of several of them, which is a constant for losses of each."""
         self.func: Any = None
@@ -260,7 +262,7 @@ class Run(TorchFunctionMode):
     def at_once(self, func: Any, args: tuple, data: list[Known], params: list[Known]) -> Callable | None:
         """A recurrent layer with all steps in a few operations, whose first derivatives are right."""
         name = named(func)
-        if self.deep or name not in AT_ONCE or saving_hooks() is not None or not isinstance(args[3], bool):
+        if self.deep or not self.alone or name not in AT_ONCE or saving_hooks() is not None or not isinstance(args[3], bool):
             return None
         apart = self.n == 1 or data[0] == (args[0], (-3 if args[8] else -2, 1, 1))
         return steps_at_once(name, args, {id(x) for x, _ in params}) if apart else None
