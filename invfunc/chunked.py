@@ -19,7 +19,7 @@ from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.loaded import loaded
 from invfunc.plan import AxisName, Split
-from invfunc.recording.problem import InDims, batch_dims, batch_size, with_aux
+from invfunc.recording.problem import InDims, batch_dims, batch_size, some_samples, with_aux
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
 
@@ -231,7 +231,7 @@ class ChunkedFunction(Transform):
         ranges = self.split.ranges(0, length)
         with told_of_parts(repr(self) if self.progress else "", ranges, "chunk") as tell:
             for start, stop in alike("chunks", ranges, lambda part: part[1] - part[0], last=True):
-                given = [_part(x, dims.get(i), start, stop) for i, x in enumerate(args)]
+                given = [some_samples(x, dims.get(i), slice(start, stop)) for i, x in enumerate(args)]
                 result = self.f(*given, **kwargs)
                 if self.has_aux:
                     result, extra = with_aux(result)
@@ -262,9 +262,3 @@ class ChunkedFunction(Transform):
         total = sum(sizes)
         weighted = xs if how == "sum" else [x * (size / total) for x, size in zip(xs, sizes, strict=True)]
         return sum(weighted[1:], weighted[0])
-
-
-def _part(argument: Any, dim: int | None, start: int, stop: int) -> Any:
-    if dim is None:
-        return argument
-    return tree.map_tensors(lambda x: x.narrow(dim, start, stop - start), argument)

@@ -127,6 +127,12 @@ class Accumulator:
         if self.before is not None and self.reduction.apart:
             self.before.end(leaves, n)
 
+    def forget(self) -> None:
+        """Drop what was kept, and what the phase before has kept of each sample alone."""
+        self.states, self.added = {}, set()
+        if self.before is not None and self.reduction.apart:
+            self.before.forget()
+
     def behind(self, earlier: Accumulator, phase: int) -> Accumulator:
         """It, as the phases before have left an earlier one; that one itself, if there is nothing more to keep."""
         if self.reduction.sweeps <= phase:
