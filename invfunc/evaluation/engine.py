@@ -189,6 +189,7 @@ class Engine:
                 raise
             self.refused = error
             self.fold.forget()
+            self.check_joined()
             return self._found_split()
 
     def _each_chunk(self, what: Literal["loss", "outputs"]) -> list[Any]:

@@ -34,7 +34,8 @@ def other_in_part(what: str = "outputs") -> SampleAxisError:
     return SampleAxisError(
         f"the {what} of f on a part of the batch are not those of the whole batch: f mixes samples, has a constant for "
         "each of them, reads a parameter by the place of a sample (as `p[: len(x)]` does), or uses the length of the "
-        f"batch, so it cannot be chunked over samples. {_GIVE} Entries are picked by indices that are one, as `p[i]`."
+        "batch, so it cannot be chunked over samples. Chunk over outputs or params. Indices of entries, as i in `p[i]`, "
+        f"are a batch argument. {_GIVE}"
     )
 
 

@@ -211,6 +211,7 @@ class Runner:
         def some(problem: Problem, places: list[int]) -> tuple[list[torch.Tensor], bool]:
             n, drawn = len(places), Draws(stop=not draws)
             few = problem.chunk(torch.tensor(places, device=problem.leaves[0].device), n)
+            few.leaves = [*map(self.scope.leave, few.leaves)]
             runner = Runner(few, self.scope, self.options, self.budget, None, self.whole, self.apart)
             try:
                 with runs_on_part(True):
@@ -245,7 +246,8 @@ class Runner:
             rest = [] if first < n <= size else even(n - first, size)
             runs += [self.model(slice(first + a, first + b), b - a) for a, b in rest if a < b]
             if sum(run.trace.n for run in runs) == n:
-                self.of_parts(size, "outputs", draws=False)
+                if len(runs) > 1:
+                    self.of_parts(size, "outputs", draws=False)
                 return runs
         whole = self.model(WHOLE, n, draws=draws)
         if runs:
