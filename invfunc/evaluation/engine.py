@@ -7,7 +7,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -24,17 +24,17 @@ from invfunc.loss.outputs import OutputFinder, searched
 from invfunc.loss.square_root import Columns, Gradient
 from invfunc.operations.axis import Axis
 from invfunc.operations.second_derivatives import TwiceDifferentiable
-from invfunc.passes.by_place import neither, other_again, runs_on_part
+from invfunc.passes.by_place import neither, runs_on_part
 from invfunc.passes.certified import check_roots
 from invfunc.passes.loss import Made, Split, at_found, at_given
 from invfunc.passes.run import WHOLE, Run
 from invfunc.passes.runs import Runner
 from invfunc.plan import Options
 from invfunc.recording import Trace
-from invfunc.recording.checks import check_loss, check_same
+from invfunc.recording.checks import cannot_draw, check_loss
 from invfunc.recording.joined import check_batches, check_fewer, moved
 from invfunc.recording.problem import Problem
-from invfunc.recording.random import Draws, Drew, restore, torchs_own
+from invfunc.recording.random import Draws, Drew, restore
 from invfunc.recording.scope import Scope
 from invfunc.recording.steps import any_step, nonlinear
 from invfunc.reductions.quantity import Quantity
@@ -82,8 +82,7 @@ class Engine:
 
     def result(self) -> tuple[list[Any], Any]:
         """What is asked for, and aux."""
-        samples = self.problem.n * max(q.reduction.sweeps for q in self.quantities)
-        with self.scope, ticking(self.fold.options.progress, samples) as self.fold.ticks:
+        with self.scope, ticking(self.fold.options.progress, self.problem.n * self._sweeps) as self.fold.ticks:
             aux = self._run()
             return self.fold.finished(), self.scope.result(aux)
 
@@ -125,8 +124,7 @@ class Engine:
     # Of what: each folds over the runs of the function and returns aux
 
     def _run(self) -> Any:
-        drawn = any(q.drawing for q in self.quantities)
-        if self.plan.asked("samples") and self.problem.loss is None and not drawn:
+        if self.plan.asked("samples") and self.problem.loss is None and not self._drawn and self._sweeps == 1:
             return self._in_chunks()
         if self.first_order and self.problem.loss is None:
             return self._gradient()
@@ -181,35 +179,32 @@ class Engine:
 
         Where the loss is neither one for each sample nor their mean or sum, its model part alone is divided.
         """
-        model = any(q.kind.of_model == "yes" for q in self.quantities)
+        parts, aux, model = self._parts, list[Any](), any(q.kind.of_model == "yes" for q in self.quantities)
+        size = max(b - a for a, b in parts)
         try:
-            return self._each_chunk("outputs" if model else "loss")
-        except (SampleAxisError, ArgumentError) as error:
-            if model or self.fold.keeper is not None:
-                raise
-            self.refused = error
-            self.fold.forget()
-            self.check_joined()
-            return self._found_split()
-
-    def _each_chunk(self, what: Literal["loss", "outputs"]) -> list[Any]:
-        parts, fold, phase, aux = self._parts, self.fold, self.fold.phase, list[Any]()
-        kind = self.runner.of_parts(max(b - a for a, b in parts), what) if len(parts) > 1 else "each"
-        sweeps = max(q.reduction.sweeps for q in self.quantities)
-        before = {g: state_of(g) for g in torchs_own()} if sweeps > 1 else {}
-        for k in range(sweeps) if phase is None else [phase]:
-            if k and phase is None and fold.report is None:
-                restore(before)
-                fold.tell(k)
-            aux, fold.phase = [], k
+            kind = self.runner.of_parts(size, "outputs" if model else "loss") if size < self.problem.n else "each"
             for a, b in self.runner.places.alike(parts, last=True):
                 part = self._of_chunk(a, b, (b - a) / self.problem.n if kind == "mean" else 1)
                 added("samples", aux.append, part._run())
                 self.scalar = part.scalar
                 if kind != "each" and (part.runner.places.counted or part.runner.places.order is not None):
                     raise neither()
-        fold.phase = phase
+        except (SampleAxisError, ArgumentError) as error:
+            if model or self._drawn or self.fold.keeper is not None:
+                raise
+            self.refused = error
+            self.fold.forget()
+            self.check_joined()
+            return self._found_split()
         return aux
+
+    @property
+    def _sweeps(self) -> int:
+        return max(q.reduction.sweeps for q in self.quantities)
+
+    @property
+    def _drawn(self) -> bool:
+        return any(q.drawing for q in self.quantities)
 
     @property
     def _parts(self) -> list[tuple[int, int]]:
@@ -220,6 +215,7 @@ class Engine:
         part, runner = copy(self), self.runner
         part.problem, part.joined = self.problem.chunk(slice(start, stop), stop - start, factor), False
         part.plan = self.plan.without("samples")
+        self.fold.decide()
         options = replace(runner.options, plan=part.plan)
         part.runner = Runner(
             part.problem, self.scope, options, runner.budget, runner.remember, runner.whole, runner.apart
@@ -302,8 +298,10 @@ class Engine:
                 raise self.refused from None
             raise to_be_split(error) if error.unknown and error.reason else error from None
         if draws.drew and len(self._parts) > 1:
+            if self._sweeps > 1:
+                raise cannot_draw()
             draws.rewind()
-            return self._each_chunk("loss")
+            return self._in_chunks()
         trace, finder = light.trace, light.trace.watcher
         self.scalar = not light.result.ndim
         assert isinstance(finder, OutputFinder)
@@ -315,7 +313,7 @@ class Engine:
                 raise self.refused from None
             if any(q.kind.convex for q in self.quantities):
                 raise
-            self.fold.over(lambda: [self._again(light, draws)], self._ones)
+            self.fold.over(lambda: [self.runner.loss(draws=draws)], self._ones)
             return [light.aux] if self.plan.asked("samples") else light.aux
         made, roots = self._made(split), split.roots
 
@@ -326,11 +324,6 @@ class Engine:
         columns = max(sum(c.count for c in columns) for columns in made.values())
         self.fold.over(lambda: self.runner.parts(light, roots, columns, draws), made, look)
         return [light.aux] if self.plan.asked("samples") else light.aux
-
-    def _again(self, before: Run, draws: Draws) -> Run:
-        run = self.runner.loss(draws=draws)
-        check_same(run.result, before.result, partial(other_again, "another loss"))
-        return run
 
     def _look(self, rerun: Rerun, pattern: Pattern, run: Run) -> Run | None:
         """The model part on one sample under a pattern, unless it is something else in the batch."""

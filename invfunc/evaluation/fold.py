@@ -63,7 +63,7 @@ class Fold:
         self.places, self.report, self.ticks = places, report, Ticks()
         self.accumulators = [Accumulator(q, q.reduction, options.reduce is None) for q in quantities]
         n = (problem.n if problem.samples is None else len(problem.samples)) - problem.others
-        self._decisions = Decisions(problem, scope, options)
+        self.decide()
         dtype = reduce(torch.promote_types, (leaf.dtype for leaf in problem.leaves))
         self.found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
         self.last = True
@@ -72,6 +72,10 @@ class Fold:
         """The only one, where the batches come again for each."""
         self.keeper: Keeper | None = None
         """Keeps parts of what is kept of parameters that are divided among processes."""
+
+    def decide(self) -> None:
+        """Choose anew how columns are pulled back, as those that follow are of another chunk of samples."""
+        self._decisions = Decisions(self.problem, self.scope, self.options)
 
     def over(
         self, runs: Callable[[], Iterable[Run]], made: Made | Callable[[Run], Made], look: Look | None = None

@@ -34,8 +34,8 @@ def other_in_part(what: str = "outputs") -> SampleAxisError:
     return SampleAxisError(
         f"the {what} of f on a part of the batch are not those of the whole batch: f mixes samples, has a constant for "
         "each of them, reads a parameter by the place of a sample (as `p[: len(x)]` does), or uses the length of the "
-        "batch, so it cannot be chunked over samples. Chunk over outputs or params. Indices of entries, as i in `p[i]`, "
-        f"are a batch argument. {_GIVE}"
+        "batch, so it cannot be chunked over samples. Chunk over outputs or params. Indices of entries, as i in "
+        f"`p[i]`, are a batch argument. {_GIVE}"
     )
 
 
@@ -63,18 +63,6 @@ def runs_on_part(partial: bool) -> Iterator[None]:
         if isinstance(error, InvFuncError) or not partial:
             raise
         raise not_in_parts(str(error)) from error
-
-
-def check_again(found: Values, whole: Values, again: Callable[[], Values]) -> None:
-    """Check that the first samples alone have the same outputs once more, if these are others than in the batch."""
-
-    def same(others: Values) -> bool:
-        return all(
-            a[0].shape == b[0].shape and same_values(a, b[: len(a)]) for a, b in zip(found, others, strict=False)
-        )
-
-    if not same(whole) and not same(again()):
-        raise other_again("other outputs")
 
 
 Kind = Literal["each", "mean", "sum"]
@@ -123,8 +111,9 @@ def _kind(problem: Problem, size: int, some: Some) -> Kind:
         except Exception:
             if not wide:
                 raise
-    kinds = [_joined(*each, k, any(drew for _, drew in found)) for each in zip(*(z for z, _ in found), strict=True)]
-    return kinds[0]
+    drew = any(drew for _, drew in found)
+    kinds = [_joined(*each, k, drew) for each in zip(*(z for z, _ in found), strict=True)]
+    return kinds[0] if kinds else "each"
 
 
 def _joined(whole: torch.Tensor, even: torch.Tensor, odd: torch.Tensor, k: int, drew: bool) -> Kind:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,11 +19,9 @@ from invfunc.operations.factors import Part
 from invfunc.passes.alone import Alone, NotAlone
 from invfunc.passes.by_place import (
     Kind,
-    check_again,
     kind_of,
     neither,
     not_in_parts,
-    other_again,
     other_in_part,
     runs_on_part,
 )
@@ -249,12 +246,9 @@ class Runner:
                 if len(runs) > 1:
                     self.of_parts(size, "outputs", draws=False)
                 return runs
-        whole = self.model(WHOLE, n, draws=draws)
         if runs:
-            again = partial(self.model, slice(0, first), first, with_uses=False)
-            check_again(exposed(runs[0]), exposed(whole), lambda: exposed(again()))
             see(self.problem, sizes)
-        return [whole]
+        return [self.model(WHOLE, n, draws=draws)]
 
     @property
     def _fits(self) -> bool:
@@ -283,16 +277,15 @@ class Runner:
         """The function on a part of the batch until its outputs are there; they have to be those of the whole batch."""
         part = WHOLE if isinstance(part, slice) and n == self.problem.n else part
         after, wanted = draws.rewind(), [r.ordinal for r in roots]
-        error = partial(other_again, "other outputs") if part is WHOLE else other_in_part
         try:
             with runs_on_part(part is not WHOLE):
                 run = self.run(part, n, finder=OutputFinder(wanted), pattern=pattern)
         finally:
             restore(after)
         check_uses(self.scope, run.trace, [*run.outputs.values()])
-        for root in roots:
+        for root in roots if part is not WHOLE else ():
             z, axis = run.outputs.get(root.ordinal, (None, root.axis))
             if z is None:
-                raise error()
-            check_in_part(z, axis, run.trace.n, root.value, root.axis, self.problem.n, part, error)
+                raise other_in_part()
+            check_in_part(z, axis, run.trace.n, root.value, root.axis, self.problem.n, part, other_in_part)
         return run

@@ -18,7 +18,7 @@ from invfunc.reductions.reduction import Found, Over, Reduction, State, States
 class EachSample(Reduction):
     """The shares themselves, one sample after the other."""
 
-    each, rows = (0,), 0
+    each, row_axis = (0,), 0
     forms = "all"
 
     def step(self, shares: Shares) -> State:

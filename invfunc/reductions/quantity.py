@@ -182,7 +182,7 @@ class Accumulator:
         all, rows are written to their places."""
         leaf, over = (0, "params") if self.pooled else (leaf, "samples")
         self.added.add(leaf)
-        axis, first = self.reduction.rows, n > 0 and leaf not in self.states
+        axis, first = self.reduction.row_axis, n > 0 and leaf not in self.states
         if axis is not None and (leaf in self.filled or (first and in_place(state[0], state[0]))):
             self._write(leaf, state[0], n, axis)
         else:

@@ -109,7 +109,7 @@ class ProductsOfColumns(InnerProducts):
 class ProductsWithOthers(InnerProducts):
     """The same with others, the last samples of a run."""
 
-    each, rows = (0,), 1
+    each, row_axis = (0,), 1
     pairs = False
 
     def __init__(self, per_parameter: bool, others: int) -> None:
@@ -129,7 +129,7 @@ class ProductsWithOthers(InnerProducts):
 class JacobianRows(Reduction):
     """The columns themselves, one after the other."""
 
-    each, rows = (0,), 1
+    each, row_axis = (0,), 1
     forms = "all"
     counts = by_column = True
 
