@@ -406,9 +406,8 @@ def test_the_first_calls_of_a_process_take_no_more_than_was_promised(name, size)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the memory of a process is read from /proc")
 def test_chunks_of_samples_bound_the_memory_of_activations():
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.physical_batches"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    program = [sys.executable, "-m", "tests.budget.first_call"]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True)
     taken = json.loads(done.stdout)
     result, whole = taken.pop("result of rows"), taken.pop("whole")
     taken["rows"] -= result

@@ -72,6 +72,7 @@ class Engine:
         self.runner = Runner(problem, self.scope, options, limit, remember, whole, apart)
         self.report = Report(problem, limit, any(self.plan.splits.values())) if explaining else None
         self.fold = Fold(problem, self.scope, options, quantities, limit, self.runner.places, self.report)
+        self.sweeps, self.drawn = max(q.reduction.sweeps for q in quantities), any(q.drawing for q in quantities)
         self.scalar = False
         """Whether f, or the loss, has turned out to return one number for all samples."""
         self.joined = False
@@ -82,7 +83,7 @@ class Engine:
 
     def result(self) -> tuple[list[Any], Any]:
         """What is asked for, and aux."""
-        with self.scope, ticking(self.fold.options.progress, self.problem.n * self._sweeps) as self.fold.ticks:
+        with self.scope, ticking(self.fold.options.progress, self.problem.n * self.sweeps) as self.fold.ticks:
             aux = self._run()
             return self.fold.finished(), self.scope.result(aux)
 
@@ -124,7 +125,7 @@ class Engine:
     # Of what: each folds over the runs of the function and returns aux
 
     def _run(self) -> Any:
-        if self.plan.asked("samples") and self.problem.loss is None and not self._drawn and self._sweeps == 1:
+        if self.plan.asked("samples") and self.problem.loss is None and not self.drawn and self.sweeps == 1:
             return self._in_chunks()
         if self.first_order and self.problem.loss is None:
             return self._gradient()
@@ -180,7 +181,7 @@ class Engine:
         Where the loss is neither one for each sample nor their mean or sum, its model part alone is divided.
         """
         parts, aux, model = self._parts, list[Any](), any(q.kind.of_model == "yes" for q in self.quantities)
-        size = max(b - a for a, b in parts)
+        size, before = max(b - a for a, b in parts), [t.saved() for t in self.fold.accumulators]
         try:
             kind = self.runner.of_parts(size, "outputs" if model else "loss") if size < self.problem.n else "each"
             for a, b in self.runner.places.alike(parts, last=True):
@@ -190,21 +191,14 @@ class Engine:
                 if kind != "each" and (part.runner.places.counted or part.runner.places.order is not None):
                     raise neither()
         except (SampleAxisError, ArgumentError) as error:
-            if model or self._drawn or self.fold.keeper is not None:
+            if model or self.drawn or self.fold.keeper is not None:
                 raise
             self.refused = error
-            self.fold.forget()
+            for t, kept in zip(self.fold.accumulators, before, strict=True):
+                t.restore(kept)
             self.check_joined()
             return self._found_split()
         return aux
-
-    @property
-    def _sweeps(self) -> int:
-        return max(q.reduction.sweeps for q in self.quantities)
-
-    @property
-    def _drawn(self) -> bool:
-        return any(q.drawing for q in self.quantities)
 
     @property
     def _parts(self) -> list[tuple[int, int]]:
@@ -298,7 +292,7 @@ class Engine:
                 raise self.refused from None
             raise to_be_split(error) if error.unknown and error.reason else error from None
         if draws.drew and len(self._parts) > 1:
-            if self._sweeps > 1:
+            if self.sweeps > 1:
                 raise cannot_draw()
             draws.rewind()
             return self._in_chunks()

@@ -93,11 +93,6 @@ class Fold:
         """What keeps something in a phase."""
         return [t.line[k] for t in self.accumulators if k < len(t.line)]
 
-    def forget(self) -> None:
-        """Drop what was kept in this phase."""
-        for t in self.of_phase(self.phase or 0):
-            t.forget()
-
     def tell(self, k: int, learn: Learn | None = None) -> None:
         """Have a phase know what the one before has kept of all samples."""
         for t in self.of_phase(k):

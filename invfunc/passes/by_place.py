@@ -102,21 +102,17 @@ def _kind(problem: Problem, size: int, some: Some) -> Kind:
     """
     n, k = problem.n, min(problem.n, max(2, min(size, FEW)))
     places, device = [n * i // k for i in range(k)], problem.leaves[0].device.type
-    casts, apart = torch.is_autocast_enabled(device), told_apart(problem)
-    for wide in (True, False) if casts or any(x.dtype in _HALF for x in problem.tensors()) else (False,):
-        try:
-            with torch.autocast(device, enabled=False) if wide and casts else nullcontext():
-                found = [some(widened(apart) if wide else apart, each) for each in (places, places[::2], places[1::2])]
-            break
-        except Exception:
-            if not wide:
-                raise
+    casts, apart, found = torch.is_autocast_enabled(device), told_apart(problem), list[tuple[Values, bool]]()
+    if casts or any(x.dtype in _HALF for x in problem.tensors()):
+        with suppress(Exception), torch.autocast(device, enabled=False) if casts else nullcontext():
+            found = [some(widened(apart), each) for each in (places, places[::2], places[1::2])]
+    found = found or [some(apart, each) for each in (places, places[::2], places[1::2])]
     drew = any(drew for _, drew in found)
-    kinds = [_joined(*each, k, drew) for each in zip(*(z for z, _ in found), strict=True)]
+    kinds: list[Kind] = [_joined(*z, k=k, drew=drew) for z in zip(*(values for values, _ in found), strict=True)]
     return kinds[0] if kinds else "each"
 
 
-def _joined(whole: torch.Tensor, even: torch.Tensor, odd: torch.Tensor, k: int, drew: bool) -> Kind:
+def _joined(whole: torch.Tensor, even: torch.Tensor, odd: torch.Tensor, *, k: int, drew: bool) -> Kind:
     """How what f gives for k samples is made up of what it gives for the even and for the odd ones alone."""
     if whole.ndim:
         if not drew and not (same_values(even, whole[::2]) and same_values(odd, whole[1::2])):

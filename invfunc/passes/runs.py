@@ -220,7 +220,7 @@ class Runner:
                     if what == "outputs":
                         run = runner.model(WHOLE, n, with_uses=False, draws=drawn)
                     else:
-                        run = runner.run(WHOLE, n, finder=OutputFinder(what), draws=drawn)
+                        run = runner.run(WHOLE, n, finder=OutputFinder([*what]), draws=drawn)
                     return [z.detach() for z in exposed(run)], drawn.drew
             except Drew:
                 raise cannot_draw() from None
@@ -258,19 +258,18 @@ class Runner:
 
     def parts(self, light: Run, roots: list[ModelOutput], columns: int, draws: Draws) -> Iterable[Run]:
         """The model part: in the chunks that were asked for, else in blocks, as large as the run `light` shows."""
-        n, parts = self.problem.n, self.plan.ranges("samples", self.problem.n)
+        n, wanted = self.problem.n, tuple(r.ordinal for r in roots)
         few = columns < thresholds.BLOCK_COLUMNS or n < thresholds.BLOCK_BATCH
-        wanted = tuple(r.ordinal for r in roots)
         if any(self.plan.splits.values()) or draws.drew or few or self.whole:
+            parts = self.plan.ranges("samples", n)
             if len(parts) > 1:
                 self.of_parts(parts[0][1], wanted)
             return (self.up_to(roots, slice(a, b), b - a, draws) for a, b in self.places.alike(parts))
         blocks = even(n, Sizes(columns, light.trace.largest).block(self.budget))
-        if len(blocks) == 1:
-            return [self.up_to(roots, WHOLE, n, draws)]
-        with suppress(Exception), checked_at_the_end(own=True):  # as above; else the fault comes again
-            self.of_parts(blocks[0][1], wanted)
-            return [self.up_to(roots, slice(a, b), b - a, draws) for a, b in blocks]
+        if len(blocks) > 1:
+            with suppress(Exception), checked_at_the_end(own=True):  # as above; else the fault comes again
+                self.of_parts(blocks[0][1], wanted)
+                return [self.up_to(roots, slice(a, b), b - a, draws) for a, b in blocks]
         return [self.up_to(roots, WHOLE, n, draws)]
 
     def up_to(self, roots: list[ModelOutput], part: Part, n: int, draws: Draws, pattern: Follower | None = None) -> Run:

@@ -131,12 +131,6 @@ class Accumulator:
         if self.before is not None and self.reduction.apart:
             self.before.end(leaves, n)
 
-    def forget(self) -> None:
-        """Drop what was kept, and what the phase before has kept of each sample alone."""
-        self.states, self.added, self.filled = {}, set(), {}
-        if self.before is not None and self.reduction.apart:
-            self.before.forget()
-
     def behind(self, earlier: Accumulator, phase: int) -> Accumulator:
         """It, as the phases before have left an earlier one; that one itself, if there is nothing more to keep."""
         if self.reduction.sweeps <= phase:
@@ -158,6 +152,7 @@ class Accumulator:
     def restore(self, saved: dict[str, Any]) -> None:
         """Keep and know what another one did."""
         self.states, self.columns = dict(saved["states"]), saved["columns"]
+        self.filled, self.added = {}, set()
         if saved["known"] is not None:
             self.know(saved["known"])
         if self.before is not None:
