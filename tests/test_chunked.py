@@ -225,6 +225,18 @@ class TestChunksAlone:
             assert_trees_close(found, t(params, x, y), EXACT)
 
     @pytest.mark.parametrize("n", [2, 6])
+    def test_means_over_the_positions_of_a_sample_are_its_own(self, n):
+        params, x, y = case()
+        y = torch.stack([y, y.where(y > 0, -100)], 1)
+
+        def f(p, x, y):
+            z = logits(p, x)
+            return torch.stack([F.cross_entropy(torch.stack([a, a.sin()]), b) for a, b in zip(z, y, strict=True)])
+
+        t = invfunc.batch_grad(f)
+        assert_trees_close(chunked(t, n)(params, x, y), t(params, x, y), EXACT)
+
+    @pytest.mark.parametrize("n", [2, 6])
     def test_samples_that_meet_are_refused(self, n):
         params, x, y = case()
 

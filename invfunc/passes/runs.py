@@ -214,7 +214,7 @@ class Runner:
                 with runs_on_part(True):
                     if what == "loss":
                         run = runner.loss(draws=drawn)
-                        if run.trace.counted:
+                        if run.trace.counted and n > 1:
                             raise other_in_part("losses") if run.result.ndim else neither()
                         return [run.result.detach()], drawn.drew
                     if what == "outputs":

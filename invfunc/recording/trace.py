@@ -210,7 +210,7 @@ class Trace(ParameterUses, Listener):
             params = {}
         call = seen.call(out, self.n, self.partial, self.beforehand.by_rows)
         result = self._followed(call, seen, params, lost)
-        self.counted |= self.scaled and counts(call)
+        self.counted |= self.scaled and (result.found is BATCH_SUM or self.n == 1) and counts(call)
         if result.found is BATCH_SUM and not (params or seen.writes or "out" in seen.kwargs):
             out = call.out = self.of_sum(call, seen, remembered)
             produced = seen.produced(out)

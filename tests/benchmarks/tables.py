@@ -6,25 +6,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-import torch
 
 import invfunc
 
-from .first_order import FIRST_ORDER
-from .peers import (
-    BACKPACK,
-    FUNC,
-    LOOP,
-    OURS,
-    Peer,
-    Problem,
-    backpack_diag_ggn,
-    plain_gradient,
-    transformed,
-    vmap_jacrev,
-)
+from .first_order import FIRST_ORDER, PHYSICAL
+from .peers import BACKPACK, FUNC, OURS, Peer, Problem, backpack_diag_ggn, plain_gradient, transformed, vmap_jacrev
 from .problems import all_cnn_c, autoencoder, dense, gpt, lstm, resnet_18, three_c_three_d, tiny, tokens, transformer
 from .second_order import SECOND_ORDER
 
@@ -145,28 +131,6 @@ def _exact_row(name: str, time: Goal) -> Row:
     return Row(name, _without_func(name), time, Goal(1, of_backpack), slow=True)
 
 
-def _physical_row(name: str, make: Callable, join: Callable) -> Row:
-    """A statistic of the losses in 16 chunks of samples, beside a call on each of them."""
-
-    def of(p: Problem) -> Any:
-        return make(lambda params, x, y: p.loss(p.f(params, x), y, reduction="none"))
-
-    def looped(p: Problem) -> Callable:
-        t = of(p)
-        return lambda params, x, y: join([t(params, *part) for part in zip(x.chunk(16), y.chunk(16), strict=True)])
-
-    peers = {OURS: transformed(lambda p: invfunc.chunked(of(p), 16)), LOOP: transformed(looped)}
-    return Row(name, peers, Goal(1.1, lambda numbers, row: numbers.get((row, LOOP))))
-
-
-def _summed(parts: list[dict]) -> dict:
-    return {name: sum(part[name] for part in parts) for name in parts[0]}
-
-
-def _clipped(parts: list[tuple]) -> tuple:
-    return _summed([part for part, _ in parts]), torch.cat([norms for _, norms in parts])
-
-
 _BESIDE = "batch_grad", "sum_grad_squared", "clipped_grad"
 
 
@@ -215,8 +179,8 @@ TABLES = {
         "3c3d, 3x32x32, N = 32, in 16 chunks of samples",
         three_c_three_d,
         [
-            _physical_row("sum_grad_squared", invfunc.sum_grad_squared, _summed),
-            _physical_row("clipped_grad", lambda f: invfunc.clipped_grad(f, 1.0), _clipped),
+            Row(name, peers, Goal(1.1, lambda numbers, row: numbers.get((row, "loop"))))
+            for name, peers in PHYSICAL.items()
         ],
         "to reach: ours over the sum of the calls on the chunks",
         of_gradient,

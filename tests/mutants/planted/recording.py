@@ -46,7 +46,7 @@ FAULTS = [
     Fault(
         "a mean that leaves samples out is taken for that of all",
         "recording/trace.py",
-        "        self.counted |= self.scaled and counts(call)\n",
+        "        self.counted |= self.scaled and (result.found is BATCH_SUM or self.n == 1) and counts(call)\n",
         "",
         "test_chunked.py::TestChunksAlone::test_data_that_weigh_samples_are_seen_in_each_call test_chunked.py",
     ),
