@@ -148,8 +148,9 @@ def passes(subject: TransformProblem) -> Iterator[Claim]:
     def in_chunks(axis: AxisName) -> Any:
         return invfunc.chunked(subject.made(), 2, over=axis)(*args)
 
-    axes = [axis for axis in t.axes if axis != "samples" or not subject.one.draws]  # which draw anew in each
-    ways: dict[str, Callable] = {f"{subject.called} over {axis}": partial(in_chunks, axis) for axis in axes}
+    ways: dict[str, Callable] = {f"{subject.called} over {axis}": partial(in_chunks, axis) for axis in t.axes}
+    if subject.one.draws:  # anew in each chunk of samples
+        ways.pop(f"{subject.called} over samples", None)
     ways[f"{subject.called} in blocks"] = lambda: in_blocks(subject.made())(*args)
     if t.options == Options():
         ways[f"{subject.called}, generic"] = lambda: generic(subject.made())(*args)
