@@ -19,7 +19,7 @@ from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.loaded import loaded
 from invfunc.plan import AxisName, Split
-from invfunc.recording.problem import InDims, batch_dims, batch_size, with_aux
+from invfunc.recording.problem import InDims, batch_dims, batch_size, some_samples, with_aux
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
 
@@ -46,7 +46,10 @@ def chunked(
         parts = [f(params, *(x[a:b] for x in batch)) for a, b in chunks]
         torch.cat(parts)                      # fold="cat"; sum(parts) for "sum", weighted by b - a for "mean"
 
-    A statistic is divided along an axis of its own, and the scale of its loss never changes.
+    A statistic is divided along an axis of its own, and the scale of its loss never changes. Over samples, f runs on
+    each chunk alone and what the statistic keeps of it is merged, so that the activations of one chunk are in memory:
+
+        sum(t(params, *(x[a:b] for x in batch)) for a, b in chunks)      # of [N] losses, `sum_grad_squared` and such
 
     Args:
         f: a statistic of this library, or a function `f(params, *batch)`. Left out, a decorator is returned:
@@ -58,23 +61,25 @@ def chunked(
             and is faster; if neither fits, of both, and of parameters (or of `over` alone). No structure of f is used
             then, as with `method="dense"`. CPU only.
         over: of a statistic: `"outputs"` (of the vectors that are pulled back from the outputs; default for the GGN
-            family and `batch_jacobian`: one forward pass, kept), `"samples"` (default for first-order statistics: the
-            model part is run chunk by chunk, the loss part once on all outputs, so that means, weights and ignore_index
-            keep their scale) or `"params"` (parameter by parameter; the only axis of `gram`). A plain function has
-            `"samples"` only.
+            family and `batch_jacobian`: one forward pass, kept), `"samples"` (physical batches, see below; default for
+            first-order statistics) or `"params"` (parameter by parameter; the only axis of `gram`). A plain function
+            has `"samples"` only.
         fold: of a plain function: how the results of the chunks become one: `"cat"` along `out_dims`, `"sum"` or
             `"mean"`; or a pytree prefix of the output of these.
         in_dims, out_dims, has_aux: of a plain function: where its batch arguments and outputs have their samples; aux
             comes as the list of those of the chunks. A statistic has its own.
 
     Returns:
-        A function with the signature of f. Chunking what is chunked nests: along another axis the numbers of chunks
-        multiply, along the same axis each chunk is divided again.
+        A function with the signature of f; over samples, aux is a list of that of each run of f. Chunking what is
+        chunked nests: along another axis the numbers of chunks multiply, along the same axis each chunk is divided
+        again.
 
     Raises:
         ArgumentError: n < 1, an axis that f does not have, a scalar result with `fold="cat"`.
-        SplitError: over samples, a scalar loss whose outputs are neither marked nor found.
-        RandomnessError: over samples, a function that draws random numbers.
+        SampleAxisError: over samples, an f that gives samples something else in a part of the batch: it mixes them,
+            reads a parameter by the place of a sample, or uses the length of the batch; or a scalar loss that is
+            neither the mean nor the sum of its samples, and whose outputs are neither marked nor found.
+        RandomnessError: over samples, a scalar loss of a function that draws random numbers.
         BudgetError: it does not fit `memory`: with the least that it takes, also as a number, `error.least`.
             What Python keeps of the search of a first call counts, and differs from process to process: it has 1 MiB of
             room for that.
@@ -92,11 +97,23 @@ def chunked(
         >>> invfunc.explain(invfunc.chunked(invfunc.variance(f), memory="64MiB"))(torch.ones(3), torch.ones(5, 3)).why
         'in one piece, at most 4.26MiB of 64.00MiB'
 
+    Over samples, a loss function returns the `[N]` losses, or one number that is their mean or their sum. Which it is,
+    is found out in the first call of a function with arguments of such shapes: up to eight samples from all over the
+    batch are compared with either half of them, at the parameters (where entries at two places are the same numbers,
+    near them). In each chunk, data that are summed over the samples and then weigh them (a mask that is counted, class
+    weights, `ignore_index`) are noticed. Of such a loss, the model part alone is divided: f runs on the whole batch
+    once more, and on each chunk up to its outputs, which are marked, or those of one of torch's losses; the loss of all
+    keeps its scale. So it is for columns that are drawn, and where the model and the loss are given apart.
+
+    An f that draws random numbers draws chunk after chunk, as in a loop over the parts, and not the numbers that it
+    draws for the whole batch; it is not compared then.
+
     Composes with: every statistic; `torch.func.grad`, `vmap` around it, but not around `memory`, which `streamed`,
     `distributed`, `together` and `reduced` do not take either: what they add around a call would come on top.
 
-    Cost: n pullbacks (batched vector-Jacobian products) of 1/n of the vectors; memory falls with n until the forward
-    pass dominates. For a mean over samples of a plain function, `grad(chunked(f, n, fold="mean"))` keeps all graphs,
+    Cost: n pullbacks (batched vector-Jacobian products) of 1/n of the vectors; over outputs, memory falls with n until
+    the forward pass dominates. Over samples, that of a call on each chunk, and memory falls with n: to the result and
+    one chunk. For a mean over samples of a plain function, `grad(chunked(f, n, fold="mean"))` keeps all graphs,
     while chunking the gradient, `chunked(grad(f), n, fold="mean")`, keeps one. With `memory`, before anything large is
     made, the call runs without numbers (torch's FakeTensorMode): in one piece, in most chunks, and up to four times
     between. The bytes that are alive are counted, with the buffers of matrix products and convolutions, and the time is
@@ -231,7 +248,7 @@ class ChunkedFunction(Transform):
         ranges = self.split.ranges(0, length)
         with told_of_parts(repr(self) if self.progress else "", ranges, "chunk") as tell:
             for start, stop in alike("chunks", ranges, lambda part: part[1] - part[0], last=True):
-                given = [_part(x, dims.get(i), start, stop) for i, x in enumerate(args)]
+                given = [some_samples(x, dims.get(i), slice(start, stop)) for i, x in enumerate(args)]
                 result = self.f(*given, **kwargs)
                 if self.has_aux:
                     result, extra = with_aux(result)
@@ -262,9 +279,3 @@ class ChunkedFunction(Transform):
         total = sum(sizes)
         weighted = xs if how == "sum" else [x * (size / total) for x, size in zip(xs, sizes, strict=True)]
         return sum(weighted[1:], weighted[0])
-
-
-def _part(argument: Any, dim: int | None, start: int, stop: int) -> Any:
-    if dim is None:
-        return argument
-    return tree.map_tensors(lambda x: x.narrow(dim, start, stop - start), argument)

@@ -35,6 +35,9 @@ class Plan:
     def split(self, over: AxisName, by: Split) -> Plan:
         return replace(self, splits={**self.splits, over: (by, *self.splits.get(over, ()))})
 
+    def without(self, over: AxisName) -> Plan:
+        return replace(self, splits={axis: by for axis, by in self.splits.items() if axis != over})
+
     def asked(self, over: AxisName) -> bool:
         return bool(self.splits.get(over))
 

@@ -1,5 +1,7 @@
 """chunked: the same result in exactly n passes, over every axis; folds of plain functions."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,15 @@ OF_THE_WHOLE_BATCH = {
     "its order": lambda x: x[torch.tensor([4, 2, 0, 1, 3])],
     "sums along it": lambda x: x.cumsum(0),
 }
+MASKED = {
+    "ignored": lambda p, x, y: F.cross_entropy(logits(p, x), y),
+    "a mask": lambda p, x, y: (F.cross_entropy(logits(p, x), y, reduction="none") * (y >= 0)).sum() / (y >= 0).sum(),
+    "weights": lambda p, x, y: F.cross_entropy(logits(p, x), y, weight=torch.tensor([1.0, 2.0, 3.0]).double()),
+    "weights of the samples": lambda p, x, y: (
+        F.cross_entropy(logits(p, x), y, reduction="none") * (y + 2.0).clamp(min=0) / (y + 2.0).clamp(min=0).sum()
+    ),
+}
+"""Losses that divide by what is in the data of the batch."""
 FIRST_ORDER = [invfunc.batch_grad, invfunc.sum_grad_squared, invfunc.variance]
 
 
@@ -123,7 +134,122 @@ class TestStatistics:
         result, aux = chunked(t, 2, over=over)(b, w, x, y)
         wanted = dense_diag_ggn(lambda p, x: p[0].T @ x + p[1][:, None], F.mse_loss)((w, b), x, y)
         assert_trees_close(result, wanted, EXACT)
-        assert aux == "aux"
+        assert aux == (["aux", "aux"] if over == "samples" else "aux")
+
+
+def drawing(p, x, y):
+    """The losses of a network with dropout."""
+    z = F.dropout(x @ p["w"] + p["b"], 0.5).tanh() @ p["v"]
+    return F.cross_entropy(z, y, reduction="none")
+
+
+def case(n=6, classes=3):
+    rand = Numbers()
+    params = {"w": rand(4, 5), "b": rand(5), "v": rand(5, classes)}
+    return params, Numbers(1)(n, 4), Numbers(2).below(classes, n)
+
+
+def logits(p, x):
+    return (x @ p["w"] + p["b"]).tanh() @ p["v"]
+
+
+class TestChunksAlone:
+    """Over samples, f runs on each chunk as on a batch of its own."""
+
+    @pytest.mark.quick
+    @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+    def test_a_chunk_is_one_call_of_f(self, reduction):
+        sizes, args = [], case()
+
+        def f(p, x, y):
+            sizes.append(len(x))
+            return F.cross_entropy(logits(p, x), y, reduction=reduction)
+
+        t = chunked(invfunc.clipped_grad(f, 0.1), chunk_size=4)
+        t(*args)  # what f does with a few samples is looked at in the first call
+        sizes.clear()
+        found = t(*args)
+        assert sizes == [4, 2]
+        assert_trees_close(found, invfunc.clipped_grad(f, 0.1)(*args), EXACT)
+
+    @pytest.mark.parametrize("size", [1, 2, 4])
+    def test_draw_as_a_loop_over_the_parts(self, size):
+        params, *batch = case()
+
+        def model(p, x):
+            return F.dropout(logits(p, x), 0.5)
+
+        def total(z, y):
+            return F.cross_entropy(z, y, reduction="sum")
+
+        def drawn(call):
+            torch.manual_seed(0)
+            return call(), torch.rand(1)
+
+        def ours(t):
+            return drawn(lambda: chunked(t, chunk_size=size, over="samples")(params, *batch))
+
+        def looped(t, join):
+            found, after = drawn(lambda: [t(params, *(z[a : a + size] for z in batch)) for a in range(0, 6, size)])
+            return {name: join([part[name] for part in found]) for name in params}, after
+
+        shares = looped(invfunc.batch_grad(drawing), torch.cat)
+        assert_trees_close(ours(invfunc.batch_grad(drawing)), shares, EXACT)
+        spread = tree.map_tensors(lambda g: g.var(0, correction=0), shares[0])
+        assert_trees_close(ours(invfunc.variance(drawing)), (spread, shares[1]), EXACT)
+        assert_trees_close(ours(diag_ggn(model, total)), looped(diag_ggn(model, total), sum), EXACT)
+
+    def test_one_number_of_an_f_that_draws_is_refused(self):
+        with pytest.raises(invfunc.RandomnessError, match=r"Return the \[N\] losses"):
+            chunked(invfunc.variance(lambda *args: drawing(*args).mean()), 2)(*case())
+
+    @pytest.mark.quick
+    @pytest.mark.parametrize("loss", MASKED.values(), ids=MASKED)
+    @pytest.mark.parametrize("n", [2, 3, 6])
+    def test_data_that_weigh_samples_are_seen_in_each_call(self, loss, n):
+        """Also where the first call has nothing that is left out."""
+        params, x, y = case()
+        t = invfunc.batch_grad(loss)
+        c = chunked(t, n)
+        for target in (y, y.where(torch.arange(6) > 0, -100), y):
+            assert_trees_close(c(params, x, target), t(params, x, target), EXACT)
+
+    @pytest.mark.parametrize("n", [2, 6])
+    @pytest.mark.parametrize("prepare", OF_THE_WHOLE_BATCH.values(), ids=OF_THE_WHOLE_BATCH)
+    @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+    def test_what_needs_the_whole_batch_is_never_wrong(self, n, prepare, reduction):
+        params, x, y = case(5)
+        t = invfunc.batch_grad(lambda p, x, y: F.cross_entropy(logits(p, prepare(x)), y, reduction=reduction))
+        with suppress(invfunc.SampleAxisError):
+            found = chunked(t, n)(params, x, y)
+            assert_trees_close(found, t(params, x, y), EXACT)
+
+    @pytest.mark.parametrize("n", [2, 6])
+    def test_means_over_the_positions_of_a_sample_are_its_own(self, n):
+        params, x, y = case()
+        y = torch.stack([y, y.where(y > 0, -100)], 1)
+
+        def f(p, x, y):
+            z = logits(p, x)
+            return torch.stack([F.cross_entropy(torch.stack([a, a.sin()]), b) for a, b in zip(z, y, strict=True)])
+
+        t = invfunc.batch_grad(f)
+        assert_trees_close(chunked(t, n)(params, x, y), t(params, x, y), EXACT)
+
+    @pytest.mark.parametrize("n", [2, 6])
+    def test_samples_that_meet_are_refused(self, n):
+        params, x, y = case()
+
+        def normed(p, x, y):
+            return F.cross_entropy(F.batch_norm(logits(p, x), None, None, training=True), y, reduction="none")
+
+        def contrastive(p, x, y):
+            z = F.normalize(logits(p, x), dim=1)
+            return F.cross_entropy(z @ z.T, torch.arange(len(x)))
+
+        for f in (normed, contrastive, lambda *args: normed(*args).mean()):
+            with pytest.raises(invfunc.SampleAxisError):
+                chunked(invfunc.variance(f), n)(params, x, y)
 
 
 class TestBlocks:

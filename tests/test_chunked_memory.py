@@ -404,6 +404,16 @@ def test_the_first_calls_of_a_process_take_no_more_than_was_promised(name, size)
     assert 0.4 * (promised - 2**20) <= max(taken[1:]) <= promised <= size * 2**20, why
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the memory of a process is read from /proc")
+def test_chunks_of_samples_bound_the_memory_of_activations():
+    program = [sys.executable, "-m", "tests.budget.first_call"]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True)
+    taken = json.loads(done.stdout)
+    result, whole = taken.pop("result of rows"), taken.pop("whole")
+    taken["rows"] -= result
+    assert max(taken.values()) < 9 < whole / 5, taken
+
+
 @pytest.mark.quick
 class TestLibraries:
     def test_are_loaded_without_a_trace(self):

@@ -74,7 +74,7 @@ def _evaluated(
     if any([q.kind is GGN for q in quantities]):
         run.criterion = Criterion(run.token)
     drawn = [q.drawing.count if q.drawing is not None else 0 for q in quantities]
-    run.alone = all([q.kind is GRADIENT or count == 1 for q, count in zip(quantities, drawn, strict=True)])
+    run.alone = all([q.kind.first_order or count == 1 for q, count in zip(quantities, drawn, strict=True)])
     marks = marked_for(run.criterion)
     with _autocast(device, True), marks, TwiceDifferentiable() if run.deep else nullcontext():
         out, aux = _called(problem, run, leaves)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
@@ -16,7 +16,7 @@ from invfunc._alike import added
 from invfunc._extras import ticking
 from invfunc._torch.generators import state_of
 from invfunc._torch.values import checked_at_the_end
-from invfunc.errors import SampleAxisError, SplitError, to_be_split
+from invfunc.errors import ArgumentError, SampleAxisError, SplitError, to_be_split
 from invfunc.evaluation.explained import Report
 from invfunc.evaluation.fold import SLOPE, Fold
 from invfunc.evaluation.weights import LossPart
@@ -24,14 +24,14 @@ from invfunc.loss.outputs import OutputFinder, searched
 from invfunc.loss.square_root import Columns, Gradient
 from invfunc.operations.axis import Axis
 from invfunc.operations.second_derivatives import TwiceDifferentiable
-from invfunc.passes.by_place import other_again, runs_on_part
+from invfunc.passes.by_place import neither, runs_on_part
 from invfunc.passes.certified import check_roots
 from invfunc.passes.loss import Made, Split, at_found, at_given
 from invfunc.passes.run import WHOLE, Run
 from invfunc.passes.runs import Runner
 from invfunc.plan import Options
 from invfunc.recording import Trace
-from invfunc.recording.checks import check_loss, check_same
+from invfunc.recording.checks import cannot_draw, check_loss
 from invfunc.recording.joined import check_batches, check_fewer, moved
 from invfunc.recording.problem import Problem
 from invfunc.recording.random import Draws, Drew, restore
@@ -72,16 +72,18 @@ class Engine:
         self.runner = Runner(problem, self.scope, options, limit, remember, whole, apart)
         self.report = Report(problem, limit, any(self.plan.splits.values())) if explaining else None
         self.fold = Fold(problem, self.scope, options, quantities, limit, self.runner.places, self.report)
+        self.sweeps, self.drawn = max(q.reduction.sweeps for q in quantities), any(q.drawing for q in quantities)
         self.scalar = False
         """Whether f, or the loss, has turned out to return one number for all samples."""
         self.joined = False
         """Whether its results will be joined with others, and f has not been seen to allow it."""
         self.loss_part: LossPart | None = None
+        self.refused: Exception | None = None
+        """Why f cannot run on chunks of samples alone."""
 
     def result(self) -> tuple[list[Any], Any]:
         """What is asked for, and aux."""
-        samples = self.problem.n * max(q.reduction.sweeps for q in self.quantities)
-        with self.scope, ticking(self.fold.options.progress, samples) as self.fold.ticks:
+        with self.scope, ticking(self.fold.options.progress, self.problem.n * self.sweeps) as self.fold.ticks:
             aux = self._run()
             return self.fold.finished(), self.scope.result(aux)
 
@@ -123,7 +125,9 @@ class Engine:
     # Of what: each folds over the runs of the function and returns aux
 
     def _run(self) -> Any:
-        if self.first_order and self.problem.loss is None and not self.plan.asked("samples"):
+        if self.plan.asked("samples") and self.problem.loss is None and not self.drawn and self.sweeps == 1:
+            return self._in_chunks()
+        if self.first_order and self.problem.loss is None:
             return self._gradient()
         self.check_joined()
         of_model = {q.kind.of_model for q in self.quantities}
@@ -141,24 +145,9 @@ class Engine:
 
     def _jacobian(self) -> Any:
         """The rows of the Jacobian of a model function."""
-        aux = None
-        parts = self.plan.ranges("samples", self.problem.n)
-
-        def runs() -> Iterable[Run]:
-            nonlocal aux
-            for a, b in self.runner.places.alike(parts, last=True):
-                run = self.runner.model(slice(a, b) if len(parts) > 1 else WHOLE, b - a)
-                if b == self.problem.n:
-                    self.runner.check_part(run)
-                    aux = run.aux
-                run = replace(run, part=WHOLE)  # the columns are those of its outputs alone
-                yield run
-                del run
-
-        self.fold.over(runs, self.fold.units)
-        if self.problem.has_aux and len(parts) > 1:
-            aux = self.runner.model(WHOLE, self.problem.n, with_uses=False).aux
-        return aux
+        run = self.runner.model(WHOLE, self.problem.n, draws=Draws(stop=False))
+        self.fold.over(lambda: [run], self.fold.units)
+        return run.aux
 
     def _gradient_or_jacobian(self) -> Any:
         """The shares of a loss function, or the rows of the Jacobian of a model function."""
@@ -184,17 +173,61 @@ class Engine:
         one: list[Columns] = [Gradient({0: torch.ones_like(self.scope.leave(run.result))[None]})]
         return {SLOPE: one, **{q.columns: [] if q.kind.second_order else one for q in self.quantities}}
 
+    # Chunks of samples
+
+    def _in_chunks(self) -> Any:
+        """The results of chunks of the samples, each of which f sees alone: as those of the batches of a loader.
+
+        Where the loss is neither one for each sample nor their mean or sum, its model part alone is divided.
+        """
+        parts, aux, model = self._parts, list[Any](), any(q.kind.of_model == "yes" for q in self.quantities)
+        size, before = max(b - a for a, b in parts), [t.saved() for t in self.fold.accumulators]
+        try:
+            kind = self.runner.of_parts(size, "outputs" if model else "loss") if size < self.problem.n else "each"
+            for a, b in self.runner.places.alike(parts, last=True):
+                part = self._of_chunk(a, b, (b - a) / self.problem.n if kind == "mean" else 1)
+                added("samples", aux.append, part._run())
+                self.scalar = part.scalar
+                if kind != "each" and (part.runner.places.counted or part.runner.places.order is not None):
+                    raise neither()
+        except (SampleAxisError, ArgumentError) as error:
+            if model or self.drawn or self.fold.keeper is not None:
+                raise
+            self.refused = error
+            for t, kept in zip(self.fold.accumulators, before, strict=True):
+                t.restore(kept)
+            self.check_joined()
+            return self._found_split()
+        return aux
+
+    @property
+    def _parts(self) -> list[tuple[int, int]]:
+        return self.plan.ranges("samples", self.problem.n)
+
+    def _of_chunk(self, start: int, stop: int, factor: float) -> Engine:
+        """The evaluation of some samples alone, which are added to the fold."""
+        part, runner = copy(self), self.runner
+        part.problem, part.joined = self.problem.chunk(slice(start, stop), stop - start, factor), False
+        part.plan = self.plan.without("samples")
+        self.fold.decide()
+        options = replace(runner.options, plan=part.plan)
+        part.runner = Runner(
+            part.problem, self.scope, options, runner.budget, runner.remember, runner.whole, runner.apart
+        )
+        return part
+
     # Splits
 
     def _given_split(self) -> Any:
         """diag_ggn(f, loss): blocks of the model function, then the loss of all outputs."""
-        problem, draws, parts = self.problem, Draws(stop=False), self.plan.ranges("samples", self.problem.n)
+        problem, draws, parts = self.problem, Draws(stop=False), self._parts
         if self.plan.asked("samples"):
+            if len(parts) > 1:
+                self.runner.of_parts(max(b - a for a, b in parts), "outputs")
             runs = list[Run]()
             for a, b in self.runner.places.alike(parts):
-                run = self.runner.model(slice(a, b), b - a, with_uses=False)
+                run = self.runner.model(slice(a, b), b - a, with_uses=False, draws=Draws(stop=False))
                 added("samples", lambda z, run=run: runs.append(replace(run, outputs=z)), run.outputs)
-            self.runner.check_part(runs[-1])
         else:
             runs = self.runner.blocks(self._few, draws)
         trace = Trace(self.scope, problem.n, with_uses=False, watcher=OutputFinder())
@@ -209,13 +242,12 @@ class Engine:
             return self.runner.model(part, n, isinstance(part, slice), Draws(stop=True), pattern)
 
         look = partial(self._look, again)
-        aux = runs[0].aux
-        if problem.has_aux and len(runs) > 1:
-            aux = self.runner.model(WHOLE, problem.n, with_uses=False).aux
+        aux = [run.aux for run in runs] if self.plan.asked("samples") else runs[0].aux
         # where the gradient of the loss keeps its graph, that must not be the one of the run that is differentiated
         if self.plan.asked("samples") or (self.second_order and self.scope.wanted):
             each = partial(self.runner.places.alike, runs, lambda run: (run.start, run.start + run.trace.n))
-            self.fold.over(lambda: (self.runner.model(r.part, r.trace.n, draws=draws) for r in each()), made, look)
+            model = self.runner.model
+            self.fold.over(lambda: (model(r.part, r.trace.n, draws=r.trace.draws) for r in each()), made, look)
         else:
             self.fold.over(lambda: runs, made, look)
         return aux
@@ -256,23 +288,27 @@ class Engine:
         try:
             light = self.runner.places.settled(lambda: searched(followed, draws), draws, loss=True)
         except SampleAxisError as error:
-            if not self.first_order:
-                raise to_be_split(error) if error.unknown and error.reason else error from None
-            return self._each_alone(error, draws)
+            if self.first_order and self.refused is not None:
+                raise self.refused from None
+            raise to_be_split(error) if error.unknown and error.reason else error from None
+        if draws.drew and len(self._parts) > 1:
+            if self.sweeps > 1:
+                raise cannot_draw()
+            draws.rewind()
+            return self._in_chunks()
         trace, finder = light.trace, light.trace.watcher
         self.scalar = not light.result.ndim
         assert isinstance(finder, OutputFinder)
         wanted = finder.selected(check_loss(trace, light.result), self.scope.wanted)
         try:
-            split = at_found(trace, finder, wanted, light.result, light.params, in_chunks=self.first_order)
+            split = at_found(trace, finder, wanted, light.result, light.params)
         except SplitError:
-            if any(q.kind.convex for q in self.quantities) or (self.plan.asked("samples") and not light.result.ndim):
+            if self.refused is not None:
+                raise self.refused from None
+            if any(q.kind.convex for q in self.quantities):
                 raise
-            if self.plan.asked("samples"):  # a loss for each sample needs no split
-                self.fold.over(lambda: self.runner.loss_parts(light.result, draws), self._ones)
-            else:
-                self.fold.over(lambda: [self._again(light, draws)], self._ones)
-            return light.aux
+            self.fold.over(lambda: [self.runner.loss(draws=draws)], self._ones)
+            return [light.aux] if self.plan.asked("samples") else light.aux
         made, roots = self._made(split), split.roots
 
         def again(part: slice | torch.Tensor, n: int, pattern: Pattern | None) -> Run:
@@ -281,23 +317,11 @@ class Engine:
         look = None if draws.drew else partial(self._look, again)
         columns = max(sum(c.count for c in columns) for columns in made.values())
         self.fold.over(lambda: self.runner.parts(light, roots, columns, draws), made, look)
-        return light.aux
-
-    def _again(self, before: Run, draws: Draws) -> Run:
-        run = self.runner.loss(draws=draws)
-        check_same(run.result, before.result, partial(other_again, "another loss"))
-        return run
-
-    def _each_alone(self, error: SampleAxisError, draws: Draws) -> Any:
-        """The losses of the samples, from a function that cannot be followed."""
-        whole = self.runner.loss_alone(error)
-        self.scalar = not whole.result.ndim
-        self.fold.over(lambda: self.runner.loss_parts(whole.result, draws), self._ones)
-        return whole.aux
+        return [light.aux] if self.plan.asked("samples") else light.aux
 
     def _look(self, rerun: Rerun, pattern: Pattern, run: Run) -> Run | None:
         """The model part on one sample under a pattern, unless it is something else in the batch."""
-        n, first = run.trace.n, run.start
+        n, first = run.trace.n, run.start - self.problem.first
         try:
             with checked_at_the_end(own=True):
                 alone = rerun(slice(first, first + 1), 1, pattern)

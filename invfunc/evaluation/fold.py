@@ -63,7 +63,7 @@ class Fold:
         self.places, self.report, self.ticks = places, report, Ticks()
         self.accumulators = [Accumulator(q, q.reduction, options.reduce is None) for q in quantities]
         n = (problem.n if problem.samples is None else len(problem.samples)) - problem.others
-        self._decisions = Decisions(problem, scope, options)
+        self.decide()
         dtype = reduce(torch.promote_types, (leaf.dtype for leaf in problem.leaves))
         self.found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
         self.last = True
@@ -72,6 +72,10 @@ class Fold:
         """The only one, where the batches come again for each."""
         self.keeper: Keeper | None = None
         """Keeps parts of what is kept of parameters that are divided among processes."""
+
+    def decide(self) -> None:
+        """Choose anew how columns are pulled back, as those that follow are of another chunk of samples."""
+        self._decisions = Decisions(self.problem, self.scope, self.options)
 
     def over(
         self, runs: Callable[[], Iterable[Run]], made: Made | Callable[[Run], Made], look: Look | None = None
@@ -138,7 +142,7 @@ class Fold:
                     self._fold(parts.pop(0), group)
         if run.trace.n < self.problem.n and self.report is None:
             for t in accumulators:
-                added("samples", partial(t.end, self.problem.leaves), samples.count)
+                added("samples", partial(t.end, self.problem.leaves, room=self._room(run)), samples.count)
 
     def _fold(self, pullback: Pullback, group: list[Accumulator]) -> None:
         """Reduce what is pulled back; first, what some have to know of all parameters for each sample."""
@@ -173,10 +177,14 @@ class Fold:
             self.keeper.keep(self._number(group[k]), leaf, state, self._samples(run).count)
             group[k].added.add(leaf)
             return
-        added("samples", partial(group[k].add, leaf), state)
+        added("samples", partial(group[k].add, leaf, n=self._room(run)), state)
         done = self.options.reduce is not None and self.last and run.trace.n == self.problem.n
         if done and group[k] in self.accumulators:
             self._close(group[k], leaf, self._found(group[k]))
+
+    def _room(self, run: Run) -> int:
+        """How many samples there will be in all, if they come in several runs."""
+        return self.found.n if run.trace.n < self.problem.n else 0
 
     def _taken(self, group: list[Accumulator], k: int, leaf: int) -> bool:
         """Whether a part is kept of what one of a group keeps of a parameter."""

@@ -207,16 +207,14 @@ def _others_constant(run: ParameterUses, call: Call) -> bool:
     return all(tag is None or (isinstance(tag, Sampled) and not tag.active) for tag in tags)
 
 
-def check_split(tag: Sampled, finder: OutputFinder, wanted: list[int], in_chunks: bool = False) -> None:
-    """Check that every path from the parameters to the result crosses the outputs; `in_chunks` says what for."""
-    first, last = "Mark the outputs with `outputs(z)`", "give the model and the loss apart"
-    if in_chunks:
-        first, last = "Return the [N] losses of the samples", "mark the outputs with `outputs(z)`"
-    ways_out = f"{first}, use one of torch's convex losses, or {last}."
+def check_split(tag: Sampled, finder: OutputFinder, wanted: list[int]) -> None:
+    """Check that every path from the parameters to the result crosses the outputs."""
+    ways_out = (
+        "Mark the outputs with `outputs(z)`, use one of torch's convex losses, or give the model and the loss apart."
+    )
     if not wanted:
-        why = ", which chunks over samples of a scalar loss need" if in_chunks else ""
         raise SplitError(
-            f"no outputs are found in f{why}: no known convex loss of the model's outputs is called. {ways_out}"
+            f"no outputs are found in f: no known convex loss of the model's outputs is called. {ways_out}"
         )
     if tag.around is not None:
         raise SplitError(

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc._torch.functorch import forward_mode
+from invfunc._torch.values import anywhere
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import BATCH_SUM, Call, Mixed, Place, Unknown
 from invfunc.operations.compositions import step_by_step
@@ -99,6 +100,16 @@ def _count(call: Call, losses: torch.Tensor) -> Any:
     ignored, weight = call.arg("ignore_index", -100), call.arg("weight")
     counted = target != ignored
     return counted.sum() if weight is None else (weight[target.where(counted, 0)] * counted).sum()
+
+
+def counts(call: Call) -> bool:
+    """Whether a mean of losses divides by what is in the targets: by their weights, or by how many are not ignored."""
+    if call.name not in ("cross_entropy", "nll_loss") or reduction(call) != "mean":
+        return False
+    target = call.arg("target")
+    if target.is_floating_point():
+        return False
+    return call.arg("weight") is not None or anywhere(target == call.arg("ignore_index", -100))
 
 
 _OLD = ("size_average", "reduce")

@@ -121,7 +121,7 @@ class Alone:
     def _returned(self, trace: Trace, params: list[torch.Tensor], part: Any, outputs: list[torch.Tensor]) -> Run:
         for z, axis in zip(outputs, self.axes, strict=True):
             trace.set(z, Sampled(Axis(None) if trace.n == 1 else axis, around="f"))
-        start = (part.start or 0) if isinstance(part, slice) else 0
+        start = self.problem.first + (part.start or 0 if isinstance(part, slice) else 0)
         return Run(trace, params, part, {}, start, tree.unflatten(outputs, self.structure), self.aux)
 
     # Sample by sample

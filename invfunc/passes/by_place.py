@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
 from invfunc import tree
+from invfunc._torch.values import anywhere, fake, near
+from invfunc._torch.weak import WeakIdMap
 from invfunc.errors import InvFuncError, RandomnessError, SampleAxisError
 from invfunc.passes.alone import FOREIGN
-from invfunc.recording.checks import check_same, same_values
+from invfunc.recording.checks import same_values
 from invfunc.recording.problem import Problem
 
 _GIVE = "What f has for each sample, such as a mask, goes among its batch arguments, not into constants or keywords."
@@ -27,17 +30,20 @@ def not_in_parts(why: str) -> SampleAxisError:
     )
 
 
-def other_in_part() -> SampleAxisError:
+def other_in_part(what: str = "outputs") -> SampleAxisError:
     return SampleAxisError(
-        "the outputs of f on a part of the batch are not those of the whole batch (has it a constant for each sample, "
-        f"or does it use the length of the batch?), so it cannot be chunked over samples. {_GIVE}"
+        f"the {what} of f on a part of the batch are not those of the whole batch: f mixes samples, has a constant for "
+        "each of them, reads a parameter by the place of a sample (as `p[: len(x)]` does), or uses the length of the "
+        "batch, so it cannot be chunked over samples. Chunk over outputs or params. Indices of entries, as i in "
+        f"`p[i]`, are a batch argument. {_GIVE}"
     )
 
 
-def other_losses_in_part() -> SampleAxisError:
+def neither() -> SampleAxisError:
     return SampleAxisError(
-        "the losses of f on a part of the batch are not those of the whole batch (does it divide by its length?), so "
-        "it cannot be chunked over samples; mark its outputs with `outputs(z)`."
+        "the loss is one number, and on a part of the batch neither the mean nor the sum over its samples (does it "
+        "divide by weights, or by a count of its data?), so it cannot be chunked over samples. Return the [N] losses "
+        "of the samples, or mark its outputs with `outputs(z)`."
     )
 
 
@@ -59,80 +65,68 @@ def runs_on_part(partial: bool) -> Iterator[None]:
         raise not_in_parts(str(error)) from error
 
 
-def check_part(
-    part: slice,
-    total: int,
-    found: Values,
-    again: Callable[[list[int]], Values],
-    beside: Sequence[tuple[int, Values]] = (),
-) -> None:
-    """Check that the outputs `found` of a part do not depend on how many samples, or which, are beside each; nor those
-    of the samples at some other places."""
-    start, stop = part.start, part.stop
-    several = _places(start, stop, total)
-    several[0] += [place for place, _ in beside]
-    known = {place: [z[place - start] for z in found] for place in range(start, stop)} | dict(beside)
-    for places in several:
-        came = again(places)
-        for i, place in enumerate(places):
-            for z, x in zip(known.get(place, ()), came, strict=place in known):
-                check_same(z, x[i], _other_at_place)
+Kind = Literal["each", "mean", "sum"]
+"""How what f gives for all samples is made up of what it gives for some of them: one by one, as their mean or sum."""
+Some = Callable[[Problem, list[int]], tuple[Values, bool]]
+"""What f gives for the samples at some places, and whether it drew random numbers."""
+_KNOWN: WeakIdMap[dict[Hashable, Kind]] = WeakIdMap()
+_KEPT, FEW = 64, 8
+"""Of how many calls it is known, and how many samples are looked at."""
 
 
-def _other_at_place() -> SampleAxisError:
-    return SampleAxisError(
-        "the outputs of a sample depend on how many are beside it, or on its place (does f use the length of the "
-        f"batch?), so f cannot be chunked over samples. {_GIVE}"
-    )
+def kind_of(problem: Problem, size: int, some: Some, what: Hashable = None) -> Kind:
+    """How parts of at most so many samples make up what f gives, or an error; looked at once for a function and
+    arguments of these shapes."""
+    key, known = (what, size, *_described(problem)), _KNOWN.get(problem.f) or {}
+    if key not in known:
+        kind = _kind(problem, size, some)
+        if fake(problem.leaves[0]):  # which says nothing of the numbers
+            return kind
+        known = dict([*known.items(), (key, kind)][-_KEPT:])
+        with suppress(TypeError):  # a function of a kind that has no weak references
+            _KNOWN.set(problem.f, known)
+    return known[key]
 
 
-def _places(start: int, stop: int, total: int) -> list[list[int]]:
-    """Samples of a part beside others than there, on either side and in another mirror image, and never as many."""
-    n, other = stop - start, stop % total
-    few = {1: [[other, start], [start, other]], 2: [[stop - 1], [start]], 3: [[stop - 1, start + 1]]}
-    return few.get(n, [[stop - 1, start, start + n // 2]])
+def _described(problem: Problem) -> Iterator[Hashable]:
+    yield from (problem.out_dims, *problem.dims.items())
+    for x in tree.leaves((problem.args, problem.kwargs)):
+        yield (x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x)
 
 
-def check_again(found: Values, whole: Values, again: Callable[[], Values]) -> None:
-    """Check that the first samples alone have the same outputs once more, if these are others than in the batch."""
+def _kind(problem: Problem, size: int, some: Some) -> Kind:
+    """A few samples from all over the batch, and either half of them alone.
 
-    def same(others: Values) -> bool:
-        return all(
-            a[0].shape == b[0].shape and same_values(a, b[: len(a)]) for a, b in zip(found, others, strict=False)
-        )
-
-    if not same(whole) and not same(again()):
-        raise other_again("other outputs")
-
-
-def check_parameters(problem: Problem, most: int, outputs: Callable[[Problem, list[int]], Values]) -> None:
-    """Check that f does not read parameters by the place of a sample, in parts of at most so many (or two) samples.
-
-    Where the entries for two places are the same numbers, as they are at first, outputs do not show it: they are
-    computed with parameters that are `told_apart`, and in single precision if f runs in it.
+    Where a parameter has the same numbers at two places, as zeros and ones have, values would not show that f reads it
+    by the place of a sample: such ones are `told_apart`, and computed in single precision if f runs in half.
     """
-    last = problem.n - 1
-    first, second = ([last, 0], [problem.n // 2, 0, last]) if most > 2 else ([last], [0, last])
-    kind = problem.leaves[0].device.type
-    casts = torch.is_autocast_enabled(kind)
-    for wide in (True, False) if casts or any(x.dtype in _HALF for x in problem.tensors()) else (False,):
-        near = told_apart(widened(problem) if wide else problem)
-        try:
-            with torch.autocast(kind, enabled=False) if wide and casts else nullcontext():
-                found = [outputs(near, places) for places in (first, second)]
-        except Exception:  # it is not defined there, or does not run on so few
-            continue
-        for a, b in zip(*found, strict=False):
-            check_same(a[0], b[-1], _by_place)
-        return
+    n, k = problem.n, min(problem.n, max(2, min(size, FEW)))
+    places, device = [n * i // k for i in range(k)], problem.leaves[0].device.type
+    casts, apart, found = torch.is_autocast_enabled(device), told_apart(problem), list[tuple[Values, bool]]()
+    if casts or any(x.dtype in _HALF for x in problem.tensors()):
+        with suppress(Exception), torch.autocast(device, enabled=False) if casts else nullcontext():
+            found = [some(widened(apart), each) for each in (places, places[::2], places[1::2])]
+    found = found or [some(apart, each) for each in (places, places[::2], places[1::2])]
+    drew = any(drew for _, drew in found)
+    kinds: list[Kind] = [_joined(*z, k=k, drew=drew) for z in zip(*(values for values, _ in found), strict=True)]
+    return kinds[0] if kinds else "each"
 
 
-def _by_place() -> SampleAxisError:
-    return SampleAxisError(
-        "f reads a parameter by the place of a sample in the batch (as `p[: len(x)]` does), or uses the length of the "
-        "batch, so it cannot be chunked over samples. Pick the entries by indices that are a batch argument, as in "
-        "`p[index]`."
-    )
+def _joined(whole: torch.Tensor, even: torch.Tensor, odd: torch.Tensor, *, k: int, drew: bool) -> Kind:
+    """How what f gives for k samples is made up of what it gives for the even and for the odd ones alone."""
+    if whole.ndim:
+        if not drew and not (same_values(even, whole[::2]) and same_values(odd, whole[1::2])):
+            raise other_in_part()
+        return "each"
+    if drew:
+        raise RandomnessError(
+            "f draws random numbers and returns one number, so that it cannot be seen whether that is the mean over "
+            "its samples, and it cannot be chunked over them. Return the [N] losses of the samples."
+        )
+    mean = near(whole, even * (1 - k // 2 / k) + odd * (k // 2 / k), size := even.abs() + odd.abs())
+    if mean == near(whole, even + odd, size):
+        raise neither()
+    return "mean" if mean else "sum"
 
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -150,8 +144,13 @@ def widened(problem: Problem) -> Problem:
 
 
 def told_apart(problem: Problem) -> Problem:
-    """The problem with parameters near its own, of which no two entries are the same."""
-    return replace(problem, leaves=[_told_apart(p.detach()) for p in problem.leaves])
+    """The problem with parameters near its own in place of those that have the same numbers at two places."""
+    return replace(problem, leaves=[_told_apart(p.detach()) if _alike(p) else p.detach() for p in problem.leaves])
+
+
+def _alike(x: torch.Tensor) -> bool:
+    sides = [d for d, size in enumerate(x.shape) if size > 1]
+    return not fake(x) and any(not anywhere(x.select(d, 0) != x.select(d, 1)) for d in sides)
 
 
 def _told_apart(x: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,8 @@ class Places:
         self.order: list[int] | None = None
         """Where f puts each sample, if not where it is in the batch."""
         self.by_rows = False
+        self.counted = False
+        """Whether data summed over the samples met samples or parameters in a run."""
         self.moved = False
         """Whether data were put in another order in a run."""
         self.repeated: dict[tuple[int, int], int] = {}
@@ -62,6 +64,7 @@ class Places:
     def hear(self, trace: Trace) -> None:
         """Take from a run that has ended whether data were put in another order."""
         self.evidence.hear(trace)
+        self.counted = self.counted or trace.counted
         self.moved = self.moved or trace.moved
         self.multiplied = self.multiplied or trace.multiplied
         self.repeated |= trace.repeated

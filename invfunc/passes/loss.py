@@ -150,7 +150,6 @@ def at_found(
     wanted: list[int],
     result: torch.Tensor,
     params: list[torch.Tensor],
-    in_chunks: bool = False,
 ) -> Split:
     """Split the result of a loss function at the outputs that were found, of which those of these ordinals count.
 
@@ -160,6 +159,6 @@ def at_found(
     candidates = [r.value for r in finder.roots.values()]
     if not wanted and not reaches(result, {node_of(x) for x in (*params, *candidates)} - {None}, {}):
         raise unreached()
-    check_split(check_loss(trace, result), finder, wanted, in_chunks)
+    check_split(check_loss(trace, result), finder, wanted)
     check_seen(result, params, roots, finder)
     return Split(trace.scope, trace.n, result, roots, finder.terms)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext, suppress
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,13 +18,11 @@ from invfunc.operations.batch_axis import BATCH_SUM
 from invfunc.operations.factors import Part
 from invfunc.passes.alone import Alone, NotAlone
 from invfunc.passes.by_place import (
-    check_again,
-    check_parameters,
-    check_part,
+    Kind,
+    kind_of,
+    neither,
     not_in_parts,
-    other_again,
     other_in_part,
-    other_losses_in_part,
     runs_on_part,
 )
 from invfunc.passes.by_rows import Places
@@ -36,7 +32,7 @@ from invfunc.passes.run import WHOLE, Run, exposed
 from invfunc.passes.sizes import Sizes, see, seen
 from invfunc.plan import Options, even
 from invfunc.recording import Trace
-from invfunc.recording.checks import cannot_draw, check_in_part, check_loss, check_same, no_outputs, output_axis
+from invfunc.recording.checks import cannot_draw, check_in_part, check_loss, no_outputs, output_axis
 from invfunc.recording.follower import Follower
 from invfunc.recording.problem import Problem
 from invfunc.recording.random import Draws, Drew, restore
@@ -80,10 +76,11 @@ class Runner:
     ) -> Run:
         told: dict[str, Any] = {"with_uses": with_uses, "partial": partial, "draws": draws, "pattern": pattern}
         told |= {"remember": self.remember if with_uses else None, "watcher": finder}
+        told["scaled"] = self.problem.factor is not None
         apart, known = self.apart and n > 1, self.places.beforehand(n)
         trace = Trace(self.scope, n, fast=self.fast, apart=apart, beforehand=known, **told)
         params = trace.parameters(self.problem.leaves, enter=with_uses or finder is not None)
-        run = Run(trace, params, part, {}, (part.start or 0) if isinstance(part, slice) else 0)
+        run = Run(trace, params, part, {}, self.problem.first + (part.start or 0 if isinstance(part, slice) else 0))
         before = [(x, version(x)) for x in self.problem.tensors()]
         try:
             with marking(trace), nullcontext() if pattern is None else pattern.labels, self.scope.evaluating():
@@ -151,12 +148,6 @@ class Runner:
             raise not_alone(error, str(why)) if error.unknown else error from None
         return self.alone
 
-    def loss_alone(self, error: SampleAxisError) -> Run:
-        """A loss for each sample, as they are in the whole batch."""
-        run = self._run_alone(self._alone(error), WHOLE, self.problem.n, with_uses=False)
-        check_loss(run.trace, run.result)
-        return run
-
     def _run_alone(self, alone: Alone, part: Part, n: int, with_uses: bool = True) -> Run:
         return alone.with_uses(part, n) if with_uses and isinstance(part, slice) else alone.without_uses(part, n)
 
@@ -173,7 +164,7 @@ class Runner:
         if self.alone is not None:
             return self._model_alone(self.alone, part, n, with_uses)
         after = draws.rewind() if draws is not None else {}
-        drawn = Draws(stop=partial) if partial or draws is None else draws
+        drawn = Draws(stop=partial) if draws is None else draws
         options: dict[str, Any] = {"with_uses": with_uses, "partial": partial, "draws": drawn, "pattern": pattern}
         try:
             with runs_on_part(partial):
@@ -210,26 +201,33 @@ class Runner:
         with run.trace:
             return z + zero
 
-    def check_part(self, run: Run, before: Sequence[Run] = ()) -> None:
-        """The outputs of a sample must not depend on how many are beside it; `before` are runs on earlier parts."""
-        if run.trace.n == self.problem.n:
-            return
-        some = before[:: max(1, len(before) // thresholds.PARTS_CHECKED)]
-        beside = [(run.part.start, [z[0] for z in exposed(run)]) for run in some]
-        check_part(run.part, self.problem.n, exposed(run), lambda places: self._modelled(self, places), beside)
-        self._check_parameters(run.trace.n, self._modelled)
+    def of_parts(self, size: int, what: Literal["loss", "outputs"] | tuple[int, ...], draws: bool = True) -> Kind:
+        """How the loss, the outputs or what was found to be these, of parts of at most so many samples, make up those
+        of the batch; an error where they do not, or where f draws random numbers and that is not allowed."""
 
-    def _modelled(self, runner: Runner, at: list[int]) -> list[torch.Tensor]:
-        return exposed(runner.model(self._at(at), len(at), with_uses=False))
+        def some(problem: Problem, places: list[int]) -> tuple[list[torch.Tensor], bool]:
+            n, drawn = len(places), Draws(stop=not draws)
+            few = problem.chunk(torch.tensor(places, device=problem.leaves[0].device), n)
+            few.leaves = [*map(self.scope.leave, few.leaves)]
+            runner = Runner(few, self.scope, self.options, self.budget, None, self.whole, self.apart)
+            try:
+                with runs_on_part(True):
+                    if what == "loss":
+                        run = runner.loss(draws=drawn)
+                        if run.trace.counted and n > 1:
+                            raise other_in_part("losses") if run.result.ndim else neither()
+                        return [run.result.detach()], drawn.drew
+                    if what == "outputs":
+                        run = runner.model(WHOLE, n, with_uses=False, draws=drawn)
+                    else:
+                        run = runner.run(WHOLE, n, finder=OutputFinder([*what]), draws=drawn)
+                    return [z.detach() for z in exposed(run)], drawn.drew
+            except Drew:
+                raise cannot_draw() from None
+            finally:
+                drawn.rewind()
 
-    def _at(self, places: list[int]) -> torch.Tensor:
-        return torch.tensor(places, device=self.problem.leaves[0].device)
-
-    def _check_parameters(self, most: int, outputs: Callable[[Runner, list[int]], list[torch.Tensor]]) -> None:
-        """Check that no parameters are read by the place of a sample, also where they are the same for all places."""
-        if self.alone is None and self.problem.n > 1:
-            others = (self.scope, self.options, self.budget, None, self.whole, self.apart)
-            check_parameters(self.problem, most, lambda problem, places: outputs(Runner(problem, *others), places))
+        return kind_of(self.problem, size, some, what)
 
     def blocks(self, few: bool, draws: Draws) -> list[Run]:
         """The model function in one pass, or, if columns are not few, in blocks of samples that fit the cache."""
@@ -245,13 +243,12 @@ class Runner:
             rest = [] if first < n <= size else even(n - first, size)
             runs += [self.model(slice(first + a, first + b), b - a) for a, b in rest if a < b]
             if sum(run.trace.n for run in runs) == n:
-                self.check_part(runs[-1], runs[:-1])
+                if len(runs) > 1:
+                    self.of_parts(size, "outputs", draws=False)
                 return runs
-        whole = self.model(WHOLE, n, draws=draws)
         if runs:
-            check_again(exposed(runs[0]), exposed(whole), lambda: self._modelled(self, [*range(first)]))
             see(self.problem, sizes)
-        return [whole]
+        return [self.model(WHOLE, n, draws=draws)]
 
     @property
     def _fits(self) -> bool:
@@ -261,60 +258,33 @@ class Runner:
 
     def parts(self, light: Run, roots: list[ModelOutput], columns: int, draws: Draws) -> Iterable[Run]:
         """The model part: in the chunks that were asked for, else in blocks, as large as the run `light` shows."""
-        n, parts = self.problem.n, self.plan.ranges("samples", self.problem.n)
-        if draws.drew and len(parts) > 1:
-            raise cannot_draw()
+        n, wanted = self.problem.n, tuple(r.ordinal for r in roots)
         few = columns < thresholds.BLOCK_COLUMNS or n < thresholds.BLOCK_BATCH
-
-        def outputs(runner: Runner, places: list[int]) -> list[torch.Tensor]:
-            wanted = [r.ordinal for r in roots]
-            return exposed(runner.run(self._at(places), len(places), finder=OutputFinder(wanted)))
-
         if any(self.plan.splits.values()) or draws.drew or few or self.whole:
+            parts = self.plan.ranges("samples", n)
             if len(parts) > 1:
-                self._check_parameters(parts[0][1], outputs)
+                self.of_parts(parts[0][1], wanted)
             return (self.up_to(roots, slice(a, b), b - a, draws) for a, b in self.places.alike(parts))
         blocks = even(n, Sizes(columns, light.trace.largest).block(self.budget))
-        if len(blocks) == 1:
-            return [self.up_to(roots, WHOLE, n, draws)]
-        with suppress(Exception), checked_at_the_end(own=True):  # as above; else the fault comes again
-            self._check_parameters(blocks[0][1], outputs)
-            return [self.up_to(roots, slice(a, b), b - a, draws) for a, b in blocks]
+        if len(blocks) > 1:
+            with suppress(Exception), checked_at_the_end(own=True):  # as above; else the fault comes again
+                self.of_parts(blocks[0][1], wanted)
+                return [self.up_to(roots, slice(a, b), b - a, draws) for a, b in blocks]
         return [self.up_to(roots, WHOLE, n, draws)]
 
     def up_to(self, roots: list[ModelOutput], part: Part, n: int, draws: Draws, pattern: Follower | None = None) -> Run:
         """The function on a part of the batch until its outputs are there; they have to be those of the whole batch."""
         part = WHOLE if isinstance(part, slice) and n == self.problem.n else part
         after, wanted = draws.rewind(), [r.ordinal for r in roots]
-        error = partial(other_again, "other outputs") if part is WHOLE else other_in_part
         try:
             with runs_on_part(part is not WHOLE):
                 run = self.run(part, n, finder=OutputFinder(wanted), pattern=pattern)
         finally:
             restore(after)
         check_uses(self.scope, run.trace, [*run.outputs.values()])
-        for root in roots:
+        for root in roots if part is not WHOLE else ():
             z, axis = run.outputs.get(root.ordinal, (None, root.axis))
             if z is None:
-                raise error()
-            check_in_part(z, axis, run.trace.n, root.value, root.axis, self.problem.n, part, error)
+                raise other_in_part()
+            check_in_part(z, axis, run.trace.n, root.value, root.axis, self.problem.n, part, other_in_part)
         return run
-
-    def loss_parts(self, whole: torch.Tensor, draws: Draws) -> Iterable[Run]:
-        """A loss for each sample: the function itself on parts of the batch."""
-        if draws.drew:
-            raise cannot_draw()
-        parts = self.plan.ranges("samples", self.problem.n)
-        if len(parts) > 1:
-            self._check_parameters(
-                parts[0][1], lambda near, places: [near.run(self._at(places), len(places), partial=True).result]
-            )
-        for start, stop in self.places.alike(parts):
-            part, n = slice(start, stop), stop - start
-            with runs_on_part(n < self.problem.n):
-                run = self.run(part, n) if self.alone is None else self._run_alone(self.alone, part, n)
-            check_loss(run.trace, run.result)
-            check_uses(self.scope, run.trace, [(run.result, Axis(0))])
-            check_same(run.result, whole[start:stop], other_losses_in_part)
-            yield replace(run, outputs={0: (run.result, Axis(None))}, part=WHOLE)
-            del run

@@ -124,8 +124,8 @@ def output_axis(trace: Trace, z: torch.Tensor, dim: int, path: str = "") -> Axis
 
 def cannot_draw() -> RandomnessError:
     return RandomnessError(
-        "f draws random numbers (dropout?), and chunks over samples cannot draw those of the whole batch. Chunk over "
-        "outputs or params, or use eval mode."
+        "f draws random numbers (dropout?), and it takes several sweeps over chunks of samples, which would draw "
+        "others. Chunk over outputs or params, use eval mode, or give the model and the loss apart."
     )
 
 

@@ -58,6 +58,10 @@ class Problem:
     """The samples that the caller chose, as places in the batch."""
     others: int = 0
     """How many of the last samples are those of another batch, joined to the first."""
+    first: int = 0
+    """The place of its first sample in the batch of which it is a chunk."""
+    factor: float | None = None
+    """Of a chunk, what its loss is multiplied by to have the scale of the loss of all samples."""
 
     @property
     def inputs(self) -> range:
@@ -83,11 +87,16 @@ class Problem:
         with Uncompiled(), trace, trace.adopting or nullcontext():
             try:
                 result = self.f(*given, **self.kwargs)
+                result, aux = with_aux(result) if self.has_aux else (result, None)
+                return result if self.factor in (None, 1) else result * self.factor, aux
             except SystemError as error:  # torch's own code makes one of what we raise where it calls us
                 raise error if error.__cause__ is None else error.__cause__ from None
-        if not self.has_aux:
-            return result, None
-        return with_aux(result)
+
+    def chunk(self, part: slice | torch.Tensor, n: int, factor: float = 1) -> Problem:
+        """The problem of n of the samples alone, whose loss is multiplied by a factor."""
+        args = [some_samples(x, self.dims.get(i), part) for i, x in enumerate(self.args)]
+        first = part.start if isinstance(part, slice) else 0
+        return replace(self, args=tuple(args), n=n, samples=None, first=first, factor=factor)
 
     def target(self, trace: Trace) -> Any:
         return self._samples(trace, len(self.args) - 1, slice(None))
@@ -102,13 +111,10 @@ class Problem:
         if dim is None:
             return self.args[position]
 
-        def seen(x: torch.Tensor) -> torch.Tensor:
-            d = dim % x.ndim
-            if not (isinstance(part, slice) and part == slice(None)):
-                x = x[(slice(None),) * d + (part,)]
-            return trace.samples(x, Axis(d))
-
-        return tree.map_tensors(seen, self.args[position])
+        given = self.args[position]
+        if not (isinstance(part, slice) and part == slice(None)):
+            given = some_samples(given, dim, part)
+        return tree.map_tensors(lambda x: trace.samples(x, Axis(dim % x.ndim)), given)
 
     def fixed(self) -> list[torch.Tensor]:
         """The tensors that all samples share."""
@@ -116,6 +122,13 @@ class Problem:
 
     def tensors(self) -> list[torch.Tensor]:
         return tree.tensors((self.args, self.kwargs))
+
+
+def some_samples(argument: Any, dim: int | None, part: slice | torch.Tensor) -> Any:
+    """An argument of some samples alone; with `dim` None it is shared by all."""
+    return (
+        argument if dim is None else tree.map_tensors(lambda x: x[(slice(None),) * (dim % x.ndim) + (part,)], argument)
+    )
 
 
 def with_aux(result: Any) -> tuple[Any, Any]:

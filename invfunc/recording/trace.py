@@ -15,6 +15,7 @@ from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, Call, Mixed, Unknown
 from invfunc.operations.batch_axis.orders import MIXED, composed, moved
 from invfunc.operations.heard import Function, Listener
+from invfunc.operations.losses import counts
 from invfunc.operations.recurrent import states
 from invfunc.recording.follower import Follower
 from invfunc.recording.graph import node_of, reaches
@@ -37,6 +38,7 @@ class Trace(ParameterUses, Listener):
         fast: whether not to use the generic path at every operation.
         with_uses: whether parameter uses are noted, or samples only followed.
         partial: whether n is less than the batch, so that a sum over the samples is not what it would be.
+        scaled: whether the loss is that of a chunk, and it matters what a mean divides by.
         draws: what is done about random numbers.
         apart: whether it matters how samples share a term.
         remember: which calls become `steps`.
@@ -53,6 +55,7 @@ class Trace(ParameterUses, Listener):
         fast: bool = True,
         with_uses: bool = True,
         partial: bool = False,
+        scaled: bool = False,
         draws: Draws | None = None,
         apart: bool = True,
         remember: Remember | None = None,
@@ -61,7 +64,8 @@ class Trace(ParameterUses, Listener):
         beforehand: Beforehand = NOTHING,
     ) -> None:
         super().__init__(scope, n, fast, with_uses, apart, remember, pattern, watcher, beforehand)
-        self.draws, self.partial = draws, partial
+        self.draws, self.partial, self.scaled = draws, partial, scaled
+        self.counted = False  # whether data summed over the samples met samples or parameters
         self.steps: list[Step] = []
         self.within: str | None = None  # the call of f that is followed in those that it is made of
 
@@ -121,6 +125,7 @@ class Trace(ParameterUses, Listener):
             if id(x) not in seen.tags:
                 self.scope.closes_over(x)
         of_data = seen.forget_sums()
+        self.counted |= of_data and bool(seen.tags)
         if seen.sampled:
             return self._of_samples(seen)
         if seen.tags:
@@ -205,6 +210,7 @@ class Trace(ParameterUses, Listener):
             params = {}
         call = seen.call(out, self.n, self.partial, self.beforehand.by_rows)
         result = self._followed(call, seen, params, lost)
+        self.counted |= self.scaled and (result.found is BATCH_SUM or self.n == 1) and counts(call)
         if result.found is BATCH_SUM and not (params or seen.writes or "out" in seen.kwargs):
             out = call.out = self.of_sum(call, seen, remembered)
             produced = seen.produced(out)

@@ -11,14 +11,14 @@ from invfunc.errors import ArgumentError
 from invfunc.linear_algebra.contract import joined
 from invfunc.loss.square_root import safe_root
 from invfunc.per_sample import Shares
-from invfunc.reductions.exchange import Exchange, Rows, Sums
+from invfunc.reductions.exchange import Exchange, Sums
 from invfunc.reductions.reduction import Found, Over, Reduction, State, States
 
 
 class EachSample(Reduction):
     """The shares themselves, one sample after the other."""
 
-    each = (0,)
+    each, row_axis = (0,), 0
     forms = "all"
 
     def step(self, shares: Shares) -> State:
@@ -28,7 +28,7 @@ class EachSample(Reduction):
         return (*a, *b) if over == "samples" else (joined(list(a)) + joined(list(b)),)
 
     def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
-        return tuple((yield Rows([joined(list(own))], 0)))
+        return super().across(place, (joined(list(own)),), each)
 
     def finish(self, state: State, found: Found) -> list[Any]:
         return [joined(list(state))]

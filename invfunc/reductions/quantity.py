@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import torch
 
+from invfunc.linear_algebra.pages import room
+from invfunc.linear_algebra.pairwise import in_place
 from invfunc.loss.drawn import Source, of_samples
 from invfunc.loss.peeled import Peel
 from invfunc.reductions import Reduction, State, States
@@ -97,6 +99,8 @@ class Accumulator:
     aside: dict[str, Any] = field(default_factory=dict)
     """What numbers of all parameters take of each of these, by its path."""
     columns: int = 1
+    filled: dict[int, int] = field(default_factory=dict)
+    """How many rows of each parameter are written to their places."""
     added: set[int] = field(default_factory=set)
     """The parameters of which the state of the present block of samples was added."""
     known: Any = None
@@ -118,11 +122,11 @@ class Accumulator:
         """This one, after those before it that have to see all samples first."""
         return [self] if self.before is None or self.reduction.apart else [*self.before.line, self]
 
-    def end(self, leaves: list[torch.Tensor], n: int) -> None:
+    def end(self, leaves: list[torch.Tensor], n: int, room: int = 0) -> None:
         """Add what is kept of the parameters that the n samples of a block do not reach."""
         for i, leaf in enumerate(leaves):
             if i not in self.added:
-                self.add(i, self.reduction.init(leaf, n, self.columns))
+                self.add(i, self.reduction.init(leaf, n, self.columns), room)
         self.added = set()
         if self.before is not None and self.reduction.apart:
             self.before.end(leaves, n)
@@ -148,6 +152,7 @@ class Accumulator:
     def restore(self, saved: dict[str, Any]) -> None:
         """Keep and know what another one did."""
         self.states, self.columns = dict(saved["states"]), saved["columns"]
+        self.filled, self.added = {}, set()
         if saved["known"] is not None:
             self.know(saved["known"])
         if self.before is not None:
@@ -167,11 +172,24 @@ class Accumulator:
         columns = self.quantity.factor(by)
         self.states = {i: self.reduction.scaled(state, columns) for i, state in self.states.items()}
 
-    def add(self, leaf: int, state: State) -> None:
-        """Add the state of another block of samples; where there is one state, of another parameter."""
+    def add(self, leaf: int, state: State, n: int = 0) -> None:
+        """Add the state of another block of samples; where there is one state, of another parameter. Of n samples in
+        all, rows are written to their places."""
         leaf, over = (0, "params") if self.pooled else (leaf, "samples")
         self.added.add(leaf)
-        self.reduction.add(self.states, leaf, over, state)
+        axis, first = self.reduction.row_axis, n > 0 and leaf not in self.states
+        if axis is not None and (leaf in self.filled or (first and in_place(state[0], state[0]))):
+            self._write(leaf, state[0], n, axis)
+        else:
+            self.reduction.add(self.states, leaf, over, state)
+
+    def _write(self, leaf: int, x: torch.Tensor, n: int, axis: int) -> None:
+        """Write rows behind those that came before."""
+        start, shape = self.filled.get(leaf, 0), [*x.shape[:axis], n, *x.shape[axis + 1 :]]
+        (whole,) = self.states.get(leaf) or (room(shape, x),)
+        whole = x.new_empty(shape) if whole is None else whole.to(torch.promote_types(whole.dtype, x.dtype))
+        whole.narrow(axis, start, x.shape[axis]).copy_(x)
+        self.states[leaf], self.filled[leaf] = (whole,), start + x.shape[axis]
 
     def of(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
         """The parameters of which it keeps a state."""

@@ -12,7 +12,7 @@ import torch
 
 from invfunc.per_sample import Shares
 from invfunc.plan import AxisName
-from invfunc.reductions.exchange import Exchange, Sums
+from invfunc.reductions.exchange import Exchange, Rows, Sums
 
 State = tuple[Any, ...]
 """What a reduction keeps of one parameter and one block, unrounded: tensors, or objects of its own."""
@@ -55,6 +55,8 @@ class Reduction:
     """What it folds over."""
     each: ClassVar[tuple[int, ...]] = ()
     """The axes of each result that count the samples; `sample_axes` returns them unless it is overridden."""
+    row_axis: ClassVar[int | None] = None
+    """The axis of what is kept of a parameter that counts the samples, where these are one behind the other."""
     several: ClassVar[bool] = False
     """Whether the caller gets a tuple of results."""
     trees: ClassVar[int] = 0
@@ -140,6 +142,8 @@ class Reduction:
 
     def merge(self, a: State, b: State, over: Over) -> State:
         """What is kept of two blocks of samples, of columns, or, for a result of all together, of two parameters."""
+        if over == "samples" and self.row_axis is not None:
+            return tuple(torch.cat(pair, self.row_axis) for pair in zip(a, b, strict=True))
         return tuple(x + y for x, y in zip(a, b, strict=True))
 
     def add(self, states: States, leaf: int, over: Over, state: State) -> None:
@@ -153,7 +157,7 @@ class Reduction:
     def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
         """What all processes keep of one parameter: of what this one keeps, and, of each, what that would be without
         its numbers (on the meta device)."""
-        return tuple((yield Sums(list(own))))
+        return tuple((yield Sums(list(own)) if self.row_axis is None else Rows(list(own), self.row_axis)))
 
     def together(self, states: Iterable[State]) -> State:
         """What is kept of several parameters."""

@@ -11,7 +11,6 @@ import torch
 from invfunc import tree
 from invfunc._torch.precision import doubled
 from invfunc.per_sample import Shares
-from invfunc.reductions.exchange import Exchange, Rows
 from invfunc.reductions.gradients import EachSample
 from invfunc.reductions.reduction import Found, Over, Reduction, State
 
@@ -110,7 +109,7 @@ class ProductsOfColumns(InnerProducts):
 class ProductsWithOthers(InnerProducts):
     """The same with others, the last samples of a run."""
 
-    each = (0,)
+    each, row_axis = (0,), 1
     pairs = False
 
     def __init__(self, per_parameter: bool, others: int) -> None:
@@ -123,12 +122,6 @@ class ProductsWithOthers(InnerProducts):
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
         return (leaf.new_zeros(columns, n, columns, self.others),)
 
-    def merge(self, a: State, b: State, over: Over) -> State:
-        return (torch.cat([a[0], b[0]], 1),) if over == "samples" else super().merge(a, b, over)
-
-    def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
-        return tuple((yield Rows(list(own), 1)))
-
     def sample_axes(self, found: Found) -> tuple[int, ...]:
         return self.each
 
@@ -136,7 +129,7 @@ class ProductsWithOthers(InnerProducts):
 class JacobianRows(Reduction):
     """The columns themselves, one after the other."""
 
-    each = (0,)
+    each, row_axis = (0,), 1
     forms = "all"
     counts = by_column = True
 
@@ -147,10 +140,7 @@ class JacobianRows(Reduction):
         return (leaf.new_zeros(columns, n, *leaf.shape),)
 
     def merge(self, a: State, b: State, over: Over) -> State:
-        return (torch.cat([a[0], b[0]], 1 if over == "samples" else 0),)
-
-    def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
-        return tuple((yield Rows(list(own), 1)))
+        return (torch.cat([a[0], b[0]]),) if over == "columns" else super().merge(a, b, over)
 
     def finish(self, state: State, found: Found) -> list[Any]:
         sizes = [math.prod(one) for one in found.outputs]

@@ -9,7 +9,7 @@ from functools import partial
 
 import invfunc
 
-from .first_order import FIRST_ORDER
+from .first_order import FIRST_ORDER, PHYSICAL
 from .peers import BACKPACK, FUNC, OURS, Peer, Problem, backpack_diag_ggn, plain_gradient, transformed, vmap_jacrev
 from .problems import all_cnn_c, autoencoder, dense, gpt, lstm, resnet_18, three_c_three_d, tiny, tokens, transformer
 from .second_order import SECOND_ORDER
@@ -174,6 +174,17 @@ TABLES = {
         "to reach: ours over BackPACK in as many chunks; by itself: over the best of ours in chunks",
         of_a_second,
         "s",
+    ),
+    "physical": Table(
+        "3c3d, 3x32x32, N = 32, in 16 chunks of samples",
+        three_c_three_d,
+        [
+            Row(name, peers, Goal(1.1, lambda numbers, row: numbers.get((row, "loop"))))
+            for name, peers in PHYSICAL.items()
+        ],
+        "to reach: ours over the sum of the calls on the chunks",
+        of_gradient,
+        "gradients",
     ),
     "3c3d": Table(
         "statistics of 3c3d, 3x32x32, N = 32, cross entropy over 10 classes",

@@ -1,6 +1,8 @@
 """What calls within a budget take in a process that has imported nothing else.
 
 python -m tests.budget.first_call STATISTIC MEMORY
+
+Without a statistic: what chunks of samples take, that no budget asks for.
 """
 
 import json
@@ -44,5 +46,44 @@ def main(name: str, memory: str) -> None:
     print(json.dumps([*peaks, found.promised, invfunc.explain(within)(*args).why]))
 
 
+N = 128
+PHYSICAL = {
+    "squares": invfunc.sum_grad_squared,
+    "norms": invfunc.batch_l2_grad,
+    "clipping": lambda f: invfunc.clipped_grad(f, 0.1),
+    "variance": invfunc.variance,
+    "rows": invfunc.batch_grad,
+}
+
+
+def of_chunks() -> None:
+    """Print the peaks of a small CNN with 128 images in 16 chunks, in MiB; "whole" is that of no chunks."""
+    return_freed_memory()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    first, second = nn.Conv2d(3, 48, 3, padding=1), nn.Conv2d(48, 64, 3, padding=1)
+    pooled = (nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    f, params = invfunc.functional(
+        nn.Sequential(first, nn.ReLU(), nn.MaxPool2d(2), second, nn.ReLU(), *pooled, nn.Linear(64, 10))
+    )
+    x, y = torch.rand(N, 3, 28, 28), torch.randint(10, (N,))
+    found = {"result of rows": N * sum(p.nbytes for p in params.values()) / 2**20}
+
+    def losses(params, x, y):
+        return F.cross_entropy(f(params, x), y, reduction="none")
+
+    def measured(name, t, *args):
+        t(*args)
+        found[name] = peak_memory(lambda: t(*args))[1] / 2**20
+
+    measured("whole", invfunc.variance(losses), params, x, y)
+    for name, make in PHYSICAL.items():
+        measured(name, invfunc.chunked(make(losses), 16), params, x, y)
+    measured("mean", invfunc.chunked(invfunc.variance(lambda *args: losses(*args).mean()), 16), params, x, y)
+    loader = [(x[:64], y[:64]), (x[64:], y[64:])]
+    measured("streamed", invfunc.streamed(invfunc.chunked(invfunc.variance(losses), 8)), params, loader)
+    print(json.dumps(found))
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:]) if len(sys.argv) > 1 else of_chunks()

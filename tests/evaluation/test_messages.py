@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from invfunc import batch_grad, batch_l2_grad, chunked, diag_ggn, functional, ggnvp, hvp, outputs
-from invfunc.errors import ArgumentError, ArgumentTypeError, SampleAxisError, SplitError
+from invfunc.errors import ArgumentError, ArgumentTypeError, SampleAxisError
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
@@ -121,15 +121,16 @@ def test_samples_by_slices(chosen):
 
 
 @pytest.mark.quick
-def test_chunks_of_a_scalar_loss_need_outputs():
+def test_chunks_of_a_scalar_loss():
     p, x, y = Numbers()(3, 2), Numbers(1)(4, 3), Numbers(2)(4, 2)
 
     def in_chunks(f):
         return chunked(batch_l2_grad(f), 2, over="samples")(p, x, y)
 
-    with pytest.raises(SplitError, match=r"no outputs are found in f, which chunks over samples of a scalar loss need"):
-        in_chunks(lambda p, x, y: (x @ p - y).square().mean())
+    with pytest.raises(SampleAxisError, match=r"neither the mean nor the sum.*Return the \[N\] losses.*`outputs\(z\)`"):
+        in_chunks(lambda p, x, y: (x @ p - y).square().mean() / x.sum())
     wanted = batch_l2_grad(lambda p, x, y: (x @ p - y).square().mean())(p, x, y)
+    assert_trees_close(in_chunks(lambda p, x, y: (x @ p - y).square().mean()), wanted, 1e-9)
     assert_trees_close(in_chunks(lambda p, x, y: F.mse_loss(x @ p, y)), wanted, 1e-9)
     assert_trees_close(in_chunks(lambda p, x, y: (outputs(x @ p) - y).square().mean()), wanted, 1e-9)
     assert_trees_close(in_chunks(lambda p, x, y: (x @ p - y).square().mean(1) / 4), wanted, 1e-9)

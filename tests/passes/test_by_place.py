@@ -2,7 +2,6 @@
 outputs may be the same there: it does not run in parts unless somebody asks, and then there is an error."""
 
 from contextlib import suppress
-from itertools import count
 
 import hypothesis
 import pytest
@@ -10,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from invfunc import RandomnessError, SampleAxisError, batch_grad, batch_jacobian, chunked, diag_ggn, thresholds
+from invfunc import SampleAxisError, batch_grad, batch_jacobian, chunked, diag_ggn, thresholds
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
 from tests.strategies import Numbers
 
@@ -105,22 +104,6 @@ def test_half_precision_hides_nothing(low):
             chunked(batch_jacobian(scaled), 3, over="samples")(params, x)
         found = chunked(batch_jacobian(lambda p, x: x @ p[0] + p[1]), 3, over="samples")(params, x)
         assert_trees_close(found, batch_jacobian(lambda p, x: x @ p[0] + p[1])(params, x), 1e-2)
-
-
-@pytest.mark.parametrize("n", [5, 40])
-@pytest.mark.parametrize("cache", [thresholds.CACHE, {"cpu": 1}])
-@pytest.mark.usefixtures("old_core")
-def test_blocks_of_samples_are_of_one_function(n, cache, monkeypatch):
-    """A network that is another one in each call, by numbers that torch does not draw."""
-    monkeypatch.setattr(thresholds, "CACHE", cache)
-    p, x, y = {"w": Numbers()(3, 4), "v": Numbers(1)(4, 4)}, Numbers(2)(n, 3), Numbers(3).below(4, n)
-    calls = count()
-
-    def f(p, x):
-        return ((x @ p["w"]).tanh() * (1 + next(calls))) @ p["v"]
-
-    with pytest.raises(RandomnessError, match="draws numbers outside of torch"):
-        diag_ggn(f, F.cross_entropy)(p, x, y)
 
 
 MIXED = {

@@ -163,7 +163,7 @@ class TestChunks:
         c = compiled(t)
         with thresholds_at(**FEW):
             same_at(c, t, *data)
-        assert sorted(parts(c)[0]) == [4, 4]
+        assert sorted(parts(c)[0]) == [3, 4]  # the first chunk makes room for all
 
     def test_are_written_where_they_are_if_they_are_few(self, data):
         t = chunked(invfunc.variance(losses), 6)
@@ -258,7 +258,7 @@ class TestChunks:
         t = chunked(invfunc.batch_l2_grad(losses), 12)
         with thresholds_at(**FEW):
             told = explain(compiled(t))(*data)
-        assert "of which one part" in told.plan and "is called 12 times" in told.plan
+        assert "of which one part" in told.plan and "is called 11 times" in told.plan
         assert "def part_" in told.code and "def forward(" in told.code
 
 
@@ -270,7 +270,7 @@ class TestWhatAPartDoes:
 
         def f(params, x, y):
             own = losses(params, x, y)
-            return own * (3 if len(x) == 1 and x[0, 0].item() > 5 else 2) if x.shape[0] == 1 else own * 2
+            return own * (3 if len(x) == 1 and x[0, 0] > 5 else 2) if x.shape[0] == 1 else own * 2
 
         t = chunked(invfunc.batch_grad(f), 12)
         c = compiled(t)
@@ -404,7 +404,7 @@ def test_a_linearisation_has_what_no_vector_changes_once(data):
 
 
 def test_what_a_launch_could_not_do_is_looked_for_within_parts(data, monkeypatch):
-    c = compiled(chunked(invfunc.batch_l2_grad(losses), 6))
+    c = compiled(invfunc.batch_l2_grad(lambda params, x, y: chunked(model, 6)(params, x).square().sum(1)))
     with thresholds_at(**FEW):
         c(*data)
     (plan,) = plans(c)

@@ -67,7 +67,7 @@ def test_what_a_part_decides_otherwise():
         return masked(p, x, mask) / mask.sum()
 
     given = diag_ggn(counted, F.mse_loss)
-    with pytest.raises(SampleAxisError, match="at `all`.* Chunk over outputs or params, or give one function with"):
+    with pytest.raises(SampleAxisError, match="mixes samples.* Chunk over outputs or params"):
         chunked(given, 2, over="samples")(P, X, MASK, Y)
     wanted = dense_diag_ggn(counted, F.mse_loss)(P, X, MASK, Y)
     for over in ("outputs", "params"):

@@ -172,11 +172,16 @@ def agreement(problem: Problem) -> Iterator[Claim]:
     yield Claim("diag_ggn drawn", of("diag_ggn drawn").itself, drawn, problem.n)
 
 
+def _divided(of: Made) -> tuple[AxisName, ...]:
+    """The axes along which chunks give what the whole does: an f that draws draws anew in each chunk of samples."""
+    return tuple(axis for axis in of.row.axes if axis != "samples" or not of.problem.draws)
+
+
 @law("chunks do not matter")
 def chunks(problem: Problem) -> Iterator[Claim]:
     """chunked(t, n, over="samples" | "outputs" | "params")(params, *batch) == t(params, *batch), for every n"""
     for of in every(problem):
-        for turn, over in enumerate(of.row.axes):
+        for turn, over in enumerate(_divided(of)):
             split = {"chunk_size": 1} if turn % 2 else {"n": 2 if problem.n < 4 else 3}
 
             def found(of: Made = of, over: AxisName = over, split: dict = split) -> Any:
@@ -189,7 +194,7 @@ def chunks(problem: Problem) -> Iterator[Claim]:
 def nested_chunks(problem: Problem) -> Iterator[Claim]:
     """chunked(chunked(t, n, over=a), m, over=b)(params, *batch) == t(params, *batch)"""
     for of in every(problem):
-        axes = of.row.axes
+        axes = _divided(of)
         for inner, outer in zip(axes, (*axes[1:], axes[0]), strict=True) if axes else ():
 
             def found(of: Made = of, inner: AxisName = inner, outer: AxisName = outer) -> Any:

@@ -149,6 +149,8 @@ def passes(subject: TransformProblem) -> Iterator[Claim]:
         return invfunc.chunked(subject.made(), 2, over=axis)(*args)
 
     ways: dict[str, Callable] = {f"{subject.called} over {axis}": partial(in_chunks, axis) for axis in t.axes}
+    if subject.one.draws:  # anew in each chunk of samples
+        ways.pop(f"{subject.called} over samples", None)
     ways[f"{subject.called} in blocks"] = lambda: in_blocks(subject.made())(*args)
     if t.options == Options():
         ways[f"{subject.called}, generic"] = lambda: generic(subject.made())(*args)

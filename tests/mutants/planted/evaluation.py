@@ -13,6 +13,14 @@ FAULTS = [
         "averaged or thin",
         EIGENPAIRS,
     ),
+    # Chunks of samples
+    Fault(
+        "the mean over a chunk keeps its scale",
+        "evaluation/engine.py",
+        '(b - a) / self.problem.n if kind == "mean" else 1',
+        "1",
+        "test_chunked.py::TestChunksAlone::test_a_chunk_is_one_call_of_f test_chunked.py",
+    ),
     # Arguments and results
     Fault(
         "samples come in the inverse of the order in which they were chosen",

@@ -39,9 +39,16 @@ FAULTS = [
     Fault(
         "a part of the batch is of its first axis",
         "recording/problem.py",
-        "x = x[(slice(None),) * d + (part,)]",
-        "x = x[part]",
+        "x[(slice(None),) * (dim % x.ndim) + (part,)]",
+        "x[part]",
         "test_chunked.py::TestStatistics::test_options_stay_with_the_statistic test_chunked.py statistics evaluation",
+    ),
+    Fault(
+        "a mean that leaves samples out is taken for that of all",
+        "recording/trace.py",
+        "        self.counted |= self.scaled and (result.found is BATCH_SUM or self.n == 1) and counts(call)\n",
+        "",
+        "test_chunked.py::TestChunksAlone::test_data_that_weigh_samples_are_seen_in_each_call test_chunked.py",
     ),
     Fault(
         "a negative sample counts from one place behind the last",
