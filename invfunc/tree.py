@@ -248,6 +248,9 @@ class Form:
 
     def join(self, values: Iterable[Any]) -> Tree:
         """The tree again, with other tensors."""
+        if self is _ONE:
+            [value] = values
+            return value
         found = list(self.others)
         for place, value in zip(self.places, values, strict=True):
             found[place] = value
@@ -259,8 +262,14 @@ class Form:
         return found if structure == self.structure else None
 
 
+_ONE = Form(None, (None,), (0,))
+"""That of a tensor."""
+
+
 def separate(tree: Tree) -> tuple[list[torch.Tensor], Form]:
     """The tensors of a tree, and the rest of it."""
+    if type(tree) is torch.Tensor:
+        return [tree], _ONE
     found, structure = flatten(tree)
     places = tuple(i for i, leaf in enumerate(found) if isinstance(leaf, torch.Tensor))
     tensors = [found[i] for i in places]

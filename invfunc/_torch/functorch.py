@@ -181,7 +181,8 @@ def dual(*tensors: torch.Tensor) -> bool:
 
 def under(kind: type, holds: Callable[[Any], bool] = lambda mode: True) -> bool:
     """Whether a torch function mode of some kind is active, of which something holds."""
-    return any(isinstance(mode, kind) and holds(mode) for mode in _get_current_function_mode_stack())
+    around = torch._C._len_torch_function_stack() > 0
+    return around and any(isinstance(mode, kind) and holds(mode) for mode in _get_current_function_mode_stack())
 
 
 def backward_pass() -> int:
@@ -327,7 +328,7 @@ def pop_hooks(refused: str | None) -> None:
 
 def graphless_node() -> None:
     """Have what the running node of a backward pass computes recorded nowhere."""
-    torch._C._set_grad_enabled(False)
+    set_graph(False)
 
 
 autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -400,13 +401,16 @@ class Level:
         """Whether it is one of torch.func that has not ended."""
         return self._mark is not None and not _C.is_dead_tensor_wrapper(self._mark)
 
-    @contextmanager
-    def again(self) -> Iterator[tuple[Callable, Callable, Callable]]:
+    def again(self) -> AbstractContextManager[tuple[Callable, Callable, Callable]]:
         """A context in which operations are recorded as they were at the level, whatever vmap of gradients is around,
         with `enter(x, needs)`, a leaf there, `leave(x)`, the tensor that it is, and `kept(x)`, what autograd is given.
 
         Where the transform of the level has ended, another takes its place; so does a vmap, of the same number.
         """
+        return _PLAINLY if self is PLAIN and plainly() is _AS_IT_IS else self._again()
+
+    @contextmanager
+    def _again(self) -> Iterator[tuple[Callable, Callable, Callable]]:
         with ExitStack() as stack:
             if self._mark is None or self.running:
                 stack.enter_context(_below(self.number) if self._mark is not None else plainly())
@@ -419,6 +423,26 @@ class Level:
                 stack.callback(_C._vmap_decrement_nesting)
                 _C._vmap_increment_nesting(size, randomness)
             yield found
+
+
+def _plain_leaf(x: torch.Tensor, needs: bool) -> torch.Tensor:
+    return x.detach().requires_grad_() if needs else x.detach()
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+PLAIN = Level(0)
+"""That of plain autograd, without vmaps."""
+
+
+def level_at(number: int) -> Level:
+    """The level of this number, with what is around us now."""
+    return Level(number) if number or transforming() else PLAIN
+
+
+_PLAINLY = nullcontext((_plain_leaf, _as_it_is, _as_it_is))
 
 
 def _at_new_level(level: int, wrap: Callable, unwrap: Callable) -> tuple[Callable, Callable, Callable]:
@@ -458,15 +482,15 @@ def recorded(x: torch.Tensor) -> torch.Tensor:
 
 is_batched: Callable[[torch.Tensor], bool] = _C.is_batchedtensor
 """Whether a tensor is one for each entry of the innermost vmap."""
+is_wrapped: Callable[[torch.Tensor], bool] = _C.is_functorch_wrapped_tensor
+"""Whether a tensor is of a transform of torch.func."""
+set_graph: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Turn the recording of graphs on or off."""
 
 
 def needs_grad(x: torch.Tensor) -> bool:
     """Whether a tensor needs a gradient, also within a vmap, which does not tell."""
     return x.requires_grad or (_C.is_batchedtensor(x) and recorded(x).requires_grad)
-
-
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def tracked_below(x: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -14,6 +14,7 @@ from invfunc._torch.functorch import (
     batched_like,
     batches_of,
     ended,
+    is_wrapped,
     needs_grad,
     recorded,
     storage,
@@ -39,13 +40,23 @@ class Like:
     __slots__ = ("shape", "dtype", "device", "stride", "needs", "batches")
 
     def __init__(self, x: torch.Tensor) -> None:
-        self.shape, self.dtype, self.device, self.needs = x.shape, x.dtype, x.device, needs_grad(x)
+        self.shape, self.dtype, self.device, self.needs, self.batches = (
+            x.shape,
+            x.dtype,
+            x.device,
+            x.requires_grad,
+            None,
+        )
         self.stride = x.stride() if x.layout is torch.strided else None
-        self.batches = batches_of(x)
+        if is_wrapped(x):
+            self.needs, self.batches = needs_grad(x), batches_of(x)
 
     def laid_out(self, came: torch.Tensor) -> torch.Tensor:
         """A tensor in the dtype and with the strides that it had: kernels are chosen by them."""
-        came = batched_like(came if came.dtype == self.dtype else came.to(self.dtype), self.batches)
+        if came.dtype != self.dtype:
+            came = came.to(self.dtype)
+        if self.batches is not None or is_wrapped(came):
+            came = batched_like(came, self.batches or {})
         if self.stride is None or came.stride() == self.stride or came.shape != self.shape or came.numel() < 2:
             return came
         for dim, stride in enumerate(self.stride):
@@ -75,9 +86,9 @@ class Evaluation:
 
     __slots__ = ("fn", "start", "end", "given", "states")
 
-    def __init__(self, fn: Callable, start: int, given: Iterable[torch.Tensor], states: States | None) -> None:
+    def __init__(self, fn: Callable, start: int, given: Sequence[torch.Tensor], states: States | None) -> None:
         self.fn, self.start, self.end, self.states = fn, start, start, states
-        self.given = [*map(Like, given)]
+        self.given = [Like(t) for t in given]
 
 
 class Link:
@@ -88,31 +99,34 @@ class Link:
         xs: the tensors of x.
         form: the form of x.
         start: how many tensors autograd has saved before.
+        around: what is around the call.
+        states: those of the generators, if it may draw.
     """
 
-    def __init__(self, step: Step, xs: Tensors, form: tree.Form, start: int) -> None:
-        self.block, *given = step
-        self.form, self.like, self.start = form, [*map(Like, xs)], start
+    own: Sequence[torch.Tensor] = ()
+    """The tensors of the arguments, until the call has ended."""
+    looks: list[Look | None] | None = None
+    hidden: tuple = ()
+    merged = False
+    """Whether shared functions alone have something saved."""
+    _args: tree.Form | None = None
+
+    def __init__(
+        self, step: Step, xs: Tensors, form: tree.Form, start: int, around: Surroundings, states: States | None
+    ) -> None:
+        self.block, args, kwargs = step
+        self.pair = self.block.pair
+        self.form, self.like, self.start, self.around, self.states = form, [Like(x) for x in xs], start, around, states
         self.end = start
         """How many tensors autograd has saved behind it."""
-        self.own, self._args = tree.separate(tuple(given)) if given[0] or given[1] else ((), None)
-        """The tensors of the arguments, until the call has ended."""
-        self._needs = [needs_grad(t) for t in self.own]
-        self._cut = [recorded(t).grad_fn is not None for t in self.own]
-        self._tensors = [t.detach() if cut else t for t, cut in zip(self.own, self._cut, strict=True)]
-        self._versions = versions(self._tensors)
-        self.around: Surroundings
+        if args or kwargs:
+            self.own, self._args = tree.separate((args, kwargs))
+            self._needs = [needs_grad(t) for t in self.own]
+            self._cut = [recorded(t).grad_fn is not None for t in self.own]
+            self._tensors = [t.detach() if cut else t for t, cut in zip(self.own, self._cut, strict=True)]
+            self._versions = versions(self._tensors)
         self.kept: dict[int, Slot] = {}
-        self.looks: list[Look | None] | None = None
-        self.hidden: tuple = ()
-        self.states: States | None = None
-        """Those of the generators, if it draws."""
         self.evaluations: list[Evaluation] = []
-
-    @property
-    def pair(self) -> Any:
-        """The pair of the block."""
-        return self.block.pair
 
     @property
     def count(self) -> int:
@@ -159,7 +173,7 @@ class Link:
 
     def came(self, x: Any) -> Tensors:
         """The tensors of what the inverse gives, which have to be like those of x."""
-        xs = []
+        xs: Tensors = []
         for i, (t, like) in enumerate(zip(self._tensors_of(x), self.like, strict=True)):
             if i in self.kept:
                 xs.append(self.kept[i].get())
@@ -175,7 +189,7 @@ class Link:
 
     def _tensors_of(self, x: Any) -> Tensors:
         found, form = tree.separate(x)
-        if form.structure == self.form.structure and form.places == self.form.places:
+        if form is self.form or form.structure == self.form.structure and form.places == self.form.places:
             return found
         names, came = self.names(), ["x" + path for path, t in tree.named_leaves(x) if isinstance(t, torch.Tensor)]
         if came == names:  # a list in place of a tuple

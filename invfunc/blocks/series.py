@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from invfunc import tree
 from invfunc._torch.functorch import (
     dual,
+    dual_level,
     level_of,
     levels,
     listening,
@@ -19,6 +20,7 @@ from invfunc._torch.functorch import (
     recorded,
     saving_hooks,
     tracked_below,
+    transforming,
     under,
     unwatched,
     watched,
@@ -62,24 +64,25 @@ class Known:
 def in_series(steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:
     """The state behind some blocks, and what each of them hides; function modes see the calls of the blocks alone."""
     if not listening():
-        return _in_series(steps, x, nullcontext)
+        return _in_series(steps, x, False)
     with unwatched():
-        return _in_series(steps, x, watched)
+        return _in_series(steps, x, True)
 
 
-def _in_series(steps: Sequence[Step], x: Any, seen: Callable[[], AbstractContextManager]) -> tuple[Any, list[tuple]]:
+def _in_series(steps: Sequence[Step], x: Any, seen: bool) -> tuple[Any, list[tuple]]:
     hidden: list[tuple] = []
     while len(hidden) < len(steps):
         rest = steps[len(hidden) :]
         level = _level(rest, x)
         if level is None:
             block, args, kwargs = rest[0]
-            with seen():
+            with watched() if seen else nullcontext():
                 y = block.pair.forward(*block.pair.shared, x, *args, **kwargs)
             x, own = block.pair.apart(y)
             hidden.append(own)
             continue
-        count = next((i for i, (block, *_) in enumerate(rest) if i and _differs(block, rest[0][0])), len(rest))
+        differing = (i for i, (block, *_) in enumerate(rest) if i and _differs(block, rest[0][0]))
+        count = 1 if len(rest) == 1 else next(differing, len(rest))
         one = level == 0 and alike(rest[1:count], x)
         run = Run(level, seen)
         try:
@@ -114,7 +117,7 @@ def _level(steps: Sequence[Step], x: Any) -> int | None:
     (block, args, kwargs), xs = steps[0], tree.tensors(x)
     if not torch.is_grad_enabled() or block.known.uses_torch_func or torch.is_inference_mode_enabled():
         return None
-    if not xs or any(t.layout is not torch.strided for t in xs):
+    if not xs or any([t.layout is not torch.strided for t in xs]):
         return None
     if block.min_bytes and sum(t.nbytes for t in xs) < block.min_bytes:
         return None
@@ -122,6 +125,8 @@ def _level(steps: Sequence[Step], x: Any) -> int | None:
         return None
     if under(TwiceDifferentiable) and saving_hooks() is None:  # a statistic writes out what is differentiated twice
         return None
+    if not (transforming() or dual_level()):
+        return 0
     given = *xs, *tree.tensors((args, kwargs)), *block.known.closed(block.pair).tensors()
     return None if dual(*given) else _only_level(given) if levels() else 0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from invfunc._torch.functorch import alive, function_of, recorded, storage_of, version
+from invfunc._torch.functorch import alive, function_of, is_wrapped, recorded, storage_of, version
 from invfunc._torch.sharded import gathered_again, gathers
 from invfunc._torch.weak import WeakIdMap
 from invfunc.errors import ModifiedError, ReplayError
@@ -56,7 +56,7 @@ class Slot:
                 f"its output, of shape {list(self.shape)}, has been modified by an inplace operation, and is needed to "
                 "compute the gradient. Write y = y + z in place of y += z."
             )
-        return alive(self._value)
+        return alive(self._value) if is_wrapped(self._value) else self._value
 
     def of_memory(self, tensor: torch.Tensor) -> bool:
         """Whether it is that tensor, which somebody handed on."""
@@ -139,10 +139,10 @@ class Holder:
         """The tensors of the output; later calls compute those that they took over, one after the other."""
         waiting, groups = list[Holder]([self]), [self.gathering]
         while waiting:
-            missing = (slot.later for slot in waiting[-1].outs if slot.empty and slot.later is not None)
-            if (later := next(missing, None)) is not None:
-                waiting.append(later)
-                groups.append(later.gathering or groups[-1])
+            missing = [slot.later for slot in waiting[-1].outs if slot.later is not None and slot.empty]
+            if missing:
+                waiting.append(missing[0])
+                groups.append(missing[0].gathering or groups[-1])
                 continue
             done, group = waiting.pop(), groups.pop()
             if waiting:

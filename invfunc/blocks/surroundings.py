@@ -3,34 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import compress
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
-from invfunc._torch.functorch import autocasting, ended, leaf_at, needs_grad, recorded, uncounted, version, versions
+from invfunc._torch.functorch import (
+    autocasting,
+    ended,
+    is_wrapped,
+    leaf_at,
+    needs_grad,
+    recorded,
+    uncounted,
+    version,
+    versions,
+)
 from invfunc._torch.generators import Generator, global_generator, same_state, set_states, state_of
 from invfunc.blocks.closed import Closed, swapped
 from invfunc.errors import ModifiedError
-from invfunc.pairs.places import read as there
+from invfunc.pairs.places import read_all
 
 States = list[torch.Tensor]
+_AS_IT_IS = nullcontext()
 _FLAGS = (bool, int, str)
 
 
-def generators_of(tensors: Sequence[torch.Tensor], steps: Sequence[tuple[Any, tuple, dict]]) -> list[Generator]:
+def generators_of(
+    tensors: Sequence[torch.Tensor], steps: Sequence[tuple[Any, tuple, dict]], closed: Sequence[Closed]
+) -> list[Generator]:
     """The generators that some blocks may draw from: that of the CPU, those of the devices of tensors, and what is
     given to them or closed over."""
     found: list[Generator] = [torch.default_generator]
     if not all(t.is_cpu for t in tensors):
         devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
         found += [global_generator(device) for device in devices]
-    for block, args, kwargs in steps:
-        found += block.known.closed(block.pair).generators
-        found += [other for other in (*args, *kwargs.values()) if isinstance(other, torch.Generator)]
+    for (_, args, kwargs), each in zip(steps, closed, strict=True):
+        if each.generators:
+            found += each.generators
+        if args or kwargs:
+            found += [other for other in (*args, *kwargs.values()) if isinstance(other, torch.Generator)]
     return found
 
 
@@ -47,7 +63,7 @@ def states_of(generators: Sequence[Generator]) -> States:
 
 def drew(before: States, after: States) -> bool:
     """Whether something was drawn between."""
-    return any(a is not b and not same_state(a, b) for a, b in zip(before, after, strict=True))
+    return not all(map(same_state, before, after))
 
 
 def put_states(generators: Sequence[Generator], states: States | None) -> None:
@@ -69,27 +85,30 @@ def drawing(generators: Sequence[Generator]) -> Iterator[None]:
 class Surroundings:
     """Surroundings of one call, which are put up again where its function is evaluated once more."""
 
-    __slots__ = ("closed", "key", "places", "tensors", "needs", "versions", "training", "buffers", "casts")
+    __slots__ = ("closed", "key", "learned", "places", "tensors", "versions", "training", "norms", "buffers", "casts")
 
     def __init__(self, closed: Closed, kinds: Sequence[str], first: bool, step: tuple[Any, tuple, dict]) -> None:
         self.closed, self.training = closed, [m.training for m in closed.modules]
         self.key = (_flags_of(step), *self.training)
         """What f may choose by what it reads."""
-        self.places = closed.places if closed.learned(self.key) else closed.standing()
-        tensors = [*map(there, self.places)]
-        self.needs = [needs_grad(t) for t in tensors]
-        self.tensors = [t if recorded(t).grad_fn is None else leaf_at(t, True) for t in tensors]
+        self.learned = closed.learned(self.key)
+        self.places = closed.places if self.learned else closed.standing()
+        self.tensors = [
+            t if t.grad_fn is None and not is_wrapped(t) else _without_graph(t) for t in read_all(self.places)
+        ]
         self.versions: list[int] = []
         self.casts = _casts(kinds) if autocasting() else ()
+        self.norms = [m for m in closed.norms if m.training]
         self.buffers: list[tuple[Any, str, torch.Tensor, list[torch.Tensor], int]] = []
         """Buffers of modules in train mode, with copies of what they held before each evaluation and in the end, and
         their versions before the call: torch.batch_norm writes without counting."""
-        for module in (*closed.stateful, *(closed.norms if first else ())):
+        for module in (*closed.stateful, *(self.norms if first else ())):
             if module.training:
                 held = module._buffers
                 dense = ((k, b) for k, b in held.items() if b is not None and b.layout is torch.strided)
                 self.buffers += [(held, k, b, [], version(b)) for k, b in dense]
-        self.mark()
+        if self.buffers:
+            self.mark()
 
     def mark(self) -> None:
         """Keep what the buffers hold."""
@@ -100,9 +119,7 @@ class Surroundings:
         """End of the call: from now on nothing may be written that it has read."""
         if self.places is not self.closed.places:  # it was learned which of them are read
             read = {(id(c), k) for c, k in self.closed.places}
-            kept = [(id(c), k) in read for c, k in self.places]
-            self.tensors = [*compress(self.tensors, kept)]
-            self.needs = [*compress(self.needs, kept)]
+            self.tensors = [*compress(self.tensors, [(id(c), k) in read for c, k in self.places])]
             self.places = self.closed.places
         self.versions = versions(self.tensors)
         if self.buffers:
@@ -120,10 +137,9 @@ class Surroundings:
             with torch.no_grad(), uncounted(buffer):
                 buffer.copy_(copies[0])
 
-    @contextmanager
     def again(
         self, at: int = 0, enter: Callable[[torch.Tensor, bool], torch.Tensor] = leaf_at, restarts: bool = False
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager:
         """A context as it was before the evaluation of a number; what is written to buffers in it is dropped.
 
         Args:
@@ -132,17 +148,26 @@ class Surroundings:
             restarts: whether each call of a module begins with the buffers that f began with, as where an inverse
                 evaluates a module with spectral norm until it converges.
         """
+        return _AS_IT_IS if self._stands() else self._again(at, enter, restarts)
+
+    def _stands(self) -> bool:
+        """Whether everything is as it was."""
+        if self.buffers or self.norms or self.casts or autocasting():
+            return False
+        if [m.training for m in self.closed.modules] != self.training or versions(self.tensors) != self.versions:
+            return False
+        return all(map(is_, read_all(self.places), self.tensors)) and not any(map(is_wrapped, self.tensors))
+
+    @contextmanager
+    def _again(self, at: int, enter: Callable[[torch.Tensor, bool], torch.Tensor], restarts: bool) -> Iterator[None]:
         with ExitStack() as stack:
             for module, then in zip(self.closed.modules, self.training, strict=True):
                 if module.training != then:
                     stack.callback(setattr, module, "training", module.training)
                     module.training = then
-            norms = [m for m in self.closed.norms if m.training]
-            own = {id(b) for m in norms for b in m._buffers.values()} | {
-                id(buffer) for _, _, buffer, _, _ in self.buffers
-            }
-            self._put_back(stack, own, enter)
-            for module in norms:
+            own = [id(b) for m in self.norms for b in m._buffers.values()]
+            self._put_back(stack, {*own, *(id(buffer) for _, _, buffer, _, _ in self.buffers)}, enter)
+            for module in self.norms:
                 stack.callback(module._buffers.update, dict(module._buffers))
                 module._buffers.update(self.closed.written_by(module))
             if self.buffers:
@@ -163,8 +188,8 @@ class Surroundings:
                     "by an inplace operation after it was evaluated. Step the optimiser behind the backward pass; "
                     "write t = t + z in place of t += z."
                 )
-        together = zip(self.places, self.tensors, self.needs, strict=True)
-        others = [(p, enter(t, n) if ended(t) else t) for p, t, n in together if there(p) is not t or ended(t)]
+        together = zip(self.places, self.tensors, read_all(self.places), strict=True)
+        others = [(p, enter(t, needs_grad(t)) if ended(t) else t) for p, t, now in together if now is not t or ended(t)]
         if others:
             places, values = zip(*others, strict=True)
             stack.enter_context(swapped(places, values))
@@ -175,6 +200,10 @@ class Surroundings:
             own = [(key, copies[0]) for held, key, _, copies, _ in self.buffers if held is module._buffers]
             if own:
                 stack.callback(module.register_forward_pre_hook(partial(_restart, own), prepend=True).remove)
+
+
+def _without_graph(t: torch.Tensor) -> torch.Tensor:
+    return t if recorded(t).grad_fn is None else leaf_at(t, True)
 
 
 def _restart(buffers: Sequence[tuple[str, torch.Tensor]], module: nn.Module, args: Any) -> None:
