@@ -255,6 +255,9 @@ def _below(level: int) -> Iterator[None]:
         yield
 
 
+_VERSION = attrgetter("_version")
+
+
 def version(x: torch.Tensor) -> int:
     """How often the tensor was written in place."""
     return 0 if x.is_inference() else x._version
@@ -263,7 +266,7 @@ def version(x: torch.Tensor) -> int:
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """How often each of some tensors was written in place."""
     try:
-        return [x._version for x in tensors]
+        return [*map(_VERSION, tensors)]
     except RuntimeError:  # one of them was made in inference mode
         return [version(x) for x in tensors]
 
@@ -414,7 +417,7 @@ class Level:
         with ExitStack() as stack:
             if self._mark is None or self.running:
                 stack.enter_context(_below(self.number) if self._mark is not None else plainly())
-                found = leaf_at, torch.Tensor.detach, _as_it_is
+                found = leaf_at, torch.Tensor.detach, as_it_is
             else:
                 stack.enter_context(_below(self.number - 1))
                 wrap, unwrap = stack.enter_context(grad_level())
@@ -429,7 +432,7 @@ def _plain_leaf(x: torch.Tensor, needs: bool) -> torch.Tensor:
     return x.detach().requires_grad_() if needs else x.detach()
 
 
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+def as_it_is(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
@@ -442,7 +445,7 @@ def level_at(number: int) -> Level:
     return Level(number) if number or transforming() else PLAIN
 
 
-_PLAINLY = nullcontext((_plain_leaf, _as_it_is, _as_it_is))
+_PLAINLY = nullcontext((_plain_leaf, as_it_is, as_it_is))
 
 
 def _at_new_level(level: int, wrap: Callable, unwrap: Callable) -> tuple[Callable, Callable, Callable]:

@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter
 from types import EllipsisType
 from typing import Any
 from weakref import ref
@@ -25,6 +26,7 @@ from invfunc import tree
 from invfunc._torch.functorch import (
     PLAIN,
     alive,
+    as_it_is,
     backward_by_torch_func,
     graphless_node,
     is_batched,
@@ -73,32 +75,26 @@ class _Enough(BaseException):
 
 
 class _Collected:
-    """What autograd saves in an evaluation once more, which has to be like what it has saved.
+    """What autograd saves in an evaluation once more.
 
     Args:
-        like: the shapes and dtypes of that.
-        stop: whether to end when all of it has been saved.
+        most: how many tensors are needed.
     """
 
-    __slots__ = ("like", "stop", "saved")
+    __slots__ = ("most", "saved")
 
-    def __init__(self, like: list[tuple[torch.Size, torch.dtype]], stop: bool) -> None:
-        self.like, self.stop = like, stop
+    def __init__(self, most: int) -> None:
+        self.most = most
         self.saved: Tensors = []
 
     @untraced
     def pack(self, t: torch.Tensor) -> int:
         """The number of a tensor among those that are saved."""
-        self.saved.append(t.detach() if t.requires_grad else t)
-        if self.stop and len(self.saved) == len(self.like):
+        saved = self.saved
+        saved.append(t.detach())
+        if len(saved) == self.most:
             raise _Enough
-        return len(self.saved) - 1
-
-    def compared(self) -> Tensors:
-        """They, if they are like those of the first evaluation."""
-        if (found := [(t.shape, t.dtype) for t in self.saved]) != self.like:
-            raise ReplayError(_OTHER.format(_difference(found, self.like)))
-        return self.saved
+        return len(saved) - 1
 
     def given_back(self, tensor: torch.Tensor) -> None:
         """Nothing, as no statistic records it; it has seen the first evaluation."""
@@ -133,13 +129,14 @@ class Run(Holder):
     _draws = False
     """Whether a block drew random numbers."""
     _done = False
+    _lock: Any = None
 
     def __init__(self, level: int, watched: bool = False) -> None:
         self._level, self._watched = level_at(level), watched
         self._forms = Followed if under(Trace) else None
         self.links: list[Link] = []
         self._starts: list[int] = []
-        self._like: list[tuple[torch.Size, torch.dtype]] = []
+        self.like: list[tuple[torch.Size, torch.dtype]] = []
         """What autograd has saved was like, in order."""
         self._live: list[tuple[torch.Tensor, int]] = []
         """What it has saved of the block that is running, with versions."""
@@ -158,28 +155,30 @@ class Run(Holder):
         It ends behind a block that has a graph at a level below that of the run too: there nothing is freed.
         """
         xs, form = tree.separate(x)
-        slots = [slot_of(t, self.gathering) for t in xs]
-        taken = [slot for slot in slots if slot is not None]
-        depth = max([slot.depth for slot in taken], default=0)
-        self._lock = taken[0].lock if taken else None
+        slots, depth = [slot_of(t, self.gathering) for t in xs], 0
+        for slot in slots:
+            if slot is not None:
+                depth, self._lock = max(depth, slot.depth), slot.lock or self._lock
+        if not any(slots):
+            self._origin = [*zip(map(ref, xs), versions(xs), strict=True)]
         if self._lock is None:
             self._lock = threading.RLock()
-        if not taken:
-            self._origin = [*zip(map(ref, xs), versions(xs), strict=True)]
         replays, kinds = steps[0][0].preserve_rng_state, kinds_of(xs)
         every = [block.known.closed(block.pair) for block, _, _ in steps]
         states = None
         if replays:
-            self.generators = generators_of(xs, steps, every)
+            self.generators = generators_of(xs, kinds, steps, every)
             states = self.first_states = states_of(self.generators)
         hidden: list[tuple] = []
         before = xs, form
         for k, (step, closed) in enumerate(zip(steps, every, strict=True)):
             known = step[0].known
             around = Surroundings(closed, kinds, known.first, step)
-            link = Link(step, xs, form, len(self._like), around, states)
+            link = Link(step, xs, form, len(self.like), around, states)
             self._begun(link, xs, depth + k)
-            x, link.hidden = link.pair.apart(self._first(link, step, x, xs))
+            x = self._first(link, step, x, xs)
+            if link.pair.hidden:
+                x, link.hidden = link.pair.apart(x)
             hidden.append(link.hidden)
             states, known.first = self._ended(link, xs, states), False
             before, (xs, form) = (xs, form), tree.separate(x)
@@ -192,7 +191,8 @@ class Run(Holder):
             self._free()
             if HERE.noted and k + 1 < len(steps):
                 note(link.block, depth + k, x, before[0], None)
-            self._check(k, before[0], xs)
+            if not isinstance(link.block.check, str):
+                self._check(k, before[0], xs)
         self._close(slots, xs, form, depth)
         if HERE.noted:
             note(self.links[-1].block, depth + len(steps) - 1, x, before[0], [*self.outs])
@@ -247,10 +247,10 @@ class Run(Holder):
             given = [t for t in tree.tensors((args, kwargs)) if id(t) not in own]
         quiet = link.states is None or around.key in around.closed.quiet
         states = None if quiet else states_of(self.generators)
-        evaluation = Evaluation(fn, len(self._like), given, states)
+        evaluation = Evaluation(fn, len(self.like), given, states)
         link.evaluations.append(evaluation)
         result = fn(*args, **kwargs)
-        evaluation.end = len(self._like)
+        evaluation.end = len(self.like)
         return result
 
     def _ended(self, link: Link, xs: Tensors, states: States | None) -> States | None:
@@ -269,21 +269,21 @@ class Run(Holder):
             self._draws |= link.states is not None
             states = after
         around.called()
-        link.own, link.end = (), len(self._like)
-        link.merged = sum([e.end - e.start for e in link.evaluations]) == link.end - link.start
+        link.own, link.end = (), len(self.like)
+        beside = link.end - link.start
+        for evaluation in link.evaluations:
+            beside -= evaluation.end - evaluation.start
+        link.merged = beside == 0
         if link.hidden:
             link.hidden = tree.map_tensors(torch.Tensor.detach, link.hidden)
         return states
 
     def _free(self) -> None:
         """Let go of what autograd has saved of a block."""
-        start = self._now_live()
-        self._written.update([n for n, (t, then) in enumerate(self._live, start) if t._version != then])
+        for n, (t, then) in enumerate(self._live, self._starts[-1]):
+            if t._version != then:
+                self._written.add(n)
         self._live = []
-
-    def _now_live(self) -> int:
-        """The number of the first tensor that is in memory."""
-        return len(self._like) - len(self._live)
 
     def _close(self, slots: Sequence[Slot | None], xs: Tensors, form: tree.Form, depth: int) -> None:
         """Take the state before the blocks over, and let the next call do so with that behind them."""
@@ -305,7 +305,7 @@ class Run(Holder):
     def _check(self, k: int, xs: Tensors, ys: Tensors) -> None:
         """Compare all entries of x with what the inverse gives, where that is asked for."""
         link = self.links[k]
-        tolerance = None if isinstance(link.block.check, str) else link.block.tolerance(xs)
+        tolerance = link.block.tolerance(xs)
         if tolerance is None or len(link.kept) == len(xs):
             return
         looks, link.looks = link.looks, None
@@ -323,14 +323,14 @@ class Run(Holder):
     @untraced
     def pack(self, t: torch.Tensor) -> int:
         """What autograd gets in place of a tensor: its number."""
-        like = self._like
-        like.append((t.shape, t.dtype))
+        like = self.like
+        like.append(_LIKE(t))
         self._live.append((t, t._version))
         return len(like) - 1
 
     def given_back(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """A function that computes a saved tensor again, for a statistic that records f; None if it was not saved."""
-        for n, (t, _) in reversed([*enumerate(self._live, self._now_live())]):
+        for n, (t, _) in reversed([*enumerate(self._live, self._starts[-1])]):
             if storage_of(t) == storage_of(tensor) and t.numel() == tensor.numel():
                 same = t.shape == tensor.shape and t.stride() == tensor.stride()
                 if same or (t.is_contiguous() and tensor.is_contiguous()):
@@ -366,7 +366,7 @@ class Run(Holder):
         k = bisect_right(self._starts, n) - 1
         if n in self._at_hand:
             return self._at_hand[n]
-        if (at := n - self._now_live()) >= 0:  # f itself goes backwards, or two levels have a graph
+        if 0 <= (at := n - self._starts[-1]) < len(self._live):  # f itself goes backwards, or two levels have a graph
             if not self._done:
                 self.links[-1].block.known.differentiates = True
             return self._live[at]
@@ -380,7 +380,7 @@ class Run(Holder):
 
     def _late(self, n: int) -> InvFuncError:
         link = self.links[bisect_right(self._starts, n) - 1]
-        return told(ModifiedError(_LATE.format([*self._like[n][0]])), self._where(link))
+        return told(ModifiedError(_LATE.format([*self.like[n][0]])), self._where(link))
 
     def _where(self, link: Link) -> str:
         return f"{link.block!r}, in the backward pass" if self._done else f"{link.block!r}(x, ...)"
@@ -416,11 +416,12 @@ class Run(Holder):
             if at > k + 1:
                 at, xs = self._state = self._wound_back(at, xs, k + 1, enter, leave)
             if at == k + 1:
-                xs = [*map(leave, self._inverted(k, xs, enter, saved))]
+                xs = self._inverted(k, xs, enter, saved)
+                xs = xs if leave is as_it_is else [*map(leave, xs)]
                 self._state = k, xs
             if any([t is None for t in saved]):
                 self._evaluated(link, xs, enter, saved)
-            if self._level is not PLAIN:
+            if kept is not as_it_is:
                 saved = [*map(kept, saved)]
         if k == 0:
             self.fill(xs)
@@ -503,7 +504,7 @@ class Run(Holder):
         missing = link.spans()
         with torch.enable_grad(), link.around.again(0, enter):
             run = link.forward(shared.recalled(), link.entered(xs, enter), enter)
-            _, found = self.saves(run, [self._like[n] for n in missing], stop=True)
+            _, found = self.saves(run, [self.like[n] for n in missing], stops=True)
         for n, t in zip(missing, found, strict=True):
             saved[n - link.start] = t
 
@@ -512,24 +513,36 @@ class Run(Holder):
         put_states(self.generators, link.states)
         with torch.enable_grad(), link.around.again(0, enter):
             run = link.forward(link.pair.shared, link.entered(xs, enter), enter)
-            stop = link.states is None  # what is drawn may be filled in when it has been saved
-            _, saved[:] = self.saves(run, self._like[link.start : link.end], stop)
+            stops = link.states is None  # what is drawn may be filled in when it has been saved
+            _, saved[:] = self.saves(run, self.like[link.start : link.end], stops)
 
     def saves(
-        self, fn: Callable[[], Any], wanted: list[tuple[torch.Size, torch.dtype]], stop: bool = False
+        self, fn: Callable, wanted: list[tuple[torch.Size, torch.dtype]], stops: bool = False
     ) -> tuple[Any, Tensors]:
-        """The result of a function and what autograd saves in it, which has to be like this."""
-        collected, out = _Collected(wanted, stop), None
+        """The result of a function and what autograd saves in it, which has to be like this.
+
+        Args:
+            fn: the function.
+            wanted: the shapes and dtypes.
+            stops: whether it ends when all of that has been saved.
+        """
+        if stops and not wanted:
+            return None, []
+        collected, out = _Collected(len(wanted) if stops else 0), None
         was = push_hooks(collected.pack, collected.saved.__getitem__)
         try:
-            if wanted or not stop:
-                with self._forms() if self._forms is not None else _AS_IT_IS:
+            if self._forms is None:
+                out = fn()
+            else:
+                with self._forms():
                     out = fn()
         except _Enough:
             pass
         finally:
             pop_hooks(was)
-        return out, collected.compared()
+        if (found := [*map(_LIKE, collected.saved)]) != wanted:
+            raise ReplayError(_OTHER.format(_difference(found, wanted)))
+        return out, collected.saved
 
 
 class _Shared:
@@ -577,8 +590,7 @@ class _Shared:
             else:
                 set_graph(True)
                 try:
-                    wanted = run._like[evaluation.start : evaluation.end]
-                    result, found = run.saves(partial(fn, *args, **kwargs), wanted)
+                    result, found = run.saves(partial(fn, *args, **kwargs), run.like[evaluation.start : evaluation.end])
                 finally:
                     set_graph(link.block.known.differentiates)
                 saved[evaluation.start - link.start : evaluation.end - link.start] = found
@@ -606,7 +618,7 @@ def _single(args: tuple, kwargs: dict[str, Any]) -> bool:
     return len(args) == 1 or _CONSTANTS.issuperset(map(type, args[1:]))
 
 
-_AS_IT_IS = nullcontext()
+_AS_IT_IS, _LIKE = nullcontext(), attrgetter("shape", "dtype")
 _CONSTANTS = {type(None), EllipsisType, bool, int, float, str}
 _CHANGES = (
     "It reads something that changes: random numbers of Python or numpy, a counter, what is chosen around the forward "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from invfunc._torch.functorch import (
 )
 from invfunc._torch.generators import set_states
 from invfunc.blocks.closed import Closed
-from invfunc.blocks.equal_steps import alike, as_one
+from invfunc.blocks.equal_steps import MANY, alike, as_one
 from invfunc.blocks.link import Step
 from invfunc.blocks.run import Run
 from invfunc.operations.second_derivatives import TwiceDifferentiable
@@ -61,6 +62,9 @@ class Known:
         return found[1]
 
 
+_ASKS, _LAYOUT, _STRIDED = attrgetter("requires_grad"), attrgetter("layout"), {torch.strided}
+
+
 def in_series(steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:
     """The state behind some blocks, and what each of them hides; function modes see the calls of the blocks alone."""
     if not listening():
@@ -83,7 +87,7 @@ def _in_series(steps: Sequence[Step], x: Any, seen: bool) -> tuple[Any, list[tup
             continue
         differing = (i for i, (block, *_) in enumerate(rest) if i and _differs(block, rest[0][0]))
         count = 1 if len(rest) == 1 else next(differing, len(rest))
-        one = level == 0 and alike(rest[1:count], x)
+        one = level == 0 and count > MANY and alike(rest[1:count], x)
         run = Run(level, seen)
         try:
             before, (x, more) = x, run.forward(rest[: 1 if one else count], x)
@@ -114,14 +118,14 @@ def _differs(block: Any, first: Any) -> bool:
 def _level(steps: Sequence[Step], x: Any) -> int | None:
     """The level of torch.func at which alone there is a graph, 0 for plain autograd; None if there is no memory to
     save: without gradients, in forward mode, at several levels, or below `min_bytes`."""
-    (block, args, kwargs), xs = steps[0], tree.tensors(x)
+    (block, args, kwargs), xs = steps[0], [x] if type(x) is torch.Tensor else tree.tensors(x)
     if not torch.is_grad_enabled() or block.known.uses_torch_func or torch.is_inference_mode_enabled():
         return None
-    if not xs or any([t.layout is not torch.strided for t in xs]):
+    if not xs or {*map(_LAYOUT, xs)} != _STRIDED:
         return None
     if block.min_bytes and sum(t.nbytes for t in xs) < block.min_bytes:
         return None
-    if not any(map(needs_grad, xs)) and not any(map(_needs, steps)):
+    if not any(map(_ASKS, xs)) and not any(map(needs_grad, xs)) and not any(map(_needs, steps)):
         return None
     if under(TwiceDifferentiable) and saving_hooks() is None:  # a statistic writes out what is differentiated twice
         return None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import compress
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -31,15 +31,20 @@ from invfunc.pairs.places import read_all
 States = list[torch.Tensor]
 _AS_IT_IS = nullcontext()
 _FLAGS = (bool, int, str)
+_CPU = ("cpu",)
+_IS_CPU, _TRAINING = attrgetter("is_cpu"), attrgetter("training")
 
 
 def generators_of(
-    tensors: Sequence[torch.Tensor], steps: Sequence[tuple[Any, tuple, dict]], closed: Sequence[Closed]
+    tensors: Sequence[torch.Tensor],
+    kinds: Sequence[str],
+    steps: Sequence[tuple[Any, tuple, dict]],
+    closed: Sequence[Closed],
 ) -> list[Generator]:
     """The generators that some blocks may draw from: that of the CPU, those of the devices of tensors, and what is
     given to them or closed over."""
     found: list[Generator] = [torch.default_generator]
-    if not all(t.is_cpu for t in tensors):
+    if kinds is not _CPU:
         devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
         found += [global_generator(device) for device in devices]
     for (_, args, kwargs), each in zip(steps, closed, strict=True):
@@ -88,7 +93,7 @@ class Surroundings:
     __slots__ = ("closed", "key", "learned", "places", "tensors", "versions", "training", "norms", "buffers", "casts")
 
     def __init__(self, closed: Closed, kinds: Sequence[str], first: bool, step: tuple[Any, tuple, dict]) -> None:
-        self.closed, self.training = closed, [m.training for m in closed.modules]
+        self.closed, self.training = closed, [*map(_TRAINING, closed.modules)]
         self.key = (_flags_of(step), *self.training)
         """What f may choose by what it reads."""
         self.learned = closed.learned(self.key)
@@ -98,11 +103,11 @@ class Surroundings:
         ]
         self.versions: list[int] = []
         self.casts = _casts(kinds) if autocasting() else ()
-        self.norms = [m for m in closed.norms if m.training]
+        self.norms = [m for m in closed.norms if m.training] if closed.norms else []
         self.buffers: list[tuple[Any, str, torch.Tensor, list[torch.Tensor], int]] = []
         """Buffers of modules in train mode, with copies of what they held before each evaluation and in the end, and
         their versions before the call: torch.batch_norm writes without counting."""
-        for module in (*closed.stateful, *(self.norms if first else ())):
+        for module in (*closed.stateful, *self.norms) if first else closed.stateful:
             if module.training:
                 held = module._buffers
                 dense = ((k, b) for k, b in held.items() if b is not None and b.layout is torch.strided)
@@ -154,7 +159,7 @@ class Surroundings:
         """Whether everything is as it was."""
         if self.buffers or self.norms or self.casts or autocasting():
             return False
-        if [m.training for m in self.closed.modules] != self.training or versions(self.tensors) != self.versions:
+        if [*map(_TRAINING, self.closed.modules)] != self.training or versions(self.tensors) != self.versions:
             return False
         return all(map(is_, read_all(self.places), self.tensors)) and not any(map(is_wrapped, self.tensors))
 
@@ -224,7 +229,7 @@ def _casts(kinds: Sequence[str]) -> list[tuple[str, bool, torch.dtype]]:
 
 def kinds_of(tensors: Sequence[torch.Tensor]) -> Sequence[str]:
     """The kinds of devices whose autocast counts for a call."""
-    if all(t.is_cpu for t in tensors):
-        return ("cpu",)
+    if all(map(_IS_CPU, tensors)):
+        return _CPU
     found = {"cpu", *(t.device.type for t in tensors)}
     return sorted(k for k in found if torch.amp.is_autocast_available(k))
