@@ -504,7 +504,7 @@ class Run(Holder):
         missing = link.spans()
         with torch.enable_grad(), link.around.again(0, enter):
             run = link.forward(shared.recalled(), link.entered(xs, enter), enter)
-            _, found = self.saves(run, [self.like[n] for n in missing], stops=True)
+            _, found = self.saves(run, (), {}, [self.like[n] for n in missing], stops=True)
         for n, t in zip(missing, found, strict=True):
             saved[n - link.start] = t
 
@@ -514,15 +514,13 @@ class Run(Holder):
         with torch.enable_grad(), link.around.again(0, enter):
             run = link.forward(link.pair.shared, link.entered(xs, enter), enter)
             stops = link.states is None  # what is drawn may be filled in when it has been saved
-            _, saved[:] = self.saves(run, self.like[link.start : link.end], stops)
+            _, saved[:] = self.saves(run, (), {}, self.like[link.start : link.end], stops)
 
-    def saves(
-        self, fn: Callable, wanted: list[tuple[torch.Size, torch.dtype]], stops: bool = False
-    ) -> tuple[Any, Tensors]:
+    def saves(self, fn: Callable, args: tuple, kwargs: dict, wanted: list, stops: bool) -> tuple[Any, Tensors]:
         """The result of a function and what autograd saves in it, which has to be like this.
 
         Args:
-            fn: the function.
+            fn, args, kwargs: the call.
             wanted: the shapes and dtypes.
             stops: whether it ends when all of that has been saved.
         """
@@ -532,10 +530,10 @@ class Run(Holder):
         was = push_hooks(collected.pack, collected.saved.__getitem__)
         try:
             if self._forms is None:
-                out = fn()
+                out = fn(*args, **kwargs)
             else:
                 with self._forms():
-                    out = fn()
+                    out = fn(*args, **kwargs)
         except _Enough:
             pass
         finally:
@@ -590,7 +588,8 @@ class _Shared:
             else:
                 set_graph(True)
                 try:
-                    result, found = run.saves(partial(fn, *args, **kwargs), run.like[evaluation.start : evaluation.end])
+                    wanted = run.like[evaluation.start : evaluation.end]
+                    result, found = run.saves(fn, args, kwargs, wanted, stops=False)
                 finally:
                     set_graph(link.block.known.differentiates)
                 saved[evaluation.start - link.start : evaluation.end - link.start] = found

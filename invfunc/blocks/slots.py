@@ -49,14 +49,15 @@ class Slot:
         if self._packed is not None:
             unpack, packed = self._packed
             return unpack(packed).detach()
-        if self._value is None:
+        value = self._value
+        if value is None:
             raise ReplayError("the state behind it is gone: a second backward pass needs retain_graph=True.")
-        if version(self._value) != self.version:
+        if not value.is_inference() and value._version != self.version:
             raise ModifiedError(
                 f"its output, of shape {list(self.shape)}, has been modified by an inplace operation, and is needed to "
                 "compute the gradient. Write y = y + z in place of y += z."
             )
-        return alive(self._value) if is_wrapped(self._value) else self._value
+        return alive(value) if is_wrapped(value) else value
 
     def of_memory(self, tensor: torch.Tensor) -> bool:
         """Whether it is that tensor, which somebody handed on."""
@@ -137,7 +138,8 @@ class Holder:
 
     def output(self) -> list[torch.Tensor]:
         """The tensors of the output; later calls compute those that they took over, one after the other."""
-        waiting, groups = list[Holder]([self]), [self.gathering]
+        missing = [slot.later for slot in self.outs if slot.later is not None and slot.empty]
+        waiting, groups = list[Holder]([self] if missing else []), [self.gathering]
         while waiting:
             missing = [slot.later for slot in waiting[-1].outs if slot.later is not None and slot.empty]
             if missing:
