@@ -66,12 +66,12 @@ class Like:
         overlaps = unwrapped(made) is None and storage(made).nbytes() < made.nbytes
         return (came if overlaps else made.copy_(came)).expand(self.shape)
 
-    def holds(self, dtype: torch.dtype) -> bool:
-        """Whether a dtype has all of its digits."""
-        if dtype == self.dtype:
-            return True
-        floats = dtype.is_floating_point and self.dtype.is_floating_point
-        return floats and torch.promote_types(dtype, self.dtype) == dtype
+    def holds(self, came: torch.Tensor) -> bool:
+        """Whether another tensor has this shape, and a dtype with all of the digits."""
+        if came.dtype == self.dtype or came.shape != self.shape:
+            return came.shape == self.shape
+        floats = came.dtype.is_floating_point and self.dtype.is_floating_point
+        return floats and torch.promote_types(came.dtype, self.dtype) == came.dtype
 
 
 class Evaluation:
@@ -88,7 +88,7 @@ class Evaluation:
 
     def __init__(self, fn: Callable, start: int, given: Sequence[torch.Tensor], states: States | None) -> None:
         self.fn, self.start, self.end, self.states = fn, start, start, states
-        self.given = [Like(t) for t in given]
+        self.given = [*map(Like, given)]
 
 
 class Link:
@@ -116,7 +116,7 @@ class Link:
     ) -> None:
         self.block, args, kwargs = step
         self.pair = self.block.pair
-        self.form, self.like, self.start, self.around, self.states = form, [Like(x) for x in xs], start, around, states
+        self.form, self.like, self.start, self.around, self.states = form, [*map(Like, xs)], start, around, states
         self.end = start
         """How many tensors autograd has saved behind it."""
         if args or kwargs:
@@ -158,7 +158,8 @@ class Link:
 
     def inverse(self, shared: Iterable[Callable], y: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call of the inverse."""
-        inverse = self.pair.inverse_of(self.form, self.like, {i: slot.get() for i, slot in self.kept.items()})
+        kept = {i: slot.get() for i, slot in self.kept.items()} if self.kept else {}
+        inverse = self.pair.inverse_of(self.form, self.like, kept)
         try:
             return inverse(*shared, y, *self.hidden, *args, **kwargs)
         except TypeError as error:
@@ -177,7 +178,7 @@ class Link:
         for i, (t, like) in enumerate(zip(self._tensors_of(x), self.like, strict=True)):
             if i in self.kept:
                 xs.append(self.kept[i].get())
-            elif not isinstance(t, torch.Tensor) or t.shape != like.shape or not like.holds(t.dtype):
+            elif not isinstance(t, torch.Tensor) or not like.holds(t):
                 what = f"{list(t.shape)} {t.dtype}" if isinstance(t, torch.Tensor) else type(t).__name__
                 raise InverseError(
                     f"the inverse gives {self.names()[i]} as {what}, where it was {list(like.shape)} {like.dtype}. To "

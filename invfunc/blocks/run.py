@@ -70,31 +70,14 @@ from invfunc.recording.trace import Trace
 from invfunc.transform import told
 
 
-class _Enough(BaseException):
-    """All that is needed has been saved."""
-
-
-class _Collected:
-    """What autograd saves in an evaluation once more.
-
-    Args:
-        most: how many tensors are needed.
-    """
-
-    __slots__ = ("most", "saved")
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.saved: Tensors = []
+class _Collected(list[torch.Tensor]):
+    """What autograd saves in an evaluation once more."""
 
     @untraced
     def pack(self, t: torch.Tensor) -> int:
         """The number of a tensor among those that are saved."""
-        saved = self.saved
-        saved.append(t.detach())
-        if len(saved) == self.most:
-            raise _Enough
-        return len(saved) - 1
+        self.append(t.detach())
+        return len(self) - 1
 
     def given_back(self, tensor: torch.Tensor) -> None:
         """Nothing, as no statistic records it; it has seen the first evaluation."""
@@ -495,7 +478,7 @@ class Run(Holder):
             raise InverseError(_SHARED)
         if link.looks is not None:
             compare(link.block, link.looks, xs, link.names(), ys)
-        if saved is not None and again is not None and again.results and not link.merged:
+        if saved is not None and again is not None and again.results:
             self._beside(link, xs, again, enter, saved)
         return xs
 
@@ -504,7 +487,7 @@ class Run(Holder):
         missing = link.spans()
         with torch.enable_grad(), link.around.again(0, enter):
             run = link.forward(shared.recalled(), link.entered(xs, enter), enter)
-            _, found = self.saves(run, (), {}, [self.like[n] for n in missing], stops=True)
+            _, found = self.saves(link, run, (), {}, [self.like[n] for n in missing])
         for n, t in zip(missing, found, strict=True):
             saved[n - link.start] = t
 
@@ -513,34 +496,31 @@ class Run(Holder):
         put_states(self.generators, link.states)
         with torch.enable_grad(), link.around.again(0, enter):
             run = link.forward(link.pair.shared, link.entered(xs, enter), enter)
-            stops = link.states is None  # what is drawn may be filled in when it has been saved
-            _, saved[:] = self.saves(run, (), {}, self.like[link.start : link.end], stops)
+            _, saved[:] = self.saves(link, run, (), {}, self.like[link.start : link.end])
 
-    def saves(self, fn: Callable, args: tuple, kwargs: dict, wanted: list, stops: bool) -> tuple[Any, Tensors]:
+    def saves(self, link: Link, fn: Callable, args: tuple, kwargs: dict, wanted: list) -> tuple[Any, Tensors]:
         """The result of a function and what autograd saves in it, which has to be like this.
 
         Args:
+            link: the block.
             fn, args, kwargs: the call.
             wanted: the shapes and dtypes.
-            stops: whether it ends when all of that has been saved.
         """
-        if stops and not wanted:
-            return None, []
-        collected, out = _Collected(len(wanted) if stops else 0), None
-        was = push_hooks(collected.pack, collected.saved.__getitem__)
+        collected, differentiates = _Collected(), link.block.known.differentiates
+        was = push_hooks(collected.pack if differentiates else collected.append, collected.__getitem__)
         try:
             if self._forms is None:
                 out = fn(*args, **kwargs)
             else:
                 with self._forms():
                     out = fn(*args, **kwargs)
-        except _Enough:
-            pass
         finally:
             pop_hooks(was)
-        if (found := [*map(_LIKE, collected.saved)]) != wanted:
+        if not differentiates:  # else they hold the graph that holds them
+            collected[:] = [t.detach() for t in collected]
+        if (found := [*map(_LIKE, collected)]) != wanted:
             raise ReplayError(_OTHER.format(_difference(found, wanted)))
-        return out, collected.saved
+        return out, collected
 
 
 class _Shared:
@@ -579,7 +559,8 @@ class _Shared:
             raise InverseError(_SHARED)
         evaluation = link.evaluations[self.at]
         args, kwargs = self._entered(evaluation, args, kwargs)
-        put_states(run.generators, evaluation.states)
+        if evaluation.states is not None:
+            put_states(run.generators, evaluation.states)
         if type(fn) is Unwritten:  # the first evaluation was looked at
             fn = fn.fn
         with link.around.again(self.at, self._enter) if link.around.buffers else _AS_IT_IS:
@@ -589,11 +570,12 @@ class _Shared:
                 set_graph(True)
                 try:
                     wanted = run.like[evaluation.start : evaluation.end]
-                    result, found = run.saves(fn, args, kwargs, wanted, stops=False)
+                    result, found = run.saves(link, fn, args, kwargs, wanted)
                 finally:
                     set_graph(link.block.known.differentiates)
                 saved[evaluation.start - link.start : evaluation.end - link.start] = found
-        self.results[self.at] = result
+        if not link.merged:
+            self.results[self.at] = result
         return result.detach() if type(result) is torch.Tensor else tree.map_tensors(torch.Tensor.detach, result)
 
     def _entered(self, evaluation: Evaluation, args: tuple, kwargs: dict[str, Any]) -> Any:

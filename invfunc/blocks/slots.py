@@ -130,8 +130,9 @@ class Holder:
 
     def take_over(self, slots: Sequence[Slot | None]) -> None:
         """Let go of the input, whose slots are filled again by `fill`."""
-        self.ins = [None if slot is None else weakref.ref(slot) for slot in slots]
+        self.ins = ins = list[weakref.ref[Slot] | None]()
         for slot in slots:
+            ins.append(None if slot is None else weakref.ref(slot))
             if slot is not None:
                 slot.later = self
                 slot.drop()

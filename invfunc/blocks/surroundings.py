@@ -63,7 +63,7 @@ def _flags_of(step: tuple[Any, tuple, dict]) -> tuple:
 
 def states_of(generators: Sequence[Generator]) -> States:
     """Their states: the same objects as the last time, if nothing was drawn since."""
-    return [state_of(generator) for generator in generators]
+    return [*map(state_of, generators)]
 
 
 def drew(before: States, after: States) -> bool:
