@@ -110,7 +110,7 @@ class _Steps(Holder):
         self.block, self._like, self._names = link.block, link.like, link.names()
         self.xs, self.form = tree.separate(x)
         self.number, self.count = len(self.xs), len(steps) - 1
-        self.around = Surroundings(self.block.known.closed(self.block.pair), ("cpu",), False, steps[0])
+        self.around = Surroundings(self.block.known.closed(self.block.pair), False, steps[0])
         steps = steps[1:]
         rest, self._args = tree.separate([given for _, *given in steps])
         unique = {id(t): t for t in rest}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,14 +15,13 @@ from invfunc._torch.functorch import (
     ended,
     is_wrapped,
     needs_grad,
-    recorded,
     storage,
     unwrapped,
     versions,
 )
 from invfunc.blocks.looks import Look
 from invfunc.blocks.slots import Slot
-from invfunc.blocks.surroundings import States, Surroundings
+from invfunc.blocks.surroundings import States, Surroundings, without_graph
 from invfunc.callables import describe
 from invfunc.errors import InverseError, ModifiedError
 
@@ -121,9 +119,7 @@ class Link:
         """How many tensors autograd has saved behind it."""
         if args or kwargs:
             self.own, self._args = tree.separate((args, kwargs))
-            self._needs = [needs_grad(t) for t in self.own]
-            self._cut = [recorded(t).grad_fn is not None for t in self.own]
-            self._tensors = [t.detach() if cut else t for t, cut in zip(self.own, self._cut, strict=True)]
+            self._tensors = [*map(without_graph, self.own)]
             self._versions = versions(self._tensors)
         self.kept: dict[int, Slot] = {}
         self.evaluations: list[Evaluation] = []
@@ -144,17 +140,16 @@ class Link:
             return (), {}
         if versions(self._tensors) != self._versions:
             raise ModifiedError(WRITTEN)
-        together = zip(self._tensors, self._needs, self._cut, strict=True)
-        return self._args.join([enter(t, need) if cut or ended(t) else t for t, need, cut in together])
+        return self._args.join([enter(t, needs_grad(t)) if ended(t) else t for t in self._tensors])
 
     def entered(self, xs: Tensors, enter: Enter) -> Any:
         """x, to be read once more."""
         return self.form.join([enter(x, like.needs) for x, like in zip(xs, self.like, strict=True)])
 
-    def forward(self, shared: Iterable[Callable], x: Any, enter: Enter) -> Callable[[], Any]:
-        """A call of f once more."""
+    def called_with(self, shared: Iterable[Callable], x: Any, enter: Enter) -> tuple[tuple, dict[str, Any]]:
+        """All arguments of a call of f once more."""
         args, kwargs = self.given(enter)
-        return partial(self.pair.forward, *shared, x, *args, **kwargs)
+        return (*shared, x, *args), kwargs
 
     def inverse(self, shared: Iterable[Callable], y: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call of the inverse."""

@@ -59,7 +59,6 @@ from invfunc.blocks.surroundings import (
     drawing,
     drew,
     generators_of,
-    kinds_of,
     put_states,
     states_of,
 )
@@ -146,18 +145,16 @@ class Run(Holder):
             self._origin = [*zip(map(ref, xs), versions(xs), strict=True)]
         if self._lock is None:
             self._lock = threading.RLock()
-        replays, kinds = steps[0][0].preserve_rng_state, kinds_of(xs)
         every = [block.known.closed(block.pair) for block, _, _ in steps]
         states = None
-        if replays:
-            self.generators = generators_of(xs, kinds, steps, every)
+        if steps[0][0].preserve_rng_state:
+            self.generators = generators_of(xs, steps, every)
             states = self.first_states = states_of(self.generators)
         hidden: list[tuple] = []
         before = xs, form
         for k, (step, closed) in enumerate(zip(steps, every, strict=True)):
             known = step[0].known
-            around = Surroundings(closed, kinds, known.first, step)
-            link = Link(step, xs, form, len(self.like), around, states)
+            link = Link(step, xs, form, len(self.like), Surroundings(closed, known.first, step), states)
             self._begun(link, xs, depth + k)
             x = self._first(link, step, x, xs)
             if link.pair.hidden:
@@ -433,7 +430,8 @@ class Run(Holder):
         link = self.links[0]
         with self._entered() as (enter, _, _), link.around.again(0, enter):
             put_states(self.generators, link.states)
-            return link.pair.apart(link.forward(link.pair.shared, x, enter)())[0]
+            args, kwargs = link.called_with(link.pair.shared, x, enter)
+            return link.pair.apart(link.pair.forward(*args, **kwargs))[0]
 
     def _held(self, link: Link) -> Tensors | None:
         """The tensors of x where they are in memory."""
@@ -486,8 +484,8 @@ class Run(Holder):
         """What autograd saves beside the shared functions, whose results are known."""
         missing = link.spans()
         with torch.enable_grad(), link.around.again(0, enter):
-            run = link.forward(shared.recalled(), link.entered(xs, enter), enter)
-            _, found = self.saves(link, run, (), {}, [self.like[n] for n in missing])
+            given = link.called_with(shared.recalled(), link.entered(xs, enter), enter)
+            _, found = self.saves(link, link.pair.forward, *given, [self.like[n] for n in missing])
         for n, t in zip(missing, found, strict=True):
             saved[n - link.start] = t
 
@@ -495,8 +493,8 @@ class Run(Holder):
         """What autograd saves of f at x."""
         put_states(self.generators, link.states)
         with torch.enable_grad(), link.around.again(0, enter):
-            run = link.forward(link.pair.shared, link.entered(xs, enter), enter)
-            _, saved[:] = self.saves(link, run, (), {}, self.like[link.start : link.end])
+            given = link.called_with(link.pair.shared, link.entered(xs, enter), enter)
+            _, saved[:] = self.saves(link, link.pair.forward, *given, self.like[link.start : link.end])
 
     def saves(self, link: Link, fn: Callable, args: tuple, kwargs: dict, wanted: list) -> tuple[Any, Tensors]:
         """The result of a function and what autograd saves in it, which has to be like this.

@@ -31,20 +31,17 @@ from invfunc.pairs.places import read_all
 States = list[torch.Tensor]
 _AS_IT_IS = nullcontext()
 _FLAGS = (bool, int, str)
-_CPU = ("cpu",)
+_KINDS = [kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind)]
 _IS_CPU, _TRAINING = attrgetter("is_cpu"), attrgetter("training")
 
 
 def generators_of(
-    tensors: Sequence[torch.Tensor],
-    kinds: Sequence[str],
-    steps: Sequence[tuple[Any, tuple, dict]],
-    closed: Sequence[Closed],
+    tensors: Sequence[torch.Tensor], steps: Sequence[tuple[Any, tuple, dict]], closed: Sequence[Closed]
 ) -> list[Generator]:
     """The generators that some blocks may draw from: that of the CPU, those of the devices of tensors, and what is
     given to them or closed over."""
     found: list[Generator] = [torch.default_generator]
-    if kinds is not _CPU:
+    if not all(map(_IS_CPU, tensors)):
         devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
         found += [global_generator(device) for device in devices]
     for (_, args, kwargs), each in zip(steps, closed, strict=True):
@@ -87,22 +84,27 @@ def drawing(generators: Sequence[Generator]) -> Iterator[None]:
         set_states(zip(generators, before, strict=True))
 
 
+def without_graph(t: torch.Tensor) -> torch.Tensor:
+    """A tensor, or a leaf in place of one that was computed: to hold its graph would close a circle."""
+    if t.grad_fn is None and (not is_wrapped(t) or recorded(t).grad_fn is None):
+        return t
+    return leaf_at(t, True)
+
+
 class Surroundings:
     """Surroundings of one call, which are put up again where its function is evaluated once more."""
 
     __slots__ = ("closed", "key", "learned", "places", "tensors", "versions", "training", "norms", "buffers", "casts")
 
-    def __init__(self, closed: Closed, kinds: Sequence[str], first: bool, step: tuple[Any, tuple, dict]) -> None:
+    def __init__(self, closed: Closed, first: bool, step: tuple[Any, tuple, dict]) -> None:
         self.closed, self.training = closed, [*map(_TRAINING, closed.modules)]
         self.key = (_flags_of(step), *self.training)
         """What f may choose by what it reads."""
         self.learned = closed.learned(self.key)
         self.places = closed.places if self.learned else closed.standing()
-        self.tensors = [
-            t if t.grad_fn is None and not is_wrapped(t) else _without_graph(t) for t in read_all(self.places)
-        ]
+        self.tensors = [*map(without_graph, read_all(self.places))]
         self.versions: list[int] = []
-        self.casts = _casts(kinds) if autocasting() else ()
+        self.casts = _casts() if autocasting() else ()
         self.norms = [m for m in closed.norms if m.training] if closed.norms else []
         self.buffers: list[tuple[Any, str, torch.Tensor, list[torch.Tensor], int]] = []
         """Buffers of modules in train mode, with copies of what they held before each evaluation and in the end, and
@@ -180,8 +182,10 @@ class Surroundings:
                 stack.enter_context(swapped(places, [copies[at].clone() for _, _, _, copies, _ in self.buffers]))
                 if restarts:
                     self._have_restarted(stack)
-            for kind, on, dtype in self.casts or _casts(_now()):
-                stack.enter_context(torch.autocast(kind, dtype, enabled=on and bool(self.casts), cache_enabled=False))
+            for kind, on, dtype in self.casts or _casts():
+                if torch.is_autocast_enabled(kind) or (on and self.casts):
+                    on = on and bool(self.casts)
+                    stack.enter_context(torch.autocast(kind, dtype, enabled=on, cache_enabled=False))
             yield
 
     def _put_back(self, stack: ExitStack, own: set[int], enter: Callable[[torch.Tensor, bool], torch.Tensor]) -> None:
@@ -207,29 +211,11 @@ class Surroundings:
                 stack.callback(module.register_forward_pre_hook(partial(_restart, own), prepend=True).remove)
 
 
-def _without_graph(t: torch.Tensor) -> torch.Tensor:
-    return t if recorded(t).grad_fn is None else leaf_at(t, True)
-
-
 def _restart(buffers: Sequence[tuple[str, torch.Tensor]], module: nn.Module, args: Any) -> None:
     """Have a module begin with other buffers."""
     module._buffers.update({name: value.clone() for name, value in buffers})
 
 
-def _now() -> Sequence[str]:
-    """The kinds of devices for which autocast is on."""
-    if not autocasting():
-        return ()
-    return [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
-
-
-def _casts(kinds: Sequence[str]) -> list[tuple[str, bool, torch.dtype]]:
-    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-
-
-def kinds_of(tensors: Sequence[torch.Tensor]) -> Sequence[str]:
-    """The kinds of devices whose autocast counts for a call."""
-    if all(map(_IS_CPU, tensors)):
-        return _CPU
-    found = {"cpu", *(t.device.type for t in tensors)}
-    return sorted(k for k in found if torch.amp.is_autocast_available(k))
+def _casts() -> list[tuple[str, bool, torch.dtype]]:
+    """Autocast as it is now."""
+    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS]

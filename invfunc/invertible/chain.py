@@ -171,7 +171,7 @@ class _Sequence(Composition):
             if fits(steps):
                 return within(steps, x, args, kwargs)
         if not compiling and not any(g.has_aux for g, _ in steps):
-            calls = [*_single(steps, args, kwargs)]
+            calls = [(g, behind(p, args, kwargs), kwargs) for g, p in opened(steps)]
             try:
                 return in_series(calls, x)[0]
             except TypeError as error:
@@ -208,15 +208,15 @@ class _Sequence(Composition):
             )
 
 
-def _single(steps: Sequence[tuple], args: tuple, kwargs: dict[str, Any]) -> Iterable[tuple[Checkpointed, tuple, dict]]:
-    """The calls of blocks that are not composed of others."""
+def opened(steps: Sequence[tuple]) -> Iterable[Step]:
+    """The steps, with those of chains in place of these."""
     for g, p in steps:
         composition = g.pair.composition
         if composition is None:
-            yield g, behind(p, args, kwargs), kwargs
+            yield g, p
         else:
             kept: Any = (composition.keeping(g.keep) if g.keep else g.pair).composition
-            yield from _single(kept.steps(p), args, kwargs)
+            yield from opened(kept.steps(p))
 
 
 class Chain(_Sequence):
