@@ -21,7 +21,7 @@ from invfunc._torch.functorch import (
 )
 from invfunc.blocks.looks import Look
 from invfunc.blocks.slots import Slot
-from invfunc.blocks.surroundings import States, Surroundings, without_graph
+from invfunc.blocks.surroundings import States, Surroundings, without_graphs
 from invfunc.callables import describe
 from invfunc.errors import InverseError, ModifiedError
 
@@ -119,7 +119,7 @@ class Link:
         """How many tensors autograd has saved behind it."""
         if args or kwargs:
             self.own, self._args = tree.separate((args, kwargs))
-            self._tensors = [*map(without_graph, self.own)]
+            self._tensors = without_graphs(self.own)
             self._versions = versions(self._tensors)
         self.kept: dict[int, Slot] = {}
         self.evaluations: list[Evaluation] = []

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from invfunc._torch.functorch import after_backward, backward_pass, batch_first, dispatched
+from invfunc._torch.functorch import after_backward, backward_pass, batch_first, dispatched, innermost
+from invfunc._torch.precision import double_on
 from invfunc._torch.values import differentiable
 from invfunc.errors import InexactWarning, InverseError
 from invfunc.transform import told
@@ -142,3 +143,16 @@ def tell(block: Any, error: float, precision: float, name: str, dtype: torch.dty
             warnings.warn(f"{where}: {text}{HELPS}", InexactWarning, stacklevel=2)
         return
     raise told(InverseError(text + HELPS), where)
+
+
+def default_tolerance(x: torch.Tensor) -> float:
+    """The error of an inverse that is taken for rounding, relative to the largest entry."""
+    return torch.finfo(x.dtype).eps ** 0.5 if x.is_floating_point() or x.is_complex() else 0.0
+
+
+def relative_error(came: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference, relative to the largest entry of what was wanted; over all entries of any vmap."""
+    wide = double_on(wanted.device).to_complex() if wanted.is_complex() else double_on(wanted.device)
+    came, wanted = came.to(wide), wanted.to(wide)
+    error, size = innermost((came - wanted).abs()), innermost(wanted.abs())
+    return error.max().item() / (size.max().item() or 1.0) if size.numel() else 0.0

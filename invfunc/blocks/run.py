@@ -49,8 +49,7 @@ from invfunc._torch.generators import Generator
 from invfunc._torch.values import differentiable
 from invfunc.blocks.closed import Reading
 from invfunc.blocks.link import Enter, Evaluation, Link, Step, Tensors
-from invfunc.blocks.looks import EVERY, compare, looked_at
-from invfunc.blocks.rounding import relative_error
+from invfunc.blocks.looks import EVERY, compare, looked_at, relative_error
 from invfunc.blocks.slots import Holder, Slot, slot_of
 from invfunc.blocks.states import HERE, note, note_kept
 from invfunc.blocks.surroundings import (
@@ -84,11 +83,10 @@ class _Collected(list[torch.Tensor]):
 
 def _difference(found: list[tuple[torch.Size, torch.dtype]], like: list[tuple[torch.Size, torch.dtype]]) -> str:
     """The first tensor that is another one."""
-    for n, (shape, dtype) in enumerate(found):
-        if n == len(like) or (shape, dtype) != like[n]:
-            then = "one more than before" if n == len(like) else f"where it was {list(like[n][0])} {like[n][1]}"
-            return f"a tensor of shape {list(shape)} {dtype}, {then}"
-    return f"{len(found)} tensors, where it was {len(like)}"
+    if len(found) != len(like):
+        return f"{len(found)} tensors, where it was {len(like)}"
+    (shape, dtype), (then, of) = next(pair for pair in zip(found, like, strict=True) if pair[0] != pair[1])
+    return f"a tensor of shape {list(shape)} {dtype}, where it was {list(then)} {of}"
 
 
 class Run(Holder):

@@ -32,7 +32,7 @@ States = list[torch.Tensor]
 _AS_IT_IS = nullcontext()
 _FLAGS = (bool, int, str)
 _KINDS = [kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind)]
-_IS_CPU, _TRAINING = attrgetter("is_cpu"), attrgetter("training")
+_IS_CPU, _TRAINING, _GRAPH = attrgetter("is_cpu"), attrgetter("training"), attrgetter("grad_fn")
 
 
 def generators_of(
@@ -84,11 +84,11 @@ def drawing(generators: Sequence[Generator]) -> Iterator[None]:
         set_states(zip(generators, before, strict=True))
 
 
-def without_graph(t: torch.Tensor) -> torch.Tensor:
-    """A tensor, or a leaf in place of one that was computed: to hold its graph would close a circle."""
-    if t.grad_fn is None and (not is_wrapped(t) or recorded(t).grad_fn is None):
-        return t
-    return leaf_at(t, True)
+def without_graphs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors, with leaves in place of those that were computed: to hold a graph would close a circle."""
+    if not any(map(_GRAPH, tensors)) and not any(map(is_wrapped, tensors)):
+        return [*tensors]
+    return [t if recorded(t).grad_fn is None else leaf_at(t, True) for t in tensors]
 
 
 class Surroundings:
@@ -102,9 +102,9 @@ class Surroundings:
         """What f may choose by what it reads."""
         self.learned = closed.learned(self.key)
         self.places = closed.places if self.learned else closed.standing()
-        self.tensors = [*map(without_graph, read_all(self.places))]
+        self.tensors = without_graphs(read_all(self.places))
         self.versions: list[int] = []
-        self.casts = _casts() if autocasting() else ()
+        self.casts = _casts()
         self.norms = [m for m in closed.norms if m.training] if closed.norms else []
         self.buffers: list[tuple[Any, str, torch.Tensor, list[torch.Tensor], int]] = []
         """Buffers of modules in train mode, with copies of what they held before each evaluation and in the end, and
@@ -197,11 +197,12 @@ class Surroundings:
                     "by an inplace operation after it was evaluated. Step the optimiser behind the backward pass; "
                     "write t = t + z in place of t += z."
                 )
-        together = zip(self.places, self.tensors, read_all(self.places), strict=True)
-        others = [(p, enter(t, needs_grad(t)) if ended(t) else t) for p, t, now in together if now is not t or ended(t)]
-        if others:
-            places, values = zip(*others, strict=True)
-            stack.enter_context(swapped(places, values))
+        tensors = self.tensors
+        if any(map(is_wrapped, tensors)):
+            tensors = [enter(t, needs_grad(t)) if ended(t) else t for t in tensors]
+        together = zip(self.places, tensors, read_all(self.places), strict=True)
+        if others := [(place, t) for place, t, now in together if now is not t]:
+            stack.enter_context(swapped(*zip(*others, strict=True)))
 
     def _have_restarted(self, stack: ExitStack) -> None:
         """Have each call of a module begin with the buffers that f began with, until the stack is closed."""
@@ -217,5 +218,7 @@ def _restart(buffers: Sequence[tuple[str, torch.Tensor]], module: nn.Module, arg
 
 
 def _casts() -> list[tuple[str, bool, torch.dtype]]:
-    """Autocast as it is now."""
+    """Autocast as it is now, if it is on at all."""
+    if not autocasting():
+        return []
     return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from invfunc.blocks.rounding import default_tolerance
+from invfunc.blocks.looks import default_tolerance
 from invfunc.blocks.series import Known, in_series
 from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, InvFuncError, SampleAxisError

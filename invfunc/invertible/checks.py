@@ -14,7 +14,7 @@ from invfunc import tree
 from invfunc._shown import axes, table
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import differentiable
-from invfunc.blocks.rounding import default_tolerance, relative_error
+from invfunc.blocks.looks import default_tolerance, relative_error
 from invfunc.blocks.run import Run
 from invfunc.errors import InverseError, InvFuncError, InvFuncWarning
 from invfunc.invertible.chain import repeated
