@@ -255,7 +255,8 @@ def _below(level: int) -> Iterator[None]:
         yield
 
 
-_VERSION = attrgetter("_version")
+counted: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""How often a tensor that was not made in inference mode was written in place."""
 
 
 def version(x: torch.Tensor) -> int:
@@ -266,7 +267,7 @@ def version(x: torch.Tensor) -> int:
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """How often each of some tensors was written in place."""
     try:
-        return [*map(_VERSION, tensors)]
+        return [*map(counted, tensors)]
     except RuntimeError:  # one of them was made in inference mode
         return [version(x) for x in tensors]
 

@@ -37,12 +37,9 @@ class Closed:
     def __init__(self, functions: Sequence[Any]) -> None:
         self.places: list[Place] = []
         """Where tensors stand that a call reads."""
-        self.modules: list[nn.Module] = []
+        self.modules = [fn for fn in functions if isinstance(fn, nn.Module)]
         self.generators: list[torch.Generator] = []
         seen = set[tuple[int, Any]]()
-        for root in functions:
-            if isinstance(root, nn.Module):
-                self.modules.append(root)
         for _, place, inner in reached(functions):
             if type(inner) in _PLAIN and type(place[0]) is not tuple and (at := (id(place[0]), place[1])) not in seen:
                 seen.add(at)

@@ -9,16 +9,8 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import (
-    batched_like,
-    batches_of,
-    ended,
-    is_wrapped,
-    needs_grad,
-    storage,
-    unwrapped,
-    versions,
-)
+from invfunc._torch import functorch
+from invfunc._torch.functorch import storage
 from invfunc.blocks.looks import Look
 from invfunc.blocks.slots import Slot
 from invfunc.blocks.surroundings import States, Surroundings, without_graphs
@@ -46,22 +38,22 @@ class Like:
             None,
         )
         self.stride = x.stride() if x.layout is torch.strided else None
-        if is_wrapped(x):
-            self.needs, self.batches = needs_grad(x), batches_of(x)
+        if functorch.is_wrapped(x):
+            self.needs, self.batches = functorch.needs_grad(x), functorch.batches_of(x)
 
     def laid_out(self, came: torch.Tensor) -> torch.Tensor:
         """A tensor in the dtype and with the strides that it had: kernels are chosen by them."""
         if came.dtype != self.dtype:
             came = came.to(self.dtype)
-        if self.batches is not None or is_wrapped(came):
-            came = batched_like(came, self.batches or {})
+        if self.batches is not None or functorch.is_wrapped(came):
+            came = functorch.batched_like(came, self.batches or {})
         if self.stride is None or came.stride() == self.stride or came.shape != self.shape or came.numel() < 2:
             return came
         for dim, stride in enumerate(self.stride):
             if stride == 0:  # expanded
                 came = came.narrow(dim, 0, 1)
         made = came.new_empty_strided(came.shape, self.stride)
-        overlaps = unwrapped(made) is None and storage(made).nbytes() < made.nbytes
+        overlaps = functorch.unwrapped(made) is None and storage(made).nbytes() < made.nbytes
         return (came if overlaps else made.copy_(came)).expand(self.shape)
 
     def holds(self, came: torch.Tensor) -> bool:
@@ -120,7 +112,7 @@ class Link:
         if args or kwargs:
             self.own, self._args = tree.separate((args, kwargs))
             self._tensors = without_graphs(self.own)
-            self._versions = versions(self._tensors)
+            self._versions = functorch.versions(self._tensors)
         self.kept: dict[int, Slot] = {}
         self.evaluations: list[Evaluation] = []
 
@@ -138,9 +130,9 @@ class Link:
         """The further arguments, to be read once more: what had a graph needs a gradient as before."""
         if self._args is None:
             return (), {}
-        if versions(self._tensors) != self._versions:
+        if functorch.versions(self._tensors) != self._versions:
             raise ModifiedError(WRITTEN)
-        return self._args.join([enter(t, needs_grad(t)) if ended(t) else t for t in self._tensors])
+        return self._args.join([enter(t, functorch.needs_grad(t)) if functorch.ended(t) else t for t in self._tensors])
 
     def entered(self, xs: Tensors, enter: Enter) -> Any:
         """x, to be read once more."""

@@ -46,7 +46,7 @@ class Look:
         off = torch.dist(now.entries, self.entries, torch.inf).item()
         return off <= size and abs(now.total.item() - self.total.item()) <= size * count**0.5
 
-    def error(self, now: Look, count: int, y: torch.Tensor | None) -> torch.Tensor:
+    def error(self, now: Look, count: int, y: torch.Tensor) -> torch.Tensor:
         """The largest difference, of entries and of the sum of many roundings, and the size that it is relative to.
 
         Zeros, with which a sum begins (of log-determinants, say), are measured by what the block makes of them: y.
@@ -58,7 +58,7 @@ class Look:
         off_sum = ((now.total - self.total).abs() / count**0.5).nan_to_num(torch.inf)
         off = torch.maximum(off, torch.where(finite, off_sum, 0))
         size = torch.where(there, self.entries.abs(), 0).amax()
-        if y is not None:
+        if y.is_floating_point() and y.numel():
             size = torch.where(size == 0, batch_first(y).abs().amax(), size)
         return torch.stack((off, size))
 
@@ -84,19 +84,15 @@ def compare(
     """
     if dispatched():
         return
-    beside: list[torch.Tensor | None] = [None] * len(xs)
-    if len(ys) == len(xs) > 1:
-        beside = [y if y.is_floating_point() and y.numel() else None for y in ys]
-    every = zip(looks, xs, names, beside, strict=True)
-    pairs = [(look, x, name, y) for look, x, name, y in every if look is not None]
+    others = ys if len(ys) == len(xs) > 1 else [torch.empty(0)] * len(xs)
+    pairs = [(a, Look(x), x, name, y) for a, x, name, y in zip(looks, xs, names, others, strict=True) if a is not None]
     if not pairs:
         return
-    precision = max([torch.finfo(x.dtype).eps for _, x, *_ in pairs])
-    most, now = tolerated(block.check, precision), [Look(x) for _, x, *_ in pairs]
-    at_once = all([n.total.is_cpu for n in now])
-    if at_once and all([a.near(n, x.numel(), most) for (a, x, *_), n in zip(pairs, now, strict=True)]):
+    precision = max([torch.finfo(x.dtype).eps for _, _, x, *_ in pairs])
+    most, at_once = tolerated(block.check, precision), all([now.total.is_cpu for _, now, *_ in pairs])
+    if at_once and all([look.near(now, x.numel(), most) for look, now, x, *_ in pairs]):
         return
-    errors = [look.error(n, x.numel(), y) for (look, x, _, y), n in zip(pairs, now, strict=True)]
+    errors = [look.error(now, x.numel(), y) for look, now, x, _, y in pairs]
     faint = min(1.0, 16 * precision**0.5)
 
     def judge() -> None:
@@ -104,7 +100,7 @@ def compare(
         whole = max(size for _, size in found) * faint  # beside which smaller numbers may be rounding
         relative = [off / (max(size, whole) or 1.0) for off, size in found]
         worst = max(range(len(found)), key=relative.__getitem__)
-        tell(block, relative[worst], precision, pairs[worst][2], pairs[worst][1].dtype)
+        tell(block, relative[worst], precision, pairs[worst][3], pairs[worst][2].dtype)
 
     if at_once or backward_pass() < 0:
         judge()

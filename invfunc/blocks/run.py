@@ -23,29 +23,7 @@ from weakref import ref
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import (
-    PLAIN,
-    alive,
-    as_it_is,
-    backward_by_torch_func,
-    graphless_node,
-    is_batched,
-    level_at,
-    needs_grad,
-    pop_hooks,
-    push_hooks,
-    saving_hooks,
-    set_graph,
-    storage_of,
-    tracked_below,
-    under,
-    untraced,
-    unwatched,
-    version,
-    versions,
-    watched,
-)
-from invfunc._torch.generators import Generator
+from invfunc._torch import functorch
 from invfunc._torch.values import differentiable
 from invfunc.blocks.closed import Reading
 from invfunc.blocks.link import Enter, Evaluation, Link, Step, Tensors
@@ -71,7 +49,7 @@ from invfunc.transform import told
 class _Collected(list[torch.Tensor]):
     """What autograd saves in an evaluation once more."""
 
-    @untraced
+    @functorch.untraced
     def pack(self, t: torch.Tensor) -> int:
         """The number of a tensor among those that are saved."""
         self.append(t.detach())
@@ -94,10 +72,9 @@ class Run(Holder):
 
     Args:
         level: the level of torch.func at which there is a graph; 0 for plain autograd.
-        watched: whether function modes see the calls of the blocks, as they do not see those of the run.
+        seen: whether function modes see the calls of the blocks, as they do not see those of the run.
     """
 
-    generators: Sequence[Generator] = ()
     _form: tree.Form | None = None
     """That of the state behind the last block."""
     _now: int | None = None
@@ -111,9 +88,9 @@ class Run(Holder):
     _done = False
     _lock: Any = None
 
-    def __init__(self, level: int, watched: bool = False) -> None:
-        self._level, self._watched = level_at(level), watched
-        self._forms = Followed if under(Trace) else None
+    def __init__(self, level: int, seen: bool = False) -> None:
+        self._level, self._watched = functorch.level_at(level), seen
+        self._forms = Followed if functorch.under(Trace) else None
         self.links: list[Link] = []
         self._starts: list[int] = []
         self.like: list[tuple[torch.Size, torch.dtype]] = []
@@ -140,27 +117,23 @@ class Run(Holder):
             if slot is not None:
                 depth, self._lock = max(depth, slot.depth), slot.lock or self._lock
         if not any(slots):
-            self._origin = [*zip(map(ref, xs), versions(xs), strict=True)]
-        if self._lock is None:
-            self._lock = threading.RLock()
+            self._origin = [*zip(map(ref, xs), functorch.versions(xs), strict=True)]
+        self._lock = self._lock or threading.RLock()
         every = [block.known.closed(block.pair) for block, _, _ in steps]
-        states = None
-        if steps[0][0].preserve_rng_state:
-            self.generators = generators_of(xs, steps, every)
-            states = self.first_states = states_of(self.generators)
+        self.generators = generators_of(xs, steps, every) if steps[0][0].preserve_rng_state else []
+        states = self.first_states = states_of(self.generators) or None
         hidden: list[tuple] = []
         before = xs, form
         for k, (step, closed) in enumerate(zip(steps, every, strict=True)):
-            known = step[0].known
-            link = Link(step, xs, form, len(self.like), Surroundings(closed, known.first, step), states)
+            link = Link(step, xs, form, len(self.like), Surroundings(closed, step[0].known.first, step), states)
             self._begun(link, xs, depth + k)
             x = self._first(link, step, x, xs)
             if link.pair.hidden:
                 x, link.hidden = link.pair.apart(x)
             hidden.append(link.hidden)
-            states, known.first = self._ended(link, xs, states), False
+            states, link.block.known.first = self._ended(link, xs, states), False
             before, (xs, form) = (xs, form), tree.separate(x)
-            if self._level.number and any(map(tracked_below, xs)):
+            if self._level.number and any(map(functorch.tracked_below, xs)):
                 self.links.pop()
                 self._starts.pop()
                 self._close(slots, *before, depth)
@@ -172,8 +145,7 @@ class Run(Holder):
             if not isinstance(link.block.check, str):
                 self._check(k, before[0], xs)
         self._close(slots, xs, form, depth)
-        if HERE.noted:
-            note(self.links[-1].block, depth + len(steps) - 1, x, before[0], [*self.outs])
+        note(self.links[-1].block, depth + len(steps) - 1, x, before[0], [*self.outs])
         return x, hidden
 
     def _begun(self, link: Link, xs: Tensors, number: int) -> None:
@@ -184,7 +156,7 @@ class Run(Holder):
             link.kept = {i: Slot(xs[i]) for i in link.block.kept(len(xs))}
             note_kept(xs, link.kept)
         if number % EVERY == 0 and link.block.check != "off" and len(link.kept) < len(xs):
-            with unwatched():
+            with functorch.unwatched():
                 link.looks = looked_at(xs, link.kept)
                 if link.looks and link.pair.carries_a_sum:  # from which nothing is computed
                     link.looks[-1] = None
@@ -193,8 +165,8 @@ class Run(Holder):
         """The first evaluation of a block."""
         (_, args, kwargs), pair, around = step, link.pair, link.around
         shared = [partial(self._evaluate, link, fn) for fn in pair.shared]
-        before = versions(xs)
-        was = push_hooks(self.pack, self.unpack)
+        before = functorch.versions(xs)
+        was = functorch.push_hooks(self.pack, self.unpack)
         try:
             if around.learned and not self._watched:
                 y = pair.forward(*shared, x, *args, **kwargs)
@@ -204,14 +176,14 @@ class Run(Holder):
                 if reading is not None:
                     around.closed.learn(reading.read, around.key)
         finally:
-            pop_hooks(was)
-        if versions(xs) != before:
+            functorch.pop_hooks(was)
+        if functorch.versions(xs) != before:
             raise ModifiedError(_WRITES)
         return y
 
     def _seen(self) -> AbstractContextManager:
         """A context for calls of the blocks."""
-        return watched() if self._watched else nullcontext()
+        return functorch.watched() if self._watched else nullcontext()
 
     def _evaluate(self, link: Link, fn: Callable, *args: Any, **kwargs: Any) -> Any:
         """The first evaluation of a shared function."""
@@ -258,9 +230,8 @@ class Run(Holder):
 
     def _free(self) -> None:
         """Let go of what autograd has saved of a block."""
-        for n, (t, then) in enumerate(self._live, self._starts[-1]):
-            if t._version != then:
-                self._written.add(n)
+        live = enumerate(self._live, self._starts[-1])
+        self._written |= {n for n, (t, then) in live if functorch.counted(t) != then}
         self._live = []
 
     def _close(self, slots: Sequence[Slot | None], xs: Tensors, form: tree.Form, depth: int) -> None:
@@ -268,9 +239,9 @@ class Run(Holder):
         self._live, self._form, self._done, self.first_states = [], form, True, None
         if not self.links:
             return
-        with unwatched():
-            hooks = saving_hooks()
-            if hooks is not None and any(map(is_batched, xs)):
+        with functorch.unwatched():
+            hooks = functorch.saving_hooks()
+            if hooks is not None and any(map(functorch.is_batched, xs)):
                 hooks = None
             self.outs = [Slot(t, depth + len(self.links), hooks, self._lock) for t in xs]
             own: ref[Holder] = ref(self)
@@ -284,7 +255,7 @@ class Run(Holder):
         """Compare all entries of x with what the inverse gives, where that is asked for."""
         link = self.links[k]
         tolerance = link.block.tolerance(xs)
-        if tolerance is None or len(link.kept) == len(xs):
+        if len(link.kept) == len(xs):
             return
         looks, link.looks = link.looks, None
         with self._entered() as (enter, leave, _), self._seen():
@@ -298,18 +269,18 @@ class Run(Holder):
                     f"largest entry, where {tolerance:.1e} is tolerated (check=)."
                 )
 
-    @untraced
+    @functorch.untraced
     def pack(self, t: torch.Tensor) -> int:
         """What autograd gets in place of a tensor: its number."""
         like = self.like
         like.append(_LIKE(t))
-        self._live.append((t, t._version))
+        self._live.append((t, functorch.counted(t)))
         return len(like) - 1
 
     def given_back(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """A function that computes a saved tensor again, for a statistic that records f; None if it was not saved."""
         for n, (t, _) in reversed([*enumerate(self._live, self._starts[-1])]):
-            if storage_of(t) == storage_of(tensor) and t.numel() == tensor.numel():
+            if functorch.storage_of(t) == functorch.storage_of(tensor) and t.numel() == tensor.numel():
                 same = t.shape == tensor.shape and t.stride() == tensor.stride()
                 if same or (t.is_contiguous() and tensor.is_contiguous()):
                     return partial(self._fetched, n, tensor.shape)
@@ -326,17 +297,19 @@ class Run(Holder):
 
     # Backwards
 
-    @untraced
+    @functorch.untraced
     def unpack(self, n: int) -> torch.Tensor:
         """The tensor in whose place a number was given."""
         with self._lock:
             t, then = self._at_hand.pop(n, None) or self._found(n)
-            if t._version != then:
+            if functorch.counted(t) != then:
                 raise self._late(n)
             if not self._at_hand and self._now == 0:
                 self.release()
-        if self._level is not PLAIN and self._level.running and torch.is_grad_enabled() and backward_by_torch_func():
-            graphless_node()  # nobody can differentiate once more at this level
+        if self._level.number == 0 or not self._level.running:
+            return t
+        if torch.is_grad_enabled() and functorch.backward_by_torch_func():
+            functorch.graphless_node()  # nobody can differentiate once more at this level
         return t
 
     def _found(self, n: int) -> tuple[torch.Tensor, int]:
@@ -364,8 +337,7 @@ class Run(Holder):
         return f"{link.block!r}, in the backward pass" if self._done else f"{link.block!r}(x, ...)"
 
     def release(self) -> None:
-        self._now, self._state = None, None
-        self._at_hand = {}
+        self._now, self._state, self._at_hand = None, None, {}
 
     def back(self, ys: Tensors) -> Tensors:
         at, state = self._state or (len(self.links), ys)
@@ -395,15 +367,15 @@ class Run(Holder):
                 at, xs = self._state = self._wound_back(at, xs, k + 1, enter, leave)
             if at == k + 1:
                 xs = self._inverted(k, xs, enter, saved)
-                xs = xs if leave is as_it_is else [*map(leave, xs)]
+                xs = xs if leave is functorch.as_it_is else [*map(leave, xs)]
                 self._state = k, xs
             if any([t is None for t in saved]):
                 self._evaluated(link, xs, enter, saved)
-            if kept is not as_it_is:
+            if kept is not functorch.as_it_is:
                 saved = [*map(kept, saved)]
         if k == 0:
             self.fill(xs)
-        self._at_hand = dict(enumerate(zip(saved, versions(saved), strict=True), link.start))
+        self._at_hand = dict(enumerate(zip(saved, functorch.versions(saved), strict=True), link.start))
         for n in self._written:
             self._at_hand.pop(n, None)
         self._now = k
@@ -434,9 +406,9 @@ class Run(Holder):
     def _held(self, link: Link) -> Tensors | None:
         """The tensors of x where they are in memory."""
         if self._origin and self._done and link is self.links[0]:
-            held = [x for of, then in self._origin if (x := of()) is not None and version(x) == then]
+            held = [x for of, then in self._origin if (x := of()) is not None and functorch.version(x) == then]
             if len(held) == len(self._origin):
-                return [alive(x).detach() for x in held]
+                return [functorch.alive(x).detach() for x in held]
         if link.kept and len(link.kept) == len(link.like):
             return [link.kept[i].get() for i in range(len(link.like))]
         return None
@@ -448,11 +420,11 @@ class Run(Holder):
             return held
         pair, around, differentiates = link.pair, link.around, link.block.known.differentiates
         args, kwargs = link.given(enter)
-        if self._level is not PLAIN:
-            ys = [*map(alive, ys)]
+        if self._level is not functorch.PLAIN:
+            ys = [*map(functorch.alive, ys)]
         if differentiates:
             ys = [enter(t, differentiable(t)) for t in ys]
-        before, again, functions = versions(ys), None, pair.shared
+        before, again, functions = functorch.versions(ys), None, pair.shared
         form = self.links[k + 1].form if k + 1 < len(self.links) else self._form
         assert form is not None
         if not functions:
@@ -461,13 +433,13 @@ class Run(Holder):
             again = _Shared(self, link, (args, kwargs), enter, saved)
             functions = [partial(again.evaluated, fn) for fn in pair.shared]
         graph = torch.is_grad_enabled()
-        set_graph(differentiates)
+        functorch.set_graph(differentiates)
         try:
             with around.again(-1, enter, restarts=not functions):
                 x = link.inverse(functions, form.join(ys), args, kwargs)
         finally:
-            set_graph(graph)
-        if versions(ys) != before:
+            functorch.set_graph(graph)
+        if functorch.versions(ys) != before:
             raise ModifiedError(_WRITES_Y)
         xs = link.came(x)
         if again is not None and again.at and again.at < len(link.evaluations):
@@ -503,7 +475,7 @@ class Run(Holder):
             wanted: the shapes and dtypes.
         """
         collected, differentiates = _Collected(), link.block.known.differentiates
-        was = push_hooks(collected.pack if differentiates else collected.append, collected.__getitem__)
+        was = functorch.push_hooks(collected.pack if differentiates else collected.append, collected.__getitem__)
         try:
             if self._forms is None:
                 out = fn(*args, **kwargs)
@@ -511,7 +483,7 @@ class Run(Holder):
                 with self._forms():
                     out = fn(*args, **kwargs)
         finally:
-            pop_hooks(was)
+            functorch.pop_hooks(was)
         if not differentiates:  # else they hold the graph that holds them
             collected[:] = [t.detach() for t in collected]
         if (found := [*map(_LIKE, collected)]) != wanted:
@@ -532,8 +504,7 @@ class _Shared:
     __slots__ = ("_run", "_link", "_given", "_enter", "_saved", "at", "results")
 
     def __init__(self, run: Run, link: Link, given: Any, enter: Enter, saved: list | None) -> None:
-        self._run, self._link, self._enter, self._saved = run, link, enter, saved
-        self._given = given
+        self._run, self._link, self._given, self._enter, self._saved = run, link, given, enter, saved
         self.at = len(link.evaluations)
         """How many evaluations are left."""
         self.results: dict[int, Any] = {}
@@ -543,7 +514,7 @@ class _Shared:
         results = iter([self.results[at] for at in sorted(self.results)])
 
         def recall(*_: Any, **__: Any) -> Any:
-            return tree.map_tensors(lambda t: self._enter(t, needs_grad(t)), next(results))
+            return tree.map_tensors(lambda t: self._enter(t, functorch.needs_grad(t)), next(results))
 
         return (recall for _ in self._link.pair.shared)
 
@@ -563,12 +534,12 @@ class _Shared:
             if saved is None:
                 result = fn(*args, **kwargs)
             else:
-                set_graph(True)
+                functorch.set_graph(True)
                 try:
                     wanted = run.like[evaluation.start : evaluation.end]
                     result, found = run.saves(link, fn, args, kwargs, wanted)
                 finally:
-                    set_graph(link.block.known.differentiates)
+                    functorch.set_graph(link.block.known.differentiates)
                 saved[evaluation.start - link.start : evaluation.end - link.start] = found
         if not link.merged:
             self.results[self.at] = result
@@ -588,21 +559,18 @@ class _Shared:
         return tree.map_tensors(entered, (args, kwargs))
 
 
-def _single(args: tuple, kwargs: dict[str, Any]) -> bool:
+def _single(args: tuple, kwargs: dict[str, Any]) -> Any:
     """Whether there is one tensor, in front of constants alone."""
-    if kwargs or not args or type(args[0]) is not torch.Tensor:
-        return False
-    return len(args) == 1 or _CONSTANTS.issuperset(map(type, args[1:]))
+    return not kwargs and args and type(args[0]) is torch.Tensor and _CONSTANTS.issuperset(map(type, args[1:]))
 
 
 _AS_IT_IS, _LIKE = nullcontext(), attrgetter("shape", "dtype")
 _CONSTANTS = {type(None), EllipsisType, bool, int, float, str}
-_CHANGES = (
-    "It reads something that changes: random numbers of Python or numpy, a counter, what is chosen around the forward "
-    "pass alone. Draw with torch, whose numbers are replayed (preserve_rng_state=True), or pass what changes as an "
-    "argument."
+_OTHER = (
+    "evaluated again, the function does something else: autograd saves {}. It reads something that changes: random "
+    "numbers of Python or numpy, a counter, what is chosen around the forward pass alone. Draw with torch, whose "
+    "numbers are replayed (preserve_rng_state=True), or pass what changes as an argument."
 )
-_OTHER = "evaluated again, the function does something else: autograd saves {}. " + _CHANGES
 _WRITES = (
     "the function writes into x, which it was given. Take inplace=False in its first layers, or give them a copy: "
     "lambda x: f(x.clone())."
@@ -612,8 +580,8 @@ _WRITES_Y = (
     "f_inv(y.clone())."
 )
 _SHARED = (
-    "the inverse evaluates a shared function more or less often than f, or in another order. It has to evaluate all of "
-    "them, in the reverse order of f, at the same arguments; or leave shared= out."
+    "the inverse has to evaluate each shared function as often as f, in the reverse order, at the same arguments; or "
+    "leave shared= out."
 )
 _LATE = (
     "a tensor of shape {} that is needed to compute the gradient has been modified by an inplace operation. Write "

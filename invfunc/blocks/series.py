@@ -11,21 +11,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import (
-    dual,
-    dual_level,
-    level_of,
-    levels,
-    listening,
-    needs_grad,
-    recorded,
-    saving_hooks,
-    tracked_below,
-    transforming,
-    under,
-    unwatched,
-    watched,
-)
+from invfunc._torch import functorch
 from invfunc._torch.generators import set_states
 from invfunc.blocks.closed import Closed
 from invfunc.blocks.equal_steps import MANY, alike, as_one
@@ -67,9 +53,9 @@ _ASKS, _LAYOUT, _STRIDED = attrgetter("requires_grad"), attrgetter("layout"), {t
 
 def in_series(steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:
     """The state behind some blocks, and what each of them hides; function modes see the calls of the blocks alone."""
-    if not listening():
+    if not functorch.listening():
         return _in_series(steps, x, False)
-    with unwatched():
+    with functorch.unwatched():
         return _in_series(steps, x, True)
 
 
@@ -80,7 +66,7 @@ def _in_series(steps: Sequence[Step], x: Any, seen: bool) -> tuple[Any, list[tup
         level = _level(rest, x)
         if level is None:
             block, args, kwargs = rest[0]
-            with watched() if seen else nullcontext():
+            with functorch.watched() if seen else nullcontext():
                 y = block.pair.forward(*block.pair.shared, x, *args, **kwargs)
             x, own = block.pair.apart(y)
             hidden.append(own)
@@ -125,29 +111,31 @@ def _level(steps: Sequence[Step], x: Any) -> int | None:
         return None
     if block.min_bytes and sum(t.nbytes for t in xs) < block.min_bytes:
         return None
-    if not any(map(_ASKS, xs)) and not any(map(needs_grad, xs)) and not any(map(_needs, steps)):
+    if not any(map(_ASKS, xs)) and not any(map(functorch.needs_grad, xs)) and not any(map(_needs, steps)):
         return None
-    if under(TwiceDifferentiable) and saving_hooks() is None:  # a statistic writes out what is differentiated twice
+    if (
+        functorch.under(TwiceDifferentiable) and functorch.saving_hooks() is None
+    ):  # a statistic writes out what is differentiated twice
         return None
-    if not (transforming() or dual_level()):
+    if not (functorch.transforming() or functorch.dual_level()):
         return 0
     given = *xs, *tree.tensors((args, kwargs)), *block.known.closed(block.pair).tensors()
-    return None if dual(*given) else _only_level(given) if levels() else 0
+    return None if functorch.dual(*given) else _only_level(given) if functorch.levels() else 0
 
 
 def _only_level(given: Sequence[torch.Tensor]) -> int | None:
     """The level inside of torch.func at which alone some tensors have a graph, if there is one."""
-    around = levels()
+    around = functorch.levels()
     grads = [level for kind, level in around if kind == "grad"]
-    if under(Trace) or len(grads) > 1 or any(kind not in ("grad", "vmap") for kind, _ in around):
+    if functorch.under(Trace) or len(grads) > 1 or any(kind not in ("grad", "vmap") for kind, _ in around):
         return None
     level = grads[0] if grads else 0
-    other = ((of := recorded(t)).requires_grad and (level_of(of) or 0) != level for t in given)
-    return None if any(map(tracked_below, given)) or any(other) else level
+    other = ((of := functorch.recorded(t)).requires_grad and (functorch.level_of(of) or 0) != level for t in given)
+    return None if any(map(functorch.tracked_below, given)) or any(other) else level
 
 
 def _needs(step: Step) -> bool:
     """Whether a block reads something beside x that needs a gradient."""
     block, args, kwargs = step
     given = tree.tensors((args, kwargs)) if args or kwargs else ()
-    return any(needs_grad(t) for t in (*given, *block.known.closed(block.pair).tensors()))
+    return any(functorch.needs_grad(t) for t in (*given, *block.known.closed(block.pair).tensors()))

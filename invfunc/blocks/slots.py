@@ -52,7 +52,7 @@ class Slot:
         value = self._value
         if value is None:
             raise ReplayError("the state behind it is gone: a second backward pass needs retain_graph=True.")
-        if not value.is_inference() and value._version != self.version:
+        if version(value) != self.version:
             raise ModifiedError(
                 f"its output, of shape {list(self.shape)}, has been modified by an inplace operation, and is needed to "
                 "compute the gradient. Write y = y + z in place of y += z."

@@ -12,17 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from invfunc._torch.functorch import (
-    autocasting,
-    ended,
-    is_wrapped,
-    leaf_at,
-    needs_grad,
-    recorded,
-    uncounted,
-    version,
-    versions,
-)
+from invfunc._torch import functorch
 from invfunc._torch.generators import Generator, global_generator, same_state, set_states, state_of
 from invfunc.blocks.closed import Closed, swapped
 from invfunc.errors import ModifiedError
@@ -45,8 +35,7 @@ def generators_of(
         devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
         found += [global_generator(device) for device in devices]
     for (_, args, kwargs), each in zip(steps, closed, strict=True):
-        if each.generators:
-            found += each.generators
+        found += each.generators
         if args or kwargs:
             found += [other for other in (*args, *kwargs.values()) if isinstance(other, torch.Generator)]
     return found
@@ -86,9 +75,9 @@ def drawing(generators: Sequence[Generator]) -> Iterator[None]:
 
 def without_graphs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors, with leaves in place of those that were computed: to hold a graph would close a circle."""
-    if not any(map(_GRAPH, tensors)) and not any(map(is_wrapped, tensors)):
+    if not any(map(_GRAPH, tensors)) and not any(map(functorch.is_wrapped, tensors)):
         return [*tensors]
-    return [t if recorded(t).grad_fn is None else leaf_at(t, True) for t in tensors]
+    return [t if functorch.recorded(t).grad_fn is None else functorch.leaf_at(t, True) for t in tensors]
 
 
 class Surroundings:
@@ -113,7 +102,7 @@ class Surroundings:
             if module.training:
                 held = module._buffers
                 dense = ((k, b) for k, b in held.items() if b is not None and b.layout is torch.strided)
-                self.buffers += [(held, k, b, [], version(b)) for k, b in dense]
+                self.buffers += [(held, k, b, [], functorch.version(b)) for k, b in dense]
         if self.buffers:
             self.mark()
 
@@ -128,24 +117,27 @@ class Surroundings:
             read = {(id(c), k) for c, k in self.closed.places}
             self.tensors = [*compress(self.tensors, [(id(c), k) in read for c, k in self.places])]
             self.places = self.closed.places
-        self.versions = versions(self.tensors)
+        self.versions = functorch.versions(self.tensors)
         if self.buffers:
             self.mark()
             self.buffers = [
                 (held, key, b, copies, then)
                 for held, key, b, copies, then in self.buffers
-                if held[key] is not b or version(b) != then or not torch.equal(copies[0], copies[-1])
+                if held[key] is not b or functorch.version(b) != then or not torch.equal(copies[0], copies[-1])
             ]
 
     def undo(self) -> None:
         """Take back what the call has written to buffers."""
         for held, key, buffer, copies, _ in self.buffers:
             held[key] = buffer
-            with torch.no_grad(), uncounted(buffer):
+            with torch.no_grad(), functorch.uncounted(buffer):
                 buffer.copy_(copies[0])
 
     def again(
-        self, at: int = 0, enter: Callable[[torch.Tensor, bool], torch.Tensor] = leaf_at, restarts: bool = False
+        self,
+        at: int = 0,
+        enter: Callable = functorch.leaf_at,
+        restarts: bool = False,
     ) -> AbstractContextManager:
         """A context as it was before the evaluation of a number; what is written to buffers in it is dropped.
 
@@ -159,14 +151,14 @@ class Surroundings:
 
     def _stands(self) -> bool:
         """Whether everything is as it was."""
-        if self.buffers or self.norms or self.casts or autocasting():
+        if self.buffers or self.norms or self.casts or functorch.autocasting():
             return False
-        if [*map(_TRAINING, self.closed.modules)] != self.training or versions(self.tensors) != self.versions:
+        if [*map(_TRAINING, self.closed.modules)] != self.training or functorch.versions(self.tensors) != self.versions:
             return False
-        return all(map(is_, read_all(self.places), self.tensors)) and not any(map(is_wrapped, self.tensors))
+        return all(map(is_, read_all(self.places), self.tensors)) and not any(map(functorch.is_wrapped, self.tensors))
 
     @contextmanager
-    def _again(self, at: int, enter: Callable[[torch.Tensor, bool], torch.Tensor], restarts: bool) -> Iterator[None]:
+    def _again(self, at: int, enter: Callable, restarts: bool) -> Iterator[None]:
         with ExitStack() as stack:
             for module, then in zip(self.closed.modules, self.training, strict=True):
                 if module.training != then:
@@ -188,9 +180,11 @@ class Surroundings:
                     stack.enter_context(torch.autocast(kind, dtype, enabled=on, cache_enabled=False))
             yield
 
-    def _put_back(self, stack: ExitStack, own: set[int], enter: Callable[[torch.Tensor, bool], torch.Tensor]) -> None:
+    def _put_back(self, stack: ExitStack, own: set[int], enter: Callable) -> None:
         """Have what f closes over in its places until the stack is closed; `own` may have been written."""
-        for place, t, then, now in zip(self.places, self.tensors, self.versions, versions(self.tensors), strict=True):
+        for place, t, then, now in zip(
+            self.places, self.tensors, self.versions, functorch.versions(self.tensors), strict=True
+        ):
             if now != then and id(t) not in own:
                 raise ModifiedError(
                     f"a tensor of shape {list(t.shape)} that the function closes over ({place[1]}) has been modified "
@@ -198,8 +192,8 @@ class Surroundings:
                     "write t = t + z in place of t += z."
                 )
         tensors = self.tensors
-        if any(map(is_wrapped, tensors)):
-            tensors = [enter(t, needs_grad(t)) if ended(t) else t for t in tensors]
+        if any(map(functorch.is_wrapped, tensors)):
+            tensors = [enter(t, functorch.needs_grad(t)) if functorch.ended(t) else t for t in tensors]
         together = zip(self.places, tensors, read_all(self.places), strict=True)
         if others := [(place, t) for place, t, now in together if now is not t]:
             stack.enter_context(swapped(*zip(*others, strict=True)))
@@ -219,6 +213,6 @@ def _restart(buffers: Sequence[tuple[str, torch.Tensor]], module: nn.Module, arg
 
 def _casts() -> list[tuple[str, bool, torch.dtype]]:
     """Autocast as it is now, if it is on at all."""
-    if not autocasting():
+    if not functorch.autocasting():
         return []
     return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS]

@@ -12,11 +12,8 @@ import torch
 from invfunc import tree
 from invfunc.blocks.series import in_series
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
-from invfunc.invertible.checkpoint import Checkpointed, invertible_checkpoint
+from invfunc.invertible.checkpoint import Checkpointed, Step, invertible_checkpoint, opened
 from invfunc.pairs.pair import Composition, Invertible, behind, invert
-
-Step = tuple[Checkpointed, Any]
-"""A block and its parameters."""
 
 
 def chain(*blocks: Callable, anchor_every: int | None = None) -> Invertible:
@@ -206,17 +203,6 @@ class _Sequence(Composition):
                 "as in Invertible(lambda x, p, mask: f(x), lambda y, p, mask: f_inv(y)); or pass them in the entries "
                 "of params of those that do."
             )
-
-
-def opened(steps: Sequence[tuple]) -> Iterable[Step]:
-    """The steps, with those of chains in place of these."""
-    for g, p in steps:
-        composition = g.pair.composition
-        if composition is None:
-            yield g, p
-        else:
-            kept: Any = (composition.keeping(g.keep) if g.keep else g.pair).composition
-            yield from opened(kept.steps(p))
 
 
 class Chain(_Sequence):

@@ -14,8 +14,7 @@ import torch
 from invfunc import tree
 from invfunc._torch.eager import FOUND, part, say, transformed, whole
 from invfunc.errors import InverseError
-from invfunc.invertible.chain import Step, opened
-from invfunc.invertible.checkpoint import Checkpointed
+from invfunc.invertible.checkpoint import Checkpointed, Step, opened
 from invfunc.invertible.in_a_graph import as_one_node
 from invfunc.pairs.automatic.found import Automatic
 from invfunc.pairs.pair import behind
