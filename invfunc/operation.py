@@ -11,13 +11,13 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import under
+from invfunc.core.run import Run
 from invfunc.errors import ArgumentError
 from invfunc.linear_algebra.contract import Term
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import Call, Mixed, Place, Unknown
 from invfunc.operations.equations import LETTERS
 from invfunc.operations.factors import Part, Recipe, Site
-from invfunc.core.run import Run
 from invfunc.recording import Trace
 
 ShareRule = Callable[..., tuple[Any, ...]]

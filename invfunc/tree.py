@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from types import EllipsisType
 from typing import Any, TypeVar
 
@@ -61,6 +62,8 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
     """`fn` on every tensor of the tree; anything else stays as it is."""
     if isinstance(tree, torch.Tensor):
         return fn(tree)
+    if type(tree) is tuple and _TENSORS.issuperset(map(type, tree)):
+        return tuple(map(fn, tree))
     found, structure = flatten(tree)
     return unflatten([fn(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in found], structure)
 
@@ -248,6 +251,11 @@ class Form:
 
     def join(self, values: Iterable[Any]) -> Tree:
         """The tree again, with other tensors."""
+        if self is _ONE:
+            [value] = values
+            return value
+        if self is _several(len(self.places)):
+            return tuple(values)
         found = list(self.others)
         for place, value in zip(self.places, values, strict=True):
             found[place] = value
@@ -259,8 +267,23 @@ class Form:
         return found if structure == self.structure else None
 
 
+_ONE = Form(None, (None,), (0,))
+"""That of a tensor."""
+_TENSORS = {torch.Tensor, torch.nn.Parameter}
+
+
+@cache
+def _several(number: int) -> Form:
+    """That of a tuple of so many tensors."""
+    return Form((tuple, None, [None] * number), (None,) * number, tuple(range(number)))
+
+
 def separate(tree: Tree) -> tuple[list[torch.Tensor], Form]:
     """The tensors of a tree, and the rest of it."""
+    if type(tree) in _TENSORS:
+        return [tree], _ONE
+    if type(tree) is tuple and tree and _TENSORS.issuperset(map(type, tree)):
+        return [*tree], _several(len(tree))
     found, structure = flatten(tree)
     places = tuple(i for i, leaf in enumerate(found) if isinstance(leaf, torch.Tensor))
     tensors = [found[i] for i in places]

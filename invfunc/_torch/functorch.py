@@ -181,7 +181,8 @@ def dual(*tensors: torch.Tensor) -> bool:
 
 def under(kind: type | tuple[type, ...], holds: Callable[[Any], bool] = lambda mode: True) -> bool:
     """Whether a torch function mode of some kind is active, of which something holds."""
-    return any(isinstance(mode, kind) and holds(mode) for mode in _get_current_function_mode_stack())
+    around = torch._C._len_torch_function_stack() > 0
+    return around and any(isinstance(mode, kind) and holds(mode) for mode in _get_current_function_mode_stack())
 
 
 def homes() -> tuple[Any, ...]:
@@ -190,11 +191,6 @@ def homes() -> tuple[Any, ...]:
 
 
 gradient_edge = torch.autograd.graph.get_gradient_edge
-
-
-def base_of(x: torch.Tensor) -> torch.Tensor | None:
-    """The tensor of which it is a view, to autograd."""
-    return x._base if x._is_view() else None
 
 
 def graph_of(x: torch.Tensor) -> Iterator[Any]:
@@ -278,6 +274,10 @@ def _below(level: int) -> Iterator[None]:
         yield
 
 
+counted: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""How often a tensor that was not made in inference mode was written in place."""
+
+
 def version(x: torch.Tensor) -> int:
     """How often the tensor was written in place."""
     return 0 if x.is_inference() else x._version
@@ -286,7 +286,7 @@ def version(x: torch.Tensor) -> int:
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """How often each of some tensors was written in place."""
     try:
-        return [x._version for x in tensors]
+        return [*map(counted, tensors)]
     except RuntimeError:  # one of them was made in inference mode
         return [version(x) for x in tensors]
 
@@ -352,7 +352,7 @@ def pop_hooks(refused: str | None) -> None:
 
 def graphless_node() -> None:
     """Have what the running node of a backward pass computes recorded nowhere."""
-    torch._C._set_grad_enabled(False)
+    set_graph(False)
 
 
 autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -398,11 +398,6 @@ def _in_torch_func(frame: Any) -> bool:
     return False
 
 
-def base_of(x: torch.Tensor) -> torch.Tensor | None:
-    """The tensor of which it is a view, to autograd."""
-    return x._base if x._is_view() else None
-
-
 def hooked(x: torch.Tensor) -> bool:
     """Whether hooks are registered that see gradients of a tensor."""
     return bool(x._backward_hooks)
@@ -430,17 +425,20 @@ class Level:
         """Whether it is one of torch.func that has not ended."""
         return self._mark is not None and not _C.is_dead_tensor_wrapper(self._mark)
 
-    @contextmanager
-    def again(self) -> Iterator[tuple[Callable, Callable, Callable]]:
+    def again(self) -> AbstractContextManager[tuple[Callable, Callable, Callable]]:
         """A context in which operations are recorded as they were at the level, whatever vmap of gradients is around,
         with `enter(x, needs)`, a leaf there, `leave(x)`, the tensor that it is, and `kept(x)`, what autograd is given.
 
         Where the transform of the level has ended, another takes its place; so does a vmap, of the same number.
         """
+        return _PLAINLY if self is PLAIN and plainly() is _AS_IT_IS else self._again()
+
+    @contextmanager
+    def _again(self) -> Iterator[tuple[Callable, Callable, Callable]]:
         with ExitStack() as stack:
             if self._mark is None or self.running:
                 stack.enter_context(_below(self.number) if self._mark is not None else plainly())
-                found = leaf_at, torch.Tensor.detach, _as_it_is
+                found = leaf_at, torch.Tensor.detach, as_it_is
             else:
                 stack.enter_context(_below(self.number - 1))
                 wrap, unwrap = stack.enter_context(grad_level())
@@ -449,6 +447,26 @@ class Level:
                 stack.callback(_C._vmap_decrement_nesting)
                 _C._vmap_increment_nesting(size, randomness)
             yield found
+
+
+def _plain_leaf(x: torch.Tensor, needs: bool) -> torch.Tensor:
+    return x.detach().requires_grad_() if needs else x.detach()
+
+
+def as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+PLAIN = Level(0)
+"""That of plain autograd, without vmaps."""
+
+
+def level_at(number: int) -> Level:
+    """The level of this number, with what is around us now."""
+    return Level(number) if number or transforming() else PLAIN
+
+
+_PLAINLY = nullcontext((_plain_leaf, as_it_is, as_it_is))
 
 
 def _at_new_level(level: int, wrap: Callable, unwrap: Callable) -> tuple[Callable, Callable, Callable]:
@@ -488,15 +506,15 @@ def recorded(x: torch.Tensor) -> torch.Tensor:
 
 is_batched: Callable[[torch.Tensor], bool] = _C.is_batchedtensor
 """Whether a tensor is one for each entry of the innermost vmap."""
+is_wrapped: Callable[[torch.Tensor], bool] = _C.is_functorch_wrapped_tensor
+"""Whether a tensor is of a transform of torch.func."""
+set_graph: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Turn the recording of graphs on or off."""
 
 
 def needs_grad(x: torch.Tensor) -> bool:
     """Whether a tensor needs a gradient, also within a vmap, which does not tell."""
     return x.requires_grad or (_C.is_batchedtensor(x) and recorded(x).requires_grad)
-
-
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def tracked_below(x: torch.Tensor) -> bool:

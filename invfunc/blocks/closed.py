@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
+from operator import is_
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 
 from invfunc import tree
 from invfunc._torch.functorch import TorchDispatchMode, storage_of, untraced
-from invfunc.pairs.places import Place, put, reached
+from invfunc.pairs.places import Place, put, reached, read_all
 from invfunc.pairs.places import read as there
 
 _MOST = 64
@@ -36,12 +37,9 @@ class Closed:
     def __init__(self, functions: Sequence[Any]) -> None:
         self.places: list[Place] = []
         """Where tensors stand that a call reads."""
-        self.modules: list[nn.Module] = []
+        self.modules = [fn for fn in functions if isinstance(fn, nn.Module)]
         self.generators: list[torch.Generator] = []
         seen = set[tuple[int, Any]]()
-        for root in functions:
-            if isinstance(root, nn.Module):
-                self.modules.append(root)
         for _, place, inner in reached(functions):
             if type(inner) in _PLAIN and type(place[0]) is not tuple and (at := (id(place[0]), place[1])) not in seen:
                 seen.add(at)
@@ -61,16 +59,18 @@ class Closed:
         """Where tensors stand that some call may read."""
         self._learned = set[Any]()
         """Keys of calls that are known to read nothing else."""
+        self.quiet = set[Any]()
+        """Keys of calls that drew nothing the last time."""
         self._inner = [(m._modules, [*m._modules.values()]) for m in self.modules if m._modules]
 
     def moved(self) -> bool:
         """Whether a tensor stands elsewhere by now, as where a weight was parametrized or a submodule replaced."""
-        replaced = any([*now.values()] != then for now, then in self._inner)
-        return replaced or any(there(place) is None for place in self.places)
+        replaced = any([[*now.values()] != then for now, then in self._inner])
+        return replaced or any([t is None for t in read_all(self.places)])
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors in their places."""
-        return [*map(there, self.places)]
+        return read_all(self.places)
 
     def standing(self) -> list[Place]:
         """Those of all places where a tensor still stands."""
@@ -95,11 +95,11 @@ class Closed:
 
     def written_by(self, module: nn.Module) -> dict[str, torch.Tensor | None]:
         """Buffers for a norm to write to."""
-        like = [None if b is None else (b.device, b.dtype, b.shape) for b in module._buffers.values()]
+        now = [*module._buffers.values()]
         found = self.scratch.get(id(module))
-        if found is None or found[0] != like:
+        if found is None or not all(map(is_, found[0], now)):
             copies = {k: None if b is None else b.detach().clone() for k, b in module._buffers.items()}
-            found = self.scratch[id(module)] = like, copies
+            found = self.scratch[id(module)] = now, copies
         return found[1]
 
 
@@ -124,7 +124,7 @@ class Reading(TorchDispatchMode):
 @contextmanager
 def swapped(places: Sequence[Place], tensors: Sequence[Any]) -> Iterator[None]:
     """A context with other tensors in some places."""
-    before = [*map(there, places)]
+    before = read_all(places)
     try:
         for place, t in zip(places, tensors, strict=True):
             put(place, t)

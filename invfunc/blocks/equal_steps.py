@@ -13,17 +13,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import (
-    dispatched,
-    gradients_of,
-    hooked,
-    leaf_at,
-    levels,
-    listening,
-    plainly,
-    saving_hooks,
-    versions,
-)
+from invfunc._torch import functorch
 from invfunc._torch.generators import set_states
 from invfunc._torch.values import differentiable
 from invfunc.blocks.closed import Closed, swapped
@@ -46,12 +36,19 @@ _MOST = 1000
 
 def alike(steps: Sequence[Step], x: Any) -> bool:
     """Whether these are many equal steps on a small state, with nobody who looks on."""
-    if len(steps) < MANY or sum(t.nbytes for t in tree.tensors(x)) > SMALL:
+    if sum(t.nbytes for t in tree.tensors(x)) > SMALL:
         return False
     first = steps[0][0]
     if any(block is not first for block, *_ in steps) or not isinstance(first.check, str) or first.pair.hidden:
         return False
-    return not (first.keep or HERE.noted or dispatched() or saving_hooks() or levels() or listening())
+    return not (
+        first.keep
+        or HERE.noted
+        or functorch.dispatched()
+        or functorch.saving_hooks()
+        or functorch.levels()
+        or functorch.listening()
+    )
 
 
 def as_one(steps: Sequence[Step], before: Any, run: Run, x: Any) -> Any:
@@ -110,7 +107,7 @@ class _Steps(Holder):
         self.block, self._like, self._names = link.block, link.like, link.names()
         self.xs, self.form = tree.separate(x)
         self.number, self.count = len(self.xs), len(steps) - 1
-        self.around = Surroundings(self.block.known.closed(self.block.pair), ("cpu",), False, steps[0])
+        self.around = Surroundings(self.block.known.closed(self.block.pair), False, steps[0])
         steps = steps[1:]
         rest, self._args = tree.separate([given for _, *given in steps])
         unique = {id(t): t for t in rest}
@@ -118,7 +115,7 @@ class _Steps(Holder):
         self._places = [places[id(t)] for t in rest]
         self._asked = [i for i, t in enumerate(unique.values()) if t.requires_grad]
         self._given = [t if t.grad_fn is None else t.detach() for t in unique.values()]
-        self._versions = versions(self._given)
+        self._versions = functorch.versions(self._given)
         self._slots = [slot_of(t, []) for t in self.xs]
         self._looks = looked_at(self.xs) if self.block.check != "off" else None
         self.needing = [*(t for t in unique.values() if t.requires_grad), *self._closes_over(self.around.closed)]
@@ -132,7 +129,7 @@ class _Steps(Holder):
         read = {id(closed[i]): closed[i] for i in self._closed}  # tied weights stand in several places
         places = {key: i for i, key in enumerate(read)}
         self._tied = [places[id(closed[i])] for i in self._closed]
-        self._read = [t if t.grad_fn is None else leaf_at(t, True) for t in read.values()]
+        self._read = [t if t.grad_fn is None else functorch.leaf_at(t, True) for t in read.values()]
         self._others = len(around.all) > len(closed) and any(t.requires_grad for t in map(there, around.standing()))
         """Whether others may read tensors that need a gradient and that it did not read."""
         return [*read.values()]
@@ -175,20 +172,20 @@ class _Steps(Holder):
 
     def _pulled_back(self, ys: list[torch.Tensor], gs: list | None) -> tuple[list[torch.Tensor], list]:
         pair, state = self.block.pair, ys
-        if versions(self._given) != self._versions:
+        if functorch.versions(self._given) != self._versions:
             raise ModifiedError(WRITTEN)
-        given = [leaf_at(t, i in self._asked) for i, t in enumerate(self._given)]
-        read = [leaf_at(t, True) if hooked(t) else t for t in self._read]  # hooks see the sum alone
+        given = [functorch.leaf_at(t, i in self._asked) for i, t in enumerate(self._given)]
+        read = [functorch.leaf_at(t, True) if functorch.hooked(t) else t for t in self._read]  # hooks see the sum alone
         asked = [*(given[i] for i in self._asked), *read]
         total: list[torch.Tensor | None] = [None] * len(asked)
-        with plainly(), self.around.again(), self._reading(read):
+        with functorch.plainly(), self.around.again(), self._reading(read):
             for args, kwargs in reversed(self._steps(given)):
                 with torch.no_grad():
                     found = tree.tensors(pair.inverse(*pair.shared, self.form.join(state), *args, **kwargs))
                     state = [like.laid_out(t) for t, like in zip(found, self._like, strict=True)]
                 if gs is None:
                     continue
-                leaves = [leaf_at(t, differentiable(t)) for t in state]  # any of them may need a gradient by now
+                leaves = [functorch.leaf_at(t, differentiable(t)) for t in state]  # any may need a gradient
                 with torch.enable_grad():
                     outs = tree.tensors(pair.forward(*pair.shared, self.form.join(leaves), *args, **kwargs))
                 of = iter(_gradients(outs, [t for t in leaves if t.requires_grad] + asked, gs))
@@ -226,7 +223,7 @@ def _gradients(outs: Sequence[torch.Tensor], inputs: list, gs: Sequence[Any], cr
     if not ends or not inputs:
         return [None] * len(inputs)
     outs, gs = zip(*ends, strict=True)
-    return gradients_of(outs, gs, inputs, create_graph)
+    return functorch.gradients_of(outs, gs, inputs, create_graph)
 
 
 class _Node(torch.autograd.Function):

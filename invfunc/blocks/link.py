@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import (
-    batched_like,
-    batches_of,
-    ended,
-    needs_grad,
-    recorded,
-    storage,
-    unwrapped,
-    versions,
-)
+from invfunc._torch import functorch
+from invfunc._torch.functorch import storage
 from invfunc.blocks.looks import Look
 from invfunc.blocks.slots import Slot
-from invfunc.blocks.surroundings import States, Surroundings
+from invfunc.blocks.surroundings import States, Surroundings, without_graphs
 from invfunc.callables import describe
 from invfunc.errors import InverseError, ModifiedError
 
@@ -39,28 +30,38 @@ class Like:
     __slots__ = ("shape", "dtype", "device", "stride", "needs", "batches")
 
     def __init__(self, x: torch.Tensor) -> None:
-        self.shape, self.dtype, self.device, self.needs = x.shape, x.dtype, x.device, needs_grad(x)
+        self.shape, self.dtype, self.device, self.needs, self.batches = (
+            x.shape,
+            x.dtype,
+            x.device,
+            x.requires_grad,
+            None,
+        )
         self.stride = x.stride() if x.layout is torch.strided else None
-        self.batches = batches_of(x)
+        if functorch.is_wrapped(x):
+            self.needs, self.batches = functorch.needs_grad(x), functorch.batches_of(x)
 
     def laid_out(self, came: torch.Tensor) -> torch.Tensor:
         """A tensor in the dtype and with the strides that it had: kernels are chosen by them."""
-        came = batched_like(came if came.dtype == self.dtype else came.to(self.dtype), self.batches)
+        if came.dtype != self.dtype:
+            came = came.to(self.dtype)
+        if self.batches is not None or functorch.is_wrapped(came):
+            came = functorch.batched_like(came, self.batches or {})
         if self.stride is None or came.stride() == self.stride or came.shape != self.shape or came.numel() < 2:
             return came
         for dim, stride in enumerate(self.stride):
             if stride == 0:  # expanded
                 came = came.narrow(dim, 0, 1)
         made = came.new_empty_strided(came.shape, self.stride)
-        overlaps = unwrapped(made) is None and storage(made).nbytes() < made.nbytes
+        overlaps = functorch.unwrapped(made) is None and storage(made).nbytes() < made.nbytes
         return (came if overlaps else made.copy_(came)).expand(self.shape)
 
-    def holds(self, dtype: torch.dtype) -> bool:
-        """Whether a dtype has all of its digits."""
-        if dtype == self.dtype:
-            return True
-        floats = dtype.is_floating_point and self.dtype.is_floating_point
-        return floats and torch.promote_types(dtype, self.dtype) == dtype
+    def holds(self, came: torch.Tensor) -> bool:
+        """Whether another tensor has this shape, and a dtype with all of the digits."""
+        if came.dtype == self.dtype or came.shape != self.shape:
+            return came.shape == self.shape
+        floats = came.dtype.is_floating_point and self.dtype.is_floating_point
+        return floats and torch.promote_types(came.dtype, self.dtype) == came.dtype
 
 
 class Evaluation:
@@ -75,7 +76,7 @@ class Evaluation:
 
     __slots__ = ("fn", "start", "end", "given", "states")
 
-    def __init__(self, fn: Callable, start: int, given: Iterable[torch.Tensor], states: States | None) -> None:
+    def __init__(self, fn: Callable, start: int, given: Sequence[torch.Tensor], states: States | None) -> None:
         self.fn, self.start, self.end, self.states = fn, start, start, states
         self.given = [*map(Like, given)]
 
@@ -88,31 +89,32 @@ class Link:
         xs: the tensors of x.
         form: the form of x.
         start: how many tensors autograd has saved before.
+        around: what is around the call.
+        states: those of the generators, if it may draw.
     """
 
-    def __init__(self, step: Step, xs: Tensors, form: tree.Form, start: int) -> None:
-        self.block, *given = step
-        self.form, self.like, self.start = form, [*map(Like, xs)], start
+    own: Sequence[torch.Tensor] = ()
+    """The tensors of the arguments, until the call has ended."""
+    looks: list[Look | None] | None = None
+    hidden: tuple = ()
+    merged = False
+    """Whether shared functions alone have something saved."""
+    _args: tree.Form | None = None
+
+    def __init__(
+        self, step: Step, xs: Tensors, form: tree.Form, start: int, around: Surroundings, states: States | None
+    ) -> None:
+        self.block, args, kwargs = step
+        self.pair = self.block.pair
+        self.form, self.like, self.start, self.around, self.states = form, [*map(Like, xs)], start, around, states
         self.end = start
         """How many tensors autograd has saved behind it."""
-        self.own, self._args = tree.separate(tuple(given)) if given[0] or given[1] else ((), None)
-        """The tensors of the arguments, until the call has ended."""
-        self._needs = [needs_grad(t) for t in self.own]
-        self._cut = [recorded(t).grad_fn is not None for t in self.own]
-        self._tensors = [t.detach() if cut else t for t, cut in zip(self.own, self._cut, strict=True)]
-        self._versions = versions(self._tensors)
-        self.around: Surroundings
+        if args or kwargs:
+            self.own, self._args = tree.separate((args, kwargs))
+            self._tensors = without_graphs(self.own)
+            self._versions = functorch.versions(self._tensors)
         self.kept: dict[int, Slot] = {}
-        self.looks: list[Look | None] | None = None
-        self.hidden: tuple = ()
-        self.states: States | None = None
-        """Those of the generators, if it draws."""
         self.evaluations: list[Evaluation] = []
-
-    @property
-    def pair(self) -> Any:
-        """The pair of the block."""
-        return self.block.pair
 
     @property
     def count(self) -> int:
@@ -128,23 +130,23 @@ class Link:
         """The further arguments, to be read once more: what had a graph needs a gradient as before."""
         if self._args is None:
             return (), {}
-        if versions(self._tensors) != self._versions:
+        if functorch.versions(self._tensors) != self._versions:
             raise ModifiedError(WRITTEN)
-        together = zip(self._tensors, self._needs, self._cut, strict=True)
-        return self._args.join([enter(t, need) if cut or ended(t) else t for t, need, cut in together])
+        return self._args.join([enter(t, functorch.needs_grad(t)) if functorch.ended(t) else t for t in self._tensors])
 
     def entered(self, xs: Tensors, enter: Enter) -> Any:
         """x, to be read once more."""
         return self.form.join([enter(x, like.needs) for x, like in zip(xs, self.like, strict=True)])
 
-    def forward(self, shared: Iterable[Callable], x: Any, enter: Enter) -> Callable[[], Any]:
-        """A call of f once more."""
+    def called_with(self, shared: Iterable[Callable], x: Any, enter: Enter) -> tuple[tuple, dict[str, Any]]:
+        """All arguments of a call of f once more."""
         args, kwargs = self.given(enter)
-        return partial(self.pair.forward, *shared, x, *args, **kwargs)
+        return (*shared, x, *args), kwargs
 
     def inverse(self, shared: Iterable[Callable], y: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call of the inverse."""
-        inverse = self.pair.inverse_of(self.form, self.like, {i: slot.get() for i, slot in self.kept.items()})
+        kept = {i: slot.get() for i, slot in self.kept.items()} if self.kept else {}
+        inverse = self.pair.inverse_of(self.form, self.like, kept)
         try:
             return inverse(*shared, y, *self.hidden, *args, **kwargs)
         except TypeError as error:
@@ -159,11 +161,11 @@ class Link:
 
     def came(self, x: Any) -> Tensors:
         """The tensors of what the inverse gives, which have to be like those of x."""
-        xs = []
+        xs: Tensors = []
         for i, (t, like) in enumerate(zip(self._tensors_of(x), self.like, strict=True)):
             if i in self.kept:
                 xs.append(self.kept[i].get())
-            elif not isinstance(t, torch.Tensor) or t.shape != like.shape or not like.holds(t.dtype):
+            elif not isinstance(t, torch.Tensor) or not like.holds(t):
                 what = f"{list(t.shape)} {t.dtype}" if isinstance(t, torch.Tensor) else type(t).__name__
                 raise InverseError(
                     f"the inverse gives {self.names()[i]} as {what}, where it was {list(like.shape)} {like.dtype}. To "
@@ -175,7 +177,7 @@ class Link:
 
     def _tensors_of(self, x: Any) -> Tensors:
         found, form = tree.separate(x)
-        if form.structure == self.form.structure and form.places == self.form.places:
+        if form is self.form or form.structure == self.form.structure and form.places == self.form.places:
             return found
         names, came = self.names(), ["x" + path for path, t in tree.named_leaves(x) if isinstance(t, torch.Tensor)]
         if came == names:  # a list in place of a tuple

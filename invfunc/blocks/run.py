@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter
 from types import EllipsisType
 from typing import Any
 from weakref import ref
@@ -22,30 +23,12 @@ from weakref import ref
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import (
-    Level,
-    alive,
-    backward_by_torch_func,
-    graphless_node,
-    is_batched,
-    needs_grad,
-    pop_hooks,
-    push_hooks,
-    saving_hooks,
-    storage_of,
-    tracked_below,
-    under,
-    untraced,
-    unwatched,
-    version,
-    versions,
-)
+from invfunc._torch import functorch
 from invfunc._torch.values import differentiable
 from invfunc.blocks.closed import Reading
 from invfunc.blocks.link import Enter, Evaluation, Link, Step, Tensors
-from invfunc.blocks.looks import EVERY, compare, looked_at
-from invfunc.blocks.rounding import relative_error
-from invfunc.blocks.slots import Holder, Slot, depth_of, slot_of
+from invfunc.blocks.looks import EVERY, compare, looked_at, relative_error
+from invfunc.blocks.slots import Holder, Slot, slot_of
 from invfunc.blocks.states import HERE, note, note_kept
 from invfunc.blocks.surroundings import (
     States,
@@ -53,59 +36,35 @@ from invfunc.blocks.surroundings import (
     drawing,
     drew,
     generators_of,
-    kinds_of,
     put_states,
     states_of,
 )
+from invfunc.core.run import Run as CoreRun
 from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
 from invfunc.operations.heard import Followed
-from invfunc.core.run import Run as CoreRun
 from invfunc.recording.trace import Trace
 from invfunc.transform import told
 
 
-class _Enough(BaseException):
-    """All that is needed has been saved."""
+class _Collected(list[torch.Tensor]):
+    """What autograd saves in an evaluation once more."""
 
-
-class _Saved:
-    """What autograd gets in place of a tensor: its number, and the tensor as long as its block has not ended."""
-
-    __slots__ = ("number", "value", "version")
-
-    def __init__(self, number: int, value: torch.Tensor) -> None:
-        self.number, self.version = number, version(value)
-        self.value: Any = value
-
-
-class _Collected:
-    """What autograd saves in an evaluation once more, which has to be like what it has saved.
-
-    Args:
-        like: the shapes and dtypes of that.
-        stop: whether to end when all of it has been saved.
-    """
-
-    __slots__ = ("like", "stop", "saved")
-
-    def __init__(self, like: list[tuple[torch.Size, torch.dtype]], stop: bool) -> None:
-        self.like, self.stop = like, stop
-        self.saved: Tensors = []
-
-    @untraced
+    @functorch.untraced
     def pack(self, t: torch.Tensor) -> int:
         """The number of a tensor among those that are saved."""
-        n, count = len(self.saved), len(self.like)
-        if n == count or (t.shape, t.dtype) != self.like[n]:
-            then = "one more than before" if n == count else f"where it was {list(self.like[n][0])} {self.like[n][1]}"
-            raise ReplayError(_OTHER.format(f"a tensor of shape {list(t.shape)} {t.dtype}, {then}"))
-        self.saved.append(t.detach() if t.requires_grad else t)
-        if self.stop and n + 1 == count:
-            raise _Enough
-        return n
+        self.append(t.detach())
+        return len(self) - 1
 
     def given_back(self, tensor: torch.Tensor) -> None:
         """Nothing, as no statistic records it; it has seen the first evaluation."""
+
+
+def _difference(found: list[tuple[torch.Size, torch.dtype]], like: list[tuple[torch.Size, torch.dtype]]) -> str:
+    """The first tensor that is another one."""
+    if len(found) != len(like):
+        return f"{len(found)} tensors, where it was {len(like)}"
+    (shape, dtype), (then, of) = next(pair for pair in zip(found, like, strict=True) if pair[0] != pair[1])
+    return f"a tensor of shape {list(shape)} {dtype}, where it was {list(then)} {of}"
 
 
 class Run(Holder):
@@ -113,33 +72,36 @@ class Run(Holder):
 
     Args:
         level: the level of torch.func at which there is a graph; 0 for plain autograd.
-        seen: a context in which function modes see the calls of the blocks, as they do not see those of the run.
+        seen: whether function modes see the calls of the blocks, as they do not see those of the run.
     """
 
-    def __init__(self, level: int, seen: Callable[[], AbstractContextManager] = nullcontext) -> None:
-        self._level, self._seen = Level(level), seen
-        self._forms = Followed if under((Trace, CoreRun)) else nullcontext
+    _form: tree.Form | None = None
+    """That of the state behind the last block."""
+    _now: int | None = None
+    """The link whose saved tensors are at hand."""
+    _state: tuple[int, Tensors] | None = None
+    """A state between the links, and the number of links before it."""
+    _origin: Sequence[tuple[ref[torch.Tensor], int]] = ()
+    """x where no block gave it out: the caller may hold it."""
+    _draws = False
+    """Whether a block drew random numbers."""
+    _done = False
+    _lock: Any = None
+
+    def __init__(self, level: int, seen: bool = False) -> None:
+        self._level, self._watched = functorch.level_at(level), seen
+        self._forms = Followed if functorch.under((Trace, CoreRun)) else None
         self.links: list[Link] = []
         self._starts: list[int] = []
-        self._like: list[tuple[torch.Size, torch.dtype]] = []
+        self.like: list[tuple[torch.Size, torch.dtype]] = []
         """What autograd has saved was like, in order."""
-        self._live: list[_Saved] = []
-        """What it has saved of the block that is running."""
-        self._form: tree.Form | None = None
-        """That of the state behind the last block."""
-        self._now: int | None = None
-        """The link whose saved tensors are at hand."""
-        self._saved: list[torch.Tensor | None] = []
-        self._versions: list[int] = []
-        """Their versions when they were computed again."""
-        self._left = 0
-        """How many of them autograd has not asked for yet."""
-        self._state: tuple[int, Tensors] | None = None
-        """A state between the links, and the number of links before it."""
-        self._lock: Any = None
-        self._origin: list[tuple[ref[torch.Tensor], int]] = []
-        """x where no block gave it out: the caller may hold it."""
-        self._done = False
+        self._live: list[tuple[torch.Tensor, int]] = []
+        """What it has saved of the block that is running, with versions."""
+        self._written = set[int]()
+        """The numbers of what was written since, by the block itself: an error if autograd asks for it, as it does not
+        for what had no gradient."""
+        self._at_hand: dict[int, tuple[torch.Tensor, int]] = {}
+        """Tensors that autograd has not asked for yet, with their versions when they were computed again."""
         self.gathering: list[Any] = []
 
     # Forwards
@@ -150,108 +112,126 @@ class Run(Holder):
         It ends behind a block that has a graph at a level below that of the run too: there nothing is freed.
         """
         xs, form = tree.separate(x)
-        slots = [slot_of(t, self.gathering) for t in xs]
-        depth = depth_of(slots)
-        self._lock = next((slot.lock for slot in slots if slot is not None), None) or threading.RLock()
-        replays, kinds = steps[0][0].preserve_rng_state, kinds_of(xs)
-        self.generators = generators_of(xs, steps) if replays else []
-        states = self.first_states = states_of(self.generators) if replays else None
+        slots, depth = [slot_of(t, self.gathering) for t in xs], 0
+        for slot in slots:
+            if slot is not None:
+                depth, self._lock = max(depth, slot.depth), slot.lock or self._lock
         if not any(slots):
-            self._origin = [*zip(map(ref, xs), versions(xs), strict=True)]
+            self._origin = [*zip(map(ref, xs), functorch.versions(xs), strict=True)]
+        self._lock = self._lock or threading.RLock()
+        every = [block.known.closed(block.pair) for block, _, _ in steps]
+        self.generators = generators_of(xs, steps, every) if steps[0][0].preserve_rng_state else []
+        states = self.first_states = states_of(self.generators) or None
         hidden: list[tuple] = []
         before = xs, form
-        for k, step in enumerate(steps):
-            link = self._begun(step, xs, form, depth + k)
-            known = link.block.known
-            link.around, link.states = Surroundings(known.closed(link.pair), kinds, known.first, step), states
-            x, link.hidden = link.pair.apart(self._first(link, step, x))
+        for k, (step, closed) in enumerate(zip(steps, every, strict=True)):
+            link = Link(step, xs, form, len(self.like), Surroundings(closed, step[0].known.first, step), states)
+            self._begun(link, xs, depth + k)
+            x = self._first(link, step, x, xs)
+            if link.pair.hidden:
+                x, link.hidden = link.pair.apart(x)
             hidden.append(link.hidden)
-            states = self._ended(link, states)
+            states, link.block.known.first = self._ended(link, xs, states), False
             before, (xs, form) = (xs, form), tree.separate(x)
-            if self._level.number and any(map(tracked_below, xs)):
+            if self._level.number and any(map(functorch.tracked_below, xs)):
                 self.links.pop()
                 self._starts.pop()
                 self._close(slots, *before, depth)
                 return x, hidden
             self._form = form
             self._free()
-            if k + 1 < len(steps):
+            if HERE.noted and k + 1 < len(steps):
                 note(link.block, depth + k, x, before[0], None)
-            self._check(link, before[0], xs)
+            if not isinstance(link.block.check, str):
+                self._check(k, before[0], xs)
         self._close(slots, xs, form, depth)
         note(self.links[-1].block, depth + len(steps) - 1, x, before[0], [*self.outs])
         return x, hidden
 
-    def _begun(self, step: Step, xs: Tensors, form: tree.Form, number: int) -> Link:
-        """A link, with what stays of x."""
-        link = Link(step, xs, form, len(self._like))
+    def _begun(self, link: Link, xs: Tensors, number: int) -> None:
+        """Add a link, with what stays of x."""
         self.links.append(link)
         self._starts.append(link.start)
-        link.kept = {i: Slot(xs[i]) for i in link.block.kept(len(xs))}
-        if link.kept:
+        if link.block.keep:
+            link.kept = {i: Slot(xs[i]) for i in link.block.kept(len(xs))}
             note_kept(xs, link.kept)
-        if link.block.check != "off" and number % EVERY == 0 and len(link.kept) < len(xs):
-            with unwatched():
+        if number % EVERY == 0 and link.block.check != "off" and len(link.kept) < len(xs):
+            with functorch.unwatched():
                 link.looks = looked_at(xs, link.kept)
                 if link.looks and link.pair.carries_a_sum:  # from which nothing is computed
                     link.looks[-1] = None
-        return link
 
-    def _first(self, link: Link, step: Step, x: Any) -> Any:
+    def _first(self, link: Link, step: Step, x: Any, xs: Tensors) -> Any:
         """The first evaluation of a block."""
-        _, args, kwargs = step
-        closed, key = link.around.closed, link.around.key
-        shared = [partial(self._evaluate, link, fn) for fn in link.pair.shared]
-        xs = tree.tensors(x)
-        before = versions(xs)
-        was = push_hooks(self.pack, self.unpack)
+        (_, args, kwargs), pair, around = step, link.pair, link.around
+        shared = [partial(self._evaluate, link, fn) for fn in pair.shared]
+        before = functorch.versions(xs)
+        was = functorch.push_hooks(self.pack, self.unpack)
         try:
-            with nullcontext() if closed.learned(key) else Reading() as reading, self._seen():
-                y = link.pair.forward(*shared, x, *args, **kwargs)
-            if reading is not None:
-                closed.learn(reading.read, key)
+            if around.learned and not self._watched:
+                y = pair.forward(*shared, x, *args, **kwargs)
+            else:
+                with nullcontext() if around.learned else Reading() as reading, self._seen():
+                    y = pair.forward(*shared, x, *args, **kwargs)
+                if reading is not None:
+                    around.closed.learn(reading.read, around.key)
         finally:
-            pop_hooks(was)
-        if versions(xs) != before:
+            functorch.pop_hooks(was)
+        if functorch.versions(xs) != before:
             raise ModifiedError(_WRITES)
         return y
 
+    def _seen(self) -> AbstractContextManager:
+        """A context for calls of the blocks."""
+        return functorch.watched() if self._watched else nullcontext()
+
     def _evaluate(self, link: Link, fn: Callable, *args: Any, **kwargs: Any) -> Any:
         """The first evaluation of a shared function."""
-        if link.evaluations and link.around.buffers:
-            link.around.mark()
+        around = link.around
+        if link.evaluations and around.buffers:
+            around.mark()
         if _single(args, kwargs):
             given = args[:1]
         else:
             own = {id(t) for t in link.own}
             given = [t for t in tree.tensors((args, kwargs)) if id(t) not in own]
-        states = states_of(self.generators) if self.generators else None
-        evaluation = Evaluation(fn, len(self._like), given, states)
+        quiet = link.states is None or around.key in around.closed.quiet
+        states = None if quiet else states_of(self.generators)
+        evaluation = Evaluation(fn, len(self.like), given, states)
         link.evaluations.append(evaluation)
         result = fn(*args, **kwargs)
-        evaluation.end = len(self._like)
+        evaluation.end = len(self.like)
         return result
 
-    def _ended(self, link: Link, states: States | None) -> States | None:
+    def _ended(self, link: Link, xs: Tensors, states: States | None) -> States | None:
         """Note how the world is behind a block; gives the states of the generators."""
+        around, quiet = link.around, link.around.closed.quiet
         if states is not None:
             after = states_of(self.generators)
             if not drew(states, after):
+                quiet.add(around.key)
                 link.states = None
                 for evaluation in link.evaluations:
                     evaluation.states = None
+            elif around.key in quiet:  # the states before each evaluation are not known, for once
+                quiet.discard(around.key)
+                link.kept = {i: Slot(t) for i, t in enumerate(xs)}
+            self._draws |= link.states is not None
             states = after
-        link.around.called()
-        link.own, link.end, link.block.known.first = (), len(self._like), False
-        link.hidden = tree.map_tensors(torch.Tensor.detach, link.hidden) if link.hidden else ()
+        around.called()
+        link.own, link.end = (), len(self.like)
+        beside = link.end - link.start
+        for evaluation in link.evaluations:
+            beside -= evaluation.end - evaluation.start
+        link.merged = beside == 0
+        if link.hidden:
+            link.hidden = tree.map_tensors(torch.Tensor.detach, link.hidden)
         return states
 
     def _free(self) -> None:
         """Let go of what autograd has saved of a block."""
-        for saved, now in zip(self._live, versions([saved.value for saved in self._live]), strict=True):
-            if now != saved.version:
-                saved.version = -1  # an error if autograd asks for it, as it does not for what had no gradient
-            saved.value = None
+        live = enumerate(self._live, self._starts[-1])
+        self._written |= {n for n, (t, then) in live if functorch.counted(t) != then}
         self._live = []
 
     def _close(self, slots: Sequence[Slot | None], xs: Tensors, form: tree.Form, depth: int) -> None:
@@ -259,24 +239,27 @@ class Run(Holder):
         self._live, self._form, self._done, self.first_states = [], form, True, None
         if not self.links:
             return
-        with unwatched():
-            hooks = None if any(map(is_batched, xs)) else saving_hooks()
+        with functorch.unwatched():
+            hooks = functorch.saving_hooks()
+            if hooks is not None and any(map(functorch.is_batched, xs)):
+                hooks = None
             self.outs = [Slot(t, depth + len(self.links), hooks, self._lock) for t in xs]
             own: ref[Holder] = ref(self)
             for t, slot in zip(xs, self.outs, strict=True):
                 slot.owner = own
                 slot.note(t, held=bool(HERE.noted))
         kept = self.links[0].kept
-        self.take_over([None if i in kept else slot for i, slot in enumerate(slots)])
+        self.take_over([None if i in kept else slot for i, slot in enumerate(slots)] if kept else slots)
 
-    def _check(self, link: Link, xs: Tensors, ys: Tensors) -> None:
+    def _check(self, k: int, xs: Tensors, ys: Tensors) -> None:
         """Compare all entries of x with what the inverse gives, where that is asked for."""
+        link = self.links[k]
         tolerance = link.block.tolerance(xs)
-        if tolerance is None or len(link.kept) == len(xs):
+        if len(link.kept) == len(xs):
             return
         looks, link.looks = link.looks, None
         with self._entered() as (enter, leave, _), self._seen():
-            back = self._inverted(link, [t.detach() for t in ys], enter, None)
+            back = self._inverted(k, [t.detach() for t in ys], enter, None)
         link.looks = looks
         for name, x, came in zip(link.names(), xs, map(leave, back), strict=True):
             error = relative_error(came, x)
@@ -286,27 +269,26 @@ class Run(Holder):
                     f"largest entry, where {tolerance:.1e} is tolerated (check=)."
                 )
 
-    @untraced
-    def pack(self, t: torch.Tensor) -> _Saved:
-        """What autograd gets in place of a tensor."""
-        self._like.append((t.shape, t.dtype))
-        saved = _Saved(len(self._like) - 1, t)
-        self._live.append(saved)
-        return saved
+    @functorch.untraced
+    def pack(self, t: torch.Tensor) -> int:
+        """What autograd gets in place of a tensor: its number."""
+        like = self.like
+        like.append(_LIKE(t))
+        self._live.append((t, functorch.counted(t)))
+        return len(like) - 1
 
     def given_back(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """A function that computes a saved tensor again, for a statistic that records f; None if it was not saved."""
-        for saved in reversed(self._live):
-            t = saved.value
-            if storage_of(t) == storage_of(tensor) and t.numel() == tensor.numel():
+        for n, (t, _) in reversed([*enumerate(self._live, self._starts[-1])]):
+            if functorch.storage_of(t) == functorch.storage_of(tensor) and t.numel() == tensor.numel():
                 same = t.shape == tensor.shape and t.stride() == tensor.stride()
                 if same or (t.is_contiguous() and tensor.is_contiguous()):
-                    return partial(self._fetched, saved.number, tensor.shape)
+                    return partial(self._fetched, n, tensor.shape)
         return None
 
     def _fetched(self, n: int, shape: torch.Size) -> torch.Tensor:
         with self._lock:
-            return self._found(n).reshape(shape)
+            return self._found(n)[0].reshape(shape)
 
     def undo(self) -> None:
         """Take back what the blocks have written to buffers."""
@@ -315,60 +297,47 @@ class Run(Holder):
 
     # Backwards
 
-    @untraced
-    def unpack(self, saved: _Saved) -> torch.Tensor:
-        """The tensor in whose place something was given."""
-        if saved.value is not None:
-            return self._still_there(saved, saved.value)
-        if saved.version < 0:
-            raise self._late(saved.number)
+    @functorch.untraced
+    def unpack(self, n: int) -> torch.Tensor:
+        """The tensor in whose place a number was given."""
         with self._lock:
-            found = self._found(n := saved.number)
-            self._saved[n - self._starts[self._now or 0]] = None
-            self._left -= 1
-            if self._now == 0 and not self._left:
+            t, then = self._at_hand.pop(n, None) or self._found(n)
+            if functorch.counted(t) != then:
+                raise self._late(n)
+            if not self._at_hand and self._now == 0:
                 self.release()
-        if self._level.running and torch.is_grad_enabled() and backward_by_torch_func():
-            graphless_node()  # nobody can differentiate once more at this level
-        return found
+        if self._level.number == 0 or not self._level.running:
+            return t
+        if torch.is_grad_enabled() and functorch.backward_by_torch_func():
+            functorch.graphless_node()  # nobody can differentiate once more at this level
+        return t
 
-    def _still_there(self, saved: _Saved, value: torch.Tensor) -> torch.Tensor:
-        """A tensor that was not freed: f itself goes backwards, or two levels have a graph."""
-        if not self._done:
-            self.links[-1].block.known.differentiates = True
-        if version(value) != saved.version:
-            raise ModifiedError(_LATE.format(list(value.shape)))
-        return value
-
-    def _found(self, n: int) -> torch.Tensor:
+    def _found(self, n: int) -> tuple[torch.Tensor, int]:
+        """A saved tensor and its version, which is computed again unless it is at hand."""
         k = bisect_right(self._starts, n) - 1
-        found = self._saved[n - self._starts[k]] if self._now == k else None
-        if found is not None and version(found) != self._versions[n - self._starts[k]]:
+        if n in self._at_hand:
+            return self._at_hand[n]
+        if 0 <= (at := n - self._starts[-1]) < len(self._live):  # f itself goes backwards, or two levels have a graph
+            if not self._done:
+                self.links[-1].block.known.differentiates = True
+            return self._live[at]
+        if n in self._written:
             raise self._late(n)
-        if found is None:
-            with self._telling(self.links[k]):
-                self._restore(k)
-            found = self._saved[n - self._starts[k]]
-            assert found is not None
-        return found
+        try:
+            self._restore(k)
+        except InvFuncError as error:
+            raise told(error, self._where(self.links[k])) from error.__cause__
+        return self._at_hand.pop(n)
 
     def _late(self, n: int) -> InvFuncError:
         link = self.links[bisect_right(self._starts, n) - 1]
-        return told(ModifiedError(_LATE.format([*self._like[n][0]])), self._where(link))
+        return told(ModifiedError(_LATE.format([*self.like[n][0]])), self._where(link))
 
     def _where(self, link: Link) -> str:
         return f"{link.block!r}, in the backward pass" if self._done else f"{link.block!r}(x, ...)"
 
-    @contextmanager
-    def _telling(self, link: Link) -> Iterator[None]:
-        """A context in which an error says which block it is of."""
-        try:
-            yield
-        except InvFuncError as error:
-            raise told(error, self._where(link)) from error.__cause__
-
     def release(self) -> None:
-        self._now, self._saved, self._state = None, [], None
+        self._now, self._state, self._at_hand = None, None, {}
 
     def back(self, ys: Tensors) -> Tensors:
         at, state = self._state or (len(self.links), ys)
@@ -379,95 +348,114 @@ class Run(Holder):
     def _wound_back(self, at: int, state: Tensors, to: int, enter: Enter, leave: Callable) -> tuple[int, Tensors]:
         """The state before a link, from one behind it."""
         for k in reversed(range(to, at)):
-            with self._telling(self.links[k]):
-                state = [leave(x) for x in self._inverted(self.links[k], state, enter, None)]
+            try:
+                state = [*map(leave, self._inverted(k, state, enter, None))]
+            except InvFuncError as error:
+                raise told(error, self._where(self.links[k])) from error.__cause__
         return min(to, at), state
 
     def _restore(self, k: int) -> None:
         """Have at hand what autograd saved of a link."""
-        self._now, self._saved = None, []
+        self._now, self._at_hand = None, {}
         if self._state is None or self._state[0] < k:
             self._state = len(self.links), self.output()
         link = self.links[k]
-        saved: list[torch.Tensor | None] = [None] * link.count
+        saved: list[Any] = [None] * link.count
         with self._entered() as (enter, leave, kept):
-            at, xs = self._state = self._wound_back(*self._state, k + 1, enter, leave)
+            at, xs = self._state
+            if at > k + 1:
+                at, xs = self._state = self._wound_back(at, xs, k + 1, enter, leave)
             if at == k + 1:
-                xs = [leave(x) for x in self._inverted(link, xs, enter, saved)]
+                xs = self._inverted(k, xs, enter, saved)
+                xs = xs if leave is functorch.as_it_is else [*map(leave, xs)]
                 self._state = k, xs
-            if any(t is None for t in saved):
+            if any([t is None for t in saved]):
                 self._evaluated(link, xs, enter, saved)
-            there = [kept(t) for t in saved if t is not None]
+            if kept is not functorch.as_it_is:
+                saved = [*map(kept, saved)]
         if k == 0:
             self.fill(xs)
-        self._now, self._saved, self._versions, self._left = k, [*there], versions(there), link.count
+        self._at_hand = dict(enumerate(zip(saved, functorch.versions(saved), strict=True), link.start))
+        for n in self._written:
+            self._at_hand.pop(n, None)
+        self._now = k
+
+    def _entered(self) -> AbstractContextManager[tuple[Enter, Callable, Callable]]:
+        """The level of the run, entered again, and generators that are put back."""
+        return self._drawing() if self._draws else self._level.again()
 
     @contextmanager
-    def _entered(self) -> Iterator[tuple[Enter, Callable, Callable]]:
-        """The level of the run, entered again, and generators that are put back."""
-        draws = any(link.states is not None for link in self.links)
-        with drawing(self.generators) if draws else nullcontext(), self._level.again() as level:
+    def _drawing(self) -> Iterator[tuple[Enter, Callable, Callable]]:
+        with drawing(self.generators), self._level.again() as level:
             yield level
 
     def inverse(self, ys: Tensors) -> Tensors:
         """The tensors of x of a run of one block, from those of any y."""
-        self._origin = []
+        self._origin = ()
         with self._entered() as (enter, leave, _):
-            return [leave(x) for x in self._inverted(self.links[0], ys, enter, None)]
+            return [leave(x) for x in self._inverted(0, ys, enter, None)]
 
     def once_more(self, x: Any) -> Any:
         """y of a run of one block at any x, with the same random numbers."""
         link = self.links[0]
         with self._entered() as (enter, _, _), link.around.again(0, enter):
             put_states(self.generators, link.states)
-            return link.pair.apart(link.forward(link.pair.shared, x, enter)())[0]
+            args, kwargs = link.called_with(link.pair.shared, x, enter)
+            return link.pair.apart(link.pair.forward(*args, **kwargs))[0]
 
     def _held(self, link: Link) -> Tensors | None:
         """The tensors of x where they are in memory."""
-        if link is self.links[0] and self._origin and self._done:
-            held = [x for of, then in self._origin if (x := of()) is not None and version(x) == then]
+        if self._origin and self._done and link is self.links[0]:
+            held = [x for of, then in self._origin if (x := of()) is not None and functorch.version(x) == then]
             if len(held) == len(self._origin):
-                return [alive(x).detach() for x in held]
-        return [link.kept[i].get() for i in range(len(link.like))] if len(link.kept) == len(link.like) else None
+                return [functorch.alive(x).detach() for x in held]
+        if link.kept and len(link.kept) == len(link.like):
+            return [link.kept[i].get() for i in range(len(link.like))]
+        return None
 
-    def _inverted(self, link: Link, ys: Tensors, enter: Enter, saved: list | None) -> Tensors:
+    def _inverted(self, k: int, ys: Tensors, enter: Enter, saved: list | None) -> Tensors:
         """The tensors of x, from those of y; what autograd saves of shared functions is put into `saved`."""
+        link = self.links[k]
         if (held := self._held(link)) is not None:
             return held
-        differentiates, around = link.block.known.differentiates, link.around
+        pair, around, differentiates = link.pair, link.around, link.block.known.differentiates
         args, kwargs = link.given(enter)
-        ys = [enter(alive(t), differentiable(t)) if differentiates else alive(t) for t in ys]
-        before = versions(ys)
-        shared = _Shared(self, link, (args, kwargs), enter, saved)
-        if not link.pair.shared:
+        if self._level is not functorch.PLAIN:
+            ys = [*map(functorch.alive, ys)]
+        if differentiates:
+            ys = [enter(t, differentiable(t)) for t in ys]
+        before, again, functions = functorch.versions(ys), None, pair.shared
+        form = self.links[k + 1].form if k + 1 < len(self.links) else self._form
+        assert form is not None
+        if not functions:
             put_states(self.generators, link.states)
-        with torch.set_grad_enabled(differentiates), around.again(-1, enter, restarts=not link.pair.shared):
-            x = link.inverse(shared.functions(), self._behind(link).join(ys), args, kwargs)
-        if versions(ys) != before:
+        elif saved is not None or link.states is not None or around.buffers:
+            again = _Shared(self, link, (args, kwargs), enter, saved)
+            functions = [partial(again.evaluated, fn) for fn in pair.shared]
+        graph = torch.is_grad_enabled()
+        functorch.set_graph(differentiates)
+        try:
+            with around.again(-1, enter, restarts=not functions):
+                x = link.inverse(functions, form.join(ys), args, kwargs)
+        finally:
+            functorch.set_graph(graph)
+        if functorch.versions(ys) != before:
             raise ModifiedError(_WRITES_Y)
-        shared.end()
         xs = link.came(x)
+        if again is not None and again.at and again.at < len(link.evaluations):
+            raise InverseError(_SHARED)
         if link.looks is not None:
             compare(link.block, link.looks, xs, link.names(), ys)
-        if saved is not None and shared.results:
-            self._beside(link, xs, shared, enter, saved)
+        if saved is not None and again is not None and again.results:
+            self._beside(link, xs, again, enter, saved)
         return xs
-
-    def _behind(self, link: Link) -> tree.Form:
-        """The form of the state behind a link."""
-        k = self.links.index(link) + 1
-        form = self.links[k].form if k < len(self.links) else self._form
-        assert form is not None
-        return form
 
     def _beside(self, link: Link, xs: Tensors, shared: _Shared, enter: Enter, saved: list) -> None:
         """What autograd saves beside the shared functions, whose results are known."""
         missing = link.spans()
-        if not missing:
-            return
         with torch.enable_grad(), link.around.again(0, enter):
-            run = link.forward(shared.recalled(), link.entered(xs, enter), enter)
-            _, found = self.saves(run, missing, stop=True)
+            given = link.called_with(shared.recalled(), link.entered(xs, enter), enter)
+            _, found = self.saves(link, link.pair.forward, *given, [self.like[n] for n in missing])
         for n, t in zip(missing, found, strict=True):
             saved[n - link.start] = t
 
@@ -475,26 +463,32 @@ class Run(Holder):
         """What autograd saves of f at x."""
         put_states(self.generators, link.states)
         with torch.enable_grad(), link.around.again(0, enter):
-            run = link.forward(link.pair.shared, link.entered(xs, enter), enter)
-            stop = link.states is None  # what is drawn may be filled in when it has been saved
-            _, saved[:] = self.saves(run, range(link.start, link.end), stop)
+            given = link.called_with(link.pair.shared, link.entered(xs, enter), enter)
+            _, saved[:] = self.saves(link, link.pair.forward, *given, self.like[link.start : link.end])
 
-    def saves(self, fn: Callable, wanted: Sequence[int], stop: bool = False) -> tuple[Any, Tensors]:
-        """The result of a function and what autograd saves in it, which has to be like that of some numbers."""
-        collected = _Collected([self._like[n] for n in wanted], stop)
-        out = None
-        was = push_hooks(collected.pack, collected.saved.__getitem__)
+    def saves(self, link: Link, fn: Callable, args: tuple, kwargs: dict, wanted: list) -> tuple[Any, Tensors]:
+        """The result of a function and what autograd saves in it, which has to be like this.
+
+        Args:
+            link: the block.
+            fn, args, kwargs: the call.
+            wanted: the shapes and dtypes.
+        """
+        collected, differentiates = _Collected(), link.block.known.differentiates
+        was = functorch.push_hooks(collected.pack if differentiates else collected.append, collected.__getitem__)
         try:
-            if wanted or not stop:
+            if self._forms is None:
+                out = fn(*args, **kwargs)
+            else:
                 with self._forms():
-                    out = fn()
-        except _Enough:
-            pass
+                    out = fn(*args, **kwargs)
         finally:
-            pop_hooks(was)
-        if (number := len(collected.saved)) != len(wanted):
-            raise ReplayError(_OTHER.format(f"{number} tensors, where it was {len(wanted)}"))
-        return out, collected.saved
+            functorch.pop_hooks(was)
+        if not differentiates:  # else they hold the graph that holds them
+            collected[:] = [t.detach() for t in collected]
+        if (found := [*map(_LIKE, collected)]) != wanted:
+            raise ReplayError(_OTHER.format(_difference(found, wanted)))
+        return out, collected
 
 
 class _Shared:
@@ -507,74 +501,74 @@ class _Shared:
         saved: what autograd saves in them is put here; None if that is not wanted.
     """
 
+    __slots__ = ("_run", "_link", "_given", "_enter", "_saved", "at", "results")
+
     def __init__(self, run: Run, link: Link, given: Any, enter: Enter, saved: list | None) -> None:
-        self._run, self._link, self._enter, self._saved = run, link, enter, saved
-        self._given = {id(t) for t in tree.tensors(given)}
-        self._at = len(link.evaluations)
+        self._run, self._link, self._given, self._enter, self._saved = run, link, given, enter, saved
+        self.at = len(link.evaluations)
+        """How many evaluations are left."""
         self.results: dict[int, Any] = {}
-
-    def functions(self) -> Sequence[Callable]:
-        """They, for the inverse."""
-        link = self._link
-        once_more = self._saved is not None or link.states is not None or link.around.buffers
-        return [partial(self._again, fn) for fn in link.pair.shared] if once_more else link.pair.shared
-
-    def end(self) -> None:
-        """Raise if the inverse has not evaluated all of them."""
-        if self._at and self.results:
-            raise InverseError(_SHARED)
 
     def recalled(self) -> Iterator[Callable]:
         """Functions that give their results, for f."""
         results = iter([self.results[at] for at in sorted(self.results)])
 
         def recall(*_: Any, **__: Any) -> Any:
-            return tree.map_tensors(lambda t: self._enter(t, needs_grad(t)), next(results))
+            return tree.map_tensors(lambda t: self._enter(t, functorch.needs_grad(t)), next(results))
 
         return (recall for _ in self._link.pair.shared)
 
-    def _again(self, fn: Callable, *args: Any, **kwargs: Any) -> Any:
-        link, self._at = self._link, self._at - 1
-        if self._at < 0 or link.evaluations[self._at].fn is not fn:
+    def evaluated(self, fn: Callable, *args: Any, **kwargs: Any) -> Any:
+        """The result of one once more."""
+        run, link, saved = self._run, self._link, self._saved
+        self.at -= 1
+        if self.at < 0 or link.evaluations[self.at].fn is not fn:
             raise InverseError(_SHARED)
-        evaluation = link.evaluations[self._at]
+        evaluation = link.evaluations[self.at]
         args, kwargs = self._entered(evaluation, args, kwargs)
-        put_states(self._run.generators, evaluation.states)
-        with link.around.again(self._at, self._enter) if link.around.buffers else nullcontext():
-            if self._saved is None:
+        if evaluation.states is not None:
+            put_states(run.generators, evaluation.states)
+        with link.around.again(self.at, self._enter) if link.around.buffers else _AS_IT_IS:
+            if saved is None:
                 result = fn(*args, **kwargs)
             else:
-                numbers = range(evaluation.start, evaluation.end)
-                with torch.enable_grad():
-                    result, found = self._run.saves(partial(fn, *args, **kwargs), numbers)
-                self._saved[evaluation.start - link.start : evaluation.end - link.start] = found
-        self.results[self._at] = result
-        return tree.map_tensors(torch.Tensor.detach, result)
+                functorch.set_graph(True)
+                try:
+                    wanted = run.like[evaluation.start : evaluation.end]
+                    result, found = run.saves(link, fn, args, kwargs, wanted)
+                finally:
+                    functorch.set_graph(link.block.known.differentiates)
+                saved[evaluation.start - link.start : evaluation.end - link.start] = found
+        if not link.merged:
+            self.results[self.at] = result
+        return result.detach() if type(result) is torch.Tensor else tree.map_tensors(torch.Tensor.detach, result)
 
     def _entered(self, evaluation: Evaluation, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The arguments of an evaluation, like those that it had."""
-        likes = iter(evaluation.given)
+        if _single(args, kwargs):
+            [like] = evaluation.given
+            return (self._enter(like.laid_out(args[0]), like.needs), *args[1:]), kwargs
+        likes, given = iter(evaluation.given), {id(t) for t in tree.tensors(self._given)}
 
         def entered(t: torch.Tensor) -> torch.Tensor:
-            like = None if id(t) in self._given else next(likes, None)
+            like = None if id(t) in given else next(likes, None)
             return t if like is None else self._enter(like.laid_out(t), like.needs)
 
-        single = _single(args, kwargs)
-        return ((entered(args[0]), *args[1:]), kwargs) if single else tree.map_tensors(entered, (args, kwargs))
+        return tree.map_tensors(entered, (args, kwargs))
 
 
-def _single(args: tuple, kwargs: dict[str, Any]) -> bool:
+def _single(args: tuple, kwargs: dict[str, Any]) -> Any:
     """Whether there is one tensor, in front of constants alone."""
-    return bool(args) and not kwargs and type(args[0]) is torch.Tensor and all(type(a) in _CONSTANTS for a in args[1:])
+    return not kwargs and args and type(args[0]) is torch.Tensor and _CONSTANTS.issuperset(map(type, args[1:]))
 
 
+_AS_IT_IS, _LIKE = nullcontext(), attrgetter("shape", "dtype")
 _CONSTANTS = {type(None), EllipsisType, bool, int, float, str}
-_CHANGES = (
-    "It reads something that changes: random numbers of Python or numpy, a counter, what is chosen around the forward "
-    "pass alone. Draw with torch, whose numbers are replayed (preserve_rng_state=True), or pass what changes as an "
-    "argument."
+_OTHER = (
+    "evaluated again, the function does something else: autograd saves {}. It reads something that changes: random "
+    "numbers of Python or numpy, a counter, what is chosen around the forward pass alone. Draw with torch, whose "
+    "numbers are replayed (preserve_rng_state=True), or pass what changes as an argument."
 )
-_OTHER = "evaluated again, the function does something else: autograd saves {}. " + _CHANGES
 _WRITES = (
     "the function writes into x, which it was given. Take inplace=False in its first layers, or give them a copy: "
     "lambda x: f(x.clone())."
@@ -584,8 +578,8 @@ _WRITES_Y = (
     "f_inv(y.clone())."
 )
 _SHARED = (
-    "the inverse evaluates a shared function more or less often than f, or in another order. It has to evaluate all of "
-    "them, in the reverse order of f, at the same arguments; or leave shared= out."
+    "the inverse has to evaluate each shared function as often as f, in the reverse order, at the same arguments; or "
+    "leave shared= out."
 )
 _LATE = (
     "a tensor of shape {} that is needed to compute the gradient has been modified by an inplace operation. Write "

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import (
-    dual,
-    level_of,
-    levels,
-    listening,
-    needs_grad,
-    recorded,
-    saving_hooks,
-    tracked_below,
-    under,
-    unwatched,
-    watched,
-)
+from invfunc._torch import functorch
 from invfunc._torch.generators import set_states
 from invfunc.blocks.closed import Closed
-from invfunc.blocks.equal_steps import alike, as_one
+from invfunc.blocks.equal_steps import MANY, alike, as_one
 from invfunc.blocks.link import Step
 from invfunc.blocks.run import Run
+from invfunc.core.run import Run as CoreRun
 from invfunc.operations.second_derivatives import TwiceDifferentiable
-from invfunc.core.run import Run
 from invfunc.recording.trace import Trace
 
 
@@ -60,28 +49,32 @@ class Known:
         return found[1]
 
 
+_ASKS, _LAYOUT, _STRIDED = attrgetter("requires_grad"), attrgetter("layout"), {torch.strided}
+
+
 def in_series(steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:
     """The state behind some blocks, and what each of them hides; function modes see the calls of the blocks alone."""
-    if not listening():
-        return _in_series(steps, x, nullcontext)
-    with unwatched():
-        return _in_series(steps, x, watched)
+    if not functorch.listening():
+        return _in_series(steps, x, False)
+    with functorch.unwatched():
+        return _in_series(steps, x, True)
 
 
-def _in_series(steps: Sequence[Step], x: Any, seen: Callable[[], AbstractContextManager]) -> tuple[Any, list[tuple]]:
+def _in_series(steps: Sequence[Step], x: Any, seen: bool) -> tuple[Any, list[tuple]]:
     hidden: list[tuple] = []
     while len(hidden) < len(steps):
         rest = steps[len(hidden) :]
         level = _level(rest, x)
         if level is None:
             block, args, kwargs = rest[0]
-            with seen():
+            with functorch.watched() if seen else nullcontext():
                 y = block.pair.forward(*block.pair.shared, x, *args, **kwargs)
             x, own = block.pair.apart(y)
             hidden.append(own)
             continue
-        count = next((i for i, (block, *_) in enumerate(rest) if i and _differs(block, rest[0][0])), len(rest))
-        one = level == 0 and alike(rest[1:count], x)
+        differing = (i for i, (block, *_) in enumerate(rest) if i and _differs(block, rest[0][0]))
+        count = 1 if len(rest) == 1 else next(differing, len(rest))
+        one = level == 0 and count > MANY and alike(rest[1:count], x)
         run = Run(level, seen)
         try:
             before, (x, more) = x, run.forward(rest[: 1 if one else count], x)
@@ -112,34 +105,38 @@ def _differs(block: Any, first: Any) -> bool:
 def _level(steps: Sequence[Step], x: Any) -> int | None:
     """The level of torch.func at which alone there is a graph, 0 for plain autograd; None if there is no memory to
     save: without gradients, in forward mode, at several levels, or below `min_bytes`."""
-    (block, args, kwargs), xs = steps[0], tree.tensors(x)
+    (block, args, kwargs), xs = steps[0], [x] if type(x) is torch.Tensor else tree.tensors(x)
     if not torch.is_grad_enabled() or block.known.uses_torch_func or torch.is_inference_mode_enabled():
         return None
-    if not xs or any(t.layout is not torch.strided for t in xs):
+    if not xs or {*map(_LAYOUT, xs)} != _STRIDED:
         return None
     if block.min_bytes and sum(t.nbytes for t in xs) < block.min_bytes:
         return None
-    if not any(map(needs_grad, xs)) and not any(map(_needs, steps)):
+    if not any(map(_ASKS, xs)) and not any(map(functorch.needs_grad, xs)) and not any(map(_needs, steps)):
         return None
-    if under(TwiceDifferentiable) and saving_hooks() is None:  # a statistic writes out what is differentiated twice
+    if (
+        functorch.under(TwiceDifferentiable) and functorch.saving_hooks() is None
+    ):  # a statistic writes out what is differentiated twice
         return None
+    if not (functorch.transforming() or functorch.dual_level()):
+        return 0
     given = *xs, *tree.tensors((args, kwargs)), *block.known.closed(block.pair).tensors()
-    return None if dual(*given) else _only_level(given) if levels() else 0
+    return None if functorch.dual(*given) else _only_level(given) if functorch.levels() else 0
 
 
 def _only_level(given: Sequence[torch.Tensor]) -> int | None:
     """The level inside of torch.func at which alone some tensors have a graph, if there is one."""
-    around = levels()
+    around = functorch.levels()
     grads = [level for kind, level in around if kind == "grad"]
-    if under((Trace, Run)) or len(grads) > 1 or any(kind not in ("grad", "vmap") for kind, _ in around):
+    if functorch.under((Trace, CoreRun)) or len(grads) > 1 or any(kind not in ("grad", "vmap") for kind, _ in around):
         return None
     level = grads[0] if grads else 0
-    other = ((of := recorded(t)).requires_grad and (level_of(of) or 0) != level for t in given)
-    return None if any(map(tracked_below, given)) or any(other) else level
+    other = ((of := functorch.recorded(t)).requires_grad and (functorch.level_of(of) or 0) != level for t in given)
+    return None if any(map(functorch.tracked_below, given)) or any(other) else level
 
 
 def _needs(step: Step) -> bool:
     """Whether a block reads something beside x that needs a gradient."""
     block, args, kwargs = step
     given = tree.tensors((args, kwargs)) if args or kwargs else ()
-    return any(needs_grad(t) for t in (*given, *block.known.closed(block.pair).tensors()))
+    return any(functorch.needs_grad(t) for t in (*given, *block.known.closed(block.pair).tensors()))

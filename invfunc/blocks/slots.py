@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from invfunc._torch.functorch import alive, function_of, recorded, storage_of, version
+from invfunc._torch.functorch import alive, function_of, is_wrapped, recorded, storage_of, version
 from invfunc._torch.sharded import gathered_again, gathers
 from invfunc._torch.weak import WeakIdMap
 from invfunc.errors import ModifiedError, ReplayError
@@ -49,14 +49,15 @@ class Slot:
         if self._packed is not None:
             unpack, packed = self._packed
             return unpack(packed).detach()
-        if self._value is None:
+        value = self._value
+        if value is None:
             raise ReplayError("the state behind it is gone: a second backward pass needs retain_graph=True.")
-        if version(self._value) != self.version:
+        if version(value) != self.version:
             raise ModifiedError(
                 f"its output, of shape {list(self.shape)}, has been modified by an inplace operation, and is needed to "
                 "compute the gradient. Write y = y + z in place of y += z."
             )
-        return alive(self._value)
+        return alive(value) if is_wrapped(value) else value
 
     def of_memory(self, tensor: torch.Tensor) -> bool:
         """Whether it is that tensor, which somebody handed on."""
@@ -129,20 +130,22 @@ class Holder:
 
     def take_over(self, slots: Sequence[Slot | None]) -> None:
         """Let go of the input, whose slots are filled again by `fill`."""
-        self.ins = [None if slot is None else weakref.ref(slot) for slot in slots]
+        self.ins = ins = list[weakref.ref[Slot] | None]()
         for slot in slots:
+            ins.append(None if slot is None else weakref.ref(slot))
             if slot is not None:
                 slot.later = self
                 slot.drop()
 
     def output(self) -> list[torch.Tensor]:
         """The tensors of the output; later calls compute those that they took over, one after the other."""
-        waiting, groups = list[Holder]([self]), [self.gathering]
+        missing = [slot.later for slot in self.outs if slot.later is not None and slot.empty]
+        waiting, groups = list[Holder]([self] if missing else []), [self.gathering]
         while waiting:
-            missing = (slot.later for slot in waiting[-1].outs if slot.empty and slot.later is not None)
-            if (later := next(missing, None)) is not None:
-                waiting.append(later)
-                groups.append(later.gathering or groups[-1])
+            missing = [slot.later for slot in waiting[-1].outs if slot.later is not None and slot.empty]
+            if missing:
+                waiting.append(missing[0])
+                groups.append(missing[0].gathering or groups[-1])
                 continue
             done, group = waiting.pop(), groups.pop()
             if waiting:

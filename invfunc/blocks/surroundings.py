@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import compress
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import nn
 
-from invfunc._torch.functorch import autocasting, ended, leaf_at, needs_grad, recorded, uncounted, version, versions
+from invfunc._torch import functorch
 from invfunc._torch.generators import Generator, global_generator, same_state, set_states, state_of
 from invfunc.blocks.closed import Closed, swapped
 from invfunc.errors import ModifiedError
-from invfunc.pairs.places import read as there
+from invfunc.pairs.places import read_all
 
 States = list[torch.Tensor]
+_AS_IT_IS = nullcontext()
 _FLAGS = (bool, int, str)
+_KINDS = [kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind)]
+_IS_CPU, _TRAINING, _GRAPH = attrgetter("is_cpu"), attrgetter("training"), attrgetter("grad_fn")
 
 
-def generators_of(tensors: Sequence[torch.Tensor], steps: Sequence[tuple[Any, tuple, dict]]) -> list[Generator]:
+def generators_of(
+    tensors: Sequence[torch.Tensor], steps: Sequence[tuple[Any, tuple, dict]], closed: Sequence[Closed]
+) -> list[Generator]:
     """The generators that some blocks may draw from: that of the CPU, those of the devices of tensors, and what is
     given to them or closed over."""
     found: list[Generator] = [torch.default_generator]
-    if not all(t.is_cpu for t in tensors):
+    if not all(map(_IS_CPU, tensors)):
         devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
         found += [global_generator(device) for device in devices]
-    for block, args, kwargs in steps:
-        found += block.known.closed(block.pair).generators
-        found += [other for other in (*args, *kwargs.values()) if isinstance(other, torch.Generator)]
+    for (_, args, kwargs), each in zip(steps, closed, strict=True):
+        found += each.generators
+        if args or kwargs:
+            found += [other for other in (*args, *kwargs.values()) if isinstance(other, torch.Generator)]
     return found
 
 
@@ -42,12 +49,12 @@ def _flags_of(step: tuple[Any, tuple, dict]) -> tuple:
 
 def states_of(generators: Sequence[Generator]) -> States:
     """Their states: the same objects as the last time, if nothing was drawn since."""
-    return [state_of(generator) for generator in generators]
+    return [*map(state_of, generators)]
 
 
 def drew(before: States, after: States) -> bool:
     """Whether something was drawn between."""
-    return any(a is not b and not same_state(a, b) for a, b in zip(before, after, strict=True))
+    return not all(map(same_state, before, after))
 
 
 def put_states(generators: Sequence[Generator], states: States | None) -> None:
@@ -66,30 +73,38 @@ def drawing(generators: Sequence[Generator]) -> Iterator[None]:
         set_states(zip(generators, before, strict=True))
 
 
+def without_graphs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors, with leaves in place of those that were computed: to hold a graph would close a circle."""
+    if not any(map(_GRAPH, tensors)) and not any(map(functorch.is_wrapped, tensors)):
+        return [*tensors]
+    return [t if functorch.recorded(t).grad_fn is None else functorch.leaf_at(t, True) for t in tensors]
+
+
 class Surroundings:
     """Surroundings of one call, which are put up again where its function is evaluated once more."""
 
-    __slots__ = ("closed", "key", "places", "tensors", "needs", "versions", "training", "buffers", "casts")
+    __slots__ = ("closed", "key", "learned", "places", "tensors", "versions", "training", "norms", "buffers", "casts")
 
-    def __init__(self, closed: Closed, kinds: Sequence[str], first: bool, step: tuple[Any, tuple, dict]) -> None:
-        self.closed, self.training = closed, [m.training for m in closed.modules]
+    def __init__(self, closed: Closed, first: bool, step: tuple[Any, tuple, dict]) -> None:
+        self.closed, self.training = closed, [*map(_TRAINING, closed.modules)]
         self.key = (_flags_of(step), *self.training)
         """What f may choose by what it reads."""
-        self.places = closed.places if closed.learned(self.key) else closed.standing()
-        tensors = [*map(there, self.places)]
-        self.needs = [needs_grad(t) for t in tensors]
-        self.tensors = [t if recorded(t).grad_fn is None else leaf_at(t, True) for t in tensors]
+        self.learned = closed.learned(self.key)
+        self.places = closed.places if self.learned else closed.standing()
+        self.tensors = without_graphs(read_all(self.places))
         self.versions: list[int] = []
-        self.casts = _casts(kinds) if autocasting() else ()
+        self.casts = _casts()
+        self.norms = [m for m in closed.norms if m.training] if closed.norms else []
         self.buffers: list[tuple[Any, str, torch.Tensor, list[torch.Tensor], int]] = []
         """Buffers of modules in train mode, with copies of what they held before each evaluation and in the end, and
         their versions before the call: torch.batch_norm writes without counting."""
-        for module in (*closed.stateful, *(closed.norms if first else ())):
+        for module in (*closed.stateful, *self.norms) if first else closed.stateful:
             if module.training:
                 held = module._buffers
                 dense = ((k, b) for k, b in held.items() if b is not None and b.layout is torch.strided)
-                self.buffers += [(held, k, b, [], version(b)) for k, b in dense]
-        self.mark()
+                self.buffers += [(held, k, b, [], functorch.version(b)) for k, b in dense]
+        if self.buffers:
+            self.mark()
 
     def mark(self) -> None:
         """Keep what the buffers hold."""
@@ -100,30 +115,30 @@ class Surroundings:
         """End of the call: from now on nothing may be written that it has read."""
         if self.places is not self.closed.places:  # it was learned which of them are read
             read = {(id(c), k) for c, k in self.closed.places}
-            kept = [(id(c), k) in read for c, k in self.places]
-            self.tensors = [*compress(self.tensors, kept)]
-            self.needs = [*compress(self.needs, kept)]
+            self.tensors = [*compress(self.tensors, [(id(c), k) in read for c, k in self.places])]
             self.places = self.closed.places
-        self.versions = versions(self.tensors)
+        self.versions = functorch.versions(self.tensors)
         if self.buffers:
             self.mark()
             self.buffers = [
                 (held, key, b, copies, then)
                 for held, key, b, copies, then in self.buffers
-                if held[key] is not b or version(b) != then or not torch.equal(copies[0], copies[-1])
+                if held[key] is not b or functorch.version(b) != then or not torch.equal(copies[0], copies[-1])
             ]
 
     def undo(self) -> None:
         """Take back what the call has written to buffers."""
         for held, key, buffer, copies, _ in self.buffers:
             held[key] = buffer
-            with torch.no_grad(), uncounted(buffer):
+            with torch.no_grad(), functorch.uncounted(buffer):
                 buffer.copy_(copies[0])
 
-    @contextmanager
     def again(
-        self, at: int = 0, enter: Callable[[torch.Tensor, bool], torch.Tensor] = leaf_at, restarts: bool = False
-    ) -> Iterator[None]:
+        self,
+        at: int = 0,
+        enter: Callable = functorch.leaf_at,
+        restarts: bool = False,
+    ) -> AbstractContextManager:
         """A context as it was before the evaluation of a number; what is written to buffers in it is dropped.
 
         Args:
@@ -132,17 +147,26 @@ class Surroundings:
             restarts: whether each call of a module begins with the buffers that f began with, as where an inverse
                 evaluates a module with spectral norm until it converges.
         """
+        return _AS_IT_IS if self._stands() else self._again(at, enter, restarts)
+
+    def _stands(self) -> bool:
+        """Whether everything is as it was."""
+        if self.buffers or self.norms or self.casts or functorch.autocasting():
+            return False
+        if [*map(_TRAINING, self.closed.modules)] != self.training or functorch.versions(self.tensors) != self.versions:
+            return False
+        return all(map(is_, read_all(self.places), self.tensors)) and not any(map(functorch.is_wrapped, self.tensors))
+
+    @contextmanager
+    def _again(self, at: int, enter: Callable, restarts: bool) -> Iterator[None]:
         with ExitStack() as stack:
             for module, then in zip(self.closed.modules, self.training, strict=True):
                 if module.training != then:
                     stack.callback(setattr, module, "training", module.training)
                     module.training = then
-            norms = [m for m in self.closed.norms if m.training]
-            own = {id(b) for m in norms for b in m._buffers.values()} | {
-                id(buffer) for _, _, buffer, _, _ in self.buffers
-            }
-            self._put_back(stack, own, enter)
-            for module in norms:
+            own = [id(b) for m in self.norms for b in m._buffers.values()]
+            self._put_back(stack, {*own, *(id(buffer) for _, _, buffer, _, _ in self.buffers)}, enter)
+            for module in self.norms:
                 stack.callback(module._buffers.update, dict(module._buffers))
                 module._buffers.update(self.closed.written_by(module))
             if self.buffers:
@@ -150,24 +174,29 @@ class Surroundings:
                 stack.enter_context(swapped(places, [copies[at].clone() for _, _, _, copies, _ in self.buffers]))
                 if restarts:
                     self._have_restarted(stack)
-            for kind, on, dtype in self.casts or _casts(_now()):
-                stack.enter_context(torch.autocast(kind, dtype, enabled=on and bool(self.casts), cache_enabled=False))
+            for kind, on, dtype in self.casts or _casts():
+                if torch.is_autocast_enabled(kind) or (on and self.casts):
+                    on = on and bool(self.casts)
+                    stack.enter_context(torch.autocast(kind, dtype, enabled=on, cache_enabled=False))
             yield
 
-    def _put_back(self, stack: ExitStack, own: set[int], enter: Callable[[torch.Tensor, bool], torch.Tensor]) -> None:
+    def _put_back(self, stack: ExitStack, own: set[int], enter: Callable) -> None:
         """Have what f closes over in its places until the stack is closed; `own` may have been written."""
-        for place, t, then, now in zip(self.places, self.tensors, self.versions, versions(self.tensors), strict=True):
+        for place, t, then, now in zip(
+            self.places, self.tensors, self.versions, functorch.versions(self.tensors), strict=True
+        ):
             if now != then and id(t) not in own:
                 raise ModifiedError(
                     f"a tensor of shape {list(t.shape)} that the function closes over ({place[1]}) has been modified "
                     "by an inplace operation after it was evaluated. Step the optimiser behind the backward pass; "
                     "write t = t + z in place of t += z."
                 )
-        together = zip(self.places, self.tensors, self.needs, strict=True)
-        others = [(p, enter(t, n) if ended(t) else t) for p, t, n in together if there(p) is not t or ended(t)]
-        if others:
-            places, values = zip(*others, strict=True)
-            stack.enter_context(swapped(places, values))
+        tensors = self.tensors
+        if any(map(functorch.is_wrapped, tensors)):
+            tensors = [enter(t, functorch.needs_grad(t)) if functorch.ended(t) else t for t in tensors]
+        together = zip(self.places, tensors, read_all(self.places), strict=True)
+        if others := [(place, t) for place, t, now in together if now is not t]:
+            stack.enter_context(swapped(*zip(*others, strict=True)))
 
     def _have_restarted(self, stack: ExitStack) -> None:
         """Have each call of a module begin with the buffers that f began with, until the stack is closed."""
@@ -182,20 +211,8 @@ def _restart(buffers: Sequence[tuple[str, torch.Tensor]], module: nn.Module, arg
     module._buffers.update({name: value.clone() for name, value in buffers})
 
 
-def _now() -> Sequence[str]:
-    """The kinds of devices for which autocast is on."""
-    if not autocasting():
-        return ()
-    return [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
-
-
-def _casts(kinds: Sequence[str]) -> list[tuple[str, bool, torch.dtype]]:
-    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-
-
-def kinds_of(tensors: Sequence[torch.Tensor]) -> Sequence[str]:
-    """The kinds of devices whose autocast counts for a call."""
-    if all(t.is_cpu for t in tensors):
-        return ("cpu",)
-    found = {"cpu", *(t.device.type for t in tensors)}
-    return sorted(k for k in found if torch.amp.is_autocast_available(k))
+def _casts() -> list[tuple[str, bool, torch.dtype]]:
+    """Autocast as it is now, if it is on at all."""
+    if not functorch.autocasting():
+        return []
+    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS]

@@ -15,7 +15,6 @@ from invfunc._torch.precision import doubled, has_float64
 from invfunc.core.factors import kronecker, rotated
 from invfunc.core.marks import DERIVED, HALF, LEAF, SWAP, wide
 from invfunc.core.run import Run
-from invfunc.kronecker import Kronecker
 from invfunc.core.uses import (
     WHOLE,
     Block,
@@ -30,6 +29,7 @@ from invfunc.core.uses import (
     summed,
     weighted,
 )
+from invfunc.kronecker import Kronecker
 from invfunc.linear_algebra.contract import (
     Term,
     cancel,

@@ -18,7 +18,20 @@ import torch.nn.functional as F
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import version
 from invfunc.core.axes import letters, operands
-from invfunc.core.marks import SUMMED, Axis, Known, Mark, Node, Unsupported, know, named, option, replaced, tensors, wide
+from invfunc.core.marks import (
+    SUMMED,
+    Axis,
+    Known,
+    Mark,
+    Node,
+    Unsupported,
+    know,
+    named,
+    option,
+    replaced,
+    tensors,
+    wide,
+)
 from invfunc.core.tables import called
 from invfunc.linear_algebra.pairwise import room_for
 from invfunc.operations.factors.autocorrelation import patches_gram

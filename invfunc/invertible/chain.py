@@ -12,12 +12,9 @@ import torch
 from invfunc import tree
 from invfunc.blocks.series import in_series
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
-from invfunc.invertible.checkpoint import Checkpointed, invertible_checkpoint
+from invfunc.invertible.checkpoint import Checkpointed, Step, invertible_checkpoint, opened
 from invfunc.pairs.pair import Invertible, behind, invert
 from invfunc.pairs.value import Value
-
-Step = tuple[Checkpointed, Any]
-"""A block and its parameters."""
 
 
 def chain(*blocks: Callable, anchor_every: int | None = None) -> Invertible:
@@ -178,7 +175,7 @@ class _Sequence(Value, ABC):
             if fits(steps):
                 return within(steps, x, args, kwargs)
         if not compiling and not any(g.has_aux for g, _ in steps):
-            calls = [*_single(steps, args, kwargs)]
+            calls = [(g, behind(p, args, kwargs), kwargs) for g, p in opened(steps)]
             try:
                 return in_series(calls, x)[0]
             except TypeError as error:
@@ -213,17 +210,6 @@ class _Sequence(Value, ABC):
                 "as in Invertible(lambda x, p, mask: f(x), lambda y, p, mask: f_inv(y)); or pass them in the entries "
                 "of params of those that do."
             )
-
-
-def _single(steps: Sequence[tuple], args: tuple, kwargs: dict[str, Any]) -> Iterable[tuple[Checkpointed, tuple, dict]]:
-    """The calls of blocks that are not composed of others."""
-    for g, p in steps:
-        composition = g.pair.composition
-        if composition is None:
-            yield g, behind(p, args, kwargs), kwargs
-        else:
-            kept: Any = (composition.keeping(g.keep) if g.keep else g.pair).composition
-            yield from _single(kept.steps(p), args, kwargs)
 
 
 class Chain(_Sequence):

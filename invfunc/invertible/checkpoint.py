@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import EllipsisType
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from invfunc.blocks.rounding import default_tolerance
+from invfunc.blocks.looks import default_tolerance
 from invfunc.blocks.series import Known, in_series
 from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, InvFuncError, SampleAxisError
@@ -251,8 +251,21 @@ class Checkpointed(Value):
             raise ArgumentError(f"keep={self.keep} names tensors of x by their place, but x has {number} of them.")
         return kept
 
-    def tolerance(self, xs: Sequence[torch.Tensor]) -> float | None:
-        """The error that is tolerated where all of x is compared; None where it is not."""
-        if self.check is False or isinstance(self.check, str):
-            return None
+    def tolerance(self, xs: Sequence[torch.Tensor]) -> float:
+        """The error that is tolerated where all of x is compared."""
         return max(map(default_tolerance, xs)) if self.check is True else float(self.check)
+
+
+Step = tuple[Checkpointed, Any]
+"""A block and its parameters."""
+
+
+def opened(steps: Sequence[tuple]) -> Iterable[Step]:
+    """The steps, with those of chains in place of these."""
+    for g, p in steps:
+        composition = g.pair.composition
+        if composition is None:
+            yield g, p
+        else:
+            kept: Any = (composition.keeping(g.keep) if g.keep else g.pair).composition
+            yield from opened(kept.steps(p))

@@ -14,7 +14,7 @@ from invfunc import tree
 from invfunc._shown import axes, table
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import differentiable
-from invfunc.blocks.rounding import default_tolerance, relative_error
+from invfunc.blocks.looks import default_tolerance, relative_error
 from invfunc.blocks.run import Run
 from invfunc.errors import InverseError, InvFuncError, InvFuncWarning
 from invfunc.invertible.chain import repeated
@@ -63,15 +63,12 @@ class Drift(list[float]):
         """
         ax = axes(ax)
         ax.plot(range(1, len(self) + 1), self, "o-", ms=3, color="#2f6db3")
-        ax.set_yscale("symlog" if 0.0 in self else "log", **({"linthresh": _smallest(self)} if 0.0 in self else {}))
+        smallest = min((error for error in self if error > 0), default=1.0)
+        ax.set_yscale("symlog" if 0.0 in self else "log", **({"linthresh": smallest} if 0.0 in self else {}))
         ax.set_xlabel("inverses, from the last block on")
         ax.set_ylabel("relative error")
         ax.spines[["top", "right"]].set_visible(False)
         return ax
-
-
-def _smallest(errors: list[float]) -> float:
-    return min((error for error in errors if error > 0), default=1.0)
 
 
 def check_inverse(

@@ -14,13 +14,11 @@ import torch
 from invfunc import tree
 from invfunc._torch.eager import FOUND, part, say, transformed, whole
 from invfunc.errors import InverseError
-from invfunc.invertible.checkpoint import Checkpointed
+from invfunc.invertible.checkpoint import Checkpointed, Step, opened
 from invfunc.invertible.in_a_graph import as_one_node
 from invfunc.pairs.automatic.found import Automatic
 from invfunc.pairs.pair import behind
 from invfunc.pairs.training import Optimiser
-
-Step = tuple[Checkpointed, Any]
 
 
 def fits(steps: Sequence[Step]) -> bool:
@@ -30,7 +28,7 @@ def fits(steps: Sequence[Step]) -> bool:
 
 def within(steps: Sequence[Step], x: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What some blocks give, one after the other."""
-    blocks = opened(steps)
+    blocks = [*opened(steps)]
     if not blocks:
         return x
     for leaf in tree.leaves((x, args, kwargs, [p for _, p in blocks])):
@@ -45,20 +43,6 @@ def within(steps: Sequence[Step], x: Any, args: tuple, kwargs: dict[str, Any]) -
         return state
 
     return whole(as_one_node, all_blocks)
-
-
-def opened(steps: Sequence[tuple[Any, Any]]) -> list[Step]:
-    """The steps, with those of chains in place of these."""
-    found: list[Step] = []
-    for g, p in steps:
-        inner = g.pair.composition
-        if inner is None:
-            found.append((g, p))
-        else:
-            composition = inner.keeping(g.keep).composition if g.keep else inner
-            assert composition is not None
-            found.extend(opened(composition.steps(p)))
-    return found
 
 
 def _called(g: Checkpointed, state: Any, given: tuple, more: dict[str, Any]) -> Any:

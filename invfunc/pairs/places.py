@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -25,6 +25,14 @@ def read(place: Place) -> Any:
         return container.cell_contents if isinstance(container, CellType) else container[key]
     except (ValueError, KeyError, IndexError):
         return None
+
+
+def read_all(places: Sequence[Place]) -> list[Any]:
+    """The values that are in some places."""
+    try:
+        return [c.cell_contents if type(c) is CellType else c[key] for c, key in places]
+    except (ValueError, KeyError, IndexError):
+        return [*map(read, places)]
 
 
 def put(place: Place, value: Any) -> None:
