@@ -81,7 +81,7 @@ class Statistic(Transform):
 
     @cached_property
     def direct(self) -> bool:
-        """Whether the core takes it: a reduction of the gradients of all samples at once, of columns of a GGN, or of rows of a Jacobian."""
+        """Whether the core may take it: a reduction of gradients, of columns of a GGN, or of rows of a Jacobian."""
         each = self.members or (self,)
         if any(m.others is not None or m.options not in _PLAIN for m in (self, *each)):
             return False

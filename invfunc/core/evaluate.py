@@ -162,7 +162,12 @@ def _grouped(run: Run, problem: Problem, folds: Sequence[Fold], x: torch.Tensor,
     count = columns.count
     for fold in folds:
         fold.found = replace(fold.found, columns=count)
-    if count == 1 and not run.deep and run.numbers >= thresholds.HOOKED and all([not f.reduction.before for f in folds]):
+    if (
+        count == 1
+        and not run.deep
+        and run.numbers >= thresholds.HOOKED
+        and all([not f.reduction.before for f in folds])
+    ):
         left = columns.block(0, 1, slice(None)).left[0].reshape(x.movedim(dim, 0).shape)
         return _streamed(run, problem, folds, x, left.movedim(0, dim).to(x.dtype))
     apart = all([f.reduction.before is None and "outputs" in f.reduction.axes for f in folds])

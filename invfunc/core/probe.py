@@ -113,7 +113,7 @@ def _probed(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: l
             if isinstance(x, torch.Tensor) and id(x) in axes:
                 a = torch.where(chosen[numbers(x.shape, axes[id(x)], n, device)], b, a)
             mixed.append(a.clone() if isinstance(a, torch.Tensor) else a)
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         given, options = tree.unflatten(mixed, structure)
         return [t for t in tree.flatten(func(*given, **options))[0] if isinstance(t, torch.Tensor)]
 
@@ -135,16 +135,18 @@ def _probed(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: l
                 one, zero = (_changed(t, results[0]) for t in results[1:])
                 there[i] |= one.long() << bit
                 absent[i] |= zero.long() << bit
-    result = []
-    for has, not_ in zip(there, absent, strict=True):
-        if bool((has & not_).any()):
-            raise Unsupported("an entry of the result depends on several samples")
-        seen = has | not_ != 0
-        axis = read(torch.where(seen, has, -1), n)
-        if axis is None and bool(seen.any()):
-            raise Unsupported("the samples are not along one dim of the result")
-        result.append(axis)
-    return result
+    return [_axis_of(has, not_, n) for has, not_ in zip(there, absent, strict=True)]
+
+
+def _axis_of(there: torch.Tensor, absent: torch.Tensor, n: int) -> Any:
+    """The axis of a result, from the bits that the samples have, and have not, with which its entries change."""
+    if bool((there & absent).any()):
+        raise Unsupported("an entry of the result depends on several samples")
+    seen = there | absent != 0
+    axis = read(torch.where(seen, there, -1), n)
+    if axis is None and bool(seen.any()):
+        raise Unsupported("the samples are not along one dim of the result")
+    return axis
 
 
 def _changed(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:

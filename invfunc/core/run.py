@@ -214,31 +214,43 @@ class Run(TorchFunctionMode):
             data = [pair for pair in data if pair[0] is args[0]]
         if func in LEAKS and (sums or lost or blends or any([x.is_floating_point() for x, _ in data])):
             raise Unsupported(f"{named(func)} reads data, whose samples cannot be followed")
+        if not data or sums or lost or func is SET:
+            return self.special(func, args, kwargs, (data, *found[1:]))
+        if blends:
+            self.blended = True
+        if len(data) == 1 and not params and func in POINTWISE:  # the most frequent ones, in short
+            return self.pointwise(func, args, kwargs, data)
+        return self.of_samples(func, args, kwargs, data, params)
+
+    def special(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
+        """Run an operation without samples, of sums of them, or of what is lost."""
+        data, params, filled, sums, lost, blends, others = found
         if func is SET and (data or params or sums or lost or blends):
             return self.set_item(args, data, params or sums or lost or blends)
         if lost:
             return self.lose(func(*args, **kwargs), lost[0][1])
         if sums:
             return self.with_sums(func, args, kwargs, data, params, sums)
-        if not data and filled and func in RULES:
+        if filled and func in RULES:
             return self.still_filled(func, args, kwargs, filled, params)
-        if blends and not data:
-            return self.lose(func(*args, **kwargs), blends[0][1])
-        if not data:
-            return self.without_samples(func, args, kwargs, params, others)
         if blends:
-            self.blended = True
-        if len(data) == 1 and not params and func in POINTWISE:  # the most frequent ones, in short
-            out = func(*args, **kwargs)
-            if out is args[0] and out is not data[0][0]:
-                return self.mark(RULES[func], func, args, kwargs, data, out)
-            x, axis = data[0]
-            known = x._known
-            graph = out.requires_grad
-            if type(known) is not Mark or known.graph is not graph or self.n == 1:
-                known = Mark(self.token, axis, graph)
-            out.__dict__["_known"] = known
-            return out
+            return self.lose(func(*args, **kwargs), blends[0][1])
+        return self.without_samples(func, args, kwargs, params, others)
+
+    def pointwise(self, func: Any, args: tuple, kwargs: dict, data: list[Known]) -> Any:
+        """Run a pointwise operation of one tensor with samples."""
+        out = func(*args, **kwargs)
+        x, axis = data[0]
+        if out is args[0] and out is not x:
+            return self.mark(RULES[func], func, args, kwargs, data, out)
+        known, graph = x._known, out.requires_grad
+        if type(known) is not Mark or known.graph is not graph or self.n == 1:
+            known = Mark(self.token, axis, graph)
+        out.__dict__["_known"] = known
+        return out
+
+    def of_samples(self, func: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
+        """Run an operation of samples, perhaps with parameters."""
         rule = RULES.get(func)
         if self.criterion is not None and (out := criterion_of(self, func, args, kwargs, data)) is not None:
             return self.mark(rule, func, args, kwargs, data, out)
@@ -252,17 +264,17 @@ class Run(TorchFunctionMode):
                 with self:
                     return self.seen(inner(*args, **kwargs), func)
         self.func = func
+        if params and func is torch.nn.functional.scaled_dot_product_attention:
+            with self:
+                return _attention(*args, **kwargs)
         if params:
-            if func is torch.nn.functional.scaled_dot_product_attention:
-                with self:
-                    return _attention(*args, **kwargs)
             return self.meet(func, rule, args, kwargs, data, params)
         return self.mark(rule, func, args, kwargs, data, func(*args, **kwargs))
 
     def at_once(self, func: Any, args: tuple, data: list[Known], params: list[Known]) -> Callable | None:
         """A recurrent layer with all steps in a few operations, whose first derivatives are right."""
         name = named(func)
-        if self.deep or not self.alone or name not in AT_ONCE or saving_hooks() is not None or not isinstance(args[3], bool):
+        if name not in AT_ONCE or self.deep or not self.alone or saving_hooks() or not isinstance(args[3], bool):
             return None
         apart = self.n == 1 or data[0] == (args[0], (-3 if args[8] else -2, 1, 1))
         return steps_at_once(name, args, {id(x) for x, _ in params}) if apart else None
