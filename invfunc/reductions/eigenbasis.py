@@ -60,24 +60,29 @@ def _of(basis: Kronecker, layer: Layer) -> bool:
 def _recipe(layer: Layer, basis: Kronecker) -> Recipe:
     """The share of one operation in the eigenbasis: its operands are rotated, not their product."""
     factors, picked, g = list(basis.factors), layer.picked, "" if basis.blocks is None else "g"
+    diagonal = [basis.is_diagonal(i) for i in range(len(factors))]  # it leaves what it is over as it is
     if layer.flipped:
         factors.reverse()  # what is sent back comes first
-    in_rows = picked is not None and factors[1].ndim == 1 and layer.flipped  # a diagonal leaves them as they are
+        diagonal.reverse()
+    in_rows = picked is not None and diagonal[1] and layer.flipped
     count = 0 if picked is None else len(factors[1])
 
     def build(delta: torch.Tensor, part: Part) -> list[Term]:
         operands = layer.of(delta, part)
         s, vectors = operands.s, [q.to(operands.s.dtype) for q in factors]
+        t = "t" if in_rows else "r"
+        sent: list[Term] = [(f"VN{g}z{t}", s)] if diagonal[0] else [(f"VN{g}k{t}", s), (g + "kz", vectors[0])]
         if in_rows:
-            return [("VNkt", s), ("kz", vectors[0])]
-        sent: list[Term] = [(f"VN{g}kr", s), (g + "kz", vectors[0])]
+            return sent
         if len(vectors) == 1:
             return sent
         if operands.picked is not None:
-            across = vectors[1] if vectors[1].ndim == 2 else vectors[1].diag()
+            across = vectors[1].diag() if diagonal[1] else vectors[1]
             rows = torch.cat([across, across.new_zeros(1, count)])
             return [*sent, ("Nry", rows[operands.picked])]
         assert operands.a is not None
+        if diagonal[1]:
+            return [*sent, (f"N{g}yr", operands.a)]
         return [*sent, (f"N{g}ir", operands.a), (g + "iy", vectors[1])]
 
     output = "z" if len(factors) == 1 else "yz" if layer.flipped else "zy"
@@ -115,8 +120,8 @@ class InEigenbasis(Block):
         if basis is None:
             return None, None
         assert basis.values is not None
-        if len(basis.factors) == 1 and basis.factors[0].ndim == 1:  # a diagonal is in its eigenbasis
-            return basis, shares.square_sum().flatten()
+        if len(basis.factors) == 1 and basis.is_diagonal(0):  # it is in its eigenbasis
+            return basis, shares.square_sum().reshape(basis.values.shape)
         try:
             return basis, rotated(shares, basis, self.factors.joined and shares.bias is not None).square_sum()
         except Unfactored:  # its factor is the block itself

@@ -107,7 +107,7 @@ class PredictiveCovariance(EachSample):
         """That of a matrix with eigenvalues: from the operands of the layers, if it is of these."""
         assert basis.values is not None
         joint = basis.origin.joint
-        if joint is None and len(basis.factors) == 1 and basis.factors[0].ndim == 1:
+        if joint is None and len(basis.factors) == 1 and basis.is_diagonal(0):
             return shares.covariances(basis.values.reshape(shares.leaf.shape))
         if joint is not None and (shares.bias is None or shares.leaf.shape != joint.shape):
             raise ArgumentError(

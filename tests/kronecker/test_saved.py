@@ -34,6 +34,7 @@ MADE = {
     "kfac": lambda: computed(kfac, dense, (2,), generator=torch.Generator().manual_seed(0)),
     "kflr, joint": lambda: computed(kflr, dense, (2,), joint=True),
     "kflr in groups, joint": lambda: computed(kflr, lambda: [nn.Conv1d(2, 4, 2, groups=2)], (2, 2), joint=True),
+    "kflr, diagonals": lambda: computed(kflr, dense, (2,), max_factor_dim=2),
     "kfra": lambda: computed(kfra, dense, (2,)),
     "ekfac": lambda: computed(ekfac, dense, (2,), fisher="exact"),
 }
