@@ -12,7 +12,7 @@ import torch
 from invfunc import tree
 from invfunc.kronecker import Kronecker
 from invfunc.kronecker.matrix import decomposed, rounded
-from invfunc.linear_algebra.contract import Term
+from invfunc.linear_algebra.contract import Term, contract, widened
 from invfunc.operations.factors import Part, Recipe
 from invfunc.per_sample import Shares
 from invfunc.per_sample.operands import Layer
@@ -67,29 +67,41 @@ def _recipe(layer: Layer, basis: Kronecker) -> Recipe:
     in_rows = picked is not None and diagonal[1] and layer.flipped
     count = 0 if picked is None else len(factors[1])
 
+    def few(s: torch.Tensor) -> bool:
+        """Whether there are so few positions that operands are rotated, and not their product."""
+        k, i = len(factors[0]), len(factors[-1])
+        return s.shape[-1] * k <= (i * (k + i) if len(factors) > 1 else k)
+
     def build(delta: torch.Tensor, part: Part) -> list[Term]:
         operands = layer.of(delta, part)
         s, vectors = operands.s, [q.to(operands.s.dtype) for q in factors]
         t = "t" if in_rows else "r"
-        sent: list[Term] = [(f"VN{g}z{t}", s)] if diagonal[0] else [(f"VN{g}k{t}", s), (g + "kz", vectors[0])]
-        if in_rows:
-            return sent
-        if len(vectors) == 1:
+        sent = _turned((f"VN{g}k{t}", s), None if diagonal[0] else vectors[0], "kz", few(s))
+        if in_rows or len(vectors) == 1:
             return sent
         if operands.picked is not None:
             across = vectors[1].diag() if diagonal[1] else vectors[1]
             rows = torch.cat([across, across.new_zeros(1, count)])
             return [*sent, ("Nry", rows[operands.picked])]
         assert operands.a is not None
-        if diagonal[1]:
-            return [*sent, (f"N{g}yr", operands.a)]
-        return [*sent, (f"N{g}ir", operands.a), (g + "iy", vectors[1])]
+        return [*sent, *_turned((f"N{g}ir", operands.a), None if diagonal[1] else vectors[1], "iy", few(s))]
 
     output = "z" if len(factors) == 1 else "yz" if layer.flipped else "zy"
     work = layer.recipe.work
     if in_rows:
         return Recipe("uz", build=build, picks=picked, work=work)
     return Recipe(g + output, build=build, work=work)
+
+
+def _turned(term: Term, vectors: torch.Tensor | None, labels: str, now: bool) -> list[Term]:
+    """An operand in the basis of eigenvectors, whose labels are its old and its new one, as a product or as its
+    factors; without vectors as it is."""
+    old, new = labels
+    turned = term[0].replace(old, new)
+    if vectors is None:
+        return [(turned, term[1])]
+    found = [term, ("g" * ("g" in turned) + labels, vectors)]
+    return [(turned, contract(widened(found), turned))] if now else found
 
 
 class InEigenbasis(Block):
