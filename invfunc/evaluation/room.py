@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 
 import torch
 
-from invfunc.budget.size import free, told
+from invfunc.budget.size import free_on, told
 from invfunc.errors import ArgumentError
 from invfunc.passes.run import Run
 from invfunc.per_sample.biases import roles
@@ -45,7 +44,7 @@ def bytes_of(shapes: list[list[int]], leaf: torch.Tensor) -> int:
 def check_room(run: Run, reduction: Reduction, scope: Scope, budget: int, name: Callable[[int], str]) -> None:
     """Refuse matrices that take more than what is free."""
     most = sum(bytes_of(reduction.bound(leaf.shape), leaf) for leaf in run.params)
-    if most <= SMALL or most <= (there := _free(run.params[0].device)):
+    if most <= SMALL or most <= (there := free_on(run.params[0].device)):
         return
     shapes = matrices(run, reduction, scope, budget)
     each = {i: bytes_of(x, run.params[i]) for i, x in shapes.items()}
@@ -56,17 +55,3 @@ def check_room(run: Run, reduction: Reduction, scope: Scope, budget: int, name: 
             f"{name(i)}: {told(each[i])}, of shapes {shapes[i]}. Pass a smaller max_factor_dim=, above which factors "
             "are kept as their diagonals, or keep parameters in another argument."
         )
-
-
-def _free(device: torch.device) -> float:
-    """The bytes that are free on a device; infinite where nobody tells."""
-    if device.type == "cuda":
-        return (
-            torch.cuda.mem_get_info(device)[0]
-            + torch.cuda.memory_reserved(device)
-            - torch.cuda.memory_allocated(device)
-        )
-    if device.type == "cpu":
-        with suppress(ArgumentError):
-            return free()
-    return math.inf
