@@ -9,7 +9,6 @@ import torch
 
 from invfunc.errors import ArgumentError
 from invfunc.linear_algebra.contract import joined
-from invfunc.linear_algebra.pairwise import in_place
 from invfunc.loss.square_root import safe_root
 from invfunc.per_sample import Shares
 from invfunc.reductions.exchange import Exchange, Rows, Sums
@@ -90,7 +89,7 @@ class CentredSquares(Reduction):
         divisor = found.n - self.correction
         if divisor <= 0:
             raise ArgumentError(f"correction={self.correction} leaves no divisor above 0 for {found.n} samples.")
-        return [state[2].div_(divisor) if in_place(state[2], state[2]) else state[2] / divisor]
+        return [state[2] / divisor]
 
 
 class SumAndCentredSquares(CentredSquares):

@@ -14,7 +14,6 @@ from invfunc import thresholds, tree
 from invfunc.errors import ArgumentError
 from invfunc.kronecker import Joint, Kronecker, Origin
 from invfunc.linear_algebra.contract import outer, summed
-from invfunc.linear_algebra.pairwise import in_place
 from invfunc.operations.factors import Part
 from invfunc.per_sample import Shares
 from invfunc.per_sample.cotangents import Columns
@@ -212,8 +211,7 @@ class KroneckerFactors(Block):
         if found.a is None:
             return Kronecker((_flat(found.b),), (dims[0],), shape, blocks=blocks, origin=origin)
         inputs = float(known.n if self.sharing == "backpack" else found.positions)  # it does not divide by positions
-        divisor = inputs or known.n
-        a = found.a.div_(divisor) if in_place(found.a, found.a) else found.a / divisor
+        a = found.a / (inputs or known.n)
         if found.bias:
             joint = Joint(found.bias, shape, dims[0], dims[1], blocks or (1,) * len(shape))
             origin = replace(origin, inputs=inputs, read=1, joint=joint)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from invfunc import Kronecker, ekfac, functional, kfac, kflr, kfra, kronecker, tree
+from invfunc import Eigenpairs, Kronecker, LowRank, ekfac, functional, kfac, kflr, kfra, kronecker, tree
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
@@ -86,4 +86,4 @@ def test_nothing_else_becomes_safe():
     ours = {
         kind for kind in torch.serialization.get_safe_globals() if getattr(kind, "__module__", "").startswith("invfunc")
     }
-    assert ours == {Kronecker, kronecker.Joint, kronecker.Origin}
+    assert ours == {Kronecker, kronecker.Joint, kronecker.Origin, Eigenpairs, LowRank}
