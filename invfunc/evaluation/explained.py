@@ -171,8 +171,9 @@ def _numbers(pullback: Pullback, each: Pass, reductions: Sequence[Reduction], pa
         shares = [_share(pullback.run.params[i], uses) for i, uses in each.uses.items()]
         copies = 2 if squares else 1  # others are squared and centred where they are
         numbers += copies * min(trace.n * width * max(shares), max(width * max(shares), block))
-    if squares and not reductions[0].thin:  # else they are written where they stay
-        numbers += 2 * max(_squares(pullback.run.params[i], uses) for i, uses in each.uses.items())
+    if squares:
+        copies = 1 if reductions[0].thin else 2  # products of all that is read are written where they stay
+        numbers += copies * max(_squares(pullback.run.params[i], uses) for i, uses in each.uses.items())
     return numbers
 
 
