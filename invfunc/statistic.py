@@ -56,14 +56,19 @@ class Statistic(Transform):
     def engine(self, args: tuple, kwargs: dict[str, Any], names: Any, explaining: bool = False) -> Engine:
         """The evaluation at these arguments; `explaining` says that it is only asked how it would be done."""
         given = self.problem(args, kwargs, names)
-        return Engine(given, self.options, [s.quantity for s in self.members or (self,)], explaining)
+        return Engine(given, self.options, self._quantities(given), explaining)
 
     def without_samples(self, params: Any) -> Engine:
         """The evaluation of no samples, which has parameters only."""
         leaves, structure = tree.flatten([params], none_is_leaf=False)
         several, sizes = isinstance(self.argnums, tuple), (self.out_dims, leaves, structure)
         given = Problem(self.f, self.loss, (params,), {}, (0,), several, self.has_aux, *sizes, dims={}, n=0)
-        return Engine(given, self.options, [s.quantity for s in self.members or (self,)])
+        return Engine(given, self.options, self._quantities(given))
+
+    def _quantities(self, given: Problem) -> list[Quantity]:
+        """What it reduces of the parameters of a problem."""
+        each = [s.quantity for s in self.members or (self,)]
+        return [replace(q, reduction=q.reduction.at(given.leaves)) for q in each]
 
     def problem(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Problem:
         """The arguments of a call, sorted."""

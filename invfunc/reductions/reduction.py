@@ -138,6 +138,10 @@ class Reduction:
         the result has no sample axis."""
         raise NotImplementedError  # only where columns are squared
 
+    def at(self, leaves: list[torch.Tensor]) -> Reduction:
+        """The reduction for these parameters."""
+        return self
+
     def matrices(self, shares: Shares) -> list[list[int]]:
         """The shapes of the matrices that it keeps of a parameter, beside what has a number for each entry; the shares
         are of one sample, and need no numbers."""
