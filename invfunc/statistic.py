@@ -6,13 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from invfunc import tree
+from invfunc._torch.values import anywhere
 from invfunc.callables import check_functions, describe
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.explained import joined
 from invfunc.plan import AxisName, Options
 from invfunc.recording.beside import beside
-from invfunc.recording.problem import InDims, Problem, problem
+from invfunc.recording.problem import InDims, Problem, nothing, problem, with_aux
 from invfunc.reductions import Reduction
 from invfunc.reductions.quantity import GRADIENT, ColumnKind, Drawing, Quantity
 from invfunc.sparsity.report import Explanation
@@ -50,8 +53,20 @@ class Statistic(Transform):
         return self.shown or f"{self.name}({describe(self.f)}{loss})"
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        results, aux = self.engine(args, kwargs, names).result()
+        engine = self.engine(args, kwargs, names)
+        results, aux = engine.result() if engine.problem.n else self._of_nothing(engine, names)
         return tuple(results) if self.members else results[0], aux
+
+    def _of_nothing(self, engine: Engine, names: Any) -> tuple[list[Any], Any]:
+        """What is kept of no samples, where f gives no losses or a sum of none, and aux."""
+        given = engine.problem
+        with torch.no_grad():
+            found = given.f(*given.args, **given.kwargs)
+        losses, aux = with_aux(found) if given.has_aux else (found, None)
+        sums = isinstance(losses, torch.Tensor) and losses.ndim < 2 and not losses.numel()
+        if not sums and not (isinstance(losses, torch.Tensor) and losses.ndim == 0 and not anywhere(losses != 0)):
+            raise nothing(names[next(i for i, dim in given.dims.items() if dim is not None)])
+        return engine.finished(), aux
 
     def engine(self, args: tuple, kwargs: dict[str, Any], names: Any, explaining: bool = False) -> Engine:
         """The evaluation at these arguments; `explaining` says that it is only asked how it would be done."""
@@ -73,7 +88,11 @@ class Statistic(Transform):
     def problem(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Problem:
         """The arguments of a call, sorted."""
         dims = self.in_dims, self.out_dims
-        given = problem(self.f, self.loss, args, kwargs, self.argnums, *dims, self.has_aux, names, self.samples)
+        kinds = {m.kind for m in self.members or (self,)}
+        of_loss = all(k.first_order or k.of_model == "unless it returns a loss" for k in kinds)
+        empty = self.loss is None and self.samples is None and of_loss
+        options = {"samples": self.samples, "empty": empty and self.others is None}
+        given = problem(self.f, self.loss, args, kwargs, self.argnums, *dims, self.has_aux, names, **options)
         return given if self.others is None else beside(given, self.others, names)
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:

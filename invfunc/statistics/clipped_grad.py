@@ -90,7 +90,7 @@ class _Clipped(Statistic):
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         engine = self.engine(args, kwargs, names)
-        (found,), aux = engine.result()
+        (found,), aux = engine.result() if engine.problem.n else self._of_nothing(engine, names)
         given, told = engine.problem, transforming() or dispatched() or _TOLD.get(self.f)
         if engine.scalar and given.n > 1 and self.options.reduce is None and not told:
             _, norms = found
