@@ -28,7 +28,7 @@ def reduced(t: Statistic, fn: Callable | Mapping[str, Callable]) -> Statistic:
         fn: `fn(path, quantity)`, with the key path of the parameter as it is written behind the tree (`"['weight']"`),
             or `fn(quantity)` where it takes one argument, as `torch.sum` does. It returns anything. Of a statistic
             with several results it is called with each. Or a dict of such functions by the names of parameters
-            (`{"0.weight": torch.sum}`); the quantities of all others stay as they are.
+            (`{"0.weight": torch.sum}`); the others keep their quantities.
 
     Returns:
         A function with the signature of t, whose result has what `fn` returned in the place of each quantity. What is

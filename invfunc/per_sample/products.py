@@ -81,24 +81,37 @@ def _products(
     exact = has_float64(terms[0][1].device) or not factor.cancels(pairs)
     if exact and not factor.lands and cost(pairs, both) < formed and largest(pairs, both) < room:
         return contract(factor.exact(pairs), both).to(terms[0][1].dtype).reshape(v, b, v, c)
+    return _of_formed(factor, part, terms, of, other, others)
+
+
+def _of_formed(
+    factor: Factor, part: Part, terms: list[Term], of: Factor, other: Part, others: list[Term]
+) -> torch.Tensor:
+    """The same from shares that are formed, slice by slice."""
+    output, c, room = "VN" + factor.output, length(other), thresholds.PRODUCTS * factor.budget
+    v, b, *_ = shape_of(terms, output, part)
     free = factor.output[1:] if factor.lands else factor.output  # entries that land in rows stay together
     last = next((c for c in reversed(free) if any(c in labels for labels, _ in terms)), "")
     width, same = shape_of(terms, last)[0] if last else 1, others is terms
     shared = None if factor.table is None else _Shared.of(factor.table, part, None if same else other, of)
-    per = v * (b + c) * max(1, (shared.size if shared else 1) * factor.entries(terms) // max(1, width))
+    entries = factor.entries(terms)
+    if shared is not None:
+        entries = shared.size * entries // max(1, shared.rows.shape[1])
+    sides = [(terms, part)] if same else [(terms, part), (others, other)]
     total = []
-    for start, stop in even(width, max(1, room // per)):
-        flat, alone = [], None
-        for k, (some, where) in enumerate([(terms, part)] if same else [(terms, part), (others, other)]):
-            some = narrowed(some, last, start, stop) if last else some
-            share = contract(some, present(output, some)).reshape(shape_of(some, output, where))
-            if shared is not None:
-                alone = shared.alone(share) if same else None
-                share = shared.landed(share, k)
-            flat.append(share.reshape(v * length(where), -1))
+    for start, stop in even(width, max(1, room // (v * (b + c) * max(1, entries // max(1, width))))):
+        shares = [_share(narrowed(some, last, start, stop) if last else some, output, at) for some, at in sides]
+        alone = shared.alone(shares[0]) if shared is not None and same else None
+        landed = shares if shared is None else [shared.landed(share, k) for k, share in enumerate(shares)]
+        flat = [x.reshape(v * x.shape[1], -1) for x in landed]
         found = (flat[0] @ flat[-1].T).reshape(v, b, v, c)
         total.append(found if alone is None else found + alone)
     return summed(total)
+
+
+def _share(terms: list[Term], output: str, part: Part) -> torch.Tensor:
+    """`[V, b, *output]`, instantiated."""
+    return contract(terms, present(output, terms)).reshape(shape_of(terms, output, part))
 
 
 @dataclass(frozen=True)
