@@ -13,7 +13,7 @@ from invfunc.compiled import Compiled, opened
 from invfunc.data_sets.tiled import Tiled
 from invfunc.data_sets.visits import work_of
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.batches import Feed, NoSamples, batches_of, check_loader, counted, first
+from invfunc.evaluation.batches import Feed, batches_of, check_loader, counted, first
 from invfunc.evaluation.checkpoint import Checkpoint
 from invfunc.evaluation.course import course_of
 from invfunc.evaluation.fingerprint import described, named
@@ -264,12 +264,9 @@ class Streamed(Transform):
         with course_of(self.checkpoint, identity, [*work.keys.values()], self.feed.goal(params)) as course:
             work.draw_by(course.record.keys)
             course.begin(work)
-            try:
-                work.computed(lambda: course.through(batches))
+            work.computed(lambda: course.through(batches))
+            if self.out is not None or work.sweep.n or not empty:
                 return work.results()
-            except NoSamples:
-                if not empty or self.out is not None:
-                    raise
         found, aux = self.t.compute(empty[0], kwargs, self.t.names(len(empty[0])))  # zeros, or the reason why not
         return found, [aux]
 

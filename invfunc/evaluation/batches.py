@@ -133,12 +133,8 @@ def first(loader: Any, params: Any, in_dims: InDims, feed: Feed) -> tuple[tuple,
     raise no_samples()
 
 
-class NoSamples(ArgumentError):
-    """Raised for a loader that gave none."""
-
-
 def no_samples() -> ArgumentError:
-    return NoSamples("the loader gave no samples: it is empty, or a generator that was used up before.")
+    return ArgumentError("the loader gave no samples: it is empty, or a generator that was used up before.")
 
 
 def unscaled(n: int) -> ArgumentError:
