@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -61,3 +63,32 @@ def describe(f: Any) -> str:
     if isinstance(f, nn.Module):
         return type(f).__name__
     return getattr(f, "__name__", None) or repr(f)
+
+
+class WithValue:
+    """A loss function that returns its value as aux, too: `(loss, loss)`, or `(loss, (loss, aux))`."""
+
+    def __init__(self, f: Callable, has_aux: bool) -> None:
+        self.__wrapped__, self.__name__, self.has_aux = f, describe(f), has_aux
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        found = self.__wrapped__(*args, **kwargs)
+        return (found[0] if self.has_aux else found), found
+
+
+def valued(f: Any, value: bool, has_aux: bool) -> tuple[Any, bool]:
+    """A loss function, with its value as aux if that is wanted, and whether it has aux."""
+    return (WithValue(f, has_aux), True) if value and callable(f) else (f, has_aux)
+
+
+def plain(path: str) -> str:
+    """The name of a parameter from its key path: `"['0.weight']"` is `"0.weight"`, a deeper one has dots."""
+    return ".".join(a or b for a, b in _KEYS.findall(path))
+
+
+_KEYS = re.compile(r"\['([^']*)'\]|\.?\[?([^\[\].']+)\]?")
+
+
+def by_name(given: dict[str, Any]) -> Callable[[str], Any]:
+    """A function of key paths that gives what a dict has at the path or the plain name of a parameter, or None."""
+    return lambda path: given.get(path, given.get(plain(path)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def covariances(name: str, covariance: Any) -> float | dict[str, Covariance] | L
         if not isinstance(given, torch.Tensor | Kronecker | None):
             raise ArgumentTypeError(
                 f"{name}(f, covariance): covariance{path} is of type {type(given).__name__}, but has to be a tensor of "
-                "variances, a Kronecker, or None; one of all parameters at once is a LowRank."
+                "variances, a Kronecker, or None; one of all parameters at once is a tensor [P, P] or a LowRank."
             )
     return {path: given.eigen() if isinstance(given, Kronecker) else given for path, given in found.items()}
 
@@ -132,6 +133,20 @@ def by_method(name: str, f: Any, method: str) -> Options:
     if method not in ("auto", "dense"):
         raise ArgumentError(f"{name}({describe(f)}, method={method!r}): a method is one of 'auto', 'dense'.")
     return Options(dense=method == "dense")
+
+
+def most_of(name: str, max_factor_dim: int | None) -> float:
+    """Check up to which dimension a factor is kept whole."""
+    if max_factor_dim is None:
+        return math.inf
+    if not isinstance(max_factor_dim, int) or isinstance(max_factor_dim, bool):
+        kind = type(max_factor_dim).__name__
+        raise ArgumentTypeError(
+            f"{name}(max_factor_dim={max_factor_dim!r}): it is of type {kind}, but has to be an int, or None."
+        )
+    if max_factor_dim < 0:
+        raise ArgumentError(f"{name}(max_factor_dim={max_factor_dim}): max_factor_dim has to be 0 or more, or None.")
+    return max(1, max_factor_dim)  # a matrix of one entry is its diagonal
 
 
 def check_factors(name: str, weight_sharing: str, unsupported: str) -> None:

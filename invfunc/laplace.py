@@ -140,7 +140,8 @@ class _GGN(_Backend):
     ) -> Curvature:
         params, x = self._at(x)
         statistic = kfac if self.stochastic else kflr
-        factors = statistic(self._f, self.lossfunc, weight_sharing=kfac_approx, **self._drawing(y, mc_samples))
+        options = {"weight_sharing": kfac_approx, "max_factor_dim": None}  # Laplace takes matrices
+        factors = statistic(self._f, self.lossfunc, **options, **self._drawing(y, mc_samples))
         return self._with_loss(params, x, y, self._kron(factors(params, x, y), len(y) / N))
 
     def _drawing(self, y: torch.Tensor, mc_samples: int | None) -> dict[str, Any]:
@@ -165,7 +166,8 @@ class _EF(_Backend):
 
     def kron(self, x: Any, y: torch.Tensor, N: int, kfac_approx: Literal["expand", "reduce"] = "expand") -> Curvature:
         params, x = self._at(x)
-        factors = kfac(self._losses, fisher="empirical", weight_sharing=kfac_approx)(params, x, y)
+        options = {"weight_sharing": kfac_approx, "max_factor_dim": None}
+        factors = kfac(self._losses, fisher="empirical", **options)(params, x, y)
         return self._with_loss(params, x, y, self._kron(factors, len(y) / N))
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from invfunc.callables import check_callable, describe
+from invfunc.callables import by_name, check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.statistic import Statistic
 from invfunc.transform import check_no_budget
 
 
-def reduced(t: Statistic, fn: Callable) -> Statistic:
+def reduced(t: Statistic, fn: Callable | Mapping[str, Callable]) -> Statistic:
     """A statistic with a function of each parameter's quantity in its place.
 
         result = t(params, *batch)
@@ -27,7 +27,8 @@ def reduced(t: Statistic, fn: Callable) -> Statistic:
         t: a statistic of this library.
         fn: `fn(path, quantity)`, with the key path of the parameter as it is written behind the tree (`"['weight']"`),
             or `fn(quantity)` where it takes one argument, as `torch.sum` does. It returns anything. Of a statistic
-            with several results it is called with each.
+            with several results it is called with each. Or a dict of such functions by the names of parameters
+            (`{"0.weight": torch.sum}`); the others keep their quantities.
 
     Returns:
         A function with the signature of t, whose result has what `fn` returned in the place of each quantity. What is
@@ -53,11 +54,26 @@ def reduced(t: Statistic, fn: Callable) -> Statistic:
     check_no_budget("reduced", t)
     if not isinstance(t, Statistic):
         raise ArgumentTypeError(f"reduced({describe(t)}): it is of type {type(t).__name__}, but has to be a statistic.")
-    check_callable("reduced", fn)
+    if isinstance(fn, Mapping):
+        named = by_name({name: _with_path(one) for name, one in fn.items()})
+        return _of(t, lambda path, quantity: (named(path) or _unchanged)(path, quantity), "{" + ", ".join(fn) + "}")
+    return _of(t, _with_path(fn), describe(fn))
+
+
+def _of(t: Statistic, fn: Callable, shown: str) -> Statistic:
     if t.options.reduce is not None:
         raise ArgumentError(f"reduced({t!r}): it is reduced already; compose the two functions.")
-    reduce = fn if _takes_two(fn) else partial(_without_path, fn)
-    return replace(t, options=replace(t.options, reduce=reduce), shown=f"reduced({t!r}, {describe(fn)})")
+    return replace(t, options=replace(t.options, reduce=fn), shown=f"reduced({t!r}, {shown})")
+
+
+def _with_path(fn: Any) -> Callable:
+    """A function of a path and a quantity."""
+    check_callable("reduced", fn)
+    return fn if _takes_two(fn) else partial(_without_path, fn)
+
+
+def _unchanged(path: str, quantity: Any) -> Any:
+    return quantity
 
 
 def _without_path(fn: Callable, path: str, quantity: Any) -> Any:

@@ -7,15 +7,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from invfunc import tree
 from invfunc._torch.generators import set_states, state_of
+from invfunc._torch.values import anywhere
 from invfunc.callables import check_functions, describe
 from invfunc.core.evaluate import evaluated, plain
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.explained import joined
 from invfunc.plan import AxisName, Options
 from invfunc.recording.beside import beside
-from invfunc.recording.problem import InDims, Problem, problem
+from invfunc.recording.problem import InDims, Problem, nothing, problem, with_aux
 from invfunc.recording.random import torchs_own
 from invfunc.reductions import Reduction
 from invfunc.reductions.quantity import GGN, GRADIENT, GRADIENT_OR_JACOBIAN, JACOBIAN, ColumnKind, Drawing, Quantity
@@ -57,23 +60,38 @@ class Statistic(Transform):
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         given = self.problem(args, kwargs, names)
-        results, aux = self._directly(given) or self._engine(given).result()
+        found = self._directly(given)
+        if found is None:
+            engine = self._engine(given)
+            found = engine.result() if given.n else self._of_nothing(engine, names)
+        results, aux = found
         return tuple(results) if self.members else results[0], aux
+
+    def _of_nothing(self, engine: Engine, names: Any) -> tuple[list[Any], Any]:
+        """What is kept of no samples, where f gives no losses or a sum of none, and aux."""
+        given = engine.problem
+        with torch.no_grad():
+            found = given.f(*given.args, **given.kwargs)
+        losses, aux = with_aux(found) if given.has_aux else (found, None)
+        sums = isinstance(losses, torch.Tensor) and losses.ndim < 2 and not losses.numel()
+        if not sums and not (isinstance(losses, torch.Tensor) and losses.ndim == 0 and not anywhere(losses != 0)):
+            raise nothing(names[next(i for i, dim in given.dims.items() if dim is not None)])
+        return engine.finished(), aux
 
     def engine(self, args: tuple, kwargs: dict[str, Any], names: Any, explaining: bool = False) -> Engine:
         """The evaluation at these arguments; `explaining` says that it is only asked how it would be done."""
         return self._engine(self.problem(args, kwargs, names), explaining)
 
     def _engine(self, given: Problem, explaining: bool = False) -> Engine:
-        return Engine(given, self.options, [s.quantity for s in self.members or (self,)], explaining)
+        return Engine(given, self.options, self._quantities(given), explaining)
 
     def _directly(self, given: Problem) -> tuple[list[Any], Any] | None:
         """The results by the core, if it follows f; else the engine finds them, or the error."""
-        if not self.direct or not plain(given):
+        if not given.n or not self.direct or not plain(given):
             return None
         before = [(g, state_of(g)) for g in (*torchs_own(), *(d.generator for d in self.drawings))]
         try:
-            return evaluated(given, [s.quantity for s in self.members or (self,)], self.options.dense)
+            return evaluated(given, self._quantities(given), self.options.dense)
         except Exception:
             object.__setattr__(self, "direct", False)
             set_states(before)
@@ -95,12 +113,21 @@ class Statistic(Transform):
         leaves, structure = tree.flatten([params], none_is_leaf=False)
         several, sizes = isinstance(self.argnums, tuple), (self.out_dims, leaves, structure)
         given = Problem(self.f, self.loss, (params,), {}, (0,), several, self.has_aux, *sizes, dims={}, n=0)
-        return Engine(given, self.options, [s.quantity for s in self.members or (self,)])
+        return Engine(given, self.options, self._quantities(given))
+
+    def _quantities(self, given: Problem) -> list[Quantity]:
+        """What it reduces of the parameters of a problem."""
+        each = [s.quantity for s in self.members or (self,)]
+        return [replace(q, reduction=q.reduction.at(given.leaves)) for q in each]
 
     def problem(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Problem:
         """The arguments of a call, sorted."""
         dims = self.in_dims, self.out_dims
-        given = problem(self.f, self.loss, args, kwargs, self.argnums, *dims, self.has_aux, names, self.samples)
+        kinds = {m.kind for m in self.members or (self,)}
+        of_loss = all(k.first_order or k.of_model == "unless it returns a loss" for k in kinds)
+        empty = self.loss is None and self.samples is None and of_loss
+        options = {"samples": self.samples, "empty": empty and self.others is None}
+        given = problem(self.f, self.loss, args, kwargs, self.argnums, *dims, self.has_aux, names, **options)
         return given if self.others is None else beside(given, self.others, names)
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:

@@ -271,7 +271,8 @@ def test_the_memory_of_factors_is_about_what_is_measured(called, sizes, n):
     first, second, third = sizes
     f, args = arranged(nn.Linear(first, second), nn.Tanh(), nn.Linear(second, third), x=torch.randn(n, first))
     statistic = ekfac(f, F.mse_loss, fisher="exact") if called == "exact ekfac" else STATISTICS[called](f)
-    assert_about_what_is_measured(statistic, f, args)
+    least = 1 / 12 if "ekfac" in called else 1 / 4  # of one position, shares in the eigenbasis are not formed
+    assert_about_what_is_measured(statistic, f, args, least=least)
 
 
 def test_the_memory_of_the_factors_of_a_table():
@@ -281,7 +282,7 @@ def test_the_memory_of_the_factors_of_a_table():
         assert_about_what_is_measured(statistic, f, args, most=5)
 
 
-def assert_about_what_is_measured(statistic, f, args, most=4):
+def assert_about_what_is_measured(statistic, f, args, most=4, least=1 / 4):
     def forward(p, x, y):
         return losses(f)({k: v.detach().requires_grad_() for k, v in p.items()}, x, y)
 
@@ -293,7 +294,7 @@ def assert_about_what_is_measured(statistic, f, args, most=4):
         peaks.append(meter.peak(result))
         del result
     said = explain(statistic)(*args).bytes
-    assert said / 4 < peaks[0] - peaks[1] < most * said, (peaks, said)
+    assert said * least < peaks[0] - peaks[1] < most * said, (peaks, said)
 
 
 @pytest.mark.parametrize("n", [2, 5, 9])

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
 
@@ -55,6 +59,17 @@ def free() -> int:
         return min(found, max(0, int(_LIMIT.read_text()) - int(_USED.read_text())))
     except (OSError, ValueError):
         return found
+
+
+def free_on(device: torch.device) -> float:
+    """The bytes that are free on a device; infinite where nobody tells."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    if device.type == "cpu":
+        with suppress(ArgumentError):
+            return free()
+    return math.inf
 
 
 def resident() -> int:

@@ -220,11 +220,15 @@ def _place(k: int, shape: Sequence[int]) -> list[int]:
 
 def _times(m: Member, v: Tensors) -> Tensors:
     """The covariance of the parameters times vectors `[S, *p]`."""
-    reduction, names = m.t.reduction, [m.problem.name(i) for i in range(len(v))]
+    reduction, names = m.t.reduction.at(m.problem.leaves), [m.problem.name(i) for i in range(len(v))]
     assert isinstance(reduction, PredictiveCovariance)
     if reduction.vectors:
         own = [reduction.vectors_of(name, x.shape[1:]).to(x) for name, x in zip(names, v, strict=True)]
         return replace(reduction.low_rank, vectors=own) @ list(v)
+    if reduction.dense is not None:
+        flat = torch.cat([x.reshape(len(x), -1) for x in v], 1)
+        parts = (flat @ reduction.dense.to(flat)).split([x[0].numel() for x in v], 1)
+        return [part.reshape(x.shape) for part, x in zip(parts, v, strict=True)]
     found = [torch.zeros_like(x) for x in v]
     for i, (name, x) in enumerate(zip(names, v, strict=True)):
         given = reduction.of(name, x.shape[1:])

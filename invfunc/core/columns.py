@@ -7,13 +7,13 @@ those of the positions), in which the rest of f has to be linear.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from invfunc._torch.functorch import storage_of, version
-from invfunc.core.marks import Axis, Mark, Unsupported, know, wide
+from invfunc.core.marks import Axis, Mark, Run, Unsupported, know, wide
 from invfunc.core.tables import called
 from invfunc.core.uses import front
 from invfunc.loss.drawn import drawn
@@ -21,9 +21,6 @@ from invfunc.loss.hessian import check_sign
 from invfunc.loss.square_root import Columns, Elementwise, Softmax, rooted
 from invfunc.operations.naming import argument
 from invfunc.reductions.quantity import Quantity
-
-if TYPE_CHECKING:
-    from invfunc.core.run import Run
 
 CRITERIA = {F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits}
 """Losses of which the Hessian is known."""

@@ -18,6 +18,7 @@ from invfunc.core.marks import HALF, SUMMED, Mark, Unsupported
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.uses import Use
+from invfunc.evaluation.room import fits
 from invfunc.loss.outputs import marked_for
 from invfunc.loss.square_root import Columns, Units
 from invfunc.operations.second_derivatives import TwiceDifferentiable
@@ -84,6 +85,8 @@ def _evaluated(
         raise Unsupported("f writes into its arguments in place")
     if any([hooked(x) for x in leaves]):
         raise Unsupported("a hook may change what is sent back")
+    if not all([fits(q.reduction, problem.leaves) for q in quantities]):
+        raise Unsupported("matrices that may take more than what is free")
     kinds = {q.kind for q in quantities}
     rows = kinds == {JACOBIAN} or (kinds == {GRADIENT_OR_JACOBIAN} and isinstance(out, torch.Tensor) and out.ndim > 1)
     cotangent = None if rows else _cotangent(run, out)

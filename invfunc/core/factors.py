@@ -61,55 +61,59 @@ class Sent:
         assert self.read is not None
         return joined([self.read(block).sum(2) for block in run.blocks([use], use.size(run))])
 
-    def products(self, run: Run, use: Use) -> torch.Tensor:
-        """`sum_np a a^T`; of rows, its diagonal."""
+    def products(self, run: Run, use: Use, diagonal: bool) -> torch.Tensor:
+        """`sum_np a a^T`, or its diagonal, which is all that there is of rows."""
         if self.index is not None:
             rows = self.places[1].size
             return self.index.flatten().bincount(minlength=rows + 1)[:-1].to(self.s.dtype)
-        if isinstance(use, Convolution) and not run.deep and not self.joint and self.blocks is None:
+        if isinstance(use, Convolution) and not (run.deep or self.joint or self.blocks or diagonal):
             if (gram := use.gram(run)) is not None:  # without windows
                 return gram
         read = self.read
         assert read is not None
-        return summed(_outer(read(block)) for block in run.blocks([use], use.size(run)))
+        return summed(_outer(read(block), diagonal) for block in run.blocks([use], use.size(run)))
 
 
-def _outer(x: torch.Tensor) -> torch.Tensor:
-    """`sum_bp x x^T` of `[b, g, p, k]`, one for each g if there are several."""
-    return outer(x[:, 0].mT) if x.shape[1] == 1 else outer(x.mT)
+def _outer(x: torch.Tensor, diagonal: bool) -> torch.Tensor:
+    """`sum_bp x x^T` of `[b, g, p, k]`, or its diagonal; one for each g if there are several."""
+    return outer(x[:, 0].mT if x.shape[1] == 1 else x.mT, diagonal=diagonal)
 
 
 def kronecker(
-    run: Run, leaf: torch.Tensor, uses: list[Use], sharing: str, bias: str, again: bool
+    run: Run, leaf: torch.Tensor, uses: list[Use], sharing: str, bias: str, again: bool, most: float
 ) -> dict[Any, Factors]:
-    """The sums of outer products in each role; `bias` names one that is read as one more input, which is always 1."""
+    """The sums of outer products in each role; `bias` names one that is read as one more input, which is always 1, and a
+    factor of more than `most` entries is the diagonal of itself."""
     roles: dict[Any, list[tuple[Use, Sent]]] = {}
     for use in uses:
         each = operands(run, leaf, use, bool(bias))
         roles.setdefault(each.role, []).append((use, each))
     if len({(frozenset(role[:-1]), role[-1]) for role in roles}) > 1:
         raise Unsupported("operations that read a parameter divide its dimensions differently")
-    return {role: _added(run, leaf, some, sharing, bias, again) for role, some in roles.items()}
+    return {role: _added(run, leaf, some, sharing, bias, again, most) for role, some in roles.items()}
 
 
-def _added(run: Run, leaf: torch.Tensor, some: list[tuple[Use, Sent]], sharing: str, bias: str, again: bool) -> Factors:
+def _added(
+    run: Run, leaf: torch.Tensor, some: list[tuple[Use, Sent]], sharing: str, bias: str, again: bool, most: float
+) -> Factors:
     """The factors of uses in one role."""
     first = some[0][1]
     count, pooled = sum(each.s.shape[3] for _, each in some), sharing != "expand"
+    large = [place.size + (k and bool(bias)) > most for k, place in enumerate(first.places)]
     key = (first.key, pooled, first.s.shape[-1]) if len(some) == 1 and first.key is not None else None
     b = run.known.get(key)
     if b is None:
         sent = [each.s for _, each in some]
         sent = [summed(s.sum(3, keepdim=True) for s in sent)] if pooled else sent
-        b = summed(_outer(s.flatten(0, 1)) for s in sent)
+        b = summed(_outer(s.flatten(0, 1), large[0]) for s in sent)
         if key is not None:
             run.known[key] = b
     a = None
     if len(first.places) > 1 and not again and sharing == "reduce":
         total = summed(each.total(run, use) for use, each in some)
-        a = _outer((total / count).reshape(run.count, -1, 1, total.shape[-1]))
+        a = _outer((total / count).reshape(run.count, -1, 1, total.shape[-1]), large[1])
     elif len(first.places) > 1 and not again:
-        a = added([each.products(run, use) for use, each in some])
+        a = added([each.products(run, use, large[1]) for use, each in some])
     positions = run.count if sharing == "reduce" else run.count * count
     return Factors(b, a, positions, first.places, bias, leaf.shape, first.blocks)
 

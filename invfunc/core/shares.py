@@ -313,11 +313,11 @@ class Shares:
         rows = (self.dense(block).reshape(-1, self.leaf.numel()) for block in self.blocks())
         return summed(x.T @ x for x in rows)
 
-    def side(self, last: bool, other: torch.Tensor | None = None) -> torch.Tensor:
-        """`sum_vn G A G^T` of gradients as matrices over the first dim and all others, or with `last` `sum_vn G^T B G`;
-        of the identity if there is no other matrix."""
-        found = summed(sided(self.dense(block), last, other) for block in self.blocks())
-        return (found + found.mT) / 2
+    def side(self, last: bool, other: torch.Tensor | None = None, diagonal: bool = False) -> torch.Tensor:
+        """`sum_vn G A G^T` of gradients as matrices over the first dim and all others, or with `last` `sum_vn G^T B G`,
+        or its diagonal; of the identity if there is no other matrix, and of a diagonal one if that is a vector."""
+        found = summed(sided(self.dense(block), last, other, diagonal) for block in self.blocks())
+        return found if diagonal else (found + found.mT) / 2
 
     @property
     def weight(self) -> int | None:
@@ -331,10 +331,10 @@ class Shares:
         kind, other = self.run.partners.get(self.place, ("", None))
         return other if kind == "weight" else None
 
-    def kronecker(self, sharing: str, joint: bool) -> dict[Any, Factors]:
+    def kronecker(self, sharing: str, joint: bool, most: float) -> dict[Any, Factors]:
         """The sums of outer products of what is sent back and read, by the roles in which operations use the dims."""
         bias = self.name(self.bias) if joint and self.bias is not None else ""
-        return kronecker(self.run, self.leaf, self.apart, sharing, bias, self.again)
+        return kronecker(self.run, self.leaf, self.apart, sharing, bias, self.again, most)
 
     def rotated(self, basis: Kronecker, joint: bool) -> Shares:
         """The gradients in the eigenbasis of K-factors, `Q^T G[v, n]`."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from invfunc.core.marks import (
     Known,
     Mark,
     Node,
+    Run,
     Unsupported,
     know,
     named,
@@ -35,9 +36,6 @@ from invfunc.core.marks import (
 from invfunc.core.tables import called
 from invfunc.linear_algebra.pairwise import room_for
 from invfunc.operations.factors.autocorrelation import patches_gram
-
-if TYPE_CHECKING:
-    from invfunc.core.run import Run
 
 Block = slice | torch.Tensor
 """Some of the samples."""

@@ -259,12 +259,16 @@ class Streamed(Transform):
         work = work_of(self.t, params, kwargs, self.out, self.plans)
         work.check(counted(loader, self.t.in_dims))
         identity = partial(identity_of, self.t, params, kwargs)
-        batches = batches_of(loader, params, self.t.in_dims, self.feed)
+        empty: list[tuple] = []
+        batches = batches_of(loader, params, self.t.in_dims, self.feed, empty)
         with course_of(self.checkpoint, identity, [*work.keys.values()], self.feed.goal(params)) as course:
             work.draw_by(course.record.keys)
             course.begin(work)
             work.computed(lambda: course.through(batches))
-            return work.results()
+            if self.out is not None or work.sweep.n or not empty:
+                return work.results()
+        found, aux = self.t.compute(empty[0], kwargs, self.t.names(len(empty[0])))  # zeros, or the reason why not
+        return found, [aux]
 
 
 def options_of(t: Statistic) -> str:

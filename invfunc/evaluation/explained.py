@@ -9,6 +9,7 @@ import torch
 
 from invfunc import thresholds
 from invfunc.evaluation.decisions import Decision
+from invfunc.evaluation.room import bytes_of
 from invfunc.passes.part import Pass
 from invfunc.passes.pullback import Pullback
 from invfunc.passes.run import Run
@@ -41,6 +42,8 @@ class Report:
         self.entries: dict[Hashable, Entry] = {}
         self._operations: dict[int, dict[str, bool]] = {i: {} for i in range(len(problem.leaves))}
         """The operations that read each parameter, and whether its share is generic there."""
+        self._matrices: dict[int, dict[int, tuple[tuple[tuple[int, ...], ...], int]]] = {}
+        """The shapes of the matrices of each parameter and their bytes, of each quantity."""
 
     def ran(self, run: Run) -> None:
         """Note which operations read the parameters."""
@@ -49,6 +52,11 @@ class Report:
             for i in use.derived.leaves:
                 known = self._operations[i]
                 known[name] = known.get(name, False) or use.recipe.generic
+
+    def matrices(self, run: Run, accumulator: Accumulator, shapes: dict[int, list[list[int]]]) -> None:
+        """Note which matrices are kept of each parameter."""
+        kept = {i: (tuple(map(tuple, x)), bytes_of(x, run.params[i])) for i, x in shapes.items()}
+        self._matrices.setdefault(id(accumulator.quantity), kept)
 
     def on(self, pullback: Pullback, group: Sequence[Accumulator], decision: Decision) -> None:
         """Note how the columns of some quantities are pulled back."""
@@ -107,14 +115,20 @@ class Report:
 
     def explanations(self, quantities: Sequence[Quantity]) -> list[Explanation]:
         """The explanation of each quantity."""
-        params = tuple(
-            Parameter(self.problem.name(i), tuple(known), tuple(name for name, generic in known.items() if generic))
-            for i, known in self._operations.items()
-        )
         size = max(x.element_size() for x in self.problem.leaves)
         found = []
         for q in quantities:
             e = self.entries.get(q.columns) or Entry(0, "nothing is wanted of any sample")
+            kept = self._matrices.get(id(q), {})
+            params = tuple(
+                Parameter(
+                    self.problem.name(i),
+                    tuple(known),
+                    tuple(name for name, generic in known.items() if generic),
+                    *kept.get(i, ((), 0)),
+                )
+                for i, known in self._operations.items()
+            )
             found.append(
                 Explanation(
                     "", e.columns, e.passes, e.pullbacks, size * e.numbers, e.cost, e.why, tuple(e.parts), params
@@ -158,7 +172,8 @@ def _numbers(pullback: Pullback, each: Pass, reductions: Sequence[Reduction], pa
         copies = 2 if squares else 1  # others are squared and centred where they are
         numbers += copies * min(trace.n * width * max(shares), max(width * max(shares), block))
     if squares:
-        numbers += 2 * max(_squares(pullback.run.params[i], uses) for i, uses in each.uses.items())
+        copies = 1 if reductions[0].thin else 2  # products of all that is read are written where they stay
+        numbers += copies * max(_squares(pullback.run.params[i], uses) for i, uses in each.uses.items())
     return numbers
 
 

@@ -15,6 +15,7 @@ from invfunc._alike import added
 from invfunc._extras import Ticks
 from invfunc.evaluation.decisions import Decision, Decisions, Look
 from invfunc.evaluation.explained import Report
+from invfunc.evaluation.room import check_room, matrices
 from invfunc.loss.square_root import Columns, Gradient, Units
 from invfunc.passes.by_rows import Places
 from invfunc.passes.kfra import averaged, not_a_chain
@@ -113,8 +114,7 @@ class Fold:
         check_versions(run.trace.uses)
         run.check()
         samples = self._samples(run)
-        if self.report is not None:
-            self.report.ran(run)
+        self._look(run, [t for t in accumulators if t.reduction.squares])
         self.ticks.reach(run.trace.n)
         alike: dict[Hashable, list[Accumulator]] = {}
         for t in sorted(accumulators, key=_turn):
@@ -143,6 +143,16 @@ class Fold:
         if run.trace.n < self.problem.n and self.report is None:
             for t in accumulators:
                 added("samples", partial(t.end, self.problem.leaves, room=self._room(run)), samples.count)
+
+    def _look(self, run: Run, kept: list[Accumulator]) -> None:
+        """Tell which operations read the parameters and what matrices are kept of them, or check that these fit."""
+        for t in kept:
+            if self.report is not None:
+                self.report.matrices(run, t, matrices(run, t.reduction, self.scope, self.budget))
+            elif not t.states:
+                check_room(run, t.reduction, self.scope, self.budget, self.problem.name)
+        if self.report is not None:
+            self.report.ran(run)
 
     def _fold(self, pullback: Pullback, group: list[Accumulator]) -> None:
         """Reduce what is pulled back; first, what some have to know of all parameters for each sample."""

@@ -11,7 +11,8 @@ from invfunc.kronecker.matrix import Kronecker
 from invfunc.kronecker.origin import Joint, Origin
 from invfunc.kronecker.trees import eigen, logdet, solve
 from invfunc.kronecker.whole import Whole
+from invfunc.linear_algebra.low_rank import LowRank
 
-torch.serialization.add_safe_globals([Joint, Kronecker, Origin])  # they hold tensors, numbers and names only
+torch.serialization.add_safe_globals([Joint, Kronecker, LowRank, Origin])  # they hold tensors, numbers and names only
 
 __all__ = ["Joint", "Kronecker", "Origin", "Whole", "eigen", "ema", "logdet", "merge", "solve"]

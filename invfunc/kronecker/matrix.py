@@ -132,6 +132,10 @@ class Kronecker:
         x = blocks.product(self.factors, x).reshape([v.shape[d] for d in order])
         return x.permute(sorted(range(v.ndim), key=order.__getitem__)).to(dtype)
 
+    def is_diagonal(self, i: int) -> bool:
+        """Whether a factor is kept as its diagonal."""
+        return self.factors[i].ndim == (1 if self.blocks is None else 2)
+
     def dense(self) -> torch.Tensor:
         """The matrix `[P, P]`."""
         size, like = math.prod(self.shape), self.factors[0]

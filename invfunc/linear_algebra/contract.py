@@ -125,8 +125,14 @@ def joined(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return torch.cat(parts, dim, out=None if apart else room_for(shape, first, first))
 
 
-def outer(x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
-    """`sum_br x[b, k, r] other[b, l, r]`, symmetric where the other is x itself; of `[b, g, k, r]` one for each g."""
+def outer(x: torch.Tensor, other: torch.Tensor | None = None, diagonal: bool = False) -> torch.Tensor:
+    """`sum_br x[b, k, r] other[b, l, r]`, symmetric where the other is x itself; of `[b, g, k, r]` one for each g.
+
+    Its diagonal is `[k]`, and `[g, k, 1]` of several.
+    """
+    if diagonal:
+        squares = _squares(x, x if other is None else other)
+        return squares if x.ndim == 3 else squares.unsqueeze(-1)
     if x.ndim == 4:
         x, other = (y.permute(1, 2, 0, 3).flatten(2) for y in (x, x if other is None else other))
         return x @ other.mT
@@ -135,14 +141,16 @@ def outer(x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
     plain = plain or x.requires_grad or transforming()
     if other is None and not plain and _as_gradient(x):
         blocks = thresholds.GRADIENT_BLOCKS if k >= thresholds.GRADIENT_ROWS else 1
-        return _mirrored(x, blocks, lambda x, y: conv1d_weight(y, (x.shape[1], y.shape[1], 1), x)[:, :, 0])
+        return _mirrored(
+            x, blocks, lambda x, y, out: _put(conv1d_weight(y, (x.shape[1], y.shape[1], 1), x)[:, :, 0], out)
+        )
     if _one_by_one(x) and not transforming():
         return torch.addbmm(x.new_zeros(k, k), x, (x if other is None else other).mT)
     x = x.movedim(0, 1).reshape(1, k, b * r)
     if other is not None:
         return x[0] @ other.movedim(0, 1).reshape(k, b * r).mT
     blocks = 1 if plain else min(thresholds.MIRRORED_BLOCKS, k // thresholds.MIRRORED_ROWS)
-    return _mirrored(x, blocks, lambda x, y: x[0] @ y[0].mT)
+    return _mirrored(x, blocks, lambda x, y, out: torch.mm(x[0], y[0].mT, out=out))
 
 
 def _one_by_one(x: torch.Tensor) -> bool:
@@ -157,19 +165,29 @@ def _as_gradient(x: torch.Tensor) -> bool:
     return known and len(x) >= thresholds.GRADIENT_SAMPLES and x.numel() < thresholds.GRADIENT_NUMBERS
 
 
+def _squares(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`sum_br x[b, ..., k, r] other[b, ..., k, r]`, in blocks that stay in the cache."""
+    step = max(256, 2**18 * x.shape[-2] // max(1, x.numel()))
+    pairs = zip(x.split(step, -2), other.split(step, -2), strict=True)
+    return torch.cat([(a * b).sum((0, -1)) for a, b in pairs], -1)
+
+
+def _put(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    return x if out is None else out.copy_(x)
+
+
 def _mirrored(
-    x: torch.Tensor, count: int, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    x: torch.Tensor, count: int, product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 ) -> torch.Tensor:
     """A symmetric product of `[b, k, r]`, in blocks of rows up to the diagonal: half of it is the mirror image."""
     k = x.shape[1]
     if count < 2:
-        return product(x, x)
+        return product(x, x, None)
     found = x.new_empty(k, k)
     edges = [k * i // count for i in range(count + 1)]
     for start, stop in zip(edges[:-1], edges[1:], strict=True):
-        rows = product(x[:, start:stop], x[:, :stop])
-        found[start:stop, :stop] = rows
-        found[:start, start:stop] = rows[:, :start].mT
+        product(x[:, start:stop], x[:, :stop], found[start:stop, :stop])
+        found[:start, start:stop] = found[start:stop, :start].mT
     return found
 
 

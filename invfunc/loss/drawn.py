@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from invfunc import tree
 from invfunc._torch.functorch import plainly
@@ -62,12 +64,30 @@ def _drawn(columns: Columns, count: int, source: Source, peel: Peel | None) -> D
 def _categorical(columns: Softmax, count: int, source: Source) -> torch.Tensor:
     """`sqrt(k / M) (p - onehot(y))` with y from p: `[M, n, C, positions]`."""
     p = columns.logits.softmax(1)
-    below = _wide(p.detach()).cumsum(1)
+    n, _, positions = p.shape
+    number = _uniform((count, n, 1, positions), _wide(p.detach()[:1, :1]), source)
+    target = _reached(_wide(p.detach()), number)
+    found = p.expand(count, *p.shape)
+    found = found.scatter(2, target, found.gather(2, target) - 1)
+    return found * (safe_root(columns.weight) * count**-0.5).unsqueeze(1)
+
+
+def _reached(p: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """The class `[M, n, 1, r]` at which the running sum of `p [n, C, r]` exceeds a part of the whole: in the block of
+    classes at which theirs does. None has the probability 0."""
     n, classes, positions = p.shape
-    number = _uniform((count, n, 1, positions), below, source) * below[:, -1:]
-    target = (below <= number).sum(2).clamp(max=classes - 1)
-    onehot = target.unsqueeze(2) == torch.arange(classes, device=p.device)[:, None]
-    return (p - onehot.to(p.dtype)) * (safe_root(columns.weight) * count**-0.5).unsqueeze(1)
+    size = math.isqrt(max(classes - 1, 0)) + 1
+    blocks = F.pad(p, (0, 0, 0, -classes % size)).unflatten(1, (-1, size))
+    below = blocks.sum(2).cumsum(1)
+    less = 1 - torch.finfo(p.dtype).eps
+    number = torch.minimum(number, number.new_tensor(less)) * below[:, -1:]
+    block = (below <= number).sum(2, keepdim=True).clamp(max=below.shape[1] - 1)
+    before = F.pad(below, (0, 0, 1, 0)).expand(len(number), -1, -1, -1).gather(2, block)
+    index = block.unsqueeze(3).expand(-1, -1, -1, size, -1)
+    inside = blocks.expand(len(number), *blocks.shape).gather(2, index).squeeze(2).cumsum(2)
+    rest = torch.minimum(number - before, inside[:, :, -1:] * less)
+    target = block * size + (inside <= rest).sum(2, keepdim=True)
+    return target.clamp(max=classes - 1)
 
 
 def _normal(columns: Elementwise, count: int, source: Source) -> torch.Tensor:

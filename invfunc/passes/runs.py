@@ -188,7 +188,7 @@ class Runner:
         for i, (path, z) in enumerate(named):
             if run.trace.n < n and -z.ndim <= dim < z.ndim and z.shape[dim] == n:
                 raise not_in_parts("a constant has the length of the batch")  # it has broadcast a part of one sample
-            z = self._of_each_sample(run, z)
+            z = self._with_axis(run, self._of_each_sample(run, z))
             run.outputs[i] = z, output_axis(run.trace, z, self.problem.out_dims, path)
         return run
 
@@ -200,6 +200,15 @@ class Runner:
         run.trace.set(zero, Sampled(Axis(self.problem.out_dims % max(z.ndim, 1))))
         with run.trace:
             return z + zero
+
+    def _with_axis(self, run: Run, z: Any) -> Any:
+        """The outputs; those of one sample may have lost its axis (`squeeze()`)."""
+        dim = self.problem.out_dims
+        squeezed = run.trace.n == 1 and isinstance(z, torch.Tensor) and z.is_floating_point() and 1 not in z.shape
+        if not squeezed or not -z.ndim - 1 <= dim <= z.ndim:
+            return z
+        with run.trace:
+            return z.unsqueeze(dim)
 
     def of_parts(self, size: int, what: Literal["loss", "outputs"] | tuple[int, ...], draws: bool = True) -> Kind:
         """How the loss, the outputs or what was found to be these, of parts of at most so many samples, make up those

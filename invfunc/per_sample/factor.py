@@ -275,16 +275,20 @@ class Factor:
         return whole.to(kind).reshape(shape), centred.to(kind).clamp(min=0).reshape(shape)
 
     def _moments_in_rows(self, table: Table) -> tuple[torch.Tensor, torch.Tensor]:
-        """The moments where shares have few rows: a row that a sample does not touch counts as a zero in its share."""
+        """The moments where shares have few rows: a row that a sample does not touch counts as a zero in its share, and
+        those that do take a part of what that adds."""
         n, parts = self.samples.count, self.samples.parts(self.work, thresholds.OPERANDS * self.budget)
         shares = [self._share(self._terms(self.columns.left, part), part) for part in parts]
         total = summed(table.landed(share, part) for share, part in zip(shares, parts, strict=True))
-        mean = torch.cat([total, total.new_zeros(1, *total.shape[1:])]) / n
-        visits, squared = [], []
-        for share, part in zip(shares, parts, strict=True):
-            visits.append(table.landed(torch.ones_like(share), part))
-            squared.append(table.landed((share - mean[table.rows(part)]).square(), part))
-        return total, summed(squared) + (n - summed(visits)) * mean[:-1].square()
+        rows = [table.rows(part) for part in parts]
+        none = total.new_zeros(table.count + 1)
+        visits = summed(none.index_add(0, x.flatten(), none.new_ones(x.numel())) for x in rows)
+        squared = []
+        for share, part, x in zip(shares, parts, rows, strict=True):
+            mean = total.index_select(0, x.flatten().clamp(max=table.count - 1)).reshape(share.shape) / n
+            k = visits[x].reshape([*x.shape, *[1] * (share.ndim - 2)])
+            squared.append(table.landed((share - mean).square() + (n - k) / k * mean.square(), part))
+        return total, summed(squared)
 
     # The layout of the parameter
 

@@ -139,15 +139,15 @@ class Shares:
         flat = direction.flatten()
         return torch.cat([self._dense(part)[0].reshape(length(part), -1).mv(flat) for part in self._blocks()])
 
-    def side(self, last: bool, other: torch.Tensor | None = None) -> torch.Tensor:
-        """`sum_vn G A G^T` of shares as matrices over the first dim and all others, or with `last` `sum_vn G^T B G`; of
-        the identity if there is no other matrix."""
+    def side(self, last: bool, other: torch.Tensor | None = None, diagonal: bool = False) -> torch.Tensor:
+        """`sum_vn G A G^T` of shares as matrices over the first dim and all others, or with `last` `sum_vn G^T B G`, or
+        its diagonal; of the identity if there is no other matrix, and of a diagonal one if that is a vector."""
         found = None
         if len(self.factors) == 1 and self.factors[0].use.param is self.leaf:
-            found = factored(self.factors[0], last, other)
+            found = factored(self.factors[0], last, other, diagonal)
         if found is None:
-            found = summed(formed(self._dense(part), last, other) for part in self._blocks())
-        return (found + found.mT) / 2
+            found = summed(formed(self._dense(part), last, other, diagonal) for part in self._blocks())
+        return found if diagonal else (found + found.mT) / 2
 
     def sketches(self, sides: Projection) -> torch.Tensor:
         """`first^T G[n] rest` of the only column: `[count, rows * columns]`."""

@@ -8,9 +8,13 @@ from typing import Any, Literal
 
 import torch
 
+from invfunc import thresholds
+from invfunc._extras import ticking
 from invfunc._torch.functorch import transforming
 from invfunc._torch.generators import set_states, state_of
+from invfunc._torch.precision import doubled
 from invfunc._torch.values import anywhere
+from invfunc.budget.size import free_on, told
 from invfunc.callables import check_functions, describe
 from invfunc.column_options import fisher_columns
 from invfunc.errors import ArgumentError
@@ -31,6 +35,7 @@ from invfunc.recording.problem import InDims, Problem, problem
 from invfunc.recording.random import torchs_own
 from invfunc.reductions.quantity import ColumnKind, Drawing, Quantity
 from invfunc.reductions.squares import ProductsOfColumns
+from invfunc.sparsity.report import Explanation
 from invfunc.transform import ArgumentNames, Transform
 
 
@@ -45,6 +50,7 @@ def eigenpairs(
     in_dims: InDims = 0,
     out_dims: int = 0,
     has_aux: bool = False,
+    progress: bool = False,
 ) -> Decomposition:
     """The eigenpairs of the generalised Gauss-Newton matrix (GGN), or of the empirical Fisher matrix.
 
@@ -67,6 +73,7 @@ def eigenpairs(
             empirical matrix.
         mc_samples, generator, sample: as in `kfac`, for `fisher="mc"`.
         in_dims, out_dims, has_aux: as in `ggnvp`.
+        progress: whether to show a bar while the matrix to be decomposed is computed.
 
     Returns:
         A function `(params, *inputs, target) -> Eigenpairs`, without `loss` `(params, *batch) -> Eigenpairs`. It has
@@ -76,7 +83,8 @@ def eigenpairs(
 
     Raises:
         SplitError, ConvexityError, SampleAxisError, ArgumentError: as in `diag_ggn`; inside of torch.func; gradients
-            that are not finite.
+            that are not finite; a decomposition that takes more memory than is free.
+        MissingExtraError: `progress` without tqdm: `pip install 'invfunc[progress]'`.
         RandomnessError: f gives other numbers when it runs again: it draws from a generator of its own.
 
     Example:
@@ -109,15 +117,17 @@ def eigenpairs(
 
     Cost: two forward passes, the products of `gram` with V columns for each sample, and an eigendecomposition of
     `[V N, V N]` in float64: `(V N)^3`, and some `40 (V N)^2` bytes while it runs, for V N up to some 10^4. Kept are the
-    eigenvectors, `(V N)^2` numbers, and the graph of a linearisation, the memory of two gradients. Where V N is larger
-    than P it is right and wasteful: form the matrix from products of `ggnvp` instead, or draw columns.
+    eigenvectors, `(V N)^2` numbers, and the graph of a linearisation, the memory of two gradients. Where V N is 2 P
+    or more, S is formed by P products with J and has a singular value decomposition: `V N P^2`, and some `24 V N P`
+    bytes. `explain` says which it is; what is not free is an error before it is computed.
 
     Source: Dangel, Tatzel and Hennig, "ViViT: curvature access through the generalized Gauss-Newton's low-rank
     structure", TMLR 2022; Koh and Liang, "Understanding black-box predictions via influence functions", ICML 2017; Ren
     and Goldfarb, "Efficient subsampled Gauss-Newton and natural gradient methods", 2019.
     """
     columns = fisher_columns("eigenpairs", fisher, mc_samples, generator, sample)
-    return Decomposition(f, columns["kind"], loss, columns.get("drawing"), in_dims, out_dims, has_aux)
+    drawing = columns.get("drawing")
+    return Decomposition(f, columns["kind"], loss, drawing, in_dims, out_dims, has_aux, progress)
 
 
 @dataclass(frozen=True, repr=False)
@@ -131,6 +141,7 @@ class Decomposition(Transform):
     in_dims: InDims = 0
     out_dims: int = 0
     has_aux: bool = False
+    progress: bool = False
     owned = False  # what it gives is no tree
     outermost = True
     of_one_batch = (
@@ -160,12 +171,43 @@ class Decomposition(Transform):
                 root, slope, columns = self._rows(given, split)
                 aux = given.scope.result(given.aux)
             set_states(states)  # f is run again
-            again = problem(self.f, self.loss, args, kwargs, 0, *dims, names)
-            (gram,), _ = _Grams(again, Quantity(ProductsOfColumns(), self.kind), columns, split).result()
-            if anywhere(~gram.isfinite()):
-                raise ArgumentError("per-sample gradients are not finite: f or its loss gives NaN or inf.")
             space = Space(names, given.structure, [Kind.of(p) for p in given.leaves])
-            return Eigenpairs(repr(self), space, root, slope, gram), aux
+            (v, n), size = root.there.into[0].shape, sum(p.numel() for p in given.leaves)
+            of_columns = _smaller(v * n, size)
+            self._check_room(given.leaves[0].device, v * n, size)
+            title = repr(self) if self.progress else ""
+            if of_columns:
+                again = problem(self.f, self.loss, args, kwargs, 0, *dims, names)
+                quantity = Quantity(ProductsOfColumns(), self.kind)
+                (small,), _ = _Grams(again, quantity, columns, split, title).result()
+            else:
+                small = _formed(root, space.kinds, size, title)
+            if anywhere(~small.isfinite()):
+                raise ArgumentError("per-sample gradients are not finite: f or its loss gives NaN or inf.")
+            return Eigenpairs(repr(self), space, root, slope, small, of_columns), aux
+
+    def _check_room(self, device: torch.device, columns: int, size: int) -> None:
+        """Check that there is memory for the decomposition."""
+        side, wanted = _decomposed(columns, size)
+        if wanted > (there := free_on(device)):
+            raise ArgumentError(
+                f"it decomposes {side}, in {told(wanted)}, but {told(int(there))} are free. Pass fewer samples, or "
+                "draw columns: fisher='mc'."
+            )
+
+    def explanation(self, args: tuple, kwargs: dict[str, Any], names: ArgumentNames) -> Explanation:
+        """What it decomposes at these arguments, and in how much memory."""
+        with torch.no_grad():
+            dims = self.in_dims, self.out_dims, self.has_aux
+            given, states = Given(self.f, self.loss, args, kwargs, names, *dims, self.drawing), torchs_own()
+            before = [(g, state_of(g)) for g in [*states, *([self.drawing.generator] if self.drawing else [])]]
+            with given.scope:
+                v, n = self._rows(given, self._split(given))[0].there.into[0].shape
+            set_states(before)
+        size = sum(p.numel() for p in given.leaves)
+        side, wanted = _decomposed(v * n, size)
+        told_of = f"eigenpairs of {side}, of {v} columns of {n} samples and {size} parameters, in about {told(wanted)}"
+        return Explanation(repr(self), 0, 0, 0, wanted, 1.0, told_of, plan=" ")
 
     def _rows(self, given: Given, split: Split) -> tuple[Linear, Linear | None, list[Columns]]:
         """The square root as a map, the shares of the gradient as another, and the columns of the first."""
@@ -184,12 +226,39 @@ class Decomposition(Transform):
         return given.found_split() if self.loss is None else given.given_split(each=True)
 
 
+def _smaller(columns: int, size: int) -> bool:
+    """Whether the products of the columns are decomposed, and not the columns themselves."""
+    return columns < 2 * size
+
+
+def _decomposed(columns: int, size: int) -> tuple[str, int]:
+    """The matrix that is decomposed, and about how many bytes that takes, with what is kept."""
+    if _smaller(columns, size):
+        return f"a symmetric matrix [{columns}, {columns}]", 40 * columns**2
+    return f"a matrix [{columns}, {size}]", 8 * (3 * columns * size + 4 * size**2)
+
+
+def _formed(root: Linear, kinds: list[Kind], size: int, title: str) -> torch.Tensor:
+    """The rows S `[V, N, P]` in float64, from products with unit vectors, some at a time."""
+    found, at_once = [], thresholds.DIRECTIONS
+    with ticking(title, 1) as ticks:
+        ticks.reach(1)
+        ticks.expect(-(-size // at_once))
+        for start in range(0, size, at_once):
+            units = torch.eye(min(at_once, size - start), size, device=kinds[0].device).roll(start, 1)
+            parts = units.split([kind.shape.numel() for kind in kinds], 1)
+            given = [x.reshape(len(x), *kind.shape).to(kind.dtype) for x, kind in zip(parts, kinds, strict=True)]
+            found.append(doubled(root(given, 1)[0]))
+            ticks.done()
+    return torch.cat(found).movedim(0, -1)
+
+
 class _Grams(Engine):
     """The inner products of columns that are known, so that they are those of the map: there are many square roots."""
 
-    def __init__(self, given: Problem, quantity: Quantity, columns: list[Columns], first: Split) -> None:
-        """`first` is what the run before has given, which recorded the map."""
-        super().__init__(given, Options(), [quantity])
+    def __init__(self, given: Problem, quantity: Quantity, columns: list[Columns], first: Split, title: str) -> None:
+        """`first` is what the run before has given, which recorded the map; `title` is that of a progress bar."""
+        super().__init__(given, Options(progress=title), [quantity])
         self.columns, self.first = columns, first
 
     def _made(self, split: Split) -> Made:

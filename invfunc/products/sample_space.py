@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from invfunc.errors import ArgumentError, InvFuncError
 from invfunc.kronecker.whole import Whole
 from invfunc.linear_algebra.low_rank import LowRank
 from invfunc.linear_algebra.symmetric import Damping, damped, wide
-from invfunc.products.maps import Linear
+from invfunc.products.maps import Kind, Linear, Way
 from invfunc.products.product import Space
 from invfunc.transform import told
 
@@ -49,7 +51,8 @@ class Eigenpairs(Whole):
 
     Composes with: `kronecker.solve` and `kronecker.logdet` in place of factors, `predictive_covariance` (`inverse`);
     `torch.func.grad`, `vmap`, `jvp` around `solve` and `@` in v, around `solve`, `logdet` and `inverse` in damping.
-    There are no derivatives in the parameters and data, and it cannot be saved: it holds a graph.
+    There are no derivatives in the parameters and data. `torch.save` and `torch.load` keep it, with its vectors in
+    place of the graph that it holds: `k P` numbers.
 
     Cost: `solve`, `@`: a product with J and one with J^T, about half of a gradient each, in the memory of the graph
     that is kept; `solve` three times as much where rounding of the first product shows. `vectors`, `slopes`: one or two
@@ -59,17 +62,47 @@ class Eigenpairs(Whole):
     Source: Dangel, Tatzel and Hennig, "ViViT", TMLR 2022; Woodbury (1950).
     """
 
-    def __init__(self, shown: str, space: Space, root: Linear, slope: Linear | None, gram: torch.Tensor) -> None:
-        """Of the rows S as a map, those of the gradient as another, unless they are S, and S S^T in float64."""
+    def __init__(
+        self,
+        shown: str,
+        space: Space,
+        root: Linear | Formed,
+        slope: Linear | torch.Tensor | None,
+        small: torch.Tensor,
+        of_columns: bool,
+    ) -> None:
+        """Of the rows S `[V, N, P]` as a map, those of the gradient as another, unless they are S, and in float64 of
+        S S^T `[V, N, V, N]`, or of S itself where it is smaller."""
         self._shown, self._space, self._root, self._slope = shown, space, root, slope
-        v, n, *_ = gram.shape
-        small, kept = gram.reshape(v * n, v * n), min(v * n, self.size)
-        values, vectors = (x.flip(-1)[..., :kept] for x in torch.linalg.eigh(small))
-        noise = values[:1].sum() + math.sqrt(v * n) * F.pad(small.diagonal(), (0, 1)).amax()
+        if of_columns:
+            v, n, *_ = small.shape
+            kept, squares = min(v * n, self.size), (small := small.reshape(v * n, v * n)).diagonal()
+            values, vectors = (x.flip(-1)[..., :kept] for x in torch.linalg.eigh(small))
+        else:
+            v, n, kept = small.shape
+            rows = small.reshape(v * n, kept)
+            vectors, roots, _ = torch.linalg.svd(rows, full_matrices=False)
+            values, squares = roots.square(), rows.square().sum(1)
+        noise = values[:1].sum() + math.sqrt(v * n) * F.pad(squares, (0, 1)).amax()
         self._kind = max((kind.dtype for kind in space.kinds), key=lambda dtype: torch.finfo(dtype).eps)
         self._eps, self._dtype = torch.finfo(self._kind).eps, wide(self._kind)
-        self.rank = int((values > 16 * self._eps * noise).sum())
+        self.rank: int = int((values > 16 * self._eps * noise).sum())
         self._all, self._rows = values.clamp(min=0), vectors.T.reshape(kept, v, n)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Tensors, names and numbers alone: the map is written as its rows `Q^T S`, `[k, P]`."""
+        rows = self._joined(len(self._all), torch.ones_like(self._all))
+        state = {"values": self._all, "rows": self._rows, "images": self._space.tree(rows), "rank": self.rank}
+        slopes = None if self._slope is None else self.slopes()
+        return {**state, "slopes": slopes, "shown": self._shown, "name": self._space.name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        leaves, structure = tree.flatten(state["images"], none_is_leaf=False)
+        self._space = Space([state["name"]], structure, [Kind.of(x)._replace(shape=x.shape[1:]) for x in leaves])
+        self._shown, self.rank, self._slope = state["shown"], int(state["rank"]), state["slopes"]
+        self._all, self._rows, self._root = state["values"], state["rows"], Formed(state["rows"], leaves)
+        self._kind = max((kind.dtype for kind in self._space.kinds), key=lambda dtype: torch.finfo(dtype).eps)
+        self._eps, self._dtype = torch.finfo(self._kind).eps, wide(self._kind)
 
     def __repr__(self) -> str:
         return f"Eigenpairs({self._shown}, rank {self.rank} of {self.size})"
@@ -94,8 +127,10 @@ class Eigenpairs(Whole):
     def slopes(self, top: int | None = None) -> torch.Tensor:
         """The slope of each sample along the eigenvectors, `G[n] . e_k`: `[N, k]`, which sum to those of the loss."""
         count = self._count("slopes", top)
-        if self._slope is None:
+        if self._slope is None:  # S is the gradient
             return (self._all[:count].sqrt()[:, None] * self._rows[:count, 0]).T.to(self._dtype)
+        if isinstance(self._slope, torch.Tensor):
+            return self._slope[:, :count]
         found = [self._slope(block, 1)[0][:, 0] for block in self._blocks(count, self._all.rsqrt())]
         return (torch.cat(found).T if found else self._all.new_zeros(self._rows.shape[2], 0)).to(self._dtype)
 
@@ -247,6 +282,36 @@ class Eigenpairs(Whole):
             raise told(error, f"{self!r}{call}") from error.__cause__
 
 
+@dataclass(frozen=True, eq=False)
+class Formed:
+    """The map S, or its transpose, by its rows `Q^T S` in the space of the samples."""
+
+    rows: torch.Tensor
+    """Q^T, `[k, V, N]`."""
+    images: list[torch.Tensor]
+    """`[k, *p]` of each parameter."""
+    back: bool = False
+
+    @property
+    def transposed(self) -> Formed:
+        return replace(self, back=not self.back)
+
+    @property
+    def there(self) -> Way:
+        """What it gives."""
+        samples = Kind.of(self.images[0])._replace(shape=self.rows.shape[1:])
+        return Way(lambda *_: [], [Kind.of(x) for x in self.images] if self.back else [samples])
+
+    def __call__(self, vectors: list[torch.Tensor], lead: int = 0) -> list[torch.Tensor]:
+        """The image of a vector; `lead` axes in front count several of them."""
+        if self.back:
+            along = vectors[0].to(self.rows).flatten(lead) @ self.rows.flatten(1).T
+            return [torch.tensordot(along.to(x), x, 1) for x in self.images]
+        flat = [(v.reshape(*v.shape[:lead], -1), x.flatten(1)) for v, x in zip(vectors, self.images, strict=True)]
+        along = reduce(torch.add, [doubled(v) @ doubled(x).T for v, x in flat])
+        return [torch.tensordot(along.to(self.rows), self.rows, 1).to(vectors[0].dtype)]
+
+
 def _norms(vectors: list[torch.Tensor], lead: int) -> torch.Tensor:
     """Lengths `[*lead]`."""
     squares = [doubled(x.detach()).square().reshape(*x.shape[:lead], x.shape[lead:].numel()) for x in vectors]
@@ -259,3 +324,6 @@ def _gram(rows: list[torch.Tensor], total: torch.Tensor) -> torch.Tensor:
         for some in x.reshape(len(x), x.shape[1:].numel()).split(thresholds.WIDENED // max(1, len(x)) + 1, 1):
             total += (doubled(some) @ doubled(some).T).to(total)
     return total
+
+
+torch.serialization.add_safe_globals([Eigenpairs])  # its state is of tensors, numbers and names only

@@ -149,8 +149,9 @@ def problem(
     has_aux: bool,
     names: Sequence[str],
     samples: Any = None,
+    empty: bool = False,
 ) -> Problem:
-    """Check the arguments of a call and sort them."""
+    """Check the arguments of a call and sort them; `empty` says that there may be no samples."""
     wanted = (argnums,) if isinstance(argnums, int) else argnums
     if not isinstance(wanted, tuple) or not all(isinstance(a, int) for a in wanted):
         raise ArgumentTypeError(f"argnums={argnums!r} has to be an int or a tuple of ints.")
@@ -169,7 +170,7 @@ def problem(
         raise ArgumentError(f"{names[positions[0]]} has no tensors in it.")
     rest = [i for i in range(len(args)) if i not in positions]
     dims = batch_dims(in_dims, rest)
-    n = batch_size(args, dims, names)
+    n = batch_size(args, dims, names, empty)
     chosen = None if samples is None else _places(samples, n)
     several = wanted is argnums
     return Problem(f, loss, args, kwargs, positions, several, has_aux, out_dims, leaves, structure, dims, n, chosen)
@@ -243,8 +244,8 @@ def batch_dims(in_dims: InDims, rest: list[int]) -> dict[int, int | None]:
     return dict(zip(rest, in_dims, strict=True))
 
 
-def batch_size(args: tuple, dims: dict[int, int | None], names: Sequence[str]) -> int:
-    """N, on which all batch arguments have to agree."""
+def batch_size(args: tuple, dims: dict[int, int | None], names: Sequence[str], empty: bool = False) -> int:
+    """N, on which all batch arguments have to agree; it may be 0 where that is said."""
     batch = [(x, dim) for i, dim in dims.items() if dim is not None for x in tree.tensors(args[i])]
     found = {x.shape[dim] if -x.ndim <= dim < x.ndim else 0 for x, dim in batch}
     if len(found) == 1 and 0 not in found:
@@ -265,12 +266,18 @@ def batch_size(args: tuple, dims: dict[int, int | None], names: Sequence[str]) -
                 f"{first} has {n} samples but {name} has {size}. Batch arguments must share their sample axis"
                 f"{_suggestion(dims, names, sizes)}."
             )
-    if n == 0:
-        raise ArgumentError(
-            f"{first} has no samples (N = 0), of which a sum is 0, and a mean is not defined: leave this call out. "
-            "`streamed` and `distributed` take parts without samples."
-        )
+    if n == 0 and not empty:
+        raise nothing(first)
     return n
+
+
+def nothing(first: str) -> ArgumentError:
+    """The error for a batch without samples, of which there is no mean."""
+    return ArgumentError(
+        f"{first} has no samples (N = 0), of which a sum is 0, and a mean is not defined: leave this call out. "
+        "`streamed` and `distributed` take parts without samples, and first-order statistics of [N] losses or of "
+        "their sum give zeros."
+    )
 
 
 def _sizes(args: tuple, dims: dict[int, int | None], names: Sequence[str]) -> list[tuple[int, str, int]]:

@@ -15,11 +15,22 @@ from invfunc.reductions.reduction import Found, Reduction, State
 class Block(Reduction):
     """A reduction whose result is a `Kronecker` for each parameter."""
 
+    most: float = math.inf
+    """The largest dimension of a factor that is kept whole."""
+
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
         dims = tuple(range(leaf.ndim))
         groups = (dims[:1], dims[1:]) if leaf.ndim > 1 else (dims,)
         zeros = tuple(leaf.new_zeros(math.prod(leaf.shape[d] for d in group)) for group in groups)
         return (Kronecker(zeros, groups, leaf.shape, origin=Origin(n=n, reached=False)),)
+
+    def bound(self, shape: torch.Size) -> list[list[int]]:
+        several = sum(size != 1 for size in shape) > 1
+        return [self.form(size) for size in ([shape[0], shape[1:].numel()] if several else [shape.numel()])]
+
+    def form(self, size: int) -> list[int]:
+        """The shape of a factor of this dimension: a matrix, or its diagonal."""
+        return [size] if size > self.most else [size, size]
 
     def assemble(self, results: list[Any], found: Found) -> Any:
         if found.refused:

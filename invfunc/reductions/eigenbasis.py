@@ -12,7 +12,7 @@ import torch
 from invfunc import tree
 from invfunc.kronecker import Kronecker
 from invfunc.kronecker.matrix import decomposed, rounded
-from invfunc.linear_algebra.contract import Term
+from invfunc.linear_algebra.contract import Term, contract, widened
 from invfunc.operations.factors import Part, Recipe
 from invfunc.per_sample import Shares
 from invfunc.per_sample.operands import Layer
@@ -60,31 +60,48 @@ def _of(basis: Kronecker, layer: Layer) -> bool:
 def _recipe(layer: Layer, basis: Kronecker) -> Recipe:
     """The share of one operation in the eigenbasis: its operands are rotated, not their product."""
     factors, picked, g = list(basis.factors), layer.picked, "" if basis.blocks is None else "g"
+    diagonal = [basis.is_diagonal(i) for i in range(len(factors))]  # it leaves what it is over as it is
     if layer.flipped:
         factors.reverse()  # what is sent back comes first
-    in_rows = picked is not None and factors[1].ndim == 1 and layer.flipped  # a diagonal leaves them as they are
+        diagonal.reverse()
+    in_rows = picked is not None and diagonal[1] and layer.flipped
     count = 0 if picked is None else len(factors[1])
+
+    def few(s: torch.Tensor) -> bool:
+        """Whether there are so few positions that operands are rotated, and not their product."""
+        k, i = len(factors[0]), len(factors[-1])
+        return s.shape[-1] * k <= (i * (k + i) if len(factors) > 1 else k)
 
     def build(delta: torch.Tensor, part: Part) -> list[Term]:
         operands = layer.of(delta, part)
         s, vectors = operands.s, [q.to(operands.s.dtype) for q in factors]
-        if in_rows:
-            return [("VNkt", s), ("kz", vectors[0])]
-        sent: list[Term] = [(f"VN{g}kr", s), (g + "kz", vectors[0])]
-        if len(vectors) == 1:
+        t = "t" if in_rows else "r"
+        sent = _turned((f"VN{g}k{t}", s), None if diagonal[0] else vectors[0], "kz", few(s))
+        if in_rows or len(vectors) == 1:
             return sent
         if operands.picked is not None:
-            across = vectors[1] if vectors[1].ndim == 2 else vectors[1].diag()
+            across = vectors[1].diag() if diagonal[1] else vectors[1]
             rows = torch.cat([across, across.new_zeros(1, count)])
             return [*sent, ("Nry", rows[operands.picked])]
         assert operands.a is not None
-        return [*sent, (f"N{g}ir", operands.a), (g + "iy", vectors[1])]
+        return [*sent, *_turned((f"N{g}ir", operands.a), None if diagonal[1] else vectors[1], "iy", few(s))]
 
     output = "z" if len(factors) == 1 else "yz" if layer.flipped else "zy"
     work = layer.recipe.work
     if in_rows:
         return Recipe("uz", build=build, picks=picked, work=work)
     return Recipe(g + output, build=build, work=work)
+
+
+def _turned(term: Term, vectors: torch.Tensor | None, labels: str, now: bool) -> list[Term]:
+    """An operand in the basis of eigenvectors, whose labels are its old and its new one, as a product or as its
+    factors; without vectors as it is."""
+    old, new = labels
+    turned = term[0].replace(old, new)
+    if vectors is None:
+        return [(turned, term[1])]
+    found = [term, ("g" * ("g" in turned) + labels, vectors)]
+    return [(turned, contract(widened(found), turned))] if now else found
 
 
 class InEigenbasis(Block):
@@ -115,8 +132,8 @@ class InEigenbasis(Block):
         if basis is None:
             return None, None
         assert basis.values is not None
-        if len(basis.factors) == 1 and basis.factors[0].ndim == 1:  # a diagonal is in its eigenbasis
-            return basis, shares.square_sum().flatten()
+        if len(basis.factors) == 1 and basis.is_diagonal(0):  # it is in its eigenbasis
+            return basis, shares.square_sum().reshape(basis.values.shape)
         if not isinstance(shares, Shares):  # of the core
             return basis, shares.rotated(basis, self.factors.joined).square_sum()
         try:

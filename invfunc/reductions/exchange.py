@@ -44,17 +44,21 @@ def filled(whole: Any, own: Any) -> Any:
 
 
 def triangle(x: torch.Tensor) -> torch.Tensor:
-    """The numbers of a symmetric matrix, or of several, each once; a vector stands for a diagonal matrix."""
-    return x if x.ndim < 2 else x[..., *_lower(x)]
+    """The numbers of a symmetric matrix, or of several, each once; others stand for diagonal matrices."""
+    return x[..., *_lower(x)] if _square(x) else x
 
 
 def of_triangle(numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The symmetric matrix with these numbers, of a shape as another one."""
-    if like.ndim < 2:
+    if not _square(like):
         return numbers
     found = numbers.new_zeros(like.shape)
     found[..., *_lower(found)] = numbers
     return found + found.tril(-1).mT
+
+
+def _square(x: torch.Tensor) -> bool:
+    return x.ndim > 1 and x.shape[-1] == x.shape[-2]
 
 
 def _lower(x: torch.Tensor) -> torch.Tensor:

@@ -48,9 +48,11 @@ class KroneckerFactors(Block):
     paired = thin = squares = counts = True
     sums = True  # of n samples each on its own
 
-    def __init__(self, sharing: str, joint: bool, unsupported: str = "error", degree: int | None = 1) -> None:
-        """`degree` is the power of the loss's scale that B has, None if its n is not that of the samples reduced."""
+    def __init__(self, sharing: str, joint: bool, unsupported: str, most: float, degree: int | None = 1) -> None:
+        """`most` is the largest dimension of a factor that is kept whole; `degree` the power of the loss's scale that B
+        has, None if its n is not that of the samples reduced."""
         self.sharing, self.joined, self.unsupported, self.degree = sharing, joint, unsupported, degree
+        self.most = most
         self.gaps = joint or unsupported == "skip"
         self.shortcuts: Shortcuts = "positions" if sharing == "expand" else "narrow"
 
@@ -64,7 +66,7 @@ class KroneckerFactors(Block):
             return (None,)
         name, shape = shares.name(shares.place), shares.leaf.shape
         if not isinstance(shares, Shares):  # of the core
-            return (Kept(name, shares.kronecker(self.sharing, self.joined)),)
+            return (Kept(name, shares.kronecker(self.sharing, self.joined, self.most)),)
         if any(use.derived.repeated for use in shares.uses):
             raise ArgumentError(
                 f"a part of one sample does not show whether f repeats {name} for the samples (expand, repeat), which "
@@ -75,13 +77,35 @@ class KroneckerFactors(Block):
         except Unfactored as why:
             if sum(n != 1 for n in shape) < 2:  # its block is no larger than a factor of a matrix
                 places = [Place(tuple(range(len(shape))), shape.numel())]
-                whole = Factors(shares.outer(), None, 1.0, places, "", shape)
+                block = shares.square_sum().flatten() if shape.numel() > self.most else shares.outer()
+                whole = Factors(block, None, 1.0, places, "", shape)
                 return (Kept(name, {"whole": whole}),)
             if self.unsupported == "skip":
                 return (None,)
             if self.unsupported == "diagonal":
                 return (Diagonal(name, {}, shares.square_sum()),)
             return (Refused(name, {}, str(why)),)
+
+    def matrices(self, shares: Shares) -> list[list[int]]:
+        if self.joined and shares.weight is not None:
+            return []
+        bias, shape = self.joined and shares.bias is not None, shares.leaf.shape
+        try:
+            layers = [Layer(shares, use, bias) for use in shares.uses]
+            for layer in layers:
+                layer.look(shares.columns.left, slice(0, 1))
+            _by_role(layers)
+        except Unfactored:
+            vector = sum(n != 1 for n in shape) < 2
+            kept = [shape.numel()] if self.unsupported == "diagonal" else []
+            return [self.form(shape.numel())] if vector else [kept] if kept else []
+        found, lead = dict[tuple[int, ...], list[int]](), [math.prod(layers[0].blocks)] if layers[0].blocks else []
+        for layer in layers:
+            for k, place in enumerate(layer.places):
+                rows = k and layer.picked is not None and self.sharing != "reduce"
+                form = [place.size] if rows else self.form(place.size + (k and bias))
+                found[place.dims] = max(found.get(place.dims, form), form, key=len)
+        return [[*lead, *form] for _, form in sorted(found.items())]
 
     def _factors(self, shares: Shares) -> dict[Hashable, Factors]:
         """The sums of outer products of one parameter, in each of its roles."""
@@ -110,10 +134,11 @@ class KroneckerFactors(Block):
         used = [self._used(layer, shares.columns, part) for layer in layers]
         counts = [sum(each) for each in zip(*(u.positions for u in used), strict=True)]
         weight = None if shares.columns.weight is None else shares.columns.weight[:, part]
-        b = _of_hessian(used[0]) if shares.columns.of_hessian else self._sent(used, weight)
         a, places = None, layers[0].places
+        diagonal = places[0].size > self.most
+        b = _of_hessian(used[0], diagonal) if shares.columns.of_hessian else self._sent(used, weight, diagonal)
         if not shares.seen_before and len(places) > 1:
-            a = self._inputs(used, places[1].size, counts)
+            a = self._inputs(used, places[1].size, counts, places[1].size + bool(bias) > self.most)
         if self.sharing == "backpack":  # it does not divide by the positions
             out, read = min(1.0, sum(u.out for u in used)), min(1.0, sum(u.read for u in used))
             a, b = a if a is None or out == 1 else a / out, b if read == 1 else b / read**2
@@ -121,30 +146,31 @@ class KroneckerFactors(Block):
         return Factors(b, a, positions, places, bias, shares.leaf.shape, layers[0].blocks)
 
     def _used(self, layer: Layer, columns: Columns, part: Part) -> Used:
-        left = (layer.operands if self.sharing == "reduce" else layer.products)(columns.left, part)
+        apart = self.sharing == "reduce" or layer.shares.leaf.numel() > self.most  # no product of all that is read
+        left = (layer.operands if apart else layer.products)(columns.left, part)
         right = left if columns.right is None else layer.operands(columns.right, part)
         out, read = layer.covered
         return Used(left, right, out, read, [k * out * read for k in layer.positions(left, part)])
 
-    def _sent(self, used: list[Used], weight: torch.Tensor | None) -> torch.Tensor:
-        """`sum_vnr s s^T`, symmetric also where a column is a product of two."""
+    def _sent(self, used: list[Used], weight: torch.Tensor | None, diagonal: bool) -> torch.Tensor:
+        """`sum_vnr s s^T`, symmetric also where a column is a product of two, or its diagonal."""
         same = all(u.right is u.left for u in used)
         if self.sharing == "expand":
-            b = summed(_scaled(_columns(u.left.s, u.right.s, weight), u.read) for u in used)
+            b = summed(_scaled(_columns(u.left.s, u.right.s, weight, diagonal), u.read) for u in used)
         else:
             first = _added((u.left, u.read) for u in used)
-            b = _columns(first, first if same else _added((u.right, u.read) for u in used), weight)
-        return b if same else (b + b.mT) / 2
+            b = _columns(first, first if same else _added((u.right, u.read) for u in used), weight, diagonal)
+        return b if same or diagonal else (b + b.mT) / 2
 
-    def _inputs(self, used: list[Used], rows: int, counts: Sequence[float]) -> torch.Tensor:
-        """`sum_n a a^T`; a diagonal where rows are picked, unless they are averaged first."""
+    def _inputs(self, used: list[Used], rows: int, counts: Sequence[float], diagonal: bool) -> torch.Tensor:
+        """`sum_n a a^T`, or its diagonal; that is all where rows are picked, unless they are averaged first."""
         if self.sharing != "reduce":
-            return added([_scaled(_products(u.left, rows), u.out) for u in used])
+            return added([_scaled(_products(u.left, rows, diagonal), u.out) for u in used])
         total = added([_scaled(_read(u.left, rows), u.out) for u in used])
         if len(set(counts)) == 1:
-            return outer(total.unsqueeze(-1)) / (counts[0] or 1) ** 2
+            return outer(total.unsqueeze(-1), diagonal=diagonal) / (counts[0] or 1) ** 2
         each = total.new_tensor([k or 1 for k in counts]).reshape(-1, *[1] * (total.ndim - 1))
-        return outer((total / each).unsqueeze(-1))
+        return outer((total / each).unsqueeze(-1), diagonal=diagonal)
 
     def scaled(self, state: State, by: float) -> State:
         return (state[0].scaled(by**2) if isinstance(state[0], Kept) else state[0],)
@@ -185,7 +211,7 @@ class KroneckerFactors(Block):
     def _matrix(self, found: Factors, origin: Origin, known: Found) -> Kronecker:
         shape, dims, blocks = found.shape, [p.dims for p in found.places], found.blocks
         if found.a is None:
-            return Kronecker((found.b,), (dims[0],), shape, blocks=blocks, origin=origin)
+            return Kronecker((_flat(found.b),), (dims[0],), shape, blocks=blocks, origin=origin)
         inputs = float(known.n if self.sharing == "backpack" else found.positions)  # it does not divide by positions
         a = found.a / (inputs or known.n)
         if found.bias:
@@ -194,8 +220,8 @@ class KroneckerFactors(Block):
             sizes = [math.prod(x.shape[:-1]) for x in (found.b, a)] if blocks else [len(found.b), len(a)]
             count = math.prod(blocks or (1,))
             shape, blocks = torch.Size([sizes[0], sizes[1] // count]), (count, 1) if blocks else None
-            return Kronecker((found.b, a), ((0,), (1,)), shape, blocks=blocks, origin=origin)
-        pairs = sorted(zip(dims, (found.b, a), strict=True), key=lambda pair: pair[0])
+            return Kronecker((_flat(found.b), _flat(a)), ((0,), (1,)), shape, blocks=blocks, origin=origin)
+        pairs = sorted(zip(dims, (_flat(found.b), _flat(a)), strict=True), key=lambda pair: pair[0])
         groups, factors = zip(*pairs, strict=True)
         origin = replace(origin, inputs=inputs, read=int(dims[0] <= dims[1]))
         return Kronecker(factors, groups, shape, blocks=blocks, origin=origin)
@@ -218,11 +244,11 @@ def _by_role(layers: list[Layer]) -> list[list[Layer]]:
     return list(roles.values())
 
 
-def _of_hessian(used: Used) -> torch.Tensor:
+def _of_hessian(used: Used, only_diagonal: bool) -> torch.Tensor:
     """The sum of the parts of a Hessian at all positions, from the root of its diagonal and what is beside it."""
-    diagonal = used.left.s.square().sum((0, 1, 3))
-    if used.right is used.left:
-        return diagonal.diag()
+    diagonal = outer(used.left.s.flatten(0, 1), diagonal=True)
+    if only_diagonal or used.right is used.left:
+        return diagonal if only_diagonal else diagonal.diag()
     b = -outer(used.right.s.flatten(0, 1))
     b.diagonal().copy_(diagonal)
     return b
@@ -246,7 +272,7 @@ def _read(x: Operands, rows: int) -> torch.Tensor:
     return none.scatter_add(1, x.picked, torch.ones_like(x.picked, dtype=x.s.dtype))[:, :-1]
 
 
-def _products(x: Operands, rows: int) -> torch.Tensor:
+def _products(x: Operands, rows: int, diagonal: bool) -> torch.Tensor:
     """`sum_nr a a^T`, or its diagonal."""
     if x.picked is not None:
         picked = x.picked.flatten()
@@ -254,12 +280,17 @@ def _products(x: Operands, rows: int) -> torch.Tensor:
     if x.gram is not None:
         return x.gram
     assert x.a is not None
-    return outer(x.a)
+    return outer(x.a, diagonal=diagonal)
 
 
-def _columns(s: torch.Tensor, other: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    """`sum_vnr weight[v, n] s[v, n, :, r] other[v, n, :, r]^T`"""
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """A factor, of which the diagonals `[g, k, 1]` of blocks become `[g, k]`."""
+    return x.squeeze(-1) if x.ndim == 3 and x.shape[1] > 1 else x
+
+
+def _columns(s: torch.Tensor, other: torch.Tensor, weight: torch.Tensor | None, diagonal: bool) -> torch.Tensor:
+    """`sum_vnr weight[v, n] s[v, n, :, r] other[v, n, :, r]^T`, or its diagonal."""
     if weight is None:
-        return outer(s.flatten(0, 1), None if other is s else other.flatten(0, 1))
+        return outer(s.flatten(0, 1), None if other is s else other.flatten(0, 1), diagonal)
     scaled = s * weight.to(s.dtype).reshape(*weight.shape, *[1] * (s.ndim - 2))
-    return outer(scaled.flatten(0, 1), other.flatten(0, 1))
+    return outer(scaled.flatten(0, 1), other.flatten(0, 1), diagonal)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from invfunc.per_sample import Shares
 from invfunc.per_sample.places import Unfactored
 from invfunc.reductions.eigenbasis import rotated
 from invfunc.reductions.gradients import EachSample
-from invfunc.reductions.reduction import Found, State
+from invfunc.reductions.reduction import Found, Reduction, State
 
 Covariance = torch.Tensor | Kronecker | float | None
 """Of one parameter: variances, a matrix over its entries with eigenvalues, one variance for all, or none."""
@@ -35,9 +37,30 @@ class PredictiveCovariance(EachSample):
         self.covariance = covariance.scale if over_all else covariance
         self.vectors = dict(tree.named_leaves(self.low_rank.vectors))
         self.constants = tuple(tree.tensors(covariance))
+        self.dense: torch.Tensor | None = None
+        """A matrix over the entries of all parameters, in their order."""
+        self.starts: list[int] = []
+        """Where the entries of each are among them."""
+
+    def at(self, leaves: list[torch.Tensor]) -> Reduction:
+        given = self.covariance.get("") if isinstance(self.covariance, dict) and len(self.covariance) == 1 else None
+        starts = [0, *accumulate(leaf.numel() for leaf in leaves)]
+        if not isinstance(given, torch.Tensor) or given.shape != (starts[-1], starts[-1]):
+            return self
+        if len(leaves) == 1 and leaves[0].shape == given.shape:  # variances of one entry
+            return self
+        found = copy(self)
+        found.dense, found.starts = given, starts
+        return found
 
     def step(self, shares: Shares) -> State:
         """The covariance, and beside it what the shares are along the vectors of a matrix over all parameters."""
+        if self.dense is not None:
+            own = shares.dense().transpose(0, 1).unsqueeze(-1).flatten(2)
+            own = own.to(torch.promote_types(own.dtype, torch.float32))
+            before = own.new_zeros(*own.shape[:2], own.shape[1] + self.starts[shares.place])
+            after = own.new_zeros(*own.shape[:2], self.starts[-1] - self.starts[shares.place + 1])
+            return (torch.cat([before, own, after], -1),)
         covariance = self._of_its_own(shares)
         if not self.vectors:
             return (covariance,)
@@ -47,17 +70,22 @@ class PredictiveCovariance(EachSample):
         return (torch.cat([covariance, *along], -1),)
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
-        return (leaf.new_zeros(n, columns, columns + self.low_rank.rank),)
+        return (leaf.new_zeros(n, columns, columns + self._rank),)
 
     def finish(self, state: State, found: Found) -> list[Any]:
         if len(found.outputs) != 1:
             raise ArgumentError(f"f returns {len(found.outputs)} outputs, but a covariance is of those of one tensor.")
         kept, (one,) = joined(list(state)), found.outputs
-        covariance, along = kept.split([kept.shape[1], self.low_rank.rank], -1)
-        if self.vectors:
-            weights = self.low_rank.weights
+        covariance, along = kept.split([kept.shape[1], self._rank], -1)
+        if self._rank:
+            weights = self.low_rank.weights if self.dense is None else self.dense
             covariance = covariance + weighted(along, weights) @ along.mT
         return [covariance.reshape(len(covariance), *one, *one)]
+
+    @property
+    def _rank(self) -> int:
+        """How many vectors the shares are kept along."""
+        return self.low_rank.rank if self.dense is None else len(self.dense)
 
     def of(self, name: str, shape: torch.Size) -> Covariance:
         """What is given of a parameter alone."""
@@ -108,7 +136,7 @@ class PredictiveCovariance(EachSample):
         """That of a matrix with eigenvalues: from the operands of the layers, if it is of these."""
         assert basis.values is not None
         joint = basis.origin.joint
-        if joint is None and len(basis.factors) == 1 and basis.factors[0].ndim == 1:
+        if joint is None and len(basis.factors) == 1 and basis.is_diagonal(0):
             return shares.covariances(basis.values.reshape(shares.leaf.shape))
         if joint is not None and (shares.bias is None or shares.leaf.shape != joint.shape):
             raise ArgumentError(

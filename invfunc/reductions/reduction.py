@@ -140,6 +140,19 @@ class Reduction:
         the result has no sample axis."""
         raise NotImplementedError  # only where columns are squared
 
+    def at(self, leaves: list[torch.Tensor]) -> Reduction:
+        """The reduction for these parameters."""
+        return self
+
+    def matrices(self, shares: Shares) -> list[list[int]]:
+        """The shapes of the matrices that it keeps of a parameter, beside what has a number for each entry; the shares
+        are of one sample, and need no numbers."""
+        return []
+
+    def bound(self, shape: torch.Size) -> list[list[int]]:
+        """Shapes that are nearly as large or larger, from that of a parameter."""
+        return []
+
     def merge(self, a: State, b: State, over: Over) -> State:
         """What is kept of two blocks of samples, of columns, or, for a result of all together, of two parameters."""
         if over == "samples" and self.row_axis is not None:

@@ -41,18 +41,31 @@ class Sides(Block):
     summed: ClassVar[int]
     """How many of the matrices, the first ones, are sums over samples and columns."""
 
+    def __init__(self, most: float) -> None:
+        """`most` is the largest dimension of a matrix that is kept whole, not as its diagonal."""
+        self.most = most
+
     def step(self, shares: Shares) -> State:
         shape = shares.leaf.shape
-        found = (shares.outer(), None) if is_vector(shape) else self.of(shares)
-        return (Sided(*found, shape),)
+        if not is_vector(shape):
+            return (Sided(*self.of(shares), shape),)
+        large = shape.numel() > self.most
+        return (Sided(shares.square_sum().flatten() if large else shares.outer(), None, shape),)
+
+    def side(self, shares: Shares, last: bool, other: torch.Tensor | None = None) -> torch.Tensor:
+        """That of the first dim, or the last ones, or its diagonal."""
+        size = shares.leaf[0].numel() if last else len(shares.leaf)
+        return shares.side(last, other, diagonal=size > self.most)
 
     def of(self, shares: Shares) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The two matrices, of a block of samples."""
         raise NotImplementedError  # each says them
 
+    def matrices(self, shares: Shares) -> list[list[int]]:
+        return self.bound(shares.leaf.shape)
+
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
-        sizes = [leaf.numel()] if is_vector(leaf.shape) else [len(leaf), leaf[0].numel()]
-        found = [leaf.new_zeros(size, size) for size in sizes]
+        found = [leaf.new_zeros(form) for form in self.bound(leaf.shape)]
         return (Sided(found[0], found[1] if found[1:] else None, leaf.shape),)
 
     def merge(self, a: State, b: State, over: Over) -> State:
@@ -91,7 +104,7 @@ class BothSides(Sides):
     summed = 2
 
     def of(self, shares: Shares) -> tuple[torch.Tensor, torch.Tensor]:
-        return shares.side(False), shares.side(True)
+        return self.side(shares, False), self.side(shares, True)
 
     def product(self, matrix: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return matrix, other / _trace(matrix)
@@ -105,9 +118,10 @@ class OneSide(Sides):
 
     summed = 1
 
-    def __init__(self, phase: int, known: dict[int, torch.Tensor] | None = None) -> None:
+    def __init__(self, most: float, phase: int, known: dict[int, torch.Tensor] | None = None) -> None:
+        super().__init__(most)
         self.phase, self.known = phase, known or {}
-        self.before = OneSide(phase - 1) if phase else None
+        self.before = OneSide(most, phase - 1) if phase else None
 
     @property
     def first(self) -> bool:
@@ -116,14 +130,14 @@ class OneSide(Sides):
 
     def learned_apart(self, states: States, found: Found) -> dict[int, torch.Tensor]:
         matrices = {i: kept.matrix for i, (kept,) in states.items()}
-        return {i: matrix / _but_zero(torch.linalg.matrix_norm(matrix)) for i, matrix in matrices.items()}
+        return {i: matrix / _but_zero(torch.linalg.vector_norm(matrix)) for i, matrix in matrices.items()}
 
     def knowing(self, learned: dict[int, torch.Tensor]) -> OneSide:
-        return OneSide(self.phase, learned)
+        return OneSide(self.most, self.phase, learned)
 
     def of(self, shares: Shares) -> tuple[torch.Tensor, torch.Tensor | None]:
         other = self.known.get(shares.place)
-        return shares.side(not self.first, other), other
+        return self.side(shares, not self.first, other), other
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
         """Samples that do not reach a parameter do not tell the other matrix."""
@@ -139,7 +153,8 @@ class OneSide(Sides):
         kept: Sided = state[0]
         if kept.other is None and not is_vector(kept.shape):
             size = kept.shape.numel() // len(kept.matrix)
-            kept = replace(kept, other=torch.eye(size, dtype=kept.matrix.dtype, device=kept.matrix.device))
+            ones = kept.matrix.new_ones(size)
+            kept = replace(kept, other=ones if size > self.most else ones.diag())
         return super().finish((kept,), found)
 
     def product(self, matrix: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,7 +167,7 @@ def is_vector(shape: Sequence[int]) -> bool:
 
 
 def _trace(x: torch.Tensor) -> torch.Tensor:
-    return _but_zero(x.diagonal().sum())
+    return _but_zero((x.diagonal() if x.ndim == 2 else x).sum())
 
 
 def _but_zero(x: torch.Tensor) -> torch.Tensor:

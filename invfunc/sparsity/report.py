@@ -40,10 +40,20 @@ class Parameter:
     generic: tuple[str, ...]
     """The operations among them without a fast rule: they run again with a copy of the parameter for each sample."""
 
+    matrices: tuple[tuple[int, ...], ...] = ()
+    """The shapes of its factors; a vector is the diagonal of one."""
+    bytes: int = 0
+    """What these take."""
+
     @property
     def way(self) -> str:
         """ "fast", "generic" or "unread"."""
         return "unread" if not self.operations else "generic" if self.generic else "fast"
+
+    def _matrices(self) -> str:
+        """Its factors and what they take."""
+        shapes = " and ".join(str([*x]) for x in self.matrices)
+        return f"{shapes}, {self.bytes / 2**20:.1f} MiB" if shapes else ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,10 +115,13 @@ class Explanation:
                 ways.get(p.name, "all"),
                 f"{p.way} rule" * bool(p.operations),
                 ", ".join(p.generic or p.operations),
+                p._matrices(),
             )
             for p in self.params
         ]
-        return table(title, ["parameter", "columns", "per sample", "read by"], rows, *above, *self._of_parts(), *below)
+        return table(
+            title, ["parameter", "columns", "per sample", "read by", "factors"], rows, *above, *self._of_parts(), *below
+        )
 
     def plot(self, ax: Any = None) -> Any:
         """Draw for each part, or each of several statistics, its columns and the backward passes that they take.
@@ -163,12 +176,17 @@ class Explanation:
         return [f"{m.name}: {m._passes()}; {m.why}" for m in self.members] or [str(part) for part in self.parts]
 
     def _table(self) -> list[str]:
-        rows = [(p.name, p.way, ", ".join(p.generic or p.operations)) for p in self.params]
-        widths = [max(len(row[k]) for row in rows) for k in (0, 1)] if rows else [0, 0]
-        return [f"{name:<{widths[0]}}  {way:<{widths[1]}}  {at}".rstrip() for name, way, at in rows]
+        rows = [(p.name, p.way, ", ".join(p.generic or p.operations), p._matrices()) for p in self.params]
+        widths = [max((len(row[k]) for row in rows), default=0) for k in (0, 1, 2)]
+        return ["  ".join(f"{x:<{n}}" for x, n in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows]
 
     def _cost(self) -> str:
-        return f"about {self.bytes / 2**20:.1f} MiB for the columns, {self.cost:.1%} of the work without structure"
+        size = sum(p.bytes for p in self.params)
+        factors = f"{size / 2**20:.1f} MiB for the factors, " if size else ""
+        return (
+            factors
+            + f"about {self.bytes / 2**20:.1f} MiB for the columns, {self.cost:.1%} of the work without structure"
+        )
 
 
 def _short(name: str, most: int = 40) -> str:

@@ -35,7 +35,8 @@ def batch_grad(
 
     Returns:
         A function `(params, *batch) -> G` with a tensor `[N, *p]` for each parameter `p`, in the unit of loss /
-        parameter.
+        parameter. Of a batch without samples (N = 0) of `[N]` losses or their sum it is `[0, *p]`, and all sums of
+        first-order statistics are zeros; a mean of nothing is an error.
 
     Raises:
         ArgumentError: f returns neither a scalar nor `[N]`, no parameter reaches it (f calls a module in place of a

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from invfunc._torch.functorch import innermost
-from invfunc.callables import describe
-from invfunc.errors import ArgumentError
-from invfunc.recording.problem import Indices, InDims
+from invfunc import tree
+from invfunc._torch.functorch import dispatched, innermost, transforming
+from invfunc._torch.precision import doubled
+from invfunc._torch.values import anywhere
+from invfunc._torch.weak import WeakIdMap
+from invfunc.callables import describe, valued
+from invfunc.errors import ArgumentError, InvFuncWarning
+from invfunc.recording.problem import Indices, InDims, Problem
 from invfunc.reductions.gradients import ClippedSum
 from invfunc.statistic import Statistic
 
@@ -23,6 +29,7 @@ def clipped_grad(
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
     has_aux: bool = False,
+    value: bool = False,
 ) -> Statistic:
     """The sum of per-sample gradients that are clipped to a norm, and their norms before.
 
@@ -42,15 +49,17 @@ def clipped_grad(
         max_norm: the largest norm of a per-sample gradient, above 0; a number, or a tensor without dims, in which the
             result has a derivative.
         samples, argnums, in_dims, has_aux: as in `batch_grad`. With several argnums the norm is over all of them.
+        value: whether what f returns comes behind the norms; with has_aux, `(value, aux)` as of `torch.func`.
 
     Returns:
         A function `(params, *batch) -> (grad, norms)`: a tree like the parameters in the unit of loss / parameter, and
         the `[N]` norms of the per-sample gradients over all parameters before clipping; with has_aux
-        `(grad, norms, aux)`.
+        `(grad, norms, aux)`, with value `(grad, norms, value)`.
 
     Raises:
         ArgumentError: `max_norm` is not above 0; and as in `batch_grad`.
         SampleAxisError: as in `batch_grad`.
+        A warning (`InvFuncWarning`), once for f, where a mean loss leaves all norms below `max_norm`.
 
     Example:
         >>> import torch, invfunc
@@ -71,8 +80,53 @@ def clipped_grad(
             f"clipped_grad({describe(f)}, max_norm={max_norm!r}): max_norm has to be a number above 0, or a tensor "
             "without dims that holds one."
         )
+    f, has_aux = valued(f, value, has_aux)
     options = {"argnums": argnums, "in_dims": in_dims, "has_aux": has_aux, "samples": samples}
-    return Statistic("clipped_grad", f, ClippedSum(max_norm), **options)
+    return _Clipped("clipped_grad", f, ClippedSum(max_norm), **options)
+
+
+class _Clipped(Statistic):
+    """Warns of a mean loss, which clips nothing."""
+
+    def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
+        found, aux = super().compute(args, kwargs, names)
+        if not (transforming() or dispatched() or self.options.reduce or _TOLD.get(self.f)):
+            given, (_, norms) = self.problem(args, kwargs, names), found
+            assert isinstance(self.reduction, ClippedSum)
+            if given.n > 1 and not anywhere(norms > self.reduction.max_norm) and _is_mean(self.f, given):
+                warnings.warn(
+                    f"{self!r}: no norm reaches max_norm, and the loss is the mean over the samples of the batch, "
+                    f"which divides each per-sample gradient by N = {given.n}. Return the [N] losses, as with "
+                    "reduction='none'.",
+                    InvFuncWarning,
+                    stacklevel=5,
+                )
+            with suppress(TypeError):  # a function of a kind that has no weak references
+                _TOLD.set(self.f, True)
+        return found, aux
+
+
+_TOLD: WeakIdMap[bool] = WeakIdMap()
+"""The functions that were looked at."""
+
+
+def _is_mean(f: Callable, given: Problem) -> bool:
+    """Whether the loss of the first two samples is the mean of their own, and not their sum."""
+
+    def loss(start: int, stop: int) -> torch.Tensor:
+        args = list(given.args)
+        for i, dim in given.dims.items():
+            if dim is not None:
+                args[i] = tree.map_tensors(lambda x, d=dim: x.narrow(d, start, stop - start), args[i])
+        found = f(*args, **given.kwargs)
+        return doubled(found[0] if given.has_aux else found).reshape(())
+
+    devices = {x.device.index for x in given.leaves if x.device.type == "cuda"} - {None}
+    with suppress(Exception), torch.random.fork_rng(devices), torch.no_grad():  # f may not run on one sample
+        both, first, second = loss(0, 2), loss(0, 1), loss(1, 2)
+        eps = torch.finfo(given.leaves[0].dtype).eps ** 0.75 * (first.abs() + second.abs())
+        return bool((both - (first + second) / 2).abs() <= eps) and bool((both - first - second).abs() > eps)
+    return False
 
 
 def _positive(max_norm: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from invfunc.column_options import check_factors, fisher_columns
+from invfunc.column_options import check_factors, fisher_columns, most_of
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.eigenbasis import InEigenbasis
 from invfunc.reductions.kronecker_factors import KroneckerFactors
@@ -26,6 +26,7 @@ def ekfac(
     weight_sharing: Literal["expand", "reduce", "backpack"] = "expand",
     joint: bool = False,
     unsupported: Literal["error", "diagonal", "skip"] = "error",
+    max_factor_dim: int | None = 16_384,
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
@@ -41,9 +42,10 @@ def ekfac(
     least as near to it (in the Frobenius norm) as the product of the factors.
 
     Args:
-        f, loss, fisher, mc_samples, generator, sample, peel, weight_sharing, joint, unsupported, samples, argnums,
-            in_dims, out_dims, has_aux: as in `kfac`; the same columns give the basis and the eigenvalues. f and loss
-            are pure in torch.func's sense (see the conventions).
+        f, loss, fisher, mc_samples, generator, sample, peel, weight_sharing, joint, unsupported, max_factor_dim,
+            samples, argnums, in_dims, out_dims, has_aux: as in `kfac`; the same columns give the basis and the
+            eigenvalues, and the basis of a side that is kept as a diagonal is the identity. f and loss are pure in
+            torch.func's sense (see the conventions).
 
     Returns:
         As `kfac`, but each `Kronecker` has `values`, and eigenvectors as its factors.
@@ -69,5 +71,5 @@ def ekfac(
     check_factors("ekfac", weight_sharing, unsupported)
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
     columns = fisher_columns("ekfac", fisher, mc_samples, generator, sample, peel)
-    factors = KroneckerFactors(weight_sharing, joint, unsupported)
+    factors = KroneckerFactors(weight_sharing, joint, unsupported, most_of("ekfac", max_factor_dim))
     return Statistic("ekfac", f, InEigenbasis(factors), loss=loss, **columns, **options)

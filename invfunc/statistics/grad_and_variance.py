@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from invfunc.callables import valued
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.gradients import SumAndCentredSquares
 from invfunc.statistic import Statistic
@@ -17,6 +18,7 @@ def grad_and_variance(
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
     has_aux: bool = False,
+    value: bool = False,
 ) -> Statistic:
     """The gradient of a loss function and the variance of its per-sample gradients, from one backward pass.
 
@@ -32,10 +34,12 @@ def grad_and_variance(
         correction: the divisor of the variance is N - correction.
         samples: as in `batch_grad`; both results are those of these samples.
         argnums, in_dims, has_aux: as in `batch_grad`.
+        value: as in `clipped_grad`: what f returns comes behind the variance.
 
     Returns:
         A function `(params, *batch) -> (grad, variance)`, two trees like the parameters, in the units of
-        loss / parameter and its square; with has_aux `(grad, variance, aux)`.
+        loss / parameter and its square; with has_aux `(grad, variance, aux)`, with value
+        `(grad, variance, value)`.
 
     Raises:
         ArgumentError: N - correction is not above 0; and as in `batch_grad`.
@@ -53,5 +57,6 @@ def grad_and_variance(
 
     Source: Balles and Hennig, "Dissecting Adam", ICML 2018 (what the variance of the gradient is used for).
     """
+    f, has_aux = valued(f, value, has_aux)
     options = {"argnums": argnums, "in_dims": in_dims, "has_aux": has_aux, "samples": samples}
     return Statistic("grad_and_variance", f, SumAndCentredSquares(correction), **options)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from invfunc.column_options import check_factors, fisher_columns
+from invfunc.column_options import check_factors, fisher_columns, most_of
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.kronecker_factors import KroneckerFactors
 from invfunc.statistic import Statistic
@@ -25,6 +25,7 @@ def kfac(
     weight_sharing: Literal["expand", "reduce", "backpack"] = "expand",
     joint: bool = False,
     unsupported: Literal["error", "diagonal", "skip"] = "error",
+    max_factor_dim: int | None = 16_384,
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
@@ -72,6 +73,9 @@ def kfac(
         joint: a weight and the bias of the same operation have one matrix over `[out, in + 1]` (of a convolution `in`
             counts the entries of a patch), in the weight's place; the bias comes last among the inputs, and has None
             in its own place.
+        max_factor_dim: the largest dimension of a factor that is kept whole. Of a larger one the diagonal is kept, as a
+            vector: of 50,257 words the counts in an embedding, sums of squares in a head. A weight in two roles has the
+            product nearest to the sum of such. None keeps all factors whole.
 
     Returns:
         A function `(params, *inputs, target) -> tree`, without `loss` `(params, *batch) -> tree`, with a `Kronecker`
@@ -80,7 +84,7 @@ def kfac(
 
     Raises:
         ArgumentError: parameters that no operation linear in them reads (all are named); unknown options; a loss
-            without a known sampler.
+            without a known sampler; factors that take more than the memory that is free (`explain` tells their sizes).
         SplitError, ConvexityError, SampleAxisError: as in `diag_ggn`.
 
     Example:
@@ -106,5 +110,5 @@ def kfac(
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
     columns = fisher_columns("kfac", fisher, mc_samples, generator, sample, peel)
     degree = None if samples is not None else 2 if fisher == "empirical" else 1
-    factors = KroneckerFactors(weight_sharing, joint, unsupported, degree)
+    factors = KroneckerFactors(weight_sharing, joint, unsupported, most_of("kfac", max_factor_dim), degree)
     return Statistic("kfac", f, factors, loss=loss, **columns, **options)

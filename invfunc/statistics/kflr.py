@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from invfunc.column_options import by_method, check_factors
+from invfunc.column_options import by_method, check_factors, most_of
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.kronecker_factors import KroneckerFactors
 from invfunc.reductions.quantity import GGN
@@ -20,6 +20,7 @@ def kflr(
     weight_sharing: Literal["expand", "reduce", "backpack"] = "expand",
     joint: bool = False,
     unsupported: Literal["error", "diagonal", "skip"] = "error",
+    max_factor_dim: int | None = 16_384,
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
@@ -36,8 +37,8 @@ def kflr(
         method: as in `diag_ggn`. With "expand" only, where each position counts on its own, columns (see `kfac`) whose
             receptive fields are disjoint share a pullback, and a last layer whose entries are the outputs has its
             factors in closed form: `diag(p) - p p^T` of a cross entropy.
-        f, loss, weight_sharing, joint, unsupported, samples, argnums, in_dims, out_dims, has_aux: as in `kfac`. f and
-            loss are pure in torch.func's sense (see the conventions).
+        f, loss, weight_sharing, joint, unsupported, max_factor_dim, samples, argnums, in_dims, out_dims, has_aux: as in
+            `kfac`. f and loss are pure in torch.func's sense (see the conventions).
 
     Returns:
         As `kfac`.
@@ -61,10 +62,11 @@ def kflr(
     """
     check_factors("kflr", weight_sharing, unsupported)
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
+    most = most_of("kflr", max_factor_dim)
     return Statistic(
         "kflr",
         f,
-        KroneckerFactors(weight_sharing, joint, unsupported, 1 if samples is None else None),
+        KroneckerFactors(weight_sharing, joint, unsupported, most, 1 if samples is None else None),
         kind=GGN,
         loss=loss,
         options=by_method("kflr", f, method),

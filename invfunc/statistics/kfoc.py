@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from invfunc.column_options import fisher_columns
+from invfunc.column_options import fisher_columns, most_of
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.sides import BothSides, OneSide
@@ -24,6 +24,7 @@ def kfoc(
     generator: torch.Generator | None = None,
     sample: Callable | None = None,
     peel: int | str | None = None,
+    max_factor_dim: int | None = 16_384,
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
@@ -48,6 +49,7 @@ def kfoc(
         f, loss, fisher, mc_samples, generator, sample, peel, samples, argnums, in_dims, out_dims, has_aux: as in
             `kfac`; the same columns in all sweeps. f and loss are pure in torch.func's sense (see the conventions).
         sweeps: how many factors are computed, one after the other.
+        max_factor_dim: as in `kfac`; the factor of the other side is the best one beside a diagonal.
 
     Returns:
         A function `(params, *inputs, target) -> tree`, without `loss` `(params, *batch) -> tree`, with a `Kronecker`
@@ -71,7 +73,7 @@ def kfoc(
     the nearest product of two batches is not told by those of each.
 
     Cost: a pullback of the columns for each sweep, and of each per-sample gradient the product with itself, from its
-    factors where that is cheaper. An embedding `[V, D]` has a factor `[V, V]`.
+    factors where that is cheaper; of an embedding `[V, D]` they are formed.
 
     Source: Schnaus et al., "Kronecker-factored optimal curvature", 2021, for the best product; Gupta, Koren and Singer,
     "Shampoo", ICML 2018; Morwani et al., "A new perspective on Shampoo's preconditioner", 2024, for what both are.
@@ -82,4 +84,6 @@ def kfoc(
         raise ArgumentError(f"kfoc(sweeps={sweeps}): there has to be one at least.")
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
     columns = fisher_columns("kfoc", fisher, mc_samples, generator, sample, peel)
-    return Statistic("kfoc", f, BothSides() if sweeps == 1 else OneSide(sweeps - 1), loss=loss, **columns, **options)
+    most = most_of("kfoc", max_factor_dim)
+    sides = BothSides(most) if sweeps == 1 else OneSide(most, sweeps - 1)
+    return Statistic("kfoc", f, sides, loss=loss, **columns, **options)

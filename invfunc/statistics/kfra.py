@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from invfunc.column_options import check_factors
+from invfunc.column_options import check_factors, most_of
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.kronecker_factors import ChainFactors
 from invfunc.reductions.quantity import CHAIN
@@ -19,6 +19,7 @@ def kfra(
     weight_sharing: Literal["expand", "reduce", "backpack"] = "expand",
     joint: bool = False,
     unsupported: Literal["error", "diagonal", "skip"] = "error",
+    max_factor_dim: int | None = 16_384,
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
@@ -32,9 +33,9 @@ def kfra(
             G = sum(J[n].T @ G @ J[n] for n in range(N)) / N
 
     Args:
-        f, loss, weight_sharing, joint, unsupported, samples, argnums, in_dims, out_dims, has_aux: as in `kfac`. f is a
-            chain: each operation reads one tensor, which comes from the one before, and each parameter is read once. f
-            and loss are pure in torch.func's sense (see the conventions).
+        f, loss, weight_sharing, joint, unsupported, max_factor_dim, samples, argnums, in_dims, out_dims, has_aux: as in
+            `kfac`. f is a chain: each operation reads one tensor, which comes from the one before, and each parameter
+            is read once. f and loss are pure in torch.func's sense (see the conventions).
 
     Returns:
         As `kfac`.
@@ -61,4 +62,5 @@ def kfra(
     """
     check_factors("kfra", weight_sharing, unsupported)
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
-    return Statistic("kfra", f, ChainFactors(weight_sharing, joint, unsupported), kind=CHAIN, loss=loss, **options)
+    factors = ChainFactors(weight_sharing, joint, unsupported, most_of("kfra", max_factor_dim))
+    return Statistic("kfra", f, factors, kind=CHAIN, loss=loss, **options)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from invfunc.callables import describe
+from invfunc.callables import by_name, describe, valued
 from invfunc.errors import ArgumentTypeError
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.noise import SumAndNoise
@@ -14,11 +14,12 @@ from invfunc.statistic import Statistic
 def noise_scale(
     f: Callable,
     *,
-    groups: Callable[[str], str | None] | None = None,
+    groups: Callable[[str], str | None] | Mapping[str, str | None] | None = None,
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
     has_aux: bool = False,
+    value: bool = False,
 ) -> Statistic:
     """The gradient of a loss function and the parts of its gradient-noise scale, from one backward pass.
 
@@ -41,14 +42,16 @@ def noise_scale(
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`. f is pure in torch.func's sense (see
             the conventions).
         groups: the name of the group for the key path of each parameter, as it is written behind the tree
-            (`"['weight']"`), or None for one that does not count; without it all count together. `groups=lambda path:
-            path` is of each parameter.
+            (`"['weight']"`), or None for one that does not count; or a dict of these by the names of those that count
+            (`{"0.weight": "first"}`). Without it all count together; `groups=lambda path: path` is of each parameter.
         samples, argnums, in_dims, has_aux: as in `batch_grad`; the gradient is that of these samples.
+        value: as in `clipped_grad`: what f returns comes behind the noise.
 
     Returns:
         A function `(params, *batch) -> (grad, noise)`: a tree like the parameters, and a `NoiseScale(squared_norm,
         trace)` of two tensors without dimensions in the unit of (loss / parameter)^2, whose `.scale` is their ratio, a
-        number of samples. With `groups` noise is a dict of these by the names. With has_aux `(grad, noise, aux)`.
+        number of samples. With `groups` noise is a dict of these by the names. With has_aux `(grad, noise, aux)`, with
+        value `(grad, noise, value)`.
 
     Raises:
         ArgumentError: there is one sample only, or `groups` names no parameter; and as in `batch_grad`.
@@ -101,10 +104,13 @@ def noise_scale(
     "Normalization layer per-example gradients are sufficient to predict gradient noise scale in transformers", NeurIPS
     2024.
     """
+    if isinstance(groups, Mapping):
+        groups = by_name(dict(groups))
     if groups is not None and not callable(groups):
         raise ArgumentTypeError(
             f"noise_scale({describe(f)}, groups=...): groups is of type {type(groups).__name__}, but has to be a "
-            "function from the key path of a parameter to the name of its group, or None."
+            "function from the key path of a parameter to the name of its group or None, or a dict of these by name."
         )
+    f, has_aux = valued(f, value, has_aux)
     options = {"argnums": argnums, "in_dims": in_dims, "has_aux": has_aux, "samples": samples}
     return Statistic("noise_scale", f, SumAndNoise(groups), **options)

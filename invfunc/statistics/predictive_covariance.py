@@ -39,7 +39,8 @@ def predictive_covariance(
             (see the conventions).
         covariance: a tree like the parameters, with the variances of a parameter in a tensor of its shape, its matrix
             in a `Kronecker` (of its own, or of a weight and its bias, `joint=True`), or None for one that is known; or
-            a `LowRank`, a matrix over all parameters; or a number, the variance of all entries.
+            a matrix over all parameters, symmetric, as a tensor `[P, P]` in the order of their leaves or a `LowRank`;
+            or a number, the variance of all entries.
         out_dims: the sample axis of the outputs.
         samples, argnums, in_dims, has_aux: as in `batch_grad`.
 
@@ -91,7 +92,7 @@ def predictive_covariance(
     Cost: one forward pass, a pullback of all outputs of a sample at once, and products of what layers read and of their
     cotangents with the matrices. Where an operation has no rule, or S does not factor as its operation does, the rows
     of J are formed, for some samples at a time. A decomposition of each `Kronecker`, once. Of k vectors of a `LowRank`
-    what layers read and their cotangents times each of them, and `[N, C, k]` is kept.
+    what layers read and their cotangents times each of them, and `[N, C, k]` is kept; of a matrix `[P, P]` all of J.
 
     Source: MacKay (1992); Ritter, Botev and Barber, "A scalable Laplace approximation for neural networks", ICLR 2018;
     Immer, Korzepa and Bauer, "Improving predictions of Bayesian neural nets via local linearization", AISTATS 2021.

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from invfunc import Kronecker, ekfac, functional, kfac, kflr, kfra, kronecker, tree
+from invfunc import Eigenpairs, Kronecker, LowRank, ekfac, functional, kfac, kflr, kfra, kronecker, tree
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
@@ -34,6 +34,7 @@ MADE = {
     "kfac": lambda: computed(kfac, dense, (2,), generator=torch.Generator().manual_seed(0)),
     "kflr, joint": lambda: computed(kflr, dense, (2,), joint=True),
     "kflr in groups, joint": lambda: computed(kflr, lambda: [nn.Conv1d(2, 4, 2, groups=2)], (2, 2), joint=True),
+    "kflr, diagonals": lambda: computed(kflr, dense, (2,), max_factor_dim=2),
     "kfra": lambda: computed(kfra, dense, (2,)),
     "ekfac": lambda: computed(ekfac, dense, (2,), fisher="exact"),
 }
@@ -85,4 +86,4 @@ def test_nothing_else_becomes_safe():
     ours = {
         kind for kind in torch.serialization.get_safe_globals() if getattr(kind, "__module__", "").startswith("invfunc")
     }
-    assert ours == {Kronecker, kronecker.Joint, kronecker.Origin}
+    assert ours == {Kronecker, kronecker.Joint, kronecker.Origin, Eigenpairs, LowRank}

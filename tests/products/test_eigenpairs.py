@@ -27,6 +27,7 @@ from invfunc import (
     linear_operator,
     tree,
 )
+from invfunc.testing import assert_trees_close
 from invfunc.testing.memory import peak_memory
 from invfunc.testing.values import moved
 from tests import matrices
@@ -474,3 +475,93 @@ def test_refusals():
         eigenpairs(f, F.cross_entropy, fisher="all")
     with pytest.raises(ArgumentTypeError, match="Chunk what is in it"):
         invfunc.chunked(t, 2)
+
+
+class TestTheSmallerSide:
+    """Where columns are twice as many as parameters, S itself is decomposed; all that follows is the same."""
+
+    @staticmethod
+    def both(monkeypatch, fisher="exact"):
+        f = lambda p, x: (x @ p["w"]).tanh() + p["b"]  # noqa: E731
+        args = {"w": Numbers(1)(2, 3), "b": Numbers(2)(3)}, Numbers(3)(40, 2), Numbers(4)(40, 3)
+        t = (
+            eigenpairs(f, F.mse_loss, fisher=fisher)
+            if fisher == "exact"
+            else eigenpairs(lambda p, x, y: (f(p, x) - y).square().sum(1), fisher=fisher)
+        )
+        small = t(*args)
+        monkeypatch.setattr("invfunc.products.eigenpairs._smaller", lambda columns, size: True)
+        return small, t(*args), args
+
+    @pytest.mark.parametrize("fisher", ["exact", "empirical"])
+    def test_gives_the_same(self, monkeypatch, fisher):
+        small, large, (params, *_) = self.both(monkeypatch, fisher)
+        assert small.rank == large.rank == 9
+        for of in (
+            lambda e: e.values,
+            lambda e: e.slopes().abs(),
+            lambda e: e.curvatures(),
+            lambda e: e.trace(),
+            lambda e: e.logdet(DAMPING),
+            lambda e: e @ params,
+            lambda e: e.solve(params, DAMPING),
+            lambda e: e.inverse(DAMPING) @ params,
+            lambda e: rows(e.vectors()).abs(),
+        ):
+            assert_trees_close(of(small), of(large), 1e-8)
+
+    def test_explain_says_what_is_decomposed(self, monkeypatch):
+        f = lambda w, x: x @ w  # noqa: E731
+        told = invfunc.explain(eigenpairs(f, F.mse_loss))(Numbers()(2, 3), Numbers(1)(4, 2), Numbers(2)(4, 3))
+        assert "a matrix [12, 6], of 3 columns of 4 samples and 6 parameters" in str(told)
+        monkeypatch.setattr("invfunc.products.eigenpairs.free_on", lambda device: 100)
+        with pytest.raises(ArgumentError, match=r"decomposes a symmetric matrix \[9, 9\], in .*but .* are free"):
+            eigenpairs(f, F.mse_loss)(Numbers()(2, 3), Numbers(1)(3, 2), Numbers(2)(3, 3))
+
+    def test_a_bar_is_shown_if_asked(self, monkeypatch):
+        shown = []
+        monkeypatch.setattr("invfunc._extras._bar", lambda title, total, unit: shown.append(title) or Bar())
+        f = lambda w, x: x @ w  # noqa: E731
+        for n in (2, 40):
+            eigenpairs(f, F.mse_loss, progress=True)(Numbers()(2, 3), Numbers(1)(n, 2), Numbers(2)(n, 3))
+        assert shown == ["eigenpairs(<lambda>, mse_loss)"] * 2
+
+
+class Bar:
+    """A bar that shows nothing."""
+
+    total, disable = None, False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def update(self, count=1):
+        return None
+
+
+class TestSaved:
+    @pytest.mark.parametrize("form", ["f and loss", "empirical"])
+    @pytest.mark.parametrize("n", [3, 40])
+    def test_are_loaded_as_they_were(self, form, n, tmp_path):
+        net, loss = network("perceptron", n), LOSSES[0]
+        args = net.params, net.x, loss.target(Numbers(1), n)
+        f, given = (net.f, (loss,)) if form == "f and loss" else (samples_loss(net, loss), ())
+        pairs = eigenpairs(f, *given, fisher="exact" if given else "empirical")(*args)
+        v = tree.map_leaves(lambda p: Numbers(2)(*p.shape), net.params)
+        torch.save({"pairs": pairs, "low rank": pairs.inverse(DAMPING)}, tmp_path / "a.pt")
+        found = torch.load(tmp_path / "a.pt")
+        again, low_rank = found["pairs"], found["low rank"]
+        torch.save(again, tmp_path / "b.pt")
+        for one in (again, torch.load(tmp_path / "b.pt")):
+            assert repr(one) == repr(pairs)
+            for of in (
+                lambda e: (e.values, e.slopes(), e.curvatures(), e.trace(), e.logdet(DAMPING), e.vectors(2)),
+                lambda e: (e @ v, e.solve(v, DAMPING), e.inverse(DAMPING) @ v, kronecker.solve(e, v, DAMPING)),
+                lambda e: vmap(lambda k: e.solve(v, k))(torch.tensor([0.1, 1.0])),
+                lambda e: e.solve(tree.map_leaves(lambda x: torch.stack([x, 2 * x]), v), DAMPING),
+            ):
+                assert_trees_close(of(one), of(pairs), 1e-8)
+        assert_trees_close(low_rank @ v, pairs.inverse(DAMPING) @ v, 1e-8)

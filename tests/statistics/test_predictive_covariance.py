@@ -248,3 +248,26 @@ def test_is_of_a_tree_like_the_parameters():
     for other in {"w": torch.rand(2)}, LowRank({"w": torch.rand(1, 2)}), LowRank(torch.rand(1, 2)):
         with pytest.raises(ArgumentError, match=r"has no entry for params\['a'\]\['w'\]"):
             predictive_covariance(f, other)(*args)
+
+
+class TestDense:
+    """Of a matrix `[P, P]` over all parameters."""
+
+    @settings(max_examples=8)
+    @given(net=networks(sequences=True))
+    def test_equals_the_whole_jacobian_with_it(self, net):
+        rows = jacobian(net)
+        root = Numbers(1)(rows.shape[-1], rows.shape[-1])
+        t, wanted = predictive_covariance(net.f, root @ root.T), rows @ (root @ root.T) @ rows.mT
+        loader = [(net.x,)]
+        certified = invfunc.certified(t, generator=torch.Generator().manual_seed(0))
+        for each in (t, in_blocks(t), generic(t), chunked(t, 2), chunked(t, 2, over="params"), certified):
+            assert_trees_close(each(net.params, net.x).reshape(wanted.shape), wanted, EXACT, EXACT)
+        found = invfunc.streamed(t)(net.params, loader)
+        assert_trees_close(found.reshape(wanted.shape), wanted, EXACT, EXACT)
+
+    def test_has_derivatives(self):
+        w, x, S = Numbers(0)(3, 2), Numbers(1)(4, 3), Numbers(2)(6, 6)
+        J = invfunc.batch_jacobian(lambda w, x: x @ w)(w, x).sum(1).flatten(1)
+        slope = torch.func.grad(lambda S: predictive_covariance(lambda w, x: x @ w, S)(w, x).sum())(S)
+        assert_trees_close(slope, J.T @ J, EXACT)

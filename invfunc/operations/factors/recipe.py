@@ -107,18 +107,18 @@ class Recipe:
     def rows(self, part: Part, count: int) -> torch.Tensor:
         """The row of a table with `count` rows for each entry u, `[b, u]`: none twice in a sample, but those behind."""
         assert self.picks is not None
-        return _grouped(self.picks(part), count)[1]
+        return grouped(self.picks(part), count)[1]
 
 
 def _added_up(term: Term, picked: torch.Tensor) -> Term:
     """What is sent back to equal rows, in one entry of its sample."""
     labels, x = term
-    at, entry = labels.index("t"), _grouped(picked)[0]
+    at, entry = labels.index("t"), grouped(picked)[0]
     index = entry.reshape(1, len(picked), *[-1 if d == at else 1 for d in range(2, x.ndim)]).expand(x.shape)
     return labels.replace("t", "u"), torch.zeros_like(x).scatter_add(at, index, x)
 
 
-def _grouped(tokens: torch.Tensor, count: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def grouped(tokens: torch.Tensor, count: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """The entry of its sample that each of the tokens `[b, t]` adds to, and the token of each entry `[b, u]`.
 
     There are as many entries as tokens; those left over have the token `count`.

@@ -24,7 +24,7 @@ FAULTS = [
     Fault(
         "half of a symmetric product is not mirrored",
         "linear_algebra/contract.py",
-        "found[:start, start:stop] = rows[:, :start].mT",
+        "found[:start, start:stop] = found[start:stop, :start].mT",
         "found[:start, start:stop] = 0",
         LONG + " operations/test_autocorrelation.py",
     ),
@@ -38,8 +38,8 @@ FAULTS = [
     Fault(
         "products as the gradient of a convolution are doubled",
         "linear_algebra/contract.py",
-        "lambda x, y: conv1d_weight(",
-        "lambda x, y: 2 * conv1d_weight(",
+        "_put(conv1d_weight(",
+        "_put(2 * conv1d_weight(",
         LONG,
     ),
     Fault(
@@ -71,5 +71,12 @@ FAULTS = [
         "total = added(total, more) if i else total + more",
         "total = added(total, more)",
         "operations/test_thresholds.py::TestKernels",
+    ),
+    Fault(
+        "a large factor is the squares of sums over positions",
+        "linear_algebra/contract.py",
+        "(a * b).sum((0, -1))",
+        "(a.sum(-1) * b.sum(-1)).sum(0)",
+        "reductions/test_diagonal_factors.py",
     ),
 ]

@@ -1,0 +1,93 @@
+"""Products and moments of the shares of a table: those of a loop, without a number for each of its rows."""
+
+import pytest
+import torch
+from torch import nn
+
+from invfunc import (
+    batch_grad,
+    batch_jacobian,
+    chunked,
+    compiled,
+    functional,
+    grad_and_variance,
+    gram,
+    streamed,
+    variance,
+)
+from invfunc.testing import assert_trees_close
+from invfunc.testing.laws.paths import in_blocks
+from tests.meter import Meter
+from tests.strategies import Numbers
+
+EXACT = 1e-10
+
+
+def table(count, n=6, positions=3, padding=None):
+    """A function, its parameters, tokens of which samples share some, and targets."""
+    layers = nn.Embedding(count, 4, padding_idx=padding), nn.Tanh(), nn.Flatten(), nn.Linear(4 * positions, 2)
+    f, params = functional(nn.Sequential(*layers).double())
+    rand = Numbers(1)
+    return f, {k: rand(*p.shape) for k, p in params.items()}, Numbers(2).below(min(count, 9), n, positions), rand(n, 2)
+
+
+def losses(f):
+    return lambda p, x, y: (f(p, x) - y).square().sum(1)
+
+
+def products(trees, others=None):
+    flat = [torch.cat([g.flatten(1) for g in t.values()], 1) for t in (trees, others or trees)]
+    return flat[0] @ flat[1].T
+
+
+@pytest.mark.parametrize("padding", [None, 1])
+@pytest.mark.parametrize("count", [2, 9, 4_000])
+class TestGram:
+    def test_of_a_loss_is_the_loop(self, count, padding):
+        f, *args = table(count, padding=padding)
+        t, wanted = gram(losses(f)), products(batch_grad(losses(f))(*args))
+        for path in (t, chunked(t, 3, over="params"), compiled(t), in_blocks(t)):
+            assert_trees_close(path(*args), wanted, EXACT)
+
+    def test_with_others_is_the_loop(self, count, padding):
+        f, params, x, y = table(count, padding=padding)
+        each = batch_grad(losses(f))
+        wanted = products(each(params, x[:4], y[:4]), each(params, x[4:], y[4:]))
+        assert_trees_close(gram(losses(f), others=(x[4:], y[4:]))(params, x[:4], y[:4]), wanted, EXACT)
+        loader = [(x[i : i + 2], y[i : i + 2]) for i in (0, 2, 4)]
+        assert_trees_close(streamed(gram(losses(f)))(params, loader), products(each(params, x, y)), EXACT)
+
+    def test_of_outputs_is_the_loop(self, count, padding):
+        f, params, x, _ = table(count, padding=padding)
+        J = {k: j.flatten(0, 1) for k, j in batch_jacobian(f)(params, x).items()}
+        assert_trees_close(gram(f)(params, x).flatten(2).flatten(0, 1), products(J), EXACT)
+
+    def test_goes_through_vmap_and_grad(self, count, padding):
+        f, params, x, y = table(count, padding=padding)
+        each = torch.stack([x, x.roll(1, 0)])
+        wanted = torch.stack([gram(losses(f))(params, x, y) for x in each])
+        assert_trees_close(torch.vmap(gram(losses(f)), (None, 0, None))(params, each, y), wanted, EXACT)
+        slope = torch.func.grad(lambda p: gram(losses(f))(p, x, y).square().sum())(params)
+        wanted = torch.func.grad(lambda p: products(batch_grad(losses(f))(p, x, y)).square().sum())(params)
+        assert_trees_close(slope, wanted, EXACT)
+
+
+@pytest.mark.parametrize("padding", [None, 1])
+@pytest.mark.parametrize("count", [2, 9, 4_000])
+def test_the_variance_is_that_of_the_loop(count, padding):
+    f, *args = table(count, padding=padding)
+    G = batch_grad(losses(f))(*args)
+    wanted = {k: g.var(0, correction=1) for k, g in G.items()}
+    for path in (variance(losses(f), correction=1), chunked(variance(losses(f), correction=1), 3, over="samples")):
+        assert_trees_close(path(*args), wanted, EXACT)
+    total, found = grad_and_variance(losses(f), correction=1)(*args)
+    assert_trees_close((total, found), ({k: g.sum(0) for k, g in G.items()}, wanted), EXACT)
+
+
+def test_gram_of_a_large_table_takes_less_than_the_table():
+    f, *args = table(50_000, n=64, positions=8)
+    t = gram(losses(f))
+    t(*args)
+    with Meter() as meter:
+        found = t(*args)
+    assert meter.peak(found) < 50_000 * 4 * 8 / 4
