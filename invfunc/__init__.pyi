@@ -1,6 +1,6 @@
 # Made by `python -m tests.stub`.
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from types import EllipsisType
 from typing import Any, Literal, TypeVar, overload
@@ -318,7 +318,12 @@ def chunked(
 ) -> Callable[[_S], _S]: ...
 @overload
 def clipped_grad(
-    f: Callable[..., Any], max_norm: float | torch.Tensor, *, samples: Indices | None = ..., in_dims: InDims = ...
+    f: Callable[..., Any],
+    max_norm: float | torch.Tensor,
+    *,
+    samples: Indices | None = ...,
+    in_dims: InDims = ...,
+    value: bool = ...,
 ) -> _WithNorms: ...
 @overload
 def clipped_grad(
@@ -329,6 +334,7 @@ def clipped_grad(
     argnums: int | tuple[int, ...] = ...,
     in_dims: InDims = ...,
     has_aux: bool = ...,
+    value: bool = ...,
 ) -> Statistic: ...
 def compiled(
     t: _S, *, backend: Literal["replay", "inductor", "cudagraphs", "auto"] = ..., recheck: int = ...
@@ -405,6 +411,7 @@ def eigenpairs(
     in_dims: InDims = ...,
     out_dims: int = ...,
     has_aux: bool = ...,
+    progress: bool = ...,
 ) -> Decomposition: ...
 @overload
 def ekfac(
@@ -417,6 +424,7 @@ def ekfac(
     sample: Callable[..., Any] | None = ...,
     peel: int | str | None = ...,
     weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
+    max_factor_dim: int | None = ...,
     samples: Indices | None = ...,
     in_dims: InDims = ...,
     out_dims: int = ...,
@@ -434,6 +442,7 @@ def ekfac(
     weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
     joint: bool = ...,
     unsupported: Literal["error", "diagonal", "skip"] = ...,
+    max_factor_dim: int | None = ...,
     samples: Indices | None = ...,
     argnums: int | tuple[int, ...] = ...,
     in_dims: InDims = ...,
@@ -551,7 +560,12 @@ def ggnvp(
 ) -> Product: ...
 @overload
 def grad_and_variance(
-    f: Callable[..., Any], *, correction: float = ..., samples: Indices | None = ..., in_dims: InDims = ...
+    f: Callable[..., Any],
+    *,
+    correction: float = ...,
+    samples: Indices | None = ...,
+    in_dims: InDims = ...,
+    value: bool = ...,
 ) -> _Pair: ...
 @overload
 def grad_and_variance(
@@ -562,6 +576,7 @@ def grad_and_variance(
     argnums: int | tuple[int, ...] = ...,
     in_dims: InDims = ...,
     has_aux: bool = ...,
+    value: bool = ...,
 ) -> Statistic: ...
 @overload
 def gram(
@@ -617,6 +632,7 @@ def kfac(
     sample: Callable[..., Any] | None = ...,
     peel: int | str | None = ...,
     weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
+    max_factor_dim: int | None = ...,
     samples: Indices | None = ...,
     in_dims: InDims = ...,
     out_dims: int = ...,
@@ -634,6 +650,7 @@ def kfac(
     weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
     joint: bool = ...,
     unsupported: Literal["error", "diagonal", "skip"] = ...,
+    max_factor_dim: int | None = ...,
     samples: Indices | None = ...,
     argnums: int | tuple[int, ...] = ...,
     in_dims: InDims = ...,
@@ -647,6 +664,7 @@ def kflr(
     *,
     method: Literal["auto", "dense"] = ...,
     weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
+    max_factor_dim: int | None = ...,
     samples: Indices | None = ...,
     in_dims: InDims = ...,
     out_dims: int = ...,
@@ -660,6 +678,7 @@ def kflr(
     weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
     joint: bool = ...,
     unsupported: Literal["error", "diagonal", "skip"] = ...,
+    max_factor_dim: int | None = ...,
     samples: Indices | None = ...,
     argnums: int | tuple[int, ...] = ...,
     in_dims: InDims = ...,
@@ -677,6 +696,7 @@ def kfoc(
     generator: torch.Generator | None = ...,
     sample: Callable[..., Any] | None = ...,
     peel: int | str | None = ...,
+    max_factor_dim: int | None = ...,
     samples: Indices | None = ...,
     in_dims: InDims = ...,
     out_dims: int = ...,
@@ -692,6 +712,7 @@ def kfoc(
     generator: torch.Generator | None = ...,
     sample: Callable[..., Any] | None = ...,
     peel: int | str | None = ...,
+    max_factor_dim: int | None = ...,
     samples: Indices | None = ...,
     argnums: int | tuple[int, ...] = ...,
     in_dims: InDims = ...,
@@ -704,6 +725,7 @@ def kfra(
     loss: Callable[..., Any] | None = ...,
     *,
     weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
+    max_factor_dim: int | None = ...,
     samples: Indices | None = ...,
     in_dims: InDims = ...,
     out_dims: int = ...,
@@ -716,6 +738,7 @@ def kfra(
     weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
     joint: bool = ...,
     unsupported: Literal["error", "diagonal", "skip"] = ...,
+    max_factor_dim: int | None = ...,
     samples: Indices | None = ...,
     argnums: int | tuple[int, ...] = ...,
     in_dims: InDims = ...,
@@ -731,19 +754,21 @@ def multiscale(*flows: Callable[..., Any], split_dim: int = ...) -> Invertible: 
 def noise_scale(
     f: Callable[..., Any],
     *,
-    groups: Callable[[str], str | None] | None = ...,
+    groups: Callable[[str], str | None] | Mapping[str, str | None] | None = ...,
     samples: Indices | None = ...,
     in_dims: InDims = ...,
+    value: bool = ...,
 ) -> _WithNoise: ...
 @overload
 def noise_scale(
     f: Callable[..., Any],
     *,
-    groups: Callable[[str], str | None] | None = ...,
+    groups: Callable[[str], str | None] | Mapping[str, str | None] | None = ...,
     samples: Indices | None = ...,
     argnums: int | tuple[int, ...] = ...,
     in_dims: InDims = ...,
     has_aux: bool = ...,
+    value: bool = ...,
 ) -> Statistic: ...
 def operation(fn: Callable[..., Any]) -> Operation: ...
 def outputs(z: Any) -> Any: ...
@@ -786,7 +811,7 @@ def predictive_covariance(
     out_dims: int = ...,
     has_aux: bool = ...,
 ) -> Statistic: ...
-def reduced(t: Statistic, fn: Callable[..., Any]) -> Statistic: ...
+def reduced(t: Statistic, fn: Callable[..., Any] | Mapping[str, Callable[..., Any]]) -> Statistic: ...
 def repeated(block: Callable[..., Any], *, anchor_every: int | None = ...) -> Invertible: ...
 def reversible_adam(
     loss: Callable[..., Any],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from invfunc import tree
 from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.values import anywhere
+from invfunc._torch.weak import WeakIdMap
 from invfunc.callables import check_functions, describe
 from invfunc.core.evaluate import evaluated, plain
 from invfunc.evaluation.engine import Engine
@@ -21,11 +21,13 @@ from invfunc.recording.beside import beside
 from invfunc.recording.problem import InDims, Problem, nothing, problem, with_aux
 from invfunc.recording.random import torchs_own
 from invfunc.reductions import Reduction
-from invfunc.reductions.quantity import GGN, GRADIENT, GRADIENT_OR_JACOBIAN, JACOBIAN, ColumnKind, Drawing, Quantity
+from invfunc.reductions.quantity import GRADIENT, ColumnKind, Drawing, Quantity
 from invfunc.sparsity.report import Explanation
 from invfunc.transform import Transform
 
 _PLAIN = Options(), Options(dense=True)
+_REFUSED = WeakIdMap[bool]()
+"""The statistics whose f the core has refused."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,8 +53,17 @@ class Statistic(Transform):
     shown: str | None = None
     """What `repr` says, where a relative of `chunked` made it of another statistic."""
 
+    taken: bool = field(init=False, compare=False)
+    """Whether the core may take what is wanted: a reduction of gradients, of columns of a GGN, or of Jacobian rows."""
+
     def __post_init__(self) -> None:
         check_functions(self.name, self.f, self.loss)
+        each = self.members or (self,)
+        simple = all(not (m.kind.averaged or m.kind.second_order) for m in each)
+        of_kind = simple and len({(m.kind.convex, m.kind.of_model == "yes") for m in each}) == 1
+        plain = all(m.others is None and m.options in _PLAIN for m in (self, *each))
+        drawn = all(m.drawing is None or m.drawing.sample is None for m in each)
+        object.__setattr__(self, "taken", of_kind and plain and drawn)
 
     def __repr__(self) -> str:
         loss = "" if self.loss is None else f", {describe(self.loss)}"
@@ -93,20 +104,14 @@ class Statistic(Transform):
         try:
             return evaluated(given, self._quantities(given), self.options.dense)
         except Exception:
-            object.__setattr__(self, "direct", False)
+            _REFUSED.set(self, True)
             set_states(before)
             return None
 
-    @cached_property
+    @property
     def direct(self) -> bool:
-        """Whether the core may take it: a reduction of gradients, of columns of a GGN, or of rows of a Jacobian."""
-        each = self.members or (self,)
-        if any(m.others is not None or m.options not in _PLAIN for m in (self, *each)):
-            return False
-        if any(m.drawing is not None and m.drawing.sample is not None for m in each):
-            return False
-        kinds = {m.kind for m in each}
-        return kinds in ({GGN}, {JACOBIAN}) or kinds <= {GRADIENT, GRADIENT_OR_JACOBIAN}
+        """Whether the core is asked: it may take what is wanted, and has not refused f."""
+        return self.taken and not _REFUSED.get(self)
 
     def without_samples(self, params: Any) -> Engine:
         """The evaluation of no samples, which has parameters only."""

@@ -98,8 +98,8 @@ quarter of the call here; above, the time is the same (0.93 to 1.03), or 0.6 to 
 GROUPED = 2**24
 """Numbers of the cotangents of all columns that are there at once; more columns come in groups. A limit of memory."""
 HOOKED = 2**20
-"""Numbers of the cotangents of one column from which on that is done for it, too. Below, hooks take up to a tenth of the
-call here."""
+"""Numbers of the cotangents of one column from which on that is done for it, too. Below, hooks take up to a tenth of
+the call here."""
 
 CACHE, ELSEWHERE = {"cpu": 6 * 2**20}, 2**26
 """How many numbers an intermediate tensor may have, the budget of a block: what a CPU keeps in its cache, what keeps

@@ -40,6 +40,8 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "HUGE_PAGES": (0, FAR),
     "HUGE_ON": (("cpu",), ()),
     "APART": (0, FAR),
+    "HOOKED": (0, FAR),
+    "GROUPED": (1, FAR),
     "APART_ON": (("cpu",), ()),
     "STREAMED": (0, FAR),
     "CACHE": ({"cpu": 16}, {"cpu": 2**24}),

@@ -177,6 +177,7 @@ def counted(statistic, args):
     return len(found), sum(found)
 
 
+@pytest.mark.usefixtures("old_core")
 @pytest.mark.quick
 @pytest.mark.parametrize("called", STATISTICS)
 @pytest.mark.parametrize("net", NETWORKS)

@@ -1,4 +1,4 @@
-"""From a function to its statistics: one run, a pullback of each kind of columns, and a contraction of each parameter."""
+"""From a function to its statistics: one run, pullbacks of the columns, and a contraction of each parameter."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from invfunc.loss.square_root import Columns, Units
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.problem import Problem
 from invfunc.reductions import Found, Reduction, State
-from invfunc.reductions.quantity import GGN, GRADIENT_OR_JACOBIAN, JACOBIAN, Quantity
+from invfunc.reductions.quantity import Quantity
 
 _DTYPES = (torch.float32, torch.float64, *HALF)
 
@@ -33,7 +33,7 @@ def plain(problem: Problem) -> bool:
     """Whether the arguments of a call are ordinary tensors, which nothing else watches."""
     if listening() or dispatched() or torch.is_inference_mode_enabled():
         return False
-    if dual_level() and not transforming():
+    if dual_level():  # forward mode
         return False
     return all([x.dtype in _DTYPES and x.layout is torch.strided and not x.is_meta for x in problem.leaves])
 
@@ -66,13 +66,12 @@ class Again(Exception):
     """Raised where the result has a derivative in what f closes over."""
 
 
-def _evaluated(
-    problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool, dense: bool
-) -> tuple[list[Any], Any]:
+def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool) -> tuple[Any, Any]:
+    """What f returns, and aux; the run knows then what f reads of the parameters."""
     device, given = problem.leaves[0].device.type, problem.tensors()
     before = versions(given)
     leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
-    if any([q.kind is GGN for q in quantities]):
+    if any([q.kind.convex for q in quantities]):
         run.criterion = Criterion(run.token)
     drawn = [q.drawing.count if q.drawing is not None else 0 for q in quantities]
     run.alone = all([q.kind.first_order or count == 1 for q, count in zip(quantities, drawn, strict=True)])
@@ -87,8 +86,17 @@ def _evaluated(
         raise Unsupported("a hook may change what is sent back")
     if not all([fits(q.reduction, problem.leaves) for q in quantities]):
         raise Unsupported("matrices that may take more than what is free")
-    kinds = {q.kind for q in quantities}
-    rows = kinds == {JACOBIAN} or (kinds == {GRADIENT_OR_JACOBIAN} and isinstance(out, torch.Tensor) and out.ndim > 1)
+    return out, aux
+
+
+def _evaluated(
+    problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool, dense: bool
+) -> tuple[list[Any], Any]:
+    device = problem.leaves[0].device.type
+    out, aux = _ran(problem, quantities, run, outside)
+    of_model = {q.kind.of_model for q in quantities}
+    several = isinstance(out, torch.Tensor) and out.ndim > 1
+    rows = of_model == {"yes"} or (of_model == {"unless it returns a loss"} and several)
     cotangent = None if rows else _cotangent(run, out)
     n, dtype = run.count, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
     found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)

@@ -82,8 +82,10 @@ def _outer(x: torch.Tensor, diagonal: bool) -> torch.Tensor:
 def kronecker(
     run: Run, leaf: torch.Tensor, uses: list[Use], sharing: str, bias: str, again: bool, most: float
 ) -> dict[Any, Factors]:
-    """The sums of outer products in each role; `bias` names one that is read as one more input, which is always 1, and a
-    factor of more than `most` entries is the diagonal of itself."""
+    """The sums of outer products in each role; `bias` names one that is read as one more input, which is always 1.
+
+    Of a factor of more than `most` entries, the diagonal is kept.
+    """
     roles: dict[Any, list[tuple[Use, Sent]]] = {}
     for use in uses:
         each = operands(run, leaf, use, bool(bias))
@@ -145,23 +147,9 @@ def _entries(leaf: torch.Tensor, use: Use) -> torch.Tensor:
 
 
 def _of_pair(run: Run, leaf: torch.Tensor, use: Pair, joint: bool) -> Sent:
+    """The operands of a product."""
     s = use.sends(run)
-    g, o, k = ((0,), (0,), (*range(1, leaf.ndim),)) if isinstance(use, Convolution) else use.of_w
-    swapped = (1, 0) if use.node.kind is SWAP else (*range(leaf.ndim),)
-    blocks = None
-    if s.shape[2] == 1 and use.node.kind in (LEAF, SWAP):
-        if not o or not k or (not isinstance(use, Convolution) and (g or (leaf.ndim > 2 and 1 in leaf.shape))):
-            raise Unsupported("K-factors of a product with a vector, or with dims of one entry")
-        dims = [(*(swapped[i] for i in kind),) for kind in (o, k)]
-        places = [Place(some, math.prod(leaf.shape[i] for i in some)) for some in dims]
-    else:
-        entries = _entries(leaf, use)
-        if isinstance(use, Convolution):
-            entries, g, o, k = entries.unflatten(0, (use.groups, -1)), (0,), (1,), (*range(2, len(use.shape) + 1),)
-        found = grid(entries, leaf.shape, [o, k], g)
-        places, blocks = found.places, found.blocks
-        if any(place.at is not None for place in places):
-            raise Unsupported("K-factors of entries in another order")
+    places, blocks = _places(leaf, use, s.shape[2] == 1)
 
     def read(block: Block) -> torch.Tensor:
         a = use.read(run, block)
@@ -169,6 +157,25 @@ def _of_pair(run: Run, leaf: torch.Tensor, use: Pair, joint: bool) -> Sent:
 
     key = id(use.edge) if s.shape[2] == 1 and not isinstance(use, Joined) and use.edge is not None else None
     return Sent(s, places, read, blocks, joint=joint, key=key)
+
+
+def _places(leaf: torch.Tensor, use: Pair, whole: bool) -> tuple[list[Place], tuple[int, ...] | None]:
+    """Where the factors of a product lie in the parameter, and into how many blocks its dims are divided."""
+    conv = isinstance(use, Convolution)
+    g, o, k = ((0,), (0,), (*range(1, leaf.ndim),)) if conv else use.of_w
+    if whole and use.node.kind in (LEAF, SWAP):
+        if not o or not k or (not conv and (g or (leaf.ndim > 2 and 1 in leaf.shape))):
+            raise Unsupported("K-factors of a product with a vector, or with dims of one entry")
+        swapped = (1, 0) if use.node.kind is SWAP else (*range(leaf.ndim),)
+        dims = [(*(swapped[i] for i in kind),) for kind in (o, k)]
+        return [Place(some, math.prod(leaf.shape[i] for i in some)) for some in dims], None
+    entries = _entries(leaf, use)
+    if isinstance(use, Convolution):
+        entries, g, o, k = entries.unflatten(0, (use.groups, -1)), (0,), (1,), (*range(2, len(use.shape) + 1),)
+    found = grid(entries, leaf.shape, [o, k], g)
+    if any(place.at is not None for place in found.places):
+        raise Unsupported("K-factors of entries in another order")
+    return found.places, found.blocks
 
 
 def _of_expanded(run: Run, leaf: torch.Tensor, use: Expanded) -> Sent:
@@ -185,10 +192,16 @@ def _of_expanded(run: Run, leaf: torch.Tensor, use: Expanded) -> Sent:
     if [view[i] for i in wide] != [size for size in shape if size != 1] or any(s.shape[i] != view[i] for i in wide):
         raise Unsupported("K-factors of a parameter in another shape")
     s = s.movedim(wide, (*range(-len(wide), 0),)) if wide else s.unsqueeze(-1)
-    if len(wide) < 2:
-        s = s.reshape(*s.shape[:2], 1, -1, leaf.numel())
-        key = id(use.edge) if use.factor is None and use.edge is not None and leaf.ndim == 1 else None
-        return Sent(s, [Place((*range(leaf.ndim),), leaf.numel())], key=key)
+    if len(wide) > 1:
+        return _in_rows(run, leaf, s)
+    s = s.reshape(*s.shape[:2], 1, -1, leaf.numel())
+    key = id(use.edge) if use.factor is None and use.edge is not None and leaf.ndim == 1 else None
+    return Sent(s, [Place((*range(leaf.ndim),), leaf.numel())], key=key)
+
+
+def _in_rows(run: Run, leaf: torch.Tensor, s: torch.Tensor) -> Sent:
+    """The operands of a scale or shift of several dims, as those of a table."""
+    shape = tuple(leaf.shape)
     last = max(i for i, size in enumerate(shape) if size != 1)
     rows = math.prod(shape[:last])
     s = s.reshape(*s.shape[:2], -1, rows, shape[last])
@@ -202,7 +215,10 @@ def partners(of: list[list[Use]], leaves: list[torch.Tensor]) -> dict[int, tuple
     edges = [{id(u.edge) for u in uses} for uses in of]
     found: dict[int, tuple[str, int]] = {}
     for i, uses in enumerate(of):
-        if not uses or any(type(u) not in (Pair, Convolution) or not u.layer or u.node.kind is not LEAF for u in uses):
+        if not uses or any(
+            type(u) not in (Pair, Convolution) or not getattr(u, "layer", False) or u.node.kind is not LEAF
+            for u in uses
+        ):
             continue
         size = leaves[i].shape[0]
         for k, others in enumerate(of):
@@ -244,7 +260,7 @@ class Turned(Use):
 class TurnedPair(Turned, Pair):
     """One of a product."""
 
-    dense = Pair.dense
+    dense = Pair.dense  # pyright: ignore[reportAssignmentType]: this is a Pair
 
     def read(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         assert self.each.read is not None

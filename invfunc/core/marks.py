@@ -42,7 +42,7 @@ class Mark:
 
 
 class Filled(Mark):
-    """The mark of a tensor that f filled itself, as the first state of a recurrent net: a dim that may be of samples."""
+    """The mark of a tensor that f filled itself, as the first state of a recurrent net: its dim may be of samples."""
 
     __slots__ = ()
 
@@ -69,7 +69,7 @@ Known = tuple[torch.Tensor, Any]
 
 def know(x: torch.Tensor, what: Mark | Node) -> None:
     """Note what is known of a tensor."""
-    x.__dict__["_known"] = what
+    vars(x)["_known"] = what
 
 
 def tensors(out: Any) -> Iterable[torch.Tensor]:

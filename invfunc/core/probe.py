@@ -1,9 +1,9 @@
 """The batch axis after any operation, by which entries change with which samples.
 
-For each bit of the numbers of the samples, the operation runs with other numbers in the samples that have the bit, and in
-those that have not. An entry that changes in exactly one of both depends on one sample, whose number the bits are. It
-runs on random numbers, also in place of constants, once for each signature, so that it finds all that does not hang on
-values: `ROUNDS` times, as the largest of some numbers may stay the largest.
+For each bit of the numbers of the samples, the operation runs with other numbers in the samples that have the bit,
+and in those that have not. An entry that changes in exactly one of both depends on one sample, whose number the bits
+are. It runs on random numbers, also in place of constants, once for each signature, so that it finds all that does
+not hang on values: `ROUNDS` times, as the largest of some numbers may stay the largest.
 """
 
 from __future__ import annotations
@@ -95,20 +95,10 @@ def _probed(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: l
     flat, structure = tree.flatten((args, kwargs))
     low = {id(x): wide(x) for x in flat if isinstance(x, torch.Tensor)}
     axes = {id(low[i]): axis for i, axis in axes.items()}
-    flat = [low.get(id(x), x) for x in flat]
-
-    def drawn(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or (drawing == "floats" and id(x) not in axes):
-            return x
-        if x.is_floating_point():
-            return torch.rand(x.shape, generator=generator, dtype=x.dtype, device=device)
-        if drawing == "floats":
-            return x
-        entries = x.detach().reshape(-1)
-        return entries[torch.randint(entries.numel(), x.shape, generator=generator, device=device)]
+    flat: list[Any] = [low.get(id(x), x) for x in flat]
 
     def call(chosen: torch.Tensor) -> list[torch.Tensor]:
-        mixed = []
+        mixed: list[Any] = []
         for x, a, b in zip(flat, ones, others, strict=True):
             if isinstance(x, torch.Tensor) and id(x) in axes:
                 a = torch.where(chosen[numbers(x.shape, axes[id(x)], n, device)], b, a)
@@ -122,7 +112,7 @@ def _probed(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: l
     absent: list[torch.Tensor] = []
     for turn in range(ROUNDS if drawing == "all" else 1):
         if drawing != "none":
-            ones, others = [*map(drawn, flat)], [*map(drawn, flat)]
+            ones, others = ([_drawn(x, id(x) in axes, drawing, generator) for x in flat] for _ in range(2))
         else:
             ones = flat
             others = [x.detach().roll(axes[id(x)][2], axes[id(x)][0]) if id(x) in axes else x for x in flat]
@@ -136,6 +126,18 @@ def _probed(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: l
                 there[i] |= one.long() << bit
                 absent[i] |= zero.long() << bit
     return [_axis_of(has, not_, n) for has, not_ in zip(there, absent, strict=True)]
+
+
+def _drawn(x: Any, followed: bool, drawing: str, generator: torch.Generator) -> Any:
+    """An argument with other numbers."""
+    if not isinstance(x, torch.Tensor) or (drawing == "floats" and not followed):
+        return x
+    if x.is_floating_point():
+        return torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+    if drawing == "floats":
+        return x
+    entries = x.detach().reshape(-1)
+    return entries[torch.randint(entries.numel(), x.shape, generator=generator, device=x.device)]
 
 
 def _axis_of(there: torch.Tensor, absent: torch.Tensor, n: int) -> Any:

@@ -2,11 +2,11 @@
 
 A tensor carries what is known of it in an attribute: a `Mark` if it has samples, a `Node` if it is a parameter or
 computed from parameters alone. An operation that brings both together gets an alias of the parameter, and a `Use` is
-noted, with the edge of the graph by which its cotangent comes. So no gradient reaches the parameters themselves, except by
-ways that were not seen, and these are an error for free.
+noted, with the edge of the graph by which its cotangent comes. So no gradient reaches the parameters themselves, except
+by ways that were not seen, and these are an error for free.
 
-At the top level f runs on detached leaves. Where the result is differentiated, a level of torch.func is opened around the
-run, and all that is noted is taken out of it.
+At the top level f runs on detached leaves. Where the result is differentiated, a level of torch.func is opened around
+the run, and all that is noted is taken out of it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from invfunc.core.axes import numbers, read
 from invfunc.core.columns import Criterion, criterion_of
 from invfunc.core.marks import (
     DERIVED,
+    HALF,
     LEAF,
     SUMMED,
     SWAP,
@@ -46,6 +47,7 @@ from invfunc.core.marks import (
     Unsupported,
     know,
     named,
+    option,
     replaced,
     tensors,
     wide,
@@ -55,7 +57,6 @@ from invfunc.core.tables import (
     DIVIDE,
     EXPANDS,
     FILLED,
-    HOOKS,
     INDEXES,
     LEAKS,
     LIKE,
@@ -65,6 +66,7 @@ from invfunc.core.tables import (
     PLAIN,
     POINTWISE,
     PURE,
+    REFUSED,
     RULES,
     SUMS,
     SWAPS,
@@ -130,14 +132,14 @@ class Run(TorchFunctionMode):
     def leaf(self, i: int, p: Tensor) -> Tensor:
         """What f gets in place of a parameter."""
         leaf = self.alias(p) if self.deep else p.detach().requires_grad_()
-        leaf.__dict__["_known"] = Node(self.token, i, LEAF)
+        vars(leaf)["_known"] = Node(self.token, i, LEAF)
         self.leaves.append(leaf)
         return leaf
 
     def samples(self, x: Tensor, axis: Any) -> Tensor:
         """What f gets in place of a tensor of the batch, whose samples are in a dim."""
         y = x.view_as(x) if self.deep else x.detach()
-        y.__dict__["_known"] = Mark(self.token, (axis.dim - y.ndim, 1, 1), y.requires_grad)
+        vars(y)["_known"] = Mark(self.token, (axis.dim - y.ndim, 1, 1), y.requires_grad)
         return y
 
     adopting = None
@@ -160,7 +162,7 @@ class Run(TorchFunctionMode):
     # Calls
 
     def look(self, args: Sequence[Any], found: tuple[list, ...]) -> None:
-        """Sort the tensors among arguments: with samples, parameters, filled, sums of samples, lost, mixed data, others."""
+        """Sort the tensors among arguments: with samples, parameters, filled, sums, lost, mixed data, others."""
         for x in args:
             if isinstance(x, Tensor):
                 known = getattr(x, "_known", None)
@@ -199,15 +201,19 @@ class Run(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in PLAIN:
             return func(*args, **kwargs)
-        if func in HOOKS:
-            raise Unsupported("a hook may change what is sent back")
+        if func in REFUSED:
+            raise Unsupported(f"{named(func)}, which is not followed here")
         if func in FILLED:
             return self.filled(func(*args, **kwargs))
         found: tuple[list, ...] = ([], [], [], [], [], [], [])
         self.look(args, found)
         if kwargs:
             self.look((*kwargs.values(),), found)
-        data, params, filled, sums, lost, blends, others = found
+        return self.dispatched(func, args, kwargs, found)
+
+    def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
+        """Run an operation, given the tensors that it reads."""
+        data, params, filled, sums, lost, blends, _ = found
         if filled and (data or sums or lost or blends):
             data += [(x, known.axis) for x, known in filled if known.graph]
         if func in LIKE and len(data) > 1:  # of the others the form alone
@@ -243,15 +249,19 @@ class Run(TorchFunctionMode):
         x, axis = data[0]
         if out is args[0] and out is not x:
             return self.mark(RULES[func], func, args, kwargs, data, out)
-        known, graph = x._known, out.requires_grad
+        if out.dtype is not x.dtype and out.dtype in HALF and not torch.is_autocast_enabled(x.device.type):
+            raise Unsupported("a cast to half precision")
+        known, graph = vars(x)["_known"], out.requires_grad
         if type(known) is not Mark or known.graph is not graph or self.n == 1:
             known = Mark(self.token, axis, graph)
-        out.__dict__["_known"] = known
+        vars(out)["_known"] = known
         return out
 
     def of_samples(self, func: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """Run an operation of samples, perhaps with parameters."""
         rule = RULES.get(func)
+        if params and func is torch.nn.functional.embedding and option(args, kwargs, 3, "max_norm") is not None:
+            raise Unsupported("an embedding with max_norm, which writes its table")
         if self.criterion is not None and (out := criterion_of(self, func, args, kwargs, data)) is not None:
             return self.mark(rule, func, args, kwargs, data, out)
         if rule is None or func is torch.nn.functional.embedding_bag:
@@ -331,7 +341,7 @@ class Run(TorchFunctionMode):
         else:
             out = self.mark(RULES[func], func, args, kwargs, data, func(*args, **kwargs))
         for y in tensors(out):
-            known = y.__dict__.pop("_known", None)
+            known = vars(y).pop("_known", None)
             if known is not None and type(known.axis) is tuple:
                 know(y, Filled(self.token, known.axis, known.graph))
             elif y.requires_grad:
@@ -349,15 +359,23 @@ class Run(TorchFunctionMode):
         value, known = params[0]
         if func in EXPANDS and self.n > 1 and (at := _grown(out.shape, value.shape, self.n)) is not None:
             return grown(self, out, known, value, at)
-        view = len(params) == 1 and func in VIEWS and known.kind is not DERIVED
-        view = view and not (func in INDEXES and _picks(args[1]))
         alone = not others and all([node.alone for _, node in params])
+        kind = self.kind_of(func, args, params)
         for y in tensors(out):
-            if y.requires_grad and (y is not value or not view):
-                swap = view and known.kind is LEAF and func in SWAPS and len(args) == 1 and y.ndim == 2
-                kind = SWAP if swap else VIEW if view else DERIVED
-                know(y, Node(self.token, known.leaf if view else None, kind, alone))
+            if y.is_complex():
+                raise Unsupported("complex numbers")
+            if y.requires_grad and (y is not value or kind is DERIVED):
+                own = VIEW if kind is SWAP and y.ndim != 2 else kind
+                know(y, Node(self.token, None if kind is DERIVED else known.leaf, own, alone))
         return out
+
+    def kind_of(self, func: Any, args: tuple, params: list[Known]) -> str:
+        """What an operation of parameters makes of one: its transpose, a view, or something computed."""
+        known = params[0][1]
+        view = len(params) == 1 and func in VIEWS and known.kind is not DERIVED
+        if not view or (func in INDEXES and _picks(args[1])):
+            return DERIVED
+        return SWAP if known.kind is LEAF and func in SWAPS and len(args) == 1 else VIEW
 
     def mark(self, rule: Any, func: Any, args: tuple, kwargs: dict, data: list[Known], out: Any) -> Any:
         """Note where the samples of a result are."""
@@ -375,15 +393,17 @@ class Run(TorchFunctionMode):
         for y in (out,) if isinstance(out, Tensor) else tensors(out):
             axis = axes.pop(0) if type(axes) is list else axes
             graph = y.requires_grad
+            if y.is_complex():
+                raise Unsupported("complex numbers")
             if axis is SUMMED and not graph:
                 axis = Unsupported(f"{named(func)}: a sum of data meets a parameter")
             if axis is not None:
                 self.unchanged(y, axis)
-                y.__dict__["_known"] = Mark(self.token, axis, graph)
+                vars(y)["_known"] = Mark(self.token, axis, graph)
         return out
 
     def lose(self, out: Any, error: Unsupported) -> Any:
-        """Note that samples are mixed: an error where the result comes from it, or, of data, where it meets parameters."""
+        """Note that samples are mixed: an error where the result comes of it, or, of data, where parameters meet it."""
         for y in tensors(out):
             self.unchanged(y, error)
             know(y, Mark(self.token, error, y.requires_grad))
@@ -423,16 +443,19 @@ class Run(TorchFunctionMode):
             uses = factor(self, args, kwargs, nodes, {id(x): axis for x, axis in data}, known.axis, func)
         if uses is None or len(uses) != len(params):
             return copied(self, func, rule, args, kwargs, data, params)
+        self.met(out, uses, not any([x.requires_grad for x, _ in data]))
+        return out
+
+    def met(self, out: Tensor, uses: list[Use], end: bool) -> None:
+        """Note the uses of an operation, with the edge of the graph at its result."""
         base, count = base_of(out), out.numel()  # of a view, which a later operation in place takes out of the graph
-        if base is not None and base.numel() != count:
-            raise Unsupported("an operation whose result is a part of another tensor")
-        edge, end = gradient_edge(out if base is None else base), not any([x.requires_grad for x, _ in data])
+        form = None if base is None else _form(out, base)
+        edge = gradient_edge(out if base is None else base)
         for use in uses:
-            use.edge, use.end, use.count, use.form = edge, end, count, None if base is None else out.shape
+            use.edge, use.end, use.count, use.form = edge, end, count, form
         self.uses += uses
         self.numbers += count
         self.largest = max(self.largest, count)
-        return out
 
     def with_sums(
         self, func: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known], sums: list[Known]
@@ -483,6 +506,7 @@ class Run(TorchFunctionMode):
             return [g for g in found if g is not None]
 
         self.columns, self.known = len(columns), {}
+        found: Any
         if self.columns == 1:
             found = [None if g is None else g[None] for g in pull(columns[0])]
         elif self.largest >= thresholds.APART and columns.device.type in thresholds.APART_ON:
@@ -611,6 +635,15 @@ def _attention(
         raise Unsupported("attention of parameters that is causal or grouped")
     products = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     return torch.nn.functional.dropout((products + attn_mask).softmax(-1), dropout_p, dropout_p > 0) @ v
+
+
+def _form(out: Tensor, base: Tensor) -> tuple[list[int], list[int]]:
+    """The shape of the entries of a base in the order of the dims of a view of it, and these dims as they are there."""
+    order = sorted(range(out.ndim), key=lambda dim: (-out.stride(dim), dim))
+    turned = out.permute(order)
+    if out.numel() != base.numel() or not turned.is_contiguous() or not base.is_contiguous():
+        raise Unsupported("an operation whose result is a part of another tensor, or in another order")
+    return [*turned.shape], sorted(range(out.ndim), key=order.__getitem__)
 
 
 def _picks(index: Any) -> bool:

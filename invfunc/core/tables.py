@@ -34,22 +34,22 @@ def getters(names: str) -> set[Any]:
 
 POINTWISE = called(
     "add sub mul div true_divide floor_divide truediv floordiv mod pow neg positive abs exp exp2 expm1 log log2 log10 "
-    "log1p sqrt rsqrt square sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh sigmoid erf erfc erfinv "
-    "lgamma digamma reciprocal sign floor ceil round trunc frac clamp clip clamp_min clamp_max relu relu6 elu selu celu "
-    "gelu silu mish softplus softsign tanhshrink hardtanh hardsigmoid hardswish hardshrink softshrink logsigmoid "
-    "log_sigmoid leaky_relu threshold rrelu dropout alpha_dropout feature_dropout maximum minimum fmax fmin where lerp "
-    "addcmul addcdiv masked_fill eq ne lt le gt ge and or xor not invert logical_and logical_or logical_not logical_xor "
-    "isnan isinf isfinite bitwise_and bitwise_or bitwise_not nan_to_num clone contiguous to float double half bfloat16 "
-    "int long bool type_as type detach detach_ zeros_like ones_like full_like empty_like rand_like randn_like bernoulli "
-    "subtract multiply divide negative rsub sinc logit xlogy hypot heaviside fill zero dropout1d dropout2d dropout3d "
-    "alias requires_grad_ copy_ remainder fmod cpu cuda greater less greater_equal less_equal not_equal logaddexp conj "
-    "resolve_conj resolve_neg"
+    "log1p sqrt rsqrt square sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh sigmoid erf erfc "
+    "erfinv lgamma digamma reciprocal sign floor ceil round trunc frac clamp clip clamp_min clamp_max relu relu6 elu "
+    "selu celu gelu silu mish softplus softsign tanhshrink hardtanh hardsigmoid hardswish hardshrink softshrink "
+    "logsigmoid log_sigmoid leaky_relu threshold rrelu dropout alpha_dropout feature_dropout maximum minimum fmax "
+    "fmin where lerp addcmul addcdiv masked_fill eq ne lt le gt ge and or xor not invert logical_and logical_or "
+    "logical_not logical_xor isnan isinf isfinite bitwise_and bitwise_or bitwise_not nan_to_num clone contiguous to "
+    "float double half bfloat16 int long bool type_as type detach detach_ zeros_like ones_like full_like empty_like "
+    "rand_like randn_like bernoulli subtract multiply divide negative rsub sinc logit xlogy hypot heaviside fill zero "
+    "dropout1d dropout2d dropout3d alias requires_grad_ copy_ remainder fmod cpu cuda greater less greater_equal "
+    "less_equal not_equal logaddexp conj resolve_conj resolve_neg"
 ) - {F.glu, T.__bool__, T.__int__, T.__long__, T.__float__}
 MULTIPLY = called("mul multiply")
 DIVIDE = called("div true_divide divide truediv") - {T.__rdiv__, T.__rtruediv__}
 LINEAR = called(
-    "add sub subtract neg negative sum mean clone contiguous to float double view reshape squeeze unsqueeze flatten stack "
-    "cat select getitem unbind t permute transpose expand radd rsub"
+    "add sub subtract neg negative sum mean clone contiguous to float double view reshape squeeze unsqueeze flatten "
+    "stack cat select getitem unbind t permute transpose expand radd rsub"
 )
 SUMS = called("add sub subtract rsub")
 VIEWS = called(
@@ -63,12 +63,13 @@ INDEXES = {T.__getitem__}
 LEAKS = called(
     "numpy tolist item __array__ __float__ data_ptr __int__ __index__ __format__ __repr__ __deepcopy__ __reduce_ex__"
 )
-HOOKS = called("register_hook register_post_accumulate_grad_hook")
+REFUSED = called("register_hook register_post_accumulate_grad_hook max_unpool1d max_unpool2d max_unpool3d")
+"""Hooks, which may change what is sent back, and operations that place the entries of a sample by numbers."""
 LIKE = called("to type_as zeros_like ones_like full_like empty_like rand_like randn_like view_as reshape_as expand_as")
 """Operations that read the values of their first argument alone."""
 PLAIN = getters(
-    "shape ndim dtype device layout requires_grad is_cuda is_leaf grad_fn is_sparse is_quantized is_meta is_nested names "
-    "itemsize nbytes is_mps is_xla is_cpu output_nr _version"
+    "shape ndim dtype device layout requires_grad is_cuda is_leaf grad_fn is_sparse is_quantized is_meta is_nested "
+    "names itemsize nbytes is_mps is_xla is_cpu output_nr _version"
 ) | called(
     "size dim ndimension numel nelement stride __len__ is_floating_point is_complex is_contiguous get_device "
     "element_size storage_offset is_tensor __hash__ is_same_size is_grad_enabled finfo iinfo __bool__ is_nonzero "

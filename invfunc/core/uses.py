@@ -1,7 +1,7 @@
 """Uses of parameters: each says what a sample adds to the gradient, from the cotangent `d` at its edge of the graph.
 
-A cotangent has its columns in front, `[V, ...]`; `dense(run, block)` are the per-sample gradients of a block of samples,
-`[V, n, *shape]`.
+A cotangent has its columns in front, `[V, ...]`; `dense(run, block)` are the per-sample gradients of a block of
+samples, `[V, n, *shape]`.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Use:
     """The edge of the graph by which its cotangent comes, or the copy of the parameter that the operation got."""
     end: bool = True
     """Whether nothing but copies of parameters lies below the edge."""
-    form: torch.Size | None = None
-    """The shape of the result, where the edge is that of a tensor of which it is a view."""
+    form: tuple[list[int], list[int]] | None = None
+    """How the entries of the tensor at the edge are those of the result, where that is a view of it."""
     d: Any = None
     """The cotangent, or a list with that of each column."""
     axis: Any = None
@@ -85,9 +85,15 @@ class Use:
     def send(self, d: Any) -> None:
         """Take the cotangent `[V, ...]` that has come to the edge, or a list with that of each column; None of none."""
         if isinstance(d, torch.Tensor):
-            self.d = wide(d if self.form is None else d.reshape(len(d), *self.form))
+            self.d = wide(d if self.form is None else self.formed_as(d, 1))
         else:
-            self.d = d if d is None or self.form is None else [x.reshape(self.form) for x in d]
+            self.d = d if d is None or self.form is None else [self.formed_as(x, 0) for x in d]
+
+    def formed_as(self, d: torch.Tensor, lead: int) -> torch.Tensor:
+        """The cotangent at a tensor as that at a view of it."""
+        assert self.form is not None
+        shape, dims = self.form
+        return d.reshape(*d.shape[:lead], *shape).permute(*range(lead), *(lead + dim for dim in dims))
 
     def sent(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         """The cotangent as `[V, n, ...]`."""
@@ -142,7 +148,8 @@ class Pair(Use):
         of_w: Dims,
     ) -> None:
         super().__init__(node, value)
-        self.a, self.a_axis, self.axis, self.version = a, a_axis, axis, version(a)
+        self.a: Any = a
+        self.a_axis, self.axis, self.version = a_axis, axis, version(a)
         self.of_a, self.of_d, self.of_w = of_a, of_d, of_w
         self.stacked = -2 if of_d is None else 1
 
@@ -150,7 +157,7 @@ class Pair(Use):
     """Whether its operation may have a bias."""
 
     def free(self) -> None:
-        self.d = self.a = None  # pyright: ignore[reportAttributeAccessIssue]: nobody reads it any more
+        self.d = self.a = None
 
     def inputs(self, run: Run, block: Block) -> torch.Tensor:
         """What was read, as `[n, 1 or more, ...]`."""
@@ -247,6 +254,8 @@ def product(d: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
 
 class Joined(Pair):
     """Several uses of one tensor as one with more positions, as those of a recurrent net."""
+
+    uses: Sequence[Pair]
 
     def __init__(self, uses: Sequence[Pair]) -> None:
         self.__dict__.update(uses[0].__dict__)
@@ -464,7 +473,7 @@ def of_linear(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis
     uses: list[Use] = []
     if id(w) in nodes:
         if w.ndim != 2:
-            return None
+            raise Unsupported("linear of a vector")
         pair = Pair(nodes[id(w)], w, x, axes[id(x)], axis, None, None, ((), (0,), (1,)))
         pair.layer = True
         uses.append(pair)
@@ -475,7 +484,7 @@ def of_linear(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis
 
 def _by_letters(
     run: Run, nodes: Nodes, w: torch.Tensor, x: torch.Tensor, ws: str, xs: str, outs: str, axes: Any, axis: Axis
-) -> list[Use] | None:
+) -> Any:
     """A product of one parameter and one tensor with samples."""
     if len(set(ws)) < len(ws) or len(set(xs)) < len(xs):
         return None
@@ -569,6 +578,8 @@ def of_norm(places: tuple[int, int | None], layer: bool = False) -> Callable:
         x = args[0]
         if id(x) not in axes:
             return None
+        if named(func) == "batch_norm" and option(args, kwargs, 5, "training", False):
+            raise Unsupported("batch norm in train mode")
         plain, options = list(args), {k: v for k, v in kwargs.items() if k not in ("weight", "bias")}
         for i in places:
             if i and i < len(plain):
@@ -641,7 +652,7 @@ def expanded(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: li
     out = run.mark(rule, func, args, kwargs, data, out)
     axis = known.axis if (known := getattr(out, "_known", None)) is not None else None
     if isinstance(axis, tuple) and next(iter(tensors(out))).requires_grad:
-        for x, node in params:
+        for x, node in {id(x): (x, node) for x, node in params}.values():
             run.use(Expanded(node, x, axis), copies[id(x)])
     elif axis is SUMMED:
         raise Unsupported("a sum over the samples meets a parameter")
@@ -702,7 +713,9 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
 
     out = torch.func.vmap(one, randomness="different")(*(given[i] for i in places))
     out = out.squeeze(0) if run.n == 1 else out.squeeze(axis[0]).movedim(0, axis[0])
+    if out.shape != plain.shape:
+        raise Unsupported("an operation in which parameters have an entry for each sample")
     know(out, Mark(run.token, axis, out.requires_grad))
-    for x, node in params:
+    for x, node in {id(x): (x, node) for x, node in params}.values():
         run.use(Copies(node, x), copies[id(x)])
     return out

@@ -109,7 +109,8 @@ def counts(call: Call) -> bool:
     target = call.arg("target")
     if target.is_floating_point():
         return False
-    return call.arg("weight") is not None or anywhere(target == call.arg("ignore_index", -100))
+    ignored = call.arg("ignore_index", -100)
+    return call.arg("weight") is not None or anywhere(target == ignored)
 
 
 _OLD = ("size_average", "reduce")

@@ -98,7 +98,7 @@ class Problem:
         first = part.start if isinstance(part, slice) else 0
         return replace(self, args=tuple(args), n=n, samples=None, first=first, factor=factor)
 
-    def target(self, trace: Trace) -> Any:
+    def target(self, trace: Watching) -> Any:
         return self._samples(trace, len(self.args) - 1, slice(None))
 
     def drawn(self, trace: Trace, target: Any) -> Any:

@@ -131,8 +131,8 @@ class Reduction:
         """What is kept of n samples that a parameter has no influence on."""
         return (torch.zeros_like(leaf),)
 
-    def step(self, shares: Shares) -> State:
-        """What is kept of one parameter and one block."""
+    def step(self, shares: Any) -> State:
+        """What is kept of one parameter and one block, given its `Shares`."""
         raise NotImplementedError  # each statistic says it
 
     def directly(self, rows: torch.Tensor) -> State:

@@ -54,7 +54,7 @@ class Sides(Block):
 
     def side(self, shares: Shares, last: bool, other: torch.Tensor | None = None) -> torch.Tensor:
         """That of the first dim, or the last ones, or its diagonal."""
-        size = shares.leaf[0].numel() if last else len(shares.leaf)
+        size = shares.leaf.shape[1:].numel() if last else len(shares.leaf)
         return shares.side(last, other, diagonal=size > self.most)
 
     def of(self, shares: Shares) -> tuple[torch.Tensor, torch.Tensor | None]:

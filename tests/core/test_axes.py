@@ -395,6 +395,7 @@ def confined(d: Drawn, func: Any, args: tuple, kwargs: dict[str, Any], data: lis
 
 
 UNCALLED: dict[str, str] = {
+    "states_before": "an operation of ours, before all steps of a recurrent layer, as the next one",
     "states_after": "an operation of ours, of all steps of a recurrent layer, whose law is in tests/operations",
     "_VariableFunctionsClass.empty_like": "its numbers are those that lie there",
     **dict.fromkeys([f"TensorBase.__{name}__" for name in ("bool", "float", "int", "long")], "they return numbers"),

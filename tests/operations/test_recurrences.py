@@ -87,6 +87,7 @@ def test_nothing_is_left_of_a_call(kind):
         gc.enable()
 
 
+@pytest.mark.usefixtures("old_core")
 class TestWhere:
     """The steps are at once where nothing but first derivatives is taken."""
 
@@ -155,6 +156,7 @@ def test_statistics_are_those_of_one_step_after_the_other(called, problem):
         assert_trees_close(t(params, X, of), generic(t)(params, X, of), EXACT)
 
 
+@pytest.mark.usefixtures("old_core")
 @kinds
 @pytest.mark.parametrize("sharing", ["expand", "reduce", "backpack"])
 def test_steps_are_positions_of_factors(kind, sharing):
@@ -168,6 +170,7 @@ def test_steps_are_positions_of_factors(kind, sharing):
         assert many(lambda way=way: assert_trees_close(way(params, X, y), wanted, EXACT)) > 0
 
 
+@pytest.mark.usefixtures("old_core")
 @kinds
 def test_columns_are_pulled_back_together(kind):
     f, params = layers(kind, bidirectional=True)

@@ -28,7 +28,10 @@ from tests.stated_common import having, of_torch
 from tests.strategies import Case, Numbers, sized
 from tests.torch_layers import LAYERS
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says of functions that it will drop
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("old_core"),
+]  # what torch says of functions that it will drop
 EXACT = 1e-9
 SIZES = {"all apart": {"n": 4, "a": 2, "b": 3}, "all alike": {"n": 2, "a": 2, "b": 2}}
 """Powers of two, so that means of numbers in half precision are exact."""

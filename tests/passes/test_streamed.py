@@ -14,6 +14,8 @@ from invfunc.testing import assert_trees_close
 from tests.crossed import FAR, thresholds_at
 from tests.strategies import Numbers
 
+pytestmark = pytest.mark.usefixtures("old_core")
+
 N, WIDTH, CLASSES = 64, 16, 5
 STATISTICS = {
     "diag_ggn": invfunc.diag_ggn,

@@ -46,8 +46,8 @@ FAULTS = [
     Fault(
         "the probe looks at the constants of one call",
         "core/probe.py",
-        'if not isinstance(x, torch.Tensor) or (drawing == "floats" and id(x) not in axes):',
-        "if not isinstance(x, torch.Tensor) or id(x) not in axes:",
+        'if not isinstance(x, torch.Tensor) or (drawing == "floats" and not followed):',
+        "if not isinstance(x, torch.Tensor) or not followed:",
         f"{LOOP}[solved_by_a_constant-plain]",
     ),
     Fault(
@@ -95,8 +95,8 @@ FAULTS = [
     Fault(
         "a regulariser counts whole for each sample",
         "core/uses.py",
-        "return (self.d / run.n).unsqueeze(1)",
-        "return self.d.unsqueeze(1)",
+        "run.taken((self.d / run.n).unsqueeze(1)",
+        "run.taken(self.d.unsqueeze(1)",
         f"{LOOP}[mean_and_regulariser-plain]",
     ),
     Fault(
