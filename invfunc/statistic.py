@@ -53,17 +53,8 @@ class Statistic(Transform):
     shown: str | None = None
     """What `repr` says, where a relative of `chunked` made it of another statistic."""
 
-    taken: bool = field(init=False, compare=False)
-    """Whether the core may take what is wanted: a reduction of gradients, of columns of a GGN, or of Jacobian rows."""
-
     def __post_init__(self) -> None:
         check_functions(self.name, self.f, self.loss)
-        each = self.members or (self,)
-        simple = all(not (m.kind.averaged or m.kind.second_order) for m in each)
-        of_kind = simple and len({(m.kind.convex, m.kind.of_model == "yes") for m in each}) == 1
-        plain = all(m.others is None and m.options in _PLAIN for m in (self, *each))
-        drawn = all(m.drawing is None or m.drawing.sample is None for m in each)
-        object.__setattr__(self, "taken", of_kind and plain and drawn)
 
     def __repr__(self) -> str:
         loss = "" if self.loss is None else f", {describe(self.loss)}"
@@ -111,7 +102,17 @@ class Statistic(Transform):
     @property
     def direct(self) -> bool:
         """Whether the core is asked: it may take what is wanted, and has not refused f."""
-        return self.taken and not _REFUSED.get(self)
+        return not _REFUSED.get(self) and self.taken
+
+    @property
+    def taken(self) -> bool:
+        """Whether the core may take what is wanted: reductions of gradients, of columns of a GGN, or Jacobian rows."""
+        each = self.members or (self,)
+        simple = all(not (m.kind.averaged or m.kind.second_order) for m in each)
+        of_kind = simple and len({(m.kind.convex, m.kind.of_model == "yes") for m in each}) == 1
+        plain = all(m.others is None and m.options in _PLAIN for m in (self, *each))
+        drawn = all(m.drawing is None or m.drawing.sample is None for m in each)
+        return of_kind and plain and drawn
 
     def without_samples(self, params: Any) -> Engine:
         """The evaluation of no samples, which has parameters only."""

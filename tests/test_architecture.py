@@ -59,13 +59,13 @@ FLOORS = [
 FILES = sorted(PACKAGE.rglob("*.py"))
 LONGEST = 730
 """Lines of a file, which are 150 to 500 where it can be: the engine of blocks (blocks/run.py) is one thing."""
-MOST_BRANCHES = 20
+MOST_BRANCHES = 26
 CEILINGS = {
     "the package": (
         ["invfunc"],
-        35_100,
+        37_300,
         400,
-        "what stands today; it goes down to 20,000 in 160 files with the statistics' core and scale",
+        "the lean core stands beside the old one until the last statistic has moved; wanted are 20,000 in 160 files",
     ),
     "invertible functions": (
         ["invfunc/blocks", "invfunc/invertible", "invfunc/pairs"],
@@ -73,9 +73,14 @@ CEILINGS = {
         34,
         "one engine for plain autograd and torch.func, by hooks on saved tensors; one recorded run finds inverses",
     ),
-    "pairs": (["invfunc/pairs"], 1_500, 13, "a pair is data: moves, from which both directions come"),
+    "pairs": (["invfunc/pairs"], 1_510, 13, "a pair is data: moves, from which both directions come"),
     "functional": (["invfunc/functional"], 160, 2, "torch.func.functional_call does it; here are messages and copies"),
-    "the tests": (["tests"], 48_700, 375, "what stands today; it goes down with what the package gives up"),
+    "the tests": (
+        ["tests"],
+        50_600,
+        385,
+        "laws of both cores while both stand; it goes down with them",
+    ),
 }
 """Code lines and files at most, and the reason. Who needs more takes away elsewhere, or states a better reason here."""
 

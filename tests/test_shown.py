@@ -46,7 +46,7 @@ class TestTables:
     def test_of_an_explanation_name_parameters(self, params):
         (_, first, second) = cells(explain(invfunc.diag_ggn(f, F.cross_entropy))(params, X, Y))
         assert (first[0], second[0]) == ("params['first <b>']", "params['second']")
-        assert first[2:] == ["fast rule", "matmul"]
+        assert first[2:4] == ["fast rule", "matmul"]
 
     def test_of_several_statistics_have_a_row_each(self, params):
         both = together(invfunc.diag_ggn(f, F.cross_entropy), kfac(f, F.cross_entropy, fisher="empirical"))

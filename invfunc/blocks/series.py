@@ -57,6 +57,8 @@ def in_series(steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:
     """The state behind some blocks, and what each of them hides; function modes see the calls of the blocks alone."""
     if not functorch.listening():
         return _in_series(steps, x, False)
+    if functorch.under(CoreRun):
+        raise Unsupported("blocks, which free what is read in them")
     with functorch.unwatched():
         return _in_series(steps, x, True)
 
@@ -129,8 +131,6 @@ def _only_level(given: Sequence[torch.Tensor]) -> int | None:
     """The level inside of torch.func at which alone some tensors have a graph, if there is one."""
     around = functorch.levels()
     grads = [level for kind, level in around if kind == "grad"]
-    if functorch.under(CoreRun):
-        raise Unsupported("blocks, which free what is read in them")
     if functorch.under(Trace) or len(grads) > 1 or any(kind not in ("grad", "vmap") for kind, _ in around):
         return None
     level = grads[0] if grads else 0

@@ -162,7 +162,7 @@ def _columns(
         count = sum(c.count for c in made)
         x, own = criterion.input, [folds[k] for k in same]
         shortcuts = quantity.drawing is None and not dense and all([f.reduction.shortcuts != "no" for f in own])
-        if count == 0 or (shortcuts and not run.deep and _structured(run, count)):
+        if count == 0 or (shortcuts and not run.deep and count >= thresholds.FEW):
             raise Unsupported("many columns, of which some may be left out by structure")
         assert x is not None
         _grouped(run, problem, own, x, made[0], 0)
@@ -205,15 +205,6 @@ def _rows(run: Run, problem: Problem, folds: Sequence[Fold], out: Any) -> None:
     for fold in folds:
         fold.found = replace(fold.found, outputs=[values.shape[1:]])
     _grouped(run, problem, folds, out, Units({0: values}), dim)
-
-
-def _structured(run: Run, count: int) -> bool:
-    """Whether so much is to be pulled back that a look for structure in the function is worth its time."""
-    sites = {id(u.edge): u.count / run.n for u in run.uses}
-    look = len(sites) * thresholds.LOOK + sum(sites.values()) * thresholds.LOOK_ENTRY
-    look *= thresholds.LOOK_ON.get(run.leaves[0].device.type, 1)
-    work = sum([2 * u.count * max(1, u.shape[1:].numel() if len(u.shape) > 1 else 1) for u in run.uses])
-    return count >= thresholds.FEW and thresholds.LOOKS * look < thresholds.PAYS * count * (work + thresholds.COLUMN)
 
 
 def _left(run: Run, results: Any, outside: bool) -> Any:

@@ -164,6 +164,8 @@ def _places(leaf: torch.Tensor, use: Pair, whole: bool) -> tuple[list[Place], tu
     conv = isinstance(use, Convolution)
     g, o, k = ((0,), (0,), (*range(1, leaf.ndim),)) if conv else use.of_w
     if whole and use.node.kind in (LEAF, SWAP):
+        if conv and leaf.shape[0] == 1:
+            raise Unsupported("K-factors of a convolution to one channel")
         if not o or not k or (not conv and (g or (leaf.ndim > 2 and 1 in leaf.shape))):
             raise Unsupported("K-factors of a product with a vector, or with dims of one entry")
         swapped = (1, 0) if use.node.kind is SWAP else (*range(leaf.ndim),)

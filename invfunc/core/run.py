@@ -330,7 +330,7 @@ class Run(TorchFunctionMode):
         before = x.__dict__.get("_known")
         if self.n > 1 and before is not None and type(before) is not Filled and version(x):
             lost = isinstance(axis, Unsupported)
-            if type(before) is Node or before.axis != axis or (lost and x._is_view()):  # pyright: ignore[reportAttributeAccessIssue]
+            if type(before) is Node or before.axis != axis or (lost and base_of(x) is not None):  # pyright: ignore[reportAttributeAccessIssue]
                 raise axis if lost else Unsupported("what is written moves the samples")
 
     def still_filled(self, func: Any, args: tuple, kwargs: dict, filled: list[Known], params: list[Known]) -> Any:

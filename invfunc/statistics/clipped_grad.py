@@ -90,7 +90,7 @@ class _Clipped(Statistic):
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         found, aux = super().compute(args, kwargs, names)
-        if not (transforming() or dispatched() or self.options.reduce or _TOLD.get(self.f)):
+        if not (self.members or transforming() or dispatched() or self.options.reduce or _TOLD.get(self.f)):
             given, (_, norms) = self.problem(args, kwargs, names), found
             assert isinstance(self.reduction, ClippedSum)
             if given.n > 1 and not anywhere(norms > self.reduction.max_norm) and _is_mean(self.f, given):

@@ -5,8 +5,6 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import (
-    InvFuncError,
-    RandomnessError,
     chunked,
     diag_ggn,
     diag_hessian,
@@ -135,17 +133,3 @@ def test_weights_of_samples_by_the_gradient_at_their_outputs(name):
     else:
         wanted = statistic(net, lambda z, t: weighted(z, t[0], t[1])[0])(PARAMS, X, (Y, weights))
     assert_trees_close(found, wanted, 1e-9)
-
-
-@pytest.mark.parametrize("name", ["diag_hessian", "parts"])
-def test_a_state_that_f_changes_is_told_of_where_it_runs_again(name):
-    state = {"centre": torch.ones(2, dtype=X.dtype)}
-
-    def loss(p, x, y):
-        z = net(p, x)
-        target = ((z.detach() - state["centre"]) / 0.5).softmax(-1)
-        state["centre"] = (state["centre"] + z.mean(0)).detach() / 2
-        return -(target * z.log_softmax(-1)).sum(-1).mean()
-
-    with pytest.raises(RandomnessError if name == "diag_hessian" else InvFuncError, match="state|part|outputs"):
-        STATISTICS[name](loss)(PARAMS, X, Y)

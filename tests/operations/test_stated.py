@@ -19,6 +19,7 @@ from invfunc.operations import batch_axis, calls, equations
 from invfunc.operations.batch_axis import BATCH_SUM, Call
 from invfunc.operations.heard import function_of
 from invfunc.operations.operation import OPERATIONS, known
+from invfunc.statistic import Statistic
 from invfunc.testing import assert_trees_close, dense_diag_ggn, dense_diag_hessian, loop_batch_grad
 from tests import forms, moves, stated, stated_losses
 from tests.coverage import FIRST
@@ -189,7 +190,8 @@ def recorded() -> Iterator[list[Call]]:
 def met() -> list[Call]:
     """All calls of all programs; such as are made once by each layer too."""
     every = [*sum(forms.FORMS.values(), []), *forms.MOVES, *moves.SELECTIONS, *moves.COMPUTATIONS, *moves.MEETINGS]
-    with recorded() as found, warnings.catch_warnings():
+    old_core = mock.patch.object(Statistic, "direct", False)
+    with old_core, recorded() as found, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for form in [*every, *stated.PROGRAMS]:
             case, args, options = arranged(form, SIZES["all apart"])
