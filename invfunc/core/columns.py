@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc._torch.functorch import storage_of, version
-from invfunc.core.marks import Axis, Mark, Run, Unsupported, know, wide
+from invfunc.core.marks import Axis, Run, Unsupported, wide
 from invfunc.core.tables import called
 from invfunc.core.uses import front
 from invfunc.loss.drawn import drawn
@@ -183,9 +183,3 @@ def criterion_of(run: Run, func: Any, args: tuple, kwargs: dict[str, Any], data:
     if run.n > 1 and (at != -args[0].ndim or outer != 1 or (inner != 1 and func is not F.cross_entropy)):
         raise Unsupported("the samples are not in dim 0 of the outputs")
     return criterion.meet(run, func, args, kwargs, axis)
-
-
-def known(run: Run, out: torch.Tensor, axis: Any) -> torch.Tensor:
-    """The result of a criterion with its mark."""
-    know(out, Mark(run.token, axis, out.requires_grad))
-    return out
