@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from invfunc import tree
+from invfunc._extras import ticking
 from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.values import anywhere
-from invfunc._torch.weak import WeakIdMap
 from invfunc.callables import check_functions, describe
 from invfunc.core.evaluate import evaluated, plain
+from invfunc.core.refused import refuse, refused
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.explained import joined
 from invfunc.plan import AxisName, Options
@@ -26,8 +27,6 @@ from invfunc.sparsity.report import Explanation
 from invfunc.transform import Transform
 
 _PLAIN = Options(), Options(dense=True)
-_REFUSED = WeakIdMap[bool]()
-"""The statistics whose f the core has refused."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,24 +84,31 @@ class Statistic(Transform):
         return self._engine(self.problem(args, kwargs, names), explaining)
 
     def _engine(self, given: Problem, explaining: bool = False) -> Engine:
-        return Engine(given, self.options, self._quantities(given), explaining)
+        core = bool(given.n) and not explaining and self.direct and plain(given)
+        return Engine(given, self.options, self._quantities(given), explaining, self._called if core else None)
 
     def _directly(self, given: Problem) -> tuple[list[Any], Any] | None:
         """The results by the core, if it follows f; else the engine finds them, or the error."""
-        if not given.n or not self.direct or not plain(given):
+        if not given.n or self.options.plan.asked("samples") or not self.direct or not plain(given):
             return None
         before = [(g, state_of(g)) for g in (*torchs_own(), *(d.generator for d in self.drawings))]
         try:
-            return evaluated(given, self._quantities(given), self.options.dense)
+            with ticking(self.options.progress, given.n) as ticks:
+                return evaluated(given, self._quantities(given), self.options, ticks)
         except Exception:
-            _REFUSED.set(self, True)
+            refuse(self.f, self._called)
             set_states(before)
             return None
 
     @property
     def direct(self) -> bool:
         """Whether the core is asked: it may take what is wanted, and has not refused f."""
-        return not _REFUSED.get(self) and self.taken
+        return self.taken and not refused(self.f, self._called)
+
+    @property
+    def _called(self) -> Hashable:
+        """What is asked of f."""
+        return self.name, *(m.name for m in self.members)
 
     @property
     def taken(self) -> bool:
@@ -110,9 +116,9 @@ class Statistic(Transform):
         each = self.members or (self,)
         simple = all(not (m.kind.averaged or m.kind.second_order) for m in each)
         of_kind = simple and len({(m.kind.convex, m.kind.of_model == "yes") for m in each}) == 1
-        plain = all(m.others is None and m.options in _PLAIN for m in (self, *each))
+        plain = self.options.fast and all(m.others is None and m.options in _PLAIN for m in self.members)
         drawn = all(m.drawing is None or m.drawing.sample is None for m in each)
-        return of_kind and plain and drawn
+        return of_kind and plain and drawn and self.others is None
 
     def without_samples(self, params: Any) -> Engine:
         """The evaluation of no samples, which has parameters only."""

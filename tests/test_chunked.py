@@ -289,7 +289,7 @@ class TestPasses:
 
     N, CLASSES = 5, 4
 
-    def counting(self):
+    def counting(self, hooked=True):
         calls, passes, rand = [], [], Numbers()
         params = {"a": rand(3, 4), "b": [rand(4), rand(4, self.CLASSES)], "c": rand(self.CLASSES)}
         x, y = rand(self.N, 3), rand.below(self.CLASSES, self.N)
@@ -298,7 +298,7 @@ class TestPasses:
             z = (x @ p["a"] + p["b"][0]).tanh() @ p["b"][1] + p["c"]
             calls.append(len(x))
             z = z + 0
-            if z.requires_grad:
+            if hooked and z.requires_grad:
                 z.register_hook(lambda g: passes.append(g.shape) and None)
             return z
 
@@ -348,7 +348,7 @@ class TestPasses:
         assert_trees_close(found, t(*args), EXACT)
 
     def test_over_outputs_keep_one_forward_pass(self):
-        f, args, calls, passes = self.counting()
+        f, args, calls, passes = self.counting(hooked=False)
         chunked(diag_ggn(f, F.cross_entropy), 3)(*args)
         assert calls == [self.N]
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from invfunc._torch.functorch import dispatched, undispatched, unwatched
+from invfunc._torch.functorch import dispatched, unwatched
 
 
 class Generator(Protocol):
@@ -66,8 +66,8 @@ def same_state(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether nothing was drawn between two states; no mode around us sees that."""
     if a is b:
         return True
-    with unwatched(), undispatched():
-        return torch.equal(a, b)
+    with unwatched():
+        return string_at(a.data_ptr(), a.nbytes) == string_at(b.data_ptr(), b.nbytes)
 
 
 class _Global:

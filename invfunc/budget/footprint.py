@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from traceback import clear_frames
@@ -20,6 +20,7 @@ from invfunc._torch.values import undecided
 from invfunc.budget.beside import HEAP, filled, in_pages
 from invfunc.budget.duration import duration
 from invfunc.budget.scratch import scratch
+from invfunc.core.refused import straight
 from invfunc.errors import ArgumentError
 
 BY_HAND = "Give the number of chunks: chunked(t, n)."
@@ -138,6 +139,12 @@ def footprint(
     call: Callable[..., Any], args: tuple, kwargs: dict[str, Any], drawn: Iterable[Any], limit: int | None = None
 ) -> Footprint:
     """What a call takes beside its arguments, from a run without numbers, which ends above the limit."""
+    return straight(partial(_footprint, call, args, kwargs, [*drawn], limit))
+
+
+def _footprint(
+    call: Callable[..., Any], args: tuple, kwargs: dict[str, Any], drawn: Sequence[Any], limit: int | None
+) -> Footprint:
     found, result = Footprint(limit), None
     with without_numbers((args, kwargs), drawn) as (given, named), _nothing_collected(), undecided() as more:
         try:

@@ -6,13 +6,15 @@ those of the positions), in which the rest of f has to be linear.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from invfunc._torch.functorch import storage_of, version
+from invfunc._torch.values import anywhere
 from invfunc.core.marks import Axis, Run, Unsupported, wide
 from invfunc.core.tables import called
 from invfunc.core.uses import front
@@ -27,6 +29,36 @@ CRITERIA = {F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits}
 OTHERS = called(
     "nll_loss binary_cross_entropy kl_div poisson_nll_loss gaussian_nll_loss huber_loss smooth_l1_loss l1_loss"
 )
+
+
+Hessian = Softmax | Elementwise
+
+
+def made(hessian: Hessian, quantity: Quantity, n: int) -> list[Columns]:
+    """The columns of a quantity."""
+    if quantity.drawing is None:
+        return [rooted(hessian, "all")]
+    return drawn([hessian], quantity.drawing.count, quantity.drawing.source(n), quantity.drawing.peel)
+
+
+def joined(parts: Sequence[Hessian]) -> Hessian:
+    """The Hessian of the loss of all samples, given that of parts of them."""
+    first, cat = parts[0], lambda each: torch.cat(each) if each[0] is not None else None
+    if any([type(part) is not type(first) for part in parts]):
+        raise Unsupported("the criterion is another one for a part of the samples")
+    if isinstance(first, Softmax):
+        return replace(first, logits=cat([p.logits for p in parts]), weight=cat([p.weight for p in parts]))
+    return replace(first, diagonal=cat([p.diagonal for p in parts]), logits=cat([p.logits for p in parts]))
+
+
+def weighs(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a criterion is a mean in which the targets weigh, which parts of the samples do not make up."""
+    if func not in (F.cross_entropy, F.nll_loss) or argument(func, args, kwargs, "reduction", "mean") != "mean":
+        return False
+    target, ignored = argument(func, args, kwargs, "target"), argument(func, args, kwargs, "ignore_index", -100)
+    if target.is_floating_point():
+        return False
+    return argument(func, args, kwargs, "weight") is not None or anywhere(target == ignored)
 
 
 class Criterion:
@@ -79,8 +111,8 @@ class Criterion:
         """An argument of the criterion."""
         return argument(self.func, self.args, self.kwargs, name, default)
 
-    def made(self, run: Run, result: torch.Tensor, quantity: Quantity) -> list[Columns]:
-        """The columns of a quantity."""
+    def hessian(self, run: Run, result: torch.Tensor) -> Hessian:
+        """The Hessian of the result in what the criterion is of."""
         if self.input is None:
             raise Unsupported("no criterion of torch's is found in f")
         if self.slope is None and result is self.leaf:
@@ -96,10 +128,7 @@ class Criterion:
             self.slope = wide(slope.detach())
             self.linear(result, run)
         name = "cross_entropy" if self.func is F.cross_entropy else self.func.__name__
-        columns = self._softmax(run, name) if self.func is F.cross_entropy else self._elementwise(run, name)
-        if quantity.drawing is None:
-            return [rooted(columns, "all")]
-        return drawn([columns], quantity.drawing.count, quantity.drawing.source(run.n), quantity.drawing.peel)
+        return self._softmax(run, name) if self.func is F.cross_entropy else self._elementwise(run, name)
 
     def linear(self, result: torch.Tensor, run: Run) -> None:
         """Check that the result is linear in that of the criterion."""
@@ -135,7 +164,7 @@ class Criterion:
 
         def layout(columns: torch.Tensor) -> torch.Tensor:
             v, n, c, _ = columns.shape
-            return columns.reshape(v, n, c, -1, *rest).movedim(2, 3).reshape(v, *shape)
+            return columns.reshape(v, n, c, -1, *rest).movedim(2, 3).reshape(v, -1, *shape[1:])
 
         return Softmax(0, logits, k.expand(shape[:1] + shape[2:]).reshape(run.n, -1), layout)
 

@@ -32,7 +32,7 @@ from invfunc._torch.functorch import (
 )
 from invfunc._torch.opened import opened
 from invfunc.core.axes import numbers, read
-from invfunc.core.columns import Criterion, criterion_of
+from invfunc.core.columns import Criterion, criterion_of, weighs
 from invfunc.core.marks import (
     DERIVED,
     HALF,
@@ -104,6 +104,12 @@ class Run(TorchFunctionMode):
         """Weights and biases that the same operations read, where somebody asks."""
         self.criterion: Criterion | None = None
         """The criterion of the outputs, where one is looked for."""
+        self.exact: Tensor | None = None
+        """How many of the first columns of each sample are not drawn, where some are."""
+        self.part = False
+        """Whether these are a part of the samples, whose losses have to add up."""
+        self.outputs: Any = None
+        """The outputs of a model that is given apart from its loss."""
         self.alone = True
         """Whether one vector is pulled back at a time."""
         self.blended = False
@@ -233,6 +239,8 @@ class Run(TorchFunctionMode):
         data, params, filled, sums, lost, blends, others = found
         if func is SET and (data or params or sums or lost or blends):
             return self.set_item(args, data, params or sums or lost or blends)
+        if blends and self.part:
+            raise Unsupported("data of several samples weigh the loss of a part of them")
         if lost:
             return self.lose(func(*args, **kwargs), lost[0][1])
         if sums:
@@ -260,6 +268,8 @@ class Run(TorchFunctionMode):
     def of_samples(self, func: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """Run an operation of samples, perhaps with parameters."""
         rule = RULES.get(func)
+        if self.part and weighs(func, args, kwargs):
+            raise Unsupported("a mean in which targets weigh, of a part of the samples")
         if params and func is torch.nn.functional.embedding and option(args, kwargs, 3, "max_norm") is not None:
             raise Unsupported("an embedding with max_norm, which writes its table")
         if self.criterion is not None and (out := criterion_of(self, func, args, kwargs, data)) is not None:
@@ -478,11 +488,16 @@ class Run(TorchFunctionMode):
 
     # Cotangents
 
-    def pull(self, out: Tensor, cotangent: Tensor | None) -> None:
+    def pull(self, out: Tensor, cotangent: Tensor | None, retain: bool = False) -> None:
         """Pull one vector at a tensor back to all uses; the leaves themselves must get nothing."""
         edges = {id(u.edge): u.edge for u in self.uses}
         found = torch.autograd.grad(
-            out, [*edges.values(), *self.leaves], cotangent, create_graph=self.deep, allow_unused=True
+            out,
+            [*edges.values(), *self.leaves],
+            cotangent,
+            create_graph=self.deep,
+            retain_graph=retain or self.deep,
+            allow_unused=True,
         )
         self.check(found[len(edges) :])
         cotangents = dict(zip(edges, found, strict=False))

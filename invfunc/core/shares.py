@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from invfunc import thresholds
+from invfunc._torch.functorch import dispatched
 from invfunc._torch.precision import doubled, has_float64
 from invfunc.core.factors import kronecker, rotated
 from invfunc.core.marks import DERIVED, HALF, LEAF, SWAP, wide
@@ -43,6 +44,7 @@ from invfunc.linear_algebra.contract import (
     twice,
     widened,
 )
+from invfunc.per_sample.lots import Drawn, Lot, drawn, variances
 from invfunc.per_sample.norms import narrow_norms, tried
 from invfunc.per_sample.sides import formed as sided
 from invfunc.per_sample.squares import shifted_moments
@@ -138,7 +140,7 @@ class Shares:
             return joined([self.dense(block).square().sum(0) for block in self.blocks()])
         use = self.single(Rows)
         if use is not None and not self.run.deep and self.run.columns == 1:
-            _, i, sums = use.touched(self.run)
+            _, i, sums, _ = use.touched(self.run)
             total = sums.new_zeros(use.shape[0], sums.shape[-1]).index_add(0, i, sums.square())
             return self.pulled(use, total.view(use.shape), 0)
         fresh = not self.run.deep and self.single(Pair) is not None
@@ -154,7 +156,7 @@ class Shares:
             return self.norms_of(pair)
         rows = self.single(Rows)
         if rows is not None and not self.run.deep:
-            n, _, sums = rows.touched(self.run)
+            n, _, sums, _ = rows.touched(self.run)
             return sums.new_zeros(self.count).index_add(0, n, sums.square().sum(1))
         return joined([self.flat(block).square().sum(1) for block in self.blocks()])
 
@@ -218,32 +220,60 @@ class Shares:
 
     def moments_of(self, use: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """Moments of a table: a row that a sample does not touch counts as a zero."""
-        n, (_, i, sums) = self.count, use.touched(self.run)
+        n, (_, i, sums, there) = self.count, use.touched(self.run)
         total = sums.new_zeros(use.shape[0], sums.shape[-1]).index_add(0, i, sums)
         mean = total / n
-        visits = sums.new_zeros(use.shape[0], 1).index_add(0, i, sums.new_ones(len(i), 1))
-        apart = torch.zeros_like(total).index_add(0, i, (sums - mean[i]).square())
+        visits = sums.new_zeros(use.shape[0], 1).index_add(0, i, there)
+        apart = torch.zeros_like(total).index_add(0, i, (sums - mean[i]).square() * there)
         both = [x.view(use.shape) for x in (total, apart + (n - visits) * mean.square())]
         return self.pulled(use, both[0], 0), self.pulled(use, both[1], 0)
 
     def products(self, exact: bool = False) -> torch.Tensor:
         """`sum_p G[v, n, p] G[w, m, p]` as `[V, n, V, n]`; `exact`, in float64."""
-        v, n = self.run.columns, self.count
-        if (factors := self.factors()) is not None:
-            a, d = (x.double() if exact else x for x in factors[1:])
-            a, d = a[:, :, 0].transpose(0, 1), d[:, :, :, 0].permute(2, 0, 1, 3).flatten(1, 2)  # [g, n, k], [g, V n, o]
-            both = (d @ d.mT).view(-1, v, n, v, n) * (a @ a.mT)[:, None, :, None]
-            return both.sum(0)
-        rows = self.single(Rows)
-        if rows is not None and not self.run.deep and v == 1 and rows.node.kind is LEAF:
-            samples, i, sums = rows.touched(self.run)
-            there, place = i.unique(return_inverse=True)  # the rows that some sample touches
-            flat = sums.new_zeros(n * len(there), sums.shape[-1])
-            flat = flat.index_copy(0, samples * len(there) + place, sums).view(n, -1)
-        else:
-            flat = self.dense().reshape(v * n, -1)
-        flat = doubled(flat) if exact else flat
-        return (flat @ flat.T).view(v, n, v, n)
+        return self.products_between(self, exact)
+
+    def products_with(self, last: int) -> torch.Tensor:
+        """The products of all samples but the last so many with these: `[V, n - last, V, last]`."""
+        edge = self.count - last
+        return self.products_between(self, of=slice(edge), others=slice(edge, self.count))
+
+    def products_between(
+        self, other: Shares, exact: bool = False, of: slice = slice(None), others: slice = slice(None)
+    ) -> torch.Tensor:
+        """The products of some samples with some of another run, or of this one: `[V, n, W, m]`; `exact`, in
+        float64."""
+        of_core = isinstance(other, Shares)  # the old core may have followed the other run
+        mine, its = self.factors(), other.factors() if of_core else None
+        if mine is not None and its is not None:
+            a, b = (doubled(x) if exact else x for x in (mine[1][of], its[1][others]))
+            d, e = (doubled(x) if exact else x for x in (mine[2][:, of], its[2][:, others]))
+            sizes = d.shape[0], d.shape[1], e.shape[0], e.shape[1]
+            a, b = (x[:, :, 0].transpose(0, 1) for x in (a, b))  # [g, n, k]
+            d, e = (x[:, :, :, 0].permute(2, 0, 1, 3).flatten(1, 2) for x in (d, e))  # [g, V n, o]
+            return ((d @ e.mT).view(-1, *sizes) * (a @ b.mT)[:, None, :, None]).sum(0)
+        x, y = self._rows(other) if of_core else (_flat(s.dense()) for s in (self, other))
+        x, y = (doubled(rows) if exact else rows for rows in (x[:, of], y[:, others]))
+        return (x.flatten(0, 1) @ y.flatten(0, 1).T).view(*x.shape[:2], *y.shape[:2])
+
+    def _rows(self, other: Shares) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of both as rows `[V, n, entries]`; of a table, in the rows that some sample touches."""
+        each = [self, other] if other is not self else [self]
+        tables = [s.single(Rows) for s in each]
+        if dispatched() or any(
+            t is None or s.run.deep or s.run.columns > 1 or t.node.kind is not LEAF
+            for s, t in zip(each, tables, strict=True)
+        ):
+            rows = [_flat(s.dense()) for s in each]
+            return rows[0], rows[-1]
+        touched = [t.touched(s.run)[:3] for s, t in zip(each, tables, strict=True) if t is not None]
+        every = torch.cat([i for _, i, _ in touched])
+        there, places = every.unique(return_inverse=True)
+        found = []
+        for s, (samples, i, sums) in zip(each, touched, strict=True):
+            place, places = places.split([len(i), len(places) - len(i)])
+            flat = sums.new_zeros(s.count * len(there), sums.shape[-1])
+            found.append(flat.index_add(0, samples * len(there) + place, sums).view(1, s.count, -1))
+        return found[0], found[-1]
 
     def covariances(self, weight: torch.Tensor) -> torch.Tensor:
         """`sum_p weight[p] G[v, n, p] G[w, n, p]` of each sample: `[n, V, V]`."""
@@ -272,6 +302,25 @@ class Shares:
             by, rows = (x.reshape(*rows.shape[:2], -1).transpose(0, 1) for x in (times(rows), rows))
             found.append(rows.to(by.dtype) @ by.mT)
         return joined(found)
+
+    def squares_and_variance(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`sum_vn G[v, n]^2`, and the variance that it has as columns are drawn."""
+        squares, spread = [], []
+        for block in self.blocks():
+            each = self.dense(block).square()
+            squares.append(each.sum((0, 1)))
+            spread.append(variances(each, self._drawn(each, block)).sum(0))
+        return summed(squares), summed(spread)
+
+    def squares_of_columns(self) -> tuple[torch.Tensor, Drawn]:
+        """`sum_p G[v, n, p]^2` as `[V, n]`, and which columns are drawn."""
+        norms = torch.cat([_flat(self.dense(block)).square().sum(2) for block in self.blocks()], 1)
+        return norms, self._drawn(norms, WHOLE)
+
+    def _drawn(self, values: torch.Tensor, block: Block) -> Drawn:
+        exact = self.run.exact
+        lot = Lot(0, len(values), None if exact is None else self.run.taken(exact, block))
+        return drawn([lot], slice(None), values)
 
     def projected(self, vectors: torch.Tensor) -> torch.Tensor:
         """`sum_p G[v, n, p] vectors[k, p]` of each sample: `[n, V, k]`."""
@@ -339,6 +388,11 @@ class Shares:
     def rotated(self, basis: Kronecker, joint: bool) -> Shares:
         """The gradients in the eigenbasis of K-factors, `Q^T G[v, n]`."""
         return rotated(self, basis, joint and self.bias is not None)
+
+
+def _flat(rows: torch.Tensor) -> torch.Tensor:
+    """Gradients as `[V, n, entries]`."""
+    return rows.reshape(*rows.shape[:2], -1)
 
 
 def together(uses: Sequence[Use]) -> list[Use]:

@@ -449,13 +449,18 @@ class Rows(Use):
         d = d if weights is None else d * weights.to(d.dtype)[:, None, None]
         return d.new_zeros(self.shape[0], d.shape[-1]).index_add(0, i.flatten(), d.flatten(0, 1)).view(self.shape)
 
-    def touched(self, run: Run) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The rows that samples touch, for the only column: their samples, indices, and gradients `[u, d]`."""
+    def touched(self, run: Run) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The rows that samples touch, for the only column: their samples, indices, and gradients `[u, d]`; and 1 where
+        there is one, as there are as many for each sample as its places, with zeros in row 0 behind the last."""
         i, d = self.parts(run)
-        key = i + torch.arange(len(i), device=i.device)[:, None] * self.shape[0]
-        key, place = key.flatten().unique(return_inverse=True)
-        sums = d.new_zeros(len(key), d.shape[-1]).index_add(0, place, d[0].flatten(0, 1))
-        return key // self.shape[0], key % self.shape[0], sums
+        i, order = i.sort(1)
+        number = torch.cat([torch.zeros_like(i[:, :1]), (i[:, 1:] != i[:, :-1]).long().cumsum(1)], 1)
+        d = d[0].gather(1, order[..., None].expand_as(d[0]))
+        sums = torch.zeros_like(d).scatter_add(1, number[..., None].expand_as(d), d)
+        index = torch.zeros_like(i).scatter(1, number, i)
+        there = torch.arange(i.shape[1], device=i.device) <= number[:, -1:]
+        samples = torch.arange(len(i), device=i.device)[:, None].expand_as(i)
+        return samples.flatten(), index.flatten(), sums.flatten(0, 1), there.reshape(-1, 1).to(d.dtype)
 
 
 # How operations read parameters: rules `(run, args, kwargs, nodes, axes, out_axis, func) -> uses`, None without a rule

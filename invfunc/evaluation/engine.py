@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
@@ -14,11 +14,13 @@ import torch
 from invfunc import thresholds, tree
 from invfunc._alike import added
 from invfunc._extras import ticking
-from invfunc._torch.generators import state_of
+from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.values import checked_at_the_end
+from invfunc.core.refused import refuse
 from invfunc.errors import ArgumentError, SampleAxisError, SplitError, to_be_split
 from invfunc.evaluation.explained import Report
 from invfunc.evaluation.fold import SLOPE, Fold
+from invfunc.evaluation.parts import Parts
 from invfunc.evaluation.weights import LossPart
 from invfunc.loss.outputs import OutputFinder, searched
 from invfunc.loss.square_root import Columns, Gradient
@@ -34,7 +36,7 @@ from invfunc.recording import Trace
 from invfunc.recording.checks import cannot_draw, check_loss
 from invfunc.recording.joined import check_batches, check_fewer, moved
 from invfunc.recording.problem import Problem
-from invfunc.recording.random import Draws, Drew, restore
+from invfunc.recording.random import Draws, Drew, restore, torchs_own
 from invfunc.recording.scope import Scope
 from invfunc.recording.steps import any_step, nonlinear
 from invfunc.reductions.quantity import Quantity
@@ -54,9 +56,16 @@ class Engine:
     """One evaluation of one statistic, or of several of the same function together."""
 
     def __init__(
-        self, problem: Problem, options: Options, quantities: Sequence[Quantity], explaining: bool = False
+        self,
+        problem: Problem,
+        options: Options,
+        quantities: Sequence[Quantity],
+        explaining: bool = False,
+        called: Hashable = None,
     ) -> None:
-        """`explaining` says that it is not evaluated, but only asked how it would be."""
+        """`explaining` says that it is not evaluated, but only asked how it would be; `called` is what is asked of f,
+        if the core may follow it."""
+        self.called = called
         self.problem, self.plan, self.quantities = problem, options.plan, quantities
         kinds = {q.kind for q in quantities}
         averaged = any(k.averaged for k in kinds)
@@ -83,15 +92,21 @@ class Engine:
 
     def result(self) -> tuple[list[Any], Any]:
         """What is asked for, and aux."""
-        with self.scope, ticking(self.fold.options.progress, self.problem.n * self.sweeps) as self.fold.ticks:
-            aux = self._run()
-            return self.fold.finished(), self.scope.result(aux)
+        with ticking(self.fold.options.progress, self.problem.n * self.sweeps) as self.fold.ticks:
+            if (found := self._by_core()) is not None:
+                return self.fold.finished(), found[0]
+            with self.scope:
+                aux = self._run()
+                return self.fold.finished(), self.scope.result(aux)
 
     def kept(self) -> Any:
         """Fold one of several batches, so that there are no results yet; aux."""
         self.fold.last = False
-        with checked_at_the_end(own=True), self.scope:
-            return self.scope.result(self._run())
+        with checked_at_the_end(own=True):
+            if (found := self._by_core()) is not None:
+                return found[0]
+            with self.scope:
+                return self.scope.result(self._run())
 
     def finished(self) -> list[Any]:
         """The results of all batches that the fold has seen."""
@@ -121,6 +136,27 @@ class Engine:
                 with suppress(Exception, Drew):  # which are told of elsewhere
                     whole = self._batch_alone(slice(0, p.n))
             self.joined = not check_fewer(tree.tensors((whole,)), p.out_dims, p.n, p.tensors(), self._batch_alone)
+
+    def _by_core(self) -> tuple[Any] | None:
+        """aux, where the core follows f; the fold has then what it keeps."""
+        if self.called is None:
+            return None
+        fold, sources = self.fold, [q.drawing.generator for q in self.quantities if q.drawing is not None]
+        before = [(g, state_of(g)) for g in (*torchs_own(), *sources)], [t.saved() for t in fold.accumulators]
+        parts = Parts(self.problem, fold)
+        try:
+            aux = parts.kept(self.joined)
+        except Exception:
+            refuse(self.problem.f, self.called)
+            set_states(before[0])
+            for t, kept in zip(fold.accumulators, before[1], strict=True):
+                t.restore(kept)
+            return None
+        self.scalar, self.joined = parts.scalar, parts.joined
+        self.scope.wanted = self.scope.outside  # what is kept has been taken out of the run
+        if parts.outputs is not None:
+            self.loss_part = LossPart.of(self.problem, parts.outputs)
+        return (aux,)
 
     # Of what: each folds over the runs of the function and returns aux
 

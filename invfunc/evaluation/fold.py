@@ -192,6 +192,14 @@ class Fold:
         if done and group[k] in self.accumulators:
             self._close(group[k], leaf, self._found(group[k]))
 
+    def take(self, t: Accumulator, leaf: int, state: State, count: int, room: int) -> None:
+        """Keep what is kept of one parameter and some samples, of so many in all."""
+        if self.keeper is not None and self.keeper.takes(number := self._number(t), leaf):
+            self.keeper.keep(number, leaf, state, count)
+            t.added.add(leaf)
+        else:
+            added("samples", partial(t.add, leaf, n=room), state)
+
     def _room(self, run: Run) -> int:
         """How many samples there will be in all, if they come in several runs."""
         return self.found.n if run.trace.n < self.problem.n else 0

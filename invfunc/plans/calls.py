@@ -22,6 +22,7 @@ from invfunc import thresholds, tree
 from invfunc._alike import written
 from invfunc._torch.functorch import dispatched, dual, saving_hooks, transforming, under
 from invfunc._torch.generators import set_states, state_of
+from invfunc.core.refused import straight
 from invfunc.errors import InvFuncWarning, ReplayError
 from invfunc.plans.backends import Backend, Choice
 from invfunc.plans.draws import default_generators
@@ -189,9 +190,16 @@ class Calls:
             return self.eagerly(entry.why, args, kwargs)
         before, others = [(g, state_of(g)) for g in _generators(watch)], _other_states()
         recorder = Recorder(call.tensors, watch)
-        try:
+
+        def recorded() -> Any:
+            nonlocal recorder
+            set_states(before)
+            recorder = Recorder(call.tensors, watch)
             with torch.autograd.set_multithreading_enabled(False), Reads(recorder), recorder, written(recorder.tape):
-                result = self.t(*args, **kwargs)
+                return self.t(*args, **kwargs)
+
+        try:
+            result = straight(recorded)
         except Exception as error:
             set_states(before)
             result = self.t(*args, **kwargs)  # whose own error it is, or else that of being seen

@@ -30,6 +30,10 @@ class Parts(Protocol):
         ...
 
 
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 class Scope:
     """A context in which `enter` makes a tensor differentiable and `leave` gives its value to what lies outside.
 
@@ -59,8 +63,8 @@ class Scope:
         self.parts: Parts | None = None
         """Takes derivatives in parameters that are divided among processes."""
         self._stack = ExitStack()
-        self._enter: Callable[[torch.Tensor], torch.Tensor]
-        self._leave: Callable[[torch.Tensor], torch.Tensor]
+        self._enter: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+        self._leave: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
 
     def __enter__(self) -> Scope:
         if torch.is_inference_mode_enabled():

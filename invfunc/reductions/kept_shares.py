@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from invfunc.errors import ArgumentError
-from invfunc.per_sample import Shares
 from invfunc.reductions.reduction import Found, Reduction, State
 from invfunc.reductions.squares import InnerProducts
 
@@ -18,7 +17,7 @@ from invfunc.reductions.squares import InnerProducts
 class Kept:
     """The shares of the samples of one run."""
 
-    shares: list[Shares | None]
+    shares: list[Any]
     """Of each parameter; None where it does not influence the result."""
     n: int
     columns: int
@@ -29,10 +28,10 @@ class KeptShares(Reduction):
     """The shares as they are, factored."""
 
     axes = ("params",)
-    whole = True
+    whole = keeps = True
 
-    def step(self, shares: Shares) -> State:
-        return (shares.kept(),)
+    def step(self, shares: Any) -> State:
+        return (shares if hasattr(shares, "run") else shares.kept(),)
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
         return (None,)
@@ -51,10 +50,10 @@ class ProductsWithKept(InnerProducts):
         super().__init__(per_parameter)
         self.kept = kept
 
-    def step(self, shares: Shares) -> State:
+    def step(self, shares: Any) -> State:
         own = self.kept.shares[shares.place]
         if own is None:
-            return self.init(shares.leaf, shares.samples.count, self.kept.columns)
+            return self.init(shares.leaf, shares.count, self.kept.columns)
         return (own.products_between(shares),)
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:

@@ -69,6 +69,8 @@ class Reduction:
     those of known structure, or all."""
     thin: ClassVar[bool] = False
     """Whether large columns come best one by one, of all samples at once."""
+    keeps: ClassVar[bool] = False
+    """Whether it keeps the shares themselves."""
     forms: ClassVar[Literal["no", "blocks", "all"]] = "no"
     """Whether it forms the shares of each sample: of some at a time, or of all, which are the result."""
     squares: ClassVar[bool] = False

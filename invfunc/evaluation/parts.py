@@ -1,0 +1,199 @@
+"""The samples in parts, each of which f sees alone: what is kept of each by the core is merged in one fold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc._alike import added, alike
+from invfunc._torch.functorch import transforming
+from invfunc._torch.generators import same_state, set_states, state_of
+from invfunc.core.columns import joined, made
+from invfunc.core.evaluate import Kept, Made, columns_of_all, hessian_of, kept, loss_of, returned
+from invfunc.core.marks import Unsupported
+from invfunc.evaluation.fold import Fold
+from invfunc.passes.by_place import Kind, kind_of
+from invfunc.recording.checks import same_values
+from invfunc.recording.joined import check_fewer, moved
+from invfunc.recording.problem import Problem
+from invfunc.recording.random import Drew, torchs_own
+from invfunc.reductions.quantity import Accumulator, Quantity
+
+Part = tuple[int, int]
+
+
+class Parts:
+    """One evaluation of some samples, in the parts that are asked for."""
+
+    def __init__(self, problem: Problem, fold: Fold) -> None:
+        self.problem, self.fold = problem, fold
+        self.quantities = [t.quantity for t in fold.accumulators]
+        self.scalar = False
+        """Whether f, or the loss, has returned one number for all samples."""
+        self.outputs: Any = None
+        """Those of a model that is given apart from its loss, where this is such a number."""
+        self.joined = False
+        """Whether it has still to be seen that f allows its results to be joined with others."""
+
+    def kept(self, joined: bool) -> Any:
+        """aux, in a list where there are parts; `joined` says that results are joined with those of other batches."""
+        problem, fold = self.problem, self.fold
+        asked, n = fold.options.plan.asked("samples"), problem.n
+        parts = fold.options.plan.ranges("samples", n)
+        options = replace(fold.options, plan=fold.options.plan.without("samples"))
+        kind = self._kind(max(b - a for a, b in parts)) if len(parts) > 1 else "each"
+        known = self._made(parts, kind) if len(parts) > 1 else None
+        aux, last = list[Any](), max(t.reduction.sweeps for t in fold.accumulators) - 1
+        for k in range(last + 1) if fold.phase is None else [fold.phase]:
+            if k and fold.phase is None:
+                fold.tell(k)
+            aux.clear()
+            total: Any = 0
+            accumulators = fold.of_phase(k)
+            quantities = [replace(t.quantity, reduction=t.reduction) for t in accumulators]
+            for part in alike("samples", parts, self._described, last=True):
+                found = self._of_part(part, len(parts) > 1, kind, quantities, options, known)
+                if found is not None:
+                    self._take(accumulators, found, part)
+                    added("samples", aux.append, found.aux)
+                    total = total + found.result.detach() if self.scalar else total
+                    if len(parts) == 1:
+                        self._check(found, joined)
+                    del found  # before the next one is made
+        if len(parts) > 1 and self.scalar:
+            self._weigh(parts, total)
+        return aux if asked else aux[0]
+
+    def _described(self, part: Part) -> tuple[int, int]:
+        """How many samples a part has, and how many of them are chosen."""
+        return part[1] - part[0], len(self._chosen(part) or ())
+
+    def _chosen(self, part: Part) -> list[int] | None:
+        chosen = self.problem.samples
+        return None if chosen is None else sorted(i - part[0] for i in chosen if part[0] <= i < part[1])
+
+    def _of_part(
+        self, part: Part, several: bool, kind: Kind, quantities: list[Quantity], options: Any, known: Made | None
+    ) -> Kept | None:
+        (a, b), chosen = part, self._chosen(part)
+        problem = replace(self._part(part, kind) if several else self.problem, samples=chosen)
+        self.fold.ticks.reach(b - a)
+        if chosen is not None and not chosen:
+            if problem.has_aux:
+                raise Unsupported("aux of a part of which no sample is chosen")
+            return None
+        own = None if known is None else {key: [Slice(c, slice(a, b)) for c in each] for key, each in known.items()}
+        return kept(problem, quantities, options, own, self.fold.ticks, several)
+
+    def _part(self, part: Part, kind: Kind) -> Problem:
+        """f of some samples alone, with the scale that their loss has among all of them."""
+        (a, b), n = part, self.problem.n
+        return self.problem.chunk(slice(a, b), b - a, (b - a) / n if kind == "mean" else 1)
+
+    def _take(self, accumulators: Sequence[Accumulator], found: Kept, part: Part) -> None:
+        """Merge what is kept of a part."""
+        fold, n = self.fold, self.problem.n
+        count, whole = found.count, part == (0, n)
+        for t, own in zip(accumulators, found.folds, strict=True):
+            t.columns = own.found.columns
+            for i, state in own.earlier.items() if t.before is not None and t.reduction.apart else ():
+                added("samples", partial(t.before.add, i), state)
+            for i, state in own.states.items():
+                fold.take(t, i, state, count, 0 if whole else fold.found.n)
+        first = found.folds[0].found
+        fold.found = replace(fold.found, outputs=first.outputs, structure=first.structure)
+        if not whole:
+            for t in accumulators:
+                added("samples", partial(t.end, self.problem.leaves, room=fold.found.n), count)
+        self.scalar = isinstance(found.result, torch.Tensor) and not found.result.ndim
+
+    def _check(self, found: Kept, joined: bool) -> None:
+        """Look at what f returns for all samples, where results are joined with those of other batches."""
+        problem = self.problem
+        if self.scalar:
+            self.outputs = found.apart
+        if joined:
+            whole, given = found.result if found.apart is None else found.apart, problem.tensors()
+            self.joined = not check_fewer(tree.tensors((whole,)), problem.out_dims, problem.n, given, self._alone)
+
+    def _weigh(self, parts: list[Part], total: torch.Tensor) -> None:
+        """Look at a loss that is one number: samples that stand alone do not show that their data weigh them."""
+        problem = self.problem
+        if problem.loss is None and any(b - a == 1 for a, b in parts):
+            with torch.no_grad():
+                if not same_values(total, returned(problem)):
+                    raise Unsupported("a loss that is neither the mean nor the sum of its samples")
+
+    def _alone(self, part: slice, *, elsewhere: bool = False) -> Any:
+        """What f returns for some samples alone, perhaps at other parameters."""
+        before = [(g, state_of(g)) for g in torchs_own()]
+        try:
+            found = returned(self.problem, part, moved(self.problem.leaves) if elsewhere else None)
+            if any(not same_state(state, state_of(g)) for g, state in before):
+                raise Drew
+            return found
+        finally:
+            set_states(before)
+
+    def _kind(self, size: int) -> Kind:
+        """How what f gives for parts of at most so many samples makes up what it gives for all of them."""
+        problem = self.problem
+        model = problem.loss is not None or any(q.kind.of_model == "yes" for q in self.quantities)
+
+        def some(problem: Problem, places: list[int]) -> tuple[list[torch.Tensor], bool]:
+            few = problem.chunk(torch.tensor(places, device=problem.leaves[0].device), len(places))
+            before = [(g, state_of(g)) for g in torchs_own()]
+            try:
+                found = returned(few) if model else loss_of(few)
+                drew = any(not same_state(state, state_of(g)) for g, state in before)
+            finally:
+                set_states(before)
+            values = [z if z.ndim < 2 else z.movedim(problem.out_dims, 0) for z in tree.tensors((found,))]
+            return values, drew
+
+        return kind_of(problem, size, some, "outputs" if model else "loss")
+
+    def _made(self, parts: list[Part], kind: Kind) -> Made | None:
+        """The columns of all samples, where those of a part alone would be others: drawn ones, and those of a loss
+        that is given apart."""
+        problem = self.problem
+        drawn = any(q.drawing is not None for q in self.quantities)
+        if not any(q.kind.convex for q in self.quantities) or (problem.loss is None and not drawn):
+            return None
+        graph = torch.is_grad_enabled() and (transforming() or any(x.requires_grad for x in problem.tensors()))
+        before = [(g, state_of(g)) for g in torchs_own()]
+        with torch.set_grad_enabled(graph):
+            each = list[Any]()
+            for part in alike("samples", parts, self._described):
+                one = self._part(part, kind)
+                added("samples", each.append, hessian_of(one) if problem.loss is None else returned(one))
+        set_states(before)  # what f draws, it draws again
+        if problem.loss is not None:
+            self.outputs = torch.cat(each, problem.out_dims)
+            return columns_of_all(problem, self.outputs, self.quantities)
+        return {q.columns: made(joined(each), q, problem.n) for q in self.quantities}
+
+
+class Slice:
+    """The columns of some of the samples."""
+
+    def __init__(self, columns: Any, part: slice) -> None:
+        self.columns, self.part = columns, part
+
+    @property
+    def count(self) -> int:
+        return self.columns.count
+
+    @property
+    def exact(self) -> torch.Tensor | None:
+        exact = getattr(self.columns, "exact", None)
+        return None if exact is None else exact[self.part]
+
+    def block(self, start: int, stop: int, part: slice) -> Any:
+        assert part == slice(None)
+        return self.columns.block(start, stop, self.part)
