@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -89,10 +90,12 @@ class Statistic(Transform):
 
     def _directly(self, given: Problem) -> tuple[list[Any], Any] | None:
         """The results by the core, if it follows f; else the engine finds them, or the error."""
-        if not given.n or self.options.plan.asked("samples") or not self.direct or not plain(given):
+        if not given.n or self.options.plan.splits.get("samples") or not self.direct or not plain(given):
             return None
         before = [(g, state_of(g)) for g in (*torchs_own(), *(d.generator for d in self.drawings))]
         try:
+            if not self.options.progress:
+                return evaluated(given, self._quantities(given), self.options)
             with ticking(self.options.progress, given.n) as ticks:
                 return evaluated(given, self._quantities(given), self.options, ticks)
         except Exception:
@@ -105,12 +108,12 @@ class Statistic(Transform):
         """Whether the core is asked: it may take what is wanted, and has not refused f."""
         return self.taken and not refused(self.f, self._called)
 
-    @property
+    @cached_property
     def _called(self) -> Hashable:
         """What is asked of f."""
         return self.name, *(m.name for m in self.members)
 
-    @property
+    @cached_property
     def taken(self) -> bool:
         """Whether the core may take what is wanted: reductions of gradients, of columns of a GGN, or Jacobian rows."""
         each = self.members or (self,)

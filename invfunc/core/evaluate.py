@@ -56,7 +56,8 @@ def evaluated(
             results = [f.finished() for f in folds]
         return _left(run, results, outside) if run.deep else results, None if aux is None else _left(run, aux, outside)
 
-    ticks.reach(problem.n)
+    if ticks is not TICKS:
+        ticks.reach(problem.n)
     return _ran_and(finished, problem, quantities, options, None, ticks)
 
 
@@ -245,7 +246,7 @@ def _evaluated(
             _columns(way, quantities, out, options.dense, known)
         elif rows:
             _rows(way, out)
-        elif options.plan.asked("params") or not way.streams:
+        elif not way.streams or options.plan.asked("params"):
             way.pull(out, cotangent)
         else:
             way.stream(out, cotangent)
@@ -348,6 +349,11 @@ class Way:
 
     def pull(self, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
         """Reduce one vector at a tensor; all parameters at once, or in the chunks that are asked for."""
+        if not self.plan.splits and self.ticks is TICKS:  # in short
+            with torch.enable_grad():
+                self.run.pull(out, cotangent)
+            self._fold(range(len(self.run.leaves)))
+            return
         chunks = self._chunks()
         self.ticks.expect(len(chunks))
         for leaves, self.run.uses in alike("params", chunks, _numbers):
@@ -362,25 +368,29 @@ class Way:
         run.exact = getattr(columns, "exact", None)
         for fold in folds:
             fold.found = replace(fold.found, columns=count)
-        whole = not any(self.plan.splits.values())
-        if whole and count == 1 and self.streams:
+        if count == 1 and not self.plan.splits and self.streams:
             left = columns.block(0, 1, slice(None)).left[0].reshape(x.movedim(dim, 0).shape)
             return self.stream(x, left.movedim(0, dim).to(x.dtype))
         together = self.apart or not all(["outputs" in f.reduction.axes for f in folds])
         most = count if together else max(1, thresholds.GROUPED // max(1, run.numbers))
+        if count <= most and not self.plan.splits and self.ticks is TICKS:  # in short
+            return self._group(range(len(run.leaves)), x, columns, dim, 0, count)
         groups = self.plan.ranges("outputs", count) if self.plan.asked("outputs") else even(count, most)
         if len(groups) > 1 and self.apart:
             raise Unsupported("something of all columns has to be known of each")
-        shape = x.movedim(dim, 0).shape
         chunks = self._chunks()
         self.ticks.expect(len(chunks) * len(groups))
         for leaves, run.uses in alike("params", chunks, _numbers):
             for start, stop in alike("outputs", groups, lambda group: group[1] - group[0], last=True):
-                left = columns.block(start, stop, slice(None)).left[0].reshape(stop - start, *shape)
-                with torch.enable_grad():
-                    run.pull_columns(x, left.movedim(1, 1 + dim).to(x.dtype))
-                self._fold(leaves, start > 0, stop == count)
+                self._group(leaves, x, columns, dim, start, stop)
                 self.ticks.done()
+
+    def _group(self, leaves: range, x: torch.Tensor, columns: Columns, dim: int, start: int, stop: int) -> None:
+        """Reduce a range of columns at a tensor."""
+        left = columns.block(start, stop, slice(None)).left[0].reshape(stop - start, *x.movedim(dim, 0).shape)
+        with torch.enable_grad():
+            self.run.pull_columns(x, left.movedim(1, 1 + dim).to(x.dtype))
+        self._fold(leaves, start > 0, stop == columns.count)
 
     def _chunks(self) -> Sequence[tuple[range, list[Use]]]:
         """The parameters in the chunks that are asked for, with their uses."""
