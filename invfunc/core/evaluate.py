@@ -14,6 +14,7 @@ from invfunc import thresholds, tree
 from invfunc._torch.functorch import dispatched, dual_level, hooked, listening, transforming, version, versions
 from invfunc.core.columns import Criterion
 from invfunc.core.factors import partners
+from invfunc.core.hessian import CallsRun, diagonals
 from invfunc.core.marks import HALF, SUMMED, Mark, Unsupported
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
@@ -54,7 +55,8 @@ def _run(
 ) -> tuple[list[Any], Any]:
     chosen = problem.samples
     chosen = None if chosen is None else torch.tensor(chosen, device=problem.leaves[0].device)
-    run = Run(problem.n, deep, chosen)
+    second = any([q.kind.second_order for q in quantities])
+    run = (CallsRun if second else Run)(problem.n, deep, chosen)
     run.open()
     try:
         return _evaluated(problem, quantities, run, outside, dense)
@@ -76,7 +78,7 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
     drawn = [q.drawing.count if q.drawing is not None else 0 for q in quantities]
     run.alone = all([q.kind.first_order or count == 1 for q, count in zip(quantities, drawn, strict=True)])
     marks = marked_for(run.criterion)
-    with _autocast(device, True), marks, TwiceDifferentiable() if run.deep else nullcontext():
+    with _autocast(device, True), marks, TwiceDifferentiable() if run.deep or type(run) is CallsRun else nullcontext():
         out, aux = _called(problem, run, leaves)
     if run.closed_over and outside and not run.deep:
         raise Again
@@ -106,6 +108,8 @@ def _evaluated(
     with torch.set_grad_enabled(run.deep and outside), _autocast(device, False):
         if run.criterion is not None:
             _columns(run, problem, quantities, folds, out, dense)
+        elif isinstance(run, CallsRun):
+            diagonals(run, problem.name, folds, out, cotangent, *_owners(run, run.uses))
         elif rows:
             _rows(run, problem, folds, out)
         elif run.deep or run.numbers < thresholds.HOOKED or any([f.reduction.before is not None for f in folds]):
