@@ -24,7 +24,7 @@ from invfunc.core.marks import SUMMED, Axis, Unsupported, arguments, named, opti
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.tables import DIVIDE, EXPANDS, LIKE, LINEAR, MOVES, MULTIPLY, POINTWISE, VIEWS, called
-from invfunc.core.uses import WHOLE, Block, Expanded, Grown, Pair, Shared, Use, formed, front, product, summed
+from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Grown, Pair, Rows, Shared, Use, formed, front, product, summed
 from invfunc.linear_algebra.contract import joined
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 
@@ -116,8 +116,8 @@ class CallsRun(Run):
         """Those that sum over the samples."""
         self.aliases: list[tuple[Tensor, Tensor]] = []
         """What was read of the parameters, and what an operation got in its place."""
-        self.linear: set[int] = set()
-        """The uses in which a parameter is read linearly, by their ids."""
+        self.linear: dict[int, bool] = {}
+        """Of the uses in which a parameter is read linearly, by their ids: whether it is only added."""
         self.reads: dict[int, list[Any]] = {}
         """The edges of what was read together with a parameter, by the id of the use."""
         self.views: list[tuple[Tensor, int]] = []
@@ -178,7 +178,9 @@ class CallsRun(Run):
         for use in uses:
             self.reads[id(use)] = edges
             if linear or isinstance(use, (Shared, Grown)):
-                self.linear.add(id(use))
+                self.linear[id(use)] = isinstance(use, (Shared, Grown, Rows)) or (
+                    func in ADDED and not isinstance(use, Pair)
+                )
 
 
 def _same(x: Tensor) -> Tensor:
@@ -385,28 +387,51 @@ def _near(run: Run, part: Part, uses: list[Use], of: list[list[Use]]) -> tuple[d
     return near, found
 
 
-def _straight(run: CallsRun, i: int, uses: list[Use]) -> bool:
-    """Whether a parameter is read linearly, and not again by what depends on it."""
+def _crossings(run: CallsRun, i: int, uses: list[Use]) -> list[Pair] | None:
+    """The products of a parameter with what depends on it, too; None if it is read in a way that is not linear."""
     if not all([id(u) in run.linear for u in uses]):
-        return False
+        return None
     leaf = run.leaves[i]
     for value in {id(u.value): u.value for u in uses if u.node.leaf is None}.values():
         with torch.enable_grad():
             (slope,) = torch.autograd.grad(value, leaf, torch.ones_like(value), create_graph=True)
-            if slope.requires_grad and _depends(slope, leaf):
-                return False
+            if _depends(slope, leaf):
+                return None
     if len(uses) == 1:
-        return True
+        return []
     ends = {gradient_edge(u.edge).node if isinstance(u.edge, Tensor) else u.edge.node for u in uses}
-    todo, seen = [edge.node for u in uses for edge in run.reads[id(u)]], set()
+    again = [u for u in uses if not run.linear[id(u)] and _reaches([e.node for e in run.reads[id(u)]], ends)]
+    products = [u for u in again if isinstance(u, Pair)]
+    return products if len(products) == len(again) else None
+
+
+def _reaches(todo: list[Any], ends: set[Any]) -> bool:
+    """Whether some nodes come from others."""
+    seen = set()
     while todo:
         node = todo.pop()
         if node in ends:
-            return False
+            return True
         if node is not None and node not in seen:
             seen.add(node)
             todo += [up for up, _ in node.next_functions]
-    return True
+    return False
+
+
+class Crossed(Use):
+    """A product with unit columns in the place of what was read: its derivative in that and in the parameter."""
+
+    def __init__(self, use: Pair, columns: Tensor, slope: Tensor) -> None:
+        super().__init__(use.node, use.value)
+        self.of, self.columns, self.d = copy.copy(use), columns, slope
+        self.of.send(slope[None])
+
+    def dense(self, run: Run, block: Block = WHOLE) -> Tensor:
+        rows = list[Tensor]()
+        for column in self.columns:
+            self.of.a, self.of.version = column, version(column)
+            rows.append(self.of.dense(run, block)[0])
+        return torch.stack(rows)
 
 
 def diagonals(
@@ -422,8 +447,10 @@ def diagonals(
     if any([version(y) != before for y, before in run.views]):
         raise Unsupported("a view that a nonlinear operation returned was changed in place later")
     cotangent = torch.ones_like(out) if cotangent is None else cotangent
-    straight = {i for i, uses in enumerate(of) if _straight(run, i, uses)}
-    edges = [edge for call in (*run.calls, *run.sums) for edge in call.outs]
+    again = {i: _crossings(run, i, uses) for i, uses in enumerate(of) if uses}
+    straight = {i for i, uses in again.items() if uses is not None}
+    crossed = [(i, u) for i, uses in again.items() for u in uses or ()]
+    edges = [edge for call in (*run.calls, *run.sums) for edge in call.outs] + [u.edge for _, u in crossed]
     if not edges:
         return
     with torch.enable_grad():
@@ -468,10 +495,27 @@ def diagonals(
         if uses and any([g is not None for g in own]):
             for part in parts(run, call, own):
                 columns(part, uses)
-    rest = [i for i, uses in enumerate(of) if uses and i not in straight]
+    of_sums = [next(left) for call in run.sums for _ in call.outs]
+    for (i, use), slope in zip(crossed, left, strict=True):
+        if slope is not None:
+            if version(use.a) != use.version:
+                raise Unsupported("what a parameter met was changed in place later")
+            x, before = use.a, of[i][: of[i].index(use)]
+            count, made, _ = units(run.strip(x), use.a_axis, run.n)
+            most = max(1, thresholds.GROUPED // max(1, run.numbers, use.shape.numel() * run.n))
+            edge = gradient_edge(x)
+            for start in range(0, count, most):
+                unit = made(start, min(start + most, count))
+                with torch.enable_grad():
+                    run.pull_columns(edge, unit, before)
+                mine = [copy.copy(u) for u in before if u.d is not None]
+                if mine:
+                    twice = unit.new_full((1, run.n), 2).expand(len(unit), -1)
+                    reduce(i, Products(run, i, mine, names, twice, [Crossed(use, unit, slope)]))
+    rest = [i for i in again if i not in straight]
     if rest:
         apart = run.chosen is not None or any([f.reduction.each for f in folds])
-        roots = _roots(run, out, cotangent, [*left], apart)
+        roots = _roots(run, out, cotangent, of_sums, apart)
         for i in rest:
             for each in {bool(f.reduction.each) for f in folds}:
                 rows = _entries(run, i, *roots, each)
