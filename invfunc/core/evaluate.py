@@ -15,6 +15,7 @@ from invfunc._torch.functorch import dispatched, dual_level, hooked, listening, 
 from invfunc.core.columns import Criterion
 from invfunc.core.factors import partners
 from invfunc.core.hessian import CallsRun, diagonals
+from invfunc.core.kfra import ChainRun, chain
 from invfunc.core.marks import HALF, SUMMED, Mark, Unsupported
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
@@ -55,8 +56,8 @@ def _run(
 ) -> tuple[list[Any], Any]:
     chosen = problem.samples
     chosen = None if chosen is None else torch.tensor(chosen, device=problem.leaves[0].device)
-    second = any([q.kind.second_order for q in quantities])
-    run = (CallsRun if second else Run)(problem.n, deep, chosen)
+    kind = quantities[0].kind
+    run = (ChainRun if kind.averaged else CallsRun if kind.second_order else Run)(problem.n, deep, chosen)
     run.open()
     try:
         return _evaluated(problem, quantities, run, outside, dense)
@@ -78,7 +79,7 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
     drawn = [q.drawing.count if q.drawing is not None else 0 for q in quantities]
     run.alone = all([q.kind.first_order or count == 1 for q, count in zip(quantities, drawn, strict=True)])
     marks = marked_for(run.criterion)
-    with _autocast(device, True), marks, TwiceDifferentiable() if run.deep or type(run) is CallsRun else nullcontext():
+    with _autocast(device, True), marks, TwiceDifferentiable() if run.deep or isinstance(run, CallsRun) else nullcontext():
         out, aux = _called(problem, run, leaves)
     if run.closed_over and outside and not run.deep:
         raise Again
@@ -106,7 +107,9 @@ def _evaluated(
     if any([getattr(phase, "joined", False) for f in folds for phase in f.reduction.phases]):
         run.partners = partners(_owners(run, run.uses)[0], run.leaves)
     with torch.set_grad_enabled(run.deep and outside), _autocast(device, False):
-        if run.criterion is not None:
+        if isinstance(run, ChainRun):
+            chain(run, problem.name, quantities[0], folds, out, _owners(run, run.uses)[0])
+        elif run.criterion is not None:
             _columns(run, problem, quantities, folds, out, dense)
         elif isinstance(run, CallsRun):
             diagonals(run, problem.name, folds, out, cotangent, *_owners(run, run.uses))

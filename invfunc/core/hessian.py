@@ -24,7 +24,7 @@ from invfunc.core.marks import SUMMED, Axis, Unsupported, arguments, named, opti
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.tables import DIVIDE, EXPANDS, LIKE, LINEAR, MOVES, MULTIPLY, POINTWISE, VIEWS, called
-from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Grown, Pair, Rows, Shared, Use, formed, front, product, summed
+from invfunc.core.uses import WHOLE, Block, back, Convolution, Expanded, Grown, Pair, Rows, Shared, Use, formed, front, product, summed
 from invfunc.linear_algebra.contract import joined
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 
@@ -69,6 +69,27 @@ _MOVING = {
 """Nodes that move entries."""
 
 
+class Result:
+    """The edge at a result; of a view that of its base, as a later operation in place takes the view out of the graph."""
+
+    def __init__(self, y: Tensor) -> None:
+        base = base_of(y)
+        self.own = gradient_edge(y)
+        self.edge = self.own if base is None else gradient_edge(base)
+        self.axis, self.shape, self.form = getattr(getattr(y, "_known", None), "axis", None), y.shape, None
+        if base is not None:
+            if not base.is_contiguous():
+                raise Unsupported("an operation whose result is a view of a tensor with gaps")
+            self.form = y.shape, y.stride(), y.storage_offset() - base.storage_offset()
+
+    def slope(self, run: Run, g: Tensor | None) -> Tensor | None:
+        """The gradient at the result, given that at the edge."""
+        if g is None:
+            return None
+        g = run.strip(g)
+        return g if self.form is None else g.contiguous().as_strided(*self.form)
+
+
 @dataclass(eq=False)
 class Call:
     """An operation of samples, which can be run again on copies of what it read."""
@@ -80,10 +101,12 @@ class Call:
     values: list[Tensor]
     edges: list[Any]
     axes: list[Axis]
-    outs: list[Any]
+    outs: list[Result]
     autocast: torch.dtype | None
     before: int
     """How many uses were noted before it."""
+    uses: list[Use]
+    """Its own."""
     versions: list[int]
 
     def again(self, run: Run) -> tuple[list[Tensor], list[Tensor]]:
@@ -96,7 +119,7 @@ class Call:
         by = {id(x): y for x, y in zip(self.inputs, copies, strict=True)}
         of = {id(x): by[id(x)] if id(x) in by else up(run.strip(x)) for x in given}
         args, kwargs = tree.map_tensors(lambda x: of.get(id(x), x), (self.args, self.kwargs))
-        if self.values[0] is not self.inputs[0]:  # it writes
+        if self.values and self.values[0] is not self.inputs[0]:  # it writes
             args = (args[0].clone(), *args[1:])
         device, low = copies[0].device.type, self.autocast
         with torch.enable_grad(), TwiceDifferentiable(), torch.autocast(device, low) if low else nullcontext():
@@ -120,7 +143,6 @@ class CallsRun(Run):
         """Of the uses in which a parameter is read linearly, by their ids: whether it is only added."""
         self.reads: dict[int, list[Any]] = {}
         """The edges of what was read together with a parameter, by the id of the use."""
-        self.views: list[tuple[Tensor, int]] = []
         self.entered = 0
 
     def alias(self, x: Tensor) -> Tensor:
@@ -137,33 +159,35 @@ class CallsRun(Run):
                 active[id(x)] = x, known.axis
         xs, axes = [x for x, _ in active.values()], [axis for _, axis in active.values()]
         edges = [gradient_edge(x) for x in xs]
-        noted = bool(xs) and (self.every or not _linear(func, args, kwargs, xs))
+        noted = self.every or (bool(xs) and not _linear(func, args, kwargs, xs))
         written = noted and _writes(func, args, kwargs)
         values = [self.strip(args[0]).clone() if written and x is args[0] else x for x in xs]
         counts = versions(xs)
         out = super().dispatched(func, args, kwargs, found)
         if self.entered != entered:  # the operations that it is composed of were noted
             return out
-        self.annotate(func, args, kwargs, self.uses[before:], edges)
+        own = self.uses[before:]
+        self.annotate(func, args, kwargs, own, edges)
         summed = bool(xs) and isinstance(out, Tensor) and getattr(getattr(out, "_known", None), "axis", 0) is SUMMED
         if not noted and not summed:
             return out
         outs = [y for y in tensors(out) if y.is_floating_point() and y.requires_grad]
-        if noted and outs:
+        if not outs:
+            return out
+        if noted:
             if checkpointing():
                 raise Unsupported("a nonlinear operation in a checkpoint")
             if any([a != b for x, a, b in zip(xs, counts, versions(xs), strict=True) if not (written and x is args[0])]):
                 raise Unsupported(f"{named(func)} writes what it reads")
             if option(args, kwargs, 4, "dropout_p", 0.0) and func is F.scaled_dot_product_attention:
                 raise Unsupported("attention with dropout, which cannot be run again")
-        device = xs[0].device.type
+        device = outs[0].device.type
         low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        self.views += [(y, version(y)) for y in outs if base_of(y) is not None]
         given = versions([*arguments(args), *arguments(kwargs.values())])
-        call = Call(func, args, kwargs, xs, values, edges, axes, [gradient_edge(y) for y in outs], low, before, given)
-        if noted and outs:
+        call = Call(func, args, kwargs, xs, values, edges, axes, [*map(Result, outs)], low, before, own, given)
+        if noted:
             self.calls.append(call)
-        if summed and outs:
+        if summed:
             self.sums.append(call)
         return out
 
@@ -224,15 +248,16 @@ class Part:
     """The Hessian itself, where it is diagonal."""
 
 
-def units(x: Tensor, axis: Axis, n: int) -> tuple[int, Callable[[int, int], Tensor], Tensor]:
-    """How many entries a sample has, unit columns of a range of them, and the places of all, `[n, entries]`."""
-    order = front(torch.arange(x.numel(), device=x.device).view(x.shape), axis, n).reshape(n, -1)
+def units(x: Tensor, axis: Axis, n: int) -> tuple[int, Callable[[int, int], Tensor]]:
+    """How many entries a sample has, and what makes the unit columns of a range of them."""
+    count = x.numel() // n
+    at = torch.arange(count, device=x.device)
 
     def made(start: int, stop: int) -> Tensor:
-        zeros = torch.zeros(stop - start, x.numel(), dtype=x.dtype, device=x.device)
-        return zeros.scatter_(1, order[:, start:stop].T, 1).view(-1, *x.shape)
+        unit = (at[start:stop, None] == at).to(x.dtype)[:, None]
+        return back(unit.expand(-1, n, -1), x.shape, axis, n)
 
-    return order.shape[1], made, order
+    return count, made
 
 
 def parts(run: CallsRun, call: Call, slopes: Sequence[Tensor | None]) -> list[Part]:
@@ -260,8 +285,8 @@ def _diagonal(run: CallsRun, call: Call, h: Tensor) -> list[Part]:
     """The columns of a diagonal Hessian in the only input."""
     if not run.deep and not bool(h.any()):
         return []
-    kind, (count, made, order) = call.values[0].dtype, units(h, call.axes[0], run.n)
-    weight = h.flatten()[order].T
+    kind, (count, made) = call.values[0].dtype, units(h, call.axes[0], run.n)
+    weight = front(h, call.axes[0], run.n).reshape(run.n, -1).T
     return [Part(count, lambda a, b: [made(a, b).to(kind)], call.edges, weight=weight, diagonal=h)]
 
 
@@ -285,7 +310,7 @@ def _dense(run: CallsRun, call: Call, copies: list[Tensor], first: dict[int, Ten
 
 
 def _crossed(run: CallsRun, call: Call, copies: list[Tensor], slope: Tensor, k: int, rest: list[int]) -> Part:
-    count, made, _ = units(run.strip(copies[k]), call.axes[k], run.n)
+    count, made = units(run.strip(copies[k]), call.axes[k], run.n)
 
     def right(start: int, stop: int) -> list[Tensor]:
         with torch.enable_grad():
@@ -444,13 +469,12 @@ def diagonals(
     owners: dict[int, Sequence[int]],
 ) -> None:
     """Reduce the products of the columns of all operations, and what these miss, entry by entry."""
-    if any([version(y) != before for y, before in run.views]):
-        raise Unsupported("a view that a nonlinear operation returned was changed in place later")
     cotangent = torch.ones_like(out) if cotangent is None else cotangent
     again = {i: _crossings(run, i, uses) for i, uses in enumerate(of) if uses}
     straight = {i for i, uses in again.items() if uses is not None}
     crossed = [(i, u) for i, uses in again.items() for u in uses or ()]
-    edges = [edge for call in (*run.calls, *run.sums) for edge in call.outs] + [u.edge for _, u in crossed]
+    results = [y for call in (*run.calls, *run.sums) for y in call.outs]
+    edges = [*[y.edge for y in results], *[u.edge for _, u in crossed]]
     if not edges:
         return
     with torch.enable_grad():
@@ -458,7 +482,8 @@ def diagonals(
             out, [*edges, *run.leaves], cotangent, create_graph=run.deep, retain_graph=True, allow_unused=True
         )
     run.check(slopes[len(edges) :])
-    left = iter([g if g is None else run.strip(g) for g in slopes[: len(edges)]])
+    left = iter([y.slope(run, g) for y, g in zip(results, slopes, strict=False)])
+    of_uses = [g if g is None else run.strip(g) for g in slopes[len(results) : len(edges)]]
 
     def reduce(i: int, shares: Shares) -> None:
         for fold in folds:
@@ -496,12 +521,12 @@ def diagonals(
             for part in parts(run, call, own):
                 columns(part, uses)
     of_sums = [next(left) for call in run.sums for _ in call.outs]
-    for (i, use), slope in zip(crossed, left, strict=True):
+    for (i, use), slope in zip(crossed, of_uses, strict=True):
         if slope is not None:
             if version(use.a) != use.version:
                 raise Unsupported("what a parameter met was changed in place later")
             x, before = use.a, of[i][: of[i].index(use)]
-            count, made, _ = units(run.strip(x), use.a_axis, run.n)
+            count, made = units(run.strip(x), use.a_axis, run.n)
             most = max(1, thresholds.GROUPED // max(1, run.numbers, use.shape.numel() * run.n))
             edge = gradient_edge(x)
             for start in range(0, count, most):
@@ -538,10 +563,10 @@ def _roots(
     rest = iter(slopes)
     for call in run.sums:
         own = [next(rest) for _ in call.outs]
-        pairs = [(edge, g) for edge, g in zip(call.outs, own, strict=True) if g is not None]
+        pairs = [(y.edge, g) for y, g in zip(call.outs, own, strict=True) if g is not None]
         if not pairs:
             continue
-        if len(call.edges) > 1:
+        if len(call.edges) > 1 or any([y.form is not None for y in call.outs]):
             raise Unsupported("a sum over the samples of what depends on several tensors")
         with torch.enable_grad():
             given += torch.autograd.grad([e for e, _ in pairs], call.edges, [g for _, g in pairs], create_graph=True)
