@@ -14,7 +14,7 @@ from invfunc import thresholds, tree
 from invfunc._torch.functorch import dispatched, dual_level, hooked, listening, transforming, version, versions
 from invfunc.core.columns import Criterion
 from invfunc.core.factors import partners
-from invfunc.core.hessian import CallsRun, diagonals
+from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
 from invfunc.core.marks import HALF, SUMMED, Mark, Unsupported
 from invfunc.core.run import Run
@@ -79,7 +79,11 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
     drawn = [q.drawing.count if q.drawing is not None else 0 for q in quantities]
     run.alone = all([q.kind.first_order or count == 1 for q, count in zip(quantities, drawn, strict=True)])
     marks = marked_for(run.criterion)
-    with _autocast(device, True), marks, TwiceDifferentiable() if run.deep or isinstance(run, CallsRun) else nullcontext():
+    with (
+        _autocast(device, True),
+        marks,
+        TwiceDifferentiable() if run.deep or isinstance(run, CallsRun) else nullcontext(),
+    ):
         out, aux = _called(problem, run, leaves)
     if run.closed_over and outside and not run.deep:
         raise Again
@@ -112,7 +116,8 @@ def _evaluated(
         elif run.criterion is not None:
             _columns(run, problem, quantities, folds, out, dense)
         elif isinstance(run, CallsRun):
-            diagonals(run, problem.name, folds, out, cotangent, *_owners(run, run.uses))
+            shortcuts = not dense and all([f.reduction.shortcuts != "no" for f in folds])
+            Diagonal(run, problem.name, folds, *_owners(run, run.uses)).reduce(out, cotangent, shortcuts)
         elif rows:
             _rows(run, problem, folds, out)
         elif run.deep or run.numbers < thresholds.HOOKED or any([f.reduction.before is not None for f in folds]):

@@ -1,8 +1,9 @@
-"""The diagonal of the Hessian: each operation that is nonlinear in samples gives columns at what it reads.
+"""The diagonal of the Hessian: each operation that is nonlinear in samples gives columns at its inputs.
 
-With `g` the gradient at the result of an operation, and `J` the Jacobian of its inputs in the parameters, the Hessian is
-the sum of `J^T (sum_k g_k hess call_k) J` over all operations, of which the loss is one. A parameter that is not read
-linearly, or read again by what depends on it, has more: there the entries are differentiated one by one.
+With `g` the gradient at the result of an operation, and `J` the Jacobian of its inputs in the parameters, the Hessian
+is the sum of `J^T (sum_k g_k hess call_k) J` over all operations, of which the loss is one. A product of a parameter
+with inputs that depend on it adds columns, too. Of a parameter that is read in another way than linearly, entries are
+differentiated one by one.
 """
 
 from __future__ import annotations
@@ -24,53 +25,59 @@ from invfunc.core.marks import SUMMED, Axis, Unsupported, arguments, named, opti
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.tables import DIVIDE, EXPANDS, LIKE, LINEAR, MOVES, MULTIPLY, POINTWISE, VIEWS, called
-from invfunc.core.uses import WHOLE, Block, back, Convolution, Expanded, Grown, Pair, Rows, Shared, Use, formed, front, product, summed
+from invfunc.core.uses import (
+    WHOLE,
+    Block,
+    Convolution,
+    Expanded,
+    Grown,
+    Pair,
+    Rows,
+    Shared,
+    Use,
+    back,
+    formed,
+    front,
+    product,
+    summed,
+)
 from invfunc.linear_algebra.contract import joined
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 
 Tensor = torch.Tensor
-
-JOINTLY = (
-    LINEAR
-    | VIEWS
-    | EXPANDS
-    | MOVES
-    | LIKE
-    | called(
-        "abs relu relu6 leaky_relu threshold hardtanh hardsigmoid hardshrink softshrink rrelu clamp clip clamp_min "
-        "clamp_max maximum minimum fmax fmin where masked_fill dropout dropout1d dropout2d dropout3d alpha_dropout "
-        "feature_alpha_dropout positive nansum nanmean amax amin max min sort topk cummax cummin cumsum pad flip roll "
-        "tril triu diag diagonal diag_embed unfold fold interpolate pixel_shuffle pixel_unshuffle channel_shuffle "
-        "hstack vstack concat concatenate ravel detach copy_ fill zero type l1_loss nan_to_num "
-        "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d max_pool1d "
-        "max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool2d_with_indices "
-        "masked_select take_along_dim repeat_interleave __setitem__"
-    )
+POOLS = [f"{kind}_pool{k}d" for kind in ("avg", "max", "adaptive_avg", "adaptive_max") for k in (1, 2, 3)]
+CONVOLUTIONS = " ".join(f"conv{k}d" for k in (1, 2, 3))
+JOINTLY = LINEAR | VIEWS | EXPANDS | MOVES | LIKE
+JOINTLY |= called(
+    "abs relu relu6 leaky_relu threshold hardtanh hardsigmoid hardshrink softshrink rrelu clamp clip clamp_min "
+    "clamp_max maximum minimum fmax fmin where masked_fill dropout dropout1d dropout2d dropout3d alpha_dropout "
+    "feature_alpha_dropout positive nansum nanmean amax amin max min sort topk cummax cummin cumsum pad flip roll tril "
+    "triu diag diagonal diag_embed unfold fold interpolate pixel_shuffle pixel_unshuffle channel_shuffle hstack vstack "
+    "concat concatenate ravel detach copy_ fill zero type l1_loss nan_to_num masked_select repeat_interleave setitem "
+    f"max_pool2d_with_indices {' '.join(POOLS)}"
 )
 """Operations that are linear, perhaps piece by piece, in all that they read together."""
-EACH = MULTIPLY | called(
-    "matmul mm bmm mv dot linear einsum outer inner conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
-    "conv_transpose3d bilinear prelu embedding"
-)
+EACH = MULTIPLY | called(f"matmul mm bmm mv dot linear einsum outer inner bilinear prelu embedding {CONVOLUTIONS}")
+EACH |= called("conv_transpose1d conv_transpose2d conv_transpose3d")
 """Operations that are linear in each tensor that they read."""
 FIRST = DIVIDE | called("nll_loss kl_div")
 """Operations that are linear in the first."""
-ENTRIES = POINTWISE | called(
+DIAGONAL = POINTWISE | called(
     "mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss "
     "soft_margin_loss"
 )
 """Operations whose Hessian in one tensor is diagonal."""
-ADDED = called("add sub subtract rsub radd cat stack concat where masked_fill linear conv1d conv2d conv3d")
-LINEAR_IN_PARAMETERS = ADDED | EACH | called("embedding getitem addmm layer_norm rms_norm group_norm batch_norm")
-LINEAR_IN_PARAMETERS |= EXPANDS | called("instance_norm")
-_MOVING = {
-    f"{name}Backward0" for name in "View UnsafeView Transpose Permute T Alias Unsqueeze Squeeze ReshapeAlias Clone".split()
-}
-"""Nodes that move entries."""
+ADDED = called(f"add sub subtract rsub radd cat stack concat where masked_fill linear {CONVOLUTIONS}")
+"""Operations to which parameters are added, except for weights."""
+OF_PARAMETERS = ADDED | EACH | EXPANDS | called("getitem addmm layer_norm rms_norm group_norm batch_norm instance_norm")
+"""Operations that are linear in each parameter that they read."""
+MOVING = "View UnsafeView Transpose Permute T Alias Unsqueeze Squeeze ReshapeAlias Clone"
+MOVING = {f"{name}Backward0" for name in MOVING.split()}
+"""Nodes of the graph that move entries."""
 
 
 class Result:
-    """The edge at a result; of a view that of its base, as a later operation in place takes the view out of the graph."""
+    """A result of an operation, by its edge: of a view that of its base, as writing in place takes the view out."""
 
     def __init__(self, y: Tensor) -> None:
         base = base_of(y)
@@ -84,42 +91,50 @@ class Result:
 
     def slope(self, run: Run, g: Tensor | None) -> Tensor | None:
         """The gradient at the result, given that at the edge."""
-        if g is None:
-            return None
-        g = run.strip(g)
-        return g if self.form is None else g.contiguous().as_strided(*self.form)
+        g = None if g is None else run.strip(g)
+        return g if g is None or self.form is None else g.contiguous().as_strided(*self.form)
 
 
 @dataclass(eq=False)
 class Call:
-    """An operation of samples, which can be run again on copies of what it read."""
+    """An operation of samples, which can be run again on copies of its inputs: what it read that has a graph."""
 
     func: Any
     args: tuple
     kwargs: dict[str, Any]
     inputs: list[Tensor]
-    values: list[Tensor]
     edges: list[Any]
     axes: list[Axis]
-    outs: list[Result]
-    autocast: torch.dtype | None
+    written: Tensor | None
+    """The first argument as it was before, if it is written in place."""
     before: int
-    """How many uses were noted before it."""
-    uses: list[Use]
+    """How many uses of parameters were noted before it."""
+    autocast: torch.dtype | None = None
+    results: Sequence[Result] = ()
+    uses: Sequence[Use] = ()
     """Its own."""
-    versions: list[int]
+    versions: Sequence[int] = ()
+
+    @property
+    def reads(self) -> list[Tensor]:
+        """The tensors that it read, and that may not be written since."""
+        reads = [*arguments(self.args), *arguments(self.kwargs.values())]
+        return reads if self.written is None else [x for x in reads if x is not self.args[0]]
 
     def again(self, run: Run) -> tuple[list[Tensor], list[Tensor]]:
-        """Copies of what it read, and its results of these."""
-        given = [*arguments(self.args), *arguments(self.kwargs.values())]
-        if versions(given) != self.versions:
+        """Copies of the inputs, and its results of these."""
+        reads = self.reads
+        if versions(reads) != self.versions:
             raise Unsupported("what a nonlinear operation read was changed in place later")
-        up = wide if self.func in ENTRIES and self.autocast is None else _same  # p (1 - p) is 0 in bfloat16 near 1
-        copies = [Run.alias(run, up(run.strip(x))) for x in self.values]
-        by = {id(x): y for x, y in zip(self.inputs, copies, strict=True)}
-        of = {id(x): by[id(x)] if id(x) in by else up(run.strip(x)) for x in given}
+        of = {id(x): run.strip(x) for x in reads}
+        if self.written is not None:
+            of[id(self.args[0])] = self.written
+        if self.func in DIAGONAL and self.autocast is None:  # p (1 - p) is 0 in bfloat16 near 1
+            of = {key: wide(x) for key, x in of.items()}
+        copies = [Run.alias(run, of[id(x)]) for x in self.inputs]
+        of |= {id(x): y for x, y in zip(self.inputs, copies, strict=True)}
         args, kwargs = tree.map_tensors(lambda x: of.get(id(x), x), (self.args, self.kwargs))
-        if self.values and self.values[0] is not self.inputs[0]:  # it writes
+        if self.written is not None:
             args = (args[0].clone(), *args[1:])
         device, low = copies[0].device.type, self.autocast
         with torch.enable_grad(), TwiceDifferentiable(), torch.autocast(device, low) if low else nullcontext():
@@ -139,10 +154,9 @@ class CallsRun(Run):
         """Those that sum over the samples."""
         self.aliases: list[tuple[Tensor, Tensor]] = []
         """What was read of the parameters, and what an operation got in its place."""
-        self.linear: dict[int, bool] = {}
-        """Of the uses in which a parameter is read linearly, by their ids: whether it is only added."""
-        self.reads: dict[int, list[Any]] = {}
-        """The edges of what was read together with a parameter, by the id of the use."""
+        self.reads: dict[int, tuple[bool, list[Any]]] = {}
+        """Of the uses in which a parameter is read linearly, by their ids: whether it is only added, and the edges of
+        the inputs that it meets."""
         self.entered = 0
 
     def alias(self, x: Tensor) -> Tensor:
@@ -153,78 +167,60 @@ class CallsRun(Run):
     def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
         self.entered += 1
         entered, before = self.entered, len(self.uses)
-        active = {id(x): (x, a) for x, a in found[0] if x.requires_grad and x.is_floating_point()}
-        for x, known in found[2]:
-            if known.graph:
-                active[id(x)] = x, known.axis
-        xs, axes = [x for x, _ in active.values()], [axis for _, axis in active.values()]
-        edges = [gradient_edge(x) for x in xs]
+        data = [*found[0], *[(x, known.axis) for x, known in found[2]]]
+        inputs = {id(x): (x, axis) for x, axis in data if x.requires_grad}
+        xs = [x for x, _ in inputs.values()]
         noted = self.every or (bool(xs) and not _linear(func, args, kwargs, xs))
-        written = noted and _writes(func, args, kwargs)
-        values = [self.strip(args[0]).clone() if written and x is args[0] else x for x in xs]
-        counts = versions(xs)
+        written = (
+            self.strip(args[0]).clone() if noted and id(args[0]) in inputs and _writes(func, args, kwargs) else None
+        )
+        call = Call(func, args, kwargs, xs, [*map(gradient_edge, xs)], [a for _, a in inputs.values()], written, before)
+        counts = versions(call.reads) if noted else []
         out = super().dispatched(func, args, kwargs, found)
         if self.entered != entered:  # the operations that it is composed of were noted
             return out
-        own = self.uses[before:]
-        self.annotate(func, args, kwargs, own, edges)
-        summed = bool(xs) and isinstance(out, Tensor) and getattr(getattr(out, "_known", None), "axis", 0) is SUMMED
-        if not noted and not summed:
+        call.uses = self.uses[before:]
+        self.annotate(call)
+        summed = bool(xs) and getattr(getattr(out, "_known", None), "axis", None) is SUMMED
+        results = [y for y in tensors(out) if y.is_floating_point() and y.requires_grad] if noted or summed else []
+        if not results:
             return out
-        outs = [y for y in tensors(out) if y.is_floating_point() and y.requires_grad]
-        if not outs:
-            return out
-        if noted:
-            if checkpointing():
-                raise Unsupported("a nonlinear operation in a checkpoint")
-            if any([a != b for x, a, b in zip(xs, counts, versions(xs), strict=True) if not (written and x is args[0])]):
-                raise Unsupported(f"{named(func)} writes what it reads")
-            if option(args, kwargs, 4, "dropout_p", 0.0) and func is F.scaled_dot_product_attention:
-                raise Unsupported("attention with dropout, which cannot be run again")
-        device = outs[0].device.type
-        low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        given = versions([*arguments(args), *arguments(kwargs.values())])
-        call = Call(func, args, kwargs, xs, values, edges, axes, [*map(Result, outs)], low, before, own, given)
-        if noted:
-            self.calls.append(call)
+        call.results, call.versions, device = [*map(Result, results)], versions(call.reads), results[0].device.type
+        call.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if summed:
             self.sums.append(call)
+        if noted:
+            self.calls.append(call)
+            drops = func is F.scaled_dot_product_attention and option(args, kwargs, 4, "dropout_p", 0.0)
+            if checkpointing() or drops or call.versions != counts:
+                raise Unsupported("a nonlinear operation in a checkpoint, or that draws, or writes its inputs")
         return out
 
-    def annotate(self, func: Any, args: tuple, kwargs: dict, uses: Sequence[Use], edges: list[Any]) -> None:
-        """Note of uses whether the parameter is read linearly, and what else is read."""
-        if not uses:
-            return
-        leaves = [u.node.leaf for u in uses]
-        apart = len(uses) == 1 or (None not in leaves and len({*leaves}) == len(leaves))
-        linear = func in ADDED or (apart and func in LINEAR_IN_PARAMETERS)
-        linear = linear or (func in DIVIDE and len(uses) == 1 and uses[0].value is args[0])
-        for use in uses:
-            self.reads[id(use)] = edges
+    def annotate(self, call: Call) -> None:
+        """Note the uses of an operation that is linear in each parameter."""
+        func, leaves = call.func, [u.node.leaf for u in call.uses]
+        apart = len(leaves) == 1 or (None not in leaves and len({*leaves}) == len(leaves))
+        linear = func in ADDED or (apart and func in OF_PARAMETERS)
+        linear = linear or (func in DIVIDE and len(leaves) == 1 and call.uses[0].value is call.args[0])
+        for use in call.uses:
             if linear or isinstance(use, (Shared, Grown)):
-                self.linear[id(use)] = isinstance(use, (Shared, Grown, Rows)) or (
-                    func in ADDED and not isinstance(use, Pair)
-                )
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
+                added = isinstance(use, (Shared, Grown, Rows)) or (func in ADDED and not isinstance(use, Pair))
+                self.reads[id(use)] = added, call.edges
 
 
 def _linear(func: Any, args: tuple, kwargs: dict, xs: list[Tensor]) -> bool:
-    """Whether an operation is known to be linear in some of what it reads."""
+    """Whether an operation is known to be linear in its inputs."""
     if func in JOINTLY:
-        return not (func in DIVIDE)
-    once = len(xs) == 1 and sum([y is xs[0] for y in (*arguments(args), *arguments(kwargs.values()))]) == 1
-    if func in EACH:
-        return once
+        return True
+    if len(xs) > 1 or sum([y is xs[0] for y in (*arguments(args), *arguments(kwargs.values()))]) > 1:
+        return False
     if func in FIRST:
-        return once and bool(args) and xs[0] is args[0] and not kwargs.get("rounding_mode")
-    return func is F.batch_norm and once and not option(args, kwargs, 5, "training", False)
+        return bool(args) and xs[0] is args[0] and not kwargs.get("rounding_mode")
+    return func in EACH or (func is F.batch_norm and not option(args, kwargs, 5, "training", False))
 
 
 def _writes(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether an operation writes its first argument."""
+    """Whether an operation may write its first argument."""
     name = named(func)
     own = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
     return own or bool(kwargs.get("inplace")) or any([a is True for a in args[1:]])
@@ -235,17 +231,18 @@ def _writes(func: Any, args: tuple, kwargs: dict) -> bool:
 
 @dataclass
 class Part:
-    """Columns of an operation: `sum_v weight[v, n] left[v] right[v]^T` at what it read."""
+    """Columns of an operation: `sum_v weight[v, n] left[v] right[v]^T` at its inputs."""
 
     count: int
-    left: Callable[[int, int], list[Tensor]]
-    edges: list[Any]
-    right: Callable[[int, int], list[Tensor]] | None = None
-    """Those of the second factor, if it is not the first."""
-    right_edges: Sequence[Any] = ()
+    left: Callable[[int, int], Any]
+    """What makes the columns of a range."""
+    edges: Any
     weight: Tensor | None = None
     diagonal: Tensor | None = None
     """The Hessian itself, where it is diagonal."""
+    right: Callable[[int, int], list[Tensor]] | None = None
+    """What makes those of the second factor, if it is not the first."""
+    right_edges: Sequence[Any] = ()
 
 
 def units(x: Tensor, axis: Axis, n: int) -> tuple[int, Callable[[int, int], Tensor]]:
@@ -260,69 +257,57 @@ def units(x: Tensor, axis: Axis, n: int) -> tuple[int, Callable[[int, int], Tens
     return count, made
 
 
-def parts(run: CallsRun, call: Call, slopes: Sequence[Tensor | None]) -> list[Part]:
+def parts(run: Run, call: Call, slopes: Sequence[Tensor | None]) -> list[Part]:
     """The columns of an operation, given the gradients at its results."""
-    alone = len(call.values) == len(slopes) == 1
+    alone, n = len(call.inputs) == len(slopes) == 1, run.n
     if alone and (made := softmax_root(run, call.func, call.args, call.kwargs, call.axes[0], slopes[0])) is not None:
-        kind, rank = call.values[0].dtype, made.logits.shape[1] - 1
-        weight = made.weight[:, torch.arange(made.count, device=made.weight.device) // max(1, rank)].T
-        return [Part(made.count, lambda a, b: [made.block(a, b, WHOLE).left[0].to(kind)], call.edges, weight=weight)]
-    copies, outs = call.again(run)
-    pairs = [(y, g.to(y.dtype)) for y, g in zip(outs, slopes, strict=True) if g is not None]
+        kind, rank = call.inputs[0].dtype, max(1, made.logits.shape[1] - 1)
+        weight = made.weight[:, torch.arange(made.count, device=made.weight.device) // rank].T
+        return [Part(made.count, lambda a, b: made.block(a, b, WHOLE).left[0].to(kind), call.edges, weight)]
+    copies, results = call.again(run)
+    pairs = [(y, g.to(y.dtype)) for y, g in zip(results, slopes, strict=True) if g is not None]
+    ys, gs = [y for y, _ in pairs], [g for _, g in pairs]
     with torch.enable_grad():
-        found = torch.autograd.grad(
-            [y for y, _ in pairs], copies, [g for _, g in pairs], create_graph=True, allow_unused=True
-        )
+        found = torch.autograd.grad(ys, copies, gs, create_graph=True, allow_unused=True)
     first = {k: g for k, g in enumerate(found) if g is not None and g.requires_grad}
-    if first and alone and call.func in ENTRIES:
-        ones = torch.ones_like(first[0])
-        (h,) = torch.autograd.grad(first[0], copies, ones, create_graph=run.deep, allow_unused=True)
-        return [] if h is None else _diagonal(run, call, run.strip(h))
-    return _dense(run, call, copies, first)
-
-
-def _diagonal(run: CallsRun, call: Call, h: Tensor) -> list[Part]:
-    """The columns of a diagonal Hessian in the only input."""
-    if not run.deep and not bool(h.any()):
+    if not alone or not first or call.func not in DIAGONAL:
+        return _dense(run, call, copies, first)
+    ones = torch.ones_like(first[0])
+    (h,) = torch.autograd.grad(first[0], copies, ones, create_graph=run.deep, allow_unused=True)
+    if h is None or not (run.deep or bool(h.any())):
         return []
-    kind, (count, made) = call.values[0].dtype, units(h, call.axes[0], run.n)
-    weight = front(h, call.axes[0], run.n).reshape(run.n, -1).T
-    return [Part(count, lambda a, b: [made(a, b).to(kind)], call.edges, weight=weight, diagonal=h)]
+    h, kind = run.strip(h), call.inputs[0].dtype
+    weight, (count, unit) = front(h, call.axes[0], n).reshape(n, -1).T, units(h, call.axes[0], n)
+    return [Part(count, lambda a, b: unit(a, b).to(kind), call.edges, weight, h)]
 
 
-def _dense(run: CallsRun, call: Call, copies: list[Tensor], first: dict[int, Tensor]) -> list[Part]:
-    """The columns of any Hessian: unit columns e, and H e; what is beside the diagonal of two inputs counts twice."""
-    found, done = list[Part](), list[int]()
+def _dense(run: Run, call: Call, copies: list[Tensor], first: dict[int, Tensor]) -> list[Part]:
+    """The columns of any Hessian, given the gradients: unit columns e, and H e; what is of two inputs counts twice."""
+    found, rest = list[Part](), [*range(len(copies))]
     for k in sorted(first, key=lambda k: copies[k].numel()):
-        done.append(k)
-        rest = [i for i in range(len(copies)) if i == k or i not in done]
-        slope = first[k]
-        if not run.deep:
-            with torch.enable_grad():
-                weights = torch.arange(1, slope.numel() + 1, device=slope.device).to(slope.dtype).cos().view(slope.shape)
-                tried = torch.autograd.grad(
-                    slope, [copies[i] for i in rest], weights, retain_graph=True, allow_unused=True
-                )
-            rest = [i for i, g in zip(rest, tried, strict=True) if g is not None and bool(g.any())]
-        if rest:
-            found.append(_crossed(run, call, copies, slope, k, rest))
+        slope, others = first[k], rest
+        if not run.deep:  # of any vector, H gives 0 only if it is 0
+            at = torch.arange(1, slope.numel() + 1, device=slope.device).to(slope.dtype).cos().view(slope.shape)
+            tried = torch.autograd.grad(slope, [copies[i] for i in rest], at, retain_graph=True, allow_unused=True)
+            others = [i for i, g in zip(rest, tried, strict=True) if g is not None and bool(g.any())]
+        if others:
+            found.append(_between(run, call, copies, slope, k, others))
+        rest = [i for i in rest if i != k]
     return found
 
 
-def _crossed(run: CallsRun, call: Call, copies: list[Tensor], slope: Tensor, k: int, rest: list[int]) -> Part:
-    count, made = units(run.strip(copies[k]), call.axes[k], run.n)
+def _between(run: Run, call: Call, copies: list[Tensor], slope: Tensor, k: int, others: list[int]) -> Part:
+    """The columns of one input with those of some."""
+    count, unit = units(run.strip(copies[k]), call.axes[k], run.n)
 
     def right(start: int, stop: int) -> list[Tensor]:
         with torch.enable_grad():
-            rows = run.rows(slope, [copies[i] for i in rest], [made(start, stop).to(slope.dtype)], run.deep)
-        shapes = [(stop - start, *copies[i].shape) for i in rest]
-        rows = [
-            torch.zeros(s, dtype=copies[i].dtype, device=slope.device) if r is None else run.strip(r)
-            for r, s, i in zip(rows, shapes, rest, strict=True)
-        ]
-        return [r if i == k else 2 * r for r, i in zip(rows, rest, strict=True)]
+            rows = run.rows(slope, [copies[i] for i in others], [unit(start, stop).to(slope.dtype)], run.deep)
+        blank = [run.strip(copies[i]).new_zeros(()).expand(stop - start, *copies[i].shape) for i in others]
+        rows = [zeros if r is None else run.strip(r) for r, zeros in zip(rows, blank, strict=True)]
+        return [r if i == k else 2 * r for r, i in zip(rows, others, strict=True)]
 
-    return Part(count, lambda a, b: [made(a, b)], [call.edges[k]], right, [call.edges[i] for i in rest])
+    return Part(count, unit, call.edges[k], right=right, right_edges=[call.edges[i] for i in others])
 
 
 # Reductions
@@ -331,18 +316,8 @@ def _crossed(run: CallsRun, call: Call, copies: list[Tensor], slope: Tensor, k: 
 class Products(Shares):
     """Gradients of columns whose squares have weights, or that are multiplied with those of other columns."""
 
-    def __init__(
-        self,
-        run: Run,
-        place: int,
-        uses: list[Use],
-        names: Callable[[int], str],
-        weight: Tensor | None,
-        others: list[Use] | None,
-    ) -> None:
-        super().__init__(run, place, uses, names)
-        self.counts = weight
-        self.others = None if others is None else Shares(run, place, others, names)
+    weights: Tensor | None = None
+    others: Shares | None = None
 
     def square_sum(self, each: bool = False) -> Tensor:
         factors = self.factors()
@@ -362,26 +337,26 @@ class Products(Shares):
 
     def times(self, rows: Tensor, block: Block) -> Tensor:
         """Products `[V, n, ...]` with their weights."""
-        if self.counts is None:
+        if self.weights is None:
             return rows
-        w = self.run.taken(self.counts, block, 1)
+        w = self.run.taken(self.weights, block, 1)
         return rows * w.view(*w.shape, *[1] * (rows.ndim - 2)).to(rows.dtype)
 
 
 class Near(Shares):
-    """A use whose result an operation reads whose Hessian is diagonal: each entry of that is of one product."""
+    """A use whose result is the input of an operation with a diagonal Hessian: an entry is of one product alone."""
 
     def square_sum(self, each: bool = False) -> Tensor:
         return joined([self.dense(block)[0] for block in self.blocks()]) if each else self.weighted()
 
 
-def _squared(run: Run, use: Use, h: Tensor) -> Use:
-    """A use with the squares of what is read, to which the Hessian is sent."""
+def _squared(use: Use, h: Tensor) -> Use:
+    """A use with the squares of what is read, to which a diagonal Hessian is sent."""
     use = copy.copy(use)
     if isinstance(use, Pair):
         if version(use.a) != use.version:
             raise Unsupported("what a parameter met was changed in place later")
-        use.a, use.version = use.a.square(), 0
+        use.a = use.a.square()
         use.version = version(use.a)
     elif isinstance(use, Expanded) and (factor := use.factor) is not None:
         use.factor = lambda run, block: factor(run, block).square()
@@ -389,50 +364,171 @@ def _squared(run: Run, use: Use, h: Tensor) -> Use:
     return use
 
 
-def _near(run: Run, part: Part, uses: list[Use], of: list[list[Use]]) -> tuple[dict[int, Use], dict[int, Tensor]]:
-    """The uses of whose results an operation reads the entries, the only ones of a parameter, by its number; and the
-    diagonal Hessian at each."""
-    near, found = dict[int, Use](), dict[int, Tensor]()
-    if part.diagonal is None:
-        return near, found
-    edges = {(u.edge.node, u.edge.output_nr): u.edge for u in uses if not isinstance(u.edge, Tensor)}
-    edge = part.edges[0]
-    at = edge.node, edge.output_nr
-    while at not in edges and at[0] is not None and at[0].name() in _MOVING:
-        at = at[0].next_functions[0]
-    if at not in edges:
-        return near, found
-    own, h = edges[at], part.diagonal
-    if own.node is not edge.node:
-        h = run.strip(torch.autograd.grad(edge, own, h, create_graph=run.deep, retain_graph=True)[0])
-    for use in uses:
-        leaf = use.node.leaf
-        if use.edge is own and leaf is not None and [u for u in of[leaf] if u in uses] == [use]:
-            near[leaf], found[id(use.edge)] = use, h
-    return near, found
+class Crossed(Use):
+    """A product with unit columns in the place of what was read: its derivative in that and in the parameter."""
+
+    def __init__(self, use: Pair, columns: Tensor, slope: Tensor) -> None:
+        super().__init__(use.node, use.value)
+        self.use, self.columns, self.d = copy.copy(use), columns, slope
+        self.use.send(slope[None])
+
+    def dense(self, run: Run, block: Block = WHOLE) -> Tensor:
+        rows = list[Tensor]()
+        for column in self.columns:
+            self.use.a, self.use.version = column, version(column)
+            rows.append(self.use.dense(run, block)[0])
+        return torch.stack(rows)
 
 
-def _crossings(run: CallsRun, i: int, uses: list[Use]) -> list[Pair] | None:
+class Diagonal:
+    """What some reductions keep of the Hessian of a run."""
+
+    def __init__(
+        self, run: CallsRun, names: Callable[[int], str], folds: Sequence[Any], of: list[list[Use]], owners: Any
+    ) -> None:
+        """`of` are the uses of each parameter, and `owners` the parameters of each use, by its id."""
+        self.run, self.names, self.folds, self.of, self.owners = run, names, folds, of, owners
+        again = {i: _crossings(run, run.leaves[i], uses) for i, uses in enumerate(of) if uses}
+        self.crossed = [(i, use) for i, uses in again.items() for use in uses or ()]
+        self.straight = {i for i, uses in again.items() if uses is not None}
+        self.rest = [i for i in again if i not in self.straight]
+
+    def reduce(self, out: Tensor, cotangent: Tensor | None, shortcuts: bool) -> None:
+        """Reduce all columns, and the entries of what these miss; with `shortcuts`, refuse many of known structure."""
+        run = self.run
+        cotangent = torch.ones_like(out) if cotangent is None else cotangent
+        results = [y for call in (*run.calls, *run.sums) for y in call.results]
+        edges = [*[y.edge for y in results], *[use.edge for _, use in self.crossed]]
+        if not edges:
+            return
+        with torch.enable_grad():
+            inputs = [*edges, *run.leaves]
+            found = torch.autograd.grad(
+                out, inputs, cotangent, create_graph=run.deep, retain_graph=True, allow_unused=True
+            )
+        run.check(found[len(edges) :])
+        slopes = iter([y.slope(run, g) for y, g in zip(results, found, strict=False)])
+        made = list[tuple[Part, list[Use]]]()
+        for call in run.calls:
+            own = [next(slopes) for _ in call.results]
+            uses = [u for u in run.uses[: call.before] if not self.straight.isdisjoint(self.owners[id(u)])]
+            if uses and any([g is not None for g in own]):
+                made += [(part, uses) for part in parts(run, call, own)]
+        far = [(part, self.near(part, uses)) for part, uses in made]
+        known = shortcuts and not run.deep and all([part.right is None for part, _ in far])
+        if known and sum([part.count for part, uses in far if any(map(_placed, uses))]) >= thresholds.FEW:
+            raise Unsupported("many columns, of which some may be left out by structure")
+        for part, uses in far:
+            if uses:
+                self.columns(part, uses)
+        for (i, use), g in zip(self.crossed, found[len(results) :], strict=False):
+            if g is not None:
+                self.cross(i, use, run.strip(g))
+        if self.rest:
+            roots = _roots(run, out, cotangent, [*slopes], [f.reduction for f in self.folds])
+            for i in self.rest:
+                for each in {bool(f.reduction.each) for f in self.folds}:
+                    rows = _entries(run, run.leaves[i], *roots, each)
+                    for fold in [f for f in self.folds if bool(f.reduction.each) is each]:
+                        fold.reduction.add(fold.states, i, "columns", fold.reduction.directly(rows))
+
+    def add(self, i: int, shares: Shares) -> None:
+        """Reduce the gradients of a parameter."""
+        for fold in self.folds:
+            fold.reduction.add(fold.states, i, "columns", fold.reduction.step(shares))
+
+    def near(self, part: Part, uses: list[Use]) -> list[Use]:
+        """Reduce the uses whose results are the input of a diagonal Hessian, only moved; returns the others."""
+        edges = {(u.edge.node, u.edge.output_nr): u.edge for u in uses if not isinstance(u.edge, Tensor)}
+        if part.diagonal is None:
+            return uses
+        (edge,) = part.edges
+        at = edge.node, edge.output_nr
+        while at not in edges and at[0] is not None and at[0].name() in MOVING:
+            at = at[0].next_functions[0]
+        if at not in edges:
+            return uses
+        own, h, rest, run = edges[at], part.diagonal, list[Use](), self.run
+        if own.node is not edge.node:
+            h = run.strip(torch.autograd.grad(edge, own, h, create_graph=run.deep, retain_graph=True)[0])
+        run.columns, run.known = 1, {}
+        for use in uses:
+            leaf = use.node.leaf
+            if use.edge is own and leaf is not None and [u for u in self.of[leaf] if u in uses] == [use]:
+                self.add(leaf, Near(run, leaf, [_squared(use, h)], self.names))
+            else:
+                rest.append(use)
+        return rest
+
+    def columns(self, part: Part, uses: list[Use]) -> None:
+        """Reduce columns, in groups that fit the memory."""
+        run, most = self.run, max(1, thresholds.GROUPED // max(1, self.run.numbers))
+        for start in range(0, part.count, most):
+            stop = min(start + most, part.count)
+            left = self.pulled(part.edges, part.left(start, stop), uses)
+            right = None
+            if left and part.right is not None:
+                right = self.pulled(part.right_edges, part.right(start, stop), uses)
+            for i, mine in left.items():
+                if right is None or i in right:
+                    shares = Products(run, i, mine, self.names)
+                    shares.weights = None if part.weight is None else part.weight[start:stop]
+                    shares.others = None if right is None else Shares(run, i, right[i], self.names)
+                    self.add(i, shares)
+
+    def pulled(self, edges: Any, columns: Any, uses: Sequence[Use]) -> dict[int, list[Use]]:
+        """The uses of each parameter to which columns come, with these."""
+        with torch.enable_grad():
+            self.run.pull_columns(edges, columns, uses)
+        found = dict[int, list[Use]]()
+        for use in uses:
+            if use.d is not None:
+                for i in self.straight.intersection(self.owners[id(use)]):
+                    found.setdefault(i, []).append(copy.copy(use))
+        return found
+
+    def cross(self, i: int, use: Pair, slope: Tensor) -> None:
+        """Reduce the derivative of a product in a parameter and in what depends on that, which counts twice."""
+        run, x, before = self.run, use.a, self.of[i][: self.of[i].index(use)]
+        if version(x) != use.version:
+            raise Unsupported("what a parameter met was changed in place later")
+        count, unit = units(run.strip(x), use.a_axis, run.n)
+        most = max(1, thresholds.GROUPED // max(1, run.numbers, use.shape.numel() * run.n))
+        for start in range(0, count, most):
+            columns = unit(start, min(start + most, count))
+            mine = self.pulled(gradient_edge(x), columns, before).get(i)
+            if mine:
+                shares = Products(run, i, mine, self.names)
+                shares.weights = slope.new_full((len(columns), run.n), 2)
+                shares.others = Shares(run, i, [Crossed(use, columns, slope)], self.names)
+                self.add(i, shares)
+
+
+def _placed(use: Use) -> bool:
+    """Whether a product has several positions."""
+    return isinstance(use, Pair) and (isinstance(use, Convolution) or use.a.ndim > 2)
+
+
+def _crossings(run: CallsRun, leaf: Tensor, uses: list[Use]) -> list[Pair] | None:
     """The products of a parameter with what depends on it, too; None if it is read in a way that is not linear."""
-    if not all([id(u) in run.linear for u in uses]):
+    if not all([id(u) in run.reads for u in uses]):
         return None
-    leaf = run.leaves[i]
     for value in {id(u.value): u.value for u in uses if u.node.leaf is None}.values():
         with torch.enable_grad():
             (slope,) = torch.autograd.grad(value, leaf, torch.ones_like(value), create_graph=True)
-            if _depends(slope, leaf):
-                return None
+        if _depends(slope, leaf):
+            return None
     if len(uses) == 1:
         return []
     ends = {gradient_edge(u.edge).node if isinstance(u.edge, Tensor) else u.edge.node for u in uses}
-    again = [u for u in uses if not run.linear[id(u)] and _reaches([e.node for e in run.reads[id(u)]], ends)]
-    products = [u for u in again if isinstance(u, Pair)]
-    return products if len(products) == len(again) else None
+    met = [u for u in uses if not run.reads[id(u)][0] and _reach(run.reads[id(u)][1], ends)]
+    products = [u for u in met if isinstance(u, Pair)]
+    return products if len(products) == len(met) else None
 
 
-def _reaches(todo: list[Any], ends: set[Any]) -> bool:
-    """Whether some nodes come from others."""
-    seen = set()
+def _reach(edges: list[Any], ends: set[Any]) -> bool:
+    """Whether some edges come from nodes."""
+    todo, seen = [edge.node for edge in edges], set()
     while todo:
         node = todo.pop()
         if node in ends:
@@ -443,185 +539,66 @@ def _reaches(todo: list[Any], ends: set[Any]) -> bool:
     return False
 
 
-class Crossed(Use):
-    """A product with unit columns in the place of what was read: its derivative in that and in the parameter."""
-
-    def __init__(self, use: Pair, columns: Tensor, slope: Tensor) -> None:
-        super().__init__(use.node, use.value)
-        self.of, self.columns, self.d = copy.copy(use), columns, slope
-        self.of.send(slope[None])
-
-    def dense(self, run: Run, block: Block = WHOLE) -> Tensor:
-        rows = list[Tensor]()
-        for column in self.columns:
-            self.of.a, self.of.version = column, version(column)
-            rows.append(self.of.dense(run, block)[0])
-        return torch.stack(rows)
-
-
-def diagonals(
-    run: CallsRun,
-    names: Callable[[int], str],
-    folds: Sequence[Any],
-    out: Tensor,
-    cotangent: Tensor | None,
-    of: list[list[Use]],
-    owners: dict[int, Sequence[int]],
-) -> None:
-    """Reduce the products of the columns of all operations, and what these miss, entry by entry."""
-    cotangent = torch.ones_like(out) if cotangent is None else cotangent
-    again = {i: _crossings(run, i, uses) for i, uses in enumerate(of) if uses}
-    straight = {i for i, uses in again.items() if uses is not None}
-    crossed = [(i, u) for i, uses in again.items() for u in uses or ()]
-    results = [y for call in (*run.calls, *run.sums) for y in call.outs]
-    edges = [*[y.edge for y in results], *[u.edge for _, u in crossed]]
-    if not edges:
-        return
-    with torch.enable_grad():
-        slopes = torch.autograd.grad(
-            out, [*edges, *run.leaves], cotangent, create_graph=run.deep, retain_graph=True, allow_unused=True
-        )
-    run.check(slopes[len(edges) :])
-    left = iter([y.slope(run, g) for y, g in zip(results, slopes, strict=False)])
-    of_uses = [g if g is None else run.strip(g) for g in slopes[len(results) : len(edges)]]
-
-    def reduce(i: int, shares: Shares) -> None:
-        for fold in folds:
-            fold.reduction.add(fold.states, i, "columns", fold.reduction.step(shares))
-
-    def columns(part: Part, uses: list[Use]) -> None:
-        near, h = _near(run, part, uses, of)
-        for i, use in near.items():
-            run.columns, run.known = 1, {}
-            reduce(i, Near(run, i, [_squared(run, use, h[id(use.edge)])], names))
-        if not (uses := [u for u in uses if not near or near.get(owners[id(u)][0]) is not u]):
-            return
-        most = max(1, thresholds.GROUPED // max(1, run.numbers))
-        for start in range(0, part.count, most):
-            stop = min(start + most, part.count)
-            with torch.enable_grad():
-                run.pull_columns(part.edges, part.left(start, stop), uses)
-            first = [(copy.copy(u), owners[id(u)]) for u in uses if u.d is not None]
-            second: list[tuple[Use, Sequence[int]]] | None = None
-            if part.right is not None:
-                with torch.enable_grad():
-                    run.pull_columns(part.right_edges, part.right(start, stop), uses)
-                second = [(u, owners[id(u)]) for u in uses if u.d is not None]
-            weight = None if part.weight is None else part.weight[start:stop]
-            for i in straight:
-                mine = [u for u, leaves in first if i in leaves]
-                others = None if second is None else [u for u, leaves in second if i in leaves]
-                if mine and others != []:
-                    reduce(i, Products(run, i, mine, names, weight, others))
-
-    for call in run.calls:
-        own = [next(left) for _ in call.outs]
-        uses = [u for u in run.uses[: call.before] if not straight.isdisjoint(owners[id(u)])]
-        if uses and any([g is not None for g in own]):
-            for part in parts(run, call, own):
-                columns(part, uses)
-    of_sums = [next(left) for call in run.sums for _ in call.outs]
-    for (i, use), slope in zip(crossed, of_uses, strict=True):
-        if slope is not None:
-            if version(use.a) != use.version:
-                raise Unsupported("what a parameter met was changed in place later")
-            x, before = use.a, of[i][: of[i].index(use)]
-            count, made = units(run.strip(x), use.a_axis, run.n)
-            most = max(1, thresholds.GROUPED // max(1, run.numbers, use.shape.numel() * run.n))
-            edge = gradient_edge(x)
-            for start in range(0, count, most):
-                unit = made(start, min(start + most, count))
-                with torch.enable_grad():
-                    run.pull_columns(edge, unit, before)
-                mine = [copy.copy(u) for u in before if u.d is not None]
-                if mine:
-                    twice = unit.new_full((1, run.n), 2).expand(len(unit), -1)
-                    reduce(i, Products(run, i, mine, names, twice, [Crossed(use, unit, slope)]))
-    rest = [i for i in again if i not in straight]
-    if rest:
-        apart = run.chosen is not None or any([f.reduction.each for f in folds])
-        roots = _roots(run, out, cotangent, of_sums, apart)
-        for i in rest:
-            for each in {bool(f.reduction.each) for f in folds}:
-                rows = _entries(run, i, *roots, each)
-                for fold in folds:
-                    if bool(fold.reduction.each) is each:
-                        fold.reduction.add(fold.states, i, "columns", fold.reduction.directly(rows))
-
-
-# Parameters of which the Hessian is not all at the nonlinear operations
-
-
-def _roots(
-    run: CallsRun, out: Tensor, cotangent: Tensor, slopes: list[Tensor | None], apart: bool
-) -> tuple[list[Any], list[Tensor], list[Tensor]]:
-    """Where each entry is of one sample: edges, the gradients there, and the number of the sample of each entry."""
-    if out.ndim or run.n == 1 or not apart:
-        index = torch.arange(run.n if out.ndim else 1, device=out.device).view(out.shape)
-        return [out], [cotangent], [index]
-    edges, given, index = list[Any](), list[Tensor](), list[Tensor]()
-    rest = iter(slopes)
-    for call in run.sums:
-        own = [next(rest) for _ in call.outs]
-        pairs = [(y.edge, g) for y, g in zip(call.outs, own, strict=True) if g is not None]
-        if not pairs:
-            continue
-        if len(call.edges) > 1 or any([y.form is not None for y in call.outs]):
-            raise Unsupported("a sum over the samples of what depends on several tensors")
-        with torch.enable_grad():
-            given += torch.autograd.grad([e for e, _ in pairs], call.edges, [g for _, g in pairs], create_graph=True)
-        edges += call.edges
-        index.append(numbers(call.inputs[0].shape, call.axes[0], run.n, out.device))
-    return edges, given, index
-
-
-def _entries(
-    run: CallsRun, i: int, edges: list[Any], given: list[Tensor], index: list[Tensor], each: bool
-) -> Tensor:
-    """The diagonal of the Hessian in one parameter, entry by entry: of each sample, or `[1, *p]` of their sum."""
-    leaf, n, chosen = run.leaves[i], run.n, run.chosen
-    share = given[0].new_ones(n)
-    if each:
-        share = Run.alias(run, run.strip(share))
-    elif chosen is not None:
-        share = torch.bincount(chosen, minlength=n).to(share.dtype)
-    graph = each or run.deep
-    with torch.enable_grad():
-        if each or chosen is not None:
-            given = [g * share[at] for g, at in zip(given, index, strict=True)]
-        pairs = [(y, a) for y, a in run.aliases if y is leaf or _depends(y, leaf)]
-        copies = [a for _, a in pairs]
-        slopes = torch.autograd.grad(edges, copies, given, create_graph=True, allow_unused=True)
-        slope = [
-            g if y is leaf else torch.autograd.grad(y, leaf, g, create_graph=True)[0]
-            for (y, _), g in zip(pairs, slopes, strict=True)
-            if g is not None
-        ]
-        slope = summed(slope) if slope else torch.zeros_like(leaf)
-        found = run.strip(leaf).new_zeros(n if each else 1, leaf.numel())
-        if not slope.requires_grad or not leaf.numel():
-            return found.view(-1, *leaf.shape)
-        most, blocks = max(1, thresholds.GROUPED // max(1, run.numbers * (n if each else 1))), list[Tensor]()
-        for start in range(0, leaf.numel(), most):
-            at = torch.arange(start, min(start + most, leaf.numel()), device=leaf.device)
-            unit = F.one_hot(at, leaf.numel()).to(leaf.dtype).view(-1, *leaf.shape)
-            direct, *others = run.rows(slope, [leaf, *copies], [unit], graph)
-            rows = [] if direct is None else [direct]
-            for (y, _), c in zip(pairs, others, strict=True):
-                c = c if c is None or y is leaf else run.rows(y, [leaf], [c], graph)[0]
-                rows += [] if c is None else [c]
-            diagonal = (summed(rows) * unit).flatten(1).sum(1) if rows else unit.new_zeros(len(at))
-            if each:
-                eye = torch.eye(len(at), dtype=unit.dtype, device=unit.device)
-                (diagonal,) = run.rows(diagonal, [share], [eye], run.deep) if diagonal.requires_grad else (None,)
-                diagonal = eye.new_zeros(len(at), n) if diagonal is None else diagonal
-            blocks.append(run.strip(diagonal).reshape(len(at), -1).T)
-    found = torch.cat(blocks, 1).view(-1, *leaf.shape)
-    return found[chosen] if each and chosen is not None else found
-
-
 def _depends(y: Tensor, leaf: Tensor) -> bool:
     """Whether a tensor is computed from a parameter."""
     if not y.requires_grad:
         return False
     return torch.autograd.grad(y, leaf, torch.ones_like(y), retain_graph=True, allow_unused=True)[0] is not None
+
+
+# Parameters of which entries are differentiated one by one
+
+
+def _roots(run: CallsRun, out: Tensor, cotangent: Tensor, slopes: list[Tensor | None], wanted: Sequence[Any]) -> Any:
+    """Where each entry is of one sample: edges, the gradients there, and the number of the sample of each entry."""
+    if out.ndim or run.n == 1 or (run.chosen is None and not any([r.each for r in wanted])):
+        return [out], [cotangent], [torch.arange(run.n if out.ndim else 1, device=out.device).view(out.shape)]
+    edges, given, index = list[Any](), list[Tensor](), list[Tensor]()
+    for call, slope in zip(run.sums, slopes, strict=True):
+        if slope is not None:
+            (y,) = call.results
+            if len(call.edges) > 1 or y.form is not None:
+                raise Unsupported("a sum over the samples of what depends on several tensors")
+            with torch.enable_grad():
+                given += torch.autograd.grad(y.edge, call.edges, slope, create_graph=True)
+            edges += call.edges
+            index.append(numbers(call.inputs[0].shape, call.axes[0], run.n, out.device))
+    return edges, given, index
+
+
+def _entries(
+    run: CallsRun, leaf: Tensor, edges: list[Any], given: list[Tensor], index: list[Tensor], each: bool
+) -> Tensor:
+    """The diagonal of the Hessian in one parameter, entry by entry: of each sample, or `[1, *p]` of their sum."""
+    share, size, graph = given[0].new_ones(run.n), leaf.numel(), each or run.deep
+    if each:
+        share = Run.alias(run, run.strip(share))
+    elif run.chosen is not None:
+        share = torch.bincount(run.chosen, minlength=run.n).to(share.dtype)
+    with torch.enable_grad():
+        given = [g * share[at] for g, at in zip(given, index, strict=True)]
+        pairs = [(y, a) for y, a in run.aliases if y is leaf or _depends(y, leaf)]
+        copies = [a for _, a in pairs]
+        found = torch.autograd.grad(edges, copies, given, create_graph=True, allow_unused=True)
+        slope = torch.zeros_like(leaf)
+        for (y, _), g in zip(pairs, found, strict=True):
+            if g is not None:
+                slope = slope + (g if y is leaf else torch.autograd.grad(y, leaf, g, create_graph=True)[0])
+        most, blocks = max(1, thresholds.GROUPED // max(1, run.numbers * (run.n if each else 1))), list[Tensor]()
+        for start in range(0, size, most):
+            at = torch.arange(start, min(start + most, size), device=leaf.device)
+            unit = F.one_hot(at, size).to(leaf.dtype).view(-1, *leaf.shape)
+            bent = slope.requires_grad
+            direct, *others = run.rows(slope, [leaf, *copies], [unit], graph) if bent else [None] * (1 + len(pairs))
+            diagonal = torch.zeros_like(at, dtype=leaf.dtype)
+            for y, c in ((leaf, direct), *[(y, c) for (y, _), c in zip(pairs, others, strict=True)]):
+                c = c if c is None or y is leaf else run.rows(y, [leaf], [c], graph)[0]
+                diagonal = diagonal if c is None else diagonal + (c * unit).flatten(1).sum(1)
+            if each:
+                eye = torch.eye(len(at), dtype=leaf.dtype, device=leaf.device)
+                apart = run.rows(diagonal, [share], [eye], run.deep)[0] if diagonal.requires_grad else None
+                diagonal = eye.new_zeros(len(at), run.n) if apart is None else apart
+            blocks.append(run.strip(diagonal).reshape(len(at), -1).T)
+    found = torch.cat(blocks, 1) if blocks else leaf.detach().new_zeros(run.n if each else 1, 0)
+    found = found.view(-1, *leaf.shape) if size else found.reshape(-1, *leaf.shape)
+    return found[run.chosen] if each and run.chosen is not None else found

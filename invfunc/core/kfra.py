@@ -52,13 +52,13 @@ def chain(
     matrix = torch.einsum("vni,vnj->ij", left, left)
     waiting = {id(u): (i, u) for i, uses in enumerate(of) for u in uses}
     edge, calls = gradient_edge(z), [*run.calls]
-    while call := next((c for c in calls if any(_same(y.own, edge) for y in c.outs)), None):
+    while call := next((c for c in calls if any(_same(y.own, edge) for y in c.results)), None):
         calls.remove(call)
-        if len(call.inputs) > 1 or len(call.outs) > 1:
+        if len(call.inputs) > 1 or len(call.results) > 1:
             raise not_a_chain(f"`{named(call.func)}` reads or returns several tensors of the model")
         own = [waiting.pop(id(u)) for u in call.uses]
         if own:
-            _reduce(run, names, folds, call.outs[0], matrix, own)
+            _reduce(run, names, folds, call.results[0], matrix, own)
         if not call.inputs:
             break
         matrix, edge = _through(run, call, matrix), call.edges[0]
@@ -96,7 +96,7 @@ def _reduce(
 def _through(run: ChainRun, call: Call, matrix: Tensor) -> Tensor:
     """The matrix at what an operation reads, given that at its result."""
     (copied,), (y,) = call.again(run)
-    before, result = call.axes[0], call.outs[0]
+    before, result = call.axes[0], call.results[0]
     if not isinstance(before, tuple) or not isinstance(result.axis, tuple):
         raise not_a_chain(f"`{named(call.func)}` sums over the samples")
 
