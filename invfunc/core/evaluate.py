@@ -142,6 +142,10 @@ def _called(problem: Problem, run: Run, leaves: list[torch.Tensor]) -> tuple[Any
     out, aux = problem.call(run, leaves, slice(None))
     if problem.loss is None:
         return out, aux
+    if isinstance(run, CallsRun) and run.criterion is None:  # no columns are made at the outputs
+        target = problem.target(run)
+        with run:
+            return problem.loss(out, target), aux
     known = getattr(out, "_known", None)
     if not isinstance(out, torch.Tensor) or not 0 <= problem.out_dims % max(1, out.ndim) < 1 or known is None:
         raise Unsupported("outputs that are no tensor with the samples in front")

@@ -134,10 +134,10 @@ class Call:
         copies = [Run.alias(run, of[id(x)]) for x in self.inputs]
         of |= {id(x): y for x, y in zip(self.inputs, copies, strict=True)}
         args, kwargs = tree.map_tensors(lambda x: of.get(id(x), x), (self.args, self.kwargs))
-        if self.written is not None:
-            args = (args[0].clone(), *args[1:])
         device, low = copies[0].device.type, self.autocast
         with torch.enable_grad(), TwiceDifferentiable(), torch.autocast(device, low) if low else nullcontext():
+            if self.written is not None:
+                args = (args[0].clone(), *args[1:])
             out = self.func(*args, **kwargs)
         return copies, [y for y in tensors(out) if y.is_floating_point() and y.requires_grad]
 
@@ -553,6 +553,8 @@ def _roots(run: CallsRun, out: Tensor, cotangent: Tensor, slopes: list[Tensor | 
     """Where each entry is of one sample: edges, the gradients there, and the number of the sample of each entry."""
     if out.ndim or run.n == 1 or (run.chosen is None and not any([r.each for r in wanted])):
         return [out], [cotangent], [torch.arange(run.n if out.ndim else 1, device=out.device).view(out.shape)]
+    if any([isinstance(use, Shared) for use in run.uses]):
+        raise Unsupported("a term of parameters alone, of which the part of each sample is wanted")
     edges, given, index = list[Any](), list[Tensor](), list[Tensor]()
     for call, slope in zip(run.sums, slopes, strict=True):
         if slope is not None:
@@ -587,18 +589,18 @@ def _entries(
         most, blocks = max(1, thresholds.GROUPED // max(1, run.numbers * (run.n if each else 1))), list[Tensor]()
         for start in range(0, size, most):
             at = torch.arange(start, min(start + most, size), device=leaf.device)
-            unit = F.one_hot(at, size).to(leaf.dtype).view(-1, *leaf.shape)
+            unit = F.one_hot(at, size).to(leaf.dtype).view(len(at), *leaf.shape)
             bent = slope.requires_grad
             direct, *others = run.rows(slope, [leaf, *copies], [unit], graph) if bent else [None] * (1 + len(pairs))
             diagonal = torch.zeros_like(at, dtype=leaf.dtype)
             for y, c in ((leaf, direct), *[(y, c) for (y, _), c in zip(pairs, others, strict=True)]):
                 c = c if c is None or y is leaf else run.rows(y, [leaf], [c], graph)[0]
-                diagonal = diagonal if c is None else diagonal + (c * unit).flatten(1).sum(1)
+                diagonal = diagonal if c is None else diagonal + (c * unit).reshape(len(at), -1).sum(1)
             if each:
                 eye = torch.eye(len(at), dtype=leaf.dtype, device=leaf.device)
                 apart = run.rows(diagonal, [share], [eye], run.deep)[0] if diagonal.requires_grad else None
                 diagonal = eye.new_zeros(len(at), run.n) if apart is None else apart
             blocks.append(run.strip(diagonal).reshape(len(at), -1).T)
     found = torch.cat(blocks, 1) if blocks else leaf.detach().new_zeros(run.n if each else 1, 0)
-    found = found.view(-1, *leaf.shape) if size else found.reshape(-1, *leaf.shape)
+    found = found.view(len(found), *leaf.shape)
     return found[run.chosen] if each and run.chosen is not None else found
