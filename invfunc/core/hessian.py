@@ -154,9 +154,8 @@ class CallsRun(Run):
         """Those that sum over the samples."""
         self.aliases: list[tuple[Tensor, Tensor]] = []
         """What was read of the parameters, and what an operation got in its place."""
-        self.reads: dict[int, tuple[bool, list[Any]]] = {}
-        """Of the uses in which a parameter is read linearly, by their ids: whether it is only added, and the edges of
-        the inputs that it meets."""
+        self.reads: dict[int, list[Any]] = {}
+        """Of the uses in which a parameter is read linearly, by their ids: the edges of what it is multiplied with."""
         self.entered = 0
 
     def alias(self, x: Tensor) -> Tensor:
@@ -180,7 +179,7 @@ class CallsRun(Run):
         if self.entered != entered:  # the operations that it is composed of were noted
             return out
         call.uses = self.uses[before:]
-        self.annotate(call)
+        self.annotate(call, [node.leaf for _, node in found[1]])
         summed = bool(xs) and getattr(getattr(out, "_known", None), "axis", None) is SUMMED
         results = [y for y in tensors(out) if y.is_floating_point() and y.requires_grad] if noted or summed else []
         if not results:
@@ -196,16 +195,17 @@ class CallsRun(Run):
                 raise Unsupported("a nonlinear operation in a checkpoint, or that draws, or writes its inputs")
         return out
 
-    def annotate(self, call: Call) -> None:
-        """Note the uses of an operation that is linear in each parameter."""
-        func, leaves = call.func, [u.node.leaf for u in call.uses]
-        apart = len(leaves) == 1 or (None not in leaves and len({*leaves}) == len(leaves))
+    def annotate(self, call: Call, leaves: list[int | None]) -> None:
+        """Note the uses of an operation that is linear in each of the parameters that it reads, given their numbers."""
+        func, apart = call.func, len(leaves) == 1 or (None not in leaves and len({*leaves}) == len(leaves))
         linear = func in ADDED or (apart and func in OF_PARAMETERS)
-        linear = linear or (func in DIVIDE and len(leaves) == 1 and call.uses[0].value is call.args[0])
-        for use in call.uses:
-            if linear or isinstance(use, (Shared, Grown)):
-                added = isinstance(use, (Shared, Grown, Rows)) or (func in ADDED and not isinstance(use, Pair))
-                self.reads[id(use)] = added, call.edges
+        linear = linear or (
+            func in DIVIDE and len(leaves) == 1 and [u.value is call.args[0] for u in call.uses] == [True]
+        )
+        for use in call.uses if linear else [u for u in call.uses if isinstance(u, (Shared, Grown))]:
+            added = isinstance(use, (Shared, Grown, Rows)) or (func in ADDED and not isinstance(use, Pair))
+            met = [e for x, e in zip(call.inputs, call.edges, strict=True) if not isinstance(use, Pair) or x is use.a]
+            self.reads[id(use)] = [] if added else met
 
 
 def _linear(func: Any, args: tuple, kwargs: dict, xs: list[Tensor]) -> bool:
@@ -496,7 +496,7 @@ class Diagonal:
         most = max(1, thresholds.GROUPED // max(1, run.numbers, use.shape.numel() * run.n))
         for start in range(0, count, most):
             columns = unit(start, min(start + most, count))
-            mine = self.pulled(gradient_edge(x), columns, before).get(i)
+            mine = self.pulled(run.reads[id(use)], columns, before).get(i)
             if mine:
                 shares = Products(run, i, mine, self.names)
                 shares.weights = slope.new_full((len(columns), run.n), 2)
@@ -521,7 +521,7 @@ def _crossings(run: CallsRun, leaf: Tensor, uses: list[Use]) -> list[Pair] | Non
     if len(uses) == 1:
         return []
     ends = {gradient_edge(u.edge).node if isinstance(u.edge, Tensor) else u.edge.node for u in uses}
-    met = [u for u in uses if not run.reads[id(u)][0] and _reach(run.reads[id(u)][1], ends)]
+    met = [u for u in uses if _reach(run.reads[id(u)], ends)]
     products = [u for u in met if isinstance(u, Pair)]
     return products if len(products) == len(met) else None
 

@@ -78,6 +78,20 @@ def own(z, y):
     return ((z.sin() * (z - y)).sum(1) / (1 + z.square().mean(1))).exp()
 
 
+def in_one_call(p, x):
+    return torch.einsum("ij,nj,jk->nk", p["w"], x, p["w"])[:, :3].tanh()
+
+
+def written(p, x):
+    h = F.linear(x, p["w"] / 2)
+    h[:, :2].sigmoid_()
+    return F.silu(h @ p["v"].mT + p["b"][:3], inplace=True).mul_(2)
+
+
+def added(p, x):
+    return torch.addmm(p["w"][:1].expand(len(x), 4), x, p["w"]).square()[:, :3] / (1 + p["b"].square()[:3])
+
+
 class TestOfTiedWeights:
     params = {"w": Numbers()(4, 4), "v": Numbers(1)(3, 4), "b": Numbers(2)(4)}
     args = params, Numbers(3)(5, 4), Numbers(4)(5, 3)
@@ -90,6 +104,12 @@ class TestOfTiedWeights:
         assert_trees_close(batch_diag_hessian(again, own, samples=chosen)(*self.args), each, EXACT)
         scalar = diag_hessian(lambda p, x, y: own(again(p, x), y).sum(), samples=chosen)
         assert_trees_close(scalar(*self.args), whole(each), EXACT)
+
+    @pytest.mark.parametrize("f", [in_one_call, written, added])
+    @pytest.mark.usefixtures("alone")
+    def test_of_plain_functions(self, f):
+        wanted = dense(lambda p, x, y: own(f(p, x), y), *self.args)
+        assert_trees_close(batch_diag_hessian(f, own)(*self.args), wanted, EXACT, FLOOR)
 
     @pytest.mark.usefixtures("alone")
     def test_is_differentiable_and_maps(self):
