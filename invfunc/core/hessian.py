@@ -276,7 +276,7 @@ def parts(run: Run, call: Call, slopes: Sequence[Tensor | None]) -> list[Part]:
     (h,) = torch.autograd.grad(first[0], copies, ones, create_graph=run.deep, allow_unused=True)
     if h is None or not (run.deep or bool(h.any())):
         return []
-    h, kind = run.strip(h), call.inputs[0].dtype
+    h, kind = run.strip(torch.where(first[0].isnan(), torch.nan, h)), call.inputs[0].dtype  # squares hide NaN
     weight, (count, unit) = front(h, call.axes[0], n).reshape(n, -1).T, units(h, call.axes[0], n)
     return [Part(count, lambda a, b: unit(a, b).to(kind), call.edges, weight, h)]
 
