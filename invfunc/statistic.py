@@ -117,8 +117,8 @@ class Statistic(Transform):
     def taken(self) -> bool:
         """Whether the core may take what is wanted: reductions of gradients, of columns of a GGN, or Jacobian rows."""
         each = self.members or (self,)
-        simple = all(not (m.kind.averaged or m.kind.second_order) for m in each)
-        of_kind = simple and len({(m.kind.convex, m.kind.of_model == "yes") for m in each}) == 1
+        kinds = {(k.convex, k.averaged, k.second_order, k.of_model == "yes") for k in [m.kind for m in each]}
+        of_kind = len(kinds) == 1
         plain = self.options.fast and all(m.others is None and m.options in _PLAIN for m in self.members)
         drawn = all(m.drawing is None or m.drawing.sample is None for m in each)
         return of_kind and plain and drawn and self.others is None

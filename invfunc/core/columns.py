@@ -141,8 +141,14 @@ class Criterion:
                 raise Unsupported("the loss is curved beside its criterion")
 
     def _softmax(self, run: Run, name: str) -> Softmax:
-        """Logits as `[n, C, positions]`, and the weight of the targets at each position."""
-        x, target = wide(self.args[0]), self.arg("target")
+        """The columns of a cross entropy."""
+        k = self.counts(wide(self.args[0]))
+        check_sign(k, name)
+        return _root(run, wide(self.args[0]), self.axis, k, 1)
+
+    def counts(self, x: torch.Tensor) -> torch.Tensor:
+        """The weight of the targets at each position, in the scale of the result."""
+        target = self.arg("target")
         if x.ndim < 2 or self.kwargs.get("size_average") is not None or self.kwargs.get("reduce") is not None:
             raise Unsupported("cross entropy of a single row, or with deprecated flags")
         assert self.slope is not None
@@ -153,20 +159,9 @@ class Criterion:
         )
         if weight is None and not target.is_floating_point():  # all that are not ignored count the same
             met = target != ignored
-            k = torch.where(met, self.slope / met.sum() if mean else self.slope, 0)
-        else:
-            met, size = self._weights(x, target, weight, ignored)
-            k = torch.where(met == 0, 0, self.slope / size * met) if mean else self.slope * met
-        check_sign(k, name)
-        exposed = front(x, self.axis, run.n)  # [n, more, C, ...]
-        logits = exposed.movedim(2, 1).flatten(2)
-        shape, rest = x.shape, exposed.shape[3:]
-
-        def layout(columns: torch.Tensor) -> torch.Tensor:
-            v, n, c, _ = columns.shape
-            return columns.reshape(v, n, c, -1, *rest).movedim(2, 3).reshape(v, -1, *shape[1:])
-
-        return Softmax(0, logits, k.expand(shape[:1] + shape[2:]).reshape(run.n, -1), layout)
+            return torch.where(met, self.slope / met.sum() if mean else self.slope, 0)
+        met, size = self._weights(x, target, weight, ignored)
+        return torch.where(met == 0, 0, self.slope / size * met) if mean else self.slope * met
 
     def _weights(self, x: torch.Tensor, target: torch.Tensor, weight: Any, ignored: int) -> tuple[torch.Tensor, Any]:
         """What each target counts, and what a mean is divided by."""
@@ -194,6 +189,35 @@ class Criterion:
         check_sign(h, name)
         kind = "normal" if self.func is F.mse_loss else "bernoulli"
         return Elementwise(0, front(h, self.axis, run.n).flatten(1), kind, front(x, self.axis, run.n).flatten(1))
+
+
+def _root(run: Run, x: torch.Tensor, axis: Axis, k: torch.Tensor, dim: int) -> Softmax:
+    """The columns of `k (diag p - p p^T)` of logits with the samples in dim 0 and the classes in another one."""
+    exposed = front(x.movedim(dim, 1), axis, run.n)  # [n, more, C, ...]
+    logits = exposed.movedim(2, 1).flatten(2)
+    shape, rest = x.movedim(dim, 1).shape, exposed.shape[3:]
+
+    def layout(columns: torch.Tensor) -> torch.Tensor:
+        v, n, c, _ = columns.shape
+        return columns.reshape(v, n, c, -1, *rest).movedim(2, 3).reshape(v, -1, *shape[1:]).movedim(2, 1 + dim)
+
+    return Softmax(0, logits, k.expand(shape[:1] + shape[2:]).reshape(run.n, -1), layout)
+
+
+LOGARITHMS = called("log_softmax")
+
+
+def softmax_root(run: Run, func: Any, args: tuple, kwargs: dict, axis: Axis, slope: torch.Tensor) -> Softmax | None:
+    """The columns of a cross entropy or a log_softmax of any slope; None of another operation."""
+    if func is not F.cross_entropy and func not in LOGARITHMS:
+        return None
+    call = Criterion(run.token)
+    call.func, call.args, call.kwargs, call.slope = func, (run.strip(args[0]), *args[1:]), kwargs, wide(slope)
+    x, dim = wide(call.args[0]), 1 if func is F.cross_entropy else call.arg("dim")
+    if x.ndim < 2 or dim is None or dim % x.ndim == 0 or (run.n > 1 and (axis[0] != -x.ndim or axis[1] != 1)):
+        return None
+    k = call.counts(x) if func is F.cross_entropy else -call.slope.sum(dim)
+    return _root(run, x, axis, k, dim % x.ndim)
 
 
 def criterion_of(run: Run, func: Any, args: tuple, kwargs: dict[str, Any], data: list) -> torch.Tensor | None:

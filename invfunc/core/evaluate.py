@@ -16,6 +16,8 @@ from invfunc._extras import Ticks
 from invfunc._torch.functorch import dual_level, hooked, transforming, version, versions
 from invfunc.core.columns import Criterion, Hessian, made
 from invfunc.core.factors import partners
+from invfunc.core.hessian import CallsRun, Diagonal
+from invfunc.core.kfra import ChainRun, chain
 from invfunc.core.marks import HALF, SUMMED, Mark, Unsupported, know
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
@@ -179,8 +181,10 @@ def _ran_and(
     deep = transforming() or (outside and any([x.requires_grad for x in (*problem.tensors(), *constants)]))
     chosen = problem.samples
     chosen = None if chosen is None else torch.tensor(chosen, device=problem.leaves[0].device)
+    kind = quantities[0].kind
+    new = ChainRun if kind.averaged else CallsRun if kind.second_order else Run
     while True:
-        run = Run(problem.n, deep, chosen)
+        run = new(problem.n, deep, chosen)
         run.part = part
         run.open()
         try:
@@ -205,7 +209,11 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
     drawn = [q.drawing.count if q.drawing is not None else 0 for q in quantities]
     run.alone = all([q.kind.first_order or count == 1 for q, count in zip(quantities, drawn, strict=True)])
     marks = marked_for(run.criterion)
-    with _autocast(device, True), marks, TwiceDifferentiable() if run.deep else nullcontext():
+    with (
+        _autocast(device, True),
+        marks,
+        TwiceDifferentiable() if run.deep or isinstance(run, CallsRun) else nullcontext(),
+    ):
         out, aux = _called(problem, run, leaves)
     if run.closed_over and outside and not run.deep:
         raise Again
@@ -242,8 +250,13 @@ def _evaluated(
         run.partners = partners(_owners(run, run.uses)[0], run.leaves)
     with torch.set_grad_enabled(run.deep and outside), _autocast(device, False):
         way = Way(run, problem, folds, options.plan, ticks, run.uses)
-        if run.criterion is not None:
+        if isinstance(run, ChainRun):
+            chain(run, problem.name, quantities[0], folds, out, _owners(run, run.uses)[0])
+        elif run.criterion is not None:
             _columns(way, quantities, out, options.dense, known)
+        elif isinstance(run, CallsRun):
+            shortcuts = not options.dense and all([f.reduction.shortcuts != "no" for f in folds])
+            Diagonal(run, problem.name, folds, *_owners(run, run.uses)).reduce(out, cotangent, shortcuts)
         elif rows:
             _rows(way, out)
         elif not way.streams or options.plan.asked("params"):
@@ -265,6 +278,10 @@ def _called(problem: Problem, run: Run, leaves: list[torch.Tensor]) -> tuple[Any
     out, aux = problem.call(run, leaves, slice(None))
     if problem.loss is None:
         return out, aux
+    if isinstance(run, CallsRun) and run.criterion is None:  # no columns are made at the outputs
+        target = problem.target(run)
+        with run:
+            return problem.loss(out, target), aux
     known = getattr(out, "_known", None)
     if not isinstance(out, torch.Tensor) or not 0 <= problem.out_dims % max(1, out.ndim) < 1 or known is None:
         raise Unsupported("outputs that are no tensor with the samples in front")

@@ -79,6 +79,13 @@ def _outer(x: torch.Tensor, diagonal: bool) -> torch.Tensor:
     return outer(x[:, 0].mT if x.shape[1] == 1 else x.mT, diagonal=diagonal)
 
 
+def _between(s: torch.Tensor, matrix: torch.Tensor, diagonal: bool) -> torch.Tensor:
+    """`1/n sum_np s^T M s` of columns `[V, n, g, p, o]`, or its diagonal."""
+    b = torch.einsum("vngpo,vngpq->goq", s, torch.tensordot(matrix / s.shape[1], s, 1))
+    b = b[0] if len(b) == 1 else b
+    return b.diagonal(dim1=-2, dim2=-1) if diagonal else b
+
+
 def kronecker(
     run: Run, leaf: torch.Tensor, uses: list[Use], sharing: str, bias: str, again: bool, most: float
 ) -> dict[Any, Factors]:
@@ -107,7 +114,12 @@ def _added(
     if b is None:
         sent = [each.s for _, each in some]
         sent = [summed(s.sum(3, keepdim=True) for s in sent)] if pooled else sent
-        b = summed(_outer(s.flatten(0, 1), large[0]) for s in sent)
+        matrix = some[0][0].matrix
+        if matrix is not None:
+            sent = [s[:, :1] for s in sent] if isinstance(some[0][0], Pair) else sent  # the same of all samples
+            b = summed(_between(s, matrix, large[0]) for s in sent)
+        else:
+            b = summed(_outer(s.flatten(0, 1), large[0]) for s in sent)
         if key is not None:
             run.known[key] = b
     a = None

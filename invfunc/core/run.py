@@ -505,42 +505,55 @@ class Run(TorchFunctionMode):
             if (d := cotangents[id(use.edge)]) is not None:
                 use.send(self.strip(d)[None])
 
-    def pull_columns(self, out: Tensor, columns: Tensor) -> None:
-        """Pull several vectors `[V, *out]` back at once."""
-        edges = {id(u.edge): u.edge for u in self.uses}
-        inputs, holes = [*edges.values(), *self.leaves], list[bool]()
-
-        def pull(column: Tensor) -> Sequence[Tensor | None]:
-            return torch.autograd.grad(
-                out, inputs, column, create_graph=self.deep, retain_graph=True, allow_unused=True
-            )
-
-        def one(column: Tensor) -> list[Tensor]:
-            found = pull(column)
-            holes[:] = [g is None for g in found]
-            return [g for g in found if g is not None]
-
-        self.columns, self.known = len(columns), {}
-        found: Any
-        if self.columns == 1:
-            found = [None if g is None else g[None] for g in pull(columns[0])]
-        elif self.largest >= thresholds.APART and columns.device.type in thresholds.APART_ON:
-            each = [*zip(*[pull(column) for column in columns], strict=True)]
-            found = [None if g[0] is None else [wide(self.strip(d)) for d in g] for g in each]
-        elif self.deep:
-            got = iter(torch.func.vmap(one)(columns))
-            found = [None if hole else next(got) for hole in holes]
-        else:  # torch.func does not know this older vmap, which needs less memory
-            found = torch.autograd.grad(
-                out, inputs, columns, retain_graph=True, allow_unused=True, is_grads_batched=True
-            )
+    def pull_columns(self, out: Any, columns: Any, some: Sequence[Use] | None = None) -> None:
+        """Pull several vectors `[V, *out]` back at once, a list of them from several tensors; to `some` of the uses."""
+        uses = self.uses if some is None else some
+        edges = {id(u.edge): u.edge for u in uses}
+        columns = columns if type(columns) is list else [columns]
+        self.columns, self.known = len(columns[0]), {}
+        large = self.columns > 1 and self.largest >= thresholds.APART and columns[0].device.type in thresholds.APART_ON
+        found = self.rows(out, [*edges.values(), *self.leaves], columns, self.deep, large)
         self.check(found[len(edges) :])
         cotangents = dict(zip(edges, found, strict=False))
-        for use in self.uses:
+        for use in uses:
             d = cotangents[id(use.edge)]
             if isinstance(d, list) and isinstance(use, (Copies, Shared)):
                 d = torch.stack(d)
             use.send(d if d is None or isinstance(d, list) else self.strip(d))
+
+    def rows(
+        self, out: Any, inputs: Sequence[Any], columns: Sequence[Tensor], graph: bool, apart: bool = False
+    ) -> list[Any]:
+        """The gradients of several vectors, a tensor `[V, ...]` for each of several tensors; `apart`, in lists."""
+        holes = list[bool]()
+
+        def pull(column: Sequence[Tensor]) -> Sequence[Tensor | None]:
+            return torch.autograd.grad(out, inputs, column, create_graph=graph, retain_graph=True, allow_unused=True)
+
+        def one(*column: Tensor) -> list[Tensor]:
+            found = pull(column)
+            holes[:] = [g is None for g in found]
+            return [g for g in found if g is not None]
+
+        if len(columns[0]) == 1:
+            return [None if g is None else g[None] for g in pull([c[0] for c in columns])]
+        if apart:
+            each = [*zip(*[pull(column) for column in zip(*columns, strict=True)], strict=True)]
+            return [None if g[0] is None else [wide(self.strip(d)) for d in g] for g in each]
+        if self.deep:
+            got = iter(torch.func.vmap(one)(*columns))
+            return [None if hole else next(got) for hole in holes]
+        return [  # torch.func does not know this older vmap, which needs less memory
+            *torch.autograd.grad(
+                out,
+                inputs,
+                columns,
+                retain_graph=True,
+                create_graph=graph,
+                allow_unused=True,
+                is_grads_batched=True,
+            )
+        ]
 
     def stream(self, out: Tensor, cotangent: Tensor | None, arrived: Callable[[Use], None]) -> None:
         """Pull one vector back, and hand each use over as its cotangent comes; it is freed then."""

@@ -1,0 +1,606 @@
+"""The diagonal of the Hessian: each operation that is nonlinear in samples gives columns at its inputs.
+
+With `g` the gradient at the result of an operation, and `J` the Jacobian of its inputs in the parameters, the Hessian
+is the sum of `J^T (sum_k g_k hess call_k) J` over all operations, of which the loss is one. A product of a parameter
+with inputs that depend on it adds columns, too. Of a parameter that is read in another way than linearly, entries are
+differentiated one by one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from invfunc import thresholds, tree
+from invfunc._torch.functorch import base_of, checkpointing, gradient_edge, version, versions
+from invfunc.core.axes import numbers
+from invfunc.core.columns import softmax_root
+from invfunc.core.marks import SUMMED, Axis, Unsupported, arguments, named, option, tensors, wide
+from invfunc.core.run import Run
+from invfunc.core.shares import Shares
+from invfunc.core.tables import DIVIDE, EXPANDS, LIKE, LINEAR, MOVES, MULTIPLY, POINTWISE, VIEWS, called
+from invfunc.core.uses import (
+    WHOLE,
+    Block,
+    Convolution,
+    Expanded,
+    Grown,
+    Pair,
+    Rows,
+    Shared,
+    Use,
+    back,
+    formed,
+    front,
+    product,
+    summed,
+)
+from invfunc.linear_algebra.contract import joined
+from invfunc.operations.second_derivatives import TwiceDifferentiable
+
+Tensor = torch.Tensor
+POOLS = [f"{kind}_pool{k}d" for kind in ("avg", "max", "adaptive_avg", "adaptive_max") for k in (1, 2, 3)]
+CONVOLUTIONS = " ".join(f"conv{k}d" for k in (1, 2, 3))
+JOINTLY = LINEAR | VIEWS | EXPANDS | MOVES | LIKE
+JOINTLY |= called(
+    "abs relu relu6 leaky_relu threshold hardtanh hardsigmoid hardshrink softshrink rrelu clamp clip clamp_min "
+    "clamp_max maximum minimum fmax fmin where masked_fill dropout dropout1d dropout2d dropout3d alpha_dropout "
+    "feature_alpha_dropout positive nansum nanmean amax amin max min sort topk cummax cummin cumsum pad flip roll tril "
+    "triu diag diagonal diag_embed unfold fold interpolate pixel_shuffle pixel_unshuffle channel_shuffle hstack vstack "
+    "concat concatenate ravel detach copy_ fill zero type l1_loss nan_to_num masked_select repeat_interleave setitem "
+    f"max_pool2d_with_indices {' '.join(POOLS)}"
+)
+"""Operations that are linear, perhaps piece by piece, in all that they read together."""
+EACH = MULTIPLY | called(f"matmul mm bmm mv dot linear einsum outer inner bilinear prelu embedding {CONVOLUTIONS}")
+EACH |= called("conv_transpose1d conv_transpose2d conv_transpose3d")
+"""Operations that are linear in each tensor that they read."""
+FIRST = DIVIDE | called("nll_loss kl_div")
+"""Operations that are linear in the first."""
+DIAGONAL = POINTWISE | called(
+    "mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss "
+    "soft_margin_loss"
+)
+"""Operations whose Hessian in one tensor is diagonal."""
+ADDED = called(f"add sub subtract rsub radd cat stack concat where masked_fill linear {CONVOLUTIONS}")
+"""Operations to which parameters are added, except for weights."""
+OF_PARAMETERS = ADDED | EACH | EXPANDS | called("getitem addmm layer_norm rms_norm group_norm batch_norm instance_norm")
+"""Operations that are linear in each parameter that they read."""
+MOVING = "View UnsafeView Transpose Permute T Alias Unsqueeze Squeeze ReshapeAlias Clone"
+MOVING = {f"{name}Backward0" for name in MOVING.split()}
+"""Nodes of the graph that move entries."""
+
+
+class Result:
+    """A result of an operation, by its edge: of a view that of its base, as writing in place takes the view out."""
+
+    def __init__(self, y: Tensor) -> None:
+        base = base_of(y)
+        self.own = gradient_edge(y)
+        self.edge = self.own if base is None else gradient_edge(base)
+        self.axis, self.shape, self.form = getattr(getattr(y, "_known", None), "axis", None), y.shape, None
+        if base is not None:
+            if not base.is_contiguous():
+                raise Unsupported("an operation whose result is a view of a tensor with gaps")
+            self.form = y.shape, y.stride(), y.storage_offset() - base.storage_offset()
+
+    def slope(self, run: Run, g: Tensor | None) -> Tensor | None:
+        """The gradient at the result, given that at the edge."""
+        g = None if g is None else run.strip(g)
+        return g if g is None or self.form is None else g.contiguous().as_strided(*self.form)
+
+
+@dataclass(eq=False)
+class Call:
+    """An operation of samples, which can be run again on copies of its inputs: what it read that has a graph."""
+
+    func: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    inputs: list[Tensor]
+    edges: list[Any]
+    axes: list[Axis]
+    written: Tensor | None
+    """The first argument as it was before, if it is written in place."""
+    before: int
+    """How many uses of parameters were noted before it."""
+    autocast: torch.dtype | None = None
+    results: Sequence[Result] = ()
+    uses: Sequence[Use] = ()
+    """Its own."""
+    versions: Sequence[int] = ()
+
+    @property
+    def reads(self) -> list[Tensor]:
+        """The tensors that it read, and that may not be written since."""
+        reads = [*arguments(self.args), *arguments(self.kwargs.values())]
+        return reads if self.written is None else [x for x in reads if x is not self.args[0]]
+
+    def again(self, run: Run) -> tuple[list[Tensor], list[Tensor]]:
+        """Copies of the inputs, and its results of these."""
+        reads = self.reads
+        if versions(reads) != self.versions:
+            raise Unsupported("what a nonlinear operation read was changed in place later")
+        of = {id(x): run.strip(x) for x in reads}
+        if self.written is not None:
+            of[id(self.args[0])] = self.written
+        if self.func in DIAGONAL and self.autocast is None:  # p (1 - p) is 0 in bfloat16 near 1
+            of = {key: wide(x) for key, x in of.items()}
+        copies = [Run.alias(run, of[id(x)]) for x in self.inputs]
+        of |= {id(x): y for x, y in zip(self.inputs, copies, strict=True)}
+        args, kwargs = tree.map_tensors(lambda x: of.get(id(x), x), (self.args, self.kwargs))
+        device, low = copies[0].device.type, self.autocast
+        with torch.enable_grad(), TwiceDifferentiable(), torch.autocast(device, low) if low else nullcontext():
+            if self.written is not None:
+                args = (args[0].clone(), *args[1:])
+            out = self.func(*args, **kwargs)
+        return copies, [y for y in tensors(out) if y.is_floating_point() and y.requires_grad]
+
+
+class CallsRun(Run):
+    """A run that notes the operations of samples: the nonlinear ones, or `every` one."""
+
+    every = False
+
+    def __init__(self, n: int, deep: bool, chosen: Tensor | None = None) -> None:
+        super().__init__(n, deep, chosen)
+        self.calls: list[Call] = []
+        self.sums: list[Call] = []
+        """Those that sum over the samples."""
+        self.aliases: list[tuple[Tensor, Tensor]] = []
+        """What was read of the parameters, and what an operation got in its place."""
+        self.reads: dict[int, list[Any]] = {}
+        """Of the uses in which a parameter is read linearly, by their ids: the edges of what it is multiplied with."""
+        self.entered = 0
+
+    def alias(self, x: Tensor) -> Tensor:
+        y = super().alias(x)
+        self.aliases.append((x, y))
+        return y
+
+    def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
+        self.entered += 1
+        entered, before = self.entered, len(self.uses)
+        data = [*found[0], *[(x, known.axis) for x, known in found[2]]]
+        inputs = {id(x): (x, axis) for x, axis in data if x.requires_grad}
+        xs = [x for x, _ in inputs.values()]
+        noted = self.every or (bool(xs) and not _linear(func, args, kwargs, xs))
+        written = (
+            self.strip(args[0]).clone() if noted and id(args[0]) in inputs and _writes(func, args, kwargs) else None
+        )
+        call = Call(func, args, kwargs, xs, [*map(gradient_edge, xs)], [a for _, a in inputs.values()], written, before)
+        counts = versions(call.reads) if noted else []
+        out = super().dispatched(func, args, kwargs, found)
+        if self.entered != entered:  # the operations that it is composed of were noted
+            return out
+        call.uses = self.uses[before:]
+        self.annotate(call, [node.leaf for _, node in found[1]])
+        summed = bool(xs) and getattr(getattr(out, "_known", None), "axis", None) is SUMMED
+        results = [y for y in tensors(out) if y.is_floating_point() and y.requires_grad] if noted or summed else []
+        if not results:
+            return out
+        call.results, call.versions, device = [*map(Result, results)], versions(call.reads), results[0].device.type
+        call.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if summed:
+            self.sums.append(call)
+        if noted:
+            self.calls.append(call)
+            drops = func is F.scaled_dot_product_attention and option(args, kwargs, 4, "dropout_p", 0.0)
+            if checkpointing() or drops or call.versions != counts:
+                raise Unsupported("a nonlinear operation in a checkpoint, or that draws, or writes its inputs")
+        return out
+
+    def annotate(self, call: Call, leaves: list[int | None]) -> None:
+        """Note the uses of an operation that is linear in each of the parameters that it reads, given their numbers."""
+        func, apart = call.func, len(leaves) == 1 or (None not in leaves and len({*leaves}) == len(leaves))
+        linear = func in ADDED or (apart and func in OF_PARAMETERS)
+        linear = linear or (
+            func in DIVIDE and len(leaves) == 1 and [u.value is call.args[0] for u in call.uses] == [True]
+        )
+        for use in call.uses if linear else [u for u in call.uses if isinstance(u, (Shared, Grown))]:
+            added = isinstance(use, (Shared, Grown, Rows)) or (func in ADDED and not isinstance(use, Pair))
+            met = [e for x, e in zip(call.inputs, call.edges, strict=True) if not isinstance(use, Pair) or x is use.a]
+            self.reads[id(use)] = [] if added else met
+
+
+def _linear(func: Any, args: tuple, kwargs: dict, xs: list[Tensor]) -> bool:
+    """Whether an operation is known to be linear in its inputs."""
+    if func in JOINTLY:
+        return True
+    if len(xs) > 1 or sum([y is xs[0] for y in (*arguments(args), *arguments(kwargs.values()))]) > 1:
+        return False
+    if func in FIRST:
+        return bool(args) and xs[0] is args[0] and not kwargs.get("rounding_mode")
+    return func in EACH or (func is F.batch_norm and not option(args, kwargs, 5, "training", False))
+
+
+def _writes(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether an operation may write its first argument."""
+    name = named(func)
+    own = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    return own or bool(kwargs.get("inplace")) or any([a is True for a in args[1:]])
+
+
+# Columns of an operation
+
+
+@dataclass
+class Part:
+    """Columns of an operation: `sum_v weight[v, n] left[v] right[v]^T` at its inputs."""
+
+    count: int
+    left: Callable[[int, int], Any]
+    """What makes the columns of a range."""
+    edges: Any
+    weight: Tensor | None = None
+    diagonal: Tensor | None = None
+    """The Hessian itself, where it is diagonal."""
+    right: Callable[[int, int], list[Tensor]] | None = None
+    """What makes those of the second factor, if it is not the first."""
+    right_edges: Sequence[Any] = ()
+
+
+def units(x: Tensor, axis: Axis, n: int) -> tuple[int, Callable[[int, int], Tensor]]:
+    """How many entries a sample has, and what makes the unit columns of a range of them."""
+    count = x.numel() // n
+    at = torch.arange(count, device=x.device)
+
+    def made(start: int, stop: int) -> Tensor:
+        unit = (at[start:stop, None] == at).to(x.dtype)[:, None]
+        return back(unit.expand(-1, n, -1), x.shape, axis, n)
+
+    return count, made
+
+
+def parts(run: Run, call: Call, slopes: Sequence[Tensor | None]) -> list[Part]:
+    """The columns of an operation, given the gradients at its results."""
+    alone, n = len(call.inputs) == len(slopes) == 1, run.n
+    if alone and (made := softmax_root(run, call.func, call.args, call.kwargs, call.axes[0], slopes[0])) is not None:
+        kind, rank = call.inputs[0].dtype, max(1, made.logits.shape[1] - 1)
+        weight = made.weight[:, torch.arange(made.count, device=made.weight.device) // rank].T
+        return [Part(made.count, lambda a, b: made.block(a, b, WHOLE).left[0].to(kind), call.edges, weight)]
+    copies, results = call.again(run)
+    pairs = [(y, g.to(y.dtype)) for y, g in zip(results, slopes, strict=True) if g is not None]
+    ys, gs = [y for y, _ in pairs], [g for _, g in pairs]
+    with torch.enable_grad():
+        found = torch.autograd.grad(ys, copies, gs, create_graph=True, allow_unused=True)
+    first = {k: g for k, g in enumerate(found) if g is not None and g.requires_grad}
+    if not alone or not first or call.func not in DIAGONAL:
+        return _dense(run, call, copies, first)
+    ones = torch.ones_like(first[0])
+    (h,) = torch.autograd.grad(first[0], copies, ones, create_graph=run.deep, allow_unused=True)
+    if h is None or not (run.deep or bool(h.any())):
+        return []
+    h, kind = run.strip(torch.where(first[0].isnan(), torch.nan, h)), call.inputs[0].dtype  # squares hide NaN
+    weight, (count, unit) = front(h, call.axes[0], n).reshape(n, -1).T, units(h, call.axes[0], n)
+    return [Part(count, lambda a, b: unit(a, b).to(kind), call.edges, weight, h)]
+
+
+def _dense(run: Run, call: Call, copies: list[Tensor], first: dict[int, Tensor]) -> list[Part]:
+    """The columns of any Hessian, given the gradients: unit columns e, and H e; what is of two inputs counts twice."""
+    found, rest = list[Part](), [*range(len(copies))]
+    for k in sorted(first, key=lambda k: copies[k].numel()):
+        slope, others = first[k], rest
+        if not run.deep:  # of any vector, H gives 0 only if it is 0
+            at = torch.arange(1, slope.numel() + 1, device=slope.device).to(slope.dtype).cos().view(slope.shape)
+            tried = torch.autograd.grad(slope, [copies[i] for i in rest], at, retain_graph=True, allow_unused=True)
+            others = [i for i, g in zip(rest, tried, strict=True) if g is not None and bool(g.any())]
+        if others:
+            found.append(_between(run, call, copies, slope, k, others))
+        rest = [i for i in rest if i != k]
+    return found
+
+
+def _between(run: Run, call: Call, copies: list[Tensor], slope: Tensor, k: int, others: list[int]) -> Part:
+    """The columns of one input with those of some."""
+    count, unit = units(run.strip(copies[k]), call.axes[k], run.n)
+
+    def right(start: int, stop: int) -> list[Tensor]:
+        with torch.enable_grad():
+            rows = run.rows(slope, [copies[i] for i in others], [unit(start, stop).to(slope.dtype)], run.deep)
+        blank = [run.strip(copies[i]).new_zeros(()).expand(stop - start, *copies[i].shape) for i in others]
+        rows = [zeros if r is None else run.strip(r) for r, zeros in zip(rows, blank, strict=True)]
+        return [r if i == k else 2 * r for r, i in zip(rows, others, strict=True)]
+
+    return Part(count, unit, call.edges[k], right=right, right_edges=[call.edges[i] for i in others])
+
+
+# Reductions
+
+
+class Products(Shares):
+    """Gradients of columns whose squares have weights, or that are multiplied with those of other columns."""
+
+    weights: Tensor | None = None
+    others: Shares | None = None
+
+    def square_sum(self, each: bool = False) -> Tensor:
+        factors = self.factors()
+        others = factors if self.others is None else self.others.factors()
+        if factors is not None and others is not None and factors[0].edge is others[0].edge:
+            use, a, d = factors
+            d = self.times(d * others[2], WHOLE)
+            if each:
+                return self.pulled(use, use.shaped(formed(a.square(), d.sum(0, keepdim=True))[0]), 1)
+            return self.pulled(use, use.shaped(product(d.sum(0), a.square())), 0)
+        found = []
+        for block in self.blocks():
+            rows = self.dense(block)
+            rows = self.times(rows * (rows if self.others is None else self.others.dense(block)), block).sum(0)
+            found.append(rows if each else rows.sum(0))
+        return joined(found) if each else summed(found)
+
+    def times(self, rows: Tensor, block: Block) -> Tensor:
+        """Products `[V, n, ...]` with their weights."""
+        if self.weights is None:
+            return rows
+        w = self.run.taken(self.weights, block, 1)
+        return rows * w.view(*w.shape, *[1] * (rows.ndim - 2)).to(rows.dtype)
+
+
+class Near(Shares):
+    """A use whose result is the input of an operation with a diagonal Hessian: an entry is of one product alone."""
+
+    def square_sum(self, each: bool = False) -> Tensor:
+        return joined([self.dense(block)[0] for block in self.blocks()]) if each else self.weighted()
+
+
+def _squared(use: Use, h: Tensor) -> Use:
+    """A use with the squares of what is read, to which a diagonal Hessian is sent."""
+    use = copy.copy(use)
+    if isinstance(use, Pair):
+        if version(use.a) != use.version:
+            raise Unsupported("what a parameter met was changed in place later")
+        use.a = use.a.square()
+        use.version = version(use.a)
+    elif isinstance(use, Expanded) and (factor := use.factor) is not None:
+        use.factor = lambda run, block: factor(run, block).square()
+    use.send(h[None])
+    return use
+
+
+class Crossed(Use):
+    """A product with unit columns in the place of what was read: its derivative in that and in the parameter."""
+
+    def __init__(self, use: Pair, columns: Tensor, slope: Tensor) -> None:
+        super().__init__(use.node, use.value)
+        self.use, self.columns, self.d = copy.copy(use), columns, slope
+        self.use.send(slope[None])
+
+    def dense(self, run: Run, block: Block = WHOLE) -> Tensor:
+        rows = list[Tensor]()
+        for column in self.columns:
+            self.use.a, self.use.version = column, version(column)
+            rows.append(self.use.dense(run, block)[0])
+        return torch.stack(rows)
+
+
+class Diagonal:
+    """What some reductions keep of the Hessian of a run."""
+
+    def __init__(
+        self, run: CallsRun, names: Callable[[int], str], folds: Sequence[Any], of: list[list[Use]], owners: Any
+    ) -> None:
+        """`of` are the uses of each parameter, and `owners` the parameters of each use, by its id."""
+        self.run, self.names, self.folds, self.of, self.owners = run, names, folds, of, owners
+        again = {i: _crossings(run, run.leaves[i], uses) for i, uses in enumerate(of) if uses}
+        self.crossed = [(i, use) for i, uses in again.items() for use in uses or ()]
+        self.straight = {i for i, uses in again.items() if uses is not None}
+        self.rest = [i for i in again if i not in self.straight]
+
+    def reduce(self, out: Tensor, cotangent: Tensor | None, shortcuts: bool) -> None:
+        """Reduce all columns, and the entries of what these miss; with `shortcuts`, refuse many of known structure."""
+        run = self.run
+        cotangent = torch.ones_like(out) if cotangent is None else cotangent
+        results = [y for call in (*run.calls, *run.sums) for y in call.results]
+        edges = [*[y.edge for y in results], *[use.edge for _, use in self.crossed]]
+        if not edges:
+            return
+        with torch.enable_grad():
+            inputs = [*edges, *run.leaves]
+            found = torch.autograd.grad(
+                out, inputs, cotangent, create_graph=run.deep, retain_graph=True, allow_unused=True
+            )
+        run.check(found[len(edges) :])
+        slopes = iter([y.slope(run, g) for y, g in zip(results, found, strict=False)])
+        made = list[tuple[Part, list[Use]]]()
+        for call in run.calls:
+            own = [next(slopes) for _ in call.results]
+            uses = [u for u in run.uses[: call.before] if not self.straight.isdisjoint(self.owners[id(u)])]
+            if uses and any([g is not None for g in own]):
+                made += [(part, uses) for part in parts(run, call, own)]
+        far = [(part, self.near(part, uses)) for part, uses in made]
+        known = shortcuts and not run.deep and all([part.right is None for part, _ in far])
+        if known and sum([part.count for part, uses in far if any(map(_placed, uses))]) >= thresholds.FEW:
+            raise Unsupported("many columns, of which some may be left out by structure")
+        for part, uses in far:
+            if uses:
+                self.columns(part, uses)
+        for (i, use), g in zip(self.crossed, found[len(results) :], strict=False):
+            if g is not None:
+                self.cross(i, use, run.strip(g))
+        if self.rest:
+            roots = _roots(run, out, cotangent, [*slopes], [f.reduction for f in self.folds])
+            for i in self.rest:
+                for each in {bool(f.reduction.each) for f in self.folds}:
+                    rows = _entries(run, run.leaves[i], *roots, each)
+                    for fold in [f for f in self.folds if bool(f.reduction.each) is each]:
+                        fold.keep(i, fold.reduction.directly(rows), last=False)
+
+    def add(self, i: int, shares: Shares) -> None:
+        """Reduce the gradients of a parameter."""
+        for fold in self.folds:
+            fold.keep(i, fold.reduction.step(shares), last=False)
+
+    def near(self, part: Part, uses: list[Use]) -> list[Use]:
+        """Reduce the uses whose results are the input of a diagonal Hessian, only moved; returns the others."""
+        edges = {(u.edge.node, u.edge.output_nr): u.edge for u in uses if not isinstance(u.edge, Tensor)}
+        if part.diagonal is None:
+            return uses
+        (edge,) = part.edges
+        at = edge.node, edge.output_nr
+        while at not in edges and at[0] is not None and at[0].name() in MOVING:
+            at = at[0].next_functions[0]
+        if at not in edges:
+            return uses
+        own, h, rest, run = edges[at], part.diagonal, list[Use](), self.run
+        if own.node is not edge.node:
+            h = run.strip(torch.autograd.grad(edge, own, h, create_graph=run.deep, retain_graph=True)[0])
+        run.columns, run.known = 1, {}
+        for use in uses:
+            leaf = use.node.leaf
+            if use.edge is own and leaf is not None and [u for u in self.of[leaf] if u in uses] == [use]:
+                self.add(leaf, Near(run, leaf, [_squared(use, h)], self.names))
+            else:
+                rest.append(use)
+        return rest
+
+    def columns(self, part: Part, uses: list[Use]) -> None:
+        """Reduce columns, in groups that fit the memory."""
+        run, most = self.run, max(1, thresholds.GROUPED // max(1, self.run.numbers))
+        for start in range(0, part.count, most):
+            stop = min(start + most, part.count)
+            left = self.pulled(part.edges, part.left(start, stop), uses)
+            right = None
+            if left and part.right is not None:
+                right = self.pulled(part.right_edges, part.right(start, stop), uses)
+            for i, mine in left.items():
+                if right is None or i in right:
+                    shares = Products(run, i, mine, self.names)
+                    shares.weights = None if part.weight is None else part.weight[start:stop]
+                    shares.others = None if right is None else Shares(run, i, right[i], self.names)
+                    self.add(i, shares)
+
+    def pulled(self, edges: Any, columns: Any, uses: Sequence[Use]) -> dict[int, list[Use]]:
+        """The uses of each parameter to which columns come, with these."""
+        with torch.enable_grad():
+            self.run.pull_columns(edges, columns, uses)
+        found = dict[int, list[Use]]()
+        for use in uses:
+            if use.d is not None:
+                for i in self.straight.intersection(self.owners[id(use)]):
+                    found.setdefault(i, []).append(copy.copy(use))
+        return found
+
+    def cross(self, i: int, use: Pair, slope: Tensor) -> None:
+        """Reduce the derivative of a product in a parameter and in what depends on that, which counts twice."""
+        run, x, before = self.run, use.a, self.of[i][: self.of[i].index(use)]
+        if version(x) != use.version:
+            raise Unsupported("what a parameter met was changed in place later")
+        count, unit = units(run.strip(x), use.a_axis, run.n)
+        most = max(1, thresholds.GROUPED // max(1, run.numbers, use.shape.numel() * run.n))
+        for start in range(0, count, most):
+            columns = unit(start, min(start + most, count))
+            mine = self.pulled(run.reads[id(use)], columns, before).get(i)
+            if mine:
+                shares = Products(run, i, mine, self.names)
+                shares.weights = slope.new_full((len(columns), run.n), 2)
+                shares.others = Shares(run, i, [Crossed(use, columns, slope)], self.names)
+                self.add(i, shares)
+
+
+def _placed(use: Use) -> bool:
+    """Whether a product has several positions."""
+    return isinstance(use, Pair) and (isinstance(use, Convolution) or use.a.ndim > 2)
+
+
+def _crossings(run: CallsRun, leaf: Tensor, uses: list[Use]) -> list[Pair] | None:
+    """The products of a parameter with what depends on it, too; None if it is read in a way that is not linear."""
+    if not all([id(u) in run.reads for u in uses]):
+        return None
+    for value in {id(u.value): u.value for u in uses if u.node.leaf is None}.values():
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(value, leaf, torch.ones_like(value), create_graph=True)
+        if _depends(slope, leaf):
+            return None
+    if len(uses) == 1:
+        return []
+    ends = {gradient_edge(u.edge).node if isinstance(u.edge, Tensor) else u.edge.node for u in uses}
+    met = [u for u in uses if _reach(run.reads[id(u)], ends)]
+    products = [u for u in met if isinstance(u, Pair)]
+    return products if len(products) == len(met) else None
+
+
+def _reach(edges: list[Any], ends: set[Any]) -> bool:
+    """Whether some edges come from nodes."""
+    todo, seen = [edge.node for edge in edges], set()
+    while todo:
+        node = todo.pop()
+        if node in ends:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [up for up, _ in node.next_functions]
+    return False
+
+
+def _depends(y: Tensor, leaf: Tensor) -> bool:
+    """Whether a tensor is computed from a parameter."""
+    if not y.requires_grad:
+        return False
+    return torch.autograd.grad(y, leaf, torch.ones_like(y), retain_graph=True, allow_unused=True)[0] is not None
+
+
+# Parameters of which entries are differentiated one by one
+
+
+def _roots(run: CallsRun, out: Tensor, cotangent: Tensor, slopes: list[Tensor | None], wanted: Sequence[Any]) -> Any:
+    """Where each entry is of one sample: edges, the gradients there, and the number of the sample of each entry."""
+    if out.ndim or run.n == 1 or (run.chosen is None and not any([r.each for r in wanted])):
+        return [out], [cotangent], [torch.arange(run.n if out.ndim else 1, device=out.device).view(out.shape)]
+    if any([isinstance(use, Shared) for use in run.uses]):
+        raise Unsupported("a term of parameters alone, of which the part of each sample is wanted")
+    edges, given, index = list[Any](), list[Tensor](), list[Tensor]()
+    for call, slope in zip(run.sums, slopes, strict=True):
+        if slope is not None:
+            (y,) = call.results
+            if len(call.edges) > 1 or y.form is not None:
+                raise Unsupported("a sum over the samples of what depends on several tensors")
+            with torch.enable_grad():
+                given += torch.autograd.grad(y.edge, call.edges, slope, create_graph=True)
+            edges += call.edges
+            index.append(numbers(call.inputs[0].shape, call.axes[0], run.n, out.device))
+    return edges, given, index
+
+
+def _entries(
+    run: CallsRun, leaf: Tensor, edges: list[Any], given: list[Tensor], index: list[Tensor], each: bool
+) -> Tensor:
+    """The diagonal of the Hessian in one parameter, entry by entry: of each sample, or `[1, *p]` of their sum."""
+    share, size, graph = given[0].new_ones(run.n), leaf.numel(), each or run.deep
+    if each:
+        share = Run.alias(run, run.strip(share))
+    elif run.chosen is not None:
+        share = torch.bincount(run.chosen, minlength=run.n).to(share.dtype)
+    with torch.enable_grad():
+        given = [g * share[at] for g, at in zip(given, index, strict=True)]
+        pairs = [(y, a) for y, a in run.aliases if y is leaf or _depends(y, leaf)]
+        copies = [a for _, a in pairs]
+        found = torch.autograd.grad(edges, copies, given, create_graph=True, allow_unused=True)
+        slope = torch.zeros_like(leaf)
+        for (y, _), g in zip(pairs, found, strict=True):
+            if g is not None:
+                slope = slope + (g if y is leaf else torch.autograd.grad(y, leaf, g, create_graph=True)[0])
+        most, blocks = max(1, thresholds.GROUPED // max(1, run.numbers * (run.n if each else 1))), list[Tensor]()
+        for start in range(0, size, most):
+            at = torch.arange(start, min(start + most, size), device=leaf.device)
+            unit = F.one_hot(at, size).to(leaf.dtype).view(len(at), *leaf.shape)
+            bent = slope.requires_grad
+            direct, *others = run.rows(slope, [leaf, *copies], [unit], graph) if bent else [None] * (1 + len(pairs))
+            diagonal = torch.zeros_like(at, dtype=leaf.dtype)
+            for y, c in ((leaf, direct), *[(y, c) for (y, _), c in zip(pairs, others, strict=True)]):
+                c = c if c is None or y is leaf else run.rows(y, [leaf], [c], graph)[0]
+                diagonal = diagonal if c is None else diagonal + (c * unit).reshape(len(at), -1).sum(1)
+            if each:
+                eye = torch.eye(len(at), dtype=leaf.dtype, device=leaf.device)
+                apart = run.rows(diagonal, [share], [eye], run.deep)[0] if diagonal.requires_grad else None
+                diagonal = eye.new_zeros(len(at), run.n) if apart is None else apart
+            blocks.append(run.strip(diagonal).reshape(len(at), -1).T)
+    found = torch.cat(blocks, 1) if blocks else leaf.detach().new_zeros(run.n if each else 1, 0)
+    found = found.view(len(found), *leaf.shape)
+    return found[run.chosen] if each and run.chosen is not None else found

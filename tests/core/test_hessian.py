@@ -1,0 +1,176 @@
+"""Hessian diagonals and KFRA by the core: ordinary programs, against dense loops and the other engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import invfunc.statistic as statistic
+from invfunc import batch_diag_hessian, diag_hessian, functional, kfra, tree
+from invfunc.statistic import Statistic
+from invfunc.testing import assert_trees_close, dense_batch_diag_hessian, loop_kfra
+from tests.core.programs import MODULES, losses, of_module
+from tests.strategies import Numbers
+
+EXACT, FLOOR = 1e-8, 1e-3
+REDUCTIONS = {"none": lambda z: z, "sum": torch.sum, "mean": torch.mean}
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """The core is asked alone: nothing else finds what it refuses."""
+    refused, evaluated = [], statistic.evaluated
+
+    def remembering(*args):
+        try:
+            return evaluated(*args)
+        except Exception as error:
+            refused.append(error)
+            raise
+
+    def engine(*_, **__):
+        raise AssertionError(f"the core does not follow it: {refused}")
+
+    monkeypatch.setattr(statistic, "evaluated", remembering)
+    monkeypatch.setattr(Statistic, "_engine", engine)
+
+
+def whole(each):
+    return tree.map_tensors(lambda d: d.sum(0), each)
+
+
+def dense(f, *args):
+    with sdpa_kernel(SDPBackend.MATH):  # in torch 2.13 fused attention has no second derivative
+        return dense_batch_diag_hessian(f)(*args)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("name", [name for name in MODULES if "bag" not in name])  # torch has no second derivative
+@pytest.mark.usefixtures("alone")
+def test_of_ordinary_programs(name, n):
+    f, *args = of_module(name, n)
+    each = dense(losses(f), *args)
+    for reduction, reduce in REDUCTIONS.items():
+        scale = 1 / n if reduction == "mean" else 1
+
+        def loss(p, x, y, reduce=reduce):
+            return reduce(losses(f)(p, x, y))
+
+        wanted = tree.map_tensors(lambda d, scale=scale: d * scale, each)
+        assert_trees_close(batch_diag_hessian(loss, method="dense")(*args), wanted, EXACT, FLOOR)
+        assert_trees_close(diag_hessian(loss, method="dense")(*args), whole(wanted), EXACT, FLOOR)
+
+
+def again(p, x):
+    """Weights that are read again by what depends on them, transposed, in part, masked and computed."""
+    h = (x @ p["w"]).tanh()
+    h = h @ p["w"].mT[:, :4] + p["b"]
+    h = (h / (h.square().mean(1, keepdim=True) + 0.1).sqrt() * p["b"].exp()).sigmoid()
+    return F.linear(h, (p["v"] * torch.ones(3, 4).tril()), p["v"][0, :3]) / p["w"].square().sum()
+
+
+def own(z, y):
+    """Neither convex nor known."""
+    return ((z.sin() * (z - y)).sum(1) / (1 + z.square().mean(1))).exp()
+
+
+def in_one_call(p, x):
+    return torch.einsum("ij,nj,jk->nk", p["w"], x, p["w"])[:, :3].tanh()
+
+
+def written(p, x):
+    h = F.linear(x, p["w"] / 2)
+    h[:, :2].sigmoid_()
+    return F.silu(h @ p["v"].mT + p["b"][:3], inplace=True).mul_(2)
+
+
+def added(p, x):
+    return torch.addmm(p["w"][:1].expand(len(x), 4), x, p["w"]).square()[:, :3] / (1 + p["b"].square()[:3])
+
+
+class TestOfTiedWeights:
+    params = {"w": Numbers()(4, 4), "v": Numbers(1)(3, 4), "b": Numbers(2)(4)}
+    args = params, Numbers(3)(5, 4), Numbers(4)(5, 3)
+
+    @pytest.mark.parametrize("chosen", [None, [3, 0, 0, -1]])
+    @pytest.mark.usefixtures("alone")
+    def test_of_chosen_samples(self, chosen):
+        each = dense(lambda p, x, y: own(again(p, x), y), *self.args)
+        each = each if chosen is None else tree.map_tensors(lambda d: d[chosen], each)
+        assert_trees_close(batch_diag_hessian(again, own, samples=chosen)(*self.args), each, EXACT)
+        scalar = diag_hessian(lambda p, x, y: own(again(p, x), y).sum(), samples=chosen)
+        assert_trees_close(scalar(*self.args), whole(each), EXACT)
+
+    @pytest.mark.parametrize("f", [in_one_call, written, added])
+    @pytest.mark.usefixtures("alone")
+    def test_of_plain_functions(self, f):
+        wanted = dense(lambda p, x, y: own(f(p, x), y), *self.args)
+        assert_trees_close(batch_diag_hessian(f, own)(*self.args), wanted, EXACT, FLOOR)
+
+    @pytest.mark.usefixtures("alone")
+    def test_is_differentiable_and_maps(self):
+        params, x, y = self.args
+
+        def slope(t):
+            return grad(lambda p: sum(d.square().sum() for d in tree.tensors(t(p, x, y))))(params)
+
+        def oracle(p, x, y):
+            return dense(lambda p, x, y: own(again(p, x), y), p, x, y)
+
+        t = batch_diag_hessian(again, own)
+        assert_trees_close(slope(t), slope(oracle), 1e-7)
+        stacked = tree.map_tensors(lambda p: torch.stack([p, p / 2]), params)
+        found = vmap(t, in_dims=(0, None, None))(stacked, x, y)
+        halved = t(tree.map_tensors(lambda p: p / 2, params), x, y)
+        assert_trees_close(tree.map_tensors(lambda d: d[1], found), halved, EXACT)
+
+    def test_a_term_of_parameters_is_of_no_sample(self):
+        """It counts in the sum alone."""
+
+        def f(p, x, y):
+            return own(again(p, x), y).sum() + p["w"].pow(4).sum()
+
+        each = dense(lambda p, x, y: own(again(p, x), y), *self.args)
+        wanted = whole(each) | {"w": whole(each)["w"] + 12 * self.params["w"].square()}
+        assert_trees_close(diag_hessian(f)(*self.args), wanted, EXACT)
+        with pytest.raises(ValueError):
+            batch_diag_hessian(f)(*self.args)
+
+
+def chain(*layers):
+    torch.manual_seed(0)
+    return functional(nn.Sequential(*layers).double())
+
+
+CHAINS = {
+    "images": (nn.Conv2d(1, 3, 3), nn.Tanh(), nn.MaxPool2d(2), nn.Conv2d(3, 2, 2), nn.GELU(), nn.Flatten()),
+    "sequences": (nn.Flatten(1, 2), nn.Linear(8, 4), nn.LayerNorm(4), nn.SiLU(), nn.Flatten()),
+}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"joint": True}, {"weight_sharing": "reduce"}, {"samples": [2, 0, 2]}], ids=str
+)
+@pytest.mark.parametrize("name", CHAINS)
+def test_kfra_is_that_of_the_other_engine(name, options):
+    f, params = chain(*CHAINS[name])
+    x = Numbers()(3, 1, 8, 8)
+    y = f(params, x).detach().cos()
+    t = kfra(f, F.mse_loss, **options)
+    found = t(params, x, y)
+    assert t.direct, "the core has refused it"
+    statistic._REFUSED.set(t, True)
+    assert_trees_close(found, t(params, x, y), EXACT)
+
+
+@pytest.mark.usefixtures("alone")
+def test_kfra_is_that_of_the_loop():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.Sigmoid(), nn.Linear(4, 3)).double()
+    f, params = functional(model)
+    args = Numbers()(6, 4), Numbers(1).below(3, 6)
+    found, wanted = kfra(f, F.cross_entropy)(params, *args), loop_kfra(model, F.cross_entropy)(params, *args)
+    assert_trees_close({name: k.factors for name, k in found.items()}, wanted, EXACT)
