@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from invfunc._torch.functorch import gradient_edge
+from invfunc.core.columns import made
 from invfunc.core.hessian import Call, CallsRun, Result
 from invfunc.core.marks import named
 from invfunc.core.shares import Shares
@@ -44,7 +45,7 @@ def chain(
         if len(uses) > 1:
             raise not_a_chain(f"{names(i)} is read more than once")
     with torch.enable_grad():
-        (columns,) = criterion.made(run, out, quantity)
+        (columns,) = made(criterion.hessian(run, out), quantity, run.n)
     z = criterion.input
     assert z is not None
     left = columns.block(0, columns.count, WHOLE).left[0].reshape(columns.count, *z.shape)

@@ -139,7 +139,7 @@ class Engine:
 
     def _by_core(self) -> tuple[Any] | None:
         """aux, where the core follows f; the fold has then what it keeps."""
-        if self.called is None:
+        if self.called is None or self.fold.keeper is not None:  # which gives away what it keeps at once
             return None
         fold, sources = self.fold, [q.drawing.generator for q in self.quantities if q.drawing is not None]
         before = [(g, state_of(g)) for g in (*torchs_own(), *sources)], [t.saved() for t in fold.accumulators]

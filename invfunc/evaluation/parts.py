@@ -20,7 +20,7 @@ from invfunc.evaluation.fold import Fold
 from invfunc.passes.by_place import Kind, kind_of
 from invfunc.recording.checks import same_values
 from invfunc.recording.joined import check_fewer, moved
-from invfunc.recording.problem import Problem
+from invfunc.recording.problem import Problem, with_aux
 from invfunc.recording.random import Drew, torchs_own
 from invfunc.reductions.quantity import Accumulator, Quantity
 
@@ -31,7 +31,10 @@ class Parts:
     """One evaluation of some samples, in the parts that are asked for."""
 
     def __init__(self, problem: Problem, fold: Fold) -> None:
-        self.problem, self.fold = problem, fold
+        second_order = any(t.quantity.kind.second_order for t in fold.accumulators)
+        self.given = problem
+        self.problem = whole(problem) if second_order and problem.loss is not None else problem
+        self.fold = fold
         self.quantities = [t.quantity for t in fold.accumulators]
         self.scalar = False
         """Whether f, or the loss, has returned one number for all samples."""
@@ -67,6 +70,11 @@ class Parts:
                     del found  # before the next one is made
         if len(parts) > 1 and self.scalar:
             self._weigh(parts, total)
+        if self.scalar and self.outputs is None and self.given.loss is not None:
+            before = [(g, state_of(g)) for g in torchs_own()]
+            with torch.no_grad():
+                self.outputs = returned(self.given)
+            set_states(before)
         return aux if asked else aux[0]
 
     def _described(self, part: Part) -> tuple[int, int]:
@@ -177,6 +185,19 @@ class Parts:
             self.outputs = torch.cat(each, problem.out_dims)
             return columns_of_all(problem, self.outputs, self.quantities)
         return {q.columns: made(joined(each), q, problem.n) for q in self.quantities}
+
+
+def whole(problem: Problem) -> Problem:
+    """A model and its loss as one function."""
+    f, loss = problem.f, problem.loss
+    assert loss is not None
+
+    def of_both(*args: Any, **kwargs: Any) -> Any:
+        found = f(*args[:-1], **kwargs)
+        outputs, aux = with_aux(found) if problem.has_aux else (found, None)
+        return (loss(outputs, args[-1]), aux) if problem.has_aux else loss(outputs, args[-1])
+
+    return replace(problem, f=of_both, loss=None)
 
 
 class Slice:
