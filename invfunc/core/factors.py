@@ -16,7 +16,7 @@ import torch
 
 from invfunc.core.marks import LEAF, SWAP, VIEW, Node, Unsupported
 from invfunc.core.run import Run
-from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Use, summed
+from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Transposed, Use, summed
 from invfunc.kronecker import Kronecker
 from invfunc.linear_algebra.contract import joined, outer
 from invfunc.per_sample.places import Place, grid
@@ -174,6 +174,9 @@ def _places(leaf: torch.Tensor, use: Pair, whole: bool) -> tuple[list[Place], tu
     entries = _entries(leaf, use)
     if isinstance(use, Convolution):
         entries, g, o, k = entries.unflatten(0, (use.groups, -1)), (0,), (1,), (*range(2, len(use.shape) + 1),)
+    if isinstance(use, Transposed):
+        entries, g, o = entries.unflatten(0, (use.groups, -1)), (0,), (2,)
+        k = (1, *range(3, len(use.shape) + 1))
     found = grid(entries, leaf.shape, [o, k], g)
     if any(place.at is not None for place in found.places):
         raise Unsupported("K-factors of entries in another order")

@@ -272,6 +272,17 @@ class Joined(Pair):
         return p * len(self.uses), o, k
 
 
+def patches(x: torch.Tensor, kernel: Sequence[int], stride: Any, padding: Any, dilation: Any) -> torch.Tensor:
+    """The windows of `[n, c, *space]` as `[n, p, c * kernel]`."""
+    if len(kernel) == 2:
+        return F.unfold(x, kernel, dilation, padding, stride).mT
+    x = F.pad(x, [p for q in reversed(padding) for p in (q, q)])
+    for i, (k, s, gap) in enumerate(zip(kernel, stride, dilation, strict=True)):
+        x = x.unfold(2 + i, (k - 1) * gap + 1, s)[..., ::gap]
+    rest = len(kernel)
+    return x.permute(0, *range(2, 2 + rest), 1, *range(2 + rest, 2 + 2 * rest)).flatten(1, rest).flatten(2)
+
+
 class Convolution(Pair):
     """A convolution, whose windows are read block by block."""
 
@@ -286,16 +297,7 @@ class Convolution(Pair):
         x = self.inputs(run, block)  # [n, 1 or more, c, *space]
         n, more = x.shape[:2]
         stride, padding, dilation = self.window
-        kernel = self.shape[2:]
-        x = x.flatten(0, 1)
-        if len(kernel) == 2:
-            x = F.unfold(x, kernel, dilation, padding, stride).mT
-        else:
-            x = F.pad(x, [p for q in reversed(padding) for p in (q, q)])
-            for i, (k, s, gap) in enumerate(zip(kernel, stride, dilation, strict=True)):
-                x = x.unfold(2 + i, (k - 1) * gap + 1, s)[..., ::gap]
-            rest = len(kernel)
-            x = x.permute(0, *range(2, 2 + rest), 1, *range(2 + rest, 2 + 2 * rest)).flatten(1, rest).flatten(2)
+        x = patches(x.flatten(0, 1), self.shape[2:], stride, padding, dilation)
         x = x.unflatten(-1, (self.groups, -1)).transpose(1, 2)  # [n more, g, p, k]
         return x if more == 1 else x.unflatten(0, (n, more)).transpose(1, 2).flatten(2, 3)
 
@@ -354,6 +356,60 @@ class Convolution(Pair):
             return None
         kernel, pads = tuple(self.shape[2:]), [(p, p) for p in padding]
         return patches_gram(self.inputs(run, WHOLE).flatten(0, 1), kernel, pads, dilation)
+
+
+class Transposed(Pair):
+    """A transposed convolution: that of an input with zeros between its entries, with the mirrored kernel."""
+
+    def __init__(
+        self, node: Node, value: torch.Tensor, a: torch.Tensor, a_axis: Axis, axis: Axis, window: tuple, groups: int
+    ) -> None:
+        """`window` are its strides, paddings, paddings of the result and dilations."""
+        super().__init__(node, value, a, a_axis, axis, None, None, ((), (1,), (0, *range(2, value.ndim))))
+        self.window, self.groups, self.stacked = window, groups, 1
+
+    sends = Convolution.sends  # pyright: ignore[reportAssignmentType]: it needs `groups` alone
+
+    def read(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
+        x = self.inputs(run, block)  # [n, 1 or more, c, *space]
+        n, more = x.shape[:2]
+        stride, padding, extra, dilation = self.window
+        kernel, x = self.shape[2:], x.flatten(0, 1)
+        edges = [gap * (k - 1) - p for gap, k, p in zip(dilation, kernel, padding, strict=True)]
+        sizes = [(i - 1) * s + 1 for i, s in zip(x.shape[2:], stride, strict=True)]
+        apart = x.new_zeros(*x.shape[:2], *(e + i + max(0, e + m) for e, i, m in zip(edges, sizes, extra, strict=True)))
+        if min(edges) < 0:
+            raise Unsupported("a transposed convolution that pads by more than its kernel")
+        apart[(..., *(slice(e, e + i, s) for e, i, s in zip(edges, sizes, stride, strict=True)))] = x
+        x = patches(apart, kernel, [1] * len(kernel), [0] * len(kernel), dilation)
+        x = x.unflatten(-1, (self.groups, -1, kernel.numel())).flip(-1).flatten(-2).transpose(1, 2)
+        return x if more == 1 else x.unflatten(0, (n, more)).transpose(1, 2).flatten(2, 3)
+
+    def shaped(self, w: torch.Tensor) -> torch.Tensor:
+        w = w.unflatten(-1, (-1, *self.shape[2:]))  # [..., g, o, c, *kernel]
+        lead = w.ndim - len(self.shape) - 1
+        return w.transpose(lead + 1, lead + 2).flatten(lead, lead + 1)
+
+    def parted(self, w: torch.Tensor) -> torch.Tensor:
+        w = w.unflatten(0, (self.groups, -1)).transpose(1, 2)
+        return w.flatten(2, len(self.shape))
+
+    def sizes(self, run: Run) -> tuple[int, int, int]:
+        places = self.d[0].shape[2 - len(self.shape) :].numel() * max(1, self.a.shape[0] // run.n)
+        return places, self.shape[1], self.shape[0] // self.groups * self.shape[2:].numel()
+
+    def size(self, run: Run) -> int:
+        p, o, k = self.sizes(run)
+        return super().size(run) + p * self.groups * (k + o * run.columns)
+
+    def total(self, run: Run, weights: torch.Tensor | None = None) -> torch.Tensor:
+        d = self.sent(run)
+        d = d[0] if len(d) == 1 else d.sum(0)
+        d = d if weights is None else d * weights.to(d.dtype).view(-1, *[1] * (d.ndim - 1))
+        stride, padding, extra, dilation = self.window
+        weight = run.strip(self.value.new_zeros(())).expand(self.shape)
+        rest = (weight, None, stride, padding, dilation, True, extra, self.groups, (False, True, False))
+        return torch.ops.aten.convolution_backward(d.flatten(0, 1), self.inputs(run, WHOLE).flatten(0, 1), *rest)[1]
 
 
 class Expanded(Use):
@@ -569,6 +625,23 @@ def of_convolution(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any,
     return uses
 
 
+def of_transposed(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
+    """`conv_transpose2d(x, w, b, stride, padding, output_padding, groups, dilation)` and its like."""
+    x, w, b = args[0], option(args, kwargs, 1, "weight"), option(args, kwargs, 2, "bias")
+    rest = w.ndim - 2
+    if x.ndim != w.ndim or id(x) not in axes:
+        return None
+    names = (3, "stride", 1), (4, "padding", 0), (5, "output_padding", 0), (7, "dilation", 1)
+    window = tuple(_each(option(args, kwargs, *name), rest) for name in names)
+    uses: list[Use] = []
+    if id(w) in nodes:
+        groups = option(args, kwargs, 6, "groups", 1)
+        uses.append(Transposed(nodes[id(w)], w, x, axes[id(x)], axis, window, groups))
+    if b is not None and id(b) in nodes:
+        uses.append(Expanded(nodes[id(b)], b, axis, view=(b.numel(), *[1] * rest)))
+    return uses
+
+
 def of_norm(places: tuple[int, int | None], layer: bool = False) -> Callable:
     """A rule of norms: the scale reads what is normalised, the shift is added."""
 
@@ -630,6 +703,7 @@ FACTORS: dict[Any, Callable] = {
         ("addmm", of_addmm),
         ("einsum", of_einsum),
         ("conv1d conv2d conv3d", of_convolution),
+        ("conv_transpose1d conv_transpose2d conv_transpose3d", of_transposed),
         ("layer_norm", of_norm((2, 3), layer=True)),
         ("rms_norm", of_norm((2, None), layer=True)),
         ("group_norm", of_norm((2, 3))),
