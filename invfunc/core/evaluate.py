@@ -12,6 +12,7 @@ import torch
 
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import dispatched, dual_level, hooked, listening, transforming, version, versions
+from invfunc._torch.generators import state_of
 from invfunc.core.columns import Criterion
 from invfunc.core.factors import partners
 from invfunc.core.marks import HALF, SUMMED, Mark, Unsupported
@@ -23,8 +24,10 @@ from invfunc.loss.outputs import marked_for
 from invfunc.loss.square_root import Columns, Units
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.problem import Problem
+from invfunc.recording.random import torchs_own
 from invfunc.reductions import Found, Reduction, State
 from invfunc.reductions.quantity import Quantity
+from invfunc.structure.plan import Structure
 
 _DTYPES = (torch.float32, torch.float64, *HALF)
 
@@ -73,6 +76,8 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
     leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
     if any([q.kind.convex for q in quantities]):
         run.criterion = Criterion(run.token)
+    if run.criterion is not None and not all([q.drawing for q in quantities]):
+        run.states = [(g, state_of(g)) for g in torchs_own()]
     drawn = [q.drawing.count if q.drawing is not None else 0 for q in quantities]
     run.alone = all([q.kind.first_order or count == 1 for q, count in zip(quantities, drawn, strict=True)])
     marks = marked_for(run.criterion)
@@ -162,10 +167,33 @@ def _columns(
         count = sum(c.count for c in made)
         x, own = criterion.input, [folds[k] for k in same]
         shortcuts = quantity.drawing is None and not dense and all([f.reduction.shortcuts != "no" for f in own])
-        if count == 0 or (shortcuts and not run.deep and count >= thresholds.FEW):
-            raise Unsupported("many columns, of which some may be left out by structure")
+        if count == 0:
+            raise Unsupported("a loss without columns")
         assert x is not None
+        few = run.deep or run.chosen is not None or count < thresholds.FEW
+        if shortcuts and not few and _structured(run, problem, own, made[0]):
+            continue
         _grouped(run, problem, own, x, made[0], 0)
+
+
+def _structured(run: Run, problem: Problem, folds: Sequence[Fold], columns: Columns) -> bool:
+    """Reduce columns by the structure of f, if it has one that saves time."""
+    allowed = {f.reduction.shortcuts for f in folds}
+    if any([f.reduction.before is not None for f in folds]):
+        return False
+    shortcuts = allowed.pop() if len(allowed) == 1 else "narrow"
+    structure = Structure(problem, run, columns, _owners(run, run.uses)[0], shortcuts)
+    way = structure.way()
+    if way is None:
+        return False
+
+    def reduce(place: int, shares: Shares) -> None:
+        for fold in folds:
+            fold.reduction.add(fold.states, place, "columns", fold.reduction.step(shares))
+
+    for fold in folds:
+        fold.found = replace(fold.found, columns=columns.count)
+    return structure.taken(way, reduce)
 
 
 def _grouped(run: Run, problem: Problem, folds: Sequence[Fold], x: torch.Tensor, columns: Columns, dim: int) -> None:

@@ -104,6 +104,8 @@ class Run(TorchFunctionMode):
         """Weights and biases that the same operations read, where somebody asks."""
         self.criterion: Criterion | None = None
         """The criterion of the outputs, where one is looked for."""
+        self.states: list[Any] = []
+        """The states of torch's generators before f, where f may run again on one sample."""
         self.alone = True
         """Whether one vector is pulled back at a time."""
         self.blended = False
