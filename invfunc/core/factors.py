@@ -221,11 +221,11 @@ def partners(of: list[list[Use]], leaves: list[torch.Tensor]) -> dict[int, tuple
     found: dict[int, tuple[str, int]] = {}
     for i, uses in enumerate(of):
         if not uses or any(
-            type(u) not in (Pair, Convolution) or not getattr(u, "layer", False) or u.node.kind is not LEAF
+            type(u) not in (Pair, Convolution, Transposed) or not getattr(u, "layer", False) or u.node.kind is not LEAF
             for u in uses
         ):
             continue
-        size = leaves[i].shape[0]
+        size = uses[0].groups * uses[0].shape[1] if isinstance(uses[0], Transposed) else leaves[i].shape[0]
         for k, others in enumerate(of):
             shifts = all(type(u) is Expanded and u.node.kind is LEAF and u.factor is None for u in others)
             if k != i and others and shifts and edges[k] == edges[i] and leaves[k].shape == (size,):

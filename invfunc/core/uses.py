@@ -366,7 +366,7 @@ class Transposed(Pair):
     ) -> None:
         """`window` are its strides, paddings, paddings of the result and dilations."""
         super().__init__(node, value, a, a_axis, axis, None, None, ((), (1,), (0, *range(2, value.ndim))))
-        self.window, self.groups, self.stacked = window, groups, 1
+        self.window, self.groups, self.stacked, self.layer = window, groups, 1, True
 
     sends = Convolution.sends  # pyright: ignore[reportAssignmentType]: it needs `groups` alone
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from invfunc._torch.functorch import gradient_edge
 from invfunc.core.columns import Criterion
 from invfunc.core.marks import Known, Unsupported
 from invfunc.core.run import Run
@@ -26,11 +25,6 @@ def sites_of(uses: Sequence[Use]) -> list[int]:
     """The site of each use."""
     numbers: dict[int, int] = {}
     return [numbers.setdefault(id(u.edge), len(numbers)) for u in uses]
-
-
-def edge_of(use: Use) -> Any:
-    """The edge of the graph at a site."""
-    return gradient_edge(use.edge) if isinstance(use.edge, torch.Tensor) else use.edge
 
 
 def sent(use: Use, run: Run, block: Block = WHOLE, read: bool = True) -> torch.Tensor | None:
@@ -78,10 +72,8 @@ class Frame:
     def used(self, labels: Labels, site: int, out: torch.Tensor, layouts: Sequence[torch.Tensor | None]) -> None:
         """Keep the boxes of what came out where parameters have met samples."""
         rows = labels.of(out, self.root)
-        if site in self.first:
+        if rows is None or not bool((core(rows) > NONE).any()):
             rows = self._start(labels, out)
-        elif rows is None:
-            rows = out.new_zeros((2, self.root.axes, *[1] * out.ndim), dtype=torch.float32)
         one = core(rows)  # what depends on nothing labelled may have any label
         rows = torch.where(one == NONE, 0, one).expand(2, self.root.axes, *out.shape)
         for entries in layouts if self.hulls else ():

@@ -16,12 +16,11 @@ from invfunc import thresholds
 from invfunc._torch.functorch import gradient_edge, version
 from invfunc._torch.generators import uniform
 from invfunc.core.run import Run
-from invfunc.core.uses import Pair
+from invfunc.core.uses import Pair, Use
 from invfunc.errors import ArgumentError
 from invfunc.linear_algebra.contract import joined
 from invfunc.plan import even
 from invfunc.structure.groups import Groups, Some
-from invfunc.structure.look import edge_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,14 +30,20 @@ class Bottleneck:
     use: int
     """The number of a use that reads it."""
     x: torch.Tensor
-    dim: int
-    """That of the samples."""
+    dim: int | None
+    """That of the samples; None if there is one, and all entries are its."""
     width: int
     """How many entries it has for one sample."""
     below: frozenset[int]
 
+    def exposed(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor of its form as `[n, entries]`."""
+        return x.reshape(1, -1) if self.dim is None else x.movedim(self.dim, 0).flatten(1)
+
     def restored(self, columns: torch.Tensor) -> torch.Tensor:
         """Numbers `[V, n, entries]` as the tensor has them."""
+        if self.dim is None:
+            return columns.reshape(len(columns), *self.x.shape)
         x = self.x.movedim(self.dim, 0)
         return columns.reshape(len(columns), columns.shape[1], *x.shape[1:]).movedim(1, 1 + self.dim)
 
@@ -48,11 +53,12 @@ def paths(z: torch.Tensor, run: Run, sites: Sequence[int]) -> tuple[list[list[in
 
     They are those of the graph that autograd recorded, so that nothing is assumed about the function.
     """
-    edges = {s: edge_of(u) for s, u in zip(sites, run.uses, strict=True)}
-    at: dict[Any, list[int]] = {}
-    for s, edge in edges.items():
-        at.setdefault(edge.node, []).append(s)
+    edges = {s: gradient_edge(u.edge) if copy else u.edge for s, u, copy in _each(run, sites)}
     parents, order = _sorted(gradient_edge(z).node)
+    copies, at = {edges[s].node for s, _, copy in _each(run, sites) if copy}, dict[Any, list[int]]()
+    reader = {p: node for node in order for p, _ in parents[node] if p in copies}  # the operation that got a copy
+    for s, edge in edges.items():
+        at.setdefault(reader.get(edge.node, edge.node), []).append(s)
     lower: dict[Any, frozenset[int]] = {}  # the sites at a node or below it
     for node in reversed(order):
         lower[node] = frozenset(at.get(node, ())).union(*(lower[p] for p, _ in parents[node]))
@@ -61,6 +67,11 @@ def paths(z: torch.Tensor, run: Run, sites: Sequence[int]) -> tuple[list[list[in
         for low in lower.get(node, ()):
             above[low] += [s for s in own if s != low]
     return above, _bottlenecks(z, run, parents, order, lower)
+
+
+def _each(run: Run, sites: Sequence[int]) -> list[tuple[int, Use, bool]]:
+    """The uses with their sites, and whether the edge is a copy of the parameter."""
+    return [(s, u, isinstance(u.edge, torch.Tensor)) for s, u in zip(sites, run.uses, strict=True)]
 
 
 def _sorted(top: Any) -> tuple[dict[Any, list[tuple[Any, int]]], list[Any]]:
@@ -99,7 +110,7 @@ def _bottlenecks(z: torch.Tensor, run: Run, parents: dict, order: list, lower: d
         if own == open_edges and len(own) == 1 and node in candidates and readers.get(node) == 1:
             i, use = candidates[node]
             if gradient_edge(use.a).output_nr == next(iter(own))[1]:
-                dim = 0 if run.n == 1 and use.a_axis[1:] != (1, 1) else use.a_axis[0] % use.a.ndim
+                dim = None if run.n == 1 else use.a_axis[0] % use.a.ndim
                 found.append(Bottleneck(i, use.a, dim, use.a.numel() // run.n, lower[node]))
         open_edges -= own
         open_edges |= {edge for edge in parents[node] if lower[edge[0]]}
@@ -145,7 +156,7 @@ class Check:
         self.numbers = flat * some
         (back,) = torch.autograd.grad(z, x, self.numbers.reshape(z.shape), retain_graph=True)
         wide = torch.promote_types(back.dtype, torch.float32)
-        theirs = torch.nn.functional.pad(back.movedim(bottleneck.dim, 0).flatten(1).to(wide), (0, 1))
+        theirs = torch.nn.functional.pad(bottleneck.exposed(back).to(wide), (0, 1))
         self.theirs = theirs[:, places].sum(1)  # [n, m]
         self.ours, self.bound = torch.zeros_like(self.theirs), torch.zeros_like(self.theirs)
 
