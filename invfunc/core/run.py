@@ -508,19 +508,23 @@ class Run(TorchFunctionMode):
             return [g for g in found if g is not None]
 
         self.columns, self.known = len(columns), {}
-        found: Any
+        found: Any = None
+        apart = self.largest >= thresholds.APART and columns.device.type in thresholds.APART_ON
         if self.columns == 1:
             found = [None if g is None else g[None] for g in pull(columns[0])]
-        elif self.largest >= thresholds.APART and columns.device.type in thresholds.APART_ON:
-            each = [*zip(*[pull(column) for column in columns], strict=True)]
-            found = [None if g[0] is None else [wide(self.strip(d)) for d in g] for g in each]
-        elif self.deep:
+        elif self.deep and not apart:
             got = iter(torch.func.vmap(one)(columns))
             found = [None if hole else next(got) for hole in holes]
-        else:  # torch.func does not know this older vmap, which needs less memory
-            found = torch.autograd.grad(
-                out, inputs, columns, retain_graph=True, allow_unused=True, is_grads_batched=True
-            )
+        elif not apart:  # torch.func does not know this older vmap, which needs less memory
+            try:
+                found = torch.autograd.grad(
+                    out, inputs, columns, retain_graph=True, allow_unused=True, is_grads_batched=True
+                )
+            except RuntimeError:  # an operation whose backward pass has no batching rule
+                pass
+        if found is None:
+            each = [*zip(*[pull(column) for column in columns], strict=True)]
+            found = [None if g[0] is None else [wide(self.strip(d)) for d in g] for g in each]
         self.check(found[len(edges) :])
         cotangents = dict(zip(edges, found, strict=False))
         for use in self.uses:

@@ -137,15 +137,22 @@ class Labels(TorchDispatchMode):
     def set(self, x: torch.Tensor, root: Root, rows: torch.Tensor, fresh: bool = False) -> None:
         """Write `[2, axes, *x.shape]` as the labels of x; `fresh` if x is what they are coordinates of."""
         with unwatched(), torch.no_grad():
-            key = _key(x)
-            if key not in self.regions:
-                self.regions[key] = Region(x, self.height)
-            region = self.regions[key]
-            before, rows = region.of(x), rows.flatten(0, 1).to(x.device, torch.float32)
-            parts = [before[: root.start], rows.expand(-1, *x.shape), before[root.rows.stop :]]
-            region.write(x, shrunk(torch.cat(parts)))
+            region = self.write(x, {root: rows})
             if fresh and x.is_contiguous() and x.numel() * region.itemsize == region.size:
                 region.affine |= 1 << root.number
+
+    def write(self, x: torch.Tensor, found: dict[Root, torch.Tensor]) -> Region:
+        """Write labels of several roots."""
+        key = _key(x)
+        if key not in self.regions:
+            self.regions[key] = Region(x, self.height)
+        region, parts, start = self.regions[key], list[torch.Tensor](), 0
+        before = region.of(x)
+        for root, rows in found.items():
+            parts += [before[start : root.start], rows.flatten(0, 1).to(x.device, torch.float32).expand(-1, *x.shape)]
+            start = root.rows.stop
+        region.write(x, shrunk(torch.cat([*parts, before[start:]])))
+        return region
 
     def affine(self, x: torch.Tensor, root: Root) -> bool:
         """Whether a tensor is known to be affine in a root."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from invfunc._torch.functorch import undispatched, unwatched
 from invfunc.core.columns import Criterion
 from invfunc.core.marks import Known, Unsupported
 from invfunc.core.run import Run
@@ -69,8 +70,10 @@ class Frame:
         self.boxes: dict[int, torch.Tensor] = {}
         """The boxes `[2, k, *one]` by site."""
 
-    def used(self, labels: Labels, site: int, out: torch.Tensor, layouts: Sequence[torch.Tensor | None]) -> None:
-        """Keep the boxes of what came out where parameters have met samples."""
+    def used(
+        self, labels: Labels, site: int, out: torch.Tensor, layouts: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor:
+        """Keep the boxes of what came out where parameters have met samples; returns its new labels."""
         rows = labels.of(out, self.root)
         if rows is None or not bool((core(rows) > NONE).any()):
             rows = self._start(labels, out)
@@ -79,8 +82,8 @@ class Frame:
         for entries in layouts if self.hulls else ():
             if entries is not None and (entries.shape[1] > 1 or self.one):
                 rows = _over_outs(rows, entries)
-        labels.set(out, self.root, rows)
         self.boxes[site] = rows.flatten(2)
+        return rows
 
     def _start(self, labels: Labels, out: torch.Tensor) -> torch.Tensor:
         """Coordinates of the entries, or the centres of what they depend on."""
@@ -89,7 +92,7 @@ class Frame:
             return coordinates(out, self.root.axes)
         hull = base.flatten(2).amax(2).reshape(2, -1, *[1] * out.ndim)
         base = torch.where(base == NONE, torch.where(hull == NONE, 0, hull), base)
-        centre = (base[1] - base[0]) / 2
+        centre = ((base[1] - base[0]) / 2).floor()  # boxes are told apart as whole numbers
         return torch.stack([-centre, centre])
 
 
@@ -151,9 +154,11 @@ class Look:
             raise Unsupported("no criterion of torch's is found in f")
         self.output = criterion.input
 
-    def boxes(self, frame: Frame, ids: torch.Tensor) -> torch.Tensor:
-        """The boxes of the entries of the outputs, `[2, k, M]`; empty ones of those without a group."""
-        return self.rows(self.output, frame.root)
+    def used(self, site: int, out: torch.Tensor, layouts: Sequence[torch.Tensor | None]) -> None:
+        """Keep the boxes of what came out where parameters have met samples, in all frames."""
+        found = {f.root: f.used(self.labels, site, out, layouts) for f in self.frames if site in f.sites}
+        if found:
+            self.labels.write(out, found)
 
     def rows(self, x: torch.Tensor, root: Root) -> torch.Tensor:
         """The labels of the entries of a tensor of the run, `[2, k, entries]`."""
@@ -169,39 +174,38 @@ class One(Run):
         self.look_taken, self.read, self.edges = look, dict[int, torch.Tensor](), dict[int, int]()
 
     def samples(self, x: torch.Tensor, axis: Any) -> torch.Tensor:
-        x = super().samples(x.clone(), axis)
         look = self.look_taken
-        look.labels.set(x, look.inputs, coordinates(x, look.inputs.axes))
+        with undispatched():
+            x = super().samples(x.clone(), axis)
+            look.labels.set(x, look.inputs, coordinates(x, look.inputs.axes))
         return x
 
     def meet(self, func: Any, rule: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         look, first = self.look_taken, len(self.uses)
         if (root := look.starts.get(first)) is not None:
             self.read[first] = x = data[0][0]
-            look.labels.set(x, root, coordinates(x, root.axes), fresh=True)
+            with undispatched():
+                look.labels.set(x, root, coordinates(x, root.axes), fresh=True)
         out = super().meet(func, rule, args, kwargs, data, params)
         met: dict[int, list[int]] = {}
         for i, use in enumerate(self.uses[first:], first):
             site = self.edges.setdefault(id(use.edge), len(self.edges))
             met.setdefault(site, []).append(i)
-        for site, uses in met.items():
-            for i in uses:
-                look.layouts[i] = self.layout(self.uses[i], out)
-            for frame in look.frames:
-                if site in frame.sites:
-                    frame.used(look.labels, site, out, [look.layouts[i] for i in uses])
+        if isinstance(out, torch.Tensor):
+            with undispatched(), unwatched(), torch.no_grad():
+                for site, uses in met.items():
+                    for i in uses:
+                        look.layouts[i] = self.layout(self.uses[i], out)
+                    look.used(site, out, [look.layouts[i] for i in uses])
         return out
 
     def use(self, use: Use, edge: Any, end: bool = True) -> None:
         super().use(use, edge, end)
         self.edges.setdefault(id(edge), len(self.edges))
 
-    def layout(self, use: Use, out: Any) -> torch.Tensor | None:
+    def layout(self, use: Use, out: torch.Tensor) -> torch.Tensor | None:
         """The entries of a result `[outs, positions]` that meet what is read at a position."""
-        if not isinstance(out, torch.Tensor):
-            return None
         use.d = torch.arange(out.numel(), device=out.device).reshape(1, *out.shape)
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            found = sent(use, self, read=False)
+        found = sent(use, self, read=False)
         use.d = None
         return None if found is None or found.numel() != out.numel() else found[0, 0].transpose(1, 2).flatten(0, 1)

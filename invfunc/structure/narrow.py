@@ -301,9 +301,14 @@ class Narrowed(Groups):
         return places[places < self.blocks.bottleneck.width]
 
     def products(self, moved: torch.Tensor, some: Some, part: slice) -> torch.Tensor:
-        places, known = self.blocks.places[some], self._known
-        u = moved.new_zeros(*moved.shape[:2], *places.shape)
-        u[:, :, places < self.blocks.bottleneck.width] = moved
+        places, known, width = self.blocks.places[some], self._known, self.blocks.bottleneck.width
+        if len(self.blocks.places) == 1 and self.blocks.width == width:
+            u = moved.unsqueeze(2)
+        else:
+            u = moved.new_zeros(*moved.shape[:2], *places.shape)
+            u[:, :, places < width] = moved
+        if len(known) == 1 and len(known[0, some]) == 1:
+            return (u[:, :, 0].transpose(0, 1) @ known[0, 0].T).mT.unsqueeze(1)
         if len(known) == 1:
             return torch.einsum("qrm,dnqm->nqrd", known[0, some], u)
         own = known[part][:, some]

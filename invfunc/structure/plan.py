@@ -149,9 +149,11 @@ class Structure:
             return look.frame(sites, sites - over, base, one=self.shortcuts == "positions")
 
         top = frozenset({max(self.everything)})
-        self.whole = frame(self.everything, look.inputs)
         if self.shortcuts == "all":
             self.last = look.frame(top, top, look.inputs, hulls=False)
+        if all(p == 1 for use, p in zip(self.run.uses, self.positions, strict=True) if isinstance(use, Pair)):
+            return  # then all that is read is read together
+        self.whole = frame(self.everything, look.inputs)
         self.frames = {b: frame(own, self.at[b]) for b in bottlenecks if (own := self.everything - b.below)}
         lower, most = self.everything - self.whole.first - top, sum(self.work) / thresholds.NEAR
         for s in lower:
@@ -297,14 +299,22 @@ class Structure:
     def work(self) -> list[float]:
         """The multiplications for a column of a sample at each site: once through it, once for its share."""
         work = [0.0] * len(self.sizes)
+        for use, s, p in zip(self.run.uses, self.numbers, self.positions, strict=True):
+            work[s] += 2.0 * max(self.sizes[s], p * use.shape.numel())
+        return work
+
+    @cached_property
+    def positions(self) -> list[int]:
+        """At how many positions each use meets what comes out for a sample."""
+        found = []
         for use, s in zip(self.run.uses, self.numbers, strict=True):
             size, outs = self.sizes[s], 1
             if isinstance(use, Pair):
                 outs = math.prod(use.shape[i] for dims in use.of_w[:2] for i in dims)
             elif isinstance(use, Expanded):
                 outs = min(size, use.shape.numel())
-            work[s] += 2.0 * max(size, size // max(1, outs) * use.shape.numel())
-        return work
+            found.append(size // max(1, outs))
+        return found
 
     @cached_property
     def all_cost(self) -> float:

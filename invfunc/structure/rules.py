@@ -102,7 +102,7 @@ def joined(*parts: Rows) -> Rows:
 
 
 def _maximum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.maximum(core(a), core(b)).expand(torch.broadcast_shapes(a.shape, b.shape))
+    return torch.maximum(core(a), core(b)).expand([max(sizes) for sizes in zip(a.shape, b.shape, strict=True)])
 
 
 def most(rows: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
