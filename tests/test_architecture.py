@@ -35,7 +35,7 @@ FLOORS = [
     {"passes"},
     {"sparsity"},
     {"evaluation", "budget"},
-    {"core"},
+    {"core", "structure"},
     {
         "callables",
         "functional",

@@ -16,7 +16,8 @@ import torch
 
 from invfunc.core.marks import LEAF, SWAP, VIEW, Node, Unsupported
 from invfunc.core.run import Run
-from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Transposed, Use, summed
+from invfunc.core.transposed import Transposed
+from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Use, summed
 from invfunc.kronecker import Kronecker
 from invfunc.linear_algebra.contract import joined, outer
 from invfunc.per_sample.places import Place, grid

@@ -72,7 +72,8 @@ from invfunc.core.tables import (
     SWAPS,
     VIEWS,
 )
-from invfunc.core.uses import FACTORS, WHOLE, Block, Copies, Shared, Use, copied, expanded, grown
+from invfunc.core.transposed import FACTORS
+from invfunc.core.uses import WHOLE, Block, Copies, Shared, Use, copied, expanded, grown
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.recurrent import AT_ONCE, steps_at_once
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from invfunc._torch.functorch import TorchDispatchMode, unwatched
+from invfunc._torch.functorch import TorchDispatchMode, memory_of, storage_of, unwatched
 from invfunc.core.marks import Unsupported, arguments
 from invfunc.structure.rules import Fact, Rows, Step, blank, fact_of, hull
 
@@ -57,7 +57,7 @@ class Region:
     __slots__ = ("memory", "size", "itemsize", "rows", "shape", "affine")
 
     def __init__(self, x: torch.Tensor, height: int) -> None:
-        self.memory = x.untyped_storage()  # kept, so that no other tensor gets it
+        self.memory = memory_of(x)  # kept, so that no other tensor gets it
         self.size, self.itemsize = self.memory.nbytes(), x.element_size()
         self.shape = torch.Size([self.size // self.itemsize])
         self.rows = blank(x, (height, 1))
@@ -233,7 +233,7 @@ def _key(x: torch.Tensor) -> int:
     """The memory that a tensor is in."""
     if x.layout is not torch.strided:
         raise Unsupported("a tensor that is not strided")
-    return x.untyped_storage()._cdata
+    return storage_of(x)
 
 
 def shrunk(rows: torch.Tensor) -> torch.Tensor:
