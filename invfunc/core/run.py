@@ -219,7 +219,7 @@ class Run(TorchFunctionMode):
         data, params, filled, sums, lost, blends, _ = found
         if filled and (data or sums or lost or blends):
             data += [(x, known.axis) for x, known in filled if known.graph]
-        if func in LIKE and len(data) > 1:  # of the others the form alone
+        if func in LIKE and data:  # of the others the form alone
             data = [pair for pair in data if pair[0] is args[0]]
         if func in LEAKS and (sums or lost or blends or any([x.is_floating_point() for x, _ in data])):
             raise Unsupported(f"{named(func)} reads data, whose samples cannot be followed")

@@ -69,6 +69,16 @@ def paths(z: torch.Tensor, run: Run, sites: Sequence[int]) -> tuple[list[list[in
     return above, _bottlenecks(z, run, parents, order, lower)
 
 
+_FORMS = "Accumulate View UnsafeView Reshape Clone Expand Squeeze Unsqueeze TBack Transpose Permute AsStrided".split()
+"""Beginnings of the names of operations that torch takes by how entries lie in memory."""
+
+
+def operations(z: torch.Tensor) -> list[str]:
+    """The operations that z is computed by, as autograd has recorded them, but for those of its form."""
+    names = [node.name() for node in _sorted(gradient_edge(z).node)[1]]
+    return [name for name in names if not name.startswith((*_FORMS,))]
+
+
 def _each(run: Run, sites: Sequence[int]) -> list[tuple[int, Use, bool]]:
     """The uses with their sites, and whether the edge is a copy of the parameter."""
     return [(s, u, isinstance(u.edge, torch.Tensor)) for s, u in zip(sites, run.uses, strict=True)]

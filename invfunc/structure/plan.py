@@ -23,7 +23,7 @@ from invfunc.reductions.reduction import Shortcuts
 from invfunc.sparsity.colouring import Colouring, Placed, hulls, members_of, positions_of
 from invfunc.structure.groups import Groups, grouped
 from invfunc.structure.look import Frame, Look, sites_of
-from invfunc.structure.narrow import Blocks, Bottleneck, Narrowed, paths
+from invfunc.structure.narrow import Blocks, Bottleneck, Narrowed, operations, paths
 from invfunc.structure.rules import NONE
 from invfunc.structure.told import Told
 
@@ -177,6 +177,8 @@ class Structure:
         if any(type(a) is not type(b) or a.node.leaf != b.node.leaf or a.shape != b.shape for a, b in pairs):
             return False
         if sites_of(one.uses) != self.numbers or any(f.sites - f.boxes.keys() for f in self.look.frames):
+            return False
+        if operations(z) != operations(self.x):
             return False
         tolerance = 1000 * torch.finfo(z.dtype).eps
         first = self.x.reshape(self.n, -1)[0].detach()
