@@ -80,6 +80,17 @@ def _outer(x: torch.Tensor, diagonal: bool) -> torch.Tensor:
     return outer(x[:, 0].mT if x.shape[1] == 1 else x.mT, diagonal=diagonal)
 
 
+def _of_hessian(s: torch.Tensor, diagonal: bool) -> torch.Tensor:
+    """The sum of the parts of a Hessian at each position, whose diagonal has the root `s[0]`, beside `-u u^T`."""
+    on = s[0].square().sum((0, 2))
+    on = on[0] if len(on) == 1 else on
+    if diagonal:
+        return on
+    beside = torch.diag_embed(torch.zeros_like(on)) if len(s) == 1 else -_outer(s[1], diagonal)
+    beside.diagonal(dim1=-2, dim2=-1).copy_(on)
+    return beside
+
+
 def kronecker(
     run: Run, leaf: torch.Tensor, uses: list[Use], sharing: str, bias: str, again: bool, most: float
 ) -> dict[Any, Factors]:
@@ -108,7 +119,7 @@ def _added(
     if b is None:
         sent = [each.s for _, each in some]
         sent = [summed(s.sum(3, keepdim=True) for s in sent)] if pooled else sent
-        b = summed(_outer(s.flatten(0, 1), large[0]) for s in sent)
+        b = summed((_of_hessian(s, large[0]) if run.of_hessian else _outer(s.flatten(0, 1), large[0])) for s in sent)
         if key is not None:
             run.known[key] = b
     a = None

@@ -105,6 +105,8 @@ class Run(TorchFunctionMode):
         """Weights and biases that the same operations read, where somebody asks."""
         self.criterion: Criterion | None = None
         """The criterion of the outputs, where one is looked for."""
+        self.of_hessian = False
+        """Whether the columns are the root of a Hessian's diagonal, and the u of `-u u^T` beside it."""
         self.states: list[Any] = []
         """The states of torch's generators before f, where f may run again on one sample."""
         self.alone = True

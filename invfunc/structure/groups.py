@@ -41,6 +41,10 @@ class Groups(Protocol):
         """The root of the diagonal of the Hessian, `[n, M]`, where it is known without the columns."""
         ...
 
+    def coupling(self) -> torch.Tensor | None:
+        """The u, `[n, M]`, with which the part of a group is `-u u^T` beside that diagonal; None where it is zero."""
+        ...
+
     def entries(self, some: Some) -> Some:
         """The entries that belong to some groups, group by group."""
         ...
@@ -72,6 +76,9 @@ class OfEntries(Groups):
 
     def diagonal(self) -> torch.Tensor:
         return self.root
+
+    def coupling(self) -> None:
+        return None
 
     def entries(self, some: Some) -> Some:
         return some
@@ -117,6 +124,9 @@ class OfPositions(Groups):
         largest = torch.zeros_like(p).scatter(1, p.argmax(1, keepdim=True), 1)
         others = torch.where(largest > 0, (p * (1 - largest)).sum(1, keepdim=True), 1 - p)  # 1 - p near 1 cancels
         return self.laid(q * safe_root(others) * self.scale)
+
+    def coupling(self) -> torch.Tensor:
+        return self.laid(self.roots.square() * self.scale)
 
     def entries(self, some: Some) -> Some:
         numbers = torch.arange(len(self.ids), device=self.ids.device).view(-1, self.rows, self.rest)

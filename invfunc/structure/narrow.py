@@ -306,6 +306,8 @@ class Narrowed(Groups):
     def diagonal(self) -> None:
         return None
 
+    coupling = diagonal
+
     def entries(self, some: Some) -> Some:
         places = self.blocks.places[some]
         return places[places < self.blocks.bottleneck.width]

@@ -12,6 +12,7 @@ import torch
 
 from invfunc import thresholds
 from invfunc._torch.generators import set_states, state_of
+from invfunc.core.marks import LEAF, SWAP
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.uses import Expanded, Pair, Use
@@ -149,7 +150,7 @@ class Structure:
             return look.frame(sites, sites - over, base, one=self.shortcuts == "positions")
 
         top = frozenset({max(self.everything)})
-        if self.shortcuts == "all":
+        if self.shortcuts != "narrow":
             self.last = look.frame(top, top, look.inputs, hulls=False)
         if all(p == 1 for use, p in zip(self.run.uses, self.positions, strict=True) if isinstance(use, Pair)):
             return  # then all that is read is read together
@@ -325,13 +326,16 @@ class Structure:
 
     @cached_property
     def closed(self) -> frozenset[int] | None:
-        """The parameters of the last site, if their squares need no columns.
+        """The parameters of the last site, if what is wanted of them follows from the Hessian.
 
-        So it is if each entry there reaches one output, and those in a row of the parameter have different groups.
+        So it is if each entry there reaches one output, and those in a row of the parameter have different groups;
+        for factors, if those that are coupled at a position are of one group.
         """
         top = max(self.everything)
         own = [i for i, found in self.sites.items() if top in found]
         layouts = [self._layout(i) for i in own]
+        if self.shortcuts == "positions" and not all(map(self._factored, own)):
+            return None
         if self.last is None or self.groups.diagonal() is None or any(self.sites[i] != {top} for i in own):
             return None
         rows = self.look.rows(self.look.output, self.last.root)
@@ -344,10 +348,20 @@ class Structure:
             if entries is None:
                 return None
             met = group[entries]  # [outs, positions]
+            if self.shortcuts == "positions":
+                if self.groups.coupling() is not None and bool(((met >= 0) & (met != met.amax(0))).any()):
+                    return None
+                continue
             alone = torch.where(met < 0, -1 - torch.arange(met.shape[1], device=met.device), met).sort(1).values
             if bool((alone[:, 1:] == alone[:, :-1]).any()):
                 return None
         return frozenset(own)
+
+    def _factored(self, leaf: int) -> bool:
+        """Whether a parameter is read as it is, or transposed, as a matrix or a vector."""
+        use = self.of[leaf][0]
+        vector = isinstance(use, Expanded) and sum(size != 1 for size in use.view or use.shape) < 2
+        return use.node.kind in (LEAF, SWAP) and (vector or isinstance(use, Pair))
 
     # Taking a way
 
@@ -365,8 +379,12 @@ class Structure:
         if way.closed:
             diagonal = self.groups.diagonal()
             assert diagonal is not None
-            for leaf, shares in self._pulled(self.x, diagonal[None], way.closed):
-                reduce(leaf, Told(shares, None, 1))
+            squares, beside = self.shortcuts == "all", self.groups.coupling()
+            columns = diagonal[None] if squares or beside is None else torch.stack([diagonal, beside])
+            self.run.of_hessian = not squares
+            for leaf, shares in self._pulled(self.x, columns, way.closed):
+                reduce(leaf, Told(shares, None, 1) if squares else shares)
+            self.run.of_hessian = False
         for stage, groups, x in ready:
             for reach in stage.reaches:
                 if reach.colouring is None:
