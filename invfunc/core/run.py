@@ -195,9 +195,9 @@ class Run(TorchFunctionMode):
         if x.is_leaf and level_of(x) is None:
             self.closed_over = True
             return
-        ours = {id(u.edge.node) for u in self.uses if not isinstance(u.edge, Tensor)}
-        ours |= {id(gradient_edge(p).node) for p in self.leaves}
-        ours |= {id(gradient_edge(u.edge).node) for u in self.uses if isinstance(u.edge, Tensor)}
+        edges = [u.edge for u in self.uses] + self.leaves
+        nodes = [gradient_edge(e).node if isinstance(e, Tensor) else e.node for e in edges]  # kept, and so their ids
+        ours = {*map(id, nodes)}
         if any(id(node) in ours for node in graph_of(x)):
             raise Unsupported("a tensor comes from the parameters by a way that was not seen")
         self.closed_over = True
