@@ -27,6 +27,7 @@ from invfunc.recording.problem import Problem
 from invfunc.recording.random import torchs_own
 from invfunc.reductions import Found, Reduction, State
 from invfunc.reductions.quantity import Quantity
+from invfunc.reductions.reduction import Shortcuts
 from invfunc.structure.plan import Structure
 
 _DTYPES = (torch.float32, torch.float64, *HALF)
@@ -181,7 +182,7 @@ def _structured(run: Run, problem: Problem, folds: Sequence[Fold], columns: Colu
     allowed = {f.reduction.shortcuts for f in folds}
     if any([f.reduction.before is not None for f in folds]):
         return False
-    shortcuts = allowed.pop() if len(allowed) == 1 else "narrow"
+    shortcuts: Shortcuts = allowed.pop() if len(allowed) == 1 else "narrow"
     structure = Structure(problem, run, columns, _owners(run, run.uses)[0], shortcuts)
     way = structure.way()
     if way is None:

@@ -272,7 +272,7 @@ class Joined(Pair):
         return p * len(self.uses), o, k
 
 
-def patches(x: torch.Tensor, kernel: Sequence[int], stride: Any, padding: Any, dilation: Any) -> torch.Tensor:
+def patches(x: torch.Tensor, kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any) -> torch.Tensor:
     """The windows of `[n, c, *space]` as `[n, p, c * kernel]`."""
     if len(kernel) == 2:
         return F.unfold(x, kernel, dilation, padding, stride).mT

@@ -104,8 +104,9 @@ def _bottlenecks(z: torch.Tensor, run: Run, parents: dict, order: list, lower: d
     """The bottlenecks of the graph. Walk down with all edges that are reached but not passed: a single one is one."""
     candidates: dict[Any, tuple[int, Pair]] = {}
     for i, use in enumerate(run.uses):
-        plain = isinstance(use, Pair) and use.a.requires_grad and version(use.a) == use.version
-        if plain and (run.n == 1 or use.a_axis[1:] == (1, 1)):
+        if not isinstance(use, Pair) or not use.a.requires_grad or version(use.a) != use.version:
+            continue
+        if run.n == 1 or use.a_axis[1:] == (1, 1):
             candidates.setdefault(gradient_edge(use.a).node, (i, use))
     readers: dict[Any, int] = {}
     for node in order:
