@@ -179,7 +179,7 @@ def _columns(
 
 def _structured(run: Run, problem: Problem, folds: Sequence[Fold], columns: Columns) -> bool:
     """Reduce columns by the structure of f, if it has one that saves time."""
-    allowed = {f.reduction.shortcuts for f in folds}
+    allowed: set[Shortcuts] = {f.reduction.shortcuts for f in folds}
     if any([f.reduction.before is not None for f in folds]):
         return False
     shortcuts: Shortcuts = allowed.pop() if len(allowed) == 1 else "narrow"
