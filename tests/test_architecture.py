@@ -35,7 +35,7 @@ FLOORS = [
     {"passes"},
     {"sparsity"},
     {"evaluation", "budget"},
-    {"core"},
+    {"core", "structure"},
     {
         "callables",
         "functional",
@@ -63,8 +63,8 @@ MOST_BRANCHES = 26
 CEILINGS = {
     "the package": (
         ["invfunc"],
-        37_300,
-        400,
+        38_900,
+        410,
         "the lean core stands beside the old one until the last statistic has moved; wanted are 20,000 in 160 files",
     ),
     "invertible functions": (
@@ -77,8 +77,8 @@ CEILINGS = {
     "functional": (["invfunc/functional"], 160, 2, "torch.func.functional_call does it; here are messages and copies"),
     "the tests": (
         ["tests"],
-        50_600,
-        385,
+        50_700,
+        388,
         "laws of both cores while both stand; it goes down with them",
     ),
 }

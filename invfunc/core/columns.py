@@ -121,11 +121,16 @@ class Criterion:
             ones = torch.ones_like(result)
             edges = [u.edge for u in run.uses]
             slope, *others = torch.autograd.grad(
-                result, [self.leaf, *edges, *run.leaves], ones, allow_unused=True, retain_graph=True
+                result,
+                [self.leaf, *edges, *run.leaves],
+                ones,
+                allow_unused=True,
+                retain_graph=True,
+                create_graph=run.deep,
             )
             if slope is None or any([g is not None for g in others]):
                 raise Unsupported("a path from the parameters to the result goes around the criterion")
-            self.slope = wide(slope.detach())
+            self.slope = wide(run.strip(slope) if run.deep else slope.detach())
             self.linear(result, run)
         name = "cross_entropy" if self.func is F.cross_entropy else self.func.__name__
         return self._softmax(run, name) if self.func is F.cross_entropy else self._elementwise(run, name)

@@ -14,6 +14,7 @@ from invfunc import thresholds, tree
 from invfunc._alike import alike
 from invfunc._extras import Ticks
 from invfunc._torch.functorch import dual_level, hooked, transforming, version, versions
+from invfunc._torch.generators import state_of
 from invfunc.core.columns import Criterion, Hessian, made
 from invfunc.core.factors import partners
 from invfunc.core.hessian import CallsRun, Diagonal
@@ -28,8 +29,11 @@ from invfunc.loss.square_root import Columns, Units
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.plan import Options, Plan, even
 from invfunc.recording.problem import Problem
+from invfunc.recording.random import torchs_own
 from invfunc.reductions import Found, Reduction, State
 from invfunc.reductions.quantity import Quantity
+from invfunc.reductions.reduction import Shortcuts
+from invfunc.structure.plan import Structure
 
 T = TypeVar("T")
 Made = dict[Hashable, list[Columns]]
@@ -206,6 +210,8 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
     leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
     if any([q.kind.convex for q in quantities]):
         run.criterion = Criterion(run.token)
+    if run.criterion is not None and not all([q.drawing for q in quantities]):
+        run.states = [(g, state_of(g)) for g in torchs_own()]
     drawn = [q.drawing.count if q.drawing is not None else 0 for q in quantities]
     run.alone = all([q.kind.first_order or count == 1 for q, count in zip(quantities, drawn, strict=True)])
     marks = marked_for(run.criterion)
@@ -320,10 +326,37 @@ def _columns(way: Way, quantities: Sequence[Quantity], out: Any, dense: bool, kn
         count = sum(c.count for c in columns)
         x, own = criterion.input, [folds[k] for k in same]
         shortcuts = quantity.drawing is None and not dense and all([f.reduction.shortcuts != "no" for f in own])
-        if count == 0 or (shortcuts and not run.deep and count >= thresholds.FEW):
-            raise Unsupported("many columns, of which some may be left out by structure")
+        if count == 0:
+            raise Unsupported("a loss without columns")
         assert x is not None
+        few = run.deep or run.chosen is not None or count < thresholds.FEW
+        if shortcuts and not few:
+            if known is not None or way.plan.splits:
+                raise Unsupported("many columns in chunks, of which some may be left out by structure")
+            if _structured(replace(way, folds=own), columns[0]):
+                continue
         replace(way, folds=own).columns(x, columns[0], 0)
+
+
+def _structured(way: Way, columns: Columns) -> bool:
+    """Reduce columns by the structure of f, if it has one that saves time."""
+    folds, run = way.folds, way.run
+    allowed: set[Shortcuts] = {f.reduction.shortcuts for f in folds}
+    if way.apart:
+        return False
+    shortcuts: Shortcuts = allowed.pop() if len(allowed) == 1 else "narrow"
+    structure = Structure(way.problem, run, columns, _owners(run, run.uses)[0], shortcuts)
+    found = structure.way()
+    if found is None:
+        return False
+
+    def reduce(place: int, shares: Shares) -> None:
+        for fold in folds:
+            fold.keep(place, fold.reduction.step(shares), last=False)
+
+    for fold in folds:
+        fold.found = replace(fold.found, columns=columns.count)
+    return structure.taken(found, reduce)
 
 
 def _rows(way: Way, out: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from invfunc.core.marks import LEAF, SWAP, VIEW, Node, Unsupported
 from invfunc.core.run import Run
+from invfunc.core.transposed import Transposed
 from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Use, summed
 from invfunc.kronecker import Kronecker
 from invfunc.linear_algebra.contract import joined, outer
@@ -86,6 +87,17 @@ def _between(s: torch.Tensor, matrix: torch.Tensor, diagonal: bool) -> torch.Ten
     return b.diagonal(dim1=-2, dim2=-1) if diagonal else b
 
 
+def _of_hessian(s: torch.Tensor, diagonal: bool) -> torch.Tensor:
+    """The sum of the parts of a Hessian at each position, whose diagonal has the root `s[0]`, beside `-u u^T`."""
+    on = s[0].square().sum((0, 2))
+    on = on[0] if len(on) == 1 else on
+    if diagonal:
+        return on
+    beside = torch.diag_embed(torch.zeros_like(on)) if len(s) == 1 else -_outer(s[1], diagonal)
+    beside.diagonal(dim1=-2, dim2=-1).copy_(on)
+    return beside
+
+
 def kronecker(
     run: Run, leaf: torch.Tensor, uses: list[Use], sharing: str, bias: str, again: bool, most: float
 ) -> dict[Any, Factors]:
@@ -118,6 +130,8 @@ def _added(
         if matrix is not None:
             sent = [s[:, :1] for s in sent] if isinstance(some[0][0], Pair) else sent  # the same of all samples
             b = summed(_between(s, matrix, large[0]) for s in sent)
+        elif run.of_hessian:
+            b = summed(_of_hessian(s, large[0]) for s in sent)
         else:
             b = summed(_outer(s.flatten(0, 1), large[0]) for s in sent)
         if key is not None:
@@ -186,6 +200,9 @@ def _places(leaf: torch.Tensor, use: Pair, whole: bool) -> tuple[list[Place], tu
     entries = _entries(leaf, use)
     if isinstance(use, Convolution):
         entries, g, o, k = entries.unflatten(0, (use.groups, -1)), (0,), (1,), (*range(2, len(use.shape) + 1),)
+    if isinstance(use, Transposed):
+        entries, g, o = entries.unflatten(0, (use.groups, -1)), (0,), (2,)
+        k = (1, *range(3, len(use.shape) + 1))
     found = grid(entries, leaf.shape, [o, k], g)
     if any(place.at is not None for place in found.places):
         raise Unsupported("K-factors of entries in another order")
@@ -230,11 +247,11 @@ def partners(of: list[list[Use]], leaves: list[torch.Tensor]) -> dict[int, tuple
     found: dict[int, tuple[str, int]] = {}
     for i, uses in enumerate(of):
         if not uses or any(
-            type(u) not in (Pair, Convolution) or not getattr(u, "layer", False) or u.node.kind is not LEAF
+            type(u) not in (Pair, Convolution, Transposed) or not getattr(u, "layer", False) or u.node.kind is not LEAF
             for u in uses
         ):
             continue
-        size = leaves[i].shape[0]
+        size = uses[0].groups * uses[0].shape[1] if isinstance(uses[0], Transposed) else leaves[i].shape[0]
         for k, others in enumerate(of):
             shifts = all(type(u) is Expanded and u.node.kind is LEAF and u.factor is None for u in others)
             if k != i and others and shifts and edges[k] == edges[i] and leaves[k].shape == (size,):

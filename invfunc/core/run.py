@@ -72,7 +72,8 @@ from invfunc.core.tables import (
     SWAPS,
     VIEWS,
 )
-from invfunc.core.uses import FACTORS, WHOLE, Block, Copies, Shared, Use, copied, expanded, grown
+from invfunc.core.transposed import FACTORS
+from invfunc.core.uses import WHOLE, Block, Copies, Shared, Use, copied, expanded, grown
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.recurrent import AT_ONCE, steps_at_once
 
@@ -110,6 +111,10 @@ class Run(TorchFunctionMode):
         """Whether these are a part of the samples, whose losses have to add up."""
         self.outputs: Any = None
         """The outputs of a model that is given apart from its loss."""
+        self.of_hessian = False
+        """Whether the columns are the root of a Hessian's diagonal, and the u of `-u u^T` beside it."""
+        self.states: list[Any] = []
+        """The states of torch's generators before f, where f may run again on one sample."""
         self.alone = True
         """Whether one vector is pulled back at a time."""
         self.blended = False
@@ -196,9 +201,9 @@ class Run(TorchFunctionMode):
         if x.is_leaf and level_of(x) is None:
             self.closed_over = True
             return
-        ours = {id(u.edge.node) for u in self.uses if not isinstance(u.edge, Tensor)}
-        ours |= {id(gradient_edge(p).node) for p in self.leaves}
-        ours |= {id(gradient_edge(u.edge).node) for u in self.uses if isinstance(u.edge, Tensor)}
+        edges = [u.edge for u in self.uses] + self.leaves
+        nodes = [gradient_edge(e).node if isinstance(e, Tensor) else e.node for e in edges]  # kept, and so their ids
+        ours = {*map(id, nodes)}
         if any(id(node) in ours for node in graph_of(x)):
             raise Unsupported("a tensor comes from the parameters by a way that was not seen")
         self.closed_over = True
@@ -222,7 +227,7 @@ class Run(TorchFunctionMode):
         data, params, filled, sums, lost, blends, _ = found
         if filled and (data or sums or lost or blends):
             data += [(x, known.axis) for x, known in filled if known.graph]
-        if func in LIKE and len(data) > 1:  # of the others the form alone
+        if func in LIKE and data:  # of the others the form alone
             data = [pair for pair in data if pair[0] is args[0]]
         if func in LEAKS and (sums or lost or blends or any([x.is_floating_point() for x, _ in data])):
             raise Unsupported(f"{named(func)} reads data, whose samples cannot be followed")
@@ -543,17 +548,12 @@ class Run(TorchFunctionMode):
         if self.deep:
             got = iter(torch.func.vmap(one)(*columns))
             return [None if hole else next(got) for hole in holes]
-        return [  # torch.func does not know this older vmap, which needs less memory
-            *torch.autograd.grad(
-                out,
-                inputs,
-                columns,
-                retain_graph=True,
-                create_graph=graph,
-                allow_unused=True,
-                is_grads_batched=True,
-            )
-        ]
+        options = {"retain_graph": True, "create_graph": graph, "allow_unused": True, "is_grads_batched": True}
+        try:  # torch.func does not know this older vmap, which needs less memory
+            return [*torch.autograd.grad(out, inputs, columns, **options)]
+        except RuntimeError:  # an operation whose backward pass has no batching rule
+            each = [*zip(*[pull(column) for column in zip(*columns, strict=True)], strict=True)]
+            return [None if g[0] is None else torch.stack(g) for g in each]
 
     def stream(self, out: Tensor, cotangent: Tensor | None, arrived: Callable[[Use], None]) -> None:
         """Pull one vector back, and hand each use over as its cotangent comes; it is freed then."""

@@ -135,9 +135,15 @@ class Shares:
             if each:
                 squares = formed(a.square(), d.square().sum(0, keepdim=True))[0]
                 return self.pulled(use, use.shaped(squares), 1)
-            return self.pulled(use, use.shaped(product(d.square().sum(0), a.square())), 0)
+            return self.pulled(use, use.shaped(product(self.squares(use, d), a.square())), 0)
         if each:
             return joined([self.dense(block).square().sum(0) for block in self.blocks()])
+        if (use := self.single(Expanded)) is not None and use.factor is None and isinstance(use.d, torch.Tensor):
+            if (
+                not use.uses and use.d.numel() == use.shape.numel() * self.run.columns * self.run.n
+            ):  # it has one position
+                found = self.squares(use, use.sent(self.run))
+                return self.pulled(use, found.reshape(len(found), -1).sum(0).view(use.shape), 0)
         use = self.single(Rows)
         if use is not None and not self.run.deep and self.run.columns == 1:
             _, i, sums, _ = use.touched(self.run)
@@ -146,6 +152,13 @@ class Shares:
         fresh = not self.run.deep and self.single(Pair) is not None
         rows = (self.dense(block) for block in self.blocks())
         return summed((x.square_() if fresh else x.square()).sum(1).sum(0) for x in rows)
+
+    def squares(self, use: Use, d: torch.Tensor) -> torch.Tensor:
+        """`sum_v d[v, n, ...]^2`, which a weight and its bias share."""
+        key = "squares", id(use.edge)
+        if (found := self.run.known.get(key)) is None or found.numel() != d[0].numel():
+            self.run.known[key] = found = d.square().sum(0)
+        return found.view(d.shape[1:])
 
     def norms(self) -> torch.Tensor:
         """`sum_p G[n, p]^2` of the only column: `[n]`."""

@@ -284,6 +284,17 @@ class Joined(Pair):
         return p * len(self.uses), o, k
 
 
+def patches(x: torch.Tensor, kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any) -> torch.Tensor:
+    """The windows of `[n, c, *space]` as `[n, p, c * kernel]`."""
+    if len(kernel) == 2:
+        return F.unfold(x, kernel, dilation, padding, stride).mT
+    x = F.pad(x, [p for q in reversed(padding) for p in (q, q)])
+    for i, (k, s, gap) in enumerate(zip(kernel, stride, dilation, strict=True)):
+        x = x.unfold(2 + i, (k - 1) * gap + 1, s)[..., ::gap]
+    rest = len(kernel)
+    return x.permute(0, *range(2, 2 + rest), 1, *range(2 + rest, 2 + 2 * rest)).flatten(1, rest).flatten(2)
+
+
 class Convolution(Pair):
     """A convolution, whose windows are read block by block."""
 
@@ -298,16 +309,7 @@ class Convolution(Pair):
         x = self.inputs(run, block)  # [n, 1 or more, c, *space]
         n, more = x.shape[:2]
         stride, padding, dilation = self.window
-        kernel = self.shape[2:]
-        x = x.flatten(0, 1)
-        if len(kernel) == 2:
-            x = F.unfold(x, kernel, dilation, padding, stride).mT
-        else:
-            x = F.pad(x, [p for q in reversed(padding) for p in (q, q)])
-            for i, (k, s, gap) in enumerate(zip(kernel, stride, dilation, strict=True)):
-                x = x.unfold(2 + i, (k - 1) * gap + 1, s)[..., ::gap]
-            rest = len(kernel)
-            x = x.permute(0, *range(2, 2 + rest), 1, *range(2 + rest, 2 + 2 * rest)).flatten(1, rest).flatten(2)
+        x = patches(x.flatten(0, 1), self.shape[2:], stride, padding, dilation)
         x = x.unflatten(-1, (self.groups, -1)).transpose(1, 2)  # [n more, g, p, k]
         return x if more == 1 else x.unflatten(0, (n, more)).transpose(1, 2).flatten(2, 3)
 
@@ -480,7 +482,8 @@ class Rows(Use):
 Nodes = dict[int, Node]
 
 
-def _each(value: Any, count: int) -> tuple[int, ...]:
+def each(value: Any, count: int) -> tuple[int, ...]:
+    """An option of a convolution, for each dim."""
     return (value,) * count if isinstance(value, int) else tuple(value) * (count if len(value) == 1 else 1)
 
 
@@ -569,7 +572,7 @@ def of_convolution(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any,
     rest = w.ndim - 2
     if x.ndim != w.ndim or id(x) not in axes:
         return None
-    stride, dilation = (_each(option(args, kwargs, i, name, 1), rest) for i, name in ((3, "stride"), (5, "dilation")))
+    stride, dilation = (each(option(args, kwargs, i, name, 1), rest) for i, name in ((3, "stride"), (5, "dilation")))
     padding, groups = option(args, kwargs, 4, "padding", 0), option(args, kwargs, 6, "groups", 1)
     if padding == "valid":
         padding = 0
@@ -579,7 +582,7 @@ def of_convolution(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any,
         padding = tuple((k - 1) * gap // 2 for k, gap in zip(w.shape[2:], dilation, strict=True))
     uses: list[Use] = []
     if id(w) in nodes:
-        window = (stride, _each(padding, rest), dilation)
+        window = (stride, each(padding, rest), dilation)
         uses.append(Convolution(nodes[id(w)], w, x, axes[id(x)], axis, window, groups))
     if b is not None and id(b) in nodes:
         uses.append(Expanded(nodes[id(b)], b, axis, view=(b.numel(), *[1] * rest)))

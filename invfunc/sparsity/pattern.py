@@ -68,7 +68,7 @@ class Frame:
         if base is not None:
             hull = base.flatten(2).amax(2).reshape(2, k, *[1] * out.ndim)
             base = torch.where(base == -torch.inf, torch.where(hull == -torch.inf, 0, hull), base)
-            centre = list((base[1] - base[0]) / 2)
+            centre = list(((base[1] - base[0]) / 2).floor())  # boxes are told apart as whole numbers
         self.labels.enter(out, centre)
 
 

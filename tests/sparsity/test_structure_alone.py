@@ -1,6 +1,5 @@
 """The pattern is that of the operations of this call: what it saves, what a wrong one does, what it does not trust."""
 
-from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -12,11 +11,10 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from invfunc import batch_diag_ggn, diag_ggn, ggn_trace
-from invfunc.operations.operation import OPERATIONS, known_of_aten
-from invfunc.operations.receptive_fields import propagation
-from invfunc.sparsity import planner
-from invfunc.sparsity.bottleneck import Bottleneck, paths
 from invfunc.sparsity.colouring import Placed
+from invfunc.structure import labels, plan
+from invfunc.structure.narrow import Bottleneck, paths
+from invfunc.structure.rules import FACTS
 from invfunc.testing import assert_trees_close, dense_diag_ggn
 from tests.laws import composed
 from tests.sparsity.test_structure import EXACT, assert_as_dense
@@ -115,19 +113,13 @@ def still(rule):
 PLANTED = {
     "convolution": (at_a_point, lambda h: F.conv1d(h, torch.ones(2, 2, 3).to(h), padding=1)),
     "convolution, transposed": (at_a_point, lambda h: F.conv_transpose1d(h, torch.ones(2, 2, 2).to(h))),
-    "avg_pool2d": (at_a_point, lambda h: F.avg_pool1d(h, 3, 1)),
+    "avg_pool2d": (at_a_point, lambda h: F.avg_pool2d(h[:, :, None], (1, 3), 1)[:, :, 0]),
     "max_pool2d_with_indices": (at_a_point, lambda h: F.max_pool1d(h, 3, 1)),
     "upsample_linear1d": (at_a_point, lambda h: F.interpolate(h, scale_factor=2, mode="linear")),
     "flip": (still, lambda h: h + h.flip(-1)),
     "roll": (still, lambda h: h + h.roll(4, -1)),
     "cat": (half, lambda h: F.conv1d(torch.cat([h, F.pad(h, (3, -3))], 1), torch.ones(2, 4, 1).to(h))),
 }
-
-
-def _forget():
-    """What is remembered of entries."""
-    known_of_aten.cache_clear()
-    propagation._called.cache_clear()
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -140,17 +132,16 @@ def test_a_wrong_rule_is_caught(name):
         return F.conv1d(operation(F.conv1d(x, p[0], padding=1).tanh()).tanh(), p[1])
 
     rand = Numbers(7)
-    params, x = [rand(2, 1, 3), rand(1, 2, 1)], rand(2, 1, 12).abs()
+    params, x = [rand(2, 1, 3), rand(1, 2, 1)], rand(5, 1, 12).abs()
     args = (params, x, Numbers(1)(*f(params, x).shape))
     assert_as_dense(partial(diag_ggn, f, F.mse_loss), args)
-    _forget()
+    labels._called.cache_clear()
     try:
-        right = OPERATIONS[rule]
-        wrong = {rule: replace(right, receptive_field=plant(right.receptive_field))}
-        with mock.patch.dict(OPERATIONS, wrong), pytest.raises(AssertionError, match="is off by"):
+        wrong = {rule: FACTS[rule]._replace(rule=plant(FACTS[rule].rule))}
+        with mock.patch.dict(FACTS, wrong), pytest.raises(AssertionError, match="is off by"):
             assert_as_dense(partial(diag_ggn, f, F.mse_loss), args)
     finally:
-        _forget()
+        labels._called.cache_clear()
 
 
 @pytest.mark.quick
@@ -173,8 +164,12 @@ def test_a_wrong_bottleneck_is_caught():
     rand = Numbers(7)
     args = ([rand(12, 30), rand(30, 2), rand(2, 60), rand(30, 60)], rand(3, 12), rand(3, 60))
     assert_as_dense(partial(diag_ggn, around, F.mse_loss), args)
-    wrong = [Bottleneck(2, 2, 0, 2, frozenset({0, 1}))]
-    with mock.patch.object(planner, "paths", lambda run: (paths(run)[0], wrong)):
+
+    def wrong(z, run, sites):
+        narrow = Bottleneck(2, run.uses[2].a, 0, 2, frozenset({0, 1}))
+        return paths(z, run, sites)[0], [narrow]
+
+    with mock.patch.object(plan, "paths", wrong):
         with pytest.raises(AssertionError, match="is off by"):
             assert_as_dense(partial(diag_ggn, around, F.mse_loss), args)
 

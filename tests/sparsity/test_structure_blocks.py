@@ -12,7 +12,7 @@ from torch import nn
 
 import invfunc
 from invfunc import functional
-from invfunc.sparsity.bottleneck import Bottleneck
+from invfunc.structure import narrow
 from invfunc.testing import assert_trees_close
 from tests.crossed import thresholds_at
 from tests.meter import Meter, nothing_collected
@@ -97,16 +97,15 @@ def test_memory_of_a_head_does_not_grow_with_the_directions_of_all_positions():
 def test_a_wrong_derivative_is_noticed_in_every_block():
     """The check of what is moved forwards is about all blocks together; where it fails all columns are pulled back."""
     f, args = read(19)
-    forward, seen = Bottleneck.forward, []
+    forward, seen = narrow.forward, []
 
-    def wrong(self, run, directions, budget, at):
-        seen.append(at)
-        moved = forward(self, run, directions, budget, at)
-        return {i: 1.001 * u for i, u in moved.items()} if len(seen) == 5 else moved
+    def wrong(z, x, given, n, entries):
+        seen.append(entries)
+        return forward(z, x, given, n, entries) * (1.001 if len(seen) == 5 else 1)
 
     with (
         thresholds_at(MOVED=8 * 19, CACHE={"cpu": 8 * 19}, FACTORED_COST=0.0),
-        mock.patch.object(Bottleneck, "forward", wrong),
+        mock.patch.object(narrow, "forward", wrong),
     ):
         assert_as_dense(partial(invfunc.diag_ggn, f, F.cross_entropy), args)
     assert len(seen) == 6

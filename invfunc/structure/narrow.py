@@ -1,0 +1,336 @@
+"""Columns at a bottleneck: any R with `R^T R = S^T S` has the same GGN below, so as many as it is wide will do.
+
+A bottleneck is a tensor that every path from the outputs to what lies below has to cross.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from invfunc import thresholds
+from invfunc._torch.functorch import gradient_edge, version
+from invfunc._torch.generators import uniform
+from invfunc.core.run import Run
+from invfunc.core.uses import Pair, Use
+from invfunc.errors import ArgumentError
+from invfunc.linear_algebra.contract import joined
+from invfunc.plan import even
+from invfunc.structure.groups import Groups, Some
+
+
+@dataclass(frozen=True, eq=False)
+class Bottleneck:
+    """A tensor that an operation with parameters reads and that all paths to the sites `below` cross."""
+
+    use: int
+    """The number of a use that reads it."""
+    x: torch.Tensor
+    dim: int | None
+    """That of the samples; None if there is one, and all entries are its."""
+    width: int
+    """How many entries it has for one sample."""
+    below: frozenset[int]
+
+    def exposed(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor of its form as `[n, entries]`."""
+        return x.reshape(1, -1) if self.dim is None else x.movedim(self.dim, 0).flatten(1)
+
+    def restored(self, columns: torch.Tensor) -> torch.Tensor:
+        """Numbers `[V, n, entries]` as the tensor has them."""
+        if self.dim is None:
+            return columns.reshape(len(columns), *self.x.shape)
+        x = self.x.movedim(self.dim, 0)
+        return columns.reshape(len(columns), columns.shape[1], *x.shape[1:]).movedim(1, 1 + self.dim)
+
+
+def paths(z: torch.Tensor, run: Run, sites: Sequence[int]) -> tuple[list[list[int]], list[Bottleneck]]:
+    """The sites through which a path from the outputs to each site may lead, and the bottlenecks, the upper ones first.
+
+    They are those of the graph that autograd recorded, so that nothing is assumed about the function.
+    """
+    edges = {s: gradient_edge(u.edge) if copy else u.edge for s, u, copy in _each(run, sites)}
+    parents, order = _sorted(gradient_edge(z).node)
+    copies, at = {edges[s].node for s, _, copy in _each(run, sites) if copy}, dict[Any, list[int]]()
+    reader = {p: node for node in order for p, _ in parents[node] if p in copies}  # the operation that got a copy
+    for s, edge in edges.items():
+        at.setdefault(reader.get(edge.node, edge.node), []).append(s)
+    lower: dict[Any, frozenset[int]] = {}  # the sites at a node or below it
+    for node in reversed(order):
+        lower[node] = frozenset(at.get(node, ())).union(*(lower[p] for p, _ in parents[node]))
+    above: list[list[int]] = [[] for _ in edges]
+    for node, own in at.items():
+        for low in lower.get(node, ()):
+            above[low] += [s for s in own if s != low]
+    return above, _bottlenecks(z, run, parents, order, lower)
+
+
+_FORMS = "Accumulate View UnsafeView Reshape Clone Expand Squeeze Unsqueeze TBack Transpose Permute AsStrided".split()
+"""Beginnings of the names of operations that torch takes by how entries lie in memory."""
+
+
+def operations(z: torch.Tensor) -> list[str]:
+    """The operations that z is computed by, as autograd has recorded them, but for those of its form."""
+    names = [node.name() for node in _sorted(gradient_edge(z).node)[1]]
+    return [name for name in names if not name.startswith((*_FORMS,))]
+
+
+def _each(run: Run, sites: Sequence[int]) -> list[tuple[int, Use, bool]]:
+    """The uses with their sites, and whether the edge is a copy of the parameter."""
+    return [(s, u, isinstance(u.edge, torch.Tensor)) for s, u in zip(sites, run.uses, strict=True)]
+
+
+def _sorted(top: Any) -> tuple[dict[Any, list[tuple[Any, int]]], list[Any]]:
+    """The nodes of the graph, each before those that it leads to."""
+    parents: dict[Any, list[tuple[Any, int]]] = {}
+    order: list[Any] = []
+    waiting = [(top, False)]
+    while waiting:
+        node, left = waiting.pop()
+        if left:
+            order.append(node)
+        elif node not in parents:
+            parents[node] = [(p, nr) for p, nr in node.next_functions if p is not None]
+            waiting.append((node, True))
+            waiting += [(p, False) for p, _ in parents[node] if p not in parents]
+    return parents, order[::-1]
+
+
+def _bottlenecks(z: torch.Tensor, run: Run, parents: dict, order: list, lower: dict) -> list[Bottleneck]:
+    """The bottlenecks of the graph. Walk down with all edges that are reached but not passed: a single one is one."""
+    candidates: dict[Any, tuple[int, Pair]] = {}
+    for i, use in enumerate(run.uses):
+        if not isinstance(use, Pair) or not use.a.requires_grad or version(use.a) != use.version:
+            continue
+        if run.n == 1 or use.a_axis[1:] == (1, 1):
+            candidates.setdefault(gradient_edge(use.a).node, (i, use))
+    readers: dict[Any, int] = {}
+    for node in order:
+        for p, _ in parents[node]:
+            readers[p] = readers.get(p, 0) + 1
+    top = gradient_edge(z)
+    open_edges, found = {(top.node, top.output_nr)}, []
+    for node in order:
+        if not lower[node]:
+            continue
+        own = {edge for edge in open_edges if edge[0] == node}
+        if own == open_edges and len(own) == 1 and node in candidates and readers.get(node) == 1:
+            i, use = candidates[node]
+            if gradient_edge(use.a).output_nr == next(iter(own))[1]:
+                dim = None if run.n == 1 else use.a_axis[0] % use.a.ndim
+                found.append(Bottleneck(i, use.a, dim, use.a.numel() // run.n, lower[node]))
+        open_edges -= own
+        open_edges |= {edge for edge in parents[node] if lower[edge[0]]}
+    return found
+
+
+def forward(z: torch.Tensor, x: torch.Tensor, given: torch.Tensor, n: int, entries: Some) -> torch.Tensor:
+    """Jacobian vector products of directions at x, up to entries of z: `[d, n, entries]`.
+
+    They are the derivative of a pullback in its cotangent, so that no other run is needed.
+    """
+    found, most = None, max(1, thresholds.ELSEWHERE // 16 // z.numel())
+    with torch.enable_grad():
+        w = torch.zeros_like(z).requires_grad_()
+        (slope,) = torch.autograd.grad(z, x, w, create_graph=True)
+        for a, b in even(len(given), most):
+            (u,) = torch.autograd.grad(
+                slope, w, given[a:b], retain_graph=True, is_grads_batched=True, allow_unused=True
+            )
+            u = w.new_zeros(b - a, *w.shape) if u is None else u.detach()
+            u = u.reshape(b - a, n, -1)[:, :, entries]
+            if found is None:
+                found = u.new_empty(len(given), *u.shape[1:], dtype=torch.promote_types(u.dtype, torch.float32))
+            found[a:b] = u
+    assert found is not None
+    return found
+
+
+class Check:
+    """Whether what is moved forwards is right for every sample, checked against one pullback of random numbers.
+
+    torch differentiates some backward passes wrongly, and f may treat the places of a batch differently.
+    """
+
+    def __init__(self, z: torch.Tensor, bottleneck: Bottleneck, n: int, places: torch.Tensor, met: Sequence[Some]):
+        """`met` are the entries to which is going to be moved, step by step; to the others no numbers are given."""
+        x = bottleneck.x
+        self.eps = torch.finfo(x.dtype).eps
+        flat = uniform(z.numel(), 0).reshape(n, -1).to(z)
+        some = torch.zeros_like(flat[:1])
+        for entries in met:
+            some[:, entries] = 1
+        self.numbers = flat * some
+        (back,) = torch.autograd.grad(z, x, self.numbers.reshape(z.shape), retain_graph=True)
+        wide = torch.promote_types(back.dtype, torch.float32)
+        theirs = torch.nn.functional.pad(bottleneck.exposed(back).to(wide), (0, 1))
+        self.theirs = theirs[:, places].sum(1)  # [n, m]
+        self.ours, self.bound = torch.zeros_like(self.theirs), torch.zeros_like(self.theirs)
+
+    def add(self, u: torch.Tensor, entries: Some) -> None:
+        """Take in what was moved to some entries."""
+        w = self.numbers[:, entries].to(u.dtype)
+        self.ours = self.ours + (w @ u[:, 0].T if u.shape[1] == 1 else torch.einsum("dnk,nk->nd", u, w))
+        self.bound = self.bound + w.norm(dim=1)[:, None] * u.norm(dim=2).T
+
+    @property
+    def right(self) -> bool:
+        """Whether both agree to rounding."""
+        return bool(((self.ours - self.theirs).abs() <= 1000 * self.eps * self.bound).all())
+
+
+@dataclass
+class Blocks:
+    """How the entries of a bottleneck fall apart, and which groups of columns reach which block."""
+
+    bottleneck: Bottleneck
+    places: torch.Tensor
+    """The entries of each block, `[Q, m]`; one behind the last fills a block up."""
+    members: torch.Tensor
+    """The groups that reach it, `[Q, G]`; -1 fills up."""
+    rows: int
+    """How many rows the factor of a block has at most."""
+    shared: bool
+    """Whether the columns may be the same for all samples, as the layers above are affine."""
+
+    @property
+    def width(self) -> int:
+        """The entries of a block."""
+        return self.places.shape[1]
+
+    @property
+    def rank(self) -> int:
+        """How many columns each block keeps."""
+        return min(self.rows, self.width)
+
+    @property
+    def count(self) -> int:
+        """How many columns are kept."""
+        return len(self.places) * self.rank
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers are factored for a sample."""
+        return len(self.places) * self.rows * self.width
+
+    @cached_property
+    def ids(self) -> torch.Tensor:
+        """The block of each entry; -1 for none."""
+        found = self.places.new_full((self.bottleneck.width + 1,), -1)
+        found[self.places.flatten()] = torch.arange(len(self.places), device=found.device).repeat_interleave(self.width)
+        return found[:-1]
+
+
+class Narrowed(Groups):
+    """The columns that are left of others at a bottleneck: a triangle for each block of its entries."""
+
+    def __init__(self, source: Groups, z: torch.Tensor, n: int, one: Any, blocks: Blocks) -> None:
+        """`source` are the columns above, at z; `one` is that of one sample, with what it has at the bottleneck."""
+        self.source, self.z, self.n, self.one, self.blocks = source, z, n, one, blocks
+        self.rank = self.rows = blocks.rank
+        self.count, self.ids = len(blocks.places), blocks.ids
+
+    @cached_property
+    def triangles(self) -> torch.Tensor | None:
+        """`[n, Q, rank, m]`, or `[1, ...]` if they are the same for all samples; None if they cannot be had.
+
+        Unit vectors are moved forwards from there, in this run or in that of one sample, which stands for all.
+        """
+        if isinstance(self.source, Narrowed) and self.source.triangles is None:
+            return None
+        blocks, n, bottleneck = self.blocks, self.n, self.blocks.bottleneck
+        z, x = self.one if blocks.shared else (self.z, bottleneck.x)
+        runs = 1 if blocks.shared else n
+        seeds = torch.zeros(blocks.width, bottleneck.width + 1, dtype=x.dtype, device=x.device)
+        seeds = seeds.scatter(1, blocks.places.T, 1)[:, :-1]
+        given = seeds.view(-1, *x.shape) if blocks.shared else bottleneck.restored(seeds[:, None].expand(-1, n, -1))
+        count = 1 if runs == 1 and self.source.alike else n
+        each = blocks.width * runs * -(-z.numel() // runs // len(blocks.places))
+        ranges = [range(a, b) for a, b in even(len(blocks.places), max(1, thresholds.MOVED // max(1, each)))]
+        met = [self.source.entries(self._members(some)) for some in ranges]
+        check, found = Check(self.z, bottleneck, n, blocks.places, met), list[torch.Tensor]()
+        try:
+            for some, entries in zip(ranges, met, strict=True):
+                u = forward(z, x, given, runs, entries)
+                check.add(u, entries)
+                found.append(self._factored(u, some, count))
+                del u  # before those to the next blocks are made
+        except (RuntimeError, ArgumentError):  # no second derivative, as of fused attention, or no batching rule
+            return None
+        return joined(found, 1) if check.right else None
+
+    def _factored(self, u: torch.Tensor, some: range, count: int) -> torch.Tensor:
+        """The triangles of some blocks, `[count, blocks, rank, m]`, from what was moved to what they reach."""
+        budget = thresholds.CACHE.get(u.device.type, thresholds.ELSEWHERE)
+        most, found = max(1, budget // (self.blocks.rows * self.blocks.width * len(some))), []
+        members = self.blocks.members[some.start : some.stop]
+        for a, b in even(count, most):
+            rows = self.source.products(u if u.shape[1] == 1 else u[:, a:b], self._members(some), slice(a, b))
+            if len(self.blocks.members) == 1:
+                rows = rows.reshape(len(rows), 1, -1, self.blocks.width)
+            elif members.shape[1] > 1:
+                place = members.clone()
+                place[place >= 0] = torch.arange(rows.shape[1], device=rows.device)
+                rows = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, 1))[:, place].flatten(2, 3)  # -1: the row behind
+            found.append(torch.linalg.qr(rows, mode="r").R)  # not a Gram matrix, which squares the condition
+        return joined(found)
+
+    def _members(self, some: range) -> Some:
+        """The groups that reach some of the blocks; all, if there is one block."""
+        members = self.blocks.members[some.start : some.stop]
+        return slice(None) if len(self.blocks.members) == 1 else members[members >= 0]
+
+    @property
+    def _known(self) -> torch.Tensor:
+        assert self.triangles is not None
+        return self.triangles
+
+    @property
+    def alike(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]: known when asked
+        return len(self._known) == 1 and self.n > 1
+
+    def layer(self, start: int, stop: int) -> torch.Tensor:
+        columns = self._known[:, :, start:stop].movedim(2, 0)  # [V, n, Q, m]
+        return self._spread(columns.flatten(2), self.blocks.places.flatten())
+
+    def block(self, start: int, stop: int) -> torch.Tensor:
+        found = []
+        for q in range(start // self.rank, -(-stop // self.rank)):
+            a, b = max(start - q * self.rank, 0), min(stop - q * self.rank, self.rank)
+            found.append(self._spread(self._known[:, q, a:b].movedim(1, 0), self.blocks.places[q]))
+        return joined(found)
+
+    def diagonal(self) -> None:
+        return None
+
+    coupling = diagonal
+
+    def entries(self, some: Some) -> Some:
+        places = self.blocks.places[some]
+        return places[places < self.blocks.bottleneck.width]
+
+    def products(self, moved: torch.Tensor, some: Some, part: slice) -> torch.Tensor:
+        places, known, width = self.blocks.places[some], self._known, self.blocks.bottleneck.width
+        if len(self.blocks.places) == 1 and self.blocks.width == width:
+            u = moved.unsqueeze(2)
+        else:
+            u = moved.new_zeros(*moved.shape[:2], *places.shape)
+            u[:, :, places < width] = moved
+        if len(known) == 1 and len(known[0, some]) == 1:
+            return (u[:, :, 0].transpose(0, 1) @ known[0, 0].T).mT.unsqueeze(1)
+        if len(known) == 1:
+            return torch.einsum("qrm,dnqm->nqrd", known[0, some], u)
+        own = known[part][:, some]
+        return torch.einsum("nqrm,dnqm->nqrd", own, u.expand(-1, len(own), -1, -1))
+
+    def _spread(self, columns: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Columns `[V, n, entries]` put at the places of these entries, with zeros elsewhere."""
+        if len(self.blocks.places) == 1 and self.blocks.width == self.blocks.bottleneck.width:
+            return columns.expand(-1, self.n, -1)
+        target = columns.new_zeros(*columns.shape[:2], self.blocks.bottleneck.width + 1)
+        target[:, :, places] = columns
+        return target[:, :, :-1].expand(-1, self.n, -1)

@@ -1,0 +1,459 @@
+"""Which shortcuts to take for the exact columns of a GGN, by an estimate of what they cost; and taking them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from invfunc import thresholds
+from invfunc._torch.generators import set_states, state_of
+from invfunc.core.marks import LEAF, SWAP
+from invfunc.core.run import Run
+from invfunc.core.shares import Shares
+from invfunc.core.uses import Expanded, Pair, Use
+from invfunc.loss.square_root import Columns
+from invfunc.plan import even
+from invfunc.recording.problem import Problem
+from invfunc.recording.random import torchs_own
+from invfunc.reductions.reduction import Shortcuts
+from invfunc.sparsity.colouring import Colouring, Placed, hulls, members_of, positions_of
+from invfunc.structure.groups import Groups, grouped
+from invfunc.structure.look import Frame, Look, sites_of
+from invfunc.structure.narrow import Blocks, Bottleneck, Narrowed, operations, paths
+from invfunc.structure.rules import NONE
+from invfunc.structure.told import Told
+
+
+@dataclass
+class Source:
+    """Groups of columns where they come in: at the outputs, or at a bottleneck."""
+
+    rank: int
+    rows: int
+    count: int
+    ids: torch.Tensor
+    x: torch.Tensor
+    """The tensor of the run of one sample that they are at."""
+
+
+@dataclass
+class Reach:
+    """Parameters that the same passes reach."""
+
+    leaves: frozenset[int]
+    frame: Frame | None
+    colouring: Colouring | None
+    """None if each column has a pass of its own."""
+    passes: int
+
+
+@dataclass
+class Stage:
+    """What lies between where columns come in and a bottleneck, or the end, with what is read nowhere else."""
+
+    reaches: list[Reach]
+    cost: float
+    end: Blocks | None = None
+    """What is left of the columns at the bottleneck."""
+
+
+@dataclass
+class Way:
+    """What is done: the last operation with parameters by itself, stages, and parameters that take every column."""
+
+    closed: frozenset[int]
+    """The parameters whose squares need no columns but the diagonal of the Hessian."""
+    stages: list[Stage]
+    dense: frozenset[int]
+    cost: float
+    """Its estimated time, as a fraction of that for pulling back every column."""
+
+
+Reduce = Callable[[int, Shares], None]
+"""Takes the shares of a parameter."""
+
+
+class Structure:
+    """Looks at a run and at the columns that are sent back through it."""
+
+    look: Look
+    above: list[list[int]]
+    """The sites through which a path from the outputs to each site may lead."""
+    at: dict[Bottleneck, Any]
+    frames: dict[Bottleneck, Frame]
+
+    def __init__(self, problem: Problem, run: Run, columns: Columns, of: list[list[Use]], shortcuts: Shortcuts) -> None:
+        """`of` are the uses of each parameter."""
+        assert run.criterion is not None and run.criterion.input is not None
+        self.problem, self.run, self.x, self.of, self.shortcuts = problem, run, run.criterion.input, of, shortcuts
+        self.columns, self.n = columns, run.n
+        self.numbers = sites_of(run.uses)
+        self.site = {id(u): s for u, s in zip(run.uses, self.numbers, strict=True)}
+        self.sites = {i: frozenset(self.site[id(u)] for u in uses) for i, uses in enumerate(of) if uses}
+        self.everything = frozenset(self.numbers)
+        self.total, self.seen = columns.count, set[int]()
+
+    @property
+    def worth(self) -> bool:
+        """Whether to look costs little beside what may be saved."""
+        look = len(self.sizes) * thresholds.LOOK + sum(self.sizes) * thresholds.LOOK_ENTRY
+        look *= thresholds.LOOK_ON.get(self.x.device.type, 1)
+        return bool(self.everything) and self._pays(thresholds.LOOKS * look)
+
+    def way(self) -> Way | None:
+        """The cheapest way, or None if that is to take every column."""
+        if not self.worth:
+            return None
+        groups = grouped(self.columns, self.x.shape)
+        if groups is None:
+            return None
+        self.groups = groups
+        self.above, found = paths(self.x, self.run, self.numbers)
+        bottlenecks = self._candidates(found)
+        self._prepare(bottlenecks)
+        if not self._looked():
+            return None
+        source = Source(groups.rank, groups.rows, groups.count, groups.ids, self.look.output)
+        ways = [self._way(stages) for stages in self._ways(frozenset(), source, bottlenecks)]
+        best = min(ways, key=lambda way: (way.cost, len(way.stages)))
+        return best if best.cost < thresholds.PAYS else None
+
+    def _pays(self, cost: float) -> bool:
+        return self.total >= thresholds.FEW and cost < thresholds.PAYS * self.all_cost
+
+    def _candidates(self, bottlenecks: list[Bottleneck]) -> list[Bottleneck]:
+        """The narrowest of those that are narrower than what comes before them."""
+        found, width = [], self.total
+        for bottleneck in bottlenecks:
+            if bottleneck.width < thresholds.NARROWER * width and bottleneck.below:
+                found.append(bottleneck)
+                width = bottleneck.width
+        return sorted(sorted(found, key=lambda c: c.width)[: thresholds.NARROWEST], key=lambda c: -c.width)
+
+    def _prepare(self, bottlenecks: list[Bottleneck]) -> None:
+        """Set what is looked for: labels at each bottleneck, and frames where positions may be told apart."""
+        self.look = look = Look()
+        self.at = {b: look.at(b.use) for b in bottlenecks}
+        self.whole = self.last = None
+        self.near: dict[int, Frame] = {}
+        self.frames = {}
+        if self.shortcuts == "narrow":
+            return
+
+        def frame(sites: frozenset[int], base: Any) -> Frame:
+            over = {other for s in sites for other in self.above[s]}  # those that have a site of the frame below them
+            return look.frame(sites, sites - over, base, one=self.shortcuts == "positions")
+
+        top = frozenset({max(self.everything)})
+        if self.shortcuts != "narrow":
+            self.last = look.frame(top, top, look.inputs, hulls=False)
+        if all(p == 1 for use, p in zip(self.run.uses, self.positions, strict=True) if isinstance(use, Pair)):
+            return  # then all that is read is read together
+        self.whole = frame(self.everything, look.inputs)
+        self.frames = {b: frame(own, self.at[b]) for b in bottlenecks if (own := self.everything - b.below)}
+        lower, most = self.everything - self.whole.first - top, sum(self.work) / thresholds.NEAR
+        for s in lower:
+            if sum(self.work[t] for t in self.above[s]) < most:
+                self.near[s] = frame(frozenset({s}), look.inputs)
+
+    def _looked(self) -> bool:
+        """Whether the function does the same on one sample alone, as far as can be seen."""
+        after = [(g, state_of(g)) for g in torchs_own()]
+        try:
+            set_states(self.run.states)
+            self.look.of(self.problem)
+        except Exception:  # whatever one sample alone leads to
+            return False
+        finally:
+            set_states(after)
+        one, z = self.look.run, self.look.output
+        if z.numel() * self.n != self.x.numel() or len(one.uses) != len(self.run.uses):
+            return False
+        pairs = zip(self.run.uses, one.uses, strict=True)
+        if any(type(a) is not type(b) or a.node.leaf != b.node.leaf or a.shape != b.shape for a, b in pairs):
+            return False
+        if sites_of(one.uses) != self.numbers or any(f.sites - f.boxes.keys() for f in self.look.frames):
+            return False
+        if operations(z) != operations(self.x):
+            return False
+        tolerance = 1000 * torch.finfo(z.dtype).eps
+        first = self.x.reshape(self.n, -1)[0].detach()
+        return bool(((z.detach().flatten() - first).abs() <= tolerance * first.abs().max().clamp(min=1e-30)).all())
+
+    # All ways
+
+    def _ways(self, above: frozenset[int], source: Source, bottlenecks: list[Bottleneck]) -> Iterator[list[Stage]]:
+        """The stages below some sites, to the end or through some of the bottlenecks."""
+        sites = self.everything - above
+        yield [self._stage(source, sites, self.whole)]
+        for k, bottleneck in enumerate(bottlenecks):
+            stage = self._stage(source, sites - bottleneck.below, self.frames.get(bottleneck))
+            blocks = stage.end = self._blocks(source, bottleneck, first=not above)
+            size = (1 if blocks.shared and self.groups.alike else self.n) * blocks.numbers
+            if size > thresholds.FACTORED:
+                continue
+            runs, crossed = 1 if blocks.shared else self.n, sum(self.work[s] for s in sites - bottleneck.below)
+            stage.cost += thresholds.FACTORED_COST * size * blocks.width + runs * blocks.width * crossed
+            x = self.look.run.read[bottleneck.use]
+            below = Source(blocks.rank, blocks.rank, len(blocks.places), blocks.ids, x)
+            for rest in self._ways(self.everything - bottleneck.below, below, bottlenecks[k + 1 :]):
+                yield [stage, *rest]
+
+    def _way(self, stages: list[Stage]) -> Way:
+        closed = self.closed if self.closed is not None else frozenset[int]()
+        dense = frozenset(self.sites) - closed.union(*(r.leaves for stage in stages for r in stage.reaches))
+        touched = frozenset[int]().union(*(self.sites[i] for i in dense))
+        cost = sum(s.cost for s in stages) + self.total * self.n * sum(self.work[s] for s in touched)
+        return Way(closed, stages, dense, cost / self.all_cost)
+
+    def _stage(self, source: Source, crossed: frozenset[int], frame: Frame | None) -> Stage:
+        leaves = frozenset(i for i, own in self.sites.items() if own <= crossed) - (self.closed or frozenset())
+        every, own = source.rank * source.count, [*crossed]
+        told = frozenset(i for i in leaves if self._layout(i) is not None)
+        boxes = self._boxes(source, frame) if frame is not None and told else None
+        colouring = None if boxes is None or bool((boxes == boxes[:, :, :1]).all()) else Colouring(boxes)
+        passes = every if colouring is None else source.rank * colouring.passes
+        if colouring is None or passes >= every:
+            return (
+                Stage([Reach(leaves, None, None, every)], self._cost(leaves, own, every)) if leaves else Stage([], 0.0)
+            )
+        assert frame is not None
+        shared, reaches = Reach(told, frame, colouring, passes), list[Reach]()
+        cost = 0.0
+        for site in sorted(self.near.keys() & crossed):
+            if (near := self._near(site, source, shared)) is not None:
+                reaches.append(near[0])
+                cost, shared = cost + near[1], replace(shared, leaves=shared.leaves - near[0].leaves)
+        if shared.leaves:
+            reaches.append(shared)
+            cost += self._cost(shared.leaves, own, passes) * thresholds.SHARED
+            cost += colouring.count * len(self._touched(shared.leaves)) * thresholds.CLASS
+        if others := leaves - told:
+            reaches.append(Reach(others, None, None, every))
+            cost += self._cost(others, own, every)
+        return Stage(reaches, cost)
+
+    def _touched(self, leaves: frozenset[int]) -> frozenset[int]:
+        return frozenset[int]().union(*(self.sites[i] for i in leaves))
+
+    def _cost(self, leaves: frozenset[int], crossed: Sequence[int], passes: int) -> float:
+        if not leaves:
+            return 0.0
+        work = self.n / 2 * sum(self.work[s] for s in [*self._touched(leaves), *crossed])
+        return passes * (work + thresholds.COLUMN)
+
+    def _near(self, site: int, source: Source, others: Reach) -> tuple[Reach, float] | None:
+        """The parameters of a site near the outputs with passes of their own, and what these cost, if so few hold all
+        columns there that this is less than among the others."""
+        leaves = frozenset(i for i in others.leaves if self.sites[i] == {site})
+        boxes = self._boxes(source, self.near[site]) if leaves else None
+        if boxes is None or others.colouring is None or bool((boxes == boxes[:, :, :1]).all()):
+            return None
+        colouring = Colouring(boxes)
+        passes = source.rank * colouring.passes
+        cost = self._cost(leaves, self.above[site], passes) * thresholds.SHARED + colouring.count * thresholds.CLASS
+        saved = (others.passes - passes) * self.n * self.sizes[site] * thresholds.TAKEN
+        saved += others.colouring.count * thresholds.CLASS
+        return (Reach(leaves, self.near[site], colouring, passes), cost) if cost < saved else None
+
+    def _boxes(self, source: Source, frame: Frame) -> torch.Tensor:
+        """The boxes of the groups, `[2, k, groups]`."""
+        found = hulls(self.look.rows(source.x, frame.root), source.ids)
+        return torch.nn.functional.pad(found, (0, source.count - found.shape[2]), value=NONE)
+
+    def _blocks(self, source: Source, bottleneck: Bottleneck, first: bool) -> Blocks:
+        """How the entries at a bottleneck fall apart, and how many rows each block gets."""
+        root = self.at[bottleneck]
+        shared = first and self.look.labels.affine(self.look.output, root)
+        found = Colouring(hulls(self.look.rows(source.x, root), source.ids))
+        if found.count == 1 and len(found.codes) > 1:
+            rows = self.look.rows(self.look.run.read[bottleneck.use], root)
+            places = members_of(found.placed(rows).cells(range(1))[0], len(found.codes), bottleneck.width)
+            members = members_of(found.box, len(found.codes), -1)
+            return Blocks(bottleneck, places, members, members.shape[1] * source.rows, shared)
+        device = self.x.device
+        places, groups = (torch.arange(size, device=device)[None] for size in (bottleneck.width, source.count))
+        return Blocks(bottleneck, places, groups, source.rows * source.count, shared)
+
+    # Sites
+
+    def _layout(self, leaf: int) -> torch.Tensor | None:
+        """The entries at each position of the only use of a parameter, `[outs, positions]`; None if it has none."""
+        use = self.of[leaf][0]
+        if len(self.of[leaf]) > 1 or (self.shortcuts == "positions" and use.node.leaf is None):
+            return None
+        return self.look.layouts.get(next(i for i, u in enumerate(self.run.uses) if u is use))
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """How many numbers come out at each site for a sample."""
+        found = [0] * (max(self.numbers, default=-1) + 1)
+        for use, s in zip(self.run.uses, self.numbers, strict=True):
+            numbers = use.count or (use.edge.numel() if isinstance(use.edge, torch.Tensor) else use.shape.numel())
+            found[s] = max(1, numbers // self.n)
+        return found
+
+    @cached_property
+    def work(self) -> list[float]:
+        """The multiplications for a column of a sample at each site: once through it, once for its share."""
+        work = [0.0] * len(self.sizes)
+        for use, s, p in zip(self.run.uses, self.numbers, self.positions, strict=True):
+            work[s] += 2.0 * max(self.sizes[s], p * use.shape.numel())
+        return work
+
+    @cached_property
+    def positions(self) -> list[int]:
+        """At how many positions each use meets what comes out for a sample."""
+        found = []
+        for use, s in zip(self.run.uses, self.numbers, strict=True):
+            size, outs = self.sizes[s], 1
+            if isinstance(use, Pair):
+                outs = math.prod(use.shape[i] for dims in use.of_w[:2] for i in dims)
+            elif isinstance(use, Expanded):
+                outs = min(size, use.shape.numel())
+            found.append(size // max(1, outs))
+        return found
+
+    @cached_property
+    def all_cost(self) -> float:
+        """The estimated cost of pulling back every column."""
+        return self.total * (self.n * sum(self.work) + thresholds.COLUMN)
+
+    @cached_property
+    def closed(self) -> frozenset[int] | None:
+        """The parameters of the last site, if what is wanted of them follows from the Hessian.
+
+        So it is if each entry there reaches one output, and those in a row of the parameter have different groups;
+        for factors, if those that are coupled at a position are of one group.
+        """
+        top = max(self.everything)
+        own = [i for i, found in self.sites.items() if top in found]
+        layouts = [self._layout(i) for i in own]
+        if self.shortcuts == "positions" and not all(map(self._factored, own)):
+            return None
+        if self.last is None or self.groups.diagonal() is None or any(self.sites[i] != {top} for i in own):
+            return None
+        rows = self.look.rows(self.look.output, self.last.root)
+        ids, some = self.groups.ids, rows[1, 0] > NONE
+        entry, group = rows[1, 0][some].long(), torch.full_like(self.last.boxes[top][0, 0], -1, dtype=torch.long)
+        if not torch.equal(-rows[0], rows[1]) or len(entry.unique()) < len(entry):
+            return None
+        group[entry] = ids[some]
+        for entries in layouts:
+            if entries is None:
+                return None
+            met = group[entries]  # [outs, positions]
+            if self.shortcuts == "positions":
+                if self.groups.coupling() is not None and bool(((met >= 0) & (met != met.amax(0))).any()):
+                    return None
+                continue
+            alone = torch.where(met < 0, -1 - torch.arange(met.shape[1], device=met.device), met).sort(1).values
+            if bool((alone[:, 1:] == alone[:, :-1]).any()):
+                return None
+        return frozenset(own)
+
+    def _factored(self, leaf: int) -> bool:
+        """Whether a parameter is read as it is, or transposed, as a matrix or a vector."""
+        use = self.of[leaf][0]
+        vector = isinstance(use, Expanded) and sum(size != 1 for size in use.view or use.shape) < 2
+        return use.node.kind in (LEAF, SWAP) and (vector or isinstance(use, Pair))
+
+    # Taking a way
+
+    def taken(self, way: Way, reduce: Reduce) -> bool:
+        """Reduce all parameters; False, before anything is reduced, if columns at a bottleneck cannot be had."""
+        ready, groups, x, one = [], self.groups, self.x, self.look.output
+        for stage in way.stages:
+            ready.append((stage, groups, x))
+            if stage.end is not None:
+                below = self.look.run.read[stage.end.bottleneck.use]
+                groups = Narrowed(groups, x, self.n, (one, below), stage.end)
+                if groups.triangles is None:
+                    return False
+                x, one = stage.end.bottleneck.x, below
+        if way.closed:
+            diagonal = self.groups.diagonal()
+            assert diagonal is not None
+            squares, beside = self.shortcuts == "all", self.groups.coupling()
+            columns = diagonal[None] if squares or beside is None else torch.stack([diagonal, beside])
+            self.run.of_hessian = not squares
+            for leaf, shares in self._pulled(self.x, columns, way.closed):
+                reduce(leaf, Told(shares, None, 1) if squares else shares)
+            self.run.of_hessian = False
+        for stage, groups, x in ready:
+            for reach in stage.reaches:
+                if reach.colouring is None:
+                    self._every(groups, x, reach.leaves, reduce)
+                else:
+                    self._shared(groups, x, reach, reduce)
+        if way.dense:
+            self._every(self.groups, self.x, way.dense, reduce)
+        return True
+
+    def _pulled(self, x: torch.Tensor, columns: torch.Tensor, leaves: frozenset[int]) -> Iterator[tuple[int, Shares]]:
+        """The shares of some parameters, of columns `[V, n, entries]` at a tensor."""
+        own = {id(u): u for i in leaves for u in self.of[i]}
+        for use in self.run.uses:
+            use.d = None
+        whole, self.run.uses = self.run.uses, [*own.values()]
+        try:
+            with torch.enable_grad():
+                self.run.pull_columns(x, self._at(x, columns).to(x.dtype))
+        finally:
+            self.run.uses = whole
+        for leaf in sorted(leaves):
+            if uses := [u for u in self.of[leaf] if u.d is not None]:
+                yield leaf, Shares(self.run, leaf, uses, self.problem.name, leaf in self.seen)
+                self.seen.add(leaf)
+
+    def _at(self, x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """Columns `[V, n, entries]` in the shape of a tensor."""
+        if x is self.x:
+            return columns.reshape(len(columns), *x.shape)
+        bottleneck = next(b for b in self.at if b.x is x)
+        return bottleneck.restored(columns)
+
+    def _every(self, groups: Groups, x: torch.Tensor, leaves: frozenset[int], reduce: Reduce) -> None:
+        """Pull all columns back one by one."""
+        count, most = groups.rank * groups.count, max(1, thresholds.GROUPED // max(1, self.run.numbers))
+        for a, b in even(count, most):
+            for leaf, shares in self._pulled(x, groups.block(a, b), leaves):
+                reduce(leaf, shares)
+
+    def _shared(self, groups: Groups, x: torch.Tensor, reach: Reach, reduce: Reduce) -> None:
+        """Pull columns of several groups back together, and tell them apart at each parameter."""
+        colouring, frame = reach.colouring, reach.frame
+        assert colouring is not None and frame is not None
+        if not colouring.count or not groups.rank:
+            return
+        ids = groups.ids
+        klass, copy = (torch.where(ids < 0, -1, of[ids]) for of in (colouring.klass, colouring.copy))
+        largest = max(self.sizes[s] for s in self._touched(reach.leaves)) * self.n
+        most, width = max(1, thresholds.TOGETHER // largest), colouring.copies * groups.rank
+        placed: dict[int, Placed] = {}
+        if width <= most:
+            ranges = [(range(a, b), 0, groups.rank) for a, b in even(colouring.count, most // width)]
+        else:
+            each = even(groups.rank, max(1, most // colouring.copies))
+            ranges = [(range(k, k + 1), a, b) for a, b in each for k in range(colouring.count)]
+        for some, a, b in ranges:
+            layer, copies = groups.layer(a, b), colouring.copies_in(some)
+            masks = torch.stack([(klass == k) & (copy == c) for k in some for c in range(copies)])
+            columns = (layer * masks[:, None, None].to(layer.dtype)).flatten(0, 1)
+            for leaf, shares in self._pulled(x, columns, reach.leaves):
+                layout = self._layout(leaf)
+                assert layout is not None
+                if self.shortcuts == "positions" or layout.shape[1] == 1:
+                    reduce(leaf, shares)
+                    continue
+                if leaf not in placed:
+                    (site,) = self.sites[leaf]
+                    placed[leaf] = colouring.placed(frame.boxes[site][:, :, layout[0]])
+                index = positions_of(placed[leaf].cells(some))
+                each_alone = index.shape == (1, layout.shape[1], 1)  # all positions, in any order
+                reduce(leaf, Told(shares, None if each_alone else index, copies * (b - a)))

@@ -1,0 +1,113 @@
+"""Faults in which outputs share a pass, in the core."""
+
+from tests.mutants.fault import Fault
+
+DRAWN, TAKEN = "structure/test_drawn.py::test_it_is_that_of_all_columns", "structure/test_taken.py"
+
+FAULTS = [
+    Fault(
+        "labels begin again at each site",
+        "structure/look.py",
+        "if rows is None or not bool((core(rows) > NONE).any()):",
+        "if True:",
+        f"{TAKEN}::test_sites_beside_and_behind_each_other structure",
+    ),
+    Fault(
+        "centres of labels lie between whole numbers",
+        "structure/look.py",
+        "((base[1] - base[0]) / 2).floor()",
+        "(base[1] - base[0]) / 2",
+        f"{TAKEN}::test_sites_beside_and_behind_each_other structure",
+    ),
+    Fault(
+        "positions are told apart by one of their channels",
+        "structure/look.py",
+        "                rows = _over_outs(rows, entries)\n",
+        "                pass\n",
+        f"{DRAWN} structure sparsity",
+    ),
+    Fault(
+        "cells that are filled up send a position back again",
+        "structure/told.py",
+        "turned[:, :-1].copy_(d.unflatten(0, (classes, v)).permute(2, 4, 0, 1, 3, 5))",
+        "turned.copy_(torch.cat([x := d.unflatten(0, (classes, v)).permute(2, 4, 0, 1, 3, 5), x[:, :1]], 1))",
+        f"{DRAWN} structure sparsity",
+    ),
+    Fault(
+        "all samples send back what the first one does, cell by cell",
+        "structure/told.py",
+        "turned[i].flatten(0, 1)",
+        "turned[0].flatten(0, 1)",
+        f"{DRAWN} structure sparsity",
+    ),
+    Fault(
+        "rows of a table that a cell picks twice are squared one by one",
+        "structure/told.py",
+        "(number * use.shape[0] + i).flatten().unique(return_inverse=True)",
+        "(number * use.shape[0] + i).flatten(), torch.arange(i.numel())",
+        f"{TAKEN}::test_a_table_is_told_apart_by_the_rows_that_are_read {DRAWN} structure",
+    ),
+    Fault(
+        "samples share a triangle though their columns differ",
+        "structure/narrow.py",
+        "count = 1 if runs == 1 and self.source.alike else n",
+        "count = runs",
+        f"{DRAWN} structure sparsity",
+    ),
+    Fault(
+        "a wrong derivative above a narrow layer is taken",
+        "structure/narrow.py",
+        "return joined(found, 1) if check.right else None",
+        "return joined(found, 1)",
+        "sparsity/test_structure_blocks.py::test_a_wrong_derivative_is_noticed_in_every_block sparsity",
+    ),
+    Fault(
+        "a bottleneck is one though another path goes around it",
+        "structure/narrow.py",
+        "if own == open_edges and len(own) == 1 and",
+        "if len(own) == 1 and",
+        f"{DRAWN} structure sparsity",
+    ),
+    Fault(
+        "one sample stands for a batch in which f runs other operations",
+        "structure/plan.py",
+        "        if operations(z) != operations(self.x):\n            return False\n",
+        "",
+        "sparsity/test_structure_alone.py::test_of_branches_that_one_sample_alone_would_not_take sparsity",
+    ),
+    Fault(
+        "columns of Kronecker factors share a position",
+        "structure/plan.py",
+        'one=self.shortcuts == "positions"',
+        "one=False",
+        f"sparsity/test_structure_kflr.py::test_it_is_that_of_all_columns {DRAWN} sparsity",
+    ),
+    Fault(
+        "factors of a last layer are those of a Hessian that couples other groups",
+        "structure/plan.py",
+        "bool(((met >= 0) & (met != met.amax(0))).any())",
+        "False",
+        "sparsity/test_structure_kflr.py::test_heads_of_tokens sparsity",
+    ),
+    Fault(
+        "the diagonal of a sure softmax cancels",
+        "structure/groups.py",
+        "others = torch.where(largest > 0, (p * (1 - largest)).sum(1, keepdim=True), 1 - p)",
+        "others = 1 - p",
+        "sparsity/test_structure_found.py::test_saturated_pixels_in_closed_form_and_single_precision sparsity",
+    ),
+    Fault(
+        "samples are alike whose losses are not",
+        "structure/groups.py",
+        "bool((h == h[:1]).all())",
+        "True",
+        f"{DRAWN} structure sparsity",
+    ),
+    Fault(
+        "groups with equal boxes are one",
+        "structure/plan.py",
+        "(klass == k) & (copy == c) for k in some for c in range(copies)",
+        "(klass == k) & (copy <= c) for k in some for c in range(copies)",
+        f"{DRAWN} structure sparsity",
+    ),
+]
