@@ -9,17 +9,17 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._torch.generators import set_states, state_of
+from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import anywhere
 from invfunc._torch.weak import WeakIdMap
 from invfunc.callables import check_functions, describe
-from invfunc.core.evaluate import evaluated, plain
+from invfunc.core.evaluate import WAYS, evaluated, plain
+from invfunc.errors import InvFuncError
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.explained import joined
 from invfunc.plan import AxisName, Options
 from invfunc.recording.beside import beside
 from invfunc.recording.problem import InDims, Problem, nothing, problem, with_aux
-from invfunc.recording.random import torchs_own
 from invfunc.reductions import Reduction
 from invfunc.reductions.quantity import GRADIENT, ColumnKind, Drawing, Quantity
 from invfunc.sparsity.report import Explanation
@@ -28,6 +28,8 @@ from invfunc.transform import Transform
 _PLAIN = Options(), Options(dense=True)
 _REFUSED = WeakIdMap[bool]()
 """The statistics whose f the core has refused."""
+_WAY = WeakIdMap[int]()
+"""The number of the way in which the core calls f of a statistic, where it is not the first."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,17 +94,29 @@ class Statistic(Transform):
         if not given.n or not self.direct or not plain(given):
             return None
         before = [(g, state_of(g)) for g in (*torchs_own(), *(d.generator for d in self.drawings))]
-        try:
-            return evaluated(given, self._quantities(given), self.options.dense)
-        except Exception:
-            _REFUSED.set(self, True)
-            set_states(before)
-            return None
+        for k in range(_WAY.get(self) or 0, len(WAYS)):
+            try:
+                found = evaluated(given, self._quantities(given), self.options.dense, WAYS[k])
+            except Exception as error:
+                set_states(before)
+                if isinstance(error, InvFuncError):
+                    break
+            else:
+                if k:
+                    _WAY.set(self, k)
+                return found
+        _REFUSED.set(self, True)
+        return None
 
     @property
     def direct(self) -> bool:
         """Whether the core is asked: it may take what is wanted, and has not refused f."""
         return not _REFUSED.get(self) and self.taken
+
+    @property
+    def followed(self) -> bool:
+        """Whether the core follows f, as far as it is known."""
+        return self.direct and not _WAY.get(self)
 
     @property
     def taken(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial, reduce
@@ -15,6 +15,7 @@ from invfunc._torch.functorch import dispatched, dual_level, hooked, listening, 
 from invfunc.core.columns import Criterion
 from invfunc.core.factors import partners
 from invfunc.core.marks import HALF, SUMMED, Mark, Unsupported
+from invfunc.core.resort import alone, by_rows
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.uses import Use
@@ -26,6 +27,10 @@ from invfunc.recording.problem import Problem
 from invfunc.reductions import Found, Reduction, State
 from invfunc.reductions.quantity import Quantity
 
+Way = Callable[[Problem, Run, list[torch.Tensor], slice], tuple[Any, Any]]
+"""A way of calling f, given the leaves of a run: the result, whose mark and uses the run knows then, and aux."""
+WAYS: tuple[Way, ...] = (Problem.call, alone, by_rows)
+"""As it is, then the last resort."""
 _DTYPES = (torch.float32, torch.float64, *HALF)
 
 
@@ -38,26 +43,31 @@ def plain(problem: Problem) -> bool:
     return all([x.dtype in _DTYPES and x.layout is torch.strided and not x.is_meta for x in problem.leaves])
 
 
-def evaluated(problem: Problem, quantities: Sequence[Quantity], dense: bool = False) -> tuple[list[Any], Any]:
-    """The results of some quantities of one function, and aux; `dense`, of all columns one by one."""
+def evaluated(
+    problem: Problem, quantities: Sequence[Quantity], dense: bool = False, way: Way = Problem.call
+) -> tuple[list[Any], Any]:
+    """The results of some quantities of one function, and aux; `dense`, of all columns one by one.
+
+    `way` calls f: as it is, with all operations followed, or as the last resort does (`WAYS`).
+    """
     outside = torch.is_grad_enabled()
     constants = [x for q in quantities for x in q.reduction.constants]
     deep = transforming() or (outside and any([x.requires_grad for x in (*problem.tensors(), *constants)]))
     try:
-        return _run(problem, quantities, deep, outside, dense)
+        return _run(problem, quantities, deep, outside, dense, way)
     except Again:
-        return _run(problem, quantities, True, outside, dense)
+        return _run(problem, quantities, True, outside, dense, way)
 
 
 def _run(
-    problem: Problem, quantities: Sequence[Quantity], deep: bool, outside: bool, dense: bool
+    problem: Problem, quantities: Sequence[Quantity], deep: bool, outside: bool, dense: bool, way: Way
 ) -> tuple[list[Any], Any]:
     chosen = problem.samples
     chosen = None if chosen is None else torch.tensor(chosen, device=problem.leaves[0].device)
     run = Run(problem.n, deep, chosen)
-    run.open()
+    run.open(way is Problem.call or transforming())
     try:
-        return _evaluated(problem, quantities, run, outside, dense)
+        return _evaluated(problem, quantities, run, outside, dense, way)
     finally:
         run.close()
 
@@ -66,7 +76,7 @@ class Again(Exception):
     """Raised where the result has a derivative in what f closes over."""
 
 
-def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool) -> tuple[Any, Any]:
+def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool, way: Way) -> tuple[Any, Any]:
     """What f returns, and aux; the run knows then what f reads of the parameters."""
     device, given = problem.leaves[0].device.type, problem.tensors()
     before = versions(given)
@@ -77,7 +87,7 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
     run.alone = all([q.kind.first_order or count == 1 for q, count in zip(quantities, drawn, strict=True)])
     marks = marked_for(run.criterion)
     with _autocast(device, True), marks, TwiceDifferentiable() if run.deep else nullcontext():
-        out, aux = _called(problem, run, leaves)
+        out, aux = _called(problem, run, leaves, way)
     if run.closed_over and outside and not run.deep:
         raise Again
     if before != versions(given):
@@ -90,10 +100,10 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
 
 
 def _evaluated(
-    problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool, dense: bool
+    problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool, dense: bool, way: Way
 ) -> tuple[list[Any], Any]:
     device = problem.leaves[0].device.type
-    out, aux = _ran(problem, quantities, run, outside)
+    out, aux = _ran(problem, quantities, run, outside, way)
     of_model = {q.kind.of_model for q in quantities}
     several = isinstance(out, torch.Tensor) and out.ndim > 1
     rows = of_model == {"yes"} or (of_model == {"unless it returns a loss"} and several)
@@ -125,9 +135,9 @@ def _autocast(device: str, enabled: bool) -> AbstractContextManager:
     return torch.autocast(device, torch.get_autocast_dtype(device), enabled, cache_enabled=False)
 
 
-def _called(problem: Problem, run: Run, leaves: list[torch.Tensor]) -> tuple[Any, Any]:
+def _called(problem: Problem, run: Run, leaves: list[torch.Tensor], way: Way) -> tuple[Any, Any]:
     """What f returns, or its loss of that; and aux."""
-    out, aux = problem.call(run, leaves, slice(None))
+    out, aux = way(problem, run, leaves, slice(None))
     if problem.loss is None:
         return out, aux
     known = getattr(out, "_known", None)

@@ -25,6 +25,7 @@ from invfunc._torch.functorch import (
     grad_level,
     gradient_edge,
     graph_of,
+    leaf,
     level_of,
     levels,
     saving_hooks,
@@ -117,10 +118,12 @@ class Run(TorchFunctionMode):
         super().__enter__()
         return self
 
-    def open(self) -> None:
-        """Begin the run: outside of f, derivatives are taken in it."""
+    def open(self, apart: bool = True) -> None:
+        """Begin the run: outside of f, derivatives are taken in it, `apart` at a level of torch.func of their own."""
         self._stack.enter_context(torch.enable_grad())
-        if self.deep:
+        if self.deep and not apart:
+            self._enter, self._leave = lambda x: x.view_as(x) if x.requires_grad else leaf(x), lambda x: x
+        elif self.deep:
             self._enter, self._leave = self._stack.enter_context(grad_level())
             self.level = levels()[-1][1]
 
@@ -493,7 +496,19 @@ class Run(TorchFunctionMode):
     def pull_columns(self, out: Tensor, columns: Tensor) -> None:
         """Pull several vectors `[V, *out]` back at once."""
         edges = {id(u.edge): u.edge for u in self.uses}
-        inputs, holes = [*edges.values(), *self.leaves], list[bool]()
+        self.columns, self.known = len(columns), {}
+        found = self.pulled(out, [*edges.values(), *self.leaves], columns)
+        self.check(found[len(edges) :])
+        cotangents = dict(zip(edges, found, strict=False))
+        for use in self.uses:
+            d = cotangents[id(use.edge)]
+            if isinstance(d, list) and isinstance(use, (Copies, Shared)):
+                d = torch.stack(d)
+            use.send(d if d is None or isinstance(d, list) else self.strip(d))
+
+    def pulled(self, out: Tensor, inputs: Sequence[Any], columns: Tensor) -> Sequence[Any]:
+        """Several vectors `[V, *out]` pulled back to some inputs, with V in front or as a list."""
+        holes: list[bool] = []
 
         def pull(column: Tensor) -> Sequence[Tensor | None]:
             return torch.autograd.grad(
@@ -505,27 +520,17 @@ class Run(TorchFunctionMode):
             holes[:] = [g is None for g in found]
             return [g for g in found if g is not None]
 
-        self.columns, self.known = len(columns), {}
-        found: Any
-        if self.columns == 1:
-            found = [None if g is None else g[None] for g in pull(columns[0])]
-        elif self.largest >= thresholds.APART and columns.device.type in thresholds.APART_ON:
+        if len(columns) == 1:
+            return [None if g is None else g[None] for g in pull(columns[0])]
+        if self.largest >= thresholds.APART and columns.device.type in thresholds.APART_ON:
             each = [*zip(*[pull(column) for column in columns], strict=True)]
-            found = [None if g[0] is None else [wide(self.strip(d)) for d in g] for g in each]
-        elif self.deep:
+            return [None if g[0] is None else [wide(self.strip(d)) for d in g] for g in each]
+        if self.deep:
             got = iter(torch.func.vmap(one)(columns))
-            found = [None if hole else next(got) for hole in holes]
-        else:  # torch.func does not know this older vmap, which needs less memory
-            found = torch.autograd.grad(
-                out, inputs, columns, retain_graph=True, allow_unused=True, is_grads_batched=True
-            )
-        self.check(found[len(edges) :])
-        cotangents = dict(zip(edges, found, strict=False))
-        for use in self.uses:
-            d = cotangents[id(use.edge)]
-            if isinstance(d, list) and isinstance(use, (Copies, Shared)):
-                d = torch.stack(d)
-            use.send(d if d is None or isinstance(d, list) else self.strip(d))
+            return [None if hole else next(got) for hole in holes]
+        return torch.autograd.grad(  # torch.func does not know this older vmap, which needs less memory
+            out, inputs, columns, retain_graph=True, allow_unused=True, is_grads_batched=True
+        )
 
     def stream(self, out: Tensor, cotangent: Tensor | None, arrived: Callable[[Use], None]) -> None:
         """Pull one vector back, and hand each use over as its cotangent comes; it is freed then."""

@@ -1,0 +1,235 @@
+"""The last resort, where the core cannot follow what f does: single samples, or the rows of `[N]` losses.
+
+f is evaluated on each sample alone, with a copy of the parameters for each, and this is taken where it says what the
+whole batch says: the rows have the same values, or the loss is their mean or their sum, and so has the gradient. Both
+are compared in each call, which costs one gradient, as f may do something else with other numbers. So whatever f does
+inside, the result is right, or an error.
+
+Of `[N]` losses the derivative of each is a per-sample gradient by definition. Where f cannot be evaluated on samples
+alone, as the node losses of one graph, rows of the identity are pulled back, if no batch arguments are mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial, reduce
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from invfunc import tree
+from invfunc._torch.functorch import graph_level, graph_of
+from invfunc._torch.generators import set_states, state_of, torchs_own
+from invfunc._torch.values import near
+from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option, wide
+from invfunc.core.run import Run
+from invfunc.core.uses import Copies
+from invfunc.errors import InvFuncError
+from invfunc.operations.axis import Axis
+from invfunc.recording.problem import Problem
+
+Tensor = torch.Tensor
+Tensors = Sequence[Tensor]
+MARKS = {Tensor.requires_grad_, Tensor.requires_grad.__set__}
+"""By which f marks a tensor of its own to be differentiated in."""
+FLOOR = 0.1
+"""The part of the largest size that counts for the smallest, whose rounding may come from that."""
+ROWS = 32
+"""So many rows are pulled back at once."""
+
+
+class Given(TorchFunctionMode):
+    """A mode under which f runs as it is written, on what `samples(x, axis)` makes of the batch."""
+
+    adopting = None
+
+    def __init__(self, samples: Callable[[Tensor, Axis], Tensor]) -> None:
+        super().__init__()
+        self.samples, self.leaves = samples, list[Tensor]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm and option(args, kwargs, 5, "training", False):
+            raise Unsupported("batch norm in train mode computes with all samples")  # and counts its calls
+        out = func(*args, **kwargs)
+        made = args[0] if func in MARKS else out
+        if isinstance(made, Tensor) and made.is_leaf and made.requires_grad:
+            if func in MARKS or all(made is not x for x in args):
+                self.leaves.append(made)
+        return out
+
+
+def alone(problem: Problem, run: Run, leaves: list[Tensor], part: slice) -> tuple[Any, Any]:
+    """f of each sample alone, as the whole batch has it; and aux of the whole batch."""
+    if run.criterion is not None and problem.loss is None:
+        raise Unsupported("columns at a criterion inside of a function that is not followed")
+    copies = [run.alias(p.expand(run.n, *p.shape)) for p in problem.leaves]
+    if run.n == 1:
+        out, aux, run.closed_over = _called(problem, run, [x[0] for x in copies], part, copies)
+        return _known(problem, run, leaves, copies, out), aux
+    before = _states()
+    whole, aux, run.closed_over = _called(problem, run, leaves, part)
+    slopes, after = _slopes(whole, leaves), _states()
+    drew = any(x is not y for (_, x), (_, y) in zip(before, after, strict=True))
+    plain = [_mapped, *[partial(_mapped, drawing="same")] * drew]
+    error = Unsupported("samples alone have another value or gradient than in the batch")
+    for way in (*plain, partial(_mapped, graph=True), _looped):
+        set_states(before)
+        try:
+            each = way(problem, run, copies, part)
+        except InvFuncError:
+            raise
+        except Exception as raised:  # of what f, torch.func.vmap, or both do not take
+            error = Unsupported(f"of a single sample: {raised}")
+            continue
+        out = _agreed(problem, each, whole, copies, slopes)
+        if out is not None:
+            set_states(after)
+            return _known(problem, run, leaves, copies, out), aux
+        if way is plain[-1]:
+            break
+    raise error
+
+
+def _states() -> list[tuple[torch.Generator, Tensor]]:
+    return [(g, state_of(g)) for g in torchs_own()]
+
+
+def _called(
+    problem: Problem, run: Run, params: list[Tensor], part: slice, leaves: Tensors | None = None
+) -> tuple[Tensor, Any, bool]:
+    """f of all samples, aux, and whether f reads a tensor from elsewhere that requires a gradient."""
+    given = Given(run.samples)
+    out, aux = problem.call(given, params, part)
+    if not isinstance(out, Tensor) or not out.requires_grad or (out.ndim and out.shape[_dim(problem, out)] != run.n):
+        raise Unsupported("f returns neither a number nor a tensor with the samples, or none with a derivative")
+    own = {id(x) for x in (*(leaves or params), *given.leaves)}
+    read = [getattr(node, "variable", None) for node in graph_of(out)]
+    return out, aux, any(x is not None and id(x) not in own for x in read)
+
+
+def _dim(problem: Problem, out: Tensor) -> int:
+    """The dim of the samples of a result."""
+    return problem.out_dims % out.ndim if out.ndim > 1 else 0
+
+
+def _known(problem: Problem, run: Run, leaves: Tensors, copies: Tensors, out: Tensor) -> Tensor:
+    """A result whose only uses of the parameters are copies of them, of which each sample has one."""
+    for i, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
+        run.use(Copies(Node(run.token, i, LEAF), leaf), copy)
+    know(out, Mark(run.token, (_dim(problem, out) - out.ndim, 1, 1) if out.ndim else SUMMED, out.requires_grad))
+    return out
+
+
+# Single samples
+
+
+def _mapped(
+    problem: Problem, run: Run, copies: Tensors, part: slice, drawing: str = "different", graph: bool = False
+) -> Tensor:
+    """f under vmap, `[N, ...]`; where each sample draws, these are the numbers that the whole batch has drawn.
+
+    `graph`, at a level of torch.func at which f may take derivatives by torch.autograd.grad.
+    """
+    batch = [(problem.args[i], d) for i, d in problem.dims.items() if d is not None and i in problem.inputs]
+    given = [(x, d % x.ndim) for arg, d in batch for x in tree.tensors(arg)]
+
+    def one(*mapped: Tensor) -> Tensor:
+        samples = iter(mapped[len(copies) :])
+        with graph_level() if graph else nullcontext(lambda x: x) as leave:
+            each = Given(lambda x, axis: next(samples).unsqueeze(axis.dim))
+            return leave(problem.call(each, [*mapped[: len(copies)]], part)[0])
+
+    dims = (*[0] * len(copies), *[d for _, d in given])
+    return torch.func.vmap(one, dims, randomness=drawing)(*copies, *[run.samples(x, Axis(d)) for x, d in given])
+
+
+def _looped(problem: Problem, run: Run, copies: Tensors, part: slice) -> Tensor:
+    """f of one sample after the other, `[N, ...]`."""
+    found = []
+    for n, params in enumerate(zip(*[x.unbind() for x in copies], strict=True)):
+        each = Given(lambda x, axis, n=n: run.samples(x, axis).narrow(axis.dim or 0, n, 1))
+        found.append(problem.call(each, [*params], part)[0])
+    return torch.stack(found)
+
+
+def _agreed(problem: Problem, each: Any, whole: Tensor, copies: Tensors, slopes: Tensors) -> Tensor | None:
+    """What samples alone make of the result of the whole batch, if that and its gradient agree."""
+    if not isinstance(each, Tensor) or len(each) != problem.n or not each.requires_grad:
+        return None
+    if whole.ndim:
+        rows = whole.movedim(_dim(problem, whole), 0)
+        if [s for s in each.shape if s > 1] != [s for s in rows.shape if s > 1]:
+            return None
+        found, sizes = each.reshape(rows.shape), _sizes(rows).reshape(problem.n, -1).amax(1)
+        sizes = (sizes + FLOOR * sizes.amax()).view(-1, *[1] * (rows.ndim - 1))
+        several = [found.movedim(0, _dim(problem, whole))] if near(wide(found), wide(rows), sizes) else []
+    else:
+        losses = wide(each.reshape(problem.n, -1).squeeze(1))
+        several = [losses.mean(), losses.sum()] if losses.ndim == 1 else []
+        several = [
+            x.to(whole.dtype) for x in several if near(x, wide(whole), _sizes(losses).sum() * (x / losses.sum()))
+        ]
+    several = [x for x in several if _same(_slopes(x, copies), slopes)]
+    return several[0] if len(several) == 1 else None  # zeros are the mean and the sum
+
+
+def _sizes(x: Tensor) -> Tensor:
+    return wide(x).detach().abs().nan_to_num(0, 0, 0)
+
+
+def _slopes(out: Tensor, inputs: Tensors) -> Tensors:
+    """The derivatives of a number, or of a sum in which no two entries count the same."""
+    weights = torch.arange(out.numel(), device=out.device).cos().to(out.dtype).view(out.shape)
+    found = torch.autograd.grad(out, inputs, weights, retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else wide(g) for g, x in zip(found, inputs, strict=True)]
+
+
+def _same(each: Tensors, whole: Tensors) -> bool:
+    """Whether derivatives in the copies `[N, *p]` add up to those in the parameters."""
+    sizes = [_sizes(x).sum(0).amax() for x in each]
+    largest = FLOOR * reduce(torch.maximum, sizes)  # what cancels in one, as of a key's bias, is rounding of others
+    return all(near(x.sum(0), y, size + largest) for x, y, size in zip(each, whole, sizes, strict=True))
+
+
+# Rows
+
+
+class Followed(Run):
+    """A run in which samples are followed, and parameters are tensors like others."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run.n, run.deep)
+        self.level, self._enter, self._leave = run.level, run._enter, run._leave
+
+    def foreign(self, x: Tensor) -> None:
+        """Take any tensor that requires a gradient."""
+
+
+def by_rows(problem: Problem, run: Run, leaves: list[Tensor], part: slice) -> tuple[Any, Any]:
+    """Losses `[N]` whose derivatives are the rows of a Jacobian; and aux."""
+    params = [run.alias(p) for p in problem.leaves]
+    out, aux = problem.call(Followed(run), params, part)
+    known = getattr(out, "_known", None)
+    if not isinstance(out, Tensor) or out.shape != (run.n,) or not out.requires_grad or problem.loss is not None:
+        raise Unsupported("f does not return [N] losses")
+    if known is None or known.axis != (-1, 1, 1):
+        raise Unsupported("the samples are mixed, or do not reach the result")
+    own = {*map(id, params)}
+    run.closed_over = any(
+        getattr(node, "variable", None) is not None and id(node.variable) not in own for node in graph_of(out)
+    )
+    blocks = [
+        run.pulled(out, params, rows) for rows in torch.eye(run.n, dtype=out.dtype, device=out.device).split(ROWS)
+    ]
+    copies = [run.alias(p.expand(run.n, *p.shape)) for p in problem.leaves]
+    terms = []
+    for copy, rows in zip(copies, zip(*blocks, strict=True), strict=True):
+        if rows[0] is not None:
+            terms.append((copy * torch.cat(rows)).flatten(1).sum(1))
+    if not terms:
+        raise Unsupported("no parameter reaches the result")
+    return _known(problem, run, leaves, copies, reduce(torch.add, terms)), aux
