@@ -66,12 +66,12 @@ def alone(problem: Problem, run: Run, leaves: list[Tensor], part: slice) -> tupl
     """f of each sample alone, as the whole batch has it; and aux of the whole batch."""
     if run.criterion is not None and problem.loss is None:
         raise Unsupported("columns at a criterion inside of a function that is not followed")
-    copies = [run.alias(p.expand(run.n, *p.shape)) for p in problem.leaves]
+    copies = _copies(problem, run)
     if run.n == 1:
         out, aux, run.closed_over = _called(problem, run, [x[0] for x in copies], part, copies)
         return _known(problem, run, leaves, copies, out), aux
     before = _states()
-    whole, aux, run.closed_over = _called(problem, run, leaves, part)
+    whole, aux, run.closed_over = _called(problem, run, leaves, part, leaves)
     slopes, after = _slopes(whole, leaves), _states()
     drew = any(x is not y for (_, x), (_, y) in zip(before, after, strict=True))
     plain = [_mapped, *[partial(_mapped, drawing="same")] * drew]
@@ -98,17 +98,24 @@ def _states() -> list[tuple[torch.Generator, Tensor]]:
     return [(g, state_of(g)) for g in torchs_own()]
 
 
-def _called(
-    problem: Problem, run: Run, params: list[Tensor], part: slice, leaves: Tensors | None = None
-) -> tuple[Tensor, Any, bool]:
+def _called(problem: Problem, run: Run, params: list[Tensor], part: slice, leaves: Tensors) -> tuple[Tensor, Any, bool]:
     """f of all samples, aux, and whether f reads a tensor from elsewhere that requires a gradient."""
     given = Given(run.samples)
     out, aux = problem.call(given, params, part)
     if not isinstance(out, Tensor) or not out.requires_grad or (out.ndim and out.shape[_dim(problem, out)] != run.n):
         raise Unsupported("f returns neither a number nor a tensor with the samples, or none with a derivative")
-    own = {id(x) for x in (*(leaves or params), *given.leaves)}
-    read = [getattr(node, "variable", None) for node in graph_of(out)]
-    return out, aux, any(x is not None and id(x) not in own for x in read)
+    return out, aux, _closed_over(out, [*leaves, *given.leaves])
+
+
+def _closed_over(out: Tensor, own: Tensors) -> bool:
+    """Whether a result hangs on others than these leaves."""
+    ids = {*map(id, own)}
+    read = (getattr(node, "variable", None) for node in graph_of(out))
+    return any(x is not None and id(x) not in ids for x in read)
+
+
+def _copies(problem: Problem, run: Run) -> list[Tensor]:
+    return [run.alias(p.expand(run.n, *p.shape)) for p in problem.leaves]
 
 
 def _dim(problem: Problem, out: Tensor) -> int:
@@ -199,11 +206,17 @@ def _same(each: Tensors, whole: Tensors) -> bool:
 
 
 class Followed(Run):
-    """A run in which samples are followed, and parameters are tensors like others."""
+    """A run in which samples are followed; parameters, and what is computed of several samples, are constants."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run.n, run.deep)
         self.level, self._enter, self._leave = run.level, run._enter, run._leave
+
+    def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
+        """Run an operation, given the tensors that it reads."""
+        self.blended = self.blended or bool(found[5])
+        found[5].clear()
+        return super().dispatched(func, args, kwargs, found)
 
     def foreign(self, x: Tensor) -> None:
         """Take any tensor that requires a gradient."""
@@ -211,25 +224,16 @@ class Followed(Run):
 
 def by_rows(problem: Problem, run: Run, leaves: list[Tensor], part: slice) -> tuple[Any, Any]:
     """Losses `[N]` whose derivatives are the rows of a Jacobian; and aux."""
-    params = [run.alias(p) for p in problem.leaves]
-    out, aux = problem.call(Followed(run), params, part)
-    known = getattr(out, "_known", None)
+    params, followed = [run.alias(p) for p in problem.leaves], Followed(run)
+    out, aux = problem.call(followed, params, part)
     if not isinstance(out, Tensor) or out.shape != (run.n,) or not out.requires_grad or problem.loss is not None:
         raise Unsupported("f does not return [N] losses")
-    if known is None or known.axis != (-1, 1, 1):
+    known = getattr(out, "_known", None)
+    if not followed.blended if known is None else known.axis != (-1, 1, 1):
         raise Unsupported("the samples are mixed, or do not reach the result")
-    own = {*map(id, params)}
-    run.closed_over = any(
-        getattr(node, "variable", None) is not None and id(node.variable) not in own for node in graph_of(out)
-    )
-    blocks = [
-        run.pulled(out, params, rows) for rows in torch.eye(run.n, dtype=out.dtype, device=out.device).split(ROWS)
-    ]
-    copies = [run.alias(p.expand(run.n, *p.shape)) for p in problem.leaves]
-    terms = []
-    for copy, rows in zip(copies, zip(*blocks, strict=True), strict=True):
-        if rows[0] is not None:
-            terms.append((copy * torch.cat(rows)).flatten(1).sum(1))
-    if not terms:
-        raise Unsupported("no parameter reaches the result")
-    return _known(problem, run, leaves, copies, reduce(torch.add, terms)), aux
+    run.closed_over = _closed_over(out, params)
+    eye, copies = torch.eye(run.n, dtype=out.dtype, device=out.device), _copies(problem, run)
+    rows = zip(*[run.pulled(out, params, some) for some in eye.split(ROWS)], strict=True)
+    pairs = [(copy, torch.cat(each)) for copy, each in zip(copies, rows, strict=True) if each[0] is not None]
+    out = reduce(torch.add, [(copy * each).flatten(1).sum(1) for copy, each in pairs])
+    return _known(problem, run, leaves, copies, out), aux
