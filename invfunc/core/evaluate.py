@@ -231,8 +231,6 @@ def _cotangent(run: Run, out: Any) -> torch.Tensor | None:
         raise Unsupported("samples do not reach the result in a way that was seen")
     if out.ndim and out.shape[0] != run.n:
         raise Unsupported("the result is neither a number nor one for each sample")
-    if run.n > 1 and run.blended and not out.ndim:
-        raise Unsupported("what is computed of several samples, in a loss that is a number")
     if run.n > 1 and known.axis != ((-1, 1, 1) if out.ndim else SUMMED):
         raise Unsupported(f"the result is neither [N] losses nor a sum over the samples: {known.axis}")
     return torch.ones_like(out) if out.ndim else None

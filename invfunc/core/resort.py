@@ -210,6 +210,7 @@ class Followed(Run):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run.n, run.deep)
+        self.blended = False
         self.level, self._enter, self._leave = run.level, run._enter, run._leave
 
     def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:

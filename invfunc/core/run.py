@@ -107,8 +107,6 @@ class Run(TorchFunctionMode):
         """The criterion of the outputs, where one is looked for."""
         self.alone = True
         """Whether one vector is pulled back at a time."""
-        self.blended = False
-        """Whether samples have met what was computed of several of them, which is a constant for losses of each."""
         self.func: Any = None
         self._stack = ExitStack()
         self._enter: Callable = Tensor.detach
@@ -225,8 +223,6 @@ class Run(TorchFunctionMode):
             raise Unsupported(f"{named(func)} reads data, whose samples cannot be followed")
         if not data or sums or lost or func is SET:
             return self.special(func, args, kwargs, (data, *found[1:]))
-        if blends:
-            self.blended = True
         if len(data) == 1 and not params and func in POINTWISE:  # the most frequent ones, in short
             return self.pointwise(func, args, kwargs, data)
         return self.of_samples(func, args, kwargs, data, params)
@@ -263,6 +259,10 @@ class Run(TorchFunctionMode):
     def of_samples(self, func: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """Run an operation of samples, perhaps with parameters."""
         rule = RULES.get(func)
+        if func is torch.broadcast_tensors:
+            shape = torch.broadcast_shapes(*[x.shape for x in args])
+            with self:
+                return tuple(x.expand(shape) for x in args)
         if params and func is torch.nn.functional.embedding and option(args, kwargs, 3, "max_norm") is not None:
             raise Unsupported("an embedding with max_norm, which writes its table")
         if self.criterion is not None and (out := criterion_of(self, func, args, kwargs, data)) is not None:
