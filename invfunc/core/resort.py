@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from invfunc import tree
 from invfunc._torch.functorch import graph_level, graph_of
 from invfunc._torch.generators import set_states, state_of, torchs_own
-from invfunc._torch.values import near
+from invfunc._torch.values import anywhere, near
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option, wide
 from invfunc.core.run import Run
 from invfunc.core.uses import Copies
@@ -146,9 +146,9 @@ def _mapped(
 
     def one(*mapped: Tensor) -> Tensor:
         samples = iter(mapped[len(copies) :])
-        with graph_level() if graph else nullcontext(lambda x: x) as leave:
-            each = Given(lambda x, axis: next(samples).unsqueeze(axis.dim))
-            return leave(problem.call(each, [*mapped[: len(copies)]], part)[0])
+        each = Given(lambda x, axis: next(samples).unsqueeze(axis.dim))
+        with graph_level() if graph else nullcontext((same, same)) as (enter, leave):
+            return leave(problem.call(each, [*map(enter, mapped[: len(copies)])], part)[0])
 
     dims = (*[0] * len(copies), *[d for _, d in given])
     return torch.func.vmap(one, dims, randomness=drawing)(*copies, *[run.samples(x, Axis(d)) for x, d in given])
@@ -180,8 +180,14 @@ def _agreed(problem: Problem, each: Any, whole: Tensor, copies: Tensors, slopes:
         several = [
             x.to(whole.dtype) for x in several if near(x, wide(whole), _sizes(losses).sum() * (x / losses.sum()))
         ]
-    several = [x for x in several if _same(_slopes(x, copies), slopes)]
-    return several[0] if len(several) == 1 else None  # zeros are the mean and the sum
+    found = [(x, each) for x in several if _same(each := _slopes(x, copies), slopes)]
+    zeros = not any(anywhere(x != 0) for x in found[0][1]) if found else False
+    return found[0][0] if len(found) == 1 or zeros else None  # the mean and the sum are zero, but no sample is
+
+
+def same(x: Tensor) -> Tensor:
+    """The identity."""
+    return x
 
 
 def _sizes(x: Tensor) -> Tensor:
