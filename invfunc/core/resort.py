@@ -21,22 +21,24 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._torch.functorch import graph_level, graph_of
+from invfunc._torch.functorch import as_it_is, graph_level, graph_of
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import anywhere, near
-from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option, wide
+from invfunc.budget.size import free_on, told
+from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, named, option, tensors, wide
 from invfunc.core.run import Run
 from invfunc.core.uses import Copies
-from invfunc.errors import InvFuncError
 from invfunc.operations.axis import Axis
 from invfunc.recording.problem import Problem
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
-MARKS = {Tensor.requires_grad_, Tensor.requires_grad.__set__}
+MARKS = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # pyright: ignore[reportAttributeAccessIssue]
 """By which f marks a tensor of its own to be differentiated in."""
 FLOOR = 0.1
 """The part of the largest size that counts for the smallest, whose rounding may come from that."""
+SMALL = 2**28
+"""Bytes of gradients up to which nobody asks what is free."""
 ROWS = 32
 """So many rows are pulled back at once."""
 
@@ -48,18 +50,30 @@ class Given(TorchFunctionMode):
 
     def __init__(self, samples: Callable[[Tensor, Axis], Tensor]) -> None:
         super().__init__()
-        self.samples, self.leaves = samples, list[Tensor]()
+        self._samples, self.leaves = samples, list[Tensor]()
+
+    def samples(self, x: Tensor, axis: Axis) -> Tensor:
+        """What f gets in place of a tensor of the batch."""
+        return self._samples(x, axis)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.batch_norm and option(args, kwargs, 5, "training", False):
-            raise Unsupported("batch norm in train mode computes with all samples")  # and counts its calls
+        _check(func, args, kwargs)
         out = func(*args, **kwargs)
         made = args[0] if func in MARKS else out
         if isinstance(made, Tensor) and made.is_leaf and made.requires_grad:
             if func in MARKS or all(made is not x for x in args):
                 self.leaves.append(made)
         return out
+
+
+def _check(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Check that an operation is none of those that count in the whole batch, or write what they find there."""
+    if func is F.batch_norm and option(args, kwargs, 5, "training", False):
+        raise Unsupported("batch norm in train mode computes with all samples")
+    table = func is F.embedding or func is F.embedding_bag
+    if table and (option(args, kwargs, 3, "max_norm") is not None or option(args, kwargs, 5, "scale_grad_by_freq")):
+        raise Unsupported(f"{named(func)} with max_norm or scale_grad_by_freq depends on all samples")
 
 
 def alone(problem: Problem, run: Run, leaves: list[Tensor], part: slice) -> tuple[Any, Any]:
@@ -72,16 +86,17 @@ def alone(problem: Problem, run: Run, leaves: list[Tensor], part: slice) -> tupl
         return _known(problem, run, leaves, copies, out), aux
     before = _states()
     whole, aux, run.closed_over = _called(problem, run, leaves, part, leaves)
-    slopes, after = _slopes(whole, leaves), _states()
+    whole, slopes, after = whole.detach(), _slopes(whole, leaves), _states()
     drew = any(x is not y for (_, x), (_, y) in zip(before, after, strict=True))
     plain = [_mapped, *[partial(_mapped, drawing="same")] * drew]
-    error = Unsupported("samples alone have another value or gradient than in the batch")
+    error = Unsupported(
+        "samples alone have another value or gradient than in the batch. Return the [N] losses of the samples, or "
+        "their mean or sum, from a function that also works on a batch of one"
+    )
     for way in (*plain, partial(_mapped, graph=True), _looped):
         set_states(before)
         try:
             each = way(problem, run, copies, part)
-        except InvFuncError:
-            raise
         except Exception as raised:  # of what f, torch.func.vmap, or both do not take
             error = Unsupported(f"of a single sample: {raised}")
             continue
@@ -115,6 +130,10 @@ def _closed_over(out: Tensor, own: Tensors) -> bool:
 
 
 def _copies(problem: Problem, run: Run) -> list[Tensor]:
+    """The parameters for each sample, if their gradients may fit."""
+    size = 2 * run.n * sum([p.nbytes for p in problem.leaves])
+    if size > SMALL and size > free_on(problem.leaves[0].device):
+        raise Unsupported(f"the gradients of all samples take {told(size)}. Take chunked(t, chunk_size=)")
     return [run.alias(p.expand(run.n, *p.shape)) for p in problem.leaves]
 
 
@@ -146,8 +165,8 @@ def _mapped(
 
     def one(*mapped: Tensor) -> Tensor:
         samples = iter(mapped[len(copies) :])
-        each = Given(lambda x, axis: next(samples).unsqueeze(axis.dim))
-        with graph_level() if graph else nullcontext((same, same)) as (enter, leave):
+        each = Given(lambda x, axis: next(samples).unsqueeze(axis.dim or 0))
+        with graph_level() if graph else nullcontext((as_it_is, as_it_is)) as (enter, leave):
             return leave(problem.call(each, [*map(enter, mapped[: len(copies)])], part)[0])
 
     dims = (*[0] * len(copies), *[d for _, d in given])
@@ -176,18 +195,18 @@ def _agreed(problem: Problem, each: Any, whole: Tensor, copies: Tensors, slopes:
         several = [found.movedim(0, _dim(problem, whole))] if near(wide(found), wide(rows), sizes) else []
     else:
         losses = wide(each.reshape(problem.n, -1).squeeze(1))
-        several = [losses.mean(), losses.sum()] if losses.ndim == 1 else []
-        several = [
-            x.to(whole.dtype) for x in several if near(x, wide(whole), _sizes(losses).sum() * (x / losses.sum()))
-        ]
+        both = [(losses.mean(), problem.n), (losses.sum(), 1)] if losses.ndim == 1 else []
+        several = [x.to(whole.dtype) for x, k in both if near(x, wide(whole), _sizes(losses).sum() / k)]
     found = [(x, each) for x in several if _same(each := _slopes(x, copies), slopes)]
-    zeros = not any(anywhere(x != 0) for x in found[0][1]) if found else False
-    return found[0][0] if len(found) == 1 or zeros else None  # the mean and the sum are zero, but no sample is
-
-
-def same(x: Tensor) -> Tensor:
-    """The identity."""
-    return x
+    if not found:
+        return None
+    out, each = found[0]
+    if any(anywhere(x != 0) for x in each) and not whole.ndim:
+        if len(found) > 1:  # it is zero, and so is its gradient, but not those of the samples
+            return None
+        if not any(anywhere(x != x[:1]) for x in each):
+            raise Unsupported("no sample has a part in the loss")
+    return out
 
 
 def _sizes(x: Tensor) -> Tensor:
@@ -216,17 +235,28 @@ class Followed(Run):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run.n, run.deep)
-        self.blended = False
+        self.blended, self.marked, self.clean = False, dict[int, Any](), dict[int, Any]()
         self.level, self._enter, self._leave = run.level, run._enter, run._leave
 
     def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
         """Run an operation, given the tensors that it reads."""
+        _check(func, args, kwargs)
         self.blended = self.blended or bool(found[5])
         found[5].clear()
-        return super().dispatched(func, args, kwargs, found)
+        out = super().dispatched(func, args, kwargs, found)
+        self.marked |= {id(y.grad_fn): y.grad_fn for y in tensors(out) if y.grad_fn and hasattr(y, "_known")}
+        return out
 
     def foreign(self, x: Tensor) -> None:
-        """Take any tensor that requires a gradient."""
+        """Check that a tensor of unknown origin does not come of the samples."""
+        todo = [x.grad_fn]
+        while todo:
+            node = todo.pop()
+            if id(node) in self.marked:
+                raise Unsupported("a tensor comes from the samples by a way that was not seen")
+            if node and id(node) not in self.clean:
+                self.clean[id(node)] = node
+                todo += [up for up, _ in node.next_functions]
 
 
 def by_rows(problem: Problem, run: Run, leaves: list[Tensor], part: slice) -> tuple[Any, Any]:
@@ -236,6 +266,8 @@ def by_rows(problem: Problem, run: Run, leaves: list[Tensor], part: slice) -> tu
     if not isinstance(out, Tensor) or out.shape != (run.n,) or not out.requires_grad or problem.loss is not None:
         raise Unsupported("f does not return [N] losses")
     known = getattr(out, "_known", None)
+    if known is None:
+        followed.foreign(out)
     if not followed.blended if known is None else known.axis != (-1, 1, 1):
         raise Unsupported("the samples are mixed, or do not reach the result")
     run.closed_over = _closed_over(out, params)

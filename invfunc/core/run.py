@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from invfunc import thresholds
 from invfunc._torch.functorch import (
+    as_it_is,
     base_of,
     checkpointing,
     grad_level,
@@ -120,7 +121,7 @@ class Run(TorchFunctionMode):
         """Begin the run: outside of f, derivatives are taken in it, `apart` at a level of torch.func of their own."""
         self._stack.enter_context(torch.enable_grad())
         if self.deep and not apart:
-            self._enter, self._leave = lambda x: x.view_as(x) if x.requires_grad else leaf(x), lambda x: x
+            self._enter, self._leave = lambda x: x.view_as(x) if x.requires_grad else leaf(x), as_it_is
         elif self.deep:
             self._enter, self._leave = self._stack.enter_context(grad_level())
             self.level = levels()[-1][1]
