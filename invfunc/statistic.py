@@ -14,7 +14,6 @@ from invfunc._torch.values import anywhere
 from invfunc._torch.weak import WeakIdMap
 from invfunc.callables import check_functions, describe
 from invfunc.core.evaluate import WAYS, evaluated, plain
-from invfunc.errors import InvFuncError
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.explained import joined
 from invfunc.plan import AxisName, Options
@@ -97,10 +96,8 @@ class Statistic(Transform):
         for k in range(_WAY.get(self) or 0, len(WAYS)):
             try:
                 found = evaluated(given, self._quantities(given), self.options.dense, WAYS[k])
-            except Exception as error:
+            except Exception:
                 set_states(before)
-                if isinstance(error, InvFuncError):
-                    break
             else:
                 if k:
                     _WAY.set(self, k)

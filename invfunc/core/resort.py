@@ -96,11 +96,10 @@ def alone(problem: Problem, run: Run, leaves: list[Tensor], part: slice) -> tupl
     for way in (*plain, partial(_mapped, graph=True), _looped):
         set_states(before)
         try:
-            each = way(problem, run, copies, part)
+            out = _agreed(problem, way(problem, run, copies, part), whole, copies, slopes)
         except Exception as raised:  # of what f, torch.func.vmap, or both do not take
             error = Unsupported(f"of a single sample: {raised}")
             continue
-        out = _agreed(problem, each, whole, copies, slopes)
         if out is not None:
             set_states(after)
             return _known(problem, run, leaves, copies, out), aux
