@@ -14,6 +14,7 @@ from invfunc._torch.values import anywhere
 from invfunc._torch.weak import WeakIdMap
 from invfunc.callables import check_functions, describe
 from invfunc.core.evaluate import WAYS, evaluated, plain
+from invfunc.core.marks import Final
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.explained import joined
 from invfunc.plan import AxisName, Options
@@ -96,8 +97,10 @@ class Statistic(Transform):
         for k in range(_WAY.get(self) or 0, len(WAYS)):
             try:
                 found = evaluated(given, self._quantities(given), self.options.dense, WAYS[k])
-            except Exception:
+            except Exception as error:
                 set_states(before)
+                if isinstance(error, Final):
+                    break
             else:
                 if k:
                     _WAY.set(self, k)

@@ -14,7 +14,7 @@ from invfunc import thresholds, tree
 from invfunc._torch.functorch import dispatched, dual_level, hooked, listening, transforming, version, versions
 from invfunc.core.columns import Criterion
 from invfunc.core.factors import partners
-from invfunc.core.marks import HALF, SUMMED, Mark, Unsupported
+from invfunc.core.marks import HALF, SUMMED, Final, Mark, Unsupported
 from invfunc.core.resort import alone, by_rows
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
@@ -95,7 +95,7 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
     if any([hooked(x) for x in leaves]):
         raise Unsupported("a hook may change what is sent back")
     if not all([fits(q.reduction, problem.leaves) for q in quantities]):
-        raise Unsupported("matrices that may take more than what is free")
+        raise Final("matrices that may take more than what is free")
     return out, aux
 
 
@@ -173,7 +173,7 @@ def _columns(
         x, own = criterion.input, [folds[k] for k in same]
         shortcuts = quantity.drawing is None and not dense and all([f.reduction.shortcuts != "no" for f in own])
         if count == 0 or (shortcuts and not run.deep and count >= thresholds.FEW):
-            raise Unsupported("many columns, of which some may be left out by structure")
+            raise Final("many columns, of which some may be left out by structure")
         assert x is not None
         _grouped(run, problem, own, x, made[0], 0)
 
