@@ -185,18 +185,20 @@ def _agreed(problem: Problem, each: Any, whole: Tensor, copies: Tensors, slopes:
     """What samples alone make of the result of the whole batch, if that and its gradient agree."""
     if not isinstance(each, Tensor) or len(each) != problem.n or not each.requires_grad:
         return None
+    dtype = _precision(whole, copies)
     if whole.ndim:
         rows = whole.movedim(_dim(problem, whole), 0)
         if [s for s in each.shape if s > 1] != [s for s in rows.shape if s > 1]:
             return None
         found, sizes = each.reshape(rows.shape), _sizes(rows).reshape(problem.n, -1).amax(1)
         sizes = (sizes + FLOOR * sizes.amax()).view(-1, *[1] * (rows.ndim - 1))
-        several = [found.movedim(0, _dim(problem, whole))] if near(wide(found), wide(rows), sizes) else []
+        several = [found.movedim(0, _dim(problem, whole))] if _near(found, rows, sizes, dtype) else []
     else:
         losses = wide(each.reshape(problem.n, -1).squeeze(1))
         both = [(losses.mean(), problem.n), (losses.sum(), 1)] if losses.ndim == 1 else []
-        several = [x.to(whole.dtype) for x, k in both if near(x, wide(whole), _sizes(losses).sum() / k)]
-    found = [(x, each) for x in several if _same(each := _slopes(x, copies), slopes)]
+        dtype = torch.promote_types(dtype, torch.float32)  # by little a weighted mean is another one
+        several = [x.to(whole.dtype) for x, k in both if _near(x, whole, _sizes(losses).sum() / k, dtype)]
+    found = [(x, each) for x in several if _same(each := _slopes(x, copies), slopes, dtype)]
     if not found:
         return None
     out, each = found[0]
@@ -219,11 +221,23 @@ def _slopes(out: Tensor, inputs: Tensors) -> Tensors:
     return [torch.zeros_like(x) if g is None else wide(g) for g, x in zip(found, inputs, strict=True)]
 
 
-def _same(each: Tensors, whole: Tensors) -> bool:
+def _precision(out: Tensor, params: Tensors) -> torch.dtype:
+    """The narrowest precision in which a result may have been computed."""
+    device, found = out.device.type, {out.dtype, *[p.dtype for p in params]}
+    if torch.is_autocast_enabled(device):
+        found.add(torch.get_autocast_dtype(device))
+    return max(found, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _near(a: Tensor, b: Tensor, size: Tensor, dtype: torch.dtype) -> bool:
+    return near(a.to(dtype), b.to(dtype), size.to(dtype))
+
+
+def _same(each: Tensors, whole: Tensors, dtype: torch.dtype) -> bool:
     """Whether derivatives in the copies `[N, *p]` add up to those in the parameters."""
     sizes = [_sizes(x).sum(0).amax() for x in each]
     largest = FLOOR * reduce(torch.maximum, sizes)  # what cancels in one, as of a key's bias, is rounding of others
-    return all(near(x.sum(0), y, size + largest) for x, y, size in zip(each, whole, sizes, strict=True))
+    return all(_near(x.sum(0), y, size + largest, dtype) for x, y, size in zip(each, whole, sizes, strict=True))
 
 
 # Rows

@@ -157,6 +157,14 @@ def test_single_samples_are_those_of_the_loop(name, reduction, dtype):
             assert_trees_close(found, shares, EXACT[dtype], 1e-2)
 
 
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["jacrev", "custom Function"])
+def test_losses_in_half_precision(name, low):
+    wanted = loop_batch_grad(PROGRAMS[name])(P, X)
+    found = batch_grad(PROGRAMS[name])(*tree.map_tensors(lambda z: z.to(low), (P, X)))
+    assert_trees_close(tree.map_tensors(torch.Tensor.double, found), wanted, 0.1)
+
+
 @pytest.mark.parametrize("name", ["WGAN-GP", "jacrev", "straight through"])
 def test_all_statistics_are_of_these_shares(name):
     torch.manual_seed(3)

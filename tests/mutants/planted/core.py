@@ -152,7 +152,7 @@ FAULTS = [
     Fault(
         "single samples are taken by their values alone",
         "core/resort.py",
-        "if _same(each := _slopes(x, copies), slopes)]",
+        "if _same(each := _slopes(x, copies), slopes, dtype)]",
         "if (each := _slopes(x, copies))]",
         f"{LOOP}[custom backward that mixes, for torch.func-plain]",
     ),
