@@ -43,6 +43,7 @@ from invfunc.core.marks import (
     SWAP,
     VIEW,
     Filled,
+    Final,
     Known,
     Mark,
     Node,
@@ -56,6 +57,7 @@ from invfunc.core.marks import (
 )
 from invfunc.core.probe import moved, probe
 from invfunc.core.tables import (
+    DERIVATIVES,
     DIVIDE,
     EXPANDS,
     FILLED,
@@ -203,7 +205,7 @@ class Run(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in PLAIN:
             return func(*args, **kwargs)
-        if func in REFUSED:
+        if func in REFUSED and not (func in DERIVATIVES and self.whole(func, args, kwargs)):
             raise Unsupported(f"{named(func)}, which is not followed here")
         if func in FILLED:
             return self.filled(func(*args, **kwargs))
@@ -212,6 +214,13 @@ class Run(TorchFunctionMode):
         if kwargs:
             self.look((*kwargs.values(),), found)
         return self.dispatched(func, args, kwargs, found)
+
+    def whole(self, func: Any, args: tuple, kwargs: dict) -> bool:
+        """Whether f takes a derivative in tensors down to which the graph is whole."""
+        inputs = args[1] if func is torch.autograd.grad and len(args) > 1 else kwargs.get("inputs")
+        known = [getattr(x, "_known", None) for x in ((inputs,) if isinstance(inputs, Tensor) else inputs or ())]
+        cut = self.criterion is not None and self.criterion.input is not None
+        return bool(known) and not cut and not any([type(x) is Node for x in known])
 
     def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
         """Run an operation, given the tensors that it reads."""
@@ -270,7 +279,7 @@ class Run(TorchFunctionMode):
             return self.mark(rule, func, args, kwargs, data, out)
         if rule is None or func is torch.nn.functional.embedding_bag:
             if hasattr(func, "follow"):
-                raise Unsupported("an operation of the user's own, with rules of its own")
+                raise Final("an operation of the user's own, with rules of its own")
             inner = self.at_once(func, args, data, params) or composed(func)
             if inner is not None:
                 if checkpointing():

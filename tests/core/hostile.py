@@ -221,6 +221,19 @@ def inside_autograd_mixed(p, x, y):
     return rows(d)
 
 
+def inside_autograd_of_w(p, x, y):
+    """A penalty of a gradient in the parameters themselves, of which a copy has none."""
+    options = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
+    (d,) = torch.autograd.grad((y @ p["w"]).cos().sum(), p["w"], **options)
+    return rows(x @ (p["w"] + d))
+
+
+def inside_autograd_of_w_for_each(p, x, y):
+    options = {"create_graph": True, "materialize_grads": True}
+    each = [torch.autograd.grad((r @ p["w"]).cos().sum(), p["w"], **options)[0] for r in y]
+    return torch.stack([(r @ (p["w"] + d)).square().sum() for r, d in zip(x, each, strict=True)])
+
+
 def batch_norm(p, x, y):
     return rows(F.batch_norm(x @ p["w"], None, None, p["b"], None, training=True))
 

@@ -13,7 +13,7 @@ def wanted(name, n):
     """The per-sample gradients of the loop; None if samples are mixed to a number, or plain autograd fails."""
     f, args = PROGRAMS[name], data(n)
     try:
-        whole = f(*args)
+        whole = f({k: p.clone().requires_grad_() for k, p in args[0].items()}, *args[1:]).detach()
         terms = TERMS.get(name)
         if whole.ndim:
             return loop_batch_grad(terms or f)(*args)
