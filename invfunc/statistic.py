@@ -11,17 +11,16 @@ import torch
 
 from invfunc import tree
 from invfunc._extras import ticking
-from invfunc._torch.generators import set_states, state_of
+from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import anywhere
 from invfunc.callables import check_functions, describe
-from invfunc.core.evaluate import evaluated, plain
-from invfunc.core.refused import refuse, refused
+from invfunc.core.evaluate import Way, by_ways, evaluated, plain
+from invfunc.core.refused import known_way, refused
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.explained import joined
 from invfunc.plan import AxisName, Options
 from invfunc.recording.beside import beside
 from invfunc.recording.problem import InDims, Problem, nothing, problem, with_aux
-from invfunc.recording.random import torchs_own
 from invfunc.reductions import Reduction
 from invfunc.reductions.quantity import GRADIENT, ColumnKind, Drawing, Quantity
 from invfunc.sparsity.report import Explanation
@@ -93,20 +92,25 @@ class Statistic(Transform):
         if not given.n or self.options.plan.splits.get("samples") or not self.direct or not plain(given):
             return None
         before = [(g, state_of(g)) for g in (*torchs_own(), *(d.generator for d in self.drawings))]
-        try:
+        quantities = self._quantities(given)
+
+        def call(way: Way) -> tuple[list[Any], Any]:
             if not self.options.progress:
-                return evaluated(given, self._quantities(given), self.options)
+                return evaluated(given, quantities, self.options, way)
             with ticking(self.options.progress, given.n) as ticks:
-                return evaluated(given, self._quantities(given), self.options, ticks)
-        except Exception:
-            refuse(self.f, self._called)
-            set_states(before)
-            return None
+                return evaluated(given, quantities, self.options, way, ticks)
+
+        return by_ways(self.f, self._called, call, lambda: set_states(before))
 
     @property
     def direct(self) -> bool:
         """Whether the core is asked: it may take what is wanted, and has not refused f."""
         return self.taken and not refused(self.f, self._called)
+
+    @property
+    def followed(self) -> bool:
+        """Whether the core follows f as it is, as far as it is known."""
+        return self.taken and not known_way(self.f, self._called)
 
     @cached_property
     def _called(self) -> Hashable:

@@ -63,8 +63,8 @@ MOST_BRANCHES = 26
 CEILINGS = {
     "the package": (
         ["invfunc"],
-        38_900,
-        410,
+        40_300,
+        415,
         "the lean core stands beside the old one until the last statistic has moved; wanted are 20,000 in 160 files",
     ),
     "invertible functions": (
@@ -77,8 +77,8 @@ CEILINGS = {
     "functional": (["invfunc/functional"], 160, 2, "torch.func.functional_call does it; here are messages and copies"),
     "the tests": (
         ["tests"],
-        50_700,
-        388,
+        51_400,
+        395,
         "laws of both cores while both stand; it goes down with them",
     ),
 }

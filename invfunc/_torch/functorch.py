@@ -265,6 +265,18 @@ def grad_level() -> Iterator[tuple[Callable, Callable]]:
 
 
 @contextmanager
+def graph_level() -> Iterator[tuple[Callable, Callable]]:
+    """A level of torch.func in which `requires_grad_` and torch.autograd.grad work as outside of it."""
+    allowed = _C.get_inplace_requires_grad_allowed()
+    with grad_level() as enter_and_leave:
+        _C.set_inplace_requires_grad_allowed(True)
+        try:
+            yield enter_and_leave
+        finally:
+            _C.set_inplace_requires_grad_allowed(allowed)
+
+
+@contextmanager
 def _below(level: int) -> Iterator[None]:
     """Without the transforms above a level."""
     if not (above := levels()) or above[-1][1] <= level:

@@ -55,6 +55,14 @@ def state_of(generator: Generator) -> torch.Tensor:
     return state
 
 
+def torchs_own() -> list[torch.Generator]:
+    """The generators that torch draws from where none is given."""
+    found = [torch.default_generator]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found += list(torch.cuda.default_generators)
+    return found
+
+
 def set_states(states: Iterable[tuple[Generator, torch.Tensor]]) -> None:
     """Set the states of some generators."""
     with _LOCK:

@@ -341,7 +341,7 @@ def pointwise_loss(n: int, data: list[Known], args: tuple, kwargs: dict, out: An
 def class_loss(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
     """`cross_entropy` and `nll_loss`, with classes in dim 1 and samples in dim 0 of all."""
     found = {(at == -x.ndim, outer, inner) for x, (at, outer, inner) in data}
-    if len(found) > 1 or not next(iter(found))[0] or data[0][0].ndim == 1:
+    if len(found) > 1 or not next(iter(found))[0] or (data[0][0] is args[0] and args[0].ndim == 1):
         raise Unsupported("the samples are not in dim 0")
     _, outer, inner = found.pop()
     return (-out.ndim, outer, inner) if out.ndim else SUMMED

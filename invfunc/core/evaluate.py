@@ -14,12 +14,14 @@ from invfunc import thresholds, tree
 from invfunc._alike import alike
 from invfunc._extras import Ticks
 from invfunc._torch.functorch import dual_level, hooked, transforming, version, versions
-from invfunc._torch.generators import state_of
+from invfunc._torch.generators import state_of, torchs_own
 from invfunc.core.columns import Criterion, Hessian, made
 from invfunc.core.factors import partners
 from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
-from invfunc.core.marks import HALF, SUMMED, Mark, Unsupported, know
+from invfunc.core.marks import HALF, SUMMED, Final, Mark, Unsupported, know
+from invfunc.core.refused import NONE, known_way, note_way
+from invfunc.core.resort import alone, by_rows
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.uses import Use
@@ -29,12 +31,15 @@ from invfunc.loss.square_root import Columns, Units
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.plan import Options, Plan, even
 from invfunc.recording.problem import Problem
-from invfunc.recording.random import torchs_own
 from invfunc.reductions import Found, Reduction, State
 from invfunc.reductions.quantity import Quantity
 from invfunc.reductions.reduction import Shortcuts
 from invfunc.structure.plan import Structure
 
+Way = Callable[[Problem, Run, list[torch.Tensor], slice], tuple[Any, Any]]
+"""A way of calling f, given the leaves of a run: the result, whose mark and uses the run knows then, and aux."""
+WAYS: tuple[Way, ...] = (Problem.call, alone, by_rows)
+"""As it is, then the last resort."""
 T = TypeVar("T")
 Made = dict[Hashable, list[Columns]]
 """Columns of each kind, by the key that quantities share."""
@@ -53,9 +58,16 @@ def plain(problem: Problem) -> bool:
 
 
 def evaluated(
-    problem: Problem, quantities: Sequence[Quantity], options: Options = PLAIN, ticks: Ticks = TICKS
+    problem: Problem,
+    quantities: Sequence[Quantity],
+    options: Options = PLAIN,
+    way: Way = Problem.call,
+    ticks: Ticks = TICKS,
 ) -> tuple[list[Any], Any]:
-    """The results of some quantities of one function, and aux."""
+    """The results of some quantities of one function, and aux.
+
+    `way` calls f: as it is, with all operations followed, or as the last resort does (`WAYS`).
+    """
 
     def finished(run: Run, folds: list[Fold], out: Any, aux: Any, outside: bool) -> tuple[list[Any], Any]:
         with torch.set_grad_enabled(run.deep and outside):
@@ -64,7 +76,7 @@ def evaluated(
 
     if ticks is not TICKS:
         ticks.reach(problem.n)
-    return _ran_and(finished, problem, quantities, options, None, ticks)
+    return _ran_and(finished, problem, quantities, options, None, ticks, way)
 
 
 @dataclass
@@ -87,6 +99,7 @@ def kept(
     options: Options,
     known: Made | None = None,
     ticks: Ticks = TICKS,
+    way: Way = Problem.call,
     part: bool = False,
 ) -> Kept:
     """What some quantities keep of a run of one function, to be merged with what they keep of others.
@@ -101,7 +114,7 @@ def kept(
         aux = None if aux is None else _left(run, aux, outside)
         return Kept(folds, run.count, aux, _left(run, out, outside), _left(run, run.outputs, outside))
 
-    return _ran_and(left, problem, quantities, replace(options, reduce=None), known, ticks, part=part, phased=True)
+    return _ran_and(left, problem, quantities, replace(options, reduce=None), known, ticks, way, part, phased=True)
 
 
 class _Bare(AbstractContextManager):
@@ -169,6 +182,24 @@ def hessian_of(problem: Problem) -> Hessian:
         run.close()
 
 
+def by_ways(f: Callable, what: Hashable, call: Callable[[Way], T], undo: Callable[[], None]) -> T | None:
+    """What a call finds by the first way that follows f, or None; what is asked of f says which way that was before."""
+    first = known_way(f, what)
+    for k in range(first, len(WAYS)):
+        try:
+            found = call(WAYS[k])
+        except Exception as error:
+            undo()
+            if isinstance(error, Final):
+                break
+        else:
+            if k != first:
+                note_way(f, what, k)
+            return found
+    note_way(f, what, NONE)
+    return None
+
+
 def _ran_and(
     finish: Callable[..., T],
     problem: Problem,
@@ -176,8 +207,9 @@ def _ran_and(
     options: Options,
     known: Made | None,
     ticks: Ticks,
-    phased: bool = False,
+    way: Way,
     part: bool = False,
+    phased: bool = False,
 ) -> T:
     """Run f, reduce the columns, and finish with what is kept while the run is open."""
     outside = torch.is_grad_enabled()
@@ -189,8 +221,8 @@ def _ran_and(
     new = ChainRun if kind.averaged else CallsRun if kind.second_order else Run
     while True:
         run = new(problem.n, deep, chosen)
-        run.part = part
-        run.open()
+        run.part, run.way = part, way
+        run.open(way is Problem.call or transforming())
         try:
             return finish(run, *_evaluated(problem, quantities, run, outside, options, known, ticks, phased), outside)
         except Again:
@@ -228,7 +260,7 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
     if any([hooked(x) for x in leaves]):
         raise Unsupported("a hook may change what is sent back")
     if not all([fits(q.reduction, problem.leaves) for q in quantities]):
-        raise Unsupported("matrices that may take more than what is free")
+        raise Final("matrices that may take more than what is free")
     return out, aux
 
 
@@ -255,7 +287,7 @@ def _evaluated(
     if any([getattr(phase, "joined", False) for f in folds for phase in f.reduction.phases]):
         run.partners = partners(_owners(run, run.uses)[0], run.leaves)
     with torch.set_grad_enabled(run.deep and outside), _autocast(device, False):
-        way = Way(run, problem, folds, options.plan, ticks, run.uses)
+        way = Pullback(run, problem, folds, options.plan, ticks, run.uses)
         if isinstance(run, ChainRun):
             chain(run, problem.name, quantities[0], folds, out, _owners(run, run.uses)[0])
         elif run.criterion is not None:
@@ -281,7 +313,7 @@ def _autocast(device: str, enabled: bool) -> AbstractContextManager:
 
 def _called(problem: Problem, run: Run, leaves: list[torch.Tensor]) -> tuple[Any, Any]:
     """What f returns, or its loss of that; and aux."""
-    out, aux = problem.call(run, leaves, slice(None))
+    out, aux = (run.way or Problem.call)(problem, run, leaves, slice(None))
     if problem.loss is None:
         return out, aux
     if isinstance(run, CallsRun) and run.criterion is None:  # no columns are made at the outputs
@@ -311,7 +343,7 @@ def _loss(problem: Problem, run: Run, outputs: torch.Tensor) -> Any:
         return problem.loss(outputs, target)
 
 
-def _columns(way: Way, quantities: Sequence[Quantity], out: Any, dense: bool, known: Made | None) -> None:
+def _columns(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: bool, known: Made | None) -> None:
     """Reduce the columns of each kind, one kind after the other; some are known."""
     run, folds = way.run, way.folds
     criterion = run.criterion
@@ -338,7 +370,7 @@ def _columns(way: Way, quantities: Sequence[Quantity], out: Any, dense: bool, kn
         replace(way, folds=own).columns(x, columns[0], 0)
 
 
-def _structured(way: Way, columns: Columns) -> bool:
+def _structured(way: Pullback, columns: Columns) -> bool:
     """Reduce columns by the structure of f, if it has one that saves time."""
     folds, run = way.folds, way.run
     allowed: set[Shortcuts] = {f.reduction.shortcuts for f in folds}
@@ -359,7 +391,7 @@ def _structured(way: Way, columns: Columns) -> bool:
     return structure.taken(found, reduce)
 
 
-def _rows(way: Way, out: Any) -> None:
+def _rows(way: Pullback, out: Any) -> None:
     """Reduce the rows of the Jacobian of a model function."""
     run, problem = way.run, way.problem
     if not isinstance(out, torch.Tensor) or not out.ndim or not out.requires_grad:
@@ -376,7 +408,7 @@ def _rows(way: Way, out: Any) -> None:
 
 
 @dataclass
-class Way:
+class Pullback:
     """How vectors are pulled back to the parameters, and reduced there."""
 
     run: Run
@@ -522,8 +554,6 @@ def _cotangent(run: Run, out: Any) -> torch.Tensor | None:
         raise Unsupported("samples do not reach the result in a way that was seen")
     if out.ndim and out.shape[0] != run.n:
         raise Unsupported("the result is neither a number nor one for each sample")
-    if run.n > 1 and run.blended and not out.ndim:
-        raise Unsupported("what is computed of several samples, in a loss that is a number")
     if run.n > 1 and known.axis != ((-1, 1, 1) if out.ndim else SUMMED):
         raise Unsupported(f"the result is neither [N] losses nor a sum over the samples: {known.axis}")
     return torch.ones_like(out) if out.ndim else None

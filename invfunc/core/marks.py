@@ -28,6 +28,10 @@ class Unsupported(Exception):
     """Something that the core does not follow; the message says what."""
 
 
+class Final(Unsupported):
+    """Something that no other way of calling f mends."""
+
+
 class Mark:
     """The batch axis of a tensor, SUMMED, or the `Unsupported` that it is an error to use.
 

@@ -1,4 +1,4 @@
-"""The functions that the core does not follow, so that it is not asked again."""
+"""The ways in which the core follows functions, so that those that fail are not tried again."""
 
 from __future__ import annotations
 
@@ -9,25 +9,37 @@ from typing import TypeVar
 
 from invfunc._torch.weak import WeakIdMap
 
-_REFUSED = WeakIdMap[set[Hashable]]()
+_WAYS = WeakIdMap[dict[Hashable, int]]()
 _TIMES = count()
+NONE = 99
+"""The number of no way."""
 T = TypeVar("T")
 
 
+def known_way(f: Callable, what: Hashable) -> int:
+    """The number of the way in which a function is followed, for a statistic or what else is asked of it."""
+    return (_WAYS.get(f) or {}).get(what, 0)
+
+
 def refused(f: Callable, what: Hashable) -> bool:
-    """Whether the core has refused a function for a statistic, or what else is asked of it."""
-    return what in (_REFUSED.get(f) or ())
+    """Whether no way follows it."""
+    return known_way(f, what) == NONE
+
+
+def note_way(f: Callable, what: Hashable, way: int) -> None:
+    """Note which way follows a function."""
+    next(_TIMES)
+    with suppress(TypeError):  # a function of a kind that has no weak references
+        _WAYS.set(f, {**(_WAYS.get(f) or {}), what: way})
 
 
 def refuse(f: Callable, what: Hashable) -> None:
-    """Note that it did."""
-    next(_TIMES)
-    with suppress(TypeError):  # a function of a kind that has no weak references
-        _REFUSED.set(f, {*(_REFUSED.get(f) or ()), what})
+    """Note that none does."""
+    note_way(f, what, NONE)
 
 
 def straight(run: Callable[[], T]) -> T:
-    """What a run finds in which the core refuses nothing: one in which it does has done things twice."""
+    """What a run finds in which no way fails: one in which it does has done things twice."""
     before = repr(_TIMES)
     found = run()
     return found if repr(_TIMES) == before else run()
@@ -35,4 +47,4 @@ def straight(run: Callable[[], T]) -> T:
 
 def asked_again(f: Callable) -> None:
     """Forget what is noted of a function."""
-    _REFUSED.set(f, None)
+    _WAYS.set(f, None)

@@ -20,11 +20,13 @@ from torch.overrides import TorchFunctionMode
 
 from invfunc import thresholds
 from invfunc._torch.functorch import (
+    as_it_is,
     base_of,
     checkpointing,
     grad_level,
     gradient_edge,
     graph_of,
+    leaf,
     level_of,
     levels,
     saving_hooks,
@@ -41,6 +43,7 @@ from invfunc.core.marks import (
     SWAP,
     VIEW,
     Filled,
+    Final,
     Known,
     Mark,
     Node,
@@ -54,6 +57,7 @@ from invfunc.core.marks import (
 )
 from invfunc.core.probe import moved, probe
 from invfunc.core.tables import (
+    DERIVATIVES,
     DIVIDE,
     EXPANDS,
     FILLED,
@@ -109,6 +113,8 @@ class Run(TorchFunctionMode):
         """How many of the first columns of each sample are not drawn, where some are."""
         self.part = False
         """Whether these are a part of the samples, whose losses have to add up."""
+        self.way: Any = None
+        """How f is called, if not as it is."""
         self.outputs: Any = None
         """The outputs of a model that is given apart from its loss."""
         self.of_hessian = False
@@ -117,8 +123,6 @@ class Run(TorchFunctionMode):
         """The states of torch's generators before f, where f may run again on one sample."""
         self.alone = True
         """Whether one vector is pulled back at a time."""
-        self.blended = False
-        """Whether samples have met what was computed of several of them, which is a constant for losses of each."""
         self.func: Any = None
         self._stack = ExitStack()
         self._enter: Callable = Tensor.detach
@@ -128,10 +132,12 @@ class Run(TorchFunctionMode):
         super().__enter__()
         return self
 
-    def open(self) -> None:
-        """Begin the run: outside of f, derivatives are taken in it."""
+    def open(self, apart: bool = True) -> None:
+        """Begin the run: outside of f, derivatives are taken in it, `apart` at a level of torch.func of their own."""
         self._stack.enter_context(torch.enable_grad())
-        if self.deep:
+        if self.deep and not apart:
+            self._enter, self._leave = lambda x: x.view_as(x) if x.requires_grad else leaf(x), as_it_is
+        elif self.deep:
             self._enter, self._leave = self._stack.enter_context(grad_level())
             self.level = levels()[-1][1]
 
@@ -212,7 +218,7 @@ class Run(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in PLAIN:
             return func(*args, **kwargs)
-        if func in REFUSED:
+        if func in REFUSED and not (func in DERIVATIVES and self.whole(func, args, kwargs)):
             raise Unsupported(f"{named(func)}, which is not followed here")
         if func in FILLED:
             return self.filled(func(*args, **kwargs))
@@ -221,6 +227,13 @@ class Run(TorchFunctionMode):
         if kwargs:
             self.look((*kwargs.values(),), found)
         return self.dispatched(func, args, kwargs, found)
+
+    def whole(self, func: Any, args: tuple, kwargs: dict) -> bool:
+        """Whether f takes a derivative in tensors down to which the graph is whole."""
+        inputs = args[1] if func is torch.autograd.grad and len(args) > 1 else kwargs.get("inputs")
+        known = [getattr(x, "_known", None) for x in ((inputs,) if isinstance(inputs, Tensor) else inputs or ())]
+        cut = self.criterion is not None and self.criterion.input is not None
+        return bool(known) and not cut and not any([type(x) is Node for x in known])
 
     def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
         """Run an operation, given the tensors that it reads."""
@@ -233,8 +246,6 @@ class Run(TorchFunctionMode):
             raise Unsupported(f"{named(func)} reads data, whose samples cannot be followed")
         if not data or sums or lost or func is SET:
             return self.special(func, args, kwargs, (data, *found[1:]))
-        if blends:
-            self.blended = True
         if len(data) == 1 and not params and func in POINTWISE:  # the most frequent ones, in short
             return self.pointwise(func, args, kwargs, data)
         return self.of_samples(func, args, kwargs, data, params)
@@ -275,13 +286,17 @@ class Run(TorchFunctionMode):
         rule = RULES.get(func)
         if self.part and weighs(func, args, kwargs):
             raise Unsupported("a mean in which targets weigh, of a part of the samples")
+        if func is torch.broadcast_tensors:
+            shape = torch.broadcast_shapes(*[x.shape for x in args])
+            with self:
+                return tuple(x.expand(shape) for x in args)
         if params and func is torch.nn.functional.embedding and option(args, kwargs, 3, "max_norm") is not None:
             raise Unsupported("an embedding with max_norm, which writes its table")
         if self.criterion is not None and (out := criterion_of(self, func, args, kwargs, data)) is not None:
             return self.mark(rule, func, args, kwargs, data, out)
         if rule is None or func is torch.nn.functional.embedding_bag:
             if hasattr(func, "follow"):
-                raise Unsupported("an operation of the user's own, with rules of its own")
+                raise Final("an operation of the user's own, with rules of its own")
             inner = self.at_once(func, args, data, params) or composed(func)
             if inner is not None:
                 if checkpointing():

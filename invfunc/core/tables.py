@@ -43,7 +43,8 @@ POINTWISE = called(
     "float double half bfloat16 int long bool type_as type detach detach_ zeros_like ones_like full_like empty_like "
     "rand_like randn_like bernoulli subtract multiply divide negative rsub sinc logit xlogy hypot heaviside fill zero "
     "dropout1d dropout2d dropout3d alias requires_grad_ copy_ remainder fmod cpu cuda greater less greater_equal "
-    "less_equal not_equal logaddexp conj resolve_conj resolve_neg"
+    "less_equal not_equal logaddexp conj resolve_conj resolve_neg "
+    "normal uniform exponential cauchy geometric log_normal random poisson binomial _standard_gamma"
 ) - {F.glu, T.__bool__, T.__int__, T.__long__, T.__float__}
 MULTIPLY = called("mul multiply")
 DIVIDE = called("div true_divide divide truediv") - {T.__rdiv__, T.__rtruediv__}
@@ -60,11 +61,13 @@ EXPANDS = called("expand expand_as broadcast_to repeat tile")
 SWAPS = called("t") | getters("T mT")
 MOVES = called("gather index_select take_along_dim")
 INDEXES = {T.__getitem__}
-LEAKS = called(
-    "numpy tolist item __array__ __float__ data_ptr __int__ __index__ __format__ __repr__ __deepcopy__ __reduce_ex__"
+LEAKS = called("numpy tolist __array__ data_ptr __deepcopy__ __reduce_ex__")
+DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, T.backward}
+REFUSED = DERIVATIVES | called(
+    "register_hook register_post_accumulate_grad_hook max_unpool1d max_unpool2d max_unpool3d"
 )
-REFUSED = called("register_hook register_post_accumulate_grad_hook max_unpool1d max_unpool2d max_unpool3d")
-"""Hooks, which may change what is sent back, and operations that place the entries of a sample by numbers."""
+"""Hooks, which may change what is sent back, operations that place the entries of a sample by numbers, and derivatives
+that f takes in parameters, or across a criterion, where they are cut off."""
 LIKE = called("to type_as zeros_like ones_like full_like empty_like rand_like randn_like view_as reshape_as expand_as")
 """Operations that read the values of their first argument alone."""
 PLAIN = getters(
@@ -73,8 +76,9 @@ PLAIN = getters(
 ) | called(
     "size dim ndimension numel nelement stride __len__ is_floating_point is_complex is_contiguous get_device "
     "element_size storage_offset is_tensor __hash__ is_same_size is_grad_enabled finfo iinfo __bool__ is_nonzero "
-    "is_autocast_enabled broadcast_shapes can_cast result_type"
+    "is_autocast_enabled broadcast_shapes can_cast result_type item __float__ __int__ __index__ __format__ __repr__"
 )
+"""Operations that are not looked at: of forms, and of numbers that leave torch, which are constants of the call."""
 FILLED = called("zeros ones full empty rand randn new_zeros new_ones new_full new_empty")
 PURE = POINTWISE | VIEWS
 
@@ -111,6 +115,7 @@ AXES: list[tuple[set[Any], Callable]] = [
     (called("layer_norm rms_norm"), axes.layer_norm),
     (called("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"), axes.convolution),
     (called("pixel_shuffle pixel_unshuffle"), axes.shuffled),
+    (called("_sample_dirichlet multinomial"), axes.spatial(1)),
     ({F.batch_norm}, axes.batch_norm),
     ({F.instance_norm}, axes.instance_norm),
     *[

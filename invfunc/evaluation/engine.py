@@ -14,9 +14,9 @@ import torch
 from invfunc import thresholds, tree
 from invfunc._alike import added
 from invfunc._extras import ticking
-from invfunc._torch.generators import set_states, state_of
+from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import checked_at_the_end
-from invfunc.core.refused import refuse
+from invfunc.core.evaluate import Way, by_ways
 from invfunc.errors import ArgumentError, SampleAxisError, SplitError, to_be_split
 from invfunc.evaluation.explained import Report
 from invfunc.evaluation.fold import SLOPE, Fold
@@ -36,7 +36,7 @@ from invfunc.recording import Trace
 from invfunc.recording.checks import cannot_draw, check_loss
 from invfunc.recording.joined import check_batches, check_fewer, moved
 from invfunc.recording.problem import Problem
-from invfunc.recording.random import Draws, Drew, restore, torchs_own
+from invfunc.recording.random import Draws, Drew, restore
 from invfunc.recording.scope import Scope
 from invfunc.recording.steps import any_step, nonlinear
 from invfunc.reductions.quantity import Quantity
@@ -143,15 +143,20 @@ class Engine:
             return None
         fold, sources = self.fold, [q.drawing.generator for q in self.quantities if q.drawing is not None]
         before = [(g, state_of(g)) for g in (*torchs_own(), *sources)], [t.saved() for t in fold.accumulators]
-        parts = Parts(self.problem, fold)
-        try:
-            aux = parts.kept(self.joined)
-        except Exception:
-            refuse(self.problem.f, self.called)
+
+        def undo() -> None:
             set_states(before[0])
             for t, kept in zip(fold.accumulators, before[1], strict=True):
                 t.restore(kept)
+
+        def call(way: Way) -> tuple[Parts, Any]:
+            parts = Parts(self.problem, fold, way)
+            return parts, parts.kept(self.joined)
+
+        found = by_ways(self.problem.f, self.called, call, undo)
+        if found is None:
             return None
+        parts, aux = found
         self.scalar, self.joined = parts.scalar, parts.joined
         self.scope.wanted = self.scope.outside  # what is kept has been taken out of the run
         if parts.outputs is not None:

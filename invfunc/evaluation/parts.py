@@ -12,16 +12,16 @@ import torch
 from invfunc import tree
 from invfunc._alike import added, alike
 from invfunc._torch.functorch import transforming
-from invfunc._torch.generators import same_state, set_states, state_of
+from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
 from invfunc.core.columns import joined, made
-from invfunc.core.evaluate import Kept, Made, columns_of_all, hessian_of, kept, loss_of, returned
+from invfunc.core.evaluate import Kept, Made, Way, columns_of_all, hessian_of, kept, loss_of, returned
 from invfunc.core.marks import Unsupported
 from invfunc.evaluation.fold import Fold
 from invfunc.passes.by_place import Kind, kind_of
 from invfunc.recording.checks import same_values
 from invfunc.recording.joined import check_fewer, moved
 from invfunc.recording.problem import Problem, with_aux
-from invfunc.recording.random import Drew, torchs_own
+from invfunc.recording.random import Drew
 from invfunc.reductions.quantity import Accumulator, Quantity
 
 Part = tuple[int, int]
@@ -30,11 +30,12 @@ Part = tuple[int, int]
 class Parts:
     """One evaluation of some samples, in the parts that are asked for."""
 
-    def __init__(self, problem: Problem, fold: Fold) -> None:
+    def __init__(self, problem: Problem, fold: Fold, way: Way) -> None:
+        """`way` calls f."""
         second_order = any(t.quantity.kind.second_order for t in fold.accumulators)
         self.given = problem
         self.problem = whole(problem) if second_order and problem.loss is not None else problem
-        self.fold = fold
+        self.fold, self.way = fold, way
         self.quantities = [t.quantity for t in fold.accumulators]
         self.scalar = False
         """Whether f, or the loss, has returned one number for all samples."""
@@ -96,7 +97,7 @@ class Parts:
                 raise Unsupported("aux of a part of which no sample is chosen")
             return None
         own = None if known is None else {key: [Slice(c, slice(a, b)) for c in each] for key, each in known.items()}
-        return kept(problem, quantities, options, own, self.fold.ticks, several)
+        return kept(problem, quantities, options, own, self.fold.ticks, self.way, several)
 
     def _part(self, part: Part, kind: Kind) -> Problem:
         """f of some samples alone, with the scale that their loss has among all of them."""

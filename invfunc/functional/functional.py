@@ -16,11 +16,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._torch.generators import state_of
+from invfunc._torch.generators import state_of, torchs_own
 from invfunc._torch.opened import parametrized_anew
 from invfunc._torch.sharded import divided, sharded, undivided, why_not_whole
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.recording.random import restore, torchs_own
+from invfunc.recording.random import restore
 from invfunc.transform import shown
 
 

@@ -11,7 +11,7 @@ import torch
 from invfunc import thresholds
 from invfunc._extras import ticking
 from invfunc._torch.functorch import transforming
-from invfunc._torch.generators import set_states, state_of
+from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import anywhere
 from invfunc.budget.size import free_on, told
@@ -32,7 +32,6 @@ from invfunc.products.rows import Rows
 from invfunc.products.sample_space import Eigenpairs
 from invfunc.recording.checks import same_values
 from invfunc.recording.problem import InDims, Problem, problem
-from invfunc.recording.random import torchs_own
 from invfunc.reductions.quantity import ColumnKind, Drawing, Quantity
 from invfunc.reductions.squares import ProductsOfColumns
 from invfunc.sparsity.report import Explanation

@@ -6,20 +6,12 @@ from typing import Any
 
 import torch
 
-from invfunc._torch.generators import set_states, state_of
+from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc.operations.heard import Function
 
 
 class Drew(BaseException):
     """Raised before a run on a part of the batch draws: the numbers of the whole batch are another sequence."""
-
-
-def torchs_own() -> list[torch.Generator]:
-    """The generators that torch draws from where none is given."""
-    found = [torch.default_generator]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found += list(torch.cuda.default_generators)
-    return found
 
 
 class Draws:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from invfunc import thresholds
-from invfunc._torch.generators import set_states, state_of
+from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc.core.marks import LEAF, SWAP
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
@@ -19,7 +19,6 @@ from invfunc.core.uses import Expanded, Pair, Use
 from invfunc.loss.square_root import Columns
 from invfunc.plan import even
 from invfunc.recording.problem import Problem
-from invfunc.recording.random import torchs_own
 from invfunc.reductions.reduction import Shortcuts
 from invfunc.sparsity.colouring import Colouring, Placed, hulls, members_of, positions_of
 from invfunc.structure.groups import Groups, grouped

@@ -221,6 +221,19 @@ def inside_autograd_mixed(p, x, y):
     return rows(d)
 
 
+def inside_autograd_of_w(p, x, y):
+    """A penalty of a gradient in the parameters themselves, of which a copy has none."""
+    options = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
+    (d,) = torch.autograd.grad((y @ p["w"]).cos().sum(), p["w"], **options)
+    return rows(x @ (p["w"] + d))
+
+
+def inside_autograd_of_w_for_each(p, x, y):
+    options = {"create_graph": True, "materialize_grads": True}
+    each = [torch.autograd.grad((r @ p["w"]).cos().sum(), p["w"], **options)[0] for r in y]
+    return torch.stack([(r @ (p["w"] + d)).square().sum() for r, d in zip(x, each, strict=True)])
+
+
 def batch_norm(p, x, y):
     return rows(F.batch_norm(x @ p["w"], None, None, p["b"], None, training=True))
 
@@ -1087,6 +1100,9 @@ PROGRAMS |= {
 """All programs by name."""
 
 TERMS: dict[str, Callable] = {
+    "norm_input_in_place": lambda p, x, y: rows(F.layer_norm(x, (4,), p["b"])),
+    "trace": lambda p, x, y: ((x @ p["w"]) * x).sum(1),
+    "sum of the data times a parameter": lambda p, x, y: (x @ p["w"]).sum(1),
     "loop_sum": lambda p, x, y: rows(x @ p["w"]),
     "two_losses": lambda p, x, y: rows(x @ p["w"]) / len(x) + rows(y @ p["v"]),
     "mean_and_regulariser": lambda p, x, y: (rows(x @ p["w"]) + p["w"].square().sum()) / len(x),
@@ -1119,4 +1135,7 @@ TERMS: dict[str, Callable] = {
         F.cross_entropy(x @ p["w"], torch.where(y[:, 3] < 1, y.argmax(1), -100), reduction="none") / (y[:, 3] < 1).sum()
     ),
 }
-"""The `[N]` terms of the programs that return a sum of such; another number mixes the samples, if there are several."""
+"""The `[N]` terms of the programs that return a sum of such, or of which torch has no derivative.
+
+Another number mixes the samples, if there are several.
+"""

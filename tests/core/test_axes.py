@@ -397,6 +397,10 @@ def confined(d: Drawn, func: Any, args: tuple, kwargs: dict[str, Any], data: lis
 UNCALLED: dict[str, str] = {
     "states_before": "an operation of ours, before all steps of a recurrent layer, as the next one",
     "states_after": "an operation of ours, of all steps of a recurrent layer, whose law is in tests/operations",
+    **dict.fromkeys(
+        ["_VariableFunctionsClass." + x for x in ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")],
+        "draws by rejection, so that what is drawn later hangs on what was drawn before; tests/core/test_draws.py",
+    ),
     "_VariableFunctionsClass.empty_like": "its numbers are those that lie there",
     **dict.fromkeys([f"TensorBase.__{name}__" for name in ("bool", "float", "int", "long")], "they return numbers"),
     "TensorBase.cuda": "there may be no such device",

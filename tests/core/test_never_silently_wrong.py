@@ -13,10 +13,11 @@ def wanted(name, n):
     """The per-sample gradients of the loop; None if samples are mixed to a number, or plain autograd fails."""
     f, args = PROGRAMS[name], data(n)
     try:
-        whole = f(*args)
+        whole = f({k: p.clone().requires_grad_() for k, p in args[0].items()}, *args[1:]).detach()
+        terms = TERMS.get(name)
         if whole.ndim:
-            return loop_batch_grad(f)(*args)
-        terms = TERMS.get(name) if n > 1 else lambda *args: f(*args)[None]
+            return loop_batch_grad(terms or f)(*args)
+        terms = terms if n > 1 else lambda *args: f(*args)[None]
         if terms is None:
             return None
         assert_trees_close(terms(*args).sum() + (3 if "constant" in name and n > 1 else 0), whole, 1e-12)

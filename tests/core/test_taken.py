@@ -20,7 +20,7 @@ def model(*more):
 def by_the_core(statistic, *args):
     """The result, after which the statistic must still be one of the core."""
     found = statistic(*args)
-    assert statistic.direct, "the core has refused it"
+    assert statistic.followed, "the core has refused it"
     return found
 
 

@@ -213,6 +213,7 @@ def wrong_for_good(wrong, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.usefixtures("old_core")
 class TestRowsAreChecked:
     def args(self, dtype):
         w, x, i, k = args_of([3, 1, 2])

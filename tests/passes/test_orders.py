@@ -65,7 +65,6 @@ REFUSED = {
     "difference": lambda x: x.diff(dim=0),
     "entries": lambda x: x.flatten()[torch.arange(3 * N).view(N, 3).T.flatten()].view(N, 3),
     "each feature otherwise": lambda x: x.gather(0, torch.stack([ORDER, ORDER.flip(0), ORDER], 1)),
-    "written over": lambda x: x.clone().copy_(x[ORDER]),
 }
 
 

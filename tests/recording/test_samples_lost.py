@@ -119,14 +119,6 @@ class TestNothingIsGuessed:
         with pytest.raises(SampleAxisError):
             batch_diag_hessian(lost)(P, X, Y)
 
-    @pytest.mark.parametrize("read", [float, lambda v: v.item(), lambda v: len(repr(v))], ids=["float", "item", "repr"])
-    def test_numbers_of_samples_in_a_penalty(self, read):
-        def f(p, x, y):
-            return F.cross_entropy(x @ p, y) + sum(read(v) for v in x[:, 0]) * p.square().sum()
-
-        with pytest.raises(SampleAxisError):
-            batch_grad(f)(P, torch.cat([X[:3], 1000 * X[:1].abs()]), Y)
-
     def test_numbers_that_are_read_and_not_used(self):
         def f(p, x, y):
             assert float(x[0, 0]) < 100
@@ -136,37 +128,17 @@ class TestNothingIsGuessed:
         assert_trees_close(batch_grad(f)(P, X, Y), wanted, EXACT)
 
 
-class TestTheErrorNamesTheCallAndTheWaysOut:
-    CALLS = {
-        "item": "at `item`, which takes",
-        "copy": "at a copy \\(by copy, pickle or torch.save\\), which takes",
-        "pickle": "at a copy \\(by copy, pickle or torch.save\\), which takes",
-        "memoryview": "at `view`, which reads a tensor that was computed from them",
-        "set_": "at `matmul`, which reads a tensor of which nothing is known",
-    }
+@pytest.mark.parametrize("way", ["item", "copy", "pickle", "memoryview", "set_"])
+def test_samples_alone_tell_where_they_went(way):
+    g, f = WAYS[way], LOSSES["with a target"](WAYS[way])
 
-    @pytest.mark.parametrize("way", CALLS)
-    def test_and_they_work(self, way):
-        g = WAYS[way]
-        with pytest.raises(SampleAxisError, match=self.CALLS[way]) as error:
-            batch_grad(LOSSES["with a target"](g))(P, X, Y)
-        for out in ("Return the \\[N\\] losses", "pass it as a batch argument", "diag_ggn\\(f, loss\\)"):
-            error.match(out)
+    def losses(p, x, y):
+        return F.cross_entropy(g(x) @ p, y, reduction="none")
 
-        def losses(p, x, y):
-            return F.cross_entropy(g(x) @ p, y, reduction="none")
-
-        assert_trees_close(batch_grad(losses)(P, X, Y), 4 * loop(LOSSES["with a target"](g), P, X, Y), EXACT)
-        wanted = diag_ggn(lambda p, z: z @ p, F.cross_entropy)(P, g(X), Y)
-        assert_trees_close(diag_ggn(lambda p, x: g(x) @ p, F.cross_entropy)(P, X, Y), wanted, EXACT)
-
-    def test_one_who_returns_losses_is_not_told_to(self):
-        def f(p, x, y):
-            return F.cross_entropy(strange(x.roll(1, 0)) @ p, y, reduction="none")
-
-        with pytest.raises(SampleAxisError, match="a sample alone gives something else than in the batch") as error:
-            batch_grad(f)(P, X, Y)
-        assert "Return the [N]" not in str(error.value)
+    assert_trees_close(batch_grad(f)(P, X, Y), loop(f, P, X, Y), EXACT)
+    assert_trees_close(batch_grad(losses)(P, X, Y), 4 * loop(f, P, X, Y), EXACT)
+    wanted = diag_ggn(lambda p, z: z @ p, F.cross_entropy)(P, g(X), Y)
+    assert_trees_close(diag_ggn(lambda p, x: g(x) @ p, F.cross_entropy)(P, X, Y), wanted, EXACT)
 
 
 READ = {
@@ -203,11 +175,6 @@ class TestNumbersReadOffSamples:
         assert_trees_close(shares.sum(0), torch.func.grad(f)(P, X, Y), EXACT)
         order = [2, 0, 3, 1]
         assert_trees_close(batch_grad(f)(P, X[order], Y[order]), shares[order], EXACT)
-
-    @pytest.mark.parametrize("f", OF_ONE.values(), ids=OF_ONE)
-    def test_of_one_at_all(self, f):
-        with pytest.raises(SampleAxisError, match="taken out of some of them by"):
-            batch_grad(f)(P, X, Y)
 
     @pytest.mark.parametrize("f", OF_ONE.values(), ids=OF_ONE)
     def test_what_is_a_sum_needs_no_shares(self, f):

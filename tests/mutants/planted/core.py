@@ -5,6 +5,7 @@ from tests.mutants.fault import Fault
 FOLLOWED, AXES, SILENT = (f"core/test_{name}.py" for name in ("followed", "axes", "never_silently_wrong"))
 RULES = f"{AXES}::test_rules_give_what_the_probe_sees"
 LOOP = f"{SILENT}::test_a_result_is_that_of_the_loop"
+RESORT = "core/test_resort.py"
 FIRST = f"{FOLLOWED}::test_first_order_statistics_are_those_of_the_loop"
 
 FAULTS = [
@@ -147,5 +148,40 @@ FAULTS = [
         " - {T.__rdiv__, T.__rtruediv__}",
         "",
         f"{LOOP}[one_over_a_sum-plain]",
+    ),
+    Fault(
+        "single samples are taken by their values alone",
+        "core/resort.py",
+        "if _same(each := _slopes(x, copies), slopes, dtype)]",
+        "if (each := _slopes(x, copies))]",
+        f"{LOOP}[custom backward that mixes, for torch.func-plain]",
+    ),
+    Fault(
+        "a loss of zero is the mean of its samples",
+        "core/resort.py",
+        "        if len(found) > 1:  #",
+        "        if len(found) > 2:  #",
+        f"{RESORT}::test_zeros_do_not_say_whether_they_are_a_mean_or_a_sum",
+    ),
+    Fault(
+        "single samples draw other numbers than the batch",
+        "core/resort.py",
+        "        set_states(before)\n        try:",
+        "        try:",
+        f"{RESORT}::test_single_samples_are_those_of_the_loop",
+    ),
+    Fault(
+        "rows are taken of samples that meet unseen",
+        "core/resort.py",
+        "            if id(node) in self.marked:\n",
+        "            if False:\n",
+        f"{RESORT}::test_rows_of_samples_that_mix_are_refused",
+    ),
+    Fault(
+        "a tensor that f closes over is a constant",
+        "core/resort.py",
+        "    return out, aux, _closed_over(out, [*leaves, *given.leaves])",
+        "    return out, aux, False",
+        f"{RESORT}::test_a_tensor_that_is_closed_over_has_a_derivative",
     ),
 ]
