@@ -13,9 +13,9 @@ from invfunc import tree
 from invfunc._extras import ticking
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import anywhere
+from invfunc._ways import known_way, refused
 from invfunc.callables import check_functions, describe
 from invfunc.core.evaluate import Way, by_ways, evaluated, plain
-from invfunc.core.refused import known_way, refused
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.explained import joined
 from invfunc.plan import AxisName, Options

@@ -25,7 +25,7 @@ PACKAGE = ROOT / "invfunc"
 SITE = ROOT / "notebooks" / "site"
 FLOORS = [
     {"thresholds"},
-    {"errors", "tree", "_torch", "_alike", "_extras", "_no_output", "_nodes", "_shown", "_signed"},
+    {"errors", "tree", "_torch", "_alike", "_ways", "_extras", "_no_output", "_nodes", "_shown", "_signed"},
     {"linear_algebra"},
     {"kronecker", "plan"},
     {"operations"},
@@ -34,8 +34,9 @@ FLOORS = [
     {"reductions"},
     {"passes"},
     {"sparsity"},
-    {"evaluation", "budget"},
+    {"budget"},
     {"core", "structure"},
+    {"evaluation"},
     {
         "callables",
         "functional",
@@ -57,9 +58,9 @@ FLOORS = [
     {"testing", "_tour", "_tour_picture", "__main__"},
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
-LONGEST = 730
+LONGEST = 745
 """Lines of a file, which are 150 to 500 where it can be: the engine of blocks (blocks/run.py) is one thing."""
-MOST_BRANCHES = 26
+MOST_BRANCHES = 36
 CEILINGS = {
     "the package": (
         ["invfunc"],

@@ -17,10 +17,10 @@ from invfunc._alike import Spent, counted
 from invfunc._torch.functorch import FakeTensorMode, NoNumbers, TorchDispatchMode, storage
 from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.values import undecided
+from invfunc._ways import straight
 from invfunc.budget.beside import HEAP, filled, in_pages
 from invfunc.budget.duration import duration
 from invfunc.budget.scratch import scratch
-from invfunc.core.refused import straight
 from invfunc.errors import ArgumentError
 
 BY_HAND = "Give the number of chunks: chunked(t, n)."

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.reductions import Reduction
 
 _UNITS = {"": 1} | {p + i: b ** (k + 1) for k, p in enumerate("kmgt") for i, b in (("", 1000), ("i", 1024))}
 _TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b", re.IGNORECASE)
@@ -94,3 +95,18 @@ def libc(name: str) -> Callable[..., Any] | None:
 def told(size: int) -> str:
     """Bytes as people read them, rounded up, so that what is told can be given."""
     return f"{-(-size * 100 // 2**20) / 100:.2f}MiB"
+
+
+SMALL = 2**28
+"""Bytes of matrices up to which nobody asks what is free."""
+
+
+def bytes_of(shapes: list[list[int]], leaf: torch.Tensor) -> int:
+    """The bytes of matrices of a parameter, of half precision in float32."""
+    return sum(map(math.prod, shapes)) * max(4, leaf.element_size())
+
+
+def fits(reduction: Reduction, leaves: list[torch.Tensor]) -> bool:
+    """Whether the matrices that a reduction keeps take no more than what is free, at most."""
+    most = sum([bytes_of(reduction.bound(leaf.shape), leaf) for leaf in leaves])
+    return most <= SMALL or most <= free_on(leaves[0].device)

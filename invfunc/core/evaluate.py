@@ -15,17 +15,17 @@ from invfunc._alike import alike
 from invfunc._extras import Ticks
 from invfunc._torch.functorch import dual_level, hooked, transforming, version, versions
 from invfunc._torch.generators import state_of, torchs_own
+from invfunc._ways import NONE, known_way, note_way
+from invfunc.budget.size import fits
 from invfunc.core.columns import Criterion, Hessian, made
 from invfunc.core.factors import partners
 from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
 from invfunc.core.marks import HALF, SUMMED, Final, Mark, Unsupported, know
-from invfunc.core.refused import NONE, known_way, note_way
 from invfunc.core.resort import alone, by_rows
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.uses import Use
-from invfunc.evaluation.room import fits
 from invfunc.loss.outputs import marked_for
 from invfunc.loss.square_root import Columns, Units
 from invfunc.operations.second_derivatives import TwiceDifferentiable

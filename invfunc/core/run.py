@@ -240,6 +240,8 @@ class Run(TorchFunctionMode):
         data, params, filled, sums, lost, blends, _ = found
         if filled and (data or sums or lost or blends):
             data += [(x, known.axis) for x, known in filled if known.graph]
+        if blends and self.part:
+            raise Unsupported("data of several samples weigh the loss of a part of them")
         if func in LIKE and data:  # of the others the form alone
             data = [pair for pair in data if pair[0] is args[0]]
         if func in LEAKS and (sums or lost or blends or any([x.is_floating_point() for x, _ in data])):
@@ -255,8 +257,6 @@ class Run(TorchFunctionMode):
         data, params, filled, sums, lost, blends, others = found
         if func is SET and (data or params or sums or lost or blends):
             return self.set_item(args, data, params or sums or lost or blends)
-        if blends and self.part:
-            raise Unsupported("data of several samples weigh the loss of a part of them")
         if lost:
             return self.lose(func(*args, **kwargs), lost[0][1])
         if sums:

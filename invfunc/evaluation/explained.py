@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from invfunc import thresholds
+from invfunc.budget.size import bytes_of
 from invfunc.evaluation.decisions import Decision
-from invfunc.evaluation.room import bytes_of
 from invfunc.passes.part import Pass
 from invfunc.passes.pullback import Pullback
 from invfunc.passes.run import Run

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
-import torch
-
-from invfunc.budget.size import free_on, told
+from invfunc.budget.size import bytes_of, fits, free_on, told
 from invfunc.errors import ArgumentError
 from invfunc.passes.run import Run
 from invfunc.per_sample.biases import roles
@@ -15,9 +12,6 @@ from invfunc.per_sample.cotangents import Columns, Cotangents, Samples
 from invfunc.per_sample.gradients import Shares
 from invfunc.recording.scope import Scope
 from invfunc.reductions import Reduction
-
-SMALL = 2**28
-"""Bytes of matrices up to which nobody asks what is free."""
 
 
 def matrices(run: Run, reduction: Reduction, scope: Scope, budget: int) -> dict[int, list[list[int]]]:
@@ -34,17 +28,6 @@ def matrices(run: Run, reduction: Reduction, scope: Scope, budget: int) -> dict[
             options = {"scope": scope, "budget": budget, "place": i, "name": str, "role": known.get(i)}
             found[i] = reduction.matrices(Shares(leaf, uses, Columns(left), Samples(trace.n), **options))
     return {i: shapes for i, shapes in found.items() if shapes}
-
-
-def bytes_of(shapes: list[list[int]], leaf: torch.Tensor) -> int:
-    """The bytes of matrices of a parameter, of half precision in float32."""
-    return sum(map(math.prod, shapes)) * max(4, leaf.element_size())
-
-
-def fits(reduction: Reduction, leaves: list[torch.Tensor]) -> bool:
-    """Whether the matrices that a reduction keeps take no more than what is free, at most."""
-    most = sum([bytes_of(reduction.bound(leaf.shape), leaf) for leaf in leaves])
-    return most <= SMALL or most <= free_on(leaves[0].device)
 
 
 def check_room(run: Run, reduction: Reduction, scope: Scope, budget: int, name: Callable[[int], str]) -> None:

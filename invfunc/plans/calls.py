@@ -22,7 +22,7 @@ from invfunc import thresholds, tree
 from invfunc._alike import written
 from invfunc._torch.functorch import dispatched, dual, saving_hooks, transforming, under
 from invfunc._torch.generators import set_states, state_of
-from invfunc.core.refused import straight
+from invfunc._ways import straight
 from invfunc.errors import InvFuncWarning, ReplayError
 from invfunc.plans.backends import Backend, Choice
 from invfunc.plans.draws import default_generators

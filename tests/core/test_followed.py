@@ -10,6 +10,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import invfunc
+import invfunc.core.evaluate as evaluate
 import invfunc.statistic as statistic
 from invfunc import diag_ggn, kfac, tree, variance
 from invfunc.statistic import Statistic
@@ -26,9 +27,9 @@ def alone(monkeypatch):
     """The core is asked alone, without its last resort: nothing else finds what it does not follow."""
     refused, evaluated = [], statistic.evaluated
 
-    def remembering(*args):
+    def remembering(*args, **options):
         try:
-            return evaluated(*args)
+            return evaluated(*args, **options)
         except Exception as error:
             refused.append(error)
             raise
@@ -37,7 +38,7 @@ def alone(monkeypatch):
         raise AssertionError(f"the core does not follow it: {refused}")
 
     monkeypatch.setattr(statistic, "evaluated", remembering)
-    monkeypatch.setattr(statistic, "WAYS", statistic.WAYS[:1])
+    monkeypatch.setattr(evaluate, "WAYS", evaluate.WAYS[:1])
     monkeypatch.setattr(Statistic, "_engine", engine)
 
 

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import invfunc.statistic as statistic
 from invfunc import batch_diag_hessian, diag_hessian, functional, kfra, tree
-from invfunc.core.refused import refuse
+from invfunc._ways import refuse
 from invfunc.statistic import Statistic
 from invfunc.testing import assert_trees_close, dense_batch_diag_hessian, loop_kfra
 from tests.core.programs import MODULES, losses, of_module
@@ -26,9 +26,9 @@ def alone(monkeypatch):
     """The core is asked alone: nothing else finds what it refuses."""
     refused, evaluated = [], statistic.evaluated
 
-    def remembering(*args):
+    def remembering(*args, **options):
         try:
-            return evaluated(*args)
+            return evaluated(*args, **options)
         except Exception as error:
             refused.append(error)
             raise
