@@ -14,6 +14,7 @@ from invfunc.core import resort
 from invfunc.statistic import Statistic
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
 from invfunc.testing.laws.rows import FIRST_ORDER
+from tests.core.hostile import Sums
 
 EXACT = {torch.float64: 1e-8, torch.float32: 1e-3}
 
@@ -229,6 +230,7 @@ REFUSED = {
     "batch norm in train mode": lambda p, x: NORM(forces(p, x)[:, None, None]).square().sum((1, 2, 3)),
     "a batch norm by hand": lambda p, x: (lambda z: (z - z.mean(0)).square().sum(1))(forces(p, x)),
     "a batch norm by jit": torch.jit.trace(lambda z: z - z.mean(0), X[:, :1]),
+    "a backward pass that mixes": lambda p, x: Sums.apply(x @ p["0.weight"].T).sin().sum(1),
     "other numbers for each": lambda p, x: physics(p, x) * torch.randn(3).prod(),
     "a table that is written": lambda p, x: F.embedding(x.argmax(1), p["0.weight"], max_norm=0.1).square().sum(1),
 }

@@ -154,7 +154,7 @@ FAULTS = [
         "core/resort.py",
         "if _same(each := _slopes(x, copies), slopes, dtype)]",
         "if (each := _slopes(x, copies))]",
-        f"{LOOP}[custom backward that mixes, for torch.func-plain]",
+        f"{RESORT}::test_samples_that_mix_are_refused",
     ),
     Fault(
         "a loss of zero is the mean of its samples",
