@@ -21,7 +21,7 @@ from invfunc.errors import ArgumentError
 from invfunc.evaluation.engine import Engine
 from invfunc.loss.square_root import Columns, rooted
 from invfunc.passes.by_place import other_again
-from invfunc.passes.loss import Made, Split
+from invfunc.passes.loss import Made
 from invfunc.passes.run import Run
 from invfunc.plan import Options
 from invfunc.products.curvature import of_root, split_of_fisher
@@ -30,6 +30,7 @@ from invfunc.products.maps import Kind, Linear
 from invfunc.products.product import Space
 from invfunc.products.rows import Rows
 from invfunc.products.sample_space import Eigenpairs
+from invfunc.products.split import Split
 from invfunc.recording.checks import same_values
 from invfunc.recording.problem import InDims, Problem, problem
 from invfunc.recording.random import torchs_own

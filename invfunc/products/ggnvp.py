@@ -58,4 +58,4 @@ def ggnvp(
 
     Source: Schraudolph, "Fast curvature matrix-vector products", 2002; BackPACK's hessianfree.
     """
-    return Product("ggnvp", f, of_ggn, loss, in_dims, out_dims, has_aux)
+    return Product("ggnvp", f, of_ggn, loss, in_dims, out_dims, has_aux, forward=True)

@@ -9,7 +9,8 @@ from invfunc.loss.hessian import gradient
 from invfunc.loss.square_root import Elementwise
 from invfunc.passes.run import WHOLE, Run
 from invfunc.passes.second_order import kind_of, second_order_columns
-from invfunc.products.curvature import check_convex, sandwich
+from invfunc.products.curvature import sandwich
+from invfunc.products.fallback import followed
 from invfunc.products.given import Given
 from invfunc.products.maps import Linear, Pull, Vectors
 from invfunc.recording import Trace
@@ -17,7 +18,7 @@ from invfunc.recording import Trace
 
 def of_positive_hessian(given: Given, modify: str) -> Linear:
     """`J^T H J v` of the outputs and of the inputs of all nonlinear calls, in each parameter alone."""
-    split, scope = given.followed_split(), given.scope
+    split, scope = followed(given), given.scope
     roots, n = [r.value for r in split.roots], split.n
     for step in split.steps:
         if kind_of(step) != "elementwise":
@@ -28,7 +29,7 @@ def of_positive_hessian(given: Given, modify: str) -> Linear:
     outputs = {r.ordinal: (z, r.axis) for r, z in zip(split.roots, split.values, strict=True)}
     run = Run(Trace(scope, n), given.params, WHOLE, dict(outputs))
     with given.mode.back(split.result.device):
-        check_convex(scope, split)
+        split.hessian()
         made = second_order_columns(scope, run, split.steps, gradient(scope, split.result, split.roots, n))
         slopes = Pull(scope, graph=True)([split.result], roots, [torch.ones_like(split.result)])
     weights = []

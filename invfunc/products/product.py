@@ -132,6 +132,8 @@ class Product(Transform):
     """The power of a factor of the loss that is in the product."""
     drawing: Drawing | None = None
     """How columns are drawn, if they are."""
+    forward: bool = False
+    """Whether it is `J^T (...) J v`, so that forward mode may compute J v."""
 
     def __post_init__(self) -> None:
         check_functions(self.name, self.f, self.loss)
@@ -156,6 +158,8 @@ class Product(Transform):
             raise ArgumentError("arguments are missing: the parameters come first, then the vector.")
         given, space = self.given((args[0], *args[2:]), kwargs, names.without_vector)
         leaves = space.leaves(args[1], self.vector, self.lead)
+        if self.forward:
+            given.push(leaves, losses=self.degree == 2)
         linear, aux = self.recorded(given)
         return space.tree(linear(leaves, self.lead, keep=False)), aux
 
