@@ -167,14 +167,13 @@ class Given:
     def given_split(self, each: bool) -> Split:
         """Split a model function from its loss. Only with `each` the loss has to keep the samples apart."""
         dims, (values, structure) = self.dims, self.outputs()
-        axes = [Axis(self.out_dims % z.ndim) if z.ndim else WHOLE for z in values]
-        roots = [Output(i, z.view_as(z), axis) for i, (z, axis) in enumerate(zip(values, axes, strict=True))]
+        roots = [Output(i, z.view_as(z)) for i, z in enumerate(values)]
         if each:
             return self._followed_loss(roots, structure)
         target, finder = tree.map_tensors(self.scope.alias, self.args[len(dims)]), Finder(roots)
         with marked_for(None), finder:
             result = self.called(tree.unflatten([r.value for r in roots], structure), target)
-        return Split(self.scope, 1, checked_value(result, "the loss"), roots, finder.terms)
+        return Split(self.scope, 1, checked_value(result, "the loss"), roots, finder.terms, dim=self.out_dims)
 
     def found_split(self, losses: bool = False, each: bool = True) -> Split:
         """Split a loss function at its outputs; with `losses`, `[N]` losses are taken as they are. Only with `each` f
@@ -220,13 +219,14 @@ class Given:
                     f"f returned shape {tuple(r.value.shape)} for N = {given.n}, so it {kind}; wanted is a model "
                     f"function, which returns outputs with the samples along axis {self.out_dims}."
                 )
+            r.axis = WHOLE if given.n == 1 else Axis(self.out_dims % r.value.ndim)
         before = [(g, state_of(g)) for g in _torchs_own()]
         finder = Finder(roots)
         run = Following(self.scope, given.n, finder)
 
         def lost(outputs: list[torch.Tensor], target: Any) -> torch.Tensor:
-            for z, r in zip(outputs, roots, strict=True):
-                know(z, Mark(run.token, ((r.axis.dim or 0) - z.ndim, 1, 1), True))
+            for z in outputs:
+                know(z, Mark(run.token, (self.out_dims % z.ndim - z.ndim, 1, 1), True))
             with run:
                 result = self.called(tree.unflatten(outputs, structure), target)
             run.check(checked_value(result, "the loss"))

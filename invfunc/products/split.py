@@ -260,6 +260,8 @@ class Split:
     terms: list[Term] = field(default_factory=list)
     again: Callable[[Callable[[Any], Any]], torch.Tensor] | None = None
     """The loss at a target from a sampler; None where it is not known which argument that is."""
+    dim: int = 0
+    """The dim of the outputs that has samples, if the loss keeps them apart."""
 
     @property
     def values(self) -> list[torch.Tensor]:
@@ -317,7 +319,7 @@ class Split:
     def _apart(self, slopes: Vectors, roots: list[Output]) -> tuple[int, list[Output]]:
         """The samples, and the outputs with the axes of these, if the loss keeps them apart: then signs of the samples
         in a vector are those in its product with the Hessian of the loss. Else one sample, with all outputs."""
-        dims = [r.axis.dim or 0 for r in self.roots]
+        dims = [self.dim % max(1, r.value.ndim) for r in self.roots]
         sizes = {r.value.shape[d] if r.value.ndim > d else 1 for r, d in zip(self.roots, dims, strict=True)}
         n, pull = max(sizes), Pull(self.scope)
         apart = [Output(r.ordinal, r.value, Axis(d)) for r, d in zip(self.roots, dims, strict=True)]
