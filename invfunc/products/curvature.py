@@ -69,7 +69,7 @@ def of_root(given: Given, split: Split, rows: Rows) -> Linear:
     def back(u: Vectors, pull: Pull) -> Vectors:
         return jacobian.back(rows.sent(u, pull), pull)
 
-    return Linear(given.scope, given.mode, Way(forth, [rows.kind]), Way(back, _kinds(given)))
+    return Linear(given.scope, given.mode, Way(forth, [rows.kind]), Way(back, given.kinds))
 
 
 def of_jacobian(given: Given) -> tuple[Linear, list[torch.Tensor], Any]:
@@ -77,15 +77,11 @@ def of_jacobian(given: Given) -> tuple[Linear, list[torch.Tensor], Any]:
     values, structure = given.outputs()
     jacobian = Jacobian.recorded(given, values)
     there = Way(jacobian.forth, [Kind.of(z) for z in values])
-    return Linear(given.scope, given.mode, there, Way(jacobian.back, _kinds(given))), values, structure
-
-
-def _kinds(given: Given) -> list[Kind]:
-    return [Kind.of(p) for p in given.leaves]
+    return Linear(given.scope, given.mode, there, Way(jacobian.back, given.kinds)), values, structure
 
 
 def _symmetric(given: Given, steps: Steps) -> Linear:
-    way = Way(steps, _kinds(given))
+    way = Way(steps, given.kinds)
     return Linear(given.scope, given.mode, way, way)
 
 
@@ -149,5 +145,7 @@ def sandwich(given: Given, split: Split, middle: Steps, blocks: bool = False) ->
 
 def check_reached(pulled: Vectors) -> None:
     """Check that what was pulled back has come to a parameter."""
-    if all(x is None for x in pulled):
-        raise unreached()
+    for x in pulled:
+        if x is not None:
+            return
+    raise unreached()

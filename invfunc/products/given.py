@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,6 @@ from invfunc import tree
 from invfunc._torch.functorch import dispatched, dual_level, listening
 from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.values import near
-from invfunc._torch.weak import WeakIdMap
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know
 from invfunc.core.run import Run
 from invfunc.core.tables import RULES
@@ -26,13 +25,13 @@ from invfunc.evaluation.weights import LossPart
 from invfunc.loss.outputs import marked_for
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.products.fallback import check_apart, split_as_before
-from invfunc.products.maps import Scope
+from invfunc.products.maps import Kind, Scope
 from invfunc.products.split import CRITERIA, WHOLE, Axis, Finder, Output, Split, nodes
 from invfunc.recording.problem import InDims, Problem, batch_dims, batch_size, check_params, problem, with_aux
 from invfunc.reductions.quantity import Drawing
 
-_REFUSED = WeakIdMap[bool]()
-"""Functions of which forward mode gave no derivative."""
+class Unpushed(Exception):
+    """Raised where the tangents of forward mode are of no use, in a run that cannot be differentiated twice."""
 
 
 class Given:
@@ -54,12 +53,14 @@ class Given:
         self.in_dims, self.out_dims, self.has_aux, self.drawing = in_dims, out_dims, has_aux, drawing
         if len(args) < 1 + (loss is not None):
             raise ArgumentError("arguments are missing: the parameters come first, and the target last for a loss.")
-        check_params(args[0], names, 0)
-        self.leaves, self.structure = tree.flatten(args[0], none_is_leaf=False)
+        self.leaves, self.structure = check_params(args[0], names, 0)
         if not self.leaves:
             raise ArgumentError(f"{names[0]} has no tensors in it.")
         self.scope = Scope(tree.tensors((args, kwargs)))
+        self.kinds = [Kind(p.shape, p.dtype, p.device) for p in self.leaves]
         self.mode = TwiceDifferentiable()
+        self.watch: AbstractContextManager = nullcontext()
+        """Looks at the calls of f."""
         self.params: list[torch.Tensor] = []
         """The leaves, as the function has got them."""
         self.aux: Any = None
@@ -72,13 +73,13 @@ class Given:
 
     def run(self) -> Any:
         """The result of f, without aux."""
-        self.params = [self.scope.enter(x) for x in self.leaves]
+        self.params = self.scope.entered(self.leaves)
         return self._at(self.args[1:])
 
     def _at(self, batch: Sequence[Any]) -> Any:
         """The result of f for a batch, with the target of the loss at its end."""
         inputs = tree.map_tensors(self.scope.alias, batch[: len(batch) - (self.loss is not None)])
-        with self.mode if self.tangents is None else nullcontext():
+        with self.mode if self.tangents is None else nullcontext(), self.watch:
             result = self.f(tree.unflatten(self.params, self.structure), *inputs, **self.kwargs)
         if self.has_aux:
             result, self.aux = with_aux(result)
@@ -129,7 +130,7 @@ class Given:
         if scope.wanted or not (scope.plain and scope.outside):
             return
         known = {id(x) for x in own}
-        for node in nodes(tree.tensors(result), ()):
+        for node in nodes(tree.tensors(result)):
             if hasattr(node, "variable") and id(node.variable) not in known:
                 return scope.closes_over(node.variable)
 
@@ -179,9 +180,10 @@ class Given:
         """Split a loss function at its outputs; with `losses`, `[N]` losses are taken as they are. Only with `each` f
         has to keep the samples apart."""
         before = [(g, state_of(g)) for g in _torchs_own()]
-        n, finder = self.n, Finder()
-        with marked_for(finder), finder:
+        n, self.watch = self.n, (finder := Finder())
+        with marked_for(finder):
             result = self.run()
+        self.watch = nullcontext()
         check_loss(result, n)
         if losses and result.ndim:
             return Split(self.scope, n, result, [])
@@ -246,42 +248,46 @@ class Given:
 
     # Forward mode
 
-    def push(self, v: Sequence[torch.Tensor], losses: bool) -> None:
-        """Find the derivatives of the outputs along one vector by forward mode, in a run of f that leaves no graph.
+    def push(self, v: Sequence[torch.Tensor], losses: bool) -> list[tuple[Any, torch.Tensor]] | None:
+        """Find the derivatives of the outputs along one vector by forward mode, in a run of f that leaves no graph;
+        gives the states of random generators before, or None where it is not tried.
 
-        With `losses`, `[N]` losses are outputs themselves. Where torch has no such derivative, there are no
-        tangents, and reverse mode finds them.
+        With `losses`, `[N]` losses are outputs themselves. Where torch has no such derivative, there are no tangents,
+        and reverse mode finds them.
         """
         scope = self.scope
-        plain = scope.plain and not scope.wanted and scope.parts is None and not _REFUSED.get(self.f)
-        if not plain or dispatched() or listening() or dual_level() or torch.is_inference_mode_enabled():
-            return
-        if scope.outside and any([x.requires_grad for x in v]):
-            return
+        if not scope.plain or scope.wanted or scope.parts is not None or dispatched() or listening() or dual_level():
+            return None
+        if torch.is_inference_mode_enabled() or (scope.outside and any([x.requires_grad for x in v])):
+            return None
         before, watch = [(g, state_of(g)) for g in _torchs_own()], Pushed()
         try:
-            with torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH), marked_for(watch), watch:
-                duals = [forward_ad.make_dual(p.detach(), x) for p, x in zip(self.leaves, v, strict=True)]
+            with torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH), marked_for(watch):
+                duals = tree.unflatten([*map(forward_ad.make_dual, self.leaves, v)], self.structure)
                 inputs = tree.map_tensors(torch.Tensor.detach, self.args[1 : len(self.args) - (self.loss is not None)])
-                result = self.f(tree.unflatten(duals, self.structure), *inputs, **self.kwargs)
+                with watch:
+                    result = self.f(duals, *inputs, **self.kwargs)
                 result = with_aux(result)[0] if self.has_aux else result
                 if self.loss is not None or (losses and isinstance(result, torch.Tensor) and result.ndim):
                     watch.pairs = [watch.pair(z) for _, z in tree.outputs(result)[0]]
                 self.tangents = watch.pairs
         except Exception:
-            _REFUSED.set(self.f, True)
+            self.tangents = None
         set_states(before)
+        return before
 
     def pushed(self, split: Split) -> list[torch.Tensor] | None:
-        """The derivatives of the outputs that were found, if both runs were of the same numbers."""
-        if self.tangents is None or self.scope.wanted:
+        """The derivatives of the outputs that were found, if there are any."""
+        if self.tangents is None:
             return None
         wanted = [r.ordinal for r in split.roots] or [0]
-        if max(wanted) >= len(self.tangents):
-            return None
-        pairs = [self.tangents[i] for i in wanted]
-        same = [z.shape == y.shape and near(z, y, y.detach().abs().amax()) for (z, _), y in zip(pairs, split.values, strict=True) if y.numel()]
-        return [t for _, t in pairs] if all(same) else None
+        if self.scope.wanted or max(wanted) >= len(self.tangents):
+            raise Unpushed
+        for i, y in zip(wanted, split.values, strict=True):  # f may draw from a generator of its own
+            z = self.tangents[i][0]
+            if z.shape != y.shape or (y.numel() and not near(z, y, y.detach().abs().amax())):
+                raise Unpushed
+        return [self.tangents[i][1] for i in wanted]
 
 
 class Pushed(TorchFunctionMode):

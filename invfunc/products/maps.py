@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from invfunc import tree
-from invfunc._torch.functorch import dual, grad_level, graph_of, level_of, levels, transforming
+from invfunc._torch.functorch import dual, dual_level, grad_level, graph_of, level_of, levels, transforming
 from invfunc.errors import ArgumentError
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 
@@ -41,21 +41,20 @@ class Scope:
     parts: Parts | None = None
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        tensors = list(tensors)
-        if any([x.is_meta for x in tensors]):
-            shape = next(tuple(x.shape) for x in tensors if x.is_meta)
-            raise ArgumentError(
-                f"a tensor of shape {shape} is on the meta device, where tensors hold no numbers, and some are looked "
-                "at. Make it anew where it holds some, as x.new_zeros(x.shape, device='cpu') does."
-            )
+        tensors, self.outside, self.wanted = list(tensors), torch.is_grad_enabled(), False
+        """Whether gradients are on, and whether the caller can differentiate the result by plain autograd."""
+        for x in tensors:
+            if x.is_meta:
+                raise ArgumentError(
+                    f"a tensor of shape {tuple(x.shape)} is on the meta device, where tensors hold no numbers, and some "
+                    "are looked at. Make it anew where it holds some, as x.new_zeros(x.shape, device='cpu') does."
+                )
+            self.wanted = self.wanted or (self.outside and x.requires_grad)
         self.plain = not transforming()
-        if self.plain and dual(*tensors):
+        if self.plain and dual_level() and dual(*tensors):
             raise ArgumentError(
                 "an argument carries a tangent of torch.autograd.forward_ad, which is not followed; use jvp."
             )
-        self.outside = torch.is_grad_enabled()
-        self.wanted = self.outside and any([x.requires_grad for x in tensors])
-        """Whether the caller can differentiate the result by plain autograd."""
         self.level = 0
         self._stack = ExitStack()
         self._enter: Callable[[torch.Tensor], torch.Tensor]
@@ -65,7 +64,7 @@ class Scope:
         if torch.is_inference_mode_enabled():
             self._stack.enter_context(torch.inference_mode(False))
         self._stack.enter_context(torch.enable_grad())
-        if self.create_graph:  # the fused kernels of attention have no second derivative
+        if self.wanted or not self.plain:  # the fused kernels of attention have no second derivative
             self._stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if not self.plain:
             self._enter, self._leave = self._stack.enter_context(grad_level())
@@ -90,6 +89,12 @@ class Scope:
         x = x.clone() if x.is_inference() else x
         return x.view_as(x) if self.wanted and x.requires_grad else x.detach().requires_grad_()
 
+    def entered(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Several tensors, differentiable."""
+        if not self.plain or self.wanted:
+            return [*map(self.enter, tensors)]
+        return [(x.clone() if x.is_inference() else x.detach()).requires_grad_() for x in tensors]
+
     def alias(self, x: torch.Tensor) -> torch.Tensor:
         """A tensor with the value of x that is another object."""
         if x.is_inference():
@@ -107,9 +112,9 @@ class Scope:
 
     def grad(
         self,
-        outputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor | None],
         inputs: Sequence[Any],
-        cotangents: Sequence[torch.Tensor],
+        cotangents: Sequence[torch.Tensor | None],
         *,
         batched: bool = True,
         create_graph: bool | None = None,
@@ -117,11 +122,14 @@ class Scope:
     ) -> Vectors:
         """Vector-Jacobian products, None of an input without influence; `batched`, cotangents `[V, *output]` give
         `[V, *input]`. Without `keep`, one product frees the graph on the way."""
-        reached = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
-        if not reached or not inputs or (batched and not len(reached[0][1])):
+        ys, columns = list[torch.Tensor](), list[torch.Tensor]()
+        for y, c in zip(outputs, cotangents, strict=True):
+            if y is not None and c is not None and y.requires_grad:
+                ys.append(y)
+                columns.append(c)
+        if not ys or not inputs or (batched and not len(columns[0])):
             return [None] * len(inputs)
-        graph = self.create_graph if create_graph is None else create_graph
-        ys, columns = [y for y, _ in reached], [c for _, c in reached]
+        graph = self.wanted or not self.plain if create_graph is None else create_graph
         pull = partial(_pulled_back, ys, inputs, retain_graph=keep or batched or graph, create_graph=graph)
         if not batched:
             return list(pull(columns))
@@ -176,12 +184,9 @@ class Pull:
     """Whether the graph serves once more; without, it is freed on the way."""
 
     def __call__(self, outputs: Sequence[torch.Tensor | None], inputs: list, cotangents: Vectors) -> Vectors:
-        pairs = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y is not None and c is not None]
-        ys, cs = [y for y, _ in pairs], [c for _, c in pairs]
         options = {"batched": self.batched, "create_graph": self.graph, "keep": self.keep}
-        if self.scope.parts is None:
-            return self.scope.grad(ys, inputs, cs, **options)
-        return self.scope.parts.through(inputs, self.graph, lambda: self.scope.grad(ys, inputs, cs, **options))
+        pull = partial(self.scope.grad, outputs, inputs, cotangents, **options)
+        return pull() if self.scope.parts is None else self.scope.parts.through(inputs, self.graph, pull)
 
 
 Steps = Callable[[Vectors, Pull], Vectors]
@@ -225,7 +230,8 @@ class Linear:
 
     def __call__(self, vectors: list[torch.Tensor], lead: int = 0, keep: bool = True) -> list[torch.Tensor]:
         """The image of a vector; `lead` axes in front count several of them."""
-        outside, here = torch.is_grad_enabled(), Scope(vectors)
+        here = Scope(vectors)
+        outside = here.outside
         with torch.inference_mode(False), torch.set_grad_enabled(outside):
             vectors = [x.clone() if x.is_inference() else x for x in vectors]
             if self.scope.create_graph:  # it depends on what the caller may differentiate
@@ -250,11 +256,12 @@ class Linear:
         count = vectors[0].shape[:lead]
         if 0 in count:
             return [kind.zeros(*count) for kind in self.there.into]
-        flat: Vectors = [x.flatten(0, lead - 1) if lead > 1 else x for x in vectors]
+        flat: Vectors = [x.flatten(0, lead - 1) for x in vectors] if lead > 1 else [*vectors]
         with self.mode.back(vectors[0].device):
             found = self.there.steps(flat, Pull(self.scope, lead > 0, graph, keep))
-        shaped = [x if x is None or lead < 2 else x.unflatten(0, count) for x in found]
-        return [k.zeros(*count) if x is None else x for x, k in zip(shaped, self.there.into, strict=True)]
+        if lead > 1:
+            found = [x if x is None else x.unflatten(0, count) for x in found]
+        return [k.zeros(*count) if x is None else x for x, k in zip(found, self.there.into, strict=True)]
 
 
 class _Applied(torch.autograd.Function):

@@ -7,7 +7,7 @@ operations of f, or of the samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -205,7 +205,7 @@ class Finder(TorchFunctionMode):
         """The outputs that a result depends on, if it does in no other way."""
         wanted = [z for z in self.outputs if self.fixed or z.ordinal in self.confirmed]
         own, ends = {gradient_edge(z.value).node: z for z in wanted}, {gradient_edge(p).node for p in params}
-        met = [*nodes([result], {*own, *ends})] if result.requires_grad else []
+        met = nodes([result], {*own, *ends})
         found = sorted([own[node] for node in met if node in own], key=lambda z: z.ordinal)
         if not found and ends.isdisjoint(met):
             raise unreached()
@@ -217,8 +217,8 @@ class Finder(TorchFunctionMode):
                 f"known does. Take it out of f, or: {WAYS_OUT[0].lower()}{WAYS_OUT[1:]}"
             )
         mine = {gradient_edge(z.value).node for z in found}
-        below = [p for node in mine for p, _ in node.next_functions] if len(found) > 1 else []
-        if any([node in mine for node in _nodes(below, ())]):
+        below = [p for node in mine for p, _ in node.next_functions if p is not None] if len(found) > 1 else []
+        if not mine.isdisjoint(_nodes(below)):
             raise SplitError(
                 "outputs depend on other outputs (one known loss of another?), and the derivative of the result cannot "
                 "keep them apart. Mark the outputs with `outputs(z)`."
@@ -231,21 +231,27 @@ def _named(node: Any) -> str:
     return node.name().rpartition("::")[2].partition("Backward")[0]
 
 
-def nodes(tensors: Iterable[torch.Tensor], stops: Any) -> Iterator[Any]:
+def nodes(tensors: Iterable[torch.Tensor], stops: Any = ()) -> list[Any]:
     """The nodes of the graphs of tensors, no further than the stops."""
-    return _nodes([gradient_edge(x).node for x in tensors if x.requires_grad], stops)
+    waiting = []
+    for x in tensors:
+        if x.requires_grad:
+            waiting.append(gradient_edge(x).node)
+    return _nodes(waiting, stops)
 
 
-def _nodes(waiting: list[Any], stops: Any) -> Iterator[Any]:
-    seen = set()
+def _nodes(waiting: list[Any], stops: Any = ()) -> list[Any]:
+    seen: dict[Any, None] = {}
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node in seen:
             continue
-        seen.add(node)
-        yield node
+        seen[node] = None
         if node not in stops:
-            waiting.extend(parent for parent, _ in node.next_functions)
+            for parent, _ in node.next_functions:
+                if parent is not None:
+                    waiting.append(parent)
+    return [*seen]
 
 
 @dataclass
