@@ -173,7 +173,8 @@ class Transform(ABC):
 
             return eagerly(partial(self.run, compute, names, method=method), args, kwargs)
         result, aux = self.told(compute, names, args, kwargs, method)
-        if self.owned and not isinstance(result, Transform):
+        made: Any = result
+        if self.owned and not isinstance(made, Transform):  # whose results are made so in its calls
             result = own_memory(result, (args, kwargs, self.memory))
         if not self.has_aux:
             return result

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from invfunc import tree
-from invfunc.errors import SampleAxisError, SplitError
+from invfunc.errors import SplitError
+from invfunc.evaluation.engine import Engine
 from invfunc.loss.outputs import OutputFinder, marking, searched
+from invfunc.loss.square_root import Columns
 from invfunc.operations.axis import Axis
+from invfunc.passes.by_place import other_again
 from invfunc.passes.by_rows import Places
 from invfunc.passes.evidence import Evidence
-from invfunc.passes.loss import at_found, at_given
+from invfunc.passes.loss import Made, at_found, at_given
 from invfunc.passes.run import WHOLE, Run
+from invfunc.plan import Options
 from invfunc.recording import Trace
-from invfunc.recording.checks import check_loss, output_axis
+from invfunc.recording.checks import check_loss, output_axis, same_values
 from invfunc.recording.joined import check_fewer, moved
-from invfunc.recording.problem import problem, with_aux
+from invfunc.recording.problem import Problem, with_aux
 from invfunc.recording.random import Draws
 from invfunc.recording.seen import Seen
 from invfunc.recording.steps import nonlinear
+from invfunc.reductions.quantity import Quantity
 
 
 def split_as_before(given: Any, values: Sequence[torch.Tensor] | None = None, structure: Any = None) -> Any:
@@ -34,7 +39,7 @@ def followed(given: Any) -> Any:
     """Split a function, with the nonlinear calls of the model."""
     if given.loss is None:
         return _found(given, calls=True)
-    own = problem(given.f, given.loss, given.args, given.kwargs, 0, given.in_dims, given.out_dims, given.has_aux, given.names)
+    own = given.problem
     trace = Trace(given.scope, own.n, with_uses=False, remember=_nonlinear_before_the_loss)
     given.params = trace.parameters(given.leaves)
     with given.mode:
@@ -58,7 +63,7 @@ def _at(given: Any, values: list[torch.Tensor], structure: Any, draws: Draws | N
 
 
 def _found(given: Any, calls: bool = False) -> Any:
-    own = problem(given.f, None, given.args, given.kwargs, 0, given.in_dims, given.out_dims, given.has_aux, given.names)
+    own = given.problem
     draws, places, within = Draws(stop=False), Places(own, Evidence(own, given.scope)), set[int]()
 
     def run(part: Any) -> Run:
@@ -100,7 +105,7 @@ def _nonlinear_before_the_loss(seen: Seen) -> bool:
 
 
 def check_apart(given: Any) -> bool:
-    """Check that f gives samples alone what they have beside others, unless it draws; whether that has told anything."""
+    """Check that f gives samples alone what they have beside others, unless it draws; says if that told anything."""
     whole, tensors = tree.tensors(given.result), tree.tensors((given.args, given.kwargs))
 
     def alone(part: slice, *, elsewhere: bool = False) -> Any:
@@ -115,3 +120,31 @@ def check_apart(given: Any) -> bool:
         return with_aux(result)[0] if given.has_aux else result
 
     return check_fewer(whole, given.out_dims, given.n, tensors, alone, traced=False)
+
+
+def products_as_before(own: Problem, quantity: Quantity, columns: Any, first: Any, title: str) -> torch.Tensor:
+    """The inner products of columns that are known, so that they are those of a map: there are many square roots."""
+    (small,), _ = _Grams(own, quantity, columns, first, title).result()
+    return small
+
+
+class _Grams(Engine):
+    """The inner products of columns that are known, so that they are those of the map: there are many square roots."""
+
+    def __init__(self, given: Problem, quantity: Quantity, columns: list[Columns], first: Any, title: str) -> None:
+        """`first` is what the run before has given, which recorded the map; `title` is that of a progress bar."""
+        super().__init__(given, Options(progress=title), [quantity])
+        self.columns, self.first = columns, first
+
+    def _made(self, split: Any) -> Made:
+        self._check([r.value for r in split.roots], [r.value for r in self.first.roots], "other outputs")
+        return {q.columns: self.columns for q in self.quantities}
+
+    def _ones(self, run: Run) -> Made:
+        self._check([run.result], [self.first.result], "another loss")
+        return super()._ones(run)
+
+    def _check(self, found: list[torch.Tensor], first: list[torch.Tensor], what: str) -> None:
+        """Both runs have to be of the same numbers, also where f draws from a generator of its own."""
+        if not all(map(same_values, found, first)):
+            raise other_again(what)

@@ -4,34 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
 from invfunc._torch.functorch import dispatched, dual_level, listening
 from invfunc._torch.generators import set_states, state_of
+from invfunc._torch.graphs import nodes_of
 from invfunc._torch.values import near
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know
 from invfunc.core.run import Run
 from invfunc.core.tables import RULES
-from invfunc.errors import ArgumentError, SampleAxisError
+from invfunc.errors import ArgumentError
 from invfunc.evaluation.weights import LossPart
 from invfunc.loss.outputs import marked_for
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.products.fallback import check_apart, split_as_before
 from invfunc.products.maps import Kind, Scope
-from invfunc.products.split import CRITERIA, WHOLE, Axis, Finder, Output, Split, nodes
+from invfunc.products.split import CRITERIA, WHOLE, Axis, Finder, Output, Split
 from invfunc.recording.problem import InDims, Problem, batch_dims, batch_size, check_params, problem, with_aux
 from invfunc.reductions.quantity import Drawing
 
-class Unpushed(Exception):
-    """Raised where the tangents of forward mode are of no use, in a run that cannot be differentiated twice."""
+States = list[tuple[torch.Generator, torch.Tensor]]
+"""Random generators with their states."""
 
 
 class Given:
@@ -79,7 +78,7 @@ class Given:
     def _at(self, batch: Sequence[Any]) -> Any:
         """The result of f for a batch, with the target of the loss at its end."""
         inputs = tree.map_tensors(self.scope.alias, batch[: len(batch) - (self.loss is not None)])
-        with self.mode if self.tangents is None else nullcontext(), self.watch:
+        with self.mode, self.watch:
             result = self.f(tree.unflatten(self.params, self.structure), *inputs, **self.kwargs)
         if self.has_aux:
             result, self.aux = with_aux(result)
@@ -99,14 +98,15 @@ class Given:
         if self.loss is None:
             return checked_value(result, "f").sum()
         target = tree.map_tensors(self.scope.alias, self.args[-1]) if target is None else target
-        return checked_value(self.called(result, target), "the loss").sum()
+        result = self.called(result, target)
+        self._tell_constants(result, self.params)
+        return checked_value(result, "the loss").sum()
 
     def called(self, outputs: Any, target: Any) -> Any:
         """The result of the loss."""
         assert self.loss is not None
         with self.mode:
             self.losses = self.loss(outputs, target)
-        self._tell_constants(self.losses, self.params)
         return self.losses
 
     def outputs(self) -> tuple[list[torch.Tensor], Any]:
@@ -119,9 +119,7 @@ class Given:
                 raise ArgumentError(f"f returned a tensor of {z.dtype}{among}, but outputs are floating-point tensors.")
         if not named:
             kind = type(result).__name__
-            raise ArgumentError(
-                f"f returned no tensors but an object of {kind}; outputs are floating-point tensors."
-            )
+            raise ArgumentError(f"f returned no tensors but an object of {kind}; outputs are floating-point tensors.")
         return [z for _, z in named], structure
 
     def _tell_constants(self, result: Any, own: list[torch.Tensor]) -> None:
@@ -130,9 +128,17 @@ class Given:
         if scope.wanted or not (scope.plain and scope.outside):
             return
         known = {id(x) for x in own}
-        for node in nodes(tree.tensors(result)):
+        for node in nodes_of(tree.tensors(result)):
             if hasattr(node, "variable") and id(node.variable) not in known:
                 return scope.closes_over(node.variable)
+
+    @property
+    def states(self) -> States:
+        """The states of torch's own generators, and of that of drawn columns."""
+        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        own = [torch.default_generator, *(torch.cuda.default_generators if cuda else ())]
+        own += [] if self.drawing is None else [self.drawing.generator]
+        return [(g, state_of(g)) for g in own]
 
     # Samples
 
@@ -174,12 +180,13 @@ class Given:
         target, finder = tree.map_tensors(self.scope.alias, self.args[len(dims)]), Finder(roots)
         with marked_for(None), finder:
             result = self.called(tree.unflatten([r.value for r in roots], structure), target)
+        self._tell_constants(result, self.params)
         return Split(self.scope, 1, checked_value(result, "the loss"), roots, finder.terms, dim=self.out_dims)
 
     def found_split(self, losses: bool = False, each: bool = True) -> Split:
         """Split a loss function at its outputs; with `losses`, `[N]` losses are taken as they are. Only with `each` f
         has to keep the samples apart."""
-        before = [(g, state_of(g)) for g in _torchs_own()]
+        before = self.states
         n, self.watch = self.n, (finder := Finder())
         with marked_for(finder):
             result = self.run()
@@ -222,7 +229,7 @@ class Given:
                     f"function, which returns outputs with the samples along axis {self.out_dims}."
                 )
             r.axis = WHOLE if given.n == 1 else Axis(self.out_dims % r.value.ndim)
-        before = [(g, state_of(g)) for g in _torchs_own()]
+        before = self.states
         finder = Finder(roots)
         run = Following(self.scope, given.n, finder)
 
@@ -231,6 +238,7 @@ class Given:
                 know(z, Mark(run.token, (self.out_dims % z.ndim - z.ndim, 1, 1), True))
             with run:
                 result = self.called(tree.unflatten(outputs, structure), target)
+            self._tell_constants(result, self.params)
             run.check(checked_value(result, "the loss"))
             return result
 
@@ -248,45 +256,42 @@ class Given:
 
     # Forward mode
 
-    def push(self, v: Sequence[torch.Tensor], losses: bool) -> list[tuple[Any, torch.Tensor]] | None:
+    def push(self, v: Sequence[torch.Tensor], losses: bool) -> bool:
         """Find the derivatives of the outputs along one vector by forward mode, in a run of f that leaves no graph;
-        gives the states of random generators before, or None where it is not tried.
+        whether torch has them, as far as it is known.
 
-        With `losses`, `[N]` losses are outputs themselves. Where torch has no such derivative, there are no tangents,
-        and reverse mode finds them.
+        With `losses`, `[N]` losses are outputs themselves.
         """
         scope = self.scope
         if not scope.plain or scope.wanted or scope.parts is not None or dispatched() or listening() or dual_level():
-            return None
+            return True
         if torch.is_inference_mode_enabled() or (scope.outside and any([x.requires_grad for x in v])):
-            return None
-        before, watch = [(g, state_of(g)) for g in _torchs_own()], Pushed()
+            return True
+        before, watch = self.states, Pushed()
         try:
-            with torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH), marked_for(watch):
+            with torch.no_grad(), forward_ad.dual_level(), marked_for(watch):
                 duals = tree.unflatten([*map(forward_ad.make_dual, self.leaves, v)], self.structure)
                 inputs = tree.map_tensors(torch.Tensor.detach, self.args[1 : len(self.args) - (self.loss is not None)])
-                with watch:
+                with self.mode, watch:
                     result = self.f(duals, *inputs, **self.kwargs)
                 result = with_aux(result)[0] if self.has_aux else result
                 if self.loss is not None or (losses and isinstance(result, torch.Tensor) and result.ndim):
                     watch.pairs = [watch.pair(z) for _, z in tree.outputs(result)[0]]
                 self.tangents = watch.pairs
-        except Exception:
+        except Exception:  # an error of f comes once more where it runs again
             self.tangents = None
         set_states(before)
-        return before
+        return self.tangents is not None
 
     def pushed(self, split: Split) -> list[torch.Tensor] | None:
-        """The derivatives of the outputs that were found, if there are any."""
-        if self.tangents is None:
-            return None
+        """The derivatives of the outputs that were found, if they are known and nobody differentiates them."""
         wanted = [r.ordinal for r in split.roots] or [0]
-        if self.scope.wanted or max(wanted) >= len(self.tangents):
-            raise Unpushed
+        if self.tangents is None or self.scope.wanted or max(wanted) >= len(self.tangents):
+            return None
         for i, y in zip(wanted, split.values, strict=True):  # f may draw from a generator of its own
             z = self.tangents[i][0]
             if z.shape != y.shape or (y.numel() and not near(z, y, y.detach().abs().amax())):
-                raise Unpushed
+                return None
         return [self.tangents[i][1] for i in wanted]
 
 
@@ -345,11 +350,11 @@ class Following(Run):
     def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
         if func not in CRITERIA or not found[0] or found[3] or found[4]:
             return super().dispatched(func, args, kwargs, found)
-        x = args[0] if args else kwargs.get("input")
+        x: Any = args[0] if args else kwargs.get("input")
         at = next((axis for y, axis in found[0] if y is x), None)
         if at is None:
             raise Unsupported("the criterion is not of samples")
-        axis = WHOLE if self.n == 1 else Axis(at[0] + x.ndim, *at[1:])
+        axis = WHOLE if self.n == 1 else Axis(at[0] % x.ndim, *at[1:])
         out = self.finder.criterion(CRITERIA[func], func, args, kwargs, axis)
         return self.mark(RULES.get(func), func, args, kwargs, found[0], out)
 
@@ -363,13 +368,8 @@ class Following(Run):
             raise Unsupported("the result is neither [N] losses nor a sum over the samples")
 
 
-def _torchs_own() -> list[torch.Generator]:
-    """The generators that torch draws from where none is given."""
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return [torch.default_generator, *(torch.cuda.default_generators if cuda else ())]
-
-
 def checked_value(result: Any, name: str) -> torch.Tensor:
+    """The result of f or of a loss, if it is a scalar or one number for each sample."""
     wanted = "but a loss is a floating-point tensor: a scalar or [N]"
     if not isinstance(result, torch.Tensor):
         raise ArgumentError(f"{name} returned an object of type {type(result).__name__}, {wanted}.")

@@ -46,8 +46,8 @@ class Scope:
         for x in tensors:
             if x.is_meta:
                 raise ArgumentError(
-                    f"a tensor of shape {tuple(x.shape)} is on the meta device, where tensors hold no numbers, and some "
-                    "are looked at. Make it anew where it holds some, as x.new_zeros(x.shape, device='cpu') does."
+                    f"a tensor of shape {tuple(x.shape)} is on the meta device, where tensors hold no numbers, and "
+                    "some are looked at. Make it anew where it holds some, as x.new_zeros(x.shape, device='cpu') does."
                 )
             self.wanted = self.wanted or (self.outside and x.requires_grad)
         self.plain = not transforming()

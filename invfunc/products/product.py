@@ -10,16 +10,14 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._torch.generators import set_states
 from invfunc._torch.weak import WeakIdMap
 from invfunc.callables import check_functions, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
-from invfunc.products.given import Given, Unpushed
+from invfunc.products.given import Given
 from invfunc.products.maps import Kind, Linear
 from invfunc.recording.problem import InDims
 from invfunc.reductions.quantity import Drawing
 from invfunc.transform import ArgumentNames, Transform
-
 
 _REFUSED = WeakIdMap[bool]()
 """Products of functions of which forward mode has no derivative."""
@@ -181,15 +179,8 @@ class Product(Transform):
 
     def directly(self, given: Given, vectors: list[torch.Tensor], lead: int) -> tuple[list[torch.Tensor], Any]:
         """The product of vectors at these arguments, and aux."""
-        if self.forward and not lead and not _REFUSED.get(self):
-            before = given.push(vectors, losses=self.degree == 2)
-            _REFUSED.set(self, given.tangents is None and before is not None or None)
-            try:
-                linear, aux = self.recorded(given)
-                return linear(vectors, lead, keep=False), aux
-            except Unpushed:
-                set_states(before or [])
-                given.tangents = None
+        if self.forward and not lead and not _REFUSED.get(self) and not given.push(vectors, self.degree == 2):
+            _REFUSED.set(self, True)
         linear, aux = self.recorded(given)
         return linear(vectors, lead, keep=False), aux
 

@@ -8,8 +8,8 @@ from functools import reduce
 import torch
 
 from invfunc.loss.square_root import Columns
-from invfunc.products.split import Split
 from invfunc.products.maps import Kind, Pull, Vectors
+from invfunc.products.split import Split
 
 
 class Rows:

@@ -7,7 +7,7 @@ operations of f, or of the samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import thresholds
-from invfunc._torch.functorch import gradient_edge, version
+from invfunc._torch.functorch import version
+from invfunc._torch.graphs import node_of, nodes_below, nodes_of
 from invfunc._torch.values import near
 from invfunc.core.marks import Unsupported
 from invfunc.core.tables import called
@@ -164,7 +165,7 @@ class Finder(TorchFunctionMode):
         if not isinstance(x, torch.Tensor) or not x.requires_grad:
             return func(*args, **kwargs)
         if kind == "of logarithm":
-            node = gradient_edge(x).node
+            node = node_of(x)
             while node not in self.logarithms and len(node.next_functions) == 1 and _named(node) in MOVES:
                 node = node.next_functions[0][0]
             self.confirmed |= {self.logarithms[node]} if node in self.logarithms else set()
@@ -178,10 +179,10 @@ class Finder(TorchFunctionMode):
         if not self.fixed and kind in ("softmax", "elementwise"):
             self.confirmed |= roots or set()
         elif not self.fixed:
-            self.logarithms[gradient_edge(out).node] = min(roots or {0})
+            self.logarithms[node_of(out)] = min(roots or {0})
         others = [y for y in (*args[1:], *kwargs.values()) if isinstance(y, torch.Tensor) and y is not x]
         if roots and not any([y.requires_grad for y in others]):
-            name = {"log_softmax": "log_softmax", "logarithm": "logsigmoid"}.get(kind, func.__name__)
+            name = kind if kind == "log_softmax" else "logsigmoid" if kind == "logarithm" else func.__name__
             known = "elementwise" if kind == "logarithm" else kind
             call = Call(name, func, args, kwargs)
             self.terms.append(Term(known, roots, x, axis, out, call, at_root, version(out)))
@@ -189,9 +190,9 @@ class Finder(TorchFunctionMode):
 
     def affine(self, x: torch.Tensor) -> frozenset[int] | None:
         """The numbers of the outputs of which a tensor is an affine function; None if it is another one."""
-        outputs = {gradient_edge(z.value).node: z.ordinal for z in self.outputs}
+        outputs = {node_of(z.value): z.ordinal for z in self.outputs}
         met, crooked = set[int](), False
-        for node in nodes([x], outputs):
+        for node in nodes_of([x], outputs):
             parents = [p for p, _ in node.next_functions]
             if node in outputs:
                 met.add(outputs[node])
@@ -204,21 +205,23 @@ class Finder(TorchFunctionMode):
     def found(self, result: torch.Tensor, params: Sequence[torch.Tensor]) -> list[Output]:
         """The outputs that a result depends on, if it does in no other way."""
         wanted = [z for z in self.outputs if self.fixed or z.ordinal in self.confirmed]
-        own, ends = {gradient_edge(z.value).node: z for z in wanted}, {gradient_edge(p).node for p in params}
-        met = nodes([result], {*own, *ends})
+        own, ends = {node_of(z.value): z for z in wanted}, {node_of(p) for p in params}
+        met = nodes_of([result], {*own, *ends})
         found = sorted([own[node] for node in met if node in own], key=lambda z: z.ordinal)
         if not found and ends.isdisjoint(met):
             raise unreached()
         if not found:
-            raise SplitError(f"no outputs are found in f: no known convex loss of the model's outputs is called. {WAYS_OUT}")
+            raise SplitError(
+                f"no outputs are found in f: no known convex loss of the model's outputs is called. {WAYS_OUT}"
+            )
         if not ends.isdisjoint(met):
             raise SplitError(
                 "a path from the parameters to the result goes around the outputs, as an L2 term or a loss that is not "
                 f"known does. Take it out of f, or: {WAYS_OUT[0].lower()}{WAYS_OUT[1:]}"
             )
-        mine = {gradient_edge(z.value).node for z in found}
-        below = [p for node in mine for p, _ in node.next_functions if p is not None] if len(found) > 1 else []
-        if not mine.isdisjoint(_nodes(below)):
+        mine = {node_of(z.value) for z in found}
+        below = [p for node in mine for p, _ in node.next_functions] if len(found) > 1 else []
+        if not mine.isdisjoint(nodes_below(below)):
             raise SplitError(
                 "outputs depend on other outputs (one known loss of another?), and the derivative of the result cannot "
                 "keep them apart. Mark the outputs with `outputs(z)`."
@@ -229,29 +232,6 @@ class Finder(TorchFunctionMode):
 def _named(node: Any) -> str:
     """`Add` of `AddBackward0`."""
     return node.name().rpartition("::")[2].partition("Backward")[0]
-
-
-def nodes(tensors: Iterable[torch.Tensor], stops: Any = ()) -> list[Any]:
-    """The nodes of the graphs of tensors, no further than the stops."""
-    waiting = []
-    for x in tensors:
-        if x.requires_grad:
-            waiting.append(gradient_edge(x).node)
-    return _nodes(waiting, stops)
-
-
-def _nodes(waiting: list[Any], stops: Any = ()) -> list[Any]:
-    seen: dict[Any, None] = {}
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen[node] = None
-        if node not in stops:
-            for parent, _ in node.next_functions:
-                if parent is not None:
-                    waiting.append(parent)
-    return [*seen]
 
 
 @dataclass
@@ -269,13 +249,13 @@ class Split:
     dim: int = 0
     """The dim of the outputs that has samples, if the loss keeps them apart."""
 
-    @property
-    def values(self) -> list[torch.Tensor]:
-        return [r.value for r in self.roots] or [self.result]
+    values: list[torch.Tensor] = field(default_factory=list)
+    """The outputs, or the losses, or what else is to be differentiated in the parameters."""
 
     def __post_init__(self) -> None:
-        wanted = {gradient_edge(r.value).node for r in self.roots if r.value.requires_grad}
-        if self.roots and wanted.isdisjoint(nodes([self.result], wanted)):
+        self.values = self.values or [r.value for r in self.roots] or [self.result]
+        wanted = {node_of(r.value) for r in self.roots if r.value.requires_grad}
+        if self.roots and wanted.isdisjoint(nodes_of([self.result], wanted)):
             raise unreached()
 
     def slopes(self) -> Vectors:
@@ -283,10 +263,10 @@ class Split:
         return Pull(self.scope, graph=True)([self.result], self.values, [torch.ones_like(self.result)])
 
     def gradient(self) -> Gradient:
-        return gradient(self.scope, self.result, self.roots, self.n)  # pyright: ignore[reportArgumentType]
+        return gradient(self.scope, self.result, self.roots, self.n)
 
     def hessian(self, convex: bool = True) -> list[Columns]:
-        return hessian(self.scope, self.result, self.roots, self.terms, self.n, convex)  # pyright: ignore
+        return hessian(self.scope, self.result, self.roots, self.terms, self.n, convex)
 
     def drawn(self, drawing: Drawing, transform: str) -> list[Columns]:
         """Columns at targets that are drawn from the predictive of a known loss, or by a sampler of the user's."""
@@ -306,7 +286,7 @@ class Split:
                     "with `sample=`, the loss has to return the [N] losses of the samples: a scalar does not say "
                     "whether it is their mean or their sum. Return the negative log-likelihoods, without a factor."
                 )
-            found.append(gradient(self.scope, losses, self.roots, self.n).cotangents)  # pyright: ignore
+            found.append(gradient(self.scope, losses, self.roots, self.n).cotangents)
         scale = drawing.count**-0.5
         return [Drawn({i: scale * torch.stack([one[i] for one in found]) for i in {i for one in found for i in one}})]
 
@@ -315,12 +295,12 @@ class Split:
         if any([t.output is self.result and t.at_root and t.call.arg("weight") is None for t in self.terms]):
             return
         roots: Any = [Output(r.ordinal, r.value) for r in self.roots]
-        known, n = structured(self.scope, self.result, roots, self.terms) is not None, 1  # pyright: ignore
+        known, n = structured(self.scope, self.result, roots, self.terms) is not None, 1
         if not known:
             n, roots = self._apart(slopes, roots)
         outputs = sum([r.value.numel() for r in roots]) // n
         if outputs and (known or n * outputs**2 <= thresholds.CHECKED):
-            hessian(self.scope, self.result, roots, self.terms, n)  # pyright: ignore[reportArgumentType]
+            hessian(self.scope, self.result, roots, self.terms, n)
 
     def _apart(self, slopes: Vectors, roots: list[Output]) -> tuple[int, list[Output]]:
         """The samples, and the outputs with the axes of these, if the loss keeps them apart: then signs of the samples
@@ -329,7 +309,7 @@ class Split:
         sizes = {r.value.shape[d] if r.value.ndim > d else 1 for r, d in zip(self.roots, dims, strict=True)}
         n, pull = max(sizes), Pull(self.scope)
         apart = [Output(r.ordinal, r.value, Axis(d)) for r, d in zip(self.roots, dims, strict=True)]
-        if len(sizes) > 1 or n < 2:
+        if len(sizes) > 1 or n < 2 or not all([z.numel() for z in self.values]):
             return 1, roots
         products = list[Vectors]()
         for signs in (None, torch.arange(n).mul(7.3).sin().sign()):
