@@ -167,7 +167,6 @@ class Decomposition(Transform):
                 split = self._split(given)
                 root, slope, columns = self._rows(given, split)
                 aux = given.scope.result(given.aux)
-            set_states(states)  # f is run again
             space = Space(names, given.structure, [Kind.of(p) for p in given.leaves])
             (v, n), size = root.there.into[0].shape, sum(p.numel() for p in given.leaves)
             of_columns = _smaller(v * n, size)
@@ -212,7 +211,7 @@ class Decomposition(Transform):
         try:
             if title or not plain(given):
                 raise Unsupported("a bar is shown")
-            set_states(states)
+            set_states(states)  # f is run again
             (small,), _ = evaluated(given, [quantity], dense=True)
             u = torch.arange(1, small[0, 0].numel() + 1).cos().reshape(small.shape[:2]).to(small)
             ours, theirs = torch.tensordot(small, u, 2), root(root.transposed([u.to(root.there.into[0].dtype)]))[0]
