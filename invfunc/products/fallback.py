@@ -25,27 +25,12 @@ from invfunc.recording.checks import check_loss, output_axis, same_values
 from invfunc.recording.joined import check_fewer, moved
 from invfunc.recording.problem import Problem, with_aux
 from invfunc.recording.random import Draws
-from invfunc.recording.seen import Seen
-from invfunc.recording.steps import nonlinear
 from invfunc.reductions.quantity import Quantity
 
 
 def split_as_before(given: Any, values: Sequence[torch.Tensor] | None = None, structure: Any = None) -> Any:
     """Split a loss function; or, of the outputs of a model, split off its loss."""
     return _found(given) if values is None else _at(given, list(values), structure, Draws(stop=False))
-
-
-def followed(given: Any) -> Any:
-    """Split a function, with the nonlinear calls of the model."""
-    if given.loss is None:
-        return _found(given, calls=True)
-    own = given.problem
-    trace = Trace(given.scope, own.n, with_uses=False, remember=_nonlinear_before_the_loss)
-    given.params = trace.parameters(given.leaves)
-    with given.mode:
-        given.result, given.aux = own.call(trace, given.params, slice(None))
-    named, structure = tree.outputs(given.result)
-    return replace(_at(given, [z for _, z in named], structure), steps=trace.steps)
 
 
 def _at(given: Any, values: list[torch.Tensor], structure: Any, draws: Draws | None = None) -> Any:
@@ -62,7 +47,7 @@ def _at(given: Any, values: list[torch.Tensor], structure: Any, draws: Draws | N
     return replace(split, values=values)
 
 
-def _found(given: Any, calls: bool = False) -> Any:
+def _found(given: Any) -> Any:
     own = given.problem
     draws, places, within = Draws(stop=False), Places(own, Evidence(own, given.scope)), set[int]()
 
@@ -72,7 +57,6 @@ def _found(given: Any, calls: bool = False) -> Any:
             own.n,
             with_uses=False,
             draws=draws,
-            remember=_nonlinear_before_the_loss if calls else None,
             watcher=OutputFinder(within=within, keep=True),
             beforehand=places.beforehand(own.n),
         )
@@ -97,11 +81,7 @@ def _found(given: Any, calls: bool = False) -> Any:
     split = at_found(trace, finder, wanted, result, given.params)
     if any([i < wanted[-1] and i not in wanted and r.value.is_leaf for i, r in finder.roots.items()]):
         raise SplitError("a logarithm of the model is taken for its outputs. Give the model and the loss apart.")
-    return replace(split, values=[finder.kept[i] for i in wanted], steps=trace.steps)
-
-
-def _nonlinear_before_the_loss(seen: Seen) -> bool:
-    return nonlinear(seen) and not any(tag.crossed for tag in seen.sampled)
+    return replace(split, values=[finder.kept[i] for i in wanted])
 
 
 def check_apart(given: Any) -> bool:

@@ -173,11 +173,12 @@ class Given:
 
     def given_split(self, each: bool) -> Split:
         """Split a model function from its loss. Only with `each` the loss has to keep the samples apart."""
-        dims, (values, structure) = self.dims, self.outputs()
+        _, (values, structure) = self.dims, self.outputs()
         roots = [Output(i, z.view_as(z)) for i, z in enumerate(values)]
-        if each:
-            return self._followed_loss(roots, structure)
-        target, finder = tree.map_tensors(self.scope.alias, self.args[len(dims)]), Finder(roots)
+        return self._followed_loss(roots, structure) if each else self._loss(roots, structure)
+
+    def _loss(self, roots: list[Output], structure: Any) -> Split:
+        target, finder = tree.map_tensors(self.scope.alias, self.args[-1]), Finder(roots)
         with marked_for(None), finder:
             result = self.called(tree.unflatten([r.value for r in roots], structure), target)
         self._tell_constants(result, self.params)
@@ -198,24 +199,25 @@ class Given:
             return Split(self.scope, 1, result, finder.found(result, self.params), finder.terms)
         set_states(before)
         try:
-            return self._followed()
+            return self.split_in(Following(self.scope, n, Finder()))
         except Unsupported:
             set_states(before)
             return split_as_before(self)
 
-    def _followed(self) -> Split:
-        """Split a loss function under a run of the core, which knows the samples."""
-        given, finder = self.problem, Finder()
-        run = Following(self.scope, given.n, finder)
+    def split_in(self, run: Following) -> Split:
+        """Split a function in a run of the core; the loss that is given apart is no part of it."""
+        given, finder = self.problem, run.finder
         self.params = [run.leaf(i, p) for i, p in enumerate(self.leaves)]
         with marked_for(finder), self.mode:
             result, self.aux = given.call(run, self.params, slice(None))
         self.result = self.losses = result
         self._tell_constants(result, self.params)
+        if self.loss is not None:
+            named, structure = tree.outputs(result)
+            return self._loss([Output(i, z.view_as(z)) for i, (_, z) in enumerate(named)], structure)
         check_loss(result, given.n)
         run.check(result)
-        roots = finder.found(result, self.params)
-        return Split(self.scope, given.n, result, roots, finder.terms)
+        return Split(self.scope, given.n, result, finder.found(result, self.params), finder.terms)
 
     def _followed_loss(self, roots: list[Output], structure: Any) -> Split:
         """Split off the loss under a run of the core, which knows the samples."""

@@ -42,7 +42,7 @@ MOVES = (
     "Split SplitWithSizes Unbind Stack Cat Add Sub Neg ToCopy Flip Roll Mean Sum Diagonal AsStrided MaskedSelect "
     "ReshapeAlias ConstantPadNd"
 ).split()
-SCALES = ("Mul", "Div", "Mm", "Bmm", "Addmm", "Mv", "Dot")
+SCALES = ("Mul", "Div", "Mm", "Bmm", "Addmm", "Baddbmm", "Mv", "Dot", "Convolution", "NativeDropout")
 """Nodes of autograd that are linear, always or in one of their arguments."""
 WAYS_OUT = "Mark the outputs with `outputs(z)`, use one of torch's convex losses, or give the model and the loss apart."
 
@@ -166,7 +166,7 @@ class Finder(TorchFunctionMode):
             return func(*args, **kwargs)
         if kind == "of logarithm":
             node = node_of(x)
-            while node not in self.logarithms and len(node.next_functions) == 1 and _named(node) in MOVES:
+            while node not in self.logarithms and len(node.next_functions) == 1 and named_node(node) in MOVES:
                 node = node.next_functions[0][0]
             self.confirmed |= {self.logarithms[node]} if node in self.logarithms else set()
             return func(*args, **kwargs)
@@ -197,9 +197,9 @@ class Finder(TorchFunctionMode):
             if node in outputs:
                 met.add(outputs[node])
             elif parents:
-                one = _named(node) in SCALES and sum(p is not None for p in parents) == 1
-                straight = one and (_named(node) != "Div" or parents[0] is not None)
-                crooked |= not straight and _named(node) not in MOVES
+                one = named_node(node) in SCALES and sum(p is not None for p in parents) == 1
+                straight = one and (named_node(node) != "Div" or parents[0] is not None)
+                crooked |= not straight and named_node(node) not in MOVES
         return None if met and crooked else frozenset(met)
 
     def found(self, result: torch.Tensor, params: Sequence[torch.Tensor]) -> list[Output]:
@@ -229,7 +229,7 @@ class Finder(TorchFunctionMode):
         return found
 
 
-def _named(node: Any) -> str:
+def named_node(node: Any) -> str:
     """`Add` of `AddBackward0`."""
     return node.name().rpartition("::")[2].partition("Backward")[0]
 
