@@ -12,9 +12,10 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._torch.functorch import dispatched, dual_level, listening
+from invfunc._torch.functorch import dispatched, dual_level, listening, set_graph
 from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.graphs import nodes_of
+from invfunc._torch.opened import Uncompiled
 from invfunc._torch.values import near
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know
 from invfunc.core.run import Run
@@ -67,7 +68,7 @@ class Given:
         """What f returned, without aux."""
         self.losses: Any = None
         """The loss that was evaluated last."""
-        self.tangents: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self.tangents: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
         """The outputs with their derivatives along the vector, if forward mode has them."""
 
     def run(self) -> Any:
@@ -271,7 +272,7 @@ class Given:
             return True
         before, watch = self.states, Pushed()
         try:
-            with torch.no_grad(), forward_ad.dual_level(), marked_for(watch):
+            with torch.no_grad(), forward_ad.dual_level(), marked_for(watch), Uncompiled():
                 duals = tree.unflatten([*map(forward_ad.make_dual, self.leaves, v)], self.structure)
                 inputs = tree.map_tensors(torch.Tensor.detach, self.args[1 : len(self.args) - (self.loss is not None)])
                 with self.mode, watch:
@@ -290,11 +291,15 @@ class Given:
         wanted = [r.ordinal for r in split.roots] or [0]
         if self.tangents is None or self.scope.wanted or max(wanted) >= len(self.tangents):
             return None
-        for i, y in zip(wanted, split.values, strict=True):  # f may draw from a generator of its own
-            z = self.tangents[i][0]
-            if z.shape != y.shape or (y.numel() and not near(z, y, y.detach().abs().amax())):
+        found = []
+        for i, y in zip(wanted, split.values, strict=True):
+            z, t = self.tangents[i]
+            if t is None and y.requires_grad:  # it was lost on the way
                 return None
-        return [self.tangents[i][1] for i in wanted]
+            if z.shape != y.shape or (y.numel() and not near(z, y, y.detach().abs().amax())):
+                return None  # f draws from a generator of its own
+            found.append(torch.zeros_like(z) if t is None else t)
+        return found
 
 
 class Pushed(TorchFunctionMode):
@@ -302,11 +307,11 @@ class Pushed(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.fixed = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch._C._set_grad_enabled:  # forward mode goes through what reverse mode leaves out
+        if func is set_graph:  # forward mode goes through what reverse mode leaves out
             raise Unsupported("f turns gradients off")
         kind, kwargs = CRITERIA.get(func), kwargs or {}
         x = None if kind in (None, "of logarithm") or self.fixed else args[0] if args else kwargs.get("input")
@@ -315,9 +320,9 @@ class Pushed(TorchFunctionMode):
         return func(*args, **kwargs)
 
     @staticmethod
-    def pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         z, t = forward_ad.unpack_dual(x)
-        return z.detach(), torch.zeros_like(z) if t is None else t
+        return z.detach(), t
 
     def mark(self, z: torch.Tensor) -> None:
         self.pairs, self.fixed = self.pairs if self.fixed else [], True

@@ -29,14 +29,17 @@ from invfunc.products.maps import Pull, Scope, Vectors
 from invfunc.reductions.quantity import Drawing
 
 ELEMENTWISE = called("mse_loss huber_loss smooth_l1_loss binary_cross_entropy_with_logits poisson_nll_loss")
+SURE = ELEMENTWISE.union(called("cross_entropy")) - called("poisson_nll_loss")
+"""Losses that are convex whatever their targets are."""
 CRITERIA = {
     **dict.fromkeys(called("cross_entropy"), "softmax"),
     **dict.fromkeys(ELEMENTWISE, "elementwise"),
     **dict.fromkeys(called("log_softmax"), "log_softmax"),
-    **dict.fromkeys(called("logsigmoid log_sigmoid"), "logarithm"),
+    **dict.fromkeys(called("logsigmoid log_sigmoid"), "logsigmoid"),
     **dict.fromkeys(called("nll_loss kl_div"), "of logarithm"),
 }
 """Losses that are convex in their inputs, and logarithms with losses that are convex behind these."""
+KNOWN, NAMES = ("softmax", "elementwise"), {"log_softmax": "log_softmax", "logsigmoid": "logsigmoid"}
 MOVES = (
     "View UnsafeView Alias Transpose T Permute Expand Squeeze Unsqueeze Slice Select Index IndexSelect Gather Clone "
     "Split SplitWithSizes Unbind Stack Cat Add Sub Neg ToCopy Flip Roll Mean Sum Diagonal AsStrided MaskedSelect "
@@ -165,28 +168,32 @@ class Finder(TorchFunctionMode):
         if not isinstance(x, torch.Tensor) or not x.requires_grad:
             return func(*args, **kwargs)
         if kind == "of logarithm":
-            node = node_of(x)
-            while node not in self.logarithms and len(node.next_functions) == 1 and named_node(node) in MOVES:
-                node = node.next_functions[0][0]
-            self.confirmed |= {self.logarithms[node]} if node in self.logarithms else set()
+            self._confirm(node_of(x))
             return func(*args, **kwargs)
-        at_root, roots = any([x is z.value for z in self.outputs]), self.affine(x) if self.fixed else frozenset()
-        if not self.fixed:
+        if self.fixed:
+            roots, at_root = self.affine(x), any([x is z.value for z in self.outputs])
+        else:
             root = self.added(x.view_as(x), axis)
-            x, at_root, roots = root.value, True, frozenset({root.ordinal})
+            x, roots, at_root = root.value, frozenset({root.ordinal}), True
         args, kwargs = ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "input": x})
         out = func(*args, **kwargs)
-        if not self.fixed and kind in ("softmax", "elementwise"):
+        if not self.fixed and kind in KNOWN:
             self.confirmed |= roots or set()
         elif not self.fixed:
             self.logarithms[node_of(out)] = min(roots or {0})
-        others = [y for y in (*args[1:], *kwargs.values()) if isinstance(y, torch.Tensor) and y is not x]
-        if roots and not any([y.requires_grad for y in others]):
-            name = kind if kind == "log_softmax" else "logsigmoid" if kind == "logarithm" else func.__name__
-            known = "elementwise" if kind == "logarithm" else kind
-            call = Call(name, func, args, kwargs)
-            self.terms.append(Term(known, roots, x, axis, out, call, at_root, version(out)))
+        constants = [y for y in (*args[1:], *kwargs.values()) if isinstance(y, torch.Tensor) and y is not x]
+        if roots and not any([y.requires_grad for y in constants]):
+            call = Call(NAMES.get(kind) or func.__name__, func, args, kwargs)
+            structure = "elementwise" if kind == "logsigmoid" else kind
+            self.terms.append(Term(structure, roots, x, axis, out, call, at_root, version(out)))
         return out
+
+    def _confirm(self, node: Any) -> None:
+        """Find the logarithm whose entries a loss reads, perhaps in another shape: outputs are what that is of."""
+        while node not in self.logarithms and len(node.next_functions) == 1 and named_node(node) in MOVES:
+            node = node.next_functions[0][0]
+        if node in self.logarithms:
+            self.confirmed.add(self.logarithms[node])
 
     def affine(self, x: torch.Tensor) -> frozenset[int] | None:
         """The numbers of the outputs of which a tensor is an affine function; None if it is another one."""
@@ -292,8 +299,10 @@ class Split:
 
     def check_convex(self, slopes: Vectors) -> None:
         """Check that a GGN exists, unless the Hessian of the loss is too large to be looked at."""
-        if any([t.output is self.result and t.at_root and t.call.arg("weight") is None for t in self.terms]):
-            return
+        for t in self.terms:
+            weights = t.call.arg("weight"), t.call.arg("pos_weight")
+            if t.output is self.result and t.at_root and t.call.func in SURE and weights == (None, None):
+                return
         roots: Any = [Output(r.ordinal, r.value) for r in self.roots]
         known, n = structured(self.scope, self.result, roots, self.terms) is not None, 1
         if not known:
@@ -305,27 +314,21 @@ class Split:
     def _apart(self, slopes: Vectors, roots: list[Output]) -> tuple[int, list[Output]]:
         """The samples, and the outputs with the axes of these, if the loss keeps them apart: then signs of the samples
         in a vector are those in its product with the Hessian of the loss. Else one sample, with all outputs."""
-        dims = [self.dim % max(1, r.value.ndim) for r in self.roots]
-        sizes = {r.value.shape[d] if r.value.ndim > d else 1 for r, d in zip(self.roots, dims, strict=True)}
-        n, pull = max(sizes), Pull(self.scope)
-        apart = [Output(r.ordinal, r.value, Axis(d)) for r, d in zip(self.roots, dims, strict=True)]
+        dims = [self.dim % max(1, z.ndim) for z in self.values]
+        sizes = {z.shape[d] if z.ndim > d else 1 for z, d in zip(self.values, dims, strict=True)}
+        n = max(sizes)
         if len(sizes) > 1 or n < 2 or not all([z.numel() for z in self.values]):
             return 1, roots
-        products = list[Vectors]()
-        for signs in (None, torch.arange(n).mul(7.3).sin().sign()):
-            vectors = Vectors()
-            for k, r in enumerate(apart):
-                z = r.value.detach()
-                v = torch.arange(1, z.numel() + 1, device=z.device).add(k / 3).cos().to(z.dtype).reshape(z.shape)
-                signed = None if signs is None else signs.to(v).reshape(-1, *[1] * (z.ndim - 1 - dims[k]))
-                vectors.append(v if signed is None else v * signed)
-            products.append(pull(slopes, self.values, vectors))
-            if signs is not None:
-                for k, (x, y) in enumerate(zip(*products, strict=True)):
-                    if x is None or y is None:
-                        continue
-                    x, y = x.detach(), y.detach()
-                    signed = x * signs.to(x).reshape(-1, *[1] * (x.ndim - 1 - dims[k]))
-                    if not near(signed, y, x.abs().amax()):
-                        return 1, roots
-        return n, apart
+        signs = torch.arange(n).mul(7.3).sin().sign()
+
+        def signed(x: torch.Tensor, dim: int) -> torch.Tensor:
+            return x.detach() * signs.to(x).reshape(-1, *[1] * (x.ndim - 1 - dim))
+
+        v = [torch.arange(1, z.numel() + 1).add(k / 3).cos().to(z).reshape(z.shape) for k, z in enumerate(self.values)]
+        pull = Pull(self.scope)
+        plain = pull(slopes, self.values, [*v])
+        turned = pull(slopes, self.values, [*map(signed, v, dims)])
+        for x, y, d in zip(plain, turned, dims, strict=True):
+            if x is not None and y is not None and not near(signed(x, d), y.detach(), x.detach().abs().amax()):
+                return 1, roots
+        return n, [Output(r.ordinal, r.value, Axis(d)) for r, d in zip(roots, dims, strict=True)]

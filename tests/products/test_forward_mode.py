@@ -102,6 +102,17 @@ def test_one_that_draws_from_its_own_generator_is_of_one_run():
     assert_near(flat(found), wanted, 1e-9)
 
 
+def test_a_compiled_part_has_its_derivative():
+    part = torch.compile(lambda h: h.tanh(), backend="aot_eager")
+
+    def f(p, x):
+        return part(x @ p["a"]) @ p["b"] + x
+
+    v = vectors(P)
+    wanted = matrices.ggn(lambda p, x: plain(p, x) + x, F.mse_loss, P, X, X) @ flat(v)
+    assert_near(flat(ggnvp(f, F.mse_loss)(P, v, X, X)), wanted, 1e-9)
+
+
 def test_memory_is_that_of_a_gradient():
     layers = [m for _ in range(8) for m in (torch.nn.Linear(64, 64), torch.nn.Tanh())]
     f, params = functional(torch.nn.Sequential(*layers))
