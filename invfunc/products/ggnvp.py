@@ -52,10 +52,10 @@ def ggnvp(
     Composes with: `linear_operator`, `estimate_trace`, `estimate_diagonal`, `streamed`; `torch.func.grad`, `vmap`,
     `jvp` around it and around its linearisation.
 
-    Cost: two gradients, and little more than the memory of one. `J v` is taken in forward mode, in a run of f of its own
-    that keeps no graph and draws the same random numbers. Where f has no derivative there, and inside of torch.func,
-    it is three to four gradients and the memory of two. A linearisation runs f once and keeps that memory, and each
-    product takes about half of the time. Attention runs without fused kernels.
+    Cost: two gradients, and little more than the memory of one. `J v` is taken in forward mode, in a run of f of its
+    own that keeps no graph and draws the same random numbers. Where f has no derivative there, and inside of
+    torch.func, it is three to four gradients and the memory of two. A linearisation runs f once and keeps that memory,
+    and each product takes about half of the time. Attention runs without fused kernels.
 
     Source: Schraudolph, "Fast curvature matrix-vector products", 2002; BackPACK's hessianfree.
     """
