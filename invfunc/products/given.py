@@ -188,20 +188,21 @@ class Given:
     def found_split(self, losses: bool = False, each: bool = True) -> Split:
         """Split a loss function at its outputs; with `losses`, `[N]` losses are taken as they are. Only with `each` f
         has to keep the samples apart."""
-        before = self.states
-        n, self.watch = self.n, (finder := Finder())
-        with marked_for(finder):
-            result = self.run()
-        self.watch = nullcontext()
-        check_loss(result, n)
-        if losses and result.ndim:
-            return Split(self.scope, n, result, [])
-        if not each:
-            return Split(self.scope, 1, result, finder.found(result, self.params), finder.terms)
-        set_states(before)
+        before, n = self.states, self.n
+        if losses or not each:
+            self.watch = finder = Finder()
+            with marked_for(finder):
+                result = self.run()
+            self.watch = nullcontext()
+            check_loss(result, n)
+            if not each:
+                return Split(self.scope, 1, result, finder.found(result, self.params), finder.terms)
+            if result.ndim:
+                return Split(self.scope, n, result, [])
+            set_states(before)
         try:
             return self.split_in(Following(self.scope, n, Finder()))
-        except Unsupported:
+        except Exception:
             set_states(before)
             return split_as_before(self)
 
@@ -224,7 +225,7 @@ class Given:
         """Split off the loss under a run of the core, which knows the samples."""
         given = self.problem
         for r in roots:
-            if r.value.ndim <= self.out_dims or r.value.shape[self.out_dims] != given.n:
+            if not -r.value.ndim <= self.out_dims < r.value.ndim or r.value.shape[self.out_dims] != given.n:
                 among = "looks like a loss function; call the transform on it alone"
                 kind = among if not r.value.ndim else "has other outputs"
                 raise ArgumentError(
@@ -272,11 +273,11 @@ class Given:
             return True
         before, watch = self.states, Pushed()
         try:
-            with torch.no_grad(), forward_ad.dual_level(), marked_for(watch), Uncompiled():
-                duals = tree.unflatten([*map(forward_ad.make_dual, self.leaves, v)], self.structure)
+            with torch.enable_grad(), forward_ad.dual_level(), marked_for(watch), Uncompiled():
+                duals = [forward_ad.make_dual(p.detach(), x.detach()) for p, x in zip(self.leaves, v, strict=True)]
                 inputs = tree.map_tensors(torch.Tensor.detach, self.args[1 : len(self.args) - (self.loss is not None)])
                 with self.mode, watch:
-                    result = self.f(duals, *inputs, **self.kwargs)
+                    result = self.f(tree.unflatten(duals, self.structure), *inputs, **self.kwargs)
                 result = with_aux(result)[0] if self.has_aux else result
                 if self.loss is not None or (losses and isinstance(result, torch.Tensor) and result.ndim):
                     watch.pairs = [watch.pair(z) for _, z in tree.outputs(result)[0]]
@@ -322,7 +323,7 @@ class Pushed(TorchFunctionMode):
     @staticmethod
     def pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         z, t = forward_ad.unpack_dual(x)
-        return z.detach(), t
+        return z.detach(), t if t is None else t.detach()
 
     def mark(self, z: torch.Tensor) -> None:
         self.pairs, self.fixed = self.pairs if self.fixed else [], True

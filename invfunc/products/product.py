@@ -179,9 +179,11 @@ class Product(Transform):
 
     def directly(self, given: Given, vectors: list[torch.Tensor], lead: int) -> tuple[list[torch.Tensor], Any]:
         """The product of vectors at these arguments, and aux."""
-        if self.forward and not lead and not _REFUSED.get(self) and not given.push(vectors, self.degree == 2):
-            _REFUSED.set(self, True)
+        pushes = self.forward and not lead and not _REFUSED.get(self)
+        refused = pushes and not given.push(vectors, losses=self.degree == 2)
         linear, aux = self.recorded(given)
+        if refused:  # and not for what is wrong with f or its arguments
+            _REFUSED.set(self, True)
         return linear(vectors, lead, keep=False), aux
 
     def recorded(self, given: Given) -> tuple[Linear, Any]:
