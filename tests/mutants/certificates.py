@@ -56,7 +56,6 @@ UNSEEN = {
     "a sure prediction has noise": ALIKE,
     "a batch norm of one sample keeps torch's wrong derivative": ALIKE,
     "a negative sample counts from one place behind the last": ALIKE,
-    "the samples of the outputs of a product are in front": ALIKE,
     "rows that changed places are not compared": GUARD,
     "all rows are compared with one scale": GUARD,
     "another order of the rows is no evidence": GUARD,

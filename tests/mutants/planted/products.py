@@ -127,13 +127,6 @@ FAULTS = [
         "products/test_fisher_products.py::test_terms_in_two_orders products/test_fisher_products.py",
     ),
     Fault(
-        "the samples of the outputs of a product are in front",
-        "products/given.py",
-        "(self.out_dims % z.ndim - z.ndim, 1, 1)",
-        "(-z.ndim, 1, 1)",
-        "products/test_product_splits.py::TestSamples::test_may_lie_along_other_axes",
-    ),
-    Fault(
         "second derivatives are clipped where their size was asked for",
         "products/positive.py",
         'h.abs() if modify == "abs" else h.clamp(min=0)',
