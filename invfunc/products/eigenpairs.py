@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,16 +18,14 @@ from invfunc.budget.size import free_on, told
 from invfunc.callables import check_functions, describe
 from invfunc.column_options import fisher_columns
 from invfunc.core.evaluate import evaluated, plain
-from invfunc.core.marks import Unsupported
 from invfunc.errors import ArgumentError
 from invfunc.loss.square_root import Columns, rooted
 from invfunc.products.curvature import of_root, split_of_fisher
-from invfunc.products.fallback import products_as_before
 from invfunc.products.given import Given, States
 from invfunc.products.maps import Kind, Linear
 from invfunc.products.product import Space
 from invfunc.products.rows import Rows
-from invfunc.products.sample_space import Eigenpairs
+from invfunc.products.sample_space import Eigenpairs, gram
 from invfunc.products.split import Split
 from invfunc.recording.problem import InDims, Problem
 from invfunc.reductions.quantity import ColumnKind, Drawing, Quantity
@@ -82,7 +80,6 @@ def eigenpairs(
         SplitError, ConvexityError, SampleAxisError, ArgumentError: as in `diag_ggn`; inside of torch.func; gradients
             that are not finite; a decomposition that takes more memory than is free.
         MissingExtraError: `progress` without tqdm: `pip install 'invfunc[progress]'`.
-        RandomnessError: f gives other numbers when it runs again: it draws from a generator of its own.
 
     Example:
         >>> import torch, invfunc
@@ -165,7 +162,7 @@ class Decomposition(Transform):
             states = given.states
             with given.scope:
                 split = self._split(given)
-                root, slope, columns = self._rows(given, split)
+                root, slope = self._rows(given, split)
                 aux = given.scope.result(given.aux)
             space = Space(names, given.structure, [Kind.of(p) for p in given.leaves])
             (v, n), size = root.there.into[0].shape, sum(p.numel() for p in given.leaves)
@@ -173,9 +170,9 @@ class Decomposition(Transform):
             self._check_room(given.leaves[0].device, v * n, size)
             title = repr(self) if self.progress else ""
             if of_columns:
-                small = self._products(given.problem, root, columns, split, states, title)
+                small = self._products(given.problem, root, states, title)
             else:
-                small = _formed(root, space.kinds, size, title)
+                small = doubled(_formed(root, space.kinds, size, title)[0]).movedim(0, -1)
             if anywhere(~small.isfinite()):
                 raise ArgumentError("per-sample gradients are not finite: f or its loss gives NaN or inf.")
             return Eigenpairs(repr(self), space, root, slope, small, of_columns), aux
@@ -203,35 +200,37 @@ class Decomposition(Transform):
         told_of = f"eigenpairs of {side}, of {v} columns of {n} samples and {size} parameters, in about {told(wanted)}"
         return Explanation(repr(self), 0, 0, 0, wanted, 1.0, told_of, plan=" ")
 
-    def _products(
-        self, given: Problem, root: Linear, columns: list[Columns], split: Split, states: States, title: str
-    ) -> torch.Tensor:
-        """`S S^T` of the rows S of a map, from each sample's share of them: `[V, N, V, N]` in float64."""
+    def _products(self, given: Problem, root: Linear, states: States, title: str) -> torch.Tensor:
+        """`S S^T` of the rows S of a map, `[V, N, V, N]` in float64: from each sample's share of them, if the core has
+        these of the same numbers, or else from rows that are formed."""
         quantity, after = Quantity(ProductsOfColumns(), self.kind, self.drawing), [(g, state_of(g)) for g, _ in states]
+        (kind,), u = root.there.into, torch.arange(1, root.there.into[0].shape.numel() + 1).cos()
         try:
-            if title or not plain(given):
-                raise Unsupported("a bar is shown")
             set_states(states)  # f is run again
-            (small,), _ = evaluated(given, [quantity], dense=True)
-            u = torch.arange(1, small[0, 0].numel() + 1).cos().reshape(small.shape[:2]).to(small)
-            ours, theirs = torch.tensordot(small, u, 2), root(root.transposed([u.to(root.there.into[0].dtype)]))[0]
-            if not near(theirs, ours.to(theirs), ours.abs().amax().to(theirs)):
-                raise Unsupported("other numbers when f runs again")
-            return small
-        except Exception:
-            set_states([*states[:-1], *after[-1:]] if self.drawing else states)
-            return products_as_before(given, replace(quantity, drawing=None), columns, split, title)
+            with ticking(title, 1) as ticks:
+                ticks.expect(1)
+                (small,), _ = evaluated(given, [quantity], dense=True)
+                ticks.done()
+            u = u.reshape(kind.shape).to(small)
+            ours, theirs = torch.tensordot(small, u, 2), root(root.transposed([u.to(kind.dtype)]))[0]
+            if plain(given) and near(theirs, ours.to(theirs), ours.abs().amax().to(theirs)):
+                return small
+        except Exception:  # f is not followed, as the loss is of several outputs, say
+            pass
+        set_states(after)
+        v, n = kind.shape
+        rows = _formed(root.transposed, [kind], v * n, title) if v else [given.leaves[0].new_zeros(0, 0)]
+        return gram(rows, doubled(rows[0]).new_zeros(v * n, v * n)).reshape(v, n, v, n)
 
-    def _rows(self, given: Given, split: Split) -> tuple[Linear, Linear | None, list[Columns]]:
-        """The square root as a map, the shares of the gradient as another, and the columns of the first."""
+    def _rows(self, given: Given, split: Split) -> tuple[Linear, Linear | None]:
+        """The square root as a map, and the shares of the gradient as another."""
         with given.mode.back(split.result.device):
             slope: list[Columns] = [split.gradient()] if split.roots else []
             if self.kind.first_order:
-                return of_root(given, split, Rows(split, slope)), None, slope
+                return of_root(given, split, Rows(split, slope)), None
             columns = [rooted(c, "all") for c in split.hessian()] if self.drawing is None else []
             columns = split.drawn(self.drawing, "eigenpairs") if self.drawing is not None else columns
-        root, gradient = (of_root(given, split, Rows(split, c)) for c in (columns, slope))
-        return root, gradient, columns
+        return of_root(given, split, Rows(split, columns)), of_root(given, split, Rows(split, slope))
 
     def _split(self, given: Given) -> Split:
         if self.kind.first_order:
@@ -251,8 +250,8 @@ def _decomposed(columns: int, size: int) -> tuple[str, int]:
     return f"a matrix [{columns}, {size}]", 8 * (3 * columns * size + 4 * size**2)
 
 
-def _formed(root: Linear, kinds: list[Kind], size: int, title: str) -> torch.Tensor:
-    """The rows S `[V, N, P]` in float64, from products with unit vectors, some at a time."""
+def _formed(of: Linear, kinds: list[Kind], size: int, title: str) -> list[torch.Tensor]:
+    """The images `[size, ...]` of unit vectors, some at a time."""
     found, at_once = [], thresholds.DIRECTIONS
     with ticking(title, 1) as ticks:
         ticks.reach(1)
@@ -261,6 +260,6 @@ def _formed(root: Linear, kinds: list[Kind], size: int, title: str) -> torch.Ten
             units = torch.eye(min(at_once, size - start), size, device=kinds[0].device).roll(start, 1)
             parts = units.split([kind.shape.numel() for kind in kinds], 1)
             given = [x.reshape(len(x), *kind.shape).to(kind.dtype) for x, kind in zip(parts, kinds, strict=True)]
-            found.append(doubled(root(given, 1)[0]))
+            found.append(of(given, 1))
             ticks.done()
-    return torch.cat(found).movedim(0, -1)
+    return [*map(torch.cat, zip(*found, strict=True))]

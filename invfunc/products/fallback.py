@@ -10,22 +10,17 @@ import torch
 
 from invfunc import tree
 from invfunc.errors import SplitError
-from invfunc.evaluation.engine import Engine
 from invfunc.loss.outputs import OutputFinder, marking, searched
-from invfunc.loss.square_root import Columns
 from invfunc.operations.axis import Axis
-from invfunc.passes.by_place import other_again
 from invfunc.passes.by_rows import Places
 from invfunc.passes.evidence import Evidence
-from invfunc.passes.loss import Made, at_found, at_given
+from invfunc.passes.loss import at_found, at_given
 from invfunc.passes.run import WHOLE, Run
-from invfunc.plan import Options
 from invfunc.recording import Trace
-from invfunc.recording.checks import check_loss, output_axis, same_values
+from invfunc.recording.checks import check_loss, output_axis
 from invfunc.recording.joined import check_fewer, moved
-from invfunc.recording.problem import Problem, with_aux
+from invfunc.recording.problem import with_aux
 from invfunc.recording.random import Draws
-from invfunc.reductions.quantity import Quantity
 
 
 def split_as_before(given: Any, values: Sequence[torch.Tensor] | None = None, structure: Any = None) -> Any:
@@ -100,31 +95,3 @@ def check_apart(given: Any) -> bool:
         return with_aux(result)[0] if given.has_aux else result
 
     return check_fewer(whole, given.out_dims, given.n, tensors, alone, traced=False)
-
-
-def products_as_before(own: Problem, quantity: Quantity, columns: Any, first: Any, title: str) -> torch.Tensor:
-    """The inner products of columns that are known, so that they are those of a map: there are many square roots."""
-    (small,), _ = _Grams(own, quantity, columns, first, title).result()
-    return small
-
-
-class _Grams(Engine):
-    """The inner products of columns that are known, so that they are those of the map: there are many square roots."""
-
-    def __init__(self, given: Problem, quantity: Quantity, columns: list[Columns], first: Any, title: str) -> None:
-        """`first` is what the run before has given, which recorded the map; `title` is that of a progress bar."""
-        super().__init__(given, Options(progress=title), [quantity])
-        self.columns, self.first = columns, first
-
-    def _made(self, split: Any) -> Made:
-        self._check([r.value for r in split.roots], [r.value for r in self.first.roots], "other outputs")
-        return {q.columns: self.columns for q in self.quantities}
-
-    def _ones(self, run: Run) -> Made:
-        self._check([run.result], [self.first.result], "another loss")
-        return super()._ones(run)
-
-    def _check(self, found: list[torch.Tensor], first: list[torch.Tensor], what: str) -> None:
-        """Both runs have to be of the same numbers, also where f draws from a generator of its own."""
-        if not all(map(same_values, found, first)):
-            raise other_again(what)
