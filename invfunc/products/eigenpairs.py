@@ -113,7 +113,8 @@ def eigenpairs(
     `[V N, V N]` in float64: `(V N)^3`, and some `40 (V N)^2` bytes while it runs, for V N up to some 10^4. Kept are the
     eigenvectors, `(V N)^2` numbers, and the graph of a linearisation, the memory of two gradients. Where V N is 2 P
     or more, S is formed by P products with J and has a singular value decomposition: `V N P^2`, and some `24 V N P`
-    bytes. `explain` says which it is; what is not free is an error before it is computed.
+    bytes. Where the samples of f are not followed, S is formed too, by V N products with J^T. `explain` says which side
+    it is; what is not free is an error before it is computed.
 
     Source: Dangel, Tatzel and Hennig, "ViViT: curvature access through the generalized Gauss-Newton's low-rank
     structure", TMLR 2022; Koh and Liang, "Understanding black-box predictions via influence functions", ICML 2017; Ren
