@@ -54,8 +54,8 @@ def ggnvp(
 
     Cost: two gradients, and little more than the memory of one. `J v` is taken in forward mode, in a run of f of its
     own that keeps no graph and draws the same random numbers. Where f has no derivative there, and inside of
-    torch.func, it is three to four gradients and the memory of two. A linearisation runs f once and keeps that memory,
-    and each product takes about half of the time. Attention runs without fused kernels.
+    torch.func, it is three to four gradients and the memory of two. A linearisation runs f once and keeps that memory;
+    each of its products takes two gradients more. Attention runs without fused kernels.
 
     Source: Schraudolph, "Fast curvature matrix-vector products", 2002; BackPACK's hessianfree.
     """
