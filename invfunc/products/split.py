@@ -303,9 +303,10 @@ class Split:
             weights = t.call.arg("weight"), t.call.arg("pos_weight")
             if t.output is self.result and t.at_root and t.call.func in SURE and weights == (None, None):
                 return
-        roots: Any = [Output(r.ordinal, r.value) for r in self.roots]
-        known, n = structured(self.scope, self.result, roots, self.terms) is not None, 1
-        if not known:
+        apart = self.n > 1  # the run of f has told where the samples are
+        n, roots = self.n, self.roots if apart else [Output(r.ordinal, r.value) for r in self.roots]
+        known = structured(self.scope, self.result, roots, self.terms) is not None
+        if not known and not apart:
             n, roots = self._apart(slopes, roots)
         outputs = sum([r.value.numel() for r in roots]) // n
         if outputs and (known or n * outputs**2 <= thresholds.CHECKED):
