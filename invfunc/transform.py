@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import storage_of
+from invfunc._torch.functorch import memories, storage_of
 from invfunc._torch.values import checked_at_the_end
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.recording.problem import numpy_arrays
@@ -173,7 +173,8 @@ class Transform(ABC):
 
             return eagerly(partial(self.run, compute, names, method=method), args, kwargs)
         result, aux = self.told(compute, names, args, kwargs, method)
-        if self.owned:
+        made: Any = result
+        if self.owned and not isinstance(made, Transform):  # whose results are made so in its calls
             result = own_memory(result, (args, kwargs, self.memory))
         if not self.has_aux:
             return result
@@ -212,18 +213,20 @@ def help_of(t: Any) -> str:
 
 def own_memory(results: Any, given: Any) -> Any:
     """The results with memory of their own for each tensor, so that one can be written without the others."""
-    taken = {storage_of(x) for x in tree.tensors(given)}
-
-    def own(x: torch.Tensor) -> torch.Tensor:
-        expanded = not x.is_contiguous() and any(map(lambda step, size: step == 0 and size > 1, x.stride(), x.shape))
-        memory = storage_of(x)
-        if expanded or memory in taken:
-            x = x.clone(memory_format=torch.contiguous_format)
-            memory = storage_of(x)
+    taken = {*memories(tree.tensors(given))}
+    leaves, structure = tree.flatten(results)
+    shared = False
+    for i, memory in enumerate(memories(leaves)):
+        x = leaves[i]
+        if memory is not None and (memory in taken or (not x.is_contiguous() and _expanded(x))):
+            leaves[i] = x = x.clone(memory_format=torch.contiguous_format)
+            shared, memory = True, storage_of(x)
         taken.add(memory)
-        return x
+    return tree.unflatten(leaves, structure) if shared else results
 
-    return tree.map_tensors(own, results)
+
+def _expanded(x: torch.Tensor) -> bool:
+    return any(map(lambda step, size: step == 0 and size > 1, x.stride(), x.shape))
 
 
 def misfit(names: Sequence[str], args: tuple, kwargs: dict[str, Any]) -> str:

@@ -82,9 +82,11 @@ def _gather(branches: Iterable[Any], found: list[torch.Tensor]) -> None:
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             found.append(branch)
         elif kind is tuple or kind is list:
-            _gather(branch, found)
+            if branch:
+                _gather(branch, found)
         elif kind is dict:
-            _gather(branch.values(), found)
+            if branch:
+                _gather(branch.values(), found)
         elif kind not in _PLAIN:
             found.extend(leaf for leaf in leaves(branch) if isinstance(leaf, torch.Tensor))
 

@@ -41,7 +41,7 @@ def dual_level() -> bool:
 
 def forward_mode() -> bool:
     """Whether a jvp, or what is made of it, is among the transforms of torch.func around us."""
-    return any(kind == "jvp" for kind, _ in levels())
+    return dual_level() and any(kind == "jvp" for kind, _ in levels())
 
 
 def level_of(x: torch.Tensor) -> int | None:
@@ -307,6 +307,18 @@ def storage_of(x: torch.Tensor) -> int:
     """Which memory a tensor is in."""
     plain = x.layout is torch.strided and not has_torch_function_unary(x) and not _C.is_functorch_wrapped_tensor(x)
     return (x.untyped_storage() if plain else memory_of(x))._cdata
+
+
+def memories(leaves: Sequence[Any]) -> list[int | None]:
+    """Which memory each of some tensors is in; None of what is no tensor."""
+    of_torch, strided, wrapped = {torch.Tensor, torch.nn.Parameter}, torch.strided, _C.is_functorch_wrapped_tensor
+    simple, found = not listening(), list[int | None]()
+    for x in leaves:  # without a call for each of them, where it is not needed
+        if simple and type(x) in of_torch and x.layout is strided and not wrapped(x):
+            found.append(x.untyped_storage()._cdata)
+        else:
+            found.append(storage_of(x) if isinstance(x, torch.Tensor) else None)
+    return found
 
 
 def memory_of(x: torch.Tensor) -> Any:

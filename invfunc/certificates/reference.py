@@ -15,9 +15,9 @@ from invfunc.certificates.draws import States, rewound, states
 from invfunc.certificates.run import Entries, Run, bent, in_parts, wide
 from invfunc.errors import RandomnessError, SampleAxisError, SplitError
 from invfunc.loss.square_root import Columns
-from invfunc.passes.loss import Split
 from invfunc.products.given import Given
 from invfunc.products.maps import Pull
+from invfunc.products.split import Split
 from invfunc.recording.problem import Problem
 from invfunc.reductions.quantity import Quantity
 
@@ -100,7 +100,9 @@ class Reference:
     @cached_property
     def drawn(self) -> dict[Any, list[Columns]]:
         """The columns that were drawn for the result."""
-        return self.outputs.split.made([q for q in self.quantities if q.drawing is not None])
+        split = self.outputs.split
+        drawn = {q.columns: q.drawing for q in self.quantities if q.drawing is not None}
+        return {key: split.drawn(drawing, "diag_ggn") for key, drawing in drawn.items()}
 
     @cached_property
     def hessian(self) -> Entries:
@@ -113,15 +115,14 @@ class Reference:
 
     @cached_property
     def parts(self) -> Run:
-        """The losses of the samples as functions of all that is before them: of no bottlenecks, which cut them off."""
+        """The losses of the samples as functions of all that is before them."""
         given = self._given()
         if given.loss is None:
             result = given.run()
             if isinstance(result, torch.Tensor) and result.shape == (self.problem.n,):
-                return Run(given, Split(given.scope, self.problem.n, result, [], values=[result]))
+                return Run(given, Split(given.scope, self.problem.n, result, []))
         try:
-            if not self.outputs.split.bottlenecks:
-                return self.outputs
+            return self.outputs
         except (SampleAxisError, SplitError):
             pass
         return Run(*self._each_alone())

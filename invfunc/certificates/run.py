@@ -16,10 +16,10 @@ from invfunc import tree
 from invfunc.evaluation.engine import budget
 from invfunc.loss.square_root import Columns
 from invfunc.operations.axis import Axis
-from invfunc.passes.loss import Split
 from invfunc.products.curvature import Jacobian
 from invfunc.products.given import Given
 from invfunc.products.maps import Pull, Vectors
+from invfunc.products.split import Split
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:

@@ -10,18 +10,23 @@ import torch
 
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import innermost, version
+from invfunc._torch.graphs import node_of, nodes_below, nodes_of
 from invfunc._torch.values import anywhere, check, checked_at_once, decides
 from invfunc.errors import ConvexityError, SplitError
-from invfunc.loss.outputs import LossTerm, ModelOutput
 from invfunc.loss.square_root import Affine, Columns, Elementwise, General, Gradient, OutputCotangents, Softmax
 from invfunc.operations.losses import reduction
 from invfunc.operations.operation import known
 from invfunc.operations.second_derivatives import TwiceDifferentiable
-from invfunc.recording.graph import node_of, nodes_of, reaches
-from invfunc.recording.scope import Scope
+
+Scope = Any
+"""A context that takes derivatives (`grad`) and gives values to the outside (`leave`)."""
+Output = Any
+"""An output of the model: its `ordinal`, `value` and `axis`."""
+Term = Any
+"""A criterion of outputs: its `call`, `input` and `output`, and the `roots` of which it is."""
 
 
-def gradient(scope: Scope, result: torch.Tensor, roots: list[ModelOutput], n: int) -> Gradient:
+def gradient(scope: Scope, result: torch.Tensor, roots: list[Output], n: int) -> Gradient:
     """The gradient of the result in the outputs."""
     found = scope.grad([result], [r.value for r in roots], [torch.ones_like(result)], batched=False)
     values = zip(roots, found, strict=True)
@@ -29,7 +34,7 @@ def gradient(scope: Scope, result: torch.Tensor, roots: list[ModelOutput], n: in
 
 
 def hessian(
-    scope: Scope, result: torch.Tensor, roots: list[ModelOutput], terms: list[LossTerm], n: int, convex: bool = True
+    scope: Scope, result: torch.Tensor, roots: list[Output], terms: list[Term], n: int, convex: bool = True
 ) -> list[Columns]:
     """The columns of the Hessian of the result in the outputs; `convex` says that it has to be positive."""
     by_ordinal = {r.ordinal: r for r in roots}
@@ -50,8 +55,8 @@ def hessian(
 
 def _columns_of(
     scope: Scope,
-    terms: list[tuple[LossTerm, torch.Tensor]],
-    roots: dict[int, ModelOutput],
+    terms: list[tuple[Term, torch.Tensor]],
+    roots: dict[int, Output],
     n: int,
     convex: bool,
 ) -> list[Columns]:
@@ -59,15 +64,15 @@ def _columns_of(
 
 
 def structured(
-    scope: Scope, result: torch.Tensor, roots: list[ModelOutput], terms: list[LossTerm]
-) -> list[tuple[LossTerm, torch.Tensor]] | None:
+    scope: Scope, result: torch.Tensor, roots: list[Output], terms: list[Term]
+) -> list[tuple[Term, torch.Tensor]] | None:
     """Each term with the gradient of the result in its output; None unless the result is affine in just these."""
     if any(version(p.output) != p.version for p in terms):
         return None
     outputs = {id(p.output): p.output for p in terms if p.output.requires_grad}
-    nodes = {node_of(r.value) for r in roots}
-    stops = {node_of(x): () for x in outputs.values()}
-    if not outputs or len({id(p.output) for p in terms}) < len(terms) or reaches(result, nodes, stops):
+    nodes, stops = {node_of(r.value) for r in roots}, {node_of(x) for x in outputs.values()}
+    around = not nodes.isdisjoint(nodes_of([result], stops))
+    if not outputs or len({id(p.output) for p in terms}) < len(terms) or around:
         return None
     found = scope.grad([result], list(outputs.values()), [torch.ones_like(result)], batched=False, create_graph=True)
     slopes = dict(zip(outputs, found, strict=True))
@@ -81,10 +86,10 @@ _LINEAR = {"NllLossBackwardBackward0", "NllLoss2DBackwardBackward0"}
 """Derivatives of slopes that do not depend on what the loss is of, with a second edge to it, through which go zeros."""
 
 
-def _varies(scope: Scope, slope: torch.Tensor, roots: list[ModelOutput], nodes: set[Any]) -> bool:
+def _varies(scope: Scope, slope: torch.Tensor, roots: list[Output], nodes: set[Any]) -> bool:
     """Whether a slope depends on the outputs."""
     linear = {node: [node.next_functions[0][0]] for node in nodes_of([slope]) if node.name() in _LINEAR}
-    if not reaches(slope, nodes, linear):
+    if not slope.requires_grad or nodes.isdisjoint(nodes_below([node_of(slope)], known=linear)):
         return False
     weights = torch.arange(1, slope.numel() + 1, device=slope.device).to(slope.dtype).cos().reshape(slope.shape)
     found = scope.grad([slope], [r.value for r in roots], [weights], batched=False)
@@ -92,9 +97,7 @@ def _varies(scope: Scope, slope: torch.Tensor, roots: list[ModelOutput], nodes: 
     return any(g is not None and anywhere(g != 0) for g in found)
 
 
-def columns(
-    scope: Scope, term: LossTerm, slope: torch.Tensor, roots: list[ModelOutput], n: int, convex: bool = True
-) -> Columns:
+def columns(scope: Scope, term: Term, slope: torch.Tensor, roots: list[Output], n: int, convex: bool = True) -> Columns:
     """The columns of one term, whose output comes with a slope; without roots, those at its own input."""
     if term.kind == "elementwise":
         made: Columns = _elementwise(scope, term, slope, n, convex)
@@ -112,7 +115,7 @@ def columns(
     return Affine(made, term.root, [r.ordinal for r in roots], pull)
 
 
-def _elementwise(scope: Scope, term: LossTerm, slope: torch.Tensor, n: int, convex: bool) -> Elementwise:
+def _elementwise(scope: Scope, term: Term, slope: torch.Tensor, n: int, convex: bool) -> Elementwise:
     (x, output), entry = _wide(term), known(term.call.name)
     (first,) = scope.grad([output], [x], [slope.to(output.dtype)], batched=False, create_graph=True)
     assert first is not None
@@ -126,7 +129,7 @@ def _elementwise(scope: Scope, term: LossTerm, slope: torch.Tensor, n: int, conv
     return Elementwise(term.root, term.axis.expose(diagonal, n), entry.predictive, logits)
 
 
-def _wide(term: LossTerm) -> tuple[torch.Tensor, torch.Tensor]:
+def _wide(term: Term) -> tuple[torch.Tensor, torch.Tensor]:
     """The input and the output, in float32 at least: p (1 - p) is 0 in bfloat16 for all p above 0.998."""
     if term.input.dtype not in (torch.float16, torch.bfloat16):
         return term.input, term.output
@@ -140,7 +143,7 @@ def _wide(term: LossTerm) -> tuple[torch.Tensor, torch.Tensor]:
         return x, term.call.func(*args, **kwargs)
 
 
-def _class_dim(term: LossTerm) -> int:
+def _class_dim(term: Term) -> int:
     x = term.input
     if term.kind == "softmax":
         return 0 if x.ndim == 1 else 1
@@ -150,11 +153,11 @@ def _class_dim(term: LossTerm) -> int:
     return dim % x.ndim
 
 
-def _over_classes(term: LossTerm, slope: torch.Tensor) -> torch.Tensor:
+def _over_classes(term: Term, slope: torch.Tensor) -> torch.Tensor:
     return slope.sum(_class_dim(term))
 
 
-def _class_weight(term: LossTerm, slope: torch.Tensor) -> torch.Tensor:
+def _class_weight(term: Term, slope: torch.Tensor) -> torch.Tensor:
     """k of a cross entropy: the weight of the targets at each position, in the scale of the reduction."""
     call = term.call
     x, target = term.input, call.arg("target")
@@ -177,7 +180,7 @@ def _class_weight(term: LossTerm, slope: torch.Tensor) -> torch.Tensor:
     return scale * met if reduced != "mean" else torch.where(met == 0, 0, scale * met)
 
 
-def _softmax(scope: Scope, term: LossTerm, weight: torch.Tensor, n: int, convex: bool) -> Softmax:
+def _softmax(scope: Scope, term: Term, weight: torch.Tensor, n: int, convex: bool) -> Softmax:
     """Bring logits to `[n, C, positions]` and the weights to `[n, positions]`."""
     dim, axis = _class_dim(term), term.axis
     if convex:
@@ -198,7 +201,7 @@ def _softmax(scope: Scope, term: LossTerm, weight: torch.Tensor, n: int, convex:
     return Softmax(term.root, flat, w.reshape(n, -1), layout)
 
 
-def _general(scope: Scope, result: torch.Tensor, roots: list[ModelOutput], n: int, convex: bool) -> General:
+def _general(scope: Scope, result: torch.Tensor, roots: list[Output], n: int, convex: bool) -> General:
     values = [r.value for r in roots]
     shapes = {r.ordinal: r.axis.expose(r.value, n).shape[1:] for r in roots}
     sizes = [math.prod(s) for s in shapes.values()]

@@ -247,8 +247,8 @@ _active = threading.local()
 def mark(z: torch.Tensor) -> torch.Tensor:
     """What `outputs` does to one tensor inside a run."""
     criterion = getattr(_active, "criterion", None)
-    if criterion is not None:
-        criterion.mark(z)
+    if criterion is not None and (marked := criterion.mark(z)) is not None:
+        return marked
     run: ParameterUses | None = getattr(_active, "run", None)
     finder, tag = (None, None) if run is None else (run.watcher, run.tag(z))
     if run is None or not isinstance(finder, OutputFinder) or not isinstance(tag, Sampled) or finder.marked_before(tag):

@@ -3,9 +3,7 @@ right."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ import torch
 from invfunc._torch.functorch import checkpointing, forward_mode
 from invfunc._torch.opened import opened
 from invfunc.errors import ArgumentError
-from invfunc.operations.heard import Function, Listener
+from invfunc.operations.heard import Function, Listener, function_of
 
 _OPENED = {"multi_head_attention_forward", "grad"}
 """What happens in there is to be seen too."""
@@ -25,8 +23,18 @@ class TwiceDifferentiable(Listener):
     used = False
     """Whether an operation was replaced."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._pushed = forward_mode()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        function = function_of(func)
+        if function.forms.twice is None and function.name not in _OPENED and not self._pushed:  # most of them
+            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
     def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if checkpointing() and forward_mode():
+        if self._pushed and checkpointing():
             raise ArgumentError(
                 f"f computes `{function.name}` under hooks on saved tensors (torch.utils.checkpoint), which lose the "
                 "tangents of a torch.func.jvp around it. Call the part without a checkpoint there, or write "
@@ -41,12 +49,14 @@ class TwiceDifferentiable(Listener):
         self.used = True
         return twice(function.func, *args, **kwargs)
 
-    @contextmanager
-    def back(self, device: torch.device) -> Iterator[None]:
+    def back(self, device: torch.device) -> AbstractContextManager:
         """The context of a backward pass: autocast off, as the forward pass has chosen the precisions, and this mode on
         if it was used, as a checkpoint may run f again."""
         kind = device.type
-        casts = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-        with casts, self if self.used else nullcontext(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "There is a performance drop")  # of vmap, about an operation in f
-            yield
+        if not self.used and not torch.is_autocast_enabled(kind):
+            return nullcontext()
+        stack = ExitStack()
+        stack.enter_context(torch.autocast(kind, enabled=False))
+        if self.used:
+            stack.enter_context(self)
+        return stack

@@ -7,14 +7,11 @@ from typing import Any
 
 import torch
 
-from invfunc import thresholds
-from invfunc.errors import SampleAxisError, SplitError, unreached
-from invfunc.loss.hessian import hessian, structured
-from invfunc.passes.loss import Split
+from invfunc.errors import SplitError, unreached
 from invfunc.products.given import Given
 from invfunc.products.maps import Kind, Linear, Pull, Steps, Vectors, Way
 from invfunc.products.rows import Rows
-from invfunc.recording.scope import Scope
+from invfunc.products.split import Split
 
 
 def of_hessian(given: Given, blocks: bool = False) -> Linear:
@@ -34,15 +31,11 @@ def of_hessian(given: Given, blocks: bool = False) -> Linear:
 
 def of_ggn(given: Given, blocks: bool = False) -> Linear:
     """`J^T H J v`, with the H of a convex loss."""
-    try:
-        split = given.found_split() if given.loss is None else given.given_split(each=False)
-    except SampleAxisError as error:
-        raise SampleAxisError(f"{error} Or give the model and the loss apart: then they may be mixed.") from None
-    scope, roots = given.scope, [r.value for r in split.roots]
+    split = given.found_split(each=False) if given.loss is None else given.given_split(each=False)
     with given.mode.back(split.result.device):
-        check_convex(scope, split)
-        slopes = Pull(scope, graph=True)([split.result], roots, [torch.ones_like(split.result)])
-    return sandwich(given, split, lambda t, pull: pull(slopes, roots, t), blocks)
+        slopes = split.slopes()
+        split.check_convex(slopes)
+    return sandwich(given, split, lambda t, pull: pull(slopes, split.values, t), blocks)
 
 
 def of_fisher(given: Given) -> Linear:
@@ -76,23 +69,19 @@ def of_root(given: Given, split: Split, rows: Rows) -> Linear:
     def back(u: Vectors, pull: Pull) -> Vectors:
         return jacobian.back(rows.sent(u, pull), pull)
 
-    return Linear(given.scope, given.mode, Way(forth, [rows.kind]), Way(back, _kinds(given)))
+    return Linear(given.scope, given.mode, Way(forth, [rows.kind]), Way(back, given.kinds))
 
 
 def of_jacobian(given: Given) -> tuple[Linear, list[torch.Tensor], Any]:
     """`J v` with its transpose, the outputs and their structure."""
     values, structure = given.outputs()
-    jacobian = Jacobian.recorded(given, Split(given.scope, 1, values[0], [], values=values))
+    jacobian = Jacobian.recorded(given, values)
     there = Way(jacobian.forth, [Kind.of(z) for z in values])
-    return Linear(given.scope, given.mode, there, Way(jacobian.back, _kinds(given))), values, structure
-
-
-def _kinds(given: Given) -> list[Kind]:
-    return [Kind.of(p) for p in given.leaves]
+    return Linear(given.scope, given.mode, there, Way(jacobian.back, given.kinds)), values, structure
 
 
 def _symmetric(given: Given, steps: Steps) -> Linear:
-    way = Way(steps, _kinds(given))
+    way = Way(steps, given.kinds)
     return Linear(given.scope, given.mode, way, way)
 
 
@@ -102,17 +91,16 @@ class Jacobian:
 
     values: list[torch.Tensor]
     params: list[torch.Tensor]
-    bottlenecks: list[tuple[torch.Tensor, torch.Tensor]]
     dummies: list[torch.Tensor]
     rows: Vectors
     """`J^T u` of the dummies u: what is linear in u has `v -> J v` for the transpose of its derivative."""
 
     @staticmethod
-    def recorded(given: Given, split: Split) -> Jacobian:
-        scope = given.scope
-        dummies = [scope.enter(scope.leave(torch.ones_like(z))) for z in split.values]
-        found = Jacobian(split.values, given.params, split.bottlenecks, dummies, [])
-        with given.mode.back(split.result.device):
+    def recorded(given: Given, of: Split | list[torch.Tensor]) -> Jacobian:
+        scope, values = given.scope, of if isinstance(of, list) else of.values
+        dummies = [scope.enter(scope.leave(torch.ones_like(z))) for z in values]
+        found = Jacobian(values, given.params, dummies, [])
+        with given.mode.back(values[0].device):
             found = replace(found, rows=found.back([*dummies], Pull(scope, graph=True)))
         check_reached(found.rows)
         return found
@@ -121,15 +109,7 @@ class Jacobian:
         return pull(self.rows, self.dummies, v)
 
     def back(self, cotangents: Vectors, pull: Pull) -> Vectors:
-        """Through the bottlenecks, from the last one to the first."""
-        pull, count = replace(pull, keep=pull.keep or bool(self.bottlenecks)), len(self.params)
-        found = pull(self.values, [*self.params, *(after for after, _ in self.bottlenecks)], cotangents)
-        while len(found) > count:
-            *found, cotangent = found
-            after = [after for after, _ in self.bottlenecks[: len(found) - count]]
-            more = pull([self.bottlenecks[len(after)][1]], [*self.params, *after], [cotangent])
-            found = [a if b is None else b if a is None else a + b for a, b in zip(found, more, strict=True)]
-        return found
+        return pull(self.values, self.params, cotangents)
 
     def of(self, i: int) -> Jacobian:
         """The Jacobian in one of the parameters."""
@@ -138,6 +118,18 @@ class Jacobian:
 
 def sandwich(given: Given, split: Split, middle: Steps, blocks: bool = False) -> Linear:
     """`J^T (...) J v`; with `blocks`, in each parameter alone."""
+    pushed = given.pushed(split)
+    if pushed is not None:  # of the one vector that there is
+        jacobian = Jacobian(split.values, given.params, [], [])
+
+        def one(v: Vectors, pull: Pull) -> Vectors:
+            cotangents = middle([*pushed], pull)
+            found = jacobian.back(cotangents, pull)
+            if any([x is not None for x in cotangents]):
+                check_reached(found)
+            return found
+
+        return _symmetric(given, one)
     jacobian = Jacobian.recorded(given, split)
 
     def product(jacobian: Jacobian, v: Vectors, pull: Pull) -> Vectors:
@@ -153,15 +145,7 @@ def sandwich(given: Given, split: Split, middle: Steps, blocks: bool = False) ->
 
 def check_reached(pulled: Vectors) -> None:
     """Check that what was pulled back has come to a parameter."""
-    if all(x is None for x in pulled):
-        raise unreached()
-
-
-def check_convex(scope: Scope, split: Split) -> None:
-    """That a GGN exists, unless the Hessian of the loss is too large to be looked at."""
-    n, roots = split.n, split.roots
-    outputs = sum(r.value.numel() for r in roots) // n
-    terms = [p for p in split.terms if p.root in {r.ordinal for r in roots}]
-    known = n * outputs**2 <= thresholds.CHECKED or structured(scope, split.result, roots, terms) is not None
-    if known and outputs:
-        hessian(scope, split.result, roots, terms, n)
+    for x in pulled:
+        if x is not None:
+            return
+    raise unreached()

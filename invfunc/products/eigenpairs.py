@@ -11,27 +11,24 @@ import torch
 from invfunc import thresholds
 from invfunc._extras import ticking
 from invfunc._torch.functorch import transforming
-from invfunc._torch.generators import set_states, state_of, torchs_own
+from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.precision import doubled
-from invfunc._torch.values import anywhere
+from invfunc._torch.values import anywhere, near
 from invfunc.budget.size import free_on, told
 from invfunc.callables import check_functions, describe
 from invfunc.column_options import fisher_columns
+from invfunc.core.evaluate import evaluated, plain
 from invfunc.errors import ArgumentError
-from invfunc.evaluation.engine import Engine
 from invfunc.loss.square_root import Columns, rooted
-from invfunc.passes.by_place import other_again
-from invfunc.passes.loss import Made, Split
-from invfunc.passes.run import Run
 from invfunc.plan import Options
 from invfunc.products.curvature import of_root, split_of_fisher
-from invfunc.products.given import Given
+from invfunc.products.given import Given, States
 from invfunc.products.maps import Kind, Linear
 from invfunc.products.product import Space
 from invfunc.products.rows import Rows
-from invfunc.products.sample_space import Eigenpairs
-from invfunc.recording.checks import same_values
-from invfunc.recording.problem import InDims, Problem, problem
+from invfunc.products.sample_space import Eigenpairs, gram
+from invfunc.products.split import Split
+from invfunc.recording.problem import InDims, Problem
 from invfunc.reductions.quantity import ColumnKind, Drawing, Quantity
 from invfunc.reductions.squares import ProductsOfColumns
 from invfunc.sparsity.report import Explanation
@@ -84,7 +81,6 @@ def eigenpairs(
         SplitError, ConvexityError, SampleAxisError, ArgumentError: as in `diag_ggn`; inside of torch.func; gradients
             that are not finite; a decomposition that takes more memory than is free.
         MissingExtraError: `progress` without tqdm: `pip install 'invfunc[progress]'`.
-        RandomnessError: f gives other numbers when it runs again: it draws from a generator of its own.
 
     Example:
         >>> import torch, invfunc
@@ -118,7 +114,8 @@ def eigenpairs(
     `[V N, V N]` in float64: `(V N)^3`, and some `40 (V N)^2` bytes while it runs, for V N up to some 10^4. Kept are the
     eigenvectors, `(V N)^2` numbers, and the graph of a linearisation, the memory of two gradients. Where V N is 2 P
     or more, S is formed by P products with J and has a singular value decomposition: `V N P^2`, and some `24 V N P`
-    bytes. `explain` says which it is; what is not free is an error before it is computed.
+    bytes. Where the samples of f are not followed, S is formed too, by V N products with J^T. `explain` says which side
+    it is; what is not free is an error before it is computed.
 
     Source: Dangel, Tatzel and Hennig, "ViViT: curvature access through the generalized Gauss-Newton's low-rank
     structure", TMLR 2022; Koh and Liang, "Understanding black-box predictions via influence functions", ICML 2017; Ren
@@ -163,24 +160,21 @@ class Decomposition(Transform):
             )
         with torch.no_grad():
             dims = self.in_dims, self.out_dims, self.has_aux
-            given, before = Given(self.f, self.loss, args, kwargs, names, *dims, self.drawing), torchs_own()
-            states = [(g, state_of(g)) for g in before]
+            given = Given(self.f, self.loss, args, kwargs, names, *dims, self.drawing)
+            states = given.states
             with given.scope:
                 split = self._split(given)
-                root, slope, columns = self._rows(given, split)
+                root, slope = self._rows(given, split)
                 aux = given.scope.result(given.aux)
-            set_states(states)  # f is run again
             space = Space(names, given.structure, [Kind.of(p) for p in given.leaves])
             (v, n), size = root.there.into[0].shape, sum(p.numel() for p in given.leaves)
             of_columns = _smaller(v * n, size)
             self._check_room(given.leaves[0].device, v * n, size)
             title = repr(self) if self.progress else ""
             if of_columns:
-                again = problem(self.f, self.loss, args, kwargs, 0, *dims, names)
-                quantity = Quantity(ProductsOfColumns(), self.kind)
-                (small,), _ = _Grams(again, quantity, columns, split, title).result()
+                small = self._products(given.problem, root, states, title)
             else:
-                small = _formed(root, space.kinds, size, title)
+                small = doubled(_formed(root, space.kinds, size, title)[0]).movedim(0, -1)
             if anywhere(~small.isfinite()):
                 raise ArgumentError("per-sample gradients are not finite: f or its loss gives NaN or inf.")
             return Eigenpairs(repr(self), space, root, slope, small, of_columns), aux
@@ -198,26 +192,47 @@ class Decomposition(Transform):
         """What it decomposes at these arguments, and in how much memory."""
         with torch.no_grad():
             dims = self.in_dims, self.out_dims, self.has_aux
-            given, states = Given(self.f, self.loss, args, kwargs, names, *dims, self.drawing), torchs_own()
-            before = [(g, state_of(g)) for g in [*states, *([self.drawing.generator] if self.drawing else [])]]
+            given = Given(self.f, self.loss, args, kwargs, names, *dims, self.drawing)
+            states = given.states
             with given.scope:
                 v, n = self._rows(given, self._split(given))[0].there.into[0].shape
-            set_states(before)
+            set_states(states)
         size = sum(p.numel() for p in given.leaves)
         side, wanted = _decomposed(v * n, size)
         told_of = f"eigenpairs of {side}, of {v} columns of {n} samples and {size} parameters, in about {told(wanted)}"
         return Explanation(repr(self), 0, 0, 0, wanted, 1.0, told_of, plan=" ")
 
-    def _rows(self, given: Given, split: Split) -> tuple[Linear, Linear | None, list[Columns]]:
-        """The square root as a map, the shares of the gradient as another, and the columns of the first."""
+    def _products(self, given: Problem, root: Linear, states: States, title: str) -> torch.Tensor:
+        """`S S^T` of the rows S of a map, `[V, N, V, N]` in float64: from each sample's share of them, if the core has
+        these of the same numbers, or else from rows that are formed."""
+        quantity, after = Quantity(ProductsOfColumns(), self.kind, self.drawing), [(g, state_of(g)) for g, _ in states]
+        (kind,), u = root.there.into, torch.arange(1, root.there.into[0].shape.numel() + 1).cos()
+        try:
+            set_states(states)  # f is run again
+            with ticking(title, 1) as ticks:
+                ticks.expect(1)
+                (small,), _ = evaluated(given, [quantity], Options(dense=True))
+                ticks.done()
+            u = u.reshape(kind.shape).to(small)
+            ours, theirs = torch.tensordot(small, u, 2), root(root.transposed([u.to(kind.dtype)]))[0]
+            if plain(given) and near(theirs, ours.to(theirs), ours.abs().amax().to(theirs)):
+                return small
+        except Exception:  # f is not followed, as the loss is of several outputs, say
+            pass
+        set_states(after)
+        v, n = kind.shape
+        rows = _formed(root.transposed, [kind], v * n, title) if v else [given.leaves[0].new_zeros(0, 0)]
+        return gram(rows, doubled(rows[0]).new_zeros(v * n, v * n)).reshape(v, n, v, n)
+
+    def _rows(self, given: Given, split: Split) -> tuple[Linear, Linear | None]:
+        """The square root as a map, and the shares of the gradient as another."""
         with given.mode.back(split.result.device):
             slope: list[Columns] = [split.gradient()] if split.roots else []
             if self.kind.first_order:
-                return of_root(given, split, Rows(split, slope)), None, slope
+                return of_root(given, split, Rows(split, slope)), None
             columns = [rooted(c, "all") for c in split.hessian()] if self.drawing is None else []
             columns = split.drawn(self.drawing, "eigenpairs") if self.drawing is not None else columns
-        root, gradient = (of_root(given, split, Rows(split, c)) for c in (columns, slope))
-        return root, gradient, columns
+        return of_root(given, split, Rows(split, columns)), of_root(given, split, Rows(split, slope))
 
     def _split(self, given: Given) -> Split:
         if self.kind.first_order:
@@ -237,8 +252,8 @@ def _decomposed(columns: int, size: int) -> tuple[str, int]:
     return f"a matrix [{columns}, {size}]", 8 * (3 * columns * size + 4 * size**2)
 
 
-def _formed(root: Linear, kinds: list[Kind], size: int, title: str) -> torch.Tensor:
-    """The rows S `[V, N, P]` in float64, from products with unit vectors, some at a time."""
+def _formed(of: Linear, kinds: list[Kind], size: int, title: str) -> list[torch.Tensor]:
+    """The images `[size, ...]` of unit vectors, some at a time."""
     found, at_once = [], thresholds.DIRECTIONS
     with ticking(title, 1) as ticks:
         ticks.reach(1)
@@ -247,28 +262,6 @@ def _formed(root: Linear, kinds: list[Kind], size: int, title: str) -> torch.Ten
             units = torch.eye(min(at_once, size - start), size, device=kinds[0].device).roll(start, 1)
             parts = units.split([kind.shape.numel() for kind in kinds], 1)
             given = [x.reshape(len(x), *kind.shape).to(kind.dtype) for x, kind in zip(parts, kinds, strict=True)]
-            found.append(doubled(root(given, 1)[0]))
+            found.append(of(given, 1))
             ticks.done()
-    return torch.cat(found).movedim(0, -1)
-
-
-class _Grams(Engine):
-    """The inner products of columns that are known, so that they are those of the map: there are many square roots."""
-
-    def __init__(self, given: Problem, quantity: Quantity, columns: list[Columns], first: Split, title: str) -> None:
-        """`first` is what the run before has given, which recorded the map; `title` is that of a progress bar."""
-        super().__init__(given, Options(progress=title), [quantity])
-        self.columns, self.first = columns, first
-
-    def _made(self, split: Split) -> Made:
-        self._check([r.value for r in split.roots], [r.value for r in self.first.roots], "other outputs")
-        return {q.columns: self.columns for q in self.quantities}
-
-    def _ones(self, run: Run) -> Made:
-        self._check([run.result], [self.first.result], "another loss")
-        return super()._ones(run)
-
-    def _check(self, found: list[torch.Tensor], first: list[torch.Tensor], what: str) -> None:
-        """Both runs have to be of the same numbers, also where f draws from a generator of its own."""
-        if not all(map(same_values, found, first)):
-            raise other_again(what)
+    return [*map(torch.cat, zip(*found, strict=True))]

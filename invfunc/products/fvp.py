@@ -76,4 +76,4 @@ def fvp(
     """
     drawn = drawing("fvp", mc_samples, generator, sample)
     degree = 2 if drawn is None else 1
-    return Product("fvp", f, of_fisher, loss, in_dims, out_dims, has_aux, degree=degree, drawing=drawn)
+    return Product("fvp", f, of_fisher, loss, in_dims, out_dims, has_aux, degree=degree, drawing=drawn, forward=True)

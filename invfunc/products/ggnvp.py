@@ -18,15 +18,15 @@ def ggnvp(
         HJv = jvp(grad(lambda z: loss(z, target)), (z,), (Jv,))[1]
         vjp(lambda p: f(p, *inputs), params)[1](HJv)[0]
 
-    The matrix of which `diag_ggn` is the diagonal. With `loss`, nothing has to be known of the samples: the model may
-    mix them or draw random numbers.
+    The matrix of which `diag_ggn` is the diagonal. Nothing has to be known of the samples: the model may mix them, as
+    batch normalisation in train mode does, or draw random numbers.
 
     Args:
         f: a model function `f(params, *inputs)`, which returns outputs, a tensor or a pytree of them. Without `loss`,
-            a loss function `f(params, *batch)`, whose outputs are found as those of `diag_ggn` are. f and loss are pure
-            in torch.func's sense (see the conventions).
+            a loss function `f(params, *batch)`, whose outputs are found: those that are marked by `outputs(z)`, or else
+            what torch's convex losses are called with. f and loss are pure in torch.func's sense (see the conventions).
         loss: `loss(outputs, target)`, convex in the outputs. A loss without known structure whose Hessian, sample by
-            sample, has more than 2^24 numbers is not checked for that.
+            sample (of all outputs, where it mixes samples), has more than 2^24 numbers is not checked for that.
         in_dims: the sample axis of each batch argument, or of all; None for what all samples share.
         out_dims: the sample axis of the outputs of a model function.
         has_aux: f returns `(result, aux)`, and the transform `(product, aux)`.
@@ -38,7 +38,6 @@ def ggnvp(
     Raises:
         SplitError: no outputs are found, or a path from the parameters to the result goes around them.
         ConvexityError: the loss is not convex in the outputs.
-        SampleAxisError: a loss function mixes samples: give the model and its loss apart.
         ArgumentError, ArgumentTypeError: v is not a tree like the parameters, or f returns something else than it
             should, or what no parameter reaches.
 
@@ -53,9 +52,11 @@ def ggnvp(
     Composes with: `linear_operator`, `estimate_trace`, `estimate_diagonal`, `streamed`; `torch.func.grad`, `vmap`,
     `jvp` around it and around its linearisation.
 
-    Cost: two and a half to four gradients, and the memory of two. A linearisation keeps that memory, and each product
-    takes about half of the time. Attention runs without fused kernels, which have no second derivative.
+    Cost: two gradients, and little more than the memory of one. `J v` is taken in forward mode, in a run of f of its
+    own that keeps no graph and draws the same random numbers. Where f has no derivative there, and inside of
+    torch.func, it is three to four gradients and the memory of two. A linearisation runs f once and keeps that memory;
+    each of its products takes two gradients more. Attention runs without fused kernels.
 
     Source: Schraudolph, "Fast curvature matrix-vector products", 2002; BackPACK's hessianfree.
     """
-    return Product("ggnvp", f, of_ggn, loss, in_dims, out_dims, has_aux)
+    return Product("ggnvp", f, of_ggn, loss, in_dims, out_dims, has_aux, forward=True)

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc.errors import ArgumentError, SampleAxisError
+from invfunc._torch.functorch import dispatched, dual_level, listening, set_graph
+from invfunc._torch.generators import set_states, state_of
+from invfunc._torch.graphs import nodes_of
+from invfunc._torch.opened import Uncompiled
+from invfunc._torch.values import near
+from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know
+from invfunc.core.run import Run
+from invfunc.core.tables import RULES
+from invfunc.errors import ArgumentError
 from invfunc.evaluation.weights import LossPart
-from invfunc.loss.outputs import ModelOutput, OutputFinder, marking, searched
-from invfunc.operations.axis import Axis
+from invfunc.loss.outputs import marked_for
 from invfunc.operations.second_derivatives import TwiceDifferentiable
-from invfunc.passes.by_rows import Places
-from invfunc.passes.evidence import Evidence
-from invfunc.passes.loss import Split, at_found, at_given
-from invfunc.passes.run import WHOLE, Run
-from invfunc.recording import Trace
-from invfunc.recording.checks import check_loss, no_outputs, output_axis
-from invfunc.recording.joined import check_fewer, moved
-from invfunc.recording.problem import InDims, batch_dims, batch_size, check_params, problem, with_aux
-from invfunc.recording.random import Draws
-from invfunc.recording.scope import Scope
-from invfunc.recording.seen import Seen
-from invfunc.recording.steps import nonlinear
+from invfunc.products.fallback import check_apart, split_as_before
+from invfunc.products.maps import Kind, Scope
+from invfunc.products.split import CRITERIA, WHOLE, Axis, Finder, Output, Split
+from invfunc.recording.problem import InDims, Problem, batch_dims, batch_size, check_params, problem, with_aux
 from invfunc.reductions.quantity import Drawing
+
+States = list[tuple[torch.Generator, torch.Tensor]]
+"""Random generators with their states."""
 
 
 class Given:
@@ -48,12 +53,14 @@ class Given:
         self.in_dims, self.out_dims, self.has_aux, self.drawing = in_dims, out_dims, has_aux, drawing
         if len(args) < 1 + (loss is not None):
             raise ArgumentError("arguments are missing: the parameters come first, and the target last for a loss.")
-        check_params(args[0], names, 0)
-        self.leaves, self.structure = tree.flatten(args[0], none_is_leaf=False)
+        self.leaves, self.structure = check_params(args[0], names, 0)
         if not self.leaves:
             raise ArgumentError(f"{names[0]} has no tensors in it.")
         self.scope = Scope(tree.tensors((args, kwargs)))
+        self.kinds = [Kind(p.shape, p.dtype, p.device) for p in self.leaves]
         self.mode = TwiceDifferentiable()
+        self.watch: AbstractContextManager = nullcontext()
+        """Looks at the calls of f."""
         self.params: list[torch.Tensor] = []
         """The leaves, as the function has got them."""
         self.aux: Any = None
@@ -61,20 +68,22 @@ class Given:
         """What f returned, without aux."""
         self.losses: Any = None
         """The loss that was evaluated last."""
+        self.tangents: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
+        """The outputs with their derivatives along the vector, if forward mode has them."""
 
     def run(self) -> Any:
-        """What f returns, without aux."""
-        self.params = [self.scope.enter(x) for x in self.leaves]
+        """The result of f, without aux."""
+        self.params = self.scope.entered(self.leaves)
         return self._at(self.args[1:])
 
     def _at(self, batch: Sequence[Any]) -> Any:
-        """What f returns for a batch, with the target of the loss at its end."""
+        """The result of f for a batch, with the target of the loss at its end."""
         inputs = tree.map_tensors(self.scope.alias, batch[: len(batch) - (self.loss is not None)])
-        with self.mode:
+        with self.mode, self.watch:
             result = self.f(tree.unflatten(self.params, self.structure), *inputs, **self.kwargs)
         if self.has_aux:
             result, self.aux = with_aux(result)
-        _tell_constants(self.scope, result, self.params)
+        self._tell_constants(result, self.params)
         self.result = self.losses = result
         return result
 
@@ -88,10 +97,18 @@ class Given:
 
     def _valued(self, result: Any, target: Any = None) -> torch.Tensor:
         if self.loss is None:
-            return _checked_value(result, "f").sum()
-        result = self._called(result, target)
-        _tell_constants(self.scope, result, self.params)
-        return _checked_value(result, "the loss").sum()
+            return checked_value(result, "f").sum()
+        target = tree.map_tensors(self.scope.alias, self.args[-1]) if target is None else target
+        result = self.called(result, target)
+        self._tell_constants(result, self.params)
+        return checked_value(result, "the loss").sum()
+
+    def called(self, outputs: Any, target: Any) -> Any:
+        """The result of the loss."""
+        assert self.loss is not None
+        with self.mode:
+            self.losses = self.loss(outputs, target)
+        return self.losses
 
     def outputs(self) -> tuple[list[torch.Tensor], Any]:
         """The outputs of a model function, and their structure."""
@@ -102,174 +119,265 @@ class Given:
                 among = f" at {path}" if path else ""
                 raise ArgumentError(f"f returned a tensor of {z.dtype}{among}, but outputs are floating-point tensors.")
         if not named:
-            raise no_outputs(result)
+            kind = type(result).__name__
+            raise ArgumentError(f"f returned no tensors but an object of {kind}; outputs are floating-point tensors.")
         return [z for _, z in named], structure
 
-    def _called(self, outputs: Any, target: Any = None) -> Any:
-        """What the loss returns."""
-        assert self.loss is not None
-        target = tree.map_tensors(self.scope.alias, self.args[-1]) if target is None else target
-        with self.mode:
-            self.losses = self.loss(outputs, target)
-        return self.losses
-
-    # Other batches
+    def _tell_constants(self, result: Any, own: list[torch.Tensor]) -> None:
+        """Note a tensor that requires grad and that the function closes over, which autograd has seen."""
+        scope = self.scope
+        if scope.wanted or not (scope.plain and scope.outside):
+            return
+        known = {id(x) for x in own}
+        for node in nodes_of(tree.tensors(result)):
+            if hasattr(node, "variable") and id(node.variable) not in known:
+                return scope.closes_over(node.variable)
 
     @property
+    def states(self) -> States:
+        """The states of torch's own generators, and of that of drawn columns."""
+        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        own = [torch.default_generator, *(torch.cuda.default_generators if cuda else ())]
+        own += [] if self.drawing is None else [self.drawing.generator]
+        return [(g, state_of(g)) for g in own]
+
+    # Samples
+
+    @cached_property
     def n(self) -> int:
         """How many samples there are."""
-        return batch_size(self.args, self._dims, self.names)
+        return batch_size(self.args, self.dims, self.names)
+
+    @cached_property
+    def dims(self) -> dict[int, int | None]:
+        """The sample dimension of each batch argument."""
+        return batch_dims(self.in_dims, list(range(1, len(self.args))))
 
     @property
-    def _dims(self) -> dict[int, int | None]:
-        return batch_dims(self.in_dims, list(range(1, len(self.args))))
+    def problem(self) -> Problem:
+        """The call as statistics see it."""
+        dims = self.in_dims, self.out_dims
+        return problem(self.f, self.loss, self.args, self.kwargs, 0, *dims, self.has_aux, self.names)
 
     @property
     def loss_part(self) -> LossPart:
         """The loss that was given apart, at the outputs of this batch."""
         assert self.loss is not None
         outputs, place = tree.map_tensors(torch.Tensor.detach, self.result), len(self.args) - 1
-        return LossPart(self.loss, outputs, self.args[place], self.n, self.out_dims, self._dims[place])
+        return LossPart(self.loss, outputs, self.args[place], self.n, self.out_dims, self.dims[place])
 
     def check_apart(self) -> bool:
         """Check that f gives samples alone what they have here, unless it draws; whether that has told anything."""
-        whole, given = tree.tensors(self.result), tree.tensors((self.args, self.kwargs))
-        return check_fewer(whole, self.out_dims, self.n, given, self._of_part, traced=False)
-
-    def _of_part(self, part: slice, *, elsewhere: bool = False) -> Any:
-        """What f returns for some samples alone, perhaps at other parameters."""
-        start, n = part.start, part.stop - part.start
-        inputs = []
-        for i, x in enumerate(self.args[1 : len(self.args) - (self.loss is not None)], 1):
-            dim = self._dims[i]
-            inputs.append(x if dim is None else tree.map_tensors(lambda t, d=dim: t.narrow(d, start, n), x))
-        devices = [x.device.index for x in self.leaves if x.device.type == "cuda"]
-        with torch.no_grad(), torch.random.fork_rng([i for i in set(devices) if i is not None]):
-            params = tree.unflatten(moved(self.leaves), self.structure) if elsewhere else self.args[0]
-            result = self.f(params, *inputs, **self.kwargs)
-        return with_aux(result)[0] if self.has_aux else result
+        return check_apart(self)
 
     # Splits
 
     def given_split(self, each: bool) -> Split:
         """Split a model function from its loss. Only with `each` the loss has to keep the samples apart."""
-        dims = batch_dims(self.in_dims, list(range(1, len(self.args))))
-        values, structure = self.outputs()
-        draws = Draws(stop=False)
+        _, (values, structure) = self.dims, self.outputs()
+        roots = [Output(i, z.view_as(z)) for i, z in enumerate(values)]
+        return self._followed_loss(roots, structure) if each else self._loss(roots, structure)
+
+    def _loss(self, roots: list[Output], structure: Any) -> Split:
+        target, finder = tree.map_tensors(self.scope.alias, self.args[-1]), Finder(roots)
+        with marked_for(None), finder:
+            result = self.called(tree.unflatten([r.value for r in roots], structure), target)
+        self._tell_constants(result, self.params)
+        return Split(self.scope, 1, checked_value(result, "the loss"), roots, finder.terms, dim=self.out_dims)
+
+    def found_split(self, losses: bool = False, each: bool = True) -> Split:
+        """Split a loss function at its outputs; with `losses`, `[N]` losses are taken as they are. Only with `each` f
+        has to keep the samples apart."""
+        before, n = self.states, self.n
+        if losses or not each:
+            self.watch = finder = Finder()
+            with marked_for(finder):
+                result = self.run()
+            self.watch = nullcontext()
+            check_loss(result, n)
+            if not each:
+                return Split(self.scope, 1, result, finder.found(result, self.params), finder.terms)
+            if result.ndim:
+                return Split(self.scope, n, result, [])
+            set_states(before)
         try:
-            n = batch_size(self.args, dims, self.names)
-            trace = Trace(self.scope, n, with_uses=False, draws=draws, watcher=OutputFinder())
-            axes = [output_axis(trace, z, self.out_dims) for z in values]
-            return self._followed(trace, values, structure, axes, dims[len(self.args) - 1])
-        except (ArgumentError, SampleAxisError):
-            if each:
-                raise
-        draws.rewind()
-        whole = Trace(self.scope, 1, with_uses=False, draws=draws, watcher=OutputFinder())
-        try:
-            return self._followed(whole, values, structure, [Axis(None)] * len(values), 0)
-        except (ArgumentError, SampleAxisError):
-            draws.rewind()
-        bottleneck = [self.scope.enter(self.scope.leave(z)) for z in values]
-        roots = [ModelOutput(i, z, z.clone(), Axis(None), True, "f") for i, z in enumerate(bottleneck)]
-        result = self._called(tree.unflatten([r.shown for r in roots], structure))
-        _tell_constants(self.scope, result, bottleneck)
-        return Split(self.scope, 1, _checked_value(result, "the loss"), roots, values=values)
+            return self.split_in(Following(self.scope, n, Finder()))
+        except Exception:
+            set_states(before)
+            return split_as_before(self)
 
-    def followed_split(self) -> Split:
-        """Split a model function from its loss, or a loss function, and remember the nonlinear calls of the model."""
-        if self.loss is None:
-            return self.found_split(calls=True)
-        names, in_dims, out_dims = self.names, self.in_dims, self.out_dims
-        given = problem(self.f, self.loss, self.args, self.kwargs, 0, in_dims, out_dims, self.has_aux, names)
-        trace = Trace(self.scope, given.n, with_uses=False, remember=_nonlinear_before_the_loss)
-        self.params = trace.parameters(self.leaves)
-        with self.mode:
-            self.result, self.aux = given.call(trace, self.params, slice(None))
-        named, structure = tree.outputs(self.result)
-        values, dims = [z for _, z in named], batch_dims(in_dims, [*range(1, len(self.args))])
-        axes = [output_axis(trace, z, out_dims, path) for path, z in named]
-        whole = Trace(self.scope, given.n, with_uses=False, watcher=OutputFinder())
-        split = self._followed(whole, values, structure, axes, dims[len(self.args) - 1])
-        return replace(split, steps=trace.steps)
+    def split_in(self, run: Following) -> Split:
+        """Split a function in a run of the core; the loss that is given apart is no part of it."""
+        given, finder = self.problem, run.finder
+        self.params = [run.leaf(i, p) for i, p in enumerate(self.leaves)]
+        with marked_for(finder), self.mode:
+            result, self.aux = given.call(run, self.params, slice(None))
+        self.result = self.losses = result
+        self._tell_constants(result, self.params)
+        if self.loss is not None:
+            named, structure = tree.outputs(result)
+            return self._loss([Output(i, z.view_as(z)) for i, (_, z) in enumerate(named)], structure)
+        check_loss(result, given.n)
+        run.check(result)
+        return Split(self.scope, given.n, result, finder.found(result, self.params), finder.terms)
 
-    def _followed(self, trace: Trace, values: list[torch.Tensor], structure: Any, axes: list[Axis], dim: Any) -> Split:
-        """The loss under a trace that knows the samples, or takes all of them for one."""
+    def _followed_loss(self, roots: list[Output], structure: Any) -> Split:
+        """Split off the loss under a run of the core, which knows the samples."""
+        given = self.problem
+        for r in roots:
+            if not -r.value.ndim <= self.out_dims < r.value.ndim or r.value.shape[self.out_dims] != given.n:
+                among = "looks like a loss function; call the transform on it alone"
+                kind = among if not r.value.ndim else "has other outputs"
+                raise ArgumentError(
+                    f"f returned shape {tuple(r.value.shape)} for N = {given.n}, so it {kind}; wanted is a model "
+                    f"function, which returns outputs with the samples along axis {self.out_dims}."
+                )
+            r.axis = WHOLE if given.n == 1 else Axis(self.out_dims % r.value.ndim)
+        before = self.states
+        finder = Finder(roots)
+        run = Following(self.scope, given.n, finder)
 
-        def seen(target: Any, dim: int | None = 0) -> Any:
-            if dim is None:
-                return target
-            return tree.map_tensors(lambda x: trace.samples(x, Axis(dim % x.ndim if x.ndim else None)), target)
+        def lost(outputs: list[torch.Tensor], target: Any) -> torch.Tensor:
+            for z in outputs:
+                know(z, Mark(run.token, (self.out_dims % z.ndim - z.ndim, 1, 1), True))
+            with run:
+                result = self.called(tree.unflatten(outputs, structure), target)
+            self._tell_constants(result, self.params)
+            run.check(checked_value(result, "the loss"))
+            return result
 
-        outputs = [(self.scope.alias(z), axis) for z, axis in zip(values, axes, strict=True)]  # one may come twice
-        split = at_given(trace, outputs, structure, self._called, seen(self.args[-1], dim), seen)
-        return replace(split, values=values)
-
-    def found_split(self, losses: bool = False, calls: bool = False) -> Split:
-        """Split a loss function at its outputs; with `losses`, `[N]` losses are taken as they are."""
-        names, in_dims, out_dims = self.names, self.in_dims, self.out_dims
-        given = problem(self.f, None, self.args, self.kwargs, 0, in_dims, out_dims, self.has_aux, names)
-        draws, places, within = Draws(stop=False), Places(given, Evidence(given, self.scope)), set[int]()
-
-        def run(part: Any) -> Run:
-            trace = Trace(
-                self.scope,
-                given.n,
-                with_uses=False,
-                draws=draws,
-                remember=_nonlinear_before_the_loss if calls else None,
-                watcher=OutputFinder(within=within, keep=True),
-                beforehand=places.beforehand(given.n),
-            )
-            found = Run(trace, trace.parameters(self.leaves), part, {})
-            try:
-                with marking(trace), self.mode:
-                    found.result, found.aux = given.call(trace, found.params, part)
-            finally:
-                places.hear(trace)
-            return found
-
-        def checked() -> Run:
-            found = run(WHOLE)
-            check_loss(found.trace, found.result)
-            if losses:
-                places.check(found, draws, run)
-            return found
+        def again(sample: Callable[[Any], Any]) -> torch.Tensor:
+            with torch.no_grad():
+                target = sample(tree.unflatten([r.value.detach() for r in roots], structure))
+            return lost([r.value for r in roots], given.drawn(run, target))  # pyright: ignore[reportArgumentType]
 
         try:
-            found = places.settled(lambda: searched(checked, draws), draws, loss=True)
-        except SampleAxisError:
-            alone = self._losses(draws, given.n) if losses else None
-            if alone is None:
-                raise
-            return alone
-        self.params, self.aux, self.result, self.losses = found.params, found.aux, found.result, found.result
-        trace, finder, result = found.trace, found.trace.watcher, found.result
-        assert isinstance(finder, OutputFinder)
-        tag = check_loss(trace, result)
-        bottlenecks = {i: (r.value, finder.kept[i]) for i, r in finder.roots.items() if r.value.is_leaf}
-        if losses and result.ndim:
-            above = list(bottlenecks.values())
-            return Split(self.scope, given.n, result, [], values=[result], bottlenecks=above)
-        wanted = finder.selected(tag, self.scope.wanted)
-        split = at_found(trace, finder, wanted, result, self.params)
-        above = [bottleneck for i, bottleneck in bottlenecks.items() if i < wanted[-1]]
-        return replace(split, values=[finder.kept[i] for i in wanted], bottlenecks=above, steps=trace.steps)
+            result = lost([r.value for r in roots], given.target(run))
+        except Unsupported:
+            set_states(before)
+            return split_as_before(self, [r.value for r in roots], structure)
+        return Split(self.scope, given.n, result, roots, finder.terms, again)
 
-    def _losses(self, draws: Draws, n: int) -> Split | None:
-        """The `[N]` losses of a function that cannot be followed; None of a scalar."""
-        draws.rewind()
-        result = self.run()
-        if not isinstance(result, torch.Tensor) or result.shape != (n,) or not result.is_floating_point():
+    # Forward mode
+
+    def push(self, v: Sequence[torch.Tensor], losses: bool) -> bool:
+        """Find the derivatives of the outputs along one vector by forward mode, in a run of f that leaves no graph;
+        whether torch has them, as far as it is known.
+
+        With `losses`, `[N]` losses are outputs themselves.
+        """
+        scope = self.scope
+        if not scope.plain or scope.wanted or scope.parts is not None or dispatched() or listening() or dual_level():
+            return True
+        if torch.is_inference_mode_enabled() or (scope.outside and any([x.requires_grad for x in v])):
+            return True
+        before, watch = self.states, Pushed()
+        try:
+            with torch.enable_grad(), forward_ad.dual_level(), marked_for(watch), Uncompiled():
+                duals = [forward_ad.make_dual(p.detach(), x.detach()) for p, x in zip(self.leaves, v, strict=True)]
+                inputs = tree.map_tensors(torch.Tensor.detach, self.args[1 : len(self.args) - (self.loss is not None)])
+                with self.mode, watch:
+                    result = self.f(tree.unflatten(duals, self.structure), *inputs, **self.kwargs)
+                result = with_aux(result)[0] if self.has_aux else result
+                if self.loss is not None or (losses and isinstance(result, torch.Tensor) and result.ndim):
+                    watch.pairs = [watch.pair(z) for _, z in tree.outputs(result)[0]]
+                self.tangents = watch.pairs
+        except Exception:  # an error of f comes once more where it runs again
+            self.tangents = None
+        set_states(before)
+        return self.tangents is not None
+
+    def pushed(self, split: Split) -> list[torch.Tensor] | None:
+        """The derivatives of the outputs that were found, if they are known and nobody differentiates them."""
+        wanted = [r.ordinal for r in split.roots] or [0]
+        if self.tangents is None or self.scope.wanted or max(wanted) >= len(self.tangents):
             return None
-        return Split(self.scope, n, result, [], values=[result])
+        found = []
+        for i, y in zip(wanted, split.values, strict=True):
+            z, t = self.tangents[i]
+            if t is None and y.requires_grad:  # it was lost on the way
+                return None
+            if z.shape != y.shape or (y.numel() and not near(z, y, y.detach().abs().amax())):
+                return None  # f draws from a generator of its own
+            found.append(torch.zeros_like(z) if t is None else t)
+        return found
 
 
-def _nonlinear_before_the_loss(seen: Seen) -> bool:
-    return nonlinear(seen) and not any(tag.crossed for tag in seen.sampled)
+class Pushed(TorchFunctionMode):
+    """A mode that notes the tangents of what may be outputs, as `Finder` does, in a run in forward mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self.fixed = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is set_graph:  # forward mode goes through what reverse mode leaves out
+            raise Unsupported("f turns gradients off")
+        kind, kwargs = CRITERIA.get(func), kwargs or {}
+        x = None if kind in (None, "of logarithm") or self.fixed else args[0] if args else kwargs.get("input")
+        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            self.pairs.append(self.pair(x))
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        z, t = forward_ad.unpack_dual(x)
+        return z.detach(), t if t is None else t.detach()
+
+    def mark(self, z: torch.Tensor) -> None:
+        self.pairs, self.fixed = self.pairs if self.fixed else [], True
+        self.pairs.append(self.pair(z))
 
 
-def _checked_value(result: Any, name: str) -> torch.Tensor:
+class Following(Run):
+    """A run of the core that knows where the samples are, and leaves the graph of the parameters as it is."""
+
+    def __init__(self, scope: Scope, n: int, finder: Finder) -> None:
+        super().__init__(n, False)
+        self.scope, self.finder, self.level, self.alone = scope, finder, scope.level or None, False
+        finder.n = n
+
+    def leaf(self, i: int, p: torch.Tensor) -> torch.Tensor:
+        leaf = self.scope.enter(p)
+        know(leaf, Node(self.token, i, LEAF))
+        self.leaves.append(leaf)
+        return leaf
+
+    def samples(self, x: torch.Tensor, axis: Any) -> torch.Tensor:
+        y = self.scope.alias(x)
+        know(y, Mark(self.token, (axis.dim - y.ndim, 1, 1), y.requires_grad))
+        return y
+
+    def alias(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def meet(self, func: Any, rule: Any, args: tuple, kwargs: dict, data: list, params: list) -> Any:
+        return self.mark(rule, func, args, kwargs, data, func(*args, **kwargs))
+
+    def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
+        if func not in CRITERIA or not found[0] or found[3] or found[4]:
+            return super().dispatched(func, args, kwargs, found)
+        x: Any = args[0] if args else kwargs.get("input")
+        at = next((axis for y, axis in found[0] if y is x), None)
+        if at is None:
+            raise Unsupported("the criterion is not of samples")
+        axis = WHOLE if self.n == 1 else Axis(at[0] % x.ndim, *at[1:])
+        out = self.finder.criterion(CRITERIA[func], func, args, kwargs, axis)
+        return self.mark(RULES.get(func), func, args, kwargs, found[0], out)
+
+    def check(self, result: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Check that a result has the losses of the samples, or adds up what each of them has."""
+        known = getattr(result, "_known", None)
+        if type(known) is not Mark or known.run is not self.token:
+            raise Unsupported("samples do not reach the result in a way that was seen")
+        axis = (-1, 1, 1) if result.ndim else SUMMED
+        if self.n > 1 and (known.axis != axis or (self.blended and not result.ndim)):
+            raise Unsupported("the result is neither [N] losses nor a sum over the samples")
+
+
+def checked_value(result: Any, name: str) -> torch.Tensor:
+    """The result of f or of a loss, if it is a scalar or one number for each sample."""
     wanted = "but a loss is a floating-point tensor: a scalar or [N]"
     if not isinstance(result, torch.Tensor):
         raise ArgumentError(f"{name} returned an object of type {type(result).__name__}, {wanted}.")
@@ -281,20 +389,11 @@ def _checked_value(result: Any, name: str) -> torch.Tensor:
     return result
 
 
-def _tell_constants(scope: Scope, result: Any, own: list[torch.Tensor]) -> None:
-    """What a function closes over makes the result differentiable too: autograd has seen it."""
-    if scope.wanted or not (scope.plain and scope.outside):
-        return
-    known = {id(x) for x in own}
-    waiting, seen = [x.grad_fn for x in tree.tensors(result)], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if type(node).__name__ == "AccumulateGrad":
-            leaf: Any = node
-            if id(leaf.variable) not in known:
-                scope.closes_over(leaf.variable)
-                return
-        waiting.extend(parent for parent, _ in node.next_functions)
+def check_loss(result: Any, n: int) -> None:
+    """Check that f returned a scalar or the losses of n samples."""
+    if isinstance(result, torch.Tensor) and result.ndim and tuple(result.shape) != (n,):
+        raise ArgumentError(
+            f"f returned shape {tuple(result.shape)} for N = {n}, so it looks like a model function; wanted is a loss "
+            f"function, which returns a scalar or shape ({n},). Compute the loss in it, or sum over its other axes."
+        )
+    checked_value(result, "f")

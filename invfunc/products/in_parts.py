@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from invfunc.evaluation.rounds import Rounds
-from invfunc.recording.scope import Vectors
+from invfunc.products.maps import Vectors
 from invfunc.reductions import Reduction
 
 

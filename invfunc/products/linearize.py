@@ -10,7 +10,7 @@ from invfunc.callables import check_functions, describe
 from invfunc.products.curvature import of_jacobian
 from invfunc.products.given import Given
 from invfunc.products.product import Linearised, Space
-from invfunc.transform import ArgumentNames, Transform
+from invfunc.transform import ArgumentNames, Transform, own_memory
 
 
 def linearize(f: Callable, *, has_aux: bool = False) -> Linearization:
@@ -55,7 +55,7 @@ class Linearization(Transform):
 
     f: Callable
     has_aux: bool = False
-    several = True
+    several, owned = True, False  # the outputs are made so, the maps are no tensors
     of_one_batch = (
         "its outputs are those of one batch. Call it for each, or take a product that adds up, as ggnvp(f, loss)"
     )
@@ -73,4 +73,4 @@ class Linearization(Transform):
         images = Space(["outputs"], structure, there.there.into)
         jvp = Linearised(f"{shown}[1]", there, params, images, memory=memory)
         vjp = Linearised(f"{shown}[2]", there.transposed, images, params, "c", memory=memory)
-        return (images.tree(outputs), jvp, vjp), aux
+        return (own_memory(images.tree(outputs), memory), jvp, vjp), aux

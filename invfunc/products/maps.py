@@ -2,20 +2,178 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from invfunc import tree
+from invfunc._torch.functorch import dual, dual_level, grad_level, graph_of, level_of, levels, transforming
+from invfunc.errors import ArgumentError
 from invfunc.operations.second_derivatives import TwiceDifferentiable
-from invfunc.recording.graph import pulled_back
-from invfunc.recording.scope import Scope, Vectors
+
+Vectors = list[torch.Tensor | None]
+"""A tensor for each input, or for each output; None stands for zeros."""
+
+
+class Parts(Protocol):
+    """Takes derivatives in parameters as they come, where these are divided among processes."""
+
+    def through(self, inputs: Sequence[Any], graph: bool, pull: Callable[[], Vectors]) -> Vectors:
+        """Derivatives in some inputs, but None of those that are taken; with `graph`, a graph alone is wanted, in which
+        these have no numbers."""
+        ...
+
+
+class Scope:
+    """A context in which derivatives are taken: in plain autograd, or inside of torch.func in a level of our own.
+
+    `enter` makes a tensor differentiable, and `leave` gives its value to the outside: with derivatives in what the
+    caller differentiates, and without those that are taken in here.
+    """
+
+    twice = False
+    parts: Parts | None = None
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        tensors, self.outside, self.wanted = list(tensors), torch.is_grad_enabled(), False
+        """Whether gradients are on, and whether the caller can differentiate the result by plain autograd."""
+        for x in tensors:
+            if x.is_meta:
+                raise ArgumentError(
+                    f"a tensor of shape {tuple(x.shape)} is on the meta device, where tensors hold no numbers, and "
+                    "some are looked at. Make it anew where it holds some, as x.new_zeros(x.shape, device='cpu') does."
+                )
+            self.wanted = self.wanted or (self.outside and x.requires_grad)
+        self.plain = not transforming()
+        if self.plain and dual_level() and dual(*tensors):
+            raise ArgumentError(
+                "an argument carries a tangent of torch.autograd.forward_ad, which is not followed; use jvp."
+            )
+        self.level = 0
+        self._stack = ExitStack()
+        self._enter: Callable[[torch.Tensor], torch.Tensor]
+        self._leave: Callable[[torch.Tensor], torch.Tensor]
+
+    def __enter__(self) -> Scope:
+        if torch.is_inference_mode_enabled():
+            self._stack.enter_context(torch.inference_mode(False))
+        self._stack.enter_context(torch.enable_grad())
+        if self.wanted or not self.plain:  # the fused kernels of attention have no second derivative
+            self._stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if not self.plain:
+            self._enter, self._leave = self._stack.enter_context(grad_level())
+            self.level = levels()[-1][1]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    @property
+    def create_graph(self) -> bool:
+        return self.wanted or not self.plain
+
+    def closes_over(self, x: torch.Tensor) -> None:
+        """Note a constant of the function: one that requires grad makes the result require it too."""
+        if self.plain and self.outside and x.requires_grad and level_of(x) is None:
+            self.wanted = True
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.plain:
+            return self._enter(x)
+        x = x.clone() if x.is_inference() else x
+        return x.view_as(x) if self.wanted and x.requires_grad else x.detach().requires_grad_()
+
+    def entered(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Several tensors, differentiable."""
+        if not self.plain or self.wanted:
+            return [*map(self.enter, tensors)]
+        return [(x.clone() if x.is_inference() else x.detach()).requires_grad_() for x in tensors]
+
+    def alias(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor with the value of x that is another object."""
+        if x.is_inference():
+            return x.clone()
+        return x.detach() if self.plain and not self.wanted else x.view_as(x)
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.plain:
+            return self._leave(x)
+        return x if self.wanted else x.detach()
+
+    def result(self, value: Any) -> Any:
+        """The value for the caller."""
+        return tree.map_tensors(lambda x: self.leave(x) if self.outside else self.leave(x).detach(), value)
+
+    def grad(
+        self,
+        outputs: Sequence[torch.Tensor | None],
+        inputs: Sequence[Any],
+        cotangents: Sequence[torch.Tensor | None],
+        *,
+        batched: bool = True,
+        create_graph: bool | None = None,
+        keep: bool = True,
+    ) -> Vectors:
+        """Vector-Jacobian products, None of an input without influence; `batched`, cotangents `[V, *output]` give
+        `[V, *input]`. Without `keep`, one product frees the graph on the way."""
+        ys, columns = list[torch.Tensor](), list[torch.Tensor]()
+        for y, c in zip(outputs, cotangents, strict=True):
+            if y is not None and c is not None and y.requires_grad:
+                ys.append(y)
+                columns.append(c)
+        if not ys or not inputs or (batched and not len(columns[0])):
+            return [None] * len(inputs)
+        graph = self.wanted or not self.plain if create_graph is None else create_graph
+        pull = partial(_pulled_back, ys, inputs, retain_graph=keep or batched or graph, create_graph=graph)
+        if not batched:
+            return list(pull(columns))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop")  # of vmap, about an operation in f
+            try:
+                if self.plain and not graph:  # torch.func does not know this older vmap, which needs less memory
+                    return list(pull(columns, is_grads_batched=True))
+                return _at_once(pull, columns)
+            except RuntimeError:  # no batching rule for a derivative
+                parts = zip(*(pull(column) for column in zip(*columns, strict=True)), strict=True)
+                return [None if grads[0] is None else torch.stack(grads) for grads in parts]
+
+
+def _at_once(pull: Callable, columns: list[torch.Tensor]) -> Vectors:
+    """Pull all columns back in one call of vmap, which can return nothing but tensors."""
+    missing: list[bool] = []
+
+    def pulled(*column: torch.Tensor) -> list[torch.Tensor]:
+        grads = pull(column)
+        missing[:] = [g is None for g in grads]
+        return [g for g in grads if g is not None]
+
+    found = iter(torch.vmap(pulled)(*columns))
+    return [None if none else next(found) for none in missing]
+
+
+def _pulled_back(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[Any], cotangents: Sequence[torch.Tensor], **options: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad`, which says what has no further derivative."""
+    try:
+        return torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, **options)
+    except RuntimeError as error:
+        if all(type(node).__name__ != "NotImplemented" for y in outputs for node in graph_of(y)):
+            raise
+        raise ArgumentError(
+            f"torch cannot differentiate what f or the loss calls once more ({error}). Write it in other operations."
+        ) from error
 
 
 @dataclass(frozen=True)
 class Pull:
-    """How the steps of a map are evaluated: each is a vector-Jacobian product on a graph that is there already."""
+    """A way to evaluate the steps of a map: each is a vector-Jacobian product on a graph that is there already."""
 
     scope: Scope
     batched: bool = False
@@ -26,17 +184,8 @@ class Pull:
     """Whether the graph serves once more; without, it is freed on the way."""
 
     def __call__(self, outputs: Sequence[torch.Tensor | None], inputs: list, cotangents: Vectors) -> Vectors:
-        pairs = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y is not None and c is not None]
-        pairs = [(y, c) for y, c in pairs if y.requires_grad]
-        if not pairs or not inputs:
-            return [None] * len(inputs)
-        ys, cs = [y for y, _ in pairs], [c for _, c in pairs]
-
-        def pull() -> Vectors:
-            if self.keep or self.batched:
-                return self.scope.grad(ys, inputs, cs, batched=self.batched, create_graph=self.graph)
-            return list(pulled_back(ys, inputs, cs))
-
+        options = {"batched": self.batched, "create_graph": self.graph, "keep": self.keep}
+        pull = partial(self.scope.grad, outputs, inputs, cotangents, **options)
         return pull() if self.scope.parts is None else self.scope.parts.through(inputs, self.graph, pull)
 
 
@@ -81,7 +230,8 @@ class Linear:
 
     def __call__(self, vectors: list[torch.Tensor], lead: int = 0, keep: bool = True) -> list[torch.Tensor]:
         """The image of a vector; `lead` axes in front count several of them."""
-        outside, here = torch.is_grad_enabled(), Scope(vectors)
+        here = Scope(vectors)
+        outside = here.outside
         with torch.inference_mode(False), torch.set_grad_enabled(outside):
             vectors = [x.clone() if x.is_inference() else x for x in vectors]
             if self.scope.create_graph:  # it depends on what the caller may differentiate
@@ -106,11 +256,12 @@ class Linear:
         count = vectors[0].shape[:lead]
         if 0 in count:
             return [kind.zeros(*count) for kind in self.there.into]
-        flat: Vectors = [x.flatten(0, lead - 1) if lead > 1 else x for x in vectors]
+        flat: Vectors = [x.flatten(0, lead - 1) for x in vectors] if lead > 1 else [*vectors]
         with self.mode.back(vectors[0].device):
             found = self.there.steps(flat, Pull(self.scope, lead > 0, graph, keep))
-        shaped = [x if x is None or lead < 2 else x.unflatten(0, count) for x in found]
-        return [k.zeros(*count) if x is None else x for x, k in zip(shaped, self.there.into, strict=True)]
+        if lead > 1:
+            found = [x if x is None else x.unflatten(0, count) for x in found]
+        return [k.zeros(*count) if x is None else x for x, k in zip(found, self.there.into, strict=True)]
 
 
 class _Applied(torch.autograd.Function):

@@ -2,46 +2,115 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+import torch
+import torch.nn.functional as F
+
+from invfunc._torch.functorch import gradient_edge
+from invfunc._torch.graphs import node_of, nodes_of
+from invfunc.core.marks import Unsupported, named, option
+from invfunc.core.tables import POINTWISE
 from invfunc.errors import ArgumentError
-from invfunc.loss.hessian import gradient
-from invfunc.loss.square_root import Elementwise
-from invfunc.passes.run import WHOLE, Run
-from invfunc.passes.second_order import kind_of, second_order_columns
-from invfunc.products.curvature import check_convex, sandwich
-from invfunc.products.given import Given
+from invfunc.products.curvature import sandwich
+from invfunc.products.given import Following, Given
 from invfunc.products.maps import Linear, Pull, Vectors
-from invfunc.recording import Trace
+from invfunc.products.split import CRITERIA, MOVES, SCALES, Finder, named_node
+
+PIECES = (
+    "Relu LeakyRelu Hardtanh Threshold Abs Clamp ClampMin ClampMax Hardshrink Softshrink Maximum Minimum Where "
+    "MaskedFill Max Min Amax Amin Sort Topk AvgPool1D AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveAvgPool3D "
+    "MaxPool2DWithIndices MaxPool3DWithIndices Detach Sgn Constant UpsampleNearest2D"
+).split()
+"""Nodes of autograd that are linear piece by piece."""
+
+
+@dataclass
+class Bend:
+    """A nonlinear call of the model: what it read, the edge of the graph at its result, and how it is run again."""
+
+    name: str
+    input: torch.Tensor
+    edge: Any
+    again: Callable[[torch.Tensor], torch.Tensor] | None
+    """None where the call is not element by element."""
+
+
+class Bends(Following):
+    """A run that notes the calls that are nonlinear in what depends on samples and parameters."""
+
+    bends: list[Bend] | None = None
+
+    def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
+        active = {id(x): x for x, _ in (*found[0], *found[3], *found[4]) if x.requires_grad}
+        flat = func is F.batch_norm and not option(args, kwargs, 5, "training", False)
+        if not active or func in CRITERIA or flat:
+            return super().dispatched(func, args, kwargs, found)
+        x, copies = next(iter(active.values())), [y.clone() for y in active.values()]
+        self.bends = [] if self.bends is None else self.bends
+        before, starts = len(self.bends), {node_of(y).next_functions[0][0] for y in copies}
+        out = super().dispatched(func, args, kwargs, found)
+        if not isinstance(out, torch.Tensor) or not out.requires_grad or len(self.bends) > before:
+            return out
+        if not _leads(node_of(out), starts, {})[1]:
+
+            def again(y: torch.Tensor) -> torch.Tensor:
+                return func(*[y if a is x else a for a in args], **{k: y if a is x else a for k, a in kwargs.items()})
+
+            alone = func in POINTWISE and len(active) == 1
+            self.bends.append(Bend(named(func).strip("_"), copies[0], gradient_edge(out), again if alone else None))
+        return out
+
+
+def _leads(node: Any, starts: set[Any], known: dict[Any, tuple[bool, bool]]) -> tuple[bool, bool]:
+    """Whether a way leads from a node to one of the starts, and whether the node is linear in what is there."""
+    if node in starts or node is None:
+        return node is not None, True
+    if node not in known:
+        known[node] = False, True
+        below = [_leads(p, starts, known) for p, _ in node.next_functions]
+        ways, name = sum([leads for leads, _ in below]), named_node(node)
+        scaled = name in SCALES and ways == 1 and (name != "Div" or below[0][0])
+        straight = not ways or scaled or name in MOVES or name in PIECES
+        known[node] = ways > 0, straight and all([linear for _, linear in below])
+    return known[node]
 
 
 def of_positive_hessian(given: Given, modify: str) -> Linear:
     """`J^T H J v` of the outputs and of the inputs of all nonlinear calls, in each parameter alone."""
-    split, scope = given.followed_split(), given.scope
-    roots, n = [r.value for r in split.roots], split.n
-    for step in split.steps:
-        if kind_of(step) != "elementwise":
+    run = Bends(given.scope, given.n, Finder())
+    try:
+        split = given.split_in(run)
+    except Unsupported as error:
+        raise ArgumentError(f"the nonlinear operations of f are not seen: {error}.") from None
+    scope, roots, ends = given.scope, split.values, {node_of(z) for z in split.values}
+    bends = [b for b in run.bends or [] if ends.isdisjoint(nodes_of([b.input]))]
+    for bend in bends:
+        if bend.again is None:
             raise ArgumentError(
-                f"`{step.call.name}` is nonlinear and not element-wise, so its second derivative has no "
+                f"`{bend.name}` is nonlinear and not element-wise, so its second derivative has no "
                 "sign to be changed. `ggn_block_product` does without it."
             )
-    outputs = {r.ordinal: (z, r.axis) for r, z in zip(split.roots, split.values, strict=True)}
-    run = Run(Trace(scope, n), given.params, WHOLE, dict(outputs))
+    weights, ones = [], [torch.ones_like(split.result)]
     with given.mode.back(split.result.device):
-        check_convex(scope, split)
-        made = second_order_columns(scope, run, split.steps, gradient(scope, split.result, split.roots, n))
-        slopes = Pull(scope, graph=True)([split.result], roots, [torch.ones_like(split.result)])
-    weights = []
-    for local in made:
-        assert isinstance(local.inner, Elementwise)
-        x, axis = run.outputs[local.inner.root]
-        h = axis.restore(local.inner.diagonal, n)
-        weights.append((x, h.abs() if modify == "abs" else h.clamp(min=0)))
-    split.values = [*split.values, *(x for x, _ in weights)]
+        slopes = split.slopes()
+        split.check_convex(slopes)
+        pulled = scope.grad([split.result], [b.edge for b in bends], ones, batched=False)
+    for bend, slope in zip(bends, pulled, strict=True):
+        x = scope.enter(scope.leave(bend.input))
+        with given.mode:
+            y = bend.again(x.clone()) if bend.again else x
+        first = Pull(scope, graph=True)([y], [x], [slope])
+        (h,) = scope.grad(first, [x], [torch.ones_like(x)], batched=False)
+        if h is not None:
+            h = scope.leave(h)
+            weights.append((bend.input, h.abs() if modify == "abs" else h.clamp(min=0)))
+    split.values = [*roots, *(x for x, _ in weights)]
 
     def middle(t: Vectors, pull: Pull) -> Vectors:
-        along = t[len(roots) :]
-        inner = [None if x is None else x * h for x, (_, h) in zip(along, weights, strict=True)]
+        inner = [None if x is None else x * h for x, (_, h) in zip(t[len(roots) :], weights, strict=True)]
         return [*pull(slopes, roots, t[: len(roots)]), *inner]
 
     return sandwich(given, split, middle, blocks=True)

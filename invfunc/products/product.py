@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc._torch.weak import WeakIdMap
 from invfunc.callables import check_functions, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.products.given import Given
@@ -17,6 +18,9 @@ from invfunc.products.maps import Kind, Linear
 from invfunc.recording.problem import InDims
 from invfunc.reductions.quantity import Drawing
 from invfunc.transform import ArgumentNames, Transform
+
+_REFUSED = WeakIdMap[bool]()
+"""Products of functions of which forward mode has no derivative."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,10 @@ class Space:
             leaves = self._in_order(v, name)
         counts: dict[torch.Size, int] = {}
         for i, (x, kind) in enumerate(zip(leaves, self.kinds, strict=True)):
-            wrong = self._wrong(x, kind, lead)
-            if wrong:
-                path = self.paths[i]
-                problem, (error, text) = f"{name}{path} {{}}, but {self.name}{path} {{}}.", wrong
-                raise error(problem.format(*text))
+            right = isinstance(x, torch.Tensor) and x.ndim >= lead and (x.shape[lead:], x.dtype, x.device) == kind
+            if not right:
+                path, (error, text) = self.paths[i], self._wrong(x, kind, lead)
+                raise error(f"{name}{path} {{}}, but {self.name}{path} {{}}.".format(*text))
             counts.setdefault(x.shape[:lead], i)
         if len(counts) > 1:
             (a, i), (b, k) = list(counts.items())[:2]
@@ -69,7 +72,7 @@ class Space:
         return [given[path] for path in own]
 
     @staticmethod
-    def _wrong(x: Any, kind: Kind, lead: int) -> tuple[type[InvFuncError], tuple[str, str]] | None:
+    def _wrong(x: Any, kind: Kind, lead: int) -> tuple[type[InvFuncError], tuple[str, str]]:
         """What is wrong with a leaf, and with which error to say it: what it is, and what it ought to be."""
         if not isinstance(x, torch.Tensor):
             return ArgumentTypeError, (f"is of type {type(x).__name__}", "is a tensor")
@@ -78,9 +81,7 @@ class Space:
         if x.ndim < lead or x.shape[lead:] != kind.shape:
             wanted = f"has {tuple(kind.shape)}" + (", which is that of each vector behind axis 0" if lead else "")
             return ArgumentError, (f"has shape {tuple(x.shape)}", wanted)
-        if x.device != kind.device:
-            return ArgumentError, (f"is on {x.device}", f"on {kind.device}")
-        return None
+        return ArgumentError, (f"is on {x.device}", f"on {kind.device}")
 
     def tree(self, leaves: list[torch.Tensor]) -> Any:
         return tree.unflatten(leaves, self.structure)
@@ -132,6 +133,8 @@ class Product(Transform):
     """The power of a factor of the loss that is in the product."""
     drawing: Drawing | None = None
     """How columns are drawn, if they are."""
+    forward: bool = False
+    """Whether it is `J^T (...) J v`, so that forward mode may compute J v."""
 
     def __post_init__(self) -> None:
         check_functions(self.name, self.f, self.loss)
@@ -155,9 +158,9 @@ class Product(Transform):
         if len(args) < 2:
             raise ArgumentError("arguments are missing: the parameters come first, then the vector.")
         given, space = self.given((args[0], *args[2:]), kwargs, names.without_vector)
-        leaves = space.leaves(args[1], self.vector, self.lead)
-        linear, aux = self.recorded(given)
-        return space.tree(linear(leaves, self.lead, keep=False)), aux
+        leaves = space.leaves(args[1], names.vector, self.lead)
+        found, aux = self.directly(given, leaves, self.lead)
+        return space.tree(found), aux
 
     def _linearized(self, args: tuple, kwargs: dict[str, Any], names: ArgumentNames) -> tuple[Any, Any]:
         given, space = self.given(args, kwargs, names)
@@ -172,13 +175,22 @@ class Product(Transform):
     def given(self, args: tuple, kwargs: dict[str, Any], names: ArgumentNames) -> tuple[Given, Space]:
         """The arguments of a call, and the space of the vectors."""
         given = Given(self.f, self.loss, args, kwargs, names, self.in_dims, self.out_dims, self.has_aux, self.drawing)
-        return given, Space(names, given.structure, [Kind.of(p) for p in given.leaves])
+        return given, Space(names, given.structure, given.kinds)
+
+    def directly(self, given: Given, vectors: list[torch.Tensor], lead: int) -> tuple[list[torch.Tensor], Any]:
+        """The product of vectors at these arguments, and aux."""
+        pushes = self.forward and not lead and not _REFUSED.get(self)
+        refused = pushes and not given.push(vectors, losses=self.degree == 2)
+        linear, aux = self.recorded(given)
+        if refused:  # and not for what is wrong with f or its arguments
+            _REFUSED.set(self, True)
+        return linear(vectors, lead, keep=False), aux
 
     def recorded(self, given: Given) -> tuple[Linear, Any]:
         """The map at these arguments, and aux."""
         with given.scope:
             linear = self.record(given)
-            return linear, given.scope.result(given.aux)
+            return linear, None if given.aux is None else given.scope.result(given.aux)
 
 
 @dataclass(frozen=True, repr=False)

@@ -8,8 +8,8 @@ from functools import reduce
 import torch
 
 from invfunc.loss.square_root import Columns
-from invfunc.passes.loss import Split
 from invfunc.products.maps import Kind, Pull, Vectors
+from invfunc.products.split import Split
 
 
 class Rows:

@@ -208,7 +208,7 @@ class Eigenpairs(Whole):
             self._enough(self._eps * (self._all[:1].sum() / self._least(shift)).sqrt() / 2, shift)
             count = min(count, int((self._all > torch.finfo(self._dtype).eps * innermost(shift).amin()).sum()))
             rows = self._joined(count, torch.ones_like(self._all))
-            values, vectors = torch.linalg.eigh(_gram(rows, self._all.new_zeros(count, count)))
+            values, vectors = torch.linalg.eigh(gram(rows, self._all.new_zeros(count, count)))
             undamped = anywhere(shift == 0)
             weights = values.square().reciprocal() if undamped else -1 / (shift * (shift + values))
             scale = shift if undamped else shift.reciprocal()
@@ -318,7 +318,7 @@ def _norms(vectors: list[torch.Tensor], lead: int) -> torch.Tensor:
     return torch.cat(squares, -1).sum(-1).sqrt()
 
 
-def _gram(rows: list[torch.Tensor], total: torch.Tensor) -> torch.Tensor:
+def gram(rows: list[torch.Tensor], total: torch.Tensor) -> torch.Tensor:
     """The products of vectors `[k, *p]` in float64, added to a total."""
     for x in rows:
         for some in x.reshape(len(x), x.shape[1:].numel()).split(thresholds.WIDENED // max(1, len(x)) + 1, 1):

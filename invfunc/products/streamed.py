@@ -32,8 +32,7 @@ def evaluated(
 ) -> tuple[Given, list[torch.Tensor], Any]:
     """What is given with a batch, the product with it, and aux."""
     given, _ = product.given(args, kwargs, names)
-    linear, aux = product.recorded(given)
-    return given, linear(vectors, lead, keep=False), aux
+    return given, *product.directly(given, vectors, lead)
 
 
 Evaluated = Callable[[Product, list[torch.Tensor], int, tuple, dict[str, Any], Any], tuple[Given, list, Any]]

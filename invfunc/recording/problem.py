@@ -203,17 +203,22 @@ def _places(samples: Any, n: int) -> list[int]:
     return [i % n for i in places]
 
 
-def check_params(params: Any, names: Sequence[str], place: int, whole: bool = True) -> None:
-    """Check that all leaves of the argument at a place are real floating-point tensors, and `whole` in this process."""
-    leaves, _ = tree.flatten(params, none_is_leaf=False)
+def check_params(params: Any, names: Sequence[str], place: int, whole: bool = True) -> tuple[list[Any], Any]:
+    """Check that all leaves of the argument at a place are real floating-point tensors, and `whole` in this process;
+    returns them, and the structure."""
+    leaves, structure = tree.flatten(params, none_is_leaf=False)
     if not all([isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves]):
         _check_floats(params, names[place])
-    if whole and any(map(sharded, leaves)):
+    if whole and not _PLAIN.issuperset(map(type, leaves)) and any(map(sharded, leaves)):
         path = next(path for path, leaf in tree.named_leaves(params, none_is_leaf=False) if sharded(leaf))
         raise ArgumentTypeError(
             f"{names[place]}{path} is a DTensor, which all processes have together, but the samples are those of this "
             "one alone. Take distributed(t) of the statistic or product, or pass p.full_tensor() of each parameter."
         )
+    return leaves, structure
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 def _check_floats(params: Any, name: str) -> None:

@@ -56,7 +56,6 @@ UNSEEN = {
     "a sure prediction has noise": ALIKE,
     "a batch norm of one sample keeps torch's wrong derivative": ALIKE,
     "a negative sample counts from one place behind the last": ALIKE,
-    "the target of a product has its samples in front": ALIKE,
     "rows that changed places are not compared": GUARD,
     "all rows are compared with one scale": GUARD,
     "another order of the rows is no evidence": GUARD,

@@ -14,6 +14,7 @@ POSITIVE = {"abs": torch.abs, "clip": lambda h: h.clamp(min=0)}
 ACTIVATIONS = [torch.tanh, torch.sigmoid, F.softplus, F.gelu, F.silu, torch.relu, torch.sin, torch.square]
 LOSSES = {
     "cross entropy": (F.cross_entropy, torch.tensor([0, 2, 1, 1])),
+    "mean of squares": (F.mse_loss, Numbers(9)(4, 3)),
     "squares": (lambda z, y: (z - y).square().sum(), Numbers(9)(4, 3)),
 }
 PARAMS = {"a": Numbers(1)(3, 4), "b": Numbers(2)(4), "c": Numbers(3)(4, 4), "d": Numbers(4)(4, 3)}

@@ -126,8 +126,6 @@ CALLS = {
         "ggn_block_product(penalised)(params, V, x, y): a path ... goes around ... outputs(z)"),
     "a scalar Fisher": (fvp(unknown), (P, V, X), SplitError,
         "fvp(unknown)(params, v, x): no outputs are found ... Or return the [N] losses"),
-    "mixed": (ggnvp(normalised), (P, V, X, Y), SampleAxisError,
-        "ggnvp(normalised)(params, v, x, y) ... batch_norm ... give the model and the loss apart"),
     "mixed for Fisher": (fvp(normalised), (P, V, X, Y), SampleAxisError, "batch_norm"),
     "mixed by the loss": (fvp(model, lambda z, y: z.var(0).sum()), (P, V, X, Z), SampleAxisError, "`var`"),
     "sizes": (fvp(model, F.cross_entropy), (P, V, X, Y[:4]), ArgumentError,

@@ -46,7 +46,10 @@ class TestSamples:
             matrices.of(hvp(f, F.cross_entropy), *args), matrices.hessian(composed(f, F.cross_entropy), *args), 1e-8
         )
         wanted = matrices.ggn(f, F.cross_entropy, *args)
-        assert_near(matrices.of(ggnvp(f, F.cross_entropy), *args), wanted, 1e-8)
+        for product in (ggnvp(f, F.cross_entropy), ggnvp(composed(f, F.cross_entropy))):
+            assert_near(matrices.of(product, *args), wanted, 1e-8)
+            v = vectors(args[0])
+            assert_near(flat(product(args[0], v, *args[1:])), wanted @ flat(v), 1e-8)
         each = composed(f, lambda z, y: F.cross_entropy(z, y, reduction="none"))
         assert_near(matrices.of(fvp(each), *args), matrices.fisher(each, *args), 1e-8)
 

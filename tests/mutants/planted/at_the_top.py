@@ -17,8 +17,8 @@ FAULTS = [
     Fault(
         "a result that another one shares memory with is not copied",
         "transform.py",
-        "if expanded or memory in taken:",
-        "if expanded:",
+        "if memory is not None and (memory in taken or (not x.is_contiguous() and _expanded(x))):",
+        "if memory is not None and not x.is_contiguous() and _expanded(x):",
         "evaluation/test_memory_of_results.py::test_of_statistics "
         "evaluation/test_memory_of_results.py evaluation products",
     ),
