@@ -143,7 +143,7 @@ class Shares:
                 found = self.squares(use, use.sent(self.run))
                 return self.pulled(use, found.reshape(len(found), -1).sum(0).view(use.shape), 0)
         use = self.single(Rows)
-        if use is not None and not self.run.deep and self.run.columns == 1:
+        if use is not None and not self.run.deep:
             _, i, sums = use.touched(self.run)
             total = sums.new_zeros(use.shape[0], sums.shape[-1]).index_add(0, i, sums.square())
             return self.pulled(use, total.view(use.shape), 0)

@@ -452,11 +452,12 @@ class Rows(Use):
         return d.new_zeros(self.shape[0], d.shape[-1]).index_add(0, i.flatten(), d.flatten(0, 1)).view(self.shape)
 
     def touched(self, run: Run) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The rows that samples touch, for the only column: their samples, indices, and gradients `[u, d]`."""
+        """The rows that samples touch: their samples (those of each column after the other), indices, gradients."""
         i, d = self.parts(run)
+        i, d = i.repeat(len(d), 1) if len(d) > 1 else i, d.flatten(0, 1)
         key = i + torch.arange(len(i), device=i.device)[:, None] * self.shape[0]
         key, place = key.flatten().unique(return_inverse=True)
-        sums = d.new_zeros(len(key), d.shape[-1]).index_add(0, place, d[0].flatten(0, 1))
+        sums = d.new_zeros(len(key), d.shape[-1]).index_add(0, place, d.flatten(0, 1))
         return key // self.shape[0], key % self.shape[0], sums
 
 
