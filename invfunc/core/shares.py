@@ -149,7 +149,7 @@ class Shares:
             return self.pulled(use, total.view(use.shape), 0)
         fresh = not self.run.deep and self.single(Pair) is not None
         rows = (self.dense(block) for block in self.blocks())
-        return summed((x.square_() if fresh else x.square()).sum(1).sum(0) for x in rows)
+        return summed(added_squares(x) if fresh else x.square().sum(1).sum(0) for x in rows)
 
     def squares(self, use: Use, d: torch.Tensor) -> torch.Tensor:
         """`sum_v d[v, n, ...]^2`, which a weight and its bias share."""
@@ -352,6 +352,18 @@ class Shares:
     def rotated(self, basis: Kronecker, joint: bool) -> Shares:
         """The gradients in the eigenbasis of K-factors, `Q^T G[v, n]`."""
         return rotated(self, basis, joint and self.bias is not None)
+
+
+def added_squares(rows: torch.Tensor) -> torch.Tensor:
+    """`sum_vn rows[v, n]^2`, of rows that are nobody else's."""
+    first = rows[0, 0]
+    if first.numel() < thresholds.ADDED_ROWS or rows.device.type not in thresholds.ADDED_ON:
+        return rows.square_().sum(1).sum(0)
+    total = torch.zeros_like(first, memory_format=torch.contiguous_format)
+    for column in rows.unbind():
+        for row in column.unbind():
+            total.addcmul_(row, row)
+    return total
 
 
 def together(uses: Sequence[Use]) -> list[Use]:
