@@ -37,6 +37,7 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "MIRRORED_ROWS": (1, FAR),
     "ADDED_POSITIONS": (0, FAR),
     "ADDED_NUMBERS": (0, FAR),
+    "ADDED_ROWS": (0, FAR),
     "HUGE_PAGES": (0, FAR),
     "HUGE_ON": (("cpu",), ()),
     "APART": (0, FAR),

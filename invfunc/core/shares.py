@@ -145,13 +145,13 @@ class Shares:
                 found = self.squares(use, use.sent(self.run))
                 return self.pulled(use, found.reshape(len(found), -1).sum(0).view(use.shape), 0)
         use = self.single(Rows)
-        if use is not None and not self.run.deep and self.run.columns == 1:
+        if use is not None and not self.run.deep:
             _, i, sums, _ = use.touched(self.run)
             total = sums.new_zeros(use.shape[0], sums.shape[-1]).index_add(0, i, sums.square())
             return self.pulled(use, total.view(use.shape), 0)
         fresh = not self.run.deep and self.single(Pair) is not None
         rows = (self.dense(block) for block in self.blocks())
-        return summed((x.square_() if fresh else x.square()).sum(1).sum(0) for x in rows)
+        return summed(added_squares(x) if fresh else x.square().sum(1).sum(0) for x in rows)
 
     def squares(self, use: Use, d: torch.Tensor) -> torch.Tensor:
         """`sum_v d[v, n, ...]^2`, which a weight and its bias share."""
@@ -406,6 +406,18 @@ class Shares:
 def _flat(rows: torch.Tensor) -> torch.Tensor:
     """Gradients as `[V, n, entries]`."""
     return rows.reshape(*rows.shape[:2], -1)
+
+
+def added_squares(rows: torch.Tensor) -> torch.Tensor:
+    """`sum_vn rows[v, n]^2`, of rows that are nobody else's."""
+    first = rows[0, 0]
+    if first.numel() < thresholds.ADDED_ROWS or rows.device.type not in thresholds.ADDED_ON:
+        return rows.square_().sum(1).sum(0)
+    total = torch.zeros_like(first, memory_format=torch.contiguous_format)
+    for column in rows.unbind():
+        for row in column.unbind():
+            total.addcmul_(row, row)
+    return total
 
 
 def together(uses: Sequence[Use]) -> list[Use]:

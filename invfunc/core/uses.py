@@ -464,12 +464,13 @@ class Rows(Use):
         return d.new_zeros(self.shape[0], d.shape[-1]).index_add(0, i.flatten(), d.flatten(0, 1)).view(self.shape)
 
     def touched(self, run: Run) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The rows that samples touch, for the only column: their samples, indices, and gradients `[u, d]`; and 1 where
-        there is one, as there are as many for each sample as its places, with zeros in row 0 behind the last."""
+        """The rows that samples touch: their samples (those of each column after the other), indices, and gradients
+        `[u, d]`; and 1 where there is one, as a sample has as many as places, with zeros in row 0 behind the last."""
         i, d = self.parts(run)
+        i, d = i.repeat(len(d), 1) if len(d) > 1 else i, d.flatten(0, 1)
         i, order = i.sort(1)
         number = torch.cat([torch.zeros_like(i[:, :1]), (i[:, 1:] != i[:, :-1]).long().cumsum(1)], 1)
-        d = d[0].gather(1, order[..., None].expand_as(d[0]))
+        d = d.gather(1, order[..., None].expand_as(d))
         sums = torch.zeros_like(d).scatter_add(1, number[..., None].expand_as(d), d)
         index = torch.zeros_like(i).scatter(1, number, i)
         there = torch.arange(i.shape[1], device=i.device) <= number[:, -1:]

@@ -5,6 +5,7 @@ A bottleneck is a tensor that every path from the outputs to what lies below has
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -71,12 +72,15 @@ def paths(z: torch.Tensor, run: Run, sites: Sequence[int]) -> tuple[list[list[in
 
 _FORMS = "Accumulate View UnsafeView Reshape Clone Expand Squeeze Unsqueeze TBack Transpose Permute AsStrided".split()
 """Beginnings of the names of operations that torch takes by how entries lie in memory."""
+_PARTS = {"Addmm": ("Mm", "Add"), "Baddbmm": ("Mm", "Add"), "Bmm": ("Mm",)}
+"""Operations that torch takes in place of others, by shapes."""
 
 
-def operations(z: torch.Tensor) -> list[str]:
-    """The operations that z is computed by, as autograd has recorded them, but for those of its form."""
-    names = [node.name() for node in _sorted(gradient_edge(z).node)[1]]
-    return [name for name in names if not name.startswith((*_FORMS,))]
+def operations(z: torch.Tensor) -> Counter[str]:
+    """How often z is computed by each operation, as autograd has recorded them, but for those of its form."""
+    names = [node.name().split("::")[-1] for node in _sorted(gradient_edge(z).node)[1]]
+    names = [name.split("Backward")[0] for name in names if not name.startswith((*_FORMS,))]
+    return Counter(part for name in names for part in _PARTS.get(name, (name,)))
 
 
 def _each(run: Run, sites: Sequence[int]) -> list[tuple[int, Use, bool]]:

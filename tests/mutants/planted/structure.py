@@ -80,7 +80,7 @@ FAULTS = [
         "structure/plan.py",
         'one=self.shortcuts == "positions"',
         "one=False",
-        f"sparsity/test_structure_kflr.py::test_it_is_that_of_all_columns {DRAWN} sparsity",
+        f"{TAKEN}::test_factors_of_a_vector_with_an_entry_for_each_place structure sparsity",
     ),
     Fault(
         "factors of a last layer are those of a Hessian that couples other groups",
