@@ -64,7 +64,7 @@ MOST_BRANCHES = 36
 CEILINGS = {
     "the package": (
         ["invfunc"],
-        40_300,
+        40_900,
         415,
         "the lean core stands beside the old one until the last statistic has moved; wanted are 20,000 in 160 files",
     ),
