@@ -63,7 +63,7 @@ MOST_BRANCHES = 26
 CEILINGS = {
     "the package": (
         ["invfunc"],
-        37_300,
+        37_900,
         400,
         "the lean core stands beside the old one until the last statistic has moved; wanted are 20,000 in 160 files",
     ),
@@ -77,7 +77,7 @@ CEILINGS = {
     "functional": (["invfunc/functional"], 160, 2, "torch.func.functional_call does it; here are messages and copies"),
     "the tests": (
         ["tests"],
-        50_600,
+        50_750,
         385,
         "laws of both cores while both stand; it goes down with them",
     ),

@@ -82,7 +82,8 @@ class Result:
         base = base_of(y)
         self.own = gradient_edge(y)
         self.edge = self.own if base is None else gradient_edge(base)
-        self.axis, self.shape, self.form = getattr(getattr(y, "_known", None), "axis", None), y.shape, None
+        self.axis: Any = getattr(getattr(y, "_known", None), "axis", None)
+        self.shape, self.form = y.shape, None
         if base is not None:
             if not base.is_contiguous():
                 raise Unsupported("an operation whose result is a view of a tensor with gaps")
@@ -437,11 +438,11 @@ class Diagonal:
             return []
         return [(part, uses) for part in parts(self.run, call, own)]
 
-    def entries(self, *roots: Any) -> None:
+    def entries(self, edges: list[Any], given: list[Tensor], index: list[Tensor]) -> None:
         """Reduce the entries of parameters of which columns miss some."""
         for i in self.rest:
             for each in {bool(f.reduction.each) for f in self.folds}:
-                rows = _entries(self.run, self.run.leaves[i], *roots, each)
+                rows = _entries(self.run, self.run.leaves[i], edges, given, index, each)
                 for fold in [f for f in self.folds if bool(f.reduction.each) is each]:
                     fold.reduction.add(fold.states, i, "columns", fold.reduction.directly(rows))
 
