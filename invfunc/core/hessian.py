@@ -403,6 +403,12 @@ class Diagonal:
         self.run, self.names, self.folds, self.of, self.owners = run, names, folds, of, owners
         again = {i: _crossings(run, run.leaves[i], uses) for i, uses in enumerate(of) if uses}
         self.crossed = [(i, use) for i, uses in again.items() for use in uses or ()]
+        if self.crossed and not run.deep and run.chosen is None and not any([f.reduction.each for f in folds]):
+            read = [x for call in run.calls for x in call.inputs] + [use.a for _, use in self.crossed]
+            several = [i for i, uses in enumerate(of) if len(uses) > 1]
+            entries = sum([run.leaves[i].numel() for i in several])
+            if thresholds.ENTRY * entries * run.n <= sum([x.numel() for x in read]):
+                again, self.crossed = again | dict.fromkeys(several), []
         self.straight = {i for i, uses in again.items() if uses is not None}
         self.rest = [i for i in again if i not in self.straight]
 
@@ -419,7 +425,7 @@ class Diagonal:
         run.check(found[len(edges) :])
         slopes = iter([y.slope(run, g) for y, g in zip(results, found, strict=False)])
         far = [(part, self.near(part, uses)) for call in run.calls for part, uses in self.parts(call, slopes)]
-        known = shortcuts and not run.deep and all([part.right is None for part, _ in far])
+        known = shortcuts and not (run.deep or self.crossed or self.rest) and all([p.right is None for p, _ in far])
         if known and sum([part.count for part, uses in far if any(map(_placed, uses))]) >= thresholds.FEW:
             raise Unsupported("many columns, of which some may be left out by structure")
         for part, uses in far:
