@@ -72,6 +72,7 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "SLICES": (0, FAR),
     "EXACT": (1, FAR),
     "FEW": (0, FAR),
+    "ENTRY": (0, FAR),
     "PAYS": (math.inf, 0.0),
     "LOOK": (0.0, 1.0),
     "LOOK_ENTRY": (0.0, 1.0),

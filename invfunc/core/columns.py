@@ -212,7 +212,7 @@ def _root(run: Run, x: torch.Tensor, axis: Axis, k: torch.Tensor, dim: int) -> S
 LOGARITHMS = called("log_softmax")
 
 
-def softmax_root(run: Run, func: Any, args: tuple, kwargs: dict, axis: Axis, slope: torch.Tensor) -> Softmax | None:
+def softmax_root(run: Run, func: Any, args: tuple, kwargs: dict, axis: Axis, slope: Any) -> Softmax | None:
     """The columns of a cross entropy or a log_softmax of any slope; None of another operation."""
     if func is not F.cross_entropy and func not in LOGARITHMS:
         return None

@@ -9,7 +9,7 @@ differentiated one by one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,6 @@ from invfunc.core.uses import (
     Rows,
     Shared,
     Use,
-    back,
     formed,
     front,
     product,
@@ -83,7 +82,8 @@ class Result:
         base = base_of(y)
         self.own = gradient_edge(y)
         self.edge = self.own if base is None else gradient_edge(base)
-        self.axis, self.shape, self.form = getattr(getattr(y, "_known", None), "axis", None), y.shape, None
+        self.axis: Any = getattr(getattr(y, "_known", None), "axis", None)
+        self.shape, self.form = y.shape, None
         if base is not None:
             if not base.is_contiguous():
                 raise Unsupported("an operation whose result is a view of a tensor with gaps")
@@ -105,10 +105,10 @@ class Call:
     inputs: list[Tensor]
     edges: list[Any]
     axes: list[Axis]
-    written: Tensor | None
-    """The first argument as it was before, if it is written in place."""
     before: int
     """How many uses of parameters were noted before it."""
+    written: Tensor | None = None
+    """The first argument as it was before, if it is written in place."""
     autocast: torch.dtype | None = None
     results: Sequence[Result] = ()
     uses: Sequence[Use] = ()
@@ -165,35 +165,38 @@ class CallsRun(Run):
 
     def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
         self.entered += 1
-        entered, before = self.entered, len(self.uses)
-        data = [*found[0], *[(x, known.axis) for x, known in found[2]]]
+        entered, data = self.entered, [*found[0], *[(x, known.axis) for x, known in found[2]]]
         inputs = {id(x): (x, axis) for x, axis in data if x.requires_grad}
-        xs = [x for x, _ in inputs.values()]
-        noted = self.every or (bool(xs) and not _linear(func, args, kwargs, xs))
-        written = (
-            self.strip(args[0]).clone() if noted and id(args[0]) in inputs and _writes(func, args, kwargs) else None
-        )
-        call = Call(func, args, kwargs, xs, [*map(gradient_edge, xs)], [a for _, a in inputs.values()], written, before)
-        counts = versions(call.reads) if noted else []
-        out = super().dispatched(func, args, kwargs, found)
-        if self.entered != entered:  # the operations that it is composed of were noted
-            return out
-        call.uses = self.uses[before:]
-        self.annotate(call, [node.leaf for _, node in found[1]])
-        summed = bool(xs) and getattr(getattr(out, "_known", None), "axis", None) is SUMMED
-        results = [y for y in tensors(out) if y.is_floating_point() and y.requires_grad] if noted or summed else []
-        if not results:
-            return out
-        call.results, call.versions, device = [*map(Result, results)], versions(call.reads), results[0].device.type
-        call.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        if summed:
-            self.sums.append(call)
+        xs, axes = [x for x, _ in inputs.values()], [axis for _, axis in inputs.values()]
+        call = Call(func, args, kwargs, xs, [*map(gradient_edge, xs)], axes, len(self.uses))
+        noted, counts = self.every or (bool(xs) and not _linear(func, args, kwargs, xs)), None
         if noted:
-            self.calls.append(call)
-            drops = func is F.scaled_dot_product_attention and option(args, kwargs, 4, "dropout_p", 0.0)
-            if checkpointing() or drops or call.versions != counts:
-                raise Unsupported("a nonlinear operation in a checkpoint, or that draws, or writes its inputs")
+            if id(args[0]) in inputs and _writes(func, args, kwargs):
+                call.written = self.strip(args[0]).clone()
+            counts = versions(call.reads)
+        out = super().dispatched(func, args, kwargs, found)
+        if self.entered == entered:  # else the operations that it is composed of were noted
+            call.uses = self.uses[call.before :]
+            self.annotate(call, [node.leaf for _, node in found[1]])
+            summed = bool(xs) and getattr(getattr(out, "_known", None), "axis", None) is SUMMED
+            if (noted or summed) and self.ended(call, out):
+                self.sums += [call] * summed
+                self.calls += [call] * noted
+                if noted and call.versions != counts:
+                    raise Unsupported(f"{named(func)} writes what it reads")
         return out
+
+    def ended(self, call: Call, out: Any) -> bool:
+        """Note the results of an operation; says whether there are any with a graph."""
+        results = [y for y in tensors(out) if y.is_floating_point() and y.requires_grad]
+        if results:
+            device = results[0].device.type
+            call.results, call.versions = [*map(Result, results)], versions(call.reads)
+            call.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+            attention = call.func is F.scaled_dot_product_attention
+            if checkpointing() or (attention and option(call.args, call.kwargs, 4, "dropout_p", 0.0)):
+                raise Unsupported("a nonlinear operation in a checkpoint, or that draws")
+        return bool(results)
 
     def annotate(self, call: Call, leaves: list[int | None]) -> None:
         """Note the uses of an operation that is linear in each of the parameters that it reads, given their numbers."""
@@ -243,6 +246,16 @@ class Part:
     right: Callable[[int, int], list[Tensor]] | None = None
     """What makes those of the second factor, if it is not the first."""
     right_edges: Sequence[Any] = ()
+
+
+def back(x: Tensor, shape: Sequence[int], axis: Axis, n: int) -> Tensor:
+    """Columns `[V, n, entries]` in the layout of a tensor, `[V, *shape]`."""
+    if n == 1:
+        return x.reshape(len(x), *shape)
+    at, outer, inner = axis
+    at += len(shape)
+    x = x.reshape(len(x), n, *shape[:at], outer, inner, *shape[at + 1 :])
+    return x.movedim(1, at + 2).flatten(at + 1, at + 3)
 
 
 def units(x: Tensor, axis: Axis, n: int) -> tuple[int, Callable[[int, int], Tensor]]:
@@ -390,47 +403,54 @@ class Diagonal:
         self.run, self.names, self.folds, self.of, self.owners = run, names, folds, of, owners
         again = {i: _crossings(run, run.leaves[i], uses) for i, uses in enumerate(of) if uses}
         self.crossed = [(i, use) for i, uses in again.items() for use in uses or ()]
+        if self.crossed and not run.deep and run.chosen is None and not any([f.reduction.each for f in folds]):
+            read = [x for call in run.calls for x in call.inputs] + [use.a for _, use in self.crossed]
+            several = [i for i, uses in enumerate(of) if len(uses) > 1]
+            entries = sum([run.leaves[i].numel() for i in several])
+            if thresholds.ENTRY * entries * run.n <= sum([x.numel() for x in read]):
+                again, self.crossed = again | dict.fromkeys(several), []
         self.straight = {i for i, uses in again.items() if uses is not None}
         self.rest = [i for i in again if i not in self.straight]
 
     def reduce(self, out: Tensor, cotangent: Tensor | None, shortcuts: bool) -> None:
         """Reduce all columns, and the entries of what these miss; with `shortcuts`, refuse many of known structure."""
-        run = self.run
-        cotangent = torch.ones_like(out) if cotangent is None else cotangent
+        run, cotangent = self.run, torch.ones_like(out) if cotangent is None else cotangent
         results = [y for call in (*run.calls, *run.sums) for y in call.results]
         edges = [*[y.edge for y in results], *[use.edge for _, use in self.crossed]]
         if not edges:
             return
         with torch.enable_grad():
             inputs = [*edges, *run.leaves]
-            found = torch.autograd.grad(
-                out, inputs, cotangent, create_graph=run.deep, retain_graph=True, allow_unused=True
-            )
+            found = torch.autograd.grad(out, inputs, cotangent, True, run.deep, allow_unused=True)
         run.check(found[len(edges) :])
         slopes = iter([y.slope(run, g) for y, g in zip(results, found, strict=False)])
-        made = list[tuple[Part, list[Use]]]()
-        for call in run.calls:
-            own = [next(slopes) for _ in call.results]
-            uses = [u for u in run.uses[: call.before] if not self.straight.isdisjoint(self.owners[id(u)])]
-            if uses and any([g is not None for g in own]):
-                made += [(part, uses) for part in parts(run, call, own)]
-        far = [(part, self.near(part, uses)) for part, uses in made]
-        known = shortcuts and not run.deep and all([part.right is None for part, _ in far])
+        far = [(part, self.near(part, uses)) for call in run.calls for part, uses in self.parts(call, slopes)]
+        known = shortcuts and not (run.deep or self.crossed or self.rest) and all([p.right is None for p, _ in far])
         if known and sum([part.count for part, uses in far if any(map(_placed, uses))]) >= thresholds.FEW:
             raise Unsupported("many columns, of which some may be left out by structure")
         for part, uses in far:
-            if uses:
-                self.columns(part, uses)
+            self.columns(part, uses)
         for (i, use), g in zip(self.crossed, found[len(results) :], strict=False):
             if g is not None:
                 self.cross(i, use, run.strip(g))
         if self.rest:
-            roots = _roots(run, out, cotangent, [*slopes], [f.reduction for f in self.folds])
-            for i in self.rest:
-                for each in {bool(f.reduction.each) for f in self.folds}:
-                    rows = _entries(run, run.leaves[i], *roots, each)
-                    for fold in [f for f in self.folds if bool(f.reduction.each) is each]:
-                        fold.keep(i, fold.reduction.directly(rows), last=False)
+            self.entries(*_roots(run, out, cotangent, [*slopes], [f.reduction for f in self.folds]))
+
+    def parts(self, call: Call, slopes: Iterator[Tensor | None]) -> list[tuple[Part, list[Use]]]:
+        """The columns of an operation, and the uses of parameters to which they may come."""
+        own = [next(slopes) for _ in call.results]
+        uses = [u for u in self.run.uses[: call.before] if not self.straight.isdisjoint(self.owners[id(u)])]
+        if not uses or all([g is None for g in own]):
+            return []
+        return [(part, uses) for part in parts(self.run, call, own)]
+
+    def entries(self, edges: list[Any], given: list[Tensor], index: list[Tensor]) -> None:
+        """Reduce the entries of parameters of which columns miss some."""
+        for i in self.rest:
+            for each in {bool(f.reduction.each) for f in self.folds}:
+                rows = _entries(self.run, self.run.leaves[i], edges, given, index, each)
+                for fold in [f for f in self.folds if bool(f.reduction.each) is each]:
+                    fold.keep(i, fold.reduction.directly(rows), last=False)
 
     def add(self, i: int, shares: Shares) -> None:
         """Reduce the gradients of a parameter."""
@@ -463,7 +483,7 @@ class Diagonal:
     def columns(self, part: Part, uses: list[Use]) -> None:
         """Reduce columns, in groups that fit the memory."""
         run, most = self.run, max(1, thresholds.GROUPED // max(1, self.run.numbers))
-        for start in range(0, part.count, most):
+        for start in range(0, part.count if uses else 0, most):
             stop = min(start + most, part.count)
             left = self.pulled(part.edges, part.left(start, stop), uses)
             right = None
@@ -568,6 +588,14 @@ def _roots(run: CallsRun, out: Tensor, cotangent: Tensor, slopes: list[Tensor | 
     return edges, given, index
 
 
+def _slope(leaf: Tensor, pairs: list[tuple[Tensor, Tensor]], edges: list[Any], given: list[Tensor]) -> Tensor:
+    """The gradient in a parameter, from those in the copies of what is computed from it, with its graph."""
+    found = torch.autograd.grad(edges, [a for _, a in pairs], given, create_graph=True, allow_unused=True)
+    met = [(y, g) for (y, _), g in zip(pairs, found, strict=True) if g is not None]
+    slopes = [g if y is leaf else torch.autograd.grad(y, leaf, g, create_graph=True)[0] for y, g in met]
+    return summed([torch.zeros_like(leaf), *slopes])
+
+
 def _entries(
     run: CallsRun, leaf: Tensor, edges: list[Any], given: list[Tensor], index: list[Tensor], each: bool
 ) -> Tensor:
@@ -580,27 +608,19 @@ def _entries(
     with torch.enable_grad():
         given = [g * share[at] for g, at in zip(given, index, strict=True)]
         pairs = [(y, a) for y, a in run.aliases if y is leaf or _depends(y, leaf)]
-        copies = [a for _, a in pairs]
-        found = torch.autograd.grad(edges, copies, given, create_graph=True, allow_unused=True)
-        slope = torch.zeros_like(leaf)
-        for (y, _), g in zip(pairs, found, strict=True):
-            if g is not None:
-                slope = slope + (g if y is leaf else torch.autograd.grad(y, leaf, g, create_graph=True)[0])
+        slope = _slope(leaf, pairs, edges, given)
         most, blocks = max(1, thresholds.GROUPED // max(1, run.numbers * (run.n if each else 1))), list[Tensor]()
-        for start in range(0, size, most):
+        for start in range(0, size if slope.requires_grad else 0, most):
             at = torch.arange(start, min(start + most, size), device=leaf.device)
             unit = F.one_hot(at, size).to(leaf.dtype).view(len(at), *leaf.shape)
-            bent = slope.requires_grad
-            direct, *others = run.rows(slope, [leaf, *copies], [unit], graph) if bent else [None] * (1 + len(pairs))
-            diagonal = torch.zeros_like(at, dtype=leaf.dtype)
-            for y, c in ((leaf, direct), *[(y, c) for (y, _), c in zip(pairs, others, strict=True)]):
-                c = c if c is None or y is leaf else run.rows(y, [leaf], [c], graph)[0]
-                diagonal = diagonal if c is None else diagonal + (c * unit).reshape(len(at), -1).sum(1)
-            if each:
+            rows = run.rows(slope, [leaf, *[a for _, a in pairs]], [unit], graph)
+            ways = [(y, c) for y, c in zip([leaf, *[y for y, _ in pairs]], rows, strict=True) if c is not None]
+            rows = [c if y is leaf else run.rows(y, [leaf], [c], graph)[0] for y, c in ways]
+            diagonal = (summed([torch.zeros_like(unit), *rows]) * unit).reshape(len(at), -1).sum(1)
+            if each and diagonal.requires_grad:
                 eye = torch.eye(len(at), dtype=leaf.dtype, device=leaf.device)
-                apart = run.rows(diagonal, [share], [eye], run.deep)[0] if diagonal.requires_grad else None
-                diagonal = eye.new_zeros(len(at), run.n) if apart is None else apart
+                diagonal = run.rows(diagonal, [share], [eye], run.deep)[0]
             blocks.append(run.strip(diagonal).reshape(len(at), -1).T)
-    found = torch.cat(blocks, 1) if blocks else leaf.detach().new_zeros(run.n if each else 1, 0)
-    found = found.view(len(found), *leaf.shape)
+    zeros = run.strip(leaf).detach().new_zeros(run.n if each else 1, size)
+    found = (torch.cat(blocks, 1) + zeros if blocks else zeros).view(len(zeros), *leaf.shape)
     return found[run.chosen] if each and run.chosen is not None else found

@@ -10,11 +10,11 @@ import torch
 
 from invfunc._torch.functorch import gradient_edge
 from invfunc.core.columns import made
-from invfunc.core.hessian import Call, CallsRun, Result
+from invfunc.core.hessian import Call, CallsRun, Result, back
 from invfunc.core.marks import named
 from invfunc.core.shares import Shares
 from invfunc.core.tables import POINTWISE
-from invfunc.core.uses import WHOLE, Use, back, front
+from invfunc.core.uses import WHOLE, Use, front
 from invfunc.errors import ArgumentError
 from invfunc.reductions.quantity import Quantity
 

@@ -55,16 +55,6 @@ def front(x: torch.Tensor, axis: Axis, n: int, lead: int = 0) -> torch.Tensor:
     return x.flatten(at + 1, at + 2)
 
 
-def back(x: torch.Tensor, shape: Sequence[int], axis: Axis, n: int) -> torch.Tensor:
-    """Columns `[V, n, entries]` in the layout of a tensor, `[V, *shape]`."""
-    if n == 1:
-        return x.reshape(len(x), *shape)
-    at, outer, inner = axis
-    at += len(shape)
-    x = x.reshape(len(x), n, *shape[:at], outer, inner, *shape[at + 1 :])
-    return x.movedim(1, at + 2).flatten(at + 1, at + 3)
-
-
 def summed(parts: Iterable[torch.Tensor]) -> torch.Tensor:
     """A sum that does not begin with zero."""
     return reduce(add, parts)

@@ -62,8 +62,9 @@ def diag_hessian(
     Cost: that of `diag_ggn`, and a pullback (vector-Jacobian product) for each entry of a sample at every element-wise
     operation that is nonlinear, two at the other nonlinear ones. By structure they share backward passes: for the
     sigmoid of an auto-encoder 10 more are made, at every image size. A narrow layer saves columns only where no
-    operation has any. A parameter that is read again by what depends on it (tied in series, recurrent) or not linearly
-    (`exp(w)`, `weight_norm`) takes a second derivative for each of its entries.
+    operation has any. A parameter that is read again by what depends on it (tied in series, recurrent) takes two more
+    for each entry that it is multiplied with there, one that is not read linearly (`exp(w)`, `weight_norm`) a second
+    derivative for each of its entries.
 
     Source: BackPACK's DiagHessian (Dangel, Kunstner and Hennig, ICLR 2020) for chains of modules.
     """

@@ -50,7 +50,7 @@ UNSEEN = {
     "the generator gives the same key again": OF_STREAMS,
     "the means of the processes are taken for the same": OF_PROCESSES,
     "bfloat16 is not widened": LESS,
-    "autocast is not what it was where a call runs again": LESS,
+    "autocast is not what it was where an operation runs again": LESS,
     "targets are drawn with too few columns in the scale": ALIKE,
     "classes are drawn from the first of them alone": ALIKE,
     "a sure prediction has noise": ALIKE,

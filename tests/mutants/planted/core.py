@@ -6,6 +6,7 @@ FOLLOWED, AXES, SILENT = (f"core/test_{name}.py" for name in ("followed", "axes"
 RULES = f"{AXES}::test_rules_give_what_the_probe_sees"
 LOOP = f"{SILENT}::test_a_result_is_that_of_the_loop"
 RESORT = "core/test_resort.py"
+HESSIAN = "core/test_hessian.py"
 FIRST = f"{FOLLOWED}::test_first_order_statistics_are_those_of_the_loop"
 
 FAULTS = [
@@ -183,5 +184,61 @@ FAULTS = [
         "    return out, aux, _closed_over(out, [*leaves, *given.leaves])",
         "    return out, aux, False",
         f"{RESORT}::test_a_tensor_that_is_closed_over_has_a_derivative",
+    ),
+    Fault(
+        "samples that were chosen twice count once",
+        "core/hessian.py",
+        "torch.bincount(run.chosen, minlength=run.n)",
+        "torch.bincount(run.chosen, minlength=run.n).clamp(max=1)",
+        f"{HESSIAN}::TestOfTiedWeights::test_of_chosen_samples",
+    ),
+    Fault(
+        "the Hessian of an operation is taken for its gradient",
+        "core/hessian.py",
+        "if g is not None and g.requires_grad}",
+        "if g is None}",
+        f"{HESSIAN}::test_of_ordinary_programs[MLP-4]",
+    ),
+    Fault(
+        "a parameter that is read again counts as read once",
+        "core/hessian.py",
+        "    if len(uses) == 1:\n        return []\n",
+        "    if uses:\n        return []\n",
+        f"{HESSIAN}::test_of_ordinary_programs[GRU-4]",
+    ),
+    Fault(
+        "a parameter that is read twice by one operation is read linearly",
+        "core/hessian.py",
+        "len({*leaves}) == len(leaves)",
+        "leaves",
+        f"{HESSIAN}::TestOfTiedWeights::test_of_plain_functions[in_one_call]",
+    ),
+    Fault(
+        "a Hessian is sent to what was read in place of its squares",
+        "core/hessian.py",
+        "use.a = use.a.square()",
+        "use.a = use.a.clone()",
+        f"{HESSIAN}::test_of_ordinary_programs[MLP-4]",
+    ),
+    Fault(
+        "what is beside the diagonal of two inputs counts once",
+        "core/hessian.py",
+        "r if i == k else 2 * r",
+        "r",
+        f"{HESSIAN}::test_of_ordinary_programs[LSTM-4]",
+    ),
+    Fault(
+        "autocast is not what it was where an operation runs again",
+        "core/hessian.py",
+        "torch.autocast(device, low) if low else nullcontext()",
+        "nullcontext()",
+        "statistics/test_diag_hessian.py::test_under_autocast_what_bends_is_run_again_in_the_same_precision",
+    ),
+    Fault(
+        "KFRA averages over one sample too many",
+        "core/kfra.py",
+        "return matrix * (d.mT @ d) / len(d)",
+        "return matrix * (d.mT @ d) / (len(d) + 1)",
+        f"{HESSIAN}::test_kfra_is_that_of_the_loop",
     ),
 ]

@@ -35,46 +35,6 @@ FAULTS = [
         "if isinstance",
         "passes/test_streamed.py::test_errors_of_what_reduces_them_are_raised",
     ),
-    # The noise of gradients
-    Fault(
-        "samples that were chosen twice count once",
-        "passes/second_order.py",
-        "torch.bincount(chosen, minlength=n)",
-        "torch.bincount(chosen, minlength=n).clamp(max=1)",
-        "statistics/test_diag_hessian_composed.py::TestChunks::test_over_two_axes_and_of_some_samples "
-        "per_sample/test_samples.py statistics",
-    ),
-    # Curvature
-    Fault(
-        "the Hessian of a call is taken for its gradient",
-        "passes/second_order.py",
-        "nonlinear = {i: s for i, s in zip(values, found, strict=True) if s is not None and reaches(s, nodes, {})}",
-        "nonlinear = {i: s for i, s in zip(values, found, strict=True) if s is None}",
-        "statistics/test_diag_hessian.py::test_of_any_network statistics/test_diag_hessian.py",
-    ),
-    Fault(
-        "a parameter that is read again counts as read once",
-        "passes/second_order.py",
-        "if len(uses[i]) == 1 or not _downstream(run.params[i], uses[i])",
-        "if True",
-        "statistics/test_diag_hessian.py::test_of_any_layer "
-        "statistics/test_diag_hessian.py statistics/test_diag_hessian_composed.py",
-    ),
-    Fault(
-        "KFRA averages over one sample too many",
-        "passes/kfra.py",
-        "return matrix * (d.mT @ d) / len(d)",
-        "return matrix * (d.mT @ d) / (len(d) + 1)",
-        "reductions/test_kfac_exact.py::TestExactness::test_of_one_sample reductions",
-    ),
-    Fault(
-        "autocast is not what it was where a call runs again",
-        "passes/second_order.py",
-        "torch.autocast(device, step.autocast) if step.autocast is not None else nullcontext()",
-        "nullcontext()",
-        "statistics/test_diag_hessian.py::test_under_autocast_what_bends_is_run_again_in_the_same_precision "
-        "per_sample/test_half_precision.py statistics",
-    ),
     # Samples that change places
     Fault(
         "rows that changed places are not compared",
