@@ -12,6 +12,7 @@ FLOORS = [
     (["statistics", "products", "pairs"], "one public transform a file"),
     (["transform", "statistic", "together", "functional"], "what all transforms share"),
     (["core"], "the lean core: one run, one pullback, a contraction of each parameter"),
+    (["structure"], "which outputs depend on what, which columns share a pass, in the core"),
     (["evaluation", "budget"], "a call: its runs, its blocks of samples, its memory"),
     (["sparsity"], "which outputs depend on what, which columns share a pass"),
     (["passes"], "what is sent back from the outputs, and how it is pulled back"),
