@@ -31,11 +31,16 @@ def of_hessian(given: Given, blocks: bool = False) -> Linear:
 
 def of_ggn(given: Given, blocks: bool = False) -> Linear:
     """`J^T H J v`, with the H of a convex loss."""
-    split = given.found_split(each=False) if given.loss is None else given.given_split(each=False)
+    split = split_of(given)
     with given.mode.back(split.result.device):
         slopes = split.slopes()
         split.check_convex(slopes)
     return sandwich(given, split, lambda t, pull: pull(slopes, split.values, t), blocks)
+
+
+def split_of(given: Given) -> Split:
+    """A function split at its outputs, whose samples may be mixed."""
+    return given.found_split(each=False) if given.loss is None else given.given_split(each=False)
 
 
 def of_fisher(given: Given) -> Linear:

@@ -175,14 +175,20 @@ class Given:
     def given_split(self, each: bool) -> Split:
         """Split a model function from its loss. Only with `each` the loss has to keep the samples apart."""
         _, (values, structure) = self.dims, self.outputs()
-        roots = [Output(i, z.view_as(z)) for i, z in enumerate(values)]
+        roots = self._roots(values)
         return self._followed_loss(roots, structure) if each else self._loss(roots, structure)
+
+    def _roots(self, values: Sequence[torch.Tensor]) -> list[Output]:
+        """The outputs of a model, each with a node of its own; some may not depend on the parameters."""
+        scope = self.scope
+        own = [z.view_as(z) if z.requires_grad else scope.enter(scope.leave(z)) for z in values]
+        return [*map(Output, range(len(own)), own)]
 
     def _loss(self, roots: list[Output], structure: Any) -> Split:
         target, finder = tree.map_tensors(self.scope.alias, self.args[-1]), Finder(roots)
         with marked_for(None), finder:
             result = self.called(tree.unflatten([r.value for r in roots], structure), target)
-        self._tell_constants(result, self.params)
+        self._tell_constants(result, [*self.params, *(r.value for r in roots)])
         return Split(self.scope, 1, checked_value(result, "the loss"), roots, finder.terms, dim=self.out_dims)
 
     def found_split(self, losses: bool = False, each: bool = True) -> Split:
@@ -216,10 +222,11 @@ class Given:
         self._tell_constants(result, self.params)
         if self.loss is not None:
             named, structure = tree.outputs(result)
-            return self._loss([Output(i, z.view_as(z)) for i, (_, z) in enumerate(named)], structure)
+            return self._loss(self._roots([z for _, z in named]), structure)
         check_loss(result, given.n)
+        roots = finder.found(result, self.params)
         run.check(result)
-        return Split(self.scope, given.n, result, finder.found(result, self.params), finder.terms)
+        return Split(self.scope, given.n, result, roots, finder.terms)
 
     def _followed_loss(self, roots: list[Output], structure: Any) -> Split:
         """Split off the loss under a run of the core, which knows the samples."""
@@ -242,7 +249,7 @@ class Given:
                 know(z, Mark(run.token, (self.out_dims % z.ndim - z.ndim, 1, 1), True))
             with run:
                 result = self.called(tree.unflatten(outputs, structure), target)
-            self._tell_constants(result, self.params)
+            self._tell_constants(result, [*self.params, *outputs])
             run.check(checked_value(result, "the loss"))
             return result
 

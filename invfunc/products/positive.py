@@ -14,7 +14,7 @@ from invfunc._torch.graphs import node_of, nodes_of
 from invfunc.core.marks import Unsupported, named, option
 from invfunc.core.tables import POINTWISE
 from invfunc.errors import ArgumentError
-from invfunc.products.curvature import sandwich
+from invfunc.products.curvature import Jacobian, sandwich, split_of
 from invfunc.products.given import Following, Given
 from invfunc.products.maps import Linear, Pull, Vectors
 from invfunc.products.split import CRITERIA, MOVES, SCALES, Finder, named_node
@@ -84,6 +84,7 @@ def of_positive_hessian(given: Given, modify: str) -> Linear:
     try:
         split = given.split_in(run)
     except Unsupported as error:
+        Jacobian.recorded(given, split_of(given))  # which tells what else is wrong
         raise ArgumentError(f"the nonlinear operations of f are not seen: {error}.") from None
     scope, roots, ends = given.scope, split.values, {node_of(z) for z in split.values}
     bends = [b for b in run.bends or [] if ends.isdisjoint(nodes_of([b.input]))]

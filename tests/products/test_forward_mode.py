@@ -102,6 +102,19 @@ def test_one_that_draws_from_its_own_generator_is_of_one_run():
     assert_near(flat(found), wanted, 1e-9)
 
 
+def test_an_output_that_no_parameter_reaches():
+    y, v = torch.zeros(5, 3, dtype=torch.float64), vectors(P)
+
+    def loss(z, y):
+        return F.mse_loss(z[0] * z[1].detach().exp(), y)
+
+    wanted = matrices.ggn(plain, lambda z, y: F.mse_loss(z * X.exp(), y), P, X, y) @ flat(v)
+    for product in (ggnvp(lambda p, x: (plain(p, x), x), loss), ggnvp(lambda p, x: (plain(p, x), x[:, :3]), loss)):
+        found = product(P, v, X, y)
+        assert_near(flat(found), wanted, 1e-9)
+        assert not any(g.requires_grad for g in tree.leaves(found))
+
+
 def test_a_compiled_part_has_its_derivative():
     part = torch.compile(lambda h: h.tanh(), backend="aot_eager")
 
