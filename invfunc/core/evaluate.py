@@ -219,6 +219,8 @@ def _ran_and(
     chosen = None if chosen is None else torch.tensor(chosen, device=problem.leaves[0].device)
     kind = quantities[0].kind
     new = ChainRun if kind.averaged else CallsRun if kind.second_order else Run
+    if new is not Run and way is not Problem.call:
+        raise Final("second derivatives of a function whose operations are not followed")
     while True:
         run = new(problem.n, deep, chosen)
         run.part, run.way = part, way
@@ -364,7 +366,7 @@ def _columns(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: boo
         few = run.deep or run.chosen is not None or count < thresholds.FEW
         if shortcuts and not few:
             if known is not None or way.plan.splits:
-                raise Unsupported("many columns in chunks, of which some may be left out by structure")
+                raise Final("many columns in chunks, of which some may be left out by structure")
             if _structured(replace(way, folds=own), columns[0]):
                 continue
         replace(way, folds=own).columns(x, columns[0], 0)

@@ -21,7 +21,7 @@ from invfunc import thresholds, tree
 from invfunc._torch.functorch import base_of, checkpointing, gradient_edge, version, versions
 from invfunc.core.axes import numbers
 from invfunc.core.columns import softmax_root
-from invfunc.core.marks import SUMMED, Axis, Unsupported, arguments, named, option, tensors, wide
+from invfunc.core.marks import SUMMED, Axis, Final, Unsupported, arguments, named, option, tensors, wide
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.tables import DIVIDE, EXPANDS, LIKE, LINEAR, MOVES, MULTIPLY, POINTWISE, VIEWS, called
@@ -427,7 +427,7 @@ class Diagonal:
         far = [(part, self.near(part, uses)) for call in run.calls for part, uses in self.parts(call, slopes)]
         known = shortcuts and not (run.deep or self.crossed or self.rest) and all([p.right is None for p, _ in far])
         if known and sum([part.count for part, uses in far if any(map(_placed, uses))]) >= thresholds.FEW:
-            raise Unsupported("many columns, of which some may be left out by structure")
+            raise Final("many columns, of which some may be left out by structure")
         for part, uses in far:
             self.columns(part, uses)
         for (i, use), g in zip(self.crossed, found[len(results) :], strict=False):
