@@ -43,12 +43,11 @@ def made(hessian: Hessian, quantity: Quantity, n: int) -> list[Columns]:
 
 def joined(parts: Sequence[Hessian]) -> Hessian:
     """The Hessian of the loss of all samples, given that of parts of them."""
-    first, cat = parts[0], lambda each: torch.cat(each) if each[0] is not None else None
+    first = parts[0]
     if any([type(part) is not type(first) for part in parts]):
         raise Unsupported("the criterion is another one for a part of the samples")
-    if isinstance(first, Softmax):
-        return replace(first, logits=cat([p.logits for p in parts]), weight=cat([p.weight for p in parts]))
-    return replace(first, diagonal=cat([p.diagonal for p in parts]), logits=cat([p.logits for p in parts]))
+    names = ("logits", "weight") if isinstance(first, Softmax) else ("logits", "diagonal")
+    return replace(first, **{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
 def weighs(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -96,7 +96,9 @@ class Parts:
             if problem.has_aux:
                 raise Unsupported("aux of a part of which no sample is chosen")
             return None
-        own = None if known is None else {key: [Slice(c, slice(a, b)) for c in each] for key, each in known.items()}
+        own: Made | None = None
+        if known is not None:
+            own = {key: [Slice(c, slice(a, b)) for c in each] for key, each in known.items()}
         return kept(problem, quantities, options, own, self.fold.ticks, self.way, several)
 
     def _part(self, part: Part, kind: Kind) -> Problem:
@@ -110,8 +112,9 @@ class Parts:
         count, whole = found.count, part == (0, n)
         for t, own in zip(accumulators, found.folds, strict=True):
             t.columns = own.found.columns
-            for i, state in own.earlier.items() if t.before is not None and t.reduction.apart else ():
-                added("samples", partial(t.before.add, i), state)
+            if t.before is not None and t.reduction.apart:
+                for i, state in own.earlier.items():
+                    added("samples", partial(t.before.add, i), state)
             for i, state in own.states.items():
                 fold.take(t, i, state, count, 0 if whole else fold.found.n)
         first = found.folds[0].found

@@ -379,7 +379,7 @@ class Following(Run):
         if type(known) is not Mark or known.run is not self.token:
             raise Unsupported("samples do not reach the result in a way that was seen")
         axis = (-1, 1, 1) if result.ndim else SUMMED
-        if self.n > 1 and (known.axis != axis or (self.blended and not result.ndim)):
+        if self.n > 1 and known.axis != axis:
             raise Unsupported("the result is neither [N] losses nor a sum over the samples")
 
 
