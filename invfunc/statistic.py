@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,8 +51,15 @@ class Statistic(Transform):
     shown: str | None = None
     """What `repr` says, where a relative of `chunked` made it of another statistic."""
 
+    taken: bool = field(init=False, compare=False)
+    """Whether the core may take what is wanted: reductions of gradients, of columns of a GGN, or Jacobian rows."""
+    called: Hashable = field(init=False, compare=False)
+    """What is asked of f."""
+
     def __post_init__(self) -> None:
         check_functions(self.name, self.f, self.loss)
+        object.__setattr__(self, "taken", self._taken())
+        object.__setattr__(self, "called", (self.name, *(m.name for m in self.members)))
 
     def __repr__(self) -> str:
         loss = "" if self.loss is None else f", {describe(self.loss)}"
@@ -85,7 +91,7 @@ class Statistic(Transform):
 
     def _engine(self, given: Problem, explaining: bool = False) -> Engine:
         core = bool(given.n) and not explaining and self.direct and plain(given)
-        return Engine(given, self.options, self._quantities(given), explaining, self._called if core else None)
+        return Engine(given, self.options, self._quantities(given), explaining, self.called if core else None)
 
     def _directly(self, given: Problem) -> tuple[list[Any], Any] | None:
         """The results by the core, if it follows f; else the engine finds them, or the error."""
@@ -100,26 +106,19 @@ class Statistic(Transform):
             with ticking(self.options.progress, given.n) as ticks:
                 return evaluated(given, quantities, self.options, way, ticks)
 
-        return by_ways(self.f, self._called, call, lambda: set_states(before))
+        return by_ways(self.f, self.called, call, lambda: set_states(before))
 
     @property
     def direct(self) -> bool:
         """Whether the core is asked: it may take what is wanted, and has not refused f."""
-        return self.taken and not refused(self.f, self._called)
+        return self.taken and not refused(self.f, self.called)
 
     @property
     def followed(self) -> bool:
         """Whether the core follows f as it is, as far as it is known."""
-        return self.taken and not known_way(self.f, self._called)
+        return self.taken and not known_way(self.f, self.called)
 
-    @cached_property
-    def _called(self) -> Hashable:
-        """What is asked of f."""
-        return self.name, *(m.name for m in self.members)
-
-    @cached_property
-    def taken(self) -> bool:
-        """Whether the core may take what is wanted: reductions of gradients, of columns of a GGN, or Jacobian rows."""
+    def _taken(self) -> bool:
         each = self.members or (self,)
         kinds = {(k.convex, k.averaged, k.second_order, k.of_model == "yes") for k in [m.kind for m in each]}
         of_kind = len(kinds) == 1

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import base_of, checkpointing, gradient_edge, version, versions
+from invfunc._torch.values import anywhere, fake
 from invfunc.core.axes import numbers
 from invfunc.core.columns import softmax_root
 from invfunc.core.marks import SUMMED, Axis, Final, Unsupported, arguments, named, option, tensors, wide
@@ -287,7 +288,7 @@ def parts(run: Run, call: Call, slopes: Sequence[Tensor | None]) -> list[Part]:
         return _dense(run, call, copies, first)
     ones = torch.ones_like(first[0])
     (h,) = torch.autograd.grad(first[0], copies, ones, create_graph=run.deep, allow_unused=True)
-    if h is None or not (run.deep or bool(h.any())):
+    if h is None or not (run.deep or fake(h) or anywhere(h)):
         return []
     h, kind = run.strip(torch.where(first[0].isnan(), torch.nan, h)), call.inputs[0].dtype  # squares hide NaN
     weight, (count, unit) = front(h, call.axes[0], n).reshape(n, -1).T, units(h, call.axes[0], n)
@@ -302,7 +303,7 @@ def _dense(run: Run, call: Call, copies: list[Tensor], first: dict[int, Tensor])
         if not run.deep:  # of any vector, H gives 0 only if it is 0
             at = torch.arange(1, slope.numel() + 1, device=slope.device).to(slope.dtype).cos().view(slope.shape)
             tried = torch.autograd.grad(slope, [copies[i] for i in rest], at, retain_graph=True, allow_unused=True)
-            others = [i for i, g in zip(rest, tried, strict=True) if g is not None and bool(g.any())]
+            others = [i for i, g in zip(rest, tried, strict=True) if g is not None and (fake(g) or anywhere(g))]
         if others:
             found.append(_between(run, call, copies, slope, k, others))
         rest = [i for i in rest if i != k]

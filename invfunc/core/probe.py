@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import dispatched, plainly, transforming, undispatched
+from invfunc._torch.functorch import dispatched, plainly, transforming, unheard, unseen
 from invfunc.core.axes import numbers, read
 from invfunc.core.marks import Known, Unsupported, named, wide
 
@@ -34,7 +34,7 @@ def probe(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: lis
             raise Unsupported("an operation that hangs on values, inside of a transform")
         args, kwargs, data = _outside(args, kwargs, data)
     narrow = torch.autocast(data[0][0].device.type, enabled=False)  # two numbers are rarely the same in float32
-    with plainly(), undispatched(), torch.random.fork_rng(devices=[]), torch.no_grad(), narrow:
+    with plainly(), unseen(), unheard(), torch.random.fork_rng(devices=[]), torch.no_grad(), narrow:
         for drawing in ("all", "floats", "none") if key is not None else ("floats", "none"):
             try:
                 found = _probed(n, func, args, kwargs, data, drawing)
@@ -161,7 +161,7 @@ def moved(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: lis
     x = args[0]
     if id(x) not in axes:
         return None
-    with torch.no_grad(), undispatched():
+    with torch.no_grad(), unseen(), unheard():
         known = func(numbers(x.shape, axes[id(x)], n, x.device).contiguous(), *args[1:], **kwargs)
     found = read(known, n)
     if found is None:

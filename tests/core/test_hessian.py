@@ -164,7 +164,7 @@ def test_kfra_is_that_of_the_other_engine(name, options):
     t = kfra(f, F.mse_loss, **options)
     found = t(params, x, y)
     assert t.direct, "the core has refused it"
-    refuse(t.f, t._called)
+    refuse(t.f, t.called)
     assert_trees_close(found, t(params, x, y), EXACT)
 
 
