@@ -17,7 +17,7 @@ from invfunc.blocks.closed import Closed
 from invfunc.blocks.equal_steps import MANY, alike, as_one
 from invfunc.blocks.link import Step
 from invfunc.blocks.run import Run
-from invfunc.core.marks import Unsupported
+from invfunc.core.marks import Final
 from invfunc.core.run import Run as CoreRun
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.trace import Trace
@@ -58,7 +58,7 @@ def in_series(steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:
     if not functorch.listening():
         return _in_series(steps, x, False)
     if functorch.under(CoreRun):
-        raise Unsupported("blocks, which free what is read in them")
+        raise Final("blocks, which free what is read in them")
     with functorch.unwatched():
         return _in_series(steps, x, True)
 

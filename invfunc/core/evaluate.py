@@ -624,7 +624,7 @@ class Fold:
         if reduction.rounded:
             results = [_rounded(x, leaf.dtype) for x in results]
         if self.reduce is not None:
-            results = [x if x is None else self.reduce(self.problem.paths[i], x) for x in results]
+            results = [x if x is None else self.reduce(self.problem.paths[i], _own(x)) for x in results]
         return results
 
     def finished(self) -> Any:
@@ -640,6 +640,11 @@ class Fold:
         parts = [*zip(*[done[i] if i in done else self.closed(i) for i in range(len(problem.leaves))], strict=True)]
         trees = [tree.unflatten([*part], problem.structure) for part in parts]
         return reduction.assemble([tuple(t) if problem.several else t[0] for t in trees], found)
+
+
+def _own(x: Any) -> Any:
+    """A result in memory of its own, as the caller may write to it while others are computed."""
+    return tree.map_tensors(torch.clone, x)
 
 
 def _rounded(x: Any, dtype: torch.dtype) -> Any:

@@ -14,8 +14,8 @@ from invfunc._alike import added, alike
 from invfunc._torch.functorch import transforming
 from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
 from invfunc.core.columns import joined, made
-from invfunc.core.evaluate import Kept, Made, Way, columns_of_all, hessian_of, kept, loss_of, returned
-from invfunc.core.marks import Unsupported
+from invfunc.core.evaluate import WAYS, Kept, Made, Way, columns_of_all, hessian_of, kept, loss_of, returned
+from invfunc.core.marks import Final, Unsupported
 from invfunc.evaluation.fold import Fold
 from invfunc.passes.by_place import Kind, kind_of
 from invfunc.recording.checks import same_values
@@ -32,9 +32,10 @@ class Parts:
 
     def __init__(self, problem: Problem, fold: Fold, way: Way) -> None:
         """`way` calls f."""
-        second_order = any(t.quantity.kind.second_order for t in fold.accumulators)
+        kinds = {t.quantity.kind for t in fold.accumulators}
+        of_loss = any(kind.first_order or kind.second_order for kind in kinds)
         self.given = problem
-        self.problem = whole(problem) if second_order and problem.loss is not None else problem
+        self.problem = whole(problem) if of_loss and problem.loss is not None else problem
         self.fold, self.way = fold, way
         self.quantities = [t.quantity for t in fold.accumulators]
         self.scalar = False
@@ -49,6 +50,10 @@ class Parts:
         problem, fold = self.problem, self.fold
         asked, n = fold.options.plan.asked("samples"), problem.n
         parts = fold.options.plan.ranges("samples", n)
+        averaged = any(q.kind.averaged for q in self.quantities)
+        alone = any(b - a == 1 for a, b in parts) if self.way is WAYS[1] else self.way is not WAYS[0]
+        if len(parts) > 1 and (alone or averaged):
+            raise Final("parts of the samples, of which nothing says what they are in the whole batch")
         options = replace(fold.options, plan=fold.options.plan.without("samples"))
         kind = self._kind(max(b - a for a, b in parts)) if len(parts) > 1 else "each"
         known = self._made(parts, kind) if len(parts) > 1 else None
@@ -161,14 +166,14 @@ class Parts:
             few = problem.chunk(torch.tensor(places, device=problem.leaves[0].device), len(places))
             before = [(g, state_of(g)) for g in torchs_own()]
             try:
-                found = returned(few) if model or self.way is not Problem.call else loss_of(few)
+                found = returned(few) if model or self.way is not WAYS[0] else loss_of(few)
                 drew = any(not same_state(state, state_of(g)) for g, state in before)
             finally:
                 set_states(before)
             values = [z if z.ndim < 2 else z.movedim(problem.out_dims, 0) for z in tree.tensors((found,))]
             return values, drew
 
-        return kind_of(problem, size, some, "outputs" if model else "loss")
+        return kind_of(problem, size, some, ("core", WAYS.index(self.way), model))
 
     def _made(self, parts: list[Part], kind: Kind) -> Made | None:
         """The columns of all samples, where those of a part alone would be others: drawn ones, and those of a loss
