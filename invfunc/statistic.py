@@ -26,6 +26,8 @@ from invfunc.sparsity.report import Explanation
 from invfunc.transform import Transform
 
 _PLAIN = Options(), Options(dense=True)
+PARTS = False
+"""Whether chunks and batches of loaders go by the core, too: the old one does them until it is gone."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,7 +92,7 @@ class Statistic(Transform):
         return self._engine(self.problem(args, kwargs, names), explaining)
 
     def _engine(self, given: Problem, explaining: bool = False) -> Engine:
-        core = bool(given.n) and not explaining and self.direct and plain(given)
+        core = PARTS and bool(given.n) and not explaining and self.direct and plain(given)
         return Engine(given, self.options, self._quantities(given), explaining, self.called if core else None)
 
     def _directly(self, given: Problem) -> tuple[list[Any], Any] | None:
@@ -122,7 +124,8 @@ class Statistic(Transform):
         each = self.members or (self,)
         kinds = {(k.convex, k.averaged, k.second_order, k.of_model == "yes") for k in [m.kind for m in each]}
         of_kind = len(kinds) == 1
-        plain = self.options.fast and all(m.others is None and m.options in _PLAIN for m in self.members)
+        options = self.options.fast and (PARTS or self.options in _PLAIN)
+        plain = options and all(m.others is None and m.options in _PLAIN for m in self.members)
         drawn = all(m.drawing is None or m.drawing.sample is None for m in each)
         return of_kind and plain and drawn and self.others is None
 

@@ -1,0 +1,56 @@
+"""Chunks and batches by the core are those of the old one, where the core is asked for them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import invfunc
+import invfunc.statistic as statistic
+from invfunc.testing import assert_trees_close
+from tests.strategies import Numbers
+
+N = 12
+P = {"w": Numbers(0)(6, 8), "b": Numbers(1)(8), "v": Numbers(2)(8, 3)}
+X, Y = Numbers(3)(N, 6), torch.arange(N) % 3
+
+
+def model(p, x):
+    return torch.tanh(x @ p["w"] + p["b"]) @ p["v"]
+
+
+def losses(p, x, y):
+    return F.cross_entropy(model(p, x), y, reduction="none")
+
+
+def mean(p, x, y):
+    return losses(p, x, y).mean()
+
+
+MAKES = {
+    "variance": lambda: invfunc.variance(losses),
+    "squares of a mean": lambda: invfunc.sum_grad_squared(mean),
+    "clipped": lambda: invfunc.clipped_grad(losses, 0.1),
+    "rows": lambda: invfunc.batch_grad(losses),
+    "GGN": lambda: invfunc.diag_ggn(model, F.cross_entropy),
+    "GGN of a mean": lambda: invfunc.diag_ggn(mean),
+    "drawn factors": lambda: invfunc.kfac(model, F.cross_entropy, generator=torch.Generator().manual_seed(0)),
+    "empirical factors": lambda: invfunc.kfac(model, F.cross_entropy, fisher="empirical"),
+    "eigenvalues": lambda: invfunc.ekfac(model, F.cross_entropy, fisher="exact"),
+    "Hessian": lambda: invfunc.diag_hessian(model, F.cross_entropy),
+}
+
+
+@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize("over", ["samples", "outputs", "params", "a loader"])
+def test_are_those_of_the_old_core(monkeypatch, name, over):
+    def found():
+        t = MAKES[name]()
+        if over == "a loader":
+            return invfunc.streamed(t)(P, [(X[a : a + 4], Y[a : a + 4]) for a in range(0, N, 4)])
+        return invfunc.chunked(t, 3, over=over)(P, X, Y) if over in t.axes else None
+
+    if over == "a loader" and name.endswith("a mean"):
+        return  # of one number nobody knows what it counts
+    wanted = found()
+    monkeypatch.setattr(statistic, "PARTS", True)
+    assert_trees_close(found(), wanted, 1e-10)
