@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,15 +101,15 @@ class Statistic(Transform):
         if not given.n or self.options.plan.splits.get("samples") or not self.direct or not plain(given):
             return None
         before = [(g, state_of(g)) for g in (*torchs_own(), *(d.generator for d in self.drawings))]
-        quantities = self._quantities(given)
+        quantities, undo = self._quantities(given), partial(set_states, before)
 
         def call(way: Way) -> tuple[list[Any], Any]:
             if not self.options.progress:
-                return evaluated(given, quantities, self.options, way)
+                return evaluated(given, quantities, self.options, way, undo=undo)
             with ticking(self.options.progress, given.n) as ticks:
-                return evaluated(given, quantities, self.options, way, ticks)
+                return evaluated(given, quantities, self.options, way, ticks, undo)
 
-        return by_ways(self.f, self.called, call, lambda: set_states(before))
+        return by_ways(self.f, self.called, call, undo)
 
     @property
     def direct(self) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from invfunc import thresholds, tree
 from invfunc._alike import alike
 from invfunc._extras import Ticks
 from invfunc._torch.functorch import dispatched, dual_level, hooked, listening, transforming, version, versions
-from invfunc._torch.generators import state_of, torchs_own
+from invfunc._torch.generators import same_state, state_of, torchs_own
 from invfunc._ways import NONE, known_way, note_way
 from invfunc.budget.size import fits
 from invfunc.core.columns import Criterion, Hessian, made
@@ -63,10 +63,12 @@ def evaluated(
     options: Options = PLAIN,
     way: Way = Problem.call,
     ticks: Ticks = TICKS,
+    undo: Callable[[], Any] = bool,
 ) -> tuple[list[Any], Any]:
     """The results of some quantities of one function, and aux.
 
-    `way` calls f: as it is, with all operations followed, or as the last resort does (`WAYS`).
+    `way` calls f: as it is, with all operations followed, or as the last resort does (`WAYS`); what it drew is undone
+    where f has to run again.
     """
 
     def finished(run: Run, folds: list[Fold], out: Any, aux: Any, outside: bool) -> tuple[list[Any], Any]:
@@ -76,7 +78,7 @@ def evaluated(
 
     if ticks is not TICKS:
         ticks.reach(problem.n)
-    return _ran_and(finished, problem, quantities, options, None, ticks, way)
+    return _ran_and(finished, problem, quantities, options, None, ticks, way, undo=undo)
 
 
 @dataclass
@@ -210,6 +212,7 @@ def _ran_and(
     way: Way,
     part: bool = False,
     phased: bool = False,
+    undo: Callable[[], Any] = bool,
 ) -> T:
     """Run f, reduce the columns, and finish with what is kept while the run is open."""
     outside = torch.is_grad_enabled()
@@ -229,6 +232,7 @@ def _ran_and(
             return finish(run, *_evaluated(problem, quantities, run, outside, options, known, ticks, phased), outside)
         except Again:
             deep = True
+            undo()
         finally:
             run.close()
 
@@ -291,12 +295,14 @@ def _evaluated(
     with torch.set_grad_enabled(run.deep and outside), _autocast(device, False):
         way = Pullback(run, problem, folds, options.plan, ticks, run.uses)
         if isinstance(run, ChainRun):
-            chain(run, problem.name, quantities[0], folds, out, _owners(run, run.uses)[0])
+            with _undrawn():
+                chain(run, problem.name, quantities[0], folds, out, _owners(run, run.uses)[0])
         elif run.criterion is not None:
             _columns(way, quantities, out, options.dense, known)
         elif isinstance(run, CallsRun):
             shortcuts = not options.dense and all([f.reduction.shortcuts != "no" for f in folds])
-            Diagonal(run, problem.name, folds, *_owners(run, run.uses)).reduce(out, cotangent, shortcuts)
+            with _undrawn():
+                Diagonal(run, problem.name, folds, *_owners(run, run.uses)).reduce(out, cotangent, shortcuts)
         elif rows:
             _rows(way, out)
         elif not way.streams or options.plan.asked("params"):
@@ -304,6 +310,15 @@ def _evaluated(
         else:
             way.stream(out, cotangent)
     return folds, out, aux
+
+
+@contextmanager
+def _undrawn() -> Iterator[None]:
+    """A context in which operations run again, and none that draws random numbers, which would be others."""
+    before = [(g, state_of(g)) for g in torchs_own()]
+    yield
+    if not all([same_state(state, state_of(g)) for g, state in before]):
+        raise Final("second derivatives of an operation that draws random numbers")
 
 
 def _autocast(device: str, enabled: bool) -> AbstractContextManager:
