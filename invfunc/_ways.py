@@ -9,24 +9,23 @@ from typing import TypeVar
 
 from invfunc._torch.weak import WeakIdMap
 
-_WAYS = WeakIdMap[dict[Hashable, int]]()
+_WAYS = WeakIdMap[dict[Hashable, int | None]]()
 _TIMES = count()
-NONE = 99
-"""The number of no way."""
 T = TypeVar("T")
 
 
-def known_way(f: Callable, what: Hashable) -> int:
-    """The number of the way in which a function is followed, for a statistic or what else is asked of it."""
+def known_way(f: Callable, what: Hashable) -> int | None:
+    """The number of the way in which a function is followed, for a statistic or what else is asked of it; None if there
+    is none."""
     return (_WAYS.get(f) or {}).get(what, 0)
 
 
 def refused(f: Callable, what: Hashable) -> bool:
     """Whether no way follows it."""
-    return known_way(f, what) == NONE
+    return known_way(f, what) is None
 
 
-def note_way(f: Callable, what: Hashable, way: int) -> None:
+def note_way(f: Callable, what: Hashable, way: int | None) -> None:
     """Note which way follows a function."""
     next(_TIMES)
     with suppress(TypeError):  # a function of a kind that has no weak references
@@ -35,7 +34,7 @@ def note_way(f: Callable, what: Hashable, way: int) -> None:
 
 def refuse(f: Callable, what: Hashable) -> None:
     """Note that none does."""
-    note_way(f, what, NONE)
+    note_way(f, what, None)
 
 
 def straight(run: Callable[[], T]) -> T:

@@ -54,15 +54,8 @@ class Statistic(Transform):
     shown: str | None = None
     """What `repr` says, where a relative of `chunked` made it of another statistic."""
 
-    taken: bool = field(init=False, compare=False)
-    """Whether the core may take what is wanted: reductions of gradients, of columns of a GGN, or Jacobian rows."""
-    called: Hashable = field(init=False, compare=False)
-    """What is asked of f."""
-
     def __post_init__(self) -> None:
         check_functions(self.name, self.f, self.loss)
-        object.__setattr__(self, "taken", self._taken())
-        object.__setattr__(self, "called", (self.name, *(m.name for m in self.members)))
 
     def __repr__(self) -> str:
         loss = "" if self.loss is None else f", {describe(self.loss)}"
@@ -119,9 +112,16 @@ class Statistic(Transform):
     @property
     def followed(self) -> bool:
         """Whether the core follows f as it is, as far as it is known."""
-        return self.taken and not known_way(self.f, self.called)
+        return self.taken and known_way(self.f, self.called) == 0
 
-    def _taken(self) -> bool:
+    @property
+    def called(self) -> Hashable:
+        """What is asked of f."""
+        return self.name, *(m.name for m in self.members)
+
+    @property
+    def taken(self) -> bool:
+        """Whether the core may take what is wanted: reductions of gradients, of columns of a GGN, or Jacobian rows."""
         each = self.members or (self,)
         kinds = {(k.convex, k.averaged, k.second_order, k.of_model == "yes") for k in [m.kind for m in each]}
         of_kind = len(kinds) == 1

@@ -15,7 +15,7 @@ from invfunc._alike import alike
 from invfunc._extras import Ticks
 from invfunc._torch.functorch import dispatched, dual_level, hooked, listening, transforming, version, versions
 from invfunc._torch.generators import same_state, state_of, torchs_own
-from invfunc._ways import NONE, known_way, note_way
+from invfunc._ways import known_way, note_way
 from invfunc.budget.size import fits
 from invfunc.core.columns import Criterion, Hessian, made
 from invfunc.core.factors import partners
@@ -187,7 +187,7 @@ def hessian_of(problem: Problem) -> Hessian:
 def by_ways(f: Callable, what: Hashable, call: Callable[[Way], T], undo: Callable[[], None]) -> T | None:
     """What a call finds by the first way that follows f, or None; what is asked of f says which way that was before."""
     first = known_way(f, what)
-    for k in range(first, len(WAYS)):
+    for k in range(len(WAYS) if first is None else first, len(WAYS)):
         try:
             found = call(WAYS[k])
         except Exception as error:
@@ -198,7 +198,7 @@ def by_ways(f: Callable, what: Hashable, call: Callable[[Way], T], undo: Callabl
             if k != first:
                 note_way(f, what, k)
             return found
-    note_way(f, what, NONE)
+    note_way(f, what, None)
     return None
 
 

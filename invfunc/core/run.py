@@ -314,7 +314,14 @@ class Run(TorchFunctionMode):
     def at_once(self, func: Any, args: tuple, data: list[Known], params: list[Known]) -> Callable | None:
         """A recurrent layer with all steps in a few operations, whose first derivatives are right."""
         name = named(func)
-        if name not in AT_ONCE or self.deep or not self.alone or saving_hooks() or not isinstance(args[3], bool):
+        if (
+            name not in AT_ONCE
+            or self.deep
+            or self.closed_over
+            or not self.alone
+            or saving_hooks()
+            or not isinstance(args[3], bool)
+        ):
             return None
         apart = self.n == 1 or data[0] == (args[0], (-3 if args[8] else -2, 1, 1))
         return steps_at_once(name, args, {id(x) for x, _ in params}) if apart else None
