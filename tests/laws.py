@@ -233,5 +233,6 @@ def assert_every_path_equals_the_loop(
         for path in told.paths[at : at + 1] if drawn and i else told.paths:
             kind = torch.float32 if path == "float32" else dtype
             t = {"blocks": in_blocks, "generic": generic}.get(path, lambda t: t)(told.statistic)
-            floor = told.floor if kind is torch.float64 else max(told.floor, 0.05)  # a norm of one entry is rounding
+            cancels = any(bool((x.abs() < 1e-9).all()) for x in tree.tensors(told.expected))
+            floor = 0.5 if kind is torch.float32 and cancels else told.floor  # as the slope of a norm of one entry
             assert_trees_close(t(*moved(told.args, kind, device)), told.expected, RTOL[kind], floor)
