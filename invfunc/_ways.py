@@ -42,8 +42,3 @@ def straight(run: Callable[[], T]) -> T:
     before = repr(_TIMES)
     found = run()
     return found if repr(_TIMES) == before else run()
-
-
-def asked_again(f: Callable) -> None:
-    """Forget what is noted of a function."""
-    _WAYS.set(f, None)
