@@ -114,6 +114,8 @@ class Run(TorchFunctionMode):
         self.part = False
         """Whether these are a part of the samples, whose losses have to add up."""
         self.way: Any = None
+        self.apart = False
+        """Whether f was evaluated for each sample apart, so that nothing is known of its operations."""
         """How f is called, if not as it is."""
         self.outputs: Any = None
         """The outputs of a model that is given apart from its loss."""

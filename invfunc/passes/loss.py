@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc.core.lots import Lot
 from invfunc.errors import ArgumentError, unreached
 from invfunc.loss.drawn import Drawn, drawn, targets
 from invfunc.loss.hessian import gradient, hessian
 from invfunc.loss.outputs import LossTerm, ModelOutput, OutputFinder, check_seen, check_split, marking, shown
 from invfunc.loss.square_root import Columns, Gradient, rooted
 from invfunc.operations.axis import Axis
-from invfunc.per_sample.lots import Lot
 from invfunc.recording import Trace
 from invfunc.recording.checks import check_loss
 from invfunc.recording.graph import node_of, reaches

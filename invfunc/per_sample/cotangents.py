@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from invfunc.core.lots import Lot
 from invfunc.operations.factors import Part
-from invfunc.per_sample.lots import Lot
 from invfunc.plan import even
 
 Cotangents = list[torch.Tensor | None]

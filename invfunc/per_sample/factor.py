@@ -12,6 +12,8 @@ import torch
 
 from invfunc import thresholds
 from invfunc._torch.precision import doubled, has_float64
+from invfunc.core.norms import narrow_norms, tried
+from invfunc.core.squares import shifted_moments, squared
 from invfunc.linear_algebra.contract import (
     Term,
     cancel,
@@ -30,8 +32,6 @@ from invfunc.linear_algebra.contract import (
 )
 from invfunc.operations.factors import Part
 from invfunc.per_sample.cotangents import Columns, Cotangents, Samples, length
-from invfunc.per_sample.norms import narrow_norms, tried
-from invfunc.per_sample.squares import shifted_moments, squared
 from invfunc.per_sample.table import Table
 from invfunc.per_sample.terms import shape_of
 from invfunc.plan import even

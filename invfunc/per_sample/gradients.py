@@ -11,18 +11,18 @@ from invfunc import thresholds
 from invfunc._torch.functorch import innermost
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import anywhere, decides
+from invfunc.core.lots import Drawn, drawn, variances
+from invfunc.core.sides import formed
+from invfunc.core.squares import shifted_moments, squared
 from invfunc.linear_algebra.contract import contract, joined, summed, widened
 from invfunc.operations.factors import Part
 from invfunc.per_sample.biases import Role
 from invfunc.per_sample.cotangents import Columns, Cotangents, Samples, length
 from invfunc.per_sample.covariances import covariances
 from invfunc.per_sample.factor import Factor
-from invfunc.per_sample.lots import Drawn, drawn, variances
 from invfunc.per_sample.products import products, products_between, products_with
 from invfunc.per_sample.projected import projected
-from invfunc.per_sample.sides import factored, formed
 from invfunc.per_sample.sketches import Projection, sketched
-from invfunc.per_sample.squares import shifted_moments, squared
 from invfunc.recording.scope import Scope
 from invfunc.recording.tags import ParameterUse
 
@@ -144,7 +144,7 @@ class Shares:
         its diagonal; of the identity if there is no other matrix, and of a diagonal one if that is a vector."""
         found = None
         if len(self.factors) == 1 and self.factors[0].use.param is self.leaf:
-            found = factored(self.factors[0], last, other, diagonal)
+            found = None
         if found is None:
             found = summed(formed(self._dense(part), last, other, diagonal) for part in self._blocks())
         return found if diagonal else (found + found.mT) / 2

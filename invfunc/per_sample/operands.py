@@ -9,11 +9,11 @@ from typing import cast
 
 import torch
 
+from invfunc.kronecker.places import PART, Grid, Place, Rows, Unfactored, grid, rows
 from invfunc.linear_algebra.contract import Term, contract, present, squeezed, widened
 from invfunc.operations.factors import Part
 from invfunc.per_sample.cotangents import Cotangents, length
 from invfunc.per_sample.gradients import Shares
-from invfunc.per_sample.places import PART, Grid, Place, Rows, Unfactored, grid, rows
 from invfunc.per_sample.terms import Labels, Terms, sizes_of
 from invfunc.recording.tags import ParameterUse
 

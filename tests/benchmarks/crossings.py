@@ -17,8 +17,8 @@ from invfunc import diag_ggn, explain, thresholds
 from invfunc.linear_algebra.contract import Term, contract, outer, squares_directly, twice
 from invfunc.operations.factors import autocorrelation
 from invfunc.operations.factors.patches import patches
-from invfunc.per_sample.norms import narrow_norms
-from invfunc.per_sample.squares import shifted_moments
+from invfunc.core.norms import narrow_norms
+from invfunc.core.squares import shifted_moments
 
 from .peers import Call
 

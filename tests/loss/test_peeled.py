@@ -15,7 +15,7 @@ from invfunc import ArgumentError, ArgumentTypeError, Estimate, streamed
 from invfunc.loss.drawn import key_of
 from invfunc.loss.peeled import Peel, peeled
 from invfunc.loss.square_root import Elementwise, Softmax
-from invfunc.per_sample.lots import Lot, drawn, variances
+from invfunc.core.lots import Lot, drawn, variances
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
