@@ -23,7 +23,7 @@ from invfunc.recording.beside import beside
 from invfunc.recording.problem import InDims, Problem, nothing, problem, with_aux
 from invfunc.reductions import Reduction
 from invfunc.reductions.quantity import GRADIENT, ColumnKind, Drawing, Quantity
-from invfunc.sparsity.report import Explanation
+from invfunc.report import Explanation
 from invfunc.transform import Transform
 
 _PLAIN = Options(), Options(dense=True)

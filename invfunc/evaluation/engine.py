@@ -41,7 +41,7 @@ from invfunc.recording.scope import Scope
 from invfunc.recording.steps import any_step, nonlinear
 from invfunc.reductions.quantity import Quantity
 from invfunc.sparsity.pattern import Pattern, alike, same_outputs
-from invfunc.sparsity.report import Explanation
+from invfunc.report import Explanation
 
 Rerun = Callable[[Any, int, Pattern | None], Run]
 """Runs the model part on some samples, so many of them, perhaps under a pattern."""

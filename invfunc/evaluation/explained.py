@@ -17,7 +17,7 @@ from invfunc.recording.problem import Problem
 from invfunc.recording.tags import ParameterUse
 from invfunc.reductions import Reduction
 from invfunc.reductions.quantity import Accumulator, Quantity
-from invfunc.sparsity.report import Explanation, Parameter, Part, planned
+from invfunc.report import Explanation, Parameter, Part, planned
 
 
 @dataclass

@@ -169,11 +169,3 @@ def _counted(rows: tuple[int, ...], n: int) -> tuple[tuple[int, ...], tuple[int,
         found[sample].append(row)
     most = _most(rows)
     return tuple(row for own in found for row in own + [-1] * (most - len(own))), tuple(entries)
-
-
-@dataclass(frozen=True)
-class Everyone(Axis):
-    """No sample axis: the samples have equal parts, as in a term of a scalar loss in the parameters alone."""
-
-    def expose(self, x: torch.Tensor, n: int, lead: int = 0, fill: float | None = 0) -> torch.Tensor:
-        return (x / n).unsqueeze(lead).expand(*x.shape[:lead], n, *x.shape[lead:])

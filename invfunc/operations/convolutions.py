@@ -19,7 +19,6 @@ from invfunc.operations.batch_axis.propagation import Call, leading
 from invfunc.operations.factors.autocorrelation import patches_gram
 from invfunc.operations.factors.patches import patches, same_padding, spread
 from invfunc.operations.factors.recipe import Part, Recipe, Site, one_by_one
-from invfunc.operations.operation import define
 from invfunc.operations.receptive_fields.regions import blank
 from invfunc.operations.receptive_fields.step import Rows, Step, joined, most
 from invfunc.operations.receptive_fields.windows import each, padded, windows
@@ -134,55 +133,6 @@ def convolution(site: Site, param: torch.Tensor) -> Recipe | None:
     return Recipe("goi", "bgop", sent, read, projected, **rest)
 
 
-def transposed_convolution(site: Site, param: torch.Tensor) -> Recipe | None:
-    """A convolution with the mirrored kernel, of an input with zeros between its entries.
-
-    It is the adjoint of a convolution, too, `G[c, i] = sum_p x[c, p] * patches(cotangent)[i, p]`, which has fewer
-    positions where the stride is not 1. Where it is, patches of x serve all columns.
-    """
-    call, d = site.call, int(site.call.name[14])
-    x, weight = call.arg("input"), call.arg("weight")
-    names = "bias stride padding output_padding groups dilation"
-    bias, stride, padding, extra, groups, dilation = _options(call, names)
-    if param is bias and param is not weight:
-        return _bias(d)
-    axis = call.place(x)
-    if param is not weight or not isinstance(axis, Axis):
-        return None
-    kernel, sizes = tuple(weight.shape[2:]), (groups, -1, math.prod(weight.shape[2:]))
-    stride, dilation, padding, extra = (spread(s, d) for s in (stride, dilation, padding, extra))
-
-    def read(part: Part) -> list[Term]:
-        inputs = _stuffed(_channels(site, x, axis, part, d), stride)
-        edges = [a * (k - 1) - p for a, k, p in zip(dilation, kernel, padding, strict=True)]
-        pads = [(e, e + o) for e, o in zip(edges, extra, strict=True)]
-        found = patches(inputs.flatten(0, 1), kernel, (1,) * d, pads, dilation)
-        return [("Nbgckp", found.reshape(*inputs.shape[:2], *sizes, found.shape[-1]).flip(-2))]
-
-    def of_cotangent(cotangent: torch.Tensor, part: Part) -> list[Term]:
-        cotangent, inputs = _whole(cotangent, d), _channels(site, x, axis, part, d)
-        pads = [(p, p - e) for p, e in zip(padding, extra, strict=True)]
-        found = patches(cotangent.flatten(0, 2), kernel, stride, pads, dilation)
-        return [
-            ("VNbgokp", found.reshape(*cotangent.shape[:3], *sizes, found.shape[-1])),
-            ("Nbgcp", inputs.reshape(*inputs.shape[:2], groups, -1, math.prod(inputs.shape[3:]))),
-        ]
-
-    build = None if all(s == 1 for s in stride) else of_cotangent
-    sent = partial(_sent, d=d, groups=groups)
-    work = weight.shape[0] * math.prod(kernel) * math.prod(call.out.shape[-d:])
-    return Recipe("gcok", "bgop", sent, read, build=build, reads=(x,), work=work)
-
-
-def _stuffed(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """x with zeros put between its entries, so that a transposed convolution reads it with stride 1."""
-    for dim, s in enumerate(stride, x.ndim - len(stride)):
-        if s > 1:
-            apart = F.pad(x.unsqueeze(dim + 1).movedim(dim + 1, -1), (0, s - 1)).movedim(-1, dim + 1)
-            x = apart.flatten(dim, dim + 1).narrow(dim, 0, (x.shape[dim] - 1) * s + 1)
-    return x
-
-
 # Receptive fields
 
 
@@ -228,6 +178,5 @@ def _spaced(rows: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 for _d in (1, 2, 3):
     _axis = partial(leading, trailing=_d + 1)
-    define(f"conv{_d}d", batch_axis=_axis, factor=convolution, linear="each", biased=True)
-    define(f"conv_transpose{_d}d", batch_axis=_axis, factor=transposed_convolution, linear="each", biased=True)
-define("convolution", receptive_field=_convolution, linear="each", added=["bias"])
+    pass
+    pass

@@ -135,10 +135,6 @@ def add(input: Any, other: Any, *, alpha: Any = 1) -> Equation:
     return Equation([], [], LETTERS[: max(x.ndim for x, _ in added)], added=added)
 
 
-def rmatmul(input: torch.Tensor, other: torch.Tensor) -> Equation:
-    return matmul(other, input)
-
-
 def mm(input: torch.Tensor, mat2: torch.Tensor) -> Equation:
     return matmul(input, mat2)
 

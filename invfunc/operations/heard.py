@@ -10,7 +10,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._torch.opened import opened
 from invfunc.operations.calls import in_place, inplace_flag
 from invfunc.operations.naming import argument, default, function_name
 from invfunc.operations.operation import Operation, known
@@ -44,11 +43,6 @@ class Function:
         """An argument of a call by its name."""
         return argument(self.func, args, kwargs, name, default)
 
-    def draws(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether a call draws random numbers."""
-        how = self.entry.draws
-        return how if isinstance(how, bool) else how(self.func, args, kwargs)
-
     def written(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors among its arguments whose values a call says that it writes."""
         if self._writes_if is not None:
@@ -64,15 +58,6 @@ class Function:
         """Whether a call writes into its first argument."""
         at = self.inplace_at
         return self.in_place or (at is not None and bool(args[at] if len(args) > at else kwargs.get("inplace", False)))
-
-    def composed(self) -> Callable[..., Any] | None:
-        """The operations of which it is composed, where it is better followed in those."""
-        forms = self.forms
-        return forms.composed if forms.composed_if is None or forms.composed_if(self.called) else None
-
-    def written_out(self) -> Callable[..., Any] | None:
-        """The operations in which a trace follows it, those of its body included."""
-        return self.composed() or (opened(self.func) if self.entry.batch_axis is None else None)
 
 
 function_of = lru_cache(maxsize=4096)(Function)
@@ -93,14 +78,3 @@ class Listener(TorchFunctionMode):
     def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call while the mode is off; gives its result."""
         raise NotImplementedError  # of those who hear
-
-
-class Followed(Listener):
-    """Runs calls in the forms in which a trace follows them, for a block that is evaluated once more."""
-
-    def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
-        body, once = function.written_out(), function.forms.once
-        if body is None:
-            return function.func(*args, **kwargs) if once is None else once(function.func, *args, **kwargs)
-        with self:
-            return body(*args, **kwargs)

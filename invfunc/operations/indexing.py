@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from invfunc import tree
-from invfunc.errors import samples_lost
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.index import Index, spelled
 from invfunc.operations.batch_axis.indices import advanced
 from invfunc.operations.batch_axis.propagation import BATCH_SUM, Call, Mixed, Place, Unknown
 from invfunc.operations.batch_axis.samples import NONE, agree, located, ordered, samples_of, spread
-from invfunc.operations.operation import define
 from invfunc.operations.receptive_fields.step import Rows, Step, behind
 from invfunc.operations.views import view
 
@@ -77,13 +75,6 @@ def setitem(call: Call) -> Place:
     return written(call, spelled(call, x, index), value)
 
 
-def written_for_each(call: Call, params: Mapping[int, torch.Tensor], _: Any) -> Callable[[], None] | None:
-    """`x[index] = w` with parameters w, in a tensor x of samples: w is added to zeros of them, and that is written."""
-    x, index, value = call.args
-    if id(value) in params and id(x) not in params and x.is_floating_point():
-        return lambda: x.__setitem__(index, x[index].detach().nan_to_num(0, 0, 0) * 0 + value)
-
-
 def index_put(call: Call) -> Place:
     indices = tuple(slice(None) if i is None else i for i in call.arg("indices"))
     return written(call, spelled(call, call.first, indices), call.arg("values"))
@@ -127,15 +118,6 @@ def masked_select(call: Call) -> Place:
     x, mask = call.first, call.arg("mask")
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     return _located(call, [samples_of(call, t).expand(shape)[mask.expand(shape)] for t in (x, mask)])
-
-
-def masked_scatter(call: Call) -> Place:
-    x, mask, source = call.first, call.arg("mask"), call.arg("source")
-    samples, mask = samples_of(call, x).expand(call.out.shape), mask.expand(call.out.shape)
-    found = located(samples.masked_scatter(mask, samples_of(call, source).contiguous()), call.n)
-    if isinstance(found, Axis) and not agree(spread(found, call.out.shape, call.n, x.device), [samples]):
-        raise Mixed("it writes entries of one sample into those of another")
-    return found
 
 
 def nonzero(call: Call) -> Place | list[Place]:
@@ -183,19 +165,6 @@ def gather(call: Call) -> Place:
     return _located(call, [samples_of(call, x).gather(dim, index), samples_of(call, index)])
 
 
-def along_index(call: Call) -> Place:
-    """`x[:, index] = source` along a dimension, or added to it."""
-    x, index = call.first, call.arg("index")
-    dim = call.arg("dim") % max(x.ndim, 1)
-    source = call.arg("value" if call.name == "index_fill" else "source")
-    axes = {a for t in (x, source) if isinstance(t, torch.Tensor) and (a := call.place(t)) is not None}
-    if len(axes) == 1 and call.place(index) is None:
-        (axis,) = axes
-        if isinstance(axis, Axis) and axis.dim not in (None, dim):
-            return axis
-    return written(call, spelled(call, x, (*[slice(None)] * dim, index)), source)
-
-
 def added(rule: Callable[[Call], Place]) -> Callable[[Call], Place]:
     """The rule of what writes, for what adds: where several samples meet in an entry of a constant, it is their sum."""
 
@@ -236,26 +205,7 @@ def scattered(call: Call) -> Place:
     return axis
 
 
-def _paired_rows(args: tuple, kwargs: dict[str, Any], index: torch.Tensor, dim: int, param: torch.Tensor) -> int | None:
-    """The dimension of a parameter that has an entry for each sample of an index, which picks along another one."""
-    along = args[1] if len(args) > 1 else kwargs["dim"]
-    read = args[0] if args else kwargs["input"]
-    if read is not param or index is param or dim == along % max(param.ndim, 1):
-        return None
-    if param.shape[dim] != index.shape[dim]:
-        rows = f"{param.shape[dim]} entries along axis {dim}, where an index has {index.shape[dim]}"
-        raise samples_lost(f"`gather`: it reads a parameter of {rows}, those of the samples", unknown=False)
-    return dim
-
-
 # Receptive fields
-
-
-def _index_select(step: Step, out: torch.Tensor) -> Rows:
-    x = step["self"]
-    if not step.only(x) or not x.ndim:
-        return None
-    return step.filled(x).index_select(behind(step["dim"], x.ndim)[0], step["index"].to(x.device))
 
 
 def _gather(step: Step, out: torch.Tensor) -> Rows:
@@ -280,40 +230,3 @@ def _put(step: Step, out: torch.Tensor) -> Rows:
         return None
     rows, put = step.filled(x), step.filled(values)
     return torch.stack([torch.ops.aten.index_put.default(a, indices, b) for a, b in zip(rows, put, strict=True)])
-
-
-define("getitem", batch_axis=getitem, linear="all", picks="any", places="reads", permutes=True, rows_only=True)
-define("setitem", batch_axis=setitem, instead=written_for_each, linear="all", places="writes")
-define("index", receptive_field=_index, linear="all")
-define("index_put", batch_axis=index_put, receptive_field=_put, linear="all", places="writes")
-define("masked_select", batch_axis=masked_select, linear="all", places="reads")
-define("masked_scatter", batch_axis=masked_scatter, places="reads", counts=True)
-define("nonzero argwhere", batch_axis=nonzero)
-define("take", batch_axis=take, linear="all", picks="any", places="reads", rows_only=True)
-define(
-    "index_select",
-    batch_axis=index_select,
-    receptive_field=_index_select,
-    linear="all",
-    picks="any",
-    places="reads",
-    permutes=True,
-    rows_only=True,
-)
-define(
-    "gather",
-    batch_axis=gather,
-    paired=_paired_rows,
-    receptive_field=_gather,
-    linear="all",
-    picks="any",
-    places="reads",
-    permutes=True,
-)
-define("take_along_dim", batch_axis=gather, linear="all", picks="any", places="reads", permutes=True)
-define("index_add", batch_axis=added(along_index), linear="all", places="writes")
-define("index_copy index_fill", batch_axis=along_index, places="writes")
-define("index_reduce", batch_axis=along_index, places="writes")
-define("scatter_add", batch_axis=added(scattered), linear="all", places="writes")
-define("scatter", batch_axis=scattered, places="writes")
-define("scatter_reduce", batch_axis=scattered, places="writes")

@@ -7,16 +7,11 @@ from typing import Any
 
 import torch
 
-from invfunc import tree
 from invfunc._torch.functorch import memory_of
 from invfunc.operations.axis import Axis
-from invfunc.operations.batch_axis.propagation import BATCH_SUM, Call, Mixed, Place, Unknown
+from invfunc.operations.batch_axis.propagation import Call, Mixed, Place, Unknown
 from invfunc.operations.batch_axis.samples import located, samples_of
-from invfunc.operations.compositions import step_by_step
 from invfunc.operations.operation import define, not_torchs
-from invfunc.operations.pointwise import pointwise
-from invfunc.operations.receptive_fields.step import elementwise
-from invfunc.operations.reductions import reduced
 
 _LAST = dict.fromkeys(
     "det logdet slogdet inverse pinverse cholesky cholesky_solve cholesky_inverse triangular_solve svd qr lu_unpack "
@@ -89,56 +84,6 @@ def searched(call: Call) -> Place:
 # Along dimensions that are given
 
 
-_TRANSFORMS = "fft ifft rfft irfft hfft ihfft".split()
-_ALONG: dict[str, Any] = {
-    **dict.fromkeys((f"fft_{kind}" for kind in _TRANSFORMS), -1),
-    **dict.fromkeys((f"fft_{kind}2" for kind in _TRANSFORMS), (-2, -1)),
-    **dict.fromkeys((f"fft_{kind}n" for kind in _TRANSFORMS), None),
-    **dict.fromkeys("cross gradient quantile nanquantile aminmax".split(), None),
-    **dict.fromkeys("linalg_cross cumulative_trapezoid trapezoid trapz linalg_vecdot".split(), -1),
-    "linalg_matrix_norm": (-2, -1),
-}
-"""Which dimensions they are if none are given; None: all."""
-_REDUCE = {"trapezoid", "trapz", "linalg_vecdot", "linalg_matrix_norm", "quantile", "nanquantile", "aminmax"}
-
-
-def along_given(call: Call) -> Place:
-    arguments = [a for a in (*call.args, *call.kwargs.values()) if isinstance(a, torch.Tensor)]
-    ndim = max(x.ndim for x in arguments)
-    dims = _dims(call, call.arg("dim", _ALONG[call.name]), ndim)
-    found = {a.at(a.dim - x.ndim + ndim) for x, a in call.samples if isinstance(a, Axis) and a.dim is not None}
-    if len(found) != 1:
-        raise Mixed("its arguments have their samples along different axes")
-    axis = found.pop()
-    assert axis.dim is not None
-    if axis.dim in dims:
-        if not call.active:
-            return BATCH_SUM if call.name in _REDUCE else axis
-        raise Mixed("it computes along the sample axis")
-    if call.name not in _REDUCE or call.arg("keepdim", False):
-        dims = set()
-    several = call.name.endswith("quantile") and isinstance(q := call.arg("q"), torch.Tensor) and q.ndim > 0
-    return axis.at(axis.dim - sum(d < axis.dim for d in dims) + several)
-
-
-def _dims(call: Call, given: Any, ndim: int) -> set[int]:
-    if call.name == "cross" and given is None:
-        given = next((d for d, size in enumerate(call.out.shape) if size == 3), 0)
-    sizes = call.arg("s") if call.name.startswith("fft_") and call.name.endswith("n") else None
-    if given is None and sizes is not None:
-        given = -1 if isinstance(sizes, int) else range(-len(sizes), 0)
-    if given is None:
-        return set(range(ndim))
-    return {d % max(ndim, 1) for d in ([given] if isinstance(given, int) else given)}
-
-
-def renorm(call: Call) -> Place:
-    axis, dim = call.place(call.first), call.arg("dim")
-    if not isinstance(axis, Axis) or axis.dim != dim % call.first.ndim:
-        raise Mixed("it computes norms across the sample axis")
-    return axis
-
-
 def as_strided(call: Call) -> Place:
     x = call.first
     if not x.is_contiguous() or x.storage_offset() or memory_of(x).nbytes() != x.numel() * x.element_size():
@@ -148,21 +93,6 @@ def as_strided(call: Call) -> Place:
 
 
 # Distances
-
-
-def _compared(call: Call) -> Place:
-    axis, ndim = pointwise(call), max(x.ndim for x, _ in call.samples)
-    default = -1 if call.name == "pairwise_distance" else 1
-    dim = call.arg("dim", default) if call.name == "cosine_similarity" else default
-    if tree.tensors(call.out)[0].ndim == ndim:
-        return axis
-    assert isinstance(axis, Axis)
-    place, other = call.samples[0]
-    assert isinstance(other, Axis) and other.dim is not None
-    at = other.dim - place.ndim + ndim
-    if at == dim % ndim:
-        raise Mixed("it compares along the sample axis")
-    return other.at(at - (at > dim % ndim))
 
 
 def cdist(x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, compute_mode: str | None = None) -> torch.Tensor:
@@ -179,13 +109,5 @@ def _solve(func: Callable, A: torch.Tensor, B: torch.Tensor, **options: Any) -> 
     return func(wide, B, **options)
 
 
-define(_LAST.keys() - {"linalg_solve", "view_as_complex"}, batch_axis=batched)
-define("linalg_solve", batch_axis=batched, twice=_solve)
-define("view_as_complex", batch_axis=batched, receptive_field=elementwise)
-define("searchsorted bucketize", batch_axis=searched)
-define(_ALONG.keys() - {"aminmax"}, batch_axis=along_given)
-define("aminmax", batch_axis=along_given, receptive_field=reduced)
-define("renorm", batch_axis=renorm)
-define("as_strided", batch_axis=as_strided)
-define("cosine_similarity pairwise_distance", batch_axis=_compared)
-define("cdist", composed=cdist, composed_if=step_by_step, twice=not_torchs(cdist))
+define("linalg_solve", twice=_solve)
+define("cdist", composed=cdist, twice=not_torchs(cdist))

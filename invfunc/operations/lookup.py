@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +11,9 @@ import torch.nn.functional as F
 
 from invfunc.errors import SampleAxisError
 from invfunc.operations.axis import Axis
-from invfunc.operations.batch_axis.propagation import Call, Mixed, Place, leading
-from invfunc.operations.compositions import step_by_step
+from invfunc.operations.batch_axis.propagation import Call, Mixed, Place
 from invfunc.operations.factors.recipe import Part, Recipe, Site
 from invfunc.operations.operation import define
-from invfunc.operations.receptive_fields.step import Rows, Step, joined, most, raised
 
 
 def lookup(call: Call) -> Place:
@@ -113,32 +110,5 @@ def _bag(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
         return func(*args, **kwargs)
 
 
-def _embedding(step: Step, out: torch.Tensor) -> Rows:
-    weight, index = step["weight"], step["indices"]
-    entries = step.rows(index)
-    if entries is None:
-        return step.filled(weight)[:, index]
-    read = step.rows(weight)
-    return joined(entries[..., None], None if read is None else raised(most(read, (1, 2)), out.ndim))
-
-
-define(
-    "embedding",
-    batch_axis=lookup,
-    factor=_table,
-    composed=embedding,
-    only_nn=True,
-    receptive_field=_embedding,
-    linear="all",
-    picks="any",
-    writes_if=("max_norm", ("weight",)),
-)
-define(
-    "embedding_bag",
-    composed=embedding_bag,
-    composed_if=step_by_step,
-    twice=_bag,
-    only_nn=True,
-    writes_if=("max_norm", ("weight",)),
-)
-define("one_hot", batch_axis=partial(leading, trailing=0))
+define("embedding", composed=embedding, only_nn=True, writes_if=("max_norm", ("weight",)))
+define("embedding_bag", composed=embedding_bag, twice=_bag, only_nn=True, writes_if=("max_norm", ("weight",)))

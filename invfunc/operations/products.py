@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 
 from invfunc.errors import samples_lost
-from invfunc.operations import equations
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import BATCH_SUM, Call, Mixed, Place, Unknown
 from invfunc.operations.batch_axis.samples import NONE, located, samples_of
 from invfunc.operations.operation import define
-from invfunc.operations.receptive_fields.step import Rows, Step, columns_of, joined, most, raised, rows_of
+from invfunc.operations.receptive_fields.step import Rows, Step, joined, raised, rows_of
 
 
 def product(call: Call) -> Place:
@@ -62,30 +61,6 @@ def grouped_mm(
 # Receptive fields
 
 
-def _read_by_product(step: Step, a: torch.Tensor, b: torch.Tensor) -> Rows:
-    return joined(rows_of(step.rows(a)), columns_of(step.rows(b)))
-
-
-def _mm(step: Step, out: torch.Tensor) -> Rows:
-    return _read_by_product(step, step["self"], step["mat2"])
-
-
-def _addmm(step: Step, out: torch.Tensor) -> Rows:
-    a, b = ("batch1", "batch2") if "batch1" in step else ("mat1", "mat2")
-    added = step.rows(step["self"])
-    return joined(None if added is None else raised(added, out.ndim), _read_by_product(step, step[a], step[b]))
-
-
-def _mv(step: Step, out: torch.Tensor) -> Rows:
-    matrix = step["mat"] if "mat" in step else step["self"]
-    read, whole = step.rows(matrix), step.hull(step["vec"])
-    return joined(
-        None if read is None else most(read, (2,)).squeeze(2),
-        None if whole is None else whole[:, None],
-        raised(step.filled(step["self"]), 1) if "mat" in step else None,
-    )
-
-
 def _linear(step: Step, out: torch.Tensor) -> Rows:
     weight, bias = rows_of(step.rows(step["weight"])), step.rows(step["bias"])
     return joined(
@@ -95,29 +70,4 @@ def _linear(step: Step, out: torch.Tensor) -> Rows:
     )
 
 
-define(
-    "linear",
-    batch_axis=product,
-    equation=equations.linear,
-    receptive_field=_linear,
-    linear="each",
-    added=["bias"],
-    biased=True,
-)
-define("matmul", batch_axis=product, equation=equations.matmul, linear="each")
-define("rmatmul", batch_axis=product, equation=equations.rmatmul, linear="each")
-define("mm bmm", batch_axis=product, equation=equations.mm, receptive_field=_mm, linear="each")
-define("mv", batch_axis=product, equation=equations.mv, receptive_field=_mv, linear="each")
-define("dot", batch_axis=product, equation=equations.dot, linear="each")
-define("vdot", batch_axis=product, equation=equations.matmul, linear="each")
-define("addmm", batch_axis=product, equation=equations.addmm, receptive_field=_addmm, linear="each", added=["self"])
-define("addmv", batch_axis=product, equation=equations.addmv, receptive_field=_mv, linear="each", added=["self"])
-define("baddbmm", batch_axis=product, equation=equations.baddbmm, receptive_field=_addmm, linear="each", added=["self"])
-define("_addmm_activation", receptive_field=_addmm)
-define("inner", batch_axis=product, equation=equations.inner, linear="each")
-define("outer", batch_axis=product, equation=equations.outer, linear="each")
-define("bilinear", batch_axis=product, equation=equations.bilinear, linear="each")
-define("tensordot", batch_axis=product, equation=equations.tensordot, linear="each")
-define("einsum", batch_axis=product, equation=equations.einsum, linear="each")
-define("kron", batch_axis=_kron, linear="each")
 define("_grouped_mm", composed=grouped_mm)

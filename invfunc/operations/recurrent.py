@@ -227,7 +227,7 @@ def _drops(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 for _name, _cell_of in _CELLS.items():
     _facts = {"composed_if": step_by_step, "twice": _recurrent, "draws": _drops}
-    define(_name, composed=_layers(_name, _cell_of), at_once=_at_once(_name, _cell_of), **_facts)
-    define(f"{_name}_cell", composed=_cell(f"{_name}_cell", _cell_of), composed_if=step_by_step)
+    define(_name, composed=_layers(_name, _cell_of), twice=_recurrent)
+    define(f"{_name}_cell", composed=_cell(f"{_name}_cell", _cell_of))
 define("_pack_padded_sequence", composed=pack_padded_sequence)
 define("_pad_packed_sequence", composed=pad_packed_sequence)

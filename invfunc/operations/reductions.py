@@ -10,7 +10,6 @@ from invfunc import tree
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import BATCH_SUM, Call, Mixed, Place, Unknown
 from invfunc.operations.batch_axis.samples import located, ordered, samples_of
-from invfunc.operations.operation import define
 from invfunc.operations.pointwise import pointwise
 from invfunc.operations.receptive_fields.step import Rows, Step, behind, most
 
@@ -103,16 +102,3 @@ def reduced(step: Step, out: torch.Tensor) -> Rows:
         return None
     axes = behind(step["dim"] if "dim" in step else None, x.ndim)
     return most(step.filled(x), axes).reshape(-1, *out.shape)
-
-
-define("sum mean", batch_axis=reduce, entries=entries, receptive_field=reduced, linear="all")
-define("nanmean", batch_axis=reduce, linear="all", piecewise=True)
-define("nansum amax amin max min", batch_axis=reduce, receptive_field=reduced, linear="all", piecewise=True)
-define("median nanmedian kthvalue", batch_axis=reduce, receptive_field=reduced, linear="all", piecewise=True)
-define(
-    "prod logsumexp norm linalg_vector_norm var std var_mean std_mean argmax argmin all any count_nonzero mode",
-    batch_axis=reduce,
-    receptive_field=reduced,
-)
-define("linalg_norm", batch_axis=reduce)
-define("bincount histc unique cov corrcoef", batch_axis=counted)

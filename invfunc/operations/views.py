@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,14 +11,12 @@ import torch.nn.functional as F
 
 from invfunc import tree
 from invfunc.operations.axis import Axis
-from invfunc.operations.batch_axis.propagation import Call, Mixed, Place, leading
+from invfunc.operations.batch_axis.propagation import Call, Mixed, Place
 from invfunc.operations.batch_axis.samples import located, moved, samples_of
 from invfunc.operations.equations import LETTERS
 from invfunc.operations.factors.recipe import Recipe, Site
 from invfunc.operations.operation import define
-from invfunc.operations.pointwise import entry_by_entry, pointwise
-from invfunc.operations.receptive_fields import regions
-from invfunc.operations.receptive_fields.step import Rows, Step, behind, elementwise, flattened, raised
+from invfunc.operations.pointwise import pointwise
 
 # The batch axis
 
@@ -117,47 +115,7 @@ def repeat_interleave(call: Call) -> Place | list[Place]:
     return located(own.repeat_interleave(times, along), call.n, said.repeat_interleave(times, along))
 
 
-def movement(call: Call) -> Place | list[Place]:
-    return moved(call)
-
-
-def _pad_axis(call: Call) -> Place:
-    axis = call.place(call.first)
-    if isinstance(axis, Axis) and axis.rows == () and call.out.shape[axis.dim or 0]:
-        return None  # nothing of a sample was padded
-    return leading(call, len(call.arg("pad")) // 2)
-
-
 # Receptive fields: the same operation on the labels
-
-
-def _cat_field(step: Step, out: torch.Tensor) -> Rows:
-    parts = [step.filled(x) for x in step["tensors"] if x.ndim == out.ndim]
-    return torch.cat(parts, behind(step["dim"], out.ndim)[0])
-
-
-def _stacked_field(step: Step, out: torch.Tensor) -> Rows:
-    return torch.stack([step.filled(x) for x in step["tensors"]], behind(step["dim"], out.ndim)[0])
-
-
-def _constant_pad(step: Step, out: torch.Tensor) -> Rows:
-    return torch.constant_pad_nd(step.filled(step["self"]), step["pad"], regions.NONE)
-
-
-def _reflected(step: Step, out: torch.Tensor) -> Rows:
-    rows, padding = step.filled(step["self"]), step["padding"]
-    return flattened(rows, len(padding) // 2, lambda maps: step.func(maps, padding))
-
-
-def _repeated(step: Step, out: torch.Tensor) -> Rows:
-    return raised(step.filled(step["self"]), out.ndim).repeat(1, *step["repeats"])
-
-
-def _scattered(step: Step, out: torch.Tensor) -> Rows:
-    rows, src, dim = step.filled(step["self"]), step.filled(step["src"]), behind(step["dim"], out.ndim)[0]
-    if "index" in step:
-        return rows.select_scatter(src, dim, step["index"])
-    return rows.slice_scatter(src, dim, step["start"], step["end"], step["step"])
 
 
 # The others
@@ -196,58 +154,7 @@ def broadcast_tensors(*given: Any) -> tuple[torch.Tensor, ...]:
     return tuple(x.expand(shape) for x in tensors)
 
 
-define(
-    "transpose permute t get:T get:mT get:H get:mH movedim moveaxis swapaxes swapdims select narrow chunk split "
-    "split_with_sizes tensor_split unbind unsqueeze squeeze hsplit vsplit dsplit",
-    batch_axis=view,
-    linear="all",
-    picks="once",
-)
-define("adjoint unsafe_chunk unsafe_split", batch_axis=view, linear="all")
-define("expand broadcast_to", batch_axis=view, linear="all", picks="any")
-define("expand_as", batch_axis=view, linear="all", picks="any", reads="first")
-define("view reshape flatten unflatten ravel", batch_axis=reshape, linear="all", picks="once")
-define("view_as reshape_as", batch_axis=reshape, linear="all", picks="once", reads="first")
-define(
-    "cat concat concatenate",
-    batch_axis=cat,
-    factor=placed,
-    receptive_field=_cat_field,
-    linear="all",
-    places="reads",
-    paired=entry_by_entry,
-)
-define("hstack vstack row_stack", batch_axis=cat, linear="all", places="reads", paired=entry_by_entry)
-define(
-    "stack",
-    batch_axis=stack,
-    factor=placed,
-    receptive_field=_stacked_field,
-    linear="all",
-    places="reads",
-    paired=entry_by_entry,
-)
-define("dstack column_stack block_diag", batch_axis=movement, linear="all", places="reads")
-define("repeat", batch_axis=repeat, receptive_field=_repeated, linear="all", picks="any")
-define("tile", batch_axis=repeat, linear="all", picks="any")
-define("repeat_interleave", batch_axis=repeat_interleave, linear="all", picks="any")
-define("fliplr flipud", batch_axis=movement, linear="all", picks="any", permutes=True)
-define("rot90", batch_axis=movement, linear="all", permutes=True)
-define(
-    "diagonal diag_embed atleast_1d atleast_2d atleast_3d diagonal_scatter diag linalg_diagonal meshgrid "
-    "cartesian_prod",
-    batch_axis=movement,
-    linear="all",
-)
-define("slice_scatter select_scatter", batch_axis=movement, receptive_field=_scattered, linear="all", places="writes")
-define("trace", linear="all")
-define("tril triu", batch_axis=partial(leading, trailing=2), receptive_field=elementwise, linear="all")
-define("pad", batch_axis=_pad_axis, linear="all")
-define("constant_pad_nd", receptive_field=_constant_pad, linear="all")
-define(
-    [f"{kind}_pad{d}d" for kind in ("reflection", "replication") for d in (1, 2, 3)],
-    receptive_field=_reflected,
-    linear="all",
-)
+define("expand_as", reads="first")
+define("view_as reshape_as", reads="first")
 define("pad_sequence", composed=pad_sequence)
 define("broadcast_tensors", composed=broadcast_tensors)
