@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from invfunc import tree
 from invfunc._torch.functorch import version
-from invfunc._torch.values import anywhere, decides
+from invfunc._torch.values import anywhere, decides, same_values
 from invfunc.errors import InvFuncError, RandomnessError
 from invfunc.linear_algebra.contract import Term, summed
 from invfunc.operations.axis import Axis
@@ -22,7 +22,6 @@ from invfunc.operations.heard import Function
 from invfunc.passes.certified import some_cotangent
 from invfunc.passes.run import Run
 from invfunc.recording import Trace
-from invfunc.recording.checks import same_values
 from invfunc.recording.graph import functions_below, leaves_below
 from invfunc.recording.hidden import reentrant
 from invfunc.recording.problem import Problem, with_aux

@@ -10,11 +10,10 @@ from typing import Literal
 import torch
 
 from invfunc import tree
-from invfunc._torch.values import anywhere, fake, near
+from invfunc._torch.values import anywhere, fake, near, same_values
 from invfunc._torch.weak import WeakIdMap
 from invfunc.errors import InvFuncError, RandomnessError, SampleAxisError
 from invfunc.passes.alone import FOREIGN
-from invfunc.recording.checks import same_values
 from invfunc.recording.problem import Problem
 
 _GIVE = "What f has for each sample, such as a mask, goes among its batch arguments, not into constants or keywords."

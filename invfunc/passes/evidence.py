@@ -17,13 +17,12 @@ import torch
 
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import innermost, version
-from invfunc._torch.values import decides
+from invfunc._torch.values import decides, same_values
 from invfunc.errors import SampleAxisError, samples_unseen
 from invfunc.operations.axis import Axis
 from invfunc.operations.calls import read_by, spelled
 from invfunc.operations.heard import Function
 from invfunc.recording import Trace
-from invfunc.recording.checks import same_values
 from invfunc.recording.held import held_by
 from invfunc.recording.problem import Problem
 from invfunc.recording.provenance import LOST, NOTHING, PROVEN, Beforehand, ConstantsMet, Lost, UntracedTensors

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc._torch.functorch import innermost
-from invfunc._torch.values import apart, check, near
+from invfunc._torch.values import apart, check, size_of
 from invfunc.errors import ArgumentError, RandomnessError, SampleAxisError, samples_lost
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM
@@ -152,17 +152,8 @@ def check_in_part(
     check_same(z, axis.restore(wanted, n), error)
 
 
-def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether values agree up to what another batch size does to their rounding."""
-    return a.shape == b.shape and near(a, b, _size(b))
-
-
 def check_same(a: torch.Tensor, b: torch.Tensor, error: Callable[[], Exception]) -> None:
     """Check that values agree, at the end of a call where its checks are there."""
     if a.shape != b.shape:
         raise error()
-    check(apart(a, b, _size(b)), error)
-
-
-def _size(x: torch.Tensor) -> torch.Tensor | int:
-    return x.detach().abs().nan_to_num(0, 0, 0).amax() if x.numel() else 0
+    check(apart(a, b, size_of(b)), error)

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from invfunc._torch.functorch import undispatched
+from invfunc._torch.values import same_values
 from invfunc.errors import InvFuncWarning
 from invfunc.operations.factors import Recipe
 from invfunc.operations.receptive_fields.propagation import Following, Labels, told
 from invfunc.operations.receptive_fields.regions import core
 from invfunc.passes.run import Run
-from invfunc.recording.checks import same_values
 from invfunc.recording.seen import Seen
 from invfunc.recording.tags import ParameterUse
 from invfunc.sparsity.bottleneck import Bottleneck
