@@ -10,6 +10,7 @@ import torch
 
 from invfunc import tree
 from invfunc.errors import SplitError
+from invfunc.evaluation.joined import check_fewer, moved
 from invfunc.loss.outputs import OutputFinder, marking, searched
 from invfunc.operations.axis import Axis
 from invfunc.passes.by_rows import Places
@@ -18,7 +19,6 @@ from invfunc.passes.loss import at_found, at_given
 from invfunc.passes.run import WHOLE, Run
 from invfunc.recording import Trace
 from invfunc.recording.checks import check_loss, output_axis
-from invfunc.recording.joined import check_fewer, moved
 from invfunc.recording.problem import with_aux
 from invfunc.recording.random import Draws
 

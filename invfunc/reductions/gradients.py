@@ -106,6 +106,7 @@ class SumAndCentredSquares(CentredSquares):
 class ClippedSum(Reduction):
     """`sum_n min(1, max_norm / |G[n]|) G[n]`, with the norm over all parameters."""
 
+    axes = ("samples",)  # the norm is of all parameters
     several, trees, entrywise = True, 1, True
     before = first = Norms()
 
