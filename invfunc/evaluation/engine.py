@@ -17,7 +17,7 @@ from invfunc._extras import ticking
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import checked_at_the_end
 from invfunc.core.evaluate import Way, by_ways
-from invfunc.errors import ArgumentError, SampleAxisError, SplitError, to_be_split
+from invfunc.errors import ArgumentError, InvFuncError, SampleAxisError, SplitError, to_be_split
 from invfunc.evaluation.explained import Report
 from invfunc.evaluation.fold import SLOPE, Fold
 from invfunc.evaluation.parts import Parts
@@ -153,10 +153,10 @@ class Engine:
             parts = Parts(self.problem, fold, way)
             return parts, parts.kept(self.joined)
 
-        found = by_ways(self.problem.f, self.called, call, undo)
-        if found is None:
+        try:
+            parts, aux = by_ways(self.problem.f, self.called, call, undo)
+        except InvFuncError:
             return None
-        parts, aux = found
         self.scalar, self.joined = parts.scalar, parts.joined
         self.scope.wanted = self.scope.outside  # what is kept has been taken out of the run
         if parts.outputs is not None:
