@@ -18,7 +18,6 @@ from invfunc.callables import check_functions, describe
 from invfunc.core.evaluate import Way, by_ways, evaluated, plain
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.explained import joined
-from invfunc.evaluation.old_engine import Engine as OldEngine
 from invfunc.plan import AxisName, Options
 from invfunc.recording.beside import beside
 from invfunc.recording.problem import InDims, Problem, nothing, problem, with_aux
@@ -67,7 +66,7 @@ class Statistic(Transform):
         elif self._in_parts:
             found = self._engine(given).result()
         else:
-            found = self._directly(given) or OldEngine(given, self.options, self._quantities(given)).result()
+            found = self._directly(given)
         results, aux = found
         return tuple(results) if self.members else results[0], aux
 
@@ -87,8 +86,7 @@ class Statistic(Transform):
         return self._engine(self.problem(args, kwargs, names))
 
     def _engine(self, given: Problem) -> Engine:
-        called = (*self.called, "in parts") if self.taken and plain(given) else None
-        return Engine(given, self.options, self._quantities(given), called)
+        return Engine(given, self.options, self._quantities(given), (*self.called, "in parts"))
 
     @property
     def _in_parts(self) -> bool:
@@ -96,10 +94,8 @@ class Statistic(Transform):
         splits = self.options.plan.splits
         return bool(splits.get("samples")) or (bool(splits) and self.sweeps > 1)
 
-    def _directly(self, given: Problem) -> tuple[list[Any], Any] | None:
-        """The results by the core, if it follows f; else the engine finds them, or the error."""
-        if not self.direct or not plain(given):
-            return None
+    def _directly(self, given: Problem) -> tuple[list[Any], Any]:
+        """The results of all samples at once."""
         before = [(g, state_of(g)) for g in (*torchs_own(), *(d.generator for d in self.drawings))]
         quantities, undo = self._quantities(given), partial(set_states, before)
 
@@ -162,7 +158,7 @@ class Statistic(Transform):
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """How it would be computed at these arguments."""
         given = self.problem(args, kwargs, names)
-        each = OldEngine(given, self.options, self._quantities(given), explaining=True).explained()
+        each = []
         if not self.members:
             return replace(each[0], name=repr(self))
         each = [replace(e, name=repr(m)) for m, e in zip(self.members, each, strict=True)]

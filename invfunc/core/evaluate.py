@@ -22,10 +22,12 @@ from invfunc.core.factors import partners
 from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
 from invfunc.core.marks import HALF, SUMMED, Final, Mark, Unsupported, know
+from invfunc.core.refusals import check_loss, check_outputs, refused_by
 from invfunc.core.resort import alone, by_rows
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.uses import Use
+from invfunc.errors import InvFuncError, unreached
 from invfunc.loss.outputs import marked_for
 from invfunc.loss.square_root import Columns, Units
 from invfunc.operations.second_derivatives import TwiceDifferentiable
@@ -184,22 +186,44 @@ def hessian_of(problem: Problem) -> Hessian:
         run.close()
 
 
-def by_ways(f: Callable, what: Hashable, call: Callable[[Way], T], undo: Callable[[], None]) -> T | None:
-    """What a call finds by the first way that follows f, or None; what is asked of f says which way that was before."""
-    first = known_way(f, what)
-    for k in range(len(WAYS) if first is None else first, len(WAYS)):
+def by_ways(f: Callable, what: Hashable, call: Callable[[Way], T], undo: Callable[[], None]) -> T:
+    """What a call finds by the first way that follows f; what is asked of f says which way that was before.
+
+    An error of the library's own, or of f, is one of any way; else the error is that of the first.
+    """
+    first, refusals = known_way(f, what), list[Exception]()
+    for k in range(first or 0, len(WAYS)):
         try:
             found = call(WAYS[k])
         except Exception as error:
-            undo()
-            if isinstance(error, Final):
-                break
+            refusals.append(error)
         else:
             if k != first:
                 note_way(f, what, k)
             return found
-    note_way(f, what, None)
-    return None
+        undo()
+        last = refusals[-1]
+        if isinstance(last, (Final, InvFuncError)) or (isinstance(last, Raised) and not transforming()):
+            break
+    own = [e.error if isinstance(e, Raised) else e for e in refusals if isinstance(e, (Raised, InvFuncError))]
+    raise own[0] if own else refused_by(refusals)
+
+
+class Raised(Exception):
+    """Raised where f itself raises an error, also as it is written."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Met(Raised):
+    """Raised where f raises an error while it is followed."""
+
+    def __init__(self, error: Exception, as_written: Callable[[], Any]) -> None:
+        """`as_written` calls f as it is written."""
+        super().__init__(error)
+        self.as_written = as_written
 
 
 def _ran_and(
@@ -231,10 +255,14 @@ def _ran_and(
         try:
             return finish(run, *_evaluated(problem, quantities, run, outside, options, known, ticks, phased), outside)
         except Again:
-            deep = True
+            deep, met = True, None
             undo()
+        except Met as error:
+            met = error
         finally:
             run.close()
+        if met is not None:
+            raise _looked_at(met) from None
 
 
 class Again(Exception):
@@ -286,7 +314,7 @@ def _evaluated(
     of_model = {q.kind.of_model for q in quantities}
     several = isinstance(out, torch.Tensor) and out.ndim > 1
     rows = of_model == {"yes"} or (of_model == {"unless it returns a loss"} and several)
-    cotangent = None if rows else _cotangent(run, out)
+    cotangent = None if rows else _cotangent(run, out, "f" if problem.loss is None else "the loss")
     n, dtype = run.count, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
     found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
     folds = [Fold(q.reduction, problem, found, options.reduce, phased) for q in quantities]
@@ -330,34 +358,50 @@ def _autocast(device: str, enabled: bool) -> AbstractContextManager:
 
 def _called(problem: Problem, run: Run, leaves: list[torch.Tensor]) -> tuple[Any, Any]:
     """What f returns, or its loss of that; and aux."""
-    out, aux = (run.way or Problem.call)(problem, run, leaves, slice(None))
+    try:
+        out, aux = (run.way or Problem.call)(problem, run, leaves, slice(None))
+    except Unsupported:
+        raise
+    except Exception as error:
+        raise Met(error, lambda: returned(problem)) from None
     if problem.loss is None:
         return out, aux
     if isinstance(run, CallsRun) and run.criterion is None:  # no columns are made at the outputs
-        target = problem.target(run)
-        with run:
-            return problem.loss(out, target), aux
-    known = getattr(out, "_known", None)
-    if not isinstance(out, torch.Tensor) or not 0 <= problem.out_dims % max(1, out.ndim) < 1 or known is None:
-        raise Unsupported("outputs that are no tensor with the samples in front")
-    if run.n > 1 and known.axis != (-out.ndim, 1, 1):
+        return _loss(problem, run, out), aux
+    check_outputs(run, out, problem.out_dims)
+    if problem.out_dims % out.ndim:
         raise Unsupported("outputs without the samples in front")
     run.outputs = out
-    if out.ndim < 1 or out.shape[0] != run.n or not out.is_floating_point():
-        raise Unsupported("outputs of another shape")
     return _loss(problem, run, out), aux
+
+
+def _looked_at(met: Met) -> Exception:
+    """An error that a run met: one that f also raises as it is written is the user's own."""
+    try:
+        with torch.enable_grad():
+            met.as_written()
+    except Exception as error:
+        error.__context__ = None  # of the run
+        return Raised(error)
+    return Unsupported(f"{type(met.error).__name__}: {str(met.error).partition(chr(10))[0]}")
 
 
 def _loss(problem: Problem, run: Run, outputs: torch.Tensor) -> Any:
     """The loss of the outputs of a model that is given apart from it."""
-    assert problem.loss is not None
-    if run.criterion is not None:
-        if run.criterion.output is not None:
+    loss, target, criterion = problem.loss, problem.target(run), run.criterion
+    assert loss is not None
+    if criterion is not None:
+        if criterion.output is not None:
             raise Unsupported("outputs are marked in a model that is given apart from its loss")
-        run.criterion.output, run.criterion.version = outputs, version(outputs)
-    target = problem.target(run)
-    with run:
-        return problem.loss(outputs, target)
+        criterion.output, criterion.version = outputs, version(outputs)
+
+    try:
+        with run:
+            return loss(outputs, target)
+    except Unsupported:
+        raise
+    except Exception as error:
+        raise Met(error, lambda: loss(returned(problem), problem.args[-1])) from None
 
 
 def _columns(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: bool, known: Made | None) -> None:
@@ -411,13 +455,8 @@ def _structured(way: Pullback, columns: Columns) -> bool:
 def _rows(way: Pullback, out: Any) -> None:
     """Reduce the rows of the Jacobian of a model function."""
     run, problem = way.run, way.problem
-    if not isinstance(out, torch.Tensor) or not out.ndim or not out.requires_grad:
-        raise Unsupported("outputs that are no tensor, or have no derivative")
-    known, dim = getattr(out, "_known", None), problem.out_dims % out.ndim
-    if type(known) is not Mark or known.run is not run.token or not known.graph:
-        raise Unsupported("samples do not reach the result in a way that was seen")
-    if out.shape[dim] != run.n or (run.n > 1 and known.axis != (dim - out.ndim, 1, 1)):
-        raise Unsupported("outputs without the samples in the dim that is given")
+    check_outputs(run, out, problem.out_dims)
+    dim = problem.out_dims % out.ndim
     values = run.strip(out).movedim(dim, 0)
     for fold in way.folds:
         fold.found = replace(fold.found, outputs=[values.shape[1:]])
@@ -510,7 +549,7 @@ class Pullback:
         of = _owners(run, [u for u in run.uses if u.d is not None])[0]
         shares = [Shares(run, i, of[i], self.problem.name, again) for i in leaves if of[i]]
         if not shares and len(leaves) == len(run.leaves):
-            raise Unsupported("no parameter reaches the result")
+            raise unreached()
         for fold in self.folds:
             if fold.first is not None:
                 fold.before(shares)
@@ -545,7 +584,7 @@ class Pullback:
         self.ticks.expect(1)
         run.stream(out, cotangent, arrived)
         if not reached:
-            raise Unsupported("no parameter reaches the result")
+            raise unreached()
         for i, left in enumerate(waiting):
             if left:
                 reduced(i)
@@ -562,17 +601,11 @@ def _left(run: Run, results: Any, outside: bool) -> Any:
     return tree.map_tensors(lambda x: run.strip(x) if outside else run.strip(x).detach(), results)
 
 
-def _cotangent(run: Run, out: Any) -> torch.Tensor | None:
+def _cotangent(run: Run, out: Any, name: str = "f") -> torch.Tensor | None:
     """The vector to pull back from a loss, a number or one of each sample; its samples have to be where they belong."""
-    if not isinstance(out, torch.Tensor) or out.ndim > 1 or not out.requires_grad:
-        raise Unsupported("f returns no loss, or one without a derivative")
     known = getattr(out, "_known", None)
-    if type(known) is not Mark or known.run is not run.token or not known.graph:
-        raise Unsupported("samples do not reach the result in a way that was seen")
-    if out.ndim and out.shape[0] != run.n:
-        raise Unsupported("the result is neither a number nor one for each sample")
-    if run.n > 1 and known.axis != ((-1, 1, 1) if out.ndim else SUMMED):
-        raise Unsupported(f"the result is neither [N] losses nor a sum over the samples: {known.axis}")
+    if type(known) is not Mark or known.axis != ((-1, 1, 1) if out.ndim else SUMMED) or not known.graph or out.ndim > 1:
+        check_loss(run, out, name)
     return torch.ones_like(out) if out.ndim else None
 
 

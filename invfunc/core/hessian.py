@@ -184,7 +184,7 @@ class CallsRun(Run):
                 self.sums += [call] * summed
                 self.calls += [call] * noted
                 if noted and call.versions != counts:
-                    raise Unsupported(f"{named(func)} writes what it reads")
+                    raise Unsupported("it writes what it reads")
         return out
 
     def ended(self, call: Call, out: Any) -> bool:

@@ -712,6 +712,8 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
         raise Unsupported("the result is no tensor")
     found = [(-1, 1, 1)] if run.n == 1 else run.axes_of(rule, func, args, kwargs, data, plain)
     axis = found[0] if isinstance(found, list) else found
+    if axis is SUMMED:
+        raise Unsupported("samples are summed with what is computed without them (does f close over its inputs?)")
     if not isinstance(axis, tuple) or (run.n > 1 and axis[1:] != (1, 1)):
         raise Unsupported("the samples are not in one dim of the result")
 

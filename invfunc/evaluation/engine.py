@@ -65,11 +65,8 @@ class Engine:
 
     def _run(self) -> Any:
         """Run f on all samples, and keep what is wanted of them; aux."""
-        if self.called is None:
-            raise Unsupported("this statistic of these arguments is not taken in parts")
         fold, sources = self.fold, [q.drawing.generator for q in self.quantities if q.drawing is not None]
         before = [(g, state_of(g)) for g in (*torchs_own(), *sources)], [t.saved() for t in fold.accumulators]
-        errors = list[Exception]()
 
         def undo() -> None:
             set_states(before[0])
@@ -78,20 +75,9 @@ class Engine:
 
         def call(way: Way) -> tuple[Parts, Any]:
             parts = Parts(self.problem, fold, way)
-            try:
-                return parts, parts.kept(self.joined)
-            except Exception as error:
-                errors.append(error)
-                raise
+            return parts, parts.kept(self.joined)
 
-        found = by_ways(self.problem.f, self.called, call, undo)
-        if found is None:
-            note_way(self.problem.f, self.called, 0)
-            own = [error for error in errors if isinstance(error, InvFuncError)]
-            if self.fold.options.plan.asked("samples") and not own:
-                raise SampleAxisError(str(errors[0]))
-            raise (own or errors)[0]
-        parts, aux = found
+        parts, aux = by_ways(self.problem.f, self.called, call, undo)
         self.scalar, self.joined = parts.scalar, parts.joined
         if parts.outputs is not None:
             self.loss_part = LossPart.of(self.problem, parts.outputs)
