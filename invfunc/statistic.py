@@ -130,8 +130,7 @@ class Statistic(Transform):
         of_kind = len(kinds) == 1
         options = self.options.fast
         plain = options and all(m.others is None and m.options in _PLAIN for m in self.members)
-        drawn = all(m.drawing is None or m.drawing.sample is None for m in each)
-        return of_kind and plain and drawn and self.others is None
+        return of_kind and plain and self.others is None
 
     def without_samples(self, params: Any) -> Engine:
         """The evaluation of no samples, which has parameters only."""

@@ -274,10 +274,18 @@ def units(x: Tensor, axis: Axis, n: int) -> tuple[int, Callable[[int, int], Tens
 def parts(run: Run, call: Call, slopes: Sequence[Tensor | None]) -> list[Part]:
     """The columns of an operation, given the gradients at its results."""
     alone, n = len(call.inputs) == len(slopes) == 1, run.n
-    if alone and (made := softmax_root(run, call.func, call.args, call.kwargs, call.axes[0], slopes[0])) is not None:
+    if alone and (found := softmax_root(run, call.func, call.args, call.kwargs, call.axes[0], slopes[0])) is not None:
+        made, axis = found
         kind, rank = call.inputs[0].dtype, max(1, made.logits.shape[1] - 1)
         weight = made.weight[:, torch.arange(made.count, device=made.weight.device) // rank].T
-        return [Part(made.count, lambda a, b: made.block(a, b, WHOLE).left[0].to(kind), call.edges, weight)]
+        return [
+            Part(
+                made.count,
+                lambda a, b: axis.restore(made.block(a, b, WHOLE).left[0], n, 1).to(kind),
+                call.edges,
+                weight,
+            )
+        ]
     copies, results = call.again(run)
     pairs = [(y, g.to(y.dtype)) for y, g in zip(results, slopes, strict=True) if g is not None]
     ys, gs = [y for y, _ in pairs], [g for _, g in pairs]

@@ -34,7 +34,7 @@ from invfunc._torch.functorch import (
 )
 from invfunc._torch.opened import opened
 from invfunc.core.axes import numbers, read
-from invfunc.core.columns import Criterion, criterion_of, weighs
+from invfunc.core.columns import criterion_of, weighs
 from invfunc.core.marks import (
     DERIVED,
     HALF,
@@ -57,6 +57,7 @@ from invfunc.core.marks import (
     wide,
 )
 from invfunc.core.probe import moved, probe
+from invfunc.core.split import Finder, Split
 from invfunc.core.tables import (
     DERIVATIVES,
     DIVIDE,
@@ -81,6 +82,7 @@ from invfunc.core.transposed import FACTORS
 from invfunc.core.uses import WHOLE, Block, Copies, Shared, Use, copied, expanded, grown
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.recurrent import AT_ONCE, steps_at_once
+from invfunc.per_sample.lots import Lot
 
 Tensor = torch.Tensor
 SET = Tensor.__setitem__
@@ -108,10 +110,16 @@ class Run(TorchFunctionMode):
         """Whether f reads a tensor from elsewhere that requires a gradient."""
         self.partners: dict[int, tuple[str, int]] = {}
         """Weights and biases that the same operations read, where somebody asks."""
-        self.criterion: Criterion | None = None
-        """The criterion of the outputs, where one is looked for."""
-        self.exact: Tensor | None = None
-        """How many of the first columns of each sample are not drawn, where some are."""
+        self.criterion: Finder | None = None
+        """Finds the outputs, where they are looked for."""
+        self.split: Split | None = None
+        """The loss part of f, once it is known."""
+        self.again: Any = None
+        """The loss at a target from a sampler, where it is given apart."""
+        self.twice = False
+        """Whether operations run in a form that can be differentiated twice."""
+        self.lots: list[Lot] = []
+        """The columns that are drawn."""
         self.part = False
         """Whether these are a part of the samples, whose losses have to add up."""
         self.way: Any = None
@@ -239,8 +247,7 @@ class Run(TorchFunctionMode):
         """Whether f takes a derivative in tensors down to which the graph is whole."""
         inputs = args[1] if func is torch.autograd.grad and len(args) > 1 else kwargs.get("inputs")
         known = [getattr(x, "_known", None) for x in ((inputs,) if isinstance(inputs, Tensor) else inputs or ())]
-        cut = self.criterion is not None and self.criterion.input is not None
-        return bool(known) and not cut and not any([type(x) is Node for x in known])
+        return bool(known) and not any([type(x) is Node for x in known])
 
     def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
         """Run an operation, given the tensors that it reads."""
@@ -591,7 +598,7 @@ class Run(TorchFunctionMode):
             each = [*zip(*[pull(column) for column in zip(*columns, strict=True)], strict=True)]
             return [None if g[0] is None else torch.stack(g) for g in each]
 
-    def stream(self, out: Tensor, cotangent: Tensor | None, arrived: Callable[[Use], None]) -> None:
+    def stream(self, out: Any, cotangent: Any, arrived: Callable[[Use], None]) -> None:
         """Pull one vector back, and hand each use over as its cotangent comes; it is freed then."""
         ends: dict[int, Any] = {}
         of: dict[int, list[Use]] = {}

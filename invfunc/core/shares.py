@@ -6,6 +6,7 @@ A shortcut is for one use of the parameter, or of a view of it; everything else 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -331,9 +332,9 @@ class Shares:
         return norms, self._drawn(norms, WHOLE)
 
     def _drawn(self, values: torch.Tensor, block: Block) -> Drawn:
-        exact = self.run.exact
-        lot = Lot(0, len(values), None if exact is None else self.run.taken(exact, block))
-        return drawn([lot], slice(None), values)
+        run = self.run
+        taken = [replace(lot, exact=run.taken(lot.exact, block)) for lot in run.lots if lot.exact is not None]
+        return drawn([*[lot for lot in run.lots if lot.exact is None], *taken], slice(None), values)
 
     def projected(self, vectors: torch.Tensor) -> torch.Tensor:
         """`sum_p G[v, n, p] vectors[k, p]` of each sample: `[n, V, k]`."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -36,6 +35,14 @@ class ModelOutput:
     axis: Axis
     marked: bool
     called: str
+
+    @property
+    def edge(self) -> torch.Tensor:
+        return self.value
+
+    @property
+    def node(self) -> Any:
+        return node_of(self.value)
 
 
 @dataclass
@@ -241,36 +248,21 @@ def check_seen(
         )
 
 
-_active = threading.local()
+class _Marked:
+    """Takes marked outputs for the finder of a run."""
+
+    def __init__(self, run: ParameterUses) -> None:
+        self.run = run
+
+    def mark(self, z: torch.Tensor) -> torch.Tensor | None:
+        finder, tag = self.run.watcher, self.run.tag(z)
+        if not isinstance(finder, OutputFinder) or not isinstance(tag, Sampled) or finder.marked_before(tag):
+            return None
+        return finder.add(self.run, z, "outputs", marked=True)
 
 
-def mark(z: torch.Tensor) -> torch.Tensor:
-    """What `outputs` does to one tensor inside a run."""
-    criterion = getattr(_active, "criterion", None)
-    if criterion is not None and (marked := criterion.mark(z)) is not None:
-        return marked
-    run: ParameterUses | None = getattr(_active, "run", None)
-    finder, tag = (None, None) if run is None else (run.watcher, run.tag(z))
-    if run is None or not isinstance(finder, OutputFinder) or not isinstance(tag, Sampled) or finder.marked_before(tag):
-        return z
-    return finder.add(run, z, "outputs", marked=True)
+def marking(run: ParameterUses) -> AbstractContextManager[None]:
+    """Makes a run the one whose output finder `outputs` reports to."""
+    from invfunc.core.split import marked_for
 
-
-@contextmanager
-def marked_for(criterion: Any) -> Iterator[None]:
-    """Makes the criterion of a run of the core the one that `outputs` tells of tensors; there may be none."""
-    before, _active.criterion = getattr(_active, "criterion", None), criterion
-    try:
-        yield
-    finally:
-        _active.criterion = before
-
-
-@contextmanager
-def marking(run: ParameterUses) -> Iterator[None]:
-    """Makes a run the one whose output finder `outputs` reports to; there may be none."""
-    before, _active.run = getattr(_active, "run", None), run
-    try:
-        yield
-    finally:
-        _active.run = before
+    return marked_for(_Marked(run))

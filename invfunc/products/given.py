@@ -19,14 +19,14 @@ from invfunc._torch.opened import Uncompiled
 from invfunc._torch.values import near
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know
 from invfunc.core.run import Run
+from invfunc.core.split import CRITERIA, WHOLE, Axis, Finder, Output, axis_of, marked_for
 from invfunc.core.tables import RULES
 from invfunc.errors import ArgumentError
 from invfunc.evaluation.weights import LossPart
-from invfunc.loss.outputs import marked_for
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.products.fallback import check_apart, split_as_before
 from invfunc.products.maps import Kind, Scope
-from invfunc.products.split import CRITERIA, WHOLE, Axis, Finder, Output, Split
+from invfunc.products.split import Split
 from invfunc.recording.problem import InDims, Problem, batch_dims, batch_size, check_params, problem, with_aux
 from invfunc.reductions.quantity import Drawing
 
@@ -253,10 +253,10 @@ class Given:
             run.check(checked_value(result, "the loss"))
             return result
 
-        def again(sample: Callable[[Any], Any]) -> torch.Tensor:
+        def again(sample: Callable[[Any], Any]) -> tuple[torch.Tensor, list[Output]]:
             with torch.no_grad():
                 target = sample(tree.unflatten([r.value.detach() for r in roots], structure))
-            return lost([r.value for r in roots], given.drawn(run, target))  # pyright: ignore[reportArgumentType]
+            return lost([r.value for r in roots], given.drawn(run, target)), roots
 
         try:
             result = lost([r.value for r in roots], given.target(run))
@@ -369,8 +369,7 @@ class Following(Run):
         at = next((axis for y, axis in found[0] if y is x), None)
         if at is None:
             raise Unsupported("the criterion is not of samples")
-        axis = WHOLE if self.n == 1 else Axis(at[0] % x.ndim, *at[1:])
-        out = self.finder.criterion(CRITERIA[func], func, args, kwargs, axis)
+        out = self.finder.criterion(CRITERIA[func], func, args, kwargs, axis_of(x, at, self.n))
         return self.mark(RULES.get(func), func, args, kwargs, found[0], out)
 
     def check(self, result: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
