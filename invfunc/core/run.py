@@ -33,6 +33,7 @@ from invfunc._torch.functorch import (
     version,
 )
 from invfunc._torch.opened import opened
+from invfunc.core import own
 from invfunc.core.axes import numbers, read
 from invfunc.core.columns import criterion_of, weighs
 from invfunc.core.marks import (
@@ -43,7 +44,6 @@ from invfunc.core.marks import (
     SWAP,
     VIEW,
     Filled,
-    Final,
     Known,
     Mark,
     Node,
@@ -309,8 +309,8 @@ class Run(TorchFunctionMode):
         if self.criterion is not None and (out := criterion_of(self, func, args, kwargs, data)) is not None:
             return self.mark(rule, func, args, kwargs, data, out)
         if rule is None or func is torch.nn.functional.embedding_bag:
-            if hasattr(func, "follow"):
-                raise Final("an operation of the user's own, with rules of its own")
+            if hasattr(func, "rule_of"):
+                return own.followed(self, func, args, kwargs, data, params)
             inner = self.at_once(func, args, data, params) or composed(func)
             if inner is not None:
                 if checkpointing():
