@@ -15,7 +15,7 @@ from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import anywhere
 from invfunc._ways import known_way, refused
 from invfunc.callables import check_functions, describe
-from invfunc.core.evaluate import Way, by_ways, evaluated, plain
+from invfunc.core.evaluate import Way, by_ways, evaluated
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.explained import joined
 from invfunc.plan import AxisName, Options

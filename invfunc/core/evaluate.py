@@ -21,6 +21,7 @@ from invfunc.core.columns import Twice, columns_at, lost, single, split
 from invfunc.core.factors import partners
 from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
+from invfunc.core.lots import Lot
 from invfunc.core.marks import HALF, SUMMED, Final, Mark, Unsupported, know
 from invfunc.core.refusals import check_loss, check_outputs, refused_by
 from invfunc.core.resort import alone, by_rows
@@ -31,7 +32,6 @@ from invfunc.core.uses import Use
 from invfunc.errors import InvFuncError, unreached
 from invfunc.loss.square_root import Columns, Units, joined_block
 from invfunc.operations.second_derivatives import TwiceDifferentiable
-from invfunc.core.lots import Lot
 from invfunc.plan import Options, Plan, even
 from invfunc.recording.problem import Problem
 from invfunc.reductions import Found, Reduction, State

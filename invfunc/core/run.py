@@ -36,6 +36,7 @@ from invfunc._torch.opened import opened
 from invfunc.core import own
 from invfunc.core.axes import numbers, read
 from invfunc.core.columns import criterion_of, weighs
+from invfunc.core.lots import Lot
 from invfunc.core.marks import (
     DERIVED,
     HALF,
@@ -82,7 +83,6 @@ from invfunc.core.transposed import FACTORS
 from invfunc.core.uses import WHOLE, Block, Copies, Shared, Use, copied, expanded, grown
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.recurrent import AT_ONCE, steps_at_once
-from invfunc.per_sample.lots import Lot
 
 Tensor = torch.Tensor
 SET = Tensor.__setitem__
@@ -675,6 +675,17 @@ def composed(func: Any) -> Callable | None:
         return entry.composed
     func = getattr(func, "__wrapped__", func)
     return opened(func) if getattr(func, "__module__", "").startswith("torch.") else None
+
+
+class Composed(TorchFunctionMode):
+    """Runs operations in those in which a run follows them, for a block that is evaluated once more."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        inner = composed(func) if RULES.get(func) is None or func is torch.nn.functional.embedding_bag else None
+        if inner is None:
+            return func(*args, **(kwargs or {}))
+        with self:
+            return inner(*args, **(kwargs or {}))
 
 
 def _into_view(x: Any) -> bool:

@@ -15,7 +15,7 @@ from invfunc import thresholds
 from invfunc._torch.functorch import dispatched
 from invfunc._torch.precision import doubled, has_float64
 from invfunc.core.factors import kronecker, rotated
-from invfunc.core.lots import Drawn, Lot, drawn, variances
+from invfunc.core.lots import Drawn, drawn, variances
 from invfunc.core.marks import DERIVED, HALF, LEAF, SWAP, wide
 from invfunc.core.norms import narrow_norms, tried
 from invfunc.core.run import Run

@@ -34,8 +34,8 @@ from invfunc.core.marks import (
     wide,
 )
 from invfunc.core.tables import called
+from invfunc.linear_algebra import autocorrelation
 from invfunc.linear_algebra.pairwise import room_for
-from invfunc.operations.factors.autocorrelation import patches_gram
 
 Block = slice | torch.Tensor
 """Some of the samples."""
@@ -276,13 +276,7 @@ class Joined(Pair):
 
 def patches(x: torch.Tensor, kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any) -> torch.Tensor:
     """The windows of `[n, c, *space]` as `[n, p, c * kernel]`."""
-    if len(kernel) == 2:
-        return F.unfold(x, kernel, dilation, padding, stride).mT
-    x = F.pad(x, [p for q in reversed(padding) for p in (q, q)])
-    for i, (k, s, gap) in enumerate(zip(kernel, stride, dilation, strict=True)):
-        x = x.unfold(2 + i, (k - 1) * gap + 1, s)[..., ::gap]
-    rest = len(kernel)
-    return x.permute(0, *range(2, 2 + rest), 1, *range(2 + rest, 2 + 2 * rest)).flatten(1, rest).flatten(2)
+    return autocorrelation.patches(x, kernel, stride, [(p, p) for p in padding], dilation).mT
 
 
 class Convolution(Pair):
@@ -357,7 +351,7 @@ class Convolution(Pair):
         if self.groups > 1 or max(stride) > 1:
             return None
         kernel, pads = tuple(self.shape[2:]), [(p, p) for p in padding]
-        return patches_gram(self.inputs(run, WHOLE).flatten(0, 1), kernel, pads, dilation)
+        return autocorrelation.patches_gram(self.inputs(run, WHOLE).flatten(0, 1), kernel, pads, dilation)
 
 
 class Expanded(Use):

@@ -8,10 +8,7 @@ from typing import Any
 from invfunc._extras import ticking
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import checked_at_the_end
-from invfunc._ways import note_way
 from invfunc.core.evaluate import Way, by_ways
-from invfunc.core.marks import Unsupported
-from invfunc.errors import InvFuncError, SampleAxisError
 from invfunc.evaluation.fold import Fold
 from invfunc.evaluation.joined import check_batches
 from invfunc.evaluation.parts import Parts, alone

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc.operations.calls import in_place, inplace_flag
 from invfunc.operations.naming import argument, default, function_name
 from invfunc.operations.operation import Operation, known
 
 _PLAIN = Operation()
+_IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()}
+_IN_PLACE.add("__setitem__")
+
+
+@lru_cache(maxsize=4096)
+def in_place(func: Callable) -> bool:
+    """Whether a function works in place on its first argument."""
+    name = getattr(func, "__name__", "").partition(".")[0]
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+
+
+@lru_cache(maxsize=4096)
+def inplace_flag(func: Callable) -> int | None:
+    """The position of the argument that makes a function of torch.nn.functional write into its input."""
+    if getattr(func, "__module__", None) != "torch.nn.functional" or not isinstance(func, FunctionType):
+        return None
+    names = list(inspect.signature(func).parameters)
+    return names.index("inplace") if "inplace" in names else None
 
 
 class Function:
@@ -29,7 +48,7 @@ class Function:
         forms = known(self.called)  # none of what writes in place, which has an underscore
         nn = getattr(func, "__module__", None) == "torch.nn.functional"
         self.forms = forms if nn or not forms.only_nn else _PLAIN
-        """The entry whose `composed`, `twice` and `once` take the arguments of this very function."""
+        """The entry whose `composed` and `twice` take the arguments of this very function."""
         self.in_place, self.inplace_at = in_place(func), inplace_flag(func)
         self._writes_if = None
         if self.entry.writes_if is not None:

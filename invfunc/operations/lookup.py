@@ -10,38 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc.errors import SampleAxisError
-from invfunc.operations.axis import Axis
-from invfunc.operations.batch_axis.propagation import Call, Mixed, Place
-from invfunc.operations.factors.recipe import Part, Recipe, Site
 from invfunc.operations.operation import define
-
-
-def lookup(call: Call) -> Place:
-    if call.arg("scale_grad_by_freq"):
-        raise Mixed("scale_grad_by_freq depends on which indices the whole batch has")
-    if call.place(call.arg("weight")) is not None:
-        raise Mixed("its table depends on the samples")
-    return call.place(call.arg("indices"))
-
-
-def _table(site: Site, param: torch.Tensor) -> Recipe | None:
-    """A table of which rows are looked up."""
-    weight, indices = site.call.arg("weight"), site.call.arg("indices")
-    padding = site.call.arg("padding_idx", -1)
-    axis, count = site.call.place(indices), len(weight)
-    if param is not weight or not isinstance(axis, Axis):
-        return None
-
-    def picks(part: Part) -> torch.Tensor:
-        tokens = site.exposed(indices, axis, part, fill=count).flatten(1).long()
-        return tokens.masked_fill(tokens == padding, count)
-
-    def sent(cotangent: torch.Tensor, part: Part) -> torch.Tensor:
-        cotangent = cotangent.reshape(*cotangent.shape[:2], -1, cotangent.shape[-1])
-        return cotangent * (picks(part) < count)[:, :, None]
-
-    work = 2 * site.call.out.numel() // site.call.n
-    return Recipe("ud", "td", sent, picks=picks, reads=(indices,), work=work)
 
 
 def _refuse(name: str, **options: Any) -> None:

@@ -4,87 +4,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from invfunc._torch.functorch import forward_mode
-from invfunc._torch.values import anywhere
-from invfunc.operations.axis import Axis
-from invfunc.operations.batch_axis.propagation import BATCH_SUM, Call, Mixed, Place, Unknown
-from invfunc.operations.operation import define, known, not_torchs
-from invfunc.operations.pointwise import pointwise, side_by_side
-
-_ELEMENTWISE_LOSSES = (
-    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
-    "poisson_nll_loss soft_margin_loss"
-).split()
+from invfunc.operations.operation import define, not_torchs
 
 
-def reduction(call: Call) -> str:
+def reduction(call: Any) -> str:
     """The reduction of a loss, also if it is given by the deprecated flags."""
     average, reduced = call.kwargs.get("size_average"), call.kwargs.get("reduce")
     if average is not None or reduced is not None:
         return "none" if reduced is False else "sum" if average is False else "mean"
     said = [a for a in call.args if isinstance(a, str)]
     return said[0] if said else call.kwargs.get("reduction", "mean")
-
-
-def loss(call: Call) -> Place:
-    if call.name in _ELEMENTWISE_LOSSES:
-        side_by_side(call)
-        return BATCH_SUM if reduction(call) != "none" else pointwise(call)
-    x, axis = call.first, call.place(call.first)
-    if not isinstance(axis, Axis) or axis.dim is None:
-        if reduction(call) != "none":
-            return BATCH_SUM
-        raise Unknown("its target depends on the samples, but nothing is known of its input")
-    classes = 0 if x.ndim == 1 else 1
-    if axis.dim == classes:
-        raise Mixed("it normalises over the sample axis as if these were classes")
-    entries = axis.at(axis.dim - (axis.dim > classes))
-    target = call.arg("target")
-    other = call.place(target)
-    if other not in (None, entries if target.ndim < x.ndim else axis):
-        raise Mixed(f"it combines outputs with samples along {axis} with targets with samples along {other}")
-    return BATCH_SUM if reduction(call) != "none" else entries
-
-
-def entries(call: Call) -> torch.Tensor | None:
-    """What each sample adds to a loss."""
-    if any(isinstance(a, (str, bool)) for a in call.args) or any(call.kwargs.get(a) is not None for a in _OLD):
-        return None
-    kwargs = {**call.kwargs, "reduction": "none"}
-    losses = call.func(*call.args, **kwargs)
-    rule = known(call.name).batch_axis
-    place = rule and rule(replace(call, kwargs=kwargs, out=losses))
-    added = place.expose(losses, call.n).flatten(1).sum(1) if isinstance(place, Axis) else None
-    return added if added is None or reduction(call) == "sum" else added / _count(call, losses)
-
-
-def _count(call: Call, losses: torch.Tensor) -> Any:
-    """What a mean of losses divides their sum by."""
-    target = call.arg("target")
-    if reduction(call) == "batchmean":
-        return len(call.first)
-    if call.name not in ("cross_entropy", "nll_loss") or target.is_floating_point():
-        return losses.numel()
-    ignored, weight = call.arg("ignore_index", -100), call.arg("weight")
-    counted = target != ignored
-    return counted.sum() if weight is None else (weight[target.where(counted, 0)] * counted).sum()
-
-
-def counts(call: Call) -> bool:
-    """Whether a mean of losses divides by what is in the targets: by their weights, or by how many are not ignored."""
-    if call.name not in ("cross_entropy", "nll_loss") or reduction(call) != "mean":
-        return False
-    target = call.arg("target")
-    if target.is_floating_point():
-        return False
-    ignored = call.arg("ignore_index", -100)
-    return call.arg("weight") is not None or anywhere(target == ignored)
 
 
 _OLD = ("size_average", "reduce")

@@ -3,64 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from invfunc import tree
-from invfunc._torch.functorch import level_of
-from invfunc.operations.axis import Axis
-from invfunc.operations.equations import LETTERS
-from invfunc.operations.factors.recipe import Part, Recipe, Site
-from invfunc.operations.factors.scales import scale, shift
 from invfunc.operations.operation import define, not_torchs
-from invfunc.operations.receptive_fields.step import Rows, Step, joined, raised
-from invfunc.operations.second_derivatives import TwiceDifferentiable
 
 # The batch axis
 
 
 # Shares
-
-
-def norm(site: Site, param: torch.Tensor) -> Recipe | None:
-    """`y = normalised(x) * weight + bias`: of the trailing dimensions, or channel by channel."""
-    call = site.call
-    x, name = call.arg("input"), call.name
-    axis = call.place(x)
-    weight, bias = call.arg("weight"), call.arg("bias")
-    if name in ("layer_norm", "rms_norm"):
-        labels = LETTERS[x.ndim - param.ndim : x.ndim]
-    else:
-        labels = LETTERS[1]
-    if param is bias and param is not weight:
-        return shift(site, labels)
-    if param is not weight or param is bias or not isinstance(axis, Axis) or param is x:
-        return None
-    affine = {id(weight), id(bias)}
-    if name == "instance_norm" and call.arg("use_input_stats"):  # it reads no running statistics, but writes them
-        affine |= {id(call.arg("running_mean")), id(call.arg("running_var"))}
-    args, kwargs = tree.map_leaves(lambda a: None if id(a) in affine else a, (call.args, call.kwargs))
-
-    # that of torch.nn refuses one value for each group of a single sample, which has a share like any other
-    function = torch.group_norm if name == "group_norm" else call.func
-
-    def normalised(part: Part) -> torch.Tensor:
-        value = _wide(site.exposed(x, axis, part))
-        flat = value.flatten(0, 1) if len(labels) == 1 and name not in ("layer_norm", "rms_norm") else value
-        given, named = tree.map_tensors(lambda a: flat if a is x else _wide(site.value(a)), (args, kwargs))
-        with TwiceDifferentiable() if value.requires_grad or level_of(value) else nullcontext():
-            return function(*given, **named).reshape(value.shape)
-
-    return scale(site, labels, normalised, (x,))
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 # Second derivatives: torch's fused backward passes have a wrong derivative under vmap
@@ -121,10 +75,6 @@ def _misread(func: Callable, input: torch.Tensor) -> bool:
     return func is F.instance_norm or 1 in (input.shape[0], *input.shape[2:])
 
 
-def _once(func: Callable, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return (partial(_batch_norm, func) if _misread(func, input) else func)(input, *args, **kwargs)
-
-
 def _low(x: torch.Tensor) -> bool:
     return x.dtype in (torch.float16, torch.bfloat16)
 
@@ -148,12 +98,6 @@ def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 
 # Receptive fields
-
-
-def _scaled(step: Step, rows: Rows, shape: Sequence[int], ndim: int) -> Rows:
-    """The labels of a normalised tensor joined with those of its scale and shift."""
-    parts = [step.rows(step[name]) for name in ("weight", "bias") if name in step]
-    return joined(rows, *(raised(r.reshape(-1, *shape), ndim) for r in parts if r is not None))
 
 
 _RUNNING = ("running_mean", "running_var")

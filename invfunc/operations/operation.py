@@ -1,8 +1,6 @@
 """One entry for each operation of torch, with all that is known of it.
 
-The files of families beside this one (`views`, `products`, `norms` ...) fill the entries in, each of them in one place.
-What an entry leaves out is right and slow, or an error. Operations of aten that only torch itself calls have entries of
-their own. What torch's own tags say stands for what is left out.
+The files of families beside this one fill the entries in.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
-
 
 Rule = Callable[..., Any]
 

@@ -119,10 +119,6 @@ class _Linked(torch.autograd.Function):
         return None, *sent, *[None] * ctx.others
 
 
-OWN = frozenset({_After, _Linked})
-"""Functions of autograd that are not of the user's."""
-
-
 # Two operations, as a trace sees them
 
 
