@@ -28,7 +28,7 @@ from invfunc.sparsity.report import Explanation
 from invfunc.transform import Transform
 
 _PLAIN = Options(), Options(dense=True)
-MOVING = "picked", "user's own", "complex", "K-factors"
+MOVING = "picked", "user's own", "complex", "K-factors", "several outputs"
 PARTS = False
 """Whether chunks and batches of loaders go by the core, too: the old one does them until it is gone."""
 

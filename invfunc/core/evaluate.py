@@ -22,7 +22,7 @@ from invfunc.core.factors import partners
 from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
 from invfunc.core.marks import HALF, SUMMED, Final, Mark, Unsupported, know
-from invfunc.core.refusals import check_loss, check_outputs, refused_by
+from invfunc.core.refusals import check_loss, check_outputs, check_room, refused_by
 from invfunc.core.resort import alone, by_rows
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
@@ -37,6 +37,7 @@ from invfunc.reductions import Found, Reduction, State
 from invfunc.reductions.quantity import Quantity
 from invfunc.reductions.reduction import Shortcuts
 from invfunc.structure.plan import Structure
+from invfunc.structure.plan import Way as Shortcut
 
 Way = Callable[[Problem, Run, list[torch.Tensor], slice], tuple[Any, Any]]
 """A way of calling f, given the leaves of a run: the result, whose mark and uses the run knows then, and aux."""
@@ -237,8 +238,10 @@ def _ran_and(
     part: bool = False,
     phased: bool = False,
     undo: Callable[[], Any] = bool,
+    pullback: Callable[..., Pullback] | None = None,
 ) -> T:
     """Run f, reduce the columns, and finish with what is kept while the run is open."""
+    pullback = pullback or Pullback
     outside = torch.is_grad_enabled()
     constants = [x for q in quantities for x in q.reduction.constants]
     deep = transforming() or (outside and any([x.requires_grad for x in (*problem.tensors(), *constants)]))
@@ -253,7 +256,8 @@ def _ran_and(
         run.part, run.way = part, way
         run.open(way is Problem.call or transforming())
         try:
-            return finish(run, *_evaluated(problem, quantities, run, outside, options, known, ticks, phased), outside)
+            given = problem, quantities, run, outside, options, known, ticks, phased, pullback
+            return finish(run, *_evaluated(*given), outside)
         except Again:
             deep, met = True, None
             undo()
@@ -294,7 +298,7 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
     if any([hooked(x) for x in leaves]):
         raise Unsupported("a hook may change what is sent back")
     if not all([fits(q.reduction, problem.leaves) for q in quantities]):
-        raise Final("matrices that may take more than what is free")
+        check_room(problem, quantities, _owners(run, run.uses)[0])
     return out, aux
 
 
@@ -307,6 +311,7 @@ def _evaluated(
     known: Made | None,
     ticks: Ticks,
     phased: bool,
+    pullback: Callable[..., Pullback],
 ) -> tuple[list[Fold], Any, Any]:
     """What is kept of a run, what f has returned, and aux."""
     device = problem.leaves[0].device.type
@@ -321,16 +326,15 @@ def _evaluated(
     if any([getattr(phase, "joined", False) for f in folds for phase in f.reduction.phases]):
         run.partners = partners(_owners(run, run.uses)[0], run.leaves)
     with torch.set_grad_enabled(run.deep and outside), _autocast(device, False):
-        way = Pullback(run, problem, folds, options.plan, ticks, run.uses)
+        way = pullback(run, problem, folds, options.plan, ticks, run.uses)
         if isinstance(run, ChainRun):
             with _undrawn():
-                chain(run, problem.name, quantities[0], folds, out, _owners(run, run.uses)[0])
+                way.chain(quantities[0], out)
         elif run.criterion is not None:
             _columns(way, quantities, out, options.dense, known)
         elif isinstance(run, CallsRun):
-            shortcuts = not options.dense and all([f.reduction.shortcuts != "no" for f in folds])
             with _undrawn():
-                Diagonal(run, problem.name, folds, *_owners(run, run.uses)).reduce(out, cotangent, shortcuts)
+                way.hessian(Diagonal(run, problem.name, folds, *_owners(run, run.uses)), out, cotangent)
         elif rows:
             _rows(way, out)
         elif not way.streams or options.plan.asked("params"):
@@ -423,33 +427,10 @@ def _columns(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: boo
             raise Unsupported("a loss without columns")
         assert x is not None
         few = run.deep or run.chosen is not None or count < thresholds.FEW
-        if shortcuts and not few:
-            if known is not None or way.plan.splits:
-                raise Final("many columns in chunks, of which some may be left out by structure")
-            if _structured(replace(way, folds=own), columns[0]):
+        if shortcuts and not few and known is None and not way.plan.splits:
+            if replace(way, folds=own).structured(columns[0]):
                 continue
         replace(way, folds=own).columns(x, columns[0], 0)
-
-
-def _structured(way: Pullback, columns: Columns) -> bool:
-    """Reduce columns by the structure of f, if it has one that saves time."""
-    folds, run = way.folds, way.run
-    allowed: set[Shortcuts] = {f.reduction.shortcuts for f in folds}
-    if way.apart:
-        return False
-    shortcuts: Shortcuts = allowed.pop() if len(allowed) == 1 else "narrow"
-    structure = Structure(way.problem, run, columns, _owners(run, run.uses)[0], shortcuts)
-    found = structure.way()
-    if found is None:
-        return False
-
-    def reduce(place: int, shares: Shares) -> None:
-        for fold in folds:
-            fold.keep(place, fold.reduction.step(shares), last=False)
-
-    for fold in folds:
-        fold.found = replace(fold.found, columns=columns.count)
-    return structure.taken(found, reduce)
 
 
 def _rows(way: Pullback, out: Any) -> None:
@@ -555,6 +536,37 @@ class Pullback:
                 fold.before(shares)
             for each in shares:
                 fold.keep(each.place, fold.reduction.step(each), last)
+
+    def structured(self, columns: Columns) -> bool:
+        """Reduce columns by the structure of f, if it has one that saves time."""
+        run, allowed = self.run, {f.reduction.shortcuts for f in self.folds}
+        if self.apart:
+            return False
+        shortcuts: Shortcuts = allowed.pop() if len(allowed) == 1 else "narrow"
+        structure = Structure(self.problem, run, columns, _owners(run, run.uses)[0], shortcuts)
+        way = structure.way()
+        if way is None:
+            return False
+        for fold in self.folds:
+            fold.found = replace(fold.found, columns=columns.count)
+        return self.taken(structure, way)
+
+    def taken(self, structure: Structure, way: Shortcut) -> bool:
+        """Reduce columns by a way that the structure of f allows; False if it turns out to be none."""
+
+        def reduce(place: int, shares: Shares) -> None:
+            for fold in self.folds:
+                fold.keep(place, fold.reduction.step(shares), last=False)
+
+        return structure.taken(way, reduce)
+
+    def hessian(self, diagonal: Diagonal, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
+        """Reduce the columns of a Hessian: of the loss, and of each nonlinear operation."""
+        diagonal.reduce(out, cotangent)
+
+    def chain(self, quantity: Quantity, out: torch.Tensor) -> None:
+        """Reduce one matrix, averaged over the samples at each layer."""
+        chain(self.run, self.problem.name, quantity, self.folds, out, _owners(self.run, self.run.uses)[0])
 
     def stream(self, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
         """Reduce each parameter as soon as the cotangents of all its uses have come, and free these."""
