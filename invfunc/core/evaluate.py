@@ -81,7 +81,7 @@ def evaluated(
 
     if ticks is not TICKS:
         ticks.reach(problem.n)
-    return _ran_and(finished, problem, quantities, options, None, ticks, way, undo=undo)
+    return ran_and(finished, problem, quantities, options, None, ticks, way, undo=undo)
 
 
 @dataclass
@@ -119,7 +119,7 @@ def kept(
         aux = None if aux is None else _left(run, aux, outside)
         return Kept(folds, run.count, aux, _left(run, out, outside), _left(run, run.outputs, outside))
 
-    return _ran_and(left, problem, quantities, replace(options, reduce=None), known, ticks, way, part, phased=True)
+    return ran_and(left, problem, quantities, replace(options, reduce=None), known, ticks, way, part, phased=True)
 
 
 class _Bare(AbstractContextManager):
@@ -227,14 +227,14 @@ class Met(Raised):
         self.as_written = as_written
 
 
-def _ran_and(
+def ran_and(
     finish: Callable[..., T],
     problem: Problem,
     quantities: Sequence[Quantity],
     options: Options,
-    known: Made | None,
-    ticks: Ticks,
-    way: Way,
+    known: Made | None = None,
+    ticks: Ticks = TICKS,
+    way: Way = Problem.call,
     part: bool = False,
     phased: bool = False,
     undo: Callable[[], Any] = bool,
@@ -298,7 +298,7 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
     if any([hooked(x) for x in leaves]):
         raise Unsupported("a hook may change what is sent back")
     if not all([fits(q.reduction, problem.leaves) for q in quantities]):
-        check_room(problem, quantities, _owners(run, run.uses)[0])
+        check_room(problem, quantities, uses_of(run, run.uses)[0])
     return out, aux
 
 
@@ -324,7 +324,7 @@ def _evaluated(
     found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
     folds = [Fold(q.reduction, problem, found, options.reduce, phased) for q in quantities]
     if any([getattr(phase, "joined", False) for f in folds for phase in f.reduction.phases]):
-        run.partners = partners(_owners(run, run.uses)[0], run.leaves)
+        run.partners = partners(uses_of(run, run.uses)[0], run.leaves)
     with torch.set_grad_enabled(run.deep and outside), _autocast(device, False):
         way = pullback(run, problem, folds, options.plan, ticks, run.uses)
         if isinstance(run, ChainRun):
@@ -334,7 +334,7 @@ def _evaluated(
             _columns(way, quantities, out, options.dense, known)
         elif isinstance(run, CallsRun):
             with _undrawn():
-                way.hessian(Diagonal(run, problem.name, folds, *_owners(run, run.uses)), out, cotangent)
+                way.hessian(Diagonal(run, problem.name, folds, *uses_of(run, run.uses)), out, cotangent)
         elif rows:
             _rows(way, out)
         elif not way.streams or options.plan.asked("params"):
@@ -518,7 +518,7 @@ class Pullback:
             return [(range(count), self.uses)]
         if self.apart:
             raise Unsupported("something of all parameters has to be known of each")
-        owners = _owners(self.run, self.uses)[1]
+        owners = uses_of(self.run, self.uses)[1]
         chunks = [range(*part) for part in self.plan.ranges("params", count)]
         uses = [[u for u in self.uses if not leaves.isdisjoint(owners[id(u)])] for leaves in map(set, chunks)]
         return [pair for pair in zip(chunks, uses, strict=True) if pair[1]]
@@ -527,7 +527,7 @@ class Pullback:
         """Reduce some parameters, first what a reduction has to know of all of them; `again`, of other columns, of
         which the `last` ones."""
         run = self.run
-        of = _owners(run, [u for u in run.uses if u.d is not None])[0]
+        of = uses_of(run, [u for u in run.uses if u.d is not None])[0]
         shares = [Shares(run, i, of[i], self.problem.name, again) for i in leaves if of[i]]
         if not shares and len(leaves) == len(run.leaves):
             raise unreached()
@@ -543,7 +543,7 @@ class Pullback:
         if self.apart:
             return False
         shortcuts: Shortcuts = allowed.pop() if len(allowed) == 1 else "narrow"
-        structure = Structure(self.problem, run, columns, _owners(run, run.uses)[0], shortcuts)
+        structure = Structure(self.problem, run, columns, uses_of(run, run.uses)[0], shortcuts)
         way = structure.way()
         if way is None:
             return False
@@ -566,12 +566,13 @@ class Pullback:
 
     def chain(self, quantity: Quantity, out: torch.Tensor) -> None:
         """Reduce one matrix, averaged over the samples at each layer."""
-        chain(self.run, self.problem.name, quantity, self.folds, out, _owners(self.run, self.run.uses)[0])
+        assert isinstance(self.run, ChainRun)
+        chain(self.run, self.problem.name, quantity, self.folds, out, uses_of(self.run, self.run.uses)[0])
 
     def stream(self, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
         """Reduce each parameter as soon as the cotangents of all its uses have come, and free these."""
         run, folds = self.run, self.folds
-        of, owners = _owners(run, run.uses)
+        of, owners = uses_of(run, run.uses)
         waiting = [*map(len, of)]
         reached = False
 
@@ -621,7 +622,7 @@ def _cotangent(run: Run, out: Any, name: str = "f") -> torch.Tensor | None:
     return torch.ones_like(out) if out.ndim else None
 
 
-def _owners(run: Run, uses: Sequence[Use]) -> tuple[list[list[Use]], dict[int, Sequence[int]]]:
+def uses_of(run: Run, uses: Sequence[Use]) -> tuple[list[list[Use]], dict[int, Sequence[int]]]:
     """The uses of each leaf, also those of what is computed from it; and the leaves of each use, by its id."""
     of: list[list[Use]] = [[] for _ in run.leaves]
     owners: dict[int, Sequence[int]] = {}

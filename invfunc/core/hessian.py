@@ -29,7 +29,6 @@ from invfunc.core.tables import DIVIDE, EXPANDS, LIKE, LINEAR, MOVES, MULTIPLY, 
 from invfunc.core.uses import (
     WHOLE,
     Block,
-    Convolution,
     Expanded,
     Grown,
     Pair,
