@@ -16,14 +16,14 @@ from invfunc._torch.values import anywhere
 from invfunc._ways import known_way, refused
 from invfunc.callables import check_functions, describe
 from invfunc.core.evaluate import Way, by_ways, evaluated
+from invfunc.core.explained import explained
 from invfunc.evaluation.engine import Engine
-from invfunc.evaluation.explained import joined
 from invfunc.plan import AxisName, Options
 from invfunc.recording.beside import beside
 from invfunc.recording.problem import InDims, Problem, nothing, problem, with_aux
 from invfunc.reductions import Reduction
 from invfunc.reductions.quantity import GRADIENT, ColumnKind, Drawing, Quantity
-from invfunc.report import Explanation
+from invfunc.report import Explanation, joined
 from invfunc.transform import Transform
 
 _PLAIN = Options(), Options(dense=True)
@@ -96,8 +96,7 @@ class Statistic(Transform):
 
     def _directly(self, given: Problem) -> tuple[list[Any], Any]:
         """The results of all samples at once."""
-        before = [(g, state_of(g)) for g in (*torchs_own(), *(d.generator for d in self.drawings))]
-        quantities, undo = self._quantities(given), partial(set_states, before)
+        quantities, undo = self._quantities(given), self._undo()
 
         def call(way: Way) -> tuple[list[Any], Any]:
             if not self.options.progress:
@@ -157,11 +156,25 @@ class Statistic(Transform):
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """How it would be computed at these arguments."""
         given = self.problem(args, kwargs, names)
-        each = []
+        if not given.n:
+            raise nothing(names[next(i for i, dim in given.dims.items() if dim is not None)])
+        quantities, undo = self._quantities(given), self._undo()
+
+        def call(way: Way) -> list[Explanation]:
+            return explained(given, quantities, self.options, way, undo)
+
+        try:
+            each = by_ways(self.f, self.called, call, undo)
+        finally:
+            undo()
         if not self.members:
             return replace(each[0], name=repr(self))
         each = [replace(e, name=repr(m)) for m, e in zip(self.members, each, strict=True)]
-        return joined(repr(self), [m.quantity for m in self.members], each)
+        return joined(repr(self), each, [m.quantity.columns for m in self.members])
+
+    def _undo(self) -> Callable[[], None]:
+        """What undoes the draws that come behind it."""
+        return partial(set_states, [(g, state_of(g)) for g in (*torchs_own(), *(d.generator for d in self.drawings))])
 
     @property
     def quantity(self) -> Quantity:

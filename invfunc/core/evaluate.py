@@ -23,7 +23,7 @@ from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
 from invfunc.core.lots import Lot
 from invfunc.core.marks import HALF, SUMMED, Final, Mark, Unsupported, know
-from invfunc.core.refusals import check_loss, check_outputs, refused_by
+from invfunc.core.refusals import check_loss, check_outputs, check_room, refused_by
 from invfunc.core.resort import alone, by_rows
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
@@ -38,6 +38,7 @@ from invfunc.reductions import Found, Reduction, State
 from invfunc.reductions.quantity import Quantity
 from invfunc.reductions.reduction import Shortcuts
 from invfunc.structure.plan import Structure
+from invfunc.structure.plan import Way as Shortcut
 
 Way = Callable[[Problem, Run, list[torch.Tensor], slice], tuple[Any, Any]]
 """A way of calling f, given the leaves of a run: the result, whose mark and uses the run knows then, and aux."""
@@ -81,7 +82,7 @@ def evaluated(
 
     if ticks is not TICKS:
         ticks.reach(problem.n)
-    return _ran_and(finished, problem, quantities, options, None, ticks, way, undo=undo)
+    return ran_and(finished, problem, quantities, options, None, ticks, way, undo=undo)
 
 
 @dataclass
@@ -119,7 +120,7 @@ def kept(
         aux = None if aux is None else _left(run, aux, outside)
         return Kept(folds, run.count, aux, _left(run, out, outside), _left(run, run.outputs, outside))
 
-    return _ran_and(left, problem, quantities, replace(options, reduce=None), known, ticks, way, part, phased=True)
+    return ran_and(left, problem, quantities, replace(options, reduce=None), known, ticks, way, part, phased=True)
 
 
 class _Bare(AbstractContextManager):
@@ -228,19 +229,21 @@ class Met(Raised):
         self.as_written = as_written
 
 
-def _ran_and(
+def ran_and(
     finish: Callable[..., T],
     problem: Problem,
     quantities: Sequence[Quantity],
     options: Options,
-    known: Made | None,
-    ticks: Ticks,
-    way: Way,
+    known: Made | None = None,
+    ticks: Ticks = TICKS,
+    way: Way = Problem.call,
     part: bool = False,
     phased: bool = False,
     undo: Callable[[], Any] = bool,
+    pullback: Callable[..., Pullback] | None = None,
 ) -> T:
     """Run f, reduce the columns, and finish with what is kept while the run is open."""
+    pullback = pullback or Pullback
     outside = torch.is_grad_enabled()
     constants = [x for q in quantities for x in q.reduction.constants]
     deep = transforming() or (outside and any([x.requires_grad for x in (*problem.tensors(), *constants)]))
@@ -256,7 +259,8 @@ def _ran_and(
         run.part, run.way, run.twice = part, way, twice
         run.open(way is Problem.call or transforming())
         try:
-            return finish(run, *_evaluated(problem, quantities, run, outside, options, known, ticks, phased), outside)
+            given = problem, quantities, run, outside, options, known, ticks, phased, pullback
+            return finish(run, *_evaluated(*given), outside)
         except (Again, Twice) as error:
             deep, twice, met = deep or isinstance(error, Again), True, None
             undo()
@@ -298,7 +302,7 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
     if any([hooked(x) for x in leaves]):
         raise Unsupported("a hook may change what is sent back")
     if not all([fits(q.reduction, problem.leaves) for q in quantities]):
-        raise Final("matrices that may take more than what is free")
+        check_room(problem, quantities, uses_of(run, run.uses)[0])
     return out, aux
 
 
@@ -311,6 +315,7 @@ def _evaluated(
     known: Made | None,
     ticks: Ticks,
     phased: bool,
+    pullback: Callable[..., Pullback],
 ) -> tuple[list[Fold], Any, Any]:
     """What is kept of a run, what f has returned, and aux."""
     device = problem.leaves[0].device.type
@@ -323,18 +328,17 @@ def _evaluated(
     found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
     folds = [Fold(q.reduction, problem, found, options.reduce, phased) for q in quantities]
     if any([getattr(phase, "joined", False) for f in folds for phase in f.reduction.phases]):
-        run.partners = partners(_owners(run, run.uses)[0], run.leaves)
+        run.partners = partners(uses_of(run, run.uses)[0], run.leaves)
     with torch.set_grad_enabled(run.deep and outside), _autocast(device, False):
-        way = Pullback(run, problem, folds, options.plan, ticks, run.uses)
+        way = pullback(run, problem, folds, options.plan, ticks, run.uses)
         if isinstance(run, ChainRun):
             with _undrawn():
-                chain(run, problem.name, quantities[0], folds, out, _owners(run, run.uses)[0])
+                way.chain(quantities[0], out)
         elif run.criterion is not None:
             _columns(way, quantities, out, options.dense, known)
         elif isinstance(run, CallsRun):
-            shortcuts = not options.dense and all([f.reduction.shortcuts != "no" for f in folds])
             with _undrawn():
-                Diagonal(run, problem.name, folds, *_owners(run, run.uses)).reduce(out, cotangent, shortcuts)
+                way.hessian(Diagonal(run, problem.name, folds, *uses_of(run, run.uses)), out, cotangent)
         elif rows:
             _rows(way, out)
         elif not way.streams or options.plan.asked("params"):
@@ -415,33 +419,10 @@ def _columns(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: boo
         count, own = sum([c.count for c in columns]), [folds[k] for k in same]
         shortcuts = quantity.drawing is None and not dense and all([f.reduction.shortcuts != "no" for f in own])
         few = run.deep or run.chosen is not None or count < thresholds.FEW or not single(found, columns)
-        if shortcuts and not few:
-            if known is not None or way.plan.splits:
-                raise Final("many columns in chunks, of which some may be left out by structure")
-            if _structured(replace(way, folds=own), columns[0]):
+        if shortcuts and not few and known is None and not way.plan.splits:
+            if replace(way, folds=own).structured(columns[0]):
                 continue
         replace(way, folds=own).columns(found.roots, columns)
-
-
-def _structured(way: Pullback, columns: Columns) -> bool:
-    """Reduce columns by the structure of f, if it has one that saves time."""
-    folds, run = way.folds, way.run
-    allowed: set[Shortcuts] = {f.reduction.shortcuts for f in folds}
-    if way.apart:
-        return False
-    shortcuts: Shortcuts = allowed.pop() if len(allowed) == 1 else "narrow"
-    structure = Structure(way.problem, run, columns, _owners(run, run.uses)[0], shortcuts)
-    found = structure.way()
-    if found is None:
-        return False
-
-    def reduce(place: int, shares: Shares) -> None:
-        for fold in folds:
-            fold.keep(place, fold.reduction.step(shares), last=False)
-
-    for fold in folds:
-        fold.found = replace(fold.found, columns=columns.count)
-    return structure.taken(found, reduce)
 
 
 def _rows(way: Pullback, out: Any) -> None:
@@ -544,7 +525,7 @@ class Pullback:
             return [(range(count), self.uses)]
         if self.apart:
             raise Unsupported("something of all parameters has to be known of each")
-        owners = _owners(self.run, self.uses)[1]
+        owners = uses_of(self.run, self.uses)[1]
         chunks = [range(*part) for part in self.plan.ranges("params", count)]
         uses = [[u for u in self.uses if not leaves.isdisjoint(owners[id(u)])] for leaves in map(set, chunks)]
         return [pair for pair in zip(chunks, uses, strict=True) if pair[1]]
@@ -553,7 +534,7 @@ class Pullback:
         """Reduce some parameters, first what a reduction has to know of all of them; `again`, of other columns, of
         which the `last` ones."""
         run = self.run
-        of = _owners(run, [u for u in run.uses if u.d is not None])[0]
+        of = uses_of(run, [u for u in run.uses if u.d is not None])[0]
         shares = [Shares(run, i, of[i], self.problem.name, again) for i in leaves if of[i]]
         if not shares and len(leaves) == len(run.leaves):
             raise unreached()
@@ -563,10 +544,42 @@ class Pullback:
             for each in shares:
                 fold.keep(each.place, fold.reduction.step(each), last)
 
+    def structured(self, columns: Columns) -> bool:
+        """Reduce columns by the structure of f, if it has one that saves time."""
+        run, allowed = self.run, {f.reduction.shortcuts for f in self.folds}
+        if self.apart:
+            return False
+        shortcuts: Shortcuts = allowed.pop() if len(allowed) == 1 else "narrow"
+        structure = Structure(self.problem, run, columns, uses_of(run, run.uses)[0], shortcuts)
+        way = structure.way()
+        if way is None:
+            return False
+        for fold in self.folds:
+            fold.found = replace(fold.found, columns=columns.count)
+        return self.taken(structure, way)
+
+    def taken(self, structure: Structure, way: Shortcut) -> bool:
+        """Reduce columns by a way that the structure of f allows; False if it turns out to be none."""
+
+        def reduce(place: int, shares: Shares) -> None:
+            for fold in self.folds:
+                fold.keep(place, fold.reduction.step(shares), last=False)
+
+        return structure.taken(way, reduce)
+
+    def hessian(self, diagonal: Diagonal, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
+        """Reduce the columns of a Hessian: of the loss, and of each nonlinear operation."""
+        diagonal.reduce(out, cotangent)
+
+    def chain(self, quantity: Quantity, out: torch.Tensor) -> None:
+        """Reduce one matrix, averaged over the samples at each layer."""
+        assert isinstance(self.run, ChainRun)
+        chain(self.run, self.problem.name, quantity, self.folds, out, uses_of(self.run, self.run.uses)[0])
+
     def stream(self, out: Any, cotangent: Any) -> None:
         """Reduce each parameter as soon as the cotangents of all its uses have come, and free these."""
         run, folds = self.run, self.folds
-        of, owners = _owners(run, run.uses)
+        of, owners = uses_of(run, run.uses)
         waiting = [*map(len, of)]
         reached = False
 
@@ -625,7 +638,7 @@ def _cotangent(run: Run, out: Any, name: str = "f") -> torch.Tensor | None:
     return torch.ones_like(out) if out.ndim else None
 
 
-def _owners(run: Run, uses: Sequence[Use]) -> tuple[list[list[Use]], dict[int, Sequence[int]]]:
+def uses_of(run: Run, uses: Sequence[Use]) -> tuple[list[list[Use]], dict[int, Sequence[int]]]:
     """The uses of each leaf, also those of what is computed from it; and the leaves of each use, by its id."""
     of: list[list[Use]] = [[] for _ in run.leaves]
     owners: dict[int, Sequence[int]] = {}

@@ -7,8 +7,14 @@ from typing import Any
 
 import torch
 
+from invfunc import tree
+from invfunc.budget.size import bytes_of, free_on, told
 from invfunc.core.marks import SUMMED, Mark, Node, Run, Unsupported
+from invfunc.core.uses import Rows, Use
 from invfunc.errors import ArgumentError, SampleAxisError, unreached
+from invfunc.recording.problem import Problem
+from invfunc.reductions import Reduction
+from invfunc.reductions.quantity import Quantity
 
 WAY_OUT = (
     "Keep them apart up to the loss, or return the [N] losses of the samples from a function that also works on a "
@@ -64,6 +70,8 @@ def check_outputs(run: Run, z: Any, dim: int) -> None:
     """Check that a result is the outputs of a model, with the samples in a dim."""
     if not isinstance(z, torch.Tensor):
         kind = type(z).__name__
+        if tree.tensors(z):
+            raise Unsupported(f"f returned several outputs, in an object of type {kind}")
         raise ArgumentError(f"f returned no tensor but an object of {kind}; outputs are floating-point tensors.")
     axis = _axis(run, z)
     if not z.is_floating_point():
@@ -92,3 +100,27 @@ def _axis(run: Run, x: torch.Tensor) -> Any:
     if isinstance(known.axis, Unsupported):
         raise known.axis
     return known.axis
+
+
+def check_room(problem: Problem, quantities: Sequence[Quantity], of: Sequence[Sequence[Use]]) -> None:
+    """Refuse matrices that take more than what is free, given the uses of each parameter."""
+    there = free_on(problem.leaves[0].device)
+    for q in quantities:
+        shapes = [matrices(q.reduction, leaf, uses) for leaf, uses in zip(problem.leaves, of, strict=True)]
+        each = [bytes_of(x, leaf) for x, leaf in zip(shapes, problem.leaves, strict=True)]
+        if sum(each) > there:
+            i = max(range(len(each)), key=each.__getitem__)
+            raise ArgumentError(
+                f"its matrices take {told(sum(each))}, but {told(int(there))} are free. The largest are those of "
+                f"{problem.name(i)}: {told(each[i])}, of shapes {shapes[i]}. Pass a smaller max_factor_dim=, above "
+                "which factors are kept as their diagonals, or keep parameters in another argument."
+            )
+
+
+def matrices(reduction: Reduction, leaf: torch.Tensor, uses: Sequence[Use]) -> list[list[int]]:
+    """The shapes of the matrices that are kept of a parameter: at most, as a bias may come with its weight."""
+    if not uses:
+        return []
+    shapes = reduction.bound(leaf.shape)
+    picked = shapes and all(isinstance(use, Rows) for use in uses)  # the rows of a table have a diagonal
+    return [shapes[0][:1], *shapes[1:]] if picked else shapes

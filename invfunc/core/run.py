@@ -184,7 +184,7 @@ class Run(TorchFunctionMode):
 
     def use(self, use: Use, edge: Any, end: bool = True) -> None:
         """Note a use."""
-        use.edge, use.end = edge, end
+        use.edge, use.end, use.func = edge, end, self.func
         self.uses.append(use)
 
     # Calls
@@ -510,7 +510,7 @@ class Run(TorchFunctionMode):
         form = None if base is None else _form(out, base)
         edge = gradient_edge(out if base is None else base)
         for use in uses:
-            use.edge, use.end, use.count, use.form = edge, end, count, form
+            use.edge, use.end, use.count, use.form, use.func = edge, end, count, form, self.func
         self.uses += uses
         self.numbers += count
         self.largest = max(self.largest, count)
@@ -526,7 +526,7 @@ class Run(TorchFunctionMode):
             return self.lose(func(*args, **kwargs), error, func)
         if not all([node.alone for _, node in params]):
             raise Unsupported("a term of parameters and other tensors, which may be of samples that were not seen")
-        alias = {id(x): self.alias(x) for x, _ in params}
+        alias, self.func = {id(x): self.alias(x) for x, _ in params}, func
         out = func(*replaced(args, alias), **kwargs)
         for x, node in params:
             self.use(Shared(node, x), alias[id(x)])

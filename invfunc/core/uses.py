@@ -69,6 +69,8 @@ class Use:
     """Whether nothing but copies of parameters lies below the edge."""
     form: tuple[list[int], list[int]] | None = None
     """How the entries of the tensor at the edge are those of the result, where that is a view of it."""
+    func: Any = None
+    """The operation; None where f is evaluated on each sample alone."""
     d: Any = None
     """The cotangent, or a list with that of each column."""
     axis: Any = None
