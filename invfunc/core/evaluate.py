@@ -479,6 +479,8 @@ class Pullback:
         run.lots = _lots(columns)
         for fold in folds:
             fold.found = replace(fold.found, columns=count)
+        if not count:  # as of one class
+            return None
         if count == 1 and not self.plan.splits and self.streams:
             sources, given = self._at(roots, columns, 0, 1)
             return self.stream(sources, [c[0] for c in given])

@@ -75,6 +75,7 @@ from invfunc.core.tables import (
     PURE,
     REFUSED,
     RULES,
+    SHORT,
     SUMS,
     SWAPS,
     VIEWS,
@@ -262,7 +263,7 @@ class Run(TorchFunctionMode):
             raise Unsupported("it reads data, whose samples cannot be followed")
         if not data or sums or lost or func is SET:
             return self.special(func, args, kwargs, (data, *found[1:]))
-        if len(data) == 1 and not params and func in POINTWISE:  # the most frequent ones, in short
+        if len(data) == 1 and not params and func in SHORT:  # the most frequent ones, in short
             return self.pointwise(func, args, kwargs, data)
         return self.of_samples(func, args, kwargs, data, params)
 
