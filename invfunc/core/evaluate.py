@@ -13,7 +13,7 @@ import torch
 from invfunc import thresholds, tree
 from invfunc._alike import alike
 from invfunc._extras import Ticks
-from invfunc._torch.functorch import dispatched, dual_level, hooked, listening, transforming, versions
+from invfunc._torch.functorch import dual_level, hooked, transforming, versions
 from invfunc._torch.generators import same_state, state_of, torchs_own
 from invfunc._ways import known_way, note_way
 from invfunc.budget.size import fits
@@ -53,8 +53,8 @@ _DTYPES = (torch.float32, torch.float64, *HALF)
 
 
 def plain(problem: Problem) -> bool:
-    """Whether the arguments of a call are ordinary tensors, which nothing else watches."""
-    if listening() or dispatched() or torch.is_inference_mode_enabled():
+    """Whether the arguments of a call are ordinary tensors."""
+    if torch.is_inference_mode_enabled():
         return False
     if dual_level():  # forward mode
         return False
