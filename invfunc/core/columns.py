@@ -141,7 +141,9 @@ def lost(problem: Problem, run: Run, outputs: Any) -> torch.Tensor:
     axes = [_axis(problem, run, z, path) for path, z in named]
 
     def at(ordinal: int, z: torch.Tensor) -> Output:
-        know(own := z.clone(), Mark(run.token, axes[ordinal], z.requires_grad))
+        with run:
+            own = z.clone()  # the loss may write into it
+        know(own, Mark(run.token, axes[ordinal], z.requires_grad))
         return Output(ordinal, own, WHOLE if run.n == 1 else Axis(problem.out_dims % z.ndim), z)
 
     def called(roots: list[Output], target: Any) -> torch.Tensor:

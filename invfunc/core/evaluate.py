@@ -28,7 +28,7 @@ from invfunc.core.shares import Shares
 from invfunc.core.split import Axis, Finder, Output, marked_for
 from invfunc.core.uses import Use
 from invfunc.errors import ArgumentError, ConvexityError, SplitError
-from invfunc.loss.square_root import Columns, Units, joined_block
+from invfunc.loss.square_root import Affine, Columns, Units, joined_block
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.per_sample.lots import Lot
 from invfunc.plan import Options, Plan, even
@@ -182,7 +182,10 @@ def hessian_of(problem: Problem) -> list[Columns]:
         run.criterion, run.part, run.twice = Finder(n=run.n), True, True
         with marked_for(run.criterion), TwiceDifferentiable():
             out = _called(problem, run, leaves)[0]
-        return split(run, out).hessian()
+        found = split(run, out).hessian()
+        if run.deep and any([isinstance(part, Affine) for part in found]):
+            raise Unsupported("columns that are pulled back when the run is over, where the result is differentiated")
+        return found
     finally:
         run.close()
 
