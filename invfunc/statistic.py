@@ -16,17 +16,19 @@ from invfunc._torch.values import anywhere
 from invfunc._ways import known_way, refused
 from invfunc.callables import check_functions, describe
 from invfunc.core.evaluate import Way, by_ways, evaluated, plain
+from invfunc.core.explained import explained
+from invfunc.errors import SampleAxisError
 from invfunc.evaluation.engine import Engine
-from invfunc.evaluation.explained import joined
 from invfunc.plan import AxisName, Options
 from invfunc.recording.beside import beside
 from invfunc.recording.problem import InDims, Problem, nothing, problem, with_aux
 from invfunc.reductions import Reduction
 from invfunc.reductions.quantity import GRADIENT, ColumnKind, Drawing, Quantity
-from invfunc.sparsity.report import Explanation
+from invfunc.sparsity.report import Explanation, joined
 from invfunc.transform import Transform
 
 _PLAIN = Options(), Options(dense=True)
+MOVING = "picked", "user's own", "complex", "K-factors", "several outputs"
 PARTS = False
 """Whether chunks and batches of loaders go by the core, too: the old one does them until it is gone."""
 
@@ -81,20 +83,19 @@ class Statistic(Transform):
             raise nothing(names[next(i for i, dim in given.dims.items() if dim is not None)])
         return engine.finished(), aux
 
-    def engine(self, args: tuple, kwargs: dict[str, Any], names: Any, explaining: bool = False) -> Engine:
-        """The evaluation at these arguments; `explaining` says that it is only asked how it would be done."""
-        return self._engine(self.problem(args, kwargs, names), explaining)
+    def engine(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Engine:
+        """The evaluation at these arguments."""
+        return self._engine(self.problem(args, kwargs, names))
 
-    def _engine(self, given: Problem, explaining: bool = False) -> Engine:
-        core = PARTS and bool(given.n) and not explaining and self.direct and plain(given)
-        return Engine(given, self.options, self._quantities(given), explaining, self.called if core else None)
+    def _engine(self, given: Problem) -> Engine:
+        core = PARTS and bool(given.n) and self.direct and plain(given)
+        return Engine(given, self.options, self._quantities(given), self.called if core else None)
 
     def _directly(self, given: Problem) -> tuple[list[Any], Any] | None:
         """The results by the core, if it follows f; else the engine finds them, or the error."""
         if not given.n or self.options.plan.splits.get("samples") or not self.direct or not plain(given):
             return None
-        before = [(g, state_of(g)) for g in (*torchs_own(), *(d.generator for d in self.drawings))]
-        quantities, undo = self._quantities(given), partial(set_states, before)
+        quantities, undo = self._quantities(given), self._undo()
 
         def call(way: Way) -> tuple[list[Any], Any]:
             if not self.options.progress:
@@ -102,7 +103,12 @@ class Statistic(Transform):
             with ticking(self.options.progress, given.n) as ticks:
                 return evaluated(given, quantities, self.options, way, ticks, undo)
 
-        return by_ways(self.f, self.called, call, undo)
+        try:
+            return by_ways(self.f, self.called, call, undo)
+        except SampleAxisError as error:
+            if not (self.kind.convex or any(word in str(error) for word in MOVING)):
+                raise
+            return None  # THE OLD CORE: goes with the line above it and with MOVING
 
     @property
     def direct(self) -> bool:
@@ -153,11 +159,26 @@ class Statistic(Transform):
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """How it would be computed at these arguments."""
-        each = self.engine(args, kwargs, names, explaining=True).explained()
+        given = self.problem(args, kwargs, names)
+        if not given.n:
+            raise nothing(names[next(i for i, dim in given.dims.items() if dim is not None)])
+        quantities, undo = self._quantities(given), self._undo()
+
+        def call(way: Way) -> list[Explanation]:
+            return explained(given, quantities, self.options, way, undo)
+
+        try:
+            each = by_ways(self.f, self.called, call, undo)
+        finally:
+            undo()
         if not self.members:
             return replace(each[0], name=repr(self))
         each = [replace(e, name=repr(m)) for m, e in zip(self.members, each, strict=True)]
-        return joined(repr(self), [m.quantity for m in self.members], each)
+        return joined(repr(self), each, [m.quantity.columns for m in self.members])
+
+    def _undo(self) -> Callable[[], None]:
+        """What undoes the draws that come behind it."""
+        return partial(set_states, [(g, state_of(g)) for g in (*torchs_own(), *(d.generator for d in self.drawings))])
 
     @property
     def quantity(self) -> Quantity:

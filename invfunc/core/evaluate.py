@@ -22,12 +22,13 @@ from invfunc.core.factors import partners
 from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
 from invfunc.core.marks import HALF, SUMMED, Final, Mark, Unsupported, know
+from invfunc.core.refusals import check_loss, check_outputs, check_room, refused_by
 from invfunc.core.resort import alone, by_rows
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.split import Axis, Finder, Output, marked_for
 from invfunc.core.uses import Use
-from invfunc.errors import ArgumentError, ConvexityError, SplitError
+from invfunc.errors import InvFuncError, unreached
 from invfunc.loss.square_root import Affine, Columns, Units, joined_block
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.per_sample.lots import Lot
@@ -37,6 +38,7 @@ from invfunc.reductions import Found, Reduction, State
 from invfunc.reductions.quantity import Quantity
 from invfunc.reductions.reduction import Shortcuts
 from invfunc.structure.plan import Structure
+from invfunc.structure.plan import Way as Shortcut
 
 Way = Callable[[Problem, Run, list[torch.Tensor], slice], tuple[Any, Any]]
 """A way of calling f, given the leaves of a run: the result, whose mark and uses the run knows then, and aux."""
@@ -80,7 +82,7 @@ def evaluated(
 
     if ticks is not TICKS:
         ticks.reach(problem.n)
-    return _ran_and(finished, problem, quantities, options, None, ticks, way, undo=undo)
+    return ran_and(finished, problem, quantities, options, None, ticks, way, undo=undo)
 
 
 @dataclass
@@ -118,7 +120,7 @@ def kept(
         aux = None if aux is None else _left(run, aux, outside)
         return Kept(folds, run.count, aux, _left(run, out, outside), _left(run, run.outputs, outside))
 
-    return _ran_and(left, problem, quantities, replace(options, reduce=None), known, ticks, way, part, phased=True)
+    return ran_and(left, problem, quantities, replace(options, reduce=None), known, ticks, way, part, phased=True)
 
 
 class _Bare(AbstractContextManager):
@@ -190,40 +192,61 @@ def hessian_of(problem: Problem) -> list[Columns]:
         run.close()
 
 
-def by_ways(f: Callable, what: Hashable, call: Callable[[Way], T], undo: Callable[[], None]) -> T | None:
-    """What a call finds by the first way that follows f, or None; what is asked of f says which way that was before."""
-    first = known_way(f, what)
-    for k in range(len(WAYS) if first is None else first, len(WAYS)):
+def by_ways(f: Callable, what: Hashable, call: Callable[[Way], T], undo: Callable[[], None]) -> T:
+    """What a call finds by the first way that follows f; what is asked of f says which way that was before.
+
+    An error of the library's own, or of f, is one of any way; else the error is that of the first.
+    """
+    first, refusals = known_way(f, what), list[Exception]()
+    for k in range(first or 0, len(WAYS)):
         try:
             found = call(WAYS[k])
-        except (ArgumentError, SplitError, ConvexityError):
-            undo()
-            raise
         except Exception as error:
-            undo()
-            if isinstance(error, Final):
-                break
+            refusals.append(error)
         else:
             if k != first:
                 note_way(f, what, k)
             return found
-    note_way(f, what, None)
-    return None
+        undo()
+        last = refusals[-1]
+        if isinstance(last, (Final, InvFuncError)) or (isinstance(last, Raised) and not transforming()):
+            break
+    own = [e.error if isinstance(e, Raised) else e for e in refusals if isinstance(e, (Raised, InvFuncError))]
+    raise own[0] if own else refused_by(refusals)
 
 
-def _ran_and(
+class Raised(Exception):
+    """Raised where f itself raises an error, also as it is written."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Met(Raised):
+    """Raised where f raises an error while it is followed."""
+
+    def __init__(self, error: Exception, as_written: Callable[[], Any]) -> None:
+        """`as_written` calls f as it is written."""
+        super().__init__(error)
+        self.as_written = as_written
+
+
+def ran_and(
     finish: Callable[..., T],
     problem: Problem,
     quantities: Sequence[Quantity],
     options: Options,
-    known: Made | None,
-    ticks: Ticks,
-    way: Way,
+    known: Made | None = None,
+    ticks: Ticks = TICKS,
+    way: Way = Problem.call,
     part: bool = False,
     phased: bool = False,
     undo: Callable[[], Any] = bool,
+    pullback: Callable[..., Pullback] | None = None,
 ) -> T:
     """Run f, reduce the columns, and finish with what is kept while the run is open."""
+    pullback = pullback or Pullback
     outside = torch.is_grad_enabled()
     constants = [x for q in quantities for x in q.reduction.constants]
     deep = transforming() or (outside and any([x.requires_grad for x in (*problem.tensors(), *constants)]))
@@ -239,12 +262,17 @@ def _ran_and(
         run.part, run.way, run.twice = part, way, twice
         run.open(way is Problem.call or transforming())
         try:
-            return finish(run, *_evaluated(problem, quantities, run, outside, options, known, ticks, phased), outside)
+            given = problem, quantities, run, outside, options, known, ticks, phased, pullback
+            return finish(run, *_evaluated(*given), outside)
         except (Again, Twice) as error:
-            deep, twice = deep or isinstance(error, Again), True
+            deep, twice, met = deep or isinstance(error, Again), True, None
             undo()
+        except Met as error:
+            met = error
         finally:
             run.close()
+        if met is not None:
+            raise _looked_at(met) from None
 
 
 class Again(Exception):
@@ -277,7 +305,7 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
     if any([hooked(x) for x in leaves]):
         raise Unsupported("a hook may change what is sent back")
     if not all([fits(q.reduction, problem.leaves) for q in quantities]):
-        raise Final("matrices that may take more than what is free")
+        check_room(problem, quantities, uses_of(run, run.uses)[0])
     return out, aux
 
 
@@ -290,6 +318,7 @@ def _evaluated(
     known: Made | None,
     ticks: Ticks,
     phased: bool,
+    pullback: Callable[..., Pullback],
 ) -> tuple[list[Fold], Any, Any]:
     """What is kept of a run, what f has returned, and aux."""
     device = problem.leaves[0].device.type
@@ -297,23 +326,22 @@ def _evaluated(
     of_model = {q.kind.of_model for q in quantities}
     several = isinstance(out, torch.Tensor) and out.ndim > 1
     rows = of_model == {"yes"} or (of_model == {"unless it returns a loss"} and several)
-    cotangent = None if rows else _cotangent(run, out)
+    cotangent = None if rows else _cotangent(run, out, "f" if problem.loss is None else "the loss")
     n, dtype = run.count, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
     found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
     folds = [Fold(q.reduction, problem, found, options.reduce, phased) for q in quantities]
     if any([getattr(phase, "joined", False) for f in folds for phase in f.reduction.phases]):
-        run.partners = partners(_owners(run, run.uses)[0], run.leaves)
+        run.partners = partners(uses_of(run, run.uses)[0], run.leaves)
     with torch.set_grad_enabled(run.deep and outside), _autocast(device, False):
-        way = Pullback(run, problem, folds, options.plan, ticks, run.uses)
+        way = pullback(run, problem, folds, options.plan, ticks, run.uses)
         if isinstance(run, ChainRun):
             with _undrawn():
-                chain(run, problem.name, quantities[0], folds, out, _owners(run, run.uses)[0])
+                way.chain(quantities[0], out)
         elif run.criterion is not None:
             _columns(way, quantities, out, options.dense, known)
         elif isinstance(run, CallsRun):
-            shortcuts = not options.dense and all([f.reduction.shortcuts != "no" for f in folds])
             with _undrawn():
-                Diagonal(run, problem.name, folds, *_owners(run, run.uses)).reduce(out, cotangent, shortcuts)
+                way.hessian(Diagonal(run, problem.name, folds, *uses_of(run, run.uses)), out, cotangent)
         elif rows:
             _rows(way, out)
         elif not way.streams or options.plan.asked("params"):
@@ -341,15 +369,36 @@ def _autocast(device: str, enabled: bool) -> AbstractContextManager:
 
 def _called(problem: Problem, run: Run, leaves: list[torch.Tensor], convex: bool = False) -> tuple[Any, Any]:
     """What f returns, or its loss of that, whose outputs are `convex` ones; and aux."""
-    out, aux = (run.way or Problem.call)(problem, run, leaves, slice(None))
-    if problem.loss is None:
+    try:
+        out, aux = (run.way or Problem.call)(problem, run, leaves, slice(None))
+    except Unsupported:
+        raise
+    except Exception as error:
+        raise Met(error, lambda: returned(problem)) from None
+    if (loss := problem.loss) is None:
         return out, aux
     run.outputs = out
-    if convex:
-        return lost(problem, run, out), aux
-    target = problem.target(run)
-    with run:
-        return problem.loss(out, target), aux
+    try:
+        if convex:
+            return lost(problem, run, out), aux
+        target = problem.target(run)
+        with run:
+            return loss(out, target), aux
+    except (Unsupported, InvFuncError):
+        raise
+    except Exception as error:
+        raise Met(error, lambda: loss(returned(problem), problem.args[-1])) from None
+
+
+def _looked_at(met: Met) -> Exception:
+    """An error that a run met: one that f also raises as it is written is the user's own."""
+    try:
+        with torch.enable_grad():
+            met.as_written()
+    except Exception as error:
+        error.__context__ = None  # of the run
+        return Raised(error)
+    return Unsupported(f"{type(met.error).__name__}: {str(met.error).partition(chr(10))[0]}")
 
 
 def _columns(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: bool, known: Made | None) -> None:
@@ -366,45 +415,17 @@ def _columns(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: boo
         count, own = sum([c.count for c in columns]), [folds[k] for k in same]
         shortcuts = quantity.drawing is None and not dense and all([f.reduction.shortcuts != "no" for f in own])
         few = run.deep or run.chosen is not None or count < thresholds.FEW or not single(found, columns)
-        if shortcuts and not few:
-            if known is not None or way.plan.splits:
-                raise Final("many columns in chunks, of which some may be left out by structure")
-            if _structured(replace(way, folds=own), columns[0]):
+        if shortcuts and not few and known is None and not way.plan.splits:
+            if replace(way, folds=own).structured(columns[0]):
                 continue
         replace(way, folds=own).columns(found.roots, columns)
-
-
-def _structured(way: Pullback, columns: Columns) -> bool:
-    """Reduce columns by the structure of f, if it has one that saves time."""
-    folds, run = way.folds, way.run
-    allowed: set[Shortcuts] = {f.reduction.shortcuts for f in folds}
-    if way.apart:
-        return False
-    shortcuts: Shortcuts = allowed.pop() if len(allowed) == 1 else "narrow"
-    structure = Structure(way.problem, run, columns, _owners(run, run.uses)[0], shortcuts)
-    found = structure.way()
-    if found is None:
-        return False
-
-    def reduce(place: int, shares: Shares) -> None:
-        for fold in folds:
-            fold.keep(place, fold.reduction.step(shares), last=False)
-
-    for fold in folds:
-        fold.found = replace(fold.found, columns=columns.count)
-    return structure.taken(found, reduce)
 
 
 def _rows(way: Pullback, out: Any) -> None:
     """Reduce the rows of the Jacobian of a model function."""
     run, problem = way.run, way.problem
-    if not isinstance(out, torch.Tensor) or not out.ndim or not out.requires_grad:
-        raise Unsupported("outputs that are no tensor, or have no derivative")
-    known, dim = getattr(out, "_known", None), problem.out_dims % out.ndim
-    if type(known) is not Mark or known.run is not run.token or not known.graph:
-        raise Unsupported("samples do not reach the result in a way that was seen")
-    if out.shape[dim] != run.n or (run.n > 1 and known.axis != (dim - out.ndim, 1, 1)):
-        raise Unsupported("outputs without the samples in the dim that is given")
+    check_outputs(run, out, problem.out_dims)
+    dim = problem.out_dims % out.ndim
     values = run.strip(out).movedim(dim, 0)
     for fold in way.folds:
         fold.found = replace(fold.found, outputs=[values.shape[1:]])
@@ -502,7 +523,7 @@ class Pullback:
             return [(range(count), self.uses)]
         if self.apart:
             raise Unsupported("something of all parameters has to be known of each")
-        owners = _owners(self.run, self.uses)[1]
+        owners = uses_of(self.run, self.uses)[1]
         chunks = [range(*part) for part in self.plan.ranges("params", count)]
         uses = [[u for u in self.uses if not leaves.isdisjoint(owners[id(u)])] for leaves in map(set, chunks)]
         return [pair for pair in zip(chunks, uses, strict=True) if pair[1]]
@@ -511,20 +532,52 @@ class Pullback:
         """Reduce some parameters, first what a reduction has to know of all of them; `again`, of other columns, of
         which the `last` ones."""
         run = self.run
-        of = _owners(run, [u for u in run.uses if u.d is not None])[0]
+        of = uses_of(run, [u for u in run.uses if u.d is not None])[0]
         shares = [Shares(run, i, of[i], self.problem.name, again) for i in leaves if of[i]]
         if not shares and len(leaves) == len(run.leaves):
-            raise Unsupported("no parameter reaches the result")
+            raise unreached()
         for fold in self.folds:
             if fold.first is not None:
                 fold.before(shares)
             for each in shares:
                 fold.keep(each.place, fold.reduction.step(each), last)
 
+    def structured(self, columns: Columns) -> bool:
+        """Reduce columns by the structure of f, if it has one that saves time."""
+        run, allowed = self.run, {f.reduction.shortcuts for f in self.folds}
+        if self.apart:
+            return False
+        shortcuts: Shortcuts = allowed.pop() if len(allowed) == 1 else "narrow"
+        structure = Structure(self.problem, run, columns, uses_of(run, run.uses)[0], shortcuts)
+        way = structure.way()
+        if way is None:
+            return False
+        for fold in self.folds:
+            fold.found = replace(fold.found, columns=columns.count)
+        return self.taken(structure, way)
+
+    def taken(self, structure: Structure, way: Shortcut) -> bool:
+        """Reduce columns by a way that the structure of f allows; False if it turns out to be none."""
+
+        def reduce(place: int, shares: Shares) -> None:
+            for fold in self.folds:
+                fold.keep(place, fold.reduction.step(shares), last=False)
+
+        return structure.taken(way, reduce)
+
+    def hessian(self, diagonal: Diagonal, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
+        """Reduce the columns of a Hessian: of the loss, and of each nonlinear operation."""
+        diagonal.reduce(out, cotangent)
+
+    def chain(self, quantity: Quantity, out: torch.Tensor) -> None:
+        """Reduce one matrix, averaged over the samples at each layer."""
+        assert isinstance(self.run, ChainRun)
+        chain(self.run, self.problem.name, quantity, self.folds, out, uses_of(self.run, self.run.uses)[0])
+
     def stream(self, out: Any, cotangent: Any) -> None:
         """Reduce each parameter as soon as the cotangents of all its uses have come, and free these."""
         run, folds = self.run, self.folds
-        of, owners = _owners(run, run.uses)
+        of, owners = uses_of(run, run.uses)
         waiting = [*map(len, of)]
         reached = False
 
@@ -549,7 +602,7 @@ class Pullback:
         self.ticks.expect(1)
         run.stream(out, cotangent, arrived)
         if not reached:
-            raise Unsupported("no parameter reaches the result")
+            raise unreached()
         for i, left in enumerate(waiting):
             if left:
                 reduced(i)
@@ -575,21 +628,15 @@ def _left(run: Run, results: Any, outside: bool) -> Any:
     return tree.map_tensors(lambda x: run.strip(x) if outside else run.strip(x).detach(), results)
 
 
-def _cotangent(run: Run, out: Any) -> torch.Tensor | None:
+def _cotangent(run: Run, out: Any, name: str = "f") -> torch.Tensor | None:
     """The vector to pull back from a loss, a number or one of each sample; its samples have to be where they belong."""
-    if not isinstance(out, torch.Tensor) or out.ndim > 1 or not out.requires_grad:
-        raise Unsupported("f returns no loss, or one without a derivative")
     known = getattr(out, "_known", None)
-    if type(known) is not Mark or known.run is not run.token or not known.graph:
-        raise Unsupported("samples do not reach the result in a way that was seen")
-    if out.ndim and out.shape[0] != run.n:
-        raise Unsupported("the result is neither a number nor one for each sample")
-    if run.n > 1 and known.axis != ((-1, 1, 1) if out.ndim else SUMMED):
-        raise Unsupported(f"the result is neither [N] losses nor a sum over the samples: {known.axis}")
+    if type(known) is not Mark or known.axis != ((-1, 1, 1) if out.ndim else SUMMED) or not known.graph or out.ndim > 1:
+        check_loss(run, out, name)
     return torch.ones_like(out) if out.ndim else None
 
 
-def _owners(run: Run, uses: Sequence[Use]) -> tuple[list[list[Use]], dict[int, Sequence[int]]]:
+def uses_of(run: Run, uses: Sequence[Use]) -> tuple[list[list[Use]], dict[int, Sequence[int]]]:
     """The uses of each leaf, also those of what is computed from it; and the leaves of each use, by its id."""
     of: list[list[Use]] = [[] for _ in run.leaves]
     owners: dict[int, Sequence[int]] = {}

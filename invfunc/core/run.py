@@ -52,6 +52,7 @@ from invfunc.core.marks import (
     named,
     option,
     replaced,
+    spelled,
     tensors,
     wide,
 )
@@ -182,7 +183,7 @@ class Run(TorchFunctionMode):
 
     def use(self, use: Use, edge: Any, end: bool = True) -> None:
         """Note a use."""
-        use.edge, use.end = edge, end
+        use.edge, use.end, use.func = edge, end, self.func
         self.uses.append(use)
 
     # Calls
@@ -227,15 +228,19 @@ class Run(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in PLAIN:
             return func(*args, **kwargs)
-        if func in REFUSED and not (func in DERIVATIVES and self.whole(func, args, kwargs)):
-            raise Unsupported(f"{named(func)}, which is not followed here")
         if func in FILLED:
             return self.filled(func(*args, **kwargs))
-        found: tuple[list, ...] = ([], [], [], [], [], [], [])
-        self.look(args, found)
-        if kwargs:
-            self.look((*kwargs.values(),), found)
-        return self.dispatched(func, args, kwargs, found)
+        try:
+            if func in REFUSED and not (func in DERIVATIVES and self.whole(func, args, kwargs)):
+                raise Unsupported("it is not followed")
+            found: tuple[list, ...] = ([], [], [], [], [], [], [])
+            self.look(args, found)
+            if kwargs:
+                self.look((*kwargs.values(),), found)
+            return self.dispatched(func, args, kwargs, found)
+        except Unsupported as error:
+            error.op = error.op or spelled(func)
+            raise
 
     def whole(self, func: Any, args: tuple, kwargs: dict) -> bool:
         """Whether f takes a derivative in tensors down to which the graph is whole."""
@@ -253,7 +258,7 @@ class Run(TorchFunctionMode):
         if func in LIKE and data:  # of the others the form alone
             data = [pair for pair in data if pair[0] is args[0]]
         if func in LEAKS and (sums or lost or blends or any([x.is_floating_point() for x, _ in data])):
-            raise Unsupported(f"{named(func)} reads data, whose samples cannot be followed")
+            raise Unsupported("it reads data, whose samples cannot be followed")
         if not data or sums or lost or func is SET:
             return self.special(func, args, kwargs, (data, *found[1:]))
         if len(data) == 1 and not params and func in SHORT:  # the most frequent ones, in short
@@ -308,7 +313,7 @@ class Run(TorchFunctionMode):
             inner = self.at_once(func, args, data, params) or composed(func)
             if inner is not None:
                 if checkpointing():
-                    raise Unsupported(f"{named(func)} inside of a checkpoint, whose second run is not followed")
+                    raise Unsupported("it is inside of a checkpoint, whose second run is not followed")
                 with self:
                     return self.seen(inner(*args, **kwargs), func)
         self.func = func
@@ -339,7 +344,9 @@ class Run(TorchFunctionMode):
         for y in tensors(out):
             known = getattr(y, "_known", None)
             if y.is_floating_point() and (known is None or known.run is not self.token):
-                raise Unsupported(f"{named(func)} has a result that was not followed")
+                raise Unsupported("its result was not followed")
+            if type(known) is Mark and isinstance(known.axis, Unsupported):
+                known.axis.op = spelled(func)
         return out
 
     def inside(self, x: Tensor) -> bool:
@@ -433,22 +440,27 @@ class Run(TorchFunctionMode):
         if self.n != 1:
             try:
                 axes = self.axes_of(rule, func, args, kwargs, data, out)
+            except Unsupported as error:
+                return self.lose(out, error, func)
             except Exception as error:  # of a rule, about arguments that it does not know
-                return self.lose(out, Unsupported(f"{named(func)}: {error}"))
+                return self.lose(out, Unsupported(f"its arguments are not known: {error}"), func)
         for y in (out,) if isinstance(out, Tensor) else tensors(out):
             axis = axes.pop(0) if type(axes) is list else axes
             graph = y.requires_grad
             if y.is_complex():
                 raise Unsupported("complex numbers")
             if axis is SUMMED and not graph:
-                axis = Unsupported(f"{named(func)}: a sum of data meets a parameter")
+                axis = Unsupported("a sum of data meets a parameter")
+                axis.op = spelled(func)
             if axis is not None:
                 self.unchanged(y, axis)
                 vars(y)["_known"] = Mark(self.token, axis, graph)
         return out
 
-    def lose(self, out: Any, error: Unsupported) -> Any:
+    def lose(self, out: Any, error: Unsupported, func: Any = None) -> Any:
         """Note that samples are mixed: an error where the result comes of it, or, of data, where parameters meet it."""
+        if func is not None:
+            error.op = spelled(func)
         for y in tensors(out):
             self.unchanged(y, error)
             know(y, Mark(self.token, error, y.requires_grad))
@@ -497,7 +509,7 @@ class Run(TorchFunctionMode):
         form = None if base is None else _form(out, base)
         edge = gradient_edge(out if base is None else base)
         for use in uses:
-            use.edge, use.end, use.count, use.form = edge, end, count, form
+            use.edge, use.end, use.count, use.form, use.func = edge, end, count, form, self.func
         self.uses += uses
         self.numbers += count
         self.largest = max(self.largest, count)
@@ -509,11 +521,11 @@ class Run(TorchFunctionMode):
         one = len(sums) == 1 and not params
         linear = func in LINEAR or (one and (func in MULTIPLY or (func in DIVIDE and sums[0][0] is args[0])))
         if data or not linear or (params and func not in SUMS):
-            error = Unsupported(f"{named(func)}: a sum over samples is used in a way that is not linear in it")
-            return self.lose(func(*args, **kwargs), error)
+            error = Unsupported("it is not linear in a sum over the samples")
+            return self.lose(func(*args, **kwargs), error, func)
         if not all([node.alone for _, node in params]):
             raise Unsupported("a term of parameters and other tensors, which may be of samples that were not seen")
-        alias = {id(x): self.alias(x) for x, _ in params}
+        alias, self.func = {id(x): self.alias(x) for x, _ in params}, func
         out = func(*replaced(args, alias), **kwargs)
         for x, node in params:
             self.use(Shared(node, x), alias[id(x)])

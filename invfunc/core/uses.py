@@ -69,6 +69,8 @@ class Use:
     """Whether nothing but copies of parameters lies below the edge."""
     form: tuple[list[int], list[int]] | None = None
     """How the entries of the tensor at the edge are those of the result, where that is a view of it."""
+    func: Any = None
+    """The operation; None where f is evaluated on each sample alone."""
     d: Any = None
     """The cotangent, or a list with that of each column."""
     axis: Any = None
@@ -712,6 +714,8 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
         raise Unsupported("the result is no tensor")
     found = [(-1, 1, 1)] if run.n == 1 else run.axes_of(rule, func, args, kwargs, data, plain)
     axis = found[0] if isinstance(found, list) else found
+    if axis is SUMMED:
+        raise Unsupported("samples are summed with what is computed without them (does f close over its inputs?)")
     if not isinstance(axis, tuple) or (run.n > 1 and axis[1:] != (1, 1)):
         raise Unsupported("the samples are not in one dim of the result")
 

@@ -17,8 +17,7 @@ from invfunc._extras import ticking
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import checked_at_the_end
 from invfunc.core.evaluate import Way, by_ways
-from invfunc.errors import ArgumentError, SampleAxisError, SplitError, to_be_split
-from invfunc.evaluation.explained import Report
+from invfunc.errors import ArgumentError, InvFuncError, SampleAxisError, SplitError, to_be_split
 from invfunc.evaluation.fold import SLOPE, Fold
 from invfunc.evaluation.parts import Parts
 from invfunc.evaluation.weights import LossPart
@@ -36,12 +35,11 @@ from invfunc.recording import Trace
 from invfunc.recording.checks import cannot_draw, check_loss
 from invfunc.recording.joined import check_batches, check_fewer, moved
 from invfunc.recording.problem import Problem
-from invfunc.recording.random import Draws, Drew, restore
+from invfunc.recording.random import Draws, Drew
 from invfunc.recording.scope import Scope
 from invfunc.recording.steps import any_step, nonlinear
 from invfunc.reductions.quantity import Quantity
 from invfunc.sparsity.pattern import Pattern, alike, same_outputs
-from invfunc.sparsity.report import Explanation
 
 Rerun = Callable[[Any, int, Pattern | None], Run]
 """Runs the model part on some samples, so many of them, perhaps under a pattern."""
@@ -60,11 +58,9 @@ class Engine:
         problem: Problem,
         options: Options,
         quantities: Sequence[Quantity],
-        explaining: bool = False,
         called: Hashable = None,
     ) -> None:
-        """`explaining` says that it is not evaluated, but only asked how it would be; `called` is what is asked of f,
-        if the core may follow it."""
+        """`called` is what is asked of f, if the core may follow it."""
         self.called = called
         self.problem, self.plan, self.quantities = problem, options.plan, quantities
         kinds = {q.kind for q in quantities}
@@ -79,8 +75,7 @@ class Engine:
         whole = options.reduce is not None or averaged or thin or pairs
         apart = problem.samples is not None or any(not q.kind.second_order or q.reduction.each for q in quantities)
         self.runner = Runner(problem, self.scope, options, limit, remember, whole, apart)
-        self.report = Report(problem, limit, any(self.plan.splits.values())) if explaining else None
-        self.fold = Fold(problem, self.scope, options, quantities, limit, self.runner.places, self.report)
+        self.fold = Fold(problem, self.scope, options, quantities, limit, self.runner.places, None)
         self.sweeps, self.drawn = max(q.reduction.sweeps for q in quantities), any(q.drawing for q in quantities)
         self.scalar = False
         """Whether f, or the loss, has turned out to return one number for all samples."""
@@ -113,16 +108,6 @@ class Engine:
         with self.scope:
             return self.fold.finished()
 
-    def explained(self) -> list[Explanation]:
-        """How the columns of each quantity would be pulled back, and those of all together."""
-        assert self.report is not None
-        drawn = {q.drawing.generator: state_of(q.drawing.generator) for q in self.quantities if q.drawing}
-        devices = {leaf.device.index for leaf in self.problem.leaves if leaf.device.type == "cuda"}
-        with torch.random.fork_rng([i for i in devices if i is not None]), self.scope:
-            self._run()
-        restore(drawn)
-        return self.report.explanations(self.quantities)
-
     def check_others(self) -> None:
         """Check that f gives two batches that were joined what it gives each of them alone."""
         with self.scope:
@@ -153,10 +138,10 @@ class Engine:
             parts = Parts(self.problem, fold, way)
             return parts, parts.kept(self.joined)
 
-        found = by_ways(self.problem.f, self.called, call, undo)
-        if found is None:
+        try:
+            parts, aux = by_ways(self.problem.f, self.called, call, undo)
+        except InvFuncError:
             return None
-        parts, aux = found
         self.scalar, self.joined = parts.scalar, parts.joined
         self.scope.wanted = self.scope.outside  # what is kept has been taken out of the run
         if parts.outputs is not None:

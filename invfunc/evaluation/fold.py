@@ -14,7 +14,6 @@ from invfunc import tree
 from invfunc._alike import added
 from invfunc._extras import Ticks
 from invfunc.evaluation.decisions import Decision, Decisions, Look
-from invfunc.evaluation.explained import Report
 from invfunc.evaluation.room import check_room, matrices
 from invfunc.loss.square_root import Columns, Gradient, Units
 from invfunc.passes.by_rows import Places
@@ -57,7 +56,7 @@ class Fold:
         quantities: Sequence[Quantity],
         budget: int,
         places: Places,
-        report: Report | None,
+        report: Any,
     ) -> None:
         """`places` says where the samples are in a run; `report` gathers what would be done, if only that is wanted."""
         self.problem, self.scope, self.options, self.budget = problem, scope, options, budget

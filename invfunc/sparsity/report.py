@@ -1,15 +1,12 @@
-"""What is going to be done for an exact GGN, and why."""
+"""How a statistic is computed, in words and numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from invfunc._shown import axes, table
-from invfunc.passes.run import Run
-from invfunc.sparsity.execute import columns_at_once
-from invfunc.sparsity.planner import Stage, Way
 
 
 @dataclass(frozen=True)
@@ -17,7 +14,7 @@ class Part:
     """Some parameters that are handled together."""
 
     way: str
-    """"closed form", "local", "narrow" or "dense"."""
+    """"closed form", "local", "narrow", "dense" or "entry by entry"."""
     params: tuple[str, ...]
     columns: int
     """How many columns of each sample are pulled back to these parameters."""
@@ -41,7 +38,7 @@ class Parameter:
     """The operations among them without a fast rule: they run again with a copy of the parameter for each sample."""
 
     matrices: tuple[tuple[int, ...], ...] = ()
-    """The shapes of its factors; a vector is the diagonal of one."""
+    """The shapes of its factors, of which a vector is a diagonal; a bias may come with its weight."""
     bytes: int = 0
     """What these take."""
 
@@ -68,7 +65,7 @@ class Explanation:
     pullbacks: int
     """How often something is pulled back: of several columns at once, where memory allows."""
     bytes: int
-    """About how much memory the columns take, beyond the forward pass and the result."""
+    """About how much memory the result takes."""
     cost: float
     """The estimated time, as a fraction of that for pulling back every column."""
     why: str
@@ -181,12 +178,7 @@ class Explanation:
         return ["  ".join(f"{x:<{n}}" for x, n in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows]
 
     def _cost(self) -> str:
-        size = sum(p.bytes for p in self.params)
-        factors = f"{size / 2**20:.1f} MiB for the factors, " if size else ""
-        return (
-            factors
-            + f"about {self.bytes / 2**20:.1f} MiB for the columns, {self.cost:.1%} of the work without structure"
-        )
+        return f"about {self.bytes / 2**20:.1f} MiB for the result, {self.cost:.1%} of the work without structure"
 
 
 def _short(name: str, most: int = 40) -> str:
@@ -197,25 +189,19 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}" + ("" if count == 1 else "es" if what.endswith(("s", "ch")) else "s")
 
 
-def planned(way: Way, columns: int, run: Run, budget: int, called: Callable[[int], str]) -> tuple[list[Part], int]:
-    """The parts of a way by the structure, for so many columns, and about how many numbers its columns have."""
-
-    def part(how: str, leaves: frozenset[int], columns: int, passes: int) -> list[Part]:
-        return [Part(how, tuple(called(i) for i in sorted(leaves)), columns, passes)] if leaves else []
-
-    found, most, given = part("closed form", way.closed, columns, 0), 0, columns
-    for stage in way.stages:
-        for reach in stage.reaches:
-            how = "local" if reach.colourings is not None else "dense" if given == columns else "narrow"
-            found += part(how, reach.leaves, given, reach.passes)
-        most = max(most, _numbers(run, stage, budget))
-        given = given if stage.end is None else stage.end.count
-    return found + part("dense", way.dense, columns, columns), most
-
-
-def _numbers(run: Run, stage: Stage, budget: int) -> int:
-    """How many numbers a stage keeps at once: in its columns, or in the factors at its bottleneck if those are more."""
-    n, sizes = run.trace.n, [run.trace.sizes[s] for s in stage.sites]
-    passes = max((reach.passes for reach in stage.reaches if reach.leaves), default=0)
-    found = min(passes, columns_at_once(max(sizes) * n, budget)) * max(sizes) * n if sizes else 0
-    return found if stage.end is None else max(found, (1 if stage.end.shared else n) * stage.end.numbers)
+def joined(name: str, each: Sequence[Explanation], columns: Sequence[Any]) -> Explanation:
+    """One explanation of several statistics, of which those with the same key of `columns` share these."""
+    own = [*dict(zip(columns, each, strict=True)).values()]
+    count = sum(e.columns for e in own)
+    return replace(
+        each[0],
+        name=name,
+        columns=count,
+        passes=sum(e.passes for e in own),
+        pullbacks=sum(e.pullbacks for e in own),
+        bytes=sum(e.bytes for e in each),
+        cost=sum(e.cost * e.columns for e in own) / max(1, count),
+        why="from one forward pass",
+        parts=(),
+        members=tuple(each),
+    )
