@@ -148,6 +148,8 @@ def _added(
 
 def operands(run: Run, leaf: torch.Tensor, use: Use, joint: bool = False) -> Sent:
     """The operands of a use; `joint`, with one more input that is always 1."""
+    if run.n > 1 and any([order.ragged for order in use.orders]):
+        raise Unsupported("K-factors of samples with different numbers of rows")
     if isinstance(use, Pair):
         return _of_pair(run, leaf, use, joint)
     if isinstance(use, Rows) and leaf.ndim == 2 and use.node.kind is LEAF:

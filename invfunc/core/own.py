@@ -10,7 +10,7 @@ import torch
 from invfunc import tree
 from invfunc._torch.functorch import base_of, version
 from invfunc.core.marks import Final, Known, Mark, Node, Run, Unsupported, know, replaced, wide
-from invfunc.core.uses import WHOLE, Block, Use, copied, front
+from invfunc.core.uses import WHOLE, Block, Use, copied
 
 
 class Ruled(Use):
