@@ -133,7 +133,8 @@ def explained(
     def told(run: Run, folds: list[Fold], out: Any, aux: Any, outside: bool) -> list[Explanation]:
         found, of = [], uses_of(run, run.uses)[0]
         for fold, q in zip(folds, quantities, strict=True):
-            e, pullbacks = entries[id(fold)], len(chunks) * entries[id(fold)].pullbacks
+            e = entries[id(fold)]
+            pullbacks = e.pullbacks * (len(chunks) * q.reduction.sweeps if len(chunks) > 1 else 1)
             params = [_parameter(problem, q, i, uses) for i, uses in enumerate(of)]
             found.append(
                 Explanation(

@@ -22,7 +22,7 @@ from invfunc._torch.functorch import base_of, checkpointing, gradient_edge, vers
 from invfunc._torch.values import anywhere, fake
 from invfunc.core.axes import numbers
 from invfunc.core.columns import softmax_root
-from invfunc.core.marks import SUMMED, Axis, Final, Unsupported, arguments, named, option, tensors, wide
+from invfunc.core.marks import SUMMED, Axis, Unsupported, arguments, named, option, tensors, wide
 from invfunc.core.order import Order
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
