@@ -28,7 +28,7 @@ from invfunc.sparsity.report import Explanation, joined
 from invfunc.transform import Transform
 
 _PLAIN = Options(), Options(dense=True)
-MOVING = "picked", "user's own", "complex", "K-factors", "several outputs"
+MOVING = "picked", "user's own", "complex", "K-factors"
 PARTS = False
 """Whether chunks and batches of loaders go by the core, too: the old one does them until it is gone."""
 
@@ -106,7 +106,7 @@ class Statistic(Transform):
         try:
             return by_ways(self.f, self.called, call, undo)
         except SampleAxisError as error:
-            if not (self.kind.convex or any(word in str(error) for word in MOVING)):
+            if not any(word in str(error) for word in MOVING):
                 raise
             return None  # THE OLD CORE: goes with the line above it and with MOVING
 

@@ -18,13 +18,14 @@ from invfunc._torch.graphs import nodes_of
 from invfunc._torch.opened import Uncompiled
 from invfunc._torch.values import near
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know
+from invfunc.core.refusals import refused_by
 from invfunc.core.run import Run
 from invfunc.core.split import CRITERIA, WHOLE, Axis, Finder, Output, axis_of, marked_for
 from invfunc.core.tables import RULES
 from invfunc.errors import ArgumentError
 from invfunc.evaluation.weights import LossPart
 from invfunc.operations.second_derivatives import TwiceDifferentiable
-from invfunc.products.fallback import check_apart, split_as_before
+from invfunc.products.apart import check_apart
 from invfunc.products.maps import Kind, Scope
 from invfunc.products.split import Split
 from invfunc.recording.problem import InDims, Problem, batch_dims, batch_size, check_params, problem, with_aux
@@ -208,9 +209,9 @@ class Given:
             set_states(before)
         try:
             return self.split_in(Following(self.scope, n, Finder()))
-        except Exception:
+        except Unsupported as error:
             set_states(before)
-            return split_as_before(self)
+            raise refused_by([error]) from None
 
     def split_in(self, run: Following) -> Split:
         """Split a function in a run of the core; the loss that is given apart is no part of it."""
@@ -224,8 +225,8 @@ class Given:
             named, structure = tree.outputs(result)
             return self._loss(self._roots([z for _, z in named]), structure)
         check_loss(result, given.n)
-        roots = finder.found(result, self.params)
         run.check(result)
+        roots = finder.found(result, self.params)
         return Split(self.scope, given.n, result, roots, finder.terms)
 
     def _followed_loss(self, roots: list[Output], structure: Any) -> Split:
@@ -260,9 +261,9 @@ class Given:
 
         try:
             result = lost([r.value for r in roots], given.target(run))
-        except Unsupported:
+        except Unsupported as error:
             set_states(before)
-            return split_as_before(self, [r.value for r in roots], structure)
+            raise refused_by([error]) from None
         return Split(self.scope, given.n, result, roots, finder.terms, again)
 
     # Forward mode
@@ -377,6 +378,8 @@ class Following(Run):
         known = getattr(result, "_known", None)
         if type(known) is not Mark or known.run is not self.token:
             raise Unsupported("samples do not reach the result in a way that was seen")
+        if isinstance(known.axis, Unsupported):
+            raise known.axis
         axis = (-1, 1, 1) if result.ndim else SUMMED
         if self.n > 1 and known.axis != axis:
             raise Unsupported("the result is neither [N] losses nor a sum over the samples")
