@@ -13,7 +13,7 @@ import torch
 from invfunc import thresholds, tree
 from invfunc._alike import alike
 from invfunc._extras import Ticks
-from invfunc._torch.functorch import dispatched, dual_level, hooked, listening, transforming, versions
+from invfunc._torch.functorch import dual_level, hooked, transforming, versions
 from invfunc._torch.generators import same_state, state_of, torchs_own
 from invfunc._ways import known_way, note_way
 from invfunc.budget.size import fits
@@ -21,6 +21,7 @@ from invfunc.core.columns import Twice, columns_at, lost, single, split
 from invfunc.core.factors import partners
 from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
+from invfunc.core.lots import Lot
 from invfunc.core.marks import HALF, SUMMED, Final, Mark, Unsupported, know
 from invfunc.core.refusals import check_loss, check_outputs, check_room, refused_by
 from invfunc.core.resort import alone, by_rows
@@ -31,7 +32,6 @@ from invfunc.core.uses import Use
 from invfunc.errors import InvFuncError, unreached
 from invfunc.loss.square_root import Affine, Columns, Units, joined_block
 from invfunc.operations.second_derivatives import TwiceDifferentiable
-from invfunc.per_sample.lots import Lot
 from invfunc.plan import Options, Plan, even
 from invfunc.recording.problem import Problem
 from invfunc.reductions import Found, Reduction, State
@@ -53,8 +53,8 @@ _DTYPES = (torch.float32, torch.float64, *HALF)
 
 
 def plain(problem: Problem) -> bool:
-    """Whether the arguments of a call are ordinary tensors, which nothing else watches."""
-    if listening() or dispatched() or torch.is_inference_mode_enabled():
+    """Whether the arguments of a call are ordinary tensors."""
+    if torch.is_inference_mode_enabled():
         return False
     if dual_level():  # forward mode
         return False

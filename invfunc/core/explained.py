@@ -23,7 +23,7 @@ from invfunc.loss.square_root import Columns
 from invfunc.plan import Options
 from invfunc.recording.problem import Problem
 from invfunc.reductions.quantity import Quantity
-from invfunc.sparsity.report import Explanation, Parameter, Part
+from invfunc.report import Explanation, Parameter, Part
 from invfunc.structure.plan import Structure
 from invfunc.structure.plan import Way as Shortcut
 
@@ -133,7 +133,8 @@ def explained(
     def told(run: Run, folds: list[Fold], out: Any, aux: Any, outside: bool) -> list[Explanation]:
         found, of = [], uses_of(run, run.uses)[0]
         for fold, q in zip(folds, quantities, strict=True):
-            e, pullbacks = entries[id(fold)], len(chunks) * entries[id(fold)].pullbacks
+            e = entries[id(fold)]
+            pullbacks = e.pullbacks * (len(chunks) * q.reduction.sweeps if len(chunks) > 1 else 1)
             params = [_parameter(problem, q, i, uses) for i, uses in enumerate(of)]
             found.append(
                 Explanation(

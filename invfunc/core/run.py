@@ -33,8 +33,10 @@ from invfunc._torch.functorch import (
     version,
 )
 from invfunc._torch.opened import opened
+from invfunc.core import own
 from invfunc.core.axes import numbers, read
 from invfunc.core.columns import criterion_of, weighs
+from invfunc.core.lots import Lot
 from invfunc.core.marks import (
     DERIVED,
     HALF,
@@ -43,7 +45,6 @@ from invfunc.core.marks import (
     SWAP,
     VIEW,
     Filled,
-    Final,
     Known,
     Mark,
     Node,
@@ -68,6 +69,7 @@ from invfunc.core.tables import (
     LIKE,
     LINEAR,
     MOVES,
+    MOVING,
     MULTIPLY,
     PLAIN,
     POINTWISE,
@@ -83,7 +85,6 @@ from invfunc.core.transposed import FACTORS
 from invfunc.core.uses import WHOLE, Block, Copies, Shared, Use, copied, expanded, grown
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.recurrent import AT_ONCE, steps_at_once
-from invfunc.per_sample.lots import Lot
 
 Tensor = torch.Tensor
 SET = Tensor.__setitem__
@@ -124,6 +125,8 @@ class Run(TorchFunctionMode):
         self.part = False
         """Whether these are a part of the samples, whose losses have to add up."""
         self.way: Any = None
+        self.apart = False
+        """Whether f was evaluated for each sample apart, so that nothing is known of its operations."""
         """How f is called, if not as it is."""
         self.outputs: Any = None
         """The outputs of a model that is given apart from its loss."""
@@ -308,8 +311,8 @@ class Run(TorchFunctionMode):
         if self.criterion is not None and (out := criterion_of(self, func, args, kwargs, data)) is not None:
             return self.mark(rule, func, args, kwargs, data, out)
         if rule is None or func is torch.nn.functional.embedding_bag:
-            if hasattr(func, "follow"):
-                raise Final("an operation of the user's own, with rules of its own")
+            if hasattr(func, "rule_of"):
+                return own.followed(self, func, args, kwargs, data, params)
             inner = self.at_once(func, args, data, params) or composed(func)
             if inner is not None:
                 if checkpointing():
@@ -468,15 +471,15 @@ class Run(TorchFunctionMode):
 
     def axes_of(self, rule: Any, func: Any, args: tuple, kwargs: dict, data: list[Known], out: Any) -> Any:
         """The axis of the result: one for all of its tensors, or a list."""
-        if func in MOVES:
-            return moved(self.n, func, args, kwargs, data)
-        axis = rule(self.n, data, args, kwargs, out) if rule else None
-        if axis is not None:
-            return axis
-        index = args[1] if func in INDEXES and isinstance(args[1], tuple) else args[1:]
-        if func in INDEXES and any(isinstance(i, (Tensor, list)) for i in index):
-            return moved(self.n, func, args, kwargs, data)
-        return probe(self.n, func, args, kwargs, data)
+        try:
+            axis = rule(self.n, data, args, kwargs, out) if rule and func not in MOVES else None
+        except Unsupported:
+            if func not in MOVING:
+                raise
+            axis = None
+        if axis is None and func in MOVING:
+            axis = moved(self.n, func, args, kwargs, data, out)
+        return probe(self.n, func, args, kwargs, data) if axis is None else axis
 
     def meet(self, func: Any, rule: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """Run an operation of samples and parameters."""
@@ -674,6 +677,17 @@ def composed(func: Any) -> Callable | None:
         return entry.composed
     func = getattr(func, "__wrapped__", func)
     return opened(func) if getattr(func, "__module__", "").startswith("torch.") else None
+
+
+class Composed(TorchFunctionMode):
+    """Runs operations in those in which a run follows them, for a block that is evaluated once more."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        inner = composed(func) if RULES.get(func) is None or func is torch.nn.functional.embedding_bag else None
+        if inner is None:
+            return func(*args, **(kwargs or {}))
+        with self:
+            return inner(*args, **(kwargs or {}))
 
 
 def _into_view(x: Any) -> bool:

@@ -15,8 +15,12 @@ from invfunc import thresholds
 from invfunc._torch.functorch import dispatched
 from invfunc._torch.precision import doubled, has_float64
 from invfunc.core.factors import kronecker, rotated
+from invfunc.core.lots import Drawn, drawn, variances
 from invfunc.core.marks import DERIVED, HALF, LEAF, SWAP, wide
+from invfunc.core.norms import narrow_norms, tried
 from invfunc.core.run import Run
+from invfunc.core.sides import formed as sided
+from invfunc.core.squares import shifted_moments
 from invfunc.core.uses import (
     WHOLE,
     Block,
@@ -45,10 +49,6 @@ from invfunc.linear_algebra.contract import (
     twice,
     widened,
 )
-from invfunc.per_sample.lots import Drawn, drawn, variances
-from invfunc.per_sample.norms import narrow_norms, tried
-from invfunc.per_sample.sides import formed as sided
-from invfunc.per_sample.squares import shifted_moments
 from invfunc.reductions.kept_factors import Factors
 
 Kind = TypeVar("Kind", bound=Use)

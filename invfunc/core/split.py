@@ -23,6 +23,7 @@ from invfunc.errors import ArgumentError, SplitError, unreached
 from invfunc.loss.drawn import Drawn, drawn, targets
 from invfunc.loss.hessian import columns, gradient, hessian
 from invfunc.loss.square_root import Columns, Gradient
+from invfunc.operations.axis import WHOLE, Axis
 from invfunc.operations.naming import argument
 from invfunc.reductions.quantity import Drawing
 
@@ -46,40 +47,6 @@ MOVES = (
 SCALES = ("Mul", "Div", "Mm", "Bmm", "Addmm", "Baddbmm", "Mv", "Dot", "Convolution", "NativeDropout")
 """Nodes of autograd that are linear, always or in one of their arguments."""
 WAYS_OUT = "Mark the outputs with `outputs(z)`, use one of torch's convex losses, or give the model and the loss apart."
-
-
-@dataclass(frozen=True)
-class Axis:
-    """The dim of a tensor that has its samples, as (outer, sample, inner); `dim=None`, all of it is of one sample."""
-
-    dim: int | None
-    outer: int = 1
-    inner: int = 1
-
-    def at(self, dim: int) -> Axis:
-        return Axis(dim, self.outer, self.inner)
-
-    def expose(self, x: torch.Tensor, n: int, lead: int = 0) -> torch.Tensor:
-        """`[*lead, *shape] -> [*lead, n, *one]`: `one` is the shape of x with only one sample in it."""
-        if self.dim is None:
-            return x.unsqueeze(lead)
-        d = lead + self.dim
-        if self.outer == self.inner == 1:
-            return (x.movedim(d, lead) if d > lead else x).unsqueeze(d + 1)
-        return x.unflatten(d, (self.outer, n, self.inner)).movedim(d + 1, lead).flatten(d + 1, d + 2)
-
-    def restore(self, x: torch.Tensor, n: int, lead: int = 0) -> torch.Tensor:
-        """The inverse of `expose`."""
-        if self.dim is None:
-            return x.squeeze(lead)
-        d = lead + 1 + self.dim
-        if self.outer == self.inner == 1:
-            x = x.squeeze(d)
-            return x.movedim(lead, d - 1) if d - 1 > lead else x
-        return x.unflatten(d, (self.outer, self.inner)).movedim(lead, d).flatten(d - 1, d + 1)
-
-
-WHOLE = Axis(None)
 
 
 def axis_of(x: torch.Tensor, at: tuple[int, int, int], n: int) -> Axis:

@@ -23,9 +23,9 @@ from invfunc.core.run import Run
 from invfunc.core.split import CRITERIA, WHOLE, Axis, Finder, Output, axis_of, marked_for
 from invfunc.core.tables import RULES
 from invfunc.errors import ArgumentError
+from invfunc.evaluation.joined import check_fewer, moved
 from invfunc.evaluation.weights import LossPart
 from invfunc.operations.second_derivatives import TwiceDifferentiable
-from invfunc.products.apart import check_apart
 from invfunc.products.maps import Kind, Scope
 from invfunc.products.split import Split
 from invfunc.recording.problem import InDims, Problem, batch_dims, batch_size, check_params, problem, with_aux
@@ -169,7 +169,20 @@ class Given:
 
     def check_apart(self) -> bool:
         """Check that f gives samples alone what they have here, unless it draws; whether that has told anything."""
-        return check_apart(self)
+        whole, tensors = tree.tensors(self.result), tree.tensors((self.args, self.kwargs))
+
+        def alone(part: slice, *, elsewhere: bool = False) -> Any:
+            start, n, inputs = part.start, part.stop - part.start, []
+            for i, x in enumerate(self.args[1 : len(self.args) - (self.loss is not None)], 1):
+                dim = self.dims[i]
+                inputs.append(x if dim is None else tree.map_tensors(lambda t, d=dim: t.narrow(d, start, n), x))
+            devices = [x.device.index for x in self.leaves if x.device.type == "cuda"]
+            with torch.no_grad(), torch.random.fork_rng([i for i in set(devices) if i is not None]):
+                params = tree.unflatten(moved(self.leaves), self.structure) if elsewhere else self.args[0]
+                result = self.f(params, *inputs, **self.kwargs)
+            return with_aux(result)[0] if self.has_aux else result
+
+        return check_fewer(whole, self.out_dims, self.n, tensors, alone, traced=False)
 
     # Splits
 

@@ -20,7 +20,7 @@ from invfunc.loss.square_root import Columns
 from invfunc.plan import even
 from invfunc.recording.problem import Problem
 from invfunc.reductions.reduction import Shortcuts
-from invfunc.sparsity.colouring import Colouring, Placed, hulls, members_of, positions_of
+from invfunc.structure.colouring import Colouring, Placed, hulls, members_of, positions_of
 from invfunc.structure.groups import Groups, grouped
 from invfunc.structure.look import Frame, Look, sites_of
 from invfunc.structure.narrow import Blocks, Bottleneck, Narrowed, operations, paths

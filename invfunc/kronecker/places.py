@@ -28,6 +28,11 @@ class Place:
     at: torch.Tensor | None = None
     """Places among the entries of the dims; None for all in their order."""
 
+    @property
+    def covered(self) -> float:
+        """The fraction of the entries that are read."""
+        return 1.0 if self.at is None else len(self.at) / max(1, self.size)
+
     def spread(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Entries of the factor along a dim as entries of the dims."""
         if self.at is None:

@@ -28,7 +28,6 @@ from invfunc import thresholds
 from invfunc._torch.functorch import dual, transforming
 from invfunc.linear_algebra.contract import joined, outer, summed
 from invfunc.linear_algebra.pages import room
-from invfunc.operations.factors.patches import patches
 
 Ints = tuple[int, ...]
 Pads = tuple[tuple[int, int], ...]
@@ -145,3 +144,31 @@ def _cost(shape: Ints, kernel: Ints, pads: Pads, dilation: Ints) -> tuple[float,
             found += thresholds.SLICES + _cost(other, *_without(dim, kernel, pads, dilation))[0]
             found += thresholds.ASSEMBLE * sum((rows * len(slices[part]) // k) ** 2 for _, part in blocks)
     return min((found, True), (direct, False))
+
+
+def patches(
+    x: torch.Tensor,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    pads: list[tuple[int, int]],
+    dilation: tuple[int, ...],
+) -> torch.Tensor:
+    """`[B, C, *spatial] -> [B, C * prod(kernel), positions]`; negative padding crops."""
+    d = len(kernel)
+    symmetric = all(a == b >= 0 for a, b in pads)
+    if math.prod(kernel) == math.prod(stride) == 1 and not any(map(any, pads)):
+        return x.flatten(2)
+    if not symmetric or d == 3:
+        x = F.pad(x, [p for pair in reversed(pads) for p in pair])
+        pads = [(0, 0)] * d
+    if d < 3:
+        grow = (1,) * (2 - d)
+        padding = (0,) * (2 - d) + tuple(a for a, _ in pads)
+        x = x if d == 2 else x.unsqueeze(2)
+        return F.unfold(x, grow + kernel, grow + dilation, padding, grow + stride)
+    for dim in range(d):
+        span = dilation[dim] * (kernel[dim] - 1) + 1
+        x = x.unfold(2 + dim, span, stride[dim])[..., :: dilation[dim]]
+    # [B, C, *positions, *kernel] -> [B, C, *kernel, *positions]
+    order = [0, 1, *range(2 + d, 2 + 2 * d), *range(2, 2 + d)]
+    return x.permute(order).flatten(1, 1 + d).flatten(2)

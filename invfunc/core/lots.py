@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from invfunc._torch.precision import doubled
-from invfunc.operations.factors import Part
 
 Drawn = dict[tuple[int, int], torch.Tensor]
 """By the range of a lot of columns, which of them are drawn for each sample: `[v, n]`."""
@@ -23,7 +22,7 @@ class Lot:
     """How many of the first ones of each sample are not drawn; None if all are."""
 
 
-def drawn(lots: list[Lot], part: Part, values: torch.Tensor) -> Drawn:
+def drawn(lots: list[Lot], part: slice | torch.Tensor, values: torch.Tensor) -> Drawn:
     """Which columns are drawn for the samples of a part, of which there are values `[V, n, ...]`."""
     found: Drawn = {}
     for lot in lots:

@@ -11,11 +11,13 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import innermost
-from invfunc._torch.values import anywhere
+from invfunc._torch.values import anywhere, near, same_values
 from invfunc.errors import ArgumentError, SampleAxisError
-from invfunc.recording.checks import near, same_values
 from invfunc.recording.problem import Problem
-from invfunc.recording.random import Drew
+
+
+class Drew(Exception):
+    """f draws random numbers: those of the whole batch are another sequence."""
 
 
 class SomeAlone(Protocol):
@@ -67,7 +69,7 @@ def check_fewer(
     fewer = Fewer(whole, dim, n, given, [x.amax() for x in sizes], alone)
     for few in sorted({min(2, half), half, n - 1}):
         part, found = slice(first := min(place, n - few), first + few), None
-        with suppress(Exception, Drew):  # f may draw at random, or not run on so few
+        with suppress(Exception):  # f may draw at random, or not run on so few
             found = fewer.of(part)
         if found and all(z.ndim for z in found):
             fewer.check(found, part)
@@ -75,7 +77,7 @@ def check_fewer(
     part = slice(0, half) if place >= half else slice(n - half, n)
     try:
         found = fewer.of(part)
-    except (Exception, Drew) as error:
+    except Exception as error:
         if traced:  # which may not know how to follow f in so few, or f draws
             return True
         error.add_note(f"This is of {half} samples alone, which f has to give what it gives them in the batch.")
@@ -114,7 +116,7 @@ class Fewer:
         """Whether they differ where losses are nothing but rounding, as of what is learnt by heart: elsewhere they do
         not, in either half, as one of these has the largest."""
         half = self.n // 2
-        with suppress(Exception, Drew):
+        with suppress(Exception):
             whole = self.of(slice(0, self.n), elsewhere=True)
             there = replace(self, whole=whole, sizes=(sizes := [_sizes(z, self.dim).amax() for z in whole]))
             told = not any(anywhere(~z.isfinite()) or anywhere(x == 0) for z, x in zip(whole, sizes, strict=True))

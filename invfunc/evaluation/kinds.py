@@ -1,90 +1,43 @@
-"""Whether f treats a sample alike at every place of the batch, as it has to where it runs on a part of it."""
+"""How what f gives for all samples is made up of what it gives for a part of them, if it is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Literal
 
 import torch
 
 from invfunc import tree
-from invfunc._torch.values import anywhere, fake, near
+from invfunc._torch.values import anywhere, fake, near, same_values
 from invfunc._torch.weak import WeakIdMap
-from invfunc.errors import InvFuncError, RandomnessError, SampleAxisError
-from invfunc.passes.alone import FOREIGN
-from invfunc.recording.checks import same_values
+from invfunc.errors import RandomnessError, SampleAxisError
 from invfunc.recording.problem import Problem
 
-_GIVE = "What f has for each sample, such as a mask, goes among its batch arguments, not into constants or keywords."
-Values = list[torch.Tensor]
-"""What f gives for some samples, `[k, ...]`."""
-
-
-def not_in_parts(why: str) -> SampleAxisError:
-    """The error for a function that cannot take some of the samples, with what it said of it."""
-    told = why.strip().split("\n")[0]
-    return SampleAxisError(
-        f"f does not run on a part of the batch ({told}), so it cannot be chunked over samples. {_GIVE}"
-    )
-
-
-def other_in_part(what: str = "outputs") -> SampleAxisError:
-    return SampleAxisError(
-        f"the {what} of f on a part of the batch are not those of the whole batch: f mixes samples, has a constant for "
-        "each of them, reads a parameter by the place of a sample (as `p[: len(x)]` does), or uses the length of the "
-        "batch, so it cannot be chunked over samples. Chunk over outputs or params. Indices of entries, as i in "
-        f"`p[i]`, are a batch argument. {_GIVE}"
-    )
-
-
-def neither() -> SampleAxisError:
-    return SampleAxisError(
-        "the loss is one number, and on a part of the batch neither the mean nor the sum over its samples (does it "
-        "divide by weights, or by a count of its data?), so it cannot be chunked over samples. Return the [N] losses "
-        "of the samples, or mark its outputs with `outputs(z)`."
-    )
-
-
-def other_again(what: str) -> RandomnessError:
-    return RandomnessError(
-        f"f gives {what} when it runs again: it draws numbers outside of torch, or changes a state that it reads (a "
-        "counter, a moving average). Pass these as arguments."
-    )
-
-
-@contextmanager
-def runs_on_part(partial: bool) -> Iterator[None]:
-    """A context in which errors that f raises on a part of the batch are told to come from that."""
-    try:
-        yield
-    except FOREIGN as error:
-        if isinstance(error, InvFuncError) or not partial:
-            raise
-        raise not_in_parts(str(error)) from error
-
-
 Kind = Literal["each", "mean", "sum"]
-"""How what f gives for all samples is made up of what it gives for some of them: one by one, as their mean or sum."""
-Some = Callable[[Problem, list[int]], tuple[Values, bool]]
-"""What f gives for the samples at some places, and whether it drew random numbers."""
+"""One by one, as their mean or their sum."""
+Some = Callable[[Problem, list[int]], tuple[list[torch.Tensor], bool]]
+"""What f gives for the samples at some places, `[k, ...]`, and whether it drew random numbers."""
 _KNOWN: WeakIdMap[dict[Hashable, Kind]] = WeakIdMap()
 _KEPT, FEW = 64, 8
 """Of how many calls it is known, and how many samples are looked at."""
+_HALF = (torch.float16, torch.bfloat16)
+"""Which show few digits."""
+_GIVE = "What f has for each sample, such as a mask or indices, goes among its batch arguments."
 
 
-def kind_of(problem: Problem, size: int, some: Some, what: Hashable = None) -> Kind:
-    """How parts of at most so many samples make up what f gives, or an error; looked at once for a function and
-    arguments of these shapes."""
-    key, known = (what, size, *_described(problem)), _KNOWN.get(problem.f) or {}
+def kind_of(problem: Problem, size: int, some: Some, f: Callable, what: Hashable) -> Kind:
+    """How parts of at most so many samples make up what f gives, or an error; looked at once for what is asked of a
+    function, and arguments of these shapes."""
+    key, known = (what, size, *_described(problem)), _KNOWN.get(f) or {}
     if key not in known:
         kind = _kind(problem, size, some)
         if fake(problem.leaves[0]):  # which says nothing of the numbers
             return kind
         known = dict([*known.items(), (key, kind)][-_KEPT:])
         with suppress(TypeError):  # a function of a kind that has no weak references
-            _KNOWN.set(problem.f, known)
+            _KNOWN.set(f, known)
     return known[key]
 
 
@@ -102,7 +55,7 @@ def _kind(problem: Problem, size: int, some: Some) -> Kind:
     """
     n, k = problem.n, min(problem.n, max(2, min(size, FEW)))
     places, device = [n * i // k for i in range(k)], problem.leaves[0].device.type
-    casts, apart, found = torch.is_autocast_enabled(device), told_apart(problem), list[tuple[Values, bool]]()
+    casts, apart, found = torch.is_autocast_enabled(device), told_apart(problem), list[tuple[list, bool]]()
     if casts or any(x.dtype in _HALF for x in problem.tensors()):
         with suppress(Exception), torch.autocast(device, enabled=False) if casts else nullcontext():
             found = [some(widened(apart), each) for each in (places, places[::2], places[1::2])]
@@ -116,7 +69,12 @@ def _joined(whole: torch.Tensor, even: torch.Tensor, odd: torch.Tensor, *, k: in
     """How what f gives for k samples is made up of what it gives for the even and for the odd ones alone."""
     if whole.ndim:
         if not drew and not (same_values(even, whole[::2]) and same_values(odd, whole[1::2])):
-            raise other_in_part()
+            raise SampleAxisError(
+                "the outputs of f on a part of the batch are not those of the whole batch: f mixes samples, has a "
+                "constant for each of them, reads a parameter by the place of a sample (as `p[: len(x)]` does), or "
+                "uses the length of the batch, so it cannot be chunked over samples. Chunk over outputs or params. "
+                f"{_GIVE}"
+            )
         return "each"
     if drew:
         raise RandomnessError(
@@ -129,8 +87,21 @@ def _joined(whole: torch.Tensor, even: torch.Tensor, odd: torch.Tensor, *, k: in
     return "mean" if mean else "sum"
 
 
-_HALF = (torch.float16, torch.bfloat16)
-"""Which show few digits."""
+def not_in_parts(error: Exception) -> SampleAxisError:
+    """The error for an f that raises one of its own on some of the samples."""
+    told = str(error).strip().split("\n")[0]
+    return SampleAxisError(
+        f"f does not run on a part of the batch ({told}), so it cannot be chunked over samples. {_GIVE}"
+    )
+
+
+def neither() -> SampleAxisError:
+    """The error for a loss that is one number, and none of its samples."""
+    return SampleAxisError(
+        "the loss is one number, and on a part of the batch neither the mean nor the sum over its samples (does it "
+        "divide by weights, or by a count of its data?), so it cannot be chunked over samples. Return the [N] losses "
+        "of the samples, or give the loss apart, as in `diag_ggn(f, loss)`."
+    )
 
 
 def widened(problem: Problem) -> Problem:
