@@ -372,6 +372,8 @@ def numbers(shape: Any, axis: Axis, n: int, device: torch.device) -> torch.Tenso
 
 def read(known: torch.Tensor, n: int) -> Axis | None:
     """The axis from the sample of each entry, -1 where there is none; None if they are not along one dim."""
+    if known.ndim and not known.numel():  # as of a mask that selects no sample
+        return [*known.shape].index(0) - known.ndim, Order(known.flatten(), n), 0  # pyright: ignore[reportReturnType]
     if known.ndim == 0 or int(known.max()) < 0:
         return None
     order = None
