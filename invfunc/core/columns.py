@@ -200,7 +200,7 @@ def _joined(parts: Sequence[Any]) -> Columns:
 
 def _count(columns: Any) -> int:
     """How many samples columns are of."""
-    return len(columns.logits if isinstance(columns, (Softmax, Elementwise)) else columns.hessian)
+    return len(columns.hessian if isinstance(columns, General) else columns.logits)
 
 
 def weighs(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
