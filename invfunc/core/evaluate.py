@@ -544,7 +544,8 @@ class Pullback:
 
     def structured(self, columns: Columns) -> bool:
         """Reduce columns by the structure of f, if it has one that saves time."""
-        run, allowed = self.run, {f.reduction.shortcuts for f in self.folds}
+        run = self.run
+        allowed: set[Shortcuts] = {f.reduction.shortcuts for f in self.folds}
         if self.apart:
             return False
         shortcuts: Shortcuts = allowed.pop() if len(allowed) == 1 else "narrow"
