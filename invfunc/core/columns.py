@@ -15,6 +15,7 @@ from invfunc._torch.graphs import nodes_of
 from invfunc._torch.values import anywhere
 from invfunc.core.marks import Axis as Marked
 from invfunc.core.marks import Mark, Run, Unsupported, know, wide
+from invfunc.core.refusals import check_outputs
 from invfunc.core.split import (
     CRITERIA,
     KNOWN,
@@ -30,7 +31,6 @@ from invfunc.core.split import (
     named_node,
 )
 from invfunc.core.tables import called
-from invfunc.errors import ArgumentError
 from invfunc.loss.drawn import drawn
 from invfunc.loss.hessian import columns
 from invfunc.loss.square_root import Affine, Columns, Elementwise, General, OutputCotangents, Softmax, rooted
@@ -138,10 +138,15 @@ def lost(problem: Problem, run: Run, outputs: Any) -> torch.Tensor:
     """The loss of the outputs of a model that is given apart from it."""
     assert problem.loss is not None
     loss, (named, structure) = problem.loss, tree.outputs(outputs)
-    axes = [_axis(problem, run, z, path) for path, z in named]
+    if not named:
+        check_outputs(run, outputs, problem.out_dims)
+    for path, z in named:
+        check_outputs(run, z, problem.out_dims, path)
 
     def at(ordinal: int, z: torch.Tensor) -> Output:
-        know(own := z.clone(), Mark(run.token, axes[ordinal], z.requires_grad))
+        with run:
+            own = z.clone()  # the loss may write into it
+        know(own, Mark(run.token, (problem.out_dims % z.ndim - z.ndim, 1, 1), z.requires_grad))
         return Output(ordinal, own, WHOLE if run.n == 1 else Axis(problem.out_dims % z.ndim), z)
 
     def called(roots: list[Output], target: Any) -> torch.Tensor:
@@ -160,37 +165,6 @@ def lost(problem: Problem, run: Run, outputs: Any) -> torch.Tensor:
     run.criterion = Finder([r for r in roots if r.value.requires_grad], run.n)
     run.again, run.twice = again, True
     return called(roots, problem.target(run))
-
-
-def _axis(problem: Problem, run: Run, z: torch.Tensor, path: str) -> Marked:
-    """Check one output of a model; returns where its samples are."""
-    dim, among = problem.out_dims, f" at {path}" if path else ""
-    pick = " Pick the outputs that the loss reads, as in `lambda params, x: f(params, x).logits`." if path else ""
-    if not z.is_floating_point():
-        raise ArgumentError(f"f returned a tensor of {z.dtype}{among}, but outputs are floating-point tensors.{pick}")
-    if z.ndim == 0 or not -z.ndim <= dim < z.ndim or z.shape[dim] != run.n:
-        alone = "looks like a loss function; call the transform on it alone"
-        raise ArgumentError(
-            f"f returned shape {tuple(z.shape)}{among} for N = {run.n}, so it "
-            f"{alone if z.ndim == 0 and not path else 'has other outputs'}; wanted is a model function, which returns "
-            f"outputs with the samples along axis {dim}.{pick}"
-        )
-    known, wanted = getattr(z, "_known", None), (dim % z.ndim - z.ndim, 1, 1)
-    if known is None or known.run is not run.token:
-        if z.requires_grad:
-            raise Unsupported("outputs come from the parameters by a way that was not seen")
-        return wanted
-    axis = getattr(known, "axis", None)
-    if isinstance(axis, Unsupported):
-        raise axis
-    if axis is None or (run.n > 1 and axis == "summed"):
-        raise Unsupported("outputs that have no samples")
-    if run.n > 1 and axis != wanted:
-        raise ArgumentError(
-            f"f returned outputs with their samples along axis {axis[0] % z.ndim}"
-            f"{'' if axis[1:] == (1, 1) else ' (merged with others)'}, not axis {dim % z.ndim}; pass out_dims."
-        )
-    return wanted
 
 
 # Parts of the samples

@@ -30,7 +30,7 @@ from invfunc.core.shares import Shares
 from invfunc.core.split import Axis, Finder, Output, marked_for
 from invfunc.core.uses import Use
 from invfunc.errors import InvFuncError, unreached
-from invfunc.loss.square_root import Columns, Units, joined_block
+from invfunc.loss.square_root import Affine, Columns, Units, joined_block
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.plan import Options, Plan, even
 from invfunc.recording.problem import Problem
@@ -184,7 +184,10 @@ def hessian_of(problem: Problem) -> list[Columns]:
         run.criterion, run.part, run.twice = Finder(n=run.n), True, True
         with marked_for(run.criterion), TwiceDifferentiable():
             out = _called(problem, run, leaves)[0]
-        return split(run, out).hessian()
+        found = split(run, out).hessian()
+        if run.deep and any([isinstance(part, Affine) for part in found]):
+            raise Unsupported("columns that are pulled back when the run is over, where the result is differentiated")
+        return found
     finally:
         run.close()
 
@@ -372,10 +375,19 @@ def _called(problem: Problem, run: Run, leaves: list[torch.Tensor], convex: bool
         raise
     except Exception as error:
         raise Met(error, lambda: returned(problem)) from None
-    if problem.loss is None:
+    if (loss := problem.loss) is None:
         return out, aux
     run.outputs = out
-    return _loss(problem, run, out, convex), aux
+    try:
+        if convex:
+            return lost(problem, run, out), aux
+        target = problem.target(run)
+        with run:
+            return loss(out, target), aux
+    except (Unsupported, InvFuncError):
+        raise
+    except Exception as error:
+        raise Met(error, lambda: loss(returned(problem), problem.args[-1])) from None
 
 
 def _looked_at(met: Met) -> Exception:
@@ -387,22 +399,6 @@ def _looked_at(met: Met) -> Exception:
         error.__context__ = None  # of the run
         return Raised(error)
     return Unsupported(f"{type(met.error).__name__}: {str(met.error).partition(chr(10))[0]}")
-
-
-def _loss(problem: Problem, run: Run, outputs: torch.Tensor, convex: bool) -> Any:
-    """The loss of the outputs of a model that is given apart from it."""
-    loss = problem.loss
-    assert loss is not None
-    try:
-        if convex:
-            return lost(problem, run, outputs)
-        target = problem.target(run)
-        with run:
-            return loss(outputs, target)
-    except (Unsupported, InvFuncError):
-        raise
-    except Exception as error:
-        raise Met(error, lambda: loss(returned(problem), problem.args[-1])) from None
 
 
 def _columns(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: bool, known: Made | None) -> None:

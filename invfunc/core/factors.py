@@ -17,7 +17,7 @@ import torch
 
 from invfunc._torch.functorch import batch_first, unseen
 from invfunc._torch.values import fake
-from invfunc.core.marks import LEAF, SWAP, Final, Node
+from invfunc.core.marks import LEAF, SWAP, Final, Node, Unsupported
 from invfunc.core.run import Run
 from invfunc.core.transposed import Transposed
 from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Use, summed
@@ -173,6 +173,8 @@ def _scaled(x: torch.Tensor, by: float) -> torch.Tensor:
 
 def operands(run: Run, leaf: torch.Tensor, use: Use, joint: bool = False) -> Sent:
     """The operands of a use; `joint`, with one more input that is always 1."""
+    if run.n > 1 and any([order.ragged for order in use.orders]):
+        raise Unsupported("K-factors of samples with different numbers of rows")
     if isinstance(use, Pair):
         return _of_pair(run, leaf, use, joint)
     if isinstance(use, Rows) and leaf.ndim > 1:

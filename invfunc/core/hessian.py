@@ -23,6 +23,7 @@ from invfunc._torch.values import anywhere, fake
 from invfunc.core.axes import numbers
 from invfunc.core.columns import softmax_root
 from invfunc.core.marks import SUMMED, Axis, Unsupported, arguments, named, option, tensors, wide
+from invfunc.core.order import Order
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.tables import DIVIDE, EXPANDS, LIKE, LINEAR, MOVES, MULTIPLY, POINTWISE, VIEWS, called
@@ -254,13 +255,15 @@ def back(x: Tensor, shape: Sequence[int], axis: Axis, n: int) -> Tensor:
         return x.reshape(len(x), *shape)
     at, outer, inner = axis
     at += len(shape)
+    if isinstance(outer, Order):
+        return outer.restored(x.reshape(len(x), n, *shape[:at], outer.width, *shape[at + 1 :]), at + 1, 1)
     x = x.reshape(len(x), n, *shape[:at], outer, inner, *shape[at + 1 :])
     return x.movedim(1, at + 2).flatten(at + 1, at + 3)
 
 
 def units(x: Tensor, axis: Axis, n: int) -> tuple[int, Callable[[int, int], Tensor]]:
     """How many entries a sample has, and what makes the unit columns of a range of them."""
-    count = x.numel() // n
+    count = front(x, axis, n).numel() // n
     at = torch.arange(count, device=x.device)
 
     def made(start: int, stop: int) -> Tensor:

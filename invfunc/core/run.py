@@ -69,6 +69,7 @@ from invfunc.core.tables import (
     LIKE,
     LINEAR,
     MOVES,
+    MOVING,
     MULTIPLY,
     PLAIN,
     POINTWISE,
@@ -470,15 +471,15 @@ class Run(TorchFunctionMode):
 
     def axes_of(self, rule: Any, func: Any, args: tuple, kwargs: dict, data: list[Known], out: Any) -> Any:
         """The axis of the result: one for all of its tensors, or a list."""
-        if func in MOVES:
-            return moved(self.n, func, args, kwargs, data)
-        axis = rule(self.n, data, args, kwargs, out) if rule else None
-        if axis is not None:
-            return axis
-        index = args[1] if func in INDEXES and isinstance(args[1], tuple) else args[1:]
-        if func in INDEXES and any(isinstance(i, (Tensor, list)) for i in index):
-            return moved(self.n, func, args, kwargs, data)
-        return probe(self.n, func, args, kwargs, data)
+        try:
+            axis = rule(self.n, data, args, kwargs, out) if rule and func not in MOVES else None
+        except Unsupported:
+            if func not in MOVING:
+                raise
+            axis = None
+        if axis is None and func in MOVING:
+            axis = moved(self.n, func, args, kwargs, data, out)
+        return probe(self.n, func, args, kwargs, data) if axis is None else axis
 
     def meet(self, func: Any, rule: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """Run an operation of samples and parameters."""
