@@ -78,7 +78,9 @@ class Sent:
         """`sum_np a a^T`, or its diagonal, which is all that there is of rows."""
         if self.index is not None:
             rows = self.places[1].size
-            return self.index.flatten().bincount(minlength=rows + 1)[:-1].to(self.s.dtype)
+            rows_read = self.index.flatten()
+            counts = rows_read.new_zeros(rows + 1).index_add(0, rows_read, torch.ones_like(rows_read))
+            return counts[:-1].to(self.s.dtype)
         if isinstance(use, Convolution) and not (run.deep or self.joint or self.blocks or diagonal):
             if (gram := use.gram(run)) is not None:  # without windows
                 return gram
