@@ -423,13 +423,20 @@ def _columns(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: boo
 
 def _rows(way: Pullback, out: Any) -> None:
     """Reduce the rows of the Jacobian of a model function."""
-    run, problem = way.run, way.problem
-    check_outputs(run, out, problem.out_dims)
-    dim = problem.out_dims % out.ndim
-    values = run.strip(out).movedim(dim, 0)
+    run, dim = way.run, way.problem.out_dims
+    named, structure = tree.named_leaves(out) or [("", out)], tree.flatten(out)[1]
+    roots, values = list[Output](), dict[int, torch.Tensor]()
+    for path, z in named:
+        check_outputs(run, z, dim, path)
+        axis, k = Axis(dim % z.ndim), len(values)
+        values[k] = axis.expose(run.strip(z), run.n)
+        roots += [Output(k, z, axis)] if z.requires_grad else []
+    if not roots:
+        raise unreached()
+    shapes = [torch.Size([*z.shape[: dim % z.ndim], *z.shape[dim % z.ndim + 1 :]]) for _, z in named]
     for fold in way.folds:
-        fold.found = replace(fold.found, outputs=[values.shape[1:]])
-    way.columns([Output(0, out, Axis(dim))], [Units({0: values.unsqueeze(1 + dim)})])
+        fold.found = replace(fold.found, outputs=shapes, structure=structure)
+    way.columns(roots, [Units(values)])
 
 
 @dataclass
