@@ -34,7 +34,7 @@ from invfunc._torch.functorch import (
 )
 from invfunc._torch.opened import opened
 from invfunc.core import own
-from invfunc.core.axes import numbers, read
+from invfunc.core.axes import alone, numbers, read, single
 from invfunc.core.columns import Criterion, criterion_of, weighs
 from invfunc.core.marks import (
     DERIVED,
@@ -249,7 +249,9 @@ class Run(TorchFunctionMode):
             raise Unsupported(f"{named(func)} reads data, whose samples cannot be followed")
         if not data or sums or lost or func is SET:
             return self.special(func, args, kwargs, (data, *found[1:]))
-        if len(data) == 1 and not params and func in POINTWISE:  # the most frequent ones, in short
+        if (
+            len(data) == 1 and not params and func in POINTWISE and type(data[0][1][1]) is int
+        ):  # the most frequent ones, in short
             return self.pointwise(func, args, kwargs, data)
         return self.of_samples(func, args, kwargs, data, params)
 
@@ -433,6 +435,9 @@ class Run(TorchFunctionMode):
             graph = y.requires_grad
             if y.is_complex():
                 raise Unsupported("complex numbers")
+            order = axis[1] if type(axis) is tuple else 1
+            if type(order) is not int and -axis[0] <= y.ndim and y.shape[axis[0]] != len(order.rows):
+                axis = Unsupported("some samples are expanded")
             if axis is SUMMED and not graph:
                 axis = Unsupported(f"{named(func)}: a sum of data meets a parameter")
             if axis is not None:
@@ -449,6 +454,12 @@ class Run(TorchFunctionMode):
 
     def axes_of(self, rule: Any, func: Any, args: tuple, kwargs: dict, data: list[Known], out: Any) -> Any:
         """The axis of the result: one for all of its tensors, or a list."""
+        if -data[0][1][0] > data[0][0].ndim and single(data):
+            orders, every = {axis[1] for _, axis in data}, [*tensors(out)]
+            if len(orders) == 1:
+                return [alone(y.ndim, data[0][1][1].rows, self.n) for y in every]
+            if func in SUMS and not every[0].ndim:
+                return SUMMED
         try:
             axis = rule(self.n, data, args, kwargs, out) if rule and func not in MOVES else None
         except Unsupported:
@@ -466,7 +477,7 @@ class Run(TorchFunctionMode):
         if func in POINTWISE:
             return expanded(self, func, rule, args, kwargs, data, params)
         factor = FACTORS.get(func)
-        if factor is None:
+        if factor is None or any([-axis[0] > x.ndim for x, axis in data]):
             return copied(self, func, rule, args, kwargs, data, params)
         alias = {id(x): self.alias(x) for x, _ in params}
         given = {k: replaced(v, alias) for k, v in kwargs.items()} if kwargs else kwargs
@@ -501,7 +512,8 @@ class Run(TorchFunctionMode):
         """Run an operation that is linear in sums over the samples; parameters may be added."""
         one = len(sums) == 1 and not params
         linear = func in LINEAR or (one and (func in MULTIPLY or (func in DIVIDE and sums[0][0] is args[0])))
-        if data or not linear or (params and func not in SUMS):
+        apart = data and not (func in SUMS and single(data) and all([not x.ndim for x, _ in data]))
+        if apart or not linear or (params and func not in SUMS):
             error = Unsupported(f"{named(func)}: a sum over samples is used in a way that is not linear in it")
             return self.lose(func(*args, **kwargs), error)
         if not all([node.alone for _, node in params]):

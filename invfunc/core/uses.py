@@ -63,6 +63,20 @@ def summed(parts: Iterable[torch.Tensor]) -> torch.Tensor:
     return reduce(add, parts)
 
 
+def back(x: torch.Tensor, shape: Sequence[int], axis: Axis, n: int) -> torch.Tensor:
+    """Columns `[V, n, entries]` in the layout of a tensor, `[V, *shape]`."""
+    if n == 1:
+        return x.reshape(len(x), *shape)
+    at, outer, inner = axis
+    at += len(shape)
+    if isinstance(outer, Order):
+        if at < 0:
+            return outer.restored(x.reshape(len(x), n, 1, *shape), 0).squeeze(1)
+        return outer.restored(x.reshape(len(x), n, *shape[:at], outer.width, *shape[at + 1 :]), at)
+    x = x.reshape(len(x), n, *shape[:at], outer, inner, *shape[at + 1 :])
+    return x.movedim(1, at + 2).flatten(at + 1, at + 3)
+
+
 class Use:
     """A use of a parameter, or of `value`, which is computed from some: `node` is known of it."""
 
@@ -707,10 +721,12 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
                 copies[id(x)] = run.alias(x.expand(run.n, *x.shape))
             x = copies[id(x)]
         elif id(x) in axes:
-            at, outer, inner = axes[id(x)]
-            if run.n > 1 and (outer, inner) != (1, 1):
-                raise Unsupported("parameters meet samples whose axis is merged")
-            x = x.unsqueeze(0) if run.n == 1 else x.movedim(at, 0).unsqueeze(at)
+            at, order, _ = axes[id(x)]
+            if run.n > 1 and isinstance(order, Order):
+                x = order.front(x, at + x.ndim, 0, fill=False)
+                x = x.squeeze(1) if -at > x.ndim - 1 else x
+            else:
+                x = front(x, axes[id(x)], run.n)
         else:
             given.append(x)
             continue
@@ -722,7 +738,7 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
         raise Unsupported("the result is no tensor")
     found = [(-1, 1, 1)] if run.n == 1 else run.axes_of(rule, func, args, kwargs, data, plain)
     axis = found[0] if isinstance(found, list) else found
-    if not isinstance(axis, tuple) or (run.n > 1 and axis[1:] != (1, 1)):
+    if not isinstance(axis, tuple):
         raise Unsupported("the samples are not in one dim of the result")
 
     def one(*mapped: torch.Tensor) -> torch.Tensor:
@@ -733,9 +749,9 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
         return func(*own, **named)
 
     out = torch.func.vmap(one, randomness="different")(*(given[i] for i in places))
-    out = out.squeeze(0) if run.n == 1 else out.squeeze(axis[0]).movedim(0, axis[0])
-    if out.shape != plain.shape:
+    if out[0].numel() * (1 if getattr(axis[1], "ragged", False) else run.n) != plain.numel():
         raise Unsupported("an operation in which parameters have an entry for each sample")
+    out = out.squeeze(0) if run.n == 1 else back(out.flatten(1)[None], plain.shape, axis, run.n)[0]
     know(out, Mark(run.token, axis, out.requires_grad))
     for x, node in {id(x): (x, node) for x, node in params}.values():
         run.use(Copies(node, x), copies[id(x)])
