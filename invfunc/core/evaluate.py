@@ -571,7 +571,8 @@ def _cotangent(run: Run, out: Any) -> torch.Tensor | None:
         raise Unsupported("samples do not reach the result in a way that was seen")
     if out.ndim and out.shape[0] != run.n:
         raise Unsupported("the result is neither a number nor one for each sample")
-    if run.n > 1 and known.axis != ((-1, 1, 1) if out.ndim else SUMMED):
+    one = type(known.axis) is tuple and not out.ndim  # of one sample alone
+    if run.n > 1 and not one and known.axis != ((-1, 1, 1) if out.ndim else SUMMED):
         raise Unsupported(f"the result is neither [N] losses nor a sum over the samples: {known.axis}")
     return torch.ones_like(out) if out.ndim else None
 

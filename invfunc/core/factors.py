@@ -119,7 +119,9 @@ def _added(
 ) -> Factors:
     """The factors of uses in one role."""
     first = some[0][1]
-    count, pooled = sum(each.s.shape[3] for _, each in some), sharing != "expand"
+    count, pooled = sum(_positions(run, use, each) for use, each in some), sharing != "expand"
+    if pooled and any([order.ragged for use, _ in some for order in use.orders]):
+        raise Unsupported("K-factors of samples with different numbers of rows, which share their positions")
     large = [place.size + (k and bool(bias)) > most for k, place in enumerate(first.places)]
     key = (first.key, pooled, first.s.shape[-1]) if len(some) == 1 and first.key is not None else None
     b = run.known.get(key)
@@ -146,10 +148,18 @@ def _added(
     return Factors(b, a, positions, first.places, bias, leaf.shape, first.blocks)
 
 
+def _positions(run: Run, use: Use, each: Sent) -> Any:
+    """How many positions a sample has; on average, where some have more than others."""
+    count = each.s.shape[3]
+    for order in use.orders[:1]:
+        count = count * len(order.rows) / (run.n * order.width)
+    return count
+
+
 def operands(run: Run, leaf: torch.Tensor, use: Use, joint: bool = False) -> Sent:
     """The operands of a use; `joint`, with one more input that is always 1."""
-    if run.n > 1 and any([order.ragged for order in use.orders]):
-        raise Unsupported("K-factors of samples with different numbers of rows")
+    if use.orders and (joint or run.chosen is not None or not isinstance(use, Pair) or isinstance(use, Convolution)):
+        raise Unsupported("K-factors of samples that are picked or permuted")
     if isinstance(use, Pair):
         return _of_pair(run, leaf, use, joint)
     if isinstance(use, Rows) and leaf.ndim == 2 and use.node.kind is LEAF:

@@ -274,7 +274,7 @@ class Run(TorchFunctionMode):
         """Run a pointwise operation of one tensor with samples."""
         out = func(*args, **kwargs)
         x, axis = data[0]
-        if out is args[0] and out is not x:
+        if (out is args[0] and out is not x) or type(out) is tuple:
             return self.mark(RULES[func], func, args, kwargs, data, out)
         if out.dtype is not x.dtype and out.dtype in HALF and not torch.is_autocast_enabled(x.device.type):
             raise Unsupported("a cast to half precision")

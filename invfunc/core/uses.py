@@ -34,7 +34,7 @@ from invfunc.core.marks import (
     wide,
 )
 from invfunc.core.order import Order
-from invfunc.core.tables import called
+from invfunc.core.tables import MOVES, called
 from invfunc.linear_algebra.pairwise import room_for
 from invfunc.operations.factors.autocorrelation import patches_gram
 
@@ -710,6 +710,8 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
     """Run any operation under vmap, with a copy of the parameters for each sample."""
     if named(func).strip("_") + "_" == named(func):
         raise Unsupported("parameters are written among samples")
+    if func in MOVES and not any([x is args[0] for x, _ in data]):
+        raise Unsupported("samples pick in the rows of parameters")
     flat, structure = tree.flatten((args, kwargs))
     axes, nodes = {id(x): a for x, a in data}, {id(x) for x, _ in params}
     copies: dict[int, torch.Tensor] = {}
