@@ -370,7 +370,7 @@ def numbers(shape: Any, axis: Axis, n: int, device: torch.device) -> torch.Tenso
 def read(known: torch.Tensor, n: int) -> Axis | None:
     """The axis from the sample of each entry, -1 where there is none; None if they are not along one dim."""
     if not known.numel():  # nothing was picked
-        return (known.shape.index(0) - known.ndim, Order(known.new_zeros(0), n), 0)  # pyright: ignore
+        return (known.shape.index(0) - known.ndim, Order(known.new_zeros(0), n), 0)  # pyright: ignore[reportReturnType]
     low, high = (int(x) for x in known.aminmax())
     if high < 0:
         return None

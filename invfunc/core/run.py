@@ -61,6 +61,7 @@ from invfunc.core.tables import (
     DIVIDE,
     EXPANDS,
     FILLED,
+    GROUPED,
     INDEXES,
     LEAKS,
     LIKE,
@@ -70,6 +71,7 @@ from invfunc.core.tables import (
     MULTIPLY,
     PLAIN,
     POINTWISE,
+    PRODUCTS,
     PURE,
     REFUSED,
     RULES,
@@ -422,7 +424,7 @@ class Run(TorchFunctionMode):
         if args and out is args[0]:
             if _into_view(out):
                 raise Unsupported("samples are written into a view of a tensor without samples")
-            if func not in POINTWISE and named(func).endswith("_"):
+            if func not in POINTWISE and func not in GROUPED and named(func).endswith("_"):
                 raise Unsupported("an operation in place that is not entry by entry")
         axes: Any = (-1, 1, 1)
         if self.n != 1:
@@ -468,7 +470,12 @@ class Run(TorchFunctionMode):
             axis = None
         if axis is None and func in MOVING:
             axis = moved(self.n, func, args, kwargs, data, out)
-        return probe(self.n, func, args, kwargs, data) if axis is None else axis
+        try:
+            return probe(self.n, func, args, kwargs, data) if axis is None else axis
+        except Unsupported:
+            if func not in GROUPED:
+                raise
+        return SUMMED
 
     def meet(self, func: Any, rule: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """Run an operation of samples and parameters."""
@@ -511,7 +518,8 @@ class Run(TorchFunctionMode):
     ) -> Any:
         """Run an operation that is linear in sums over the samples; parameters may be added."""
         one = len(sums) == 1 and not params
-        linear = func in LINEAR or (one and (func in MULTIPLY or (func in DIVIDE and sums[0][0] is args[0])))
+        times = func in MULTIPLY or func in PRODUCTS or (func in DIVIDE and sums[0][0] is args[0])
+        linear = func in LINEAR or (one and times)
         apart = data and not (func in SUMS and single(data) and all([not x.ndim for x, _ in data]))
         if apart or not linear or (params and func not in SUMS):
             error = Unsupported(f"{named(func)}: a sum over samples is used in a way that is not linear in it")
