@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from invfunc.callables import describe
 from invfunc.errors import ArgumentTypeError
-from invfunc.sparsity.report import Explanation
+from invfunc.report import Explanation
 from invfunc.transform import Transform
 
 
@@ -34,17 +34,18 @@ def explain(statistic: Explainable) -> Callable[..., Explanation]:
         A function with the arguments of the statistic that returns an `Explanation`, which prints as a table: how many
         `columns` a sample has (vectors of outputs that are pulled back, see `diag_ggn`), in how many backward `passes`
         (of one column each; with `chunked` in as many as it asks for) and `pullbacks` (of several columns at once,
-        where memory allows), and `why`; which `parts` of
-        the exact columns of a GGN take a shorter way: a closed form, columns that share backward passes ("local"),
-        columns of a narrow layer; of each of the `params` whether its per-sample gradient has a "fast" rule at all
-        `operations` that read it or is "generic" (and where), or whether it is "unread"; about how many `bytes` the
-        columns take; the estimated `cost` over that of all columns; what is said of each of the `members` of
-        `together`; what is `checked` if it is `certified`. Of what is `streamed`, how many `sweeps` go through how many
-        `batches` (None where the loader has no length), for how many `tiles` of `gram`, and all this for the first
-        batch, which the loader is asked for. Of what is `distributed`, how many `processes` there are, and how many
-        bytes of results are `exchanged` by each: of a sample axis that is gathered those of this batch, and None if f
-        does not run without numbers; of `gram` also the batches, which travel. No other process is asked, so that one
-        can do it alone.
+        where memory allows), and `why`, which begins with how f is called where it is not followed operation by
+        operation (on single samples, or by the rows of its losses); which `parts` of the exact columns take a shorter
+        way: a closed form, columns that share backward passes ("local"), columns of a narrow layer, or the entries of
+        parameters one by one; of each of the `params` the `operations` that read it, whether all have a "fast" rule,
+        or some are "generic" (with a copy of the parameter for each sample) or it is "unread", and the shapes of its
+        factors; about how many `bytes` the result takes; the estimated `cost` over that of all columns; what is said
+        of each of the `members` of `together`; what is `checked` if it is `certified`. Of what is `streamed`, how many
+        `sweeps` go through how many `batches` (None where the loader has no length), for how many `tiles` of `gram`,
+        and all this for the first batch, which the loader is asked for. Of what is `distributed`, how many `processes`
+        there are, and how many bytes of results are `exchanged` by each: of a sample axis that is gathered those of
+        this batch, and None if f does not run without numbers; of `gram` also the batches, which travel. No other
+        process is asked, so that one can do it alone.
 
     Raises:
         ArgumentTypeError: something else than a statistic; a loader that gives its batches once, as a generator.
@@ -61,12 +62,12 @@ def explain(statistic: Explainable) -> Callable[..., Explanation]:
           2 backward passes for 4 columns of a sample (vectors that are pulled back), in 2 pullbacks
           params['w']  fast  linear
           params['s']  fast  mul
-          about 0.0 MiB for the columns, 100.0% of the work without structure
+          about 0.0 MiB for the result, 100.0% of the work without structure
 
     Composes with: `chunked`, `reduced`, `together`, `certified`, `streamed`, `distributed` inside of it.
 
     Cost: the forward passes of the statistic (for the Hessian also what is sent back to the nonlinear operations);
-    where structure is looked for, another one and one of a single sample. No random numbers are consumed.
+    where structure is looked for, one of a single sample. No random numbers are consumed.
 
     Source: this library.
     """

@@ -15,20 +15,18 @@ from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import anywhere
 from invfunc._ways import known_way, refused
 from invfunc.callables import check_functions, describe
-from invfunc.core.evaluate import Way, by_ways, evaluated, plain
+from invfunc.core.evaluate import Way, by_ways, evaluated
+from invfunc.core.explained import explained
 from invfunc.evaluation.engine import Engine
-from invfunc.evaluation.explained import joined
 from invfunc.plan import AxisName, Options
 from invfunc.recording.beside import beside
 from invfunc.recording.problem import InDims, Problem, nothing, problem, with_aux
 from invfunc.reductions import Reduction
 from invfunc.reductions.quantity import GRADIENT, ColumnKind, Drawing, Quantity
-from invfunc.sparsity.report import Explanation
+from invfunc.report import Explanation, joined
 from invfunc.transform import Transform
 
 _PLAIN = Options(), Options(dense=True)
-PARTS = False
-"""Whether chunks and batches of loaders go by the core, too: the old one does them until it is gone."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,10 +61,12 @@ class Statistic(Transform):
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         given = self.problem(args, kwargs, names)
-        found = self._directly(given)
-        if found is None:
-            engine = self._engine(given)
-            found = engine.result() if given.n else self._of_nothing(engine, names)
+        if not given.n:
+            found = self._of_nothing(self._engine(given), names)
+        elif self._in_parts:
+            found = self._engine(given).result()
+        else:
+            found = self._directly(given)
         results, aux = found
         return tuple(results) if self.members else results[0], aux
 
@@ -81,20 +81,22 @@ class Statistic(Transform):
             raise nothing(names[next(i for i, dim in given.dims.items() if dim is not None)])
         return engine.finished(), aux
 
-    def engine(self, args: tuple, kwargs: dict[str, Any], names: Any, explaining: bool = False) -> Engine:
-        """The evaluation at these arguments; `explaining` says that it is only asked how it would be done."""
-        return self._engine(self.problem(args, kwargs, names), explaining)
+    def engine(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Engine:
+        """The evaluation at these arguments."""
+        return self._engine(self.problem(args, kwargs, names))
 
-    def _engine(self, given: Problem, explaining: bool = False) -> Engine:
-        core = PARTS and bool(given.n) and not explaining and self.direct and plain(given)
-        return Engine(given, self.options, self._quantities(given), explaining, self.called if core else None)
+    def _engine(self, given: Problem) -> Engine:
+        return Engine(given, self.options, self._quantities(given), (*self.called, "in parts"))
 
-    def _directly(self, given: Problem) -> tuple[list[Any], Any] | None:
-        """The results by the core, if it follows f; else the engine finds them, or the error."""
-        if not given.n or self.options.plan.splits.get("samples") or not self.direct or not plain(given):
-            return None
-        before = [(g, state_of(g)) for g in (*torchs_own(), *(d.generator for d in self.drawings))]
-        quantities, undo = self._quantities(given), partial(set_states, before)
+    @property
+    def _in_parts(self) -> bool:
+        """Whether samples are divided, or what is divided has to come in phases."""
+        splits = self.options.plan.splits
+        return bool(splits.get("samples")) or (bool(splits) and self.sweeps > 1)
+
+    def _directly(self, given: Problem) -> tuple[list[Any], Any]:
+        """The results of all samples at once."""
+        quantities, undo = self._quantities(given), self._undo()
 
         def call(way: Way) -> tuple[list[Any], Any]:
             if not self.options.progress:
@@ -115,7 +117,7 @@ class Statistic(Transform):
         return self.taken and known_way(self.f, self.called) == 0
 
     @property
-    def called(self) -> Hashable:
+    def called(self) -> tuple[Hashable, ...]:
         """What is asked of f."""
         return self.name, *(m.name for m in self.members)
 
@@ -125,10 +127,9 @@ class Statistic(Transform):
         each = self.members or (self,)
         kinds = {(k.convex, k.averaged, k.second_order, k.of_model == "yes") for k in [m.kind for m in each]}
         of_kind = len(kinds) == 1
-        options = self.options.fast and (PARTS or self.options in _PLAIN)
+        options = self.options.fast
         plain = options and all(m.others is None and m.options in _PLAIN for m in self.members)
-        drawn = all(m.drawing is None or m.drawing.sample is None for m in each)
-        return of_kind and plain and drawn and self.others is None
+        return of_kind and plain and self.others is None
 
     def without_samples(self, params: Any) -> Engine:
         """The evaluation of no samples, which has parameters only."""
@@ -154,11 +155,26 @@ class Statistic(Transform):
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """How it would be computed at these arguments."""
-        each = self.engine(args, kwargs, names, explaining=True).explained()
+        given = self.problem(args, kwargs, names)
+        if not given.n:
+            raise nothing(names[next(i for i, dim in given.dims.items() if dim is not None)])
+        quantities, undo = self._quantities(given), self._undo()
+
+        def call(way: Way) -> list[Explanation]:
+            return explained(given, quantities, self.options, way, undo)
+
+        try:
+            each = by_ways(self.f, self.called, call, undo)
+        finally:
+            undo()
         if not self.members:
             return replace(each[0], name=repr(self))
         each = [replace(e, name=repr(m)) for m, e in zip(self.members, each, strict=True)]
-        return joined(repr(self), [m.quantity for m in self.members], each)
+        return joined(repr(self), each, [m.quantity.columns for m in self.members])
+
+    def _undo(self) -> Callable[[], None]:
+        """What undoes the draws that come behind it."""
+        return partial(set_states, [(g, state_of(g)) for g in (*torchs_own(), *(d.generator for d in self.drawings))])
 
     @property
     def quantity(self) -> Quantity:

@@ -19,10 +19,15 @@ def same(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
     axis = data[0][1]
     if type(out) is tuple:
         raise Unsupported("where some entries are depends on all samples")
-    for _, other in data[1:]:
+    for x, other in data[1:]:
         if other != axis:
-            raise Unsupported("operands have their samples in different dims")
+            raise Unsupported(f"it combines samples {_along(*data[0])} with samples {_along(x, other)}")
     return axis
+
+
+def _along(x: torch.Tensor, axis: Axis) -> str:
+    """The axis of the samples of a tensor, in a message."""
+    return f"along axis {axis[0] + x.ndim} of a tensor {list(x.shape)}"
 
 
 def along(place: int, default: int | None = None) -> Any:
@@ -32,7 +37,7 @@ def along(place: int, default: int | None = None) -> Any:
         x, axis = data[0]
         dim = option(args, kwargs, place, "dim", default)
         if len(data) > 1 or not isinstance(dim, int) or dim % x.ndim - x.ndim == axis[0]:
-            raise Unsupported("it works along the samples")
+            raise Unsupported("it computes over the sample axis")
         return axis
 
     return rule
@@ -58,7 +63,7 @@ def reduction(linear: bool = False) -> Any:
         if at in dims:
             if linear:
                 return SUMMED
-            raise Unsupported("it reduces the samples")
+            raise Unsupported("it reduces over the sample axis")
         return (at if keep else at + sum(d > at for d in dims), outer, inner)
 
     return rule
@@ -167,7 +172,7 @@ def shuffled(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> 
 def batch_norm(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
     """Batch norm, which mixes samples in train mode."""
     if option(args, kwargs, 5, "training", False):
-        raise Unsupported("batch norm in train mode computes with all samples")
+        raise Unsupported("in train mode it computes with all samples (take eval mode, or GroupNorm)")
     return first(n, data, args, kwargs, out)
 
 

@@ -13,21 +13,24 @@ import torch
 from invfunc import thresholds, tree
 from invfunc._alike import alike
 from invfunc._extras import Ticks
-from invfunc._torch.functorch import dispatched, dual_level, hooked, listening, transforming, version, versions
+from invfunc._torch.functorch import dual_level, hooked, transforming, versions
 from invfunc._torch.generators import same_state, state_of, torchs_own
 from invfunc._ways import known_way, note_way
 from invfunc.budget.size import fits
-from invfunc.core.columns import Criterion, Hessian, made
+from invfunc.core.columns import Twice, columns_at, lost, single, split
 from invfunc.core.factors import partners
 from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
+from invfunc.core.lots import Lot
 from invfunc.core.marks import HALF, SUMMED, Final, Mark, Unsupported, know
+from invfunc.core.refusals import check_loss, check_outputs, check_room, refused_by
 from invfunc.core.resort import alone, by_rows
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
+from invfunc.core.split import Axis, Finder, Output, marked_for
 from invfunc.core.uses import Use
-from invfunc.loss.outputs import marked_for
-from invfunc.loss.square_root import Columns, Units
+from invfunc.errors import InvFuncError, unreached
+from invfunc.loss.square_root import Affine, Columns, Units, joined_block
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.plan import Options, Plan, even
 from invfunc.recording.problem import Problem
@@ -35,6 +38,7 @@ from invfunc.reductions import Found, Reduction, State
 from invfunc.reductions.quantity import Quantity
 from invfunc.reductions.reduction import Shortcuts
 from invfunc.structure.plan import Structure
+from invfunc.structure.plan import Way as Shortcut
 
 Way = Callable[[Problem, Run, list[torch.Tensor], slice], tuple[Any, Any]]
 """A way of calling f, given the leaves of a run: the result, whose mark and uses the run knows then, and aux."""
@@ -49,8 +53,8 @@ _DTYPES = (torch.float32, torch.float64, *HALF)
 
 
 def plain(problem: Problem) -> bool:
-    """Whether the arguments of a call are ordinary tensors, which nothing else watches."""
-    if listening() or dispatched() or torch.is_inference_mode_enabled():
+    """Whether the arguments of a call are ordinary tensors."""
+    if torch.is_inference_mode_enabled():
         return False
     if dual_level():  # forward mode
         return False
@@ -78,7 +82,7 @@ def evaluated(
 
     if ticks is not TICKS:
         ticks.reach(problem.n)
-    return _ran_and(finished, problem, quantities, options, None, ticks, way, undo=undo)
+    return ran_and(finished, problem, quantities, options, None, ticks, way, undo=undo)
 
 
 @dataclass
@@ -116,7 +120,7 @@ def kept(
         aux = None if aux is None else _left(run, aux, outside)
         return Kept(folds, run.count, aux, _left(run, out, outside), _left(run, run.outputs, outside))
 
-    return _ran_and(left, problem, quantities, replace(options, reduce=None), known, ticks, way, part, phased=True)
+    return ran_and(left, problem, quantities, replace(options, reduce=None), known, ticks, way, part, phased=True)
 
 
 class _Bare(AbstractContextManager):
@@ -152,23 +156,24 @@ def loss_of(problem: Problem) -> torch.Tensor:
         run.close()
 
 
-def columns_of_all(problem: Problem, outputs: torch.Tensor, quantities: Sequence[Quantity]) -> Made:
+def columns_of_all(problem: Problem, outputs: Any, quantities: Sequence[Quantity]) -> Made:
     """The columns at the outputs of a model, with a loss that is given apart."""
-    run = Run(problem.n, transforming() or (torch.is_grad_enabled() and outputs.requires_grad))
+    graph = torch.is_grad_enabled() and any(z.requires_grad for z in tree.tensors((outputs,)))
+    run = Run(problem.n, transforming() or graph)
     run.open()
+
+    def known(z: torch.Tensor) -> torch.Tensor:
+        know(own := run.alias(z), Mark(run.token, (problem.out_dims % z.ndim - z.ndim, 1, 1), True))
+        return own
+
     try:
-        z = run.alias(outputs)
-        know(z, Mark(run.token, (problem.out_dims % z.ndim - z.ndim, 1, 1), True))
-        run.criterion = Criterion(run.token)
-        with marked_for(run.criterion), TwiceDifferentiable() if run.deep else nullcontext():
-            out = _loss(problem, run, z)
-        hessian = run.criterion.hessian(run, out)
+        out = lost(problem, run, tree.map_tensors(known, outputs))
+        return {q.columns: columns_at(run, out, q) for q in quantities}
     finally:
         run.close()
-    return {q.columns: made(hessian, q, problem.n) for q in quantities}
 
 
-def hessian_of(problem: Problem) -> Hessian:
+def hessian_of(problem: Problem) -> list[Columns]:
     """The Hessian of the loss in the outputs that are found in f."""
     run = Run(
         problem.n, transforming() or (torch.is_grad_enabled() and any(x.requires_grad for x in problem.tensors()))
@@ -176,45 +181,72 @@ def hessian_of(problem: Problem) -> Hessian:
     run.open()
     try:
         leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
-        run.criterion, run.part = Criterion(run.token), True
-        with marked_for(run.criterion), TwiceDifferentiable() if run.deep else nullcontext():
+        run.criterion, run.part, run.twice = Finder(n=run.n), True, True
+        with marked_for(run.criterion), TwiceDifferentiable():
             out = _called(problem, run, leaves)[0]
-        return run.criterion.hessian(run, out)
+        found = split(run, out).hessian()
+        if run.deep and any([isinstance(part, Affine) for part in found]):
+            raise Unsupported("columns that are pulled back when the run is over, where the result is differentiated")
+        return found
     finally:
         run.close()
 
 
-def by_ways(f: Callable, what: Hashable, call: Callable[[Way], T], undo: Callable[[], None]) -> T | None:
-    """What a call finds by the first way that follows f, or None; what is asked of f says which way that was before."""
-    first = known_way(f, what)
-    for k in range(len(WAYS) if first is None else first, len(WAYS)):
+def by_ways(f: Callable, what: Hashable, call: Callable[[Way], T], undo: Callable[[], None]) -> T:
+    """What a call finds by the first way that follows f; what is asked of f says which way that was before.
+
+    An error of the library's own, or of f, is one of any way; else the error is that of the first.
+    """
+    first, refusals = known_way(f, what), list[Exception]()
+    for k in range(first or 0, len(WAYS)):
         try:
             found = call(WAYS[k])
         except Exception as error:
-            undo()
-            if isinstance(error, Final):
-                break
+            refusals.append(error)
         else:
             if k != first:
                 note_way(f, what, k)
             return found
-    note_way(f, what, None)
-    return None
+        undo()
+        last = refusals[-1]
+        if isinstance(last, (Final, InvFuncError)) or (isinstance(last, Raised) and not transforming()):
+            break
+    own = [e.error if isinstance(e, Raised) else e for e in refusals if isinstance(e, (Raised, InvFuncError))]
+    raise own[0] if own else refused_by(refusals)
 
 
-def _ran_and(
+class Raised(Exception):
+    """Raised where f itself raises an error, also as it is written."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Met(Raised):
+    """Raised where f raises an error while it is followed."""
+
+    def __init__(self, error: Exception, as_written: Callable[[], Any]) -> None:
+        """`as_written` calls f as it is written."""
+        super().__init__(error)
+        self.as_written = as_written
+
+
+def ran_and(
     finish: Callable[..., T],
     problem: Problem,
     quantities: Sequence[Quantity],
     options: Options,
-    known: Made | None,
-    ticks: Ticks,
-    way: Way,
+    known: Made | None = None,
+    ticks: Ticks = TICKS,
+    way: Way = Problem.call,
     part: bool = False,
     phased: bool = False,
     undo: Callable[[], Any] = bool,
+    pullback: Callable[..., Pullback] | None = None,
 ) -> T:
     """Run f, reduce the columns, and finish with what is kept while the run is open."""
+    pullback = pullback or Pullback
     outside = torch.is_grad_enabled()
     constants = [x for q in quantities for x in q.reduction.constants]
     deep = transforming() or (outside and any([x.requires_grad for x in (*problem.tensors(), *constants)]))
@@ -224,17 +256,23 @@ def _ran_and(
     new = ChainRun if kind.averaged else CallsRun if kind.second_order else Run
     if new is not Run and way is not Problem.call:
         raise Final("second derivatives of a function whose operations are not followed")
+    twice = deep or kind.second_order
     while True:
         run = new(problem.n, deep, chosen)
-        run.part, run.way = part, way
+        run.part, run.way, run.twice = part, way, twice
         run.open(way is Problem.call or transforming())
         try:
-            return finish(run, *_evaluated(problem, quantities, run, outside, options, known, ticks, phased), outside)
-        except Again:
-            deep = True
+            given = problem, quantities, run, outside, options, known, ticks, phased, pullback
+            return finish(run, *_evaluated(*given), outside)
+        except (Again, Twice) as error:
+            deep, twice, met = deep or isinstance(error, Again), True, None
             undo()
+        except Met as error:
+            met = error
         finally:
             run.close()
+        if met is not None:
+            raise _looked_at(met) from None
 
 
 class Again(Exception):
@@ -246,9 +284,10 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
     device, given = problem.leaves[0].device.type, problem.tensors()
     before = versions(given)
     leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
-    if any([q.kind.convex for q in quantities]):
-        run.criterion = Criterion(run.token)
-    if run.criterion is not None and not all([q.drawing for q in quantities]):
+    convex = any([q.kind.convex for q in quantities])
+    if convex and problem.loss is None:
+        run.criterion = Finder(n=run.n)
+    if convex and not all([q.drawing for q in quantities]):
         run.states = [(g, state_of(g)) for g in torchs_own()]
     drawn = [q.drawing.count if q.drawing is not None else 0 for q in quantities]
     run.alone = all([q.kind.first_order or count == 1 for q, count in zip(quantities, drawn, strict=True)])
@@ -256,9 +295,9 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
     with (
         _autocast(device, True),
         marks,
-        TwiceDifferentiable() if run.deep or isinstance(run, CallsRun) else nullcontext(),
+        TwiceDifferentiable() if run.twice or isinstance(run, CallsRun) else nullcontext(),
     ):
-        out, aux = _called(problem, run, leaves)
+        out, aux = _called(problem, run, leaves, convex)
     if run.closed_over and outside and not run.deep:
         raise Again
     if before != versions(given):
@@ -266,7 +305,7 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
     if any([hooked(x) for x in leaves]):
         raise Unsupported("a hook may change what is sent back")
     if not all([fits(q.reduction, problem.leaves) for q in quantities]):
-        raise Final("matrices that may take more than what is free")
+        check_room(problem, quantities, uses_of(run, run.uses)[0])
     return out, aux
 
 
@@ -279,6 +318,7 @@ def _evaluated(
     known: Made | None,
     ticks: Ticks,
     phased: bool,
+    pullback: Callable[..., Pullback],
 ) -> tuple[list[Fold], Any, Any]:
     """What is kept of a run, what f has returned, and aux."""
     device = problem.leaves[0].device.type
@@ -286,23 +326,22 @@ def _evaluated(
     of_model = {q.kind.of_model for q in quantities}
     several = isinstance(out, torch.Tensor) and out.ndim > 1
     rows = of_model == {"yes"} or (of_model == {"unless it returns a loss"} and several)
-    cotangent = None if rows else _cotangent(run, out)
+    cotangent = None if rows else _cotangent(run, out, "f" if problem.loss is None else "the loss")
     n, dtype = run.count, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
     found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
     folds = [Fold(q.reduction, problem, found, options.reduce, phased) for q in quantities]
     if any([getattr(phase, "joined", False) for f in folds for phase in f.reduction.phases]):
-        run.partners = partners(_owners(run, run.uses)[0], run.leaves)
+        run.partners = partners(uses_of(run, run.uses)[0], run.leaves)
     with torch.set_grad_enabled(run.deep and outside), _autocast(device, False):
-        way = Pullback(run, problem, folds, options.plan, ticks, run.uses)
+        way = pullback(run, problem, folds, options.plan, ticks, run.uses)
         if isinstance(run, ChainRun):
             with _undrawn():
-                chain(run, problem.name, quantities[0], folds, out, _owners(run, run.uses)[0])
+                way.chain(quantities[0], out)
         elif run.criterion is not None:
             _columns(way, quantities, out, options.dense, known)
         elif isinstance(run, CallsRun):
-            shortcuts = not options.dense and all([f.reduction.shortcuts != "no" for f in folds])
             with _undrawn():
-                Diagonal(run, problem.name, folds, *_owners(run, run.uses)).reduce(out, cotangent, shortcuts)
+                way.hessian(Diagonal(run, problem.name, folds, *uses_of(run, run.uses)), out, cotangent)
         elif rows:
             _rows(way, out)
         elif not way.streams or options.plan.asked("params"):
@@ -328,100 +367,69 @@ def _autocast(device: str, enabled: bool) -> AbstractContextManager:
     return torch.autocast(device, torch.get_autocast_dtype(device), enabled, cache_enabled=False)
 
 
-def _called(problem: Problem, run: Run, leaves: list[torch.Tensor]) -> tuple[Any, Any]:
-    """What f returns, or its loss of that; and aux."""
-    out, aux = (run.way or Problem.call)(problem, run, leaves, slice(None))
-    if problem.loss is None:
+def _called(problem: Problem, run: Run, leaves: list[torch.Tensor], convex: bool = False) -> tuple[Any, Any]:
+    """What f returns, or its loss of that, whose outputs are `convex` ones; and aux."""
+    try:
+        out, aux = (run.way or Problem.call)(problem, run, leaves, slice(None))
+    except Unsupported:
+        raise
+    except Exception as error:
+        raise Met(error, lambda: returned(problem)) from None
+    if (loss := problem.loss) is None:
         return out, aux
-    if isinstance(run, CallsRun) and run.criterion is None:  # no columns are made at the outputs
+    run.outputs = out
+    try:
+        if convex:
+            return lost(problem, run, out), aux
         target = problem.target(run)
         with run:
-            return problem.loss(out, target), aux
-    known = getattr(out, "_known", None)
-    if not isinstance(out, torch.Tensor) or not 0 <= problem.out_dims % max(1, out.ndim) < 1 or known is None:
-        raise Unsupported("outputs that are no tensor with the samples in front")
-    if run.n > 1 and known.axis != (-out.ndim, 1, 1):
-        raise Unsupported("outputs without the samples in front")
-    run.outputs = out
-    if out.ndim < 1 or out.shape[0] != run.n or not out.is_floating_point():
-        raise Unsupported("outputs of another shape")
-    return _loss(problem, run, out), aux
+            return loss(out, target), aux
+    except (Unsupported, InvFuncError):
+        raise
+    except Exception as error:
+        raise Met(error, lambda: loss(returned(problem), problem.args[-1])) from None
 
 
-def _loss(problem: Problem, run: Run, outputs: torch.Tensor) -> Any:
-    """The loss of the outputs of a model that is given apart from it."""
-    assert problem.loss is not None
-    if run.criterion is not None:
-        if run.criterion.output is not None:
-            raise Unsupported("outputs are marked in a model that is given apart from its loss")
-        run.criterion.output, run.criterion.version = outputs, version(outputs)
-    target = problem.target(run)
-    with run:
-        return problem.loss(outputs, target)
+def _looked_at(met: Met) -> Exception:
+    """An error that a run met: one that f also raises as it is written is the user's own."""
+    try:
+        with torch.enable_grad():
+            met.as_written()
+    except Exception as error:
+        error.__context__ = None  # of the run
+        return Raised(error)
+    return Unsupported(f"{type(met.error).__name__}: {str(met.error).partition(chr(10))[0]}")
 
 
 def _columns(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: bool, known: Made | None) -> None:
     """Reduce the columns of each kind, one kind after the other; some are known."""
     run, folds = way.run, way.folds
-    criterion = run.criterion
-    assert criterion is not None
     groups: dict[Any, list[int]] = {}
     for k, q in enumerate(quantities):
         groups.setdefault(q.columns, []).append(k)
     for key, same in groups.items():
         quantity = quantities[same[0]]
         with torch.enable_grad():
-            columns = made(criterion.hessian(run, out), quantity, run.n) if known is None else known[key]
-        count = sum(c.count for c in columns)
-        x, own = criterion.input, [folds[k] for k in same]
+            columns = columns_at(run, out, quantity) if known is None else known[key]
+            found = split(run, out)
+        count, own = sum([c.count for c in columns]), [folds[k] for k in same]
         shortcuts = quantity.drawing is None and not dense and all([f.reduction.shortcuts != "no" for f in own])
-        if count == 0:
-            raise Unsupported("a loss without columns")
-        assert x is not None
-        few = run.deep or run.chosen is not None or count < thresholds.FEW
-        if shortcuts and not few:
-            if known is not None or way.plan.splits:
-                raise Final("many columns in chunks, of which some may be left out by structure")
-            if _structured(replace(way, folds=own), columns[0]):
+        few = run.deep or run.chosen is not None or count < thresholds.FEW or not single(found, columns)
+        if shortcuts and not few and known is None and not way.plan.splits:
+            if replace(way, folds=own).structured(columns[0]):
                 continue
-        replace(way, folds=own).columns(x, columns[0], 0)
-
-
-def _structured(way: Pullback, columns: Columns) -> bool:
-    """Reduce columns by the structure of f, if it has one that saves time."""
-    folds, run = way.folds, way.run
-    allowed: set[Shortcuts] = {f.reduction.shortcuts for f in folds}
-    if way.apart:
-        return False
-    shortcuts: Shortcuts = allowed.pop() if len(allowed) == 1 else "narrow"
-    structure = Structure(way.problem, run, columns, _owners(run, run.uses)[0], shortcuts)
-    found = structure.way()
-    if found is None:
-        return False
-
-    def reduce(place: int, shares: Shares) -> None:
-        for fold in folds:
-            fold.keep(place, fold.reduction.step(shares), last=False)
-
-    for fold in folds:
-        fold.found = replace(fold.found, columns=columns.count)
-    return structure.taken(found, reduce)
+        replace(way, folds=own).columns(found.roots, columns)
 
 
 def _rows(way: Pullback, out: Any) -> None:
     """Reduce the rows of the Jacobian of a model function."""
     run, problem = way.run, way.problem
-    if not isinstance(out, torch.Tensor) or not out.ndim or not out.requires_grad:
-        raise Unsupported("outputs that are no tensor, or have no derivative")
-    known, dim = getattr(out, "_known", None), problem.out_dims % out.ndim
-    if type(known) is not Mark or known.run is not run.token or not known.graph:
-        raise Unsupported("samples do not reach the result in a way that was seen")
-    if out.shape[dim] != run.n or (run.n > 1 and known.axis != (dim - out.ndim, 1, 1)):
-        raise Unsupported("outputs without the samples in the dim that is given")
+    check_outputs(run, out, problem.out_dims)
+    dim = problem.out_dims % out.ndim
     values = run.strip(out).movedim(dim, 0)
     for fold in way.folds:
         fold.found = replace(fold.found, outputs=[values.shape[1:]])
-    way.columns(out, Units({0: values}), dim)
+    way.columns([Output(0, out, Axis(dim))], [Units({0: values.unsqueeze(1 + dim)})])
 
 
 @dataclass
@@ -461,19 +469,21 @@ class Pullback:
             self._fold(leaves)
             self.ticks.done()
 
-    def columns(self, x: torch.Tensor, columns: Columns, dim: int) -> None:
-        """Reduce columns at a tensor, whose samples are in a dim, in groups that fit the memory."""
-        run, folds, count = self.run, self.folds, columns.count
-        run.exact = getattr(columns, "exact", None)
+    def columns(self, roots: Sequence[Output], columns: Sequence[Columns]) -> None:
+        """Reduce columns at outputs, in groups that fit the memory; those of each kind after the others."""
+        run, folds, count = self.run, self.folds, sum([c.count for c in columns])
+        run.lots = _lots(columns)
         for fold in folds:
             fold.found = replace(fold.found, columns=count)
+        if not count:  # as of one class
+            return None
         if count == 1 and not self.plan.splits and self.streams:
-            left = columns.block(0, 1, slice(None)).left[0].reshape(x.movedim(dim, 0).shape)
-            return self.stream(x, left.movedim(0, dim).to(x.dtype))
+            sources, given = self._at(roots, columns, 0, 1)
+            return self.stream(sources, [c[0] for c in given])
         together = self.apart or not all(["outputs" in f.reduction.axes for f in folds])
         most = count if together else max(1, thresholds.GROUPED // max(1, run.numbers))
         if count <= most and not self.plan.splits and self.ticks is TICKS:  # in short
-            return self._group(range(len(run.leaves)), x, columns, dim, 0, count)
+            return self._group(range(len(run.leaves)), roots, columns, 0, count, count)
         groups = self.plan.ranges("outputs", count) if self.plan.asked("outputs") else even(count, most)
         if len(groups) > 1 and self.apart:
             raise Unsupported("something of all columns has to be known of each")
@@ -481,15 +491,30 @@ class Pullback:
         self.ticks.expect(len(chunks) * len(groups))
         for leaves, run.uses in alike("params", chunks, _numbers):
             for start, stop in alike("outputs", groups, lambda group: group[1] - group[0], last=True):
-                self._group(leaves, x, columns, dim, start, stop)
+                self._group(leaves, roots, columns, start, stop, count)
                 self.ticks.done()
 
-    def _group(self, leaves: range, x: torch.Tensor, columns: Columns, dim: int, start: int, stop: int) -> None:
-        """Reduce a range of columns at a tensor."""
-        left = columns.block(start, stop, slice(None)).left[0].reshape(stop - start, *x.movedim(dim, 0).shape)
+    def _group(
+        self, leaves: range, roots: Sequence[Output], columns: Sequence[Columns], start: int, stop: int, count: int
+    ) -> None:
+        """Reduce a range of columns at outputs."""
+        sources, given = self._at(roots, columns, start, stop)
         with torch.enable_grad():
-            self.run.pull_columns(x, left.movedim(1, 1 + dim).to(x.dtype))
-        self._fold(leaves, start > 0, stop == columns.count)
+            self.run.pull_columns(sources, given)
+        self._fold(leaves, start > 0, stop == count)
+
+    def _at(
+        self, roots: Sequence[Output], columns: Sequence[Columns], start: int, stop: int
+    ) -> tuple[list[Any], list[torch.Tensor]]:
+        """The outputs at which there are columns of a range, and these `[V, *output]`."""
+        n = self.run.n
+        if len(columns) == 1:
+            left = columns[0].block(start, stop, slice(None)).left
+        else:
+            left = joined_block([*columns], start, stop, slice(None), n, everywhere=True).left
+        met = [r for r in roots if r.ordinal in left]
+        given = [r.axis.restore(left[r.ordinal], n, 1).to(r.source.dtype) for r in met]
+        return [r.source for r in met], given
 
     def _chunks(self) -> Sequence[tuple[range, list[Use]]]:
         """The parameters in the chunks that are asked for, with their uses."""
@@ -498,7 +523,7 @@ class Pullback:
             return [(range(count), self.uses)]
         if self.apart:
             raise Unsupported("something of all parameters has to be known of each")
-        owners = _owners(self.run, self.uses)[1]
+        owners = uses_of(self.run, self.uses)[1]
         chunks = [range(*part) for part in self.plan.ranges("params", count)]
         uses = [[u for u in self.uses if not leaves.isdisjoint(owners[id(u)])] for leaves in map(set, chunks)]
         return [pair for pair in zip(chunks, uses, strict=True) if pair[1]]
@@ -507,20 +532,52 @@ class Pullback:
         """Reduce some parameters, first what a reduction has to know of all of them; `again`, of other columns, of
         which the `last` ones."""
         run = self.run
-        of = _owners(run, [u for u in run.uses if u.d is not None])[0]
+        of = uses_of(run, [u for u in run.uses if u.d is not None])[0]
         shares = [Shares(run, i, of[i], self.problem.name, again) for i in leaves if of[i]]
         if not shares and len(leaves) == len(run.leaves):
-            raise Unsupported("no parameter reaches the result")
+            raise unreached()
         for fold in self.folds:
             if fold.first is not None:
                 fold.before(shares)
             for each in shares:
                 fold.keep(each.place, fold.reduction.step(each), last)
 
-    def stream(self, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
+    def structured(self, columns: Columns) -> bool:
+        """Reduce columns by the structure of f, if it has one that saves time."""
+        run, allowed = self.run, {f.reduction.shortcuts for f in self.folds}
+        if self.apart:
+            return False
+        shortcuts: Shortcuts = allowed.pop() if len(allowed) == 1 else "narrow"
+        structure = Structure(self.problem, run, columns, uses_of(run, run.uses)[0], shortcuts)
+        way = structure.way()
+        if way is None:
+            return False
+        for fold in self.folds:
+            fold.found = replace(fold.found, columns=columns.count)
+        return self.taken(structure, way)
+
+    def taken(self, structure: Structure, way: Shortcut) -> bool:
+        """Reduce columns by a way that the structure of f allows; False if it turns out to be none."""
+
+        def reduce(place: int, shares: Shares) -> None:
+            for fold in self.folds:
+                fold.keep(place, fold.reduction.step(shares), last=False)
+
+        return structure.taken(way, reduce)
+
+    def hessian(self, diagonal: Diagonal, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
+        """Reduce the columns of a Hessian: of the loss, and of each nonlinear operation."""
+        diagonal.reduce(out, cotangent)
+
+    def chain(self, quantity: Quantity, out: torch.Tensor) -> None:
+        """Reduce one matrix, averaged over the samples at each layer."""
+        assert isinstance(self.run, ChainRun)
+        chain(self.run, self.problem.name, quantity, self.folds, out, uses_of(self.run, self.run.uses)[0])
+
+    def stream(self, out: Any, cotangent: Any) -> None:
         """Reduce each parameter as soon as the cotangents of all its uses have come, and free these."""
         run, folds = self.run, self.folds
-        of, owners = _owners(run, run.uses)
+        of, owners = uses_of(run, run.uses)
         waiting = [*map(len, of)]
         reached = False
 
@@ -545,11 +602,20 @@ class Pullback:
         self.ticks.expect(1)
         run.stream(out, cotangent, arrived)
         if not reached:
-            raise Unsupported("no parameter reaches the result")
+            raise unreached()
         for i, left in enumerate(waiting):
             if left:
                 reduced(i)
         self.ticks.done()
+
+
+def _lots(columns: Sequence[Columns]) -> list[Lot]:
+    """The columns that are drawn."""
+    found, start = list[Lot](), 0
+    for each in columns:
+        found.append(Lot(start, start + each.count, getattr(each, "exact", None)))
+        start += each.count
+    return found
 
 
 def _numbers(chunk: tuple[range, list[Use]]) -> tuple[int, ...]:
@@ -562,22 +628,15 @@ def _left(run: Run, results: Any, outside: bool) -> Any:
     return tree.map_tensors(lambda x: run.strip(x) if outside else run.strip(x).detach(), results)
 
 
-def _cotangent(run: Run, out: Any) -> torch.Tensor | None:
+def _cotangent(run: Run, out: Any, name: str = "f") -> torch.Tensor | None:
     """The vector to pull back from a loss, a number or one of each sample; its samples have to be where they belong."""
-    if not isinstance(out, torch.Tensor) or out.ndim > 1 or not out.requires_grad:
-        raise Unsupported("f returns no loss, or one without a derivative")
     known = getattr(out, "_known", None)
-    if type(known) is not Mark or known.run is not run.token or not known.graph:
-        raise Unsupported("samples do not reach the result in a way that was seen")
-    if out.ndim and out.shape[0] != run.n:
-        raise Unsupported("the result is neither a number nor one for each sample")
-    one = type(known.axis) is tuple and not out.ndim  # of one sample alone
-    if run.n > 1 and not one and known.axis != ((-1, 1, 1) if out.ndim else SUMMED):
-        raise Unsupported(f"the result is neither [N] losses nor a sum over the samples: {known.axis}")
+    if type(known) is not Mark or known.axis != ((-1, 1, 1) if out.ndim else SUMMED) or not known.graph or out.ndim > 1:
+        check_loss(run, out, name)
     return torch.ones_like(out) if out.ndim else None
 
 
-def _owners(run: Run, uses: Sequence[Use]) -> tuple[list[list[Use]], dict[int, Sequence[int]]]:
+def uses_of(run: Run, uses: Sequence[Use]) -> tuple[list[list[Use]], dict[int, Sequence[int]]]:
     """The uses of each leaf, also those of what is computed from it; and the leaves of each use, by its id."""
     of: list[list[Use]] = [[] for _ in run.leaves]
     owners: dict[int, Sequence[int]] = {}

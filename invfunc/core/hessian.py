@@ -22,14 +22,13 @@ from invfunc._torch.functorch import base_of, checkpointing, gradient_edge, vers
 from invfunc._torch.values import anywhere, fake
 from invfunc.core.axes import numbers
 from invfunc.core.columns import softmax_root
-from invfunc.core.marks import SUMMED, Axis, Final, Unsupported, arguments, named, option, tensors, wide
+from invfunc.core.marks import SUMMED, Axis, Unsupported, arguments, named, option, tensors, wide
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.tables import DIVIDE, EXPANDS, LIKE, LINEAR, MOVES, MULTIPLY, POINTWISE, VIEWS, called
 from invfunc.core.uses import (
     WHOLE,
     Block,
-    Convolution,
     Expanded,
     Grown,
     Pair,
@@ -185,7 +184,7 @@ class CallsRun(Run):
                 self.sums += [call] * summed
                 self.calls += [call] * noted
                 if noted and call.versions != counts:
-                    raise Unsupported(f"{named(func)} writes what it reads")
+                    raise Unsupported("it writes what it reads")
         return out
 
     def ended(self, call: Call, out: Any) -> bool:
@@ -265,10 +264,18 @@ def units(x: Tensor, axis: Axis, n: int) -> tuple[int, Callable[[int, int], Tens
 def parts(run: Run, call: Call, slopes: Sequence[Tensor | None]) -> list[Part]:
     """The columns of an operation, given the gradients at its results."""
     alone, n = len(call.inputs) == len(slopes) == 1, run.n
-    if alone and (made := softmax_root(run, call.func, call.args, call.kwargs, call.axes[0], slopes[0])) is not None:
+    if alone and (found := softmax_root(run, call.func, call.args, call.kwargs, call.axes[0], slopes[0])) is not None:
+        made, axis = found
         kind, rank = call.inputs[0].dtype, max(1, made.logits.shape[1] - 1)
         weight = made.weight[:, torch.arange(made.count, device=made.weight.device) // rank].T
-        return [Part(made.count, lambda a, b: made.block(a, b, WHOLE).left[0].to(kind), call.edges, weight)]
+        return [
+            Part(
+                made.count,
+                lambda a, b: axis.restore(made.block(a, b, WHOLE).left[0], n, 1).to(kind),
+                call.edges,
+                weight,
+            )
+        ]
     copies, results = call.again(run)
     pairs = [(y, g.to(y.dtype)) for y, g in zip(results, slopes, strict=True) if g is not None]
     ys, gs = [y for y, _ in pairs], [g for _, g in pairs]
@@ -404,29 +411,35 @@ class Diagonal:
         self.straight = {i for i, uses in again.items() if uses is not None}
         self.rest = [i for i in again if i not in self.straight]
 
-    def reduce(self, out: Tensor, cotangent: Tensor | None, shortcuts: bool) -> None:
-        """Reduce all columns, and the entries of what these miss; with `shortcuts`, refuse many of known structure."""
+    def reduce(self, out: Tensor, cotangent: Tensor | None) -> None:
+        """Reduce all columns, and the entries of what these miss."""
+        run = self.run
+        slopes, others, parts = self.sent(out, cotangent)
+        far = [(part, self.near(part, uses)) for part, uses in parts]
+        for part, uses in far:
+            self.columns(part, uses)
+        for (i, use), g in zip(self.crossed, others, strict=False):
+            if g is not None:
+                self.cross(i, use, run.strip(g))
+        if self.rest and slopes is not None:
+            cotangent = torch.ones_like(out) if cotangent is None else cotangent
+            self.entries(*_roots(run, out, cotangent, slopes, [f.reduction for f in self.folds]))
+
+    def sent(self, out: Tensor, cotangent: Tensor | None) -> tuple[Any, Sequence[Any], list[tuple[Part, list[Use]]]]:
+        """What comes back from the result: to sums of operations, to products that count twice, and the columns of each
+        operation, with the uses to which they may come."""
         run, cotangent = self.run, torch.ones_like(out) if cotangent is None else cotangent
         results = [y for call in (*run.calls, *run.sums) for y in call.results]
         edges = [*[y.edge for y in results], *[use.edge for _, use in self.crossed]]
         if not edges:
-            return
+            return None, [], []
         with torch.enable_grad():
             inputs = [*edges, *run.leaves]
             found = torch.autograd.grad(out, inputs, cotangent, True, run.deep, allow_unused=True)
         run.check(found[len(edges) :])
         slopes = iter([y.slope(run, g) for y, g in zip(results, found, strict=False)])
-        far = [(part, self.near(part, uses)) for call in run.calls for part, uses in self.parts(call, slopes)]
-        known = shortcuts and not (run.deep or self.crossed or self.rest) and all([p.right is None for p, _ in far])
-        if known and sum([part.count for part, uses in far if any(map(_placed, uses))]) >= thresholds.FEW:
-            raise Final("many columns, of which some may be left out by structure")
-        for part, uses in far:
-            self.columns(part, uses)
-        for (i, use), g in zip(self.crossed, found[len(results) :], strict=False):
-            if g is not None:
-                self.cross(i, use, run.strip(g))
-        if self.rest:
-            self.entries(*_roots(run, out, cotangent, [*slopes], [f.reduction for f in self.folds]))
+        parts = [pair for call in run.calls for pair in self.parts(call, slopes)]
+        return [*slopes], found[len(results) : len(edges)], parts
 
     def parts(self, call: Call, slopes: Iterator[Tensor | None]) -> list[tuple[Part, list[Use]]]:
         """The columns of an operation, and the uses of parameters to which they may come."""
@@ -451,26 +464,28 @@ class Diagonal:
 
     def near(self, part: Part, uses: list[Use]) -> list[Use]:
         """Reduce the uses whose results are the input of a diagonal Hessian, only moved; returns the others."""
+        run, near = self.run, self.nearest(part, uses)
+        if not near:
+            return uses
+        (edge,), own, h = part.edges, near[0].edge, part.diagonal
+        if own.node is not edge.node:
+            h = run.strip(torch.autograd.grad(edge, own, h, create_graph=run.deep, retain_graph=True)[0])
+        run.columns, run.known = 1, {}
+        for use in near:
+            self.add(use.node.leaf, Near(run, use.node.leaf, [_squared(use, h)], self.names))
+        return [use for use in uses if use not in near]
+
+    def nearest(self, part: Part, uses: list[Use]) -> list[Any]:
+        """The uses whose results are the input of a diagonal Hessian, only moved."""
         edges = {(u.edge.node, u.edge.output_nr): u.edge for u in uses if not isinstance(u.edge, Tensor)}
         if part.diagonal is None:
-            return uses
+            return []
         (edge,) = part.edges
         at = edge.node, edge.output_nr
         while at not in edges and at[0] is not None and at[0].name() in MOVING:
             at = at[0].next_functions[0]
-        if at not in edges:
-            return uses
-        own, h, rest, run = edges[at], part.diagonal, list[Use](), self.run
-        if own.node is not edge.node:
-            h = run.strip(torch.autograd.grad(edge, own, h, create_graph=run.deep, retain_graph=True)[0])
-        run.columns, run.known = 1, {}
-        for use in uses:
-            leaf = use.node.leaf
-            if use.edge is own and leaf is not None and [u for u in self.of[leaf] if u in uses] == [use]:
-                self.add(leaf, Near(run, leaf, [_squared(use, h)], self.names))
-            else:
-                rest.append(use)
-        return rest
+        own = [u for u in uses if at in edges and u.edge is edges[at] and u.node.leaf is not None]
+        return [use for use in own if [u for u in self.of[use.node.leaf] if u in uses] == [use]]
 
     def columns(self, part: Part, uses: list[Use]) -> None:
         """Reduce columns, in groups that fit the memory."""
@@ -514,11 +529,6 @@ class Diagonal:
                 shares.weights = slope.new_full((len(columns), run.n), 2)
                 shares.others = Shares(run, i, [Crossed(use, columns, slope)], self.names)
                 self.add(i, shares)
-
-
-def _placed(use: Use) -> bool:
-    """Whether a product has several positions."""
-    return isinstance(use, Pair) and (isinstance(use, Convolution) or use.a.ndim > 2)
 
 
 def _crossings(run: CallsRun, leaf: Tensor, uses: list[Use]) -> list[Pair] | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,29 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 
 class Unsupported(Exception):
-    """Something that the core does not follow; the message says what."""
+    """Something that the core does not follow; the message says what, and where it is in the user's f."""
+
+    op = ""
+    """The operation."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.place = place()
+
+
+def place() -> str:
+    """The line of f that runs, in the user's own code; empty outside of it."""
+    frame = sys._getframe(2)
+    while frame is not None and not (name := frame.f_code.co_filename).endswith(_CALLER):
+        if not name.startswith(_LIBRARIES):
+            return f"{Path(name).name}:{frame.f_lineno}, in {frame.f_code.co_qualname.rpartition('.')[2]}"
+        frame = frame.f_back
+    return ""
+
+
+_LIBRARIES = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+_CALLER = str(Path("core", "evaluate.py"))
+"""The file that calls f."""
 
 
 class Final(Unsupported):
@@ -107,3 +131,8 @@ def option(args: tuple, kwargs: dict[str, Any], place: int, name: str, default: 
 def named(func: Any) -> str:
     """The name of an operation in a message."""
     return getattr(func, "__name__", str(func))
+
+
+def spelled(func: Any) -> str:
+    """The name of an operation as people write it."""
+    return named(func).removeprefix("_VF.").strip("_")

@@ -78,7 +78,7 @@ def _outside(args: tuple, kwargs: dict[str, Any], data: list[Known]) -> Any:
     def made(x: torch.Tensor) -> torch.Tensor:
         if id(x) not in by:
             shape, dtype = tuple(x.shape), x.dtype
-            with plainly():
+            with plainly(), unseen():
                 y = torch.rand(shape, device=x.device)
                 by[id(x)] = y.to(dtype) if dtype.is_floating_point else (y > 0.5).to(dtype)
         return by[id(x)]

@@ -25,7 +25,7 @@ from invfunc._torch.functorch import as_it_is, graph_level, graph_of
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import anywhere, near
 from invfunc.budget.size import free_on, told
-from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, named, option, tensors, wide
+from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option, spelled, tensors, wide
 from invfunc.core.run import Run
 from invfunc.core.uses import Copies
 from invfunc.operations.axis import Axis
@@ -70,10 +70,10 @@ class Given(TorchFunctionMode):
 def _check(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Check that an operation is none of those that count in the whole batch, or write what they find there."""
     if func is F.batch_norm and option(args, kwargs, 5, "training", False):
-        raise Unsupported("batch norm in train mode computes with all samples")
+        raise Unsupported("batch norm in train mode computes with all samples; take eval mode")
     table = func is F.embedding or func is F.embedding_bag
     if table and (option(args, kwargs, 3, "max_norm") is not None or option(args, kwargs, 5, "scale_grad_by_freq")):
-        raise Unsupported(f"{named(func)} with max_norm or scale_grad_by_freq depends on all samples")
+        raise Unsupported(f"{spelled(func)} with max_norm or scale_grad_by_freq depends on all samples")
 
 
 def alone(problem: Problem, run: Run, leaves: list[Tensor], part: slice) -> tuple[Any, Any]:
@@ -89,16 +89,13 @@ def alone(problem: Problem, run: Run, leaves: list[Tensor], part: slice) -> tupl
     whole, slopes, after = whole.detach(), _slopes(whole, leaves), _states()
     drew = any(x is not y for (_, x), (_, y) in zip(before, after, strict=True))
     plain = [_mapped, *[partial(_mapped, drawing="same")] * drew]
-    error = Unsupported(
-        "samples alone have another value or gradient than in the batch. Return the [N] losses of the samples, or "
-        "their mean or sum, from a function that also works on a batch of one"
-    )
+    error = Unsupported("samples alone have another value or gradient than in the batch")
     for way in (*plain, partial(_mapped, graph=True), _looped):
         set_states(before)
         try:
             out = _agreed(problem, way(problem, run, copies, part), whole, copies, slopes)
         except Exception as raised:  # of what f, torch.func.vmap, or both do not take
-            error = Unsupported(f"of a single sample: {raised}")
+            error = Unsupported(f"of a single sample, {type(raised).__name__}: {str(raised).partition(chr(10))[0]}")
             continue
         if out is not None:
             set_states(after)
@@ -143,6 +140,7 @@ def _dim(problem: Problem, out: Tensor) -> int:
 
 def _known(problem: Problem, run: Run, leaves: Tensors, copies: Tensors, out: Tensor) -> Tensor:
     """A result whose only uses of the parameters are copies of them, of which each sample has one."""
+    run.apart = True
     for i, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
         run.use(Copies(Node(run.token, i, LEAF), leaf), copy)
     know(out, Mark(run.token, (_dim(problem, out) - out.ndim, 1, 1) if out.ndim else SUMMED, out.requires_grad))

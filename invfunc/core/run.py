@@ -35,7 +35,8 @@ from invfunc._torch.functorch import (
 from invfunc._torch.opened import opened
 from invfunc.core import own
 from invfunc.core.axes import alone, numbers, read, single
-from invfunc.core.columns import Criterion, criterion_of, weighs
+from invfunc.core.columns import criterion_of, weighs
+from invfunc.core.lots import Lot
 from invfunc.core.marks import (
     DERIVED,
     HALF,
@@ -52,10 +53,12 @@ from invfunc.core.marks import (
     named,
     option,
     replaced,
+    spelled,
     tensors,
     wide,
 )
 from invfunc.core.probe import moved, probe
+from invfunc.core.split import Finder, Split
 from invfunc.core.tables import (
     DERIVATIVES,
     DIVIDE,
@@ -75,6 +78,7 @@ from invfunc.core.tables import (
     PURE,
     REFUSED,
     RULES,
+    SHORT,
     SUMS,
     SWAPS,
     VIEWS,
@@ -110,13 +114,21 @@ class Run(TorchFunctionMode):
         """Whether f reads a tensor from elsewhere that requires a gradient."""
         self.partners: dict[int, tuple[str, int]] = {}
         """Weights and biases that the same operations read, where somebody asks."""
-        self.criterion: Criterion | None = None
-        """The criterion of the outputs, where one is looked for."""
-        self.exact: Tensor | None = None
-        """How many of the first columns of each sample are not drawn, where some are."""
+        self.criterion: Finder | None = None
+        """Finds the outputs, where they are looked for."""
+        self.split: Split | None = None
+        """The loss part of f, once it is known."""
+        self.again: Any = None
+        """The loss at a target from a sampler, where it is given apart."""
+        self.twice = False
+        """Whether operations run in a form that can be differentiated twice."""
+        self.lots: list[Lot] = []
+        """The columns that are drawn."""
         self.part = False
         """Whether these are a part of the samples, whose losses have to add up."""
         self.way: Any = None
+        self.apart = False
+        """Whether f was evaluated for each sample apart, so that nothing is known of its operations."""
         """How f is called, if not as it is."""
         self.outputs: Any = None
         """The outputs of a model that is given apart from its loss."""
@@ -176,7 +188,7 @@ class Run(TorchFunctionMode):
 
     def use(self, use: Use, edge: Any, end: bool = True) -> None:
         """Note a use."""
-        use.edge, use.end = edge, end
+        use.edge, use.end, use.func = edge, end, self.func
         self.uses.append(use)
 
     # Calls
@@ -221,22 +233,25 @@ class Run(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in PLAIN:
             return func(*args, **kwargs)
-        if func in REFUSED and not (func in DERIVATIVES and self.whole(func, args, kwargs)):
-            raise Unsupported(f"{named(func)}, which is not followed here")
         if func in FILLED:
             return self.filled(func(*args, **kwargs))
-        found: tuple[list, ...] = ([], [], [], [], [], [], [])
-        self.look(args, found)
-        if kwargs:
-            self.look((*kwargs.values(),), found)
-        return self.dispatched(func, args, kwargs, found)
+        try:
+            if func in REFUSED and not (func in DERIVATIVES and self.whole(func, args, kwargs)):
+                raise Unsupported("it is not followed")
+            found: tuple[list, ...] = ([], [], [], [], [], [], [])
+            self.look(args, found)
+            if kwargs:
+                self.look((*kwargs.values(),), found)
+            return self.dispatched(func, args, kwargs, found)
+        except Unsupported as error:
+            error.op = error.op or spelled(func)
+            raise
 
     def whole(self, func: Any, args: tuple, kwargs: dict) -> bool:
         """Whether f takes a derivative in tensors down to which the graph is whole."""
         inputs = args[1] if func is torch.autograd.grad and len(args) > 1 else kwargs.get("inputs")
         known = [getattr(x, "_known", None) for x in ((inputs,) if isinstance(inputs, Tensor) else inputs or ())]
-        cut = self.criterion is not None and self.criterion.input is not None
-        return bool(known) and not cut and not any([type(x) is Node for x in known])
+        return bool(known) and not any([type(x) is Node for x in known])
 
     def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
         """Run an operation, given the tensors that it reads."""
@@ -248,12 +263,10 @@ class Run(TorchFunctionMode):
         if func in LIKE and data:  # of the others the form alone
             data = [pair for pair in data if pair[0] is args[0]]
         if func in LEAKS and (sums or lost or blends or any([x.is_floating_point() for x, _ in data])):
-            raise Unsupported(f"{named(func)} reads data, whose samples cannot be followed")
+            raise Unsupported("it reads data, whose samples cannot be followed")
         if not data or sums or lost or func is SET:
             return self.special(func, args, kwargs, (data, *found[1:]))
-        if (
-            len(data) == 1 and not params and func in POINTWISE and type(data[0][1][1]) is int
-        ):  # the most frequent ones, in short
+        if len(data) == 1 and not params and func in SHORT and type(data[0][1][1]) is int:  # the most frequent ones
             return self.pointwise(func, args, kwargs, data)
         return self.of_samples(func, args, kwargs, data, params)
 
@@ -305,7 +318,7 @@ class Run(TorchFunctionMode):
             inner = self.at_once(func, args, data, params) or composed(func)
             if inner is not None:
                 if checkpointing():
-                    raise Unsupported(f"{named(func)} inside of a checkpoint, whose second run is not followed")
+                    raise Unsupported("it is inside of a checkpoint, whose second run is not followed")
                 with self:
                     return self.seen(inner(*args, **kwargs), func)
         self.func = func
@@ -336,7 +349,9 @@ class Run(TorchFunctionMode):
         for y in tensors(out):
             known = getattr(y, "_known", None)
             if y.is_floating_point() and (known is None or known.run is not self.token):
-                raise Unsupported(f"{named(func)} has a result that was not followed")
+                raise Unsupported("its result was not followed")
+            if type(known) is Mark and isinstance(known.axis, Unsupported):
+                known.axis.op = spelled(func)
         return out
 
     def inside(self, x: Tensor) -> bool:
@@ -430,8 +445,10 @@ class Run(TorchFunctionMode):
         if self.n != 1:
             try:
                 axes = self.axes_of(rule, func, args, kwargs, data, out)
+            except Unsupported as error:
+                return self.lose(out, error, func)
             except Exception as error:  # of a rule, about arguments that it does not know
-                return self.lose(out, Unsupported(f"{named(func)}: {error}"))
+                return self.lose(out, Unsupported(f"its arguments are not known: {error}"), func)
         for y in (out,) if isinstance(out, Tensor) else tensors(out):
             axis = axes.pop(0) if type(axes) is list else axes
             graph = y.requires_grad
@@ -441,14 +458,17 @@ class Run(TorchFunctionMode):
             if type(order) is not int and -axis[0] <= y.ndim and y.shape[axis[0]] != len(order.rows):
                 axis = Unsupported("some samples are expanded")
             if axis is SUMMED and not graph:
-                axis = Unsupported(f"{named(func)}: a sum of data meets a parameter")
+                axis = Unsupported("a sum of data meets a parameter")
+                axis.op = spelled(func)
             if axis is not None:
                 self.unchanged(y, axis)
                 vars(y)["_known"] = Mark(self.token, axis, graph)
         return out
 
-    def lose(self, out: Any, error: Unsupported) -> Any:
+    def lose(self, out: Any, error: Unsupported, func: Any = None) -> Any:
         """Note that samples are mixed: an error where the result comes of it, or, of data, where parameters meet it."""
+        if func is not None:
+            error.op = spelled(func)
         for y in tensors(out):
             self.unchanged(y, error)
             know(y, Mark(self.token, error, y.requires_grad))
@@ -508,7 +528,7 @@ class Run(TorchFunctionMode):
         form = None if base is None else _form(out, base)
         edge = gradient_edge(out if base is None else base)
         for use in uses:
-            use.edge, use.end, use.count, use.form = edge, end, count, form
+            use.edge, use.end, use.count, use.form, use.func = edge, end, count, form, self.func
         self.uses += uses
         self.numbers += count
         self.largest = max(self.largest, count)
@@ -522,11 +542,11 @@ class Run(TorchFunctionMode):
         linear = func in LINEAR or (one and times)
         apart = data and not (func in SUMS and single(data) and all([not x.ndim for x, _ in data]))
         if apart or not linear or (params and func not in SUMS):
-            error = Unsupported(f"{named(func)}: a sum over samples is used in a way that is not linear in it")
-            return self.lose(func(*args, **kwargs), error)
+            error = Unsupported("it is not linear in a sum over the samples")
+            return self.lose(func(*args, **kwargs), error, func)
         if not all([node.alone for _, node in params]):
             raise Unsupported("a term of parameters and other tensors, which may be of samples that were not seen")
-        alias = {id(x): self.alias(x) for x, _ in params}
+        alias, self.func = {id(x): self.alias(x) for x, _ in params}, func
         out = func(*replaced(args, alias), **kwargs)
         for x, node in params:
             self.use(Shared(node, x), alias[id(x)])
@@ -598,7 +618,7 @@ class Run(TorchFunctionMode):
             each = [*zip(*[pull(column) for column in zip(*columns, strict=True)], strict=True)]
             return [None if g[0] is None else torch.stack(g) for g in each]
 
-    def stream(self, out: Tensor, cotangent: Tensor | None, arrived: Callable[[Use], None]) -> None:
+    def stream(self, out: Any, cotangent: Any, arrived: Callable[[Use], None]) -> None:
         """Pull one vector back, and hand each use over as its cotangent comes; it is freed then."""
         ends: dict[int, Any] = {}
         of: dict[int, list[Use]] = {}
@@ -675,6 +695,17 @@ def composed(func: Any) -> Callable | None:
         return entry.composed
     func = getattr(func, "__wrapped__", func)
     return opened(func) if getattr(func, "__module__", "").startswith("torch.") else None
+
+
+class Composed(TorchFunctionMode):
+    """Runs operations in those in which a run follows them, for a block that is evaluated once more."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        inner = composed(func) if RULES.get(func) is None or func is torch.nn.functional.embedding_bag else None
+        if inner is None:
+            return func(*args, **(kwargs or {}))
+        with self:
+            return inner(*args, **(kwargs or {}))
 
 
 def _into_view(x: Any) -> bool:

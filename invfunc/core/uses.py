@@ -35,8 +35,8 @@ from invfunc.core.marks import (
 )
 from invfunc.core.order import Order
 from invfunc.core.tables import MOVES, called
+from invfunc.linear_algebra import autocorrelation
 from invfunc.linear_algebra.pairwise import room_for
-from invfunc.operations.factors.autocorrelation import patches_gram
 
 Block = slice | torch.Tensor
 """Some of the samples."""
@@ -86,6 +86,8 @@ class Use:
     """Whether nothing but copies of parameters lies below the edge."""
     form: tuple[list[int], list[int]] | None = None
     """How the entries of the tensor at the edge are those of the result, where that is a view of it."""
+    func: Any = None
+    """The operation; None where f is evaluated on each sample alone."""
     d: Any = None
     """The cotangent, or a list with that of each column."""
     axis: Any = None
@@ -299,13 +301,7 @@ class Joined(Pair):
 
 def patches(x: torch.Tensor, kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any) -> torch.Tensor:
     """The windows of `[n, c, *space]` as `[n, p, c * kernel]`."""
-    if len(kernel) == 2:
-        return F.unfold(x, kernel, dilation, padding, stride).mT
-    x = F.pad(x, [p for q in reversed(padding) for p in (q, q)])
-    for i, (k, s, gap) in enumerate(zip(kernel, stride, dilation, strict=True)):
-        x = x.unfold(2 + i, (k - 1) * gap + 1, s)[..., ::gap]
-    rest = len(kernel)
-    return x.permute(0, *range(2, 2 + rest), 1, *range(2 + rest, 2 + 2 * rest)).flatten(1, rest).flatten(2)
+    return autocorrelation.patches(x, kernel, stride, [(p, p) for p in padding], dilation).mT
 
 
 class Convolution(Pair):
@@ -380,7 +376,7 @@ class Convolution(Pair):
         if self.groups > 1 or max(stride) > 1:
             return None
         kernel, pads = tuple(self.shape[2:]), [(p, p) for p in padding]
-        return patches_gram(self.inputs(run, WHOLE).flatten(0, 1), kernel, pads, dilation)
+        return autocorrelation.patches_gram(self.inputs(run, WHOLE).flatten(0, 1), kernel, pads, dilation)
 
 
 class Expanded(Use):
@@ -740,6 +736,8 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
         raise Unsupported("the result is no tensor")
     found = [(-1, 1, 1)] if run.n == 1 else run.axes_of(rule, func, args, kwargs, data, plain)
     axis = found[0] if isinstance(found, list) else found
+    if axis is SUMMED:
+        raise Unsupported("samples are summed with what is computed without them (does f close over its inputs?)")
     if not isinstance(axis, tuple):
         raise Unsupported("the samples are not in one dim of the result")
 

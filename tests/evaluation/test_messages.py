@@ -148,6 +148,8 @@ def test_scripted_parts_are_right():
 @pytest.mark.quick
 def test_shapes_of_samples_that_do_not_meet_are_told():
     p, x, y = Numbers()(3, 1), Numbers(1)(4, 3), Numbers(2)(4)
-    with pytest.raises(SampleAxisError, match=r"along axis 0 of a tensor \[4, 1\] with .* along axis 0 of one \[4\]"):
+    with pytest.raises(
+        SampleAxisError, match=r"along axis 0 of a tensor \[4, 1\] with .* along axis 0 of a tensor \[4\]"
+    ):
         batch_grad(lambda p, x, y: (x @ p - y).square().mean())(p, x, y)
     batch_grad(lambda p, x, y: ((x @ p)[:, 0] - y).square().mean())(p, x, y)

@@ -76,7 +76,7 @@ HEADS = {
     "raised": lambda p, h: F.linear(h, p["head"].exp()),
     "repeated": lambda p, h: F.linear(h, p["head"]) + p["bias"][0],
 }
-OF_THE_HESSIAN = {"a layer", "a product", "the other way round", "scaled", "moved", "its first rows"}
+OF_THE_HESSIAN = {"a layer", "a product", "the other way round", "scaled", "its first rows"}
 CRITERIA = {
     "tokens": lambda z, y: F.cross_entropy(z.mT, y),
     "some are ignored": lambda z, y: F.cross_entropy(z.mT, y, ignore_index=1, label_smoothing=0.1, reduction="sum"),

@@ -1,0 +1,191 @@
+"""How statistics are computed: f runs, and what would be done with its uses is told in place of being done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from invfunc import thresholds, tree
+from invfunc.budget.size import bytes_of
+from invfunc.core.columns import columns_at
+from invfunc.core.evaluate import WAYS, Fold, Pullback, Way, ran_and, uses_of
+from invfunc.core.hessian import Diagonal
+from invfunc.core.marks import spelled
+from invfunc.core.refusals import matrices
+from invfunc.core.run import Run
+from invfunc.core.split import Output
+from invfunc.core.uses import Copies, Use
+from invfunc.loss.square_root import Columns
+from invfunc.plan import Options
+from invfunc.recording.problem import Problem
+from invfunc.reductions.quantity import Quantity
+from invfunc.report import Explanation, Parameter, Part
+from invfunc.structure.plan import Structure
+from invfunc.structure.plan import Way as Shortcut
+
+HOW = {
+    WAYS[0]: "",
+    WAYS[1]: "on each sample alone, with a copy of the parameters for each, as f is not followed: ",
+    WAYS[2]: "by the rows of the Jacobian of the [N] losses, as f is not followed: ",
+}
+
+
+@dataclass
+class Entry:
+    """What is done with the columns of one kind."""
+
+    columns: int = 0
+    passes: int = 0
+    pullbacks: int = 0
+    cost: float = 1.0
+    why: str = ""
+    parts: list[Part] = field(default_factory=list)
+
+
+@dataclass
+class Look(Pullback):
+    """Tells how vectors would be pulled back."""
+
+    entries: dict[int, Entry] = field(default_factory=dict)
+    """An entry for each fold, by its id."""
+
+    @property
+    def entry(self) -> Entry:
+        """What is done for these folds."""
+        found = self.entries.setdefault(id(self.folds[0]), Entry())
+        self.entries.update(dict.fromkeys(map(id, self.folds), found))
+        return found
+
+    def stream(self, out: Any, cotangent: Any) -> None:
+        entry, chunks = self.entry, len(self._chunks())
+        entry.columns, entry.passes, entry.pullbacks = 1, entry.passes + chunks, entry.pullbacks + chunks
+
+    pull = stream
+
+    def columns(self, roots: Sequence[Output], columns: Sequence[Columns]) -> None:
+        self.entry.columns = sum(c.count for c in columns)
+        super().columns(roots, columns)
+
+    def _group(
+        self, leaves: range, roots: Sequence[Output], columns: Sequence[Columns], start: int, stop: int, count: int
+    ) -> None:
+        self.entry.passes += stop - start
+        self.entry.pullbacks += 1
+
+    def taken(self, structure: Structure, way: Shortcut) -> bool:
+        entry, count = self.entry, structure.columns.count
+        entry.columns, entry.cost, entry.why = count, way.cost, "by the structure of the function"
+        entry.parts = self._parts(way, count)
+        entry.passes = sum(part.passes for part in entry.parts)
+        entry.pullbacks = sum(-(-part.passes // self._most) for part in entry.parts)
+        return True
+
+    @property
+    def _most(self) -> int:
+        """How many columns are pulled back at once."""
+        return max(1, thresholds.GROUPED // max(1, self.run.numbers))
+
+    def _parts(self, way: Shortcut, columns: int) -> list[Part]:
+        """The parts of a way, for so many columns."""
+        found, given = self._part("closed form", way.closed, columns, 0), columns
+        for stage in way.stages:
+            for reach in stage.reaches:
+                how = "local" if reach.colouring is not None else "dense" if given == columns else "narrow"
+                found += self._part(how, reach.leaves, given, reach.passes)
+            given = given if stage.end is None else len(stage.end.places)
+        return found + self._part("dense", way.dense, columns, columns)
+
+    def _part(self, how: str, leaves: frozenset[int], columns: int, passes: int) -> list[Part]:
+        return [Part(how, tuple(map(self.problem.name, sorted(leaves))), columns, passes)] if leaves else []
+
+    def hessian(self, diagonal: Diagonal, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
+        entry = self.entry
+        for part, uses in diagonal.sent(out, cotangent)[2]:
+            entry.columns += part.count
+            if len(uses) > len(diagonal.nearest(part, uses)):
+                entry.passes += part.count
+                entry.pullbacks += -(-part.count // self._most)
+        if rest := frozenset(diagonal.rest):
+            size = sum(self.run.leaves[i].numel() for i in rest)
+            entry.parts, entry.passes = self._part("entry by entry", rest, size, size), entry.passes + size
+
+    def chain(self, quantity: Quantity, out: torch.Tensor) -> None:
+        with torch.enable_grad():
+            self.entry.columns = sum(c.count for c in columns_at(self.run, out, quantity))
+
+
+def explained(
+    problem: Problem, quantities: Sequence[Quantity], options: Options, way: Way, undo: Callable[[], Any]
+) -> list[Explanation]:
+    """How each of some quantities is computed, if f is called in a way; of chunks of samples, one is looked at."""
+    chunks = options.plan.ranges("samples", problem.n) if options.plan.asked("samples") else [(0, problem.n)]
+    first = problem
+    if len(chunks) > 1:
+        a, b = max(chunks, key=lambda chunk: chunk[1] - chunk[0])
+        first = problem.chunk(slice(a, b), b - a)
+    asked = any(options.plan.splits.values())
+    plan, entries = options.plan.without("samples"), dict[int, Entry]()
+
+    def told(run: Run, folds: list[Fold], out: Any, aux: Any, outside: bool) -> list[Explanation]:
+        found, of = [], uses_of(run, run.uses)[0]
+        for fold, q in zip(folds, quantities, strict=True):
+            e = entries[id(fold)]
+            pullbacks = e.pullbacks * (len(chunks) * q.reduction.sweeps if len(chunks) > 1 else 1)
+            params = [_parameter(problem, q, i, uses) for i, uses in enumerate(of)]
+            found.append(
+                Explanation(
+                    "",
+                    e.columns,
+                    pullbacks if asked else e.passes,
+                    pullbacks,
+                    sum(p.bytes for p in params) or _size(fold),
+                    e.cost,
+                    HOW[way] + (e.why or _why(run, q, options, e)),
+                    tuple(e.parts),
+                    tuple(params),
+                )
+            )
+        return found
+
+    look, plainly = partial(Look, entries=entries), replace(options, plan=plan, reduce=None, progress="")
+    return ran_and(told, first, quantities, plainly, None, way=way, undo=undo, pullback=look)
+
+
+def _why(run: Run, q: Quantity, options: Options, entry: Entry) -> str:
+    """Why every column is pulled back."""
+    if any(options.plan.splits.values()):
+        return "because chunked asks for it"
+    if q.kind.why:
+        return q.kind.why
+    if q.drawing is not None:
+        return "they are drawn"
+    reasons = {
+        "with method='dense'": options.dense,
+        "the result is differentiated": run.deep,
+        "samples are chosen": run.chosen is not None,
+        "there are few columns": entry.columns < thresholds.FEW,
+        "all of them are wanted": q.reduction.shortcuts == "no",
+    }
+    return next((why for why, holds in reasons.items() if holds), "no structure is found that saves time")
+
+
+def _parameter(problem: Problem, q: Quantity, i: int, uses: Sequence[Use]) -> Parameter:
+    """Where a parameter is read, and what is kept of it."""
+    names = {("f" if u.func is None else spelled(u.func)): isinstance(u, Copies) for u in uses}
+    shapes = matrices(q.reduction, problem.leaves[i], uses)
+    size = bytes_of(shapes, problem.leaves[i])
+    generic = tuple(name for name, copies in names.items() if copies)
+    return Parameter(problem.name(i), tuple(names), generic, tuple(map(tuple, shapes)), size)
+
+
+def _size(fold: Fold) -> int:
+    """The bytes of the result, made of nothing on a device without memory."""
+    plain = [x.detach().to("meta") for x in fold.problem.leaves]
+    fold.problem = replace(fold.problem, leaves=plain)
+    fold.states, fold.results, fold.reduce = {}, {}, None
+    fold.found = replace(fold.found, aside={})
+    return sum(x.nbytes for x in tree.tensors(fold.finished()))
