@@ -11,6 +11,7 @@ from invfunc import tree
 from invfunc._torch.functorch import base_of, version
 from invfunc.core.marks import Known, Mark, Node, Run, Unsupported, know, replaced, wide
 from invfunc.core.uses import WHOLE, Block, Use, copied
+from invfunc.errors import SampleAxisError
 
 
 class Ruled(Use):
