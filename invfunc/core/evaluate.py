@@ -13,8 +13,8 @@ import torch
 from invfunc import thresholds, tree
 from invfunc._alike import alike
 from invfunc._extras import Ticks
-from invfunc._torch.functorch import dual_level, hooked, transforming, versions
-from invfunc._torch.generators import same_state, state_of, torchs_own
+from invfunc._torch.functorch import hooked, transforming, versions
+from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
 from invfunc._ways import known_way, note_way
 from invfunc.budget.size import fits
 from invfunc.core.columns import Twice, columns_at, lost, single, split
@@ -52,13 +52,21 @@ PLAIN, TICKS = Options(), Ticks()
 _DTYPES = (torch.float32, torch.float64, *HALF)
 
 
-def plain(problem: Problem) -> bool:
-    """Whether the arguments of a call are ordinary tensors."""
-    if torch.is_inference_mode_enabled():
-        return False
-    if dual_level():  # forward mode
-        return False
-    return all([x.dtype in _DTYPES and x.layout is torch.strided and not x.is_meta for x in problem.leaves])
+def of_each_kind(quantities: Sequence[Quantity]) -> list[list[int]]:
+    """The numbers of quantities that are reduced in one run: vectors, columns, second derivatives have each its own."""
+    groups: dict[Any, list[int]] = {}
+    for i, kind in enumerate(q.kind for q in quantities):
+        key = kind.convex, kind.averaged, kind.second_order, kind.of_model == "yes"
+        groups.setdefault(key, []).append(i)
+    return [*groups.values()]
+
+
+def _apart(quantities: Sequence[Quantity], call: Callable[[list[Quantity]], T]) -> Iterator[tuple[list[int], T]]:
+    """What each kind of quantities finds, for which f runs with the same random numbers."""
+    before = [(g, state_of(g)) for g in torchs_own()]
+    for group in of_each_kind(quantities):
+        set_states(before)
+        yield group, call([quantities[i] for i in group])
 
 
 def evaluated(
@@ -82,6 +90,10 @@ def evaluated(
 
     if ticks is not TICKS:
         ticks.reach(problem.n)
+    if len(quantities) > 1 and len(of_each_kind(quantities)) > 1:
+        found = [*_apart(quantities, lambda some: evaluated(problem, some, options, way, undo=undo))]
+        results = {i: result for group, (some, _) in found for i, result in zip(group, some, strict=True)}
+        return [results[i] for i in range(len(quantities))], found[0][1][1]
     return ran_and(finished, problem, quantities, options, None, ticks, way, undo=undo)
 
 
@@ -120,6 +132,10 @@ def kept(
         aux = None if aux is None else _left(run, aux, outside)
         return Kept(folds, run.count, aux, _left(run, out, outside), _left(run, run.outputs, outside))
 
+    if len(quantities) > 1 and len(of_each_kind(quantities)) > 1:
+        every = [*_apart(quantities, lambda some: kept(problem, some, options, known, ticks, way, part))]
+        folds = {i: fold for group, one in every for i, fold in zip(group, one.folds, strict=True)}
+        return replace(every[0][1], folds=[folds[i] for i in range(len(quantities))])
     return ran_and(left, problem, quantities, replace(options, reduce=None), known, ticks, way, part, phased=True)
 
 
@@ -324,7 +340,7 @@ def _evaluated(
     device = problem.leaves[0].device.type
     out, aux = _ran(problem, quantities, run, outside)
     of_model = {q.kind.of_model for q in quantities}
-    several = isinstance(out, torch.Tensor) and out.ndim > 1
+    several = (out.ndim > 1) if isinstance(out, torch.Tensor) else bool(tree.tensors(out))
     rows = of_model == {"yes"} or (of_model == {"unless it returns a loss"} and several)
     cotangent = None if rows else _cotangent(run, out, "f" if problem.loss is None else "the loss")
     n, dtype = run.count, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
@@ -424,12 +440,21 @@ def _columns(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: boo
 def _rows(way: Pullback, out: Any) -> None:
     """Reduce the rows of the Jacobian of a model function."""
     run, problem = way.run, way.problem
-    check_outputs(run, out, problem.out_dims)
-    dim = problem.out_dims % out.ndim
-    values = run.strip(out).movedim(dim, 0)
+    structure, each = tree.flatten(out)[1], tree.named_leaves(out)
+    roots, shapes, values = list[Output](), list[torch.Size](), dict[int, torch.Tensor]()
+    for i, (path, z) in enumerate(each):
+        check_outputs(run, z, problem.out_dims, path)
+        dim = problem.out_dims % z.ndim
+        rows = run.strip(z).movedim(dim, 0)
+        shapes.append(rows.shape[1:])
+        values[i] = rows.unsqueeze(1 + dim)
+        if z.requires_grad:
+            roots.append(Output(i, z, Axis(dim)))
+    if not roots:
+        raise unreached()
     for fold in way.folds:
-        fold.found = replace(fold.found, outputs=[values.shape[1:]])
-    way.columns([Output(0, out, Axis(dim))], [Units({0: values.unsqueeze(1 + dim)})])
+        fold.found = replace(fold.found, outputs=shapes, structure=structure)
+    way.columns(roots, [Units(values)])
 
 
 @dataclass

@@ -196,14 +196,14 @@ class Pair(Use):
         """a as `[n, g, p, k]`."""
         x = self.inputs(run, block)
         if self.of_a is None:
-            return x.reshape(len(x), 1, -1, x.shape[-1])
+            return x.flatten(1, -2).unsqueeze(1)
         return _arranged(x, self.of_a, 1)
 
     def sends(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         """d as `[V, n, g, p, o]`."""
         x = self.sent(run, block)
         if self.of_d is None:
-            return x.reshape(*x.shape[:2], 1, -1, x.shape[-1])
+            return x.flatten(2, -2).unsqueeze(2)
         return _arranged(x, self.of_d, 2)
 
     def sizes(self, run: Run) -> tuple[int, int, int]:
