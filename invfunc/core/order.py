@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+from invfunc.operations.axis import Axis
 
 
 class Order:
@@ -50,3 +54,23 @@ class Order:
         """Columns `[V, n, entries of its rows]` in the layout of a tensor, whose dim it is, `[V, *shape]`."""
         x = x.movedim(at + 2, 2).flatten(1, 2).index_select(1, self.back)
         return x.movedim(1, at + 1)
+
+
+@dataclass(frozen=True)
+class Moved(Axis):
+    """An axis along which the samples are in any order; dim -1 is in front of all others, of one sample alone."""
+
+    dim: int
+    order: Order = None  # pyright: ignore[reportAssignmentType]
+
+    def at(self, dim: int) -> Moved:
+        return Moved(dim, order=self.order)
+
+    def expose(self, x: torch.Tensor, n: int, lead: int = 0) -> torch.Tensor:
+        return self.order.front(x, lead + self.dim, lead)
+
+    def restore(self, x: torch.Tensor, n: int, lead: int = 0) -> torch.Tensor:
+        if not lead:
+            return self.restore(x.unsqueeze(0), n, 1).squeeze(0)
+        x = self.order.restored(x, max(0, self.dim))
+        return x.squeeze(1) if self.dim < 0 else x

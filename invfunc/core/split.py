@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from invfunc._torch.functorch import gradient_edge, storage_of, version
 from invfunc._torch.graphs import node_of, nodes_below, nodes_of
 from invfunc.core.marks import Unsupported
-from invfunc.core.order import Order
+from invfunc.core.order import Moved, Order
 from invfunc.core.tables import called
 from invfunc.errors import ArgumentError, SplitError, unreached
 from invfunc.loss.drawn import Drawn, drawn, targets
@@ -55,7 +55,7 @@ def axis_of(x: torch.Tensor, at: tuple[int, int, int], n: int) -> Axis:
     if n == 1:
         return WHOLE
     if isinstance(at[1], Order):
-        return Axis(at[0] % x.ndim if -at[0] <= x.ndim else None, rows=tuple(at[1].rows.tolist()))
+        return Moved(at[0] + x.ndim, order=at[1])
     return Axis(at[0] % x.ndim, at[1], at[2])
 
 
