@@ -149,6 +149,8 @@ class Run(TorchFunctionMode):
 
     def open(self, apart: bool = True) -> None:
         """Begin the run: outside of f, derivatives are taken in it, `apart` at a level of torch.func of their own."""
+        if torch.is_inference_mode_enabled():
+            self._stack.enter_context(torch.inference_mode(False))
         self._stack.enter_context(torch.enable_grad())
         if self.deep and not apart:
             self._enter, self._leave = lambda x: x.view_as(x) if x.requires_grad else leaf(x), as_it_is
@@ -163,6 +165,7 @@ class Run(TorchFunctionMode):
 
     def leaf(self, i: int, p: Tensor) -> Tensor:
         """What f gets in place of a parameter."""
+        p = p.clone() if p.is_inference() else p
         leaf = self.alias(p) if self.deep else p.detach().requires_grad_()
         vars(leaf)["_known"] = Node(self.token, i, LEAF)
         self.leaves.append(leaf)
@@ -170,6 +173,7 @@ class Run(TorchFunctionMode):
 
     def samples(self, x: Tensor, axis: Any) -> Tensor:
         """What f gets in place of a tensor of the batch, whose samples are in a dim."""
+        x = x.clone() if x.is_inference() else x
         y = x.view_as(x) if self.deep else x.detach()
         vars(y)["_known"] = Mark(self.token, (axis.dim - y.ndim, 1, 1), y.requires_grad)
         return y
@@ -274,7 +278,8 @@ class Run(TorchFunctionMode):
         """Run an operation without samples, of sums of them, or of what is lost."""
         data, params, filled, sums, lost, blends, others = found
         if func is SET and (data or params or sums or lost or blends):
-            return self.set_item(args, data, params or sums or lost or blends)
+            written = [x for x, _ in blends if x is args[0] or x is args[2]]  # not as an index
+            return self.set_item(args, data, params or sums or lost or written)
         if lost:
             return self.lose(func(*args, **kwargs), lost[0][1])
         if sums:
