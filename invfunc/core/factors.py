@@ -17,7 +17,7 @@ import torch
 
 from invfunc._torch.functorch import batch_first, unseen
 from invfunc._torch.values import fake
-from invfunc.core.marks import LEAF, SWAP, Final, Node, Unsupported
+from invfunc.core.marks import LEAF, SWAP, Final, Node
 from invfunc.core.run import Run
 from invfunc.core.transposed import Transposed
 from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Use, summed
@@ -133,6 +133,8 @@ def _added(
 ) -> Factors:
     """The factors of uses in one role; if each of them reads a part of the parameter, no part counts twice."""
     first, pooled = some[0][1], sharing != "expand"
+    if pooled and any([order.ragged for use, _ in some for order in use.orders]):
+        raise Unfactored("samples have different numbers of rows, which share their positions")
     large = [place.size + (k and bool(bias)) > most for k, place in enumerate(first.places)]
     key = (first.key, pooled, first.s.shape[-1]) if len(some) == 1 and first.key is not None else None
     b = run.known.get(key)
@@ -140,7 +142,7 @@ def _added(
         b = _of_sent(run, some, pooled, large[0])
         if key is not None:
             run.known[key] = b
-    count = sum(each.s.shape[3] * each.sends * each.reads for _, each in some)
+    count = sum(_positions(run, use, each) * each.sends * each.reads for use, each in some)
     a = None
     if len(first.places) > 1 and not again and sharing == "reduce":
         total = summed(_scaled(each.total(run, use), each.sends) for use, each in some)
@@ -152,6 +154,14 @@ def _added(
         a, b = None if a is None else _scaled(a, 1 / sends), _scaled(b, reads**-2)
     positions = run.count if sharing == "reduce" else run.count * count
     return Factors(b, a, positions, first.places, bias, leaf.shape, first.blocks)
+
+
+def _positions(run: Run, use: Use, each: Sent) -> Any:
+    """How many positions a sample has; on average, where some have more than others."""
+    count = each.s.shape[3]
+    for order in use.orders[:1]:
+        count = count * len(order.rows) / (run.n * order.width)
+    return count
 
 
 def _of_sent(run: Run, some: list[tuple[Use, Sent]], pooled: bool, diagonal: bool) -> torch.Tensor:
@@ -175,8 +185,8 @@ def _scaled(x: torch.Tensor, by: float) -> torch.Tensor:
 
 def operands(run: Run, leaf: torch.Tensor, use: Use, joint: bool = False) -> Sent:
     """The operands of a use; `joint`, with one more input that is always 1."""
-    if run.n > 1 and any([order.ragged for order in use.orders]):
-        raise Unsupported("K-factors of samples with different numbers of rows")
+    if use.orders and (joint or run.chosen is not None or not isinstance(use, Pair) or isinstance(use, Convolution)):
+        raise Unfactored("it reads samples that are picked or permuted")
     if isinstance(use, Pair):
         return _of_pair(run, leaf, use, joint)
     if isinstance(use, Rows) and leaf.ndim > 1:

@@ -61,7 +61,12 @@ def check_loss(run: Run, out: Any, name: str = "f") -> None:
             f"{name} returned shape ({run.n},), but its entries are not those of the {run.n} samples, which it sums "
             "over; wanted is a scalar or the [N] losses of the samples."
         )
-    if axis is None or (run.n > 1 and axis != ((-1, 1, 1) if out.ndim else SUMMED)):
+    if out.ndim and run.n > 1 and type(axis) is tuple and axis != (-1, 1, 1):
+        raise ArgumentError(
+            f"{name} returned shape ({run.n},), but its entries are not those of the {run.n} samples, which were "
+            "selected or moved; wanted is a scalar or the [N] losses of the samples, in their order."
+        )
+    if axis is None or (run.n > 1 and out.ndim and axis is SUMMED):
         raise Unsupported(f"no sample reaches the result of {name} in a way that was seen")
 
 
