@@ -340,7 +340,7 @@ def _evaluated(
     device = problem.leaves[0].device.type
     out, aux = _ran(problem, quantities, run, outside)
     of_model = {q.kind.of_model for q in quantities}
-    several = (out.ndim > 1) if isinstance(out, torch.Tensor) else bool(tree.tensors(out))
+    several = isinstance(out, torch.Tensor) and out.ndim > 1
     rows = of_model == {"yes"} or (of_model == {"unless it returns a loss"} and several)
     cotangent = None if rows else _cotangent(run, out, "f" if problem.loss is None else "the loss")
     n, dtype = run.count, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
