@@ -13,8 +13,8 @@ import torch
 from invfunc import thresholds, tree
 from invfunc._alike import alike
 from invfunc._extras import Ticks
-from invfunc._torch.functorch import dual_level, hooked, transforming, versions
-from invfunc._torch.generators import same_state, state_of, torchs_own
+from invfunc._torch.functorch import hooked, transforming, versions
+from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
 from invfunc._ways import known_way, note_way
 from invfunc.budget.size import fits
 from invfunc.core.columns import Twice, columns_at, lost, single, split
@@ -22,7 +22,7 @@ from invfunc.core.factors import partners
 from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
 from invfunc.core.lots import Lot
-from invfunc.core.marks import HALF, SUMMED, Final, Mark, Unsupported, know
+from invfunc.core.marks import SUMMED, Final, Mark, Unsupported, know
 from invfunc.core.refusals import check_loss, check_outputs, check_room, refused_by
 from invfunc.core.resort import alone, by_rows
 from invfunc.core.run import Run
@@ -33,7 +33,7 @@ from invfunc.errors import InvFuncError, unreached
 from invfunc.loss.square_root import Affine, Columns, Units, joined_block
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.plan import Options, Plan, even
-from invfunc.recording.problem import Problem
+from invfunc.recording.problem import Problem, check_numbers
 from invfunc.reductions import Found, Reduction, State
 from invfunc.reductions.quantity import Quantity
 from invfunc.reductions.reduction import Shortcuts
@@ -49,16 +49,23 @@ Made = dict[Hashable, list[Columns]]
 """Columns of each kind, by the key that quantities share."""
 Reduce = Callable[[str, Any], Any]
 PLAIN, TICKS = Options(), Ticks()
-_DTYPES = (torch.float32, torch.float64, *HALF)
 
 
-def plain(problem: Problem) -> bool:
-    """Whether the arguments of a call are ordinary tensors."""
-    if torch.is_inference_mode_enabled():
-        return False
-    if dual_level():  # forward mode
-        return False
-    return all([x.dtype in _DTYPES and x.layout is torch.strided and not x.is_meta for x in problem.leaves])
+def of_each_kind(quantities: Sequence[Quantity]) -> list[list[int]]:
+    """The numbers of quantities that are reduced in one run: vectors, columns, second derivatives have each its own."""
+    groups: dict[Any, list[int]] = {}
+    for i, kind in enumerate(q.kind for q in quantities):
+        key = kind.convex, kind.averaged, kind.second_order, kind.of_model == "yes"
+        groups.setdefault(key, []).append(i)
+    return [*groups.values()]
+
+
+def _apart(quantities: Sequence[Quantity], call: Callable[[list[Quantity]], T]) -> Iterator[tuple[list[int], T]]:
+    """What each kind of quantities finds, for which f runs with the same random numbers."""
+    before = [(g, state_of(g)) for g in torchs_own()]
+    for group in of_each_kind(quantities):
+        set_states(before)
+        yield group, call([quantities[i] for i in group])
 
 
 def evaluated(
@@ -82,6 +89,10 @@ def evaluated(
 
     if ticks is not TICKS:
         ticks.reach(problem.n)
+    if len(quantities) > 1 and len(of_each_kind(quantities)) > 1:
+        found = [*_apart(quantities, lambda some: evaluated(problem, some, options, way, undo=undo))]
+        results = {i: result for group, (some, _) in found for i, result in zip(group, some, strict=True)}
+        return [results[i] for i in range(len(quantities))], found[0][1][1]
     return ran_and(finished, problem, quantities, options, None, ticks, way, undo=undo)
 
 
@@ -120,6 +131,10 @@ def kept(
         aux = None if aux is None else _left(run, aux, outside)
         return Kept(folds, run.count, aux, _left(run, out, outside), _left(run, run.outputs, outside))
 
+    if len(quantities) > 1 and len(of_each_kind(quantities)) > 1:
+        every = [*_apart(quantities, lambda some: kept(problem, some, options, known, ticks, way, part))]
+        folds = {i: fold for group, one in every for i, fold in zip(group, one.folds, strict=True)}
+        return replace(every[0][1], folds=[folds[i] for i in range(len(quantities))])
     return ran_and(left, problem, quantities, replace(options, reduce=None), known, ticks, way, part, phased=True)
 
 
@@ -282,6 +297,7 @@ class Again(Exception):
 def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool) -> tuple[Any, Any]:
     """What f returns, and aux; the run knows then what f reads of the parameters."""
     device, given = problem.leaves[0].device.type, problem.tensors()
+    check_numbers(given)
     before = versions(given)
     leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
     convex = any([q.kind.convex for q in quantities])
@@ -424,12 +440,21 @@ def _columns(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: boo
 def _rows(way: Pullback, out: Any) -> None:
     """Reduce the rows of the Jacobian of a model function."""
     run, problem = way.run, way.problem
-    check_outputs(run, out, problem.out_dims)
-    dim = problem.out_dims % out.ndim
-    values = run.strip(out).movedim(dim, 0)
+    structure, each = tree.flatten(out)[1], tree.named_leaves(out)
+    roots, shapes, values = list[Output](), list[torch.Size](), dict[int, torch.Tensor]()
+    for i, (path, z) in enumerate(each):
+        check_outputs(run, z, problem.out_dims, path)
+        dim = problem.out_dims % z.ndim
+        rows = run.strip(z).movedim(dim, 0)
+        shapes.append(rows.shape[1:])
+        values[i] = rows.unsqueeze(1 + dim)
+        if z.requires_grad:
+            roots.append(Output(i, z, Axis(dim)))
+    if not roots:
+        raise unreached()
     for fold in way.folds:
-        fold.found = replace(fold.found, outputs=[values.shape[1:]])
-    way.columns([Output(0, out, Axis(dim))], [Units({0: values.unsqueeze(1 + dim)})])
+        fold.found = replace(fold.found, outputs=shapes, structure=structure)
+    way.columns(roots, [Units(values)])
 
 
 @dataclass
