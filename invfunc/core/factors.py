@@ -129,7 +129,7 @@ def _added(
 ) -> Factors:
     """The factors of uses in one role; if each of them reads a part of the parameter, no part counts twice."""
     first, pooled = some[0][1], sharing != "expand"
-    if pooled and any([order.ragged for use, _ in some for order in use.orders]):
+    if pooled and any([use.orders for use, _ in some]) and not _even(run, some):
         raise Unfactored("samples have different numbers of rows, which share their positions")
     large = [place.size + (k and bool(bias)) > most for k, place in enumerate(first.places)]
     key = (first.key, pooled, first.s.shape[-1]) if len(some) == 1 and first.key is not None else None
@@ -158,6 +158,15 @@ def _positions(run: Run, use: Use, each: Sent) -> Any:
     for order in use.orders[:1]:
         count = count * len(order.rows) / (run.n * order.width)
     return count
+
+
+def _even(run: Run, some: list[tuple[Use, Sent]]) -> bool:
+    """Whether all samples have the same number of positions in all uses together."""
+    count = torch.zeros(run.n)
+    for use, each in some:
+        for order in use.orders[:1]:
+            count += order.rows.bincount(minlength=run.n).cpu() * (each.s.shape[3] // max(1, order.width))
+    return bool((count == count[0]).all())
 
 
 def _of_sent(run: Run, some: list[tuple[Use, Sent]], pooled: bool, diagonal: bool) -> torch.Tensor:
@@ -296,7 +305,7 @@ def _of_expanded(run: Run, leaf: torch.Tensor, use: Expanded) -> Sent:
     if bool((entries < 0).any()):
         raise Unfactored(PART)
     whole = len(entries.flatten()) == leaf.numel() and bool((entries.flatten().diff() == 1).all())
-    s = s.reshape(*s.shape[:2], 1, -1, entries.numel())
+    s = s.reshape(*s.shape[:2], 1, s.shape[2 : s.ndim - len(wide or [0])].numel(), entries.numel())
     key = id(use.edge) if use.factor is None and use.edge is not None and leaf.ndim == 1 and whole else None
     return Sent(s, [Place((*range(leaf.ndim),), leaf.numel(), None if whole else entries.flatten())], key=key)
 
