@@ -106,7 +106,7 @@ class Use:
     @property
     def orders(self) -> list[Order]:
         """The orders in which it has the samples, if these are not along an axis."""
-        axes = self.axis, getattr(self, "a_axis", None)
+        axes = [axis for u in (self.uses or [self]) for axis in (u.axis, getattr(u, "a_axis", None))]
         return [axis[1] for axis in axes if isinstance(axis, tuple) and isinstance(axis[1], Order)]
 
     def send(self, d: Any) -> None:

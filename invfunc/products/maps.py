@@ -13,8 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from invfunc import tree
-from invfunc._torch.functorch import dual, dual_level, grad_level, graph_of, level_of, levels, transforming
-from invfunc.errors import ArgumentError
+from invfunc._torch.functorch import grad_level, level_of, levels, transforming
 from invfunc.loss.hessian import pulled_back
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.problem import check_numbers
