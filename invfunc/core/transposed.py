@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from invfunc.core import uses as known
-from invfunc.core.marks import Axis, Node, Run, Unsupported, option
+from invfunc.core.marks import Axis, Node, Run, option
 from invfunc.core.tables import called
 from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Nodes, Pair, Use, each, patches
 
@@ -31,10 +32,10 @@ class Transposed(Pair):
         kernel, x = self.shape[2:], x.flatten(0, 1)
         edges = [gap * (k - 1) - p for gap, k, p in zip(dilation, kernel, padding, strict=True)]
         sizes = [(i - 1) * s + 1 for i, s in zip(x.shape[2:], stride, strict=True)]
-        apart = x.new_zeros(*x.shape[:2], *(e + i + max(0, e + m) for e, i, m in zip(edges, sizes, extra, strict=True)))
-        if min(edges) < 0:
-            raise Unsupported("a transposed convolution that pads by more than its kernel")
-        apart[(..., *(slice(e, e + i, s) for e, i, s in zip(edges, sizes, stride, strict=True)))] = x
+        apart = x.new_zeros(*x.shape[:2], *sizes)
+        apart[(..., *(slice(None, None, s) for s in stride))] = x
+        ends = [(e, e + m) for e, m in zip(edges, extra, strict=True)]
+        apart = F.pad(apart, [end for pair in ends[::-1] for end in pair])  # also by less than nothing
         x = patches(apart, kernel, [1] * len(kernel), [0] * len(kernel), dilation)
         x = x.unflatten(-1, (self.groups, -1, kernel.numel())).flip(-1).flatten(-2).transpose(1, 2)
         return x if more == 1 else x.unflatten(0, (n, more)).transpose(1, 2).flatten(2, 3)
