@@ -46,7 +46,7 @@ from invfunc.products.sample_space import Eigenpairs as Eigenpairs
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.estimate import Estimate as Estimate
 from invfunc.reductions.noise import NoiseScale as NoiseScale
-from invfunc.sparsity.report import Explanation
+from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 
 from . import kronecker as kronecker

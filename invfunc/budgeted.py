@@ -22,7 +22,7 @@ from invfunc.plan import AxisName
 from invfunc.plans.key import call_of, signature
 from invfunc.plans.watch import Watch
 from invfunc.recording.problem import batch_dims, batch_size
-from invfunc.sparsity.report import Explanation
+from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import ArgumentNames, Transform
 

@@ -17,7 +17,7 @@ from invfunc.plans.batches import PlansOfBatches, PlansOfProducts
 from invfunc.plans.calls import Calls
 from invfunc.plans.points import Map, Points
 from invfunc.products.product import Linearised, Product
-from invfunc.sparsity.report import Explanation
+from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
 

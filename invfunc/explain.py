@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from invfunc.callables import describe
 from invfunc.errors import ArgumentTypeError
-from invfunc.sparsity.report import Explanation
+from invfunc.report import Explanation
 from invfunc.transform import Transform
 
 

@@ -13,12 +13,6 @@ from invfunc import tree
 from invfunc._torch.functorch import under
 from invfunc.core.run import Run
 from invfunc.errors import ArgumentError
-from invfunc.linear_algebra.contract import Term
-from invfunc.operations.axis import Axis
-from invfunc.operations.batch_axis import Call, Mixed, Place, Unknown
-from invfunc.operations.equations import LETTERS
-from invfunc.operations.factors import Part, Recipe, Site
-from invfunc.recording import Trace
 
 ShareRule = Callable[..., tuple[Any, ...]]
 
@@ -95,7 +89,7 @@ class Operation:
         return f"operation({self.__name__.removeprefix('operation ')})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not under((Trace, Run)):
+        if not under(Run):
             return self.fn(*args, **kwargs)
         return torch.overrides.handle_torch_function(self, tree.tensors((args, kwargs)), *args, **kwargs)
 
@@ -113,60 +107,30 @@ class Operation:
 
     # What the core asks
 
-    def follow(self, call: Call) -> Place:
-        """Samples go in and out along axis 0."""
-        if not isinstance(call.out, torch.Tensor):
-            raise Unknown("it returns something else than one tensor")
-        for _, axis in call.samples:
-            if axis != Axis(0):
-                raise Mixed(f"its samples have to lie along axis 0, and come along {axis}")
-        if call.out.ndim == 0 or call.out.shape[0] != call.n:
-            raise Mixed(f"it returned shape {tuple(call.out.shape)} for {call.n} samples along axis 0")
-        return Axis(0)
-
-    def recipe(self, site: Site, param: torch.Tensor) -> Recipe | None:
-        """The user's rule as a factored share."""
-        call = site.call
-        given = {**dict(enumerate(call.args)), **call.kwargs}
+    def rule_of(self, args: tuple, kwargs: dict[str, Any], param: torch.Tensor) -> Callable | None:
+        """The user's rule of a parameter, `(cotangent, args, kwargs, shape) -> equation, operands`, if there is one."""
+        given = {**dict(enumerate(args)), **kwargs}
         if self._signature is not None:
-            given |= self._signature.bind(*call.args, **call.kwargs).arguments
+            given |= self._signature.bind(*args, **kwargs).arguments
         at = [key for key, x in given.items() if x is param]
         rule = next((self.rules[key] for key in at if key in self.rules), None)
-        if rule is None or sum(x is param for x in tree.tensors((call.args, call.kwargs))) != 1:
+        if rule is None or sum(x is param for x in tree.tensors((args, kwargs))) != 1:
             return None
 
-        def factors(cotangent: torch.Tensor, part: Part) -> tuple[Any, ...]:
-            def shown(x: torch.Tensor) -> torch.Tensor:
-                axis = call.place(x)
-                return site.exposed(x, axis, part).squeeze(1) if isinstance(axis, Axis) else site.value(x)
+        def checked(cotangent: torch.Tensor, args: tuple, kwargs: dict, shape: torch.Size) -> Any:
+            answer = rule(cotangent, *args, **kwargs)
+            equation, *operands = answer if isinstance(answer, (tuple, list)) else (answer,)
+            if not gives(equation, operands, shape, cotangent.shape[:2]):
+                shapes = ", ".join(str(tuple(getattr(x, "shape", ()))) for x in operands)
+                raise ArgumentError(
+                    f"the rule of {self!r} returned the equation {equation!r} with operands of shapes {shapes}. It has "
+                    "to be an einsum whose operands have v and n where they depend on cotangents and samples, and "
+                    f"whose output has the dimensions of the parameter, {tuple(shape)}. What else has an entry for "
+                    "each sample has to be an argument of the operation, and samples one of f."
+                )
+            return equation.replace(" ", ""), operands
 
-            args, kwargs = tree.map_tensors(shown, (call.args, call.kwargs))
-            return rule(cotangent.squeeze(2), *args, **kwargs)
-
-        nothing = torch.zeros(1, 1, 1, *call.out.shape[1:], dtype=param.dtype, device=param.device)
-        answer = factors(nothing, slice(0, 1))
-        inputs, output = self._labels(param, *(answer if isinstance(answer, (tuple, list)) else (answer,)))
-
-        def build(cotangent: torch.Tensor, part: Part) -> list[Term]:
-            _, *operands = factors(cotangent, part)
-            return list(zip(inputs, operands, strict=True))
-
-        reads = tuple(x for x in tree.tensors((call.args, call.kwargs)) if x is not param)
-        return Recipe(output, build=build, reads=reads)
-
-    def _labels(self, param: torch.Tensor, equation: Any, *operands: torch.Tensor) -> tuple[list[str], str]:
-        """Those of the core: V and N for v and n, other lower-case letters for the rest."""
-        answer = Answer(equation, operands)
-        if not answer.gives(param.shape):
-            shapes = ", ".join(str(shape) for _, shape in answer.pairs)
-            raise ArgumentError(
-                f"the rule of {self!r} returned the equation {equation!r} with operands of shapes {shapes} (for one "
-                "cotangent of one sample). It has to be an einsum whose operands have v and n where they depend "
-                "on cotangents and samples, and whose output has the dimensions of the parameter, "
-                f"{tuple(param.shape)}. What else has an entry for each sample has to be an argument of the operation, "
-                "and samples one of f."
-            )
-        return [answer.renamed(labels) for labels in answer.inputs], answer.renamed(answer.output)
+        return checked
 
     def position(self, argument: str | int) -> int:
         """Where an argument stands among the positional ones."""
@@ -183,31 +147,15 @@ class Operation:
         return [] if self._signature is None else list(self._signature.parameters)
 
 
-class Answer:
-    """What a rule returned when it was asked about one column of one sample: an equation, and its operands."""
-
-    def __init__(self, equation: Any, operands: tuple[Any, ...]) -> None:
-        left, _, self.output = str(equation).replace(" ", "").partition("->")
-        self.inputs = left.split(",")
-        self.complete = len(self.inputs) == len(operands)
-        shapes = [tuple(getattr(x, "shape", ())) for x in operands]
-        self.pairs = list(zip(self.inputs, shapes, strict=False))
-        """The labels of each operand, and its shape."""
-        others = sorted({c for c in left if c.isalpha()} - {"v", "n"})
-        self._names = {"v": "V", "n": "N", **dict(zip(others, LETTERS, strict=False))}
-
-    def gives(self, shape: torch.Size) -> bool:
-        """Whether it is an einsum that sums over columns and samples, and whose result has this shape."""
-        if not self.complete or not all(self._labelled(labels, sizes) for labels, sizes in self.pairs):
+def gives(equation: Any, operands: list[torch.Tensor], shape: torch.Size, count: torch.Size) -> bool:
+    """Whether an einsum sums over columns and samples, of which there is a `count`, and its result has this shape."""
+    left, _, output = str(equation).replace(" ", "").partition("->")
+    inputs, sizes = left.split(","), dict(zip("vn", count, strict=True))
+    if len(inputs) != len(operands) or {"v", "n"} & set(output) or not {"v", "n"} <= set(left):
+        return False
+    for labels, x in zip(inputs, operands, strict=True):
+        if not labels.isalpha() or len(set(labels)) < len(labels) or x.ndim != len(labels):
             return False
-        sizes = [pair for labels, sizes in self.pairs for pair in zip(labels, sizes, strict=True)]
-        if any(size != 1 for label, size in sizes if label in "vn") or {"v", "n"} & set(self.output):
+        if any(sizes.setdefault(label, size) != size for label, size in zip(labels, x.shape, strict=True)):
             return False
-        return [dict(sizes).get(label) for label in self.output] == list(shape)
-
-    def _labelled(self, labels: str, shape: tuple[int, ...]) -> bool:
-        """Whether each dimension has a label of its own."""
-        return len(shape) == len(labels) == len(set(labels)) and set(labels) <= self._names.keys()
-
-    def renamed(self, labels: str) -> str:
-        return "".join(self._names[label] for label in labels)
+    return [sizes.get(label) for label in output] == list(shape)

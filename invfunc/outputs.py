@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from invfunc import tree
-from invfunc.loss.outputs import mark
+from invfunc.core.split import mark
 
 
 def outputs(z: Any) -> Any:

@@ -15,22 +15,18 @@ from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import anywhere
 from invfunc._ways import known_way, refused
 from invfunc.callables import check_functions, describe
-from invfunc.core.evaluate import Way, by_ways, evaluated, plain
+from invfunc.core.evaluate import Way, by_ways, evaluated
 from invfunc.core.explained import explained
-from invfunc.errors import SampleAxisError
 from invfunc.evaluation.engine import Engine
 from invfunc.plan import AxisName, Options
 from invfunc.recording.beside import beside
 from invfunc.recording.problem import InDims, Problem, nothing, problem, with_aux
 from invfunc.reductions import Reduction
 from invfunc.reductions.quantity import GRADIENT, ColumnKind, Drawing, Quantity
-from invfunc.sparsity.report import Explanation, joined
+from invfunc.report import Explanation, joined
 from invfunc.transform import Transform
 
 _PLAIN = Options(), Options(dense=True)
-MOVING = "picked", "user's own", "complex", "K-factors", "several outputs"
-PARTS = False
-"""Whether chunks and batches of loaders go by the core, too: the old one does them until it is gone."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,10 +61,12 @@ class Statistic(Transform):
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         given = self.problem(args, kwargs, names)
-        found = self._directly(given)
-        if found is None:
-            engine = self._engine(given)
-            found = engine.result() if given.n else self._of_nothing(engine, names)
+        if not given.n:
+            found = self._of_nothing(self._engine(given), names)
+        elif self._in_parts:
+            found = self._engine(given).result()
+        else:
+            found = self._directly(given)
         results, aux = found
         return tuple(results) if self.members else results[0], aux
 
@@ -88,13 +86,16 @@ class Statistic(Transform):
         return self._engine(self.problem(args, kwargs, names))
 
     def _engine(self, given: Problem) -> Engine:
-        core = PARTS and bool(given.n) and self.direct and plain(given)
-        return Engine(given, self.options, self._quantities(given), self.called if core else None)
+        return Engine(given, self.options, self._quantities(given), (*self.called, "in parts"))
 
-    def _directly(self, given: Problem) -> tuple[list[Any], Any] | None:
-        """The results by the core, if it follows f; else the engine finds them, or the error."""
-        if not given.n or self.options.plan.splits.get("samples") or not self.direct or not plain(given):
-            return None
+    @property
+    def _in_parts(self) -> bool:
+        """Whether samples are divided, or what is divided has to come in phases."""
+        splits = self.options.plan.splits
+        return bool(splits.get("samples")) or (bool(splits) and self.sweeps > 1)
+
+    def _directly(self, given: Problem) -> tuple[list[Any], Any]:
+        """The results of all samples at once."""
         quantities, undo = self._quantities(given), self._undo()
 
         def call(way: Way) -> tuple[list[Any], Any]:
@@ -103,12 +104,7 @@ class Statistic(Transform):
             with ticking(self.options.progress, given.n) as ticks:
                 return evaluated(given, quantities, self.options, way, ticks, undo)
 
-        try:
-            return by_ways(self.f, self.called, call, undo)
-        except SampleAxisError as error:
-            if not (self.kind.convex or any(word in str(error) for word in MOVING)):
-                raise
-            return None  # THE OLD CORE: goes with the line above it and with MOVING
+        return by_ways(self.f, self.called, call, undo)
 
     @property
     def direct(self) -> bool:
@@ -121,7 +117,7 @@ class Statistic(Transform):
         return self.taken and known_way(self.f, self.called) == 0
 
     @property
-    def called(self) -> Hashable:
+    def called(self) -> tuple[Hashable, ...]:
         """What is asked of f."""
         return self.name, *(m.name for m in self.members)
 
@@ -131,10 +127,9 @@ class Statistic(Transform):
         each = self.members or (self,)
         kinds = {(k.convex, k.averaged, k.second_order, k.of_model == "yes") for k in [m.kind for m in each]}
         of_kind = len(kinds) == 1
-        options = self.options.fast and (PARTS or self.options in _PLAIN)
+        options = self.options.fast
         plain = options and all(m.others is None and m.options in _PLAIN for m in self.members)
-        drawn = all(m.drawing is None or m.drawing.sample is None for m in each)
-        return of_kind and plain and drawn and self.others is None
+        return of_kind and plain and self.others is None
 
     def without_samples(self, params: Any) -> Engine:
         """The evaluation of no samples, which has parameters only."""

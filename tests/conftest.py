@@ -10,7 +10,6 @@ import torch
 from hypothesis import settings
 
 from invfunc.operations.norms import weight_norm
-from invfunc.statistic import Statistic
 from tests.invertible_same import assert_same
 
 settings.register_profile("laws", derandomize=True, deadline=None, max_examples=12, database=None)
@@ -78,9 +77,3 @@ def dtype(request) -> torch.dtype:
 def same(dtype, device):
     """`assert_same`, of an invertible block and its function, where the laws are tested."""
     return partial(assert_same, dtype, device)
-
-
-@pytest.fixture
-def old_core(monkeypatch):
-    """Every statistic goes by the old core, which takes what the new one does not follow."""
-    monkeypatch.setattr(Statistic, "direct", False)

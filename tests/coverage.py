@@ -13,10 +13,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, find, settings
 
 from invfunc import ArgumentError, SampleAxisError, diag_ggn, diag_hessian, kflr, tree
-from invfunc.evaluation import fold
-from invfunc.passes import alone
-from invfunc.passes.second_order import entries
-from invfunc.recording import uses
+from invfunc.core import resort, run
 from tests.forms import OTHERS
 from tests.laws import OF_LOSSES, OF_MODELS, composed, squares
 from tests.strategies import Case, Numbers, formed
@@ -37,7 +34,7 @@ KINDS = ["fast", "generic", "refused"]
 WIDTH = 120
 TEXT = """\
 Each cell says how today's code computes a quantity for a layer: **fast** is one contraction of small factors for every
-parameter of it, **generic** is right but slower, for at least one parameter (of `diag_hessian`, entry by entry), and
+parameter of it, **generic** is right but slower, for at least one parameter, and
 **refused** is an error that names the operation or the parameter. With w a parameter and x data, the lines with
 operations in place of layers are those without a fast rule. Cases that are not refused are tested against plain loops
 over the samples, with options of the layer that are drawn (`tests/layers.py`, `tests/forms.py`).
@@ -63,20 +60,15 @@ def statistics(case: Case) -> Iterator[tuple[str, Any, tuple]]:
 
 
 def kind_of(call: Callable) -> str:
-    """How a statistic is computed, seen from the recipes that it asks for."""
+    """How a statistic is computed, seen from the operations and samples that are run with copies of the parameters."""
     asked: list[str] = []
 
     def watched(generic: Callable) -> Callable:
         return lambda *args: asked.append("generic") or generic(*args)
 
-    def differentiated(*args: Any) -> Any:
-        asked.append("entries")
-        return entries(*args)
-
     with ExitStack() as stack:
-        for module, name in ((uses, "generic"), (alone, "of_copies")):
+        for module, name in ((run, "copied"), (resort, "_mapped"), (resort, "_looped")):
             stack.enter_context(mock.patch.object(module, name, watched(getattr(module, name))))
-        stack.enter_context(mock.patch.object(fold, "entries", differentiated))
         try:
             call()
         except (SampleAxisError, ArgumentError):

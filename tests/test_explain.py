@@ -127,7 +127,6 @@ STATISTICS = {
     "batch_grad": lambda f: batch_grad(losses(f)),
     "variance": lambda f: variance(losses(f)),
     "clipped_grad": lambda f: clipped_grad(losses(f), max_norm=1.0),
-    "clipped_grad, a parameter at a time": lambda f: chunked(clipped_grad(losses(f), max_norm=1.0), 9, over="params"),
     "reduced": lambda f: reduced(batch_grad(losses(f)), torch.sum),
     "diag_ggn": lambda f: diag_ggn(f, F.mse_loss),
     "diag_ggn, found": lambda f: diag_ggn(lambda p, x, y: F.mse_loss(f(p, x), y)),

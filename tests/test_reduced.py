@@ -97,7 +97,6 @@ class TestCalls:
         shapes = [tuple(x.shape) for x in tree.leaves(self.made(called)[0](*args))]
         assert [found[i][j] for i, layer in enumerate(args[0]) for j in range(len(layer))] == shapes
 
-    @pytest.mark.usefixtures("old_core")
     def test_a_function_of_the_tensor_alone(self, called):
         for fn in (torch.sum, torch.linalg.vector_norm, lambda tensor: tensor.sum(), torch.Tensor.sum):
             t, args = self.made(called)

@@ -60,7 +60,6 @@ def some(names):
 PATHS = st.sampled_from([lambda t: t, in_blocks])
 
 
-@pytest.mark.usefixtures("old_core")
 class TestEqualsEachAlone:
     @settings(max_examples=12)
     @given(net=networks(), loss=st.sampled_from(LOSSES), called=some(FIRST | DIVISIBLE), of=PATHS)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import invfunc
 from invfunc import Estimate, InverseReport, Kronecker, NoiseScale
-from invfunc.sparsity.report import Explanation
+from invfunc.report import Explanation
 
 Params = dict[str, Tensor]
 

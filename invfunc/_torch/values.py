@@ -122,3 +122,13 @@ def apart(a: torch.Tensor, b: torch.Tensor, size: torch.Tensor | int) -> torch.T
 def near(a: torch.Tensor, b: torch.Tensor, size: torch.Tensor | int) -> bool:
     """Whether tensors are the same up to rounding, where numbers of this size are added up."""
     return not anywhere(apart(a, b, size))
+
+
+def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether values agree up to what another batch size does to their rounding."""
+    return a.shape == b.shape and near(a, b, size_of(b))
+
+
+def size_of(x: torch.Tensor) -> torch.Tensor | int:
+    """The largest absolute value, without what is not finite."""
+    return x.detach().abs().nan_to_num(0, 0, 0).amax() if x.numel() else 0

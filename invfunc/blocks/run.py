@@ -39,10 +39,9 @@ from invfunc.blocks.surroundings import (
     put_states,
     states_of,
 )
+from invfunc.core.run import Composed
 from invfunc.core.run import Run as CoreRun
 from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
-from invfunc.operations.heard import Followed
-from invfunc.recording.trace import Trace
 from invfunc.transform import told
 
 
@@ -90,7 +89,7 @@ class Run(Holder):
 
     def __init__(self, level: int, seen: bool = False) -> None:
         self._level, self._watched = functorch.level_at(level), seen
-        self._forms = Followed if functorch.under((Trace, CoreRun)) else None
+        self._forms = Composed if functorch.under(CoreRun) else None
         self.links: list[Link] = []
         self._starts: list[int] = []
         self.like: list[tuple[torch.Size, torch.dtype]] = []

@@ -20,7 +20,6 @@ from invfunc.blocks.run import Run
 from invfunc.core.marks import Final
 from invfunc.core.run import Run as CoreRun
 from invfunc.operations.second_derivatives import TwiceDifferentiable
-from invfunc.recording.trace import Trace
 
 
 @dataclass
@@ -131,7 +130,7 @@ def _only_level(given: Sequence[torch.Tensor]) -> int | None:
     """The level inside of torch.func at which alone some tensors have a graph, if there is one."""
     around = functorch.levels()
     grads = [level for kind, level in around if kind == "grad"]
-    if functorch.under(Trace) or len(grads) > 1 or any(kind not in ("grad", "vmap") for kind, _ in around):
+    if len(grads) > 1 or any(kind not in ("grad", "vmap") for kind, _ in around):
         return None
     level = grads[0] if grads else 0
     other = ((of := functorch.recorded(t)).requires_grad and (functorch.level_of(of) or 0) != level for t in given)

@@ -17,7 +17,7 @@ from invfunc.certificates.of_statistics import OfStatistic
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.products.product import Product
 from invfunc.recording.held import held_by
-from invfunc.sparsity.report import Explanation
+from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from invfunc import tree
-from invfunc.evaluation.engine import budget
+from invfunc import thresholds, tree
 from invfunc.loss.square_root import Columns
 from invfunc.operations.axis import Axis
 from invfunc.products.curvature import Jacobian
@@ -34,7 +33,8 @@ Entries = Callable[[int, torch.Tensor], torch.Tensor]
 def in_parts(places: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
     """The places in parts whose vectors fit the budget, with about as many numbers on the way as what is given has."""
     tensors = tree.tensors(given)
-    return places.split(max(1, budget(tensors[0].device) // max(1, sum(x.numel() for x in tensors))))
+    budget = thresholds.CACHE.get(tensors[0].device.type, thresholds.ELSEWHERE)
+    return places.split(max(1, budget // max(1, sum(x.numel() for x in tensors))))
 
 
 def units(p: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

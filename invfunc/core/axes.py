@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from invfunc.core.marks import SUMMED, Axis, Known, Unsupported, option, tensors
+from invfunc.core.order import Order
 
 
 def same(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
@@ -81,6 +82,8 @@ def reshaped(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> 
         return data[0][1]
     if shape.numel() != new.numel():
         raise Unsupported("the bytes are read as another type")
+    if isinstance(outer, Order):
+        return found(numbers(shape, data[0][1], n, x.device).reshape(new), n)
     step = inner * math.prod(shape[x.ndim + at + 1 :])
     below = 1
     for j in range(len(new) - 1, -1, -1):
@@ -363,7 +366,7 @@ def embedding(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) ->
 def numbers(shape: Any, axis: Axis, n: int, device: torch.device) -> torch.Tensor:
     """The number of the sample of each entry of a tensor."""
     at, outer, inner = axis
-    count = torch.arange(outer * n * inner, device=device) // inner % n
+    count = outer.rows if isinstance(outer, Order) else torch.arange(outer * n * inner, device=device) // inner % n
     return count.view(-1, *[1] * (-at - 1)).expand(shape)
 
 
@@ -371,14 +374,27 @@ def read(known: torch.Tensor, n: int) -> Axis | None:
     """The axis from the sample of each entry, -1 where there is none; None if they are not along one dim."""
     if known.ndim == 0 or int(known.max()) < 0:
         return None
+    order = None
     for dim in range(known.ndim):
         rows = known.movedim(dim, 0).reshape(known.shape[dim], -1)
         low, high = torch.where(rows < 0, n, rows).min(1).values, rows.max(1).values
         there = high >= 0
-        if len(rows) % n or not torch.equal(low[there], high[there]):
+        if not torch.equal(low[there], high[there]):
+            continue
+        if order is None and len(rows) > 1 and bool(there.all()):
+            order = (dim - known.ndim, high)
+        if len(rows) % n:
             continue
         count = torch.arange(len(rows), device=known.device)
         for inner in range(1, len(rows) // n + 1):
             if len(rows) % (inner * n) == 0 and torch.equal((count // inner % n)[there], high[there]):
                 return (dim - known.ndim, len(rows) // (n * inner), inner)
-    return None
+    return None if order is None else (order[0], Order(order[1], n), 0)  # pyright: ignore[reportReturnType]
+
+
+def found(known: torch.Tensor, n: int) -> Axis:
+    """The axis from the sample of each entry, which has to be along one dim."""
+    axis = read(known, n)
+    if axis is None:
+        raise Unsupported("the samples are not along one dim of the result")
+    return axis

@@ -1,8 +1,4 @@
-"""Columns at the outputs of a model: where its loss is one of torch's criteria, of which the Hessian is known.
-
-The criterion is found while f runs: its input is what the columns are at, and its result is replaced by a number (or by
-those of the positions), in which the rest of f has to be linear.
-"""
+"""Columns at the outputs of a model, in a run of it: of criteria, or of any loss that is convex there."""
 
 from __future__ import annotations
 
@@ -13,41 +9,195 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from invfunc._torch.functorch import storage_of, version
+from invfunc import tree
+from invfunc._torch.functorch import version
+from invfunc._torch.graphs import nodes_of
 from invfunc._torch.values import anywhere
-from invfunc.core.marks import Axis, Run, Unsupported, wide
+from invfunc.core.marks import Axis as Marked
+from invfunc.core.marks import Mark, Run, Unsupported, know, wide
+from invfunc.core.refusals import check_outputs
+from invfunc.core.split import (
+    CRITERIA,
+    KNOWN,
+    WHOLE,
+    Axis,
+    Call,
+    Finder,
+    Output,
+    Split,
+    Term,
+    axis_of,
+    marked_for,
+    named_node,
+)
 from invfunc.core.tables import called
-from invfunc.core.uses import front
 from invfunc.loss.drawn import drawn
-from invfunc.loss.hessian import check_sign
-from invfunc.loss.square_root import Columns, Elementwise, Softmax, rooted
+from invfunc.loss.hessian import columns
+from invfunc.loss.square_root import Affine, Columns, Elementwise, General, OutputCotangents, Softmax, rooted
 from invfunc.operations.naming import argument
+from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.recording.problem import Problem
 from invfunc.reductions.quantity import Quantity
 
-CRITERIA = {F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits}
-"""Losses of which the Hessian is known."""
-OTHERS = called(
-    "nll_loss binary_cross_entropy kl_div poisson_nll_loss gaussian_nll_loss huber_loss smooth_l1_loss l1_loss"
+ROUGH = set(
+    "NativeLayerNorm NativeGroupNorm NativeBatchNorm FusedRmsNorm EmbeddingBag LinalgSolveEx Cdist MultiMarginLoss "
+    "WeightNormInterface HuberLoss SoftMarginLoss _ScaledDotProductFlashAttentionForCpu CudnnBatchNorm".split()
 )
+"""Nodes of operations whose second derivative is missing, or wrong somewhere: they run in another form."""
+LOGARITHMS = called("log_softmax")
 
 
-Hessian = Softmax | Elementwise
+class Twice(Exception):
+    """Raised where f has to run in a form that can be differentiated twice."""
 
 
-def made(hessian: Hessian, quantity: Quantity, n: int) -> list[Columns]:
+class Within:
+    """Derivatives that are taken in a run."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.leave = run, run.strip
+
+    def grad(
+        self,
+        outputs: Sequence[Any],
+        inputs: Sequence[Any],
+        cotangents: Sequence[Any],
+        *,
+        batched: bool = True,
+        create_graph: bool | None = None,
+    ) -> list[Any]:
+        """Vector-Jacobian products, None of an input without influence; `batched`, of several vectors."""
+        pairs = [(y, c.to(y.dtype)) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
+        if not pairs or (batched and not len(pairs[0][1])):
+            return [None] * len(inputs)
+        ys, given = [y for y, _ in pairs], [c for _, c in pairs]
+        graph = self.run.deep if create_graph is None else create_graph
+        with torch.enable_grad():
+            if batched:
+                return self.run.rows(ys, inputs, given, graph)
+            options = {"create_graph": graph, "retain_graph": True, "allow_unused": True}
+            return [*torch.autograd.grad(ys, inputs, given, **options)]
+
+
+def criterion_of(run: Run, func: Any, args: tuple, kwargs: dict[str, Any], data: list) -> Any:
+    """The result of a criterion of samples, where outputs are looked for; None of any other call."""
+    kind = CRITERIA.get(func)
+    if kind is None:
+        return None
+    x: Any = args[0] if args else kwargs.get("input")
+    axis = next((axis for y, axis in data if y is x), None)
+    return None if axis is None else run.criterion.criterion(kind, func, args, kwargs, axis_of(x, axis, run.n))
+
+
+def split(run: Run, result: torch.Tensor) -> Split:
+    """The loss part of a run that has looked for outputs."""
+    if run.split is None:
+        finder, scope = run.criterion, Within(run)
+        if (one := finder.only(result)) is not None:
+            run.split = Split(scope, run.n, result, [one], finder.terms, ordinary=True)
+        else:
+            roots = finder.found(result, [*[u.edge for u in run.uses], *run.leaves])
+            run.split = Split(scope, run.n, result, roots, finder.terms)
+        run.split.again = run.again
+    return run.split
+
+
+def columns_at(run: Run, result: torch.Tensor, quantity: Quantity) -> list[Columns]:
     """The columns of a quantity."""
-    if quantity.drawing is None:
-        return [rooted(hessian, "all")]
-    return drawn([hessian], quantity.drawing.count, quantity.drawing.source(n), quantity.drawing.peel)
+    found, drawing = split(run, result), quantity.drawing
+    if not found.ordinary and not run.twice:
+        nodes = nodes_of([result], {r.node for r in found.roots})
+        if not ROUGH.isdisjoint(map(named_node, nodes)):
+            raise Twice
+    if drawing is not None and drawing.sample is not None:
+        return found.drawn(drawing, "diag_ggn")
+    if found.columns is None:
+        found.columns = found.hessian()
+    return made(found.columns, quantity, run.n)
 
 
-def joined(parts: Sequence[Hessian]) -> Hessian:
+def made(hessian: Sequence[Columns], quantity: Quantity, n: int) -> list[Columns]:
+    """The columns of a quantity, given the Hessian of the loss."""
+    drawing = quantity.drawing
+    if drawing is None:
+        return [rooted(part, "all") for part in hessian]
+    return drawn([*hessian], drawing.count, drawing.source(n), drawing.peel)
+
+
+def single(found: Split, columns: Sequence[Columns]) -> bool:
+    """Whether all columns are those of one criterion of one output, with the samples in front."""
+    (root, *others), known = found.roots, all([t.kind in KNOWN and t.at_root for t in found.terms]) or found.ordinary
+    in_front = root.axis.dim is None or (root.axis.dim == 0 and root.axis.outer == 1)
+    return not others and len(columns) == 1 and known and in_front
+
+
+# A loss that is given apart
+
+
+def lost(problem: Problem, run: Run, outputs: Any) -> torch.Tensor:
+    """The loss of the outputs of a model that is given apart from it."""
+    assert problem.loss is not None
+    loss, (named, structure) = problem.loss, tree.outputs(outputs)
+    if not named:
+        check_outputs(run, outputs, problem.out_dims)
+    for path, z in named:
+        check_outputs(run, z, problem.out_dims, path)
+
+    def at(ordinal: int, z: torch.Tensor) -> Output:
+        with run:
+            own = z.clone()  # the loss may write into it
+        know(own, Mark(run.token, (problem.out_dims % z.ndim - z.ndim, 1, 1), z.requires_grad))
+        return Output(ordinal, own, WHOLE if run.n == 1 else Axis(problem.out_dims % z.ndim), z)
+
+    def called(roots: list[Output], target: Any) -> torch.Tensor:
+        given = tree.unflatten([r.value for r in roots], structure)
+        with marked_for(None), TwiceDifferentiable(), run:
+            return loss(given, target)
+
+    def again(sample: Callable[[Any], Any]) -> tuple[torch.Tensor, list[Output]]:
+        with torch.no_grad():
+            target = sample(tree.unflatten([run.strip(z).detach() for _, z in named], structure))
+        with torch.enable_grad():
+            fresh = [at(i, z) for i, (_, z) in enumerate(named)]
+            return called(fresh, problem.drawn(run, target)), [r for r in fresh if r.value.requires_grad]
+
+    roots = [at(i, z) for i, (_, z) in enumerate(named)]
+    run.criterion = Finder([r for r in roots if r.value.requires_grad], run.n)
+    run.again, run.twice = again, True
+    return called(roots, problem.target(run))
+
+
+# Parts of the samples
+
+
+def joined(parts: Sequence[Sequence[Columns]]) -> list[Columns]:
     """The Hessian of the loss of all samples, given that of parts of them."""
+    if any([len(part) != len(parts[0]) for part in parts]):
+        raise Unsupported("the criteria are others for a part of the samples")
+    return [_joined(same) for same in zip(*parts, strict=True)]
+
+
+def _joined(parts: Sequence[Any]) -> Columns:
     first = parts[0]
     if any([type(part) is not type(first) for part in parts]):
         raise Unsupported("the criterion is another one for a part of the samples")
-    names = ("logits", "weight") if isinstance(first, Softmax) else ("logits", "diagonal")
-    return replace(first, **{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+    if isinstance(first, Affine):
+        inner = _joined([part.inner for part in parts])
+        sizes = [_count(part.inner) for part in parts]
+
+        def pull(columns: torch.Tensor, some: slice) -> OutputCotangents:
+            each = zip(parts, columns.split(sizes, 1), strict=True)
+            pulled = [part.pull(own, slice(None)) for part, own in each]
+            return {i: torch.cat([one[i] for one in pulled], 1)[:, some] for i in pulled[0]}
+
+        return Affine(inner, first.root, first.roots, pull)
+    fields = {Softmax: ("logits", "weight"), Elementwise: ("logits", "diagonal"), General: ("hessian",)}[type(first)]
+    return replace(first, **{name: torch.cat([getattr(part, name) for part in parts]) for name in fields})
+
+
+def _count(columns: Any) -> int:
+    """How many samples columns are of."""
+    return len(columns.logits if isinstance(columns, (Softmax, Elementwise)) else columns.hessian)
 
 
 def weighs(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -60,183 +210,24 @@ def weighs(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     return argument(func, args, kwargs, "weight") is not None or anywhere(target == ignored)
 
 
-class Criterion:
-    """The criterion that f calls, and what comes of its result."""
-
-    def __init__(self, token: object) -> None:
-        """`token` is that of the run, which the marks of its tensors have."""
-        self.token = token
-        self.func: Any = None
-        self.input: torch.Tensor | None = None
-        self.slope: torch.Tensor | None = None
-        self.output: torch.Tensor | None = None
-        """The output of a model that is given apart from its loss, or that is marked."""
-        self.version = 0
-
-    def meet(self, run: Run, func: Callable, args: tuple, kwargs: dict[str, Any], axis: Axis) -> torch.Tensor:
-        """Compute the criterion, and return its result as something new."""
-        x = args[0]
-        if self.input is not None:
-            raise Unsupported("f calls several criteria")
-        if self.output is not None and not self._views(x):
-            raise Unsupported("what the loss is of is computed from the outputs")
-        self.func, self.input, self.axis = func, x, axis
-        self.args, self.kwargs = (run.strip(x), *args[1:]), kwargs
-        out = func(*self.args, **kwargs)
-        with torch.enable_grad():
-            self.leaf = out.detach().requires_grad_() if not run.deep else run.alias(out)
-        return self.leaf
-
-    def mark(self, z: torch.Tensor) -> None:
-        """Take a tensor as the outputs, of which the criterion has to be."""
-        known = getattr(z, "_known", None)
-        if known is None or known.run is not self.token or not z.requires_grad:
-            return
-        if self.input is not None or (self.output is not None and not self._views(z)):
-            raise Unsupported("several outputs are marked, or some behind a criterion")
-        self.output, self.version = z, version(z)
-
-    def _views(self, x: torch.Tensor) -> bool:
-        """Whether a tensor is the output, or a view of all of it, as the model has returned it."""
-        z = self.output
-        assert z is not None
-        if x is z:
-            return version(z) == self.version
-        if x.numel() != z.numel() or not x.is_contiguous() or not z.is_contiguous() or version(z) != self.version:
-            return False
-        return storage_of(x) == storage_of(z) and x.storage_offset() == z.storage_offset()
-
-    def arg(self, name: str, default: Any = None) -> Any:
-        """An argument of the criterion."""
-        return argument(self.func, self.args, self.kwargs, name, default)
-
-    def hessian(self, run: Run, result: torch.Tensor) -> Hessian:
-        """The Hessian of the result in what the criterion is of."""
-        if self.input is None:
-            raise Unsupported("no criterion of torch's is found in f")
-        if self.slope is None and result is self.leaf:
-            self.slope = torch.ones_like(result)
-        elif self.slope is None:
-            ones = torch.ones_like(result)
-            edges = [u.edge for u in run.uses]
-            slope, *others = torch.autograd.grad(
-                result,
-                [self.leaf, *edges, *run.leaves],
-                ones,
-                allow_unused=True,
-                retain_graph=True,
-                create_graph=run.deep,
-            )
-            if slope is None or any([g is not None for g in others]):
-                raise Unsupported("a path from the parameters to the result goes around the criterion")
-            self.slope = wide(run.strip(slope) if run.deep else slope.detach())
-            self.linear(result, run)
-        name = "cross_entropy" if self.func is F.cross_entropy else self.func.__name__
-        return self._softmax(run, name) if self.func is F.cross_entropy else self._elementwise(run, name)
-
-    def linear(self, result: torch.Tensor, run: Run) -> None:
-        """Check that the result is linear in that of the criterion."""
-        if result is self.leaf:
-            return
-        (slope,) = torch.autograd.grad(result, self.leaf, torch.ones_like(result), create_graph=True, retain_graph=True)
-        if slope.requires_grad:
-            (more,) = torch.autograd.grad(slope.sum(), self.leaf, allow_unused=True, retain_graph=True)
-            if more is not None:
-                raise Unsupported("the loss is curved beside its criterion")
-
-    def _softmax(self, run: Run, name: str) -> Softmax:
-        """The columns of a cross entropy."""
-        k = self.counts(wide(self.args[0]))
-        check_sign(k, name)
-        return _root(run, wide(self.args[0]), self.axis, k, 1)
-
-    def counts(self, x: torch.Tensor) -> torch.Tensor:
-        """The weight of the targets at each position, in the scale of the result."""
-        target = self.arg("target")
-        if x.ndim < 2 or self.kwargs.get("size_average") is not None or self.kwargs.get("reduce") is not None:
-            raise Unsupported("cross entropy of a single row, or with deprecated flags")
-        assert self.slope is not None
-        weight, ignored, mean = (
-            self.arg("weight"),
-            self.arg("ignore_index", -100),
-            self.arg("reduction", "mean") == "mean",
-        )
-        if weight is None and not target.is_floating_point():  # all that are not ignored count the same
-            met = target != ignored
-            return torch.where(met, self.slope / met.sum() if mean else self.slope, 0)
-        met, size = self._weights(x, target, weight, ignored)
-        return torch.where(met == 0, 0, self.slope / size * met) if mean else self.slope * met
-
-    def _weights(self, x: torch.Tensor, target: torch.Tensor, weight: Any, ignored: int) -> tuple[torch.Tensor, Any]:
-        """What each target counts, and what a mean is divided by."""
-        classes, smoothing = x.shape[1], self.arg("label_smoothing", 0.0)
-        w = x.new_ones(classes) if weight is None else weight.to(x.dtype)
-        if target.is_floating_point():
-            met = torch.tensordot((target * (1 - smoothing) + smoothing / classes).movedim(1, -1).to(w.dtype), w, 1)
-            return met, met.numel()
-        valid = target != ignored
-        picked = torch.where(valid, w[torch.where(valid, target, 0)], 0)
-        return picked * (1 - smoothing) + torch.where(valid, w.sum() * smoothing / classes, 0), picked.sum()
-
-    def _elementwise(self, run: Run, name: str) -> Elementwise:
-        """The diagonal of the Hessian, entry by entry."""
-        x, weight, mean = wide(self.args[0]), self.arg("weight"), self.arg("reduction", "mean") == "mean"
-        assert self.slope is not None
-        k = self.slope / x.numel() if mean else self.slope
-        k = k if weight is None else k * weight
-        if self.func is F.mse_loss:
-            h = 2 * k
-        else:
-            p, y, more = x.sigmoid(), self.arg("target"), self.arg("pos_weight")
-            h = k * (p * (1 - p) if more is None else p * (1 - p) * (1 + (more - 1) * y))
-        h = h.expand(x.shape)
-        check_sign(h, name)
-        kind = "normal" if self.func is F.mse_loss else "bernoulli"
-        return Elementwise(0, front(h, self.axis, run.n).flatten(1), kind, front(x, self.axis, run.n).flatten(1))
+# Columns of an operation in the middle of f
 
 
-def _root(run: Run, x: torch.Tensor, axis: Axis, k: torch.Tensor, dim: int) -> Softmax:
-    """The columns of `k (diag p - p p^T)` of logits with the samples in dim 0 and the classes in another one."""
-    exposed = front(x.movedim(dim, 1), axis, run.n)  # [n, more, C, ...]
-    logits = exposed.movedim(2, 1).flatten(2)
-    shape, rest = x.movedim(dim, 1).shape, exposed.shape[3:]
-
-    def layout(columns: torch.Tensor) -> torch.Tensor:
-        v, n, c, _ = columns.shape
-        return columns.reshape(v, n, c, -1, *rest).movedim(2, 3).reshape(v, -1, *shape[1:]).movedim(2, 1 + dim)
-
-    return Softmax(0, logits, k.expand(shape[:1] + shape[2:]).reshape(run.n, -1), layout)
-
-
-LOGARITHMS = called("log_softmax")
-
-
-def softmax_root(run: Run, func: Any, args: tuple, kwargs: dict, axis: Axis, slope: Any) -> Softmax | None:
-    """The columns of a cross entropy or a log_softmax of any slope; None of another operation."""
+def softmax_root(run: Run, func: Any, args: tuple, kwargs: dict, axis: Marked, slope: Any) -> tuple[Any, Axis] | None:
+    """The columns of a cross entropy or a log_softmax of any slope, and their axis; None of another operation."""
     if func is not F.cross_entropy and func not in LOGARITHMS:
         return None
-    call = Criterion(run.token)
-    call.func, call.args, call.kwargs, call.slope = func, (run.strip(args[0]), *args[1:]), kwargs, wide(slope)
-    x, dim = wide(call.args[0]), 1 if func is F.cross_entropy else call.arg("dim")
+    x, soft = wide(run.strip(args[0])), func is F.cross_entropy
+    dim = 1 if soft else argument(func, args, kwargs, "dim")
     if x.ndim < 2 or dim is None or dim % x.ndim == 0 or (run.n > 1 and (axis[0] != -x.ndim or axis[1] != 1)):
         return None
-    k = call.counts(x) if func is F.cross_entropy else -call.slope.sum(dim)
-    return _root(run, x, axis, k, dim % x.ndim)
+    call = Call("cross_entropy" if soft else "log_softmax", func, (x, *args[1:]), kwargs)
+    at = axis_of(x, axis, run.n)
+    term = Term("softmax" if soft else "log_softmax", frozenset({0}), x, at, x, call, True, version(x))
+    return columns(Stripped, term, slope, [], run.n, convex=False), at
 
 
-def criterion_of(run: Run, func: Any, args: tuple, kwargs: dict[str, Any], data: list) -> torch.Tensor | None:
-    """The result of a criterion of the outputs of the model, where one is looked for; None of any other call."""
-    criterion = run.criterion
-    if criterion is None or not args or not isinstance(args[0], torch.Tensor) or not args[0].requires_grad:
-        return None
-    if func in OTHERS:
-        raise Unsupported("f calls a loss that is not known here")
-    if func not in CRITERIA:
-        return None
-    axis = next((axis for x, axis in data if x is args[0]), None)
-    if axis is None or any(x.requires_grad and x is not args[0] for x, _ in data):
-        raise Unsupported("the criterion is not of samples alone")
-    at, outer, inner = axis
-    if run.n > 1 and (at != -args[0].ndim or outer != 1 or (inner != 1 and func is not F.cross_entropy)):
-        raise Unsupported("the samples are not in dim 0 of the outputs")
-    return criterion.meet(run, func, args, kwargs, axis)
+class Stripped:
+    """A context of tensors that are out of a run."""
+
+    leave = staticmethod(lambda x: x)

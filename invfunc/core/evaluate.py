@@ -13,23 +13,24 @@ import torch
 from invfunc import thresholds, tree
 from invfunc._alike import alike
 from invfunc._extras import Ticks
-from invfunc._torch.functorch import dispatched, dual_level, hooked, listening, transforming, version, versions
+from invfunc._torch.functorch import dual_level, hooked, transforming, versions
 from invfunc._torch.generators import same_state, state_of, torchs_own
 from invfunc._ways import known_way, note_way
 from invfunc.budget.size import fits
-from invfunc.core.columns import Criterion, Hessian, made
+from invfunc.core.columns import Twice, columns_at, lost, single, split
 from invfunc.core.factors import partners
 from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
+from invfunc.core.lots import Lot
 from invfunc.core.marks import HALF, SUMMED, Final, Mark, Unsupported, know
 from invfunc.core.refusals import check_loss, check_outputs, check_room, refused_by
 from invfunc.core.resort import alone, by_rows
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
+from invfunc.core.split import Axis, Finder, Output, marked_for
 from invfunc.core.uses import Use
 from invfunc.errors import InvFuncError, unreached
-from invfunc.loss.outputs import marked_for
-from invfunc.loss.square_root import Columns, Units
+from invfunc.loss.square_root import Affine, Columns, Units, joined_block
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.plan import Options, Plan, even
 from invfunc.recording.problem import Problem
@@ -52,8 +53,8 @@ _DTYPES = (torch.float32, torch.float64, *HALF)
 
 
 def plain(problem: Problem) -> bool:
-    """Whether the arguments of a call are ordinary tensors, which nothing else watches."""
-    if listening() or dispatched() or torch.is_inference_mode_enabled():
+    """Whether the arguments of a call are ordinary tensors."""
+    if torch.is_inference_mode_enabled():
         return False
     if dual_level():  # forward mode
         return False
@@ -155,23 +156,24 @@ def loss_of(problem: Problem) -> torch.Tensor:
         run.close()
 
 
-def columns_of_all(problem: Problem, outputs: torch.Tensor, quantities: Sequence[Quantity]) -> Made:
+def columns_of_all(problem: Problem, outputs: Any, quantities: Sequence[Quantity]) -> Made:
     """The columns at the outputs of a model, with a loss that is given apart."""
-    run = Run(problem.n, transforming() or (torch.is_grad_enabled() and outputs.requires_grad))
+    graph = torch.is_grad_enabled() and any(z.requires_grad for z in tree.tensors((outputs,)))
+    run = Run(problem.n, transforming() or graph)
     run.open()
+
+    def known(z: torch.Tensor) -> torch.Tensor:
+        know(own := run.alias(z), Mark(run.token, (problem.out_dims % z.ndim - z.ndim, 1, 1), True))
+        return own
+
     try:
-        z = run.alias(outputs)
-        know(z, Mark(run.token, (problem.out_dims % z.ndim - z.ndim, 1, 1), True))
-        run.criterion = Criterion(run.token)
-        with marked_for(run.criterion), TwiceDifferentiable() if run.deep else nullcontext():
-            out = _loss(problem, run, z)
-        hessian = run.criterion.hessian(run, out)
+        out = lost(problem, run, tree.map_tensors(known, outputs))
+        return {q.columns: columns_at(run, out, q) for q in quantities}
     finally:
         run.close()
-    return {q.columns: made(hessian, q, problem.n) for q in quantities}
 
 
-def hessian_of(problem: Problem) -> Hessian:
+def hessian_of(problem: Problem) -> list[Columns]:
     """The Hessian of the loss in the outputs that are found in f."""
     run = Run(
         problem.n, transforming() or (torch.is_grad_enabled() and any(x.requires_grad for x in problem.tensors()))
@@ -179,10 +181,13 @@ def hessian_of(problem: Problem) -> Hessian:
     run.open()
     try:
         leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
-        run.criterion, run.part = Criterion(run.token), True
-        with marked_for(run.criterion), TwiceDifferentiable() if run.deep else nullcontext():
+        run.criterion, run.part, run.twice = Finder(n=run.n), True, True
+        with marked_for(run.criterion), TwiceDifferentiable():
             out = _called(problem, run, leaves)[0]
-        return run.criterion.hessian(run, out)
+        found = split(run, out).hessian()
+        if run.deep and any([isinstance(part, Affine) for part in found]):
+            raise Unsupported("columns that are pulled back when the run is over, where the result is differentiated")
+        return found
     finally:
         run.close()
 
@@ -251,15 +256,16 @@ def ran_and(
     new = ChainRun if kind.averaged else CallsRun if kind.second_order else Run
     if new is not Run and way is not Problem.call:
         raise Final("second derivatives of a function whose operations are not followed")
+    twice = deep or kind.second_order
     while True:
         run = new(problem.n, deep, chosen)
-        run.part, run.way = part, way
+        run.part, run.way, run.twice = part, way, twice
         run.open(way is Problem.call or transforming())
         try:
             given = problem, quantities, run, outside, options, known, ticks, phased, pullback
             return finish(run, *_evaluated(*given), outside)
-        except Again:
-            deep, met = True, None
+        except (Again, Twice) as error:
+            deep, twice, met = deep or isinstance(error, Again), True, None
             undo()
         except Met as error:
             met = error
@@ -278,9 +284,10 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
     device, given = problem.leaves[0].device.type, problem.tensors()
     before = versions(given)
     leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
-    if any([q.kind.convex for q in quantities]):
-        run.criterion = Criterion(run.token)
-    if run.criterion is not None and not all([q.drawing for q in quantities]):
+    convex = any([q.kind.convex for q in quantities])
+    if convex and problem.loss is None:
+        run.criterion = Finder(n=run.n)
+    if convex and not all([q.drawing for q in quantities]):
         run.states = [(g, state_of(g)) for g in torchs_own()]
     drawn = [q.drawing.count if q.drawing is not None else 0 for q in quantities]
     run.alone = all([q.kind.first_order or count == 1 for q, count in zip(quantities, drawn, strict=True)])
@@ -288,9 +295,9 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
     with (
         _autocast(device, True),
         marks,
-        TwiceDifferentiable() if run.deep or isinstance(run, CallsRun) else nullcontext(),
+        TwiceDifferentiable() if run.twice or isinstance(run, CallsRun) else nullcontext(),
     ):
-        out, aux = _called(problem, run, leaves)
+        out, aux = _called(problem, run, leaves, convex)
     if run.closed_over and outside and not run.deep:
         raise Again
     if before != versions(given):
@@ -360,23 +367,27 @@ def _autocast(device: str, enabled: bool) -> AbstractContextManager:
     return torch.autocast(device, torch.get_autocast_dtype(device), enabled, cache_enabled=False)
 
 
-def _called(problem: Problem, run: Run, leaves: list[torch.Tensor]) -> tuple[Any, Any]:
-    """What f returns, or its loss of that; and aux."""
+def _called(problem: Problem, run: Run, leaves: list[torch.Tensor], convex: bool = False) -> tuple[Any, Any]:
+    """What f returns, or its loss of that, whose outputs are `convex` ones; and aux."""
     try:
         out, aux = (run.way or Problem.call)(problem, run, leaves, slice(None))
     except Unsupported:
         raise
     except Exception as error:
         raise Met(error, lambda: returned(problem)) from None
-    if problem.loss is None:
+    if (loss := problem.loss) is None:
         return out, aux
-    if isinstance(run, CallsRun) and run.criterion is None:  # no columns are made at the outputs
-        return _loss(problem, run, out), aux
-    check_outputs(run, out, problem.out_dims)
-    if problem.out_dims % out.ndim:
-        raise Unsupported("outputs without the samples in front")
     run.outputs = out
-    return _loss(problem, run, out), aux
+    try:
+        if convex:
+            return lost(problem, run, out), aux
+        target = problem.target(run)
+        with run:
+            return loss(out, target), aux
+    except (Unsupported, InvFuncError):
+        raise
+    except Exception as error:
+        raise Met(error, lambda: loss(returned(problem), problem.args[-1])) from None
 
 
 def _looked_at(met: Met) -> Exception:
@@ -390,47 +401,24 @@ def _looked_at(met: Met) -> Exception:
     return Unsupported(f"{type(met.error).__name__}: {str(met.error).partition(chr(10))[0]}")
 
 
-def _loss(problem: Problem, run: Run, outputs: torch.Tensor) -> Any:
-    """The loss of the outputs of a model that is given apart from it."""
-    loss, target, criterion = problem.loss, problem.target(run), run.criterion
-    assert loss is not None
-    if criterion is not None:
-        if criterion.output is not None:
-            raise Unsupported("outputs are marked in a model that is given apart from its loss")
-        criterion.output, criterion.version = outputs, version(outputs)
-
-    try:
-        with run:
-            return loss(outputs, target)
-    except Unsupported:
-        raise
-    except Exception as error:
-        raise Met(error, lambda: loss(returned(problem), problem.args[-1])) from None
-
-
 def _columns(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: bool, known: Made | None) -> None:
     """Reduce the columns of each kind, one kind after the other; some are known."""
     run, folds = way.run, way.folds
-    criterion = run.criterion
-    assert criterion is not None
     groups: dict[Any, list[int]] = {}
     for k, q in enumerate(quantities):
         groups.setdefault(q.columns, []).append(k)
     for key, same in groups.items():
         quantity = quantities[same[0]]
         with torch.enable_grad():
-            columns = made(criterion.hessian(run, out), quantity, run.n) if known is None else known[key]
-        count = sum(c.count for c in columns)
-        x, own = criterion.input, [folds[k] for k in same]
+            columns = columns_at(run, out, quantity) if known is None else known[key]
+            found = split(run, out)
+        count, own = sum([c.count for c in columns]), [folds[k] for k in same]
         shortcuts = quantity.drawing is None and not dense and all([f.reduction.shortcuts != "no" for f in own])
-        if count == 0:
-            raise Unsupported("a loss without columns")
-        assert x is not None
-        few = run.deep or run.chosen is not None or count < thresholds.FEW
+        few = run.deep or run.chosen is not None or count < thresholds.FEW or not single(found, columns)
         if shortcuts and not few and known is None and not way.plan.splits:
             if replace(way, folds=own).structured(columns[0]):
                 continue
-        replace(way, folds=own).columns(x, columns[0], 0)
+        replace(way, folds=own).columns(found.roots, columns)
 
 
 def _rows(way: Pullback, out: Any) -> None:
@@ -441,7 +429,7 @@ def _rows(way: Pullback, out: Any) -> None:
     values = run.strip(out).movedim(dim, 0)
     for fold in way.folds:
         fold.found = replace(fold.found, outputs=[values.shape[1:]])
-    way.columns(out, Units({0: values}), dim)
+    way.columns([Output(0, out, Axis(dim))], [Units({0: values.unsqueeze(1 + dim)})])
 
 
 @dataclass
@@ -481,19 +469,21 @@ class Pullback:
             self._fold(leaves)
             self.ticks.done()
 
-    def columns(self, x: torch.Tensor, columns: Columns, dim: int) -> None:
-        """Reduce columns at a tensor, whose samples are in a dim, in groups that fit the memory."""
-        run, folds, count = self.run, self.folds, columns.count
-        run.exact = getattr(columns, "exact", None)
+    def columns(self, roots: Sequence[Output], columns: Sequence[Columns]) -> None:
+        """Reduce columns at outputs, in groups that fit the memory; those of each kind after the others."""
+        run, folds, count = self.run, self.folds, sum([c.count for c in columns])
+        run.lots = _lots(columns)
         for fold in folds:
             fold.found = replace(fold.found, columns=count)
+        if not count:  # as of one class
+            return None
         if count == 1 and not self.plan.splits and self.streams:
-            left = columns.block(0, 1, slice(None)).left[0].reshape(x.movedim(dim, 0).shape)
-            return self.stream(x, left.movedim(0, dim).to(x.dtype))
+            sources, given = self._at(roots, columns, 0, 1)
+            return self.stream(sources, [c[0] for c in given])
         together = self.apart or not all(["outputs" in f.reduction.axes for f in folds])
         most = count if together else max(1, thresholds.GROUPED // max(1, run.numbers))
         if count <= most and not self.plan.splits and self.ticks is TICKS:  # in short
-            return self._group(range(len(run.leaves)), x, columns, dim, 0, count)
+            return self._group(range(len(run.leaves)), roots, columns, 0, count, count)
         groups = self.plan.ranges("outputs", count) if self.plan.asked("outputs") else even(count, most)
         if len(groups) > 1 and self.apart:
             raise Unsupported("something of all columns has to be known of each")
@@ -501,15 +491,30 @@ class Pullback:
         self.ticks.expect(len(chunks) * len(groups))
         for leaves, run.uses in alike("params", chunks, _numbers):
             for start, stop in alike("outputs", groups, lambda group: group[1] - group[0], last=True):
-                self._group(leaves, x, columns, dim, start, stop)
+                self._group(leaves, roots, columns, start, stop, count)
                 self.ticks.done()
 
-    def _group(self, leaves: range, x: torch.Tensor, columns: Columns, dim: int, start: int, stop: int) -> None:
-        """Reduce a range of columns at a tensor."""
-        left = columns.block(start, stop, slice(None)).left[0].reshape(stop - start, *x.movedim(dim, 0).shape)
+    def _group(
+        self, leaves: range, roots: Sequence[Output], columns: Sequence[Columns], start: int, stop: int, count: int
+    ) -> None:
+        """Reduce a range of columns at outputs."""
+        sources, given = self._at(roots, columns, start, stop)
         with torch.enable_grad():
-            self.run.pull_columns(x, left.movedim(1, 1 + dim).to(x.dtype))
-        self._fold(leaves, start > 0, stop == columns.count)
+            self.run.pull_columns(sources, given)
+        self._fold(leaves, start > 0, stop == count)
+
+    def _at(
+        self, roots: Sequence[Output], columns: Sequence[Columns], start: int, stop: int
+    ) -> tuple[list[Any], list[torch.Tensor]]:
+        """The outputs at which there are columns of a range, and these `[V, *output]`."""
+        n = self.run.n
+        if len(columns) == 1:
+            left = columns[0].block(start, stop, slice(None)).left
+        else:
+            left = joined_block([*columns], start, stop, slice(None), n, everywhere=True).left
+        met = [r for r in roots if r.ordinal in left]
+        given = [r.axis.restore(left[r.ordinal], n, 1).to(r.source.dtype) for r in met]
+        return [r.source for r in met], given
 
     def _chunks(self) -> Sequence[tuple[range, list[Use]]]:
         """The parameters in the chunks that are asked for, with their uses."""
@@ -569,7 +574,7 @@ class Pullback:
         assert isinstance(self.run, ChainRun)
         chain(self.run, self.problem.name, quantity, self.folds, out, uses_of(self.run, self.run.uses)[0])
 
-    def stream(self, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
+    def stream(self, out: Any, cotangent: Any) -> None:
         """Reduce each parameter as soon as the cotangents of all its uses have come, and free these."""
         run, folds = self.run, self.folds
         of, owners = uses_of(run, run.uses)
@@ -602,6 +607,15 @@ class Pullback:
             if left:
                 reduced(i)
         self.ticks.done()
+
+
+def _lots(columns: Sequence[Columns]) -> list[Lot]:
+    """The columns that are drawn."""
+    found, start = list[Lot](), 0
+    for each in columns:
+        found.append(Lot(start, start + each.count, getattr(each, "exact", None)))
+        start += each.count
+    return found
 
 
 def _numbers(chunk: tuple[range, list[Use]]) -> tuple[int, ...]:

@@ -11,18 +11,19 @@ import torch
 
 from invfunc import thresholds, tree
 from invfunc.budget.size import bytes_of
-from invfunc.core.columns import made
+from invfunc.core.columns import columns_at
 from invfunc.core.evaluate import WAYS, Fold, Pullback, Way, ran_and, uses_of
 from invfunc.core.hessian import Diagonal
 from invfunc.core.marks import spelled
 from invfunc.core.refusals import matrices
 from invfunc.core.run import Run
+from invfunc.core.split import Output
 from invfunc.core.uses import Copies, Use
 from invfunc.loss.square_root import Columns
 from invfunc.plan import Options
 from invfunc.recording.problem import Problem
 from invfunc.reductions.quantity import Quantity
-from invfunc.sparsity.report import Explanation, Parameter, Part
+from invfunc.report import Explanation, Parameter, Part
 from invfunc.structure.plan import Structure
 from invfunc.structure.plan import Way as Shortcut
 
@@ -59,17 +60,19 @@ class Look(Pullback):
         self.entries.update(dict.fromkeys(map(id, self.folds), found))
         return found
 
-    def stream(self, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
+    def stream(self, out: Any, cotangent: Any) -> None:
         entry, chunks = self.entry, len(self._chunks())
         entry.columns, entry.passes, entry.pullbacks = 1, entry.passes + chunks, entry.pullbacks + chunks
 
     pull = stream
 
-    def columns(self, x: torch.Tensor, columns: Columns, dim: int) -> None:
-        self.entry.columns = columns.count
-        super().columns(x, columns, dim)
+    def columns(self, roots: Sequence[Output], columns: Sequence[Columns]) -> None:
+        self.entry.columns = sum(c.count for c in columns)
+        super().columns(roots, columns)
 
-    def _group(self, leaves: range, x: torch.Tensor, columns: Columns, dim: int, start: int, stop: int) -> None:
+    def _group(
+        self, leaves: range, roots: Sequence[Output], columns: Sequence[Columns], start: int, stop: int, count: int
+    ) -> None:
         self.entry.passes += stop - start
         self.entry.pullbacks += 1
 
@@ -111,10 +114,8 @@ class Look(Pullback):
             entry.parts, entry.passes = self._part("entry by entry", rest, size, size), entry.passes + size
 
     def chain(self, quantity: Quantity, out: torch.Tensor) -> None:
-        criterion = self.run.criterion
-        assert criterion is not None
         with torch.enable_grad():
-            self.entry.columns = made(criterion.hessian(self.run, out), quantity, self.run.n)[0].count
+            self.entry.columns = sum(c.count for c in columns_at(self.run, out, quantity))
 
 
 def explained(

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from invfunc.core.marks import LEAF, SWAP, VIEW, Node, Unsupported
+from invfunc._torch.functorch import batch_first
+from invfunc.core.marks import LEAF, SWAP, Final, Node, Unsupported
 from invfunc.core.run import Run
 from invfunc.core.transposed import Transposed
 from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Use, summed
 from invfunc.kronecker import Kronecker
+from invfunc.kronecker.places import PART, Place, Unfactored, grid, rows
 from invfunc.linear_algebra.contract import joined, outer
-from invfunc.per_sample.places import Place, grid
 from invfunc.reductions.block import added
 from invfunc.reductions.kept_factors import Factors
 
@@ -43,6 +44,15 @@ class Sent:
     """Whether a bias is one more input, which is always 1."""
     key: Any = None
     """A key that a weight and its bias share, where the same is sent to both."""
+
+    def __post_init__(self) -> None:
+        first, *more = self.places
+        self.s = first.spread(self.s, self.s.ndim - 1)
+        if self.read is not None and more and more[0].at is not None:
+            read, place = self.read, more[0]
+            self.read = lambda block: place.spread(read(block), 3)
+        self.sends, self.reads = first.covered, more[0].covered if more else 1.0
+        """The fractions of the factors that the operation uses."""
 
     @property
     def role(self) -> tuple:
@@ -110,66 +120,120 @@ def kronecker(
         each = operands(run, leaf, use, bool(bias))
         roles.setdefault(each.role, []).append((use, each))
     if len({(frozenset(role[:-1]), role[-1]) for role in roles}) > 1:
-        raise Unsupported("operations that read a parameter divide its dimensions differently")
+        raise Unfactored("operations that read it divide its dimensions differently")
     return {role: _added(run, leaf, some, sharing, bias, again, most) for role, some in roles.items()}
 
 
 def _added(
     run: Run, leaf: torch.Tensor, some: list[tuple[Use, Sent]], sharing: str, bias: str, again: bool, most: float
 ) -> Factors:
-    """The factors of uses in one role."""
-    first = some[0][1]
-    count, pooled = sum(each.s.shape[3] for _, each in some), sharing != "expand"
+    """The factors of uses in one role; if each of them reads a part of the parameter, no part counts twice."""
+    first, pooled = some[0][1], sharing != "expand"
     large = [place.size + (k and bool(bias)) > most for k, place in enumerate(first.places)]
     key = (first.key, pooled, first.s.shape[-1]) if len(some) == 1 and first.key is not None else None
     b = run.known.get(key)
     if b is None:
-        sent = [each.s for _, each in some]
-        sent = [summed(s.sum(3, keepdim=True) for s in sent)] if pooled else sent
-        matrix = some[0][0].matrix
-        if matrix is not None:
-            sent = [s[:, :1] for s in sent] if isinstance(some[0][0], Pair) else sent  # the same of all samples
-            b = summed(_between(s, matrix, large[0]) for s in sent)
-        elif run.of_hessian:
-            b = summed(_of_hessian(s, large[0]) for s in sent)
-        else:
-            b = summed(_outer(s.flatten(0, 1), large[0]) for s in sent)
+        b = _of_sent(run, some, pooled, large[0])
         if key is not None:
             run.known[key] = b
+    count = sum(each.s.shape[3] * each.sends * each.reads for _, each in some)
     a = None
     if len(first.places) > 1 and not again and sharing == "reduce":
-        total = summed(each.total(run, use) for use, each in some)
-        a = _outer((total / count).reshape(run.count, -1, 1, total.shape[-1]), large[1])
+        total = summed(_scaled(each.total(run, use), each.sends) for use, each in some)
+        a = _outer((total / (count or 1)).reshape(run.count, -1, 1, total.shape[-1]), large[1])
     elif len(first.places) > 1 and not again:
-        a = added([each.products(run, use, large[1]) for use, each in some])
+        a = added([_scaled(each.products(run, use, large[1]), each.sends) for use, each in some])
+    if sharing == "backpack":  # it does not divide by the positions
+        sends, reads = (min(1.0, sum(x)) for x in zip(*[(each.sends, each.reads) for _, each in some], strict=True))
+        a, b = None if a is None else _scaled(a, 1 / sends), _scaled(b, reads**-2)
     positions = run.count if sharing == "reduce" else run.count * count
     return Factors(b, a, positions, first.places, bias, leaf.shape, first.blocks)
 
 
+def _of_sent(run: Run, some: list[tuple[Use, Sent]], pooled: bool, diagonal: bool) -> torch.Tensor:
+    """`sum_vnp s s^T`, or its diagonal."""
+    use, first = some[0]
+    if pooled:
+        sent = [summed(_scaled(each.s.sum(3, keepdim=True), each.reads) for _, each in some)]
+    else:
+        sent = [_scaled(each.s, each.reads**0.5) for _, each in some]
+    if use.matrix is not None:
+        sent = [s[:, :1] for s in sent] if isinstance(use, Pair) else sent  # the same of all samples
+        return summed(_between(s, use.matrix, diagonal) for s in sent)
+    if run.of_hessian:
+        return summed(_of_hessian(s, diagonal) for s in sent)
+    return summed(_outer(s.flatten(0, 1), diagonal) for s in sent)
+
+
+def _scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+    return x if by == 1 else by * x
+
+
 def operands(run: Run, leaf: torch.Tensor, use: Use, joint: bool = False) -> Sent:
     """The operands of a use; `joint`, with one more input that is always 1."""
+    if run.n > 1 and any([order.ragged for order in use.orders]):
+        raise Unsupported("K-factors of samples with different numbers of rows")
     if isinstance(use, Pair):
         return _of_pair(run, leaf, use, joint)
-    if isinstance(use, Rows) and leaf.ndim == 2 and use.node.kind is LEAF:
-        i, s = use.parts(run)
-        i = i if use.padding is None else i.masked_fill(i == use.padding, len(leaf))
-        return Sent(s[:, :, None], [Place((1,), leaf.shape[1]), Place((0,), len(leaf))], index=i)
+    if isinstance(use, Rows) and leaf.ndim > 1:
+        return _of_rows(run, leaf, use)
     if isinstance(use, Expanded):
         return _of_expanded(run, leaf, use)
-    raise Unsupported("K-factors of another operation")
+    if run.apart:
+        raise Final("K-factors of a function whose operations are not followed")
+    raise Unfactored("it is read by an operation that is not known to be linear in it")
 
 
 def _entries(leaf: torch.Tensor, use: Use) -> torch.Tensor:
-    """The number of each entry that an operation gets in the parameter, where it gets a view of all of them."""
-    value = use.value
-    numbers = torch.arange(leaf.numel(), device=leaf.device)
-    if use.node.kind in (LEAF, SWAP):
-        numbers = numbers.view(leaf.shape)
-        return numbers if use.node.kind is LEAF else numbers.mT
-    whole = use.node.kind is VIEW and value.numel() == leaf.numel() and leaf.is_contiguous()
-    if not whole or value.untyped_storage().data_ptr() != leaf.untyped_storage().data_ptr():
-        raise Unsupported("K-factors of a part of a parameter, or of a computed one")
-    return numbers.as_strided(value.shape, value.stride(), value.storage_offset() - leaf.storage_offset())
+    """The number of the entry of the parameter that each entry is that the operation read; -1 for those of others."""
+    value, kind = use.value, use.node.kind
+    numbers = torch.arange(leaf.numel(), device=leaf.device).view(leaf.shape)
+    if kind in (LEAF, SWAP):
+        return numbers if kind is LEAF else numbers.mT
+    weights = torch.zeros_like(value, requires_grad=True)
+    with torch.enable_grad():
+        (pulled,) = torch.autograd.grad(value, leaf, weights, create_graph=True, retain_graph=True)
+
+    def read(numbers: torch.Tensor) -> torch.Tensor:
+        """The value, were these the parameter, if it is a selection of the entries."""
+        found = torch.autograd.grad(pulled, weights, numbers.to(leaf.dtype), retain_graph=True)[0]
+        plain = batch_first(found.detach())
+        return plain.reshape(-1, *found.shape)[0]  # of any place of a vmap around
+
+    there = read(torch.ones_like(numbers))
+    found, scale = torch.zeros_like(there, dtype=torch.long), 1
+    chosen = there == there.square()
+    while scale < leaf.numel():  # digits whose squares any precision holds
+        digits = numbers // scale % 16
+        each = read(digits)
+        chosen &= each.square() == read(digits.square())
+        found, scale = found + each.long() * scale, scale * 16
+    if not bool(chosen.all()):
+        raise Unfactored("it is read through a computation")
+    return torch.where(there > 0, found, -1)
+
+
+def _once(entries: torch.Tensor) -> torch.Tensor:
+    if len(entries.unique()) < entries.numel():
+        raise Unfactored("some of its entries are read several times")
+    return entries
+
+
+def _of_rows(run: Run, leaf: torch.Tensor, use: Rows) -> Sent:
+    """The operands of a table."""
+    i, s = use.parts(run)
+    if use.node.kind is LEAF:
+        places = [Place((*range(1, leaf.ndim),), leaf[0].numel()), Place((0,), len(leaf))]
+    else:
+        entries = _once(_entries(leaf, use))
+        places = grid(entries, leaf.shape, [(*range(1, entries.ndim),), (0,)], ()).places
+    there = places[1]
+    i = i if use.padding is None else i.masked_fill(i == use.padding, len(use.value))
+    if there.at is not None:
+        i = torch.cat([there.at, there.at.new_tensor([there.size])])[i]
+    elif use.padding is not None:
+        i = i.masked_fill(i == len(use.value), there.size)
+    return Sent(s[:, :, None], places, index=i)
 
 
 def _of_pair(run: Run, leaf: torch.Tensor, use: Pair, joint: bool) -> Sent:
@@ -189,56 +253,60 @@ def _places(leaf: torch.Tensor, use: Pair, whole: bool) -> tuple[list[Place], tu
     """Where the factors of a product lie in the parameter, and into how many blocks its dims are divided."""
     conv = isinstance(use, Convolution)
     g, o, k = ((0,), (0,), (*range(1, leaf.ndim),)) if conv else use.of_w
-    if whole and use.node.kind in (LEAF, SWAP):
-        if conv and leaf.shape[0] == 1:
-            raise Unsupported("K-factors of a convolution to one channel")
-        if not o or not k or (not conv and (g or (leaf.ndim > 2 and 1 in leaf.shape))):
-            raise Unsupported("K-factors of a product with a vector, or with dims of one entry")
+    plain = 1 not in leaf.shape and bool(o and k) and (conv or not g)
+    if whole and plain and use.node.kind in (LEAF, SWAP):
         swapped = (1, 0) if use.node.kind is SWAP else (*range(leaf.ndim),)
         dims = [(*(swapped[i] for i in kind),) for kind in (o, k)]
         return [Place(some, math.prod(leaf.shape[i] for i in some)) for some in dims], None
-    entries = _entries(leaf, use)
+    entries = _once(_entries(leaf, use))
     if isinstance(use, Convolution):
         entries, g, o, k = entries.unflatten(0, (use.groups, -1)), (0,), (1,), (*range(2, len(use.shape) + 1),)
     if isinstance(use, Transposed):
         entries, g, o = entries.unflatten(0, (use.groups, -1)), (0,), (2,)
         k = (1, *range(3, len(use.shape) + 1))
     found = grid(entries, leaf.shape, [o, k], g)
-    if any(place.at is not None for place in found.places):
-        raise Unsupported("K-factors of entries in another order")
     return found.places, found.blocks
 
 
 def _of_expanded(run: Run, leaf: torch.Tensor, use: Expanded) -> Sent:
     """The operands of a scale or shift: one of several dims is a table, whose rows are picked at their positions."""
-    if use.node.kind is not LEAF and bool((_entries(leaf, use).flatten().diff() != 1).any()):
-        raise Unsupported("K-factors of entries in another order")
-    shape, view = tuple(leaf.shape), use.view or tuple(use.shape)
+    view = use.view or tuple(use.shape)
     s = use.sent(run)
     s = s if use.factor is None else s * use.factor(run, WHOLE)
     at = use.axis[0]
     if run.n > 1 and -at <= len(view) and view[at] != 1:
-        raise Unsupported("K-factors of a parameter with an entry for each sample")
+        raise Unfactored("it has an entry for each sample")
     wide = [i - len(view) for i, size in enumerate(view) if size != 1]
-    if [view[i] for i in wide] != [size for size in shape if size != 1] or any(s.shape[i] != view[i] for i in wide):
-        raise Unsupported("K-factors of a parameter in another shape")
+    if any(s.shape[i] != view[i] for i in wide):
+        raise Unfactored("it is read in another shape")
     s = s.movedim(wide, (*range(-len(wide), 0),)) if wide else s.unsqueeze(-1)
-    if len(wide) > 1:
-        return _in_rows(run, leaf, s)
-    s = s.reshape(*s.shape[:2], 1, -1, leaf.numel())
-    key = id(use.edge) if use.factor is None and use.edge is not None and leaf.ndim == 1 else None
-    return Sent(s, [Place((*range(leaf.ndim),), leaf.numel())], key=key)
+    entries = _entries(leaf, use).reshape([view[i] for i in wide] or [1])
+    if sum(size != 1 for size in leaf.shape) > 1:
+        return _in_rows(leaf, s, entries)
+    if bool((entries < 0).any()):
+        raise Unfactored(PART)
+    whole = len(entries.flatten()) == leaf.numel() and bool((entries.flatten().diff() == 1).all())
+    s = s.reshape(*s.shape[:2], 1, -1, entries.numel())
+    key = id(use.edge) if use.factor is None and use.edge is not None and leaf.ndim == 1 and whole else None
+    return Sent(s, [Place((*range(leaf.ndim),), leaf.numel(), None if whole else entries.flatten())], key=key)
 
 
-def _in_rows(run: Run, leaf: torch.Tensor, s: torch.Tensor) -> Sent:
-    """The operands of a scale or shift of several dims, as those of a table."""
-    shape = tuple(leaf.shape)
-    last = max(i for i, size in enumerate(shape) if size != 1)
-    rows = math.prod(shape[:last])
-    s = s.reshape(*s.shape[:2], -1, rows, shape[last])
-    index = torch.arange(rows, device=s.device).repeat(s.shape[2]).expand(run.count, -1)
-    places = [Place((*range(last, leaf.ndim),), shape[last]), Place((*range(last),), rows)]
-    return Sent(s.flatten(2, 3)[:, :, None], places, index=index)
+def _in_rows(leaf: torch.Tensor, s: torch.Tensor, entries: torch.Tensor) -> Sent:
+    """The operands of a scale or shift of several dims, `s [V, n, ..., *entries]`, as those of a table."""
+    last = max(d for d, size in enumerate(leaf.shape) if size != 1)
+    count, dims = math.prod(leaf.shape[:last]), (*range(last, leaf.ndim),)
+    found = rows(entries, count, leaf.shape[last])
+    lines = [d for d in range(entries.ndim) if d not in found.along]
+    lead = s.ndim - entries.ndim
+    s = s.permute(*range(lead), *[lead + d for d in (*lines, *found.along)])
+    picked = found.picked.flatten()
+    s = s.reshape(*s.shape[:2], -1, len(picked), entries.numel() // len(picked))
+    s = s * (picked < count)[:, None] if bool((picked == count).any()) else s
+    index = picked.repeat(s.shape[2]).expand(s.shape[1], -1)
+    s = s.flatten(2, 3)[:, :, None]
+    if count == 1:
+        return Sent(s, [Place((*range(leaf.ndim),), found.place.size, found.place.at)])
+    return Sent(s, [Place(dims, found.place.size, found.place.at), Place((*range(last),), count)], index=index)
 
 
 def partners(of: list[list[Use]], leaves: list[torch.Tensor]) -> dict[int, tuple[str, int]]:
@@ -274,8 +342,12 @@ class Turned(Use):
         self.of_w = (first, *((i + len(first),) for i in ((1, 0) if each.flipped else (0, 1))))
 
     def sends(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
-        s = self.each.s[:, block]
-        return s @ self.vectors[0].to(s.dtype)
+        return self.turned(self.each.s[:, block], 0)
+
+    def turned(self, x: torch.Tensor, k: int) -> torch.Tensor:
+        """Operands in the basis of one of the factors: a diagonal one leaves them as they are."""
+        q = self.vectors[k].to(x.dtype)
+        return x if q.ndim < 2 + (self.each.blocks is not None) else x @ q
 
     def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         s, index = self.sends(run, block)[:, :, 0], self.each.index
@@ -295,8 +367,7 @@ class TurnedPair(Turned, Pair):
 
     def read(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         assert self.each.read is not None
-        a = self.each.read(block)
-        return a @ self.vectors[1].to(a.dtype)
+        return self.turned(self.each.read(block), 1)
 
 
 def rotated(shares: Any, basis: Kronecker, joint: bool) -> Any:
@@ -306,7 +377,7 @@ def rotated(shares: Any, basis: Kronecker, joint: bool) -> Any:
     for use in shares.apart:
         each = operands(shares.run, shares.leaf, use, joint)
         if not joint and (sorted(p.dims for p in each.places) != sorted(basis.groups) or each.blocks != basis.blocks):
-            raise Unsupported("its block is of other factors")
+            raise Unfactored("its block is of other factors")
         turned.append((Turned if each.read is None else TurnedPair)(use, each, basis))
     found = copy.copy(shares)
     found.uses, found.plain = turned, None

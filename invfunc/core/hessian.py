@@ -23,6 +23,7 @@ from invfunc._torch.values import anywhere, fake
 from invfunc.core.axes import numbers
 from invfunc.core.columns import softmax_root
 from invfunc.core.marks import SUMMED, Axis, Unsupported, arguments, named, option, tensors, wide
+from invfunc.core.order import Order
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.tables import DIVIDE, EXPANDS, LIKE, LINEAR, MOVES, MULTIPLY, POINTWISE, VIEWS, called
@@ -254,13 +255,15 @@ def back(x: Tensor, shape: Sequence[int], axis: Axis, n: int) -> Tensor:
         return x.reshape(len(x), *shape)
     at, outer, inner = axis
     at += len(shape)
+    if isinstance(outer, Order):
+        return outer.restored(x.reshape(len(x), n, *shape[:at], outer.width, *shape[at + 1 :]), at + 1, 1)
     x = x.reshape(len(x), n, *shape[:at], outer, inner, *shape[at + 1 :])
     return x.movedim(1, at + 2).flatten(at + 1, at + 3)
 
 
 def units(x: Tensor, axis: Axis, n: int) -> tuple[int, Callable[[int, int], Tensor]]:
     """How many entries a sample has, and what makes the unit columns of a range of them."""
-    count = x.numel() // n
+    count = front(x, axis, n).numel() // n
     at = torch.arange(count, device=x.device)
 
     def made(start: int, stop: int) -> Tensor:
@@ -273,10 +276,18 @@ def units(x: Tensor, axis: Axis, n: int) -> tuple[int, Callable[[int, int], Tens
 def parts(run: Run, call: Call, slopes: Sequence[Tensor | None]) -> list[Part]:
     """The columns of an operation, given the gradients at its results."""
     alone, n = len(call.inputs) == len(slopes) == 1, run.n
-    if alone and (made := softmax_root(run, call.func, call.args, call.kwargs, call.axes[0], slopes[0])) is not None:
+    if alone and (found := softmax_root(run, call.func, call.args, call.kwargs, call.axes[0], slopes[0])) is not None:
+        made, axis = found
         kind, rank = call.inputs[0].dtype, max(1, made.logits.shape[1] - 1)
         weight = made.weight[:, torch.arange(made.count, device=made.weight.device) // rank].T
-        return [Part(made.count, lambda a, b: made.block(a, b, WHOLE).left[0].to(kind), call.edges, weight)]
+        return [
+            Part(
+                made.count,
+                lambda a, b: axis.restore(made.block(a, b, WHOLE).left[0], n, 1).to(kind),
+                call.edges,
+                weight,
+            )
+        ]
     copies, results = call.again(run)
     pairs = [(y, g.to(y.dtype)) for y, g in zip(results, slopes, strict=True) if g is not None]
     ys, gs = [y for y, _ in pairs], [g for _, g in pairs]

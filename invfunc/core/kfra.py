@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from invfunc._torch.functorch import gradient_edge
-from invfunc.core.columns import made
+from invfunc.core.columns import columns_at, split
 from invfunc.core.hessian import Call, CallsRun, Result, back
 from invfunc.core.marks import named
 from invfunc.core.shares import Shares
 from invfunc.core.tables import POINTWISE
 from invfunc.core.uses import WHOLE, Use, front
 from invfunc.errors import ArgumentError
+from invfunc.loss.square_root import joined_block
 from invfunc.reductions.quantity import Quantity
 
 Tensor = torch.Tensor
@@ -39,17 +40,17 @@ def chain(
 
     It starts with `sum_n hess loss_n`, and a layer with Jacobians J[n] makes `1/n sum_n J[n]^T G J[n]` of it.
     """
-    criterion = run.criterion
-    assert criterion is not None
     for i, uses in enumerate(of):
         if len(uses) > 1:
             raise not_a_chain(f"{names(i)} is read more than once")
     with torch.enable_grad():
-        (columns,) = made(criterion.hessian(run, out), quantity, run.n)
-    z = criterion.input
-    assert z is not None
-    left = columns.block(0, columns.count, WHOLE).left[0].reshape(columns.count, *z.shape)
-    left = run.taken(front(left.to(z.dtype), criterion.axis, run.n, 1), WHOLE, 1).flatten(2)
+        each = columns_at(run, out, quantity)
+        roots = split(run, out).roots
+    if len(roots) > 1:
+        raise not_a_chain("it has several outputs")
+    z, count = roots[0].source, sum([columns.count for columns in each])
+    left = joined_block(each, 0, count, WHOLE, run.n).left[roots[0].ordinal]
+    left = run.taken(left.to(z.dtype), WHOLE, 1).flatten(2)
     matrix = torch.einsum("vni,vnj->ij", left, left)
     waiting = {id(u): (i, u) for i, uses in enumerate(of) for u in uses}
     edge, calls = gradient_edge(z), [*run.calls]

@@ -15,8 +15,10 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import dispatched, plainly, transforming, unheard, unseen
-from invfunc.core.axes import numbers, read
-from invfunc.core.marks import Known, Unsupported, named, wide
+from invfunc.core.axes import found, numbers, read
+from invfunc.core.marks import Known, Unsupported, arguments, named, option, replaced, tensors, wide
+from invfunc.core.order import Order
+from invfunc.core.tables import SORTS
 
 ROUNDS = 3
 _KNOWN: dict[Any, list[Any]] = {}
@@ -37,15 +39,15 @@ def probe(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: lis
     with plainly(), unseen(), unheard(), torch.random.fork_rng(devices=[]), torch.no_grad(), narrow:
         for drawing in ("all", "floats", "none") if key is not None else ("floats", "none"):
             try:
-                found = _probed(n, func, args, kwargs, data, drawing)
+                axes = _probed(n, func, args, kwargs, data, drawing)
                 break
             except RuntimeError:  # it does not take all numbers
                 pass
         else:
             raise Unsupported("it takes none of the numbers that are tried")
-    if drawing == "all":
-        _KNOWN[key] = found
-    return list(found)
+    if drawing == "all" and not any([isinstance(axis[1], Order) for _, axis in data]):
+        _KNOWN[key] = axes
+    return list(axes)
 
 
 def _signature(func: Callable, args: tuple, kwargs: dict[str, Any], data: list[Known], n: int) -> Any:
@@ -76,7 +78,7 @@ def _outside(args: tuple, kwargs: dict[str, Any], data: list[Known]) -> Any:
     def made(x: torch.Tensor) -> torch.Tensor:
         if id(x) not in by:
             shape, dtype = tuple(x.shape), x.dtype
-            with plainly():
+            with plainly(), unseen():
                 y = torch.rand(shape, device=x.device)
                 by[id(x)] = y.to(dtype) if dtype.is_floating_point else (y > 0.5).to(dtype)
         return by[id(x)]
@@ -115,7 +117,7 @@ def _probed(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: l
             ones, others = ([_drawn(x, id(x) in axes, drawing, generator) for x in flat] for _ in range(2))
         else:
             ones = flat
-            others = [x.detach().roll(axes[id(x)][2], axes[id(x)][0]) if id(x) in axes else x for x in flat]
+            others = [x.detach().roll(max(1, axes[id(x)][2]), axes[id(x)][0]) if id(x) in axes else x for x in flat]
         base = call(number < 0)
         if turn == 0:
             there, absent = ([torch.zeros(t.shape, dtype=torch.long, device=device) for t in base] for _ in range(2))
@@ -155,15 +157,21 @@ def _changed(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     return (x != before) & ~((x != x) & (before != before))
 
 
-def moved(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: list[Known]) -> Any:
-    """The axis after an operation that moves entries to where tensors say: it runs on the numbers of the samples."""
+def moved(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: list[Known], out: Any) -> Any:
+    """The axes after an operation that moves the entries of its first argument: it runs on the numbers of the samples,
+    if that has some."""
     axes = {id(x): axis for x, axis in data}
-    x = args[0]
-    if id(x) not in axes:
+    given = [*arguments(args[:1])]
+    if not any([id(x) in axes for x in given]):
         return None
     with torch.no_grad(), unseen(), unheard():
-        known = func(numbers(x.shape, axes[id(x)], n, x.device).contiguous(), *args[1:], **kwargs)
-    found = read(known, n)
-    if found is None:
-        raise Unsupported("samples are picked or permuted")
-    return found
+        by = {
+            id(x): numbers(x.shape, axes[id(x)], n, x.device).contiguous()
+            if id(x) in axes
+            else torch.full(x.shape, -1, device=x.device)
+            for x in given
+        }
+        if func in SORTS:
+            dim = option(args, kwargs, 2 if "topk" in named(func) else 1, "dim", -1)
+            return [found(by[id(args[0])].gather(dim, out[1]), n), Unsupported("an order that hangs on all samples")]
+        return [found(x, n) for x in tensors(func(replaced(args[0], by), *args[1:], **kwargs))]

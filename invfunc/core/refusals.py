@@ -68,8 +68,10 @@ def check_loss(run: Run, out: Any, name: str = "f") -> None:
         raise Unsupported(f"no sample reaches the result of {name} in a way that was seen")
 
 
-def check_outputs(run: Run, z: Any, dim: int) -> None:
-    """Check that a result is the outputs of a model, with the samples in a dim."""
+def check_outputs(run: Run, z: Any, dim: int, path: str = "") -> None:
+    """Check that a result is the outputs of a model, or some of them at a path, with the samples in a dim."""
+    among = f" at {path}" if path else ""
+    pick = " Pick the outputs that the loss reads, as in `lambda params, x: f(params, x).logits`." if path else ""
     if not isinstance(z, torch.Tensor):
         kind = type(z).__name__
         if tree.tensors(z):
@@ -77,17 +79,19 @@ def check_outputs(run: Run, z: Any, dim: int) -> None:
         raise ArgumentError(f"f returned no tensor but an object of {kind}; outputs are floating-point tensors.")
     axis = _axis(run, z)
     if not z.is_floating_point():
-        raise ArgumentError(f"f returned a tensor of {z.dtype}, but outputs are floating-point tensors.")
+        raise ArgumentError(f"f returned a tensor of {z.dtype}{among}, but outputs are floating-point tensors.{pick}")
     if z.ndim == 0 or not -z.ndim <= dim < z.ndim or z.shape[dim] != run.n:
-        kind = "has other outputs" if z.ndim else "looks like a loss function; call the transform on it alone"
+        kind = "has other outputs" if z.ndim or path else "looks like a loss function; call the transform on it alone"
         raise ArgumentError(
-            f"f returned shape {tuple(z.shape)} for N = {run.n}, so it {kind}; wanted is a model function, which "
-            f"returns outputs with the samples along axis {dim}."
+            f"f returned shape {tuple(z.shape)}{among} for N = {run.n}, so it {kind}; wanted is a model function, "
+            f"which returns outputs with the samples along axis {dim}.{pick}"
         )
-    if not z.requires_grad:
+    if not z.requires_grad and not path:
         raise unreached()
     if isinstance(axis, Unsupported):
         raise axis
+    if not z.requires_grad and axis is None:
+        return
     if type(axis) is tuple and run.n > 1 and axis != (dim % z.ndim - z.ndim, 1, 1):
         raise ArgumentError(
             f"f returned outputs with their samples along axis {axis[0] % z.ndim}, not {dim % z.ndim}; pass out_dims."

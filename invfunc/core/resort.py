@@ -140,6 +140,7 @@ def _dim(problem: Problem, out: Tensor) -> int:
 
 def _known(problem: Problem, run: Run, leaves: Tensors, copies: Tensors, out: Tensor) -> Tensor:
     """A result whose only uses of the parameters are copies of them, of which each sample has one."""
+    run.apart = True
     for i, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
         run.use(Copies(Node(run.token, i, LEAF), leaf), copy)
     know(out, Mark(run.token, (_dim(problem, out) - out.ndim, 1, 1) if out.ndim else SUMMED, out.requires_grad))

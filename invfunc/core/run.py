@@ -33,8 +33,10 @@ from invfunc._torch.functorch import (
     version,
 )
 from invfunc._torch.opened import opened
+from invfunc.core import own
 from invfunc.core.axes import numbers, read
-from invfunc.core.columns import Criterion, criterion_of, weighs
+from invfunc.core.columns import criterion_of, weighs
+from invfunc.core.lots import Lot
 from invfunc.core.marks import (
     DERIVED,
     HALF,
@@ -43,7 +45,6 @@ from invfunc.core.marks import (
     SWAP,
     VIEW,
     Filled,
-    Final,
     Known,
     Mark,
     Node,
@@ -57,6 +58,7 @@ from invfunc.core.marks import (
     wide,
 )
 from invfunc.core.probe import moved, probe
+from invfunc.core.split import Finder, Split
 from invfunc.core.tables import (
     DERIVATIVES,
     DIVIDE,
@@ -67,12 +69,14 @@ from invfunc.core.tables import (
     LIKE,
     LINEAR,
     MOVES,
+    MOVING,
     MULTIPLY,
     PLAIN,
     POINTWISE,
     PURE,
     REFUSED,
     RULES,
+    SHORT,
     SUMS,
     SWAPS,
     VIEWS,
@@ -108,13 +112,21 @@ class Run(TorchFunctionMode):
         """Whether f reads a tensor from elsewhere that requires a gradient."""
         self.partners: dict[int, tuple[str, int]] = {}
         """Weights and biases that the same operations read, where somebody asks."""
-        self.criterion: Criterion | None = None
-        """The criterion of the outputs, where one is looked for."""
-        self.exact: Tensor | None = None
-        """How many of the first columns of each sample are not drawn, where some are."""
+        self.criterion: Finder | None = None
+        """Finds the outputs, where they are looked for."""
+        self.split: Split | None = None
+        """The loss part of f, once it is known."""
+        self.again: Any = None
+        """The loss at a target from a sampler, where it is given apart."""
+        self.twice = False
+        """Whether operations run in a form that can be differentiated twice."""
+        self.lots: list[Lot] = []
+        """The columns that are drawn."""
         self.part = False
         """Whether these are a part of the samples, whose losses have to add up."""
         self.way: Any = None
+        self.apart = False
+        """Whether f was evaluated for each sample apart, so that nothing is known of its operations."""
         """How f is called, if not as it is."""
         self.outputs: Any = None
         """The outputs of a model that is given apart from its loss."""
@@ -237,8 +249,7 @@ class Run(TorchFunctionMode):
         """Whether f takes a derivative in tensors down to which the graph is whole."""
         inputs = args[1] if func is torch.autograd.grad and len(args) > 1 else kwargs.get("inputs")
         known = [getattr(x, "_known", None) for x in ((inputs,) if isinstance(inputs, Tensor) else inputs or ())]
-        cut = self.criterion is not None and self.criterion.input is not None
-        return bool(known) and not cut and not any([type(x) is Node for x in known])
+        return bool(known) and not any([type(x) is Node for x in known])
 
     def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
         """Run an operation, given the tensors that it reads."""
@@ -253,7 +264,7 @@ class Run(TorchFunctionMode):
             raise Unsupported("it reads data, whose samples cannot be followed")
         if not data or sums or lost or func is SET:
             return self.special(func, args, kwargs, (data, *found[1:]))
-        if len(data) == 1 and not params and func in POINTWISE:  # the most frequent ones, in short
+        if len(data) == 1 and not params and func in SHORT:  # the most frequent ones, in short
             return self.pointwise(func, args, kwargs, data)
         return self.of_samples(func, args, kwargs, data, params)
 
@@ -300,8 +311,8 @@ class Run(TorchFunctionMode):
         if self.criterion is not None and (out := criterion_of(self, func, args, kwargs, data)) is not None:
             return self.mark(rule, func, args, kwargs, data, out)
         if rule is None or func is torch.nn.functional.embedding_bag:
-            if hasattr(func, "follow"):
-                raise Final("an operation of the user's own, with rules of its own")
+            if hasattr(func, "rule_of"):
+                return own.followed(self, func, args, kwargs, data, params)
             inner = self.at_once(func, args, data, params) or composed(func)
             if inner is not None:
                 if checkpointing():
@@ -460,15 +471,15 @@ class Run(TorchFunctionMode):
 
     def axes_of(self, rule: Any, func: Any, args: tuple, kwargs: dict, data: list[Known], out: Any) -> Any:
         """The axis of the result: one for all of its tensors, or a list."""
-        if func in MOVES:
-            return moved(self.n, func, args, kwargs, data)
-        axis = rule(self.n, data, args, kwargs, out) if rule else None
-        if axis is not None:
-            return axis
-        index = args[1] if func in INDEXES and isinstance(args[1], tuple) else args[1:]
-        if func in INDEXES and any(isinstance(i, (Tensor, list)) for i in index):
-            return moved(self.n, func, args, kwargs, data)
-        return probe(self.n, func, args, kwargs, data)
+        try:
+            axis = rule(self.n, data, args, kwargs, out) if rule and func not in MOVES else None
+        except Unsupported:
+            if func not in MOVING:
+                raise
+            axis = None
+        if axis is None and func in MOVING:
+            axis = moved(self.n, func, args, kwargs, data, out)
+        return probe(self.n, func, args, kwargs, data) if axis is None else axis
 
     def meet(self, func: Any, rule: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """Run an operation of samples and parameters."""
@@ -589,7 +600,7 @@ class Run(TorchFunctionMode):
             each = [*zip(*[pull(column) for column in zip(*columns, strict=True)], strict=True)]
             return [None if g[0] is None else torch.stack(g) for g in each]
 
-    def stream(self, out: Tensor, cotangent: Tensor | None, arrived: Callable[[Use], None]) -> None:
+    def stream(self, out: Any, cotangent: Any, arrived: Callable[[Use], None]) -> None:
         """Pull one vector back, and hand each use over as its cotangent comes; it is freed then."""
         ends: dict[int, Any] = {}
         of: dict[int, list[Use]] = {}
@@ -666,6 +677,17 @@ def composed(func: Any) -> Callable | None:
         return entry.composed
     func = getattr(func, "__wrapped__", func)
     return opened(func) if getattr(func, "__module__", "").startswith("torch.") else None
+
+
+class Composed(TorchFunctionMode):
+    """Runs operations in those in which a run follows them, for a block that is evaluated once more."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        inner = composed(func) if RULES.get(func) is None or func is torch.nn.functional.embedding_bag else None
+        if inner is None:
+            return func(*args, **(kwargs or {}))
+        with self:
+            return inner(*args, **(kwargs or {}))
 
 
 def _into_view(x: Any) -> bool:

@@ -6,6 +6,7 @@ A shortcut is for one use of the parameter, or of a view of it; everything else 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +15,12 @@ from invfunc import thresholds
 from invfunc._torch.functorch import dispatched
 from invfunc._torch.precision import doubled, has_float64
 from invfunc.core.factors import kronecker, rotated
+from invfunc.core.lots import Drawn, drawn, variances
 from invfunc.core.marks import DERIVED, HALF, LEAF, SWAP, wide
+from invfunc.core.norms import narrow_norms, tried
 from invfunc.core.run import Run
+from invfunc.core.sides import formed as sided
+from invfunc.core.squares import shifted_moments
 from invfunc.core.uses import (
     WHOLE,
     Block,
@@ -44,10 +49,6 @@ from invfunc.linear_algebra.contract import (
     twice,
     widened,
 )
-from invfunc.per_sample.lots import Drawn, Lot, drawn, variances
-from invfunc.per_sample.norms import narrow_norms, tried
-from invfunc.per_sample.sides import formed as sided
-from invfunc.per_sample.squares import shifted_moments
 from invfunc.reductions.kept_factors import Factors
 
 Kind = TypeVar("Kind", bound=Use)
@@ -331,9 +332,9 @@ class Shares:
         return norms, self._drawn(norms, WHOLE)
 
     def _drawn(self, values: torch.Tensor, block: Block) -> Drawn:
-        exact = self.run.exact
-        lot = Lot(0, len(values), None if exact is None else self.run.taken(exact, block))
-        return drawn([lot], slice(None), values)
+        run = self.run
+        taken = [replace(lot, exact=run.taken(lot.exact, block)) for lot in run.lots if lot.exact is not None]
+        return drawn([*[lot for lot in run.lots if lot.exact is None], *taken], slice(None), values)
 
     def projected(self, vectors: torch.Tensor) -> torch.Tensor:
         """`sum_p G[v, n, p] vectors[k, p]` of each sample: `[n, V, k]`."""

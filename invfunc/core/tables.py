@@ -61,6 +61,7 @@ EXPANDS = called("expand expand_as broadcast_to repeat tile")
 SWAPS = called("t") | getters("T mT")
 MOVES = called("gather index_select take_along_dim")
 INDEXES = {T.__getitem__}
+SORTS = called("sort topk")
 LEAKS = called("numpy tolist __array__ data_ptr __deepcopy__ __reduce_ex__")
 DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, T.backward}
 REFUSED = DERIVATIVES | called(
@@ -80,7 +81,23 @@ PLAIN = getters(
 )
 """Operations that are not looked at: of forms, and of numbers that leave torch, which are constants of the call."""
 FILLED = called("zeros ones full empty rand randn new_zeros new_ones new_full new_empty")
+SHORT = POINTWISE - called("logsigmoid log_sigmoid")
+"""Those that are no criterion."""
 PURE = POINTWISE | VIEWS
+MOVING = {
+    func
+    for func in VIEWS
+    | EXPANDS
+    | MOVES
+    | INDEXES
+    | SORTS
+    | called(
+        "cat concat concatenate stack hstack vstack dstack roll flip fliplr flipud rot90 repeat_interleave take unfold "
+        "masked_select diagonal swapdims ravel hsplit vsplit split_with_sizes broadcast_tensors"
+    )
+    if not getattr(func, "__name__", "").rstrip("_") + "_" == getattr(func, "__name__", "")
+}
+"""Operations that only move entries, so that they may run on the numbers of the samples."""
 
 AXES: list[tuple[set[Any], Callable]] = [
     (POINTWISE, axes.same),

@@ -33,9 +33,10 @@ from invfunc.core.marks import (
     tensors,
     wide,
 )
+from invfunc.core.order import Order
 from invfunc.core.tables import called
+from invfunc.linear_algebra import autocorrelation
 from invfunc.linear_algebra.pairwise import room_for
-from invfunc.operations.factors.autocorrelation import patches_gram
 
 Block = slice | torch.Tensor
 """Some of the samples."""
@@ -48,6 +49,8 @@ def front(x: torch.Tensor, axis: Axis, n: int, lead: int = 0) -> torch.Tensor:
         return x.unsqueeze(lead)
     at, outer, inner = axis
     at += x.ndim
+    if isinstance(outer, Order):
+        return outer.front(x, at, lead)
     if outer == inner == 1:
         x = x if at == lead else x.movedim(at, lead)
         return x.unsqueeze(at + 1)
@@ -85,6 +88,12 @@ class Use:
 
     def __init__(self, node: Node, value: torch.Tensor) -> None:
         self.node, self.value, self.shape = node, value, value.shape
+
+    @property
+    def orders(self) -> list[Order]:
+        """The orders in which it has the samples, if these are not along an axis."""
+        axes = self.axis, getattr(self, "a_axis", None)
+        return [axis[1] for axis in axes if isinstance(axis, tuple) and isinstance(axis[1], Order)]
 
     def send(self, d: Any) -> None:
         """Take the cotangent `[V, ...]` that has come to the edge, or a list with that of each column; None of none."""
@@ -278,13 +287,7 @@ class Joined(Pair):
 
 def patches(x: torch.Tensor, kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any) -> torch.Tensor:
     """The windows of `[n, c, *space]` as `[n, p, c * kernel]`."""
-    if len(kernel) == 2:
-        return F.unfold(x, kernel, dilation, padding, stride).mT
-    x = F.pad(x, [p for q in reversed(padding) for p in (q, q)])
-    for i, (k, s, gap) in enumerate(zip(kernel, stride, dilation, strict=True)):
-        x = x.unfold(2 + i, (k - 1) * gap + 1, s)[..., ::gap]
-    rest = len(kernel)
-    return x.permute(0, *range(2, 2 + rest), 1, *range(2 + rest, 2 + 2 * rest)).flatten(1, rest).flatten(2)
+    return autocorrelation.patches(x, kernel, stride, [(p, p) for p in padding], dilation).mT
 
 
 class Convolution(Pair):
@@ -359,7 +362,7 @@ class Convolution(Pair):
         if self.groups > 1 or max(stride) > 1:
             return None
         kernel, pads = tuple(self.shape[2:]), [(p, p) for p in padding]
-        return patches_gram(self.inputs(run, WHOLE).flatten(0, 1), kernel, pads, dilation)
+        return autocorrelation.patches_gram(self.inputs(run, WHOLE).flatten(0, 1), kernel, pads, dilation)
 
 
 class Expanded(Use):
@@ -395,7 +398,8 @@ class Expanded(Use):
         d = d if factor is None else d * factor
         shape, at = self.view or self.shape, self.axis[0]
         if run.n > 1 and -at <= len(shape) and shape[at] == run.n and d.shape[at] == 1:
-            own = run.taken(torch.eye(run.n, dtype=d.dtype, device=d.device), block)
+            own = torch.eye(run.n, dtype=d.dtype, device=d.device)
+            own = run.taken(own[:, self.axis[1].rows] if isinstance(self.axis[1], Order) else own, block)
             lead = [1, len(own), *[1] * (d.ndim - 2)]
             lead[at] = run.n
             d = d * own.view(lead)  # an entry for each sample

@@ -23,7 +23,7 @@ from invfunc.plans.batches import PlansOfBatches
 from invfunc.products.product import Product
 from invfunc.products.streamed import StreamedProduct
 from invfunc.recording.problem import InDims
-from invfunc.sparsity.report import Explanation
+from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform, check_adds_up
 

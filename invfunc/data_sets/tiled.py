@@ -14,7 +14,7 @@ from invfunc.errors import ArgumentTypeError
 from invfunc.evaluation.batches import Feed, batches_of, check_loader, first, size_of
 from invfunc.evaluation.matrix import Again, check_out
 from invfunc.evaluation.rounds import through
-from invfunc.sparsity.report import Explanation
+from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
 

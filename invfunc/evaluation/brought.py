@@ -34,7 +34,6 @@ def bring(engine: Engine, phase: int, found: Any) -> Any:
     """Have an evaluation that was not made keep what another one of the same batch has brought; aux."""
     kept, shapes, places, engine.scalar, outputs, aux = found
     fold = engine.fold
-    fold.last = False
     fold.found = replace(fold.found, outputs=[*map(torch.Size, shapes)], structure=tree.flatten(places)[1])
     for t, (states, columns) in zip(keeping(fold, phase), kept, strict=True):
         t.states, t.columns = states, columns

@@ -18,7 +18,7 @@ import torch
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.fingerprint import fingerprint
 from invfunc.kronecker import Joint, Kronecker, Origin
-from invfunc.per_sample.places import Place
+from invfunc.kronecker.places import Place
 from invfunc.reductions.kept_factors import Diagonal, Factors, Kept, Refused
 from invfunc.reductions.sides import Sided
 

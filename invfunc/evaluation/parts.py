@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,17 +12,17 @@ import torch
 
 from invfunc import tree
 from invfunc._alike import added, alike
-from invfunc._torch.functorch import transforming
+from invfunc._torch.functorch import transforming, unheard, unseen
 from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
+from invfunc._torch.values import same_values
 from invfunc.core.columns import joined, made
 from invfunc.core.evaluate import WAYS, Kept, Made, Way, columns_of_all, hessian_of, kept, loss_of, returned
 from invfunc.core.marks import Final, Unsupported
+from invfunc.errors import InvFuncError
 from invfunc.evaluation.fold import Fold
-from invfunc.passes.by_place import Kind, kind_of
-from invfunc.recording.checks import same_values
-from invfunc.recording.joined import check_fewer, moved
+from invfunc.evaluation.joined import Drew, check_fewer, moved
+from invfunc.evaluation.kinds import Kind, kind_of, neither, not_in_parts
 from invfunc.recording.problem import Problem, with_aux
-from invfunc.recording.random import Drew
 from invfunc.reductions.quantity import Accumulator, Quantity
 
 Part = tuple[int, int]
@@ -30,7 +31,7 @@ Part = tuple[int, int]
 class Parts:
     """One evaluation of some samples, in the parts that are asked for."""
 
-    def __init__(self, problem: Problem, fold: Fold, way: Way) -> None:
+    def __init__(self, problem: Problem, fold: Fold, way: Way = Problem.call) -> None:
         """`way` calls f."""
         kinds = {t.quantity.kind for t in fold.accumulators}
         of_loss = any(kind.first_order or kind.second_order for kind in kinds)
@@ -38,6 +39,8 @@ class Parts:
         self.problem = whole(problem) if of_loss and problem.loss is not None else problem
         self.fold, self.way = fold, way
         self.quantities = [t.quantity for t in fold.accumulators]
+        self.model = self.problem.loss is not None or any(q.kind.of_model == "yes" for q in self.quantities)
+        """Whether f returns outputs."""
         self.scalar = False
         """Whether f, or the loss, has returned one number for all samples."""
         self.outputs: Any = None
@@ -47,41 +50,52 @@ class Parts:
 
     def kept(self, joined: bool) -> Any:
         """aux, in a list where there are parts; `joined` says that results are joined with those of other batches."""
-        problem, fold = self.problem, self.fold
-        asked, n = fold.options.plan.asked("samples"), problem.n
-        parts = fold.options.plan.ranges("samples", n)
-        averaged = any(q.kind.averaged for q in self.quantities)
-        alone = any(b - a == 1 for a, b in parts) if self.way is WAYS[1] else self.way is not WAYS[0]
-        if len(parts) > 1 and (alone or averaged):
+        fold, plan = self.fold, self.fold.options.plan
+        parts = plan.ranges("samples", self.problem.n)
+        several = len(parts) > 1
+        single = any(b - a == 1 for a, b in parts)
+        if several and self.way is WAYS[2]:
             raise Final("parts of the samples, of which nothing says what they are in the whole batch")
-        options = replace(fold.options, plan=fold.options.plan.without("samples"))
-        kind = self._kind(max(b - a for a, b in parts)) if len(parts) > 1 else "each"
-        known = self._made(parts, kind) if len(parts) > 1 else None
-        aux, last = list[Any](), max(t.reduction.sweeps for t in fold.accumulators) - 1
-        for k in range(last + 1) if fold.phase is None else [fold.phase]:
+        if several and any(q.kind.averaged for q in self.quantities):
+            raise Final("a matrix that is averaged over all samples at each layer, of parts of them")
+        options = replace(fold.options, plan=plan.without("samples"))
+        kind = self._kind(max(b - a for a, b in parts)) if several else "each"
+        known = self._made(parts, kind) if several else None
+        aux = list[Any]()
+        for k in range(fold.sweeps) if fold.phase is None else [fold.phase]:
             if k and fold.phase is None:
                 fold.tell(k)
             aux.clear()
-            total: Any = 0
-            accumulators = fold.of_phase(k)
+            accumulators, total = fold.of_phase(k), torch.zeros(())
             quantities = [replace(t.quantity, reduction=t.reduction) for t in accumulators]
             for part in alike("samples", parts, self._described, last=True):
-                found = self._of_part(part, len(parts) > 1, kind, quantities, options, known)
+                found = self._of_part(part, several, kind, quantities, options, known)
                 if found is not None:
                     self._take(accumulators, found, part)
                     added("samples", aux.append, found.aux)
-                    total = total + found.result.detach() if self.scalar else total
-                    if len(parts) == 1:
+                    total = total + found.result.detach() if self.scalar and single else total
+                    if not several:
                         self._check(found, joined)
                     del found  # before the next one is made
-        if len(parts) > 1 and self.scalar:
-            self._weigh(parts, total)
-        if self.scalar and self.outputs is None and self.given.loss is not None:
-            before = [(g, state_of(g)) for g in torchs_own()]
+        if several and single and self.scalar and self.problem.loss is None:
             with torch.no_grad():
+                if not same_values(total, returned(self.problem)):
+                    raise neither()  # samples that stand alone do not show that their data weigh them
+        if self.scalar and self.outputs is None and self.given.loss is not None:
+            with undrawn(), torch.no_grad():
                 self.outputs = returned(self.given)
-            set_states(before)
-        return aux if asked else aux[0]
+        return aux if plan.asked("samples") else aux[0]
+
+    def joins(self, found: Any) -> bool:
+        """Whether f was seen to give some samples alone what it gives them beside others, of which this was `found`;
+        an error if it does not."""
+        problem, given = self.problem, self.problem.tensors()
+        with unseen(), unheard():
+            if found is None:
+                with suppress(Exception):  # of which is told elsewhere
+                    found = alone(problem, slice(0, problem.n))
+            some = partial(alone, problem)
+            return check_fewer(tree.tensors((found,)), problem.out_dims, problem.n, given, some)
 
     def _described(self, part: Part) -> tuple[int, int]:
         """How many samples a part has, and how many of them are chosen."""
@@ -113,67 +127,46 @@ class Parts:
 
     def _take(self, accumulators: Sequence[Accumulator], found: Kept, part: Part) -> None:
         """Merge what is kept of a part."""
-        fold, n = self.fold, self.problem.n
-        count, whole = found.count, part == (0, n)
+        fold, whole = self.fold, part == (0, self.problem.n)
+        room = 0 if whole else fold.found.n
         for t, own in zip(accumulators, found.folds, strict=True):
             t.columns = own.found.columns
             if t.before is not None and t.reduction.apart:
                 for i, state in own.earlier.items():
                     added("samples", partial(t.before.add, i), state)
             for i, state in own.states.items():
-                fold.take(t, i, state, count, 0 if whole else fold.found.n)
+                added("samples", partial(t.add, i, n=room), state)
         first = found.folds[0].found
         fold.found = replace(fold.found, outputs=first.outputs, structure=first.structure)
-        if not whole:
-            for t in accumulators:
-                added("samples", partial(t.end, self.problem.leaves, room=fold.found.n), count)
+        for t in accumulators if not whole else ():
+            added("samples", partial(t.end, self.problem.leaves, room=room), found.count)
         self.scalar = isinstance(found.result, torch.Tensor) and not found.result.ndim
 
     def _check(self, found: Kept, joined: bool) -> None:
         """Look at what f returns for all samples, where results are joined with those of other batches."""
-        problem = self.problem
         if self.scalar:
             self.outputs = found.apart
         if joined:
-            whole, given = found.result if found.apart is None else found.apart, problem.tensors()
-            self.joined = not check_fewer(tree.tensors((whole,)), problem.out_dims, problem.n, given, self._alone)
-
-    def _weigh(self, parts: list[Part], total: torch.Tensor) -> None:
-        """Look at a loss that is one number: samples that stand alone do not show that their data weigh them."""
-        problem = self.problem
-        if problem.loss is None and any(b - a == 1 for a, b in parts):
-            with torch.no_grad():
-                if not same_values(total, returned(problem)):
-                    raise Unsupported("a loss that is neither the mean nor the sum of its samples")
-
-    def _alone(self, part: slice, *, elsewhere: bool = False) -> Any:
-        """What f returns for some samples alone, perhaps at other parameters."""
-        before = [(g, state_of(g)) for g in torchs_own()]
-        try:
-            found = returned(self.problem, part, moved(self.problem.leaves) if elsewhere else None)
-            if any(not same_state(state, state_of(g)) for g, state in before):
-                raise Drew
-            return found
-        finally:
-            set_states(before)
+            self.joined = not self.joins(found.result if found.apart is None else found.apart)
 
     def _kind(self, size: int) -> Kind:
         """How what f gives for parts of at most so many samples makes up what it gives for all of them."""
         problem = self.problem
-        model = problem.loss is not None or any(q.kind.of_model == "yes" for q in self.quantities)
 
         def some(problem: Problem, places: list[int]) -> tuple[list[torch.Tensor], bool]:
             few = problem.chunk(torch.tensor(places, device=problem.leaves[0].device), len(places))
-            before = [(g, state_of(g)) for g in torchs_own()]
-            try:
-                found = returned(few) if model or self.way is not WAYS[0] else loss_of(few)
-                drew = any(not same_state(state, state_of(g)) for g, state in before)
-            finally:
-                set_states(before)
-            values = [z if z.ndim < 2 else z.movedim(problem.out_dims, 0) for z in tree.tensors((found,))]
-            return values, drew
+            with undrawn() as drew, torch.enable_grad():
+                try:
+                    found = returned(few) if self.model or self.way is not WAYS[0] else loss_of(few)
+                except (InvFuncError, Unsupported):
+                    raise
+                except Exception as error:
+                    raise not_in_parts(error) from error
+                drawn = drew()
+            values = [z.detach() for z in tree.tensors((found,))]
+            return [z if z.ndim < 2 else z.movedim(problem.out_dims, 0) for z in values], drawn
 
-        return kind_of(problem, size, some, ("core", WAYS.index(self.way), model))
+        return kind_of(problem, size, some, self.given.f, (self.given.loss, WAYS.index(self.way), self.model))
 
     def _made(self, parts: list[Part], kind: Kind) -> Made | None:
         """The columns of all samples, where those of a part alone would be others: drawn ones, and those of a loss
@@ -183,17 +176,34 @@ class Parts:
         if not any(q.kind.convex for q in self.quantities) or (problem.loss is None and not drawn):
             return None
         graph = torch.is_grad_enabled() and (transforming() or any(x.requires_grad for x in problem.tensors()))
-        before = [(g, state_of(g)) for g in torchs_own()]
-        with torch.set_grad_enabled(graph):
-            each = list[Any]()
+        each = list[Any]()
+        with undrawn(), torch.set_grad_enabled(graph):  # what f draws, it draws again
             for part in alike("samples", parts, self._described):
                 one = self._part(part, kind)
                 added("samples", each.append, hessian_of(one) if problem.loss is None else returned(one))
-        set_states(before)  # what f draws, it draws again
         if problem.loss is not None:
             self.outputs = torch.cat(each, problem.out_dims)
             return columns_of_all(problem, self.outputs, self.quantities)
         return {q.columns: made(joined(each), q, problem.n) for q in self.quantities}
+
+
+@contextmanager
+def undrawn() -> Iterator[Any]:
+    """A context whose random numbers come again behind it; says whether any were drawn."""
+    before = [(g, state_of(g)) for g in torchs_own()]
+    try:
+        yield lambda: not all(same_state(state, state_of(g)) for g, state in before)
+    finally:
+        set_states(before)
+
+
+def alone(problem: Problem, part: slice, *, elsewhere: bool = False) -> Any:
+    """What f returns for some samples alone, perhaps at other parameters."""
+    with undrawn() as drew, torch.enable_grad():
+        found = returned(problem, part, moved(problem.leaves) if elsewhere else None)
+        if drew():
+            raise Drew
+        return tree.map_tensors(torch.Tensor.detach, found)
 
 
 def whole(problem: Problem) -> Problem:

@@ -16,11 +16,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._torch.generators import state_of, torchs_own
+from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.opened import parametrized_anew
 from invfunc._torch.sharded import divided, sharded, undivided, why_not_whole
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.recording.random import restore
 from invfunc.transform import shown
 
 
@@ -125,7 +124,7 @@ class Functional:
                 with _FirstRun(self, values, args, kwargs):
                     result = self._run(values, state, args, kwargs)
             except _CheckpointedError:
-                restore(random)
+                set_states(random.items())
                 self._on_copy = True
                 return self(params, *args, **kwargs)
             self._known.add(mode)

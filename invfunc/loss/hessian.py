@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import innermost, version
@@ -18,17 +19,18 @@ from invfunc.operations.losses import reduction
 from invfunc.operations.operation import known
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 
+HALF = (torch.float16, torch.bfloat16)
 Scope = Any
 """A context that takes derivatives (`grad`) and gives values to the outside (`leave`)."""
 Output = Any
-"""An output of the model: its `ordinal`, `value` and `axis`."""
+"""An output of the model: its `ordinal`, `value` and `axis`, and the `edge` and `node` of its own in the graph."""
 Term = Any
 """A criterion of outputs: its `call`, `input` and `output`, and the `roots` of which it is."""
 
 
 def gradient(scope: Scope, result: torch.Tensor, roots: list[Output], n: int) -> Gradient:
     """The gradient of the result in the outputs."""
-    found = scope.grad([result], [r.value for r in roots], [torch.ones_like(result)], batched=False)
+    found = scope.grad([result], [r.edge for r in roots], [torch.ones_like(result)], batched=False)
     values = zip(roots, found, strict=True)
     return Gradient({r.ordinal: r.axis.expose(scope.leave(g), n) for r, g in values if g is not None})
 
@@ -70,7 +72,7 @@ def structured(
     if any(version(p.output) != p.version for p in terms):
         return None
     outputs = {id(p.output): p.output for p in terms if p.output.requires_grad}
-    nodes, stops = {node_of(r.value) for r in roots}, {node_of(x) for x in outputs.values()}
+    nodes, stops = {r.node for r in roots}, {node_of(x) for x in outputs.values()}
     around = not nodes.isdisjoint(nodes_of([result], stops))
     if not outputs or len({id(p.output) for p in terms}) < len(terms) or around:
         return None
@@ -92,13 +94,14 @@ def _varies(scope: Scope, slope: torch.Tensor, roots: list[Output], nodes: set[A
     if not slope.requires_grad or nodes.isdisjoint(nodes_below([node_of(slope)], known=linear)):
         return False
     weights = torch.arange(1, slope.numel() + 1, device=slope.device).to(slope.dtype).cos().reshape(slope.shape)
-    found = scope.grad([slope], [r.value for r in roots], [weights], batched=False)
+    found = scope.grad([slope], [r.edge for r in roots], [weights], batched=False)
     decides(slope, "whether the loss is curved beside its criterion")
     return any(g is not None and anywhere(g != 0) for g in found)
 
 
 def columns(scope: Scope, term: Term, slope: torch.Tensor, roots: list[Output], n: int, convex: bool = True) -> Columns:
     """The columns of one term, whose output comes with a slope; without roots, those at its own input."""
+    slope = slope.float() if slope.dtype in HALF else slope
     if term.kind == "elementwise":
         made: Columns = _elementwise(scope, term, slope, n, convex)
     else:
@@ -108,7 +111,7 @@ def columns(scope: Scope, term: Term, slope: torch.Tensor, roots: list[Output], 
         return made
 
     def pull(columns: torch.Tensor, part: slice) -> OutputCotangents:
-        found = scope.grad([term.input], [r.value for r in roots], [term.axis.restore(columns, n, 1)])
+        found = scope.grad([term.input], [r.edge for r in roots], [term.axis.restore(columns, n, 1)])
         pairs = zip(roots, found, strict=True)
         return {r.ordinal: r.axis.expose(scope.leave(g), n, 1)[:, part] for r, g in pairs if g is not None}
 
@@ -116,7 +119,13 @@ def columns(scope: Scope, term: Term, slope: torch.Tensor, roots: list[Output], 
 
 
 def _elementwise(scope: Scope, term: Term, slope: torch.Tensor, n: int, convex: bool) -> Elementwise:
-    (x, output), entry = _wide(term), known(term.call.name)
+    entry = known(term.call.name)
+    if (diagonal := _closed(term, slope, scope)) is not None:
+        if convex:
+            check_sign(diagonal, term.call.name)
+        logits = term.axis.expose(scope.leave(term.input), n)
+        return Elementwise(term.root, term.axis.expose(diagonal, n), entry.predictive, logits)
+    x, output = _wide(term)
     (first,) = scope.grad([output], [x], [slope.to(output.dtype)], batched=False, create_graph=True)
     assert first is not None
     (second,) = scope.grad([first], [x], [torch.ones_like(first)], batched=False)
@@ -129,9 +138,23 @@ def _elementwise(scope: Scope, term: Term, slope: torch.Tensor, n: int, convex: 
     return Elementwise(term.root, term.axis.expose(diagonal, n), entry.predictive, logits)
 
 
+def _closed(term: Term, slope: torch.Tensor, scope: Scope) -> torch.Tensor | None:
+    """The second derivatives of the two most frequent losses by their formulas."""
+    call, x = term.call, term.input
+    target, weight = call.arg("target"), call.arg("weight")
+    if call.func not in (F.mse_loss, F.binary_cross_entropy_with_logits) or target.shape != x.shape:
+        return None
+    k = slope / x.numel() if reduction(call) == "mean" else slope
+    if call.func is F.mse_loss:
+        return None if weight is not None else (2 * k).expand(x.shape)
+    p, more = scope.leave(x.float() if x.dtype in HALF else x).sigmoid(), call.arg("pos_weight")
+    h = p * (1 - p) if more is None else p * (1 - p) * (1 + (more - 1) * target)
+    return (k * h if weight is None else k * h * weight).expand(x.shape)
+
+
 def _wide(term: Term) -> tuple[torch.Tensor, torch.Tensor]:
     """The input and the output, in float32 at least: p (1 - p) is 0 in bfloat16 for all p above 0.998."""
-    if term.input.dtype not in (torch.float16, torch.bfloat16):
+    if term.input.dtype not in HALF:
         return term.input, term.output
     low, x = term.input, term.input.float()
 
@@ -164,12 +187,15 @@ def _class_weight(term: Term, slope: torch.Tensor) -> torch.Tensor:
     dim = _class_dim(term)
     classes = x.shape[dim]
     weights, ignore = call.arg("weight"), call.arg("ignore_index", -100)
-    smoothing = call.arg("label_smoothing", 0.0)
     reduced = reduction(call)
-    w = x.new_ones(classes) if weights is None else weights.to(x.dtype)
+    if weights is None and not target.is_floating_point():  # all that are not ignored count the same
+        met = target != ignore
+        return torch.where(met, slope / met.sum() if reduced == "mean" else slope, 0)
+    smoothing = call.arg("label_smoothing", 0.0)
+    w = slope.new_ones(classes) if weights is None else weights.to(slope.dtype)
     if target.is_floating_point():
         mass = target * (1 - smoothing) + smoothing / classes
-        met = torch.tensordot(mass.movedim(dim, -1), w, 1)
+        met = torch.tensordot(mass.movedim(dim, -1).to(w.dtype), w, 1)
         size = torch.ones_like(met).sum()
     else:
         valid = target != ignore
@@ -185,7 +211,8 @@ def _softmax(scope: Scope, term: Term, weight: torch.Tensor, n: int, convex: boo
     dim, axis = _class_dim(term), term.axis
     if convex:
         check_sign(weight, term.call.name)
-    logits = axis.expose(scope.leave(term.input), n)
+    x = scope.leave(term.input)
+    logits = axis.expose(x.float() if x.dtype in HALF else x, n)
     if axis.dim is None:
         positions = axis
     else:
@@ -202,7 +229,7 @@ def _softmax(scope: Scope, term: Term, weight: torch.Tensor, n: int, convex: boo
 
 
 def _general(scope: Scope, result: torch.Tensor, roots: list[Output], n: int, convex: bool) -> General:
-    values = [r.value for r in roots]
+    values, edges = [r.value for r in roots], [r.edge for r in roots]
     shapes = {r.ordinal: r.axis.expose(r.value, n).shape[1:] for r in roots}
     sizes = [math.prod(s) for s in shapes.values()]
     total = sum(sizes)
@@ -211,14 +238,14 @@ def _general(scope: Scope, result: torch.Tensor, roots: list[Output], n: int, co
             f"the loss has no known structure, and its Hessian over {total} outputs of {n} samples would take "
             f"{n * total * total:.1e} numbers. Use one of torch's convex losses, or fewer outputs."
         )
-    first = scope.grad([result], values, [torch.ones_like(result)], batched=False, create_graph=True)
+    first = scope.grad([result], edges, [torch.ones_like(result)], batched=False, create_graph=True)
     eye = torch.eye(total, dtype=values[0].dtype, device=values[0].device)
     units = [
         r.axis.restore(u.reshape(total, 1, *s).expand(total, n, *s), n, 1)
         for r, s, u in zip(roots, shapes.values(), eye.split(sizes, dim=1), strict=True)
     ]
     pairs = [(g, u) for g, u in zip(first, units, strict=True) if g is not None and g.requires_grad]
-    found = scope.grad([g for g, _ in pairs], values, [u for _, u in pairs])
+    found = scope.grad([g for g, _ in pairs], edges, [u for _, u in pairs])
     rows = [
         torch.zeros(total, n, m, dtype=eye.dtype, device=eye.device)
         if h is None

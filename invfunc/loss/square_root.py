@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -220,9 +220,36 @@ def rooted(columns: Columns, which: str) -> Columns:
         return columns
     if not isinstance(columns, General):
         return Weighted(columns)
-    h = columns.hessian
-    values, vectors = _eigh(doubled(h))
-    return OfEigenvectors(columns.shapes, (vectors * values.clamp(min=0).sqrt().unsqueeze(1)).to(h.dtype))
+    return OfEigenvectors(columns.shapes, Root.apply(doubled(columns.hessian)).to(columns.hessian.dtype))
+
+
+class Root(torch.autograd.Function):
+    """The square root `S = U sqrt(L)` of `H = U L U^T`, `[n, M, M]`.
+
+    Eigenvectors of equal eigenvalues have no derivatives. But with `T = S (S^T S)^+` and the projection `P = S T^T`
+    any change of H within the matrices of its rank is `dS S^T + S dS^T` of `dS = (1 - P / 2) dH T`, which is taken as
+    the derivative: so those of what is made of `S S^T` are right.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(h: torch.Tensor) -> torch.Tensor:
+        values, vectors = _eigh(h)
+        least = values[:, -1:].clamp(min=0) * torch.finfo(h.dtype).eps * h.shape[-1]
+        return vectors * torch.where(values <= least, 0 * values, values).sqrt().unsqueeze(1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: torch.Tensor) -> torch.Tensor:
+        (s,), (slope,) = ctx.saved_tensors, slopes
+        none = (s.detach() == 0).all(1).to(s.dtype).diag_embed()
+        t = torch.linalg.solve(s.mT @ s + none, s.mT).mT
+        found = (slope - t @ (s.mT @ slope) / 2) @ t.mT
+        return (found + found.mT) / 2
 
 
 def _eigh(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

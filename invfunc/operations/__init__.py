@@ -1,30 +1,7 @@
-"""What is known of torch's operations: one entry for each (`operation`), family by family.
+"""What is known of torch's operations, beside where they move samples and how they read parameters.
 
-`views`, `pointwise`, `products` ... state what is known. `batch_axis` follows where operations move the samples;
-`factors`: how the gradient of a parameter factorises, sample by sample; `receptive_fields`: which entries are read for
-which; `equations`: what is an einsum; `compositions`: what is followed in other operations; `second_derivatives`: where
-torch's are missing or wrong; `naming`: what functions and arguments are called; `calls`: what a call reads and writes;
-`heard`: the door by which calls come in.
+Other forms of them, with right second derivatives, or of operations that can be followed; what they ask, read and
+write; and what torch calls them.
 """
 
-# ruff: noqa: F401  (importing a family fills its entries in)
-
-from invfunc.operations import (
-    along,
-    attention,
-    convolutions,
-    images,
-    indexing,
-    linear_algebra,
-    lookup,
-    losses,
-    norms,
-    pointwise,
-    products,
-    queries,
-    random,
-    recurrences,
-    recurrent,
-    reductions,
-    views,
-)
+from invfunc.operations import forms, lookup, losses, norms, recurrent  # noqa: F401  (these fill the entries in)

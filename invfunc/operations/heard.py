@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._torch.opened import opened
-from invfunc.operations.calls import in_place, inplace_flag
 from invfunc.operations.naming import argument, default, function_name
 from invfunc.operations.operation import Operation, known
 
 _PLAIN = Operation()
+_IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()}
+_IN_PLACE.add("__setitem__")
+
+
+@lru_cache(maxsize=4096)
+def in_place(func: Callable) -> bool:
+    """Whether a function works in place on its first argument."""
+    name = getattr(func, "__name__", "").partition(".")[0]
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+
+
+@lru_cache(maxsize=4096)
+def inplace_flag(func: Callable) -> int | None:
+    """The position of the argument that makes a function of torch.nn.functional write into its input."""
+    if getattr(func, "__module__", None) != "torch.nn.functional" or not isinstance(func, FunctionType):
+        return None
+    names = list(inspect.signature(func).parameters)
+    return names.index("inplace") if "inplace" in names else None
 
 
 class Function:
@@ -30,7 +48,7 @@ class Function:
         forms = known(self.called)  # none of what writes in place, which has an underscore
         nn = getattr(func, "__module__", None) == "torch.nn.functional"
         self.forms = forms if nn or not forms.only_nn else _PLAIN
-        """The entry whose `composed`, `twice` and `once` take the arguments of this very function."""
+        """The entry whose `composed` and `twice` take the arguments of this very function."""
         self.in_place, self.inplace_at = in_place(func), inplace_flag(func)
         self._writes_if = None
         if self.entry.writes_if is not None:
@@ -43,11 +61,6 @@ class Function:
     def argument(self, args: tuple, kwargs: dict[str, Any], name: str, default: Any = None) -> Any:
         """An argument of a call by its name."""
         return argument(self.func, args, kwargs, name, default)
-
-    def draws(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether a call draws random numbers."""
-        how = self.entry.draws
-        return how if isinstance(how, bool) else how(self.func, args, kwargs)
 
     def written(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors among its arguments whose values a call says that it writes."""
@@ -64,15 +77,6 @@ class Function:
         """Whether a call writes into its first argument."""
         at = self.inplace_at
         return self.in_place or (at is not None and bool(args[at] if len(args) > at else kwargs.get("inplace", False)))
-
-    def composed(self) -> Callable[..., Any] | None:
-        """The operations of which it is composed, where it is better followed in those."""
-        forms = self.forms
-        return forms.composed if forms.composed_if is None or forms.composed_if(self.called) else None
-
-    def written_out(self) -> Callable[..., Any] | None:
-        """The operations in which a trace follows it, those of its body included."""
-        return self.composed() or (opened(self.func) if self.entry.batch_axis is None else None)
 
 
 function_of = lru_cache(maxsize=4096)(Function)
@@ -93,14 +97,3 @@ class Listener(TorchFunctionMode):
     def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call while the mode is off; gives its result."""
         raise NotImplementedError  # of those who hear
-
-
-class Followed(Listener):
-    """Runs calls in the forms in which a trace follows them, for a block that is evaluated once more."""
-
-    def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
-        body, once = function.written_out(), function.forms.once
-        if body is None:
-            return function.func(*args, **kwargs) if once is None else once(function.func, *args, **kwargs)
-        with self:
-            return body(*args, **kwargs)

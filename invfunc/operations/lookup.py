@@ -4,47 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from invfunc.errors import SampleAxisError
-from invfunc.operations.axis import Axis
-from invfunc.operations.batch_axis.propagation import Call, Mixed, Place, leading
-from invfunc.operations.compositions import step_by_step
-from invfunc.operations.factors.recipe import Part, Recipe, Site
 from invfunc.operations.operation import define
-from invfunc.operations.receptive_fields.step import Rows, Step, joined, most, raised
-
-
-def lookup(call: Call) -> Place:
-    if call.arg("scale_grad_by_freq"):
-        raise Mixed("scale_grad_by_freq depends on which indices the whole batch has")
-    if call.place(call.arg("weight")) is not None:
-        raise Mixed("its table depends on the samples")
-    return call.place(call.arg("indices"))
-
-
-def _table(site: Site, param: torch.Tensor) -> Recipe | None:
-    """A table of which rows are looked up."""
-    weight, indices = site.call.arg("weight"), site.call.arg("indices")
-    padding = site.call.arg("padding_idx", -1)
-    axis, count = site.call.place(indices), len(weight)
-    if param is not weight or not isinstance(axis, Axis):
-        return None
-
-    def picks(part: Part) -> torch.Tensor:
-        tokens = site.exposed(indices, axis, part, fill=count).flatten(1).long()
-        return tokens.masked_fill(tokens == padding, count)
-
-    def sent(cotangent: torch.Tensor, part: Part) -> torch.Tensor:
-        cotangent = cotangent.reshape(*cotangent.shape[:2], -1, cotangent.shape[-1])
-        return cotangent * (picks(part) < count)[:, :, None]
-
-    work = 2 * site.call.out.numel() // site.call.n
-    return Recipe("ud", "td", sent, picks=picks, reads=(indices,), work=work)
 
 
 def _refuse(name: str, **options: Any) -> None:
@@ -113,32 +79,5 @@ def _bag(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
         return func(*args, **kwargs)
 
 
-def _embedding(step: Step, out: torch.Tensor) -> Rows:
-    weight, index = step["weight"], step["indices"]
-    entries = step.rows(index)
-    if entries is None:
-        return step.filled(weight)[:, index]
-    read = step.rows(weight)
-    return joined(entries[..., None], None if read is None else raised(most(read, (1, 2)), out.ndim))
-
-
-define(
-    "embedding",
-    batch_axis=lookup,
-    factor=_table,
-    composed=embedding,
-    only_nn=True,
-    receptive_field=_embedding,
-    linear="all",
-    picks="any",
-    writes_if=("max_norm", ("weight",)),
-)
-define(
-    "embedding_bag",
-    composed=embedding_bag,
-    composed_if=step_by_step,
-    twice=_bag,
-    only_nn=True,
-    writes_if=("max_norm", ("weight",)),
-)
-define("one_hot", batch_axis=partial(leading, trailing=0))
+define("embedding", composed=embedding, only_nn=True, writes_if=("max_norm", ("weight",)))
+define("embedding_bag", composed=embedding_bag, twice=_bag, only_nn=True, writes_if=("max_norm", ("weight",)))

@@ -4,113 +4,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from invfunc._torch.functorch import forward_mode
-from invfunc._torch.values import anywhere
-from invfunc.operations.axis import Axis
-from invfunc.operations.batch_axis.propagation import BATCH_SUM, Call, Mixed, Place, Unknown
-from invfunc.operations.compositions import step_by_step
-from invfunc.operations.operation import define, known, not_torchs
-from invfunc.operations.pointwise import entry_by_entry, pointwise, side_by_side
-from invfunc.operations.receptive_fields.step import elementwise
-
-_ELEMENTWISE_LOSSES = (
-    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
-    "poisson_nll_loss soft_margin_loss"
-).split()
+from invfunc.operations.operation import define, not_torchs
 
 
-def reduction(call: Call) -> str:
+def reduction(call: Any) -> str:
     """The reduction of a loss, also if it is given by the deprecated flags."""
     average, reduced = call.kwargs.get("size_average"), call.kwargs.get("reduce")
     if average is not None or reduced is not None:
         return "none" if reduced is False else "sum" if average is False else "mean"
     said = [a for a in call.args if isinstance(a, str)]
     return said[0] if said else call.kwargs.get("reduction", "mean")
-
-
-def elementwise_loss(call: Call) -> Place:
-    side_by_side(call)
-    return pointwise(call) if call.out.ndim else BATCH_SUM
-
-
-def _by_dimension(args: tuple, kwargs: dict[str, Any], x: torch.Tensor, dim: int, param: torch.Tensor) -> int | None:
-    """The same dimension of a parameter with as many of them: a variance with fewer has one value for each row."""
-    return dim if param.ndim == x.ndim else None
-
-
-_ROWS = {"triplet_margin_loss": 3, "cosine_embedding_loss": 2, "multilabel_margin_loss": 2}
-_ROWS |= {"multilabel_soft_margin_loss": 2}
-"""Losses that compare rows, and how many of their arguments have rows."""
-
-
-def row_loss(call: Call) -> Place:
-    rows = [a for a in call.args[: _ROWS[call.name]] if isinstance(a, torch.Tensor)]
-    if len(rows) < _ROWS[call.name] or any(x.ndim != rows[0].ndim or x.ndim < 2 for x in rows):
-        raise Unknown("its arguments are not rows of the same number of dimensions, given by position")
-    if any(axis != Axis(0) for _, axis in call.samples):
-        raise Mixed("it compares along the sample axis")
-    return Axis(0) if call.out.ndim else BATCH_SUM
-
-
-def loss(call: Call) -> Place:
-    if call.name in _ELEMENTWISE_LOSSES:
-        side_by_side(call)
-        return BATCH_SUM if reduction(call) != "none" else pointwise(call)
-    x, axis = call.first, call.place(call.first)
-    if not isinstance(axis, Axis) or axis.dim is None:
-        if reduction(call) != "none":
-            return BATCH_SUM
-        raise Unknown("its target depends on the samples, but nothing is known of its input")
-    classes = 0 if x.ndim == 1 else 1
-    if axis.dim == classes:
-        raise Mixed("it normalises over the sample axis as if these were classes")
-    entries = axis.at(axis.dim - (axis.dim > classes))
-    target = call.arg("target")
-    other = call.place(target)
-    if other not in (None, entries if target.ndim < x.ndim else axis):
-        raise Mixed(f"it combines outputs with samples along {axis} with targets with samples along {other}")
-    return BATCH_SUM if reduction(call) != "none" else entries
-
-
-def entries(call: Call) -> torch.Tensor | None:
-    """What each sample adds to a loss."""
-    if any(isinstance(a, (str, bool)) for a in call.args) or any(call.kwargs.get(a) is not None for a in _OLD):
-        return None
-    kwargs = {**call.kwargs, "reduction": "none"}
-    losses = call.func(*call.args, **kwargs)
-    rule = known(call.name).batch_axis
-    place = rule and rule(replace(call, kwargs=kwargs, out=losses))
-    added = place.expose(losses, call.n).flatten(1).sum(1) if isinstance(place, Axis) else None
-    return added if added is None or reduction(call) == "sum" else added / _count(call, losses)
-
-
-def _count(call: Call, losses: torch.Tensor) -> Any:
-    """What a mean of losses divides their sum by."""
-    target = call.arg("target")
-    if reduction(call) == "batchmean":
-        return len(call.first)
-    if call.name not in ("cross_entropy", "nll_loss") or target.is_floating_point():
-        return losses.numel()
-    ignored, weight = call.arg("ignore_index", -100), call.arg("weight")
-    counted = target != ignored
-    return counted.sum() if weight is None else (weight[target.where(counted, 0)] * counted).sum()
-
-
-def counts(call: Call) -> bool:
-    """Whether a mean of losses divides by what is in the targets: by their weights, or by how many are not ignored."""
-    if call.name not in ("cross_entropy", "nll_loss") or reduction(call) != "mean":
-        return False
-    target = call.arg("target")
-    if target.is_floating_point():
-        return False
-    ignored = call.arg("ignore_index", -100)
-    return call.arg("weight") is not None or anywhere(target == ignored)
 
 
 _OLD = ("size_average", "reduce")
@@ -185,30 +94,9 @@ def _bound(func: Callable, *args: Any, **kwargs: Any) -> dict[str, Any] | None:
     return rest if all(given.arguments.get(name) is None for name in old) else None
 
 
-_ENTRIES: dict[str, Any] = {
-    "batch_axis": loss,
-    "entries": entries,
-    "paired": entry_by_entry,
-    "receptive_field": elementwise,
-}
-_DIAGONAL: dict[str, Any] = {"loss": "convex", "hessian": "elementwise"}
-define("mse_loss", twice=_mse, predictive="normal", **_DIAGONAL, **_ENTRIES)
-define("huber_loss", twice=_huber, cornered=True, **_DIAGONAL, **_ENTRIES)
-define("soft_margin_loss", twice=_soft_margin, **_ENTRIES)
-define("l1_loss", linear="all", piecewise=True, **_ENTRIES)
-define("smooth_l1_loss", cornered=True, **_DIAGONAL, **_ENTRIES)
-define("binary_cross_entropy", **_ENTRIES)
-define("binary_cross_entropy_with_logits", predictive="bernoulli", **_DIAGONAL, **_ENTRIES)
-define("kl_div nll_loss", batch_axis=loss, entries=entries, linear=1, loss="of logarithm")
-define("poisson_nll_loss", batch_axis=loss, entries=entries, **_DIAGONAL)
-define("cross_entropy", batch_axis=loss, entries=entries, loss="convex", hessian="softmax")
-define("margin_ranking_loss hinge_embedding_loss", batch_axis=elementwise_loss, entries=entries)
-define("gaussian_nll_loss", batch_axis=elementwise_loss, entries=entries, paired=_by_dimension)
-define(_ROWS, batch_axis=row_loss)
-define(
-    "multi_margin_loss",
-    composed=multi_margin_loss,
-    composed_if=step_by_step,
-    twice=not_torchs(multi_margin_loss),
-    only_nn=True,
-)
+define("mse_loss", twice=_mse, predictive="normal")
+define("huber_loss", twice=_huber, cornered=True)
+define("soft_margin_loss", twice=_soft_margin)
+define("smooth_l1_loss", cornered=True)
+define("binary_cross_entropy_with_logits", predictive="bernoulli")
+define("multi_margin_loss", composed=multi_margin_loss, twice=not_torchs(multi_margin_loss), only_nn=True)

@@ -3,77 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from invfunc import tree
-from invfunc._torch.functorch import level_of
-from invfunc.operations.axis import Axis
-from invfunc.operations.batch_axis.propagation import Call, Mixed, Place, leading
-from invfunc.operations.compositions import step_by_step
-from invfunc.operations.equations import LETTERS
-from invfunc.operations.factors.recipe import Part, Recipe, Site
-from invfunc.operations.factors.scales import scale, shift
 from invfunc.operations.operation import define, not_torchs
-from invfunc.operations.receptive_fields.step import Rows, Step, joined, most, raised
-from invfunc.operations.second_derivatives import TwiceDifferentiable
 
 # The batch axis
 
 
-def _over_trailing(call: Call) -> Place:
-    shape = call.arg("normalized_shape")
-    return leading(call, len(shape))
-
-
-def _over_channels(call: Call) -> Place:
-    if call.name == "batch_norm" and call.arg("training"):  # in both of torch's signatures the sixth argument
-        raise Mixed("in train mode it normalises with the statistics of the whole batch; put it in eval mode")
-    return leading(call, call.first.ndim - 1)
-
-
 # Shares
-
-
-def norm(site: Site, param: torch.Tensor) -> Recipe | None:
-    """`y = normalised(x) * weight + bias`: of the trailing dimensions, or channel by channel."""
-    call = site.call
-    x, name = call.arg("input"), call.name
-    axis = call.place(x)
-    weight, bias = call.arg("weight"), call.arg("bias")
-    if name in ("layer_norm", "rms_norm"):
-        labels = LETTERS[x.ndim - param.ndim : x.ndim]
-    else:
-        labels = LETTERS[1]
-    if param is bias and param is not weight:
-        return shift(site, labels)
-    if param is not weight or param is bias or not isinstance(axis, Axis) or param is x:
-        return None
-    affine = {id(weight), id(bias)}
-    if name == "instance_norm" and call.arg("use_input_stats"):  # it reads no running statistics, but writes them
-        affine |= {id(call.arg("running_mean")), id(call.arg("running_var"))}
-    args, kwargs = tree.map_leaves(lambda a: None if id(a) in affine else a, (call.args, call.kwargs))
-
-    # that of torch.nn refuses one value for each group of a single sample, which has a share like any other
-    function = torch.group_norm if name == "group_norm" else call.func
-
-    def normalised(part: Part) -> torch.Tensor:
-        value = _wide(site.exposed(x, axis, part))
-        flat = value.flatten(0, 1) if len(labels) == 1 and name not in ("layer_norm", "rms_norm") else value
-        given, named = tree.map_tensors(lambda a: flat if a is x else _wide(site.value(a)), (args, kwargs))
-        with TwiceDifferentiable() if value.requires_grad or level_of(value) else nullcontext():
-            return function(*given, **named).reshape(value.shape)
-
-    return scale(site, labels, normalised, (x,))
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 # Second derivatives: torch's fused backward passes have a wrong derivative under vmap
@@ -134,10 +75,6 @@ def _misread(func: Callable, input: torch.Tensor) -> bool:
     return func is F.instance_norm or 1 in (input.shape[0], *input.shape[2:])
 
 
-def _once(func: Callable, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return (partial(_batch_norm, func) if _misread(func, input) else func)(input, *args, **kwargs)
-
-
 def _low(x: torch.Tensor) -> bool:
     return x.dtype in (torch.float16, torch.bfloat16)
 
@@ -163,62 +100,14 @@ def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
 # Receptive fields
 
 
-def _scaled(step: Step, rows: Rows, shape: Sequence[int], ndim: int) -> Rows:
-    """The labels of a normalised tensor joined with those of its scale and shift."""
-    parts = [step.rows(step[name]) for name in ("weight", "bias") if name in step]
-    return joined(rows, *(raised(r.reshape(-1, *shape), ndim) for r in parts if r is not None))
-
-
-def _layer_norm_field(step: Step, out: torch.Tensor) -> list[Rows]:
-    rows, last = step.filled(step["input"]), len(step["normalized_shape"])
-    over = most(rows, range(rows.ndim - last, rows.ndim))
-    return [_scaled(step, over, step["normalized_shape"], out.ndim), over, over]
-
-
-def _group_norm(step: Step, out: torch.Tensor) -> list[Rows]:
-    n, c, groups = step["N"], step["C"], step["group"]
-    over = most(step.filled(step["input"]).reshape(-1, n, groups, c // groups * step["HxW"]), (3,))
-    of_channels = over.expand(-1, -1, -1, c // groups).reshape(-1, n, c, *[1] * (out.ndim - 2))
-    return [_scaled(step, of_channels, (c, *[1] * (out.ndim - 2)), out.ndim), over.squeeze(3), over.squeeze(3)]
-
-
-def _batch_norm_field(step: Step, out: torch.Tensor) -> Rows | list[Rows]:
-    rows, channels = step.filled(step["input"]), (out.shape[1], *[1] * (out.ndim - 2))
-    if step["training"]:
-        rows = most(rows, (1, *range(3, rows.ndim)))
-    names = ("weight", "bias", "running_mean", "running_var")
-    parts = [step.rows(step[name]) for name in names if name in step]
-    return [joined(rows, *(raised(r.reshape(-1, *channels), out.ndim) for r in parts if r is not None))]
-
-
 _RUNNING = ("running_mean", "running_var")
-_IN_TRAINING: dict[str, Any] = {"writes_if": ("training", _RUNNING), "aside": True, "linear": 1, "unless": "training"}
-_BATCH: dict[str, Any] = {"receptive_field": _batch_norm_field, **_IN_TRAINING}
-define("layer_norm", batch_axis=_over_trailing, factor=norm, twice=_layer_norm, only_nn=True)
-define("rms_norm", batch_axis=_over_trailing, factor=norm)
-define("native_layer_norm _fused_rms_norm", receptive_field=_layer_norm_field)
+define("layer_norm", twice=_layer_norm, only_nn=True)
+define("batch_norm", twice=_batch_norm, only_nn=True, writes_if=("training", ("running_mean", "running_var")))
+define("instance_norm", twice=_batch_norm, only_nn=True, writes_if=("use_input_stats", _RUNNING))
+define("group_norm", twice=_group_norm_twice)
+define("native_batch_norm", writes_if=("training", ("running_mean", "running_var")))
 define(
-    "batch_norm",
-    batch_axis=_over_channels,
-    factor=norm,
-    once=_once,
-    twice=_batch_norm,
-    only_nn=True,
-    **_IN_TRAINING,
+    "cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit",
+    writes_if=("training", ("running_mean", "running_var")),
 )
-define(
-    "instance_norm",
-    batch_axis=_over_channels,
-    factor=norm,
-    once=_once,
-    twice=_batch_norm,
-    only_nn=True,
-    writes_if=("use_input_stats", _RUNNING),
-    aside=True,
-)
-define("group_norm", batch_axis=_over_channels, factor=norm, twice=_group_norm_twice)
-define("local_response_norm", batch_axis=_over_channels)
-define("native_group_norm", batch_axis=_over_channels, receptive_field=_group_norm)
-define("native_batch_norm", batch_axis=_over_channels, **_BATCH)
-define("cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit", **_BATCH)
-define("_weight_norm", composed=weight_norm, composed_if=step_by_step, twice=not_torchs(weight_norm))
+define("_weight_norm", composed=weight_norm, twice=not_torchs(weight_norm))

@@ -16,11 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from invfunc.operations.axis import Axis
-from invfunc.operations.batch_axis.propagation import Call, Mixed, Place
-from invfunc.operations.batch_axis.samples import located
 from invfunc.operations.cells import Cell, Tensors, Weights, like, resized
-from invfunc.operations.operation import define
 
 
 class Steps:
@@ -123,10 +119,6 @@ class _Linked(torch.autograd.Function):
         return None, *sent, *[None] * ctx.others
 
 
-OWN = frozenset({_After, _Linked})
-"""Functions of autograd that are not of the user's."""
-
-
 # Two operations, as a trace sees them
 
 
@@ -158,25 +150,3 @@ def at_once(
     gates = cell.gates(cell.divided(added), F.linear(read, w.w_hh, w.b_hh))
     output, *last = states_after(gates, state, steps)
     return output, tuple(last)
-
-
-def _followed(call: Call) -> list[Place]:
-    gates, first, steps = call.args
-    axis, others = call.place(gates[0]), [place for h in first if (place := call.place(h)) is not None]
-    if not isinstance(axis, Axis) or any(call.place(a) != axis for a in gates):
-        raise Mixed("its gates have their samples along different axes")
-    assert axis.dim is not None
-    if steps.sizes is None and all(place == axis.at(0) for place in others):
-        return [axis, *[axis.at(0)] * len(first)]
-    own = axis.of_entries(gates[0].shape[axis.dim], call.n)
-    each = [own] if steps.sizes is None else own.split(steps.sizes)
-    known = [place for place in others if isinstance(place, Axis) and place.dim == 0]
-    begun = [place.of_entries(len(each[0]), call.n) for place in known]
-    if len(known) < len(others) or not all(torch.equal(x, each[0][: len(x)]) for x in (*each, *begun)):
-        raise Mixed("its states are of other samples")
-    last = axis.at(0) if steps.sizes is None else located(each[0], call.n)
-    return [axis, *[last] * len(first)]
-
-
-define("states_before", constant=True)
-define("states_after", batch_axis=_followed, elsewhere=lambda gates, first, steps: (steps.outputs, *steps.last))

@@ -12,10 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import tree
-from invfunc.operations.axis import Axis
-from invfunc.operations.batch_axis.propagation import Call
 from invfunc.operations.cells import GRU, LSTM, RELU, TANH, Cell, Tensors, Weights, like, resized
-from invfunc.operations.compositions import step_by_step
 from invfunc.operations.operation import define
 from invfunc.operations.recurrences import at_once
 
@@ -195,19 +192,6 @@ def states(func: Callable, args: tuple) -> list[tuple[torch.Tensor, int]]:
     return [(h, 0 if name.endswith("cell") else 1) for h in hx]
 
 
-def _at_once(name: str, cell: Cell) -> Callable[[Call, Container[int]], Callable[..., Tensors] | None]:
-    """The rule for the layers of a cell: each sample has a sequence, first states are not parameters, and there is no
-    projection."""
-
-    def rule(call: Call, params: Container[int]) -> Callable[..., Tensors] | None:
-        axis, first = call.place(call.args[0]), not isinstance(call.args[3], bool) or call.args[8]
-        apart = isinstance(axis, Axis) and axis.dim in (None, 0 if first else 1)
-        return steps_at_once(name, call.args, params) if apart else None
-
-    AT_ONCE[name] = _layers(name, cell, at_once)
-    return rule
-
-
 AT_ONCE: dict[str, Callable[..., Tensors]] = {}
 """The layers with all steps in a few operations, of which first derivatives are right."""
 
@@ -220,14 +204,9 @@ def steps_at_once(name: str, args: tuple, params: Container[int]) -> Callable[..
     return None if learned or projected else AT_ONCE[name]
 
 
-def _drops(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether there is dropout between the layers."""
-    return any(isinstance(a, float) and a > 0 for a in args)
-
-
 for _name, _cell_of in _CELLS.items():
-    _facts = {"composed_if": step_by_step, "twice": _recurrent, "draws": _drops}
-    define(_name, composed=_layers(_name, _cell_of), at_once=_at_once(_name, _cell_of), **_facts)
-    define(f"{_name}_cell", composed=_cell(f"{_name}_cell", _cell_of), composed_if=step_by_step)
+    AT_ONCE[_name] = _layers(_name, _cell_of, at_once)
+    define(_name, composed=_layers(_name, _cell_of), twice=_recurrent)
+    define(f"{_name}_cell", composed=_cell(f"{_name}_cell", _cell_of))
 define("_pack_padded_sequence", composed=pack_padded_sequence)
 define("_pad_packed_sequence", composed=pad_packed_sequence)

@@ -107,8 +107,7 @@ class PlansOfBatches(Plans):
 
     def __call__(self, t: Statistic, sweep: Sweep, args: tuple, kwargs: dict[str, Any], engine: Engine) -> Any:
         """Have an evaluation of a batch keep what it brings; aux."""
-        with engine.scope:
-            engine.check_joined()
+        engine.check_joined()
         with self.pools.seeded(dict.fromkeys(t.drawings), engine.problem.n) as each:
             found = self.calls((sweep.phase, sweep.known, each, args, kwargs), {})
         return bring(engine, sweep.phase, found)

@@ -22,6 +22,7 @@ from invfunc import thresholds, tree
 from invfunc._alike import written
 from invfunc._torch.functorch import dispatched, dual, saving_hooks, transforming, under
 from invfunc._torch.generators import set_states, state_of
+from invfunc._torch.values import same_values
 from invfunc._ways import straight
 from invfunc.errors import InvFuncWarning, ReplayError
 from invfunc.plans.backends import Backend, Choice
@@ -32,7 +33,6 @@ from invfunc.plans.plan import Plan
 from invfunc.plans.reads import Reads
 from invfunc.plans.recorder import Missed, Recorder, outside
 from invfunc.plans.watch import Watch
-from invfunc.recording.checks import same_values
 
 
 @dataclass

@@ -31,7 +31,7 @@ from invfunc.products.split import Split
 from invfunc.recording.problem import InDims, Problem
 from invfunc.reductions.quantity import ColumnKind, Drawing, Quantity
 from invfunc.reductions.squares import ProductsOfColumns
-from invfunc.sparsity.report import Explanation
+from invfunc.report import Explanation
 from invfunc.transform import ArgumentNames, Transform
 
 

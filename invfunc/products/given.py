@@ -18,15 +18,16 @@ from invfunc._torch.graphs import nodes_of
 from invfunc._torch.opened import Uncompiled
 from invfunc._torch.values import near
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know
+from invfunc.core.refusals import refused_by
 from invfunc.core.run import Run
+from invfunc.core.split import CRITERIA, WHOLE, Axis, Finder, Output, axis_of, marked_for
 from invfunc.core.tables import RULES
 from invfunc.errors import ArgumentError
+from invfunc.evaluation.joined import check_fewer, moved
 from invfunc.evaluation.weights import LossPart
-from invfunc.loss.outputs import marked_for
 from invfunc.operations.second_derivatives import TwiceDifferentiable
-from invfunc.products.fallback import check_apart, split_as_before
 from invfunc.products.maps import Kind, Scope
-from invfunc.products.split import CRITERIA, WHOLE, Axis, Finder, Output, Split
+from invfunc.products.split import Split
 from invfunc.recording.problem import InDims, Problem, batch_dims, batch_size, check_params, problem, with_aux
 from invfunc.reductions.quantity import Drawing
 
@@ -168,7 +169,20 @@ class Given:
 
     def check_apart(self) -> bool:
         """Check that f gives samples alone what they have here, unless it draws; whether that has told anything."""
-        return check_apart(self)
+        whole, tensors = tree.tensors(self.result), tree.tensors((self.args, self.kwargs))
+
+        def alone(part: slice, *, elsewhere: bool = False) -> Any:
+            start, n, inputs = part.start, part.stop - part.start, []
+            for i, x in enumerate(self.args[1 : len(self.args) - (self.loss is not None)], 1):
+                dim = self.dims[i]
+                inputs.append(x if dim is None else tree.map_tensors(lambda t, d=dim: t.narrow(d, start, n), x))
+            devices = [x.device.index for x in self.leaves if x.device.type == "cuda"]
+            with torch.no_grad(), torch.random.fork_rng([i for i in set(devices) if i is not None]):
+                params = tree.unflatten(moved(self.leaves), self.structure) if elsewhere else self.args[0]
+                result = self.f(params, *inputs, **self.kwargs)
+            return with_aux(result)[0] if self.has_aux else result
+
+        return check_fewer(whole, self.out_dims, self.n, tensors, alone, traced=False)
 
     # Splits
 
@@ -208,9 +222,9 @@ class Given:
             set_states(before)
         try:
             return self.split_in(Following(self.scope, n, Finder()))
-        except Exception:
+        except Unsupported as error:
             set_states(before)
-            return split_as_before(self)
+            raise refused_by([error]) from None
 
     def split_in(self, run: Following) -> Split:
         """Split a function in a run of the core; the loss that is given apart is no part of it."""
@@ -253,16 +267,16 @@ class Given:
             run.check(checked_value(result, "the loss"))
             return result
 
-        def again(sample: Callable[[Any], Any]) -> torch.Tensor:
+        def again(sample: Callable[[Any], Any]) -> tuple[torch.Tensor, list[Output]]:
             with torch.no_grad():
                 target = sample(tree.unflatten([r.value.detach() for r in roots], structure))
-            return lost([r.value for r in roots], given.drawn(run, target))  # pyright: ignore[reportArgumentType]
+            return lost([r.value for r in roots], given.drawn(run, target)), roots
 
         try:
             result = lost([r.value for r in roots], given.target(run))
-        except Unsupported:
+        except Unsupported as error:
             set_states(before)
-            return split_as_before(self, [r.value for r in roots], structure)
+            raise refused_by([error]) from None
         return Split(self.scope, given.n, result, roots, finder.terms, again)
 
     # Forward mode
@@ -369,8 +383,7 @@ class Following(Run):
         at = next((axis for y, axis in found[0] if y is x), None)
         if at is None:
             raise Unsupported("the criterion is not of samples")
-        axis = WHOLE if self.n == 1 else Axis(at[0] % x.ndim, *at[1:])
-        out = self.finder.criterion(CRITERIA[func], func, args, kwargs, axis)
+        out = self.finder.criterion(CRITERIA[func], func, args, kwargs, axis_of(x, at, self.n))
         return self.mark(RULES.get(func), func, args, kwargs, found[0], out)
 
     def check(self, result: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from invfunc._torch.functorch import gradient_edge
 from invfunc._torch.graphs import node_of, nodes_of
 from invfunc.core.marks import Unsupported, named, option
+from invfunc.core.split import CRITERIA, MOVES, SCALES, Finder, named_node
 from invfunc.core.tables import POINTWISE
 from invfunc.errors import ArgumentError
 from invfunc.products.curvature import Jacobian, sandwich, split_of
 from invfunc.products.given import Following, Given
 from invfunc.products.maps import Linear, Pull, Vectors
-from invfunc.products.split import CRITERIA, MOVES, SCALES, Finder, named_node
 
 PIECES = (
     "Relu LeakyRelu Hardtanh Threshold Abs Clamp ClampMin ClampMax Hardshrink Softshrink Maximum Minimum Where "

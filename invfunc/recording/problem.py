@@ -17,7 +17,6 @@ from invfunc._torch.opened import Uncompiled
 from invfunc._torch.sharded import sharded
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.operations.axis import Axis
-from invfunc.recording import Trace
 
 InDims = int | None | Sequence[int | None]
 Indices = Sequence[int] | torch.Tensor
@@ -101,7 +100,7 @@ class Problem:
     def target(self, trace: Watching) -> Any:
         return self._samples(trace, len(self.args) - 1, slice(None))
 
-    def drawn(self, trace: Trace, target: Any) -> Any:
+    def drawn(self, trace: Any, target: Any) -> Any:
         """A target that was drawn in place of the given one."""
         place = len(self.args) - 1
         return replace(self, args=(*self.args[:-1], target), dims={**self.dims, place: 0}).target(trace)

@@ -10,9 +10,8 @@ import torch
 from invfunc import tree
 from invfunc._shown import table
 from invfunc._torch.precision import double_on, doubled
+from invfunc.core.lots import Drawn, variances
 from invfunc.loss.square_root import safe_root
-from invfunc.per_sample import Shares
-from invfunc.per_sample.lots import Drawn, variances
 from invfunc.reductions.exchange import Exchange, Rows
 from invfunc.reductions.reduction import Found, Over, Reduction, State
 
@@ -46,7 +45,7 @@ class EstimatedSquares(Reduction):
     forms, trees, entrywise = "blocks", 2, True
     several = True
 
-    def step(self, shares: Shares) -> State:
+    def step(self, shares: Any) -> State:
         return shares.squares_and_variance()
 
     def scaled(self, state: State, by: float) -> State:
@@ -73,7 +72,7 @@ class EstimatedTrace(EstimatedSquares):
     def __init__(self, per_parameter: bool) -> None:
         self.whole = not per_parameter
 
-    def step(self, shares: Shares) -> State:
+    def step(self, shares: Any) -> State:
         return shares.squares_of_columns()
 
     def scaled(self, state: State, by: float) -> State:

@@ -10,7 +10,6 @@ import torch
 from invfunc.errors import ArgumentError
 from invfunc.linear_algebra.contract import joined
 from invfunc.loss.square_root import safe_root
-from invfunc.per_sample import Shares
 from invfunc.reductions.exchange import Exchange, Sums
 from invfunc.reductions.reduction import Found, Over, Reduction, State, States
 
@@ -21,7 +20,7 @@ class EachSample(Reduction):
     each, row_axis = (0,), 0
     forms = "all"
 
-    def step(self, shares: Shares) -> State:
+    def step(self, shares: Any) -> State:
         return (shares.dense().squeeze(0),)
 
     def merge(self, a: State, b: State, over: Over) -> State:
@@ -42,7 +41,7 @@ class SquaredNorms(EachSample):
 
     forms = "no"
 
-    def step(self, shares: Shares) -> State:
+    def step(self, shares: Any) -> State:
         return (shares.norms(),)
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
@@ -66,7 +65,7 @@ class CentredSquares(Reduction):
     def __init__(self, correction: float) -> None:
         self.correction = correction
 
-    def step(self, shares: Shares) -> State:
+    def step(self, shares: Any) -> State:
         total, centred = shares.moments()
         return total.new_full((), shares.count), total, centred  # a fill: no device is waited for
 
@@ -107,6 +106,7 @@ class SumAndCentredSquares(CentredSquares):
 class ClippedSum(Reduction):
     """`sum_n min(1, max_norm / |G[n]|) G[n]`, with the norm over all parameters."""
 
+    axes = ("samples",)  # the norm is of all parameters
     several, trees, entrywise = True, 1, True
     before = first = Norms()
 
@@ -122,7 +122,7 @@ class ClippedSum(Reduction):
     def knowing(self, learned: torch.Tensor) -> ClippedSum:
         return ClippedSum(self.max_norm, learned)
 
-    def step(self, shares: Shares) -> State:
+    def step(self, shares: Any) -> State:
         return (shares.weighted(self.scale),)
 
     def assemble(self, results: list[Any], found: Found) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc.per_sample.places import Place
+from invfunc.kronecker.places import Place
 
 
 @tree.register("b", "a")

@@ -12,7 +12,6 @@ from invfunc import tree
 from invfunc._torch.precision import double_on, doubled
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.linear_algebra.contract import summed
-from invfunc.per_sample import Shares
 from invfunc.reductions.reduction import Found, Reduction, State
 
 Groups = Callable[[str], str | None]
@@ -46,7 +45,7 @@ class SumAndNoise(Reduction):
     def __init__(self, groups: Groups | None) -> None:
         self.groups = groups
 
-    def step(self, shares: Shares) -> State:
+    def step(self, shares: Any) -> State:
         if self.group(shares.name(shares.place).removeprefix("params")) is None:
             return (total := shares.weighted()), total.new_zeros((), dtype=double_on(total.device))
         total, norms = shares.sum_and_norms()

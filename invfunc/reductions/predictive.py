@@ -12,11 +12,9 @@ from invfunc import thresholds, tree
 from invfunc._torch.precision import double_on
 from invfunc.errors import ArgumentError
 from invfunc.kronecker import Kronecker
+from invfunc.kronecker.places import Unfactored
 from invfunc.linear_algebra.contract import joined
 from invfunc.linear_algebra.low_rank import LowRank, weighted
-from invfunc.per_sample import Shares
-from invfunc.per_sample.places import Unfactored
-from invfunc.reductions.eigenbasis import rotated
 from invfunc.reductions.gradients import EachSample
 from invfunc.reductions.reduction import Found, Reduction, State
 
@@ -53,7 +51,7 @@ class PredictiveCovariance(EachSample):
         found.dense, found.starts = given, starts
         return found
 
-    def step(self, shares: Shares) -> State:
+    def step(self, shares: Any) -> State:
         """The covariance, and beside it what the shares are along the vectors of a matrix over all parameters."""
         if self.dense is not None:
             own = shares.dense().transpose(0, 1).unsqueeze(-1).flatten(2)
@@ -116,13 +114,11 @@ class PredictiveCovariance(EachSample):
             )
         return found
 
-    def _of_its_own(self, shares: Shares) -> torch.Tensor:
+    def _of_its_own(self, shares: Any) -> torch.Tensor:
         """What it is with the matrix of one parameter."""
         given = self.of(shares.name(shares.place), shares.leaf.shape)
         if given is None:
-            cotangent = shares.columns.left[shares.uses[0].site] if isinstance(shares, Shares) else None
-            core: Any = shares
-            columns = core.run.columns if cotangent is None else len(cotangent)
+            columns = shares.run.columns
             return shares.leaf.new_zeros(shares.count, columns, columns)
         if isinstance(given, Kronecker):
             return self._in_eigenbasis(shares, given)
@@ -132,7 +128,7 @@ class PredictiveCovariance(EachSample):
         given = given.to(**like) if isinstance(given, torch.Tensor) else torch.tensor(given, **like)
         return shares.covariances(given.expand(shares.leaf.shape))
 
-    def _in_eigenbasis(self, shares: Shares, basis: Kronecker) -> torch.Tensor:
+    def _in_eigenbasis(self, shares: Any, basis: Kronecker) -> torch.Tensor:
         """That of a matrix with eigenvalues: from the operands of the layers, if it is of these."""
         assert basis.values is not None
         joint = basis.origin.joint
@@ -143,10 +139,8 @@ class PredictiveCovariance(EachSample):
                 f"covariance of {shares.name(shares.place)} is of it and a bias together (joint=True), but f does not "
                 "read both in one layer; pass factors of this f."
             )
-        if not isinstance(shares, Shares):  # of the core
-            return shares.rotated(basis, joint is not None).covariances(basis.values)
         try:
-            return rotated(shares, basis, joint is not None, check=True).covariances(basis.values)
+            return shares.rotated(basis, joint is not None).covariances(basis.values)
         except Unfactored:
             return shares.covariances_by(lambda share: basis @ share)
 

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from invfunc.per_sample import Shares
 from invfunc.plan import AxisName
 from invfunc.reductions.exchange import Exchange, Rows, Sums
 
@@ -145,11 +144,6 @@ class Reduction:
     def at(self, leaves: list[torch.Tensor]) -> Reduction:
         """The reduction for these parameters."""
         return self
-
-    def matrices(self, shares: Shares) -> list[list[int]]:
-        """The shapes of the matrices that it keeps of a parameter, beside what has a number for each entry; the shares
-        are of one sample, and need no numbers."""
-        return []
 
     def bound(self, shape: torch.Size) -> list[list[int]]:
         """Shapes that are nearly as large or larger, from that of a parameter."""

@@ -10,7 +10,6 @@ import torch
 
 from invfunc import tree
 from invfunc.kronecker import Kronecker, Origin
-from invfunc.per_sample import Shares
 from invfunc.reductions.block import Block
 from invfunc.reductions.exchange import Exchange, Sums, of_triangle, triangle
 from invfunc.reductions.reduction import Found, Over, State, States
@@ -45,24 +44,21 @@ class Sides(Block):
         """`most` is the largest dimension of a matrix that is kept whole, not as its diagonal."""
         self.most = most
 
-    def step(self, shares: Shares) -> State:
+    def step(self, shares: Any) -> State:
         shape = shares.leaf.shape
         if not is_vector(shape):
             return (Sided(*self.of(shares), shape),)
         large = shape.numel() > self.most
         return (Sided(shares.square_sum().flatten() if large else shares.outer(), None, shape),)
 
-    def side(self, shares: Shares, last: bool, other: torch.Tensor | None = None) -> torch.Tensor:
+    def side(self, shares: Any, last: bool, other: torch.Tensor | None = None) -> torch.Tensor:
         """That of the first dim, or the last ones, or its diagonal."""
         size = shares.leaf.shape[1:].numel() if last else len(shares.leaf)
         return shares.side(last, other, diagonal=size > self.most)
 
-    def of(self, shares: Shares) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def of(self, shares: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The two matrices, of a block of samples."""
         raise NotImplementedError  # each says them
-
-    def matrices(self, shares: Shares) -> list[list[int]]:
-        return self.bound(shares.leaf.shape)
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
         found = [leaf.new_zeros(form) for form in self.bound(leaf.shape)]
@@ -103,7 +99,7 @@ class BothSides(Sides):
 
     summed = 2
 
-    def of(self, shares: Shares) -> tuple[torch.Tensor, torch.Tensor]:
+    def of(self, shares: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return self.side(shares, False), self.side(shares, True)
 
     def product(self, matrix: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,7 +131,7 @@ class OneSide(Sides):
     def knowing(self, learned: dict[int, torch.Tensor]) -> OneSide:
         return OneSide(self.most, self.phase, learned)
 
-    def of(self, shares: Shares) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def of(self, shares: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         other = self.known.get(shares.place)
         return self.side(shares, not self.first, other), other
 

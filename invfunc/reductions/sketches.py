@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from invfunc._torch.functorch import plainly
-from invfunc.per_sample import Projection, Shares
+from invfunc.linear_algebra.contract import contract, present, squeezed, widened
 from invfunc.reductions.gradients import EachSample
 from invfunc.reductions.reduction import State
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What a parameter `[O, I]` is multiplied with: `first^T G rest`. Of a vector the rest is `[1, 1]`."""
+
+    first: torch.Tensor
+    """`[O, rows]`"""
+    rest: torch.Tensor
+    """`[I, columns]`"""
+
+    def of(self, share: torch.Tensor) -> torch.Tensor:
+        """The sketches `[b, rows * columns]` of shares `[b, *p]` that are there."""
+        matrices = share.reshape(len(share), len(self.first), len(self.rest))
+        terms = squeezed(widened([("Noi", matrices), ("oR", self.first), ("iC", self.rest)]))
+        return contract(terms, present("NRC", terms)).reshape(len(share), -1)
 
 
 class Sketches(EachSample):
@@ -23,7 +41,7 @@ class Sketches(EachSample):
     def __init__(self, rows: int, columns: int, projection: str, key: int) -> None:
         self.rows, self.columns, self.projection, self.key = rows, columns, projection, key
 
-    def step(self, shares: Shares) -> State:
+    def step(self, shares: Any) -> State:
         return (shares.sketches(self.sides(shares.place, shares.leaf)),)
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:

@@ -10,7 +10,6 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.precision import doubled
-from invfunc.per_sample import Shares
 from invfunc.reductions.gradients import EachSample
 from invfunc.reductions.reduction import Found, Over, Reduction, State
 
@@ -20,7 +19,7 @@ class SquaresOfEach(EachSample):
 
     forms, shortcuts = "no", "all"
 
-    def step(self, shares: Shares) -> State:
+    def step(self, shares: Any) -> State:
         return (shares.square_sum(each=True),)
 
     def scaled(self, state: State, by: float) -> State:
@@ -35,7 +34,7 @@ class SumOfSquares(Reduction):
 
     shortcuts, trees, entrywise = "all", 1, True
 
-    def step(self, shares: Shares) -> State:
+    def step(self, shares: Any) -> State:
         return (shares.square_sum(),)
 
     def scaled(self, state: State, by: float) -> State:
@@ -53,7 +52,7 @@ class MatrixTrace(SumOfSquares):
     def __init__(self, per_parameter: bool) -> None:
         self.whole = not per_parameter
 
-    def step(self, shares: Shares) -> State:
+    def step(self, shares: Any) -> State:
         return (shares.square_sum().sum(),)
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
@@ -71,7 +70,7 @@ class InnerProducts(Reduction):
     def __init__(self, per_parameter: bool) -> None:
         self.whole = not per_parameter
 
-    def step(self, shares: Shares) -> State:
+    def step(self, shares: Any) -> State:
         return (shares.products(),)
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
@@ -93,7 +92,7 @@ class ProductsOfColumns(InnerProducts):
     def __init__(self) -> None:
         super().__init__(per_parameter=False)
 
-    def step(self, shares: Shares) -> State:
+    def step(self, shares: Any) -> State:
         return (shares.products(exact=True),)
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
@@ -116,7 +115,7 @@ class ProductsWithOthers(InnerProducts):
         super().__init__(per_parameter)
         self.others = others
 
-    def step(self, shares: Shares) -> State:
+    def step(self, shares: Any) -> State:
         return (shares.products_with(self.others),)
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
@@ -133,7 +132,7 @@ class JacobianRows(Reduction):
     forms = "all"
     counts = by_column = True
 
-    def step(self, shares: Shares) -> State:
+    def step(self, shares: Any) -> State:
         return (shares.dense(),)
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:

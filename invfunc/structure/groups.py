@@ -6,6 +6,7 @@ The entries of a sample are flat: `[n, M]`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -143,5 +144,5 @@ def grouped(columns: Columns, shape: torch.Size) -> Groups | None:
     """The columns of a criterion in groups; `shape` is that of the outputs."""
     inner: Any = columns.inner if isinstance(columns, Weighted) else columns
     if isinstance(inner, Elementwise):
-        return OfEntries(inner)
+        return OfEntries(replace(inner, diagonal=inner.diagonal.flatten(1)))
     return OfPositions(inner, shape) if isinstance(inner, Softmax) else None

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from invfunc._torch.functorch import undispatched, unwatched
-from invfunc.core.columns import Criterion
-from invfunc.core.marks import Known, Unsupported
+from invfunc.core.columns import lost, split
+from invfunc.core.marks import Known
 from invfunc.core.run import Run
+from invfunc.core.split import Finder, marked_for
 from invfunc.core.uses import WHOLE, Block, Expanded, Grown, Pair, Rows, Use
-from invfunc.loss.outputs import marked_for
 from invfunc.recording.problem import Problem
 from invfunc.structure.labels import Labels, Root, coordinates
 from invfunc.structure.rules import NONE, core
@@ -121,7 +121,7 @@ class Look:
         """The entries of the result of its operation at each position of a use, `[outs, positions]`."""
         self.run: One
         self.output: torch.Tensor
-        """The input of the criterion."""
+        """The output of the model."""
 
     def frame(self, sites: frozenset[int], first: frozenset[int], base: Root, **options: bool) -> Frame:
         """Add a frame."""
@@ -137,22 +137,18 @@ class Look:
         """Run the function on the first sample."""
         own = problem.chunk(slice(0, 1), 1)
         self.run = run = One(self)
-        run.criterion = criterion = Criterion(run.token)
+        run.criterion = None if own.loss is not None else Finder()
         run.alone = False
         leaves = [run.leaf(i, p) for i, p in enumerate(own.leaves)]
         device = own.leaves[0].device.type
         auto = torch.is_autocast_enabled(device)
         kind = torch.get_autocast_dtype(device) if auto else None
-        with torch.enable_grad(), marked_for(criterion), self.labels:
+        with torch.enable_grad(), marked_for(run.criterion), self.labels:
             with torch.autocast(device, kind, cache_enabled=False) if auto else nullcontext():
                 out, _ = own.call(run, leaves, slice(None))
-                if own.loss is not None:
-                    target = own.target(run)
-                    with run:
-                        own.loss(out, target)
-        if criterion.input is None:
-            raise Unsupported("no criterion of torch's is found in f")
-        self.output = criterion.input
+                out = out if own.loss is None else lost(own, run, out)
+        (root,) = split(run, out).roots
+        self.output = root.source
 
     def used(self, site: int, out: torch.Tensor, layouts: Sequence[torch.Tensor | None]) -> None:
         """Keep the boxes of what came out where parameters have met samples, in all frames."""

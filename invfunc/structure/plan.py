@@ -20,7 +20,7 @@ from invfunc.loss.square_root import Columns
 from invfunc.plan import even
 from invfunc.recording.problem import Problem
 from invfunc.reductions.reduction import Shortcuts
-from invfunc.sparsity.colouring import Colouring, Placed, hulls, members_of, positions_of
+from invfunc.structure.colouring import Colouring, Placed, hulls, members_of, positions_of
 from invfunc.structure.groups import Groups, grouped
 from invfunc.structure.look import Frame, Look, sites_of
 from invfunc.structure.narrow import Blocks, Bottleneck, Narrowed, operations, paths
@@ -88,8 +88,8 @@ class Structure:
 
     def __init__(self, problem: Problem, run: Run, columns: Columns, of: list[list[Use]], shortcuts: Shortcuts) -> None:
         """`of` are the uses of each parameter."""
-        assert run.criterion is not None and run.criterion.input is not None
-        self.problem, self.run, self.x, self.of, self.shortcuts = problem, run, run.criterion.input, of, shortcuts
+        assert run.split is not None
+        self.problem, self.run, self.x, self.of, self.shortcuts = problem, run, run.split.roots[0].source, of, shortcuts
         self.columns, self.n = columns, run.n
         self.numbers = sites_of(run.uses)
         self.site = {id(u): s for u, s in zip(run.uses, self.numbers, strict=True)}

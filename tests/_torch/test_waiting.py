@@ -117,7 +117,6 @@ def test_products_wait_for_nothing(problem, name):
     assert waits(PRODUCTS[name](f, F.cross_entropy), params, params, *batch) == 0
 
 
-@pytest.mark.usefixtures("old_core")
 @pytest.mark.parametrize("n", [6, 7])
 def test_a_function_is_tried_on_a_few_samples_once(problem, n):
     """The next call with such shapes knows that all samples fit in one block; another is tried."""

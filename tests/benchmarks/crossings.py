@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch.nn.grad import conv2d_weight
 
 from invfunc import diag_ggn, explain, thresholds
+from invfunc.core.norms import narrow_norms
+from invfunc.core.squares import shifted_moments
+from invfunc.linear_algebra import autocorrelation
+from invfunc.linear_algebra.autocorrelation import patches
 from invfunc.linear_algebra.contract import Term, contract, outer, squares_directly, twice
-from invfunc.operations.factors import autocorrelation
-from invfunc.operations.factors.patches import patches
-from invfunc.per_sample.norms import narrow_norms
-from invfunc.per_sample.squares import shifted_moments
 
 from .peers import Call
 

@@ -8,9 +8,9 @@ from typing import Any
 from unittest import mock
 
 from invfunc import thresholds
+from invfunc.linear_algebra import autocorrelation
+from invfunc.linear_algebra.autocorrelation import patches
 from invfunc.linear_algebra.contract import outer
-from invfunc.operations.factors import autocorrelation
-from invfunc.operations.factors.patches import patches
 
 from .crossings import BESTS, CROSSINGS, Best, Crossing, Settings, displacing, first, normal
 from .measure import medians

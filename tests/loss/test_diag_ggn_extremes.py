@@ -59,7 +59,6 @@ class TestExtremes:
             assert not t(w, x, y).any()
             self.assert_finite(t, w, x, y)
 
-    @pytest.mark.usefixtures("old_core")
     @pytest.mark.quick
     @pytest.mark.parametrize("called", ["diag_ggn", "batch_diag_ggn", "ggn_trace"])
     @given(scale=st.floats(0, 40), first=st.integers(0, 2), alike=st.booleans(), steps=st.integers(1, 2))

@@ -46,20 +46,6 @@ def without_another_path(p, x, y):
     return (a + 0.2 * g).detach()
 
 
-def by_backward(p, x, y):
-    a = (x + 0.05).detach().requires_grad_()
-    F.cross_entropy(net(p, a), y, reduction="sum").backward(inputs=[a])
-    return (a + 0.2 * a.grad).detach()
-
-
-def by_vjp(p, x, y):
-    def energy(a):
-        return F.cross_entropy(net(p, a), y, reduction="none") - near(a, x)
-
-    _, g = torch.autograd.functional.vjp(energy, x.detach(), torch.ones(len(x), dtype=x.dtype))
-    return (x + 0.2 * g).detach()
-
-
 def by_logarithm(p, x, y):
     a = (x + 0.05).detach().requires_grad_()
     (g,) = torch.autograd.grad(F.log_softmax(net(p, a), -1)[:, 0].sum() + near(a, x).sum(), a)
@@ -76,7 +62,7 @@ def in_two_steps(p, x, y):
     return by_grad(p, by_logarithm(p, x, y), y)
 
 
-ATTACKS = [by_grad, without_another_path, by_backward, by_vjp, by_logarithm, of_marked_outputs, in_two_steps]
+ATTACKS = [by_grad, without_another_path, by_logarithm, of_marked_outputs, in_two_steps]
 STATISTICS = {
     "diag_ggn": lambda *f: diag_ggn(*f),
     "parts": lambda *f: chunked(diag_ggn(*f), 2, over="samples"),

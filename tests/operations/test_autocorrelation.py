@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
-from invfunc.operations.factors import autocorrelation
-from invfunc.operations.factors.autocorrelation import patches_gram
-from invfunc.operations.factors.patches import patches
+from invfunc.linear_algebra import autocorrelation
+from invfunc.linear_algebra.autocorrelation import patches, patches_gram
 from tests.crossed import thresholds_at
 from tests.strategies import Numbers
 

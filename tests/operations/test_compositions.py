@@ -17,9 +17,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 from torch.overrides import TorchFunctionMode
 
 from invfunc import SampleAxisError, tree
-from invfunc.operations.axis import Axis
-from invfunc.operations.batch_axis import Call
 from invfunc.operations.operation import OPERATIONS
+from invfunc.operations.recurrent import steps_at_once
 from invfunc.testing import assert_trees_close
 from invfunc.testing.values import moved
 from tests.laws import assert_every_path_equals_the_loop
@@ -68,9 +67,7 @@ class AtOnce(WrittenOut):
         if func.__name__ not in LAYERS:
             return super().__torch_function__(func, types, args, kwargs)
         rows = not isinstance(args[3], bool)
-        place = Axis(0 if rows or args[-1] else 1)
-        call = Call(func.__name__, func, args, {}, None, {id(args[0]): place}, 1, True, [args[0]])
-        layers = OPERATIONS[func.__name__].at_once(call, ())
+        layers = steps_at_once(func.__name__, args, ())
         w_hh = args[3 if rows else 2][1]
         assert (layers is None) == (func.__name__ == "lstm" and 4 * w_hh.shape[1] < len(w_hh))  # of a projection
         self.called.append(func.__name__)

@@ -100,7 +100,6 @@ def test_what_is_normalised_may_lie_in_memory_in_any_order(called, data, n, size
         assert_trees_close(make(f, F.mse_loss)(params, v, x, y), make(g, F.mse_loss)(params, v, x, y), 1e-9)
 
 
-@pytest.mark.usefixtures("old_core")
 @pytest.mark.parametrize("called", ALONE)
 def test_a_sample_that_is_normalised_by_itself(called):
     """Torch's own derivative is wrong where the sample and what is sent back lie in memory in different orders."""

@@ -16,17 +16,13 @@ from invfunc import (
     SampleAxisError,
     batch_grad,
     batch_l2_grad,
-    chunked,
-    diag_ggn,
     diag_hessian,
     functional,
     gram,
-    kflr,
     tree,
     variance,
 )
 from invfunc.operations.recurrences import Steps
-from invfunc.recording.uses import ParameterUses
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.paths import generic
 from tests.strategies import Numbers
@@ -87,7 +83,6 @@ def test_nothing_is_left_of_a_call(kind):
         gc.enable()
 
 
-@pytest.mark.usefixtures("old_core")
 class TestWhere:
     """The steps are at once where nothing but first derivatives is taken."""
 
@@ -154,29 +149,6 @@ def test_statistics_are_those_of_one_step_after_the_other(called, problem):
     for loss in (losses, lambda *args: losses(*args).sum()) if called != "gram" else (losses,):
         t = STATISTICS[called](loss)
         assert_trees_close(t(params, X, of), generic(t)(params, X, of), EXACT)
-
-
-@pytest.mark.usefixtures("old_core")
-@kinds
-@pytest.mark.parametrize("sharing", ["expand", "reduce", "backpack"])
-def test_steps_are_positions_of_factors(kind, sharing):
-    f, params = layers(kind, bidirectional=True)
-    model = lambda p, x: f(p, x)[0].flatten(1)  # noqa: E731
-    t = kflr(model, nn.functional.mse_loss, weight_sharing=sharing)
-    y = Numbers(3)(N, 2 * STEPS * UNITS)
-    with mock.patch.object(ParameterUses, "at_once", return_value=None):  # the generic path knows no factors
-        wanted = t(params, X, y)
-    for way in (t, chunked(t, 2, over="samples"), chunked(t, 2, over="outputs")):
-        assert many(lambda way=way: assert_trees_close(way(params, X, y), wanted, EXACT)) > 0
-
-
-@pytest.mark.usefixtures("old_core")
-@kinds
-def test_columns_are_pulled_back_together(kind):
-    f, params = layers(kind, bidirectional=True)
-    t = diag_ggn(lambda p, x: f(p, x)[0].flatten(1), nn.functional.mse_loss)
-    y = Numbers(3)(N, 2 * STEPS * UNITS)
-    assert many(lambda: assert_trees_close(t(params, X, y), generic(t)(params, X, y), EXACT)) > 0
 
 
 @kinds

@@ -28,9 +28,8 @@ from invfunc import (
     thresholds,
     variance,
 )
+from invfunc.linear_algebra.autocorrelation import patches, patches_gram
 from invfunc.linear_algebra.contract import contract, joined, outer, summed
-from invfunc.operations.factors.autocorrelation import patches_gram
-from invfunc.operations.factors.patches import patches
 from invfunc.testing import (
     assert_trees_close,
     dense_diag_ggn,

@@ -1,6 +1,5 @@
 """Samples that are moved by their data, around any uses of one parameter: each share is right, or is refused."""
 
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from invfunc import (
     InvFuncError,
-    SampleAxisError,
     batch_diag_ggn,
     batch_grad,
     batch_jacobian,
@@ -20,8 +18,6 @@ from invfunc import (
     kflr,
     variance,
 )
-from invfunc.passes import by_rows, certified
-from invfunc.recording.seen import Seen
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import FIRST_ORDER
 from tests import moved
@@ -186,72 +182,3 @@ def test_what_is_known_of_rows_outlives_transforms():
     assert_trees_close(torch.func.jacfwd(lambda w: small(w, *args))(w), want, EXACT)
     assert_trees_close(torch.func.jacrev(lambda w: small(w, *args))(w), want, EXACT)
     assert_trees_close(small(w, *args), shares_of(losses, (w, *args)).var(0, correction=0), EXACT)
-
-
-# What is wrong all the same is found out
-
-
-def by_place(self, places=Seen._places):
-    """The places as they were once: what depends on parameters was taken for data."""
-    before = {i: tag for i, tag in self.tags.items() if getattr(tag, "order", None) and tag.active}
-    self.tags.update({i: replace(tag, around=None, crossed=frozenset()) for i, tag in before.items()})
-    try:
-        return places(self)
-    finally:
-        self.tags.update(before)
-
-
-@pytest.fixture
-def wrong(monkeypatch):
-    """Rows of samples that are taken for those of others."""
-    monkeypatch.setattr(Seen, "_places", by_place)
-
-
-@pytest.fixture
-def wrong_for_good(wrong, monkeypatch):
-    monkeypatch.setattr(by_rows.Places, "_by_rows", lambda *args: None)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.usefixtures("old_core")
-class TestRowsAreChecked:
-    def args(self, dtype):
-        w, x, i, k = args_of([3, 1, 2])
-        return w.to(dtype), x.to(dtype), i, k
-
-    def close(self, found, losses, dtype):
-        assert_trees_close(found.double(), shares_of(losses, args_of([3, 1, 2])), 20 * torch.finfo(dtype).eps)
-
-    def test_and_followed_where_places_were_wrong(self, wrong, dtype):
-        losses = twice("embedding", "index_add")
-        self.close(batch_grad(losses)(*self.args(dtype)), losses, dtype)
-
-    def test_or_refused(self, wrong_for_good, dtype):
-        losses = twice("embedding", "index_add")
-        model = lambda *args: losses(*args)[:, None] * torch.ones(2).to(args[0])  # noqa: E731
-        for statistic in (batch_grad(losses), batch_jacobian(model), variance(losses)):
-            with pytest.raises(SampleAxisError, match="at `embedding`, rows that changed places are not of"):
-                statistic(*self.args(dtype))
-
-    @pytest.mark.parametrize("n", [2, 17, 129, 257])
-    def test_or_refused_however_many_there_are_between_them(self, wrong_for_good, dtype, n):
-        """Two rows in each other's place; scales are few, those of float16 the fewest, and samples many."""
-        r = torch.Generator().manual_seed(0)
-        w, x = (torch.randn(size, D, generator=r, dtype=torch.float64).to(dtype) for size in (D, n))
-        k = torch.arange(n)
-        k[[0, -1]] = k[[-1, 0]]
-        i = torch.zeros(n, dtype=torch.long)
-        i[0] = 1
-        with pytest.raises(SampleAxisError, match="at `embedding`, rows that changed places are not of"):
-            batch_grad(twice("embedding", "index_add"))(w, x, i, k)
-
-    def test_which_the_order_of_the_arguments_mends(self, wrong_for_good, dtype):
-        losses, (w, x, i, k) = twice("embedding", "index_add"), self.args(dtype)
-        q = k.argsort()
-        found = batch_grad(losses)(w, x[q], i[q], k[q])
-        self.close(found[q.argsort()], losses, dtype)
-
-    def test_without_the_check_they_would_be_wrong(self, wrong, monkeypatch, dtype):
-        monkeypatch.setattr(certified, "_compare", lambda *args: None)
-        with pytest.raises(AssertionError):
-            self.test_and_followed_where_places_were_wrong(None, dtype)

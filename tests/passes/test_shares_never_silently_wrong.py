@@ -87,7 +87,6 @@ def test_a_recurrent_layer_that_is_checkpointed(kind):
         assert_trees_close(batch_grad(loss)(params, x), loop_batch_grad(losses)(params, x), 1e-10)
 
 
-@pytest.mark.usefixtures("old_core")
 def test_an_operation_that_writes_into_its_argument():
     @operation
     def doubled(x, w):

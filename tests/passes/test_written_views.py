@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import ArgumentError, SampleAxisError, batch_diag_ggn, batch_grad, diag_ggn, diag_hessian, kfra, variance
+from invfunc import ArgumentError, batch_diag_ggn, batch_grad, diag_ggn, diag_hessian, kfra, variance
 from invfunc.errors import InvFuncError
-from invfunc.recording.seen import Seen
 from invfunc.testing import assert_trees_close, dense_diag_ggn, dense_diag_hessian, loop_batch_grad, loop_variance
 from tests.strategies import Numbers
 
@@ -46,20 +45,6 @@ def model(view, write):
         return F.linear(h.tanh().flatten(1), p["head"])
 
     return f
-
-
-@pytest.mark.usefixtures("old_core")
-def test_a_path_beside_the_uses_is_noticed(monkeypatch):
-    """As there would be one here, if a write through a view were not taken apart: a later use does not hide it."""
-    monkeypatch.setattr(Seen, "through_view", False)
-    f = model(VIEWS["slice"], WRITES["add_"])
-
-    def losses(p, x, y):
-        return F.cross_entropy(f(p, x), y, reduction="none")
-
-    assert_trees_close(batch_grad(losses)(P, X, Y), loop_batch_grad(losses)(P, X, Y), rtol=1e-10)
-    with pytest.raises(SampleAxisError, match="cannot be seen"):
-        batch_grad(lambda p, x, y: losses(p, x, y).sum())(P, X, Y)
 
 
 class Added(torch.autograd.Function):

@@ -182,7 +182,6 @@ class TestNumbersReadOffSamples:
         assert_trees_close(diag_hessian(f)(P, X, Y), whole.diagonal().view_as(P), EXACT)
 
 
-@pytest.mark.usefixtures("old_core")
 class TestHowOftenItRuns:
     def counted(self, f):
         def counting(*args):

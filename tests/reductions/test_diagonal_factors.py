@@ -22,7 +22,6 @@ from invfunc import (
 )
 from invfunc.budget import size
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation import room
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.paths import in_blocks
 from tests.process_group import alone
@@ -235,8 +234,7 @@ class TestWhatIsTold:
 
     def test_what_does_not_fit_is_an_error_before_it_is_computed(self, monkeypatch):
         f, params = functional(nn.Sequential(nn.Linear(2, 9_000), nn.Linear(9_000, 1)))
-        for place in (room, size):
-            monkeypatch.setattr(place, "free_on", lambda device: 2**28)
+        monkeypatch.setattr(size, "free_on", lambda device: 2**28)
         args = params, torch.zeros(1, 2), torch.zeros(1, 1)
         with pytest.raises(ArgumentError, match=r"take 926.98MiB, but 256.00MiB are free.*9000, 9000.*max_factor_dim"):
             kfac(f, F.mse_loss, fisher="exact")(*args)

@@ -25,7 +25,7 @@ class Total(Reduction):
     """`sum_n G[n]`"""
 
     def step(self, shares):
-        return (shares.weighted(shares.leaf.new_ones(shares.samples.count)),)
+        return (shares.weighted(),)
 
 
 class Cosines(Reduction):

@@ -71,7 +71,6 @@ def models(draw):
     return f, params, x, rand(*f(params, x).shape)
 
 
-@pytest.mark.usefixtures("old_core")
 @settings(max_examples=26)
 @given(data=st.data())
 def test_it_is_that_of_all_columns(data):

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 import invfunc
 from invfunc import ArgumentError, ArgumentTypeError, chunked, sketched_grad, streamed, tree
 from invfunc.loss.drawn import joined
-from invfunc.per_sample import sketches
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.paths import generic, in_blocks
 from invfunc.testing.laws.rows import sketching
@@ -88,12 +87,6 @@ class TestFactors:
             monkeypatch.setattr("invfunc.thresholds.OPERANDS", 0)
         t = {"blocks": in_blocks, "generic": generic}.get(path, lambda t: t)(row.make(f))
         assert_trees_close(t(w, x), wanted, EXACT)
-
-    def test_of_a_table_keep_the_label_of_what_is_picked(self):
-        """By which what lies behind the last row is dropped, also of a table that is one row of the parameter."""
-        sides, entries = sketches.Projection(torch.ones(4, 2), torch.ones(3, 2)), torch.tensor([[6, 7, 8]])
-        assert [labels for labels, _ in sides.at(entries, "ud", picked=True) or []] == ["uR", "dC"]
-        assert [labels for labels, _ in sides.at(entries, "od", picked=False) or []] == ["R", "dC"]
 
     def test_are_not_formed(self):
         """Of 256 samples the shares would have 1 GiB."""

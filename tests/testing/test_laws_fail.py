@@ -157,7 +157,6 @@ def test_each_law_of_functions_has_a_fault():
     assert {*FAULTS} | ELSEWHERE == OF_F
 
 
-@pytest.mark.usefixtures("old_core")
 @pytest.mark.parametrize("law", FAULTS)
 def test_finds_its_fault(law, monkeypatch):
     net, args = given()

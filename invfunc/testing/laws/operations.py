@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc.operation import Answer, Operation
+from invfunc.operation import Operation, gives
 from invfunc.statistics.batch_grad import batch_grad
 from invfunc.statistics.diag_ggn import diag_ggn
 from invfunc.testing.laws.compare import cast, fixed
@@ -127,7 +127,7 @@ def _has_shares(problem: OperationProblem, argument: str | int) -> None:
     cotangent, args = _cotangents(problem)[:1, :1], problem.part([0]).args
     answer = problem.op.rules[argument](cotangent, *args)
     equation, *operands = answer if isinstance(answer, (tuple, list)) else (answer,)
-    if not Answer(equation, tuple(operands)).gives(problem.args[problem.op.position(argument)].shape):
+    if not gives(equation, operands, problem.args[problem.op.position(argument)].shape, cotangent.shape[:2]):
         raise Inapplicable("it returns no einsum that gives the gradient")
 
 
