@@ -50,14 +50,14 @@ class Entry:
 class Look(Pullback):
     """Tells how vectors would be pulled back."""
 
-    entries: dict[int, Entry] = field(default_factory=dict)
+    notes: dict[int, Entry] = field(default_factory=dict)
     """An entry for each fold, by its id."""
 
     @property
     def entry(self) -> Entry:
         """What is done for these folds."""
-        found = self.entries.setdefault(id(self.folds[0]), Entry())
-        self.entries.update(dict.fromkeys(map(id, self.folds), found))
+        found = self.notes.setdefault(id(self.folds[0]), Entry())
+        self.notes.update(dict.fromkeys(map(id, self.folds), found))
         return found
 
     def stream(self, out: Any, cotangent: Any) -> None:
@@ -113,6 +113,11 @@ class Look(Pullback):
             size = sum(self.run.leaves[i].numel() for i in rest)
             entry.parts, entry.passes = self._part("entry by entry", rest, size, size), entry.passes + size
 
+    def entries(self, out: torch.Tensor) -> None:
+        entry, size = self.entry, sum(leaf.numel() for leaf in self.problem.leaves)
+        entry.columns = entry.passes = entry.pullbacks = size
+        entry.parts = self._part("entry by entry", frozenset(range(len(self.run.leaves))), size, size)
+
     def chain(self, quantity: Quantity, out: torch.Tensor) -> None:
         with torch.enable_grad():
             self.entry.columns = sum(c.count for c in columns_at(self.run, out, quantity))
@@ -128,12 +133,12 @@ def explained(
         a, b = max(chunks, key=lambda chunk: chunk[1] - chunk[0])
         first = problem.chunk(slice(a, b), b - a)
     asked = any(options.plan.splits.values())
-    plan, entries = options.plan.without("samples"), dict[int, Entry]()
+    plan, notes = options.plan.without("samples"), dict[int, Entry]()
 
     def told(run: Run, folds: list[Fold], out: Any, aux: Any, outside: bool) -> list[Explanation]:
         found, of = [], uses_of(run, run.uses)[0]
         for fold, q in zip(folds, quantities, strict=True):
-            e = entries[id(fold)]
+            e = notes[id(fold)]
             pullbacks = e.pullbacks * (len(chunks) * q.reduction.sweeps if len(chunks) > 1 else 1)
             params = [_parameter(problem, q, i, uses) for i, uses in enumerate(of)]
             found.append(
@@ -151,7 +156,7 @@ def explained(
             )
         return found
 
-    look, plainly = partial(Look, entries=entries), replace(options, plan=plan, reduce=None, progress="")
+    look, plainly = partial(Look, notes=notes), replace(options, plan=plan, reduce=None, progress="")
     return ran_and(told, first, quantities, plainly, None, way=way, undo=undo, pullback=look)
 
 
