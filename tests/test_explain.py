@@ -224,7 +224,7 @@ def test_which_parameters_are_fast():
         assert ways["params['conv']"] == ("fast", ("conv1d",), ())
         assert ways["params['twice']"][0] == "fast" and set(ways["params['twice']"][1]) == {"mul", "add"}
         assert ways["params['far']"][0] == "generic" and ways["params['unread']"] == ("unread", (), ())
-assert ways["params['own']"] == ("fast", ("mul",), ())
+        assert ways["params['own']"] == ("fast", ("mul",), ())
         assert "params['far']     generic  maximum" in str(found) and repr(found) == str(found)
 
 
