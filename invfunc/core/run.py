@@ -314,6 +314,7 @@ class Run(TorchFunctionMode):
             return self.mark(rule, func, args, kwargs, data, out)
         if rule is None or func is torch.nn.functional.embedding_bag:
             if hasattr(func, "rule_of"):
+                self.func = func
                 return own.followed(self, func, args, kwargs, data, params)
             inner = self.at_once(func, args, data, params) or composed(func)
             if inner is not None:
