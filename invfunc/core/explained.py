@@ -96,7 +96,7 @@ class Look(Pullback):
             for reach in stage.reaches:
                 how = "local" if reach.colouring is not None else "dense" if given == columns else "narrow"
                 found += self._part(how, reach.leaves, given, reach.passes)
-            given = given if stage.end is None else len(stage.end.places)
+            given = given if stage.end is None else stage.end.rank * len(stage.end.places)
         return found + self._part("dense", way.dense, columns, columns)
 
     def _part(self, how: str, leaves: frozenset[int], columns: int, passes: int) -> list[Part]:
@@ -170,12 +170,12 @@ def _why(run: Run, q: Quantity, options: Options, entry: Entry) -> str:
         return "they are drawn"
     reasons = {
         "with method='dense'": options.dense,
-        "the result is differentiated": run.deep,
+        "the result will be differentiated": run.deep,
         "samples are chosen": run.chosen is not None,
         "there are few columns": entry.columns < thresholds.FEW,
         "all of them are wanted": q.reduction.shortcuts == "no",
     }
-    return next((why for why, holds in reasons.items() if holds), "no structure is found that saves time")
+    return next((why for why, holds in reasons.items() if holds), "the structure would save nothing")
 
 
 def _parameter(problem: Problem, q: Quantity, i: int, uses: Sequence[Use]) -> Parameter:

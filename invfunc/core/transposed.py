@@ -36,7 +36,7 @@ class Transposed(Pair):
         apart[(..., *(slice(None, None, s) for s in stride))] = x
         ends = [(e, e + m) for e, m in zip(edges, extra, strict=True)]
         apart = F.pad(apart, [end for pair in ends[::-1] for end in pair])  # also by less than nothing
-        x = patches(apart, kernel, [1] * len(kernel), [0] * len(kernel), dilation)
+        x = patches(apart, kernel, (1,) * len(kernel), (0,) * len(kernel), dilation)
         x = x.unflatten(-1, (self.groups, -1, kernel.numel())).flip(-1).flatten(-2).transpose(1, 2)
         return x if more == 1 else x.unflatten(0, (n, more)).transpose(1, 2).flatten(2, 3)
 
