@@ -260,6 +260,10 @@ def ran_and(
 ) -> T:
     """Run f, reduce the columns, and finish with what is kept while the run is open."""
     pullback = pullback or Pullback
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            given = problem.differentiable(), quantities, options, known, ticks, way, part, phased, undo, pullback
+            return ran_and(finish, *given)
     outside = torch.is_grad_enabled()
     constants = [x for q in quantities for x in q.reduction.constants]
     deep = transforming() or (outside and any([x.requires_grad for x in (*problem.tensors(), *constants)]))
