@@ -21,7 +21,6 @@ from invfunc.core.columns import Twice, columns_at, lost, single, split
 from invfunc.core.factors import partners
 from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
-from invfunc.core.lots import Lot
 from invfunc.core.marks import SUMMED, Final, Mark, Unsupported, know
 from invfunc.core.refusals import check_loss, check_outputs, check_room, refused_by
 from invfunc.core.resort import alone, at_once, by_rows, diagonals
@@ -35,6 +34,7 @@ from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.plan import Options, Plan, even
 from invfunc.recording.problem import Problem, check_numbers, with_aux
 from invfunc.reductions import Found, Reduction, State
+from invfunc.reductions.lots import Lot
 from invfunc.reductions.quantity import Quantity
 from invfunc.reductions.reduction import Shortcuts
 from invfunc.structure.plan import Structure

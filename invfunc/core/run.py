@@ -36,7 +36,6 @@ from invfunc._torch.opened import opened
 from invfunc.core import own
 from invfunc.core.axes import alone, numbers, read, single
 from invfunc.core.columns import criterion_of, weighs
-from invfunc.core.lots import Lot
 from invfunc.core.marks import (
     DERIVED,
     HALF,
@@ -87,6 +86,7 @@ from invfunc.core.transposed import FACTORS
 from invfunc.core.uses import WHOLE, Block, Copies, Shared, Use, copied, expanded, grown
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.recurrent import AT_ONCE, steps_at_once
+from invfunc.reductions.lots import Lot
 
 Tensor = torch.Tensor
 SET = Tensor.__setitem__
