@@ -149,7 +149,7 @@ def lost(problem: Problem, run: Run, outputs: Any) -> torch.Tensor:
     def at(ordinal: int, z: torch.Tensor) -> Output:
         with run:
             own = z.clone()  # the loss may write into it
-        know(own, Mark(run.token, (problem.out_dims % z.ndim - z.ndim, 1, 1), z.requires_grad))
+        know(own, Mark(run.token, (problem.out_dims % max(1, z.ndim) - z.ndim, 1, 1), z.requires_grad))
         return Output(ordinal, own, WHOLE if run.n == 1 else Axis(problem.out_dims % z.ndim), z)
 
     def called(roots: list[Output], target: Any) -> torch.Tensor:

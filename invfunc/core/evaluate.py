@@ -27,7 +27,7 @@ from invfunc.core.refusals import check_loss, check_outputs, check_room, refused
 from invfunc.core.resort import alone, by_rows
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
-from invfunc.core.split import Axis, Finder, Output, marked_for
+from invfunc.core.split import WHOLE, Axis, Finder, Output, marked_for
 from invfunc.core.uses import Use
 from invfunc.errors import InvFuncError, unreached
 from invfunc.loss.square_root import Affine, Columns, Units, joined_block
@@ -377,6 +377,9 @@ def _called(problem: Problem, run: Run, leaves: list[torch.Tensor], convex: bool
         raise Met(error, lambda: returned(problem)) from None
     if (loss := problem.loss) is None:
         return out, aux
+    if run.n == 1:  # outputs may have lost the axis of the sample
+        with run:
+            out = tree.map_tensors(lambda z: z if z.ndim else z.reshape(1), out)
     run.outputs = out
     try:
         if convex:
@@ -423,13 +426,28 @@ def _columns(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: boo
 
 def _rows(way: Pullback, out: Any) -> None:
     """Reduce the rows of the Jacobian of a model function."""
-    run, problem = way.run, way.problem
-    check_outputs(run, out, problem.out_dims)
-    dim = problem.out_dims % out.ndim
-    values = run.strip(out).movedim(dim, 0)
+    run, dim = way.run, way.problem.out_dims
+    named, structure = tree.outputs(out)
+    roots, values = list[Output](), dict[int, torch.Tensor]()
+    if not named:
+        check_outputs(run, out, dim)
+    for i, (path, z) in enumerate(named):
+        check_outputs(run, z, dim, path)
+        axis = Axis(dim % z.ndim) if z.ndim else WHOLE
+        values[i] = axis.expose(run.strip(z), run.n)
+        roots += [Output(i, z, axis)] * z.requires_grad
+    if not roots:
+        raise unreached()
     for fold in way.folds:
-        fold.found = replace(fold.found, outputs=[values.shape[1:]])
-    way.columns([Output(0, out, Axis(dim))], [Units({0: values.unsqueeze(1 + dim)})])
+        fold.found = replace(fold.found, outputs=_shapes(named, dim))
+        if structure is not None:
+            fold.found = replace(fold.found, structure=structure)
+    way.columns(roots, [Units(values)])
+
+
+def _shapes(named: Sequence[tuple[str, torch.Tensor]], dim: int) -> list[torch.Size]:
+    """The shapes of outputs of one sample."""
+    return [torch.Size([s for d, s in enumerate(z.shape) if d != dim % z.ndim]) for _, z in named]
 
 
 @dataclass

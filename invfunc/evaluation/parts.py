@@ -22,6 +22,7 @@ from invfunc.errors import InvFuncError
 from invfunc.evaluation.fold import Fold
 from invfunc.evaluation.joined import Drew, check_fewer, moved
 from invfunc.evaluation.kinds import Kind, kind_of, neither, not_in_parts
+from invfunc.loss.drawn import joined as joined_trees
 from invfunc.recording.problem import Problem, with_aux
 from invfunc.reductions.quantity import Accumulator, Quantity
 
@@ -157,7 +158,8 @@ class Parts:
             few = problem.chunk(torch.tensor(places, device=problem.leaves[0].device), len(places))
             with undrawn() as drew, torch.enable_grad():
                 try:
-                    found = returned(few) if self.model or self.way is not WAYS[0] else loss_of(few)
+                    plain = _outputs if self.model else returned
+                    found = plain(few) if self.model or self.way is not WAYS[0] else loss_of(few)
                 except (InvFuncError, Unsupported):
                     raise
                 except Exception as error:
@@ -180,9 +182,9 @@ class Parts:
         with undrawn(), torch.set_grad_enabled(graph):  # what f draws, it draws again
             for part in alike("samples", parts, self._described):
                 one = self._part(part, kind)
-                added("samples", each.append, hessian_of(one) if problem.loss is None else returned(one))
+                added("samples", each.append, hessian_of(one) if problem.loss is None else _outputs(one))
         if problem.loss is not None:
-            self.outputs = torch.cat(each, problem.out_dims)
+            self.outputs = joined_trees(each, problem.out_dims)
             return columns_of_all(problem, self.outputs, self.quantities)
         return {q.columns: made(joined(each), q, problem.n) for q in self.quantities}
 
@@ -217,6 +219,11 @@ def whole(problem: Problem) -> Problem:
         return (loss(outputs, args[-1]), aux) if problem.has_aux else loss(outputs, args[-1])
 
     return replace(problem, f=of_both, loss=None)
+
+
+def _outputs(problem: Problem) -> Any:
+    """The outputs of a model, which may have lost the axis of a single sample."""
+    return tree.map_tensors(lambda z: z if z.ndim else z.unsqueeze(0), returned(problem))
 
 
 class Slice:
