@@ -345,7 +345,7 @@ def _evaluated(
     cotangent = None if rows else _cotangent(run, out, "f" if problem.loss is None else "the loss")
     n, dtype = run.count, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
     found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
-    folds = [Fold(q.reduction, problem, found, options.reduce, phased) for q in quantities]
+    folds = [Fold(q.reduction, problem, found, options.reduce, phased, q.give) for q in quantities]
     if any([getattr(phase, "joined", False) for f in folds for phase in f.reduction.phases]):
         run.partners = partners(uses_of(run, run.uses)[0], run.leaves)
     with torch.set_grad_enabled(run.deep and outside), _autocast(device, False):
@@ -685,10 +685,18 @@ class Fold:
     """What one reduction keeps of the parameters."""
 
     def __init__(
-        self, reduction: Reduction, problem: Problem, found: Found, reduce: Reduce | None = None, phased: bool = False
+        self,
+        reduction: Reduction,
+        problem: Problem,
+        found: Found,
+        reduce: Reduce | None = None,
+        phased: bool = False,
+        give: Callable[[int, State, int], bool] | None = None,
     ) -> None:
-        """`reduce` is what becomes of the result of a parameter; `phased` says that phases see all samples first."""
+        """`reduce` is what becomes of the result of a parameter; `phased` says that phases see all samples first;
+        `give` takes what is kept of a parameter, where it returns True."""
         self.reduction, self.problem, self.found, self.reduce = reduction, problem, found, reduce
+        self.give = give
         self.first = reduction.before if reduction.apart or not phased else None
         """What has to be known of all parameters before."""
         self.states: dict[int, State] = {}
@@ -710,6 +718,8 @@ class Fold:
 
     def keep(self, i: int, state: State, last: bool = True) -> None:
         """Keep more of a parameter; its result is made at once where the caller reduces it."""
+        if self.give is not None and self.give(i, state, self.found.n * last):
+            return
         self.reduction.add(self.states, i, "columns", state)
         if self.reduce is not None and last:
             self.results[i] = self.closed(i)

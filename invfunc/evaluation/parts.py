@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from invfunc.evaluation.fold import Fold
 from invfunc.evaluation.joined import Drew, check_fewer, moved
 from invfunc.evaluation.kinds import Kind, kind_of, neither, not_in_parts
 from invfunc.recording.problem import Problem, with_aux
+from invfunc.reductions import State
 from invfunc.reductions.quantity import Accumulator, Quantity
 
 Part = tuple[int, int]
@@ -47,6 +48,8 @@ class Parts:
         """Those of a model that is given apart from its loss, where this is such a number."""
         self.joined = False
         """Whether it has still to be seen that f allows its results to be joined with others."""
+        self.gave = False
+        """Whether something was given away, so that it cannot be tried in another way."""
 
     def kept(self, joined: bool) -> Any:
         """aux, in a list where there are parts; `joined` says that results are joined with those of other batches."""
@@ -69,7 +72,7 @@ class Parts:
                 set_states(before)  # each phase sees the same
             aux.clear()
             accumulators, total = fold.of_phase(k), torch.zeros(())
-            quantities = [replace(t.quantity, reduction=t.reduction) for t in accumulators]
+            quantities = [replace(t.quantity, reduction=t.reduction, give=self._giving(t)) for t in accumulators]
             for part in alike("samples", parts, self._described, last=True):
                 found = self._of_part(part, several, kind, quantities, options, known)
                 if found is not None:
@@ -137,6 +140,23 @@ class Parts:
         for t in accumulators if not whole else ():
             added("samples", partial(t.end, self.problem.leaves, room=room), found.count)
         self.scalar = isinstance(found.result, torch.Tensor) and not found.result.ndim
+
+    def _giving(self, t: Accumulator) -> Callable[[int, State, int], bool] | None:
+        """Gives what is kept of parameters that are divided among processes away at once; where nothing is known yet
+        of the weight of a batch, that comes in the end."""
+        keeper, number = self.fold.keeper, self.fold.number(t)
+        if keeper is None or self.given.loss is not None:
+            return None
+
+        def give(i: int, state: State, n: int) -> bool:
+            if not keeper.takes(number, i):
+                return False
+            self.gave = True
+            keeper.keep(number, i, state, n)
+            t.added.add(i)
+            return True
+
+        return give
 
     def _kind(self, size: int) -> Kind:
         """How what f gives for parts of at most so many samples makes up what it gives for all of them."""
