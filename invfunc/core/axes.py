@@ -373,16 +373,21 @@ def embedding(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) ->
 def numbers(shape: Any, axis: Axis, n: int, device: torch.device) -> torch.Tensor:
     """The number of the sample of each entry of a tensor."""
     at, outer, inner = axis
+    if -at > len(shape):
+        return outer.rows.view([1] * len(shape)).expand(shape)  # pyright: ignore[reportAttributeAccessIssue]
     count = outer.rows if isinstance(outer, Order) else torch.arange(outer * n * inner, device=device) // inner % n
     return count.view(-1, *[1] * (-at - 1)).expand(shape)
 
 
 def read(known: torch.Tensor, n: int) -> Axis | None:
     """The axis from the sample of each entry, -1 where there is none; None if they are not along one dim."""
-    if known.ndim and not known.numel():  # as of a mask that selects no sample
-        return [*known.shape].index(0) - known.ndim, Order(known.flatten(), n), 0  # pyright: ignore[reportReturnType]
-    if known.ndim == 0 or int(known.max()) < 0:
+    if not known.numel():  # nothing was picked
+        return (known.shape.index(0) - known.ndim, Order(known.new_zeros(0), n), 0)  # pyright: ignore[reportReturnType]
+    low, high = (int(x) for x in known.aminmax())
+    if high < 0:
         return None
+    if low == high and n > 1:
+        return alone(known.ndim, known.new_full((1,), high), n)
     order = None
     for dim in range(known.ndim):
         rows = known.movedim(dim, 0).reshape(known.shape[dim], -1)
@@ -390,7 +395,7 @@ def read(known: torch.Tensor, n: int) -> Axis | None:
         there = high >= 0
         if not torch.equal(low[there], high[there]):
             continue
-        if order is None and len(rows) > 1 and bool(there.all()):
+        if order is None and bool(there.all()):
             order = (dim - known.ndim, high)
         if len(rows) % n:
             continue
@@ -399,6 +404,16 @@ def read(known: torch.Tensor, n: int) -> Axis | None:
             if len(rows) % (inner * n) == 0 and torch.equal((count // inner % n)[there], high[there]):
                 return (dim - known.ndim, len(rows) // (n * inner), inner)
     return None if order is None else (order[0], Order(order[1], n), 0)  # pyright: ignore[reportReturnType]
+
+
+def alone(ndim: int, sample: torch.Tensor, n: int) -> Axis:
+    """The axis of a tensor that is of one sample."""
+    return (-ndim - 1, Order(sample, n), 0)  # pyright: ignore[reportReturnType]
+
+
+def single(data: list[Known]) -> bool:
+    """Whether all tensors are of single samples."""
+    return all([-axis[0] > x.ndim for x, axis in data])
 
 
 def found(known: torch.Tensor, n: int) -> Axis:

@@ -13,8 +13,8 @@ import torch
 from invfunc import thresholds, tree
 from invfunc._alike import alike
 from invfunc._extras import Ticks
-from invfunc._torch.functorch import dual_level, hooked, transforming, versions
-from invfunc._torch.generators import same_state, state_of, torchs_own
+from invfunc._torch.functorch import hooked, transforming, versions
+from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
 from invfunc._ways import known_way, note_way
 from invfunc.budget.size import fits
 from invfunc.core.columns import Twice, columns_at, lost, single, split
@@ -22,7 +22,7 @@ from invfunc.core.factors import partners
 from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
 from invfunc.core.lots import Lot
-from invfunc.core.marks import HALF, SUMMED, Final, Mark, Unsupported, know
+from invfunc.core.marks import SUMMED, Final, Mark, Unsupported, know
 from invfunc.core.refusals import check_loss, check_outputs, check_room, refused_by
 from invfunc.core.resort import alone, at_once, by_rows, diagonals
 from invfunc.core.run import Run
@@ -33,7 +33,7 @@ from invfunc.errors import InvFuncError, unreached
 from invfunc.loss.square_root import Affine, Columns, Units, joined_block
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.plan import Options, Plan, even
-from invfunc.recording.problem import Problem, with_aux
+from invfunc.recording.problem import Problem, check_numbers, with_aux
 from invfunc.reductions import Found, Reduction, State
 from invfunc.reductions.quantity import Quantity
 from invfunc.reductions.reduction import Shortcuts
@@ -49,16 +49,23 @@ Made = dict[Hashable, list[Columns]]
 """Columns of each kind, by the key that quantities share."""
 Reduce = Callable[[str, Any], Any]
 PLAIN, TICKS = Options(), Ticks()
-_DTYPES = (torch.float32, torch.float64, *HALF)
 
 
-def plain(problem: Problem) -> bool:
-    """Whether the arguments of a call are ordinary tensors."""
-    if torch.is_inference_mode_enabled():
-        return False
-    if dual_level():  # forward mode
-        return False
-    return all([x.dtype in _DTYPES and x.layout is torch.strided and not x.is_meta for x in problem.leaves])
+def of_each_kind(quantities: Sequence[Quantity]) -> list[list[int]]:
+    """The numbers of quantities that are reduced in one run: vectors, columns, second derivatives have each its own."""
+    groups: dict[Any, list[int]] = {}
+    for i, kind in enumerate(q.kind for q in quantities):
+        key = kind.convex, kind.averaged, kind.second_order, kind.of_model == "yes"
+        groups.setdefault(key, []).append(i)
+    return [*groups.values()]
+
+
+def _apart(quantities: Sequence[Quantity], call: Callable[[list[Quantity]], T]) -> Iterator[tuple[list[int], T]]:
+    """What each kind of quantities finds, for which f runs with the same random numbers."""
+    before = [(g, state_of(g)) for g in torchs_own()]
+    for group in of_each_kind(quantities):
+        set_states(before)
+        yield group, call([quantities[i] for i in group])
 
 
 def evaluated(
@@ -82,6 +89,10 @@ def evaluated(
 
     if ticks is not TICKS:
         ticks.reach(problem.n)
+    if len(quantities) > 1 and len(of_each_kind(quantities)) > 1:
+        found = [*_apart(quantities, lambda some: evaluated(problem, some, options, way, undo=undo))]
+        results = {i: result for group, (some, _) in found for i, result in zip(group, some, strict=True)}
+        return [results[i] for i in range(len(quantities))], found[0][1][1]
     return ran_and(finished, problem, quantities, options, None, ticks, way, undo=undo)
 
 
@@ -120,6 +131,10 @@ def kept(
         aux = None if aux is None else _left(run, aux, outside)
         return Kept(folds, run.count, aux, _left(run, out, outside), _left(run, run.outputs, outside))
 
+    if len(quantities) > 1 and len(of_each_kind(quantities)) > 1:
+        every = [*_apart(quantities, lambda some: kept(problem, some, options, known, ticks, way, part))]
+        folds = {i: fold for group, one in every for i, fold in zip(group, one.folds, strict=True)}
+        return replace(every[0][1], folds=[folds[i] for i in range(len(quantities))])
     return ran_and(left, problem, quantities, replace(options, reduce=None), known, ticks, way, part, phased=True)
 
 
@@ -303,6 +318,7 @@ class Again(Exception):
 def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool) -> tuple[Any, Any]:
     """What f returns, and aux; the run knows then what f reads of the parameters."""
     device, given = problem.leaves[0].device.type, problem.tensors()
+    check_numbers(given)
     before = versions(given)
     leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
     convex = any([q.kind.convex for q in quantities])
@@ -350,7 +366,7 @@ def _evaluated(
     cotangent = None if rows else _cotangent(run, out, "f" if problem.loss is None else "the loss")
     n, dtype = run.count, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
     found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
-    folds = [Fold(q.reduction, problem, found, options.reduce, phased) for q in quantities]
+    folds = [Fold(q.reduction, problem, found, options.reduce, phased, q.give) for q in quantities]
     if any([getattr(phase, "joined", False) for f in folds for phase in f.reduction.phases]):
         run.partners = partners(uses_of(run, run.uses)[0], run.leaves)
     with torch.set_grad_enabled(run.deep and outside), _autocast(device, False):
@@ -449,28 +465,23 @@ def _columns(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: boo
 
 def _rows(way: Pullback, out: Any) -> None:
     """Reduce the rows of the Jacobian of a model function."""
-    run, dim = way.run, way.problem.out_dims
+    run, out_dims = way.run, way.problem.out_dims
     named, structure = tree.outputs(out)
-    roots, values = list[Output](), dict[int, torch.Tensor]()
+    roots, shapes, values = list[Output](), list[torch.Size](), dict[int, torch.Tensor]()
     if not named:
-        check_outputs(run, out, dim)
+        check_outputs(run, out, out_dims)
     for i, (path, z) in enumerate(named):
-        check_outputs(run, z, dim, path)
-        axis = Axis(dim % z.ndim) if z.ndim else WHOLE
+        check_outputs(run, z, out_dims, path)
+        axis = Axis(out_dims % z.ndim) if z.ndim else WHOLE
+        shapes.append(z.shape if axis.dim is None else torch.Size([*z.shape[: axis.dim], *z.shape[axis.dim + 1 :]]))
         values[i] = axis.expose(run.strip(z), run.n)
         roots += [Output(i, z, axis)] * z.requires_grad
     if not roots:
         raise unreached()
     for fold in way.folds:
-        fold.found = replace(fold.found, outputs=_shapes(named, dim))
-        if structure is not None:
-            fold.found = replace(fold.found, structure=structure)
+        kept = {} if structure is None else {"structure": structure}
+        fold.found = replace(fold.found, outputs=shapes, **kept)
     way.columns(roots, [Units(values)])
-
-
-def _shapes(named: Sequence[tuple[str, torch.Tensor]], dim: int) -> list[torch.Size]:
-    """The shapes of outputs of one sample."""
-    return [torch.Size([s for d, s in enumerate(z.shape) if d != dim % z.ndim]) for _, z in named]
 
 
 @dataclass
@@ -709,10 +720,18 @@ class Fold:
     """What one reduction keeps of the parameters."""
 
     def __init__(
-        self, reduction: Reduction, problem: Problem, found: Found, reduce: Reduce | None = None, phased: bool = False
+        self,
+        reduction: Reduction,
+        problem: Problem,
+        found: Found,
+        reduce: Reduce | None = None,
+        phased: bool = False,
+        give: Callable[[int, State, int], bool] | None = None,
     ) -> None:
-        """`reduce` is what becomes of the result of a parameter; `phased` says that phases see all samples first."""
+        """`reduce` is what becomes of the result of a parameter; `phased` says that phases see all samples first;
+        `give` takes what is kept of a parameter, where it returns True."""
         self.reduction, self.problem, self.found, self.reduce = reduction, problem, found, reduce
+        self.give = give
         self.first = reduction.before if reduction.apart or not phased else None
         """What has to be known of all parameters before."""
         self.states: dict[int, State] = {}
@@ -734,6 +753,8 @@ class Fold:
 
     def keep(self, i: int, state: State, last: bool = True) -> None:
         """Keep more of a parameter; its result is made at once where the caller reduces it."""
+        if self.give is not None and self.give(i, state, self.found.n * last):
+            return
         self.reduction.add(self.states, i, "columns", state)
         if self.reduce is not None and last:
             self.results[i] = self.closed(i)

@@ -23,7 +23,6 @@ from invfunc._torch.values import anywhere, fake
 from invfunc.core.axes import numbers
 from invfunc.core.columns import softmax_root
 from invfunc.core.marks import SUMMED, Axis, Unsupported, arguments, named, option, tensors, wide
-from invfunc.core.order import Order
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.tables import DIVIDE, EXPANDS, LIKE, LINEAR, MOVES, MULTIPLY, POINTWISE, VIEWS, called
@@ -36,6 +35,7 @@ from invfunc.core.uses import (
     Rows,
     Shared,
     Use,
+    back,
     formed,
     front,
     product,
@@ -248,18 +248,6 @@ class Part:
     right: Callable[[int, int], list[Tensor]] | None = None
     """What makes those of the second factor, if it is not the first."""
     right_edges: Sequence[Any] = ()
-
-
-def back(x: Tensor, shape: Sequence[int], axis: Axis, n: int) -> Tensor:
-    """Columns `[V, n, entries]` in the layout of a tensor, `[V, *shape]`."""
-    if n == 1:
-        return x.reshape(len(x), *shape)
-    at, outer, inner = axis
-    at += len(shape)
-    if isinstance(outer, Order):
-        return outer.restored(x.reshape(len(x), n, *shape[:at], outer.width, *shape[at + 1 :]), at + 1, 1)
-    x = x.reshape(len(x), n, *shape[:at], outer, inner, *shape[at + 1 :])
-    return x.movedim(1, at + 2).flatten(at + 1, at + 3)
 
 
 def units(x: Tensor, axis: Axis, n: int) -> tuple[int, Callable[[int, int], Tensor]]:

@@ -187,7 +187,7 @@ class Shares:
 
     def flat(self, block: Block = WHOLE) -> torch.Tensor:
         """The gradients of the only column as rows `[n, P]`."""
-        return self.dense(block)[0].reshape(-1, self.leaf.numel())
+        return self.dense(block)[0].flatten(1) if self.leaf.ndim else self.dense(block)[0].unsqueeze(1)
 
     def norms_of(self, use: Pair) -> torch.Tensor:
         """Norms of products with many positions: from products of positions with positions where that is cheaper."""

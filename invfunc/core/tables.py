@@ -61,6 +61,9 @@ EXPANDS = called("expand expand_as broadcast_to repeat tile")
 SWAPS = called("t") | getters("T mT")
 MOVES = called("gather index_select take_along_dim")
 INDEXES = {T.__getitem__}
+GROUPED = called("index_add scatter_add")
+"""Sums in groups, which may be of samples; then the result is linear in these."""
+PRODUCTS = called("matmul mm mv dot inner einsum linear tensordot")
 SORTS = called("sort topk")
 LEAKS = called("numpy tolist __array__ data_ptr __deepcopy__ __reduce_ex__")
 DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, T.backward}

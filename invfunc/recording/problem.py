@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from invfunc import tree
+from invfunc._torch.functorch import dual, dual_level, transforming
 from invfunc._torch.opened import Uncompiled
 from invfunc._torch.sharded import sharded
 from invfunc.errors import ArgumentError, ArgumentTypeError
@@ -130,6 +131,20 @@ class Problem:
 
     def tensors(self) -> list[torch.Tensor]:
         return tree.tensors((self.args, self.kwargs))
+
+
+def check_numbers(tensors: Sequence[torch.Tensor]) -> None:
+    """Check that tensors hold numbers, and no tangents that are not followed."""
+    for x in tensors:
+        if x.is_meta:
+            raise ArgumentError(
+                f"a tensor of shape {tuple(x.shape)} is on the meta device, where tensors hold no numbers, and "
+                "some are looked at. Make it anew where it holds some, as x.new_zeros(x.shape, device='cpu') does."
+            )
+    if dual_level() and not transforming() and dual(*tensors):
+        raise ArgumentError(
+            "an argument carries a tangent of torch.autograd.forward_ad, which is not followed; use jvp."
+        )
 
 
 def some_samples(argument: Any, dim: int | None, part: slice | torch.Tensor) -> Any:
