@@ -347,7 +347,7 @@ class Shares:
                 rows = contract(terms, present("NVK", terms))
                 found.append(rows.reshape(-1, self.run.columns, len(vectors)))
             return joined(found)
-        flat = vectors.flatten(1).T
+        flat = vectors.reshape(len(vectors), -1).T
         for block in self.blocks():
             rows = self.dense(block)
             found.append(rows.reshape(*rows.shape[:2], -1).transpose(0, 1).to(flat.dtype) @ flat)
