@@ -18,6 +18,7 @@ import torch
 from invfunc._torch.functorch import batch_first, unseen
 from invfunc._torch.values import fake
 from invfunc.core.marks import LEAF, SWAP, Final, Node
+from invfunc.core.order import Order
 from invfunc.core.run import Run
 from invfunc.core.transposed import Transposed
 from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Use, summed
@@ -133,7 +134,7 @@ def _added(
 ) -> Factors:
     """The factors of uses in one role; if each of them reads a part of the parameter, no part counts twice."""
     first, pooled = some[0][1], sharing != "expand"
-    if pooled and any([order.ragged for use, _ in some for order in use.orders]):
+    if pooled and not _even(run, some):
         raise Unfactored("samples have different numbers of rows, which share their positions")
     large = [place.size + (k and bool(bias)) > most for k, place in enumerate(first.places)]
     key = (first.key, pooled, first.s.shape[-1]) if len(some) == 1 and first.key is not None else None
@@ -156,12 +157,26 @@ def _added(
     return Factors(b, a, positions, first.places, bias, leaf.shape, first.blocks)
 
 
-def _positions(run: Run, use: Use, each: Sent) -> Any:
+def _orders(run: Run, use: Use, each: Sent) -> list[tuple[int, Order | None]]:
+    """How many positions there are in each sample of several uses that are one, and the orders of these."""
+    if isinstance(use, Joined):
+        return [(u.sizes(run)[0], next(iter(u.orders), None)) for u in use.uses]
+    return [(each.s.shape[3], next(iter(use.orders), None))]
+
+
+def _positions(run: Run, use: Use, each: Sent) -> float:
     """How many positions a sample has; on average, where some have more than others."""
-    count = each.s.shape[3]
-    for order in use.orders[:1]:
-        count = count * len(order.rows) / (run.n * order.width)
-    return count
+    counts = _orders(run, use, each)
+    return sum(p if order is None else p * len(order.rows) / (run.n * max(1, order.width)) for p, order in counts)
+
+
+def _even(run: Run, some: list[tuple[Use, Sent]]) -> bool:
+    """Whether all samples have the same number of positions in all uses together."""
+    count = torch.zeros(run.n)
+    for p, order in [pair for use, each in some for pair in _orders(run, use, each)]:
+        if order is not None:
+            count += order.rows.bincount(minlength=run.n).cpu() * (p // max(1, order.width))
+    return bool((count == count[0]).all())
 
 
 def _of_sent(run: Run, some: list[tuple[Use, Sent]], pooled: bool, diagonal: bool) -> torch.Tensor:
@@ -309,7 +324,7 @@ def _of_expanded(run: Run, leaf: torch.Tensor, use: Expanded) -> Sent:
         if bool((numbers < 0).any()):
             raise Unfactored(PART)
         whole = len(numbers) == leaf.numel() and bool((numbers.diff() == 1).all())
-    s = s.reshape(*s.shape[:2], 1, -1, len(numbers))
+    s = s.reshape(*s.shape[:2], 1, s.shape[2 : s.ndim - len(wide or [0])].numel(), len(numbers))
     key = id(use.edge) if use.factor is None and use.edge is not None and leaf.ndim == 1 and whole else None
     return Sent(s, [Place((*range(leaf.ndim),), leaf.numel(), None if whole else numbers)], key=key)
 

@@ -106,7 +106,7 @@ class Use:
     @property
     def orders(self) -> list[Order]:
         """The orders in which it has the samples, if these are not along an axis."""
-        axes = self.axis, getattr(self, "a_axis", None)
+        axes = [axis for u in (self.uses or [self]) for axis in (u.axis, getattr(u, "a_axis", None))]
         return [axis[1] for axis in axes if isinstance(axis, tuple) and isinstance(axis[1], Order)]
 
     def send(self, d: Any) -> None:
@@ -301,7 +301,7 @@ class Joined(Pair):
 
 def patches(x: torch.Tensor, kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any) -> torch.Tensor:
     """The windows of `[n, c, *space]` as `[n, p, c * kernel]`."""
-    return autocorrelation.patches(x, kernel, stride, [(p, p) for p in padding], dilation).mT
+    return autocorrelation.patches(x, kernel, tuple(stride), [(p, p) for p in padding], tuple(dilation)).mT
 
 
 class Convolution(Pair):
