@@ -12,7 +12,7 @@ import torch
 
 from invfunc import tree
 from invfunc._alike import added, alike
-from invfunc._torch.functorch import transforming, unheard, unseen
+from invfunc._torch.functorch import transforming, undispatched, unheard
 from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
 from invfunc._torch.values import same_values
 from invfunc.core.columns import joined, made
@@ -225,7 +225,7 @@ def alone(problem: Problem, part: slice, *, elsewhere: bool = False) -> Any:
 def joins(problem: Problem, found: Any = None) -> bool:
     """Whether f was seen to give some samples alone what it gives them beside others, of which this was `found`; an
     error if it does not."""
-    with unseen(), unheard():
+    with undispatched(), unheard():
         if found is None:
             with suppress(Exception):  # of which is told elsewhere
                 found = alone(problem, slice(0, problem.n))
