@@ -325,7 +325,8 @@ class Run(TorchFunctionMode):
                 if checkpointing():
                     raise Unsupported("it is inside of a checkpoint, whose second run is not followed")
                 with self:
-                    return self.seen(inner(*args, **kwargs), func)
+                    out = inner(*args, **kwargs)
+                return self.seen(out, func) if any([x.numel() for x, _ in data]) else out
         self.func = func
         if params and func is torch.nn.functional.scaled_dot_product_attention:
             with self:
