@@ -355,6 +355,13 @@ def class_loss(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -
     return (-out.ndim, outer, inner) if out.ndim else SUMMED
 
 
+def row_loss(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """`cosine_embedding_loss` and its like, of rows with the samples in dim 0."""
+    if args[0].ndim < 2 or any(axis != (-x.ndim, 1, 1) for x, axis in data):
+        raise Unsupported("the samples are not the rows")
+    return (-1, 1, 1) if out.ndim else SUMMED
+
+
 def embedding(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
     """`embedding(index, table)`: a dim more."""
     (x, (at, outer, inner)), *more = data
@@ -374,10 +381,10 @@ def numbers(shape: Any, axis: Axis, n: int, device: torch.device) -> torch.Tenso
 
 def read(known: torch.Tensor, n: int) -> Axis | None:
     """The axis from the sample of each entry, -1 where there is none; None if they are not along one dim."""
-    if not known.numel():  # nothing was picked
-        return (known.shape.index(0) - known.ndim, Order(known.new_zeros(0), n), 0)  # pyright: ignore[reportReturnType]
+    if known.ndim and not known.numel():  # nothing was picked
+        return [*known.shape].index(0) - known.ndim, Order(known.flatten(), n), 0  # pyright: ignore[reportReturnType]
     low, high = (int(x) for x in known.aminmax())
-    if high < 0:
+    if known.ndim == 0 or high < 0:
         return None
     if low == high and n > 1:
         return alone(known.ndim, known.new_full((1,), high), n)

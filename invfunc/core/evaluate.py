@@ -340,7 +340,7 @@ def _evaluated(
     device = problem.leaves[0].device.type
     out, aux = _ran(problem, quantities, run, outside)
     of_model = {q.kind.of_model for q in quantities}
-    several = (out.ndim > 1) if isinstance(out, torch.Tensor) else bool(tree.tensors(out))
+    several = isinstance(out, torch.Tensor) and out.ndim > 1
     rows = of_model == {"yes"} or (of_model == {"unless it returns a loss"} and several)
     cotangent = None if rows else _cotangent(run, out, "f" if problem.loss is None else "the loss")
     n, dtype = run.count, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
@@ -569,7 +569,8 @@ class Pullback:
 
     def structured(self, columns: Columns) -> bool:
         """Reduce columns by the structure of f, if it has one that saves time."""
-        run, allowed = self.run, {f.reduction.shortcuts for f in self.folds}
+        run = self.run
+        allowed: set[Shortcuts] = {f.reduction.shortcuts for f in self.folds}
         if self.apart:
             return False
         shortcuts: Shortcuts = allowed.pop() if len(allowed) == 1 else "narrow"

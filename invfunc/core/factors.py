@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from invfunc._torch.functorch import batch_first
+from invfunc._torch.functorch import batch_first, unseen
+from invfunc._torch.values import fake
 from invfunc.core.marks import LEAF, SWAP, Final, Node
 from invfunc.core.order import Order
 from invfunc.core.run import Run
@@ -77,7 +79,9 @@ class Sent:
         """`sum_np a a^T`, or its diagonal, which is all that there is of rows."""
         if self.index is not None:
             rows = self.places[1].size
-            return self.index.flatten().bincount(minlength=rows + 1)[:-1].to(self.s.dtype)
+            rows_read = self.index.flatten()
+            counts = rows_read.new_zeros(rows + 1).index_add(0, rows_read, torch.ones_like(rows_read))
+            return counts[:-1].to(self.s.dtype)
         if isinstance(use, Convolution) and not (run.deep or self.joint or self.blocks or diagonal):
             if (gram := use.gram(run)) is not None:  # without windows
                 return gram
@@ -238,6 +242,11 @@ def _entries(leaf: torch.Tensor, use: Use) -> torch.Tensor:
     return torch.where(there > 0, found, -1)
 
 
+def _numbered(leaf: torch.Tensor) -> AbstractContextManager:
+    """A context in which numbers of entries are there, also where those of tensors are not."""
+    return unseen() if fake(leaf) else nullcontext()
+
+
 def _once(entries: torch.Tensor) -> torch.Tensor:
     if len(entries.unique()) < entries.numel():
         raise Unfactored("some of its entries are read several times")
@@ -250,8 +259,9 @@ def _of_rows(run: Run, leaf: torch.Tensor, use: Rows) -> Sent:
     if use.node.kind is LEAF:
         places = [Place((*range(1, leaf.ndim),), leaf[0].numel()), Place((0,), len(leaf))]
     else:
-        entries = _once(_entries(leaf, use))
-        places = grid(entries, leaf.shape, [(*range(1, entries.ndim),), (0,)], ()).places
+        with _numbered(leaf):
+            entries = _once(_entries(leaf, use))
+            places = grid(entries, leaf.shape, [(*range(1, entries.ndim),), (0,)], ()).places
     there = places[1]
     i = i if use.padding is None else i.masked_fill(i == use.padding, len(use.value))
     if there.at is not None:
@@ -283,13 +293,14 @@ def _places(leaf: torch.Tensor, use: Pair, whole: bool) -> tuple[list[Place], tu
         swapped = (1, 0) if use.node.kind is SWAP else (*range(leaf.ndim),)
         dims = [(*(swapped[i] for i in kind),) for kind in (o, k)]
         return [Place(some, math.prod(leaf.shape[i] for i in some)) for some in dims], None
-    entries = _once(_entries(leaf, use))
-    if isinstance(use, Convolution):
-        entries, g, o, k = entries.unflatten(0, (use.groups, -1)), (0,), (1,), (*range(2, len(use.shape) + 1),)
-    if isinstance(use, Transposed):
-        entries, g, o = entries.unflatten(0, (use.groups, -1)), (0,), (2,)
-        k = (1, *range(3, len(use.shape) + 1))
-    found = grid(entries, leaf.shape, [o, k], g)
+    with _numbered(leaf):
+        entries = _once(_entries(leaf, use))
+        if isinstance(use, Convolution):
+            entries, g, o, k = entries.unflatten(0, (use.groups, -1)), (0,), (1,), (*range(2, len(use.shape) + 1),)
+        if isinstance(use, Transposed):
+            entries, g, o = entries.unflatten(0, (use.groups, -1)), (0,), (2,)
+            k = (1, *range(3, len(use.shape) + 1))
+        found = grid(entries, leaf.shape, [o, k], g)
     return found.places, found.blocks
 
 
@@ -305,6 +316,17 @@ def _of_expanded(run: Run, leaf: torch.Tensor, use: Expanded) -> Sent:
     if any(s.shape[i] != view[i] for i in wide):
         raise Unfactored("it is read in another shape")
     s = s.movedim(wide, (*range(-len(wide), 0),)) if wide else s.unsqueeze(-1)
+<<<<<<< HEAD
+    with _numbered(leaf):
+        entries = _entries(leaf, use).reshape([view[i] for i in wide] or [1])
+        numbers = entries.flatten()
+        if sum(size != 1 for size in leaf.shape) > 1:
+            return _in_rows(leaf, s, entries)
+        if bool((numbers < 0).any()):
+            raise Unfactored(PART)
+        whole = len(numbers) == leaf.numel() and bool((numbers.diff() == 1).all())
+    s = s.reshape(*s.shape[:2], 1, -1, len(numbers))
+=======
     entries = _entries(leaf, use).reshape([view[i] for i in wide] or [1])
     if sum(size != 1 for size in leaf.shape) > 1:
         return _in_rows(leaf, s, entries)
@@ -312,8 +334,9 @@ def _of_expanded(run: Run, leaf: torch.Tensor, use: Expanded) -> Sent:
         raise Unfactored(PART)
     whole = len(entries.flatten()) == leaf.numel() and bool((entries.flatten().diff() == 1).all())
     s = s.reshape(*s.shape[:2], 1, s.shape[2 : s.ndim - len(wide or [0])].numel(), entries.numel())
+>>>>>>> rest
     key = id(use.edge) if use.factor is None and use.edge is not None and leaf.ndim == 1 and whole else None
-    return Sent(s, [Place((*range(leaf.ndim),), leaf.numel(), None if whole else entries.flatten())], key=key)
+    return Sent(s, [Place((*range(leaf.ndim),), leaf.numel(), None if whole else numbers)], key=key)
 
 
 def _in_rows(leaf: torch.Tensor, s: torch.Tensor, entries: torch.Tensor) -> Sent:

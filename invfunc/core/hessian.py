@@ -42,6 +42,7 @@ from invfunc.core.uses import (
     summed,
 )
 from invfunc.linear_algebra.contract import joined
+from invfunc.loss.hessian import pulled_back
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 
 Tensor = torch.Tensor
@@ -285,7 +286,7 @@ def parts(run: Run, call: Call, slopes: Sequence[Tensor | None]) -> list[Part]:
     if not alone or not first or call.func not in DIAGONAL:
         return _dense(run, call, copies, first)
     ones = torch.ones_like(first[0])
-    (h,) = torch.autograd.grad(first[0], copies, ones, create_graph=run.deep, allow_unused=True)
+    (h,) = pulled_back([first[0]], copies, [ones], create_graph=run.deep)
     if h is None or not (run.deep or fake(h) or anywhere(h)):
         return []
     h, kind = run.strip(torch.where(first[0].isnan(), torch.nan, h)), call.inputs[0].dtype  # squares hide NaN
@@ -300,7 +301,7 @@ def _dense(run: Run, call: Call, copies: list[Tensor], first: dict[int, Tensor])
         slope, others = first[k], rest
         if not run.deep:  # of any vector, H gives 0 only if it is 0
             at = torch.arange(1, slope.numel() + 1, device=slope.device).to(slope.dtype).cos().view(slope.shape)
-            tried = torch.autograd.grad(slope, [copies[i] for i in rest], at, retain_graph=True, allow_unused=True)
+            tried = pulled_back([slope], [copies[i] for i in rest], [at], retain_graph=True)
             others = [i for i, g in zip(rest, tried, strict=True) if g is not None and (fake(g) or anywhere(g))]
         if others:
             found.append(_between(run, call, copies, slope, k, others))

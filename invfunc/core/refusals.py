@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from invfunc import tree
 from invfunc.budget.size import bytes_of, free_on, told
 from invfunc.core.marks import SUMMED, Mark, Node, Run, Unsupported
 from invfunc.core.uses import Rows, Use
@@ -77,8 +76,6 @@ def check_outputs(run: Run, z: Any, dim: int, path: str = "") -> None:
     pick = " Pick the outputs that the loss reads, as in `lambda params, x: f(params, x).logits`." if path else ""
     if not isinstance(z, torch.Tensor):
         kind = type(z).__name__
-        if tree.tensors(z):
-            raise Unsupported(f"f returned several outputs, in an object of type {kind}")
         raise ArgumentError(f"f returned no tensor but an object of {kind}; outputs are floating-point tensors.")
     axis = _axis(run, z)
     if not z.is_floating_point():

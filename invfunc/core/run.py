@@ -161,7 +161,7 @@ class Run(TorchFunctionMode):
     def close(self) -> None:
         """End the run."""
         self._stack.close()
-        self.uses = []
+        self.uses, self.split, self.again = [], None, None  # which lead back to the run
 
     def leaf(self, i: int, p: Tensor) -> Tensor:
         """What f gets in place of a parameter."""

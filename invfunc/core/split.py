@@ -50,7 +50,7 @@ SCALES = ("Mul", "Div", "Mm", "Bmm", "Addmm", "Baddbmm", "Mv", "Dot", "Convoluti
 WAYS_OUT = "Mark the outputs with `outputs(z)`, use one of torch's convex losses, or give the model and the loss apart."
 
 
-def axis_of(x: torch.Tensor, at: tuple[int, int, int], n: int) -> Axis:
+def axis_of(x: torch.Tensor, at: tuple[int, Any, int], n: int) -> Axis:
     """The axis of a tensor, given that of its mark, which is counted from the right."""
     if n == 1:
         return WHOLE

@@ -149,11 +149,12 @@ AXES: list[tuple[set[Any], Callable]] = [
     (
         called(
             "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
-            "poisson_nll_loss gaussian_nll_loss soft_margin_loss"
+            "poisson_nll_loss gaussian_nll_loss soft_margin_loss margin_ranking_loss hinge_embedding_loss"
         ),
         axes.pointwise_loss,
     ),
     ({states_before, states_after}, axes.steps),
     (called("cross_entropy nll_loss cross_entropy_loss"), axes.class_loss),
+    (called("cosine_embedding_loss multilabel_margin_loss"), axes.row_loss),
 ]
 RULES: dict[Any, Callable] = {func: rule for funcs, rule in reversed(AXES) for func in funcs}

@@ -301,7 +301,7 @@ class Joined(Pair):
 
 def patches(x: torch.Tensor, kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any) -> torch.Tensor:
     """The windows of `[n, c, *space]` as `[n, p, c * kernel]`."""
-    return autocorrelation.patches(x, kernel, stride, [(p, p) for p in padding], dilation).mT
+    return autocorrelation.patches(x, kernel, tuple(stride), [(p, p) for p in padding], tuple(dilation)).mT
 
 
 class Convolution(Pair):
