@@ -325,8 +325,7 @@ class Run(TorchFunctionMode):
                 if checkpointing():
                     raise Unsupported("it is inside of a checkpoint, whose second run is not followed")
                 with self:
-                    out = inner(*args, **kwargs)
-                return self.seen(out, func) if any([x.numel() for x, _ in data]) else out
+                    return self.seen(inner(*args, **kwargs), func)
         self.func = func
         if params and func is torch.nn.functional.scaled_dot_product_attention:
             with self:
@@ -496,12 +495,18 @@ class Run(TorchFunctionMode):
             axis = None
         if axis is None and func in MOVING:
             axis = moved(self.n, func, args, kwargs, data, out)
+        if axis is not None:
+            return axis
         try:
-            return probe(self.n, func, args, kwargs, data) if axis is None else axis
+            found = probe(self.n, func, args, kwargs, data)
         except Unsupported:
             if func not in GROUPED:
                 raise
-        return SUMMED
+            return SUMMED
+        if None in found and single(data) and len({axis[1] for _, axis in data}) == 1:  # of a tensor without entries
+            whole = [alone(y.ndim, data[0][1][1].rows, self.n) for y in tensors(out)]
+            found = [one if axis is None else axis for one, axis in zip(whole, found, strict=True)]
+        return found
 
     def meet(self, func: Any, rule: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """Run an operation of samples and parameters."""
