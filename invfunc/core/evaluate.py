@@ -24,7 +24,7 @@ from invfunc.core.kfra import ChainRun, chain
 from invfunc.core.lots import Lot
 from invfunc.core.marks import SUMMED, Final, Mark, Unsupported, know
 from invfunc.core.refusals import check_loss, check_outputs, check_room, refused_by
-from invfunc.core.resort import alone, by_rows
+from invfunc.core.resort import alone, at_once, by_rows, diagonals
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.split import Axis, Finder, Output, marked_for
@@ -33,7 +33,7 @@ from invfunc.errors import InvFuncError, unreached
 from invfunc.loss.square_root import Affine, Columns, Units, joined_block
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.plan import Options, Plan, even
-from invfunc.recording.problem import Problem, check_numbers
+from invfunc.recording.problem import Problem, check_numbers, with_aux
 from invfunc.reductions import Found, Reduction, State
 from invfunc.reductions.quantity import Quantity
 from invfunc.reductions.reduction import Shortcuts
@@ -158,6 +158,19 @@ def returned(problem: Problem, part: slice = slice(None), leaves: list[torch.Ten
     return few.call(_Bare(), problem.leaves if leaves is None else leaves, slice(None))[0]
 
 
+def whole(problem: Problem) -> Problem:
+    """A model and its loss as one function."""
+    f, loss = problem.f, problem.loss
+    assert loss is not None
+
+    def of_both(*args: Any, **kwargs: Any) -> Any:
+        found = f(*args[:-1], **kwargs)
+        outputs, aux = with_aux(found) if problem.has_aux else (found, None)
+        return (loss(outputs, args[-1]), aux) if problem.has_aux else loss(outputs, args[-1])
+
+    return replace(problem, f=of_both, loss=None)
+
+
 def loss_of(problem: Problem) -> torch.Tensor:
     """The loss, which is seen to be one of each sample, or their mean or sum; or outputs of a model."""
     run = Run(problem.n, False)
@@ -262,6 +275,10 @@ def ran_and(
 ) -> T:
     """Run f, reduce the columns, and finish with what is kept while the run is open."""
     pullback = pullback or Pullback
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            given = problem.differentiable(), quantities, options, known, ticks, way, part, phased, undo, pullback
+            return ran_and(finish, *given)
     outside = torch.is_grad_enabled()
     constants = [x for q in quantities for x in q.reduction.constants]
     deep = transforming() or (outside and any([x.requires_grad for x in (*problem.tensors(), *constants)]))
@@ -269,12 +286,16 @@ def ran_and(
     chosen = None if chosen is None else torch.tensor(chosen, device=problem.leaves[0].device)
     kind = quantities[0].kind
     new = ChainRun if kind.averaged else CallsRun if kind.second_order else Run
+    each = chosen is not None or not kind.second_order or any([q.reduction.each for q in quantities])
     if new is not Run and way is not Problem.call:
-        raise Final("second derivatives of a function whose operations are not followed")
+        if way is by_rows or kind.averaged:
+            raise Final("second derivatives of a function whose operations are not followed")
+        problem, new = problem if problem.loss is None else whole(problem), Run
+        way = way if each else at_once
     twice = deep or kind.second_order
     while True:
         run = new(problem.n, deep, chosen)
-        run.part, run.way, run.twice = part, way, twice
+        run.part, run.way, run.twice, run.each = part, way, twice, each
         run.open(way is Problem.call or transforming())
         try:
             given = problem, quantities, run, outside, options, known, ticks, phased, pullback
@@ -358,6 +379,8 @@ def _evaluated(
         elif isinstance(run, CallsRun):
             with _undrawn():
                 way.hessian(Diagonal(run, problem.name, folds, *uses_of(run, run.uses)), out, cotangent)
+        elif quantities[0].kind.second_order:
+            way.entries(out)
         elif rows:
             _rows(way, out)
         elif not way.streams or options.plan.asked("params"):
@@ -594,6 +617,13 @@ class Pullback:
     def hessian(self, diagonal: Diagonal, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
         """Reduce the columns of a Hessian: of the loss, and of each nonlinear operation."""
         diagonal.reduce(out, cotangent)
+
+    def entries(self, out: torch.Tensor) -> None:
+        """Reduce the diagonal of a Hessian, entry by entry."""
+        for i, rows in enumerate(diagonals(self.run, out)):
+            for fold in self.folds:
+                one = rows if fold.reduction.each else rows.sum(0, keepdim=True)
+                fold.keep(i, fold.reduction.directly(one), last=False)
 
     def chain(self, quantity: Quantity, out: torch.Tensor) -> None:
         """Reduce one matrix, averaged over the samples at each layer."""

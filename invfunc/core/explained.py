@@ -50,14 +50,14 @@ class Entry:
 class Look(Pullback):
     """Tells how vectors would be pulled back."""
 
-    entries: dict[int, Entry] = field(default_factory=dict)
+    notes: dict[int, Entry] = field(default_factory=dict)
     """An entry for each fold, by its id."""
 
     @property
     def entry(self) -> Entry:
         """What is done for these folds."""
-        found = self.entries.setdefault(id(self.folds[0]), Entry())
-        self.entries.update(dict.fromkeys(map(id, self.folds), found))
+        found = self.notes.setdefault(id(self.folds[0]), Entry())
+        self.notes.update(dict.fromkeys(map(id, self.folds), found))
         return found
 
     def stream(self, out: Any, cotangent: Any) -> None:
@@ -96,7 +96,7 @@ class Look(Pullback):
             for reach in stage.reaches:
                 how = "local" if reach.colouring is not None else "dense" if given == columns else "narrow"
                 found += self._part(how, reach.leaves, given, reach.passes)
-            given = given if stage.end is None else len(stage.end.places)
+            given = given if stage.end is None else stage.end.rank * len(stage.end.places)
         return found + self._part("dense", way.dense, columns, columns)
 
     def _part(self, how: str, leaves: frozenset[int], columns: int, passes: int) -> list[Part]:
@@ -113,6 +113,11 @@ class Look(Pullback):
             size = sum(self.run.leaves[i].numel() for i in rest)
             entry.parts, entry.passes = self._part("entry by entry", rest, size, size), entry.passes + size
 
+    def entries(self, out: torch.Tensor) -> None:
+        entry, size = self.entry, sum(leaf.numel() for leaf in self.problem.leaves)
+        entry.columns = entry.passes = entry.pullbacks = size
+        entry.parts = self._part("entry by entry", frozenset(range(len(self.run.leaves))), size, size)
+
     def chain(self, quantity: Quantity, out: torch.Tensor) -> None:
         with torch.enable_grad():
             self.entry.columns = sum(c.count for c in columns_at(self.run, out, quantity))
@@ -128,12 +133,12 @@ def explained(
         a, b = max(chunks, key=lambda chunk: chunk[1] - chunk[0])
         first = problem.chunk(slice(a, b), b - a)
     asked = any(options.plan.splits.values())
-    plan, entries = options.plan.without("samples"), dict[int, Entry]()
+    plan, notes = options.plan.without("samples"), dict[int, Entry]()
 
     def told(run: Run, folds: list[Fold], out: Any, aux: Any, outside: bool) -> list[Explanation]:
         found, of = [], uses_of(run, run.uses)[0]
         for fold, q in zip(folds, quantities, strict=True):
-            e = entries[id(fold)]
+            e = notes[id(fold)]
             pullbacks = e.pullbacks * (len(chunks) * q.reduction.sweeps if len(chunks) > 1 else 1)
             params = [_parameter(problem, q, i, uses) for i, uses in enumerate(of)]
             found.append(
@@ -151,7 +156,7 @@ def explained(
             )
         return found
 
-    look, plainly = partial(Look, entries=entries), replace(options, plan=plan, reduce=None, progress="")
+    look, plainly = partial(Look, notes=notes), replace(options, plan=plan, reduce=None, progress="")
     return ran_and(told, first, quantities, plainly, None, way=way, undo=undo, pullback=look)
 
 
@@ -165,12 +170,12 @@ def _why(run: Run, q: Quantity, options: Options, entry: Entry) -> str:
         return "they are drawn"
     reasons = {
         "with method='dense'": options.dense,
-        "the result is differentiated": run.deep,
+        "the result will be differentiated": run.deep,
         "samples are chosen": run.chosen is not None,
         "there are few columns": entry.columns < thresholds.FEW,
         "all of them are wanted": q.reduction.shortcuts == "no",
     }
-    return next((why for why, holds in reasons.items() if holds), "no structure is found that saves time")
+    return next((why for why, holds in reasons.items() if holds), "the structure would save nothing")
 
 
 def _parameter(problem: Problem, q: Quantity, i: int, uses: Sequence[Use]) -> Parameter:

@@ -316,7 +316,6 @@ def _of_expanded(run: Run, leaf: torch.Tensor, use: Expanded) -> Sent:
     if any(s.shape[i] != view[i] for i in wide):
         raise Unfactored("it is read in another shape")
     s = s.movedim(wide, (*range(-len(wide), 0),)) if wide else s.unsqueeze(-1)
-<<<<<<< HEAD
     with _numbered(leaf):
         entries = _entries(leaf, use).reshape([view[i] for i in wide] or [1])
         numbers = entries.flatten()
@@ -325,16 +324,7 @@ def _of_expanded(run: Run, leaf: torch.Tensor, use: Expanded) -> Sent:
         if bool((numbers < 0).any()):
             raise Unfactored(PART)
         whole = len(numbers) == leaf.numel() and bool((numbers.diff() == 1).all())
-    s = s.reshape(*s.shape[:2], 1, -1, len(numbers))
-=======
-    entries = _entries(leaf, use).reshape([view[i] for i in wide] or [1])
-    if sum(size != 1 for size in leaf.shape) > 1:
-        return _in_rows(leaf, s, entries)
-    if bool((entries < 0).any()):
-        raise Unfactored(PART)
-    whole = len(entries.flatten()) == leaf.numel() and bool((entries.flatten().diff() == 1).all())
-    s = s.reshape(*s.shape[:2], 1, s.shape[2 : s.ndim - len(wide or [0])].numel(), entries.numel())
->>>>>>> rest
+    s = s.reshape(*s.shape[:2], 1, s.shape[2 : s.ndim - len(wide or [0])].numel(), len(numbers))
     key = id(use.edge) if use.factor is None and use.edge is not None and leaf.ndim == 1 and whole else None
     return Sent(s, [Place((*range(leaf.ndim),), leaf.numel(), None if whole else numbers)], key=key)
 

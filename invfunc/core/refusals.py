@@ -51,6 +51,8 @@ def check_loss(run: Run, out: Any, name: str = "f") -> None:
         raise ArgumentError(f"{name} returned dtype {out.dtype}, but a loss is a floating-point tensor.")
     if not out.requires_grad:
         raise unreached()
+    if isinstance(axis, Unsupported):
+        raise axis
     if axis is None and isinstance(getattr(out, "_known", None), Node):
         raise Unsupported(
             f"the result of {name} is computed from the parameters alone, as an L2 term is, or from what f"
@@ -88,6 +90,8 @@ def check_outputs(run: Run, z: Any, dim: int, path: str = "") -> None:
         )
     if not z.requires_grad and not path:
         raise unreached()
+    if isinstance(axis, Unsupported):
+        raise axis
     if not z.requires_grad and axis is None:
         return
     if type(axis) is tuple and run.n > 1 and axis != (dim % z.ndim - z.ndim, 1, 1):
@@ -99,12 +103,10 @@ def check_outputs(run: Run, z: Any, dim: int, path: str = "") -> None:
 
 
 def _axis(run: Run, x: torch.Tensor) -> Any:
-    """The axis of a result; None of one that no sample reaches. Mixed samples are an error here."""
+    """The axis of a result; None of one that no sample reaches, and an error of one in which samples are mixed."""
     known = getattr(x, "_known", None)
     if type(known) is not Mark or known.run is not run.token or (x.requires_grad and not known.graph):
         return None
-    if isinstance(known.axis, Unsupported):
-        raise known.axis
     return known.axis
 
 

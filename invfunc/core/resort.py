@@ -11,8 +11,8 @@ alone, as the node losses of one graph, rows of the identity are pulled back, if
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
 from typing import Any
 
@@ -236,6 +236,48 @@ def _same(each: Tensors, whole: Tensors, dtype: torch.dtype) -> bool:
     sizes = [_sizes(x).sum(0).amax() for x in each]
     largest = FLOOR * reduce(torch.maximum, sizes)  # what cancels in one, as of a key's bias, is rounding of others
     return all(_near(x.sum(0), y, size + largest, dtype) for x, y, size in zip(each, whole, sizes, strict=True))
+
+
+# Entries of a Hessian
+
+
+class Watched(AbstractContextManager):
+    """A context in which f runs as it is written, on what `samples(x, axis)` makes of the batch."""
+
+    adopting = None
+
+    def __init__(self, samples: Callable[[Tensor, Axis], Tensor]) -> None:
+        self.samples = samples
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+def at_once(problem: Problem, run: Run, leaves: list[Tensor], part: slice) -> tuple[Any, Any]:
+    """f of all samples, which are not told apart; and aux."""
+    out, aux = problem.call(Watched(run.samples), leaves, part)
+    if isinstance(out, Tensor) and out.ndim < 2:
+        know(out, Mark(run.token, (-1, 1, 1) if out.ndim else SUMMED, out.requires_grad))
+        run.closed_over = _closed_over(out, leaves)
+    return out, aux
+
+
+def diagonals(run: Run, out: Tensor) -> Iterator[Tensor]:
+    """The diagonal of the Hessian in each parameter, entry by entry: of each sample, or `[1, *p]` of all at once."""
+    inputs = [u.edge for u in run.uses] or [x[None] for x in run.leaves]
+    given = [u.edge for u in run.uses] or run.leaves
+    with torch.enable_grad():
+        slopes = torch.autograd.grad(out, given, torch.ones_like(out), create_graph=True, allow_unused=True)
+    for x, y, g in zip(inputs, given, slopes, strict=True):
+        found = list[Tensor]()
+        for i in range(x[0].numel() if g is not None and g.requires_grad else 0):
+            with torch.enable_grad():
+                entry = g.reshape(len(x), -1)[:, i].sum()  # pyright: ignore[reportOptionalMemberAccess]
+                options = {"retain_graph": True, "create_graph": run.deep, "allow_unused": True}
+                (h,) = torch.autograd.grad(entry, y, **options)
+            found.append(run.strip(torch.zeros_like(y) if h is None else h).reshape(len(x), -1)[:, i])
+        rows = torch.stack(found, 1).view(x.shape) if found else torch.zeros_like(run.strip(x))
+        yield rows if run.chosen is None else rows[run.chosen]
 
 
 # Rows

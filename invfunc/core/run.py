@@ -136,6 +136,8 @@ class Run(TorchFunctionMode):
         """Whether the columns are the root of a Hessian's diagonal, and the u of `-u u^T` beside it."""
         self.states: list[Any] = []
         """The states of torch's generators before f, where f may run again on one sample."""
+        self.each = True
+        """Whether something of each sample is wanted."""
         self.alone = True
         """Whether one vector is pulled back at a time."""
         self.func: Any = None
@@ -319,6 +321,7 @@ class Run(TorchFunctionMode):
             return self.mark(rule, func, args, kwargs, data, out)
         if rule is None or func is torch.nn.functional.embedding_bag:
             if hasattr(func, "rule_of"):
+                self.func = func
                 return own.followed(self, func, args, kwargs, data, params)
             inner = self.at_once(func, args, data, params) or composed(func)
             if inner is not None:
@@ -555,7 +558,7 @@ class Run(TorchFunctionMode):
         if apart or not linear or (params and func not in SUMS):
             error = Unsupported("it is not linear in a sum over the samples")
             return self.lose(func(*args, **kwargs), error, func)
-        if not all([node.alone for _, node in params]):
+        if self.each and not all([node.alone for _, node in params]):
             raise Unsupported("a term of parameters and other tensors, which may be of samples that were not seen")
         alias, self.func = {id(x): self.alias(x) for x, _ in params}, func
         out = func(*replaced(args, alias), **kwargs)

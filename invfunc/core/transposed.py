@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from invfunc.core import uses as known
 from invfunc.core.marks import Axis, Node, Run, option
@@ -31,11 +32,11 @@ class Transposed(Pair):
         kernel, x = self.shape[2:], x.flatten(0, 1)
         edges = [gap * (k - 1) - p for gap, k, p in zip(dilation, kernel, padding, strict=True)]
         sizes = [(i - 1) * s + 1 for i, s in zip(x.shape[2:], stride, strict=True)]
-        ends = [(max(e, 0), max(e + m, 0), max(-e, 0), max(-e - m, 0)) for e, m in zip(edges, extra, strict=True)]
-        apart = x.new_zeros(*x.shape[:2], *(e[0] + i + e[1] for e, i in zip(ends, sizes, strict=True)))
-        apart[(..., *(slice(e[0], e[0] + i, s) for e, i, s in zip(ends, sizes, stride, strict=True)))] = x
-        apart = apart[(..., *(slice(e[2], size - e[3]) for e, size in zip(ends, apart.shape[2:], strict=True)))]
-        x = patches(apart, kernel, [1] * len(kernel), [0] * len(kernel), dilation)
+        apart = x.new_zeros(*x.shape[:2], *sizes)
+        apart[(..., *(slice(None, None, s) for s in stride))] = x
+        ends = [(e, e + m) for e, m in zip(edges, extra, strict=True)]
+        apart = F.pad(apart, [end for pair in ends[::-1] for end in pair])  # also by less than nothing
+        x = patches(apart, kernel, (1,) * len(kernel), (0,) * len(kernel), dilation)
         x = x.unflatten(-1, (self.groups, -1, kernel.numel())).flip(-1).flatten(-2).transpose(1, 2)
         return x if more == 1 else x.unflatten(0, (n, more)).transpose(1, 2).flatten(2, 3)
 

@@ -16,13 +16,13 @@ from invfunc._torch.functorch import transforming, unheard, unseen
 from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
 from invfunc._torch.values import same_values
 from invfunc.core.columns import joined, made
-from invfunc.core.evaluate import WAYS, Kept, Made, Way, columns_of_all, hessian_of, kept, loss_of, returned
+from invfunc.core.evaluate import WAYS, Kept, Made, Met, Way, columns_of_all, hessian_of, kept, loss_of, returned, whole
 from invfunc.core.marks import Final, Unsupported
 from invfunc.errors import InvFuncError
 from invfunc.evaluation.fold import Fold
 from invfunc.evaluation.joined import Drew, check_fewer, moved
 from invfunc.evaluation.kinds import Kind, kind_of, neither, not_in_parts
-from invfunc.recording.problem import Problem, with_aux
+from invfunc.recording.problem import Problem
 from invfunc.reductions.quantity import Accumulator, Quantity
 
 Part = tuple[int, int]
@@ -150,7 +150,12 @@ class Parts:
                 except (InvFuncError, Unsupported):
                     raise
                 except Exception as error:
-                    raise not_in_parts(error) from error
+                    met = error
+                else:
+                    met = None
+                if met is not None:
+                    returned(self.problem)  # whose errors are the user's own
+                    raise not_in_parts(met.error if isinstance(met, Met) else met) from None
                 drawn = drew()
             values = [z.detach() for z in tree.tensors((found,))]
             return [z if z.ndim < 2 else z.movedim(problem.out_dims, 0) for z in values], drawn
@@ -204,19 +209,6 @@ def joins(problem: Problem, found: Any = None) -> bool:
                 found = alone(problem, slice(0, problem.n))
         given, some = problem.tensors(), partial(alone, problem)
         return check_fewer(tree.tensors((found,)), problem.out_dims, problem.n, given, some)
-
-
-def whole(problem: Problem) -> Problem:
-    """A model and its loss as one function."""
-    f, loss = problem.f, problem.loss
-    assert loss is not None
-
-    def of_both(*args: Any, **kwargs: Any) -> Any:
-        found = f(*args[:-1], **kwargs)
-        outputs, aux = with_aux(found) if problem.has_aux else (found, None)
-        return (loss(outputs, args[-1]), aux) if problem.has_aux else loss(outputs, args[-1])
-
-    return replace(problem, f=of_both, loss=None)
 
 
 class Slice:

@@ -116,6 +116,15 @@ class Problem:
             given = some_samples(given, dim, part)
         return tree.map_tensors(lambda x: trace.samples(x, Axis(dim % x.ndim)), given)
 
+    def differentiable(self) -> Problem:
+        """The problem with tensors of inference mode copied, as these have no derivatives."""
+
+        def plain(x: torch.Tensor) -> torch.Tensor:
+            return x.clone() if x.is_inference() else x
+
+        leaves, args, kwargs = [*map(plain, self.leaves)], *tree.map_tensors(plain, (self.args, self.kwargs))
+        return replace(self, leaves=leaves, args=args, kwargs=kwargs)
+
     def fixed(self) -> list[torch.Tensor]:
         """The tensors that all samples share."""
         return tree.tensors(([self.args[i] for i, d in self.dims.items() if d is None], self.kwargs))

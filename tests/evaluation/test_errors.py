@@ -175,7 +175,7 @@ CALLS = {
         "batch_grad(model)(params, x): f returned shape (5, 3) for N = 5 ... looks like a model "
         "function ... loss function ... scalar or shape (5,)"),
     "a model function, chunked": (chunked(variance(model), 2), (P, X), ArgumentError,
-        "shape (5, 3) ... looks like a model function"),
+        "shape (2, 3) for N = 2 ... looks like a model function"),
     "a model function alone": (diag_ggn(model), (P, X), ArgumentError,
         "diag_ggn(model)(params, x) ... shape (5, 3) ... looks like a model function"),
     "a sum over samples": (variance(lambda p, x: model(p, x).sum(0)), (P, X), ArgumentError,
@@ -208,7 +208,7 @@ CALLS = {
     "no known loss": (diag_ggn(total), (P, X), SplitError,
         "diag_ggn(total)(params, x): no outputs are found ... outputs(z)"),
     "neither mean nor sum, chunked": (chunked(batch_grad(lambda p, x: total(p, x) / x.sum()), 2), (P, X),
-        SampleAxisError, "n=2, over='samples')(p, x) ... neither the mean nor the sum ... outputs(z)"),
+        SampleAxisError, "n=2, over='samples')(p, x) ... neither the mean nor the sum ... [N] losses"),
     "not convex": (diag_ggn(model, bent), (P, X, Z), ConvexityError,
         "diag_ggn(model, bent)(params, x, target):  ... not convex in the outputs"),
     "negative": (diag_ggn(lambda p, x, y: -loss(p, x, y)), (P, X, Y), ConvexityError, "not convex in the outputs"),

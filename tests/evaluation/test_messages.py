@@ -127,7 +127,7 @@ def test_chunks_of_a_scalar_loss():
     def in_chunks(f):
         return chunked(batch_l2_grad(f), 2, over="samples")(p, x, y)
 
-    with pytest.raises(SampleAxisError, match=r"neither the mean nor the sum.*Return the \[N\] losses.*`outputs\(z\)`"):
+    with pytest.raises(SampleAxisError, match=r"neither the mean nor the sum.*Return the \[N\] losses"):
         in_chunks(lambda p, x, y: (x @ p - y).square().mean() / x.sum())
     wanted = batch_l2_grad(lambda p, x, y: (x @ p - y).square().mean())(p, x, y)
     assert_trees_close(in_chunks(lambda p, x, y: (x @ p - y).square().mean()), wanted, 1e-9)
