@@ -72,6 +72,7 @@ from invfunc.core.tables import (
     MOVES,
     MOVING,
     MULTIPLY,
+    PLACING,
     PLAIN,
     POINTWISE,
     PRODUCTS,
@@ -484,7 +485,7 @@ class Run(TorchFunctionMode):
 
     def axes_of(self, rule: Any, func: Any, args: tuple, kwargs: dict, data: list[Known], out: Any) -> Any:
         """The axis of the result: one for all of its tensors, or a list."""
-        if rule and -data[0][1][0] > data[0][0].ndim and single(data):
+        if func not in PLACING and -data[0][1][0] > data[0][0].ndim and single(data):
             orders, every = {axis[1] for _, axis in data}, [*tensors(out)]
             if len(orders) == 1:
                 return [alone(y.ndim, data[0][1][1].rows, self.n) for y in every]
@@ -501,15 +502,11 @@ class Run(TorchFunctionMode):
         if axis is not None:
             return axis
         try:
-            found = probe(self.n, func, args, kwargs, data)
+            return probe(self.n, func, args, kwargs, data)
         except Unsupported:
             if func not in GROUPED:
                 raise
             return SUMMED
-        if None in found and single(data) and len({axis[1] for _, axis in data}) == 1:  # of a tensor without entries
-            whole = [alone(y.ndim, data[0][1][1].rows, self.n) for y in tensors(out)]
-            found = [one if axis is None else axis for one, axis in zip(whole, found, strict=True)]
-        return found
 
     def meet(self, func: Any, rule: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """Run an operation of samples and parameters."""
