@@ -71,6 +71,7 @@ from invfunc.core.tables import (
     MOVES,
     MOVING,
     MULTIPLY,
+    PLACING,
     PLAIN,
     POINTWISE,
     PRODUCTS,
@@ -502,7 +503,7 @@ class Run(TorchFunctionMode):
 
     def axes_of(self, rule: Any, func: Any, args: tuple, kwargs: dict, data: list[Known], out: Any) -> Any:
         """The axis of the result: one for all of its tensors, or a list."""
-        if -data[0][1][0] > data[0][0].ndim and single(data):
+        if func not in PLACING and -data[0][1][0] > data[0][0].ndim and single(data):
             orders, every = {axis[1] for _, axis in data}, [*tensors(out)]
             if len(orders) == 1:
                 return [alone(y.ndim, data[0][1][1].rows, self.n) for y in every]
@@ -516,12 +517,14 @@ class Run(TorchFunctionMode):
             axis = None
         if axis is None and func in MOVING:
             axis = moved(self.n, func, args, kwargs, data, out)
+        if axis is not None:
+            return axis
         try:
-            return probe(self.n, func, args, kwargs, data) if axis is None else axis
+            return probe(self.n, func, args, kwargs, data)
         except Unsupported:
             if func not in GROUPED:
                 raise
-        return SUMMED
+            return SUMMED
 
     def meet(self, func: Any, rule: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """Run an operation of samples and parameters."""
