@@ -32,11 +32,6 @@ def note_way(f: Callable, what: Hashable, way: int | None) -> None:
         _WAYS.set(f, {**(_WAYS.get(f) or {}), what: way})
 
 
-def refuse(f: Callable, what: Hashable) -> None:
-    """Note that none does."""
-    note_way(f, what, None)
-
-
 def straight(run: Callable[[], T]) -> T:
     """What a run finds in which no way fails: one in which it does has done things twice."""
     before = repr(_TIMES)

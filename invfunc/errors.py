@@ -27,60 +27,6 @@ class SampleAxisError(InvFuncError, ValueError):
     """The operation at which the samples are lost."""
 
 
-class Unseen(str):
-    """A reason for which samples are lost: they went where calls are not seen."""
-
-
-def samples_lost(reason: str, unknown: bool) -> SampleAxisError:
-    """The error that names the operation at which the samples are lost."""
-    if isinstance(reason, Unseen):
-        return samples_unseen(reason)
-    text = f"the samples are not kept apart at {reason}. Keep them apart up to the loss"
-    if unknown:
-        text += ", or return the [N] losses of the samples from a function that also works on a batch of one"
-    else:
-        text += "; of a loss that mixes them (a contrastive one) there are the products `hvp(f)` and `ggnvp(f, loss)`"
-    error = SampleAxisError(text + ".")
-    error.unknown, error.reason = unknown, reason
-    return error
-
-
-def samples_unseen(reason: str) -> SampleAxisError:
-    """The error that names the call which reads samples that went where nothing is seen."""
-    error = SampleAxisError(
-        f"the samples are not kept apart at {reason}. Return the [N] losses of the samples from a function that also "
-        "works on a batch of one, or compute that outside of f and pass it as a batch argument; for curvature, give "
-        "the model and the loss apart, as in `diag_ggn(f, loss)`."
-    )
-    error.unknown, error.reason = True, reason
-    return error
-
-
-def to_be_split(error: SampleAxisError) -> SampleAxisError:
-    """The error for samples that are lost where the function has to be split into model and loss."""
-    return SampleAxisError(
-        f"the samples are not kept apart at {error.reason}. Keep them apart up to the loss, or give the model and the "
-        "loss apart, as in `diag_ggn(f, loss)`, with a model that also works on a batch of one."
-    )
-
-
-def not_alone(error: SampleAxisError, why: str) -> SampleAxisError:
-    """The error for samples that are lost where evaluating them one by one has failed, too (`why`)."""
-    if not why:
-        return error
-    at = f"the samples are not kept apart at {error.reason}" if error.reason else str(error).removesuffix(".")
-    return SampleAxisError(f"{at}, and f cannot be evaluated on each of them alone: {why}.")
-
-
-def part_mixed(name: str) -> SampleAxisError:
-    """The error that names the operation at which the samples of a part of the batch meet."""
-    return SampleAxisError(
-        f"the samples of a part of the batch meet at `{name}`, which gives something else than in the whole batch; it "
-        "cannot be chunked over samples. Chunk over outputs or params, or give one function with the loss in it: then "
-        "the outputs of a part are compared with those of the whole batch."
-    )
-
-
 def unreached() -> ArgumentError:
     """The error for a result that depends on no parameter at all."""
     return ArgumentError(

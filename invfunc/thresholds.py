@@ -94,10 +94,6 @@ convolutions want one batch dimension, and there is nothing to gain from more at
 as long as vmap from 2^12 to 2^20. Statistics that add up columns take no more than one at a time then, on every
 device, which saves memory."""
 
-STREAMED = 2**22
-"""Numbers of the cotangents of several columns, at all sites together, from which on each parameter is reduced as those
-at its operation arrive, so that those of one operation are in memory, not of all. Below, telling of them takes up to a
-quarter of the call here; above, the time is the same (0.93 to 1.03), or 0.6 to 0.9 of it where they are many."""
 
 GROUPED = 2**24
 """Numbers of the cotangents of all columns that are there at once; more columns come in groups. A limit of memory."""
@@ -109,24 +105,6 @@ CACHE, ELSEWHERE = {"cpu": 6 * 2**20}, 2**26
 """How many numbers an intermediate tensor may have, the budget of a block: what a CPU keeps in its cache, what keeps
 another device busy. Here, with a larger cache, 2^24 is 2 % faster, 2^20 takes 1.4 times as long."""
 
-BUSY = 2**24
-"""The budget above which blocks of samples are not made: such a device wants the whole batch."""
-
-BLOCK_BATCH, BLOCK_COLUMNS = 3, 4
-"""Samples and columns from which on blocks of samples may be made: the forward pass in parts has to be won back. Here
-16 columns win it back, and 4 cost 4 %."""
-
-BLOCK_SAMPLES, BLOCK_WIDTH = 4, 32
-"""Samples of the first block, from which sizes are known, and of others at least; columns that fit at most."""
-
-PARTS_CHECKED = 4
-"""Blocks of samples of which about so many are compared with what f gives for some of their samples alone."""
-
-OPERANDS = 16
-"""Budgets that what is read of a block may take where nothing larger is made of it: a limit of memory."""
-
-PRODUCTS = 4
-"""Budgets that products of positions with positions, or of samples with samples, may take: a limit of memory."""
 
 SHARES = 4
 """How many times the per-sample gradients of a block fit the budget: they are written, squared and added up in it. So
@@ -136,9 +114,6 @@ KEPT_SHARES = 16
 """How many times smaller than its cotangent a per-sample gradient is that is kept, where a weighted sum may follow the
 norms: so little memory, and of a GPT's biases and norm layers half of the time."""
 
-TILED, TILE, TILED_ON = 2**20, 2**18, ("cpu",)
-"""Numbers of a per-sample gradient from which on its moments are taken of so many of its entries at a time, for all
-samples: they stay in the cache with the three sums. Half the time here at 2^21 numbers, where these did not."""
 
 # Sums of per-sample gradients of convolutions (operations/convolutions.py)
 
@@ -216,9 +191,6 @@ MOVED = 2**24
 """Numbers that are kept at once of what is moved forwards from a narrow layer: those to some of its blocks, for which
 all are computed. A limit of memory."""
 
-NUMBERED = 2**20
-"""Entries from which on groups of columns are not followed through moves: they are numbered, and float32 must tell the
-numbers apart. A limit of rounding."""
 
 # Parameters that are read again (core/hessian.py)
 
@@ -252,9 +224,6 @@ of time."""
 
 # What is looked through (passes/evidence.py, recording/held.py)
 
-COMPARED = 2**22
-"""Entries up to which a tensor from elsewhere is kept to compare its numbers; of a larger one, that it is the same
-unwritten object. A limit of memory."""
 
 HELD = 512
 """Objects of a function that are looked through for tensors before it runs."""

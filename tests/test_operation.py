@@ -284,10 +284,14 @@ class TestWhatIsRefused:
             batch_grad(f)(Numbers(2)(4, 2), Numbers(3)(4, 4))
 
     def test_an_output_that_is_no_tensor_with_the_samples_in_front(self):
-        for fn in (lambda x, w: x.sum() * w.sum(), lambda x, w: (x @ w)[:2], lambda x, w: (x @ w).flatten()):
+        """It may be right on single samples."""
+        for fn in (lambda x, w: x.sum().cos() * w.sum(), lambda x, w: (x @ w)[:2].square()):
             op = operation(fn)
             with pytest.raises(SampleAxisError):
                 batch_grad(lambda w, x, op=op: op(x, w).sum())(self.w, self.x)
+        op = operation(lambda x, w: (x @ w).sin().flatten())
+        wanted = loop_batch_grad(lambda w, x: (x @ w).sin().sum(1))(self.w, self.x)
+        assert_trees_close(batch_grad(lambda w, x: op(x, w).sum())(self.w, self.x), wanted, EXACT)
 
 
 def test_derivatives_reach_through_an_operation_into_what_is_below():

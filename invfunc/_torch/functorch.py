@@ -118,33 +118,6 @@ def batch_first(x: torch.Tensor) -> torch.Tensor:
     return x if axes == sorted(axes) else x.permute(sorted(range(x.dim()), key=axes.__getitem__))
 
 
-def in_front(x: torch.Tensor, size: int) -> torch.Tensor:
-    """A tensor of `torch.autograd.grad(..., is_grads_batched=True)` with its batch, of this size, as first axis."""
-    legacy: Any = torch
-    level = _level_of_batch(x)
-    return x.expand(size, *x.shape) if level is None else legacy._remove_batch_dim(x, level, size, 0)
-
-
-def _level_of_batch(x: torch.Tensor) -> int | None:
-    """The innermost level at which it is batched; None if it is at none."""
-    legacy: Any = torch
-    if not _C.is_legacy_batchedtensor(x):
-        return None
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    if level:
-        return level
-
-    def has(level: int) -> bool:  # what has no batch there gets one of the given size
-        return legacy._remove_batch_dim(x, level, 2, 0).shape[0] == legacy._remove_batch_dim(x, level, 3, 0).shape[0]
-
-    return next(level for level in range(_LEVELS, 0, -1) if has(level))  # autograd's threads of devices know of none
-
-
-_LEVELS = 64
-"""How many vmaps torch allows within each other."""
-
-
 def checkpointing() -> bool:
     """Whether hooks take the place of saved tensors that know nothing of statistics, as torch.utils.checkpoint's."""
     hooks = saving_hooks()
@@ -342,15 +315,6 @@ def number_of(x: torch.Tensor) -> int:
 def base_of(x: torch.Tensor) -> torch.Tensor | None:
     """The tensor of which x is a view."""
     return x._base if x._is_view() else None
-
-
-def unviewed(x: torch.Tensor) -> torch.Tensor:
-    """A tensor in the same memory that autograd does not take for a view: writing in place leaves the graph above it.
-
-    Writing into a view rebuilds the graph of its base (F.linear of more than two dimensions returns a view), and a
-    gradient edge taken before would no longer lie on the way.
-    """
-    return torch.ops.aten._unsafe_view(x, x.shape) if base_of(x) is not None else x
 
 
 def untraced(fn: Any) -> Any:

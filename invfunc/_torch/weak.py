@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
@@ -51,48 +51,10 @@ class WeakIdMap(Generic[V]):
         self._room = max(2 * len(self._of), _FEW)
 
 
-class WeakIdSet(WeakIdMap[bool]):
-    """Some tensors."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()
-        self.update(tensors)
-
-    def __reduce__(self) -> tuple:
-        return WeakIdSet, ()  # there are other tensors where it is read again
-
-    def add(self, x: torch.Tensor) -> None:
-        self.set(x, True)
-
-    def update(self, tensors: Iterable[torch.Tensor]) -> None:
-        for x in tensors:
-            self.set(x, True)
-
-
 def memory_ref(x: torch.Tensor) -> ref[Any]:
     """A weak reference of the memory of a tensor, which is there as long as anybody has a view of it."""
     with unwatched():
         return ref(memory_of(x))
-
-
-class WeakMemories:
-    """The memory of some tensors; another tensor gets its address when it is freed."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
-        self._of: dict[int, ref[Any]] = {}
-        self.update(tensors)
-
-    def update(self, tensors: Iterable[torch.Tensor]) -> None:
-        for x in tensors:
-            memory = memory_of(x)
-            self._of[id(memory)] = ref(memory)
-
-    def __contains__(self, x: torch.Tensor) -> bool:
-        if not self._of:
-            return False
-        memory = memory_of(x)
-        found = self._of.get(id(memory))
-        return found is not None and found() is memory
 
 
 _FEW = 200

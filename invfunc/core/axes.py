@@ -355,6 +355,13 @@ def class_loss(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -
     return (-out.ndim, outer, inner) if out.ndim else SUMMED
 
 
+def row_loss(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
+    """`cosine_embedding_loss` and its like, of rows with the samples in dim 0."""
+    if args[0].ndim < 2 or any(axis != (-x.ndim, 1, 1) for x, axis in data):
+        raise Unsupported("the samples are not the rows")
+    return (-1, 1, 1) if out.ndim else SUMMED
+
+
 def embedding(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
     """`embedding(index, table)`: a dim more."""
     (x, (at, outer, inner)), *more = data
@@ -366,14 +373,21 @@ def embedding(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) ->
 def numbers(shape: Any, axis: Axis, n: int, device: torch.device) -> torch.Tensor:
     """The number of the sample of each entry of a tensor."""
     at, outer, inner = axis
+    if -at > len(shape):
+        return outer.rows.view([1] * len(shape)).expand(shape)  # pyright: ignore[reportAttributeAccessIssue]
     count = outer.rows if isinstance(outer, Order) else torch.arange(outer * n * inner, device=device) // inner % n
     return count.view(-1, *[1] * (-at - 1)).expand(shape)
 
 
 def read(known: torch.Tensor, n: int) -> Axis | None:
     """The axis from the sample of each entry, -1 where there is none; None if they are not along one dim."""
-    if known.ndim == 0 or int(known.max()) < 0:
+    if known.ndim and not known.numel():  # nothing was picked
+        return [*known.shape].index(0) - known.ndim, Order(known.flatten(), n), 0  # pyright: ignore[reportReturnType]
+    low, high = (int(x) for x in known.aminmax())
+    if known.ndim == 0 or high < 0:
         return None
+    if low == high and n > 1:
+        return alone(known.ndim, known.new_full((1,), high), n)
     order = None
     for dim in range(known.ndim):
         rows = known.movedim(dim, 0).reshape(known.shape[dim], -1)
@@ -381,7 +395,7 @@ def read(known: torch.Tensor, n: int) -> Axis | None:
         there = high >= 0
         if not torch.equal(low[there], high[there]):
             continue
-        if order is None and len(rows) > 1 and bool(there.all()):
+        if order is None and bool(there.all()):
             order = (dim - known.ndim, high)
         if len(rows) % n:
             continue
@@ -390,6 +404,16 @@ def read(known: torch.Tensor, n: int) -> Axis | None:
             if len(rows) % (inner * n) == 0 and torch.equal((count // inner % n)[there], high[there]):
                 return (dim - known.ndim, len(rows) // (n * inner), inner)
     return None if order is None else (order[0], Order(order[1], n), 0)  # pyright: ignore[reportReturnType]
+
+
+def alone(ndim: int, sample: torch.Tensor, n: int) -> Axis:
+    """The axis of a tensor that is of one sample."""
+    return (-ndim - 1, Order(sample, n), 0)  # pyright: ignore[reportReturnType]
+
+
+def single(data: list[Known]) -> bool:
+    """Whether all tensors are of single samples."""
+    return all([-axis[0] > x.ndim for x, axis in data])
 
 
 def found(known: torch.Tensor, n: int) -> Axis:

@@ -32,7 +32,7 @@ from invfunc.core.split import (
 )
 from invfunc.core.tables import called
 from invfunc.loss.drawn import drawn
-from invfunc.loss.hessian import columns
+from invfunc.loss.hessian import columns, once_only, pulled_back
 from invfunc.loss.square_root import Affine, Columns, Elementwise, General, OutputCotangents, Softmax, rooted
 from invfunc.operations.naming import argument
 from invfunc.operations.second_derivatives import TwiceDifferentiable
@@ -74,9 +74,12 @@ class Within:
         graph = self.run.deep if create_graph is None else create_graph
         with torch.enable_grad():
             if batched:
-                return self.run.rows(ys, inputs, given, graph)
-            options = {"create_graph": graph, "retain_graph": True, "allow_unused": True}
-            return [*torch.autograd.grad(ys, inputs, given, **options)]
+                try:
+                    return self.run.rows(ys, inputs, given, graph)
+                except RuntimeError as error:
+                    raise once_only(error, ys) from error
+            options = {"create_graph": graph, "retain_graph": True}
+            return [*pulled_back(ys, inputs, given, **options)]
 
 
 def criterion_of(run: Run, func: Any, args: tuple, kwargs: dict[str, Any], data: list) -> Any:
@@ -197,7 +200,7 @@ def _joined(parts: Sequence[Any]) -> Columns:
 
 def _count(columns: Any) -> int:
     """How many samples columns are of."""
-    return len(columns.logits if isinstance(columns, (Softmax, Elementwise)) else columns.hessian)
+    return len(columns.hessian if isinstance(columns, General) else columns.logits)
 
 
 def weighs(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -13,52 +13,55 @@ import torch
 from invfunc import thresholds, tree
 from invfunc._alike import alike
 from invfunc._extras import Ticks
-from invfunc._torch.functorch import dual_level, hooked, transforming, versions
-from invfunc._torch.generators import same_state, state_of, torchs_own
-from invfunc._ways import known_way, note_way
+from invfunc._torch.functorch import hooked, transforming, versions
+from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
 from invfunc.budget.size import fits
 from invfunc.core.columns import Twice, columns_at, lost, single, split
 from invfunc.core.factors import partners
 from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
 from invfunc.core.lots import Lot
-from invfunc.core.marks import HALF, SUMMED, Final, Mark, Unsupported, know
-from invfunc.core.refusals import check_loss, check_outputs, check_room, refused_by
-from invfunc.core.resort import alone, at_once, by_rows, diagonals
+from invfunc.core.marks import SUMMED, Final, Mark, Unsupported, know
+from invfunc.core.refusals import check_loss, check_outputs, check_room
+from invfunc.core.resort import at_once, by_rows, diagonals
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.split import Axis, Finder, Output, marked_for
 from invfunc.core.uses import Use
+from invfunc.core.ways import Met, Way, looked_at
 from invfunc.errors import InvFuncError, unreached
 from invfunc.loss.square_root import Affine, Columns, Units, joined_block
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.plan import Options, Plan, even
-from invfunc.recording.problem import Problem, with_aux
+from invfunc.recording.problem import Problem, check_numbers, whole
 from invfunc.reductions import Found, Reduction, State
 from invfunc.reductions.quantity import Quantity
 from invfunc.reductions.reduction import Shortcuts
 from invfunc.structure.plan import Structure
 from invfunc.structure.plan import Way as Shortcut
 
-Way = Callable[[Problem, Run, list[torch.Tensor], slice], tuple[Any, Any]]
-"""A way of calling f, given the leaves of a run: the result, whose mark and uses the run knows then, and aux."""
-WAYS: tuple[Way, ...] = (Problem.call, alone, by_rows)
-"""As it is, then the last resort."""
 T = TypeVar("T")
 Made = dict[Hashable, list[Columns]]
 """Columns of each kind, by the key that quantities share."""
 Reduce = Callable[[str, Any], Any]
 PLAIN, TICKS = Options(), Ticks()
-_DTYPES = (torch.float32, torch.float64, *HALF)
 
 
-def plain(problem: Problem) -> bool:
-    """Whether the arguments of a call are ordinary tensors."""
-    if torch.is_inference_mode_enabled():
-        return False
-    if dual_level():  # forward mode
-        return False
-    return all([x.dtype in _DTYPES and x.layout is torch.strided and not x.is_meta for x in problem.leaves])
+def of_each_kind(quantities: Sequence[Quantity]) -> list[list[int]]:
+    """The numbers of quantities that are reduced in one run: vectors, columns, second derivatives have each its own."""
+    groups: dict[Any, list[int]] = {}
+    for i, kind in enumerate(q.kind for q in quantities):
+        key = kind.convex, kind.averaged, kind.second_order, kind.of_model == "yes"
+        groups.setdefault(key, []).append(i)
+    return [*groups.values()]
+
+
+def _apart(quantities: Sequence[Quantity], call: Callable[[list[Quantity]], T]) -> Iterator[tuple[list[int], T]]:
+    """What each kind of quantities finds, for which f runs with the same random numbers."""
+    before = [(g, state_of(g)) for g in torchs_own()]
+    for group in of_each_kind(quantities):
+        set_states(before)
+        yield group, call([quantities[i] for i in group])
 
 
 def evaluated(
@@ -82,6 +85,10 @@ def evaluated(
 
     if ticks is not TICKS:
         ticks.reach(problem.n)
+    if len(quantities) > 1 and len(of_each_kind(quantities)) > 1:
+        found = [*_apart(quantities, lambda some: evaluated(problem, some, options, way, undo=undo))]
+        results = {i: result for group, (some, _) in found for i, result in zip(group, some, strict=True)}
+        return [results[i] for i in range(len(quantities))], found[0][1][1]
     return ran_and(finished, problem, quantities, options, None, ticks, way, undo=undo)
 
 
@@ -120,6 +127,10 @@ def kept(
         aux = None if aux is None else _left(run, aux, outside)
         return Kept(folds, run.count, aux, _left(run, out, outside), _left(run, run.outputs, outside))
 
+    if len(quantities) > 1 and len(of_each_kind(quantities)) > 1:
+        every = [*_apart(quantities, lambda some: kept(problem, some, options, known, ticks, way, part))]
+        folds = {i: fold for group, one in every for i, fold in zip(group, one.folds, strict=True)}
+        return replace(every[0][1], folds=[folds[i] for i in range(len(quantities))])
     return ran_and(left, problem, quantities, replace(options, reduce=None), known, ticks, way, part, phased=True)
 
 
@@ -141,19 +152,6 @@ def returned(problem: Problem, part: slice = slice(None), leaves: list[torch.Ten
     if part != slice(None):
         few = problem.chunk(part, part.stop - part.start)
     return few.call(_Bare(), problem.leaves if leaves is None else leaves, slice(None))[0]
-
-
-def whole(problem: Problem) -> Problem:
-    """A model and its loss as one function."""
-    f, loss = problem.f, problem.loss
-    assert loss is not None
-
-    def of_both(*args: Any, **kwargs: Any) -> Any:
-        found = f(*args[:-1], **kwargs)
-        outputs, aux = with_aux(found) if problem.has_aux else (found, None)
-        return (loss(outputs, args[-1]), aux) if problem.has_aux else loss(outputs, args[-1])
-
-    return replace(problem, f=of_both, loss=None)
 
 
 def loss_of(problem: Problem) -> torch.Tensor:
@@ -205,46 +203,6 @@ def hessian_of(problem: Problem) -> list[Columns]:
         run.close()
 
 
-def by_ways(f: Callable, what: Hashable, call: Callable[[Way], T], undo: Callable[[], None]) -> T:
-    """What a call finds by the first way that follows f; what is asked of f says which way that was before.
-
-    An error of the library's own, or of f, is one of any way; else the error is that of the first.
-    """
-    first, refusals = known_way(f, what), list[Exception]()
-    for k in range(first or 0, len(WAYS)):
-        try:
-            found = call(WAYS[k])
-        except Exception as error:
-            refusals.append(error)
-        else:
-            if k != first:
-                note_way(f, what, k)
-            return found
-        undo()
-        last = refusals[-1]
-        if isinstance(last, (Final, InvFuncError)) or (isinstance(last, Raised) and not transforming()):
-            break
-    own = [e.error if isinstance(e, Raised) else e for e in refusals if isinstance(e, (Raised, InvFuncError))]
-    raise own[0] if own else refused_by(refusals)
-
-
-class Raised(Exception):
-    """Raised where f itself raises an error, also as it is written."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-class Met(Raised):
-    """Raised where f raises an error while it is followed."""
-
-    def __init__(self, error: Exception, as_written: Callable[[], Any]) -> None:
-        """`as_written` calls f as it is written."""
-        super().__init__(error)
-        self.as_written = as_written
-
-
 def ran_and(
     finish: Callable[..., T],
     problem: Problem,
@@ -260,10 +218,6 @@ def ran_and(
 ) -> T:
     """Run f, reduce the columns, and finish with what is kept while the run is open."""
     pullback = pullback or Pullback
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad():
-            given = problem.differentiable(), quantities, options, known, ticks, way, part, phased, undo, pullback
-            return ran_and(finish, *given)
     outside = torch.is_grad_enabled()
     constants = [x for q in quantities for x in q.reduction.constants]
     deep = transforming() or (outside and any([x.requires_grad for x in (*problem.tensors(), *constants)]))
@@ -293,7 +247,7 @@ def ran_and(
         finally:
             run.close()
         if met is not None:
-            raise _looked_at(met) from None
+            raise looked_at(met) from None
 
 
 class Again(Exception):
@@ -303,6 +257,7 @@ class Again(Exception):
 def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool) -> tuple[Any, Any]:
     """What f returns, and aux; the run knows then what f reads of the parameters."""
     device, given = problem.leaves[0].device.type, problem.tensors()
+    check_numbers(given)
     before = versions(given)
     leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
     convex = any([q.kind.convex for q in quantities])
@@ -413,17 +368,6 @@ def _called(problem: Problem, run: Run, leaves: list[torch.Tensor], convex: bool
         raise Met(error, lambda: loss(returned(problem), problem.args[-1])) from None
 
 
-def _looked_at(met: Met) -> Exception:
-    """An error that a run met: one that f also raises as it is written is the user's own."""
-    try:
-        with torch.enable_grad():
-            met.as_written()
-    except Exception as error:
-        error.__context__ = None  # of the run
-        return Raised(error)
-    return Unsupported(f"{type(met.error).__name__}: {str(met.error).partition(chr(10))[0]}")
-
-
 def _columns(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: bool, known: Made | None) -> None:
     """Reduce the columns of each kind, one kind after the other; some are known."""
     run, folds = way.run, way.folds
@@ -447,12 +391,21 @@ def _columns(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: boo
 def _rows(way: Pullback, out: Any) -> None:
     """Reduce the rows of the Jacobian of a model function."""
     run, problem = way.run, way.problem
-    check_outputs(run, out, problem.out_dims)
-    dim = problem.out_dims % out.ndim
-    values = run.strip(out).movedim(dim, 0)
+    structure, each = tree.flatten(out)[1], tree.named_leaves(out)
+    roots, shapes, values = list[Output](), list[torch.Size](), dict[int, torch.Tensor]()
+    for i, (path, z) in enumerate(each):
+        check_outputs(run, z, problem.out_dims, path)
+        dim = problem.out_dims % z.ndim
+        rows = run.strip(z).movedim(dim, 0)
+        shapes.append(rows.shape[1:])
+        values[i] = rows.unsqueeze(1 + dim)
+        if z.requires_grad:
+            roots.append(Output(i, z, Axis(dim)))
+    if not roots:
+        raise unreached()
     for fold in way.folds:
-        fold.found = replace(fold.found, outputs=[values.shape[1:]])
-    way.columns([Output(0, out, Axis(dim))], [Units({0: values.unsqueeze(1 + dim)})])
+        fold.found = replace(fold.found, outputs=shapes, structure=structure)
+    way.columns(roots, [Units(values)])
 
 
 @dataclass
@@ -567,7 +520,8 @@ class Pullback:
 
     def structured(self, columns: Columns) -> bool:
         """Reduce columns by the structure of f, if it has one that saves time."""
-        run, allowed = self.run, {f.reduction.shortcuts for f in self.folds}
+        run = self.run
+        allowed: set[Shortcuts] = {f.reduction.shortcuts for f in self.folds}
         if self.apart:
             return False
         shortcuts: Shortcuts = allowed.pop() if len(allowed) == 1 else "narrow"

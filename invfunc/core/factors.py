@@ -9,13 +9,16 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from invfunc._torch.functorch import batch_first
-from invfunc.core.marks import LEAF, SWAP, Final, Node, Unsupported
+from invfunc._torch.functorch import batch_first, unseen
+from invfunc._torch.values import fake
+from invfunc.core.marks import LEAF, SWAP, Final, Node
+from invfunc.core.order import Order
 from invfunc.core.run import Run
 from invfunc.core.transposed import Transposed
 from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Use, summed
@@ -76,7 +79,9 @@ class Sent:
         """`sum_np a a^T`, or its diagonal, which is all that there is of rows."""
         if self.index is not None:
             rows = self.places[1].size
-            return self.index.flatten().bincount(minlength=rows + 1)[:-1].to(self.s.dtype)
+            rows_read = self.index.flatten()
+            counts = rows_read.new_zeros(rows + 1).index_add(0, rows_read, torch.ones_like(rows_read))
+            return counts[:-1].to(self.s.dtype)
         if isinstance(use, Convolution) and not (run.deep or self.joint or self.blocks or diagonal):
             if (gram := use.gram(run)) is not None:  # without windows
                 return gram
@@ -129,6 +134,8 @@ def _added(
 ) -> Factors:
     """The factors of uses in one role; if each of them reads a part of the parameter, no part counts twice."""
     first, pooled = some[0][1], sharing != "expand"
+    if pooled and not _even(run, some):
+        raise Unfactored("samples have different numbers of rows, which share their positions")
     large = [place.size + (k and bool(bias)) > most for k, place in enumerate(first.places)]
     key = (first.key, pooled, first.s.shape[-1]) if len(some) == 1 and first.key is not None else None
     b = run.known.get(key)
@@ -136,7 +143,7 @@ def _added(
         b = _of_sent(run, some, pooled, large[0])
         if key is not None:
             run.known[key] = b
-    count = sum(each.s.shape[3] * each.sends * each.reads for _, each in some)
+    count = sum(_positions(run, use, each) * each.sends * each.reads for use, each in some)
     a = None
     if len(first.places) > 1 and not again and sharing == "reduce":
         total = summed(_scaled(each.total(run, use), each.sends) for use, each in some)
@@ -148,6 +155,28 @@ def _added(
         a, b = None if a is None else _scaled(a, 1 / sends), _scaled(b, reads**-2)
     positions = run.count if sharing == "reduce" else run.count * count
     return Factors(b, a, positions, first.places, bias, leaf.shape, first.blocks)
+
+
+def _orders(run: Run, use: Use, each: Sent) -> list[tuple[int, Order | None]]:
+    """How many positions there are in each sample of several uses that are one, and the orders of these."""
+    if isinstance(use, Joined):
+        return [(u.sizes(run)[0], next(iter(u.orders), None)) for u in use.uses]
+    return [(each.s.shape[3], next(iter(use.orders), None))]
+
+
+def _positions(run: Run, use: Use, each: Sent) -> float:
+    """How many positions a sample has; on average, where some have more than others."""
+    counts = _orders(run, use, each)
+    return sum(p if order is None else p * len(order.rows) / (run.n * max(1, order.width)) for p, order in counts)
+
+
+def _even(run: Run, some: list[tuple[Use, Sent]]) -> bool:
+    """Whether all samples have the same number of positions in all uses together."""
+    count = torch.zeros(run.n)
+    for p, order in [pair for use, each in some for pair in _orders(run, use, each)]:
+        if order is not None:
+            count += order.rows.bincount(minlength=run.n).cpu() * (p // max(1, order.width))
+    return bool((count == count[0]).all())
 
 
 def _of_sent(run: Run, some: list[tuple[Use, Sent]], pooled: bool, diagonal: bool) -> torch.Tensor:
@@ -171,8 +200,8 @@ def _scaled(x: torch.Tensor, by: float) -> torch.Tensor:
 
 def operands(run: Run, leaf: torch.Tensor, use: Use, joint: bool = False) -> Sent:
     """The operands of a use; `joint`, with one more input that is always 1."""
-    if run.n > 1 and any([order.ragged for order in use.orders]):
-        raise Unsupported("K-factors of samples with different numbers of rows")
+    if use.orders and (joint or run.chosen is not None or not isinstance(use, Pair) or isinstance(use, Convolution)):
+        raise Unfactored("it reads samples that are picked or permuted")
     if isinstance(use, Pair):
         return _of_pair(run, leaf, use, joint)
     if isinstance(use, Rows) and leaf.ndim > 1:
@@ -213,6 +242,11 @@ def _entries(leaf: torch.Tensor, use: Use) -> torch.Tensor:
     return torch.where(there > 0, found, -1)
 
 
+def _numbered(leaf: torch.Tensor) -> AbstractContextManager:
+    """A context in which numbers of entries are there, also where those of tensors are not."""
+    return unseen() if fake(leaf) else nullcontext()
+
+
 def _once(entries: torch.Tensor) -> torch.Tensor:
     if len(entries.unique()) < entries.numel():
         raise Unfactored("some of its entries are read several times")
@@ -225,8 +259,9 @@ def _of_rows(run: Run, leaf: torch.Tensor, use: Rows) -> Sent:
     if use.node.kind is LEAF:
         places = [Place((*range(1, leaf.ndim),), leaf[0].numel()), Place((0,), len(leaf))]
     else:
-        entries = _once(_entries(leaf, use))
-        places = grid(entries, leaf.shape, [(*range(1, entries.ndim),), (0,)], ()).places
+        with _numbered(leaf):
+            entries = _once(_entries(leaf, use))
+            places = grid(entries, leaf.shape, [(*range(1, entries.ndim),), (0,)], ()).places
     there = places[1]
     i = i if use.padding is None else i.masked_fill(i == use.padding, len(use.value))
     if there.at is not None:
@@ -258,13 +293,14 @@ def _places(leaf: torch.Tensor, use: Pair, whole: bool) -> tuple[list[Place], tu
         swapped = (1, 0) if use.node.kind is SWAP else (*range(leaf.ndim),)
         dims = [(*(swapped[i] for i in kind),) for kind in (o, k)]
         return [Place(some, math.prod(leaf.shape[i] for i in some)) for some in dims], None
-    entries = _once(_entries(leaf, use))
-    if isinstance(use, Convolution):
-        entries, g, o, k = entries.unflatten(0, (use.groups, -1)), (0,), (1,), (*range(2, len(use.shape) + 1),)
-    if isinstance(use, Transposed):
-        entries, g, o = entries.unflatten(0, (use.groups, -1)), (0,), (2,)
-        k = (1, *range(3, len(use.shape) + 1))
-    found = grid(entries, leaf.shape, [o, k], g)
+    with _numbered(leaf):
+        entries = _once(_entries(leaf, use))
+        if isinstance(use, Convolution):
+            entries, g, o, k = entries.unflatten(0, (use.groups, -1)), (0,), (1,), (*range(2, len(use.shape) + 1),)
+        if isinstance(use, Transposed):
+            entries, g, o = entries.unflatten(0, (use.groups, -1)), (0,), (2,)
+            k = (1, *range(3, len(use.shape) + 1))
+        found = grid(entries, leaf.shape, [o, k], g)
     return found.places, found.blocks
 
 
@@ -280,15 +316,17 @@ def _of_expanded(run: Run, leaf: torch.Tensor, use: Expanded) -> Sent:
     if any(s.shape[i] != view[i] for i in wide):
         raise Unfactored("it is read in another shape")
     s = s.movedim(wide, (*range(-len(wide), 0),)) if wide else s.unsqueeze(-1)
-    entries = _entries(leaf, use).reshape([view[i] for i in wide] or [1])
-    if sum(size != 1 for size in leaf.shape) > 1:
-        return _in_rows(leaf, s, entries)
-    if bool((entries < 0).any()):
-        raise Unfactored(PART)
-    whole = len(entries.flatten()) == leaf.numel() and bool((entries.flatten().diff() == 1).all())
-    s = s.reshape(*s.shape[:2], 1, -1, entries.numel())
+    with _numbered(leaf):
+        entries = _entries(leaf, use).reshape([view[i] for i in wide] or [1])
+        numbers = entries.flatten()
+        if sum(size != 1 for size in leaf.shape) > 1:
+            return _in_rows(leaf, s, entries)
+        if bool((numbers < 0).any()):
+            raise Unfactored(PART)
+        whole = len(numbers) == leaf.numel() and bool((numbers.diff() == 1).all())
+    s = s.reshape(*s.shape[:2], 1, s.shape[2 : s.ndim - len(wide or [0])].numel(), len(numbers))
     key = id(use.edge) if use.factor is None and use.edge is not None and leaf.ndim == 1 and whole else None
-    return Sent(s, [Place((*range(leaf.ndim),), leaf.numel(), None if whole else entries.flatten())], key=key)
+    return Sent(s, [Place((*range(leaf.ndim),), leaf.numel(), None if whole else numbers)], key=key)
 
 
 def _in_rows(leaf: torch.Tensor, s: torch.Tensor, entries: torch.Tensor) -> Sent:

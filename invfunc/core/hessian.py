@@ -23,7 +23,6 @@ from invfunc._torch.values import anywhere, fake
 from invfunc.core.axes import numbers
 from invfunc.core.columns import softmax_root
 from invfunc.core.marks import SUMMED, Axis, Unsupported, arguments, named, option, tensors, wide
-from invfunc.core.order import Order
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.tables import DIVIDE, EXPANDS, LIKE, LINEAR, MOVES, MULTIPLY, POINTWISE, VIEWS, called
@@ -36,12 +35,14 @@ from invfunc.core.uses import (
     Rows,
     Shared,
     Use,
+    back,
     formed,
     front,
     product,
     summed,
 )
 from invfunc.linear_algebra.contract import joined
+from invfunc.loss.hessian import pulled_back
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 
 Tensor = torch.Tensor
@@ -249,18 +250,6 @@ class Part:
     right_edges: Sequence[Any] = ()
 
 
-def back(x: Tensor, shape: Sequence[int], axis: Axis, n: int) -> Tensor:
-    """Columns `[V, n, entries]` in the layout of a tensor, `[V, *shape]`."""
-    if n == 1:
-        return x.reshape(len(x), *shape)
-    at, outer, inner = axis
-    at += len(shape)
-    if isinstance(outer, Order):
-        return outer.restored(x.reshape(len(x), n, *shape[:at], outer.width, *shape[at + 1 :]), at + 1, 1)
-    x = x.reshape(len(x), n, *shape[:at], outer, inner, *shape[at + 1 :])
-    return x.movedim(1, at + 2).flatten(at + 1, at + 3)
-
-
 def units(x: Tensor, axis: Axis, n: int) -> tuple[int, Callable[[int, int], Tensor]]:
     """How many entries a sample has, and what makes the unit columns of a range of them."""
     count = front(x, axis, n).numel() // n
@@ -297,7 +286,7 @@ def parts(run: Run, call: Call, slopes: Sequence[Tensor | None]) -> list[Part]:
     if not alone or not first or call.func not in DIAGONAL:
         return _dense(run, call, copies, first)
     ones = torch.ones_like(first[0])
-    (h,) = torch.autograd.grad(first[0], copies, ones, create_graph=run.deep, allow_unused=True)
+    (h,) = pulled_back([first[0]], copies, [ones], create_graph=run.deep)
     if h is None or not (run.deep or fake(h) or anywhere(h)):
         return []
     h, kind = run.strip(torch.where(first[0].isnan(), torch.nan, h)), call.inputs[0].dtype  # squares hide NaN
@@ -312,7 +301,7 @@ def _dense(run: Run, call: Call, copies: list[Tensor], first: dict[int, Tensor])
         slope, others = first[k], rest
         if not run.deep:  # of any vector, H gives 0 only if it is 0
             at = torch.arange(1, slope.numel() + 1, device=slope.device).to(slope.dtype).cos().view(slope.shape)
-            tried = torch.autograd.grad(slope, [copies[i] for i in rest], at, retain_graph=True, allow_unused=True)
+            tried = pulled_back([slope], [copies[i] for i in rest], [at], retain_graph=True)
             others = [i for i, g in zip(rest, tried, strict=True) if g is not None and (fake(g) or anywhere(g))]
         if others:
             found.append(_between(run, call, copies, slope, k, others))

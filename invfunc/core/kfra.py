@@ -49,6 +49,8 @@ def chain(
     if len(roots) > 1:
         raise not_a_chain("it has several outputs")
     z, count = roots[0].source, sum([columns.count for columns in each])
+    if not count:  # as of outputs without entries
+        return
     left = joined_block(each, 0, count, WHOLE, run.n).left[roots[0].ordinal]
     left = run.taken(left.to(z.dtype), WHOLE, 1).flatten(2)
     matrix = torch.einsum("vni,vnj->ij", left, left)

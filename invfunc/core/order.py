@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+from invfunc.operations.axis import Axis
 
 
 class Order:
-    """The sample of each row of a dim; it stands in place of `outer` in an axis `(dim, order, 0)`."""
+    """The sample of each row of a dim; it stands in place of `outer` in an axis `(dim, order, 0)`.
+
+    A tensor of one sample alone has a single row, in a dim in front of all others that it does not have.
+    """
 
     def __init__(self, rows: torch.Tensor, n: int) -> None:
         """`rows` are the numbers of the samples, of which there are n."""
@@ -35,13 +42,35 @@ class Order:
     def __repr__(self) -> str:
         return f"samples in another order, {self.width} or fewer of each"
 
-    def front(self, x: torch.Tensor, at: int, lead: int) -> torch.Tensor:
-        """The samples in a dim of their own, and their rows, with zeros in place of missing ones, in dim `at + 1`."""
+    def front(self, x: torch.Tensor, at: int, lead: int, fill: bool = True) -> torch.Tensor:
+        """The samples in a dim of their own, and their rows in dim `at + 1`; missing ones are `fill`ed with zeros."""
+        x, at = (x.unsqueeze(lead), lead) if at < lead else (x, at)
         x = x.movedim(at, lead).index_select(lead, self.places.clamp(min=0))
-        if self.ragged:
+        if self.ragged and fill:
             x = x.masked_fill((self.places < 0).view(-1, *[1] * (x.ndim - lead - 1)), 0)
         return x.unflatten(lead, (self.n, self.width)).movedim(lead + 1, at + 1)
 
-    def restored(self, x: torch.Tensor, at: int, lead: int) -> torch.Tensor:
-        """The inverse of `front`."""
-        return x.movedim(at + 1, lead + 1).flatten(lead, lead + 1).index_select(lead, self.back).movedim(lead, at)
+    def restored(self, x: torch.Tensor, at: int) -> torch.Tensor:
+        """Columns `[V, n, entries of its rows]` in the layout of a tensor, whose dim it is, `[V, *shape]`."""
+        x = x.movedim(at + 2, 2).flatten(1, 2).index_select(1, self.back)
+        return x.movedim(1, at + 1)
+
+
+@dataclass(frozen=True)
+class Moved(Axis):
+    """An axis along which the samples are in any order; dim -1 is in front of all others, of one sample alone."""
+
+    dim: int
+    order: Order = None  # pyright: ignore[reportAssignmentType]
+
+    def at(self, dim: int) -> Moved:
+        return Moved(dim, order=self.order)
+
+    def expose(self, x: torch.Tensor, n: int, lead: int = 0) -> torch.Tensor:
+        return self.order.front(x, lead + self.dim, lead)
+
+    def restore(self, x: torch.Tensor, n: int, lead: int = 0) -> torch.Tensor:
+        if not lead:
+            return self.restore(x.unsqueeze(0), n, 1).squeeze(0)
+        x = self.order.restored(x, max(0, self.dim))
+        return x.squeeze(1) if self.dim < 0 else x

@@ -9,8 +9,9 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import base_of, version
-from invfunc.core.marks import Final, Known, Mark, Node, Run, Unsupported, know, replaced, wide
+from invfunc.core.marks import Known, Mark, Node, Run, Unsupported, know, replaced, wide
 from invfunc.core.uses import WHOLE, Block, Use, copied
+from invfunc.errors import SampleAxisError
 
 
 class Ruled(Use):
@@ -56,7 +57,7 @@ def followed(run: Run, op: Any, args: tuple, kwargs: dict[str, Any], data: list[
     axes = {id(x): axis for x, axis in data}
     for x, axis in data:
         if run.n > 1 and axis != (-x.ndim, 1, 1):
-            raise Final(f"{op!r}: its samples have to lie along axis 0")
+            raise SampleAxisError(f"{op!r}: its samples have to lie along axis 0")
     nodes = {id(x): (x, node) for x, node in params}
     uses: list[Ruled] = []
     for x, node in nodes.values():
@@ -82,7 +83,7 @@ def followed(run: Run, op: Any, args: tuple, kwargs: dict[str, Any], data: list[
 def _checked(run: Run, op: Any, out: Any) -> Any:
     """The axis of the result, which has to have the samples in front."""
     if not isinstance(out, torch.Tensor):
-        raise Final(f"{op!r} returned something else than one tensor")
+        raise SampleAxisError(f"{op!r} returned something else than one tensor")
     if out.ndim == 0 or out.shape[0] != run.n:
-        raise Final(f"{op!r} returned shape {tuple(out.shape)} for {run.n} samples along axis 0")
+        raise SampleAxisError(f"{op!r} returned shape {tuple(out.shape)} for {run.n} samples along axis 0")
     return (-out.ndim, 1, 1)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from invfunc import tree
 from invfunc.budget.size import bytes_of, free_on, told
 from invfunc.core.marks import SUMMED, Mark, Node, Run, Unsupported
 from invfunc.core.uses import Rows, Use
@@ -64,7 +63,12 @@ def check_loss(run: Run, out: Any, name: str = "f") -> None:
             f"{name} returned shape ({run.n},), but its entries are not those of the {run.n} samples, which it sums "
             "over; wanted is a scalar or the [N] losses of the samples."
         )
-    if axis is None or (run.n > 1 and axis != ((-1, 1, 1) if out.ndim else SUMMED)):
+    if out.ndim and run.n > 1 and type(axis) is tuple and axis != (-1, 1, 1):
+        raise ArgumentError(
+            f"{name} returned shape ({run.n},), but its entries are not those of the {run.n} samples, which were "
+            "selected or moved; wanted is a scalar or the [N] losses of the samples, in their order."
+        )
+    if axis is None or (run.n > 1 and out.ndim and axis is SUMMED):
         raise Unsupported(f"no sample reaches the result of {name} in a way that was seen")
 
 
@@ -74,8 +78,6 @@ def check_outputs(run: Run, z: Any, dim: int, path: str = "") -> None:
     pick = " Pick the outputs that the loss reads, as in `lambda params, x: f(params, x).logits`." if path else ""
     if not isinstance(z, torch.Tensor):
         kind = type(z).__name__
-        if tree.tensors(z):
-            raise Unsupported(f"f returned several outputs, in an object of type {kind}")
         raise ArgumentError(f"f returned no tensor but an object of {kind}; outputs are floating-point tensors.")
     axis = _axis(run, z)
     if not z.is_floating_point():

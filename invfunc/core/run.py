@@ -34,7 +34,7 @@ from invfunc._torch.functorch import (
 )
 from invfunc._torch.opened import opened
 from invfunc.core import own
-from invfunc.core.axes import numbers, read
+from invfunc.core.axes import alone, numbers, read, single
 from invfunc.core.columns import criterion_of, weighs
 from invfunc.core.lots import Lot
 from invfunc.core.marks import (
@@ -64,6 +64,7 @@ from invfunc.core.tables import (
     DIVIDE,
     EXPANDS,
     FILLED,
+    GROUPED,
     INDEXES,
     LEAKS,
     LIKE,
@@ -73,6 +74,7 @@ from invfunc.core.tables import (
     MULTIPLY,
     PLAIN,
     POINTWISE,
+    PRODUCTS,
     PURE,
     REFUSED,
     RULES,
@@ -149,6 +151,8 @@ class Run(TorchFunctionMode):
 
     def open(self, apart: bool = True) -> None:
         """Begin the run: outside of f, derivatives are taken in it, `apart` at a level of torch.func of their own."""
+        if torch.is_inference_mode_enabled():
+            self._stack.enter_context(torch.inference_mode(False))
         self._stack.enter_context(torch.enable_grad())
         if self.deep and not apart:
             self._enter, self._leave = lambda x: x.view_as(x) if x.requires_grad else leaf(x), as_it_is
@@ -159,10 +163,11 @@ class Run(TorchFunctionMode):
     def close(self) -> None:
         """End the run."""
         self._stack.close()
-        self.uses = []
+        self.uses, self.split, self.again = [], None, None  # which lead back to the run
 
     def leaf(self, i: int, p: Tensor) -> Tensor:
         """What f gets in place of a parameter."""
+        p = p.clone() if p.is_inference() else p
         leaf = self.alias(p) if self.deep else p.detach().requires_grad_()
         vars(leaf)["_known"] = Node(self.token, i, LEAF)
         self.leaves.append(leaf)
@@ -170,6 +175,7 @@ class Run(TorchFunctionMode):
 
     def samples(self, x: Tensor, axis: Any) -> Tensor:
         """What f gets in place of a tensor of the batch, whose samples are in a dim."""
+        x = x.clone() if x.is_inference() else x
         y = x.view_as(x) if self.deep else x.detach()
         vars(y)["_known"] = Mark(self.token, (axis.dim - y.ndim, 1, 1), y.requires_grad)
         return y
@@ -266,7 +272,7 @@ class Run(TorchFunctionMode):
             raise Unsupported("it reads data, whose samples cannot be followed")
         if not data or sums or lost or func is SET:
             return self.special(func, args, kwargs, (data, *found[1:]))
-        if len(data) == 1 and not params and func in SHORT:  # the most frequent ones, in short
+        if len(data) == 1 and not params and func in SHORT and type(data[0][1][1]) is int:  # the most frequent ones
             return self.pointwise(func, args, kwargs, data)
         return self.of_samples(func, args, kwargs, data, params)
 
@@ -274,7 +280,8 @@ class Run(TorchFunctionMode):
         """Run an operation without samples, of sums of them, or of what is lost."""
         data, params, filled, sums, lost, blends, others = found
         if func is SET and (data or params or sums or lost or blends):
-            return self.set_item(args, data, params or sums or lost or blends)
+            written = [x for x, _ in blends if x is args[0] or x is args[2]]  # not as an index
+            return self.set_item(args, data, params or sums or lost or written)
         if lost:
             return self.lose(func(*args, **kwargs), lost[0][1])
         if sums:
@@ -289,7 +296,7 @@ class Run(TorchFunctionMode):
         """Run a pointwise operation of one tensor with samples."""
         out = func(*args, **kwargs)
         x, axis = data[0]
-        if out is args[0] and out is not x:
+        if (out is args[0] and out is not x) or type(out) is tuple:
             return self.mark(RULES[func], func, args, kwargs, data, out)
         if out.dtype is not x.dtype and out.dtype in HALF and not torch.is_autocast_enabled(x.device.type):
             raise Unsupported("a cast to half precision")
@@ -440,7 +447,7 @@ class Run(TorchFunctionMode):
         if args and out is args[0]:
             if _into_view(out):
                 raise Unsupported("samples are written into a view of a tensor without samples")
-            if func not in POINTWISE and named(func).endswith("_"):
+            if func not in POINTWISE and func not in GROUPED and named(func).endswith("_"):
                 raise Unsupported("an operation in place that is not entry by entry")
         axes: Any = (-1, 1, 1)
         if self.n != 1:
@@ -455,6 +462,9 @@ class Run(TorchFunctionMode):
             graph = y.requires_grad
             if y.is_complex():
                 raise Unsupported("complex numbers")
+            order = axis[1] if type(axis) is tuple else 1
+            if type(order) is not int and -axis[0] <= y.ndim and y.shape[axis[0]] != len(order.rows):
+                axis = Unsupported("some samples are expanded")
             if axis is SUMMED and not graph:
                 axis = Unsupported("a sum of data meets a parameter")
                 axis.op = spelled(func)
@@ -474,6 +484,12 @@ class Run(TorchFunctionMode):
 
     def axes_of(self, rule: Any, func: Any, args: tuple, kwargs: dict, data: list[Known], out: Any) -> Any:
         """The axis of the result: one for all of its tensors, or a list."""
+        if -data[0][1][0] > data[0][0].ndim and single(data):
+            orders, every = {axis[1] for _, axis in data}, [*tensors(out)]
+            if len(orders) == 1:
+                return [alone(y.ndim, data[0][1][1].rows, self.n) for y in every]
+            if func in SUMS and not every[0].ndim:
+                return SUMMED
         try:
             axis = rule(self.n, data, args, kwargs, out) if rule and func not in MOVES else None
         except Unsupported:
@@ -482,7 +498,12 @@ class Run(TorchFunctionMode):
             axis = None
         if axis is None and func in MOVING:
             axis = moved(self.n, func, args, kwargs, data, out)
-        return probe(self.n, func, args, kwargs, data) if axis is None else axis
+        try:
+            return probe(self.n, func, args, kwargs, data) if axis is None else axis
+        except Unsupported:
+            if func not in GROUPED:
+                raise
+        return SUMMED
 
     def meet(self, func: Any, rule: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """Run an operation of samples and parameters."""
@@ -491,7 +512,7 @@ class Run(TorchFunctionMode):
         if func in POINTWISE:
             return expanded(self, func, rule, args, kwargs, data, params)
         factor = FACTORS.get(func)
-        if factor is None:
+        if factor is None or any([-axis[0] > x.ndim for x, axis in data]):
             return copied(self, func, rule, args, kwargs, data, params)
         alias = {id(x): self.alias(x) for x, _ in params}
         given = {k: replaced(v, alias) for k, v in kwargs.items()} if kwargs else kwargs
@@ -525,8 +546,10 @@ class Run(TorchFunctionMode):
     ) -> Any:
         """Run an operation that is linear in sums over the samples; parameters may be added."""
         one = len(sums) == 1 and not params
-        linear = func in LINEAR or (one and (func in MULTIPLY or (func in DIVIDE and sums[0][0] is args[0])))
-        if data or not linear or (params and func not in SUMS):
+        times = func in MULTIPLY or func in PRODUCTS or (func in DIVIDE and sums[0][0] is args[0])
+        linear = func in LINEAR or (one and times)
+        apart = data and not (func in SUMS and single(data) and all([not x.ndim for x, _ in data]))
+        if apart or not linear or (params and func not in SUMS):
             error = Unsupported("it is not linear in a sum over the samples")
             return self.lose(func(*args, **kwargs), error, func)
         if self.each and not all([node.alone for _, node in params]):

@@ -141,7 +141,7 @@ class Shares:
             return joined([self.dense(block).square().sum(0) for block in self.blocks()])
         if (use := self.single(Expanded)) is not None and use.factor is None and isinstance(use.d, torch.Tensor):
             if (
-                not use.uses and use.d.numel() == use.shape.numel() * self.run.columns * self.run.n
+                not use.uses and not use.orders and use.d.numel() == use.shape.numel() * self.run.columns * self.run.n
             ):  # it has one position
                 found = self.squares(use, use.sent(self.run))
                 return self.pulled(use, found.reshape(len(found), -1).sum(0).view(use.shape), 0)
@@ -187,7 +187,7 @@ class Shares:
 
     def flat(self, block: Block = WHOLE) -> torch.Tensor:
         """The gradients of the only column as rows `[n, P]`."""
-        return self.dense(block)[0].reshape(-1, self.leaf.numel())
+        return self.dense(block)[0].flatten(1) if self.leaf.ndim else self.dense(block)[0].unsqueeze(1)
 
     def norms_of(self, use: Pair) -> torch.Tensor:
         """Norms of products with many positions: from products of positions with positions where that is cheaper."""

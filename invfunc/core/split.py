@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from invfunc._torch.functorch import gradient_edge, storage_of, version
 from invfunc._torch.graphs import node_of, nodes_below, nodes_of
 from invfunc.core.marks import Unsupported
-from invfunc.core.order import Order
+from invfunc.core.order import Moved, Order
 from invfunc.core.tables import called
 from invfunc.errors import ArgumentError, SplitError, unreached
 from invfunc.loss.drawn import Drawn, drawn, targets
@@ -50,11 +50,13 @@ SCALES = ("Mul", "Div", "Mm", "Bmm", "Addmm", "Baddbmm", "Mv", "Dot", "Convoluti
 WAYS_OUT = "Mark the outputs with `outputs(z)`, use one of torch's convex losses, or give the model and the loss apart."
 
 
-def axis_of(x: torch.Tensor, at: tuple[int, int, int], n: int) -> Axis:
+def axis_of(x: torch.Tensor, at: tuple[int, Any, int], n: int) -> Axis:
     """The axis of a tensor, given that of its mark, which is counted from the right."""
-    if n > 1 and isinstance(at[1], Order):
-        raise Unsupported("outputs, or the input of a criterion, in which samples are in another order or left out")
-    return WHOLE if n == 1 else Axis(at[0] % x.ndim, at[1], at[2])
+    if n == 1:
+        return WHOLE
+    if isinstance(at[1], Order):
+        return Moved(at[0] + x.ndim, order=at[1])
+    return Axis(at[0] % x.ndim, at[1], at[2])
 
 
 @dataclass(eq=False)

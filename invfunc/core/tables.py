@@ -61,6 +61,9 @@ EXPANDS = called("expand expand_as broadcast_to repeat tile")
 SWAPS = called("t") | getters("T mT")
 MOVES = called("gather index_select take_along_dim")
 INDEXES = {T.__getitem__}
+GROUPED = called("index_add scatter_add")
+"""Sums in groups, which may be of samples; then the result is linear in these."""
+PRODUCTS = called("matmul mm mv dot inner einsum linear tensordot")
 SORTS = called("sort topk")
 LEAKS = called("numpy tolist __array__ data_ptr __deepcopy__ __reduce_ex__")
 DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, T.backward}
@@ -146,11 +149,12 @@ AXES: list[tuple[set[Any], Callable]] = [
     (
         called(
             "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
-            "poisson_nll_loss gaussian_nll_loss soft_margin_loss"
+            "poisson_nll_loss gaussian_nll_loss soft_margin_loss margin_ranking_loss hinge_embedding_loss"
         ),
         axes.pointwise_loss,
     ),
     ({states_before, states_after}, axes.steps),
     (called("cross_entropy nll_loss cross_entropy_loss"), axes.class_loss),
+    (called("cosine_embedding_loss multilabel_margin_loss"), axes.row_loss),
 ]
 RULES: dict[Any, Callable] = {func: rule for funcs, rule in reversed(AXES) for func in funcs}

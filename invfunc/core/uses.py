@@ -34,7 +34,7 @@ from invfunc.core.marks import (
     wide,
 )
 from invfunc.core.order import Order
-from invfunc.core.tables import called
+from invfunc.core.tables import MOVES, called
 from invfunc.linear_algebra import autocorrelation
 from invfunc.linear_algebra.pairwise import room_for
 
@@ -61,6 +61,20 @@ def front(x: torch.Tensor, axis: Axis, n: int, lead: int = 0) -> torch.Tensor:
 def summed(parts: Iterable[torch.Tensor]) -> torch.Tensor:
     """A sum that does not begin with zero."""
     return reduce(add, parts)
+
+
+def back(x: torch.Tensor, shape: Sequence[int], axis: Axis, n: int) -> torch.Tensor:
+    """Columns `[V, n, entries]` in the layout of a tensor, `[V, *shape]`."""
+    if n == 1:
+        return x.reshape(len(x), *shape)
+    at, outer, inner = axis
+    at += len(shape)
+    if isinstance(outer, Order):
+        if at < 0:
+            return outer.restored(x.reshape(len(x), n, 1, *shape), 0).squeeze(1)
+        return outer.restored(x.reshape(len(x), n, *shape[:at], outer.width, *shape[at + 1 :]), at)
+    x = x.reshape(len(x), n, *shape[:at], outer, inner, *shape[at + 1 :])
+    return x.movedim(1, at + 2).flatten(at + 1, at + 3)
 
 
 class Use:
@@ -92,7 +106,7 @@ class Use:
     @property
     def orders(self) -> list[Order]:
         """The orders in which it has the samples, if these are not along an axis."""
-        axes = self.axis, getattr(self, "a_axis", None)
+        axes = [axis for u in (self.uses or [self]) for axis in (u.axis, getattr(u, "a_axis", None))]
         return [axis[1] for axis in axes if isinstance(axis, tuple) and isinstance(axis[1], Order)]
 
     def send(self, d: Any) -> None:
@@ -182,14 +196,14 @@ class Pair(Use):
         """a as `[n, g, p, k]`."""
         x = self.inputs(run, block)
         if self.of_a is None:
-            return x.reshape(len(x), 1, -1, x.shape[-1])
+            return x.flatten(1, -2).unsqueeze(1)
         return _arranged(x, self.of_a, 1)
 
     def sends(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         """d as `[V, n, g, p, o]`."""
         x = self.sent(run, block)
         if self.of_d is None:
-            return x.reshape(*x.shape[:2], 1, -1, x.shape[-1])
+            return x.flatten(2, -2).unsqueeze(2)
         return _arranged(x, self.of_d, 2)
 
     def sizes(self, run: Run) -> tuple[int, int, int]:
@@ -287,7 +301,7 @@ class Joined(Pair):
 
 def patches(x: torch.Tensor, kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any) -> torch.Tensor:
     """The windows of `[n, c, *space]` as `[n, p, c * kernel]`."""
-    return autocorrelation.patches(x, kernel, stride, [(p, p) for p in padding], dilation).mT
+    return autocorrelation.patches(x, kernel, tuple(stride), [(p, p) for p in padding], tuple(dilation)).mT
 
 
 class Convolution(Pair):
@@ -692,6 +706,8 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
     """Run any operation under vmap, with a copy of the parameters for each sample."""
     if named(func).strip("_") + "_" == named(func):
         raise Unsupported("parameters are written among samples")
+    if func in MOVES and not any([x is args[0] for x, _ in data]):
+        raise Unsupported("samples pick in the rows of parameters")
     flat, structure = tree.flatten((args, kwargs))
     axes, nodes = {id(x): a for x, a in data}, {id(x) for x, _ in params}
     copies: dict[int, torch.Tensor] = {}
@@ -703,10 +719,12 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
                 copies[id(x)] = run.alias(x.expand(run.n, *x.shape))
             x = copies[id(x)]
         elif id(x) in axes:
-            at, outer, inner = axes[id(x)]
-            if run.n > 1 and (outer, inner) != (1, 1):
-                raise Unsupported("parameters meet samples whose axis is merged")
-            x = x.unsqueeze(0) if run.n == 1 else x.movedim(at, 0).unsqueeze(at)
+            at, order, _ = axes[id(x)]
+            if run.n > 1 and isinstance(order, Order):
+                x = order.front(x, at + x.ndim, 0, fill=False)
+                x = x.squeeze(1) if -at > x.ndim - 1 else x
+            else:
+                x = front(x, axes[id(x)], run.n)
         else:
             given.append(x)
             continue
@@ -720,7 +738,7 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
     axis = found[0] if isinstance(found, list) else found
     if axis is SUMMED:
         raise Unsupported("samples are summed with what is computed without them (does f close over its inputs?)")
-    if not isinstance(axis, tuple) or (run.n > 1 and axis[1:] != (1, 1)):
+    if not isinstance(axis, tuple):
         raise Unsupported("the samples are not in one dim of the result")
 
     def one(*mapped: torch.Tensor) -> torch.Tensor:
@@ -731,9 +749,9 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
         return func(*own, **named)
 
     out = torch.func.vmap(one, randomness="different")(*(given[i] for i in places))
-    out = out.squeeze(0) if run.n == 1 else out.squeeze(axis[0]).movedim(0, axis[0])
-    if out.shape != plain.shape:
+    if out[0].numel() * (1 if getattr(axis[1], "ragged", False) else run.n) != plain.numel():
         raise Unsupported("an operation in which parameters have an entry for each sample")
+    out = out.squeeze(0) if run.n == 1 else back(out.flatten(1)[None], plain.shape, axis, run.n)[0]
     know(out, Mark(run.token, axis, out.requires_grad))
     for x, node in {id(x): (x, node) for x, node in params}.values():
         run.use(Copies(node, x), copies[id(x)])

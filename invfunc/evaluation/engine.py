@@ -8,10 +8,10 @@ from typing import Any
 from invfunc._extras import ticking
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import checked_at_the_end
-from invfunc.core.evaluate import Way, by_ways
+from invfunc.core.ways import Way, by_ways
 from invfunc.evaluation.fold import Fold
 from invfunc.evaluation.joined import check_batches
-from invfunc.evaluation.parts import Parts, alone
+from invfunc.evaluation.parts import Parts, alone, joins
 from invfunc.evaluation.weights import LossPart
 from invfunc.plan import Options
 from invfunc.recording.problem import Problem
@@ -53,7 +53,7 @@ class Engine:
     def check_joined(self) -> None:
         """Check that f gives some samples alone what it gives them in the batch, if that has to be seen."""
         if self.joined:
-            self.joined = not Parts(self.problem, self.fold).joins(None)
+            self.joined = not joins(self.problem)
 
     def check_others(self) -> None:
         """Check that f gives two batches that were joined what it gives each of them alone."""

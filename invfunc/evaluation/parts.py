@@ -16,13 +16,14 @@ from invfunc._torch.functorch import transforming, unheard, unseen
 from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
 from invfunc._torch.values import same_values
 from invfunc.core.columns import joined, made
-from invfunc.core.evaluate import WAYS, Kept, Made, Met, Way, columns_of_all, hessian_of, kept, loss_of, returned, whole
+from invfunc.core.evaluate import Kept, Made, columns_of_all, hessian_of, kept, loss_of, returned
 from invfunc.core.marks import Final, Unsupported
+from invfunc.core.ways import WAYS, Met, Way
 from invfunc.errors import InvFuncError
 from invfunc.evaluation.fold import Fold
 from invfunc.evaluation.joined import Drew, check_fewer, moved
 from invfunc.evaluation.kinds import Kind, kind_of, neither, not_in_parts
-from invfunc.recording.problem import Problem
+from invfunc.recording.problem import Problem, whole
 from invfunc.reductions.quantity import Accumulator, Quantity
 
 Part = tuple[int, int]
@@ -61,10 +62,12 @@ class Parts:
         options = replace(fold.options, plan=plan.without("samples"))
         kind = self._kind(max(b - a for a, b in parts)) if several else "each"
         known = self._made(parts, kind) if several else None
-        aux = list[Any]()
+        sources = (*torchs_own(), *(q.drawing.generator for q in self.quantities if q.drawing is not None))
+        before, aux, seen = [(g, state_of(g)) for g in sources], list[Any](), None
         for k in range(fold.sweeps) if fold.phase is None else [fold.phase]:
             if k and fold.phase is None:
                 fold.tell(k)
+                set_states(before)  # each phase sees the same
             aux.clear()
             accumulators, total = fold.of_phase(k), torch.zeros(())
             quantities = [replace(t.quantity, reduction=t.reduction) for t in accumulators]
@@ -75,7 +78,7 @@ class Parts:
                     added("samples", aux.append, found.aux)
                     total = total + found.result.detach() if self.scalar and single else total
                     if not several:
-                        self._check(found, joined)
+                        seen, self.outputs = found.result, found.apart
                     del found  # before the next one is made
         if several and single and self.scalar and self.problem.loss is None:
             with torch.no_grad():
@@ -84,18 +87,12 @@ class Parts:
         if self.scalar and self.outputs is None and self.given.loss is not None:
             with undrawn(), torch.no_grad():
                 self.outputs = returned(self.given)
+        if joined and not several:
+            apart = self.outputs is not None
+            self.joined = not joins(self.given if apart else self.problem, self.outputs if apart else seen)
+        if not self.scalar:
+            self.outputs = None
         return aux if plan.asked("samples") else aux[0]
-
-    def joins(self, found: Any) -> bool:
-        """Whether f was seen to give some samples alone what it gives them beside others, of which this was `found`;
-        an error if it does not."""
-        problem, given = self.problem, self.problem.tensors()
-        with unseen(), unheard():
-            if found is None:
-                with suppress(Exception):  # of which is told elsewhere
-                    found = alone(problem, slice(0, problem.n))
-            some = partial(alone, problem)
-            return check_fewer(tree.tensors((found,)), problem.out_dims, problem.n, given, some)
 
     def _described(self, part: Part) -> tuple[int, int]:
         """How many samples a part has, and how many of them are chosen."""
@@ -141,13 +138,6 @@ class Parts:
         for t in accumulators if not whole else ():
             added("samples", partial(t.end, self.problem.leaves, room=room), found.count)
         self.scalar = isinstance(found.result, torch.Tensor) and not found.result.ndim
-
-    def _check(self, found: Kept, joined: bool) -> None:
-        """Look at what f returns for all samples, where results are joined with those of other batches."""
-        if self.scalar:
-            self.outputs = found.apart
-        if joined:
-            self.joined = not self.joins(found.result if found.apart is None else found.apart)
 
     def _kind(self, size: int) -> Kind:
         """How what f gives for parts of at most so many samples makes up what it gives for all of them."""
@@ -209,6 +199,17 @@ def alone(problem: Problem, part: slice, *, elsewhere: bool = False) -> Any:
         if drew():
             raise Drew
         return tree.map_tensors(torch.Tensor.detach, found)
+
+
+def joins(problem: Problem, found: Any = None) -> bool:
+    """Whether f was seen to give some samples alone what it gives them beside others, of which this was `found`; an
+    error if it does not."""
+    with unseen(), unheard():
+        if found is None:
+            with suppress(Exception):  # of which is told elsewhere
+                found = alone(problem, slice(0, problem.n))
+        given, some = problem.tensors(), partial(alone, problem)
+        return check_fewer(tree.tensors((found,)), problem.out_dims, problem.n, given, some)
 
 
 class Slice:

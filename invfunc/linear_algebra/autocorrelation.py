@@ -165,7 +165,7 @@ def patches(
         grow = (1,) * (2 - d)
         padding = (0,) * (2 - d) + tuple(a for a, _ in pads)
         x = x if d == 2 else x.unsqueeze(2)
-        return F.unfold(x, grow + kernel, grow + dilation, padding, grow + stride)
+        return F.unfold(x, (*grow, *kernel), (*grow, *dilation), padding, (*grow, *stride))
     for dim in range(d):
         span = dilation[dim] * (kernel[dim] - 1) + 1
         x = x.unfold(2 + dim, span, stride[dim])[..., :: dilation[dim]]

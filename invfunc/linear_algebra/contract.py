@@ -232,19 +232,9 @@ def narrowed(terms: list[Term], label: str, start: int, stop: int) -> list[Term]
     ]
 
 
-def stacked(alike: list[list[Term]]) -> list[Term]:
-    """Several lists of terms with the same labels as one, whose label S enumerates them."""
-    return [("S" + labels, torch.stack([terms[i][1] for terms in alike])) for i, (labels, _) in enumerate(alike[0])]
-
-
 def twice(terms: Sequence[tuple[str, T]], others: Sequence[tuple[str, T]], output: str) -> list[tuple[str, T]]:
     """The terms of a product of two contractions: what is summed within one gets its own labels in the other."""
     return [*terms, *_renamed(others, {c: c for c in output + "VN"})]
-
-
-def paired(terms: list[Term], others: list[Term], output: str) -> list[Term]:
-    """The terms of the products of each column of each sample (V, N) with each of each other (W, M)."""
-    return [*terms, *_renamed(others, {**{c: c for c in output}, "V": "W", "N": "M"})]
 
 
 def side_by_side(terms: list[Term], output: str) -> list[Term]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import innermost, version
+from invfunc._torch.functorch import graph_of, innermost, version
 from invfunc._torch.graphs import node_of, nodes_below, nodes_of
 from invfunc._torch.values import anywhere, check, checked_at_once, decides
-from invfunc.errors import ConvexityError, SplitError
+from invfunc.errors import ArgumentError, ConvexityError, SplitError
 from invfunc.loss.square_root import Affine, Columns, Elementwise, General, Gradient, OutputCotangents, Softmax
 from invfunc.operations.losses import reduction
 from invfunc.operations.operation import known
@@ -26,6 +27,25 @@ Output = Any
 """An output of the model: its `ordinal`, `value` and `axis`, and the `edge` and `node` of its own in the graph."""
 Term = Any
 """A criterion of outputs: its `call`, `input` and `output`, and the `roots` of which it is."""
+
+
+def pulled_back(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[Any], cotangents: Sequence[torch.Tensor], **options: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad`, which says what has no further derivative."""
+    try:
+        return torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, **options)
+    except RuntimeError as error:
+        raise once_only(error, outputs) from error
+
+
+def once_only(error: RuntimeError, outputs: Sequence[Any]) -> Exception:
+    """The error of a derivative, which says so where torch has none."""
+    if all(type(node).__name__ != "NotImplemented" for y in outputs for node in graph_of(y)):
+        return error
+    return ArgumentError(
+        f"torch cannot differentiate what f or the loss calls once more ({error}). Write it in other operations."
+    )
 
 
 def gradient(scope: Scope, result: torch.Tensor, roots: list[Output], n: int) -> Gradient:

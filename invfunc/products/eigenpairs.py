@@ -17,7 +17,7 @@ from invfunc._torch.values import anywhere, near
 from invfunc.budget.size import free_on, told
 from invfunc.callables import check_functions, describe
 from invfunc.column_options import fisher_columns
-from invfunc.core.evaluate import evaluated, plain
+from invfunc.core.evaluate import evaluated
 from invfunc.errors import ArgumentError
 from invfunc.loss.square_root import Columns, rooted
 from invfunc.plan import Options
@@ -215,7 +215,7 @@ class Decomposition(Transform):
                 ticks.done()
             u = u.reshape(kind.shape).to(small)
             ours, theirs = torch.tensordot(small, u, 2), root(root.transposed([u.to(kind.dtype)]))[0]
-            if plain(given) and near(theirs, ours.to(theirs), ours.abs().amax().to(theirs)):
+            if near(theirs, ours.to(theirs), ours.abs().amax().to(theirs)):
                 return small
         except Exception:  # f is not followed, as the loss is of several outputs, say
             pass

@@ -238,8 +238,8 @@ class Given:
             named, structure = tree.outputs(result)
             return self._loss(self._roots([z for _, z in named]), structure)
         check_loss(result, given.n)
-        roots = finder.found(result, self.params)
         run.check(result)
+        roots = finder.found(result, self.params)
         return Split(self.scope, given.n, result, roots, finder.terms)
 
     def _followed_loss(self, roots: list[Output], structure: Any) -> Split:
@@ -391,6 +391,8 @@ class Following(Run):
         known = getattr(result, "_known", None)
         if type(known) is not Mark or known.run is not self.token:
             raise Unsupported("samples do not reach the result in a way that was seen")
+        if isinstance(known.axis, Unsupported):
+            raise known.axis
         axis = (-1, 1, 1) if result.ndim else SUMMED
         if self.n > 1 and known.axis != axis:
             raise Unsupported("the result is neither [N] losses nor a sum over the samples")

@@ -13,9 +13,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from invfunc import tree
-from invfunc._torch.functorch import dual, dual_level, grad_level, graph_of, level_of, levels, transforming
-from invfunc.errors import ArgumentError
+from invfunc._torch.functorch import grad_level, level_of, levels, transforming
+from invfunc.loss.hessian import pulled_back
 from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.recording.problem import check_numbers
 
 Vectors = list[torch.Tensor | None]
 """A tensor for each input, or for each output; None stands for zeros."""
@@ -43,18 +44,10 @@ class Scope:
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         tensors, self.outside, self.wanted = list(tensors), torch.is_grad_enabled(), False
         """Whether gradients are on, and whether the caller can differentiate the result by plain autograd."""
+        check_numbers(tensors)
         for x in tensors:
-            if x.is_meta:
-                raise ArgumentError(
-                    f"a tensor of shape {tuple(x.shape)} is on the meta device, where tensors hold no numbers, and "
-                    "some are looked at. Make it anew where it holds some, as x.new_zeros(x.shape, device='cpu') does."
-                )
             self.wanted = self.wanted or (self.outside and x.requires_grad)
         self.plain = not transforming()
-        if self.plain and dual_level() and dual(*tensors):
-            raise ArgumentError(
-                "an argument carries a tangent of torch.autograd.forward_ad, which is not followed; use jvp."
-            )
         self.level = 0
         self._stack = ExitStack()
         self._enter: Callable[[torch.Tensor], torch.Tensor]
@@ -130,7 +123,7 @@ class Scope:
         if not ys or not inputs or (batched and not len(columns[0])):
             return [None] * len(inputs)
         graph = self.wanted or not self.plain if create_graph is None else create_graph
-        pull = partial(_pulled_back, ys, inputs, retain_graph=keep or batched or graph, create_graph=graph)
+        pull = partial(pulled_back, ys, inputs, retain_graph=keep or batched or graph, create_graph=graph)
         if not batched:
             return list(pull(columns))
         with warnings.catch_warnings():
@@ -155,20 +148,6 @@ def _at_once(pull: Callable, columns: list[torch.Tensor]) -> Vectors:
 
     found = iter(torch.vmap(pulled)(*columns))
     return [None if none else next(found) for none in missing]
-
-
-def _pulled_back(
-    outputs: Sequence[torch.Tensor], inputs: Sequence[Any], cotangents: Sequence[torch.Tensor], **options: Any
-) -> tuple[torch.Tensor | None, ...]:
-    """`torch.autograd.grad`, which says what has no further derivative."""
-    try:
-        return torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, **options)
-    except RuntimeError as error:
-        if all(type(node).__name__ != "NotImplemented" for y in outputs for node in graph_of(y)):
-            raise
-        raise ArgumentError(
-            f"torch cannot differentiate what f or the loss calls once more ({error}). Write it in other operations."
-        ) from error
 
 
 @dataclass(frozen=True)

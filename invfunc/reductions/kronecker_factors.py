@@ -13,7 +13,6 @@ import torch
 from invfunc import tree
 from invfunc.kronecker import Joint, Kronecker, Origin
 from invfunc.kronecker.places import Place, Unfactored
-from invfunc.linear_algebra.contract import outer
 from invfunc.reductions.block import Block
 from invfunc.reductions.exchange import Exchange, Sums, filled, of_triangle, triangle
 from invfunc.reductions.kept_factors import Diagonal, Factors, Kept, Refused
@@ -124,11 +123,3 @@ class ChainFactors(KroneckerFactors):
 def _flat(x: torch.Tensor) -> torch.Tensor:
     """A factor, of which the diagonals `[g, k, 1]` of blocks become `[g, k]`."""
     return x.squeeze(-1) if x.ndim == 3 and x.shape[1] > 1 else x
-
-
-def _columns(s: torch.Tensor, other: torch.Tensor, weight: torch.Tensor | None, diagonal: bool) -> torch.Tensor:
-    """`sum_vnr weight[v, n] s[v, n, :, r] other[v, n, :, r]^T`, or its diagonal."""
-    if weight is None:
-        return outer(s.flatten(0, 1), None if other is s else other.flatten(0, 1), diagonal)
-    scaled = s * weight.to(s.dtype).reshape(*weight.shape, *[1] * (s.ndim - 2))
-    return outer(scaled.flatten(0, 1), other.flatten(0, 1), diagonal)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import invfunc
-from invfunc import ArgumentError, kronecker, thresholds
+from invfunc import ArgumentError, kronecker
 from tests.strategies import Numbers
 
 aten = torch.ops.aten
@@ -115,25 +115,6 @@ def test_a_hessian_waits_once_for_all_nonlinear_calls(problem, name):
 def test_products_wait_for_nothing(problem, name):
     f, params, batch = problem
     assert waits(PRODUCTS[name](f, F.cross_entropy), params, params, *batch) == 0
-
-
-@pytest.mark.parametrize("n", [6, 7])
-def test_a_function_is_tried_on_a_few_samples_once(problem, n):
-    """The next call with such shapes knows that all samples fit in one block; another is tried."""
-    f, params, (x, y) = problem
-    runs, given = [], (torch.cat([x, x])[:n], torch.cat([y, y])[:n])
-
-    def counted(params, x):
-        runs.append(len(x))
-        return f(params, x)
-
-    t = invfunc.diag_ggn(counted, F.cross_entropy, method="dense")
-    with mock.patch.object(thresholds, "BLOCK_SAMPLES", 4):
-        for _ in range(2):
-            t(params, *given)
-        assert runs == [4, n, n]
-        t(params, *(z[:5] for z in given))
-        assert runs[3:] == [4, 5]
 
 
 FACTORS = {

@@ -15,7 +15,6 @@ from torch.nn.grad import conv2d_weight
 
 from invfunc import diag_ggn, explain, thresholds
 from invfunc.core.norms import narrow_norms
-from invfunc.core.squares import shifted_moments
 from invfunc.linear_algebra import autocorrelation
 from invfunc.linear_algebra.autocorrelation import patches
 from invfunc.linear_algebra.contract import Term, contract, outer, squares_directly, twice
@@ -150,10 +149,6 @@ def _apart(size: int, way: str, device: torch.device) -> Call:
     return _convolutions(size // 2048, device)
 
 
-def _blocks(size: int, way: str, device: torch.device) -> Call:
-    return _convolutions(128, device, classes=size + 1)
-
-
 def _displaced(size: int, way: str, device: torch.device) -> Call:
     x, options = normal(32, size, 16, 16, device=device), ((3, 3), [(1, 1)] * 2, (1, 1))
     if way == "near":
@@ -205,22 +200,6 @@ def _halved(size: int, way: str, device: torch.device) -> Call:
     return lambda: narrow_norms(terms, "oi")
 
 
-def _tiled(size: int, way: str, device: torch.device) -> Call:
-    """The moments of per-sample gradients of so many numbers, of 16 positions."""
-    rows = size // 4096
-    sent, read = normal(16, rows, 16, device=device), normal(16, 4096, 16, device=device)
-
-    def moments() -> list[tuple[torch.Tensor, torch.Tensor]]:
-        tile = max(1, thresholds.TILE // 4096) if way == "far" else rows
-        found = []
-        for some in sent.split(tile, 1):
-            each = zip(some.split(1), read.split(1), strict=True)
-            found.append(shifted_moments((contract([("Nop", s), ("Nip", r)], "Noi") for s, r in each), fresh=True))
-        return found
-
-    return moments
-
-
 def _auto_encoder(size: int, way: str, device: torch.device) -> Call:
     statistic, args = _encoded(size, way, device)
     return lambda: statistic(*args)
@@ -248,7 +227,6 @@ def _encoded(size: int, way: str, device: torch.device) -> tuple[Any, tuple]:
 _POSITIONS = [8, 16, 24, 32, 48, 64, 96, 128]
 _COPY = {"GRADIENT_ON": (), "ADDED_NUMBERS": FAR}
 _AS_GRADIENT = {"GRADIENT_NUMBERS": FAR, "GRADIENT_SAMPLES": 0, "MIRRORED_POSITIONS": 0, "MIRRORED_ON": ("cpu", "cuda")}
-_WHOLE = {"BLOCK_BATCH": FAR}
 _ALWAYS = {"FEW": 0, "PAYS": math.inf, "LOOK": 0.0, "LOOK_ENTRY": 0.0}
 
 CROSSINGS = [
@@ -340,11 +318,10 @@ CROSSINGS = [
         "numbers of a column, 10 classes",
         [2**k for k in range(12, 21)],
         _apart,
-        _WHOLE | {"APART": FAR},
-        _WHOLE | {"APART": 0},
+        {"APART": FAR},
+        {"APART": 0},
         on="APART_ON",
     ),
-    Crossing("BLOCK_COLUMNS", "columns, 128 samples", [1, 2, 4, 8, 16], _blocks, _WHOLE, {"BLOCK_COLUMNS": 0}),
     Crossing(
         "FORMED",
         "positions, float64",
@@ -368,7 +345,6 @@ CROSSINGS = [
         on="TOTAL_ON",
     ),
     Crossing("ALONE", "multiplications of one sample", [2**k for k in range(17, 26)], _alone, on="TOTAL_ON"),
-    Crossing("TILED", "numbers of a sample", [2**k for k in range(18, 23)], _tiled, on="TILED_ON"),
     Crossing("UNFOLD", "channels", [4, 8, 12, 16, 24, 32, 64], _displaced, taken=_displaces, on="DISPLACED_ON"),
     Crossing("FEW", "columns", [4, 16, 36, 64, 144, 256, 576, 1296, 2304], _auto_encoder, far=_ALWAYS, taken=_shortens),
 ]
@@ -376,7 +352,6 @@ CROSSINGS = [
 
 BESTS = [
     Best("CACHE", "numbers, 128 samples", [2**k for k in range(17, 25)], partial(_convolutions, 128)),
-    Best("TILE", "numbers, of 2^21", [2**k for k in range(14, 22)], partial(_tiled, 2**21, "far")),
     Best(
         "TOGETHER",
         "numbers, 256 columns",

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from invfunc import tree
 from invfunc.operations.cells import TANH, Weights
 from invfunc.operations.heard import Function, Listener, function_of
-from invfunc.operations.operation import OPERATIONS, define
+from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.recurrences import Steps, states_before
 from tests.stated_common import having
 from tests.strategies import Numbers
@@ -203,11 +203,6 @@ class TestWhatWritesByAFlag:
         said, seen, _ = self.called(name, at, False)
         assert said == seen == set()
 
-    def test_its_result_does_not_depend_on_them_if_they_are_aside(self, name, at):
-        (*_, a), (*_, b) = (self.called(name, at, True, change) for change in ([0.0, 0.0, 0.0], [0.1, 0.2, 0.3]))
-        a, b = tree.tensors(a)[0], tree.tensors(b)[0]
-        assert torch.equal(a, b) is OPERATIONS[name].aside
-
 
 def test_a_flag_that_is_left_out_is_as_the_function_has_it():
     given = (IMAGE["input"], *RUNNING.values())
@@ -237,42 +232,6 @@ def test_what_works_in_place_writes_its_first_argument(name):
     assert function.written((x, 5), {})[0] is x
 
 
-@pytest.mark.parametrize("name", stated("constant"))
-def test_a_constant_has_no_derivative(name):
-    x = numbers(1).requires_grad_()
-    with Heard() as heard:
-        out = call(name)(x.detach() if name == "numpy" else x)
-    heard.first(name)
-    assert not isinstance(out, Tensor) or out.grad_fn is None
-
-
-@pytest.mark.parametrize("name", stated("registers"))
-def test_what_registers_reads_nothing(name):
-    x = numbers().requires_grad_()
-    with Heard() as heard:
-        out = call(name)(x)
-    heard.first(name)
-    assert not isinstance(out, Tensor)
-
-
-def moved(name: str, x: Tensor) -> Tensor:
-    """A tensor that has come to the memory of another one."""
-    if name != "set":
-        return torch.from_dlpack(call(name)(x))
-    y = numbers()
-    y.data = x
-    return y
-
-
-@pytest.mark.parametrize("name", stated("exits"))
-def test_what_exits_hands_on_the_memory(name):
-    x = numbers()
-    with Heard() as heard:
-        y = moved(name, x)
-    heard.first(name)
-    assert y.data_ptr() == x.data_ptr()
-
-
 DRAWN: dict[str, Call] = {
     **{f"dropout{d}d": partial(getattr(F, f"dropout{d}d"), p=0.5) for d in (1, 2, 3)},
     **{n: partial(getattr(F, n), p=0.5, training=True) for n in ("dropout", "alpha_dropout", "feature_alpha_dropout")},
@@ -281,12 +240,3 @@ DRAWN: dict[str, Call] = {
     "bernoulli": lambda x: x + torch.bernoulli(torch.full_like(x, 0.5)),
 }
 """What draws a number for entries, or channels, of a tensor."""
-
-
-def spatial(name: str) -> list[int]:
-    return [2] * next((int(c) for c in name if c.isdigit()), 1)
-
-
-def test_a_fact_of_an_effect_is_stated_once():
-    with pytest.raises(ValueError, match="`detach`: constant is stated twice"):
-        define("detach", constant=True)

@@ -74,7 +74,7 @@ def test_shares_by_themselves_are_those_of_the_loop(problem, alone):
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @given(problem=convolutions(), tile=st.sampled_from([1, 7, 2**60]), cache=st.sampled_from([16, 2**24]))
 def test_large_shares_by_some_rows_are_those_of_the_loop(problem, tile, cache):
-    with thresholds_at(TOTAL_POSITIONS=2**40, TILED=0, TILE=tile, CACHE={"cpu": cache}):
+    with thresholds_at(TOTAL_POSITIONS=2**40, CACHE={"cpu": cache}):
         found = found_of_samples(*problem)
     assert_trees_close(found, of_samples(*problem), 1e-10)
 
@@ -96,7 +96,7 @@ def test_have_the_derivatives_of_the_loop(side):
         (lambda w: sum(z.sin().sum() for z in found_of_samples(losses, w, x)),)
         + (lambda w: sum(z.sin().sum() for z in of_samples(losses, w, x)),),
     ]
-    with thresholds_at(TOTAL_POSITIONS=side, ALONE=side, TILED=0, TILE=3):
+    with thresholds_at(TOTAL_POSITIONS=side, ALONE=side):
         for ours, theirs in pairs:
             assert_trees_close(grad(ours)(w), grad(theirs)(w), 1e-9)
             assert_trees_close(jvp(ours, (w,), (w.cos(),)), jvp(theirs, (w,), (w.cos(),)), 1e-9)

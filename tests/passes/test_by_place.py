@@ -58,7 +58,6 @@ def test_blocks_are_not_taken(form, monkeypatch):
     (p, x, y), (model, _) = drawn(), given(form)
     wanted = dense_diag_ggn(model, F.cross_entropy)(p, x, y)
     monkeypatch.setattr(thresholds, "CACHE", {"cpu": 8})
-    monkeypatch.setattr(thresholds, "BLOCK_COLUMNS", 1)
     assert_trees_close(diag_ggn(model, F.cross_entropy)(p, x, y), wanted, EXACT)
     assert_trees_close(diag_ggn(lambda p, x, y: F.cross_entropy(model(p, x), y))(p, x, y), wanted, EXACT)
 

@@ -338,7 +338,6 @@ def test_chunks_need_not_reach_every_parameter(make, experts, size):
 
 
 def test_blocks_of_samples_need_not_reach_every_parameter(monkeypatch):
-    monkeypatch.setattr(thresholds, "BLOCK_SAMPLES", 2)
     monkeypatch.setattr(thresholds, "CACHE", {"cpu": 1})
     rand, experts = Numbers(), torch.tensor([0, 0, 0, 0, 1, 1])
     args = [rand(5, 5) for _ in range(2)], rand(6, 5), experts, rand(6, 5)

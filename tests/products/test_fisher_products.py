@@ -49,7 +49,6 @@ MOVED = {
     "repeated": lambda x: x[torch.tensor([0, 0, 2, 3, 0])],
     "in another order": lambda x: x[torch.tensor([2, 0, 1, 3])],
     "two views": both_orders,
-    "as numpy": lambda x: torch.from_numpy(x.numpy() * 2),
     "scripted": torch.jit.script(torch.nn.Identity()),
 }
 

@@ -79,7 +79,7 @@ class TestSamples:
             return f(p, x) @ f(p, x.flip(1)).T
 
         loss = composed(similarities, F.cross_entropy)
-        with pytest.raises(SampleAxisError, match=r"multiplies samples .*`hvp\(f\)` and `ggnvp\(f, loss\)`"):
+        with pytest.raises(SampleAxisError, match=r"products of samples.*`hvp\(f\)` and `ggnvp\(f, loss\)`"):
             make(loss)(params, x, y)
         assert_near(matrices.of(hvp(loss), params, x, y), matrices.hessian(loss, params, x, y), 1e-8)
         wanted = matrices.ggn(similarities, F.cross_entropy, params, x, y)

@@ -32,7 +32,7 @@ def test_it_is_that_of_all_columns(kind, data, few):
     (f, *loss), args = arranged(data, net)
     turn = TURNED[data.draw(st.sampled_from(list(TURNED)))] if loss else lambda loss: loss
     make = STATISTICS[data.draw(st.sampled_from(list(STATISTICS)))]
-    with thresholds_at(BLOCK_BATCH=1 if few else 3, NARROWEST=0 if few else 3):
+    with thresholds_at(NARROWEST=0 if few else 3):
         assert_as_dense(partial(make, f, *map(turn, loss)), args, refusable=True)
 
 
@@ -65,7 +65,7 @@ def test_columns_share_passes(layers, act, called):
     def loss(z, _):
         return LOSSES[called](z)
 
-    with always(), thresholds_at(BLOCK_BATCH=3):
+    with always():
         found = batch_diag_hessian(f, loss)(*args)
         of_all = diag_hessian(f, loss)(*args)
     wanted = dense_batch_diag_hessian(f, loss)(*args)
@@ -104,7 +104,7 @@ def test_a_loss_whose_samples_bend_in_other_calls():
         return F.conv1d(F.conv1d(x, p["a"]).tanh(), p["b"])
 
     args = ({"a": rand(1, 1, 3), "b": rand(1, 1, 3)}, x, torch.zeros(8, 1, 10).double())
-    with thresholds_at(BLOCK_BATCH=1, BLOCK_SAMPLES=4, CACHE={"cpu": 16}):
+    with thresholds_at(CACHE={"cpu": 16}):
         for make in STATISTICS.values():
             assert_as_dense(partial(make, f, partial(F.mse_loss, reduction="sum")), args)
 

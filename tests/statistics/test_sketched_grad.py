@@ -84,7 +84,7 @@ class TestFactors:
             assert_trees_close(row.make(f)(w, x), wanted.float(), 1e-5)
             return
         if path == "blocks":
-            monkeypatch.setattr("invfunc.thresholds.OPERANDS", 0)
+            monkeypatch.setattr("invfunc.thresholds.CACHE", {"cpu": 16})
         t = {"blocks": in_blocks, "generic": generic}.get(path, lambda t: t)(row.make(f))
         assert_trees_close(t(w, x), wanted, EXACT)
 

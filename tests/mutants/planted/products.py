@@ -73,13 +73,6 @@ FAULTS = [
         "products/test_forward_mode.py::test_one_that_draws_from_its_own_generator_is_of_one_run",
     ),
     Fault(
-        "a path around the outputs is not seen",
-        "products/split.py",
-        "        if not ends.isdisjoint(met):",
-        "        if not found:",
-        "products/test_product_errors.py",
-    ),
-    Fault(
         "samples of a loss that mixes them are taken for apart",
         "products/split.py",
         "not near(signed(x, d), y.detach(), x.detach().abs().amax())",
