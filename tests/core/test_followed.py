@@ -10,7 +10,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import invfunc
-import invfunc.core.evaluate as evaluate
+import invfunc.core.ways as ways
 import invfunc.statistic as statistic
 from invfunc import diag_ggn, kfac, tree, variance
 from invfunc.statistic import Statistic
@@ -38,7 +38,7 @@ def alone(monkeypatch):
         raise AssertionError(f"the core does not follow it: {refused}")
 
     monkeypatch.setattr(statistic, "evaluated", remembering)
-    monkeypatch.setattr(evaluate, "WAYS", evaluate.WAYS[:1])
+    monkeypatch.setattr(ways, "WAYS", ways.WAYS[:1])
     monkeypatch.setattr(Statistic, "_engine", engine)
 
 
