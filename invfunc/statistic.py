@@ -14,8 +14,9 @@ from invfunc._extras import ticking
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import anywhere
 from invfunc.callables import check_functions, describe
-from invfunc.core.evaluate import Way, by_ways, evaluated
+from invfunc.core.evaluate import evaluated
 from invfunc.core.explained import explained
+from invfunc.core.ways import Way, by_ways
 from invfunc.evaluation.engine import Engine
 from invfunc.plan import AxisName, Options
 from invfunc.recording.beside import beside

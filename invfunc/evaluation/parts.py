@@ -16,14 +16,15 @@ from invfunc._torch.functorch import transforming, undispatched, unheard
 from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
 from invfunc._torch.values import same_values
 from invfunc.core.columns import joined, made
-from invfunc.core.evaluate import WAYS, Kept, Made, Met, Way, columns_of_all, hessian_of, kept, loss_of, returned, whole
+from invfunc.core.evaluate import Kept, Made, columns_of_all, hessian_of, kept, loss_of, returned
 from invfunc.core.marks import Final, Unsupported
+from invfunc.core.ways import WAYS, Met, Way
 from invfunc.errors import InvFuncError
 from invfunc.evaluation.fold import Fold
 from invfunc.evaluation.joined import Drew, check_fewer, moved
 from invfunc.evaluation.kinds import Kind, kind_of, neither, not_in_parts
 from invfunc.loss.drawn import joined as joined_trees
-from invfunc.recording.problem import Problem
+from invfunc.recording.problem import Problem, whole
 from invfunc.reductions import State
 from invfunc.reductions.quantity import Accumulator, Quantity
 

@@ -10,7 +10,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import invfunc
-import invfunc.core.evaluate as evaluate
+import invfunc.core.ways as ways
 from invfunc import diag_ggn, kfac, tree, variance
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
 from invfunc.testing.laws.rows import FIRST_ORDER
@@ -23,7 +23,7 @@ FLOOR = 1e-2
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     """There is no last resort: f is followed as it is."""
-    monkeypatch.setattr(evaluate, "WAYS", evaluate.WAYS[:1])
+    monkeypatch.setattr(ways, "WAYS", ways.WAYS[:1])
 
 
 REDUCTIONS = {"none": lambda z: z, "sum": torch.sum, "mean": torch.mean}
