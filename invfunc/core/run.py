@@ -85,7 +85,7 @@ from invfunc.core.tables import (
     VIEWS,
 )
 from invfunc.core.transposed import FACTORS
-from invfunc.core.uses import WHOLE, Block, Copies, Shared, Use, copied, expanded, grown
+from invfunc.core.uses import WHOLE, Block, Copies, Expanded, Shared, Use, copied, expanded, grown
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.recurrent import AT_ONCE, steps_at_once
 
@@ -282,6 +282,9 @@ class Run(TorchFunctionMode):
         data, params, filled, sums, lost, blends, others = found
         if func is SET and (data or params or sums or lost or blends):
             written = [x for x, _ in blends if x is args[0] or x is args[2]]  # not as an index
+            axis = next((axis for x, axis in data if x is args[0]), None)
+            if axis and len(params) == 1 and params[0][0] is args[2] and not (sums or lost or written):
+                return self.set_parameter(args[0], args[1], axis, *params[0])
             return self.set_item(args, data, params or sums or lost or written)
         if lost:
             return self.lose(func(*args, **kwargs), lost[0][1])
@@ -390,6 +393,19 @@ class Run(TorchFunctionMode):
             axis = found if found is not None and axes.get(id(x), found) == found else axis
         self.unchanged(x, axis)
         know(x, Mark(self.token, axis if self.n > 1 else (-1, 1, 1), x.requires_grad))
+
+    def set_parameter(self, x: Tensor, index: Any, axis: Any, value: Tensor, node: Node) -> None:
+        """Write a parameter among samples, as a mask token is: each entry is a use of it by the sample that it has."""
+        before = x[index]
+        at: Any = (-1, 1, 1)
+        if self.n > 1:
+            at = read(numbers(x.shape, axis, self.n, x.device)[index], self.n)
+        if at is None:
+            raise Unsupported("a parameter is written at places of samples that are not along one dim")
+        copy = self.alias(value.expand(before.shape))
+        SET(x, index, copy)
+        self.use(Expanded(node, value, at), copy)
+        know(x, Mark(self.token, axis, x.requires_grad))
 
     def unchanged(self, x: Tensor, axis: Any) -> None:
         """Check that a tensor that was written has its samples where they were, as views of it do not learn of it."""
