@@ -519,7 +519,8 @@ class Run(TorchFunctionMode):
 
     def axes_of(self, rule: Any, func: Any, args: tuple, kwargs: dict, data: list[Known], out: Any) -> Any:
         """The axis of the result: one for all of its tensors, or a list."""
-        if func not in PLACING and -data[0][1][0] > data[0][0].ndim and single(data):
+        placed = func in PLACING and all([x is not args[0] for x, _ in data])  # among rows of others
+        if -data[0][1][0] > data[0][0].ndim and not placed and single(data):
             orders, every = {axis[1] for _, axis in data}, [*tensors(out)]
             if len(orders) == 1:
                 return [alone(y.ndim, data[0][1][1].rows, self.n) for y in every]
