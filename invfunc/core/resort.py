@@ -26,6 +26,7 @@ from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import anywhere, near
 from invfunc.budget.size import free_on, told
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option, spelled, tensors, wide
+from invfunc.core.order import Order
 from invfunc.core.run import Run
 from invfunc.core.uses import Copies
 from invfunc.operations.axis import Axis
@@ -294,8 +295,10 @@ class Followed(Run):
     def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
         """Run an operation, given the tensors that it reads."""
         _check(func, args, kwargs)
-        self.blended = self.blended or bool(found[5])
+        moved = [pair for pair in found[0] if isinstance(pair[1][1], Order) and not pair[0].requires_grad]
+        self.blended = self.blended or bool(found[5] or moved)
         found[5].clear()
+        found[0][:] = [pair for pair in found[0] if all(pair is not other for other in moved)]
         out = super().dispatched(func, args, kwargs, found)
         self.marked |= {id(y.grad_fn): y.grad_fn for y in tensors(out) if y.grad_fn and hasattr(y, "_known")}
         return out
