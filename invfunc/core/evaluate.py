@@ -20,13 +20,12 @@ from invfunc.core.columns import Twice, columns_at, lost, single, split
 from invfunc.core.factors import partners
 from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
-from invfunc.core.lots import Lot
 from invfunc.core.marks import SUMMED, Final, Mark, Unsupported, know
 from invfunc.core.refusals import check_loss, check_outputs, check_room
 from invfunc.core.resort import at_once, by_rows, diagonals
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
-from invfunc.core.split import Axis, Finder, Output, marked_for
+from invfunc.core.split import WHOLE, Axis, Finder, Output, marked_for
 from invfunc.core.uses import Use
 from invfunc.core.ways import Met, Way, looked_at
 from invfunc.errors import InvFuncError, unreached
@@ -35,6 +34,7 @@ from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.plan import Options, Plan, even
 from invfunc.recording.problem import Problem, check_numbers, whole
 from invfunc.reductions import Found, Reduction, State
+from invfunc.reductions.lots import Lot
 from invfunc.reductions.quantity import Quantity
 from invfunc.reductions.reduction import Shortcuts
 from invfunc.structure.plan import Structure
@@ -305,7 +305,7 @@ def _evaluated(
     cotangent = None if rows else _cotangent(run, out, "f" if problem.loss is None else "the loss")
     n, dtype = run.count, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
     found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
-    folds = [Fold(q.reduction, problem, found, options.reduce, phased) for q in quantities]
+    folds = [Fold(q.reduction, problem, found, options.reduce, phased, q.give) for q in quantities]
     if any([getattr(phase, "joined", False) for f in folds for phase in f.reduction.phases]):
         run.partners = partners(uses_of(run, run.uses)[0], run.leaves)
     with torch.set_grad_enabled(run.deep and outside), _autocast(device, False):
@@ -355,6 +355,9 @@ def _called(problem: Problem, run: Run, leaves: list[torch.Tensor], convex: bool
         raise Met(error, lambda: returned(problem)) from None
     if (loss := problem.loss) is None:
         return out, aux
+    if run.n == 1:  # outputs may have lost the axis of the sample
+        with run:
+            out = tree.map_tensors(lambda z: z if z.ndim else z.reshape(1), out)
     run.outputs = out
     try:
         if convex:
@@ -390,21 +393,22 @@ def _columns(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: boo
 
 def _rows(way: Pullback, out: Any) -> None:
     """Reduce the rows of the Jacobian of a model function."""
-    run, problem = way.run, way.problem
-    structure, each = tree.flatten(out)[1], tree.named_leaves(out)
+    run, out_dims = way.run, way.problem.out_dims
+    named, structure = tree.outputs(out)
     roots, shapes, values = list[Output](), list[torch.Size](), dict[int, torch.Tensor]()
-    for i, (path, z) in enumerate(each):
-        check_outputs(run, z, problem.out_dims, path)
-        dim = problem.out_dims % z.ndim
-        rows = run.strip(z).movedim(dim, 0)
-        shapes.append(rows.shape[1:])
-        values[i] = rows.unsqueeze(1 + dim)
-        if z.requires_grad:
-            roots.append(Output(i, z, Axis(dim)))
+    if not named:
+        check_outputs(run, out, out_dims)
+    for i, (path, z) in enumerate(named):
+        check_outputs(run, z, out_dims, path)
+        axis = Axis(out_dims % z.ndim) if z.ndim else WHOLE
+        shapes.append(z.shape if axis.dim is None else torch.Size([*z.shape[: axis.dim], *z.shape[axis.dim + 1 :]]))
+        values[i] = axis.expose(run.strip(z), run.n)
+        roots += [Output(i, z, axis)] * z.requires_grad
     if not roots:
         raise unreached()
     for fold in way.folds:
-        fold.found = replace(fold.found, outputs=shapes, structure=structure)
+        kept = {} if structure is None else {"structure": structure}
+        fold.found = replace(fold.found, outputs=shapes, **kept)
     way.columns(roots, [Units(values)])
 
 
@@ -644,10 +648,18 @@ class Fold:
     """What one reduction keeps of the parameters."""
 
     def __init__(
-        self, reduction: Reduction, problem: Problem, found: Found, reduce: Reduce | None = None, phased: bool = False
+        self,
+        reduction: Reduction,
+        problem: Problem,
+        found: Found,
+        reduce: Reduce | None = None,
+        phased: bool = False,
+        give: Callable[[int, State, int], bool] | None = None,
     ) -> None:
-        """`reduce` is what becomes of the result of a parameter; `phased` says that phases see all samples first."""
+        """`reduce` is what becomes of the result of a parameter; `phased` says that phases see all samples first;
+        `give` takes what is kept of a parameter, where it returns True."""
         self.reduction, self.problem, self.found, self.reduce = reduction, problem, found, reduce
+        self.give = give
         self.first = reduction.before if reduction.apart or not phased else None
         """What has to be known of all parameters before."""
         self.states: dict[int, State] = {}
@@ -669,6 +681,8 @@ class Fold:
 
     def keep(self, i: int, state: State, last: bool = True) -> None:
         """Keep more of a parameter; its result is made at once where the caller reduces it."""
+        if self.give is not None and self.give(i, state, self.found.n * last):
+            return
         self.reduction.add(self.states, i, "columns", state)
         if self.reduce is not None and last:
             self.results[i] = self.closed(i)

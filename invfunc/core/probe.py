@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import dispatched, plainly, transforming, unheard, unseen
+from invfunc._torch.functorch import dispatched, plainly, transforming, undispatched, unheard, unseen
 from invfunc.core.axes import found, numbers, read
 from invfunc.core.marks import Known, Unsupported, arguments, named, option, replaced, tensors, wide
 from invfunc.core.order import Order
@@ -162,9 +162,11 @@ def moved(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: lis
     if that has some."""
     axes = {id(x): axis for x, axis in data}
     given = [*arguments(args[:1])]
+    if func is torch.repeat_interleave and len(args) + len(kwargs) == 1:
+        return None  # of numbers of repetitions alone
     if not any([id(x) in axes for x in given]):
         return None
-    with torch.no_grad(), unseen(), unheard():
+    with torch.no_grad(), undispatched(), unheard():
         by = {
             id(x): numbers(x.shape, axes[id(x)], n, x.device).contiguous()
             if id(x) in axes

@@ -36,7 +36,6 @@ from invfunc._torch.opened import opened
 from invfunc.core import own
 from invfunc.core.axes import alone, numbers, read, single
 from invfunc.core.columns import criterion_of, weighs
-from invfunc.core.lots import Lot
 from invfunc.core.marks import (
     DERIVED,
     HALF,
@@ -72,6 +71,7 @@ from invfunc.core.tables import (
     MOVES,
     MOVING,
     MULTIPLY,
+    PLACING,
     PLAIN,
     POINTWISE,
     PRODUCTS,
@@ -87,6 +87,7 @@ from invfunc.core.transposed import FACTORS
 from invfunc.core.uses import WHOLE, Block, Copies, Shared, Use, copied, expanded, grown
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.recurrent import AT_ONCE, steps_at_once
+from invfunc.reductions.lots import Lot
 
 Tensor = torch.Tensor
 SET = Tensor.__setitem__
@@ -244,6 +245,8 @@ class Run(TorchFunctionMode):
         try:
             if func in REFUSED and not (func in DERIVATIVES and self.whole(func, args, kwargs)):
                 raise Unsupported("it is not followed")
+            if func is torch.autograd.grad:
+                return self.slopes(*args, **kwargs)
             found: tuple[list, ...] = ([], [], [], [], [], [], [])
             self.look(args, found)
             if kwargs:
@@ -258,6 +261,21 @@ class Run(TorchFunctionMode):
         inputs = args[1] if func is torch.autograd.grad and len(args) > 1 else kwargs.get("inputs")
         known = [getattr(x, "_known", None) for x in ((inputs,) if isinstance(inputs, Tensor) else inputs or ())]
         return bool(known) and not any([type(x) is Node for x in known])
+
+    def slopes(self, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Take a derivative of what f computes of samples: each input has its own samples, if they are kept apart."""
+        out = torch.autograd.grad(outputs, inputs, grad_outputs, *args, **kwargs)
+        axes = [getattr(getattr(y, "_known", None), "axis", None) for y in tensors(outputs)]
+        given = [getattr(getattr(y, "_known", None), "axis", None) for y in tensors(grad_outputs)]
+        apart = all([axis is SUMMED or type(axis) is tuple for axis in axes])
+        apart = apart and all([axis is None or axis in axes for axis in given])
+        for y, x in zip(out, [inputs] if isinstance(inputs, Tensor) else inputs, strict=True):
+            axis: Any = getattr(getattr(x, "_known", None), "axis", None)
+            if y is not None and axis is not None:
+                seen = apart and not y.requires_grad
+                lost = Unsupported("a derivative that f takes, of samples that are mixed, or to be differentiated")
+                know(y, Mark(self.token, axis if seen else lost, y.requires_grad))
+        return out
 
     def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
         """Run an operation, given the tensors that it reads."""
@@ -299,7 +317,8 @@ class Run(TorchFunctionMode):
         if (out is args[0] and out is not x) or type(out) is tuple:
             return self.mark(RULES[func], func, args, kwargs, data, out)
         if out.dtype is not x.dtype and out.dtype in HALF and not torch.is_autocast_enabled(x.device.type):
-            raise Unsupported("a cast to half precision")
+            if self.criterion is None or not self.criterion.fixed:  # behind the outputs no parameter is read
+                raise Unsupported("a cast to half precision")
         known, graph = vars(x)["_known"], out.requires_grad
         if type(known) is not Mark or known.graph is not graph or self.n == 1:
             known = Mark(self.token, axis, graph)
@@ -484,7 +503,7 @@ class Run(TorchFunctionMode):
 
     def axes_of(self, rule: Any, func: Any, args: tuple, kwargs: dict, data: list[Known], out: Any) -> Any:
         """The axis of the result: one for all of its tensors, or a list."""
-        if -data[0][1][0] > data[0][0].ndim and single(data):
+        if func not in PLACING and -data[0][1][0] > data[0][0].ndim and single(data):
             orders, every = {axis[1] for _, axis in data}, [*tensors(out)]
             if len(orders) == 1:
                 return [alone(y.ndim, data[0][1][1].rows, self.n) for y in every]
@@ -498,12 +517,14 @@ class Run(TorchFunctionMode):
             axis = None
         if axis is None and func in MOVING:
             axis = moved(self.n, func, args, kwargs, data, out)
+        if axis is not None:
+            return axis
         try:
-            return probe(self.n, func, args, kwargs, data) if axis is None else axis
+            return probe(self.n, func, args, kwargs, data)
         except Unsupported:
             if func not in GROUPED:
                 raise
-        return SUMMED
+            return SUMMED
 
     def meet(self, func: Any, rule: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """Run an operation of samples and parameters."""

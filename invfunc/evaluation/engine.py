@@ -8,7 +8,9 @@ from typing import Any
 from invfunc._extras import ticking
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import checked_at_the_end
+from invfunc.core.marks import Final
 from invfunc.core.ways import Way, by_ways
+from invfunc.errors import InvFuncError
 from invfunc.evaluation.fold import Fold
 from invfunc.evaluation.joined import check_batches
 from invfunc.evaluation.parts import Parts, alone, joins
@@ -72,7 +74,12 @@ class Engine:
 
         def call(way: Way) -> tuple[Parts, Any]:
             parts = Parts(self.problem, fold, way)
-            return parts, parts.kept(self.joined)
+            try:
+                return parts, parts.kept(self.joined)
+            except Exception as error:
+                if parts.gave and not isinstance(error, InvFuncError):
+                    raise Final(str(error)) from error
+                raise
 
         parts, aux = by_ways(self.problem.f, self.called, call, undo)
         self.scalar, self.joined = parts.scalar, parts.joined

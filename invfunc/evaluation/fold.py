@@ -59,8 +59,12 @@ class Fold:
             if not t.before.reduction.whole:  # else that is a result, too
                 t.before.states = {}
 
+    def number(self, accumulator: Accumulator) -> int:
+        """That of the quantity; -1 if it is of a phase before."""
+        return next((k for k, t in enumerate(self.accumulators) if t is accumulator), -1)
+
     def give(self) -> None:
-        """Give what is kept of parameters that are divided to the keeper, if there is one."""
+        """Give what is still kept of parameters that are divided to the keeper, if there is one."""
         for number, t in enumerate(self.accumulators) if self.keeper is not None else ():
             for leaf in [i for i in t.states if self.keeper.takes(number, i)]:
                 self.keeper.keep(number, leaf, t.states.pop(leaf), self.found.n)

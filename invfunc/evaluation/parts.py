@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,7 @@ import torch
 
 from invfunc import tree
 from invfunc._alike import added, alike
-from invfunc._torch.functorch import transforming, unheard, unseen
+from invfunc._torch.functorch import transforming, undispatched, unheard
 from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
 from invfunc._torch.values import same_values
 from invfunc.core.columns import joined, made
@@ -23,7 +23,9 @@ from invfunc.errors import InvFuncError
 from invfunc.evaluation.fold import Fold
 from invfunc.evaluation.joined import Drew, check_fewer, moved
 from invfunc.evaluation.kinds import Kind, kind_of, neither, not_in_parts
+from invfunc.loss.drawn import joined as joined_trees
 from invfunc.recording.problem import Problem, whole
+from invfunc.reductions import State
 from invfunc.reductions.quantity import Accumulator, Quantity
 
 Part = tuple[int, int]
@@ -48,6 +50,8 @@ class Parts:
         """Those of a model that is given apart from its loss, where this is such a number."""
         self.joined = False
         """Whether it has still to be seen that f allows its results to be joined with others."""
+        self.gave = False
+        """Whether something was given away, so that it cannot be tried in another way."""
 
     def kept(self, joined: bool) -> Any:
         """aux, in a list where there are parts; `joined` says that results are joined with those of other batches."""
@@ -70,7 +74,7 @@ class Parts:
                 set_states(before)  # each phase sees the same
             aux.clear()
             accumulators, total = fold.of_phase(k), torch.zeros(())
-            quantities = [replace(t.quantity, reduction=t.reduction) for t in accumulators]
+            quantities = [replace(t.quantity, reduction=t.reduction, give=self._giving(t)) for t in accumulators]
             for part in alike("samples", parts, self._described, last=True):
                 found = self._of_part(part, several, kind, quantities, options, known)
                 if found is not None:
@@ -139,6 +143,23 @@ class Parts:
             added("samples", partial(t.end, self.problem.leaves, room=room), found.count)
         self.scalar = isinstance(found.result, torch.Tensor) and not found.result.ndim
 
+    def _giving(self, t: Accumulator) -> Callable[[int, State, int], bool] | None:
+        """Gives what is kept of parameters that are divided among processes away at once; where nothing is known yet
+        of the weight of a batch, that comes in the end."""
+        keeper, number = self.fold.keeper, self.fold.number(t)
+        if keeper is None or self.given.loss is not None:
+            return None
+
+        def give(i: int, state: State, n: int) -> bool:
+            if not keeper.takes(number, i):
+                return False
+            self.gave = True
+            keeper.keep(number, i, state, n)
+            t.added.add(i)
+            return True
+
+        return give
+
     def _kind(self, size: int) -> Kind:
         """How what f gives for parts of at most so many samples makes up what it gives for all of them."""
         problem = self.problem
@@ -147,7 +168,8 @@ class Parts:
             few = problem.chunk(torch.tensor(places, device=problem.leaves[0].device), len(places))
             with undrawn() as drew, torch.enable_grad():
                 try:
-                    found = returned(few) if self.model or self.way is not WAYS[0] else loss_of(few)
+                    plain = _outputs if self.model else returned
+                    found = plain(few) if self.model or self.way is not WAYS[0] else loss_of(few)
                 except (InvFuncError, Unsupported):
                     raise
                 except Exception as error:
@@ -175,9 +197,9 @@ class Parts:
         with undrawn(), torch.set_grad_enabled(graph):  # what f draws, it draws again
             for part in alike("samples", parts, self._described):
                 one = self._part(part, kind)
-                added("samples", each.append, hessian_of(one) if problem.loss is None else returned(one))
+                added("samples", each.append, hessian_of(one) if problem.loss is None else _outputs(one))
         if problem.loss is not None:
-            self.outputs = torch.cat(each, problem.out_dims)
+            self.outputs = joined_trees(each, problem.out_dims)
             return columns_of_all(problem, self.outputs, self.quantities)
         return {q.columns: made(joined(each), q, problem.n) for q in self.quantities}
 
@@ -204,12 +226,17 @@ def alone(problem: Problem, part: slice, *, elsewhere: bool = False) -> Any:
 def joins(problem: Problem, found: Any = None) -> bool:
     """Whether f was seen to give some samples alone what it gives them beside others, of which this was `found`; an
     error if it does not."""
-    with unseen(), unheard():
+    with undispatched(), unheard():
         if found is None:
             with suppress(Exception):  # of which is told elsewhere
                 found = alone(problem, slice(0, problem.n))
         given, some = problem.tensors(), partial(alone, problem)
         return check_fewer(tree.tensors((found,)), problem.out_dims, problem.n, given, some)
+
+
+def _outputs(problem: Problem) -> Any:
+    """The outputs of a model, which may have lost the axis of a single sample."""
+    return tree.map_tensors(lambda z: z if z.ndim else z.unsqueeze(0), returned(problem))
 
 
 class Slice:

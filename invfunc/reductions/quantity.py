@@ -73,6 +73,9 @@ class Quantity:
     reduction: Reduction
     kind: ColumnKind
     drawing: Drawing | None = None
+    give: Callable[[int, State, int], bool] | None = None
+    """Takes what is kept of a parameter, by its number, as soon as it is there, if it returns True; it is told of how
+    many samples that is all."""
 
     @property
     def columns(self) -> Hashable:

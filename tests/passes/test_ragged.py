@@ -157,7 +157,7 @@ PADDED: dict[str, Callable] = {
 @settings(max_examples=6)
 @given(lengths=LENGTHS, seed=SEEDS)
 def test_padded_rows_are_those_of_their_samples(pad, lengths, seed):
-    assume(pad != "of split rows" or few_are_empty(lengths))
+    assume(pad != "of split rows" or min(lengths) > 0)  # a split of no rows is of no sample
 
     def model(params, x, lengths):
         context = (x[:, 0] @ params["c"]).sin()
