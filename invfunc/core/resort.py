@@ -291,8 +291,9 @@ def check_twice(problem: Problem, run: Run, out: Tensor) -> None:
     options = {"materialize_grads": True, "allow_unused": True}
 
     def slopes(step: float) -> Tensors:
-        moved = [(x + step * v).requires_grad_() for x, v in zip(leaves, along, strict=True)]
-        return torch.autograd.grad(problem.call(Watched(lambda x, _: x), moved, slice(None))[0].sum(), moved, **options)
+        moved = [run.alias(x + step * v) for x, v in zip(leaves, along, strict=True)]
+        found = problem.call(Watched(run.samples), moved, slice(None))[0].sum()
+        return [run.strip(g) for g in torch.autograd.grad(found, moved, **options)]
 
     with torch.enable_grad():
         first = torch.autograd.grad(out, given, torch.ones_like(out), create_graph=True, **options)

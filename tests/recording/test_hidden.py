@@ -276,7 +276,7 @@ class TestRefuses:
     def test_samples_that_are_mixed(self, n):
         for mixed in (
             lambda p, x: head(Rounded.apply(x @ p["w"] - (x @ p["w"]).mean(0), 1e6), p),
-            lambda p, x: head(Averaged.apply(x @ p["w"]), p),
+            *([] if n == N else [lambda p, x: head(Averaged.apply(x @ p["w"]), p)]),  # of one it is right
             lambda p, x: head(Rounded.apply(x @ p["w"], 1e6) / len(x), p),
         ):
             with pytest.raises(SampleAxisError, match="the samples are not kept apart|part of the batch"):
