@@ -22,7 +22,7 @@ from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
 from invfunc.core.marks import SUMMED, Final, Mark, Unsupported, know
 from invfunc.core.refusals import check_loss, check_outputs, check_room
-from invfunc.core.resort import at_once, by_rows, diagonals
+from invfunc.core.resort import at_once, by_rows, check_twice, diagonals
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.split import WHOLE, Axis, Finder, Output, marked_for
@@ -552,6 +552,7 @@ class Pullback:
 
     def entries(self, out: torch.Tensor) -> None:
         """Reduce the diagonal of a Hessian, entry by entry."""
+        check_twice(self.problem, self.run, out)
         for i, rows in enumerate(diagonals(self.run, out)):
             for fold in self.folds:
                 one = rows if fold.reduction.each else rows.sum(0, keepdim=True)
