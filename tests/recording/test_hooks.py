@@ -1,7 +1,5 @@
 """Hooks that f gives to its tensors: those that look on are allowed, and of those that change it a result is right."""
 
-from contextlib import suppress
-
 import pytest
 import torch
 import torch.nn.functional as F
