@@ -22,6 +22,7 @@ from invfunc.errors import InvFuncError
 from invfunc.evaluation.fold import Fold
 from invfunc.evaluation.joined import Drew, check_fewer, moved
 from invfunc.evaluation.kinds import Kind, kind_of, neither, not_in_parts
+from invfunc.loss.drawn import joined as of_all
 from invfunc.recording.problem import Problem
 from invfunc.reductions import State
 from invfunc.reductions.quantity import Accumulator, Quantity
@@ -196,7 +197,7 @@ class Parts:
                 one = self._part(part, kind)
                 added("samples", each.append, hessian_of(one) if problem.loss is None else returned(one))
         if problem.loss is not None:
-            self.outputs = torch.cat(each, problem.out_dims)
+            self.outputs = of_all(each, problem.out_dims)
             return columns_of_all(problem, self.outputs, self.quantities)
         return {q.columns: made(joined(each), q, problem.n) for q in self.quantities}
 
