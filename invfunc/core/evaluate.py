@@ -22,13 +22,13 @@ from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
 from invfunc.core.marks import SUMMED, Final, Mark, Unsupported, know
 from invfunc.core.refusals import check_loss, check_outputs, check_room
-from invfunc.core.resort import at_once, by_rows, diagonals
+from invfunc.core.resort import at_once, by_rows, check_twice, diagonals
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.split import WHOLE, Axis, Finder, Output, marked_for
 from invfunc.core.uses import Use
 from invfunc.core.ways import Met, Way, looked_at
-from invfunc.errors import InvFuncError, unreached
+from invfunc.errors import InvFuncError, ProcessError, unreached
 from invfunc.loss.square_root import Affine, Columns, Units, joined_block
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.plan import Options, Plan, even
@@ -349,7 +349,7 @@ def _called(problem: Problem, run: Run, leaves: list[torch.Tensor], convex: bool
     """What f returns, or its loss of that, whose outputs are `convex` ones; and aux."""
     try:
         out, aux = (run.way or Problem.call)(problem, run, leaves, slice(None))
-    except Unsupported:
+    except (Unsupported, ProcessError):
         raise
     except Exception as error:
         raise Met(error, lambda: returned(problem)) from None
@@ -552,6 +552,7 @@ class Pullback:
 
     def entries(self, out: torch.Tensor) -> None:
         """Reduce the diagonal of a Hessian, entry by entry."""
+        check_twice(self.problem, self.run, out)
         for i, rows in enumerate(diagonals(self.run, out)):
             for fold in self.folds:
                 one = rows if fold.reduction.each else rows.sum(0, keepdim=True)

@@ -178,6 +178,8 @@ class Parts:
                     met = None
                 if met is not None:
                     returned(self.problem)  # whose errors are the user's own
+                    if isinstance(met, Met) and runs(few):
+                        raise Unsupported(str(met))
                     raise not_in_parts(met.error if isinstance(met, Met) else met) from None
                 drawn = drew()
             values = [z.detach() for z in tree.tensors((found,))]
@@ -202,6 +204,15 @@ class Parts:
             self.outputs = joined_trees(each, problem.out_dims)
             return columns_of_all(problem, self.outputs, self.quantities)
         return {q.columns: made(joined(each), q, problem.n) for q in self.quantities}
+
+
+def runs(problem: Problem) -> bool:
+    """Whether f takes some samples, as it is written."""
+    try:
+        returned(problem)
+    except Exception:
+        return False
+    return True
 
 
 @contextmanager
