@@ -138,8 +138,8 @@ def single(found: Split, columns: Sequence[Columns]) -> bool:
 # A loss that is given apart
 
 
-def lost(problem: Problem, run: Run, outputs: Any) -> torch.Tensor:
-    """The loss of the outputs of a model that is given apart from it."""
+def lost(problem: Problem, run: Run, outputs: Any, known: bool = False) -> Any:
+    """The loss of the outputs of a model that is given apart from it; None where the columns at these are known."""
     assert problem.loss is not None
     loss, (named, structure) = problem.loss, tree.outputs(outputs)
     if not named:
@@ -166,6 +166,10 @@ def lost(problem: Problem, run: Run, outputs: Any) -> torch.Tensor:
             return called(fresh, problem.drawn(run, target)), [r for r in fresh if r.value.requires_grad]
 
     roots = [at(i, z) for i, (_, z) in enumerate(named)]
+    if known:
+        run.criterion = Finder()
+        run.split = Split(Within(run), run.n, roots[0].value, [r for r in roots if r.value.requires_grad])
+        return None
     run.criterion = Finder([r for r in roots if r.value.requires_grad], run.n)
     run.again, run.twice = again, True
     return called(roots, problem.target(run))

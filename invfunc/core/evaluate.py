@@ -29,7 +29,7 @@ from invfunc.core.split import WHOLE, Axis, Finder, Output, marked_for
 from invfunc.core.uses import Use
 from invfunc.core.ways import Met, Way, looked_at
 from invfunc.errors import InvFuncError, ProcessError, unreached
-from invfunc.loss.square_root import Affine, Columns, Units, joined_block
+from invfunc.loss.square_root import Affine, Columns, Units, Weighted, joined_block
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.plan import Options, Plan, even
 from invfunc.recording.problem import Problem, check_numbers, whole
@@ -167,8 +167,8 @@ def loss_of(problem: Problem) -> torch.Tensor:
         run.close()
 
 
-def columns_of_all(problem: Problem, outputs: Any, quantities: Sequence[Quantity]) -> Made:
-    """The columns at the outputs of a model, with a loss that is given apart."""
+def columns_of_all(problem: Problem, outputs: Any, quantities: Sequence[Quantity]) -> tuple[Made, torch.Tensor]:
+    """The columns at the outputs of a model, with a loss that is given apart, and the loss."""
     graph = torch.is_grad_enabled() and any(z.requires_grad for z in tree.tensors((outputs,)))
     run = Run(problem.n, transforming() or graph)
     run.open()
@@ -179,9 +179,19 @@ def columns_of_all(problem: Problem, outputs: Any, quantities: Sequence[Quantity
 
     try:
         out = lost(problem, run, tree.map_tensors(known, outputs))
-        return {q.columns: columns_at(run, out, q) for q in quantities}
+        found = {q.columns: columns_at(run, out, q) for q in quantities}
+        check_kept(run, [part for each in found.values() for part in each])
+        return found, _left(run, out, False)
     finally:
         run.close()
+
+
+def check_kept(run: Run, columns: list[Columns]) -> list[Columns]:
+    """Check that columns can be used when the run is over."""
+    inner = [part.inner if isinstance(part, Weighted) else part for part in columns]
+    if run.deep and any([isinstance(part, Affine) for part in inner]):
+        raise Unsupported("columns that are pulled back when the run is over, where the result is differentiated")
+    return columns
 
 
 def hessian_of(problem: Problem) -> list[Columns]:
@@ -195,10 +205,7 @@ def hessian_of(problem: Problem) -> list[Columns]:
         run.criterion, run.part, run.twice = Finder(n=run.n), True, True
         with marked_for(run.criterion), TwiceDifferentiable():
             out = _called(problem, run, leaves)[0]
-        found = split(run, out).hessian()
-        if run.deep and any([isinstance(part, Affine) for part in found]):
-            raise Unsupported("columns that are pulled back when the run is over, where the result is differentiated")
-        return found
+        return check_kept(run, split(run, out).hessian())
     finally:
         run.close()
 
@@ -235,6 +242,7 @@ def ran_and(
     while True:
         run = new(problem.n, deep, chosen)
         run.part, run.way, run.twice, run.each = part, way, twice, each
+        run.apart = known is not None and problem.loss is not None
         run.open(way is Problem.call or transforming())
         try:
             given = problem, quantities, run, outside, options, known, ticks, phased, pullback
@@ -302,7 +310,7 @@ def _evaluated(
     of_model = {q.kind.of_model for q in quantities}
     several = isinstance(out, torch.Tensor) and out.ndim > 1
     rows = of_model == {"yes"} or (of_model == {"unless it returns a loss"} and several)
-    cotangent = None if rows else _cotangent(run, out, "f" if problem.loss is None else "the loss")
+    cotangent = None if rows or run.apart else _cotangent(run, out, "f" if problem.loss is None else "the loss")
     n, dtype = run.count, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
     found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
     folds = [Fold(q.reduction, problem, found, options.reduce, phased, q.give) for q in quantities]
@@ -361,7 +369,7 @@ def _called(problem: Problem, run: Run, leaves: list[torch.Tensor], convex: bool
     run.outputs = out
     try:
         if convex:
-            return lost(problem, run, out), aux
+            return lost(problem, run, out, run.apart), aux
         target = problem.target(run)
         with run:
             return loss(out, target), aux
@@ -493,6 +501,8 @@ class Pullback:
         else:
             left = joined_block([*columns], start, stop, slice(None), n, everywhere=True).left
         met = [r for r in roots if r.ordinal in left]
+        if self.run.apart:  # the columns may be those of a view
+            left = {r.ordinal: _as_exposed(left[r.ordinal], r, n) for r in met}
         given = [r.axis.restore(left[r.ordinal], n, 1).to(r.source.dtype) for r in met]
         return [r.source for r in met], given
 
@@ -596,6 +606,11 @@ class Pullback:
             if left:
                 reduced(i)
         self.ticks.done()
+
+
+def _as_exposed(columns: torch.Tensor, root: Output, n: int) -> torch.Tensor:
+    """Columns `[V, n, entries]` in the form of those at an output."""
+    return columns.reshape(len(columns), n, *root.axis.expose(root.source.detach(), n).shape[1:])
 
 
 def _lots(columns: Sequence[Columns]) -> list[Lot]:

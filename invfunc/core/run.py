@@ -121,6 +121,8 @@ class Run(TorchFunctionMode):
         """The loss at a target from a sampler, where it is given apart."""
         self.twice = False
         """Whether operations run in a form that can be differentiated twice."""
+        self.apart = False
+        """Whether columns are known at the outputs, so that a loss that is given apart is not looked at."""
         self.lots: list[Lot] = []
         """The columns that are drawn."""
         self.part = False

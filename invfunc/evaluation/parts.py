@@ -46,6 +46,8 @@ class Parts:
         """Whether f returns outputs."""
         self.scalar = False
         """Whether f, or the loss, has returned one number for all samples."""
+        self.loss: torch.Tensor | None = None
+        """That of all samples, where it is given apart: parts take its columns from there."""
         self.outputs: Any = None
         """Those of a model that is given apart from its loss, where this is such a number."""
         self.joined = False
@@ -80,7 +82,7 @@ class Parts:
                 if found is not None:
                     self._take(accumulators, found, part)
                     added("samples", aux.append, found.aux)
-                    total = total + found.result.detach() if self.scalar and single else total
+                    total = total + found.result.detach() if self.scalar and single and self.loss is None else total
                     if not several:
                         seen, self.outputs = found.result, found.apart
                     del found  # before the next one is made
@@ -141,7 +143,8 @@ class Parts:
         fold.found = replace(fold.found, outputs=first.outputs, structure=first.structure)
         for t in accumulators if not whole else ():
             added("samples", partial(t.end, self.problem.leaves, room=room), found.count)
-        self.scalar = isinstance(found.result, torch.Tensor) and not found.result.ndim
+        result = found.result if self.loss is None else self.loss
+        self.scalar = isinstance(result, torch.Tensor) and not result.ndim
 
     def _giving(self, t: Accumulator) -> Callable[[int, State, int], bool] | None:
         """Gives what is kept of parameters that are divided among processes away at once; where nothing is known yet
@@ -202,7 +205,8 @@ class Parts:
                 added("samples", each.append, hessian_of(one) if problem.loss is None else _outputs(one))
         if problem.loss is not None:
             self.outputs = joined_trees(each, problem.out_dims)
-            return columns_of_all(problem, self.outputs, self.quantities)
+            found, self.loss = columns_of_all(problem, self.outputs, self.quantities)
+            return found
         return {q.columns: made(joined(each), q, problem.n) for q in self.quantities}
 
 
