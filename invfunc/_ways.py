@@ -9,23 +9,17 @@ from typing import TypeVar
 
 from invfunc._torch.weak import WeakIdMap
 
-_WAYS = WeakIdMap[dict[Hashable, int | None]]()
+_WAYS = WeakIdMap[dict[Hashable, int]]()
 _TIMES = count()
 T = TypeVar("T")
 
 
-def known_way(f: Callable, what: Hashable) -> int | None:
-    """The number of the way in which a function is followed, for a statistic or what else is asked of it; None if there
-    is none."""
+def known_way(f: Callable, what: Hashable) -> int:
+    """The number of the way in which a function is followed, for a statistic or what else is asked of it."""
     return (_WAYS.get(f) or {}).get(what, 0)
 
 
-def refused(f: Callable, what: Hashable) -> bool:
-    """Whether no way follows it."""
-    return known_way(f, what) is None
-
-
-def note_way(f: Callable, what: Hashable, way: int | None) -> None:
+def note_way(f: Callable, what: Hashable, way: int) -> None:
     """Note which way follows a function."""
     next(_TIMES)
     with suppress(TypeError):  # a function of a kind that has no weak references

@@ -13,10 +13,10 @@ from invfunc import tree
 from invfunc._extras import ticking
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import anywhere
-from invfunc._ways import known_way, refused
 from invfunc.callables import check_functions, describe
-from invfunc.core.evaluate import Way, by_ways, evaluated
+from invfunc.core.evaluate import evaluated
 from invfunc.core.explained import explained
+from invfunc.core.ways import Way, by_ways
 from invfunc.evaluation.engine import Engine
 from invfunc.plan import AxisName, Options
 from invfunc.recording.beside import beside
@@ -25,8 +25,6 @@ from invfunc.reductions import Reduction
 from invfunc.reductions.quantity import GRADIENT, ColumnKind, Drawing, Quantity
 from invfunc.report import Explanation, joined
 from invfunc.transform import Transform
-
-_PLAIN = Options(), Options(dense=True)
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,29 +105,9 @@ class Statistic(Transform):
         return by_ways(self.f, self.called, call, undo)
 
     @property
-    def direct(self) -> bool:
-        """Whether the core is asked: it may take what is wanted, and has not refused f."""
-        return self.taken and not refused(self.f, self.called)
-
-    @property
-    def followed(self) -> bool:
-        """Whether the core follows f as it is, as far as it is known."""
-        return self.taken and known_way(self.f, self.called) == 0
-
-    @property
     def called(self) -> tuple[Hashable, ...]:
         """What is asked of f."""
         return self.name, *(m.name for m in self.members)
-
-    @property
-    def taken(self) -> bool:
-        """Whether the core may take what is wanted: reductions of gradients, of columns of a GGN, or Jacobian rows."""
-        each = self.members or (self,)
-        kinds = {(k.convex, k.averaged, k.second_order, k.of_model == "yes") for k in [m.kind for m in each]}
-        of_kind = len(kinds) == 1
-        options = self.options.fast
-        plain = options and all(m.others is None and m.options in _PLAIN for m in self.members)
-        return of_kind and plain and self.others is None
 
     def without_samples(self, params: Any) -> Engine:
         """The evaluation of no samples, which has parameters only."""

@@ -25,15 +25,13 @@ PACKAGE = ROOT / "invfunc"
 SITE = ROOT / "notebooks" / "site"
 FLOORS = [
     {"thresholds"},
-    {"errors", "tree", "_torch", "_alike", "_ways", "_extras", "_no_output", "_nodes", "_shown", "_signed"},
+    {"errors", "tree", "_torch", "_alike", "_ways", "_extras", "_no_output", "_nodes", "_shown", "report"},
     {"linear_algebra"},
     {"kronecker", "plan"},
     {"operations"},
     {"recording"},
-    {"per_sample", "loss"},
+    {"loss"},
     {"reductions"},
-    {"passes"},
-    {"sparsity"},
     {"budget"},
     {"core", "structure"},
     {"evaluation"},

@@ -130,7 +130,8 @@ def made(hessian: Sequence[Columns], quantity: Quantity, n: int) -> list[Columns
 def single(found: Split, columns: Sequence[Columns]) -> bool:
     """Whether all columns are those of one criterion of one output, with the samples in front."""
     (root, *others), known = found.roots, all([t.kind in KNOWN and t.at_root for t in found.terms]) or found.ordinary
-    in_front = root.axis.dim is None or (root.axis.dim == 0 and root.axis.outer == 1)
+    at = root.axis
+    in_front = at.dim is None or (type(at) is Axis and at.dim == 0 and at.outer == 1)
     return not others and len(columns) == 1 and known and in_front
 
 
@@ -149,7 +150,7 @@ def lost(problem: Problem, run: Run, outputs: Any) -> torch.Tensor:
     def at(ordinal: int, z: torch.Tensor) -> Output:
         with run:
             own = z.clone()  # the loss may write into it
-        know(own, Mark(run.token, (problem.out_dims % z.ndim - z.ndim, 1, 1), z.requires_grad))
+        know(own, Mark(run.token, (problem.out_dims % max(1, z.ndim) - z.ndim, 1, 1), z.requires_grad))
         return Output(ordinal, own, WHOLE if run.n == 1 else Axis(problem.out_dims % z.ndim), z)
 
     def called(roots: list[Output], target: Any) -> torch.Tensor:

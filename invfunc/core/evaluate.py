@@ -15,35 +15,31 @@ from invfunc._alike import alike
 from invfunc._extras import Ticks
 from invfunc._torch.functorch import hooked, transforming, versions
 from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
-from invfunc._ways import known_way, note_way
 from invfunc.budget.size import fits
 from invfunc.core.columns import Twice, columns_at, lost, single, split
 from invfunc.core.factors import partners
 from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
-from invfunc.core.lots import Lot
 from invfunc.core.marks import SUMMED, Final, Mark, Unsupported, know
-from invfunc.core.refusals import check_loss, check_outputs, check_room, refused_by
-from invfunc.core.resort import alone, at_once, by_rows, diagonals
+from invfunc.core.refusals import check_loss, check_outputs, check_room
+from invfunc.core.resort import at_once, by_rows, check_twice, diagonals
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
-from invfunc.core.split import Axis, Finder, Output, marked_for
+from invfunc.core.split import WHOLE, Axis, Finder, Output, marked_for
 from invfunc.core.uses import Use
+from invfunc.core.ways import Met, Way, looked_at
 from invfunc.errors import InvFuncError, ProcessError, unreached
 from invfunc.loss.square_root import Affine, Columns, Units, joined_block
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.plan import Options, Plan, even
-from invfunc.recording.problem import Problem, check_numbers, with_aux
+from invfunc.recording.problem import Problem, check_numbers, whole
 from invfunc.reductions import Found, Reduction, State
+from invfunc.reductions.lots import Lot
 from invfunc.reductions.quantity import Quantity
 from invfunc.reductions.reduction import Shortcuts
 from invfunc.structure.plan import Structure
 from invfunc.structure.plan import Way as Shortcut
 
-Way = Callable[[Problem, Run, list[torch.Tensor], slice], tuple[Any, Any]]
-"""A way of calling f, given the leaves of a run: the result, whose mark and uses the run knows then, and aux."""
-WAYS: tuple[Way, ...] = (Problem.call, alone, by_rows)
-"""As it is, then the last resort."""
 T = TypeVar("T")
 Made = dict[Hashable, list[Columns]]
 """Columns of each kind, by the key that quantities share."""
@@ -158,19 +154,6 @@ def returned(problem: Problem, part: slice = slice(None), leaves: list[torch.Ten
     return few.call(_Bare(), problem.leaves if leaves is None else leaves, slice(None))[0]
 
 
-def whole(problem: Problem) -> Problem:
-    """A model and its loss as one function."""
-    f, loss = problem.f, problem.loss
-    assert loss is not None
-
-    def of_both(*args: Any, **kwargs: Any) -> Any:
-        found = f(*args[:-1], **kwargs)
-        outputs, aux = with_aux(found) if problem.has_aux else (found, None)
-        return (loss(outputs, args[-1]), aux) if problem.has_aux else loss(outputs, args[-1])
-
-    return replace(problem, f=of_both, loss=None)
-
-
 def loss_of(problem: Problem) -> torch.Tensor:
     """The loss, which is seen to be one of each sample, or their mean or sum; or outputs of a model."""
     run = Run(problem.n, False)
@@ -220,46 +203,6 @@ def hessian_of(problem: Problem) -> list[Columns]:
         run.close()
 
 
-def by_ways(f: Callable, what: Hashable, call: Callable[[Way], T], undo: Callable[[], None]) -> T:
-    """What a call finds by the first way that follows f; what is asked of f says which way that was before.
-
-    An error of the library's own, or of f, is one of any way; else the error is that of the first.
-    """
-    first, refusals = known_way(f, what), list[Exception]()
-    for k in range(first or 0, len(WAYS)):
-        try:
-            found = call(WAYS[k])
-        except Exception as error:
-            refusals.append(error)
-        else:
-            if k != first:
-                note_way(f, what, k)
-            return found
-        undo()
-        last = refusals[-1]
-        if isinstance(last, (Final, InvFuncError)) or (isinstance(last, Raised) and not transforming()):
-            break
-    own = [e.error if isinstance(e, Raised) else e for e in refusals if isinstance(e, (Raised, InvFuncError))]
-    raise own[0] if own else refused_by(refusals)
-
-
-class Raised(Exception):
-    """Raised where f itself raises an error, also as it is written."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-class Met(Raised):
-    """Raised where f raises an error while it is followed."""
-
-    def __init__(self, error: Exception, as_written: Callable[[], Any]) -> None:
-        """`as_written` calls f as it is written."""
-        super().__init__(error)
-        self.as_written = as_written
-
-
 def ran_and(
     finish: Callable[..., T],
     problem: Problem,
@@ -275,10 +218,6 @@ def ran_and(
 ) -> T:
     """Run f, reduce the columns, and finish with what is kept while the run is open."""
     pullback = pullback or Pullback
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad():
-            given = problem.differentiable(), quantities, options, known, ticks, way, part, phased, undo, pullback
-            return ran_and(finish, *given)
     outside = torch.is_grad_enabled()
     constants = [x for q in quantities for x in q.reduction.constants]
     deep = transforming() or (outside and any([x.requires_grad for x in (*problem.tensors(), *constants)]))
@@ -308,7 +247,7 @@ def ran_and(
         finally:
             run.close()
         if met is not None:
-            raise _looked_at(met) from None
+            raise looked_at(met) from None
 
 
 class Again(Exception):
@@ -416,6 +355,9 @@ def _called(problem: Problem, run: Run, leaves: list[torch.Tensor], convex: bool
         raise Met(error, lambda: returned(problem)) from None
     if (loss := problem.loss) is None:
         return out, aux
+    if run.n == 1:  # outputs may have lost the axis of the sample
+        with run:
+            out = tree.map_tensors(lambda z: z if z.ndim else z.reshape(1), out)
     run.outputs = out
     try:
         if convex:
@@ -427,17 +369,6 @@ def _called(problem: Problem, run: Run, leaves: list[torch.Tensor], convex: bool
         raise
     except Exception as error:
         raise Met(error, lambda: loss(returned(problem), problem.args[-1])) from None
-
-
-def _looked_at(met: Met) -> Exception:
-    """An error that a run met: one that f also raises as it is written is the user's own."""
-    try:
-        with torch.enable_grad():
-            met.as_written()
-    except Exception as error:
-        error.__context__ = None  # of the run
-        return Raised(error)
-    return Unsupported(f"{type(met.error).__name__}: {str(met.error).partition(chr(10))[0]}")
 
 
 def _columns(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: bool, known: Made | None) -> None:
@@ -462,21 +393,22 @@ def _columns(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: boo
 
 def _rows(way: Pullback, out: Any) -> None:
     """Reduce the rows of the Jacobian of a model function."""
-    run, problem = way.run, way.problem
-    structure, each = tree.flatten(out)[1], tree.named_leaves(out)
+    run, out_dims = way.run, way.problem.out_dims
+    named, structure = tree.outputs(out)
     roots, shapes, values = list[Output](), list[torch.Size](), dict[int, torch.Tensor]()
-    for i, (path, z) in enumerate(each):
-        check_outputs(run, z, problem.out_dims, path)
-        dim = problem.out_dims % z.ndim
-        rows = run.strip(z).movedim(dim, 0)
-        shapes.append(rows.shape[1:])
-        values[i] = rows.unsqueeze(1 + dim)
-        if z.requires_grad:
-            roots.append(Output(i, z, Axis(dim)))
+    if not named:
+        check_outputs(run, out, out_dims)
+    for i, (path, z) in enumerate(named):
+        check_outputs(run, z, out_dims, path)
+        axis = Axis(out_dims % z.ndim) if z.ndim else WHOLE
+        shapes.append(z.shape if axis.dim is None else torch.Size([*z.shape[: axis.dim], *z.shape[axis.dim + 1 :]]))
+        values[i] = axis.expose(run.strip(z), run.n)
+        roots += [Output(i, z, axis)] * z.requires_grad
     if not roots:
         raise unreached()
     for fold in way.folds:
-        fold.found = replace(fold.found, outputs=shapes, structure=structure)
+        kept = {} if structure is None else {"structure": structure}
+        fold.found = replace(fold.found, outputs=shapes, **kept)
     way.columns(roots, [Units(values)])
 
 
@@ -620,6 +552,7 @@ class Pullback:
 
     def entries(self, out: torch.Tensor) -> None:
         """Reduce the diagonal of a Hessian, entry by entry."""
+        check_twice(self.problem, self.run, out)
         for i, rows in enumerate(diagonals(self.run, out)):
             for fold in self.folds:
                 one = rows if fold.reduction.each else rows.sum(0, keepdim=True)

@@ -12,13 +12,14 @@ import torch
 from invfunc import thresholds, tree
 from invfunc.budget.size import bytes_of
 from invfunc.core.columns import columns_at
-from invfunc.core.evaluate import WAYS, Fold, Pullback, Way, ran_and, uses_of
+from invfunc.core.evaluate import Fold, Pullback, ran_and, uses_of
 from invfunc.core.hessian import Diagonal
 from invfunc.core.marks import spelled
 from invfunc.core.refusals import matrices
 from invfunc.core.run import Run
 from invfunc.core.split import Output
 from invfunc.core.uses import Copies, Use
+from invfunc.core.ways import WAYS, Way
 from invfunc.loss.square_root import Columns
 from invfunc.plan import Options
 from invfunc.recording.problem import Problem

@@ -15,10 +15,10 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import dispatched, plainly, transforming, undispatched, unheard, unseen
-from invfunc.core.axes import found, numbers, read
-from invfunc.core.marks import Known, Unsupported, arguments, named, option, replaced, tensors, wide
+from invfunc.core.axes import alone, found, numbers, read, single
+from invfunc.core.marks import SUMMED, Known, Run, Unsupported, arguments, named, option, replaced, tensors, wide
 from invfunc.core.order import Order
-from invfunc.core.tables import SORTS
+from invfunc.core.tables import GROUPED, MOVES, MOVING, PLACING, SORTS, SUMS
 
 ROUNDS = 3
 _KNOWN: dict[Any, list[Any]] = {}
@@ -162,6 +162,8 @@ def moved(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: lis
     if that has some."""
     axes = {id(x): axis for x, axis in data}
     given = [*arguments(args[:1])]
+    if func is torch.repeat_interleave and len(args) + len(kwargs) == 1:
+        return None  # of numbers of repetitions alone
     if not any([id(x) in axes for x in given]):
         return None
     with torch.no_grad(), undispatched(), unheard():
@@ -175,3 +177,30 @@ def moved(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: lis
             dim = option(args, kwargs, 2 if "topk" in named(func) else 1, "dim", -1)
             return [found(by[id(args[0])].gather(dim, out[1]), n), Unsupported("an order that hangs on all samples")]
         return [found(x, n) for x in tensors(func(replaced(args[0], by), *args[1:], **kwargs))]
+
+
+def axes_of(run: Run, rule: Any, func: Any, args: tuple, kwargs: dict, data: list[Known], out: Any) -> Any:
+    """The axis of the result: one for all of its tensors, or a list."""
+    placed = func in PLACING and all([x is not args[0] for x, _ in data])  # among rows of others
+    if -data[0][1][0] > data[0][0].ndim and not placed and single(data):
+        orders, every = {axis[1] for _, axis in data}, [*tensors(out)]
+        if len(orders) == 1:
+            return [alone(y.ndim, data[0][1][1].rows, run.n) for y in every]
+        if func in SUMS and not every[0].ndim:
+            return SUMMED
+    try:
+        axis = rule(run.n, data, args, kwargs, out) if rule and func not in MOVES else None
+    except Unsupported:
+        if func not in MOVING:
+            raise
+        axis = None
+    if axis is None and func in MOVING:
+        axis = moved(run.n, func, args, kwargs, data, out)
+    if axis is not None:
+        return axis
+    try:
+        return probe(run.n, func, args, kwargs, data)
+    except Unsupported:
+        if func not in GROUPED:
+            raise
+        return SUMMED

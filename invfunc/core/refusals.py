@@ -82,7 +82,8 @@ def check_outputs(run: Run, z: Any, dim: int, path: str = "") -> None:
     axis = _axis(run, z)
     if not z.is_floating_point():
         raise ArgumentError(f"f returned a tensor of {z.dtype}{among}, but outputs are floating-point tensors.{pick}")
-    if z.ndim == 0 or not -z.ndim <= dim < z.ndim or z.shape[dim] != run.n:
+    squeezed = run.n == 1 and not z.ndim
+    if not squeezed and (not -z.ndim <= dim < z.ndim or z.shape[dim] != run.n):
         kind = "has other outputs" if z.ndim or path else "looks like a loss function; call the transform on it alone"
         raise ArgumentError(
             f"f returned shape {tuple(z.shape)}{among} for N = {run.n}, so it {kind}; wanted is a model function, "

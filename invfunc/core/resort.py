@@ -25,7 +25,8 @@ from invfunc._torch.functorch import as_it_is, graph_level, graph_of
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import anywhere, near
 from invfunc.budget.size import free_on, told
-from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option, spelled, tensors, wide
+from invfunc.core.marks import LEAF, SUMMED, Final, Mark, Node, Unsupported, know, option, spelled, tensors, wide
+from invfunc.core.order import Order
 from invfunc.core.run import Run
 from invfunc.core.uses import Copies
 from invfunc.operations.axis import Axis
@@ -280,6 +281,33 @@ def diagonals(run: Run, out: Tensor) -> Iterator[Tensor]:
         yield rows if run.chosen is None else rows[run.chosen]
 
 
+def check_twice(problem: Problem, run: Run, out: Tensor) -> None:
+    """Check the second derivatives by differences of first ones, where a custom Function may have none."""
+    if not any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in graph_of(out)):
+        return
+    leaves = [run.strip(x).detach() for x in run.leaves]
+    along = [torch.arange(x.numel(), device=x.device).cos().to(x.dtype).view(x.shape) for x in leaves]
+    given = [u.edge for u in run.uses] or run.leaves
+    options = {"materialize_grads": True, "allow_unused": True}
+
+    def slopes(step: float) -> Tensors:
+        moved = [run.alias(x + step * v) for x, v in zip(leaves, along, strict=True)]
+        found = problem.call(Watched(run.samples), moved, slice(None))[0].sum()
+        return [run.strip(g) for g in torch.autograd.grad(found, moved, **options)]
+
+    with torch.enable_grad():
+        first = torch.autograd.grad(out, given, torch.ones_like(out), create_graph=True, **options)
+        total = sum([(g * v).sum() for g, v in zip(first, along, strict=True)])
+        again = total.requires_grad
+        found = torch.autograd.grad(total, given, retain_graph=True, **options) if again else [x * 0 for x in given]
+        step = torch.finfo(out.dtype).eps ** (1 / 3)
+        wanted = [(b - a) / (2 * step) for a, b in zip(slopes(-step), slopes(step), strict=True)]
+    for x, y, z in zip(found, wanted, leaves, strict=True):
+        x = run.strip(x).detach().reshape(-1, *z.shape).sum(0)
+        if anywhere((x - y).abs().amax() > 0.02 * (y.abs().amax() + x.abs().amax()) + step**2):
+            raise Final("the backward pass of a custom autograd.Function is not differentiable itself")
+
+
 # Rows
 
 
@@ -294,8 +322,10 @@ class Followed(Run):
     def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
         """Run an operation, given the tensors that it reads."""
         _check(func, args, kwargs)
-        self.blended = self.blended or bool(found[5])
+        moved = [pair for pair in found[0] if isinstance(pair[1][1], Order) and not pair[0].requires_grad]
+        self.blended = self.blended or bool(found[5] or moved)
         found[5].clear()
+        found[0][:] = [pair for pair in found[0] if all(pair is not other for other in moved)]
         out = super().dispatched(func, args, kwargs, found)
         self.marked |= {id(y.grad_fn): y.grad_fn for y in tensors(out) if y.grad_fn and hasattr(y, "_known")}
         return out

@@ -15,7 +15,6 @@ from invfunc import thresholds
 from invfunc._torch.functorch import dispatched
 from invfunc._torch.precision import doubled, has_float64
 from invfunc.core.factors import kronecker, rotated
-from invfunc.core.lots import Drawn, drawn, variances
 from invfunc.core.marks import DERIVED, HALF, LEAF, SWAP, wide
 from invfunc.core.norms import narrow_norms, tried
 from invfunc.core.run import Run
@@ -50,6 +49,7 @@ from invfunc.linear_algebra.contract import (
     widened,
 )
 from invfunc.reductions.kept_factors import Factors
+from invfunc.reductions.lots import Drawn, drawn, variances
 
 Kind = TypeVar("Kind", bound=Use)
 _MATRICES = ((), (0,), (1,)), ((), (1,), (0,))
@@ -347,7 +347,7 @@ class Shares:
                 rows = contract(terms, present("NVK", terms))
                 found.append(rows.reshape(-1, self.run.columns, len(vectors)))
             return joined(found)
-        flat = vectors.flatten(1).T
+        flat = vectors.reshape(len(vectors), -1).T
         for block in self.blocks():
             rows = self.dense(block)
             found.append(rows.reshape(*rows.shape[:2], -1).transpose(0, 1).to(flat.dtype) @ flat)

@@ -63,6 +63,8 @@ MOVES = called("gather index_select take_along_dim")
 INDEXES = {T.__getitem__}
 GROUPED = called("index_add scatter_add")
 """Sums in groups, which may be of samples; then the result is linear in these."""
+PLACING = GROUPED | called("scatter scatter_reduce index_put index_copy index_fill masked_scatter put")
+"""Operations that place rows among others."""
 PRODUCTS = called("matmul mm mv dot inner einsum linear tensordot")
 SORTS = called("sort topk")
 LEAKS = called("numpy tolist __array__ data_ptr __deepcopy__ __reduce_ex__")

@@ -8,8 +8,8 @@ from typing import Any
 from invfunc._extras import ticking
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import checked_at_the_end
-from invfunc.core.evaluate import Way, by_ways
 from invfunc.core.marks import Final
+from invfunc.core.ways import Way, by_ways
 from invfunc.errors import InvFuncError
 from invfunc.evaluation.fold import Fold
 from invfunc.evaluation.joined import check_batches

@@ -16,14 +16,15 @@ from invfunc._torch.functorch import transforming, undispatched, unheard
 from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
 from invfunc._torch.values import same_values
 from invfunc.core.columns import joined, made
-from invfunc.core.evaluate import WAYS, Kept, Made, Met, Way, columns_of_all, hessian_of, kept, loss_of, returned, whole
+from invfunc.core.evaluate import Kept, Made, columns_of_all, hessian_of, kept, loss_of, returned
 from invfunc.core.marks import Final, Unsupported
+from invfunc.core.ways import WAYS, Met, Way
 from invfunc.errors import InvFuncError
 from invfunc.evaluation.fold import Fold
 from invfunc.evaluation.joined import Drew, check_fewer, moved
 from invfunc.evaluation.kinds import Kind, kind_of, neither, not_in_parts
-from invfunc.loss.drawn import joined as of_all
-from invfunc.recording.problem import Problem
+from invfunc.loss.drawn import joined as joined_trees
+from invfunc.recording.problem import Problem, whole
 from invfunc.reductions import State
 from invfunc.reductions.quantity import Accumulator, Quantity
 
@@ -167,7 +168,8 @@ class Parts:
             few = problem.chunk(torch.tensor(places, device=problem.leaves[0].device), len(places))
             with undrawn() as drew, torch.enable_grad():
                 try:
-                    found = returned(few) if self.model or self.way is not WAYS[0] else loss_of(few)
+                    plain = _outputs if self.model else returned
+                    found = plain(few) if self.model or self.way is not WAYS[0] else loss_of(few)
                 except (InvFuncError, Unsupported):
                     raise
                 except Exception as error:
@@ -176,6 +178,8 @@ class Parts:
                     met = None
                 if met is not None:
                     returned(self.problem)  # whose errors are the user's own
+                    if isinstance(met, Met) and runs(few):
+                        raise Unsupported(str(met))
                     raise not_in_parts(met.error if isinstance(met, Met) else met) from None
                 drawn = drew()
             values = [z.detach() for z in tree.tensors((found,))]
@@ -195,11 +199,20 @@ class Parts:
         with undrawn(), torch.set_grad_enabled(graph):  # what f draws, it draws again
             for part in alike("samples", parts, self._described):
                 one = self._part(part, kind)
-                added("samples", each.append, hessian_of(one) if problem.loss is None else returned(one))
+                added("samples", each.append, hessian_of(one) if problem.loss is None else _outputs(one))
         if problem.loss is not None:
-            self.outputs = of_all(each, problem.out_dims)
+            self.outputs = joined_trees(each, problem.out_dims)
             return columns_of_all(problem, self.outputs, self.quantities)
         return {q.columns: made(joined(each), q, problem.n) for q in self.quantities}
+
+
+def runs(problem: Problem) -> bool:
+    """Whether f takes some samples, as it is written."""
+    try:
+        returned(problem)
+    except Exception:
+        return False
+    return True
 
 
 @contextmanager
@@ -230,6 +243,11 @@ def joins(problem: Problem, found: Any = None) -> bool:
                 found = alone(problem, slice(0, problem.n))
         given, some = problem.tensors(), partial(alone, problem)
         return check_fewer(tree.tensors((found,)), problem.out_dims, problem.n, given, some)
+
+
+def _outputs(problem: Problem) -> Any:
+    """The outputs of a model, which may have lost the axis of a single sample."""
+    return tree.map_tensors(lambda z: z if z.ndim else z.unsqueeze(0), returned(problem))
 
 
 class Slice:

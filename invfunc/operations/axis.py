@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -13,8 +12,7 @@ class Axis:
     """The dim of a tensor that has its samples, as (outer, sample, inner); `dim=None`, all of it is of one sample."""
 
     dim: int | None
-    outer: Any = 1
-    """How many entries are outside of the samples; or the order in which the samples come (`core.order.Order`)."""
+    outer: int = 1
     inner: int = 1
 
     def at(self, dim: int) -> Axis:
@@ -25,8 +23,6 @@ class Axis:
         if self.dim is None:
             return x.unsqueeze(lead)
         d = lead + self.dim
-        if not isinstance(self.outer, int):
-            return self.outer.front(x, d, lead)
         if self.outer == self.inner == 1:
             return (x.movedim(d, lead) if d > lead else x).unsqueeze(d + 1)
         return x.unflatten(d, (self.outer, n, self.inner)).movedim(d + 1, lead).flatten(d + 1, d + 2)
@@ -36,8 +32,6 @@ class Axis:
         if self.dim is None:
             return x.squeeze(lead)
         d = lead + 1 + self.dim
-        if not isinstance(self.outer, int):
-            return self.outer.restored(x, d - 1, lead)
         if self.outer == self.inner == 1:
             x = x.squeeze(d)
             return x.movedim(lead, d - 1) if d - 1 > lead else x

@@ -116,15 +116,6 @@ class Problem:
             given = some_samples(given, dim, part)
         return tree.map_tensors(lambda x: trace.samples(x, Axis(dim % x.ndim)), given)
 
-    def differentiable(self) -> Problem:
-        """The problem with tensors of inference mode copied, as these have no derivatives."""
-
-        def plain(x: torch.Tensor) -> torch.Tensor:
-            return x.clone() if x.is_inference() else x
-
-        leaves, args, kwargs = [*map(plain, self.leaves)], *tree.map_tensors(plain, (self.args, self.kwargs))
-        return replace(self, leaves=leaves, args=args, kwargs=kwargs)
-
     def fixed(self) -> list[torch.Tensor]:
         """The tensors that all samples share."""
         return tree.tensors(([self.args[i] for i, d in self.dims.items() if d is None], self.kwargs))
@@ -152,6 +143,19 @@ def some_samples(argument: Any, dim: int | None, part: slice | torch.Tensor) -> 
     return (
         argument if dim is None else tree.map_tensors(lambda x: x[(slice(None),) * (dim % x.ndim) + (part,)], argument)
     )
+
+
+def whole(problem: Problem) -> Problem:
+    """A model and its loss as one function."""
+    f, loss = problem.f, problem.loss
+    assert loss is not None
+
+    def of_both(*args: Any, **kwargs: Any) -> Any:
+        found = f(*args[:-1], **kwargs)
+        outputs, aux = with_aux(found) if problem.has_aux else (found, None)
+        return (loss(outputs, args[-1]), aux) if problem.has_aux else loss(outputs, args[-1])
+
+    return replace(problem, f=of_both, loss=None)
 
 
 def with_aux(result: Any) -> tuple[Any, Any]:

@@ -10,9 +10,9 @@ import torch
 from invfunc import tree
 from invfunc._shown import table
 from invfunc._torch.precision import double_on, doubled
-from invfunc.core.lots import Drawn, variances
 from invfunc.loss.square_root import safe_root
 from invfunc.reductions.exchange import Exchange, Rows
+from invfunc.reductions.lots import Drawn, variances
 from invfunc.reductions.reduction import Found, Over, Reduction, State
 
 

@@ -9,35 +9,13 @@ from torch import nn
 from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import invfunc.statistic as statistic
 from invfunc import batch_diag_hessian, diag_hessian, functional, kfra, tree
-from invfunc._ways import refuse
-from invfunc.statistic import Statistic
 from invfunc.testing import assert_trees_close, dense_batch_diag_hessian, loop_kfra
 from tests.core.programs import MODULES, losses, of_module
 from tests.strategies import Numbers
 
 EXACT, FLOOR = 1e-8, 1e-3
 REDUCTIONS = {"none": lambda z: z, "sum": torch.sum, "mean": torch.mean}
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    """The core is asked alone: nothing else finds what it refuses."""
-    refused, evaluated = [], statistic.evaluated
-
-    def remembering(*args, **options):
-        try:
-            return evaluated(*args, **options)
-        except Exception as error:
-            refused.append(error)
-            raise
-
-    def engine(*_, **__):
-        raise AssertionError(f"the core does not follow it: {refused}")
-
-    monkeypatch.setattr(statistic, "evaluated", remembering)
-    monkeypatch.setattr(Statistic, "_engine", engine)
 
 
 def whole(each):
@@ -51,7 +29,6 @@ def dense(f, *args):
 
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("name", [name for name in MODULES if "bag" not in name])  # torch has no second derivative
-@pytest.mark.usefixtures("alone")
 def test_of_ordinary_programs(name, n):
     f, *args = of_module(name, n)
     each = dense(losses(f), *args)
@@ -98,7 +75,6 @@ class TestOfTiedWeights:
     args = params, Numbers(3)(5, 4), Numbers(4)(5, 3)
 
     @pytest.mark.parametrize("chosen", [None, [3, 0, 0, -1]])
-    @pytest.mark.usefixtures("alone")
     def test_of_chosen_samples(self, chosen):
         each = dense(lambda p, x, y: own(again(p, x), y), *self.args)
         each = each if chosen is None else tree.map_tensors(lambda d: d[chosen], each)
@@ -107,12 +83,10 @@ class TestOfTiedWeights:
         assert_trees_close(scalar(*self.args), whole(each), EXACT)
 
     @pytest.mark.parametrize("f", [in_one_call, written, added])
-    @pytest.mark.usefixtures("alone")
     def test_of_plain_functions(self, f):
         wanted = dense(lambda p, x, y: own(f(p, x), y), *self.args)
         assert_trees_close(batch_diag_hessian(f, own)(*self.args), wanted, EXACT, FLOOR)
 
-    @pytest.mark.usefixtures("alone")
     def test_is_differentiable_and_maps(self):
         params, x, y = self.args
 
@@ -153,22 +127,6 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"joint": True}, {"weight_sharing": "reduce"}, {"samples": [2, 0, 2]}], ids=str
-)
-@pytest.mark.parametrize("name", CHAINS)
-def test_kfra_is_that_of_the_other_engine(name, options):
-    f, params = chain(*CHAINS[name])
-    x = Numbers()(3, 1, 8, 8)
-    y = f(params, x).detach().cos()
-    t = kfra(f, F.mse_loss, **options)
-    found = t(params, x, y)
-    assert t.direct, "the core has refused it"
-    refuse(t.f, t.called)
-    assert_trees_close(found, t(params, x, y), EXACT)
-
-
-@pytest.mark.usefixtures("alone")
 def test_kfra_is_that_of_the_loop():
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.Sigmoid(), nn.Linear(4, 3)).double()
     f, params = functional(model)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import invfunc
 from invfunc import ArgumentError, ArgumentTypeError, Estimate, streamed
-from invfunc.core.lots import Lot, drawn, variances
 from invfunc.loss.drawn import key_of
 from invfunc.loss.peeled import Peel, peeled
 from invfunc.loss.square_root import Elementwise, Softmax
+from invfunc.reductions.lots import Lot, drawn, variances
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

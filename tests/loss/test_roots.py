@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import batch_diag_ggn, diag_ggn, ekfac, ggn_trace, kflr, kfra, outputs, sqrt_ggn, tree
+from invfunc import batch_diag_ggn, diag_ggn, ggn_trace, kflr, kfra, outputs, sqrt_ggn, tree
 from invfunc.loss.square_root import Root
 from invfunc.testing import assert_trees_close, dense_diag_ggn
 from tests.strategies import Numbers
@@ -54,7 +54,7 @@ def flat(result):
     return found
 
 
-@pytest.mark.parametrize("make", [diag_ggn, batch_diag_ggn, ggn_trace, sqrt_ggn, kflr, ekfac, kfra])
+@pytest.mark.parametrize("make", [diag_ggn, batch_diag_ggn, ggn_trace, sqrt_ggn, kflr, kfra])
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_statistic_in_both_forms(make, name):
     """And as its derivative, which is that of the loss that is given apart."""
@@ -68,8 +68,7 @@ def test_every_statistic_in_both_forms(make, name):
 
     forms = (make(model, loss), make(alone))
     assert_trees_close(*[flat(t(P, X, Y)) for t in forms], 1e-9)
-    if make is not ekfac:  # whose eigenvectors have derivatives by themselves
-        assert_trees_close(*[torch.func.grad(weighted(t))(P) for t in forms], 1e-8, 1e-8)
+    assert_trees_close(*[torch.func.grad(weighted(t))(P) for t in forms], 1e-8, 1e-8)
 
 
 @pytest.mark.parametrize("name", LOSSES)

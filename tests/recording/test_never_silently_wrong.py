@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import invfunc.evaluation.engine as engine
 from invfunc import SampleAxisError, SplitError, batch_grad, chunked, diag_ggn, outputs, sum_grad_squared, variance
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_sum_grad_squared
 from tests.strategies import Numbers
@@ -89,19 +88,18 @@ def test_a_path_around_the_outputs_that_cannot_be_seen():
         z = x @ w
         return F.mse_loss(z, y) + Squares.apply(z)
 
-    with pytest.raises((SplitError, SampleAxisError), match="cannot be seen"):
+    with pytest.raises((SplitError, SampleAxisError), match="not kept apart|goes around"):
         diag_ggn(loss)(W, X, Y)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 16])
-def test_outputs_that_depend_on_the_place_of_a_sample(n, monkeypatch):
+def test_outputs_that_depend_on_the_place_of_a_sample(n):
     x, y = Numbers(3)(16, 4), Numbers(4)(16, 4)
 
     def f(w, x):
         return (x * torch.linspace(0, 1, len(x), dtype=x.dtype)[:, None]) @ w
 
     expected = dense_diag_ggn(f, F.mse_loss)(W, x, y)
-    monkeypatch.setattr(engine, "budget", lambda device: 64)
     assert_trees_close(diag_ggn(f, F.mse_loss)(W, x, y), expected, EXACT)
     if n > 1:
         with pytest.raises(SampleAxisError, match="cannot be chunked over samples|in a part"):

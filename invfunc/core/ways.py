@@ -1,0 +1,74 @@
+"""The ways in which f is called, one after the other, and the error of a function that none of them follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+
+from invfunc._torch.functorch import transforming
+from invfunc._ways import known_way, note_way
+from invfunc.core.marks import Final, Unsupported
+from invfunc.core.refusals import refused_by
+from invfunc.core.resort import alone, by_rows
+from invfunc.core.run import Run
+from invfunc.errors import InvFuncError
+from invfunc.recording.problem import Problem
+
+Way = Callable[[Problem, Run, list[torch.Tensor], slice], tuple[Any, Any]]
+"""A way of calling f, given the leaves of a run: the result, whose mark and uses the run knows then, and aux."""
+WAYS: tuple[Way, ...] = (Problem.call, alone, by_rows)
+"""As it is, then the last resort."""
+T = TypeVar("T")
+
+
+def by_ways(f: Callable, what: Hashable, call: Callable[[Way], T], undo: Callable[[], None]) -> T:
+    """What a call finds by the first way that follows f; what is asked of f says which way that was before.
+
+    An error of the library's own, or of f, is one of any way; else the error is that of the first.
+    """
+    first, refusals = known_way(f, what), list[Exception]()
+    for k in range(first or 0, len(WAYS)):
+        try:
+            found = call(WAYS[k])
+        except Exception as error:
+            refusals.append(error)
+        else:
+            if k != first:
+                note_way(f, what, k)
+            return found
+        undo()
+        last = refusals[-1]
+        if isinstance(last, (Final, InvFuncError)) or (isinstance(last, Raised) and not transforming()):
+            break
+    own = [e.error if isinstance(e, Raised) else e for e in refusals if isinstance(e, (Raised, InvFuncError))]
+    raise own[0] if own else refused_by(refusals)
+
+
+class Raised(Exception):
+    """Raised where f itself raises an error, also as it is written."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Met(Raised):
+    """Raised where f raises an error while it is followed."""
+
+    def __init__(self, error: Exception, as_written: Callable[[], Any]) -> None:
+        """`as_written` calls f as it is written."""
+        super().__init__(error)
+        self.as_written = as_written
+
+
+def looked_at(met: Met) -> Exception:
+    """An error that a run met: one that f also raises as it is written is the user's own."""
+    try:
+        with torch.enable_grad():
+            met.as_written()
+    except Exception as error:
+        error.__context__ = None  # of the run
+        return Raised(error)
+    return Unsupported(f"{type(met.error).__name__}: {str(met.error).partition(chr(10))[0]}")
