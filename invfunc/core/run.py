@@ -456,7 +456,7 @@ class Run(TorchFunctionMode):
             graph = y.requires_grad
             if y.is_complex():
                 raise Unsupported("complex numbers")
-            order = axis[1] if type(axis) is tuple else 1
+            order: Any = axis[1] if type(axis) is tuple else 1
             if type(order) is not int and -axis[0] <= y.ndim and y.shape[axis[0]] != len(order.rows):
                 axis = Unsupported("some samples are expanded")
             if axis is SUMMED and not graph:
