@@ -107,8 +107,8 @@ def _clipped(shares: Any, max_norm: float) -> tuple[Any, torch.Tensor]:
 def clipping(max_norm: float) -> Row:
     """The row of `clipped_grad` for a norm."""
     loop, of_shares = partial(loop_clipped_grad, max_norm=max_norm), partial(_clipped, max_norm=max_norm)
-    make, axes = partial(invfunc.clipped_grad, max_norm=max_norm), ("samples",)
-    return Row(make, (LOSS,), TREES, loop, of_shares, axes=axes, picks=_norms_of)
+    make = partial(invfunc.clipped_grad, max_norm=max_norm)
+    return Row(make, (LOSS,), TREES, loop, of_shares, axes=("samples",), picks=_norms_of)
 
 
 def noise(groups: Callable | None = None) -> Row:
