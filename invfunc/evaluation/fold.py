@@ -65,8 +65,9 @@ class Fold:
 
     def give(self) -> None:
         """Give what is still kept of parameters that are divided to the keeper, if there is one."""
-        keeper = self.keeper
-        for number, t in enumerate(self.accumulators) if keeper is not None else ():
+        if (keeper := self.keeper) is None:
+            return
+        for number, t in enumerate(self.accumulators):
             for leaf in [i for i in t.states if keeper.takes(number, i)]:
                 keeper.keep(number, leaf, t.states.pop(leaf), self.found.n)
 
