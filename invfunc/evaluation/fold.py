@@ -65,9 +65,11 @@ class Fold:
 
     def give(self) -> None:
         """Give what is still kept of parameters that are divided to the keeper, if there is one."""
-        for number, t in enumerate(self.accumulators) if self.keeper is not None else ():
-            for leaf in [i for i in t.states if self.keeper.takes(number, i)]:
-                self.keeper.keep(number, leaf, t.states.pop(leaf), self.found.n)
+        if (keeper := self.keeper) is None:
+            return
+        for number, t in enumerate(self.accumulators):
+            for leaf in [i for i in t.states if keeper.takes(number, i)]:
+                keeper.keep(number, leaf, t.states.pop(leaf), self.found.n)
 
     # Results
 

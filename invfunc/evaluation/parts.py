@@ -86,19 +86,23 @@ class Parts:
                     if not several:
                         seen, self.outputs = found.result, found.apart
                     del found  # before the next one is made
-        if several and single and self.scalar and self.problem.loss is None:
+        if single and several and self.scalar and self.problem.loss is None:
             with torch.no_grad():
                 if not same_values(total, returned(self.problem)):
                     raise neither()  # samples that stand alone do not show that their data weigh them
+        self._look(seen, joined and not several)
+        return aux if plan.asked("samples") else aux[0]
+
+    def _look(self, seen: Any, joined: bool) -> None:
+        """See what those who join batches have to know, of which f has returned what was `seen`."""
         if self.scalar and self.outputs is None and self.given.loss is not None:
             with undrawn(), torch.no_grad():
                 self.outputs = returned(self.given)
-        if joined and not several:
+        if joined:
             apart = self.outputs is not None
             self.joined = not joins(self.given if apart else self.problem, self.outputs if apart else seen)
         if not self.scalar:
             self.outputs = None
-        return aux if plan.asked("samples") else aux[0]
 
     def _described(self, part: Part) -> tuple[int, int]:
         """How many samples a part has, and how many of them are chosen."""

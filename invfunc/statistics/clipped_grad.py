@@ -67,7 +67,7 @@ def clipped_grad(
         >>> invfunc.clipped_grad(f, 4.0)(torch.tensor([1.0]), torch.tensor([[1.0], [2.0]]), torch.zeros(2))
         (tensor([6.]), tensor([2., 8.]))
 
-    Composes with: `chunked` over samples and params; `torch.func.grad`, `vmap`, `jvp` around it.
+    Composes with: `chunked` over samples; `torch.func.grad`, `vmap`, `jvp` around it.
 
     Cost: one backward pass, whose cotangents are kept, the norms as in `batch_l2_grad`, and the weighted sum. The
     per-sample gradients are never all in memory together.

@@ -107,7 +107,8 @@ def _clipped(shares: Any, max_norm: float) -> tuple[Any, torch.Tensor]:
 def clipping(max_norm: float) -> Row:
     """The row of `clipped_grad` for a norm."""
     loop, of_shares = partial(loop_clipped_grad, max_norm=max_norm), partial(_clipped, max_norm=max_norm)
-    return Row(partial(invfunc.clipped_grad, max_norm=max_norm), (LOSS,), TREES, loop, of_shares, picks=_norms_of)
+    make = partial(invfunc.clipped_grad, max_norm=max_norm)
+    return Row(make, (LOSS,), TREES, loop, of_shares, axes=("samples",), picks=_norms_of)
 
 
 def noise(groups: Callable | None = None) -> Row:
