@@ -156,7 +156,7 @@ def returned(problem: Problem, part: slice = slice(None), leaves: list[torch.Ten
 
 def loss_of(problem: Problem) -> torch.Tensor:
     """The loss, which is seen to be one of each sample, or their mean or sum; or outputs of a model."""
-    run = Run(problem.n, False)
+    run = Run(problem.n, transforming())
     run.open()
     try:
         out, _ = _ran(problem, [], run, False)
