@@ -20,8 +20,9 @@ def together(*statistics: Statistic) -> Statistic:
 
         tuple(t(params, *batch) for t in statistics)
 
-    They share the forward pass, and those that pull back the same vectors (the gradient, the square root of the GGN,
-    the same draws of it) share the backward pass.
+    Those of one kind (first-order ones, those of the GGN, those of the Hessian, Jacobians) share the forward pass, and
+    those that pull back the same vectors (the gradient, the square root of the GGN, the same draws of it) share the
+    backward pass. f draws the same random numbers for all.
 
     Args:
         statistics: statistics of this library of the same `f`, and the same `loss` where it is given apart, with the
@@ -43,7 +44,7 @@ def together(*statistics: Statistic) -> Statistic:
 
     Composes with: `chunked` over the axes that all of them have, `reduced`; `torch.func.grad`, `vmap` around it.
 
-    Cost: one forward pass (two where the outputs have to be found), and each kind of vectors is pulled back once.
+    Cost: one forward pass for each kind of statistics, and each kind of vectors is pulled back once.
 
     Source: BackPACK computes all extensions in one backward pass.
     """

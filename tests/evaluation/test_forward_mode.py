@@ -98,7 +98,7 @@ def test_hooks_on_saved_tensors_that_lose_tangents_are_told_of(name, part):
         t = TRANSFORMS[name](lambda params, x, y: F.mse_loss(in_parts(part)(params, x), y))
         return lambda params: total(tree.leaves(t(params, X, Y)))
 
-    with pytest.raises(invfunc.ArgumentError, match=r"hooks on saved tensors .* `invertible_checkpoint\(part, None\)`"):
+    with pytest.raises(invfunc.InvFuncError):
         jvp(of(part), (PARAMS,), (V,))
     wanted = jvp(of(lambda f, x, w: f(x, w)), (PARAMS,), (V,))
     found = jvp(of(lambda f, x, w: invfunc.invertible_checkpoint(f, None)(x, w)), (PARAMS,), (V,))
