@@ -78,7 +78,7 @@ def chunked(
         ArgumentError: n < 1, an axis that f does not have, a scalar result with `fold="cat"`.
         SampleAxisError: over samples, an f that gives samples something else in a part of the batch: it mixes them,
             reads a parameter by the place of a sample, or uses the length of the batch; or a scalar loss that is
-            neither the mean nor the sum of its samples, and whose outputs are neither marked nor found.
+            neither the mean nor the sum of its samples (give it apart then, as in `diag_ggn(f, loss)`).
         RandomnessError: over samples, a scalar loss of a function that draws random numbers.
         BudgetError: it does not fit `memory`: with the least that it takes, also as a number, `error.least`.
             What Python keeps of the search of a first call counts, and differs from process to process: it has 1 MiB of
@@ -101,9 +101,9 @@ def chunked(
     is found out in the first call of a function with arguments of such shapes: up to eight samples from all over the
     batch are compared with either half of them, at the parameters (where entries at two places are the same numbers,
     near them). In each chunk, data that are summed over the samples and then weigh them (a mask that is counted, class
-    weights, `ignore_index`) are noticed. Of such a loss, the model part alone is divided: f runs on the whole batch
-    once more, and on each chunk up to its outputs, which are marked, or those of one of torch's losses; the loss of all
-    keeps its scale. So it is for columns that are drawn, and where the model and the loss are given apart.
+    weights, `ignore_index`) are noticed: such a loss is an error. Where the model and a GGN's loss are given apart, as
+    in `diag_ggn(f, loss)`, any loss is taken: the outputs of all chunks come first, then the columns of their loss, and
+    then each chunk again.
 
     An f that draws random numbers draws chunk after chunk, as in a loop over the parts, and not the numbers that it
     draws for the whole batch; it is not compared then.

@@ -39,8 +39,9 @@ def data() -> tuple[Any, list[Any]]:
 
 
 def rows_of(*xs: torch.Tensor) -> set[float]:
-    """What tells samples apart."""
-    return {row for x in xs for row in x[:, 0].tolist()}
+    """What tells samples apart, read behind the back of who follows f."""
+    with torch._C.DisableTorchFunction():
+        return {row for x in xs for row in x[:, 0].tolist()}
 
 
 def cases(seen: list[float], seed: int = 0) -> dict[str, Callable[[], Any]]:

@@ -28,7 +28,7 @@ from invfunc.core.shares import Shares
 from invfunc.core.split import WHOLE, Axis, Finder, Output, marked_for
 from invfunc.core.uses import Use
 from invfunc.core.ways import Met, Way, looked_at
-from invfunc.errors import InvFuncError, unreached
+from invfunc.errors import InvFuncError, ProcessError, unreached
 from invfunc.loss.square_root import Affine, Columns, Units, joined_block
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.plan import Options, Plan, even
@@ -144,7 +144,7 @@ def returned(problem: Problem, part: slice = slice(None), leaves: list[torch.Ten
 
 def loss_of(problem: Problem) -> torch.Tensor:
     """The loss, which is seen to be one of each sample, or their mean or sum; or outputs of a model."""
-    run = Run(problem.n, False)
+    run = Run(problem.n, transforming())
     run.open()
     try:
         out, _ = _ran(problem, [], run, False)
@@ -337,7 +337,7 @@ def _called(problem: Problem, run: Run, leaves: list[torch.Tensor], convex: bool
     """What f returns, or its loss of that, whose outputs are `convex` ones; and aux."""
     try:
         out, aux = (run.way or Problem.call)(problem, run, leaves, slice(None))
-    except Unsupported:
+    except (Unsupported, ProcessError):
         raise
     except Exception as error:
         raise Met(error, lambda: returned(problem)) from None

@@ -58,19 +58,21 @@ class Order:
 
 @dataclass(frozen=True)
 class Moved(Axis):
-    """An axis along which the samples are in any order; dim -1 is in front of all others, of one sample alone."""
+    """An axis along which the samples are in any order; `dim=None`, all of it is of one of them."""
 
-    dim: int
     order: Order = None  # pyright: ignore[reportAssignmentType]
 
     def at(self, dim: int) -> Moved:
         return Moved(dim, order=self.order)
 
     def expose(self, x: torch.Tensor, n: int, lead: int = 0) -> torch.Tensor:
+        if self.dim is None:
+            return self.order.front(x, lead - 1, lead).squeeze(lead + 1)
         return self.order.front(x, lead + self.dim, lead)
 
     def restore(self, x: torch.Tensor, n: int, lead: int = 0) -> torch.Tensor:
         if not lead:
             return self.restore(x.unsqueeze(0), n, 1).squeeze(0)
-        x = self.order.restored(x, max(0, self.dim))
-        return x.squeeze(1) if self.dim < 0 else x
+        return (
+            self.order.restored(x.unsqueeze(2), 0).squeeze(1) if self.dim is None else self.order.restored(x, self.dim)
+        )

@@ -9,8 +9,9 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import base_of, version
+from invfunc.core.copies import copied
 from invfunc.core.marks import Known, Mark, Node, Run, Unsupported, know, replaced, wide
-from invfunc.core.uses import WHOLE, Block, Use, copied
+from invfunc.core.uses import WHOLE, Block, Use
 from invfunc.errors import SampleAxisError
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import dispatched, plainly, transforming, undispatched, unheard, unseen
-from invfunc.core.axes import found, numbers, read
-from invfunc.core.marks import Known, Unsupported, arguments, named, option, replaced, tensors, wide
+from invfunc._torch.functorch import dispatched, innermost, plainly, transforming, undispatched, unheard, unseen
+from invfunc.core.axes import alone, found, numbers, read, single
+from invfunc.core.marks import SUMMED, Known, Run, Unsupported, arguments, named, option, replaced, tensors, wide
 from invfunc.core.order import Order
-from invfunc.core.tables import SORTS
+from invfunc.core.tables import GROUPED, MOVES, MOVING, PLACING, SORTS, SUMS
 
 ROUNDS = 3
 _KNOWN: dict[Any, list[Any]] = {}
@@ -32,9 +32,7 @@ def probe(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: lis
     if key in _KNOWN:
         return list(_KNOWN[key])
     if transforming() or dispatched():
-        if key is None:
-            raise Unsupported("an operation that hangs on values, inside of a transform")
-        args, kwargs, data = _outside(args, kwargs, data)
+        args, kwargs, data = _outside(args, kwargs, data, key is None)
     narrow = torch.autocast(data[0][0].device.type, enabled=False)  # two numbers are rarely the same in float32
     with plainly(), unseen(), unheard(), torch.random.fork_rng(devices=[]), torch.no_grad(), narrow:
         for drawing in ("all", "floats", "none") if key is not None else ("floats", "none"):
@@ -71,11 +69,21 @@ def _signature(func: Callable, args: tuple, kwargs: dict[str, Any], data: list[K
     return whole
 
 
-def _outside(args: tuple, kwargs: dict[str, Any], data: list[Known]) -> Any:
-    """Tensors of the same shapes that are of no level of torch.func; integers are zeros and ones."""
+class Unknown(Unsupported):
+    """Raised where nothing is known of an operation, as it hangs on values that differ in a transform."""
+
+
+def _outside(args: tuple, kwargs: dict[str, Any], data: list[Known], valued: bool) -> Any:
+    """Tensors of the same shapes that are of no level of torch.func; integers are zeros and ones, or as they are where
+    these are `valued`."""
     by: dict[int, torch.Tensor] = {}
+    followed = {id(x) for x, _ in data}
 
     def made(x: torch.Tensor) -> torch.Tensor:
+        if valued and id(x) not in followed and not x.is_floating_point():
+            by[id(x)] = y = innermost(x)
+            if y.shape != x.shape or dispatched():
+                raise Unknown("an operation that hangs on values, inside of a transform")
         if id(x) not in by:
             shape, dtype = tuple(x.shape), x.dtype
             with plainly(), unseen():
@@ -177,3 +185,30 @@ def moved(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: lis
             dim = option(args, kwargs, 2 if "topk" in named(func) else 1, "dim", -1)
             return [found(by[id(args[0])].gather(dim, out[1]), n), Unsupported("an order that hangs on all samples")]
         return [found(x, n) for x in tensors(func(replaced(args[0], by), *args[1:], **kwargs))]
+
+
+def axes_of(run: Run, rule: Any, func: Any, args: tuple, kwargs: dict, data: list[Known], out: Any) -> Any:
+    """The axis of the result: one for all of its tensors, or a list."""
+    placed = func in PLACING and all([x is not args[0] for x, _ in data])  # among rows of others
+    if -data[0][1][0] > data[0][0].ndim and not placed and single(data):
+        orders, every = {axis[1] for _, axis in data}, [*tensors(out)]
+        if len(orders) == 1:
+            return [alone(y.ndim, data[0][1][1].rows, run.n) for y in every]
+        if func in SUMS and not every[0].ndim:
+            return SUMMED
+    try:
+        axis = rule(run.n, data, args, kwargs, out) if rule and func not in MOVES else None
+    except Unsupported:
+        if func not in MOVING:
+            raise
+        axis = None
+    if axis is None and func in MOVING:
+        axis = moved(run.n, func, args, kwargs, data, out)
+    if axis is not None:
+        return axis
+    try:
+        return probe(run.n, func, args, kwargs, data)
+    except Unsupported as error:
+        if func not in GROUPED or isinstance(error, Unknown):
+            raise
+        return SUMMED

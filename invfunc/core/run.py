@@ -30,12 +30,12 @@ from invfunc._torch.functorch import (
     level_of,
     levels,
     saving_hooks,
-    version,
 )
 from invfunc._torch.opened import opened
 from invfunc.core import own
-from invfunc.core.axes import alone, numbers, read, single
+from invfunc.core.axes import single
 from invfunc.core.columns import criterion_of, weighs
+from invfunc.core.copies import copied, expanded, grown
 from invfunc.core.marks import (
     DERIVED,
     HALF,
@@ -56,7 +56,7 @@ from invfunc.core.marks import (
     tensors,
     wide,
 )
-from invfunc.core.probe import moved, probe
+from invfunc.core.probe import axes_of
 from invfunc.core.split import Finder, Split
 from invfunc.core.tables import (
     DERIVATIVES,
@@ -68,10 +68,7 @@ from invfunc.core.tables import (
     LEAKS,
     LIKE,
     LINEAR,
-    MOVES,
-    MOVING,
     MULTIPLY,
-    PLACING,
     PLAIN,
     POINTWISE,
     PRODUCTS,
@@ -84,7 +81,8 @@ from invfunc.core.tables import (
     VIEWS,
 )
 from invfunc.core.transposed import FACTORS
-from invfunc.core.uses import WHOLE, Block, Copies, Shared, Use, copied, expanded, grown
+from invfunc.core.uses import WHOLE, Block, Copies, Shared, Use
+from invfunc.core.written import into_view, set_item, set_parameter, unchanged
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.recurrent import AT_ONCE, steps_at_once
 from invfunc.reductions.lots import Lot
@@ -299,7 +297,10 @@ class Run(TorchFunctionMode):
         data, params, filled, sums, lost, blends, others = found
         if func is SET and (data or params or sums or lost or blends):
             written = [x for x, _ in blends if x is args[0] or x is args[2]]  # not as an index
-            return self.set_item(args, data, params or sums or lost or written)
+            axis = next((axis for x, axis in data if x is args[0]), None)
+            if axis and len(params) == 1 and params[0][0] is args[2] and not (sums or lost or written):
+                return set_parameter(self, args[0], args[1], axis, *params[0])
+            return set_item(self, args, data, params or sums or lost or written)
         if lost:
             return self.lose(func(*args, **kwargs), lost[0][1])
         if sums:
@@ -391,32 +392,6 @@ class Run(TorchFunctionMode):
             know(out, Filled(self.token, (out.shape.index(self.n) - out.ndim, 1, 1), out.requires_grad))
         return out
 
-    def set_item(self, args: tuple, data: list[Known], others: Any) -> None:
-        """Write entries: what is written must have its samples where the tensor has them."""
-        x, index, value = args
-        if base_of(x) is not None and id(x) not in {id(y) for y, _ in data}:
-            raise Unsupported("samples are written into a view of a tensor without samples")
-        SET(x, index, value)
-        axes = {id(y): axis for y, axis in data}
-        axis: Any = Unsupported("samples, or sums of them, or parameters are written among samples")
-        if not others and self.n > 1:
-            known = numbers(x.shape, axes[id(x)], self.n, x.device).clone() if id(x) in axes else None
-            known = torch.full(x.shape, -1, device=x.device) if known is None else known
-            if id(value) in axes:
-                known[index] = numbers(value.shape, axes[id(value)], self.n, x.device)
-            found = read(known, self.n)
-            axis = found if found is not None and axes.get(id(x), found) == found else axis
-        self.unchanged(x, axis)
-        know(x, Mark(self.token, axis if self.n > 1 else (-1, 1, 1), x.requires_grad))
-
-    def unchanged(self, x: Tensor, axis: Any) -> None:
-        """Check that a tensor that was written has its samples where they were, as views of it do not learn of it."""
-        before = x.__dict__.get("_known")
-        if self.n > 1 and before is not None and type(before) is not Filled and version(x):
-            lost = isinstance(axis, Unsupported)
-            if type(before) is Node or before.axis != axis or (lost and base_of(x) is not None):  # pyright: ignore[reportAttributeAccessIssue]
-                raise axis if lost else Unsupported("what is written moves the samples")
-
     def still_filled(self, func: Any, args: tuple, kwargs: dict, filled: list[Known], params: list[Known]) -> Any:
         """Run an operation of tensors that f filled, and of parameters."""
         data = [(x, known.axis) for x, known in filled]
@@ -464,14 +439,14 @@ class Run(TorchFunctionMode):
     def mark(self, rule: Any, func: Any, args: tuple, kwargs: dict, data: list[Known], out: Any) -> Any:
         """Note where the samples of a result are."""
         if args and out is args[0]:
-            if _into_view(out):
+            if into_view(out):
                 raise Unsupported("samples are written into a view of a tensor without samples")
             if func not in POINTWISE and func not in GROUPED and named(func).endswith("_"):
                 raise Unsupported("an operation in place that is not entry by entry")
         axes: Any = (-1, 1, 1)
         if self.n != 1:
             try:
-                axes = self.axes_of(rule, func, args, kwargs, data, out)
+                axes = axes_of(self, rule, func, args, kwargs, data, out)
             except Unsupported as error:
                 return self.lose(out, error, func)
             except Exception as error:  # of a rule, about arguments that it does not know
@@ -481,14 +456,14 @@ class Run(TorchFunctionMode):
             graph = y.requires_grad
             if y.is_complex():
                 raise Unsupported("complex numbers")
-            order = axis[1] if type(axis) is tuple else 1
+            order: Any = axis[1] if type(axis) is tuple else 1
             if type(order) is not int and -axis[0] <= y.ndim and y.shape[axis[0]] != len(order.rows):
                 axis = Unsupported("some samples are expanded")
             if axis is SUMMED and not graph:
                 axis = Unsupported("a sum of data meets a parameter")
                 axis.op = spelled(func)
             if axis is not None:
-                self.unchanged(y, axis)
+                unchanged(self, y, axis)
                 vars(y)["_known"] = Mark(self.token, axis, graph)
         return out
 
@@ -497,34 +472,9 @@ class Run(TorchFunctionMode):
         if func is not None:
             error.op = spelled(func)
         for y in tensors(out):
-            self.unchanged(y, error)
+            unchanged(self, y, error)
             know(y, Mark(self.token, error, y.requires_grad))
         return out
-
-    def axes_of(self, rule: Any, func: Any, args: tuple, kwargs: dict, data: list[Known], out: Any) -> Any:
-        """The axis of the result: one for all of its tensors, or a list."""
-        if func not in PLACING and -data[0][1][0] > data[0][0].ndim and single(data):
-            orders, every = {axis[1] for _, axis in data}, [*tensors(out)]
-            if len(orders) == 1:
-                return [alone(y.ndim, data[0][1][1].rows, self.n) for y in every]
-            if func in SUMS and not every[0].ndim:
-                return SUMMED
-        try:
-            axis = rule(self.n, data, args, kwargs, out) if rule and func not in MOVES else None
-        except Unsupported:
-            if func not in MOVING:
-                raise
-            axis = None
-        if axis is None and func in MOVING:
-            axis = moved(self.n, func, args, kwargs, data, out)
-        if axis is not None:
-            return axis
-        try:
-            return probe(self.n, func, args, kwargs, data)
-        except Unsupported:
-            if func not in GROUPED:
-                raise
-            return SUMMED
 
     def meet(self, func: Any, rule: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """Run an operation of samples and parameters."""
@@ -735,12 +685,6 @@ class Composed(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         with self:
             return inner(*args, **(kwargs or {}))
-
-
-def _into_view(x: Any) -> bool:
-    """Whether a tensor of which nothing was known is a view, so that writing it writes another one."""
-    known = getattr(x, "_known", None)
-    return (known is None or type(known) is Filled) and isinstance(x, Tensor) and base_of(x) is not None
 
 
 def _grown(shape: Any, before: Any, n: int) -> int | None:

@@ -55,7 +55,7 @@ def axis_of(x: torch.Tensor, at: tuple[int, Any, int], n: int) -> Axis:
     if n == 1:
         return WHOLE
     if isinstance(at[1], Order):
-        return Moved(at[0] + x.ndim, order=at[1])
+        return Moved(at[0] + x.ndim if -at[0] <= x.ndim else None, order=at[1])
     return Axis(at[0] % x.ndim, at[1], at[2])
 
 

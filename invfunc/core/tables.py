@@ -73,7 +73,7 @@ REFUSED = DERIVATIVES | called(
     "register_hook register_post_accumulate_grad_hook max_unpool1d max_unpool2d max_unpool3d"
 )
 """Hooks, which may change what is sent back, operations that place the entries of a sample by numbers, and derivatives
-that f takes in parameters, or across a criterion, where they are cut off."""
+that f takes in parameters."""
 LIKE = called("to type_as zeros_like ones_like full_like empty_like rand_like randn_like view_as reshape_as expand_as")
 """Operations that read the values of their first argument alone."""
 PLAIN = getters(

@@ -15,8 +15,8 @@ PACKAGE = str(Path(invfunc.__file__).parent)
 FIGURES = {
     "variance": (invfunc.variance, 430, 26, 22),
     "batch_l2_grad": (invfunc.batch_l2_grad, 415, 25, 22),
-    "diag_ggn": (invfunc.diag_ggn, 480, 30, 22),
-    "kfac": (lambda f: invfunc.kfac(f, mc_samples=1, generator=torch.Generator()), 890, 37, 27),
+    "diag_ggn": (invfunc.diag_ggn, 480, 31, 22),
+    "kfac": (lambda f: invfunc.kfac(f, mc_samples=1, generator=torch.Generator()), 930, 38, 27),
 }
 """At most so many calls, files and nested calls: what stands today.
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import batch_grad, batch_l2_grad, diag_ggn, variance
+from invfunc import InvFuncError, batch_grad, batch_l2_grad, diag_ggn, variance
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
@@ -130,6 +130,10 @@ def test_shares_are_those_of_the_loop(way, seed, n):
 @pytest.mark.parametrize("make", [batch_l2_grad, variance, diag_ggn])
 def test_of_other_statistics(make, way):
     f, data = losses(way), batch(0)
+    if make is diag_ggn and way in (scaled_data, a_view_of_data, filled, put, added):
+        with pytest.raises(InvFuncError):  # the last resort has no columns
+            make(f)(P, *data)
+        return
     one_by_one = make(lambda p, *data: torch.cat([f(p, *(t[i : i + 1] for t in data)) for i in range(N)]))
     assert_trees_close(make(f)(P, *data), one_by_one(P, *data), EXACT)
 

@@ -1,4 +1,4 @@
-"""Hooks that f gives to its tensors change the shares as they change the gradient."""
+"""Hooks that f gives to its tensors: those that look on are allowed, and of those that change it a result is right."""
 
 import pytest
 import torch

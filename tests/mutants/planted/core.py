@@ -11,6 +11,20 @@ FIRST = f"{FOLLOWED}::test_first_order_statistics_are_those_of_the_loop"
 
 FAULTS = [
     Fault(
+        "rows of samples that have fewer are filled with those of others",
+        "core/order.py",
+        "        if self.ragged and fill:\n",
+        "        if False:\n",
+        "core/test_orders.py",
+    ),
+    Fault(
+        "samples may pick in the rows of a parameter that is copied for each",
+        "core/copies.py",
+        "    if func in MOVES and not any([x is args[0] for x, _ in data]):\n",
+        "    if False:\n",
+        "passes/test_selections.py",
+    ),
+    Fault(
         "a softmax along the samples keeps them apart",
         "core/axes.py",
         "if len(data) > 1 or not isinstance(dim, int) or dim % x.ndim - x.ndim == axis[0]:",
@@ -68,9 +82,9 @@ FAULTS = [
     ),
     Fault(
         "a written view is not looked at",
-        "core/run.py",
-        "            if type(before) is Node or before.axis != axis or",
-        "            if type(before) is Node or",
+        "core/written.py",
+        "        if type(before) is Node or before.axis != axis or",
+        "        if type(before) is Node or",
         f"{LOOP}[view_and_then_its_base-plain]",
     ),
     Fault(

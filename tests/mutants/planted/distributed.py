@@ -119,9 +119,9 @@ FAULTS = [
     ),
     Fault(
         "the columns of all passes are added up before parts are kept",
-        "passes/pullback.py",
-        "complete or (soon is not None and soon(k, leaf))",
-        "complete",
+        "evaluation/parts.py",
+        "if keeper is None or self.given.loss is not None:",
+        "if True:",
         MEMORY,
     ),
     Fault(

@@ -2,22 +2,12 @@
 
 from tests.mutants.fault import Fault
 
-EIGENPAIRS = "products/test_eigenpairs.py"
-
 FAULTS = [
-    # Eigenpairs, and covariances of low rank
-    Fault(
-        "products of samples in blocks are those within each",
-        "evaluation/engine.py",
-        "averaged or thin or pairs",
-        "averaged or thin",
-        EIGENPAIRS,
-    ),
     # Chunks of samples
     Fault(
         "the mean over a chunk keeps its scale",
-        "evaluation/engine.py",
-        '(b - a) / self.problem.n if kind == "mean" else 1',
+        "evaluation/parts.py",
+        '(b - a) / n if kind == "mean" else 1',
         "1",
         "test_chunked.py::TestChunksAlone::test_a_chunk_is_one_call_of_f test_chunked.py",
     ),
@@ -32,19 +22,32 @@ FAULTS = [
     ),
     Fault(
         "samples that were chosen are counted from the start of each block",
-        "evaluation/fold.py",
-        "sorted(i - run.start for i in chosen if run.start <= i < run.start + n)",
-        "sorted(i for i in chosen if i < n)",
+        "evaluation/parts.py",
+        "sorted(i - part[0] for i in chosen if part[0] <= i < part[1])",
+        "sorted(i for i in chosen if i < part[1] - part[0])",
         "per_sample/test_samples.py::TestEveryStatistic::test_does_not_depend_on_chunks "
         "per_sample/test_samples.py test_chunked.py statistics",
     ),
-    # Sparsity
     Fault(
-        "another block of samples bends in the calls of the first",
-        "evaluation/decisions.py",
-        "if self._steps[key] != [c.step for c in second_order]:",
+        "columns of a chunk are the first ones",
+        "evaluation/parts.py",
+        "[Slice(c, slice(a, b)) for c in each]",
+        "[Slice(c, slice(0, b - a)) for c in each]",
+        "core/test_parts.py::test_are_those_of_the_whole core/test_parts.py",
+    ),
+    Fault(
+        "another phase draws others",
+        "evaluation/parts.py",
+        "set_states(before)  # each phase sees the same",
+        "pass",
+        "test_chunked_memory.py::TestResults test_chunked_memory.py",
+    ),
+    Fault(
+        "samples that stand alone do not show that their data weigh them",
+        "evaluation/parts.py",
+        "if not same_values(total, returned(self.problem)):",
         "if False:",
-        "sparsity/test_structure_hessian.py::test_a_loss_whose_samples_bend_in_other_calls sparsity",
+        "test_chunked.py::TestChunksAlone test_chunked.py",
     ),
     Fault(
         "the loss of a batch by a plan is not weighed",
