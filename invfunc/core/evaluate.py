@@ -22,7 +22,7 @@ from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
 from invfunc.core.marks import SUMMED, Final, Mark, Unsupported, know
 from invfunc.core.refusals import check_loss, check_outputs, check_room
-from invfunc.core.resort import at_once, by_rows, check_twice, diagonals
+from invfunc.core.resort import Watched, at_once, by_rows, check_twice, diagonals
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.split import WHOLE, Axis, Finder, Output, marked_for
@@ -134,24 +134,12 @@ def kept(
     return ran_and(left, problem, quantities, replace(options, reduce=None), known, ticks, way, part, phased=True)
 
 
-class _Bare(AbstractContextManager):
-    """A context in which nothing is watched."""
-
-    adopting = None
-
-    def __exit__(self, *error: Any) -> None:
-        pass
-
-    def samples(self, x: torch.Tensor, axis: Any) -> torch.Tensor:
-        return x
-
-
 def returned(problem: Problem, part: slice = slice(None), leaves: list[torch.Tensor] | None = None) -> Any:
     """What f returns for some of the samples, perhaps at other parameters."""
     few = problem
     if part != slice(None):
         few = problem.chunk(part, part.stop - part.start)
-    return few.call(_Bare(), problem.leaves if leaves is None else leaves, slice(None))[0]
+    return few.call(Watched(lambda x, _: x), problem.leaves if leaves is None else leaves, slice(None))[0]
 
 
 def loss_of(problem: Problem) -> torch.Tensor:

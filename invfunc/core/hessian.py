@@ -469,6 +469,7 @@ class Diagonal:
         if not near:
             return uses
         (edge,), own, h = part.edges, near[0].edge, part.diagonal
+        assert h is not None
         if own.node is not edge.node:
             h = run.strip(torch.autograd.grad(edge, own, h, create_graph=run.deep, retain_graph=True)[0])
         run.columns, run.known = 1, {}
@@ -486,7 +487,8 @@ class Diagonal:
         while at not in edges and at[0] is not None and at[0].name() in MOVING:
             at = at[0].next_functions[0]
         own = [u for u in uses if at in edges and u.edge is edges[at] and u.node.leaf is not None]
-        return [use for use in own if [u for u in self.of[use.node.leaf] if u in uses] == [use]]
+        of = [self.of[use.node.leaf or 0] for use in own]
+        return [use for use, others in zip(own, of, strict=True) if [u for u in others if u in uses] == [use]]
 
     def columns(self, part: Part, uses: list[Use]) -> None:
         """Reduce columns, in groups that fit the memory."""

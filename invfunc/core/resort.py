@@ -248,10 +248,14 @@ class Watched(AbstractContextManager):
     adopting = None
 
     def __init__(self, samples: Callable[[Tensor, Axis], Tensor]) -> None:
-        self.samples = samples
+        self._samples = samples
 
     def __exit__(self, *error: Any) -> None:
         pass
+
+    def samples(self, x: Tensor, axis: Axis) -> Tensor:
+        """What f gets in place of a tensor of the batch."""
+        return self._samples(x, axis)
 
 
 def at_once(problem: Problem, run: Run, leaves: list[Tensor], part: slice) -> tuple[Any, Any]:
@@ -274,8 +278,7 @@ def diagonals(run: Run, out: Tensor) -> Iterator[Tensor]:
         for i in range(x[0].numel() if g is not None and g.requires_grad else 0):
             with torch.enable_grad():
                 entry = g.reshape(len(x), -1)[:, i].sum()  # pyright: ignore[reportOptionalMemberAccess]
-                options = {"retain_graph": True, "create_graph": run.deep, "allow_unused": True}
-                (h,) = torch.autograd.grad(entry, y, **options)
+                (h,) = torch.autograd.grad(entry, y, retain_graph=True, create_graph=run.deep, allow_unused=True)
             found.append(run.strip(torch.zeros_like(y) if h is None else h).reshape(len(x), -1)[:, i])
         rows = torch.stack(found, 1).view(x.shape) if found else torch.zeros_like(run.strip(x))
         yield rows if run.chosen is None else rows[run.chosen]
@@ -288,7 +291,7 @@ def check_twice(problem: Problem, run: Run, out: Tensor) -> None:
     leaves = [run.strip(x).detach() for x in run.leaves]
     along = [torch.arange(x.numel(), device=x.device).cos().to(x.dtype).view(x.shape) for x in leaves]
     given = [u.edge for u in run.uses] or run.leaves
-    options = {"materialize_grads": True, "allow_unused": True}
+    options: dict[str, Any] = {"materialize_grads": True, "allow_unused": True}
 
     def slopes(step: float) -> Tensors:
         moved = [run.alias(x + step * v) for x, v in zip(leaves, along, strict=True)]
@@ -297,7 +300,7 @@ def check_twice(problem: Problem, run: Run, out: Tensor) -> None:
 
     with torch.enable_grad():
         first = torch.autograd.grad(out, given, torch.ones_like(out), create_graph=True, **options)
-        total = sum([(g * v).sum() for g, v in zip(first, along, strict=True)])
+        total = reduce(torch.add, [(g * v).sum() for g, v in zip(first, along, strict=True)])
         again = total.requires_grad
         found = torch.autograd.grad(total, given, retain_graph=True, **options) if again else [x * 0 for x in given]
         step = torch.finfo(out.dtype).eps ** (1 / 3)

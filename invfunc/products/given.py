@@ -22,7 +22,7 @@ from invfunc.core.refusals import refused_by
 from invfunc.core.run import Run
 from invfunc.core.split import CRITERIA, WHOLE, Axis, Finder, Output, axis_of, marked_for
 from invfunc.core.tables import RULES
-from invfunc.errors import ArgumentError
+from invfunc.errors import ArgumentError, unreached
 from invfunc.evaluation.joined import check_fewer, moved
 from invfunc.evaluation.weights import LossPart
 from invfunc.operations.second_derivatives import TwiceDifferentiable
@@ -391,6 +391,8 @@ class Following(Run):
         known = getattr(result, "_known", None)
         if type(known) is not Mark or known.run is not self.token:
             raise Unsupported("samples do not reach the result in a way that was seen")
+        if not result.requires_grad:
+            raise unreached()
         if isinstance(known.axis, Unsupported):
             raise known.axis
         axis = (-1, 1, 1) if result.ndim else SUMMED
