@@ -331,7 +331,7 @@ class Run(TorchFunctionMode):
     def of_samples(self, func: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """Run an operation of samples, perhaps with parameters."""
         rule = RULES.get(func)
-        if self.part and weighs(func, args, kwargs):
+        if self.part and weighs(func, args, kwargs) and any([-axis[0] <= x.ndim for x, axis in data]):
             raise Unsupported("a mean in which targets weigh, of a part of the samples")
         if func is torch.broadcast_tensors:
             shape = torch.broadcast_shapes(*[x.shape for x in args])
