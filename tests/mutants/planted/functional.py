@@ -34,13 +34,6 @@ FAULTS = [
         "functional/test_functional.py::TestCheckpointedParts " + FUNCTIONAL,
     ),
     Fault(
-        "the first call of a module with checkpointed parts draws random numbers twice",
-        "functional/functional.py",
-        "                restore(random)\n",
-        "",
-        "functional/test_functional.py::TestCheckpointedParts " + FUNCTIONAL,
-    ),
-    Fault(
         "what was computed from parameters is read by the next call",
         "functional/functional.py",
         "if n not in _cached(type(module))",

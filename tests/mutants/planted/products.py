@@ -35,13 +35,6 @@ FAULTS = [
         "others * 0",
         EIGENPAIRS + "::TestPairs",
     ),
-    Fault(
-        "numbers of another run are taken for those of the map",
-        "products/eigenpairs.py",
-        "if plain(given) and near(theirs, ours.to(theirs), ours.abs().amax().to(theirs)):",
-        "if theirs is not None:",
-        EIGENPAIRS + "::TestRuns",
-    ),
     # Products, chunks, sparsity
     Fault(
         "products of what no parameter reaches are zeros",

@@ -275,20 +275,6 @@ FAULTS = [
         "data_sets/test_tiled.py::TestLoaders",
     ),
     Fault(
-        "terms of shares are multiplied whichever entries of the parameter they are of",
-        "per_sample/gradients.py",
-        "or torch.equal(self._origins(f.use), other._origins(g.use))",
-        "or True",
-        "data_sets/test_tiled.py::TestComposes",
-    ),
-    Fault(
-        "terms of shares are multiplied whichever layout they have",
-        "per_sample/gradients.py",
-        "not all(f.layout() == g.layout() for f, g in pairs)",
-        "False",
-        "data_sets/test_tiled.py::TestComposes",
-    ),
-    Fault(
         "rows that are gathered take nothing",
         "data_sets/tiled.py",
         "        if self.gather:\n",

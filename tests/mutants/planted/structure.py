@@ -110,4 +110,11 @@ FAULTS = [
         "(klass == k) & (copy <= c) for k in some for c in range(copies)",
         f"{DRAWN} structure sparsity",
     ),
+    Fault(
+        "columns whose boxes touch share a pass",
+        "structure/colouring.py",
+        "if end < start)",
+        "if end <= start)",
+        "sparsity/test_structure.py::test_it_is_that_of_all_columns sparsity",
+    ),
 ]
