@@ -298,7 +298,8 @@ def _evaluated(
     of_model = {q.kind.of_model for q in quantities}
     several = isinstance(out, torch.Tensor) and out.ndim > 1
     rows = of_model == {"yes"} or (of_model == {"unless it returns a loss"} and several)
-    cotangent = None if rows or run.apart else _cotangent(run, out, "f" if problem.loss is None else "the loss")
+    entries = run.apart and quantities[0].kind.second_order
+    cotangent = None if rows or entries else _cotangent(run, out, "f" if problem.loss is None else "the loss")
     n, dtype = run.count, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
     found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
     folds = [Fold(q.reduction, problem, found, options.reduce, phased, q.give) for q in quantities]
