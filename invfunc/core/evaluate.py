@@ -230,7 +230,7 @@ def ran_and(
     while True:
         run = new(problem.n, deep, chosen)
         run.part, run.way, run.twice, run.each = part, way, twice, each
-        run.apart = known is not None and problem.loss is not None
+        run.given = known is not None and problem.loss is not None
         run.open(way is Problem.call or transforming())
         try:
             given = problem, quantities, run, outside, options, known, ticks, phased, pullback
@@ -299,7 +299,9 @@ def _evaluated(
     several = isinstance(out, torch.Tensor) and out.ndim > 1
     rows = of_model == {"yes"} or (of_model == {"unless it returns a loss"} and several)
     entries = run.apart and quantities[0].kind.second_order
-    cotangent = None if rows or entries else _cotangent(run, out, "f" if problem.loss is None else "the loss")
+    cotangent = (
+        None if rows or run.given or entries else _cotangent(run, out, "f" if problem.loss is None else "the loss")
+    )
     n, dtype = run.count, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
     found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
     folds = [Fold(q.reduction, problem, found, options.reduce, phased, q.give) for q in quantities]
@@ -358,7 +360,7 @@ def _called(problem: Problem, run: Run, leaves: list[torch.Tensor], convex: bool
     run.outputs = out
     try:
         if convex:
-            return lost(problem, run, out, run.apart), aux
+            return lost(problem, run, out, run.given), aux
         target = problem.target(run)
         with run:
             return loss(out, target), aux

@@ -121,16 +121,16 @@ class Run(TorchFunctionMode):
         """The loss at a target from a sampler, where it is given apart."""
         self.twice = False
         """Whether operations run in a form that can be differentiated twice."""
-        self.apart = False
+        self.given = False
         """Whether columns are known at the outputs, so that a loss that is given apart is not looked at."""
         self.lots: list[Lot] = []
         """The columns that are drawn."""
         self.part = False
         """Whether these are a part of the samples, whose losses have to add up."""
         self.way: Any = None
+        """How f is called, if not as it is."""
         self.apart = False
         """Whether f was evaluated for each sample apart, so that nothing is known of its operations."""
-        """How f is called, if not as it is."""
         self.outputs: Any = None
         """The outputs of a model that is given apart from its loss."""
         self.of_hessian = False
