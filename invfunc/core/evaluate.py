@@ -492,7 +492,7 @@ class Pullback:
         else:
             left = joined_block([*columns], start, stop, slice(None), n, everywhere=True).left
         met = [r for r in roots if r.ordinal in left]
-        if self.run.apart:  # the columns may be those of a view
+        if self.run.given:  # the columns may be those of a view
             left = {r.ordinal: _as_exposed(left[r.ordinal], r, n) for r in met}
         given = [r.axis.restore(left[r.ordinal], n, 1).to(r.source.dtype) for r in met]
         return [r.source for r in met], given
