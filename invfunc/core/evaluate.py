@@ -230,7 +230,7 @@ def ran_and(
     while True:
         run = new(problem.n, deep, chosen)
         run.part, run.way, run.twice, run.each = part, way, twice, each
-        run.apart = known is not None and problem.loss is not None
+        run.given = known is not None and problem.loss is not None
         run.open(way is Problem.call or transforming())
         try:
             given = problem, quantities, run, outside, options, known, ticks, phased, pullback
@@ -298,7 +298,10 @@ def _evaluated(
     of_model = {q.kind.of_model for q in quantities}
     several = isinstance(out, torch.Tensor) and out.ndim > 1
     rows = of_model == {"yes"} or (of_model == {"unless it returns a loss"} and several)
-    cotangent = None if rows or run.apart else _cotangent(run, out, "f" if problem.loss is None else "the loss")
+    entries = run.apart and quantities[0].kind.second_order
+    cotangent = (
+        None if rows or run.given or entries else _cotangent(run, out, "f" if problem.loss is None else "the loss")
+    )
     n, dtype = run.count, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
     found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
     folds = [Fold(q.reduction, problem, found, options.reduce, phased, q.give) for q in quantities]
@@ -357,7 +360,7 @@ def _called(problem: Problem, run: Run, leaves: list[torch.Tensor], convex: bool
     run.outputs = out
     try:
         if convex:
-            return lost(problem, run, out, run.apart), aux
+            return lost(problem, run, out, run.given), aux
         target = problem.target(run)
         with run:
             return loss(out, target), aux
@@ -489,7 +492,7 @@ class Pullback:
         else:
             left = joined_block([*columns], start, stop, slice(None), n, everywhere=True).left
         met = [r for r in roots if r.ordinal in left]
-        if self.run.apart:  # the columns may be those of a view
+        if self.run.given:  # the columns may be those of a view
             left = {r.ordinal: _as_exposed(left[r.ordinal], r, n) for r in met}
         given = [r.axis.restore(left[r.ordinal], n, 1).to(r.source.dtype) for r in met]
         return [r.source for r in met], given

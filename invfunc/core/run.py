@@ -121,16 +121,16 @@ class Run(TorchFunctionMode):
         """The loss at a target from a sampler, where it is given apart."""
         self.twice = False
         """Whether operations run in a form that can be differentiated twice."""
-        self.apart = False
+        self.given = False
         """Whether columns are known at the outputs, so that a loss that is given apart is not looked at."""
         self.lots: list[Lot] = []
         """The columns that are drawn."""
         self.part = False
         """Whether these are a part of the samples, whose losses have to add up."""
         self.way: Any = None
+        """How f is called, if not as it is."""
         self.apart = False
         """Whether f was evaluated for each sample apart, so that nothing is known of its operations."""
-        """How f is called, if not as it is."""
         self.outputs: Any = None
         """The outputs of a model that is given apart from its loss."""
         self.of_hessian = False
@@ -331,7 +331,7 @@ class Run(TorchFunctionMode):
     def of_samples(self, func: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """Run an operation of samples, perhaps with parameters."""
         rule = RULES.get(func)
-        if self.part and weighs(func, args, kwargs):
+        if self.part and weighs(func, args, kwargs) and any([-axis[0] <= x.ndim for x, axis in data]):
             raise Unsupported("a mean in which targets weigh, of a part of the samples")
         if func is torch.broadcast_tensors:
             shape = torch.broadcast_shapes(*[x.shape for x in args])
