@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import nn
 
+from invfunc.arguments.problem import Indices, InDims
 from invfunc.errors import ArgumentError as ArgumentError
 from invfunc.errors import ArgumentTypeError as ArgumentTypeError
 from invfunc.errors import BudgetError as BudgetError
@@ -43,7 +44,6 @@ from invfunc.products.linear_operator import Operator
 from invfunc.products.linearize import Linearization
 from invfunc.products.product import Product
 from invfunc.products.sample_space import Eigenpairs as Eigenpairs
-from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.estimate import Estimate as Estimate
 from invfunc.reductions.noise import NoiseScale as NoiseScale
 from invfunc.report import Explanation

@@ -11,6 +11,7 @@ from typing import Any
 
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import dispatched, storage_of, transforming
+from invfunc.arguments.problem import batch_dims, batch_size
 from invfunc.budget.beside import FIRST, LATER, VARIES, Reserve
 from invfunc.budget.fingerprint import fingerprint
 from invfunc.budget.footprint import BY_HAND, Footprint, certain, footprint, unpredictable, warmed
@@ -21,7 +22,6 @@ from invfunc.errors import ArgumentError, BudgetError, InvFuncError
 from invfunc.plan import AxisName
 from invfunc.plans.key import call_of, signature
 from invfunc.plans.watch import Watch
-from invfunc.recording.problem import batch_dims, batch_size
 from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import ArgumentNames, Transform

@@ -12,6 +12,7 @@ import torch
 from invfunc import tree
 from invfunc._alike import added, alike
 from invfunc._extras import told_of_parts
+from invfunc.arguments.problem import InDims, batch_dims, batch_size, some_samples, with_aux
 from invfunc.budget.search import Chunks
 from invfunc.budget.size import size_of
 from invfunc.budgeted import Budgeted, BudgetedStatistic
@@ -19,7 +20,6 @@ from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.loaded import loaded
 from invfunc.plan import AxisName, Split
-from invfunc.recording.problem import InDims, batch_dims, batch_size, some_samples, with_aux
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
 

@@ -13,14 +13,14 @@ from invfunc import tree
 from invfunc._extras import ticking
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import anywhere
+from invfunc.arguments.beside import beside
+from invfunc.arguments.problem import InDims, Problem, nothing, problem, with_aux
 from invfunc.callables import check_functions, describe
 from invfunc.core.evaluate import evaluated
 from invfunc.core.explained import explained
 from invfunc.core.ways import Way, by_ways
 from invfunc.evaluation.engine import Engine
 from invfunc.plan import AxisName, Options
-from invfunc.recording.beside import beside
-from invfunc.recording.problem import InDims, Problem, nothing, problem, with_aux
 from invfunc.reductions import Reduction
 from invfunc.reductions.quantity import GRADIENT, ColumnKind, Drawing, Quantity
 from invfunc.report import Explanation, joined

@@ -86,7 +86,7 @@ HUGE_PAGES, HUGE_ON = 32 * 2**20, ("cpu",)
 """Bytes of a result from which on it is written to fresh memory in huge pages (`linear_algebra.pages`): malloc takes so
 much from the system each time. Here 2.4 times as fast at 64 and 128 MiB, and as fast below."""
 
-# Columns that are pulled back (passes/pullback.py, evaluation/engine.py, passes/runs.py)
+# Columns that are pulled back (core/evaluate.py, structure/plan.py)
 
 APART, APART_ON = 2**16, ("cpu",)
 """Numbers of a column at the largest site from which on columns are pulled back one by one, not under vmap: oneDNN's
@@ -115,7 +115,7 @@ KEPT_SHARES = 16
 norms: so little memory, and of a GPT's biases and norm layers half of the time."""
 
 
-# Sums of per-sample gradients of convolutions (operations/convolutions.py)
+# Sums of per-sample gradients of convolutions (core/uses.py)
 
 TOTAL_DTYPES, TOTAL_ON = (torch.float32, torch.float64), ("cpu",)
 """Where they are the convolution's own weight gradient, of cotangents times weights: elsewhere it may round to fewer
@@ -129,7 +129,7 @@ ALONE = 2**22
 positions of a sample allow it: 0.5 to 0.95 of the time of patches and products. From 2^21 here, except those of
 few channels within a network."""
 
-# Gram matrices of patches (operations/factors/autocorrelation.py)
+# Gram matrices of patches (linear_algebra/autocorrelation.py)
 
 DISPLACED_DTYPES, DISPLACED_ON = (torch.float32, torch.float64), ("cpu",)
 """Where they may come from displacements: elsewhere a convolution may round to fewer bits than a matrix product."""
@@ -222,7 +222,7 @@ TRIED_PASSES = 256
 """Passes into which a call is divided at most to find out what it takes: it runs without numbers, pass by pass. A limit
 of time."""
 
-# What is looked through (passes/evidence.py, recording/held.py)
+# What is looked through (certificates/held.py)
 
 
 HELD = 512

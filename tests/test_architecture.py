@@ -29,7 +29,7 @@ FLOORS = [
     {"linear_algebra"},
     {"kronecker", "plan"},
     {"operations"},
-    {"recording"},
+    {"arguments"},
     {"loss"},
     {"reductions"},
     {"budget"},
@@ -62,9 +62,9 @@ MOST_BRANCHES = 36
 CEILINGS = {
     "the package": (
         ["invfunc"],
-        40_900,
-        415,
-        "the lean core stands beside the old one until the last statistic has moved; wanted are 20,000 in 160 files",
+        32_100,
+        335,
+        "one core for all statistics; wanted are 20,000 in 160 files: scale, plans and testing are to shrink next",
     ),
     "invertible functions": (
         ["invfunc/blocks", "invfunc/invertible", "invfunc/pairs"],
@@ -76,9 +76,9 @@ CEILINGS = {
     "functional": (["invfunc/functional"], 160, 2, "torch.func.functional_call does it; here are messages and copies"),
     "the tests": (
         ["tests"],
-        51_400,
-        395,
-        "laws of both cores while both stand; it goes down with them",
+        49_700,
+        383,
+        "laws of what stands; wanted are 30,000",
     ),
 }
 """Code lines and files at most, and the reason. Who needs more takes away elsewhere, or states a better reason here."""

@@ -11,12 +11,12 @@ from invfunc import tree
 from invfunc._torch.functorch import innermost, levels, plainly
 from invfunc.callables import describe
 from invfunc.certificates.draws import States, needed, rewound, states
+from invfunc.certificates.held import held_by
 from invfunc.certificates.looks import unknown
 from invfunc.certificates.of_products import NAMES, OfProduct
 from invfunc.certificates.of_statistics import OfStatistic
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.products.product import Product
-from invfunc.recording.held import held_by
 from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform

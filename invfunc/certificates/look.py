@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc.arguments.problem import Problem
 from invfunc.certificates.draws import Places, Tape, drawn
 from invfunc.certificates.reference import Reference
 from invfunc.certificates.rounding import Numbers, Tensors
 from invfunc.certificates.run import wide
-from invfunc.recording.problem import Problem
 from invfunc.statistic import Statistic
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from invfunc import tree
+from invfunc.arguments.problem import with_aux
 from invfunc.certificates.check import Around, Check
 from invfunc.certificates.draws import Tape, drawn, rewound
 from invfunc.certificates.look import Look, at_places, entry, magnitudes
@@ -20,7 +21,6 @@ from invfunc.certificates.run import Entries, Run, in_parts, units, wide
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.products.given import Given
 from invfunc.products.product import Product
-from invfunc.recording.problem import with_aux
 
 HESSIANS, GGNS, FISHERS = ("hvp", "hessian_block_product"), ("ggnvp", "ggn_block_product"), ("fvp",)
 NAMES = HESSIANS + GGNS + FISHERS

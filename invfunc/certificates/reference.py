@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc.arguments.problem import Problem
 from invfunc.certificates.draws import States, rewound, states
 from invfunc.certificates.run import Entries, Run, bent, in_parts, wide
 from invfunc.errors import RandomnessError, SampleAxisError, SplitError
@@ -18,7 +19,6 @@ from invfunc.loss.square_root import Columns
 from invfunc.products.given import Given
 from invfunc.products.maps import Pull
 from invfunc.products.split import Split
-from invfunc.recording.problem import Problem
 from invfunc.reductions.quantity import Quantity
 
 

@@ -10,13 +10,13 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.generators import state_of
+from invfunc.arguments.problem import with_aux
 from invfunc.certificates.draws import States, rewound
 from invfunc.certificates.look import Look
 from invfunc.certificates.rounding import Numbers
 from invfunc.certificates.run import wide
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.products.product import Product
-from invfunc.recording.problem import with_aux
 from invfunc.statistic import Statistic
 
 

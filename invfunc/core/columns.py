@@ -13,6 +13,7 @@ from invfunc import tree
 from invfunc._torch.functorch import version
 from invfunc._torch.graphs import nodes_of
 from invfunc._torch.values import anywhere
+from invfunc.arguments.problem import Problem
 from invfunc.core.marks import Axis as Marked
 from invfunc.core.marks import Mark, Run, Unsupported, know, wide
 from invfunc.core.refusals import check_outputs
@@ -36,7 +37,6 @@ from invfunc.loss.hessian import columns, once_only, pulled_back
 from invfunc.loss.square_root import Affine, Columns, Elementwise, General, OutputCotangents, Softmax, rooted
 from invfunc.operations.naming import argument
 from invfunc.operations.second_derivatives import TwiceDifferentiable
-from invfunc.recording.problem import Problem
 from invfunc.reductions.quantity import Quantity
 
 ROUGH = set(

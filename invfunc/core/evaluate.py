@@ -15,6 +15,7 @@ from invfunc._alike import alike
 from invfunc._extras import Ticks
 from invfunc._torch.functorch import hooked, transforming, versions
 from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
+from invfunc.arguments.problem import Problem, check_numbers, whole
 from invfunc.budget.size import fits
 from invfunc.core.columns import Twice, columns_at, lost, single, split
 from invfunc.core.factors import partners
@@ -32,7 +33,6 @@ from invfunc.errors import InvFuncError, ProcessError, unreached
 from invfunc.loss.square_root import Affine, Columns, Units, Weighted, joined_block
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.plan import Options, Plan, even
-from invfunc.recording.problem import Problem, check_numbers, whole
 from invfunc.reductions import Found, Reduction, State
 from invfunc.reductions.lots import Lot
 from invfunc.reductions.quantity import Quantity

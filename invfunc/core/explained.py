@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from invfunc import thresholds, tree
+from invfunc.arguments.problem import Problem
 from invfunc.budget.size import bytes_of
 from invfunc.core.columns import columns_at
 from invfunc.core.evaluate import Fold, Pullback, ran_and, uses_of
@@ -22,7 +23,6 @@ from invfunc.core.uses import Copies, Use
 from invfunc.core.ways import WAYS, Way
 from invfunc.loss.square_root import Columns
 from invfunc.plan import Options
-from invfunc.recording.problem import Problem
 from invfunc.reductions.quantity import Quantity
 from invfunc.report import Explanation, Parameter, Part
 from invfunc.structure.plan import Structure

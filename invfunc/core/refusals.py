@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from invfunc.arguments.problem import Problem
 from invfunc.budget.size import bytes_of, free_on, told
 from invfunc.core.marks import SUMMED, Mark, Node, Run, Unsupported
 from invfunc.core.uses import Rows, Use
 from invfunc.errors import ArgumentError, SampleAxisError, unreached
-from invfunc.recording.problem import Problem
 from invfunc.reductions import Reduction
 from invfunc.reductions.quantity import Quantity
 

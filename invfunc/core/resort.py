@@ -24,13 +24,13 @@ from invfunc import tree
 from invfunc._torch.functorch import as_it_is, graph_level, graph_of
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import anywhere, near
+from invfunc.arguments.problem import Problem
 from invfunc.budget.size import free_on, told
 from invfunc.core.marks import LEAF, SUMMED, Final, Mark, Node, Unsupported, know, option, spelled, tensors, wide
 from invfunc.core.order import Order
 from invfunc.core.run import Run
 from invfunc.core.uses import Copies
 from invfunc.operations.axis import Axis
-from invfunc.recording.problem import Problem
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]

@@ -256,8 +256,7 @@ class Shares:
     ) -> torch.Tensor:
         """The products of some samples with some of another run, or of this one: `[V, n, W, m]`; `exact`, in
         float64."""
-        of_core = isinstance(other, Shares)  # the old core may have followed the other run
-        mine, its = self.factors(), other.factors() if of_core else None
+        mine, its = self.factors(), other.factors()
         if mine is not None and its is not None:
             a, b = (doubled(x) if exact else x for x in (mine[1][of], its[1][others]))
             d, e = (doubled(x) if exact else x for x in (mine[2][:, of], its[2][:, others]))
@@ -265,7 +264,7 @@ class Shares:
             a, b = (x[:, :, 0].transpose(0, 1) for x in (a, b))  # [g, n, k]
             d, e = (x[:, :, :, 0].permute(2, 0, 1, 3).flatten(1, 2) for x in (d, e))  # [g, V n, o]
             return ((d @ e.mT).view(-1, *sizes) * (a @ b.mT)[:, None, :, None]).sum(0)
-        x, y = self._rows(other) if of_core else (_flat(s.dense()) for s in (self, other))
+        x, y = self._rows(other)
         x, y = (doubled(rows) if exact else rows for rows in (x[:, of], y[:, others]))
         return (x.flatten(0, 1) @ y.flatten(0, 1).T).view(*x.shape[:2], *y.shape[:2])
 

@@ -9,12 +9,12 @@ import torch
 
 from invfunc._torch.functorch import transforming
 from invfunc._ways import known_way, note_way
+from invfunc.arguments.problem import Problem
 from invfunc.core.marks import Final, Unsupported
 from invfunc.core.refusals import refused_by
 from invfunc.core.resort import alone, by_rows
 from invfunc.core.run import Run
 from invfunc.errors import InvFuncError
-from invfunc.recording.problem import Problem
 
 Way = Callable[[Problem, Run, list[torch.Tensor], slice], tuple[Any, Any]]
 """A way of calling f, given the leaves of a run: the result, whose mark and uses the run knows then, and aux."""

@@ -10,6 +10,7 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.sharded import sharded
+from invfunc.arguments.problem import InDims
 from invfunc.callables import describe
 from invfunc.compiled import Compiled, opened
 from invfunc.data_sets.distributed_product import DistributedProduct
@@ -22,7 +23,6 @@ from invfunc.evaluation.layout import parts
 from invfunc.plans.batches import PlansOfBatches
 from invfunc.products.product import Product
 from invfunc.products.streamed import StreamedProduct
-from invfunc.recording.problem import InDims
 from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform, check_adds_up

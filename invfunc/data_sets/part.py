@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from invfunc import tree
 from invfunc._torch.functorch import transforming
 from invfunc._torch.sharded import sharded
+from invfunc.arguments.problem import InDims
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.batches import Batches, Feed, batches_of, check_loader, counted, samples_of, size_of
 from invfunc.evaluation.checkpoint import Checkpoint, Head
@@ -18,7 +19,6 @@ from invfunc.evaluation.layout import parted, whole
 from invfunc.evaluation.processes import Processes, bits, same
 from invfunc.evaluation.rounds import Rounds, through
 from invfunc.products.along import space_of
-from invfunc.recording.problem import InDims
 
 T = TypeVar("T")
 At = Callable[[Any], Batches]

@@ -14,13 +14,13 @@ import torch
 
 from invfunc import tree
 from invfunc._extras import told_of_parts
+from invfunc.arguments.problem import batch_dims
 from invfunc.errors import ArgumentError, ArgumentTypeError, RandomnessError
 from invfunc.evaluation.batches import Feed, no_samples, unscaled
 from invfunc.evaluation.joined import Drew
 from invfunc.evaluation.matrix import Again, Matrix, own
 from invfunc.evaluation.processes import Processes
 from invfunc.evaluation.rounds import Rounds, through
-from invfunc.recording.problem import batch_dims
 from invfunc.reductions import Reduction
 from invfunc.reductions.exchange import Exchange, Rows
 from invfunc.reductions.kept_shares import Kept, KeptShares, ProductsWithKept

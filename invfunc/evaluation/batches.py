@@ -12,8 +12,8 @@ import torch
 from invfunc import tree
 from invfunc._extras import told_of_parts
 from invfunc._torch.functorch import transforming, version
+from invfunc.arguments.problem import InDims, batch_dims
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.recording.problem import InDims, batch_dims
 
 Visit = Callable[[tuple, int], int]
 """Sees the arguments of a batch behind so many samples; returns how many there are in it."""

@@ -8,6 +8,7 @@ from typing import Any
 from invfunc._extras import ticking
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import checked_at_the_end
+from invfunc.arguments.problem import Problem
 from invfunc.core.marks import Final
 from invfunc.core.ways import Way, by_ways
 from invfunc.errors import InvFuncError
@@ -16,7 +17,6 @@ from invfunc.evaluation.joined import check_batches
 from invfunc.evaluation.parts import Parts, alone, joins
 from invfunc.evaluation.weights import LossPart
 from invfunc.plan import Options
-from invfunc.recording.problem import Problem
 from invfunc.reductions.quantity import Quantity
 
 

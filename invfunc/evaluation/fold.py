@@ -11,8 +11,8 @@ import torch
 
 from invfunc import tree
 from invfunc._extras import Ticks
+from invfunc.arguments.problem import Problem
 from invfunc.plan import Options
-from invfunc.recording.problem import Problem
 from invfunc.reductions import Found, Reduction, State, States
 from invfunc.reductions.quantity import Accumulator, Quantity
 

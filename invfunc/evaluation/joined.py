@@ -12,8 +12,8 @@ import torch
 from invfunc import tree
 from invfunc._torch.functorch import innermost
 from invfunc._torch.values import anywhere, near, same_values
+from invfunc.arguments.problem import Problem
 from invfunc.errors import ArgumentError, SampleAxisError
-from invfunc.recording.problem import Problem
 
 
 class Drew(Exception):

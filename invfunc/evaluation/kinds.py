@@ -12,8 +12,8 @@ import torch
 from invfunc import tree
 from invfunc._torch.values import anywhere, fake, near, same_values
 from invfunc._torch.weak import WeakIdMap
+from invfunc.arguments.problem import Problem
 from invfunc.errors import RandomnessError, SampleAxisError
-from invfunc.recording.problem import Problem
 
 Kind = Literal["each", "mean", "sum"]
 """One by one, as their mean or their sum."""

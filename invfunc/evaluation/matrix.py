@@ -10,11 +10,11 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import storage_of
+from invfunc.arguments.problem import InDims
 from invfunc.errors import ArgumentError
 from invfunc.evaluation.batches import Batches, size_of
 from invfunc.evaluation.fingerprint import fingerprint
 from invfunc.evaluation.rows import check_own
-from invfunc.recording.problem import InDims
 
 See = Callable[[int, tuple], None]
 """Sees the arguments of the batch with a number."""

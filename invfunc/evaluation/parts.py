@@ -15,6 +15,7 @@ from invfunc._alike import added, alike
 from invfunc._torch.functorch import transforming, undispatched, unheard
 from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
 from invfunc._torch.values import same_values
+from invfunc.arguments.problem import Problem, whole
 from invfunc.core.columns import joined, made
 from invfunc.core.evaluate import Kept, Made, columns_of_all, hessian_of, kept, loss_of, returned
 from invfunc.core.marks import Final, Unsupported
@@ -24,7 +25,6 @@ from invfunc.evaluation.fold import Fold
 from invfunc.evaluation.joined import Drew, check_fewer, moved
 from invfunc.evaluation.kinds import Kind, kind_of, neither, not_in_parts
 from invfunc.loss.drawn import joined as joined_trees
-from invfunc.recording.problem import Problem, whole
 from invfunc.reductions import State
 from invfunc.reductions.quantity import Accumulator, Quantity
 

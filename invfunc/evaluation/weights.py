@@ -10,9 +10,9 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.precision import doubled
+from invfunc.arguments.problem import Problem
 from invfunc.errors import ArgumentError
 from invfunc.loss.drawn import joined
-from invfunc.recording.problem import Problem
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.sharded import sharded
+from invfunc.arguments.problem import check_params
 from invfunc.callables import check_callable
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.layout import parted_beside, whole
@@ -17,7 +18,6 @@ from invfunc.evaluation.processes import ALONE, Processes, bits, same
 from invfunc.evaluation.rounds import Rounds
 from invfunc.products.maps import Kind
 from invfunc.products.product import Linearised, Space
-from invfunc.recording.problem import check_params
 from invfunc.statistic import Statistic
 from invfunc.transform import ArgumentNames
 

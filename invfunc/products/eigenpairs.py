@@ -14,6 +14,7 @@ from invfunc._torch.functorch import transforming
 from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import anywhere, near
+from invfunc.arguments.problem import InDims, Problem
 from invfunc.budget.size import free_on, told
 from invfunc.callables import check_functions, describe
 from invfunc.column_options import fisher_columns
@@ -28,7 +29,6 @@ from invfunc.products.product import Space
 from invfunc.products.rows import Rows
 from invfunc.products.sample_space import Eigenpairs, gram
 from invfunc.products.split import Split
-from invfunc.recording.problem import InDims, Problem
 from invfunc.reductions.quantity import ColumnKind, Drawing, Quantity
 from invfunc.reductions.squares import ProductsOfColumns
 from invfunc.report import Explanation

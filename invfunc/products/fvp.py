@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+from invfunc.arguments.problem import InDims
 from invfunc.column_options import drawing
 from invfunc.products.curvature import of_fisher
 from invfunc.products.product import Product
-from invfunc.recording.problem import InDims
 
 
 def fvp(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from invfunc.arguments.problem import InDims
 from invfunc.products.curvature import of_ggn
 from invfunc.products.product import Product
-from invfunc.recording.problem import InDims
 
 
 def ggn_block_product(

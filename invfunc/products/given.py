@@ -17,6 +17,7 @@ from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.graphs import nodes_of
 from invfunc._torch.opened import Uncompiled
 from invfunc._torch.values import near
+from invfunc.arguments.problem import InDims, Problem, batch_dims, batch_size, check_params, problem, with_aux
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know
 from invfunc.core.refusals import refused_by
 from invfunc.core.run import Run
@@ -28,7 +29,6 @@ from invfunc.evaluation.weights import LossPart
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.products.maps import Kind, Scope
 from invfunc.products.split import Split
-from invfunc.recording.problem import InDims, Problem, batch_dims, batch_size, check_params, problem, with_aux
 from invfunc.reductions.quantity import Drawing
 
 States = list[tuple[torch.Generator, torch.Tensor]]

@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from invfunc import tree
 from invfunc._torch.functorch import grad_level, level_of, levels, transforming
+from invfunc.arguments.problem import check_numbers
 from invfunc.loss.hessian import pulled_back
 from invfunc.operations.second_derivatives import TwiceDifferentiable
-from invfunc.recording.problem import check_numbers
 
 Vectors = list[torch.Tensor | None]
 """A tensor for each input, or for each output; None stands for zeros."""

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
+from invfunc.arguments.problem import InDims
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError
 from invfunc.products.positive import of_positive_hessian
 from invfunc.products.product import Product
-from invfunc.recording.problem import InDims
 
 
 def pch_block_product(

@@ -11,11 +11,11 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.weak import WeakIdMap
+from invfunc.arguments.problem import InDims
 from invfunc.callables import check_functions, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.products.given import Given
 from invfunc.products.maps import Kind, Linear
-from invfunc.recording.problem import InDims
 from invfunc.reductions.quantity import Drawing
 from invfunc.transform import ArgumentNames, Transform
 

@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
+from invfunc.arguments.problem import Indices, InDims
 from invfunc.column_options import by_method, drawing
-from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.quantity import GGN
 from invfunc.reductions.squares import SquaresOfEach
 from invfunc.statistic import Statistic

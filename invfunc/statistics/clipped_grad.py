@@ -14,9 +14,9 @@ from invfunc._torch.functorch import dispatched, innermost, transforming
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import anywhere
 from invfunc._torch.weak import WeakIdMap
+from invfunc.arguments.problem import Indices, InDims, Problem
 from invfunc.callables import describe, valued
 from invfunc.errors import ArgumentError, InvFuncWarning
-from invfunc.recording.problem import Indices, InDims, Problem
 from invfunc.reductions.gradients import ClippedSum
 from invfunc.statistic import Statistic
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+from invfunc.arguments.problem import Indices, InDims
 from invfunc.column_options import by_method
-from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.quantity import HESSIAN
 from invfunc.reductions.squares import SumOfSquares
 from invfunc.statistic import Statistic

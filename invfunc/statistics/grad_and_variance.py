@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from invfunc.arguments.problem import Indices, InDims
 from invfunc.callables import valued
-from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.gradients import SumAndCentredSquares
 from invfunc.statistic import Statistic
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from invfunc import tree
+from invfunc.arguments.problem import Indices, InDims
 from invfunc.errors import ArgumentTypeError
-from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.quantity import GRADIENT_OR_JACOBIAN
 from invfunc.reductions.squares import InnerProducts, ProductsWithOthers
 from invfunc.statistic import Statistic

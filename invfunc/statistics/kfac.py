@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
+from invfunc.arguments.problem import Indices, InDims
 from invfunc.column_options import check_factors, fisher_columns, most_of
-from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.kronecker_factors import KroneckerFactors
 from invfunc.statistic import Statistic
 

@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 
+from invfunc.arguments.problem import Indices, InDims
 from invfunc.column_options import fisher_columns, most_of
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.sides import BothSides, OneSide
 from invfunc.statistic import Statistic
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+from invfunc.arguments.problem import Indices, InDims
 from invfunc.column_options import check_factors, most_of
-from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.kronecker_factors import ChainFactors
 from invfunc.reductions.quantity import CHAIN
 from invfunc.statistic import Statistic

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from invfunc.arguments.problem import Indices, InDims
 from invfunc.callables import by_name, describe, valued
 from invfunc.errors import ArgumentTypeError
-from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.noise import SumAndNoise
 from invfunc.statistic import Statistic
 

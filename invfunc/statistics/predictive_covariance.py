@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from invfunc import tree
+from invfunc.arguments.problem import Indices, InDims
 from invfunc.column_options import covariances
 from invfunc.linear_algebra.low_rank import LowRank
-from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.predictive import PredictiveCovariance
 from invfunc.reductions.quantity import JACOBIAN
 from invfunc.statistic import Statistic

@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
+from invfunc.arguments.problem import Indices, InDims
 from invfunc.column_options import projecting
-from invfunc.recording.problem import Indices, InDims
 from invfunc.statistic import Statistic
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from invfunc.arguments.problem import Indices, InDims
 from invfunc.column_options import drawing
-from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.quantity import GGN
 from invfunc.reductions.squares import SquareRoot
 from invfunc.statistic import Statistic

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from invfunc.recording.problem import Indices, InDims
+from invfunc.arguments.problem import Indices, InDims
 from invfunc.reductions.squares import SumOfSquares
 from invfunc.statistic import Statistic
 

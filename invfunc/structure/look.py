@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from invfunc._torch.functorch import undispatched, unwatched
+from invfunc.arguments.problem import Problem
 from invfunc.core.columns import lost, split
 from invfunc.core.marks import Known
 from invfunc.core.run import Run
 from invfunc.core.split import Finder, marked_for
 from invfunc.core.uses import WHOLE, Block, Expanded, Grown, Pair, Rows, Use
-from invfunc.recording.problem import Problem
 from invfunc.structure.labels import Labels, Root, coordinates
 from invfunc.structure.rules import NONE, core
 

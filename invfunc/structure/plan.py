@@ -12,13 +12,13 @@ import torch
 
 from invfunc import thresholds
 from invfunc._torch.generators import set_states, state_of, torchs_own
+from invfunc.arguments.problem import Problem
 from invfunc.core.marks import LEAF, SWAP
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.uses import Expanded, Pair, Use
 from invfunc.loss.square_root import Columns
 from invfunc.plan import even
-from invfunc.recording.problem import Problem
 from invfunc.reductions.reduction import Shortcuts
 from invfunc.structure.colouring import Colouring, Placed, hulls, members_of, positions_of
 from invfunc.structure.groups import Groups, grouped

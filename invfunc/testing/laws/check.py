@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from invfunc.arguments.problem import InDims
 from invfunc.errors import ArgumentError
-from invfunc.recording.problem import InDims
 from invfunc.testing.laws.book import chosen
 from invfunc.testing.laws.law import FUNCTION
 from invfunc.testing.laws.problem import Problem, problem

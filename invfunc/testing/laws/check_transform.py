@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from invfunc.arguments.problem import InDims
 from invfunc.callables import check_callable, describe
 from invfunc.errors import MissingExtraError
-from invfunc.recording.problem import InDims
 from invfunc.testing import models
 from invfunc.testing.laws.book import chosen
 from invfunc.testing.laws.check import call, judged, options

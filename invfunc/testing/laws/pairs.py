@@ -12,8 +12,8 @@ from torch.func import grad, jacrev, vmap
 
 import invfunc
 from invfunc import tree
+from invfunc.certificates.held import held_by
 from invfunc.pairs.pair import Invertible
-from invfunc.recording.held import held_by
 from invfunc.testing.laws.compare import cast, fixed, zipped
 from invfunc.testing.laws.effects import alive, state, written
 from invfunc.testing.laws.law import PAIR, Claim, Inapplicable, law

@@ -11,9 +11,9 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import version
+from invfunc.arguments.problem import InDims, batch_dims, batch_size
 from invfunc.callables import check_functions, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
-from invfunc.recording.problem import InDims, batch_dims, batch_size
 from invfunc.testing.laws.compare import cast, fixed
 from invfunc.transform import ArgumentNames
 

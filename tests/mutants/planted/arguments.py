@@ -10,14 +10,14 @@ FAULTS = [
     # Arguments and results
     Fault(
         "a part of the batch is of its first axis",
-        "recording/problem.py",
+        "arguments/problem.py",
         "x[(slice(None),) * (dim % x.ndim) + (part,)]",
         "x[part]",
         "test_chunked.py::TestStatistics::test_options_stay_with_the_statistic test_chunked.py statistics evaluation",
     ),
     Fault(
         "a negative sample counts from one place behind the last",
-        "recording/problem.py",
+        "arguments/problem.py",
         "return [i % n for i in places]",
         "return [i % (n + 1) for i in places]",
         "per_sample/test_samples.py::TestEveryStatistic::test_is_that_of_the_shares_that_were_chosen "

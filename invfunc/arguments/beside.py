@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc.arguments.problem import Problem, batch_size
 from invfunc.errors import ArgumentError
-from invfunc.recording.problem import Problem, batch_size
 
 
 def beside(problem: Problem, others: tuple, names: Sequence[str]) -> Problem:
