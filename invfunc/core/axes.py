@@ -21,19 +21,8 @@ def same(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
         raise Unsupported("where some entries are depends on all samples")
     for x, other in data[1:]:
         if other != axis:
-            if not any([y.requires_grad for y, _ in data]):
-                return _of_rows(data)
             raise Unsupported(f"it combines samples {_along(*data[0])} with samples {_along(x, other)}")
     return axis
-
-
-def _of_rows(data: list[Known]) -> Axis:
-    """The axis of what is computed of data alone, as of other samples in mixup: rows are of the samples in order."""
-    ordered = [axis for _, axis in data if axis[1:] == (1, 1)]
-    others = [(x, axis) for x, axis in data if isinstance(axis[1], int) and axis not in ordered[:1]]
-    if not ordered or others:
-        raise Unsupported(f"it combines samples {_along(*data[0])} with samples {_along(*data[1])}")
-    return ordered[0]
 
 
 def _along(x: torch.Tensor, axis: Axis) -> str:

@@ -330,6 +330,10 @@ class Run(TorchFunctionMode):
 
     def of_samples(self, func: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """Run an operation of samples, perhaps with parameters."""
+        if len(data) > 1 and any(
+            [type(axis[1]) is int for _, axis in data]
+        ):  # rows of others, as in mixup, are constants
+            data = [(x, axis) for x, axis in data if type(axis[1]) is int or x.requires_grad]
         rule = RULES.get(func)
         if self.part and weighs(func, args, kwargs) and any([-axis[0] <= x.ndim for x, axis in data]):
             raise Unsupported("a mean in which targets weigh, of a part of the samples")

@@ -49,6 +49,12 @@ def mixup(p, x):
     return z(p, 0.3 * x + 0.7 * x[i]).square().sum(1)
 
 
+def mixed_labels(p, x):
+    i = torch.randperm(len(x))
+    v, y = z(p, 0.3 * x + 0.7 * x[i]), x.argmax(1) % 3
+    return 0.3 * losses(v, y) + 0.7 * losses(v, y[i])
+
+
 DRAWS = {
     "multinomial": lambda p, x: losses(z(p, x), torch.multinomial(z(p, x).detach().softmax(1), 1)[:, 0]),
     "several": lambda p, x: z(p, x).log_softmax(1).gather(1, torch.multinomial(z(p, x).softmax(1), 2)).sum(1),
@@ -79,6 +85,7 @@ DRAWS = {
     "mixture": lambda p, x: -MixtureSameFamily(Categorical(logits=z(p, x)), Normal(z(p, x), 1.0)).log_prob(x[:, 0]),
     "diffusion": diffusion,
     "mixup": mixup,
+    "mixup of labels": mixed_labels,
 }
 """What is followed."""
 OTHERS = {
