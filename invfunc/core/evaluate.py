@@ -592,7 +592,7 @@ class Pullback:
                     reduced(i)
 
         def reduced(i: int) -> None:
-            uses = of[i] if len(of[i]) == 1 else [u for u in of[i] if u.d is not None]
+            uses = [u for u in of[i] if u.d is not None]
             if uses:
                 each = Shares(run, i, uses, self.problem.name)
                 for fold in folds:

@@ -621,6 +621,7 @@ class Run(TorchFunctionMode):
             for use in of.pop(key, ()):
                 use.send(d.detach()[None])
                 arrived(use)
+            self.known.clear()  # what a weight and its bias share
 
         handles = []
         for key, uses in of.items():
