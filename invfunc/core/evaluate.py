@@ -443,7 +443,7 @@ class Pullback:
     def streams(self) -> bool:
         """Whether a parameter is reduced as soon as the cotangents of its uses have come, which are freed then."""
         kept = self.apart or any([f.reduction.keeps for f in self.folds])
-        return not (self.run.deep or (self.run.numbers < thresholds.HOOKED and not self.run.frees) or kept)
+        return not (self.run.deep or (self.run.numbers < thresholds.HOOKED and not self.run.freed) or kept)
 
     def pull(self, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
         """Reduce one vector at a tensor; all parameters at once, or in the chunks that are asked for."""

@@ -130,8 +130,9 @@ class Run(TorchFunctionMode):
         """Whether these are a part of the samples, whose losses have to add up."""
         self.way: Any = None
         """How f is called, if not as it is."""
-        self.frees = False
-        """Whether what is read in invertible blocks is computed again, as cotangents are contracted when they come."""
+        self.frees = self.freed = False
+        """Whether what is read in invertible blocks may be computed again, as cotangents are contracted when they come;
+        and whether something is."""
         self.apart = False
         """Whether f was evaluated for each sample apart, so that nothing is known of its operations."""
         self.outputs: Any = None
@@ -519,6 +520,7 @@ class Run(TorchFunctionMode):
             use.edge, use.end, use.count, use.form, use.func = edge, end, count, form, self.func
             if self.frees and isinstance(use, Pair) and (again := given_back(use.a)) is not None:
                 use.computed_again(again)
+                self.freed = True
         self.uses += uses
         self.numbers += count
         self.largest = max(self.largest, count)
