@@ -330,7 +330,8 @@ def _evaluated(
             with _undrawn():
                 way.hessian(Diagonal(run, problem.name, folds, *uses_of(run, run.uses)), out, cotangent)
         elif quantities[0].kind.second_order:
-            way.entries(out)
+            with TwiceDifferentiable():  # a checkpoint runs again as it did
+                way.entries(out)
         elif rows:
             _rows(way, out)
         elif not way.streams or options.plan.asked("params"):
