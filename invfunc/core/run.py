@@ -429,7 +429,7 @@ class Run(TorchFunctionMode):
             return self.meet(func, RULES[func], (data[0][0], *args[1:]), kwargs, data, params)
         out = func(*args, **kwargs)
         value, known = params[0]
-        if func in EXPANDS and self.n > 1 and (at := _grown(out.shape, value.shape, self.n)) is not None:
+        if func in EXPANDS and (at := self.grown_at(known, out.shape, value.shape)) is not None:
             return grown(self, out, known, value, at)
         alone = not others and all([node.alone for _, node in params])
         kind = self.kind_of(func, args, params)
@@ -440,6 +440,13 @@ class Run(TorchFunctionMode):
                 own = VIEW if kind is SWAP and y.ndim != 2 else kind
                 know(y, Node(self.token, None if kind is DERIVED else known.leaf, own, alone))
         return out
+
+    def grown_at(self, node: Node, shape: Any, before: Any) -> int | None:
+        """The dim in which a parameter that was expanded has samples; of a part of one sample it is the first."""
+        if self.n > 1:
+            return _grown(shape, before, self.n)
+        new = len(shape) == len(before) + 1 or (len(shape) == len(before) and before[0] == 1)
+        return -len(shape) if self.part and new and shape[0] == 1 else None
 
     def spread(self, index: Any) -> bool:
         """Whether indices were expanded to all samples, as the types of tokens in BERT."""
