@@ -67,6 +67,7 @@ from invfunc.core.tables import (
     GROUPED,
     INDEXES,
     LEAKS,
+    FILLS,
     LIKE,
     LINEAR,
     MULTIPLY,
@@ -290,6 +291,8 @@ class Run(TorchFunctionMode):
             raise Unsupported("data of several samples weigh the loss of a part of them")
         if func in LIKE and data:  # of the others the form alone
             data = [pair for pair in data if pair[0] is args[0]]
+            if func in FILLS and data and type(data[0][1][1]) is not int:  # as large as some samples, and no sample
+                return func(*args, **kwargs)
         if func in LEAKS and (sums or lost or blends or any([x.is_floating_point() for x, _ in data])):
             raise Unsupported("it reads data, whose samples cannot be followed")
         if not data or sums or lost or func is SET:
@@ -424,9 +427,13 @@ class Run(TorchFunctionMode):
         if func not in PURE and RULES.get(func) is None and (inner := composed(func)):
             with self:
                 return inner(*args, **kwargs)
+        if func is torch.nn.functional.embedding and self.spread(args[0]):
+            data = [(args[0].view_as(args[0]), (-args[0].ndim, 1, 1))]
+            know(data[0][0], Mark(self.token, data[0][1], False))
+            return self.meet(func, RULES[func], (data[0][0], *args[1:]), kwargs, data, params)
         out = func(*args, **kwargs)
         value, known = params[0]
-        if func in EXPANDS and self.n > 1 and (at := _grown(out.shape, value.shape, self.n)) is not None:
+        if func in EXPANDS and (at := self.grown_at(known, out.shape, value.shape)) is not None:
             return grown(self, out, known, value, at)
         alone = not others and all([node.alone for _, node in params])
         kind = self.kind_of(func, args, params)
@@ -437,6 +444,17 @@ class Run(TorchFunctionMode):
                 own = VIEW if kind is SWAP and y.ndim != 2 else kind
                 know(y, Node(self.token, None if kind is DERIVED else known.leaf, own, alone))
         return out
+
+    def grown_at(self, node: Node, shape: Any, before: Any) -> int | None:
+        """The dim in which a parameter that was expanded has samples; of a part of one sample it is the first."""
+        if self.n > 1:
+            return _grown(shape, before, self.n)
+        new = len(shape) == len(before) + 1 or (len(shape) == len(before) and before[0] == 1)
+        return -len(shape) if self.part and new and shape[0] == 1 else None
+
+    def spread(self, index: Any) -> bool:
+        """Whether indices were expanded to all samples, as the types of tokens in BERT."""
+        return isinstance(index, Tensor) and index.ndim > 1 and len(index) == self.n > 1 and index.stride(0) == 0
 
     def kind_of(self, func: Any, args: tuple, params: list[Known]) -> str:
         """What an operation of parameters makes of one: its transpose, a view, or something computed."""
