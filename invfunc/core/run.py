@@ -717,7 +717,7 @@ class Composed(TorchFunctionMode):
         if inner is not None:
             with self:
                 return inner(*args, **kwargs)
-        read = tensors((args, kwargs))
+        read = [*tensors((args, kwargs))]
         params = [x for x in read if type(getattr(x, "_known", None)) is Node]
         if params and len(params) < len(read) and func in POINTWISE and func not in LIKE:
             shape = torch.broadcast_shapes(*[x.shape for x in read])
