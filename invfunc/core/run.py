@@ -356,7 +356,8 @@ class Run(TorchFunctionMode):
                 with self:
                     return self.seen(inner(*args, **kwargs), func)
         self.func = func
-        if params and func is torch.nn.functional.scaled_dot_product_attention:
+        attention = params and func is torch.nn.functional.scaled_dot_product_attention
+        if attention and any([x is option(args, kwargs, 3, "attn_mask") for x, _ in params]):
             with self:
                 return _attention(*args, **kwargs)
         if params:

@@ -139,6 +139,8 @@ class PredictiveCovariance(EachSample):
                 f"covariance of {shares.name(shares.place)} is of it and a bias together (joint=True), but f does not "
                 "read both in one layer; pass factors of this f."
             )
+        if shares.run.apart:  # nothing is known of the operations
+            return shares.covariances_by(lambda share: basis @ share)
         try:
             return shares.rotated(basis, joint is not None).covariances(basis.values)
         except Unfactored:
