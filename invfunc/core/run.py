@@ -23,6 +23,7 @@ from invfunc._torch.functorch import (
     as_it_is,
     base_of,
     checkpointing,
+    given_back,
     grad_level,
     gradient_edge,
     graph_of,
@@ -81,7 +82,7 @@ from invfunc.core.tables import (
     VIEWS,
 )
 from invfunc.core.transposed import FACTORS
-from invfunc.core.uses import WHOLE, Block, Copies, Shared, Use
+from invfunc.core.uses import WHOLE, Block, Copies, Pair, Shared, Use
 from invfunc.core.written import into_view, set_item, set_parameter, unchanged
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.recurrent import AT_ONCE, steps_at_once
@@ -129,6 +130,9 @@ class Run(TorchFunctionMode):
         """Whether these are a part of the samples, whose losses have to add up."""
         self.way: Any = None
         """How f is called, if not as it is."""
+        self.frees = self.freed = False
+        """Whether what is read in invertible blocks may be computed again, as cotangents are contracted when they come;
+        and whether something is."""
         self.apart = False
         """Whether f was evaluated for each sample apart, so that nothing is known of its operations."""
         self.outputs: Any = None
@@ -515,6 +519,9 @@ class Run(TorchFunctionMode):
         edge = gradient_edge(out if base is None else base)
         for use in uses:
             use.edge, use.end, use.count, use.form, use.func = edge, end, count, form, self.func
+            if self.frees and isinstance(use, Pair) and (again := given_back(use.a)) is not None:
+                use.computed_again(again)
+                self.freed = True
         self.uses += uses
         self.numbers += count
         self.largest = max(self.largest, count)
@@ -618,6 +625,7 @@ class Run(TorchFunctionMode):
             for use in of.pop(key, ()):
                 use.send(d.detach()[None])
                 arrived(use)
+            self.known.clear()  # what a weight and its bias share
 
         handles = []
         for key, uses in of.items():
@@ -688,11 +696,21 @@ class Composed(TorchFunctionMode):
     """Runs operations in those in which a run follows them, for a block that is evaluated once more."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
         inner = composed(func) if RULES.get(func) is None or func is torch.nn.functional.embedding_bag else None
-        if inner is None:
-            return func(*args, **(kwargs or {}))
-        with self:
-            return inner(*args, **(kwargs or {}))
+        if inner is not None:
+            with self:
+                return inner(*args, **kwargs)
+        read = tensors((args, kwargs))
+        params = [x for x in read if type(getattr(x, "_known", None)) is Node]
+        if params and len(params) < len(read) and func in POINTWISE and func not in LIKE:
+            shape = torch.broadcast_shapes(*[x.shape for x in read])
+            wide = {id(x): x.expand(shape) for x in params}
+            return func(*replaced(args, wide), **{k: replaced(x, wide) for k, x in kwargs.items()})
+        out = func(*args, **kwargs)
+        for x in tensors(out) if params and len(params) == len(read) else ():
+            vars(x)["_known"] = vars(params[0])["_known"]
+        return out
 
 
 def _grown(shape: Any, before: Any, n: int) -> int | None:
