@@ -162,6 +162,7 @@ def columns_of_all(problem: Problem, outputs: Any, quantities: Sequence[Quantity
     run.open()
 
     def known(z: torch.Tensor) -> torch.Tensor:
+        z = z.clone() if z.is_inference() else z
         know(own := run.alias(z), Mark(run.token, (problem.out_dims % z.ndim - z.ndim, 1, 1), True))
         return own
 

@@ -363,7 +363,8 @@ class Run(TorchFunctionMode):
                 with self:
                     return self.seen(inner(*args, **kwargs), func)
         self.func = func
-        if params and func is torch.nn.functional.scaled_dot_product_attention:
+        attention = params and func is torch.nn.functional.scaled_dot_product_attention
+        if attention and any([x is option(args, kwargs, 3, "attn_mask") for x, _ in params]):
             with self:
                 return _attention(*args, **kwargs)
         if params:
@@ -553,6 +554,7 @@ class Run(TorchFunctionMode):
         apart = data and not (func in SUMS and single(data) and all([not x.ndim for x, _ in data]))
         if apart or not linear or (params and func not in SUMS):
             error = Unsupported("it is not linear in a sum over the samples")
+            error.params = bool(params)
             return self.lose(func(*args, **kwargs), error, func)
         if self.each and not all([node.alone for _, node in params]):
             raise Unsupported("a term of parameters and other tensors, which may be of samples that were not seen")
