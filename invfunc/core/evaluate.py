@@ -226,7 +226,9 @@ def ran_and(
             raise Final("second derivatives of a function whose operations are not followed")
         problem, new = problem if problem.loss is None else whole(problem), Run
         way = way if each else at_once
-    twice = deep or kind.second_order or (kind.convex and problem.n == 1)  # torch's batch norm of one sample may be wrong
+    twice = (
+        deep or kind.second_order or (kind.convex and problem.n == 1)
+    )  # torch's batch norm of one sample may be wrong
     while True:
         run = new(problem.n, deep, chosen)
         run.part, run.way, run.twice, run.each = part, way, twice, each
