@@ -227,9 +227,7 @@ def ran_and(
             raise Final("second derivatives of a function whose operations are not followed")
         problem, new = problem if problem.loss is None else whole(problem), Run
         way = way if each else at_once
-    twice = (
-        deep or kind.second_order or (kind.convex and problem.n == 1)
-    )  # torch's batch norm of one sample may be wrong
+    twice = deep or kind.second_order or (kind.convex and problem.n == 1)  # for torch's batch norm of one sample
     frees = new is Run and not options.plan.splits and all(map(_streamed, quantities))
     while True:
         run = new(problem.n, deep, chosen)
