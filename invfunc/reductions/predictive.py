@@ -153,7 +153,7 @@ class PredictiveCovariance(EachSample):
             return shares.covariances_by(lambda share: basis @ share)
 
 
-def _given(covariance: float | dict[str, Covariance]) -> Iterable[Covariance]:
+def _given(covariance: Any) -> Iterable[Any]:
     return covariance.values() if isinstance(covariance, dict) else ()
 
 
