@@ -58,6 +58,11 @@ class _Collected(list[torch.Tensor]):
         """Nothing, as no statistic records it; it has seen the first evaluation."""
 
 
+def _place(x: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor begins in its memory, and how many entries it has: halves of a state are alike in all else."""
+    return x.storage_offset(), x.numel()
+
+
 def _difference(found: list[tuple[torch.Size, torch.dtype]], like: list[tuple[torch.Size, torch.dtype]]) -> str:
     """The first tensor that is another one."""
     if len(found) != len(like):
@@ -279,7 +284,7 @@ class Run(Holder):
     def given_back(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """A function that computes a saved tensor again, for a statistic that records f; None if it was not saved."""
         for n, (t, _) in reversed([*enumerate(self._live, self._starts[-1])]):
-            if functorch.storage_of(t) == functorch.storage_of(tensor) and t.numel() == tensor.numel():
+            if functorch.storage_of(t) == functorch.storage_of(tensor) and _place(t) == _place(tensor):
                 same = t.shape == tensor.shape and t.stride() == tensor.stride()
                 if same or (t.is_contiguous() and tensor.is_contiguous()):
                     return partial(self._fetched, n, tensor.shape)
