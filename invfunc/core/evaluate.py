@@ -162,6 +162,7 @@ def columns_of_all(problem: Problem, outputs: Any, quantities: Sequence[Quantity
     run.open()
 
     def known(z: torch.Tensor) -> torch.Tensor:
+        z = z.clone() if z.is_inference() else z
         know(own := run.alias(z), Mark(run.token, (problem.out_dims % z.ndim - z.ndim, 1, 1), True))
         return own
 
@@ -226,7 +227,8 @@ def ran_and(
             raise Final("second derivatives of a function whose operations are not followed")
         problem, new = problem if problem.loss is None else whole(problem), Run
         way = way if each else at_once
-    twice, frees = deep or kind.second_order, new is Run and not options.plan.splits and all(map(_streamed, quantities))
+    twice = deep or kind.second_order or (kind.convex and problem.n == 1)  # for torch's batch norm of one sample
+    frees = new is Run and not options.plan.splits and all(map(_streamed, quantities))
     while True:
         run = new(problem.n, deep, chosen)
         run.part, run.way, run.twice, run.each = part, way, twice, each
