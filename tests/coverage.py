@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, find, settings
 
 from invfunc import ArgumentError, SampleAxisError, diag_ggn, diag_hessian, kflr, tree
-from invfunc.core import resort, run
+from invfunc.core import evaluate, resort, run
 from tests.forms import OTHERS
 from tests.laws import OF_LOSSES, OF_MODELS, composed, squares
 from tests.strategies import Case, Numbers, formed
@@ -67,7 +67,12 @@ def kind_of(call: Callable) -> str:
         return lambda *args: asked.append("generic") or generic(*args)
 
     with ExitStack() as stack:
-        for module, name in ((run, "copied"), (resort, "_mapped"), (resort, "_looped")):
+        for module, name in (
+            (run, "copied"),
+            (resort, "_mapped"),
+            (resort, "_looped"),
+            (evaluate, "at_once"),
+        ):
             stack.enter_context(mock.patch.object(module, name, watched(getattr(module, name))))
         try:
             call()

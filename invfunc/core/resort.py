@@ -49,9 +49,10 @@ class Given(TorchFunctionMode):
 
     adopting = None
 
-    def __init__(self, samples: Callable[[Tensor, Axis], Tensor]) -> None:
+    def __init__(self, samples: Callable[[Tensor, Axis], Tensor], apart: bool = True) -> None:
+        """`apart` says that something of each sample is wanted."""
         super().__init__()
-        self._samples, self.leaves = samples, list[Tensor]()
+        self._samples, self._apart, self.leaves = samples, apart, list[Tensor]()
 
     def samples(self, x: Tensor, axis: Axis) -> Tensor:
         """What f gets in place of a tensor of the batch."""
@@ -59,7 +60,7 @@ class Given(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        _check(func, args, kwargs)
+        _check(func, args, kwargs, self._apart)
         out = func(*args, **kwargs)
         made = args[0] if func in MARKS else out
         if isinstance(made, Tensor) and made.is_leaf and made.requires_grad:
@@ -68,9 +69,9 @@ class Given(TorchFunctionMode):
         return out
 
 
-def _check(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+def _check(func: Any, args: tuple, kwargs: dict[str, Any], apart: bool = True) -> None:
     """Check that an operation is none of those that count in the whole batch, or write what they find there."""
-    if func is F.batch_norm and option(args, kwargs, 5, "training", False):
+    if apart and func is F.batch_norm and option(args, kwargs, 5, "training", False):
         raise Unsupported("batch norm in train mode computes with all samples; take eval mode")
     table = func is F.embedding or func is F.embedding_bag
     if table and (option(args, kwargs, 3, "max_norm") is not None or option(args, kwargs, 5, "scale_grad_by_freq")):
@@ -260,7 +261,7 @@ class Watched(AbstractContextManager):
 
 def at_once(problem: Problem, run: Run, leaves: list[Tensor], part: slice) -> tuple[Any, Any]:
     """f of all samples, which are not told apart; and aux."""
-    out, aux = problem.call(Watched(run.samples), leaves, part)
+    out, aux = problem.call(Given(run.samples, apart=False), leaves, part)
     if isinstance(out, Tensor) and out.ndim < 2:
         know(out, Mark(run.token, (-1, 1, 1) if out.ndim else SUMMED, out.requires_grad))
         run.closed_over = _closed_over(out, leaves)

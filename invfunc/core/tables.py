@@ -146,7 +146,7 @@ AXES: list[tuple[set[Any], Callable]] = [
         for k in (1, 2, 3)
     ],
     (
-        called("group_norm max_pool2d_with_indices interpolate local_response_norm channel_shuffle upsample prelu"),
+        called("group_norm max_pool2d_with_indices interpolate local_response_norm channel_shuffle upsample"),
         axes.first,
     ),
     (

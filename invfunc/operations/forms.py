@@ -26,6 +26,14 @@ def _prelu(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.where(input > 0, input, weight * input)
 
 
+def _bilinear(
+    input1: torch.Tensor, input2: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`bilinear` as a linear layer of the outer product of its inputs."""
+    outer = (input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2)
+    return torch.nn.functional.linear(outer, weight.flatten(1), bias)
+
+
 def _abs(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The absolute value of a complex number, with derivatives of 0 at 0, where torch's become NaN."""
     x = args[0] if args else kwargs.get("input")
@@ -95,6 +103,7 @@ define("detach", keeps=True)
 define("to type_as", reads="first")
 define("log_sigmoid", predictive="bernoulli")
 define("prelu", composed=_prelu)
+define("bilinear", composed=_bilinear)
 define("requires_grad", keeps=True)
 define("linalg_solve", twice=_solve)
 define("cdist", composed=cdist, twice=not_torchs(cdist))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from invfunc import batch_diag_hessian, diag_hessian, functional, kfra, tree
+from invfunc import SampleAxisError, batch_diag_hessian, diag_hessian, functional, kfac, kfra, tree
 from invfunc.testing import assert_trees_close, dense_batch_diag_hessian, loop_kfra
 from tests.core.programs import MODULES, losses, of_module
 from tests.strategies import Numbers
@@ -133,3 +133,23 @@ def test_kfra_is_that_of_the_loop():
     args = Numbers()(6, 4), Numbers(1).below(3, 6)
     found, wanted = kfra(f, F.cross_entropy)(params, *args), loop_kfra(model, F.cross_entropy)(params, *args)
     assert_trees_close({name: k.factors for name, k in found.items()}, wanted, EXACT)
+
+
+def test_a_table_that_scales_its_gradient_by_counts_has_none():
+    """Its gradient is not the derivative of its value."""
+    w, x = torch.randn(5, 3, dtype=torch.float64), torch.tensor([[0, 1], [1, 1], [2, 0]])
+    t = diag_hessian(lambda w, x: F.embedding(x, w, scale_grad_by_freq=True).tanh().square().sum())
+    with pytest.raises(SampleAxisError, match="scale_grad_by_freq"):
+        t(w, x)
+
+
+def test_k_factors_of_rows_that_a_buffer_picks_are_those_of_rows_that_the_samples_pick():
+    """As the token types of BERT."""
+    w, x, rows = torch.randn(6, 3).double(), torch.randn(4, 5, 3).double(), torch.tensor([0, 1, 1, 4, 2]).expand(4, 5)
+
+    def f(w, x, rows):
+        return ((F.embedding(rows, w) + x).sin() * x).sum((1, 2))
+
+    wanted = kfac(f, fisher="empirical")(w, x, rows)
+    found = kfac(lambda w, x: f(w, x, rows), fisher="empirical")(w, x)
+    assert all(map(torch.allclose, found.factors, wanted.factors))
