@@ -52,6 +52,8 @@ def check_loss(run: Run, out: Any, name: str = "f") -> None:
     if not out.requires_grad:
         raise unreached()
     if isinstance(axis, Unsupported):
+        if axis.params and run.criterion is not None and run.criterion.outputs:
+            run.criterion.found(out, run.leaves)  # which tells of a path around the outputs
         raise axis
     if axis is None and isinstance(getattr(out, "_known", None), Node):
         raise Unsupported(
@@ -96,6 +98,10 @@ def check_outputs(run: Run, z: Any, dim: int, path: str = "") -> None:
     if not z.requires_grad and axis is None:
         return
     if type(axis) is tuple and run.n > 1 and axis != (dim % z.ndim - z.ndim, 1, 1):
+        if axis[0] == dim % z.ndim - z.ndim:
+            raise ArgumentError(
+                "f returned outputs whose samples were selected or moved; wanted are those of the samples, in order."
+            )
         raise ArgumentError(
             f"f returned outputs with their samples along axis {axis[0] % z.ndim}, not {dim % z.ndim}; pass out_dims."
         )

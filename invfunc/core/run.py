@@ -23,6 +23,7 @@ from invfunc._torch.functorch import (
     as_it_is,
     base_of,
     checkpointing,
+    given_back,
     grad_level,
     gradient_edge,
     graph_of,
@@ -44,6 +45,7 @@ from invfunc.core.marks import (
     SWAP,
     VIEW,
     Filled,
+    Final,
     Known,
     Mark,
     Node,
@@ -82,14 +84,18 @@ from invfunc.core.tables import (
     VIEWS,
 )
 from invfunc.core.transposed import FACTORS
-from invfunc.core.uses import WHOLE, Block, Copies, Shared, Use
-from invfunc.core.written import into_view, set_item, set_parameter, unchanged
+from invfunc.core.uses import WHOLE, Block, Copies, Pair, Shared, Use
+from invfunc.core.written import into_view, set_derived, set_item, set_parameter, unchanged
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.recurrent import AT_ONCE, steps_at_once
 from invfunc.reductions.lots import Lot
 
 Tensor = torch.Tensor
 SET = Tensor.__setitem__
+TABLES = {torch.nn.functional.embedding: 3, torch.nn.functional.embedding_bag: 3}
+"""Operations of tables of parameters, and where their `max_norm` is."""
+PICKING = INDEXES | {SET}
+"""Operations whose index is one of their arguments, which weighs nothing."""
 
 
 class Run(TorchFunctionMode):
@@ -130,6 +136,9 @@ class Run(TorchFunctionMode):
         """Whether these are a part of the samples, whose losses have to add up."""
         self.way: Any = None
         """How f is called, if not as it is."""
+        self.frees = self.freed = False
+        """Whether what is read in invertible blocks may be computed again, as cotangents are contracted when they come;
+        and whether something is."""
         self.apart = False
         """Whether f was evaluated for each sample apart, so that nothing is known of its operations."""
         self.outputs: Any = None
@@ -283,7 +292,7 @@ class Run(TorchFunctionMode):
         data, params, filled, sums, lost, blends, _ = found
         if filled and (data or sums or lost or blends):
             data += [(x, known.axis) for x, known in filled if known.graph]
-        if blends and self.part:
+        if self.part and any([func not in PICKING or any([x is y for y in (args[0], *args[2:])]) for x, _ in blends]):
             raise Unsupported("data of several samples weigh the loss of a part of them")
         if func in LIKE and data:  # of the others the form alone
             data = [pair for pair in data if pair[0] is args[0]]
@@ -305,6 +314,8 @@ class Run(TorchFunctionMode):
             axis = next((axis for x, axis in data if x is args[0]), None)
             if axis and len(params) == 1 and params[0][0] is args[2] and not (sums or lost or written):
                 return set_parameter(self, args[0], args[1], axis, *params[0])
+            if params and not (data or sums or lost or written):
+                return set_derived(self, args, params, not others)
             return set_item(self, args, data, params or sums or lost or written)
         if lost:
             return self.lose(func(*args, **kwargs), lost[0][1])
@@ -344,8 +355,8 @@ class Run(TorchFunctionMode):
             shape = torch.broadcast_shapes(*[x.shape for x in args])
             with self:
                 return tuple(x.expand(shape) for x in args)
-        if params and func is torch.nn.functional.embedding and option(args, kwargs, 3, "max_norm") is not None:
-            raise Unsupported("an embedding with max_norm, which writes its table")
+        if params and func in TABLES and option(args, kwargs, TABLES[func], "max_norm") is not None:
+            raise Final("an embedding with max_norm, which writes its table")
         if self.criterion is not None and (out := criterion_of(self, func, args, kwargs, data)) is not None:
             return self.mark(rule, func, args, kwargs, data, out)
         if rule is None or func is torch.nn.functional.embedding_bag:
@@ -359,7 +370,8 @@ class Run(TorchFunctionMode):
                 with self:
                     return self.seen(inner(*args, **kwargs), func)
         self.func = func
-        if params and func is torch.nn.functional.scaled_dot_product_attention:
+        attention = params and func is torch.nn.functional.scaled_dot_product_attention
+        if attention and any([x is option(args, kwargs, 3, "attn_mask") for x, _ in params]):
             with self:
                 return _attention(*args, **kwargs)
         if params:
@@ -466,7 +478,10 @@ class Run(TorchFunctionMode):
             if into_view(out):
                 raise Unsupported("samples are written into a view of a tensor without samples")
             if func not in POINTWISE and func not in GROUPED and named(func).endswith("_"):
-                raise Unsupported("an operation in place that is not entry by entry")
+                error = Unsupported("an operation in place that is not entry by entry")
+                if out.is_floating_point() or base_of(out) is not None:
+                    raise error
+                return self.lose(out, error, func)  # as the inverse of a permutation, which is an index
         axes: Any = (-1, 1, 1)
         if self.n != 1:
             try:
@@ -532,6 +547,9 @@ class Run(TorchFunctionMode):
         edge = gradient_edge(out if base is None else base)
         for use in uses:
             use.edge, use.end, use.count, use.form, use.func = edge, end, count, form, self.func
+            if self.frees and isinstance(use, Pair) and (again := given_back(use.a)) is not None:
+                use.computed_again(again)
+                self.freed = True
         self.uses += uses
         self.numbers += count
         self.largest = max(self.largest, count)
@@ -546,6 +564,7 @@ class Run(TorchFunctionMode):
         apart = data and not (func in SUMS and single(data) and all([not x.ndim for x, _ in data]))
         if apart or not linear or (params and func not in SUMS):
             error = Unsupported("it is not linear in a sum over the samples")
+            error.params = bool(params)
             return self.lose(func(*args, **kwargs), error, func)
         if self.each and not all([node.alone for _, node in params]):
             raise Unsupported("a term of parameters and other tensors, which may be of samples that were not seen")
@@ -634,6 +653,7 @@ class Run(TorchFunctionMode):
             for use in of.pop(key, ()):
                 use.send(d.detach()[None])
                 arrived(use)
+            self.known.clear()  # what a weight and its bias share
 
         handles = []
         for key, uses in of.items():
@@ -704,11 +724,21 @@ class Composed(TorchFunctionMode):
     """Runs operations in those in which a run follows them, for a block that is evaluated once more."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
         inner = composed(func) if RULES.get(func) is None or func is torch.nn.functional.embedding_bag else None
-        if inner is None:
-            return func(*args, **(kwargs or {}))
-        with self:
-            return inner(*args, **(kwargs or {}))
+        if inner is not None:
+            with self:
+                return inner(*args, **kwargs)
+        read = [*tensors((args, kwargs))]
+        params = [x for x in read if type(getattr(x, "_known", None)) is Node]
+        if params and len(params) < len(read) and func in POINTWISE and func not in LIKE:
+            shape = torch.broadcast_shapes(*[x.shape for x in read])
+            wide = {id(x): x.expand(shape) for x in params}
+            return func(*replaced(args, wide), **{k: replaced(x, wide) for k, x in kwargs.items()})
+        out = func(*args, **kwargs)
+        for x in tensors(out) if params and len(params) == len(read) else ():
+            vars(x)["_known"] = vars(params[0])["_known"]
+        return out
 
 
 def _grown(shape: Any, before: Any, n: int) -> int | None:

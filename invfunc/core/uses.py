@@ -31,6 +31,7 @@ from invfunc.core.order import Order
 from invfunc.core.tables import called
 from invfunc.linear_algebra import autocorrelation
 from invfunc.linear_algebra.pairwise import room_for
+from invfunc.operations.second_derivatives import TwiceDifferentiable
 
 Block = slice | torch.Tensor
 """Some of the samples."""
@@ -180,11 +181,23 @@ class Pair(Use):
     def free(self) -> None:
         self.d = self.a = None
 
+    again: Callable[[], torch.Tensor] | None = None
+    """Computes what was read again, where a block frees it."""
+
+    def computed_again(self, again: Callable[[], torch.Tensor]) -> None:
+        """Let go of what was read, which can be computed again."""
+        self.again, self.a = (
+            again,
+            torch.empty_strided(self.a.shape, self.a.stride(), dtype=self.a.dtype, device="meta"),
+        )
+        self.version = version(self.a)
+
     def inputs(self, run: Run, block: Block) -> torch.Tensor:
         """What was read, as `[n, 1 or more, ...]`."""
         if version(self.a) != self.version:
             raise Unsupported("what a parameter met was changed in place later")
-        return wide(run.taken(front(run.strip(self.a), self.a_axis, run.n), block))
+        a = self.a if self.again is None else self.again()
+        return wide(run.taken(front(run.strip(a), self.a_axis, run.n), block))
 
     def read(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         """a as `[n, g, p, k]`."""
@@ -614,7 +627,7 @@ def of_norm(places: tuple[int, int | None], layer: bool = False) -> Callable:
         def normal(run: Run, block: Block) -> torch.Tensor:
             if version(x) != before:
                 raise Unsupported("what a parameter met was changed in place later")
-            with torch.no_grad() if not run.deep else torch.enable_grad():
+            with TwiceDifferentiable() if run.deep else torch.no_grad():
                 return wide(run.taken(front(func(run.strip(x), *plain[1:], **options), axis, run.n), block))
 
         uses: list[Use] = []
