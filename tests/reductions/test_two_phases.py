@@ -113,7 +113,7 @@ class TestCosine:
         asked = variance(f), batch_cosine(f), clipped_grad(f, 1.0)
         expected = variance(f)(*args), looped(f)(*args), clipped_grad(f, 1.0)(*args)
         assert_trees_close(together(*asked)(*args), expected, EXACT)
-        assert_trees_close(chunked(together(*asked), n, over=over)(*args), expected, EXACT)
+        assert_trees_close(chunked(together(*asked), n, over="samples")(*args), expected, EXACT)
 
     @drawn
     def test_of_each_parameter_is_given_to_a_function(self, net, loss):

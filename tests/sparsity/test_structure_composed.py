@@ -47,7 +47,8 @@ def test_in_chunks(over, data):
     def divided(method):
         return chunked(make(*functions, method=method), n, over=over)
 
-    assert_as_dense(divided, args, refusable=net.called in MOVED)
+    weighed = over == "samples" and len(functions) == 1  # a part does not show the weights of all
+    assert_as_dense(divided, args, refusable=net.called in MOVED or weighed)
 
 
 REPEATED = {

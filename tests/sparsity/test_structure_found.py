@@ -48,19 +48,6 @@ def test_blocks_of_several_groups_at_a_narrow_layer():
     assert_as_dense(partial(diag_ggn, f, F.mse_loss), args)
 
 
-def test_a_hook_in_the_function():
-    rand = Numbers(3)
-
-    def f(p, x):
-        h = F.conv1d(x, p["a"]).tanh()
-        if h.requires_grad:
-            h.register_hook(lambda g: g.flip(-1) + g)
-        return F.conv1d(h, p["b"])
-
-    args = ({"a": rand(2, 1, 3), "b": rand(1, 2, 3)}, rand(2, 1, 14), rand(2, 1, 10))
-    assert_as_dense(partial(diag_ggn, f, F.mse_loss), args)
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_half_precision_at_a_narrow_layer(low):
