@@ -10,7 +10,7 @@ from invfunc import tree
 from invfunc.core.marks import SUMMED, Known, Mark, Node, Run, Unsupported, know, named, replaced, tensors
 from invfunc.core.order import Order
 from invfunc.core.probe import axes_of
-from invfunc.core.tables import MOVES
+from invfunc.core.tables import MOVES, PLACING
 from invfunc.core.uses import Copies, Expanded, Grown, back, front
 
 
@@ -47,6 +47,8 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
         raise Unsupported("parameters are written among samples")
     if func in MOVES and not any([x is args[0] for x, _ in data]):
         raise Unsupported("samples pick in the rows of parameters")
+    if (func in PLACING or "scatter" in named(func)) and not any([x is args[0] for x, _ in params]):
+        raise Unsupported("parameters are placed among samples")
     flat, structure = tree.flatten((args, kwargs))
     axes, nodes = {id(x): a for x, a in data}, {id(x) for x, _ in params}
     copies: dict[int, torch.Tensor] = {}
