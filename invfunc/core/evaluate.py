@@ -226,11 +226,12 @@ def ran_and(
             raise Final("second derivatives of a function whose operations are not followed")
         problem, new = problem if problem.loss is None else whole(problem), Run
         way = way if each else at_once
-    twice = (
-        deep or kind.second_order or (kind.convex and problem.n == 1)
-    )  # torch's batch norm of one sample may be wrong
+    of_one = kind.convex and problem.n == 1  # torch's batch norm may be wrong there
+    twice = deep or kind.second_order or of_one
+    ambiguous: Unsupported | None = None
     while True:
         run = new(problem.n, deep, chosen)
+        run.grows = ambiguous is None
         run.part, run.way, run.twice, run.each = part, way, twice, each
         run.given = known is not None and problem.loss is not None
         run.open(way is Problem.call or transforming())
@@ -242,6 +243,11 @@ def ran_and(
             undo()
         except Met as error:
             met = error
+        except Unsupported as error:
+            if isinstance(error, Final) or ambiguous is not None or problem.n == 1 or not run.grew:
+                raise ambiguous or error from None
+            ambiguous, met = error, None
+            undo()
         finally:
             run.close()
         if met is not None:
