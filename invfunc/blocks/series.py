@@ -17,7 +17,6 @@ from invfunc.blocks.closed import Closed
 from invfunc.blocks.equal_steps import MANY, alike, as_one
 from invfunc.blocks.link import Step
 from invfunc.blocks.run import Run
-from invfunc.core.marks import Final
 from invfunc.core.run import Run as CoreRun
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 
@@ -56,8 +55,8 @@ def in_series(steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:
     """The state behind some blocks, and what each of them hides; function modes see the calls of the blocks alone."""
     if not functorch.listening():
         return _in_series(steps, x, False)
-    if functorch.under(CoreRun):
-        raise Final("blocks, which free what is read in them")
+    if functorch.under(CoreRun, lambda run: not run.frees):  # it keeps what the blocks read
+        return _in_series(steps, x, False)
     with functorch.unwatched():
         return _in_series(steps, x, True)
 
@@ -110,7 +109,7 @@ def _level(steps: Sequence[Step], x: Any) -> int | None:
     (block, args, kwargs), xs = steps[0], [x] if type(x) is torch.Tensor else tree.tensors(x)
     if not torch.is_grad_enabled() or block.known.uses_torch_func or torch.is_inference_mode_enabled():
         return None
-    if not xs or {*map(_LAYOUT, xs)} != _STRIDED:
+    if not xs or {*map(_LAYOUT, xs)} != _STRIDED or functorch.under(CoreRun, lambda run: not run.frees):
         return None
     if block.min_bytes and sum(t.nbytes for t in xs) < block.min_bytes:
         return None

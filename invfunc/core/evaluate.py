@@ -29,7 +29,7 @@ from invfunc.core.shares import Shares
 from invfunc.core.split import WHOLE, Axis, Finder, Output, marked_for
 from invfunc.core.uses import Use
 from invfunc.core.ways import Met, Way, looked_at
-from invfunc.errors import InvFuncError, ProcessError, unreached
+from invfunc.errors import InvFuncError, ProcessError, ReplayError, unreached
 from invfunc.loss.square_root import Affine, Columns, Units, Weighted, joined_block
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.plan import Options, Plan, even
@@ -162,6 +162,7 @@ def columns_of_all(problem: Problem, outputs: Any, quantities: Sequence[Quantity
     run.open()
 
     def known(z: torch.Tensor) -> torch.Tensor:
+        z = z.clone() if z.is_inference() else z
         know(own := run.alias(z), Mark(run.token, (problem.out_dims % z.ndim - z.ndim, 1, 1), True))
         return own
 
@@ -226,13 +227,14 @@ def ran_and(
             raise Final("second derivatives of a function whose operations are not followed")
         problem, new = problem if problem.loss is None else whole(problem), Run
         way = way if each else at_once
-    of_one = kind.convex and problem.n == 1  # torch's batch norm may be wrong there
-    twice = deep or kind.second_order or of_one
+    twice = deep or kind.second_order or (kind.convex and problem.n == 1)  # for torch's batch norm of one sample
+    frees = new is Run and not options.plan.splits and all(map(_streamed, quantities))
     ambiguous: Unsupported | None = None
     while True:
         run = new(problem.n, deep, chosen)
         run.grows = ambiguous is None
         run.part, run.way, run.twice, run.each = part, way, twice, each
+        run.frees = frees and not deep
         run.given = known is not None and problem.loss is not None
         run.open(way is Problem.call or transforming())
         try:
@@ -240,6 +242,11 @@ def ran_and(
             return finish(run, *_evaluated(*given), outside)
         except (Again, Twice) as error:
             deep, twice, met = deep or isinstance(error, Again), True, None
+            undo()
+        except ReplayError:  # a block is not evaluated again as it was followed
+            if not run.frees:
+                raise
+            frees, met = False, None
             undo()
         except Met as error:
             met = error
@@ -256,6 +263,12 @@ def ran_and(
 
 class Again(Exception):
     """Raised where the result has a derivative in what f closes over."""
+
+
+def _streamed(quantity: Quantity) -> bool:
+    """Whether one vector is pulled back, and reduced as it comes."""
+    one = quantity.kind.first_order or (quantity.drawing is not None and quantity.drawing.count == 1)
+    return one and quantity.reduction.before is None and not quantity.reduction.keeps
 
 
 def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool) -> tuple[Any, Any]:
@@ -326,7 +339,8 @@ def _evaluated(
             with _undrawn():
                 way.hessian(Diagonal(run, problem.name, folds, *uses_of(run, run.uses)), out, cotangent)
         elif quantities[0].kind.second_order:
-            way.entries(out)
+            with TwiceDifferentiable():  # a checkpoint runs again as it did
+                way.entries(out)
         elif rows:
             _rows(way, out)
         elif not way.streams or options.plan.asked("params"):
@@ -439,7 +453,7 @@ class Pullback:
     def streams(self) -> bool:
         """Whether a parameter is reduced as soon as the cotangents of its uses have come, which are freed then."""
         kept = self.apart or any([f.reduction.keeps for f in self.folds])
-        return not (self.run.deep or self.run.numbers < thresholds.HOOKED or kept)
+        return not (self.run.deep or (self.run.numbers < thresholds.HOOKED and not self.run.freed) or kept)
 
     def pull(self, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
         """Reduce one vector at a tensor; all parameters at once, or in the chunks that are asked for."""
@@ -588,7 +602,7 @@ class Pullback:
                     reduced(i)
 
         def reduced(i: int) -> None:
-            uses = of[i] if len(of[i]) == 1 else [u for u in of[i] if u.d is not None]
+            uses = [u for u in of[i] if u.d is not None]
             if uses:
                 each = Shares(run, i, uses, self.problem.name)
                 for fold in folds:

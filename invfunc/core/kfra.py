@@ -85,6 +85,8 @@ def _reduce(
     own: list[tuple[int, Use]],
 ) -> None:
     """Reduce the uses of one operation, given the matrix at its result."""
+    if not len(matrix):  # a layer without entries
+        return
     eye = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
     columns = back(eye[:, None].expand(-1, run.n, -1), y.shape, y.axis, run.n)
     with torch.enable_grad():
@@ -116,7 +118,7 @@ def _through(run: ChainRun, call: Call, matrix: Tensor) -> Tensor:
         def pulled(columns: Tensor) -> Tensor:
             """`J[n]^T columns[v, n]`."""
             given = back(columns, y.shape, result.axis, run.n)
-            (found,) = run.rows(y, [copied], [given], run.deep)
+            (found,) = run.rows(y, [copied], [given], run.deep) if len(given) else [None]
             return found if found is not None else torch.zeros_like(copied).expand(len(given), *copied.shape)
 
         once = front(run.strip(pulled(matrix[:, None].expand(-1, run.n, -1))), before, run.n, 1).flatten(2)

@@ -31,6 +31,8 @@ class Unsupported(Exception):
 
     op = ""
     """The operation."""
+    params = False
+    """Whether it is that parameters meet a sum over the samples."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)

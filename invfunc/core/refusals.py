@@ -52,6 +52,8 @@ def check_loss(run: Run, out: Any, name: str = "f") -> None:
     if not out.requires_grad:
         raise unreached()
     if isinstance(axis, Unsupported):
+        if axis.params and run.criterion is not None and run.criterion.outputs:
+            run.criterion.found(out, run.leaves)  # which tells of a path around the outputs
         raise axis
     if axis is None and isinstance(getattr(out, "_known", None), Node):
         raise Unsupported(

@@ -23,6 +23,7 @@ from invfunc._torch.functorch import (
     as_it_is,
     base_of,
     checkpointing,
+    given_back,
     grad_level,
     gradient_edge,
     graph_of,
@@ -64,6 +65,7 @@ from invfunc.core.tables import (
     DIVIDE,
     EXPANDS,
     FILLED,
+    FILLS,
     GROUPED,
     INDEXES,
     LEAKS,
@@ -82,7 +84,7 @@ from invfunc.core.tables import (
     VIEWS,
 )
 from invfunc.core.transposed import FACTORS
-from invfunc.core.uses import WHOLE, Block, Copies, Shared, Use
+from invfunc.core.uses import WHOLE, Block, Copies, Pair, Shared, Use
 from invfunc.core.written import into_view, set_derived, set_item, set_parameter, unchanged
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.recurrent import AT_ONCE, steps_at_once
@@ -134,6 +136,9 @@ class Run(TorchFunctionMode):
         """Whether these are a part of the samples, whose losses have to add up."""
         self.way: Any = None
         """How f is called, if not as it is."""
+        self.frees = self.freed = False
+        """Whether what is read in invertible blocks may be computed again, as cotangents are contracted when they come;
+        and whether something is."""
         self.apart = False
         """Whether f was evaluated for each sample apart, so that nothing is known of its operations."""
         self.outputs: Any = None
@@ -295,6 +300,8 @@ class Run(TorchFunctionMode):
             raise Unsupported("data of several samples weigh the loss of a part of them")
         if func in LIKE and data:  # of the others the form alone
             data = [pair for pair in data if pair[0] is args[0]]
+            if func in FILLS and data and type(data[0][1][1]) is not int:  # as large as some samples, and no sample
+                return func(*args, **kwargs)
         if func in LEAKS and (sums or lost or blends or any([x.is_floating_point() for x, _ in data])):
             raise Unsupported("it reads data, whose samples cannot be followed")
         if not data or sums or lost or func is SET:
@@ -367,7 +374,8 @@ class Run(TorchFunctionMode):
                 with self:
                     return self.seen(inner(*args, **kwargs), func)
         self.func = func
-        if params and func is torch.nn.functional.scaled_dot_product_attention:
+        attention = params and func is torch.nn.functional.scaled_dot_product_attention
+        if attention and any([x is option(args, kwargs, 3, "attn_mask") for x, _ in params]):
             with self:
                 return _attention(*args, **kwargs)
         if params:
@@ -432,9 +440,13 @@ class Run(TorchFunctionMode):
         if func not in PURE and RULES.get(func) is None and (inner := composed(func)):
             with self:
                 return inner(*args, **kwargs)
+        if func is torch.nn.functional.embedding and self.spread(args[0]):
+            data = [(args[0].view_as(args[0]), (-args[0].ndim, 1, 1))]
+            know(data[0][0], Mark(self.token, data[0][1], False))
+            return self.meet(func, RULES[func], (data[0][0], *args[1:]), kwargs, data, params)
         out = func(*args, **kwargs)
         value, known = params[0]
-        if func in EXPANDS and self.n > 1 and self.grows and (at := _grown(out.shape, value.shape, self.n)) is not None:
+        if func in EXPANDS and self.grows and (at := self.grown_at(known, out.shape, value.shape)) is not None:
             self.grew = True
             return grown(self, out, known, value, at)
         alone = not others and all([node.alone for _, node in params])
@@ -446,6 +458,17 @@ class Run(TorchFunctionMode):
                 own = VIEW if kind is SWAP and y.ndim != 2 else kind
                 know(y, Node(self.token, None if kind is DERIVED else known.leaf, own, alone))
         return out
+
+    def grown_at(self, node: Node, shape: Any, before: Any) -> int | None:
+        """The dim in which a parameter that was expanded has samples; of a part of one sample it is the first."""
+        if self.n > 1:
+            return _grown(shape, before, self.n)
+        new = len(shape) == len(before) + 1 or (len(shape) == len(before) and before[0] == 1)
+        return -len(shape) if self.part and new and shape[0] == 1 else None
+
+    def spread(self, index: Any) -> bool:
+        """Whether indices were expanded to all samples, as the types of tokens in BERT."""
+        return isinstance(index, Tensor) and index.ndim > 1 and len(index) == self.n > 1 and index.stride(0) == 0
 
     def kind_of(self, func: Any, args: tuple, params: list[Known]) -> str:
         """What an operation of parameters makes of one: its transpose, a view, or something computed."""
@@ -530,6 +553,9 @@ class Run(TorchFunctionMode):
         edge = gradient_edge(out if base is None else base)
         for use in uses:
             use.edge, use.end, use.count, use.form, use.func = edge, end, count, form, self.func
+            if self.frees and isinstance(use, Pair) and (again := given_back(use.a)) is not None:
+                use.computed_again(again)
+                self.freed = True
         self.uses += uses
         self.numbers += count
         self.largest = max(self.largest, count)
@@ -544,6 +570,7 @@ class Run(TorchFunctionMode):
         apart = data and not (func in SUMS and single(data) and all([not x.ndim for x, _ in data]))
         if apart or not linear or (params and func not in SUMS):
             error = Unsupported("it is not linear in a sum over the samples")
+            error.params = bool(params)
             return self.lose(func(*args, **kwargs), error, func)
         if self.each and not all([node.alone for _, node in params]):
             raise Unsupported("a term of parameters and other tensors, which may be of samples that were not seen")
@@ -632,6 +659,7 @@ class Run(TorchFunctionMode):
             for use in of.pop(key, ()):
                 use.send(d.detach()[None])
                 arrived(use)
+            self.known.clear()  # what a weight and its bias share
 
         handles = []
         for key, uses in of.items():
@@ -702,11 +730,21 @@ class Composed(TorchFunctionMode):
     """Runs operations in those in which a run follows them, for a block that is evaluated once more."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
         inner = composed(func) if RULES.get(func) is None or func is torch.nn.functional.embedding_bag else None
-        if inner is None:
-            return func(*args, **(kwargs or {}))
-        with self:
-            return inner(*args, **(kwargs or {}))
+        if inner is not None:
+            with self:
+                return inner(*args, **kwargs)
+        read = [*tensors((args, kwargs))]
+        params = [x for x in read if type(getattr(x, "_known", None)) is Node]
+        if params and len(params) < len(read) and func in POINTWISE and func not in LIKE:
+            shape = torch.broadcast_shapes(*[x.shape for x in read])
+            wide = {id(x): x.expand(shape) for x in params}
+            return func(*replaced(args, wide), **{k: replaced(x, wide) for k, x in kwargs.items()})
+        out = func(*args, **kwargs)
+        for x in tensors(out) if params and len(params) == len(read) else ():
+            vars(x)["_known"] = vars(params[0])["_known"]
+        return out
 
 
 def _grown(shape: Any, before: Any, n: int) -> int | None:

@@ -372,7 +372,7 @@ class Shares:
 
     def outer(self) -> torch.Tensor:
         """`sum_vn G[v, n] G[v, n]^T` as `[P, P]`."""
-        rows = (self.dense(block).reshape(-1, self.leaf.numel()) for block in self.blocks())
+        rows = (self.dense(block).flatten(0, 1).flatten(1) for block in self.blocks())
         return summed(x.T @ x for x in rows)
 
     def side(self, last: bool, other: torch.Tensor | None = None, diagonal: bool = False) -> torch.Tensor:

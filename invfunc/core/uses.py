@@ -181,11 +181,23 @@ class Pair(Use):
     def free(self) -> None:
         self.d = self.a = None
 
+    again: Callable[[], torch.Tensor] | None = None
+    """Computes what was read again, where a block frees it."""
+
+    def computed_again(self, again: Callable[[], torch.Tensor]) -> None:
+        """Let go of what was read, which can be computed again."""
+        self.again, self.a = (
+            again,
+            torch.empty_strided(self.a.shape, self.a.stride(), dtype=self.a.dtype, device="meta"),
+        )
+        self.version = version(self.a)
+
     def inputs(self, run: Run, block: Block) -> torch.Tensor:
         """What was read, as `[n, 1 or more, ...]`."""
         if version(self.a) != self.version:
             raise Unsupported("what a parameter met was changed in place later")
-        return wide(run.taken(front(run.strip(self.a), self.a_axis, run.n), block))
+        a = self.a if self.again is None else self.again()
+        return wide(run.taken(front(run.strip(a), self.a_axis, run.n), block))
 
     def read(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         """a as `[n, g, p, k]`."""

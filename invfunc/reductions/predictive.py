@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import copy
 from itertools import accumulate
 from typing import Any
@@ -101,6 +102,11 @@ class PredictiveCovariance(EachSample):
             raise ArgumentError(f"covariance{path} has shape {list(given.shape)}, but {name} has {list(shape)}.")
         return given
 
+    @property
+    def joined(self) -> bool:
+        """Whether the matrix of some weight is that of it and its bias together."""
+        return any([isinstance(x, Kronecker) and x.origin.joint is not None for x in _given(self.covariance)])
+
     def vectors_of(self, name: str, shape: torch.Size) -> torch.Tensor:
         """The entries of the vectors that are of a parameter."""
         path = _place(self.vectors, name)
@@ -139,10 +145,16 @@ class PredictiveCovariance(EachSample):
                 f"covariance of {shares.name(shares.place)} is of it and a bias together (joint=True), but f does not "
                 "read both in one layer; pass factors of this f."
             )
+        if shares.run.apart:  # nothing is known of the operations
+            return shares.covariances_by(lambda share: basis @ share)
         try:
             return shares.rotated(basis, joint is not None).covariances(basis.values)
         except Unfactored:
             return shares.covariances_by(lambda share: basis @ share)
+
+
+def _given(covariance: float | dict[str, Covariance]) -> Iterable[Covariance]:
+    return covariance.values() if isinstance(covariance, dict) else ()
 
 
 def _place(given: dict[str, Any], name: str) -> str | None:

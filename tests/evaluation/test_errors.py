@@ -59,6 +59,10 @@ def penalised(params, x, y):
     return loss(params, x, y) + params["w"].square().sum()
 
 
+def weighted(params, x, y):
+    return (-params["s"]).exp() * loss(params, x, y) + params["s"]
+
+
 def dropped(params, x):
     return F.dropout(model(params, x), 0.5)
 
@@ -205,6 +209,8 @@ CALLS = {
     "batch statistics of the GGN": (diag_ggn(normalised), (P, X, Y), SampleAxisError, "batch_norm ... eval mode"),
     "a path around": (diag_ggn(penalised), (P, X, Y), SplitError,
         "diag_ggn(penalised)(params, x, y): a path ... goes around ... `add` ... outputs(z)"),
+    "a weight around": (diag_ggn(weighted), (P | {"s": torch.tensor(0.3)}, X, Y), SplitError,
+        "diag_ggn(weighted)(params, x, y): a path ... goes around ... `add` ... outputs(z)"),
     "no known loss": (diag_ggn(total), (P, X), SplitError,
         "diag_ggn(total)(params, x): no outputs are found ... outputs(z)"),
     "neither mean nor sum, chunked": (chunked(batch_grad(lambda p, x: total(p, x) / x.sum()), 2), (P, X),

@@ -349,7 +349,7 @@ class TestWhatIsNoOutput:
 
     def test_it_has_to_return_some_output(self):
         params, x, y = arguments()
-        with pytest.raises(ArgumentError, match="f returned no tensors"):
+        with pytest.raises(ArgumentError, match="f returned no tensor"):
             invfunc.diag_ggn(lambda params, x: Output(None, Cache()), F.mse_loss)(params, x, y)
 
 

@@ -35,8 +35,8 @@ STATISTICS = {
     "diag_ggn beside kflr": lambda f: together(invfunc.diag_ggn(f, F.cross_entropy), invfunc.kflr(f, F.cross_entropy)),
     "diag_ggn of chunks of samples": lambda f: chunked(invfunc.diag_ggn(f, F.cross_entropy), 4, over="samples"),
 }
-LEAN = list(STATISTICS)[:-1]
-"""Of all samples at once."""
+LEAN = list(STATISTICS)[:4]
+"""Those of one vector that is pulled back, which are reduced as it comes."""
 
 
 class Network:
