@@ -10,7 +10,7 @@ from invfunc import tree
 from invfunc.core.marks import SUMMED, Known, Mark, Node, Run, Unsupported, know, named, replaced, tensors
 from invfunc.core.order import Order
 from invfunc.core.probe import axes_of
-from invfunc.core.tables import MOVES
+from invfunc.core.tables import MOVES, PLACING
 from invfunc.core.uses import Copies, Expanded, Grown, back, front
 
 
@@ -43,10 +43,7 @@ def grown(run: Run, out: torch.Tensor, node: Node, value: torch.Tensor, at: int)
 
 def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
     """Run any operation under vmap, with a copy of the parameters for each sample."""
-    if named(func).strip("_") + "_" == named(func):
-        raise Unsupported("parameters are written among samples")
-    if func in MOVES and not any([x is args[0] for x, _ in data]):
-        raise Unsupported("samples pick in the rows of parameters")
+    check_places(func, args, data, params)
     flat, structure = tree.flatten((args, kwargs))
     axes, nodes = {id(x): a for x, a in data}, {id(x) for x, _ in params}
     copies: dict[int, torch.Tensor] = {}
@@ -95,3 +92,13 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
     for x, node in {id(x): (x, node) for x, node in params}.values():
         run.use(Copies(node, x), copies[id(x)])
     return out
+
+
+def check_places(func: Any, args: tuple, data: list[Known], params: list[Known]) -> None:
+    """Refuse operations that read or write parameters by the places of samples."""
+    if named(func).strip("_") + "_" == named(func):
+        raise Unsupported("parameters are written among samples")
+    if func in MOVES and not any([x is args[0] for x, _ in data]):
+        raise Unsupported("samples pick in the rows of parameters")
+    if (func in PLACING or "scatter" in named(func)) and not any([x is args[0] for x, _ in params]):
+        raise Unsupported("parameters are placed among samples")

@@ -229,8 +229,10 @@ def ran_and(
         way = way if each else at_once
     twice = deep or kind.second_order or (kind.convex and problem.n == 1)  # for torch's batch norm of one sample
     frees = new is Run and not options.plan.splits and all(map(_streamed, quantities))
+    ambiguous: Unsupported | None = None
     while True:
         run = new(problem.n, deep, chosen)
+        run.grows = ambiguous is None
         run.part, run.way, run.twice, run.each = part, way, twice, each
         run.frees = frees and not deep
         run.given = known is not None and problem.loss is not None
@@ -248,6 +250,11 @@ def ran_and(
             undo()
         except Met as error:
             met = error
+        except Unsupported as error:
+            if isinstance(error, Final) or ambiguous is not None or problem.n == 1 or not run.grew:
+                raise ambiguous or error from None
+            ambiguous, met = error, None
+            undo()
         finally:
             run.close()
         if met is not None:

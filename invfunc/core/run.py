@@ -149,6 +149,10 @@ class Run(TorchFunctionMode):
         """The states of torch's generators before f, where f may run again on one sample."""
         self.each = True
         """Whether something of each sample is wanted."""
+        self.grows = True
+        """Whether a dim of the size N, of what is expanded or filled, is one of samples."""
+        self.grew = False
+        """Whether there was such a dim."""
         self.alone = True
         """Whether one vector is pulled back at a time."""
         self.func: Any = None
@@ -409,7 +413,8 @@ class Run(TorchFunctionMode):
 
     def filled(self, out: Any) -> Any:
         """Note a tensor that f fills itself, which may have a dim of samples."""
-        if isinstance(out, Tensor) and self.n in out.shape and out.is_floating_point():
+        if self.grows and isinstance(out, Tensor) and self.n in out.shape and out.is_floating_point():
+            self.grew = True
             know(out, Filled(self.token, (out.shape.index(self.n) - out.ndim, 1, 1), out.requires_grad))
         return out
 
@@ -441,7 +446,8 @@ class Run(TorchFunctionMode):
             return self.meet(func, RULES[func], (data[0][0], *args[1:]), kwargs, data, params)
         out = func(*args, **kwargs)
         value, known = params[0]
-        if func in EXPANDS and (at := self.grown_at(known, out.shape, value.shape)) is not None:
+        if func in EXPANDS and self.grows and (at := self.grown_at(known, out.shape, value.shape)) is not None:
+            self.grew = True
             return grown(self, out, known, value, at)
         alone = not others and all([node.alone for _, node in params])
         kind = self.kind_of(func, args, params)

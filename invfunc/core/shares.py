@@ -141,7 +141,10 @@ class Shares:
             return joined([self.dense(block).square().sum(0) for block in self.blocks()])
         if (use := self.single(Expanded)) is not None and use.factor is None and isinstance(use.d, torch.Tensor):
             if (
-                not use.uses and not use.orders and use.d.numel() == use.shape.numel() * self.run.columns * self.run.n
+                -use.axis[0] > len(use.view or use.shape)  # no entries for each sample
+                and not use.uses
+                and not use.orders
+                and use.d.numel() == use.shape.numel() * self.run.columns * self.run.n
             ):  # it has one position
                 found = self.squares(use, use.sent(self.run))
                 return self.pulled(use, found.reshape(len(found), -1).sum(0).view(use.shape), 0)

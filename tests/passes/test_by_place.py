@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from invfunc import SampleAxisError, batch_grad, batch_jacobian, chunked, diag_ggn, thresholds
+from invfunc import SampleAxisError, batch_grad, batch_jacobian, chunked, diag_ggn, sum_grad_squared, thresholds
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
 from tests.strategies import Numbers
 
@@ -131,3 +131,13 @@ def test_samples_that_are_mixed_unseen_are_not_divided(mixed, total, size):
     with suppress(SampleAxisError):
         found = chunked(batch_jacobian(f), chunk_size=size, over="samples")(p, x)
         assert_trees_close(found, torch.func.jacrev(f)(p, x), EXACT)
+
+
+def test_squares_of_an_entry_for_each_sample_with_as_many_positions_as_samples():
+    w, x = Numbers(1)(2, 1), Numbers(2)(2, 2)
+
+    def losses(w, x):
+        return (w * x).sin().sum(1)
+
+    wanted = torch.func.jacrev(losses)(w, x).square().sum(0)
+    assert_trees_close(sum_grad_squared(losses)(w, x), wanted, EXACT)

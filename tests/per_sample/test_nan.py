@@ -154,7 +154,6 @@ OF_SHARES = {
 OF_DIAGONALS = {
     **{name: (row.make, row.of_each) for name, row in OF_DIAGONALS.items()},
     "chunked over outputs": (lambda *f: chunked(invfunc.diag_ggn(*f), 2), summed),
-    "chunked over samples": (lambda *f: chunked(invfunc.batch_diag_ggn(*f), 2, over="samples"), lambda D: D),
     "samples=": (lambda *f: invfunc.diag_ggn(*f, samples=[BAD, 0]), lambda D: summed({k: d[:3] for k, d in D.items()})),
     "together": (lambda *f: together(invfunc.diag_ggn(*f), invfunc.ggn_trace(*f)), lambda D: (summed(D), total(D))),
     "reduced": (
