@@ -90,9 +90,9 @@ def chunked(
         >>> f = lambda params, x: x @ params
         >>> g = invfunc.chunked(invfunc.diag_ggn(f, torch.nn.functional.mse_loss), n=2)
         >>> g(torch.ones(3, 2), torch.ones(5, 3), torch.zeros(5, 2))
-        tensor([[1., 1.],
-                [1., 1.],
-                [1., 1.]])
+        tensor([[1.0000, 1.0000],
+                [1.0000, 1.0000],
+                [1.0000, 1.0000]])
 
         >>> invfunc.explain(invfunc.chunked(invfunc.variance(f), memory="64MiB"))(torch.ones(3), torch.ones(5, 3)).why
         'in one piece, at most 4.26MiB of 64.00MiB'

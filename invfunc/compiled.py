@@ -84,7 +84,7 @@ def compiled(
         tensor([9.])
         tensor([64.])
         >>> print(invfunc.explain(fast)(torch.tensor([1.0]), x, torch.zeros(2)).plan)
-        a plan of 29 operations; 0.01MiB at once
+        a plan of 33 operations; 0.01MiB at once
 
     Composes with: `chunked`, `reduced`, `together` inside; `streamed` and `distributed` around it, where what a batch
     brings is repeated, by plans of their own: `streamed(compiled(t))(params, loader)` makes one for each shape of a

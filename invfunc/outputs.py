@@ -27,7 +27,7 @@ def outputs(z: Any) -> Any:
         ...     z = invfunc.outputs(x @ w)
         ...     return (z - y).cosh().log().mean()
         >>> invfunc.diag_ggn(loss)(torch.zeros(2), torch.ones(3, 2), torch.zeros(3))
-        tensor([1., 1.])
+        tensor([1.0000, 1.0000])
 
     Composes with: `diag_ggn(f)`, and `chunked(..., over="samples")` of a statistic of a scalar loss.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from invfunc.core.evaluate import evaluated
 from invfunc.core.explained import explained
 from invfunc.core.ways import Way, by_ways
 from invfunc.evaluation.engine import Engine
+from invfunc.evaluation.joined import Drew
 from invfunc.plan import AxisName, Options
 from invfunc.reductions import Reduction
 from invfunc.reductions.quantity import GRADIENT, ColumnKind, Drawing, Quantity
@@ -65,6 +67,9 @@ class Statistic(Transform):
             found = self._engine(given).result()
         else:
             found = self._directly(given)
+            if given.others:
+                with suppress(Drew):  # what is drawn for a batch alone is another sequence
+                    self._engine(given).check_others()
         results, aux = found
         return tuple(results) if self.members else results[0], aux
 

@@ -40,7 +40,7 @@ def together(*statistics: Statistic) -> Statistic:
         >>> f = lambda w, x, y: torch.nn.functional.mse_loss(x @ w, y, reduction="none").sum(1)
         >>> both = invfunc.together(invfunc.diag_ggn(f), invfunc.variance(f))
         >>> both(torch.zeros(1, 1), torch.tensor([[1.0], [2.0]]), torch.ones(2, 1))
-        (tensor([[10.]]), tensor([[1.]]))
+        (tensor([[10.0000]]), tensor([[1.]]))
 
     Composes with: `chunked` over the axes that all of them have, `reduced`; `torch.func.grad`, `vmap` around it.
 

@@ -227,7 +227,8 @@ def ran_and(
             raise Final("second derivatives of a function whose operations are not followed")
         problem, new = problem if problem.loss is None else whole(problem), Run
         way = way if each else at_once
-    twice, frees = deep or kind.second_order, new is Run and not options.plan.splits and all(map(_streamed, quantities))
+    twice = deep or kind.second_order or (kind.convex and problem.n == 1)  # for torch's batch norm of one sample
+    frees = new is Run and not options.plan.splits and all(map(_streamed, quantities))
     while True:
         run = new(problem.n, deep, chosen)
         run.part, run.way, run.twice, run.each = part, way, twice, each
@@ -331,7 +332,8 @@ def _evaluated(
             with _undrawn():
                 way.hessian(Diagonal(run, problem.name, folds, *uses_of(run, run.uses)), out, cotangent)
         elif quantities[0].kind.second_order:
-            way.entries(out)
+            with TwiceDifferentiable():  # a checkpoint runs again as it did
+                way.entries(out)
         elif rows:
             _rows(way, out)
         elif not way.streams or options.plan.asked("params"):

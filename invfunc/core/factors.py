@@ -288,8 +288,9 @@ def _places(leaf: torch.Tensor, use: Pair, whole: bool) -> tuple[list[Place], tu
     """Where the factors of a product lie in the parameter, and into how many blocks its dims are divided."""
     conv = isinstance(use, Convolution)
     g, o, k = ((0,), (0,), (*range(1, leaf.ndim),)) if conv else use.of_w
-    plain = 1 not in leaf.shape and bool(o and k) and (conv or not g)
-    if whole and plain and use.node.kind in (LEAF, SWAP):
+    sizes = [len(leaf), leaf[0].numel()] if conv else leaf.shape
+    plain = 1 not in sizes and bool(o and k) and (conv or not g)
+    if whole and plain and (use.node.kind is LEAF or (use.node.kind is SWAP and leaf.ndim == 2)):
         swapped = (1, 0) if use.node.kind is SWAP else (*range(leaf.ndim),)
         dims = [(*(swapped[i] for i in kind),) for kind in (o, k)]
         return [Place(some, math.prod(leaf.shape[i] for i in some)) for some in dims], None
@@ -306,25 +307,33 @@ def _places(leaf: torch.Tensor, use: Pair, whole: bool) -> tuple[list[Place], tu
 
 def _of_expanded(run: Run, leaf: torch.Tensor, use: Expanded) -> Sent:
     """The operands of a scale or shift: one of several dims is a table, whose rows are picked at their positions."""
-    view = use.view or tuple(use.shape)
+    view = list(use.view or use.shape)
     s = use.sent(run)
     s = s if use.factor is None else s * use.factor(run, WHOLE)
-    at = use.axis[0]
+    at, entries = use.axis[0], None
     if run.n > 1 and -at <= len(view) and view[at] != 1:
-        raise Unfactored("it has an entry for each sample")
+        with _numbered(leaf):
+            each = _entries(leaf, use).reshape(view)
+            entries, view[at] = each.narrow(at, 0, 1), 1
+            if not torch.equal(entries.expand_as(each), each):
+                raise Unfactored("it has an entry for each sample")
     wide = [i - len(view) for i, size in enumerate(view) if size != 1]
     if any(s.shape[i] != view[i] for i in wide):
         raise Unfactored("it is read in another shape")
     s = s.movedim(wide, (*range(-len(wide), 0),)) if wide else s.unsqueeze(-1)
+    several = sum(size != 1 for size in leaf.shape) > 1
+    whole, numbers = use.node.kind is LEAF and not several, None
     with _numbered(leaf):
-        entries = _entries(leaf, use).reshape([view[i] for i in wide] or [1])
-        numbers = entries.flatten()
-        if sum(size != 1 for size in leaf.shape) > 1:
-            return _in_rows(leaf, s, entries)
-        if bool((numbers < 0).any()):
-            raise Unfactored(PART)
-        whole = len(numbers) == leaf.numel() and bool((numbers.diff() == 1).all())
-    s = s.reshape(*s.shape[:2], 1, s.shape[2 : s.ndim - len(wide or [0])].numel(), len(numbers))
+        if not whole:
+            entries = (_entries(leaf, use) if entries is None else entries).reshape([view[i] for i in wide] or [1])
+            if several:
+                return _in_rows(leaf, s, entries)
+            numbers = entries.flatten()
+            if bool((numbers < 0).any()):
+                raise Unfactored(PART)
+            whole = len(numbers) == leaf.numel() and bool((numbers.diff() == 1).all())
+    count = leaf.numel() if numbers is None else len(numbers)
+    s = s.reshape(*s.shape[:2], 1, s.shape[2 : s.ndim - len(wide or [0])].numel(), count)
     key = id(use.edge) if use.factor is None and use.edge is not None and leaf.ndim == 1 and whole else None
     return Sent(s, [Place((*range(leaf.ndim),), leaf.numel(), None if whole else numbers)], key=key)
 

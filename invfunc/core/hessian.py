@@ -87,13 +87,14 @@ class Result:
         self.axis: Any = getattr(getattr(y, "_known", None), "axis", None)
         self.shape, self.form = y.shape, None
         if base is not None:
-            if not base.is_contiguous():
-                raise Unsupported("an operation whose result is a view of a tensor with gaps")
             self.form = y.shape, y.stride(), y.storage_offset() - base.storage_offset()
+        self.gaps = base is not None and not base.is_contiguous()
 
     def slope(self, run: Run, g: Tensor | None) -> Tensor | None:
         """The gradient at the result, given that at the edge."""
         g = None if g is None else run.strip(g)
+        if self.gaps:
+            raise Unsupported("an operation whose result is a view of a tensor with gaps")
         return g if g is None or self.form is None else g.contiguous().as_strided(*self.form)
 
 

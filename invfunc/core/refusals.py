@@ -98,6 +98,10 @@ def check_outputs(run: Run, z: Any, dim: int, path: str = "") -> None:
     if not z.requires_grad and axis is None:
         return
     if type(axis) is tuple and run.n > 1 and axis != (dim % z.ndim - z.ndim, 1, 1):
+        if axis[0] == dim % z.ndim - z.ndim:
+            raise ArgumentError(
+                "f returned outputs whose samples were selected or moved; wanted are those of the samples, in order."
+            )
         raise ArgumentError(
             f"f returned outputs with their samples along axis {axis[0] % z.ndim}, not {dim % z.ndim}; pass out_dims."
         )

@@ -45,6 +45,7 @@ from invfunc.core.marks import (
     SWAP,
     VIEW,
     Filled,
+    Final,
     Known,
     Mark,
     Node,
@@ -64,6 +65,7 @@ from invfunc.core.tables import (
     DIVIDE,
     EXPANDS,
     FILLED,
+    FILLS,
     GROUPED,
     INDEXES,
     LEAKS,
@@ -83,13 +85,17 @@ from invfunc.core.tables import (
 )
 from invfunc.core.transposed import FACTORS
 from invfunc.core.uses import WHOLE, Block, Copies, Pair, Shared, Use
-from invfunc.core.written import into_view, set_item, set_parameter, unchanged
+from invfunc.core.written import into_view, set_derived, set_item, set_parameter, unchanged
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.recurrent import AT_ONCE, steps_at_once
 from invfunc.reductions.lots import Lot
 
 Tensor = torch.Tensor
 SET = Tensor.__setitem__
+TABLES = {torch.nn.functional.embedding: 3, torch.nn.functional.embedding_bag: 3}
+"""Operations of tables of parameters, and where their `max_norm` is."""
+PICKING = INDEXES | {SET}
+"""Operations whose index is one of their arguments, which weighs nothing."""
 
 
 class Run(TorchFunctionMode):
@@ -286,10 +292,12 @@ class Run(TorchFunctionMode):
         data, params, filled, sums, lost, blends, _ = found
         if filled and (data or sums or lost or blends):
             data += [(x, known.axis) for x, known in filled if known.graph]
-        if blends and self.part:
+        if self.part and any([func not in PICKING or any([x is y for y in (args[0], *args[2:])]) for x, _ in blends]):
             raise Unsupported("data of several samples weigh the loss of a part of them")
         if func in LIKE and data:  # of the others the form alone
             data = [pair for pair in data if pair[0] is args[0]]
+            if func in FILLS and data and type(data[0][1][1]) is not int:  # as large as some samples, and no sample
+                return func(*args, **kwargs)
         if func in LEAKS and (sums or lost or blends or any([x.is_floating_point() for x, _ in data])):
             raise Unsupported("it reads data, whose samples cannot be followed")
         if not data or sums or lost or func is SET:
@@ -306,6 +314,8 @@ class Run(TorchFunctionMode):
             axis = next((axis for x, axis in data if x is args[0]), None)
             if axis and len(params) == 1 and params[0][0] is args[2] and not (sums or lost or written):
                 return set_parameter(self, args[0], args[1], axis, *params[0])
+            if params and not (data or sums or lost or written):
+                return set_derived(self, args, params, not others)
             return set_item(self, args, data, params or sums or lost or written)
         if lost:
             return self.lose(func(*args, **kwargs), lost[0][1])
@@ -345,8 +355,8 @@ class Run(TorchFunctionMode):
             shape = torch.broadcast_shapes(*[x.shape for x in args])
             with self:
                 return tuple(x.expand(shape) for x in args)
-        if params and func is torch.nn.functional.embedding and option(args, kwargs, 3, "max_norm") is not None:
-            raise Unsupported("an embedding with max_norm, which writes its table")
+        if params and func in TABLES and option(args, kwargs, TABLES[func], "max_norm") is not None:
+            raise Final("an embedding with max_norm, which writes its table")
         if self.criterion is not None and (out := criterion_of(self, func, args, kwargs, data)) is not None:
             return self.mark(rule, func, args, kwargs, data, out)
         if rule is None or func is torch.nn.functional.embedding_bag:
@@ -425,9 +435,13 @@ class Run(TorchFunctionMode):
         if func not in PURE and RULES.get(func) is None and (inner := composed(func)):
             with self:
                 return inner(*args, **kwargs)
+        if func is torch.nn.functional.embedding and self.spread(args[0]):
+            data = [(args[0].view_as(args[0]), (-args[0].ndim, 1, 1))]
+            know(data[0][0], Mark(self.token, data[0][1], False))
+            return self.meet(func, RULES[func], (data[0][0], *args[1:]), kwargs, data, params)
         out = func(*args, **kwargs)
         value, known = params[0]
-        if func in EXPANDS and self.n > 1 and (at := _grown(out.shape, value.shape, self.n)) is not None:
+        if func in EXPANDS and (at := self.grown_at(known, out.shape, value.shape)) is not None:
             return grown(self, out, known, value, at)
         alone = not others and all([node.alone for _, node in params])
         kind = self.kind_of(func, args, params)
@@ -438,6 +452,17 @@ class Run(TorchFunctionMode):
                 own = VIEW if kind is SWAP and y.ndim != 2 else kind
                 know(y, Node(self.token, None if kind is DERIVED else known.leaf, own, alone))
         return out
+
+    def grown_at(self, node: Node, shape: Any, before: Any) -> int | None:
+        """The dim in which a parameter that was expanded has samples; of a part of one sample it is the first."""
+        if self.n > 1:
+            return _grown(shape, before, self.n)
+        new = len(shape) == len(before) + 1 or (len(shape) == len(before) and before[0] == 1)
+        return -len(shape) if self.part and new and shape[0] == 1 else None
+
+    def spread(self, index: Any) -> bool:
+        """Whether indices were expanded to all samples, as the types of tokens in BERT."""
+        return isinstance(index, Tensor) and index.ndim > 1 and len(index) == self.n > 1 and index.stride(0) == 0
 
     def kind_of(self, func: Any, args: tuple, params: list[Known]) -> str:
         """What an operation of parameters makes of one: its transpose, a view, or something computed."""
@@ -453,7 +478,10 @@ class Run(TorchFunctionMode):
             if into_view(out):
                 raise Unsupported("samples are written into a view of a tensor without samples")
             if func not in POINTWISE and func not in GROUPED and named(func).endswith("_"):
-                raise Unsupported("an operation in place that is not entry by entry")
+                error = Unsupported("an operation in place that is not entry by entry")
+                if out.is_floating_point() or base_of(out) is not None:
+                    raise error
+                return self.lose(out, error, func)  # as the inverse of a permutation, which is an index
         axes: Any = (-1, 1, 1)
         if self.n != 1:
             try:
@@ -701,7 +729,7 @@ class Composed(TorchFunctionMode):
         if inner is not None:
             with self:
                 return inner(*args, **kwargs)
-        read = tensors((args, kwargs))
+        read = [*tensors((args, kwargs))]
         params = [x for x in read if type(getattr(x, "_known", None)) is Node]
         if params and len(params) < len(read) and func in POINTWISE and func not in LIKE:
             shape = torch.broadcast_shapes(*[x.shape for x in read])

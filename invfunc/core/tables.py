@@ -74,6 +74,7 @@ REFUSED = DERIVATIVES | called(
 )
 """Hooks, which may change what is sent back, operations that place the entries of a sample by numbers, and derivatives
 that f takes in parameters."""
+FILLS = called("zeros_like ones_like empty_like")
 LIKE = called("to type_as zeros_like ones_like full_like empty_like rand_like randn_like view_as reshape_as expand_as")
 """Operations that read the values of their first argument alone."""
 PLAIN = getters(

@@ -31,6 +31,7 @@ from invfunc.core.order import Order
 from invfunc.core.tables import called
 from invfunc.linear_algebra import autocorrelation
 from invfunc.linear_algebra.pairwise import room_for
+from invfunc.operations.second_derivatives import TwiceDifferentiable
 
 Block = slice | torch.Tensor
 """Some of the samples."""
@@ -626,7 +627,7 @@ def of_norm(places: tuple[int, int | None], layer: bool = False) -> Callable:
         def normal(run: Run, block: Block) -> torch.Tensor:
             if version(x) != before:
                 raise Unsupported("what a parameter met was changed in place later")
-            with torch.no_grad() if not run.deep else torch.enable_grad():
+            with TwiceDifferentiable() if run.deep else torch.no_grad():
                 return wide(run.taken(front(func(run.strip(x), *plain[1:], **options), axis, run.n), block))
 
         uses: list[Use] = []

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from invfunc._torch.functorch import base_of, version
 from invfunc.core.axes import numbers, read
-from invfunc.core.marks import Filled, Known, Mark, Node, Run, Unsupported, know
+from invfunc.core.marks import DERIVED, Filled, Known, Mark, Node, Run, Unsupported, know
 from invfunc.core.uses import Expanded
 
 SET = Tensor.__setitem__
@@ -32,6 +32,18 @@ def set_item(run: Run, args: tuple, data: list[Known], others: Any) -> None:
         axis = found if found is not None and axes.get(id(x), found) == found else axis
     unchanged(run, x, axis)
     know(x, Mark(run.token, axis if run.n > 1 else (-1, 1, 1), x.requires_grad))
+
+
+def set_derived(run: Run, args: tuple, params: list[Known], alone: bool) -> None:
+    """Write parameters into a tensor without samples, as into a matrix of zeros, which is computed of them then."""
+    x, index, value = args
+    before = x.__dict__.get("_known")
+    if base_of(x) is not None or (type(before) is Node and before.kind is not DERIVED):
+        raise Unsupported("parameters are written into a view")
+    if any([u.value is x or base_of(u.value) is x for u in run.uses]):
+        raise Unsupported("a tensor of parameters is written after it was read")
+    SET(x, index, value)
+    know(x, Node(run.token, None, DERIVED, alone and all([node.alone for _, node in params])))
 
 
 def set_parameter(run: Run, x: Tensor, index: Any, axis: Any, value: Tensor, node: Node) -> None:

@@ -12,14 +12,13 @@ ALLOWED = {
     ("_torch/functorch.py", "untyped_storage"),  # its address is read
     ("_torch/reading.py", "set_"),  # of tensors of its own, which are made there
     ("invertible/checks.py", "manual_seed"),  # of a generator of its own
-    ("recording/joined.py", "manual_seed"),  # of a generator of its own
+    ("evaluation/joined.py", "manual_seed"),  # of a generator of its own
     ("loss/drawn.py", "manual_seed"),  # of generators of its own
     ("reductions/sketches.py", "manual_seed"),  # of generators of its own
     ("laplace.py", "manual_seed"),  # of a generator of its own
     ("plans/reads.py", "storage"),  # the name of a call that hands out numbers
     ("certificates/check.py", "manual_seed"),  # of a generator of its own
     ("core/probe.py", "manual_seed"),  # of a generator that is put back
-    ("core/factors.py", "untyped_storage"),  # its address is read
     ("certificates/check.py", "seed"),  # which the error tells
 }
 

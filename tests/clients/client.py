@@ -17,8 +17,9 @@ class Outcome:
     refused: list[str] = field(default_factory=list)
 
     def refuse(self, what: str, error: InvFuncError) -> None:
-        """The first sentence of an error, without the call, and with the last name of a parameter."""
+        """The first sentence of an error, without the call and the place, and with the last name of a parameter."""
         first = re.split(r"(?<=[.:]) |\n", str(error).partition(": ")[2])[0].rstrip(".:")
+        first = re.sub(r" \([^()]+:\d+, in [^()]+\)", "", first)  # the place
         first = re.sub(r"params\['(?:[^']*?\.)?([^'.]+(?:\.weight)?)'\]", r"`\1`", first)
         text = f"{what}: {type(error).__name__}, {first}"
         if text not in self.refused:

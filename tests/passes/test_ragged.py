@@ -309,5 +309,5 @@ def test_a_packed_sequence_has_the_lengths_that_torch_takes():
         model = lambda p, x, of, s=sort: pack_padded_sequence(x, of, True, s)[0].sum() * p  # noqa: E731
         with pytest.raises(RuntimeError, match="decreasing order|greater than 0|positive"):
             model(torch.ones(()), x, lengths)
-        with pytest.raises(RuntimeError, match="lengths are positive"):
+        with pytest.raises(RuntimeError, match="decreasing order|greater than 0|positive"):
             batch_grad(model)(torch.ones(()), x, lengths)

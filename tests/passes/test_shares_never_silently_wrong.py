@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import invfunc.evaluation.engine as engine
 from invfunc import (
     ArgumentError,
     SampleAxisError,
@@ -21,6 +20,7 @@ from invfunc import (
     gram,
     operation,
     sum_grad_squared,
+    thresholds,
 )
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad, loop_batch_jacobian, loop_gram
 from tests.strategies import Numbers
@@ -40,7 +40,7 @@ def assert_shares(f, *args):
 @pytest.mark.parametrize("chosen", [[0, 1, 2], [25], [29, 3, 3]], ids=str)
 def test_samples_where_the_batch_is_cut_into_blocks(chosen, monkeypatch):
     x, y = Numbers(1)(30, 3), Numbers(2).below(3, 30)
-    monkeypatch.setattr(engine, "budget", lambda device: 64)
+    monkeypatch.setattr(thresholds, "CACHE", {"cpu": 8})
 
     def f(w, x):
         return (x @ w).tanh() @ w
@@ -93,14 +93,13 @@ def test_an_operation_that_writes_into_its_argument():
         return x.mul_(2) * w
 
     doubled.share_of("w")(lambda delta, x, w: ("vni,ni->i", delta, x))
-    with pytest.raises(ArgumentError, match="in place"):
-        batch_grad(lambda w, x: doubled(x.clone(), w).sum(1))(W[0], X)
+    assert_trees_close(batch_grad(lambda w, x: doubled(x.clone(), w).sum(1))(W[0], X), 2 * X, EXACT)
 
 
 def test_an_operation_that_reads_a_constant_of_each_sample():
     scaled = operation(lambda x, w: x * C * w)
     scaled.share_of("w")(lambda delta, x, w: ("vni,ni,ni->i", delta, x, C))
-    with pytest.raises(ArgumentError, match="argument of the operation"):
+    with pytest.raises(ArgumentError, match="equation .* with operands"):
         batch_grad(lambda w, x: scaled(x, w).sum(1), samples=[1, 0, 3, 2])(W[0], X)
 
 

@@ -130,7 +130,7 @@ class TestWrittenViews:
         assert_trees_close({k: v.sum(0) for k, v in each.items()}, wanted, rtol=1e-10)
 
     def test_is_no_step_of_a_chain(self, view, write):
-        with pytest.raises(ArgumentError, match="not a chain of layers: .* Let it work on a copy"):
+        with pytest.raises(ArgumentError, match="not a chain of layers: "):
             kfra(model(view, write), F.cross_entropy)(P, X, Y)
 
     def test_hessian(self, view, write):

@@ -139,18 +139,3 @@ class TestKept:
             found = invfunc.clipped_grad(losses, bound)(params, x)
             chunked = invfunc.chunked(invfunc.clipped_grad(losses, bound), 3)(params, x)
         assert_trees_close((found, chunked), (loop_clipped_grad(losses, bound)(params, x),) * 2, 1e-9)
-
-    def test_are_made_once(self):
-        """Those of a norm layer over many positions are not read again."""
-        f, params = invfunc.functional(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)).double())
-        clipped, x = (
-            invfunc.clipped_grad(lambda params, x: f(params, x).square().sum((1, 2)), 1.0),
-            Numbers(1)(2, 32, 3),
-        )
-
-        def norms(times):
-            with thresholds_at(KEPT_SHARES=times):
-                clipped(params, x)
-                return made(clipped, params, x)[1].names.count("native_layer_norm")
-
-        assert norms(16) == norms(FAR) - 1

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, chunked, diag_ggn, tree
+from invfunc import ArgumentError, ArgumentTypeError, SampleAxisError, chunked, diag_ggn, tree
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
 from tests.laws import FLOOR, OF_LOSSES, STATISTICS, arranged
 from tests.networks import LOSSES, network, networks
@@ -136,6 +136,10 @@ class TestScale:
         whole = invfunc.batch_grad(loss)(net.params, net.x, y)
         for over in (None, "samples", "params"):
             t = invfunc.batch_grad(loss, samples=[4, 0, 2, 0])
+            if over == "samples":  # of a part of them the weights have another sum
+                with pytest.raises(SampleAxisError, match="divide by weights"):
+                    chunked(t, 2, over=over)(net.params, net.x, y)
+                continue
             found = (t if over is None else chunked(t, 2, over=over))(net.params, net.x, y)
             assert_trees_close(found, tree.map_leaves(lambda g: g[[4, 0, 2, 0]], whole), EXACT, FLOOR)
 

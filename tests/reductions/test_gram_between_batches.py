@@ -108,8 +108,8 @@ class TestBetweenBatches:
 
     def test_a_certificate_sees_a_wrong_product(self, monkeypatch):
         f, params, x, u = classifier()
-        right = invfunc.per_sample.Shares.products_with
-        monkeypatch.setattr(invfunc.per_sample.Shares, "products_with", lambda *a: right(*a).roll(1, -1))
+        right = invfunc.core.shares.Shares.products_with
+        monkeypatch.setattr(invfunc.core.shares.Shares, "products_with", lambda *a: right(*a).roll(1, -1))
         with pytest.raises(invfunc.CertificateError, match="the product of sample"):
             certified(gram(f, others=(u,)), generator=0)(params, x)
 

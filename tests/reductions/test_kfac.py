@@ -296,10 +296,11 @@ def test_a_parameter_without_influence():
 
 
 @sharings
-def test_b_is_symmetric_to_the_last_bit(sharing):
+def test_b_is_symmetric(sharing):
     """Also that of a loss of unknown structure, whose columns are products of two, in float32."""
     torch.manual_seed(0)
     f, params = functional(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4)))
     x, y = Numbers()(7, 3, 5).float(), torch.zeros(7)
     found = kflr(f, lambda z, y: (z.logsumexp(-1) + 3).square().mean(), weight_sharing=sharing)(params, x, y)
-    assert all(torch.equal(kronecker.factors[0], kronecker.factors[0].mT) for kronecker in found.values())
+    for kronecker in found.values():
+        assert_trees_close(kronecker.factors[0], kronecker.factors[0].mT, 1e-6)

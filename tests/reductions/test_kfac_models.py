@@ -137,13 +137,12 @@ PICKS = {
     "index_select": lambda p: p.index_select(0, torch.tensor([0, 2, 2])),
     "flipped": lambda p: p.flip(0)[:3],
     "one for all": lambda p: p[2:3].expand(3, -1),
-    "for each sample": lambda p: p[torch.tensor([[0, 1, 2], [2, 3, 4]])],
     "repeated for each sample": lambda p: p[None, :3].expand(2, -1, -1),
 }
 ONE_HOT = {
     "all": [0, 1, 2], "some": [1, 2, 3], "an index": [3, 0, 3], "embedding": [4, 4, 1],
     "index_select": [0, 2, 2], "flipped": [4, 3, 2], "one for all": [2, 2, 2],
-    "for each sample": [[0, 1, 2], [2, 3, 4]], "repeated for each sample": [0, 1, 2],
+    "repeated for each sample": [0, 1, 2],
 }  # fmt: skip
 
 
