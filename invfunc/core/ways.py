@@ -43,7 +43,11 @@ def by_ways(f: Callable, what: Hashable, call: Callable[[Way], T], undo: Callabl
         if isinstance(last, (Final, InvFuncError)) or (isinstance(last, Raised) and not transforming()):
             break
     own = [e.error if isinstance(e, Raised) else e for e in refusals if isinstance(e, (Raised, InvFuncError))]
-    raise own[0] if own else refused_by(refusals)
+    try:
+        raise own[0] if own else refused_by(refusals)
+    finally:  # else their tracebacks keep what f has computed
+        refusals.clear()
+        own.clear()
 
 
 class Raised(Exception):

@@ -88,7 +88,8 @@ class Parts:
                     del found  # before the next one is made
         if single and several and self.scalar and self.problem.loss is None:
             with torch.no_grad():
-                if not same_values(total, returned(self.problem)):
+                found = returned(self.problem)
+                if not same_values(total.to(found), found):
                     raise neither()  # samples that stand alone do not show that their data weigh them
         self._look(seen, joined and not several)
         return aux if plan.asked("samples") else aux[0]

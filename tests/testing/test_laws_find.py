@@ -177,7 +177,7 @@ class TestCheck:
             laws.check(centred, self.w, self.x)
         _, table = str(found.value).split("tried on")
         told = " ".join(table.split())
-        assert told.count("the samples are not kept apart") == 1 and " more: the samples are not" in told
+        assert told.count("it is not linear in a sum over the samples") == 1 and " more: the samples are not" in told
         assert max(map(len, table.splitlines())) <= 120
 
     def test_what_rounding_does_in_float32_is_no_failure_and_more_is_one(self, monkeypatch):

@@ -197,5 +197,5 @@ class TestOperations:
         assert "fast equals generic, 'scale'" in told and "fast equals generic, 'shift'" in told
 
     def test_a_wrong_equation_is_told_first(self):
-        with pytest.raises(invfunc.ArgumentError, match="^every law refuses this function: the rule of operation"):
-            laws.check_operation(product(lambda s, x, weight: ("vno,ni->oi", s, x)), *self.args)
+        told = str(laws.check_operation(product(lambda s, x, weight: ("vno,ni->oi", s, x)), *self.args))
+        assert "the rule of operation(<lambda>)" in told.partition("\nrefused: ")[2].partition("\nrefused: ")[0]

@@ -45,7 +45,7 @@ FAULTS = [
     Fault(
         "samples that stand alone do not show that their data weigh them",
         "evaluation/parts.py",
-        "if not same_values(total, returned(self.problem)):",
+        "if not same_values(total.to(found), found):",
         "if False:",
         "test_chunked.py::TestChunksAlone test_chunked.py",
     ),
