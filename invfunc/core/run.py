@@ -61,6 +61,7 @@ from invfunc.core.marks import (
 from invfunc.core.probe import axes_of
 from invfunc.core.split import Finder, Split
 from invfunc.core.tables import (
+    BY_ROW,
     DERIVATIVES,
     DIVIDE,
     EXPANDS,
@@ -348,11 +349,10 @@ class Run(TorchFunctionMode):
 
     def of_samples(self, func: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """Run an operation of samples, perhaps with parameters."""
-        if len(data) > 1 and any(
-            [type(axis[1]) is int for _, axis in data]
-        ):  # rows of others, as in mixup, are constants
-            data = [(x, axis) for x, axis in data if type(axis[1]) is int or x.requires_grad]
         rule = RULES.get(func)
+        if len(data) > 1 and rule in BY_ROW and any([type(axis[1]) is int for _, axis in data]):
+            # rows of others without a derivative are constants, as in mixup
+            data = [(x, axis) for x, axis in data if type(axis[1]) is int or x.requires_grad]
         if self.part and weighs(func, args, kwargs) and any([-axis[0] <= x.ndim for x, axis in data]):
             raise Unsupported("a mean in which targets weigh, of a part of the samples")
         if func is torch.broadcast_tensors:

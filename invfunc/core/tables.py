@@ -160,4 +160,6 @@ AXES: list[tuple[set[Any], Callable]] = [
     (called("cross_entropy nll_loss cross_entropy_loss"), axes.class_loss),
     (called("cosine_embedding_loss multilabel_margin_loss"), axes.row_loss),
 ]
+BY_ROW = (axes.same, axes.pointwise_loss, axes.class_loss, axes.row_loss)
+"""Rules of operations that combine rows with rows."""
 RULES: dict[Any, Callable] = {func: rule for funcs, rule in reversed(AXES) for func in funcs}

@@ -269,6 +269,15 @@ def of_class_losses(d: Drawn) -> Calls:
     yield (d.any(3), torch.tensor(1)), {}
 
 
+def of_row_losses(d: Drawn) -> Calls:
+    x, y = (d.data(d.n, 3, dim=-2) for _ in range(2))
+    signs, labels = torch.tensor([1, -1, 1, -1])[: d.n], torch.tensor([[0, -1, -1]] * d.n)
+    d.kept += [signs, labels]
+    for reduction in ("none", "mean", "sum", 0, 1, 2):
+        yield (x, y, signs), {"reduction": reduction}
+        yield (x, labels), {"reduction": reduction}
+
+
 CALLS: dict[Any, Callable[[Drawn], Calls]] = {
     axes.same: of_pointwise,
     axes.norm: of_norm,
@@ -297,6 +306,7 @@ CALLS: dict[Any, Callable[[Drawn], Calls]] = {
     axes.first: of_layers,
     axes.pointwise_loss: of_losses,
     axes.class_loss: of_class_losses,
+    axes.row_loss: of_row_losses,
 }
 RULES_MADE = {
     "spatial.<locals>.rule": of_layers,
