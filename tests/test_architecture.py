@@ -56,14 +56,14 @@ FLOORS = [
     {"testing", "_tour", "_tour_picture", "__main__"},
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
-LONGEST = 745
-"""Lines of a file, which are 150 to 500 where it can be: the engine of blocks (blocks/run.py) is one thing."""
-MOST_BRANCHES = 36
+LONGEST = 790
+"""Lines of a file, which are 150 to 500 where it can be: a run of f (core/run.py), its evaluation, blocks/run.py."""
+MOST_BRANCHES = 40
 CEILINGS = {
     "the package": (
         ["invfunc"],
-        32_100,
-        335,
+        32_250,
+        336,
         "one core for all statistics; wanted are 20,000 in 160 files: scale, plans and testing are to shrink next",
     ),
     "invertible functions": (
@@ -76,8 +76,8 @@ CEILINGS = {
     "functional": (["invfunc/functional"], 160, 2, "torch.func.functional_call does it; here are messages and copies"),
     "the tests": (
         ["tests"],
-        49_700,
-        383,
+        49_800,
+        386,
         "laws of what stands; wanted are 30,000",
     ),
 }

@@ -15,7 +15,6 @@ from invfunc import functional
 from invfunc.structure import narrow
 from invfunc.testing import assert_trees_close
 from tests.crossed import thresholds_at
-from tests.meter import Meter, nothing_collected
 from tests.sparsity.test_structure import EXACT, FLOOR, STATISTICS, arranged, assert_as_dense
 from tests.structures import NETWORKS, always
 
@@ -74,24 +73,6 @@ def test_positions_that_the_loss_moves_and_drops(scale, cut, order):
 
     with thresholds_at(MOVED=8 * 19 * 2, CACHE={"cpu": 8 * 19}, FACTORED_COST=0.0):
         assert_as_dense(partial(invfunc.diag_ggn, f, loss), (params, x, y))
-
-
-@pytest.mark.quick
-def test_memory_of_a_head_does_not_grow_with_the_directions_of_all_positions():
-    """The directions to all positions and classes are never there at once, let alone several copies of them."""
-    classes, tokens, width = 2000, 16, 48
-    f, args = read(classes, tokens=tokens, dtype=torch.float32, width=width)
-    make, outputs = invfunc.diag_ggn(f, F.cross_entropy), classes * tokens
-
-    def peak(limit):
-        """In multiples of what one direction of a sample takes."""
-        with thresholds_at(MOVED=limit, CACHE={"cpu": 2 * outputs}):
-            make(*args)
-            with nothing_collected(), Meter() as meter:
-                result = make(*args)
-        return meter.peak(without=result) / (4 * outputs)
-
-    assert peak(outputs * width // 8) < 55 < 75 < peak(outputs * width)
 
 
 def test_a_wrong_derivative_is_noticed_in_every_block():
