@@ -60,7 +60,7 @@ class _Collected(list[torch.Tensor]):
 
 def _place(x: torch.Tensor) -> tuple[int, int]:
     """Where a tensor begins in its memory, and how many entries it has: halves of a state are alike in all else."""
-    return x.storage_offset(), x.numel()
+    return int(x.storage_offset()), x.numel()
 
 
 def _difference(found: list[tuple[torch.Size, torch.dtype]], like: list[tuple[torch.Size, torch.dtype]]) -> str:

@@ -250,7 +250,7 @@ def test_grouped_products_equal_torch(device):
 
 
 def test_every_composition_has_a_law():
-    assert {*LAYERS, *CELLS, *OTHERS, "embedding_bag", "_grouped_mm"} == set(COMPOSITIONS)
+    assert {*LAYERS, *CELLS, *OTHERS, "embedding_bag", "_grouped_mm", "bilinear"} == set(COMPOSITIONS)
 
 
 def test_dropout_draws(device):

@@ -133,15 +133,18 @@ def test_several_orders_are_refused(f):
         batch_grad(f)(P, X, Y)
 
 
-def test_data_mixed_with_data_are_refused():
-    """As in mixup: the mixed samples are arguments."""
+def test_data_mixed_with_data_are_of_the_samples_in_order():
+    """As in mixup."""
 
     def mean(p, x, y):
         z = (0.7 * x + 0.3 * x[ORDER]) @ p
         return 0.7 * F.mse_loss(z, y) + 0.3 * F.mse_loss(z, y[ORDER])
 
-    with pytest.raises(SampleAxisError):
-        batch_grad(mean)(P, X, Y)
+    def of_mixed(p, x, y, other):
+        return 0.7 * F.mse_loss(x @ p, y) + 0.3 * F.mse_loss(x @ p, other)
+
+    wanted = batch_grad(of_mixed)(P, 0.7 * X + 0.3 * X[ORDER], Y, Y[ORDER])
+    assert_trees_close(batch_grad(mean)(P, X, Y), wanted, EXACT)
 
 
 def test_losses_in_another_order_are_refused():
