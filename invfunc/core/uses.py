@@ -511,7 +511,7 @@ def of_linear(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis
     uses: list[Use] = []
     if id(w) in nodes:
         if w.ndim != 2:
-            return None
+            raise Unsupported("linear of a vector")
         pair = Pair(nodes[id(w)], w, x, axes[id(x)], axis, None, None, ((), (0,), (1,)))
         pair.layer = True
         uses.append(pair)
