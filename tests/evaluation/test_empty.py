@@ -65,7 +65,7 @@ each = pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("shape", [{"outputs": 0}, {"steps": (0,)}, {"hidden": 0}], ids=str)
 def test_no_entries_are_no_curvature(name, loss, shape):
     if "kfoc" in name and "hidden" in shape:
-        return  # a layer without columns has no rank-one factors
+        pytest.skip("a layer without columns has no rank-one factors")
     args = arranged(**shape)
     found = TRANSFORMS[name](f, LOSSES[loss])(*args)
     factors = name in CASES and CASES[name][0].gives == FACTORS
