@@ -128,9 +128,8 @@ def main():
     print(f"{'classes':32}{named.total():>16}\n{'class names used twice':32}{sum(n > 1 for n in named.values()):>16}")
     print(f"{'public names':32}{len(invfunc.__all__):>16}")
     for name, (_, *most) in CALLS.items():
-        print(
-            f"{name + ': calls, files, depth':32}{'{} / {} / {}'.format(*cost(name)):>16}{'{} / {} / {}'.format(*most):>24}"
-        )
+        found, most = (" / ".join(map(str, x)) for x in (cost(name), most))
+        print(f"{name + ': calls, files, depth':32}{found:>16}{most:>24}")
 
 
 if __name__ == "__main__":
