@@ -9,23 +9,8 @@ import torch
 from torch import nn
 
 from invfunc.arguments.problem import Indices, InDims
-from invfunc.errors import ArgumentError as ArgumentError
-from invfunc.errors import ArgumentTypeError as ArgumentTypeError
-from invfunc.errors import BudgetError as BudgetError
-from invfunc.errors import CertificateError as CertificateError
-from invfunc.errors import ConvexityError as ConvexityError
-from invfunc.errors import InexactWarning as InexactWarning
-from invfunc.errors import InverseError as InverseError
 from invfunc.errors import InvFuncError as InvFuncError
 from invfunc.errors import InvFuncWarning as InvFuncWarning
-from invfunc.errors import MissingExtraError as MissingExtraError
-from invfunc.errors import ModifiedError as ModifiedError
-from invfunc.errors import ProcessError as ProcessError
-from invfunc.errors import RandomnessError as RandomnessError
-from invfunc.errors import RangeError as RangeError
-from invfunc.errors import ReplayError as ReplayError
-from invfunc.errors import SampleAxisError as SampleAxisError
-from invfunc.errors import SplitError as SplitError
 from invfunc.explain import Explainable
 from invfunc.invertible.checks import Drift
 from invfunc.invertible.checks import InverseReport as InverseReport
@@ -49,6 +34,7 @@ from invfunc.reductions.noise import NoiseScale as NoiseScale
 from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 
+from . import errors as errors
 from . import kronecker as kronecker
 from . import layers as layers
 from . import thresholds as thresholds
@@ -93,32 +79,17 @@ class _Estimator(Estimator):
 
 __version__ = "0.1.0"
 __all__ = [
-    "ArgumentError",
-    "ArgumentTypeError",
-    "BudgetError",
-    "CertificateError",
-    "ConvexityError",
     "Eigenpairs",
     "Equilibrium",
     "Estimate",
     "Grid",
-    "InexactWarning",
     "InvFuncError",
     "InvFuncWarning",
-    "InverseError",
     "InverseReport",
     "Invertible",
     "Kronecker",
     "LowRank",
-    "MissingExtraError",
-    "ModifiedError",
     "NoiseScale",
-    "ProcessError",
-    "RandomnessError",
-    "RangeError",
-    "ReplayError",
-    "SampleAxisError",
-    "SplitError",
     "additive_coupling",
     "affine_coupling",
     "batch_diag_ggn",
@@ -140,6 +111,7 @@ __all__ = [
     "eigenpairs",
     "ekfac",
     "equilibrium",
+    "errors",
     "estimate_diagonal",
     "estimate_trace",
     "explain",

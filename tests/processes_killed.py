@@ -38,7 +38,7 @@ def run(where: Path, rank: int, turn: int) -> None:
         torch.save(found, where / f"part.{rank}")
         (where / f"part.{rank}").replace(where / f"result.{rank}")
         dist.barrier()
-    except (invfunc.ProcessError, RuntimeError):  # the latter where the other one ends before or behind the call
+    except (invfunc.errors.ProcessError, RuntimeError):  # the latter where the other one ends before or behind the call
         os._exit(0)
     except BaseException:
         traceback.print_exc()

@@ -98,6 +98,6 @@ class TestPictures:
     def test_without_matplotlib_the_extra_is_named(self):
         with (
             mock.patch.dict(sys.modules, {"matplotlib.pyplot": None}),
-            pytest.raises(invfunc.MissingExtraError, match=r"invfunc\[notebooks\]"),
+            pytest.raises(invfunc.errors.MissingExtraError, match=r"invfunc\[notebooks\]"),
         ):
             drift(chain(additive_coupling(half, half)), (X[:, :3], X[:, 3:]), [(torch.rand(3, 3),) * 2]).plot()

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import invfunc
-from invfunc import ArgumentError, kronecker
+from invfunc import kronecker
+from invfunc.errors import ArgumentError
 from tests.strategies import Numbers
 
 aten = torch.ops.aten

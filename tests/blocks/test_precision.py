@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from invfunc import (
-    InverseError,
     additive_coupling,
     affine_coupling,
     chain,
@@ -18,6 +17,7 @@ from invfunc import (
     momentum,
     with_log_det,
 )
+from invfunc.errors import InverseError
 from invfunc.testing import assert_trees_close
 from tests.meter import Meter
 from tests.strategies import Numbers

@@ -9,8 +9,6 @@ from torch import nn
 from torch.func import grad, vmap
 
 from invfunc import (
-    InexactWarning,
-    InverseError,
     Invertible,
     additive_coupling,
     affine_coupling,
@@ -20,6 +18,7 @@ from invfunc import (
     tree,
     with_log_det,
 )
+from invfunc.errors import InexactWarning, InverseError
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

@@ -12,12 +12,7 @@ from torch.func import grad, jvp, vmap
 
 import invfunc
 from invfunc import (
-    ArgumentError,
-    ArgumentTypeError,
-    CertificateError,
     InvFuncError,
-    RandomnessError,
-    SplitError,
     batch_grad,
     batch_l2_grad,
     certified,
@@ -34,6 +29,13 @@ from invfunc import (
     variance,
 )
 from invfunc.certificates.draws import needed
+from invfunc.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CertificateError,
+    RandomnessError,
+    SplitError,
+)
 from invfunc.statistic import Statistic
 from invfunc.testing import strategies
 from invfunc.testing.laws.rows import FACTORS, LOSS, MODEL, ROWS

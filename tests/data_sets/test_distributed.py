@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.multiprocessing.spawn import start_processes
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, distributed, streamed
+from invfunc import distributed, streamed
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
 from tests.data_sets.test_streamed import AT_ONCE, EXACT, SAMPLED, linear, losses

@@ -11,9 +11,7 @@ from torch import nn
 from torch.func import grad
 
 from invfunc import (
-    ArgumentError,
     Grid,
-    InverseError,
     Invertible,
     additive_coupling,
     affine_coupling,
@@ -38,6 +36,7 @@ from invfunc import (
     tree,
     with_log_det,
 )
+from invfunc.errors import ArgumentError, InverseError
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

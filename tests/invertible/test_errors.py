@@ -5,14 +5,8 @@ import torch
 from torch.func import grad, vmap
 
 from invfunc import (
-    ArgumentError,
-    ArgumentTypeError,
     Grid,
-    InverseError,
     Invertible,
-    ModifiedError,
-    RangeError,
-    ReplayError,
     additive_coupling,
     affine_coupling,
     chain,
@@ -26,6 +20,14 @@ from invfunc import (
     repeated,
     state_first,
     with_log_det,
+)
+from invfunc.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    InverseError,
+    ModifiedError,
+    RangeError,
+    ReplayError,
 )
 from tests.invertible_same import f, f_inv, g, gradients, leaves, squares
 

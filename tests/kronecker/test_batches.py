@@ -13,8 +13,6 @@ from torch import nn
 from torch.func import grad, vmap
 
 from invfunc import (
-    ArgumentError,
-    ArgumentTypeError,
     Kronecker,
     chunked,
     ekfac,
@@ -26,6 +24,7 @@ from invfunc import (
     streamed,
     tree,
 )
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.strategies import problems, splits
 from invfunc.testing.values import moved

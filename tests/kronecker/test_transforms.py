@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from torch.func import grad, jvp, vmap
 
-from invfunc import ArgumentError, Kronecker, tree
+from invfunc import Kronecker, tree
+from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close
 from tests.kronecker.test_matrix import EXACT, eye, kroneckers, matrix, small, split
 from tests.networks import total

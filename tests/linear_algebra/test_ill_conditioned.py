@@ -8,8 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import invfunc
-from invfunc import ArgumentError, Kronecker, eigenpairs, kronecker, predictive_covariance
+from invfunc import (
+    Kronecker,
+    eigenpairs,
+    kronecker,
+    predictive_covariance,
+)
 from invfunc._torch import precision
+from invfunc.errors import ArgumentError
 from tests.strategies import Numbers
 
 RIGHT = 1e-4

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import invfunc
-from invfunc import ArgumentError, tree
+from invfunc import tree
+from invfunc.errors import ArgumentError
 from invfunc.loss.drawn import by
 from invfunc.testing import assert_trees_close
 from invfunc.testing.values import moved

@@ -9,7 +9,14 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import ArgumentError, Kronecker, SampleAxisError, batch_grad, chunked, outputs, variance
+from invfunc import (
+    Kronecker,
+    batch_grad,
+    chunked,
+    outputs,
+    variance,
+)
+from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.testing import assert_trees_close, loop_batch_grad
 from invfunc.testing.laws.rows import BOTH, LOSS, MODEL, ROWS
 from tests.strategies import Numbers

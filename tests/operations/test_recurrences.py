@@ -13,7 +13,6 @@ from torch.func import grad, vmap
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from invfunc import (
-    SampleAxisError,
     batch_grad,
     batch_l2_grad,
     diag_hessian,
@@ -22,6 +21,7 @@ from invfunc import (
     tree,
     variance,
 )
+from invfunc.errors import SampleAxisError
 from invfunc.operations.recurrences import Steps
 from invfunc.testing import assert_trees_close, loop_batch_grad
 from invfunc.testing.laws.paths import generic

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import (
-    SplitError,
     additive_coupling,
     batch_grad,
     chain,
@@ -16,6 +15,7 @@ from invfunc import (
     ggnvp,
     outputs,
 )
+from invfunc.errors import SplitError
 from invfunc.testing import (
     assert_trees_close,
     dense_diag_ggn,

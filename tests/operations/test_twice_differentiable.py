@@ -13,7 +13,6 @@ from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from invfunc import (
-    SampleAxisError,
     batch_diag_hessian,
     diag_hessian,
     functional,
@@ -21,6 +20,7 @@ from invfunc import (
     hvp,
     tree,
 )
+from invfunc.errors import SampleAxisError
 from invfunc.operations.heard import function_of
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.second_derivatives import TwiceDifferentiable

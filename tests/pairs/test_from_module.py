@@ -199,7 +199,7 @@ class TestDeepModels:
             warnings.simplefilter("ignore")
             assert_trees_close(there(), plain(), 1e-3)
 
-    @pytest.mark.filterwarnings("ignore::invfunc.InexactWarning")
+    @pytest.mark.filterwarnings("ignore::invfunc.errors.InexactWarning")
     def test_take_memory_that_does_not_grow_with_depth(self):
         (shallow, plain, _), (deep, more, _) = glow(2), glow(6)
         assert peak(deep) <= 1.1 * peak(shallow)

@@ -7,8 +7,6 @@ import torch
 from torch import nn
 
 from invfunc import (
-    ArgumentError,
-    ArgumentTypeError,
     Grid,
     additive_coupling,
     affine_coupling,
@@ -24,6 +22,7 @@ from invfunc import (
     repeated,
     tree,
 )
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
 from tests.pairs.test_pairs_are_values import WIDTH, halves, layer, modules, weight
 from tests.strategies import Numbers

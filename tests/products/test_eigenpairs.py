@@ -15,16 +15,18 @@ from torch.func import grad, vmap
 
 import invfunc
 from invfunc import (
-    ArgumentError,
-    ArgumentTypeError,
-    SampleAxisError,
-    SplitError,
     eigenpairs,
     fvp,
     ggnvp,
     kronecker,
     linear_operator,
     tree,
+)
+from invfunc.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    SampleAxisError,
+    SplitError,
 )
 from invfunc.testing import assert_trees_close
 from invfunc.testing.memory import peak_memory

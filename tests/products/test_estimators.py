@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 
 import invfunc
 from invfunc import (
-    ArgumentError,
-    ArgumentTypeError,
     Estimate,
-    MissingExtraError,
     diag_ggn,
     estimate_diagonal,
     estimate_trace,
@@ -23,6 +20,7 @@ from invfunc import (
     hvp,
     tree,
 )
+from invfunc.errors import ArgumentError, ArgumentTypeError, MissingExtraError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.values import moved
 from tests import matrices

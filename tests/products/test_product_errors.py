@@ -9,12 +9,7 @@ from torch import nn
 
 import invfunc
 from invfunc import (
-    ArgumentError,
-    ArgumentTypeError,
-    ConvexityError,
     InvFuncError,
-    SampleAxisError,
-    SplitError,
     fvp,
     ggn_block_product,
     ggnvp,
@@ -22,6 +17,13 @@ from invfunc import (
     hvp,
     linearize,
     tree,
+)
+from invfunc.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ConvexityError,
+    SampleAxisError,
+    SplitError,
 )
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers

@@ -7,8 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from invfunc import (
-    ConvexityError,
-    SampleAxisError,
     batch_grad,
     diag_ggn,
     fvp,
@@ -19,6 +17,7 @@ from invfunc import (
     outputs,
     tree,
 )
+from invfunc.errors import ConvexityError, SampleAxisError
 from tests import matrices
 from tests.criteria import model
 from tests.laws import composed

@@ -7,8 +7,6 @@ from torch.utils.checkpoint import checkpoint
 
 from invfunc import (
     InvFuncError,
-    SampleAxisError,
-    SplitError,
     batch_diag_ggn,
     batch_diag_hessian,
     batch_grad,
@@ -23,6 +21,7 @@ from invfunc import (
     tree,
     variance,
 )
+from invfunc.errors import SampleAxisError, SplitError
 from invfunc.testing import (
     assert_trees_close,
     dense_diag_ggn,

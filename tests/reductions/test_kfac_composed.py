@@ -10,8 +10,6 @@ from torch.func import grad, jvp, vmap
 
 import invfunc
 from invfunc import (
-    ArgumentError,
-    ArgumentTypeError,
     chunked,
     diag_ggn,
     ekfac,
@@ -21,7 +19,7 @@ from invfunc import (
     reduced,
     tree,
 )
-from invfunc.errors import InvFuncError
+from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.testing import assert_trees_close, loop_kfac
 from invfunc.testing.laws.paths import in_blocks
 from tests.laws import composed

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 from torch.func import grad, jvp, vmap
 
 from invfunc import (
-    ArgumentTypeError,
-    SampleAxisError,
     batch_diag_hessian,
     chunked,
     diag_hessian,
@@ -17,7 +15,7 @@ from invfunc import (
     outputs,
     tree,
 )
-from invfunc.errors import InvFuncError
+from invfunc.errors import ArgumentTypeError, InvFuncError, SampleAxisError
 from invfunc.testing import assert_trees_close, dense_batch_diag_hessian, dense_diag_hessian
 from invfunc.testing.laws.paths import in_blocks
 from invfunc.testing.values import moved

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 import invfunc
 from invfunc import (
-    ArgumentError,
-    ArgumentTypeError,
     Kronecker,
     LowRank,
     chunked,
@@ -19,6 +17,7 @@ from invfunc import (
     streamed,
     tree,
 )
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.paths import generic, in_blocks
 from invfunc.testing.memory import peak_memory
