@@ -14,10 +14,8 @@ Covariances: `predictive_covariance`, `eigenpairs` (`Eigenpairs`, `LowRank`).
 Around a statistic: `chunked`, `together`, `reduced`, `explain`, `certified`, `compiled`; of a data set `streamed`, of
 many processes `distributed`.
 Around f: `functional`, `outputs`, `operation`.
-Invertible functions: `invertible_checkpoint`, `chain`, `repeated`, `multiscale`, `equilibrium` (`Equilibrium`);
-`check_inverse` (`InverseReport`), `drift`, `held_states`; of pairs `Invertible`, `invert`, `with_log_det`,
-`from_module`, `additive_coupling`, `affine_coupling`, `momentum`, `leapfrog`, `reversible_step`, `runge_kutta`,
-`fixed_point`, `bdia`, `state_first`, `reversible_sgd`, `reversible_adam`, exact on a `Grid`, and in `layers`.
+Invertible functions: `invertible_checkpoint`, `chain`, `repeated`, `check_inverse` (`InverseReport`); of pairs
+`Invertible`, `invert`, `with_log_det`, `additive_coupling`, `affine_coupling`; more in `pairs` and in `layers`.
 Errors: all in `errors`, each an `InvFuncError` and the builtin that people expect; warnings are `InvFuncWarning`s.
 
 Words; all others are torch's, or the field's.
@@ -45,7 +43,7 @@ pair: an invertible function with its inverse. Block: a pair whose input is free
 # depend on which entries, and which columns can therefore share a pass. Pass: one pullback, of some columns, samples or
 # parameters. Slot: what holds the output of a block.
 
-from invfunc import errors, kronecker, layers
+from invfunc import errors, kronecker, layers, pairs
 from invfunc.certificates.certified import certified
 from invfunc.chunked import chunked
 from invfunc.compiled import compiled
@@ -56,20 +54,13 @@ from invfunc.explain import explain
 from invfunc.functional.functional import functional
 from invfunc.invertible.chain import chain, repeated
 from invfunc.invertible.checkpoint import invertible_checkpoint
-from invfunc.invertible.checks import InverseReport, check_inverse, drift
-from invfunc.invertible.equilibrium import Equilibrium, equilibrium
-from invfunc.invertible.held import held_states
-from invfunc.invertible.multiscale import multiscale
-from invfunc.kronecker import Kronecker
+from invfunc.invertible.checks import InverseReport, check_inverse
+from invfunc.kronecker.matrix import Kronecker
 from invfunc.linear_algebra.low_rank import LowRank
 from invfunc.operation import operation
 from invfunc.outputs import outputs
 from invfunc.pairs.couplings import additive_coupling, affine_coupling
-from invfunc.pairs.exact import Grid
-from invfunc.pairs.from_module import from_module
-from invfunc.pairs.pair import Invertible, invert, state_first, with_log_det
-from invfunc.pairs.steps import bdia, fixed_point, leapfrog, momentum, reversible_step, runge_kutta
-from invfunc.pairs.training import reversible_adam, reversible_sgd
+from invfunc.pairs.pair import Invertible, invert, with_log_det
 from invfunc.products.eigenpairs import eigenpairs
 from invfunc.products.estimate_diagonal import estimate_diagonal
 from invfunc.products.estimate_trace import estimate_trace
@@ -113,9 +104,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Eigenpairs",
-    "Equilibrium",
     "Estimate",
-    "Grid",
     "InvFuncError",
     "InvFuncWarning",
     "InverseReport",
@@ -130,7 +119,6 @@ __all__ = [
     "batch_grad",
     "batch_jacobian",
     "batch_l2_grad",
-    "bdia",
     "certified",
     "chain",
     "check_inverse",
@@ -140,16 +128,12 @@ __all__ = [
     "diag_ggn",
     "diag_hessian",
     "distributed",
-    "drift",
     "eigenpairs",
     "ekfac",
-    "equilibrium",
     "errors",
     "estimate_diagonal",
     "estimate_trace",
     "explain",
-    "fixed_point",
-    "from_module",
     "functional",
     "fvp",
     "ggn_block_product",
@@ -157,7 +141,6 @@ __all__ = [
     "ggnvp",
     "grad_and_variance",
     "gram",
-    "held_states",
     "hessian_block_product",
     "hvp",
     "invert",
@@ -168,25 +151,18 @@ __all__ = [
     "kfra",
     "kronecker",
     "layers",
-    "leapfrog",
     "linear_operator",
     "linearize",
-    "momentum",
-    "multiscale",
     "noise_scale",
     "operation",
     "outputs",
+    "pairs",
     "pch_block_product",
     "predictive_covariance",
     "reduced",
     "repeated",
-    "reversible_adam",
-    "reversible_sgd",
-    "reversible_step",
-    "runge_kutta",
     "sketched_grad",
     "sqrt_ggn",
-    "state_first",
     "streamed",
     "sum_grad_squared",
     "together",

@@ -11,7 +11,17 @@ import torch
 import torch.nn.functional as F
 
 import invfunc
-from invfunc import Estimate, additive_coupling, chain, check_inverse, compiled, drift, explain, kfac, together
+from invfunc import (
+    Estimate,
+    additive_coupling,
+    chain,
+    check_inverse,
+    compiled,
+    explain,
+    kfac,
+    together,
+)
+from invfunc.pairs import drift
 
 matplotlib.use("agg")
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import invfunc
-from invfunc import errors, kronecker, layers
+from invfunc import errors, kronecker, layers, pairs
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws import LAWS
 from tests import coverage, where
@@ -114,6 +114,6 @@ class TestReference:
         wanted = {f"invfunc.{name}" for name in NAMES}
         family = {f"invfunc.errors.{name}" for name, kind in vars(errors).items() if isinstance(kind, type)}
         wanted |= family - {"invfunc.errors.InvFuncError", "invfunc.errors.InvFuncWarning"}
-        wanted |= {f"invfunc.layers.{name}" for name in layers.__all__}
+        wanted |= {f"{m.__name__}.{name}" for m in (layers, pairs) for name in m.__all__}
         wanted |= {f"invfunc.kronecker.{name}" for name in ("solve", "logdet", "eigen", "merge", "ema")}
         assert wanted <= set(listed) and set(kronecker.__all__) >= {"solve", "logdet", "eigen", "merge", "ema"}

@@ -98,4 +98,4 @@ def blocks() -> None:
     assert_type(invfunc.check_inverse(pair, state, weights), InverseReport)
     left, right = invfunc.invertible_checkpoint(pair)(state, weights)
     assert left.shape == right.shape
-    invfunc.drift(pair, state, [weights, weights])
+    invfunc.pairs.drift(pair, state, [weights, weights])

@@ -149,7 +149,7 @@ def drift(pair: Callable | tuple[Callable, Callable], x: Any, params: Any, *args
     Example:
         >>> import torch, invfunc
         >>> third = invfunc.Invertible(lambda x, c: x / c, lambda y, c: y * c)
-        >>> [error < 1e-6 for error in invfunc.drift(third, torch.rand(5), [3.0, 7.0])]
+        >>> [error < 1e-6 for error in invfunc.pairs.drift(third, torch.rand(5), [3.0, 7.0])]
         [True, True]
 
     Composes with: nothing; it reads numbers.

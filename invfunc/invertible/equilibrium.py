@@ -76,7 +76,7 @@ def equilibrium(
 
     Example:
         >>> import torch, invfunc
-        >>> solve = invfunc.equilibrium(lambda x, w: torch.tanh(w * x + 1))
+        >>> solve = invfunc.pairs.equilibrium(lambda x, w: torch.tanh(w * x + 1))
         >>> w = torch.tensor(0.5, requires_grad=True)
         >>> x = solve(torch.zeros(3), w)
         >>> x.value.detach(), x.evaluations

@@ -303,7 +303,7 @@ def state_first(f: Callable) -> Callable:
 
     Example:
         >>> import invfunc
-        >>> invfunc.state_first(lambda params, x: x - params)(1.0, 3.0)
+        >>> invfunc.pairs.state_first(lambda params, x: x - params)(1.0, 3.0)
         -2.0
 
     Composes with: everything.

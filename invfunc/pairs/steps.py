@@ -38,7 +38,7 @@ def momentum(f: Callable, gamma: float = 0.9) -> Invertible:
 
     Example:
         >>> import torch, invfunc
-        >>> pair = invfunc.momentum(lambda x: 2 * x, gamma=0.5)
+        >>> pair = invfunc.pairs.momentum(lambda x: 2 * x, gamma=0.5)
         >>> pair((torch.ones(2), torch.zeros(2)))
         (tensor([2., 2.]), tensor([1., 1.]))
 
@@ -76,7 +76,7 @@ def leapfrog(force: Callable, step: float) -> Invertible:
 
     Example:
         >>> import torch, invfunc
-        >>> pair = invfunc.leapfrog(lambda x: -x, step=0.5)
+        >>> pair = invfunc.pairs.leapfrog(lambda x: -x, step=0.5)
         >>> pair((torch.ones(1), torch.zeros(1)))
         (tensor([0.8750]), tensor([-0.4688]))
 
@@ -121,7 +121,7 @@ def fixed_point(f: Callable, beta: float = 0.5) -> Invertible:
 
     Example:
         >>> import torch, invfunc
-        >>> pair = invfunc.fixed_point(torch.cos)
+        >>> pair = invfunc.pairs.fixed_point(torch.cos)
         >>> y, z = invfunc.repeated(pair)((torch.ones(1), torch.ones(1)), [None] * 40)
         >>> y, y.cos()
         (tensor([0.7391]), tensor([0.7391]))
@@ -185,7 +185,7 @@ def reversible_step(increment: Callable, coupling: float = 0.99) -> Invertible:
 
     Example:
         >>> import torch, invfunc
-        >>> euler = invfunc.reversible_step(lambda x, start, end: (start - end) * x, coupling=0.5)
+        >>> euler = invfunc.pairs.reversible_step(lambda x, start, end: (start - end) * x, coupling=0.5)
         >>> y, z = euler((torch.ones(1), torch.ones(1)), (0.0, 0.5))
         >>> y, z
         (tensor([0.5000]), tensor([0.7500]))
@@ -247,7 +247,7 @@ def runge_kutta(field: Callable, tableau: str | Tableau = "rk4") -> Callable:
 
     Example:
         >>> import torch, invfunc
-        >>> step = invfunc.reversible_step(invfunc.runge_kutta(lambda x, t: -x))
+        >>> step = invfunc.pairs.reversible_step(invfunc.pairs.runge_kutta(lambda x, t: -x))
         >>> start, times = torch.ones(1), torch.linspace(0, 1, 11)
         >>> invfunc.repeated(step)((start, start), (times[:-1], times[1:]))[0] * torch.e
         tensor([1.0000])
@@ -331,10 +331,10 @@ def bdia(f: Callable, grid: Grid | None = None) -> Invertible:
 
     Example:
         >>> import torch, invfunc
-        >>> pair, grid = invfunc.bdia(torch.tanh), invfunc.Grid()
+        >>> pair, grid = invfunc.pairs.bdia(torch.tanh), invfunc.pairs.Grid()
         >>> w, x = grid.enter((torch.rand(4, 2), torch.rand(4, 2)))
         >>> steps = [(torch.rand(4) < 0.5,) for _ in range(50)]
-        >>> invfunc.drift(pair, (w, x), steps)[-1]
+        >>> invfunc.pairs.drift(pair, (w, x), steps)[-1]
         0.0
 
     Composes with: `invertible_checkpoint`, `chain`, `repeated`, with stacked `(plus, p)` too. There is no `invert` of

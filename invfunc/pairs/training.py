@@ -69,7 +69,7 @@ def reversible_sgd(
 
     Example:
         >>> import torch, invfunc
-        >>> step = invfunc.reversible_sgd(lambda w, c: c * w.square() / 2, lr=0.5)
+        >>> step = invfunc.pairs.reversible_sgd(lambda w, c: c * w.square() / 2, lr=0.5)
         >>> train, cs = invfunc.repeated(step), torch.ones(100)
         >>> state = step.start(torch.tensor(4.0))
         >>> last = train(state, cs)
@@ -131,7 +131,7 @@ def reversible_adam(
 
     Example:
         >>> import torch, invfunc
-        >>> step = invfunc.reversible_adam(lambda w, c: c * w.square() / 2, lr=0.5)
+        >>> step = invfunc.pairs.reversible_adam(lambda w, c: c * w.square() / 2, lr=0.5)
         >>> train, cs = invfunc.repeated(step), torch.ones(100)
         >>> state = step.start(torch.tensor(4.0))
         >>> train(state, cs[:3]).params

@@ -138,10 +138,10 @@ class TestDevicesWithoutFloat64:
 
     def test_have_no_equilibrium(self, without):
         with pytest.raises(invfunc.errors.ArgumentError, match="in float64, which cpu has not"):
-            invfunc.equilibrium(lambda x: x.tanh())(torch.zeros(3))
+            invfunc.pairs.equilibrium(lambda x: x.tanh())(torch.zeros(3))
 
     def test_have_no_decay_that_is_exact(self, without):
-        step = invfunc.reversible_sgd(lambda w, c: c * w.square() / 2, lr=0.5)
+        step = invfunc.pairs.reversible_sgd(lambda w, c: c * w.square() / 2, lr=0.5)
         state = step.start(torch.tensor(4.0))
         with pytest.raises(invfunc.errors.ArgumentError, match="in float64, which cpu has not"):
             invfunc.repeated(step)(state, torch.ones(3))

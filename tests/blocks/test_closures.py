@@ -14,9 +14,9 @@ from invfunc import (
     chain,
     functional,
     invertible_checkpoint,
-    momentum,
     tree,
 )
+from invfunc.pairs import momentum
 from invfunc.testing import assert_trees_close
 from tests.meter import Meter, nothing_collected
 from tests.strategies import Numbers

@@ -14,11 +14,11 @@ from invfunc import (
     affine_coupling,
     invert,
     invertible_checkpoint,
-    momentum,
     tree,
     with_log_det,
 )
 from invfunc.errors import InexactWarning, InverseError
+from invfunc.pairs import momentum
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

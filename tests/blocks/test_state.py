@@ -12,9 +12,9 @@ from invfunc import (
     additive_coupling,
     functional,
     invertible_checkpoint,
-    state_first,
 )
 from invfunc.errors import ModifiedError
+from invfunc.pairs import state_first
 from invfunc.testing import assert_trees_close
 from tests.invertible_same import f, f_inv, gradients, leaves
 

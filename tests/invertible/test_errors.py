@@ -5,20 +5,15 @@ import torch
 from torch.func import grad, vmap
 
 from invfunc import (
-    Grid,
     Invertible,
     additive_coupling,
     affine_coupling,
     chain,
     check_inverse,
-    drift,
     invert,
     invertible_checkpoint,
     layers,
-    leapfrog,
-    momentum,
     repeated,
-    state_first,
     with_log_det,
 )
 from invfunc.errors import (
@@ -28,6 +23,13 @@ from invfunc.errors import (
     ModifiedError,
     RangeError,
     ReplayError,
+)
+from invfunc.pairs import (
+    Grid,
+    drift,
+    leapfrog,
+    momentum,
+    state_first,
 )
 from tests.invertible_same import f, f_inv, g, gradients, leaves, squares
 

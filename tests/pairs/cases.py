@@ -13,11 +13,13 @@ from invfunc import (
     Invertible,
     additive_coupling,
     affine_coupling,
+    tree,
+)
+from invfunc.pairs import (
     fixed_point,
     leapfrog,
     momentum,
     reversible_step,
-    tree,
 )
 from tests.strategies import Numbers
 

@@ -19,12 +19,12 @@ from invfunc import (
     affine_coupling,
     chain,
     check_inverse,
-    drift,
     invert,
     invertible_checkpoint,
     tree,
 )
 from invfunc.errors import InverseError
+from invfunc.pairs import drift
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

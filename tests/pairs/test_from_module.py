@@ -14,9 +14,16 @@ import torch
 import zuko
 from torch import nn
 
-from invfunc import chain, from_module, functional, invert, invertible_checkpoint, multiscale, tree
+from invfunc import (
+    chain,
+    functional,
+    invert,
+    invertible_checkpoint,
+    tree,
+)
 from invfunc import with_log_det as carrying
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.pairs import from_module, multiscale
 from invfunc.testing import assert_trees_close, laws
 from tests.meter import Meter, nothing_collected
 from tests.strategies import Numbers

@@ -17,12 +17,10 @@ from invfunc import (
     functional,
     invert,
     invertible_checkpoint,
-    leapfrog,
-    momentum,
-    state_first,
     variance,
 )
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
+from invfunc.pairs import leapfrog, momentum, state_first
 from invfunc.testing import assert_trees_close
 from invfunc.testing.values import moved
 from tests.strategies import Numbers
