@@ -5,17 +5,17 @@
     gradient, spread = invfunc.grad_and_variance(loss)(params, x, y)  # dicts like params
 
 Per-sample gradients: `batch_grad`, `batch_l2_grad`, `sum_grad_squared`, `variance`, `grad_and_variance`,
-`clipped_grad`, `noise_scale` (`NoiseScale`), `sketched_grad`, `gram`, `batch_jacobian`.
+`clipped_grad`, `noise_scale`, `sketched_grad`, `gram`, `batch_jacobian`.
 Diagonals of curvature: `diag_ggn`, `batch_diag_ggn`, `ggn_trace`, `sqrt_ggn`, `diag_hessian`, `batch_diag_hessian`.
-Kronecker factors: `kfac`, `kflr`, `ekfac`, `kfoc`, `kfra`, each a `Kronecker`; `kronecker` has what is done with them.
+Kronecker factors: `kfac`, `kflr`, `ekfac`; in `kronecker` are others, what they give, and what is done with it.
 Products with vectors: `hvp`, `ggnvp`, `fvp`, `hessian_block_product`, `ggn_block_product`, `pch_block_product`,
-`linearize`, `linear_operator`, `estimate_trace`, `estimate_diagonal` (`Estimate`).
-Covariances: `predictive_covariance`, `eigenpairs` (`Eigenpairs`, `LowRank`).
+`linearize`, `linear_operator`, `estimate_trace`, `estimate_diagonal`.
+Covariances: `predictive_covariance`, `eigenpairs`.
 Around a statistic: `chunked`, `together`, `reduced`, `explain`, `certified`, `compiled`; of a data set `streamed`, of
 many processes `distributed`.
 Around f: `functional`, `outputs`, `operation`.
-Invertible functions: `invertible_checkpoint`, `chain`, `repeated`, `check_inverse` (`InverseReport`); of pairs
-`Invertible`, `invert`, `with_log_det`, `additive_coupling`, `affine_coupling`; more in `pairs` and in `layers`.
+Invertible functions: `invertible_checkpoint`, `chain`, `repeated`, `check_inverse`; of pairs `Invertible`, `invert`,
+`with_log_det`, `additive_coupling`, `affine_coupling`; more in `pairs` and in `layers`.
 Errors: all in `errors`, each an `InvFuncError` and the builtin that people expect; warnings are `InvFuncWarning`s.
 
 Words; all others are torch's, or the field's.
@@ -54,9 +54,7 @@ from invfunc.explain import explain
 from invfunc.functional.functional import functional
 from invfunc.invertible.chain import chain, repeated
 from invfunc.invertible.checkpoint import invertible_checkpoint
-from invfunc.invertible.checks import InverseReport, check_inverse
-from invfunc.kronecker.matrix import Kronecker
-from invfunc.linear_algebra.low_rank import LowRank
+from invfunc.invertible.checks import check_inverse
 from invfunc.operation import operation
 from invfunc.outputs import outputs
 from invfunc.pairs.couplings import additive_coupling, affine_coupling
@@ -72,10 +70,7 @@ from invfunc.products.hvp import hvp
 from invfunc.products.linear_operator import linear_operator
 from invfunc.products.linearize import linearize
 from invfunc.products.pch_block_product import pch_block_product
-from invfunc.products.sample_space import Eigenpairs
 from invfunc.reduced import reduced
-from invfunc.reductions.estimate import Estimate
-from invfunc.reductions.noise import NoiseScale
 from invfunc.statistics.batch_diag_ggn import batch_diag_ggn
 from invfunc.statistics.batch_diag_hessian import batch_diag_hessian
 from invfunc.statistics.batch_grad import batch_grad
@@ -90,8 +85,6 @@ from invfunc.statistics.grad_and_variance import grad_and_variance
 from invfunc.statistics.gram import gram
 from invfunc.statistics.kfac import kfac
 from invfunc.statistics.kflr import kflr
-from invfunc.statistics.kfoc import kfoc
-from invfunc.statistics.kfra import kfra
 from invfunc.statistics.noise_scale import noise_scale
 from invfunc.statistics.predictive_covariance import predictive_covariance
 from invfunc.statistics.sketched_grad import sketched_grad
@@ -103,15 +96,9 @@ from invfunc.together import together
 __version__ = "0.1.0"
 
 __all__ = [
-    "Eigenpairs",
-    "Estimate",
     "InvFuncError",
     "InvFuncWarning",
-    "InverseReport",
     "Invertible",
-    "Kronecker",
-    "LowRank",
-    "NoiseScale",
     "additive_coupling",
     "affine_coupling",
     "batch_diag_ggn",
@@ -147,8 +134,6 @@ __all__ = [
     "invertible_checkpoint",
     "kfac",
     "kflr",
-    "kfoc",
-    "kfra",
     "kronecker",
     "layers",
     "linear_operator",

@@ -10,9 +10,9 @@ from invfunc.arguments.problem import Indices, InDims
 from invfunc.errors import InvFuncError as InvFuncError
 from invfunc.errors import InvFuncWarning as InvFuncWarning
 from invfunc.explain import Explainable
-from invfunc.invertible.checks import InverseReport as InverseReport
-from invfunc.kronecker.matrix import Kronecker as Kronecker
-from invfunc.linear_algebra.low_rank import LowRank as LowRank
+from invfunc.invertible.checks import InverseReport
+from invfunc.kronecker.matrix import Kronecker
+from invfunc.linear_algebra.low_rank import LowRank
 from invfunc.operation import Operation
 from invfunc.pairs.exact import Grid
 from invfunc.pairs.pair import Invertible as Invertible
@@ -21,9 +21,8 @@ from invfunc.products.estimate import Estimator
 from invfunc.products.linear_operator import Operator
 from invfunc.products.linearize import Linearization
 from invfunc.products.product import Product
-from invfunc.products.sample_space import Eigenpairs as Eigenpairs
-from invfunc.reductions.estimate import Estimate as Estimate
-from invfunc.reductions.noise import NoiseScale as NoiseScale
+from invfunc.reductions.estimate import Estimate
+from invfunc.reductions.noise import NoiseScale
 from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 
@@ -73,15 +72,9 @@ class _Estimator(Estimator):
 
 __version__ = "0.1.0"
 __all__ = [
-    "Eigenpairs",
-    "Estimate",
     "InvFuncError",
     "InvFuncWarning",
-    "InverseReport",
     "Invertible",
-    "Kronecker",
-    "LowRank",
-    "NoiseScale",
     "additive_coupling",
     "affine_coupling",
     "batch_diag_ggn",
@@ -117,8 +110,6 @@ __all__ = [
     "invertible_checkpoint",
     "kfac",
     "kflr",
-    "kfoc",
-    "kfra",
     "kronecker",
     "layers",
     "linear_operator",
@@ -607,66 +598,6 @@ def kflr(
     loss: Callable[..., Any] | None = ...,
     *,
     method: Literal["auto", "dense"] = ...,
-    weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
-    joint: bool = ...,
-    unsupported: Literal["error", "diagonal", "skip"] = ...,
-    max_factor_dim: int | None = ...,
-    samples: Indices | None = ...,
-    argnums: int | tuple[int, ...] = ...,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-    has_aux: bool = ...,
-) -> Statistic: ...
-@overload
-def kfoc(
-    f: Callable[..., Any],
-    loss: Callable[..., Any] | None = ...,
-    *,
-    sweeps: int = ...,
-    fisher: Literal["mc", "exact", "empirical"] = ...,
-    mc_samples: int = ...,
-    generator: torch.Generator | None = ...,
-    sample: Callable[..., Any] | None = ...,
-    peel: int | str | None = ...,
-    max_factor_dim: int | None = ...,
-    samples: Indices | None = ...,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-) -> _OfFactors: ...
-@overload
-def kfoc(
-    f: Callable[..., Any],
-    loss: Callable[..., Any] | None = ...,
-    *,
-    sweeps: int = ...,
-    fisher: Literal["mc", "exact", "empirical"] = ...,
-    mc_samples: int = ...,
-    generator: torch.Generator | None = ...,
-    sample: Callable[..., Any] | None = ...,
-    peel: int | str | None = ...,
-    max_factor_dim: int | None = ...,
-    samples: Indices | None = ...,
-    argnums: int | tuple[int, ...] = ...,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-    has_aux: bool = ...,
-) -> Statistic: ...
-@overload
-def kfra(
-    f: Callable[..., Any],
-    loss: Callable[..., Any] | None = ...,
-    *,
-    weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
-    max_factor_dim: int | None = ...,
-    samples: Indices | None = ...,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-) -> _OfFactors: ...
-@overload
-def kfra(
-    f: Callable[..., Any],
-    loss: Callable[..., Any] | None = ...,
-    *,
     weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
     joint: bool = ...,
     unsupported: Literal["error", "diagonal", "skip"] = ...,

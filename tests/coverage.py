@@ -12,12 +12,7 @@ from unittest import mock
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, find, settings
 
-from invfunc import (
-    diag_ggn,
-    diag_hessian,
-    kflr,
-    tree,
-)
+from invfunc import diag_ggn, diag_hessian, kflr, tree
 from invfunc.core import evaluate, resort, run
 from invfunc.errors import ArgumentError, SampleAxisError
 from tests.forms import OTHERS

@@ -96,7 +96,7 @@ def results(where: Path) -> list[list[torch.Tensor]] | None:
     paths = [where / f"result.{rank}" for rank in (0, 1)]
     if not all(path.exists() for path in paths):
         return None
-    with torch.serialization.safe_globals([invfunc.Kronecker, Origin]):
+    with torch.serialization.safe_globals([invfunc.kronecker.Kronecker, Origin]):
         found = [tree.tensors(torch.load(path)) for path in paths]
     assert not list(where.glob("state*")), list(where.iterdir())
     for path in paths:

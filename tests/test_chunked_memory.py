@@ -16,12 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import invfunc
-from invfunc import (
-    budgeted,
-    chunked,
-    explain,
-    functional,
-)
+from invfunc import budgeted, chunked, explain, functional
 from invfunc.budget.beside import FIRST, LATER
 from invfunc.budget.footprint import Footprint
 from invfunc.budgeted import Fingerprints

@@ -11,17 +11,9 @@ import torch
 import torch.nn.functional as F
 
 import invfunc
-from invfunc import (
-    Estimate,
-    additive_coupling,
-    chain,
-    check_inverse,
-    compiled,
-    explain,
-    kfac,
-    together,
-)
+from invfunc import additive_coupling, chain, check_inverse, compiled, explain, kfac, together
 from invfunc.pairs import drift
+from invfunc.reductions.estimate import Estimate
 
 matplotlib.use("agg")
 

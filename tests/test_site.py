@@ -38,6 +38,8 @@ def ran(page, title):
 
 
 CODE = [page for page in PAGES if any(title in ("", "invfunc") for title, _ in blocks(page))]
+NOT_SHOWN = {"Joint", "Origin", "Whole"}
+"""Parts of results, with nothing for their users."""
 NAMES = [name for name in invfunc.__all__ if not inspect.ismodule(getattr(invfunc, name))]
 COMPARED = [page for page in CODE if "% same: " in page.read_text()]
 
@@ -115,5 +117,5 @@ class TestReference:
         family = {f"invfunc.errors.{name}" for name, kind in vars(errors).items() if isinstance(kind, type)}
         wanted |= family - {"invfunc.errors.InvFuncError", "invfunc.errors.InvFuncWarning"}
         wanted |= {f"{m.__name__}.{name}" for m in (layers, pairs) for name in m.__all__}
-        wanted |= {f"invfunc.kronecker.{name}" for name in ("solve", "logdet", "eigen", "merge", "ema")}
-        assert wanted <= set(listed) and set(kronecker.__all__) >= {"solve", "logdet", "eigen", "merge", "ema"}
+        wanted |= {f"invfunc.kronecker.{name}" for name in kronecker.__all__ if name not in NOT_SHOWN}
+        assert wanted <= set(listed)

@@ -10,12 +10,7 @@ from hypothesis import strategies as st
 from torch.func import grad, vmap
 
 import invfunc
-from invfunc import (
-    chunked,
-    reduced,
-    together,
-    tree,
-)
+from invfunc import chunked, reduced, together, tree
 from invfunc.core.evaluate import of_each_kind
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close

@@ -64,7 +64,7 @@ def kfoc(
         >>> import torch, invfunc
         >>> f = lambda w, x: x @ w.mT
         >>> x, y = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.zeros(2, 1)
-        >>> invfunc.kfoc(f, torch.nn.functional.mse_loss, fisher="exact")(torch.ones(1, 2), x, y).dense()
+        >>> invfunc.kronecker.kfoc(f, torch.nn.functional.mse_loss, fisher="exact")(torch.ones(1, 2), x, y).dense()
         tensor([[1., 0.],
                 [0., 4.]])
 

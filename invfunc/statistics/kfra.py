@@ -48,7 +48,7 @@ def kfra(
         >>> import torch, invfunc
         >>> f = lambda w, x: torch.tanh(x @ w[0]) @ w[1]
         >>> params, x, y = [torch.zeros(2, 1), torch.ones(1, 1)], torch.eye(2), torch.zeros(2, 1)
-        >>> A, B = invfunc.kfra(f, torch.nn.functional.mse_loss)(params, x, y)[0].factors
+        >>> A, B = invfunc.kronecker.kfra(f, torch.nn.functional.mse_loss)(params, x, y)[0].factors
         >>> B
         tensor([[2.]])
 

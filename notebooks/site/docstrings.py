@@ -14,7 +14,7 @@ LINKS |= {name: f"invfunc.pairs.{name}" for name in pairs.__all__}
 LINKS |= {
     f"{m.__name__.partition('.')[2]}.{n}": f"{m.__name__}.{n}" for m in (kronecker, layers, pairs) for n in m.__all__
 }
-LINKS = {name: full for name, full in LINKS.items() if not full.startswith("invfunc.kronecker.K")}
+LINKS |= {name: f"invfunc.kronecker.{name}" for name in ("Kronecker", "LowRank", "kfoc", "kfra")}
 
 
 def as_rst(app, what, name, obj, options, lines):

@@ -119,7 +119,7 @@ class TestDevicesWithoutFloat64:
         x, w = torch.randn(6, 1, 128) + 1e-3 * torch.randn(6, 4, 128), torch.randn(128, 128)
         signs = torch.randn(4, 128)
         signs -= signs.mean(0)
-        t = invfunc.kfoc(lambda w, x: (F.linear(x, w) * signs.to(x)).sum((1, 2)), fisher="empirical")
+        t = invfunc.kronecker.kfoc(lambda w, x: (F.linear(x, w) * signs.to(x)).sum((1, 2)), fisher="empirical")
         wanted = t(w.double(), x.double()).factors
         monkeypatch.setattr(precision, "WITHOUT_FLOAT64", {"cpu"})
         assert_near(t(w, x).factors, wanted, 1e-3)

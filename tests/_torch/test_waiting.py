@@ -77,7 +77,7 @@ OF_THE_GGN = {
     "dense diag_ggn": lambda f, loss: invfunc.diag_ggn(f, loss, method="dense"),
     "diag_ggn of one function": lambda f, loss: invfunc.diag_ggn(lambda params, x, y: loss(f(params, x), y)),
     "kfac": lambda f, loss: invfunc.kfac(f, loss, **drawn()),
-    "kfoc": lambda f, loss: invfunc.kfoc(f, loss, **drawn()),
+    "kfoc": lambda f, loss: invfunc.kronecker.kfoc(f, loss, **drawn()),
     **{
         name: getattr(invfunc, name) for name in ("diag_ggn", "batch_diag_ggn", "ggn_trace", "sqrt_ggn", "kflr", "kfra")
     },
@@ -152,7 +152,7 @@ def test_the_error_is_that_of_the_first_check_that_fails(problem):
     factors = invfunc.kflr(f, F.cross_entropy)(params, *batch)
     name = [*factors][2]
     skewed = torch.triu(factors[name].factors[0] + 1)
-    factors[name] = invfunc.Kronecker(
+    factors[name] = invfunc.kronecker.Kronecker(
         (skewed, *factors[name].factors[1:]), groups=factors[name].groups, shape=factors[name].shape
     )
     with pytest.raises(ArgumentError, match="not symmetric"):

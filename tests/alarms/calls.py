@@ -10,12 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import (
-    certified,
-    chunked,
-    together,
-    tree,
-)
+from invfunc import certified, chunked, together, tree
 from invfunc.certificates.of_products import HESSIANS, NAMES
 from invfunc.errors import CertificateError
 from invfunc.testing import strategies

@@ -208,8 +208,8 @@ def _nearest(repeats: int) -> _Found:
     net = _Net(n=128, width=12)
     dense = invfunc.sqrt_ggn(net.f, F.cross_entropy)(*net.given)["0.weight"].flatten(2).flatten(0, 1)
     block, off = dense.T @ dense, {}
-    kinds = {"kfac": partial(invfunc.kfac, fisher="exact"), "kfoc": partial(invfunc.kfoc, fisher="exact")}
-    kinds["shampoo"] = partial(invfunc.kfoc, fisher="exact", sweeps=1)
+    kinds = {"kfac": partial(invfunc.kfac, fisher="exact"), "kfoc": partial(invfunc.kronecker.kfoc, fisher="exact")}
+    kinds["shampoo"] = partial(invfunc.kronecker.kfoc, fisher="exact", sweeps=1)
     calls = {name: make(net.f, F.cross_entropy) for name, make in kinds.items()}
     times = net.times(repeats, **{name: partial(call, *net.given) for name, call in calls.items()})
     for name, call in calls.items():

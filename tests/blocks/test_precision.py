@@ -14,12 +14,7 @@ from invfunc import (
     with_log_det,
 )
 from invfunc.errors import InverseError
-from invfunc.pairs import (
-    drift,
-    fixed_point,
-    leapfrog,
-    momentum,
-)
+from invfunc.pairs import drift, fixed_point, leapfrog, momentum
 from invfunc.testing import assert_trees_close
 from tests.meter import Meter
 from tests.strategies import Numbers

@@ -227,7 +227,7 @@ class TestErrors:
         for t in (losses, 3, invfunc.explain(v), distributed(v), torch.nn.Linear(2, 2)):
             with pytest.raises(ArgumentTypeError, match="has to be a statistic"):
                 distributed(t)
-        for t in (invfunc.kfra(linear, F.cross_entropy), invfunc.variance(losses, samples=[0])):
+        for t in (invfunc.kronecker.kfra(linear, F.cross_entropy), invfunc.variance(losses, samples=[0])):
             with pytest.raises(ArgumentError, match="add up|samples="):
                 distributed(t)
         with pytest.raises(ArgumentError, match="'local', 'gather'"):

@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc
-from invfunc import (
-    distributed,
-    explain,
-    gram,
-    streamed,
-    tree,
-)
+from invfunc import distributed, explain, gram, streamed, tree
 from invfunc.data_sets import tiles
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.loss.drawn import joined

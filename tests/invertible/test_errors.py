@@ -16,21 +16,8 @@ from invfunc import (
     repeated,
     with_log_det,
 )
-from invfunc.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    InverseError,
-    ModifiedError,
-    RangeError,
-    ReplayError,
-)
-from invfunc.pairs import (
-    Grid,
-    drift,
-    leapfrog,
-    momentum,
-    state_first,
-)
+from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, ModifiedError, RangeError, ReplayError
+from invfunc.pairs import Grid, drift, leapfrog, momentum, state_first
 from tests.invertible_same import f, f_inv, g, gradients, leaves, squares
 
 X, W = torch.ones(2, 3, dtype=torch.float64), torch.ones(3, dtype=torch.float64, requires_grad=True)

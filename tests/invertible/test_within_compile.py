@@ -9,15 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from invfunc import (
-    Invertible,
-    InvFuncWarning,
-    additive_coupling,
-    chain,
-    invertible_checkpoint,
-    repeated,
-    tree,
-)
+from invfunc import Invertible, InvFuncWarning, additive_coupling, chain, invertible_checkpoint, repeated, tree
 from invfunc.errors import InexactWarning, InverseError, ReplayError
 from invfunc.testing import assert_trees_close
 from tests.invertible.test_composition import backward

@@ -8,12 +8,7 @@ import torch
 from torch import nn
 
 import invfunc
-from invfunc import (
-    additive_coupling,
-    affine_coupling,
-    chain,
-    invertible_checkpoint,
-)
+from invfunc import additive_coupling, affine_coupling, chain, invertible_checkpoint
 from invfunc.pairs import momentum
 from tests.process_group import alone
 

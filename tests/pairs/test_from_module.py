@@ -14,13 +14,7 @@ import torch
 import zuko
 from torch import nn
 
-from invfunc import (
-    chain,
-    functional,
-    invert,
-    invertible_checkpoint,
-    tree,
-)
+from invfunc import chain, functional, invert, invertible_checkpoint, tree
 from invfunc import with_log_det as carrying
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.pairs import from_module, multiscale

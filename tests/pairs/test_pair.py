@@ -10,15 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import grad
 
-from invfunc import (
-    Invertible,
-    additive_coupling,
-    affine_coupling,
-    functional,
-    invert,
-    invertible_checkpoint,
-    variance,
-)
+from invfunc import Invertible, additive_coupling, affine_coupling, functional, invert, invertible_checkpoint, variance
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
 from invfunc.pairs import leapfrog, momentum, state_first
 from invfunc.testing import assert_trees_close

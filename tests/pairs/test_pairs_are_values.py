@@ -28,15 +28,7 @@ from invfunc import (
     tree,
     with_log_det,
 )
-from invfunc.pairs import (
-    Grid,
-    bdia,
-    fixed_point,
-    leapfrog,
-    momentum,
-    reversible_step,
-    runge_kutta,
-)
+from invfunc.pairs import Grid, bdia, fixed_point, leapfrog, momentum, reversible_step, runge_kutta
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

@@ -19,12 +19,7 @@ from invfunc import (
     tree,
 )
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.pairs import (
-    Grid,
-    fixed_point,
-    leapfrog,
-    momentum,
-)
+from invfunc.pairs import Grid, fixed_point, leapfrog, momentum
 from invfunc.testing import assert_trees_close
 from tests.pairs.test_pairs_are_values import WIDTH, halves, layer, modules, weight
 from tests.strategies import Numbers

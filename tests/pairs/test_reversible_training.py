@@ -16,12 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import grad, jvp, vmap
 
-from invfunc import (
-    chain,
-    invert,
-    repeated,
-    tree,
-)
+from invfunc import chain, invert, repeated, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, RangeError
 from invfunc.pairs import Grid, reversible_adam, reversible_sgd
 from invfunc.pairs.exact import Decay

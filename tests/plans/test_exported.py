@@ -133,7 +133,8 @@ WITH_THIS_LIBRARY = """
 import invfunc
 at, wanted = torch.load("data.pt")
 (grad, noise), factors = load("noise")(*at), load("factors")(*at)
-assert isinstance(noise, invfunc.NoiseScale) and isinstance(factors["w"], invfunc.Kronecker), (noise, factors)
+assert isinstance(noise, invfunc.reductions.noise.NoiseScale), noise
+assert isinstance(factors["w"], invfunc.kronecker.Kronecker), factors
 found = [invfunc.tree.tensors((grad, noise)), invfunc.tree.tensors(factors)]
 assert all(torch.allclose(a, b, rtol=1e-12, atol=0) for f, w in zip(found, wanted) for a, b in zip(f, w, strict=True))
 assert factors["w"].solve(at[0]["w"], damping=1.0).shape == at[0]["w"].shape and "w" in factors["w"].origin.name

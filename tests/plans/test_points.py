@@ -11,12 +11,7 @@ import torch.nn.functional as F
 from scipy.sparse.linalg import cg, eigsh
 
 import invfunc
-from invfunc import (
-    compiled,
-    explain,
-    linear_operator,
-    tree,
-)
+from invfunc import compiled, explain, linear_operator, tree
 from invfunc.errors import ModifiedError
 from invfunc.plans.backends import Backend
 from invfunc.plans.calls import Calls

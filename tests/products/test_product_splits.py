@@ -6,17 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import (
-    batch_grad,
-    diag_ggn,
-    fvp,
-    ggn_block_product,
-    ggnvp,
-    hvp,
-    kflr,
-    outputs,
-    tree,
-)
+from invfunc import batch_grad, diag_ggn, fvp, ggn_block_product, ggnvp, hvp, kflr, outputs, tree
 from invfunc.errors import ConvexityError, SampleAxisError
 from tests import matrices
 from tests.criteria import model

@@ -22,13 +22,7 @@ from invfunc import (
     variance,
 )
 from invfunc.errors import SampleAxisError, SplitError
-from invfunc.testing import (
-    assert_trees_close,
-    dense_diag_ggn,
-    loop_batch_grad,
-    loop_batch_jacobian,
-    loop_gram,
-)
+from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad, loop_batch_jacobian, loop_gram
 from invfunc.testing.laws.rows import FIRST_ORDER
 from tests.strategies import Numbers
 

@@ -7,15 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import (
-    batch_grad,
-    certified,
-    chunked,
-    gram,
-    reduced,
-    together,
-    tree,
-)
+from invfunc import batch_grad, certified, chunked, gram, reduced, together, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close, loop_gram
 from tests.networks import LOSSES, NETWORKS, network, networks, samples_loss

@@ -7,14 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import (
-    batch_grad,
-    batch_jacobian,
-    batch_l2_grad,
-    chunked,
-    gram,
-    tree,
-)
+from invfunc import batch_grad, batch_jacobian, batch_l2_grad, chunked, gram, tree
 from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.testing import assert_trees_close, loop_batch_jacobian
 from tests.laws import OF_MODELS

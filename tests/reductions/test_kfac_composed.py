@@ -9,17 +9,9 @@ from torch import nn
 from torch.func import grad, jvp, vmap
 
 import invfunc
-from invfunc import (
-    chunked,
-    diag_ggn,
-    ekfac,
-    kfac,
-    kflr,
-    kfra,
-    reduced,
-    tree,
-)
+from invfunc import chunked, diag_ggn, ekfac, kfac, kflr, reduced, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
+from invfunc.kronecker import kfra
 from invfunc.testing import assert_trees_close, loop_kfac
 from invfunc.testing.laws.paths import in_blocks
 from tests.laws import composed

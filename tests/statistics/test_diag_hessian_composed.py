@@ -7,14 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad, jvp, vmap
 
-from invfunc import (
-    batch_diag_hessian,
-    chunked,
-    diag_hessian,
-    functional,
-    outputs,
-    tree,
-)
+from invfunc import batch_diag_hessian, chunked, diag_hessian, functional, outputs, tree
 from invfunc.errors import ArgumentTypeError, InvFuncError, SampleAxisError
 from invfunc.testing import assert_trees_close, dense_batch_diag_hessian, dense_diag_hessian
 from invfunc.testing.laws.paths import in_blocks
