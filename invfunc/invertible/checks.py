@@ -124,7 +124,13 @@ def check_inverse(
     return InverseReport(of_x, of_y, condition)
 
 
-def drift(pair: Callable | tuple[Callable, Callable], x: Any, params: Any, *args: Any, **kwargs: Any) -> Drift:
+def drift(
+    pair: Callable[..., Any] | tuple[Callable[..., Any], Callable[..., Any]],
+    x: Any,
+    params: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Drift:
     """The error of what the inverses give back, as it grows from the last block to the first.
 
     How much memory the states between the blocks take, and which of them somebody holds, is told by `held_states`.

@@ -35,13 +35,13 @@ class Equilibrium(NamedTuple):
 
 
 def equilibrium(
-    f: Callable,
+    f: Callable[..., Any],
     beta: float = 0.5,
     *,
     tolerance: float = 1e-3,
     max_steps: int = 50,
     anchor_every: int | None = None,
-) -> Callable:
+) -> Callable[..., Any]:
     """A layer whose output is a fixed point, x = f(x, p), in the memory of one step and with exact gradients.
 
         def solve(x, *args, **kwargs):

@@ -15,7 +15,7 @@ from invfunc.pairs.part import per_sample
 from invfunc.pairs.value import Value
 
 
-def multiscale(*flows: Callable, split_dim: int = 1) -> Invertible:
+def multiscale(*flows: Callable[..., Any], split_dim: int = 1) -> Invertible:
     """Flows one after the other; before each but the first, half of the state leaves.
 
         def f(x, params):

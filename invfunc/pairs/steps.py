@@ -18,7 +18,7 @@ from invfunc.pairs.part import Rounded, as_part, combined, fitting, needed
 from invfunc.pairs.value import Value
 
 
-def momentum(f: Callable, gamma: float = 0.9) -> Invertible:
+def momentum(f: Callable[..., Any], gamma: float = 0.9) -> Invertible:
     """The pair `(x, v) -> (x', v')` of a residual network with momentum, for any f, without splitting x.
 
         v' = gamma * v + (1 - gamma) * f(x, p)          x = x' - v'
@@ -55,7 +55,7 @@ def momentum(f: Callable, gamma: float = 0.9) -> Invertible:
     return Moves(call, ("f",), "xv", (Move(1, 0, gamma, 1 - gamma), Move(0, None))).pair(call, (f,))
 
 
-def leapfrog(force: Callable, step: float) -> Invertible:
+def leapfrog(force: Callable[..., Any], step: float) -> Invertible:
     """The pair `(x, v) -> (x', v')` of one step of a particle in a field of forces, which runs backwards as well.
 
         w = v + step / 2 * force(x, p)
@@ -94,7 +94,7 @@ def leapfrog(force: Callable, step: float) -> Invertible:
     return Moves(call, ("force",), "xv", (v_by_force, x_by_v, v_by_force)).pair(call, (force,))
 
 
-def fixed_point(f: Callable, beta: float = 0.5) -> Invertible:
+def fixed_point(f: Callable[..., Any], beta: float = 0.5) -> Invertible:
     """The pair `(y, z) -> (y', z')` of a step towards the fixed point x = f(x, p), which runs backwards as well.
 
         y' = (1 - beta) * y + beta * f(z, p)        z = (z' - beta * f(y', p)) / (1 - beta)
@@ -150,7 +150,7 @@ TABLEAUS: dict[str, Tableau] = {
 }
 
 
-def reversible_step(increment: Callable, coupling: float = 0.99) -> Invertible:
+def reversible_step(increment: Callable[..., Any], coupling: float = 0.99) -> Invertible:
     """The pair `(y, z) -> (y', z')` of one step of any solver, which runs backwards as well, at the solver's own order.
 
         y' = c * y + (1 - c) * z + increment(z, start, end)
@@ -223,7 +223,7 @@ class _Steps(Moves):
         return [(functions[0], (*way, *own, *more)) for way in ((start, end), (end, start))]
 
 
-def runge_kutta(field: Callable, tableau: str | Tableau = "rk4") -> Callable:
+def runge_kutta(field: Callable[..., Any], tableau: str | Tableau = "rk4") -> Callable[..., Any]:
     """The increment of one step of a Runge-Kutta scheme for dx/dt = field(x, t).
 
         def increment(x, start, end, *args, **kwargs):
@@ -303,7 +303,7 @@ def _weighted(weights: Sequence[float], slopes: Sequence[torch.Tensor]) -> Any:
     return sum(w * slope for w, slope in zip(weights, slopes, strict=False) if w)
 
 
-def bdia(f: Callable, grid: Grid | None = None) -> Invertible:
+def bdia(f: Callable[..., Any], grid: Grid | None = None) -> Invertible:
     """The pair `(w, x) -> (x, y)` that trains a plain residual block x + f(x, p), and restores every bit of w.
 
         y = gamma * (w + odd) + round((1 - gamma) * x + (1 + gamma) * f(x, p))

@@ -23,7 +23,7 @@ FINE = Grid(44, torch.float64)
 
 
 def reversible_sgd(
-    loss: Callable, *, lr: float | Callable, momentum: float | Fraction = 0.9, grid: Grid = FINE
+    loss: Callable[..., Any], *, lr: float | Callable[..., Any], momentum: float | Fraction = 0.9, grid: Grid = FINE
 ) -> Optimiser:
     """The pair `state -> state'` of one step of gradient descent with momentum, which runs backwards as well.
 
@@ -96,9 +96,9 @@ def reversible_sgd(
 
 
 def reversible_adam(
-    loss: Callable,
+    loss: Callable[..., Any],
     *,
-    lr: float | Callable,
+    lr: float | Callable[..., Any],
     betas: tuple[float | Fraction, float | Fraction] = (0.9, 0.999),
     eps: float = 1e-8,
     grid: Grid = FINE,

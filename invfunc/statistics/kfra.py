@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from invfunc.arguments.problem import Indices, InDims
 from invfunc.column_options import check_factors, most_of
@@ -13,8 +13,8 @@ from invfunc.statistic import Statistic
 
 
 def kfra(
-    f: Callable,
-    loss: Callable | None = None,
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = None,
     *,
     weight_sharing: Literal["expand", "reduce", "backpack"] = "expand",
     joint: bool = False,

@@ -78,9 +78,8 @@ OF_THE_GGN = {
     "diag_ggn of one function": lambda f, loss: invfunc.diag_ggn(lambda params, x, y: loss(f(params, x), y)),
     "kfac": lambda f, loss: invfunc.kfac(f, loss, **drawn()),
     "kfoc": lambda f, loss: invfunc.kronecker.kfoc(f, loss, **drawn()),
-    **{
-        name: getattr(invfunc, name) for name in ("diag_ggn", "batch_diag_ggn", "ggn_trace", "sqrt_ggn", "kflr", "kfra")
-    },
+    **{name: getattr(invfunc, name) for name in ("diag_ggn", "batch_diag_ggn", "ggn_trace", "sqrt_ggn", "kflr")},
+    "kfra": invfunc.kronecker.kfra,
 }
 HESSIAN = {name: getattr(invfunc, name) for name in ("diag_hessian", "batch_diag_hessian")}
 PRODUCTS = {name: getattr(invfunc, name) for name in ("hvp", "ggnvp", "fvp")}
