@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invfunc import InvFuncError, SampleAxisError, batch_grad, chunked, gram
+from invfunc import InvFuncError, batch_grad, chunked, gram
+from invfunc.errors import SampleAxisError
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

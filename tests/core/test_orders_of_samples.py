@@ -6,12 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import (
-    ArgumentError,
-    SampleAxisError,
-    batch_grad,
-    diag_ggn,
-)
+from invfunc import batch_grad, diag_ggn
+from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import FIRST_ORDER, HESSIANS, OF_DIAGONALS
 from tests.strategies import Numbers

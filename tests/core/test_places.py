@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from invfunc import (
-    ArgumentError,
     batch_diag_ggn,
     batch_grad,
     batch_jacobian,
@@ -19,6 +18,7 @@ from invfunc import (
     kflr,
     outputs,
 )
+from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import FIRST_ORDER, HESSIANS, OF_DIAGONALS
 from tests.strategies import Numbers

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import SampleAxisError, SplitError, batch_grad, chunked, diag_ggn, outputs, sum_grad_squared, variance
+from invfunc import batch_grad, chunked, diag_ggn, outputs, sum_grad_squared, variance
+from invfunc.errors import SampleAxisError, SplitError
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_sum_grad_squared
 from tests.strategies import Numbers
 

@@ -7,14 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import (
-    InvFuncError,
-    SampleAxisError,
-    batch_diag_hessian,
-    batch_grad,
-    diag_ggn,
-    diag_hessian,
-)
+from invfunc import InvFuncError, batch_diag_hessian, batch_grad, diag_ggn, diag_hessian
+from invfunc.errors import SampleAxisError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import FIRST_ORDER
 from tests.lost import FOUND, WAYS, strange
