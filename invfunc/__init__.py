@@ -49,6 +49,7 @@ pair: an invertible function with its inverse. Block: a pair whose input is free
 # parameters. Slot: what holds the output of a block.
 
 from invfunc import kronecker, layers
+from invfunc.blocks.held import held_states
 from invfunc.certificates.certified import certified
 from invfunc.chunked import chunked
 from invfunc.compiled import compiled
@@ -75,12 +76,10 @@ from invfunc.errors import (
 )
 from invfunc.explain import explain
 from invfunc.functional.functional import functional
-from invfunc.invertible.chain import chain, repeated
+from invfunc.invertible.chain import chain, multiscale, repeated
 from invfunc.invertible.checkpoint import invertible_checkpoint
 from invfunc.invertible.checks import InverseReport, check_inverse, drift
 from invfunc.invertible.equilibrium import Equilibrium, equilibrium
-from invfunc.invertible.held import held_states
-from invfunc.invertible.multiscale import multiscale
 from invfunc.kronecker import Kronecker
 from invfunc.linear_algebra.low_rank import LowRank
 from invfunc.operation import operation
