@@ -1,0 +1,243 @@
+"""States between blocks that are still in memory, as somebody holds them; a context notes what blocks give out."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+
+from invfunc import tree
+from invfunc._shown import table
+from invfunc._torch.weak import memory_ref
+from invfunc.blocks.link import Slot
+from invfunc.budget.size import told
+
+_FEW = 200
+
+
+class State(NamedTuple):
+    """A tensor that a block gave out; or, without a block, the caller's x, or one that the next block keeps."""
+
+    memory: ref[Any]
+    slot: ref[Slot] | None
+    """None within a run, which lets go of it at once."""
+    block: Any
+    number: int
+    output: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def taken(self) -> bool:
+        """Whether the next block took it over."""
+        slot = self.slot and self.slot()
+        return self.slot is None or (slot is not None and slot.later is not None)
+
+
+class Noted:
+    """States that blocks gave out."""
+
+    def __init__(self) -> None:
+        self.states: list[State] = []
+        self.empty = True
+        self._room = _FEW
+
+    def add(self, states: list[State]) -> None:
+        """Note some more, and forget those that are gone."""
+        self.empty = False
+        self.states += states
+        if len(self.states) > self._room:
+            self.states = [s for s in self.states if s.memory() is not None]
+            self._room = max(2 * len(self.states), _FEW)
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.noted: tuple[Noted, ...] = ()
+
+
+HERE = _Here()
+
+
+def note_kept(xs: list[torch.Tensor], kept: dict[int, Slot]) -> None:
+    """Note the tensors of x that a block keeps."""
+    for noted in HERE.noted:
+        noted.add([_unnamed(xs[i], ref(slot)) for i, slot in kept.items()])
+
+
+def _unnamed(x: torch.Tensor, slot: ref[Slot] | None = None) -> State:
+    return State(memory_ref(x), slot, None, 0, "", tuple(x.shape), x.dtype)
+
+
+def note(block: Any, number: int, y: Any, xs: list[torch.Tensor], slots: list[Slot] | None) -> None:
+    """Note what a block gives out, and an x that no block gave out."""
+    if not HERE.noted:
+        return
+    found = [_unnamed(x) for x in xs] if number == 0 else []
+    named = [(path, t) for path, t in tree.named_leaves(y) if isinstance(t, torch.Tensor)]
+    for (path, t), slot in zip(named, slots or [None] * len(named), strict=True):
+        at = None if slot is None else ref(slot)
+        found.append(State(memory_ref(t), at, block, number, "y" + path, tuple(t.shape), t.dtype))
+    for noted in HERE.noted:
+        noted.add(found)
+
+
+def held_states() -> HeldStates:
+    """Tell which states between invertible blocks stay in memory, as somebody holds them, and how much memory that is.
+
+        with held_states() as found:
+            y = net(x)
+        print(found)
+
+    A block lets go of its x, but never frees it by force: where a list, a hook or a debugger has it, or a view, a
+    detached tensor or an array of numpy of it, or where an operation that is no block saved it for its gradient, it
+    stays, and the memory grows with the number of blocks.
+
+    Args:
+        There are none.
+
+    Returns:
+        A context that, whenever it is asked, in it or behind it, tells of the tensors that blocks gave out in it and
+        that are in memory at that time. `.held` are those that the next block took over, which are there because
+        somebody holds them: a list, whose `.bytes` are the memory of all of them (that which blocks hand on is told
+        once, by the last of them). `.kept` are those that no block took over: the last y, what stays by `keep=` or
+        `anchor_every=`, and what only operations read that are no blocks, which cannot give it back. Each has the
+        `block` that gave it out, its `number` (how many blocks come before that one in its series), the `output` (its
+        place in y, or in what a pair hides), its `shape` and `dtype`, and the `bytes` of the memory that it is a part
+        of.
+
+    Example:
+        >>> import torch, invfunc
+        >>> double = invfunc.invertible_checkpoint(invfunc.Invertible(lambda x: 2 * x, lambda y: y / 2))
+        >>> seen, x = [], torch.ones(512, 512, requires_grad=True)
+        >>> with invfunc.pairs.held_states() as found:
+        ...     for k in range(6):
+        ...         x = double(x)
+        ...         if k % 2 == 0:
+        ...             seen.append(x.detach())
+        >>> found
+        held by somebody, though blocks let go of them: 3 tensors, 3.00MiB
+          block 0: y, [512, 512] torch.float32, 1.00MiB, of Invertible(<lambda>, <lambda>)
+          block 2: y, [512, 512] torch.float32, 1.00MiB, of Invertible(<lambda>, <lambda>)
+          block 4: y, [512, 512] torch.float32, 1.00MiB, of Invertible(<lambda>, <lambda>)
+        kept, as no block took them over: 1 tensor, 1.00MiB
+        >>> seen.clear()
+        >>> found.held, found.held.bytes
+        ([], 0)
+
+    Composes with: `invertible_checkpoint`, `chain`, `repeated`, `multiscale`, and blocks of these, in modules, in steps
+    of a training and inside of torch.func. It notes the blocks that are called in its own thread. Where a call saves no
+    memory (without gradients, in forward mode, below `min_bytes`) no block lets go of anything; within torch.compile a
+    chain is one operation, whose states nobody has.
+
+    Cost: some 0.1 ms for a block that is called in it, and half a KiB for a tensor that is in memory. It holds none of
+    them.
+
+    Source: this library.
+    """
+    return HeldStates()
+
+
+class HeldState(NamedTuple):
+    """A tensor that a block gave out and that is in memory."""
+
+    block: str
+    """What gave it out."""
+    number: int
+    """How many blocks come before that one in its series."""
+    output: str
+    """Which of its outputs it is."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+    """Those of the memory that it is a part of."""
+
+    def __str__(self) -> str:
+        what = f"{self.output}, {list(self.shape)} {self.dtype}, {told(self.bytes)}"
+        return f"block {self.number}: {what}, of {self.block}"
+
+
+class States(list[HeldState]):
+    """Tensors that blocks gave out and that are in memory.
+
+    Args:
+        found: they.
+        size: the bytes of the memory that they are in.
+    """
+
+    def __init__(self, found: list[HeldState], size: int) -> None:
+        super().__init__(found)
+        self.bytes = size
+
+
+class HeldStates:
+    """A context that notes what blocks give out in it, and tells what of that is in memory."""
+
+    def __init__(self) -> None:
+        self._noted = Noted()
+
+    def __enter__(self) -> HeldStates:
+        HERE.noted = (*HERE.noted, self._noted)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        others = [*HERE.noted]
+        others.remove(self._noted)  # once: it may have been entered twice
+        HERE.noted = tuple(others)
+
+    @property
+    def held(self) -> States:
+        """Those that a block took over, and that somebody else holds."""
+        return self._in_memory(taken=True)
+
+    @property
+    def kept(self) -> States:
+        """Those that no block took over."""
+        return self._in_memory(taken=False)
+
+    def _in_memory(self, taken: bool) -> States:
+        alive = [(s, memory) for s in self._noted.states if (memory := s.memory()) is not None and memory.nbytes()]
+        first = {id(memory): s for s, memory in reversed(alive)}
+        last = {id(memory): (s, memory) for s, memory in alive if s.block is not None}
+        kept = {id(memory) for s, memory in alive if s.block is None and s.slot is not None and s.slot() is not None}
+        kept |= {at for at, (s, _) in last.items() if not s.taken}
+        found, size = list[HeldState](), 0
+        for at, (s, memory) in last.items():
+            if first[at].block is not None and (at in kept) is not taken:  # the caller's x is in memory anyway
+                found.append(HeldState(repr(s.block.pair), s.number, s.output, s.shape, s.dtype, memory.nbytes()))
+                size += memory.nbytes()
+        return States(found, size)
+
+    def _title(self, held: States) -> str:
+        if self._noted.empty:
+            return "no block that saves memory was called"
+        return f"held by somebody, though blocks let go of them: {_counted(held)}"
+
+    def _below(self, held: States) -> list[str]:
+        """What is said beside the tensors that are listed."""
+        if self._noted.empty:
+            return []
+        more = len(held[_SHOWN:])
+        lines = [f"{more} more of them"] if more else []
+        return [*lines, f"kept, as no block took them over: {_counted(self.kept)}"]
+
+    def __repr__(self) -> str:
+        held = self.held
+        return "\n".join([self._title(held), *(f"  {state}" for state in held[:_SHOWN]), *self._below(held)])
+
+    def _repr_html_(self) -> str:
+        held = self.held
+        rows = [(s.number, s.output, list(s.shape), s.dtype, told(s.bytes), s.block) for s in held[:_SHOWN]]
+        head = ["block", "output", "shape", "dtype", "memory", "of"]
+        return table(self._title(held), head, rows, *self._below(held))
+
+
+def _counted(found: States) -> str:
+    return f"{len(found)} {'tensor' if len(found) == 1 else 'tensors'}, {told(found.bytes)}"
+
+
+_SHOWN = 20
+"""How many of them are listed."""
