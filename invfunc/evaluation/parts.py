@@ -89,6 +89,9 @@ class Parts:
         if single and several and self.scalar and self.problem.loss is None:
             with torch.no_grad():
                 found = returned(self.problem)
+                for part in parts:
+                    if not self._described(part)[1] and self.problem.samples is not None:  # it is in the loss
+                        total = total + returned(self._part(part, kind))
                 if not same_values(total.to(found), found):
                     raise neither()  # samples that stand alone do not show that their data weigh them
         self._look(seen, joined and not several)

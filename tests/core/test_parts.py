@@ -78,3 +78,8 @@ def test_factors_of_what_f_repeats_for_each_sample_are_the_same_in_parts(form, n
     assert_trees_close(invfunc.chunked(t, chunk_size=1, over="samples")(p, x, y), whole, 1e-10)
     assert_trees_close(invfunc.chunked(t, chunk_size=3, over="samples")(p, x, y), whole, 1e-10)
     assert_trees_close(t(p, x.repeat(2, 1, 1), y.repeat(2)), whole, 1e-10)
+
+
+def test_parts_of_which_no_sample_is_chosen_are_in_the_loss():
+    t = invfunc.sum_grad_squared(mean, samples=[2, 0])
+    assert_trees_close(invfunc.chunked(t, chunk_size=1, over="samples")(P, X, Y), t(P, X, Y), 1e-10)
