@@ -505,7 +505,10 @@ class Run(TorchFunctionMode):
                 return self.lose(out, error, func)
             except Exception as error:  # of a rule, about arguments that it does not know
                 return self.lose(out, Unsupported(f"its arguments are not known: {error}"), func)
-        for y in (out,) if isinstance(out, Tensor) else tensors(out):
+        every = (out,) if isinstance(out, Tensor) else tensors(out)
+        if type(axes) is list and len(axes) != len(every):
+            raise Unsupported("it has another number of results on other numbers")
+        for y in every:
             axis = axes.pop(0) if type(axes) is list else axes
             graph = y.requires_grad
             if y.is_complex():
