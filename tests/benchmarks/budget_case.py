@@ -64,11 +64,9 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 
 
 def _statistic(name: str, p: Problem) -> Statistic:
-    kind, _, drawn = name.partition(" ")
-    options = dict(OPTIONS.get(kind, {}))
-    if drawn:
-        options["mc_samples"] = 1
-    if drawn or kind in DRAWN:
+    kind, _, how = name.partition(" ")
+    options = OPTIONS.get(kind, {}) | OPTIONS.get(how, {})
+    if how == "drawn" or (kind in DRAWN and not how):
         options["generator"] = torch.Generator().manual_seed(0)
     of = getattr(invfunc, kind, None) or getattr(invfunc.kronecker, kind)
     if kind in OF_LOSSES:
@@ -83,12 +81,14 @@ OF_LOSSES = (
 OF_OUTPUTS = ("batch_jacobian", "predictive_covariance")
 DRAWN = ("sketched_grad", "kfac", "kfoc", "ekfac")
 OPTIONS = {
+    "drawn": {"mc_samples": 1},
+    "exact": {"fisher": "exact"},
     "clipped_grad": {"max_norm": 1.0},
     "sketched_grad": {"rows": 8, "columns": 8},
     "predictive_covariance": {"covariance": 1.0},
 }
 STATISTICS = (
-    *(*OF_LOSSES, "diag_ggn drawn", "sqrt_ggn drawn", "kfac", "kfoc", "ekfac", "diag_ggn", "ggn_trace", "kflr"),
+    *(*OF_LOSSES, "diag_ggn drawn", "sqrt_ggn drawn", "kfac", "kfoc", "ekfac", "diag_ggn", "ggn_trace", "kfac exact"),
     *("batch_diag_ggn", "sqrt_ggn", *OF_OUTPUTS, "diag_hessian", "batch_diag_hessian"),
 )
 COLUMNS = STATISTICS[STATISTICS.index("diag_ggn") :]

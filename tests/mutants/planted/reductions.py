@@ -159,7 +159,7 @@ FAULTS = [
         "reductions/kronecker_factors.py",
         '"positions" if sharing == "expand" else "narrow"',
         '"positions"',
-        "sparsity/test_structure_kflr.py::test_it_is_that_of_all_columns sparsity",
+        "sparsity/test_structure_kfac.py::test_it_is_that_of_all_columns sparsity",
     ),
     # Kronecker factors
     Fault(

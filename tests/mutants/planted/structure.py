@@ -87,7 +87,7 @@ FAULTS = [
         "structure/plan.py",
         "bool(((met >= 0) & (met != met.amax(0))).any())",
         "False",
-        "sparsity/test_structure_kflr.py::test_heads_of_tokens sparsity",
+        "sparsity/test_structure_kfac.py::test_heads_of_tokens sparsity",
     ),
     Fault(
         "the diagonal of a sure softmax cancels",
