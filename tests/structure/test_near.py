@@ -12,7 +12,7 @@ from torch import nn
 import invfunc
 from invfunc import functional
 from tests.crossed import thresholds_at
-from tests.sparsity.test_structure import STATISTICS, arranged, assert_as_dense
+from tests.structure.test_columns import STATISTICS, arranged, assert_as_dense
 from tests.structures import NETWORKS, always
 
 HESSIANS = {"diag_hessian": invfunc.diag_hessian, "batch_diag_hessian": invfunc.batch_diag_hessian}

@@ -13,8 +13,8 @@ import invfunc
 from invfunc import batch_diag_ggn, chunked, diag_ggn, explain, functional
 from invfunc.testing import assert_trees_close, dense_diag_ggn, peak_memory
 from tests.laws import composed
-from tests.sparsity.test_structure import STATISTICS, assert_as_dense
 from tests.strategies import Numbers
+from tests.structure.test_columns import STATISTICS, assert_as_dense
 from tests.structures import always
 
 REPEATED = {

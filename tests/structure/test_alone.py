@@ -17,8 +17,8 @@ from invfunc.structure.narrow import Bottleneck, paths
 from invfunc.structure.rules import FACTS
 from invfunc.testing import assert_trees_close, dense_diag_ggn
 from tests.laws import composed
-from tests.sparsity.test_structure import EXACT, assert_as_dense
 from tests.strategies import Numbers
+from tests.structure.test_columns import EXACT, assert_as_dense
 from tests.structures import always
 
 RAND = Numbers()

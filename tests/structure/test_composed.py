@@ -14,8 +14,8 @@ from invfunc import chunked, diag_ggn, functional, reduced, together, tree
 from invfunc.testing import assert_trees_close
 from invfunc.testing.values import moved
 from tests.laws import RTOL, composed
-from tests.sparsity.test_structure import EXACT, FLOOR, STATISTICS, arranged, assert_as_dense
 from tests.strategies import Numbers
+from tests.structure.test_columns import EXACT, FLOOR, STATISTICS, arranged, assert_as_dense
 from tests.structure_layers import FEW
 from tests.structures import MOVED, NETWORKS, always
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from invfunc import diag_ggn, explain, functional
 from invfunc.testing import assert_trees_close, dense_diag_ggn
-from tests.sparsity.test_structure import assert_as_dense
 from tests.strategies import Numbers
+from tests.structure.test_columns import assert_as_dense
 from tests.structures import always
 
 

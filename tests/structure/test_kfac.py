@@ -12,8 +12,8 @@ from torch import nn
 from invfunc import explain, functional, kfac, tree
 from invfunc.testing import assert_trees_close
 from tests.crossed import thresholds_at
-from tests.sparsity.test_structure import arranged, assert_as_dense
 from tests.strategies import Numbers
+from tests.structure.test_columns import arranged, assert_as_dense
 from tests.structures import MOVED, NETWORKS, always
 
 FORMS = {"expand": {}, "joint": {"joint": True}, "reduce": {"weight_sharing": "reduce"}}

@@ -13,8 +13,8 @@ from invfunc.testing import assert_trees_close
 from tests.around import COMPOSITIONS, differentiated
 from tests.laws import composed
 from tests.networks import total
-from tests.sparsity.test_structure import arranged
 from tests.strategies import Numbers
+from tests.structure.test_columns import arranged
 from tests.structures import NETWORKS, always
 
 EXACT, FLOOR = 1e-8, 1e-6

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from invfunc import batch_diag_ggn, diag_ggn, explain, functional, kfac
-from tests.sparsity.test_structure import assert_as_dense
+from tests.structure.test_columns import assert_as_dense
 from tests.structures import always
 
 CELLS = {

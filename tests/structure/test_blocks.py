@@ -15,7 +15,7 @@ from invfunc import functional
 from invfunc.structure import narrow
 from invfunc.testing import assert_trees_close
 from tests.crossed import thresholds_at
-from tests.sparsity.test_structure import EXACT, FLOOR, STATISTICS, arranged, assert_as_dense
+from tests.structure.test_columns import EXACT, FLOOR, STATISTICS, arranged, assert_as_dense
 from tests.structures import NETWORKS, always
 
 SMALL = st.sampled_from([{"cpu": 1}, {"cpu": 64}, {"cpu": 2**20}])

@@ -12,8 +12,8 @@ from torch import nn
 from invfunc import batch_diag_hessian, diag_ggn, diag_hessian, functional
 from invfunc.testing import assert_trees_close, dense_batch_diag_hessian
 from tests.crossed import thresholds_at
-from tests.sparsity.test_structure import arranged, assert_as_dense
 from tests.strategies import Numbers
+from tests.structure.test_columns import arranged, assert_as_dense
 from tests.structures import NETWORKS, always
 
 STATISTICS = {"of the batch": diag_hessian, "of each sample": batch_diag_hessian}
