@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import invfunc
-from invfunc import BudgetError, budgeted, chunked, explain, functional
-from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
+from invfunc import budgeted, chunked, explain, functional
+from invfunc.errors import ArgumentError, ArgumentTypeError, BudgetError, InvFuncError
 from invfunc.statistic import Statistic
 from invfunc.testing.laws.rows import CASES
 from invfunc.testing.oracles import assert_trees_close
