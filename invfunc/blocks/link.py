@@ -262,7 +262,10 @@ class Link:
     """The tensors of x that stay in memory, by their places."""
     merged = False
     """Whether shared functions alone have something saved."""
-    _args: tree.Form | None = None
+    _args: Any = ((), {})
+    """The further arguments, if none of their tensors has a graph."""
+    _tensors: Sequence[torch.Tensor] = ()
+    _versions: Sequence[int] = []
 
     def __init__(
         self, step: Step, xs: Tensors, form: tree.Form, start: int, around: Surroundings, states: States | None
@@ -273,11 +276,13 @@ class Link:
         self.end = start
         """How many tensors autograd has saved behind it."""
         if args or kwargs:
-            self.own, self._args = tree.separate((args, kwargs))
-            self._tensors = without_graphs(self.own)
-            self._versions = functorch.versions(self._tensors)
-            self._wrapped = any(map(functorch.is_wrapped, self._tensors))
+            self.own = tree.tensors((args, kwargs))
             self.ids = {*map(id, self.own)}
+            self._tensors = without_graphs(self.own)
+            self._args = tree.snapshot((args, kwargs)) if self._tensors is self.own else None
+            if self._args is None:
+                self._form = tree.separate((args, kwargs))[1]
+            self._versions = functorch.versions(self._tensors)
         self.evaluations: list[Evaluation] = []
 
     def names(self) -> list[str]:
@@ -287,13 +292,11 @@ class Link:
 
     def given(self, enter: Enter) -> tuple[tuple, dict[str, Any]]:
         """The further arguments, to be read once more: what had a graph needs a gradient as before."""
-        if self._args is None:
-            return (), {}
         if functorch.versions(self._tensors) != self._versions:
             raise ModifiedError(WRITTEN)
-        if not self._wrapped:
-            return self._args.join(self._tensors)
-        return self._args.join([enter(t, functorch.needs_grad(t)) if functorch.ended(t) else t for t in self._tensors])
+        if self._args is not None:
+            return self._args
+        return self._form.join([enter(t, functorch.needs_grad(t)) if functorch.ended(t) else t for t in self._tensors])
 
     def entered(self, xs: Tensors, enter: Enter) -> Any:
         """x, to be read once more."""

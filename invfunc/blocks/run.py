@@ -30,12 +30,12 @@ from invfunc.blocks.looks import EVERY, compare, looked_at, relative_error
 from invfunc.blocks.surroundings import (
     Reading,
     States,
-    Surroundings,
     drawing,
     drew,
     generators_of,
     put_states,
     states_of,
+    surroundings_of,
 )
 from invfunc.core.run import Composed
 from invfunc.core.run import Run as CoreRun
@@ -133,8 +133,9 @@ class Run(Holder):
         hidden: list[tuple] = []
         before = xs, form
         for k, step in enumerate(steps):
-            around = Surroundings(closed[id(step[0])], step[0].known.first, step)
-            link = Link(step, xs, form, len(self.like), around, states)
+            link = Link(
+                step, xs, form, len(self.like), surroundings_of(closed[id(step[0])], step[0].known.first, step), states
+            )
             self._begun(link, xs, depth + k)
             x = self._first(link, step, x, xs)
             if link.pair.hidden:

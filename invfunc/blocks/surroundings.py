@@ -68,6 +68,8 @@ class Closed:
         self._inner = [(m._modules, [*m._modules.values()]) for m in self.modules if m._modules]
         self.nothing = not (self.places or self.modules)
         """Whether there is nothing, as for functions whose weights are arguments."""
+        self.empty: dict[tuple, Surroundings] = {}
+        """Surroundings of calls without anything around them, by the flags among the arguments."""
 
     def moved(self) -> bool:
         """Whether a tensor stands elsewhere by now, as where a weight was parametrized or a submodule replaced."""
@@ -169,7 +171,7 @@ def generators_of(
 def _flags_of(step: tuple[Any, tuple, dict]) -> tuple:
     """The arguments by which a function usually chooses what it does."""
     _, args, kwargs = step
-    return tuple(a for a in (*args, *kwargs.values()) if type(a) in _FLAGS) if args or kwargs else ()
+    return tuple([a for a in (*args, *kwargs.values()) if type(a) in _FLAGS]) if args or kwargs else ()
 
 
 def states_of(generators: Sequence[Generator]) -> States:
@@ -205,6 +207,24 @@ def without_graphs(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [t if functorch.recorded(t).grad_fn is None else functorch.leaf_at(t, True) for t in tensors]
 
 
+def surroundings_of(closed: Closed, first: bool, step: tuple[Any, tuple, dict]) -> Surroundings:
+    """Surroundings of a call of a block; of calls that have none they are the same.
+
+    Args:
+        closed: what its functions close over.
+        first: whether it was not called yet.
+        step: the block with its further arguments.
+    """
+    flags = _flags_of(step)
+    if not closed.nothing or functorch.autocasting():
+        return Surroundings(closed, first, flags)
+    if flags not in closed.empty:
+        if len(closed.empty) > _MOST:
+            closed.empty.clear()
+        closed.empty[flags] = Surroundings(closed, first, flags)
+    return closed.empty[flags]
+
+
 class Surroundings:
     """Surroundings of one call, which are put up again where its function is evaluated once more."""
 
@@ -220,9 +240,9 @@ class Surroundings:
     versions before the call: torch.batch_norm writes without counting."""
     learned = True
 
-    def __init__(self, closed: Closed, first: bool, step: tuple[Any, tuple, dict]) -> None:
+    def __init__(self, closed: Closed, first: bool, flags: tuple) -> None:
         self.closed, self.casts = closed, _casts()
-        self.key = _flags_of(step)
+        self.key = flags
         """What f may choose by what it reads."""
         if closed.nothing:
             return
@@ -246,12 +266,13 @@ class Surroundings:
 
     def called(self) -> None:
         """End of the call: from now on nothing may be written that it has read."""
+        if self.closed.nothing:
+            return
         if self.places is not self.closed.places:  # it was learned which of them are read
             read = {(id(c), k) for c, k in self.closed.places}
             self.tensors = [*compress(self.tensors, [(id(c), k) in read for c, k in self.places])]
             self.places = self.closed.places
-        if self.tensors:
-            self.versions = functorch.versions(self.tensors)
+        self.versions = functorch.versions(self.tensors)
         if self.buffers:
             self.mark()
             self.buffers = [
@@ -347,8 +368,8 @@ def _restart(buffers: Sequence[tuple[str, torch.Tensor]], module: nn.Module, arg
     module._buffers.update({name: value.clone() for name, value in buffers})
 
 
-def _casts() -> list[tuple[str, bool, torch.dtype]]:
+def _casts() -> Sequence[tuple[str, bool, torch.dtype]]:
     """Autocast as it is now, if it is on at all."""
     if not functorch.autocasting():
-        return []
+        return ()
     return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS]
