@@ -294,7 +294,7 @@ FAULTS = [
     Fault(
         "a coupling does not look whether F writes",
         "pairs/couplings.py",
-        "written = [*map(version, tensors)] != before",
+        "written = unseen_versions(tensors) != before",
         "written = False",
         "pairs/test_couplings.py::test_functions_that_write_the_state_are_errors",
     ),
