@@ -160,4 +160,11 @@ FAULTS = [
         "\n    def output",
         "invertible/test_memory.py",
     ),
+    Fault(
+        "what is in the memory of the first x is told as held by somebody",
+        "blocks/held.py",
+        "if first[at].block is not None and",
+        "if",
+        "invertible/test_held.py",
+    ),
 ]

@@ -32,11 +32,4 @@ FAULTS = [
         "torch.cat([second, first], self.dim)",
         "invertible/test_multiscale.py",
     ),
-    Fault(
-        "what is in the memory of the first x is told as held by somebody",
-        "blocks/held.py",
-        "if first[at].block is not None and",
-        "if",
-        "invertible/test_held.py",
-    ),
 ]
