@@ -222,13 +222,6 @@ TRIED_PASSES = 256
 """Passes into which a call is divided at most to find out what it takes: it runs without numbers, pass by pass. A limit
 of time."""
 
-# What is looked through (certificates/held.py)
-
-
-HELD = 512
-"""Objects of a function that are looked through for tensors before it runs."""
-
-
 # Plans (plans/watch.py, plans/recorder.py, compiled.py)
 
 WATCHED, WATCHED_BYTES = 20_000, 2**16
