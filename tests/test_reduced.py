@@ -11,7 +11,8 @@ from torch.func import grad, vmap
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, chunked, reduced, tree
+from invfunc import chunked, reduced, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.paths import in_blocks
 from invfunc.testing.laws.rows import BOTH, LEAVES, MODEL, rows

@@ -40,7 +40,7 @@ def held_states() -> HeldStates:
         >>> import torch, invfunc
         >>> double = invfunc.invertible_checkpoint(invfunc.Invertible(lambda x: 2 * x, lambda y: y / 2))
         >>> seen, x = [], torch.ones(512, 512, requires_grad=True)
-        >>> with invfunc.held_states() as found:
+        >>> with invfunc.pairs.held_states() as found:
         ...     for k in range(6):
         ...         x = double(x)
         ...         if k % 2 == 0:

@@ -15,7 +15,7 @@ from invfunc.pairs.part import per_sample
 from invfunc.pairs.value import Value
 
 
-def multiscale(*flows: Callable, split_dim: int = 1) -> Invertible:
+def multiscale(*flows: Callable[..., Any], split_dim: int = 1) -> Invertible:
     """Flows one after the other; before each but the first, half of the state leaves.
 
         def f(x, params):
@@ -45,7 +45,7 @@ def multiscale(*flows: Callable, split_dim: int = 1) -> Invertible:
     Example:
         >>> import torch, invfunc
         >>> double = invfunc.Invertible(lambda x: 2 * x, lambda y: y / 2)
-        >>> scales = invfunc.multiscale(double, double, double)
+        >>> scales = invfunc.pairs.multiscale(double, double, double)
         >>> scales(torch.ones(1, 4))
         (tensor([[8.]]), tensor([[4.]]), tensor([[2., 2.]]))
         >>> scales.inverse(scales(torch.ones(1, 4)))

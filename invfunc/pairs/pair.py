@@ -283,7 +283,7 @@ class Law(Value):
         return Invertible(self.forward, self.inverse, shared, hidden, self.log_det, name)
 
 
-def state_first(f: Callable) -> Callable:
+def state_first(f: Callable[..., Any]) -> Callable[..., Any]:
     """Turn `f(params, x, *args)` into `f(x, params, *args)`, or back.
 
     A model function takes its parameters first, as `torch.func.grad` and the statistics want it, an invertible function
@@ -303,7 +303,7 @@ def state_first(f: Callable) -> Callable:
 
     Example:
         >>> import invfunc
-        >>> invfunc.state_first(lambda params, x: x - params)(1.0, 3.0)
+        >>> invfunc.pairs.state_first(lambda params, x: x - params)(1.0, 3.0)
         -2.0
 
     Composes with: everything.

@@ -10,7 +10,8 @@ import torch
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import CertificateError, certified, chunked, together, tree
+from invfunc import certified, chunked, together, tree
+from invfunc.errors import CertificateError
 from invfunc.testing import strategies
 from invfunc.testing.laws.rows import BOTH, FACTORS, LOSS, MODEL, ROWS
 from invfunc.testing.strategies import Loss, Model, Numbers, Problem

@@ -208,8 +208,8 @@ def _nearest(repeats: int) -> _Found:
     net = _Net(n=128, width=12)
     dense = invfunc.sqrt_ggn(net.f, F.cross_entropy)(*net.given)["0.weight"].flatten(2).flatten(0, 1)
     block, off = dense.T @ dense, {}
-    kinds = {"kfac": partial(invfunc.kfac, fisher="exact"), "kfoc": partial(invfunc.kfoc, fisher="exact")}
-    kinds["shampoo"] = partial(invfunc.kfoc, fisher="exact", sweeps=1)
+    kinds = {"kfac": partial(invfunc.kfac, fisher="exact"), "kfoc": partial(invfunc.kronecker.kfoc, fisher="exact")}
+    kinds["shampoo"] = partial(invfunc.kronecker.kfoc, fisher="exact", sweeps=1)
     calls = {name: make(net.f, F.cross_entropy) for name, make in kinds.items()}
     times = net.times(repeats, **{name: partial(call, *net.given) for name, call in calls.items()})
     for name, call in calls.items():
@@ -251,7 +251,7 @@ def _peeled(repeats: int) -> _Found:
 
 
 def _solver(repeats: int) -> _Found:
-    step = invfunc.reversible_step(invfunc.runge_kutta(lambda x, t: (x[1], -x[0].sin())))
+    step = invfunc.pairs.reversible_step(invfunc.pairs.runge_kutta(lambda x, t: (x[1], -x[0].sin())))
     solve, x0, found = invfunc.repeated(step), tuple(torch.tensor(a).double() for a in (1.5, 0.0)), {}
     for steps in (1000, 40, 80):
         times = torch.linspace(0, 6, steps + 1).double()
@@ -271,7 +271,7 @@ def _resting(repeats: int) -> _Found:
     weight.requires_grad_()
     x, told = torch.zeros_like(drive), []
     for tolerance in (1e-2, 1e-3):
-        solve = invfunc.equilibrium(lambda x, w, d: torch.tanh(x @ w + d), beta=0.8, tolerance=tolerance)
+        solve = invfunc.pairs.equilibrium(lambda x, w, d: torch.tanh(x @ w + d), beta=0.8, tolerance=tolerance)
         told.append(solve(x, weight, drive).evaluations)
     return _Found(
         f"{told[0]} and {told[1]} evaluations to 1e-2 and 1e-3, exact gradient of them", "RevDEQ: 12 evaluations, fixed"
@@ -279,11 +279,11 @@ def _resting(repeats: int) -> _Found:
 
 
 def _bits(repeats: int) -> _Found:
-    pair, grid = invfunc.bdia(torch.tanh), invfunc.Grid()
+    pair, grid = invfunc.pairs.bdia(torch.tanh), invfunc.pairs.Grid()
     state = grid.enter((torch.rand(64, 32), torch.rand(64, 32)))
     steps = [(torch.rand(64) < 0.5,) for _ in range(50)]
     return _Found(
-        f"{invfunc.drift(pair, state, steps)[-1]:g} lost in 50 blocks, 1 bit an entry and block", "BDIA: 0, 1 bit"
+        f"{invfunc.pairs.drift(pair, state, steps)[-1]:g} lost in 50 blocks, 1 bit an entry and block", "BDIA: 0, 1 bit"
     )
 
 
@@ -296,7 +296,7 @@ def _glow(repeats: int) -> _Found:
         blocks, state = [normflows.flows.GlowBlock(8, 16).double() for _ in range(depth)], x
         for block in blocks:
             state = block(state)[0].detach()  # its norms start from a first batch
-        flow = invfunc.with_log_det(invfunc.chain(*map(invfunc.from_module, blocks)))
+        flow = invfunc.with_log_det(invfunc.chain(*map(invfunc.pairs.from_module, blocks)))
         flow = invfunc.invertible_checkpoint(flow, check="off")  # log-determinants that begin at 0 are not compared
         own = [p for block in blocks for p in block.parameters() if p.requires_grad]
 
@@ -330,7 +330,7 @@ def _training(repeats: int) -> _Found:
         return (c[each["i"]] * F.cross_entropy(net.f(p, x[each["i"]]), y[each["i"]], reduction="none")).mean()
 
     told = []
-    for make in (invfunc.reversible_sgd, invfunc.reversible_adam):
+    for make in (invfunc.pairs.reversible_sgd, invfunc.pairs.reversible_adam):
         step = make(loss, lr=0.01)
         train, start = invfunc.repeated(step), step.start(params)
 

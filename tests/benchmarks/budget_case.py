@@ -70,7 +70,7 @@ def _statistic(name: str, p: Problem) -> Statistic:
         options["mc_samples"] = 1
     if drawn or kind in DRAWN:
         options["generator"] = torch.Generator().manual_seed(0)
-    of = getattr(invfunc, kind)
+    of = getattr(invfunc, kind, None) or getattr(invfunc.kronecker, kind)
     if kind in OF_LOSSES:
         return of(p.loss_fn, **options)
     return of(p.f, **options) if kind in OF_OUTPUTS else of(p.f, p.loss, **options)

@@ -193,7 +193,7 @@ class TestKroneckerFactors:
 
     def test_of_both_sides(self, case):
         f, *args = case
-        statistic = invfunc.kfoc(f, F.cross_entropy, fisher="exact")
+        statistic = invfunc.kronecker.kfoc(f, F.cross_entropy, fisher="exact")
         assert_trees_close(by_the_core(statistic, *args), invfunc.chunked(statistic, 1)(*args), 1e-7)
 
 

@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, Estimate, streamed
+from invfunc import streamed
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.loss.drawn import key_of
 from invfunc.loss.peeled import Peel, peeled
 from invfunc.loss.square_root import Elementwise, Softmax
+from invfunc.reductions.estimate import Estimate
 from invfunc.reductions.lots import Lot, drawn, variances
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers

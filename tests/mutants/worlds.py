@@ -16,11 +16,11 @@ from invfunc.testing import strategies
 from invfunc.testing.laws.rows import FACTORS, ROWS
 from invfunc.testing.models import FAMILIES
 from tests import criteria, moved
+from tests.core.test_hidden import Averaged
 from tests.forms import FORMS
 from tests.lost import WAYS
 from tests.modules import of_module
 from tests.operations.test_thresholds import PROGRAMS, built
-from tests.recording.test_hidden import Averaged
 from tests.strategies import Case, Numbers, convolutions, formed, linears, matmuls, transposed_convolutions
 from tests.structure_losses import criteria_of
 from tests.structures import NETWORKS

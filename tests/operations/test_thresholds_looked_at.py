@@ -6,22 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import (
-    SplitError,
-    additive_coupling,
-    batch_grad,
-    chain,
-    diag_ggn,
-    functional,
-    ggnvp,
-    outputs,
-)
-from invfunc.testing import (
-    assert_trees_close,
-    dense_diag_ggn,
-    dense_ggn,
-    loop_batch_grad,
-)
+from invfunc import additive_coupling, batch_grad, chain, diag_ggn, functional, ggnvp, outputs
+from invfunc.errors import SplitError
+from invfunc.testing import assert_trees_close, dense_diag_ggn, dense_ggn, loop_batch_grad
 from tests.crossed import thresholds_at
 from tests.laws import RTOL
 from tests.operations.test_thresholds import both, built

@@ -8,20 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import grad, jvp, vmap
 
-import invfunc
-from invfunc import (
-    ArgumentError,
-    ArgumentTypeError,
-    chunked,
-    diag_ggn,
-    ekfac,
-    kfac,
-    kflr,
-    kfra,
-    reduced,
-    tree,
-)
-from invfunc.errors import InvFuncError
+from invfunc import chunked, diag_ggn, ekfac, kfac, kflr, reduced, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
+from invfunc.kronecker import kfra
 from invfunc.testing import assert_trees_close, loop_kfac
 from invfunc.testing.laws.paths import in_blocks
 from tests.laws import composed
@@ -165,10 +154,10 @@ class TestArguments:
         assert all(a.dtype == torch.float32 for k in found.values() for a in k.factors)
         assert_factors(found, loop_kfac(module, LOSSES[0])(*args), 1e-4)
 
-    @pytest.mark.parametrize("name", ["kfac", "kflr", "ekfac", "kfra"])
-    def test_says_what_it_is(self, name):
-        generator = {"generator": seeded()} if name in ("kfac", "ekfac") else {}
-        assert repr(getattr(invfunc, name)(F.linear, F.mse_loss, **generator)) == f"{name}(linear, mse_loss)"
+    @pytest.mark.parametrize("make", [kfac, kflr, ekfac, kfra])
+    def test_says_what_it_is(self, make):
+        generator = {"generator": seeded()} if make in (kfac, ekfac) else {}
+        assert repr(make(F.linear, F.mse_loss, **generator)) == f"{make.__name__}(linear, mse_loss)"
 
 
 NOT_LINEAR = {

@@ -7,17 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad, jvp, vmap
 
-from invfunc import (
-    ArgumentTypeError,
-    SampleAxisError,
-    batch_diag_hessian,
-    chunked,
-    diag_hessian,
-    functional,
-    outputs,
-    tree,
-)
-from invfunc.errors import InvFuncError
+from invfunc import batch_diag_hessian, chunked, diag_hessian, functional, outputs, tree
+from invfunc.errors import ArgumentTypeError, InvFuncError, SampleAxisError
 from invfunc.testing import assert_trees_close, dense_batch_diag_hessian, dense_diag_hessian
 from invfunc.testing.laws.paths import in_blocks
 from invfunc.testing.values import moved

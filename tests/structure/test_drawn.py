@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.laws import composed
-from tests.sparsity.test_structure import STATISTICS, assert_as_dense
 from tests.strategies import Numbers
+from tests.structure.test_columns import STATISTICS, assert_as_dense
 from tests.structures import NETWORKS
 
 CRITERIA = {

@@ -2,7 +2,7 @@
 
 from tests.mutants.fault import Fault
 
-REPEATED = "sparsity/test_structure_repeated.py"
+REPEATED = "structure/test_repeated.py"
 
 FAULTS = [
     # Parameters that are repeated for the samples
@@ -20,7 +20,7 @@ FAULTS = [
         "arguments/problem.py",
         "return [i % n for i in places]",
         "return [i % (n + 1) for i in places]",
-        "per_sample/test_samples.py::TestEveryStatistic::test_is_that_of_the_shares_that_were_chosen "
-        "per_sample/test_samples.py",
+        "statistics/test_samples.py::TestEveryStatistic::test_is_that_of_the_shares_that_were_chosen "
+        "statistics/test_samples.py",
     ),
 ]

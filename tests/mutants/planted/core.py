@@ -22,7 +22,7 @@ FAULTS = [
         "core/copies.py",
         "    if func in MOVES and not any([x is args[0] for x, _ in data]):\n",
         "    if False:\n",
-        "passes/test_selections.py",
+        "core/test_selections.py",
     ),
     Fault(
         "a softmax along the samples keeps them apart",
@@ -267,35 +267,35 @@ FAULTS = [
         "core/norms.py",
         "return None if anywhere(~(within & (bound <= most * norms))) else norms",
         "return None if anywhere(~within) else norms",
-        "per_sample/test_norms.py",
+        "core/test_norms.py",
     ),
     Fault(
         "norms are taken in float32 beyond its range",
         "core/norms.py",
         "(within & (bound <= most * norms))",
         "(bound <= most * norms)",
-        "per_sample/test_norms.py",
+        "core/test_norms.py",
     ),
     Fault(
         "norms are taken in float32 where they are differentiated",
         "core/norms.py",
         "return not moved and _cheaper",
         "return _cheaper",
-        "per_sample/test_norms.py",
+        "core/test_norms.py",
     ),
     Fault(
         "products between halves of the positions count once",
         "core/norms.py",
         "times[count // 2 :] = 2",
         "times[count // 2 + 1 :] = 2",
-        "per_sample/test_norms.py",
+        "core/test_norms.py",
     ),
     Fault(
         "what is summed in one factor alone is bounded by it",
         "core/norms.py",
         "if any(inner.count(c) == 1 for c in {*inner} - {*instance}) or not crosses(pair, output):",
         "if not crosses(pair, output):",
-        "per_sample/test_norms.py",
+        "core/test_norms.py",
     ),
     Fault(
         "shifted moments forget the shift",
@@ -303,7 +303,7 @@ FAULTS = [
         "return total + n * shift, centred",
         "return total, centred",
         "operations/test_thresholds.py::TestStatistics::test_equal_the_loop[lowest-positions] "
-        "testing/test_laws_hold.py statistics/test_first_order.py per_sample/test_clipped_grad.py "
+        "testing/test_laws_hold.py statistics/test_first_order.py statistics/test_clipped_grad.py "
         "operations/test_thresholds.py",
     ),
 ]

@@ -17,16 +17,16 @@ FAULTS = [
         "evaluation/fold.py",
         "torch.tensor(sorted(order, key=order.__getitem__), device",
         "torch.tensor(order, device",
-        "per_sample/test_samples.py::TestEveryStatistic::test_is_that_of_the_shares_that_were_chosen "
-        "per_sample/test_samples.py",
+        "statistics/test_samples.py::TestEveryStatistic::test_is_that_of_the_shares_that_were_chosen "
+        "statistics/test_samples.py",
     ),
     Fault(
         "samples that were chosen are counted from the start of each block",
         "evaluation/parts.py",
         "sorted(i - part[0] for i in chosen if part[0] <= i < part[1])",
         "sorted(i for i in chosen if i < part[1] - part[0])",
-        "per_sample/test_samples.py::TestEveryStatistic::test_does_not_depend_on_chunks "
-        "per_sample/test_samples.py test_chunked.py statistics",
+        "statistics/test_samples.py::TestEveryStatistic::test_does_not_depend_on_chunks "
+        "statistics/test_samples.py test_chunked.py statistics",
     ),
     Fault(
         "columns of a chunk are the first ones",

@@ -12,7 +12,7 @@ FAULTS = [
         "linear_algebra/pairwise.py",
         "return x.mT if self.turned else x",
         "return x.reshape(x.mT.shape) if self.turned else x",
-        "operations/test_thresholds.py per_sample",
+        "operations/test_thresholds.py statistics",
     ),
     Fault(
         "sums that cancel are taken in float32 where there is no float64",
@@ -26,7 +26,7 @@ FAULTS = [
         "linear_algebra/contract.py",
         "found[:start, start:stop] = found[start:stop, :start].mT",
         "found[:start, start:stop] = 0",
-        LONG + " operations/test_autocorrelation.py",
+        LONG + " linear_algebra/test_autocorrelation.py",
     ),
     Fault(
         "long sums of products are doubled",
@@ -47,14 +47,14 @@ FAULTS = [
         "linear_algebra/contract.py",
         "low = (torch.float16, torch.bfloat16)",
         "low = ()",
-        "per_sample/test_half_precision.py::TestSquaresOfSmallShares::test_make_norms per_sample",
+        "statistics/test_half_precision.py::TestSquaresOfSmallShares::test_make_norms statistics",
     ),
     Fault(
         "a sum over one tensor alone is left out of a product",
         "linear_algebra/pairwise.py",
         '[_reduced(f"{left}->{first}", x), _reduced(f"{right}->{second}", y)]',
         '[_reduced(f"{left}->{first}", x) * 2, _reduced(f"{right}->{second}", y)]',
-        "per_sample/test_norms.py operations/test_thresholds.py",
+        "core/test_norms.py operations/test_thresholds.py",
     ),
     # Eigenpairs, and covariances of low rank
     Fault(

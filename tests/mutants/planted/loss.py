@@ -42,7 +42,7 @@ FAULTS = [
         "loss/hessian.py",
         "check(raw < -16 * torch.finfo(raw.dtype).eps * largest, lambda: ConvexityError(text))",
         "pass",
-        "statistics/test_diag_ggn.py::TestRefusals::test_a_loss_that_is_not_convex loss statistics passes",
+        "statistics/test_diag_ggn.py::TestRefusals::test_a_loss_that_is_not_convex loss statistics",
     ),
     Fault(
         "the last column of the softmax points elsewhere",
@@ -117,6 +117,6 @@ FAULTS = [
         "none = variance < 0\n    noise",
         "loss/test_diag_ggn_extremes.py::TestExtremes::test_what_is_drawn_of_a_sure_prediction_is_what_there_is_of_it "
         + DRAWN
-        + " per_sample/test_nan.py loss",
+        + " statistics/test_nan.py loss",
     ),
 ]

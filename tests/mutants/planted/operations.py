@@ -2,7 +2,7 @@
 
 from tests.mutants.fault import Fault
 
-FIRST = "testing/test_laws_hold.py statistics/test_first_order.py per_sample/test_clipped_grad.py"
+FIRST = "testing/test_laws_hold.py statistics/test_first_order.py statistics/test_clipped_grad.py"
 
 FAULTS = [
     # Sketches

@@ -2,7 +2,7 @@
 
 from tests.mutants.fault import Fault
 
-FIRST = "testing/test_laws_hold.py statistics/test_first_order.py per_sample/test_clipped_grad.py"
+FIRST = "testing/test_laws_hold.py statistics/test_first_order.py statistics/test_clipped_grad.py"
 KFAC = "reductions/test_kfac.py reductions/test_kfac_exact.py reductions/test_kfac_lengths.py"
 PEELED = "loss/test_peeled.py"
 NOISE = "statistics/test_noise_scale.py"
@@ -53,7 +53,7 @@ FAULTS = [
         "reductions/gradients.py",
         ".clamp(min=1).reciprocal()",
         ".reciprocal()",
-        "per_sample/test_clipped_grad.py::TestClipping::test_bounds_each_share_and_no_other " + FIRST,
+        "statistics/test_clipped_grad.py::TestClipping::test_bounds_each_share_and_no_other " + FIRST,
     ),
     # The noise of gradients
     Fault(
@@ -159,7 +159,7 @@ FAULTS = [
         "reductions/kronecker_factors.py",
         '"positions" if sharing == "expand" else "narrow"',
         '"positions"',
-        "sparsity/test_structure_kflr.py::test_it_is_that_of_all_columns sparsity",
+        "structure/test_kflr.py::test_it_is_that_of_all_columns structure",
     ),
     # Kronecker factors
     Fault(

@@ -1,0 +1,144 @@
+"""A function that reads its parameters by the place of a sample gives other shares on a part of the batch, although the
+outputs may be the same there: it does not run in parts unless somebody asks, and then there is an error."""
+
+from contextlib import suppress
+
+import hypothesis
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+
+from invfunc import batch_grad, batch_jacobian, chunked, diag_ggn, sum_grad_squared, thresholds
+from invfunc.errors import SampleAxisError
+from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
+from tests.strategies import Numbers
+
+EXACT = 1e-10
+N = 7
+FORMS = {
+    "slice": lambda z, x: x + z[: len(x)],
+    "indices": lambda z, x: x + z[torch.arange(len(x))],
+    "rows": lambda z, x: torch.stack([x[i] + z[i] for i in range(len(x))]),
+    "factor": lambda z, x: x * (1 + z[: len(x)]),
+    "length": lambda z, x: x + len(x) * z[0],
+    "the first": lambda z, x: torch.cat([x[:1] + z[:1], x[1:]]),
+}
+
+
+def drawn():
+    rand = Numbers()
+    return {"z": torch.zeros(N, 3).double(), "w": rand(3, 3)}, rand(N, 3), Numbers(1).below(3, N)
+
+
+def given(form):
+    def model(p, x):
+        return FORMS[form](p["z"], x) @ p["w"]
+
+    return model, lambda p, x, y: F.cross_entropy(model(p, x), y, reduction="none")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parts_that_are_asked_for_are_refused(form):
+    (p, x, y), (model, losses) = drawn(), given(form)
+    asked = [
+        (batch_grad(losses), (p, x, y)),
+        (batch_grad(lambda *args: losses(*args).mean()), (p, x, y)),
+        (batch_grad(lambda p, x, y: F.cross_entropy(model(p, x), y)), (p, x, y)),
+        (batch_jacobian(model), (p, x)),
+        (diag_ggn(model, F.cross_entropy), (p, x, y)),
+    ]
+    for statistic, args in asked:
+        for n in (2, N):
+            with pytest.raises(SampleAxisError, match=r"by the place|not kept apart|neither the mean nor the sum"):
+                chunked(statistic, n, over="samples")(*args)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_blocks_are_not_taken(form, monkeypatch):
+    (p, x, y), (model, _) = drawn(), given(form)
+    wanted = dense_diag_ggn(model, F.cross_entropy)(p, x, y)
+    monkeypatch.setattr(thresholds, "CACHE", {"cpu": 8})
+    assert_trees_close(diag_ggn(model, F.cross_entropy)(p, x, y), wanted, EXACT)
+    assert_trees_close(diag_ggn(lambda p, x, y: F.cross_entropy(model(p, x), y))(p, x, y), wanted, EXACT)
+
+
+def test_indices_that_are_a_batch_argument_are_the_way_out():
+    p, x, y = drawn()
+
+    def f(p, x, i, y):
+        return F.cross_entropy((x + p["z"][i]) @ p["w"], y, reduction="none")
+
+    i = torch.arange(N)
+    assert_trees_close(chunked(batch_grad(f), 3)(p, x, i, y), loop_batch_grad(f)(p, x, i, y), EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parameters_that_are_the_same_for_all_run_in_parts(dtype):
+    """Zeros, ones and expanded tokens, as layers have them at first."""
+    rand = Numbers()
+    p = {"b": torch.zeros(N), "g": torch.ones(N), "token": torch.zeros(1, N), "w": rand(N, 3)}
+    p = {name: v.to(dtype) for name, v in p.items()}
+    x, y = rand(N, N).to(dtype), Numbers(1).below(3, N)
+
+    def f(p, x, y):
+        h = torch.cat([p["token"].expand(len(x), -1), F.layer_norm(x, (N,), p["g"], p["b"])], 1)
+        return F.cross_entropy((h[:, :N] + h[:, N:]) @ p["w"], y, reduction="none")
+
+    found = chunked(batch_grad(f), 3)(p, x, y)
+    assert_trees_close(found, batch_grad(f)(p, x, y), 1e-5 if dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16, None])
+def test_half_precision_hides_nothing(low):
+    """A large bias leaves few digits for what depends on the length of the batch."""
+    rand = Numbers()
+    dtype = torch.float32 if low is None else low
+    params, x = (rand(3, 2).to(dtype), 20 * rand(2).abs().to(dtype)), rand(5, 3).to(dtype)
+
+    def scaled(p, x):
+        return x / len(x) @ p[0] + p[1]
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=low is None):
+        with pytest.raises(SampleAxisError, match="the length"):
+            chunked(batch_jacobian(scaled), 3, over="samples")(params, x)
+        found = chunked(batch_jacobian(lambda p, x: x @ p[0] + p[1]), 3, over="samples")(params, x)
+        assert_trees_close(found, batch_jacobian(lambda p, x: x @ p[0] + p[1])(params, x), 1e-2)
+
+
+MIXED = {
+    "next": lambda x: torch.cat([x[1:], x[-1:]]),
+    "previous": lambda x: torch.cat([x[:1], x[:-1]]),
+    "roll": lambda x: x.roll(1, 0),
+    "roll back": lambda x: x.roll(-1, 0),
+    "flip": lambda x: x.flip(0),
+    "pairs": lambda x: x[torch.arange(len(x)).bitwise_xor(1).clamp(max=len(x) - 1)],
+    "mean": lambda x: x - x.mean(0),
+    "total": lambda x: x / len(x),
+    "first": lambda x: x - x[:1],
+    "last": lambda x: x - x[-1:],
+}
+
+
+@pytest.mark.parametrize("mixed", MIXED)
+@hypothesis.given(total=st.integers(1, 7), size=st.integers(1, 6))
+def test_samples_that_are_mixed_unseen_are_not_divided(mixed, total, size):
+    """vmap hides what it gives: nothing is known of it but its values."""
+    p, x = Numbers()(3, 2), Numbers(1)(total, 3)
+
+    def f(p, x):
+        return (torch.vmap(torch.sin)(MIXED[mixed](x)) @ p).tanh()
+
+    with suppress(SampleAxisError):
+        found = chunked(batch_jacobian(f), chunk_size=size, over="samples")(p, x)
+        assert_trees_close(found, torch.func.jacrev(f)(p, x), EXACT)
+
+
+def test_squares_of_an_entry_for_each_sample_with_as_many_positions_as_samples():
+    w, x = Numbers(1)(2, 1), Numbers(2)(2, 2)
+
+    def losses(w, x):
+        return (w * x).sin().sum(1)
+
+    wanted = torch.func.jacrev(losses)(w, x).square().sum(0)
+    assert_trees_close(sum_grad_squared(losses)(w, x), wanted, EXACT)

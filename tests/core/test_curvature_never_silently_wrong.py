@@ -1,0 +1,217 @@
+"""Programs that once gave wrong numbers of second order without a word: each is right now, or an error."""
+
+from contextlib import suppress
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import grad, jacrev, vjp, vmap
+
+from invfunc import (
+    InvFuncError,
+    batch_diag_hessian,
+    batch_grad,
+    chunked,
+    diag_ggn,
+    diag_hessian,
+    estimate_trace,
+    functional,
+    ggnvp,
+    gram,
+    kfac,
+    kflr,
+    together,
+)
+from invfunc.errors import SampleAxisError
+from invfunc.kronecker import kfra
+from invfunc.testing import assert_trees_close, dense_diag_ggn, dense_diag_hessian
+from tests.strategies import Numbers
+
+W, X = Numbers(1)(3, 4), Numbers(2)(5, 3)
+CLASSES, WEIGHTS = torch.tensor([0, 1, 2, 3, 0]), Numbers(3)(5).abs()
+
+
+def linear(w, x):
+    return x @ w
+
+
+def squares(z, y):
+    return (z - y).square().sum()
+
+
+def multiplied(z, y):
+    return F.cross_entropy(z, y, reduction="none").mul_(WEIGHTS).sum()
+
+
+def masked(z, y):
+    losses = F.cross_entropy(z, y, reduction="none")
+    losses[y == 0] = 0
+    return losses.sum()
+
+
+@pytest.mark.parametrize("loss", [multiplied, masked])
+def test_a_loss_that_is_written_to_before_it_is_summed(loss):
+    wanted = dense_diag_ggn(linear, loss)(W, X, CLASSES)
+    for t in (diag_ggn(linear, loss), diag_hessian(linear, loss), diag_ggn(lambda w, x, y: loss(linear(w, x), y))):
+        assert_trees_close(t(W, X, CLASSES), wanted, 1e-10)
+
+
+@pytest.mark.parametrize("write", [lambda h: h[:, 1:3].exp_(), lambda h: h.T.sigmoid_()], ids=["slice", "transpose"])
+def test_a_view_that_is_bent_in_place(write):
+    def f(w, x):
+        h = x @ w
+        write(h)
+        return h
+
+    target = torch.zeros(5, 4).double()
+    wanted = dense_diag_hessian(lambda w, x: F.mse_loss(f(w, x), target))(W, X)
+    assert_trees_close(diag_hessian(f, F.mse_loss)(W, X, target), wanted, 1e-10)
+
+
+def test_a_loss_of_a_loss():
+    def f(w, x, t):
+        return F.mse_loss(F.mse_loss(x @ w, x, reduction="none").sum(1), t)
+
+    square, t = Numbers(4)(3, 3), Numbers(5)(5)
+    found = diag_ggn(f)(square.clone().requires_grad_(), X, t)
+    assert_trees_close(found.detach(), diag_ggn(f)(square, X, t), 1e-12)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce", "backpack"])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda w, x: (x @ w[:, :2]).tanh(),
+        lambda w, x: torch.cat([x @ part for part in w.chunk(2, 1)], 1).tanh(),
+        lambda w, x: (x[:, :2] @ w[:2]).sin(),
+    ],
+    ids=["columns", "all columns", "rows"],
+)
+def test_factors_of_parts_of_a_weight(f, sharing):
+    """Of one sample and position they are exact where the weight is read."""
+    x = X[:1]
+    J = jacrev(f)(W, x).reshape(-1, W.numel())
+    found = kflr(f, squares, weight_sharing=sharing)(W, x, torch.zeros_like(f(W, x))).dense()
+    wanted = 2 * J.T @ J
+    assert_trees_close(torch.where(wanted == 0, 0, found), wanted, 1e-10)
+
+
+@pytest.mark.parametrize("make", [diag_hessian, batch_diag_hessian])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda p, x: (x * p).sin() * p,
+        lambda p, x: (x + p).sin() * p,
+        lambda p, x: torch.einsum("ni,ni->n", (x * p).cos(), p)[:, None] * x,
+    ],
+    ids=["mul", "add", "einsum"],
+)
+def test_a_parameter_with_an_entry_for_each_sample_that_is_read_again(f, make):
+    p = Numbers(9)(5, 3)
+    wanted = dense_diag_hessian(f, squares)(p, X, torch.zeros(5, 3).double())
+    with suppress(SampleAxisError):
+        found = make(f, squares)(p, X, torch.zeros(5, 3).double())
+        assert_trees_close(found if make is diag_hessian else found.sum(0), wanted, 1e-10)
+
+
+def test_the_second_derivative_of_a_diagonal_through_a_norm():
+    def f(w, x):
+        return F.layer_norm(x @ w, (4,))
+
+    def slope(w):
+        return grad(lambda w: (diag_ggn(f, squares)(w, X, torch.zeros(5, 4).double()) * W.cos()).sum())(w)
+
+    along, step = W.sin(), 1e-4
+    found = vjp(slope, W)[1](along)[0]
+    ends = [slope(W + k * step * along) for k in (-2, -1, 1, 2)]
+    wanted = (ends[0] - 8 * ends[1] + 8 * ends[2] - ends[3]) / (12 * step)
+    assert_trees_close(found, wanted, 1e-6)
+
+
+def test_a_chain_with_views():
+    def f(p, x):
+        h = F.conv2d(x, p[0]).relu().flatten(1)
+        return h.view(len(x), -1) @ p[1]
+
+    params, x, y = [Numbers(1)(2, 1, 2, 2), Numbers(2)(8, 3)], Numbers(3)(1, 1, 3, 3), Numbers(4)(1, 3)
+    found = kfra(f, F.mse_loss, weight_sharing="reduce")(params, x, y)
+    wanted = kflr(f, F.mse_loss, weight_sharing="reduce")(params, x, y)
+    assert_trees_close([k.dense() for k in found], [k.dense() for k in wanted], 1e-10)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_bias_that_all_outputs_share(joint):
+    def f(p, x):
+        return F.linear(x, p["w"], p["b"])
+
+    found = kflr(f, squares, joint=joint)({"w": W.T, "b": Numbers(6)(1)}, X, Numbers(7)(5, 4))
+    assert found["w"].shape == (4, 3) and found["b"].shape == (1,)
+
+
+@pytest.mark.parametrize("make", [diag_ggn, diag_hessian, batch_diag_hessian])
+def test_prelu_under_vmap_over_parameters(make):
+    f, params = functional(nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Linear(4, 2)).double())
+    several = [{name: p + 0.1 * k for name, p in params.items()} for k in range(4)]
+    stacked = {name: torch.stack([p[name] for p in several]) for name in params}
+    t, y = make(f, F.mse_loss), Numbers(8)(5, 2)
+    found = vmap(lambda p: t(p, X, y))(stacked)
+    assert_trees_close({name: found[name][1] for name in params}, t(several[1], X, y), 1e-10)
+
+
+def test_a_product_through_logcumsumexp():
+    def f(w, x):
+        return (x @ w).logcumsumexp(1)
+
+    J = jacrev(f)(W, X).reshape(-1, W.numel())
+    found = ggnvp(f, squares)(W, W.cos(), X, torch.zeros(5, 4).double())
+    assert_trees_close(found, (2 * J.T @ J @ W.cos().flatten()).reshape(W.shape), 1e-10)
+
+
+IGNORED = {
+    "a generator without draws": (lambda: diag_ggn(linear, squares, generator=torch.Generator()), "generator"),
+    "no number of draws": (lambda: kfac(linear, squares, mc_samples=None, generator=torch.Generator()), "mc_samples"),
+    "a fold of a statistic": (lambda: chunked(diag_ggn(linear, squares), 2, fold="sum"), "fold"),
+    "parts of a recursion": (lambda: chunked(kfra(linear, squares), 2), "parts"),
+    "a statistic for a product": (
+        lambda: estimate_trace(diag_ggn(linear, squares), probes=2, generator=torch.Generator()),
+        "statistic",
+    ),
+    "gram beside others": (lambda: together(batch_grad(squares), gram(squares)), "gram"),
+}
+
+
+@pytest.mark.parametrize("case", IGNORED)
+def test_options_that_would_be_ignored(case):
+    make, named = IGNORED[case]
+    with pytest.raises(InvFuncError, match=named):
+        make()
+
+
+def test_a_chain_with_indexing_and_squeezing():
+    def f(p, x):
+        return (x.unsqueeze(1) @ p[0]).squeeze(1).sin()[:, :3] @ p[1]
+
+    args = [Numbers(1)(3, 4), Numbers(2)(3, 2)], X[:1], Numbers(4)(1, 2)
+    found, wanted = kfra(f, F.mse_loss)(*args), kflr(f, F.mse_loss)(*args)
+    assert_trees_close([k.dense() for k in found], [k.dense() for k in wanted], 1e-10)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_chain_beside_a_hessian(order):
+    f, params = functional(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double())
+    made, y = [diag_hessian(f, F.mse_loss), kfra(f, F.mse_loss)][::order], Numbers(8)(5, 2)
+    found = together(*made)(params, X, y)[::order]
+    assert_trees_close(found[0], dense_diag_hessian(f, F.mse_loss)(params, X, y), 1e-10)
+
+
+def test_a_slope_that_keeps_its_graph_because_of_what_f_closes_over():
+    """A parameter made inside, which is drawn: the gradient of the loss is a constant all the same."""
+
+    def f(w, x):
+        nn.Linear(1, 1)
+        return x @ w.exp()
+
+    found = diag_hessian(f, squares)(W, X, torch.zeros(5, 4).double())
+    wanted = dense_diag_hessian(lambda w, x: x @ w.exp(), squares)(W, X, torch.zeros(5, 4).double())
+    assert_trees_close(found.detach(), wanted, 1e-10)

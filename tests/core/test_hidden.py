@@ -1,0 +1,330 @@
+"""What torch tells no one of: custom autograd.Functions, derivatives and checkpoints inside of f."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from invfunc import (
+    InvFuncError,
+    batch_diag_ggn,
+    batch_diag_hessian,
+    batch_grad,
+    batch_jacobian,
+    chunked,
+    diag_ggn,
+    diag_hessian,
+    gram,
+    kflr,
+    reduced,
+    together,
+    tree,
+    variance,
+)
+from invfunc.errors import SampleAxisError, SplitError
+from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad, loop_batch_jacobian, loop_gram
+from invfunc.testing.laws.rows import FIRST_ORDER
+from tests.strategies import Numbers
+
+EXACT, N = 1e-9, 3
+RAND = Numbers()
+PARAMS = {"w": RAND(4, 4) / 2, "v": RAND(4, 3) / 2, "unread": RAND(2)}
+X, Y, Z = RAND(N, 4), RAND.below(3, N), RAND(N, 3)
+LSTM = torch.nn.LSTM(4, 4, batch_first=True).double().requires_grad_(False)
+
+
+class Rounded(torch.autograd.Function):
+    """Straight through, in the old style, with an argument that is not a tensor."""
+
+    @staticmethod
+    def forward(ctx, z, scale):
+        ctx.save_for_backward(z)
+        return (z * scale).round() / scale
+
+    @staticmethod
+    def backward(ctx, slope):
+        (z,) = ctx.saved_tensors
+        return slope * (z.abs() < 2), None
+
+
+class RoundedLater(torch.autograd.Function):
+    """The same with a context of its own, for which torch makes a rule for vmap."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z, scale):
+        return (z * scale).round() / scale
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0])
+
+    backward = Rounded.backward
+
+
+class FixedPoint(torch.autograd.Function):
+    """z = tanh(z w / 3 + x), with an implicit derivative that is found by iteration."""
+
+    @staticmethod
+    def forward(ctx, w, x):
+        z = torch.zeros_like(x)
+        for _ in range(60):
+            z = torch.tanh(z @ w / 3 + x)
+        ctx.save_for_backward(w, x, z)
+        return z
+
+    @staticmethod
+    def backward(ctx, slope):
+        w, x, z = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+        with torch.enable_grad():
+            y = torch.tanh(z @ w / 3 + x)
+        found = slope
+        for _ in range(60):
+            found = slope + torch.autograd.grad(y, z, found, retain_graph=True)[0]
+        return torch.autograd.grad(y, (w, x), found)
+
+
+class Averaged(torch.autograd.Function):
+    """Divides by the size of the batch, on the way back alone."""
+
+    @staticmethod
+    def forward(ctx, z):
+        return z.clone()
+
+    @staticmethod
+    def backward(ctx, slope):
+        return slope / len(slope)
+
+
+def head(h, p):
+    return h.tanh() @ p["v"]
+
+
+def slopes(p, x, order=1):
+    """A physics-informed network: its outputs and their derivatives in the inputs."""
+    x = x.clone().requires_grad_()
+    with torch.enable_grad():
+        u = head(x @ p["w"], p)
+        g = u
+        for _ in range(order):
+            (g,) = torch.autograd.grad(g.square().sum(), x, create_graph=True)
+    return u + g[:, :3]
+
+
+def recurrent(h, w):
+    weights = {"weight_ih_l0": w.repeat(4, 1), "weight_hh_l0": w.T.repeat(4, 1)}
+    steps = h[:, None] * torch.arange(1.0, 4, dtype=h.dtype)[:, None]
+    return torch.func.functional_call(LSTM, weights, (steps,))[0][:, -1]
+
+
+def by_checkpoint(f, *args, reentrant=False):
+    return checkpoint(f, *args, use_reentrant=reentrant)
+
+
+SMOOTH = {
+    "autograd.grad": slopes,
+    "autograd.grad twice": lambda p, x: slopes(p, x, 2),
+    "func.grad": lambda p, x: torch.func.vmap(torch.func.grad(lambda x: head(x @ p["w"], p).square().sum()))(x)[:, :3],
+    "func.jvp": lambda p, x: torch.func.jvp(lambda x: head(x @ p["w"], p), (x,), (torch.ones_like(x),))[1],
+    "func.vmap": lambda p, x: torch.func.vmap(lambda x: head(x @ p["w"], p))(x),
+    "checkpoint": lambda p, x: head(by_checkpoint(lambda x: (x @ p["w"]).sin(), x), p),
+    "checkpoint with an argument": lambda p, x: head(by_checkpoint(lambda x, w: (x @ w).sin(), x, p["w"]), p),
+    "checkpoint of recurrent layers": lambda p, x: head(by_checkpoint(recurrent, x, p["w"]), p),
+}
+ROUGH = {
+    "straight through": lambda p, x: head(Rounded.apply(x @ p["w"], 4.0), p),
+    "straight through, a parameter": lambda p, x: head(x @ Rounded.apply(p["w"], 4.0), p),
+    "straight through, setup_context": lambda p, x: head(RoundedLater.apply(x @ p["w"], 4.0), p),
+    "straight through, at the end": lambda p, x: Rounded.apply(head(x @ p["w"], p), 4.0),
+    "fixed point": lambda p, x: head(FixedPoint.apply(p["w"], x), p),
+}
+HIDDEN = SMOOTH | ROUGH
+SEEN = {"checkpoint", "checkpoint with an argument"}
+"""What is seen though it is inside of something: every form works."""
+hidden = pytest.mark.parametrize("called", HIDDEN)
+
+
+def losses(f):
+    return lambda p, x, y: F.cross_entropy(f(p, x), y, reduction="none")
+
+
+def mean(f):
+    return lambda p, x, y: F.cross_entropy(f(p, x), y)
+
+
+FIRST = {
+    **{name: (row.make, row.of_shares) for name, row in FIRST_ORDER.items()},
+    "samples": (lambda f: batch_grad(f, samples=[2, 0, 2]), lambda G: tree.map_leaves(lambda g: g[[2, 0, 2]], G)),
+    "chunks": (lambda f: chunked(batch_grad(f), 2), lambda G: G),
+    "chunks of one": (lambda f: chunked(variance(f), N), FIRST_ORDER["variance"].of_shares),
+    "chunks of parameters": (lambda f: chunked(variance(f), 2, over="params"), FIRST_ORDER["variance"].of_shares),
+    "together": (
+        lambda f: together(batch_grad(f), variance(f)),
+        lambda G: (G, FIRST_ORDER["variance"].of_shares(G)),
+    ),
+    "reduced": (
+        lambda f: reduced(batch_grad(f), lambda g: g.sum(0)),
+        lambda G: tree.map_leaves(lambda g: g.sum(0), G),
+    ),
+}
+
+
+@hidden
+class TestEqualsTheLoop:
+    @pytest.mark.quick
+    @pytest.mark.parametrize("statistic", FIRST)
+    def test_of_the_losses_of_the_samples(self, called, statistic):
+        ours, of_shares = FIRST[statistic]
+        f = losses(HIDDEN[called])
+        assert_trees_close(ours(f)(PARAMS, X, Y), of_shares(loop_batch_grad(f)(PARAMS, X, Y)), EXACT, 1e-12)
+
+    @pytest.mark.parametrize("statistic", FIRST)
+    def test_a_scalar_is_right_or_refused_with_a_way_out(self, called, statistic):
+        ours, of_shares = FIRST[statistic]
+        f = HIDDEN[called]
+        shares = tree.map_leaves(lambda g: g / N, loop_batch_grad(losses(f))(PARAMS, X, Y))
+        try:
+            found = ours(mean(f))(PARAMS, X, Y)
+        except SampleAxisError:
+            assert called not in SEEN and statistic != "variance"
+        else:
+            assert_trees_close(found, of_shares(shares), EXACT, 1e-12)
+
+    @pytest.mark.parametrize("over", [None, "outputs", "samples", "params"])
+    def test_of_a_model(self, called, over):
+        f = HIDDEN[called]
+        divided = (lambda t: t) if over is None else (lambda t: chunked(t, 2, over=over))
+        wanted = dense_diag_ggn(f, F.cross_entropy)(PARAMS, X, Y)
+        assert_trees_close(divided(diag_ggn(f, F.cross_entropy))(PARAMS, X, Y), wanted, EXACT, 1e-12)
+        each = divided(batch_diag_ggn(f, F.cross_entropy))(PARAMS, X, Y)
+        assert_trees_close(tree.map_leaves(lambda d: d.sum(0), each), wanted, EXACT, 1e-12)
+        rows = divided(batch_jacobian(f))(PARAMS, X)
+        assert_trees_close(rows, loop_batch_jacobian(f)(PARAMS, X), EXACT, 1e-12)
+        if over in (None, "params"):
+            assert_trees_close(divided(gram(f))(PARAMS, X), loop_gram(f)(PARAMS, X), EXACT, 1e-12)
+
+    def test_where_outputs_have_to_be_found_the_way_out_is_to_give_them_apart(self, called):
+        f = HIDDEN[called]
+        for form in (mean(f), losses(f)):
+            if called not in SEEN:
+                with pytest.raises(
+                    (SampleAxisError, SplitError), match="not kept apart|give the model and the loss apart"
+                ):
+                    diag_ggn(form)(PARAMS, X, Y)
+                continue
+            scale = 1 if form(PARAMS, X, Y).ndim == 0 else N
+            wanted = dense_diag_ggn(f, lambda z, y, scale=scale: scale * F.cross_entropy(z, y))(PARAMS, X, Y)
+            assert_trees_close(diag_ggn(form)(PARAMS, X, Y), wanted, EXACT, 1e-12)
+
+    def test_of_a_single_sample(self, called):
+        f = HIDDEN[called]
+        assert_trees_close(
+            batch_grad(losses(f))(PARAMS, X[:1], Y[:1]), loop_batch_grad(losses(f))(PARAMS, X[:1], Y[:1]), EXACT, 1e-12
+        )
+
+    def test_k_factors_are_refused_by_the_name_of_the_parameter(self, called):
+        t = kflr(HIDDEN[called], F.cross_entropy)
+        if called in SEEN:
+            plain = kflr(lambda p, x: (x @ p["w"]).tanh() @ p["v"], F.cross_entropy)
+            assert {*t(PARAMS, X, Y)} == {*plain(PARAMS, X, Y)}
+            return
+        with pytest.raises(InvFuncError, match=r"params\['[wv]'\]|the samples are not kept apart"):
+            t(PARAMS, X, Y)
+
+
+@pytest.mark.parametrize("called", SMOOTH)
+def test_diagonals_of_the_hessian(called):
+    f = SMOOTH[called]
+    wanted, params = {}, {k: p.clone().requires_grad_() for k, p in PARAMS.items()}
+    for name, leaf in params.items():
+        loss = F.cross_entropy(f(params, X), Y)
+        (slope,) = torch.autograd.grad(loss, leaf, create_graph=True, allow_unused=True, materialize_grads=True)
+        rows = [
+            torch.autograd.grad(s, leaf, retain_graph=True, allow_unused=True, materialize_grads=True)[0]
+            if s.requires_grad
+            else torch.zeros_like(leaf)
+            for s in slope.flatten()
+        ]
+        wanted[name] = torch.stack(rows).flatten(1).diagonal().reshape(leaf.shape)
+    assert_trees_close(diag_hessian(f, F.cross_entropy)(PARAMS, X, Y), wanted, 1e-8, 1e-10)
+    each = batch_diag_hessian(f, F.cross_entropy)(PARAMS, X, Y)
+    assert_trees_close(tree.map_leaves(lambda d: d.sum(0), each), wanted, 1e-8, 1e-10)
+
+
+def test_a_backward_that_is_not_differentiable_is_told():
+    with pytest.raises(SampleAxisError, match="the samples are not kept apart"):
+        diag_hessian(HIDDEN["fixed point"], F.cross_entropy)(PARAMS, X, Y)
+
+
+class TestRefuses:
+    @pytest.mark.parametrize("form", [losses, mean])
+    def test_a_reentrant_checkpoint(self, form):
+        def f(p, x):
+            return head(by_checkpoint(torch.sin, x @ p["w"], reentrant=True), p)
+
+        for t in (batch_grad(form(f)), diag_ggn(form(f)), diag_ggn(f, F.cross_entropy)):
+            args = (PARAMS, X, Y)
+            with pytest.raises(SampleAxisError, match="the samples are not kept apart"):
+                t(*args)
+
+    @pytest.mark.parametrize("n", [None, 2, N])
+    def test_samples_that_are_mixed(self, n):
+        for mixed in (
+            lambda p, x: head(Rounded.apply(x @ p["w"] - (x @ p["w"]).mean(0), 1e6), p),
+            *([] if n == N else [lambda p, x: head(Averaged.apply(x @ p["w"]), p)]),  # of one it is right
+            lambda p, x: head(Rounded.apply(x @ p["w"], 1e6) / len(x), p),
+        ):
+            with pytest.raises(SampleAxisError, match="the samples are not kept apart|part of the batch"):
+                chunked(batch_grad(losses(mixed)), n)(PARAMS, X, Y)
+            with pytest.raises(SampleAxisError, match="the samples are not kept apart|part of the batch"):
+                diag_ggn(mixed, F.cross_entropy)(PARAMS, X, Y)
+
+
+def slope(x, tree_, **options):
+    """`torch.autograd.grad`, with zeros where there is none."""
+    if not x.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in tree_.values()]
+    options = {"allow_unused": True, "materialize_grads": True, "retain_graph": True} | options
+    return list(torch.autograd.grad(x, list(tree_.values()), **options))
+
+
+@hidden
+def test_derivatives_of_the_result(called):
+    f, params = losses(HIDDEN[called]), {k: p.clone().requires_grad_() for k, p in PARAMS.items()}
+    found = batch_grad(f)(params, X, Y)
+    each = [slope(loss, params, create_graph=True) for loss in f(params, X, Y)]
+    for i, ours in enumerate(found.values()):
+        theirs = torch.stack([g[i] for g in each])
+        assert_trees_close(ours.detach(), theirs.detach(), EXACT, 1e-12)
+        assert_trees_close(slope(ours.square().sum(), params), slope(theirs.square().sum(), params), 1e-8, 1e-10)
+
+
+def test_a_constant_from_outside_that_requires_a_gradient():
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+
+    def f(p, x):
+        return head(Rounded.apply(x @ p["w"], 4.0) * scale, p)
+
+    found = batch_grad(losses(f))(PARAMS, X, Y)["w"]
+    (slope,) = torch.autograd.grad(found.square().sum(), scale)
+
+    def by_hand(s):
+        w = PARAMS["w"].clone().requires_grad_()
+        each = [
+            torch.autograd.grad(loss, w, create_graph=True)[0]
+            for loss in losses(lambda p, x: head(Rounded.apply(x @ w, 4.0) * s, p))(PARAMS, X, Y)
+        ]
+        return torch.stack(each).square().sum()
+
+    assert_trees_close(slope, torch.autograd.grad(by_hand(scale), scale)[0], EXACT)
+    assert not batch_grad(losses(HIDDEN["autograd.grad"]))(PARAMS, X, Y)["w"].requires_grad
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_samples_along_other_axes(dim):
+    def f(p, x):
+        return HIDDEN["straight through"](p, x.movedim(dim, 0)).movedim(0, dim)
+
+    rows = batch_jacobian(f, in_dims=dim, out_dims=dim)(PARAMS, X.movedim(0, dim))
+    assert_trees_close(rows, loop_batch_jacobian(HIDDEN["straight through"])(PARAMS, X), EXACT, 1e-12)

@@ -1,0 +1,314 @@
+"""Samples of different lengths in one batch, as programs put them together: one after the other, or padded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence, unpad_sequence
+
+from invfunc import InvFuncError, batch_grad, diag_ggn, functional, variance
+from invfunc.errors import SampleAxisError
+from invfunc.operations.operation import known
+from invfunc.testing import assert_trees_close
+from tests.strategies import Numbers
+
+Rows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+EXACT, MOST, H = 1e-9, 4, 3
+
+
+def numbered(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    return torch.arange(x.shape[dim], device=x.device)
+
+
+def mask_of(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return numbered(x, 1) < lengths[:, None]
+
+
+def sequences(x: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
+    return [own[: int(length)] for own, length in zip(x, lengths, strict=True)]
+
+
+ROWS: dict[str, Rows] = {
+    "cat": lambda x, lengths: torch.cat(sequences(x, lengths)),
+    "mask": lambda x, lengths: x[mask_of(x, lengths)],
+    "unpad_sequence": lambda x, lengths: torch.cat(unpad_sequence(x, lengths, batch_first=True)),
+}
+"""The rows of all samples, one sample after the other."""
+NUMBERS: dict[str, Rows] = {
+    "repeat_interleave of an arange": lambda x, lengths: torch.repeat_interleave(numbered(x), lengths),
+    "its method, along a dim": lambda x, lengths: numbered(x).repeat_interleave(lengths, dim=0),
+    "to a length": lambda x, lengths: numbered(x).repeat_interleave(lengths, output_size=int(lengths.sum())),
+    "by keyword": lambda x, lengths: torch.repeat_interleave(numbered(x), repeats=lengths),
+    "of the lengths": lambda x, lengths: torch.repeat_interleave(lengths),
+    "of rows": lambda x, lengths: numbered(x)[:, None].expand(-1, 2).repeat_interleave(lengths, 0)[:, 1],
+    "nonzero": lambda x, lengths: mask_of(x, lengths).nonzero()[:, 0],
+}
+"""The number of the sample of each of them."""
+
+
+def along(own: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    return own[:, None].expand_as(h)
+
+
+def softmax(z: torch.Tensor, own: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    e = h.exp()
+    return z.index_add(0, own, h * e / z.index_add(0, own, e)[own])
+
+
+POOLED: dict[str, tuple[Callable, Callable]] = {
+    "index_add": (lambda z, own, h: z.index_add(0, own, h), lambda h, m: h.sum(1)),
+    "index_add_": (lambda z, own, h: z.clone().index_add_(0, own, h), lambda h, m: h.sum(1)),
+    "scatter_add": (lambda z, own, h: z.scatter_add(0, along(own, h), h), lambda h, m: h.sum(1)),
+    "scatter_reduce": (lambda z, own, h: z.scatter_reduce(0, along(own, h), h, "sum"), lambda h, m: h.sum(1)),
+    "index_put": (lambda z, own, h: z.index_put((own,), h, accumulate=True), lambda h, m: h.sum(1)),
+    "masks": (lambda z, own, h: torch.stack([h[own == i].sum(0) for i in range(len(z))]), lambda h, m: h.sum(1)),
+    "mean": (
+        lambda z, own, h: z.index_add(0, own, h) / own.bincount(minlength=len(z)).clamp(min=1)[:, None],
+        lambda h, m: h.sum(1) / m.sum(1).clamp(min=1),
+    ),
+    "there and back": (
+        lambda z, own, h: z.index_add(0, own, (h + z.index_add(0, own, h)[own]).square()),
+        lambda h, m: ((h + h.sum(1, keepdim=True)).square() * m).sum(1),
+    ),
+    "softmax": (softmax, lambda h, m: (h * (h.exp() * m / (h.exp() * m).sum(1, keepdim=True).clamp(min=1e-9))).sum(1)),
+}
+"""One row for each sample, of its rows; and the same of padded samples and their mask."""
+
+
+def losses(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(z, y, reduction="none")
+
+
+def padded(pool: Callable) -> Callable:
+    """The model on padded samples, of which a mask says how long they are."""
+
+    def model(params: dict, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        mask = mask_of(x, lengths)[..., None]
+        h = (x @ params["a"] + (x[:, :1] @ params["c"]).sin()).tanh() * mask
+        return pool(h, mask) @ params["b"]
+
+    return model
+
+
+def check(model: Callable, plain: Callable, lengths: list[int], seed: int) -> None:
+    """All forms of the losses have the statistics of the plain model."""
+    rand, n = Numbers(seed), len(lengths)
+    params = {"a": rand(2, H), "b": rand(H, 2), "c": rand(2, H)}
+    x, y, of = rand(n, MOST, 2), rand.below(2, n), torch.tensor(lengths)
+    wanted = torch.func.jacrev(lambda p: losses(plain(p, x, of), y))(params)
+    each, mean = (
+        (lambda p, x, of, y: losses(model(p, x, of), y)),
+        (lambda p, x, of, y: losses(model(p, x, of), y).mean()),
+    )
+    spread = {name: share.var(0, correction=0) for name, share in wanted.items()}
+    diagonal = diag_ggn(plain, F.cross_entropy)(params, x, of, y)
+    assert_trees_close(batch_grad(each)(params, x, of, y), wanted, EXACT)
+    assert_trees_close(batch_grad(mean)(params, x, of, y), {k: g / n for k, g in wanted.items()}, EXACT)
+    assert_trees_close(variance(each)(params, x, of, y), spread, EXACT, 1e-12)
+    assert_trees_close(diag_ggn(mean)(params, x, of, y), diagonal, EXACT)
+    assert_trees_close(diag_ggn(model, F.cross_entropy)(params, x, of, y), diagonal, EXACT)
+
+
+SEEDS = st.integers(0, 9)
+LENGTHS = st.lists(st.integers(0, MOST), min_size=1, max_size=5).filter(any)
+
+
+@pytest.mark.parametrize("pool", POOLED)
+@settings(max_examples=6)
+@given(
+    lengths=LENGTHS,
+    rows=st.sampled_from(sorted(ROWS)),
+    numbers=st.sampled_from(sorted(NUMBERS)),
+    seed=st.integers(0, 9),
+)
+def test_rows_one_after_the_other_are_those_of_their_samples(pool, lengths, rows, numbers, seed):
+    assume(pool not in ("masks", "mean") or min(lengths) > 0)  # a sum of no rows has no place, nor has their number
+    pooled, plain = POOLED[pool]
+
+    def model(params, x, lengths):
+        own, context = NUMBERS[numbers](x, lengths), (x[:, 0] @ params["c"]).sin()
+        h = (ROWS[rows](x, lengths) @ params["a"] + context.repeat_interleave(lengths, 0)).tanh()
+        return pooled(h.new_zeros(len(x), H), own, h) @ params["b"]
+
+    check(model, padded(plain), lengths, seed)
+
+
+PADDED: dict[str, Callable] = {
+    "batch first": lambda rows: pad_sequence(rows, batch_first=True).sum(1),
+    "time first": lambda rows: pad_sequence(rows).sum(0),
+    "in front": lambda rows: pad_sequence(rows, padding_side="left").flip(0).sum(0),
+    "with a value": lambda rows: (z := pad_sequence(rows, True, 7.0)).where(z < 7, 0).sum(1),
+    "of split rows": lambda rows: pad_sequence(torch.cat(rows).split([len(a) for a in rows]), True).sum(1),
+}
+
+
+@pytest.mark.parametrize("pad", PADDED)
+@settings(max_examples=6)
+@given(lengths=LENGTHS, seed=SEEDS)
+def test_padded_rows_are_those_of_their_samples(pad, lengths, seed):
+    assume(pad != "of split rows" or min(lengths) > 0)  # a split of no rows is of no sample
+
+    def model(params, x, lengths):
+        context = (x[:, 0] @ params["c"]).sin()
+        rows = [(a @ params["a"] + c).tanh() for a, c in zip(sequences(x, lengths), context, strict=True)]
+        return PADDED[pad](rows) @ params["b"]
+
+    check(model, padded(lambda h, m: h.sum(1)), lengths, seed)
+
+
+@given(
+    lengths=LENGTHS, side=st.sampled_from(["left", "right"]), first=st.booleans(), value=st.sampled_from([0.0, -1.5])
+)
+def test_pad_sequence_is_that_of_torch(lengths, side, first, value):
+    rows = [Numbers(i)(length, 2) for i, length in enumerate(lengths)]
+    wanted = pad_sequence(rows, first, value, side)
+    assert torch.equal(known("pad_sequence").composed(rows, first, value, side), wanted)
+    assert torch.equal(known("pad_sequence").composed([a[:, 0] for a in rows], first, value, side), wanted[..., 0])
+
+
+@settings(max_examples=6)
+@given(lengths=LENGTHS, seed=SEEDS)
+def test_samples_may_be_sorted_by_their_lengths(lengths, seed):
+    assume(min(lengths) > 0)  # an empty row tells nothing of its sample
+
+    def model(params, x, lengths):
+        by = lengths.argsort(descending=True)
+        x, lengths = x[by], lengths[by]
+        own, context = torch.repeat_interleave(lengths), (x[:, 0] @ params["c"]).sin()
+        h = (x[mask_of(x, lengths)] @ params["a"] + context[own]).tanh()
+        return (h.new_zeros(len(x), H).index_add(0, own, h) @ params["b"])[by.argsort()]
+
+    check(model, padded(lambda h, m: h.sum(1)), lengths, seed)
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2, 3])
+@settings(max_examples=6)
+@given(lengths=LENGTHS, seed=SEEDS)
+def test_what_is_not_in_that_order_is_right_or_refused(wrong, lengths, seed):
+    """The lengths, labels, inputs or numbers stay in the order of the batch."""
+    rand, n = Numbers(seed), len(lengths)
+    params, x, y, of = {"a": rand(2, H), "b": rand(H, 2)}, rand(n, MOST, 2), rand.below(2, n), torch.tensor(lengths)
+
+    def terms(params, x, lengths, y):
+        by = lengths.argsort()
+        x, y = x if wrong == 2 else x[by], y if wrong == 1 else y[by]
+        own = (by if wrong == 3 else numbered(x)).repeat_interleave(lengths if wrong == 0 else lengths[by])
+        h = (x[mask_of(x, lengths[by])] @ params["a"]).tanh()
+        return losses(h.new_zeros(len(x), H).index_add(0, own, h) @ params["b"], y) * numbered(x).cos()
+
+    reads = torch.func.jacrev(terms, 1)(params, x, of, y).flatten(2).abs().sum(2) > 0
+    slopes = torch.func.jacrev(terms)(params, x, of, y)
+    for loss in (terms, lambda *args: terms(*args).sum()):
+        try:
+            found = batch_grad(loss)(params, x, of, y)
+        except InvFuncError:
+            continue
+        assert loss is terms or (reads.sum(1) <= 1).all()
+        wanted = {name: torch.einsum("tn,t...->n...", reads.to(x), g) for name, g in slopes.items()}
+        assert_trees_close(found, slopes if loss is terms else wanted, EXACT)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "at"),
+    [
+        (lambda x, lengths: torch.repeat_interleave(lengths.flip(0)), "matmul"),
+        (lambda x, lengths: lengths.repeat_interleave(lengths.flip(0)), "matmul"),
+        (lambda x, lengths: numbered(x).repeat_interleave(lengths).flip(0), "matmul"),
+        (lambda x, lengths: x[:, 0, 0].repeat_interleave(lengths[[2, 0, 1]]).long() * 0, "matmul"),
+    ],
+    ids=["times", "both", "numbers", "values"],
+)
+def test_rows_of_other_samples_are_refused(wrong, at):
+    rand = Numbers()
+    params, x, lengths = {"a": rand(2, H), "b": rand(H, 2)}, rand(3, MOST, 2), torch.tensor([1, 3, 2])
+
+    def model(params, x, lengths, y):
+        h = (x[mask_of(x, lengths)] @ params["a"]).tanh()
+        z = h.new_zeros(len(x), H).index_add(0, wrong(x, lengths) % len(x), h)
+        return losses(z @ params["b"], y)
+
+    args = params, x, lengths, torch.tensor([0, 1, 1])
+    with pytest.raises(SampleAxisError, match=f"`{at}`"):
+        batch_grad(lambda *args: model(*args).mean())(*args)
+
+
+PACKED = st.tuples(st.sampled_from([nn.RNN, nn.LSTM, nn.GRU]), st.booleans(), st.booleans(), st.booleans())
+
+
+def recurrent(kind: type, two: bool, first: bool, sort: bool, use: str) -> nn.Module:
+    """A classifier of packed sequences that are sorted in it, by torch or by itself."""
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = kind(2, 2, 2 - two, bidirectional=two, batch_first=first)
+            self.head = nn.Linear(2 + 2 * two, 2)
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            by = lengths.argsort(descending=True, stable=True)
+            x, sizes = (x[by], lengths[by]) if sort else (x, lengths)
+            packed = pack_padded_sequence(x if first else x.transpose(0, 1), sizes, first, enforce_sorted=sort)
+            output, state = self.layer(packed)
+            if use == "state":
+                z = (state[0] if isinstance(state, tuple) else state)[-1 - two :].transpose(0, 1).flatten(1)
+            else:
+                z, of = pad_packed_sequence(output, batch_first=True)
+                z = z[numbered(z), of - 1] if use == "last" else z.sum(1) / of[:, None]
+            return self.head(z[by.argsort()] if sort else z)
+
+    return Classifier().double()
+
+
+@pytest.mark.parametrize("use", ["state", "last", "mean"])
+@settings(max_examples=5)
+@given(lengths=st.lists(st.integers(1, MOST), min_size=1, max_size=4), options=PACKED)
+def test_packed_sequences_are_those_of_their_samples(use, lengths, options):
+    module, rand, n, of = recurrent(*options, use), Numbers(), len(lengths), torch.tensor(lengths)
+    f, params = functional(module)
+    params = {name: rand(*p.shape) for name, p in params.items()}
+    x, y = rand(n, MOST, 2), rand.below(2, n)
+    each = lambda p, x, of, y: losses(f(p, x, of), y)  # noqa: E731
+    leaves = {name: p.requires_grad_() for name, p in params.items()}  # torch.func does not run torch's own
+    alone = [torch.autograd.grad(each(leaves, x[i], of[i], y[i]), [*leaves.values()]) for i in numbered(x)[:, None]]
+    params = {name: p.detach() for name, p in leaves.items()}
+    wanted = {name: torch.stack(g) for name, g in zip(params, zip(*alone, strict=True), strict=True)}
+    assert_trees_close(batch_grad(each)(params, x, of, y), wanted, EXACT)
+    assert_trees_close(batch_grad(lambda *args: each(*args).sum())(params, x, of, y), wanted, EXACT)
+    assert_trees_close(variance(each)(params, x, of, y), {k: g.var(0, correction=0) for k, g in wanted.items()}, EXACT)
+    diagonals = [diag_ggn(each)(params, x[i], of[i], y[i]) for i in numbered(x)[:, None]]
+    total = {name: sum(d[name] for d in diagonals) for name in params}
+    assert_trees_close(diag_ggn(f, partial(F.cross_entropy, reduction="sum"))(params, x, of, y), total, EXACT)
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_a_recurrent_layer_runs_on_each_sample_by_itself(kind):
+    rand, of = Numbers(), torch.tensor([3, 1, 4])
+    f, params = functional(kind(2, 2, batch_first=True).double())
+    x = rand(3, MOST, 2)
+
+    def by_itself(p, x, of):
+        return torch.stack([f(p, own[None])[0].sum() for own in sequences(x, of)])
+
+    def masked(p, x, of):
+        return (f(p, x)[0] * mask_of(x, of)[..., None]).sum((1, 2))
+
+    wanted = batch_grad(masked)(params, x, of)
+    assert_trees_close(batch_grad(by_itself)(params, x, of), wanted, EXACT)
+    assert_trees_close(batch_grad(lambda *args: by_itself(*args).sum())(params, x, of), wanted, EXACT)
+
+
+def test_a_packed_sequence_has_the_lengths_that_torch_takes():
+    x, of = Numbers()(3, MOST, 2), torch.tensor([1, 3, 2])
+    for lengths, sort in ((of, True), (of - 1, False), (of - 1, True)):
+        model = lambda p, x, of, s=sort: pack_padded_sequence(x, of, True, s)[0].sum() * p  # noqa: E731
+        with pytest.raises(RuntimeError, match="decreasing order|greater than 0|positive"):
+            model(torch.ones(()), x, lengths)
+        with pytest.raises(RuntimeError, match="decreasing order|greater than 0|positive"):
+            batch_grad(model)(torch.ones(()), x, lengths)

@@ -1,0 +1,338 @@
+"""Samples and entries that are selected: each has the share of what was selected of it, and none if nothing was."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from invfunc import (
+    InvFuncError,
+    batch_diag_ggn,
+    batch_grad,
+    batch_jacobian,
+    batch_l2_grad,
+    chunked,
+    clipped_grad,
+    diag_ggn,
+    diag_hessian,
+    gram,
+    kflr,
+    sqrt_ggn,
+    thresholds,
+    variance,
+)
+from invfunc.errors import ArgumentError, SampleAxisError
+from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
+from tests.strategies import Numbers
+
+EXACT = 1e-10
+SIZES = st.integers(1, 4)
+
+
+def model(params, x):
+    return (x @ params["w"]).tanh() @ params["v"] + params["b"]
+
+
+def drawn(n, c):
+    rand = Numbers()
+    params = {"w": rand(3, 3), "v": rand(3, c), "b": rand(c)}
+    return params, rand(n, 3), Numbers(1).below(c, n), Numbers(2).below(2, n).bool()
+
+
+def each(z, y):
+    return F.cross_entropy(z, y, reduction="none")
+
+
+def numbered(z):
+    return torch.arange(len(z), device=z.device)
+
+
+def of_layer(params, x, y, mask):
+    """The rest of the model is computed of the samples of the mask only, as the head of a masked language model is."""
+    h = (x @ params["w"]).tanh()[mask]
+    return F.cross_entropy(h @ params["v"] + params["b"], y[mask], reduction="sum")
+
+
+MASKED = {
+    "losses[mask]": lambda p, x, y, m: each(model(p, x), y)[m].sum(),
+    "losses of masked outputs": lambda p, x, y, m: F.cross_entropy(model(p, x)[m], y[m], reduction="sum"),
+    "masked_select": lambda p, x, y, m: each(model(p, x), y).masked_select(m).sum(),
+    "indices of a mask": lambda p, x, y, m: each(model(p, x), y)[m.nonzero().squeeze(1)].sum(),
+    "index_select": lambda p, x, y, m: each(model(p, x), y).index_select(0, m.nonzero()[:, 0]).sum(),
+    "a layer of masked samples": of_layer,
+    "masked data": lambda p, x, y, m: each(model(p, x[m]), y[m]).sum(),
+    "written": lambda p, x, y, m: each(model(p, x), y).index_put((~m,), torch.zeros(()).to(x)).sum(),
+    "entries of one-hot rows": lambda p, x, y, m: (
+        -(model(p, x).log_softmax(1))[(F.one_hot(y, p["b"].numel()) * m[:, None]).bool()].sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("program", MASKED.values(), ids=MASKED)
+@given(n=SIZES, c=SIZES)
+def test_masked_out_samples_have_no_share(program, n, c):
+    args = drawn(n, c)
+    shares = loop_batch_grad(lambda p, x, y, m: each(model(p, x), y) * m)(*args)
+    assert_trees_close(batch_grad(program)(*args), shares, EXACT)
+    norms = batch_l2_grad(lambda p, x, y, m: each(model(p, x), y) * m)(*args)
+    assert_trees_close(batch_l2_grad(program)(*args), norms, EXACT)
+
+
+LOSSES = {
+    "losses[mask].mean()": lambda z, t: each(z, t[0])[t[1]].mean(),
+    "logits[mask]": lambda z, t: F.cross_entropy(z[t[1]], t[0][t[1]]),
+    "masked_select": lambda z, t: each(z, t[0]).masked_select(t[1]).mean(),
+    "-log_softmax[arange, y]": lambda z, t: -z.log_softmax(1)[numbered(z), t[0]][t[1]].mean(),
+    "logsumexp - z[range, y]": lambda z, t: (z.logsumexp(1) - z[range(len(z)), t[0].long()])[t[1]].mean(),
+}
+
+
+PICKED = {
+    "max": (torch.max, torch.argmax),
+    "amax": (torch.amax, torch.argmax),
+    "min": (torch.min, torch.argmin),
+    "amin": (torch.amin, torch.argmin),
+    "median": (torch.median, lambda z: z.median(0).indices),
+    "nanmedian": (torch.nanmedian, lambda z: z.nanmedian(0).indices),
+}
+
+
+@pytest.mark.parametrize("name", PICKED)
+def test_an_entry_that_is_picked_over_all_samples_is_refused(name):
+    pick, _ = PICKED[name]
+    params, x, y, _ = drawn(5, 3)
+    with pytest.raises(SampleAxisError, match="the samples are not kept apart"):
+        batch_grad(lambda p, x, y: pick(each(model(p, x), y)))(params, x, y)
+
+
+MOVES = {
+    "flip": lambda t: t.flip(0),
+    "roll": lambda t: t.roll(1, 0),
+    "index_select": lambda t: t.index_select(0, torch.arange(len(t)).flip(0).to(t.device)),
+    "indices": lambda t: t[torch.arange(len(t)).roll(1)],
+    "a list": lambda t: t[[*range(1, len(t)), *range(min(1, len(t)))]],
+    "rot90": lambda t: t.rot90(2, (0, 1)).flip(1) if t.ndim > 1 else t.flip(0),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+@given(n=SIZES, c=SIZES, seed=st.integers(0, 3))
+def test_selected_data_may_be_moved_before_they_meet_parameters(move, n, c, seed):
+    params, x, y, _ = drawn(n, c)
+    mask = Numbers(seed).below(2, n).bool()
+    shares = loop_batch_grad(lambda p, x, y, m: each(model(p, x), y) * m)(params, x, y, mask)
+    found = batch_grad(lambda p, x, y, m: each(model(p, move(x[m])), move(y[m])).sum())(params, x, y, mask)
+    assert_trees_close(found, shares, EXACT)
+
+
+def test_what_is_of_one_sample_is_its_share_however_often_it_is_read():
+    params, x, y, _ = drawn(4, 3)
+    shares = batch_grad(lambda p, x: model(p, x[:1].expand(x.shape)).square().mean())(params, x)
+    alone = batch_grad(lambda p, x: model(p, x).square().mean())(params, x[:1])
+    assert_trees_close(shares, {k: torch.cat([g, torch.zeros(3, *g.shape[1:]).to(g)]) for k, g in alone.items()}, EXACT)
+
+
+PERM = torch.tensor([2, 0, 3, 1])
+CRITERIA = {
+    "cross_entropy": lambda z, y: F.cross_entropy(z, y),
+    "nll_loss": lambda z, y: F.nll_loss(z, y),
+    "nll_loss, sum": lambda z, y: F.nll_loss(z, y, reduction="sum"),
+    "cross_entropy of rows": lambda z, y: F.cross_entropy(z, F.one_hot(y, 4).to(z)),
+    "mse_loss": lambda z, y: F.mse_loss(z, F.one_hot(y, 4).to(z)),
+    "by hand": lambda z, y: (z - y[:, None]).square().mean(),
+    "gaussian_nll_loss": lambda z, y: F.gaussian_nll_loss(z, F.one_hot(y, 4).to(z), z.square() + 1),
+}
+
+
+@pytest.mark.parametrize("criterion", CRITERIA.values(), ids=CRITERIA)
+def test_outputs_and_targets_have_to_be_of_the_same_samples(criterion):
+    """So many columns as samples, where a criterion could take ones for the others."""
+    params, x, y, _ = drawn(4, 4)
+    plain = batch_grad(lambda p, x, y: criterion(model(p, x), y))(params, x, y)
+    moved = batch_grad(lambda p, x, y: criterion(model(p, x)[PERM], y[PERM]))(params, x, y)
+    assert_trees_close(moved, plain, EXACT)
+    for wrong in (lambda p, x, y: criterion(model(p, x)[PERM], y), lambda p, x, y: criterion(model(p, x).T, y)):
+        with pytest.raises(InvFuncError, match="samples"):
+            batch_grad(wrong)(params, x, y)
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@given(n=SIZES, c=SIZES)
+def test_curvature_of_a_masked_loss(loss, n, c):
+    params, x, y, mask = drawn(n, c)
+    mask[0] = True
+    args = (params, x, (y, mask))
+    wanted = dense_diag_ggn(model, lambda z, t: (each(z, t[0]) * t[1]).sum() / t[1].sum())(*args)
+    assert_trees_close(diag_ggn(model, loss)(*args), wanted, EXACT)
+    found = batch_diag_ggn(model, loss)(*args)
+    assert_trees_close({k: d.sum(0) for k, d in found.items()}, wanted, EXACT)
+
+
+def test_curvature_of_a_layer_of_masked_samples():
+    args = drawn(4, 3)
+    params, x, y, mask = args
+    plain = (model, lambda z, t: (each(z, t[0]) * t[1]).sum())
+    for statistic in (diag_ggn, diag_hessian):
+        assert_trees_close(statistic(of_layer)(*args), statistic(*plain)(params, x, (y, mask)), EXACT)
+
+
+def test_factors_count_masked_rows_only():
+    x, y, mask = Numbers()(4, 3), Numbers(1).below(3, 4), torch.tensor([True, False, True, True])
+    w = Numbers(2)(3, 3)
+    found = kflr(lambda w, x, y: F.cross_entropy(x[mask] @ w, y[mask], reduction="sum"))(w, x, y)
+    wanted = kflr(lambda w, x, y: F.cross_entropy(x @ w, y, reduction="sum"))(w, x[mask], y[mask])
+    assert_trees_close(found.dense(), wanted.dense(), EXACT)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda z, y: (numbered(z), y),
+        lambda z, y: (range(len(z)), y),
+        lambda z, y: (list(range(len(z))), y.long()),
+        lambda z, y: (Ellipsis, numbered(z), y),
+        lambda z, y: (numbered(z) - len(z), y),
+        lambda z, y: F.one_hot(y, z.shape[1]).bool(),
+    ],
+    ids=["arange", "range", "list", "ellipsis", "negative", "mask"],
+)
+@given(n=SIZES, c=SIZES)
+def test_entries_that_are_picked_by_samples(index, n, c):
+    def losses(p, x, y, m):
+        z = model(p, x).log_softmax(1)
+        return -z[index(z, y)]
+
+    args = drawn(n, c)
+    shares = loop_batch_grad(lambda p, x, y, m: each(model(p, x), y))(*args)
+    assert_trees_close(batch_grad(losses)(*args), shares, EXACT)
+    assert_trees_close(batch_grad(lambda *args: losses(*args).sum())(*args), shares, EXACT)
+    kernels = [gram(f)(*args) for f in (losses, lambda p, x, y, m: each(model(p, x), y))]
+    assert_trees_close(*kernels, EXACT)
+
+
+def test_losses_in_another_order_are_not_those_of_the_samples():
+    for index in ([2, 0, 1], torch.tensor([True, True, True]), [0, 0, 1]):
+
+        def program(p, x, y, m, index=index):
+            return each(model(p, x), y)[index]
+
+        if isinstance(index, torch.Tensor):
+            batch_grad(program)(*drawn(3, 2))
+            continue
+        with pytest.raises(ArgumentError, match="entries are not those of the 3 samples"):
+            batch_grad(program)(*drawn(3, 2))
+        with pytest.raises(ArgumentError, match="selected or moved"):
+            batch_jacobian(lambda p, x, index=index: model(p, x)[index])(*drawn(3, 2)[:2])
+
+
+def test_variance_of_masked_losses():
+    args = drawn(4, 2)
+    found = variance(lambda p, x, y, m: each(model(p, x), y)[m].sum())(*args)
+    assert_trees_close(found, variance(lambda p, x, y, m: each(model(p, x), y) * m)(*args), EXACT)
+
+
+@pytest.mark.parametrize("index", [lambda y: y.squeeze(), lambda y: y[0], lambda y: (Ellipsis, y.squeeze())])
+def test_an_only_sample_may_look_up_by_an_index_without_dimensions(index):
+    w, x, y = Numbers()(4), Numbers(1)(1, 1), torch.tensor([2])
+    found = batch_grad(lambda w, x, y: (w.log_softmax(0)[index(y)] * x).sum())(w, x, y)
+    assert_trees_close(found, loop_batch_grad(lambda w, x, y: w.log_softmax(0)[y] * x[:, 0])(w, x, y), EXACT)
+    again = batch_grad(lambda w, x, y: (w.log_softmax(0)[index(y)] * x).sum(), samples=[0, 0])(w, x, y)
+    assert_trees_close(again, found.expand(2, -1), EXACT)
+    looked_up = batch_grad(lambda w, x, y: (w[index(y)] * x).sum(), samples=[0, 0])(w, x, y)
+    assert_trees_close(looked_up, (F.one_hot(y, 4) * x).expand(2, -1), EXACT)
+
+
+def test_an_empty_list_selects_nothing():
+    args = drawn(3, 2)
+    found = batch_grad(lambda p, x, y, m: each(model(p, x), y)[[]].sum() + each(model(p, x), y).sum())(*args)
+    assert_trees_close(found, batch_grad(lambda p, x, y, m: each(model(p, x), y).sum())(*args), EXACT)
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["index_add", "setitem"])
+@settings(max_examples=10)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=6))
+def test_experts_may_get_one_sample_or_none(written, experts):
+    """The layers are so wide that the axis of an empty selection could be taken for one of all samples."""
+    rand, n = Numbers(), len(experts)
+    params, x = {"w": rand(60, 60), "v": rand(3, 60)}, Numbers(1)(n, 60)
+
+    def f(params, x):
+        h = (x @ params["w"] / 60).tanh()
+        z = torch.zeros_like(h)
+        for e in range(3):
+            (at,) = torch.where(torch.tensor(experts)[: len(x)] == e)
+            if written:
+                z[at] = h[at] * params["v"][e]
+            else:
+                z = z.index_add(0, at, (h[at] * params["v"][e]) @ params["w"])
+        return z.square().sum()
+
+    def loop(params):
+        return torch.stack([f_of_one(params, x[i : i + 1], e) for i, e in enumerate(experts)])
+
+    def f_of_one(params, x, e):
+        z = (x @ params["w"] / 60).tanh() * params["v"][e]
+        return (z if written else z @ params["w"]).square().sum()
+
+    assert_trees_close(batch_grad(f)(params, x), torch.func.jacrev(loop)(params), EXACT)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_an_index_of_samples_picks_in_rows_of_a_parameter(moved):
+    """Those of its own samples, also where the rows are sums over data."""
+    rand, i = Numbers(), torch.tensor([0, 1, 1])
+    w, x = rand(3, 2), rand(3, 2)
+
+    def f(w, x, i):
+        rows = (torch.eye(3).flip(0).to(x) @ x) * w if moved else w
+        return rows.gather(1, i[:, None])[:, 0] * x[:, 0]
+
+    assert_trees_close(batch_grad(f)(w, x, i), torch.func.jacrev(f)(w, x, i), EXACT)
+
+
+# Parts of a batch that do not reach every parameter
+
+
+def by_experts(p, x, i):
+    z = torch.zeros_like(x)
+    for e, w in enumerate(p):
+        (at,) = torch.where(i == e)
+        if len(at):
+            z[at] = x[at] @ w
+    return z
+
+
+def losses_by_experts(p, x, i):
+    return by_experts(p, x, i).square().sum(1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: batch_grad(losses_by_experts),
+        lambda: batch_grad(losses_by_experts, samples=[3, 0, 1]),
+        lambda: batch_l2_grad(losses_by_experts),
+        lambda: variance(losses_by_experts),
+        lambda: clipped_grad(losses_by_experts, 0.1),
+        lambda: batch_jacobian(by_experts),
+        lambda: batch_diag_ggn(lambda p, x, i: F.cross_entropy(by_experts(p, x, i), i)),
+        lambda: sqrt_ggn(lambda p, x, i: F.cross_entropy(by_experts(p, x, i), i)),
+    ],
+    ids=["batch_grad", "chosen", "batch_l2_grad", "variance", "clipped_grad", "jacobian", "batch_diag_ggn", "sqrt_ggn"],
+)
+@settings(max_examples=6)
+@given(experts=st.lists(st.integers(0, 2), min_size=4, max_size=6), size=st.integers(1, 4))
+def test_chunks_need_not_reach_every_parameter(make, experts, size):
+    rand = Numbers()
+    args = [rand(3, 3) for _ in range(3)], rand(len(experts), 3), torch.tensor(experts)
+    assert_trees_close(chunked(make(), size, over="samples")(*args), make()(*args), EXACT)
+
+
+def test_blocks_of_samples_need_not_reach_every_parameter(monkeypatch):
+    monkeypatch.setattr(thresholds, "CACHE", {"cpu": 1})
+    rand, experts = Numbers(), torch.tensor([0, 0, 0, 0, 1, 1])
+    args = [rand(5, 5) for _ in range(2)], rand(6, 5), experts, rand(6, 5)
+    each = [batch_diag_ggn(by_experts, F.mse_loss)(args[0], *(a[n : n + 1] for a in args[1:])) for n in range(6)]
+    wanted = [torch.cat(parts) / 6 for parts in zip(*each, strict=True)]
+    assert_trees_close(batch_diag_ggn(by_experts, F.mse_loss)(*args), wanted, EXACT)

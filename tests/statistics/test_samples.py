@@ -1,0 +1,171 @@
+"""samples=: the statistic of some of the shares, each with the scale that it has in the whole batch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import invfunc
+from invfunc import chunked, diag_ggn, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError, SampleAxisError
+from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
+from tests.laws import FLOOR, OF_LOSSES, STATISTICS, arranged
+from tests.networks import LOSSES, network, networks
+from tests.strategies import Numbers
+
+EXACT = 1e-10
+N = 4
+statistics = pytest.mark.parametrize("statistic", STATISTICS)
+losses = st.sampled_from(LOSSES)
+EACH = ["batch_grad", "batch_l2_grad", "batch_jacobian"]
+"""Whose results have a sample axis."""
+
+
+@st.composite
+def choices(draw, n, fewest=1):
+    """Indices of samples as people write them: repeated, negative, in any order, as a list or as a tensor."""
+    chosen = draw(st.lists(st.integers(-n, n - 1), min_size=fewest, max_size=5))
+    as_tensor = st.sampled_from([torch.int64, torch.int32, torch.uint8 if min(chosen) >= 0 else torch.int8])
+    return torch.tensor(chosen, dtype=draw(as_tensor)) if draw(st.booleans()) else chosen
+
+
+def plain(chosen):
+    return chosen.tolist() if isinstance(chosen, torch.Tensor) else chosen
+
+
+@statistics
+class TestEveryStatistic:
+    @pytest.mark.quick
+    @given(st.data(), networks(), losses)
+    def test_is_that_of_the_shares_that_were_chosen(self, statistic, data, net, loss):
+        chosen = data.draw(choices(net.n, STATISTICS[statistic].fewest))
+        kind, functions, args = arranged(statistic, net, loss)
+        found = kind.make(*functions, samples=chosen)(*args)
+        assert_trees_close(found, kind.loop(*functions, samples=plain(chosen))(*args), EXACT, FLOOR)
+
+    @given(st.data(), networks(), losses)
+    def test_of_all_in_their_order_is_that_of_all(self, statistic, data, net, loss):
+        kind, functions, args = arranged(statistic, net, loss)
+        assume(kind.fewest <= net.n)
+        found = kind.make(*functions, samples=list(range(net.n)))(*args)
+        assert_trees_close(found, kind.make(*functions)(*args), EXACT, FLOOR)
+
+    @given(st.data(), networks(low=2), losses)
+    def test_does_not_depend_on_chunks(self, statistic, data, net, loss):
+        """Over samples too: the order is that of the choice, not of the chunks."""
+        chosen = data.draw(choices(net.n, STATISTICS[statistic].fewest))
+        kind, functions, args = arranged(statistic, net, loss)
+        t = divided = kind.make(*functions, samples=chosen)
+        for over in data.draw(st.lists(st.sampled_from(kind.axes), min_size=1, max_size=2)):
+            divided = chunked(divided, data.draw(st.integers(1, 6)), over=over)
+        assert_trees_close(divided(*args), t(*args), EXACT, FLOOR)
+
+    def test_of_one_statistic_holds_for_batches_of_any_length(self, statistic):
+        for n in (3, 5):
+            kind, functions, args = arranged(statistic, network("perceptron", n), LOSSES[0])
+            wanted = kind.loop(*functions, samples=[-1, 0])(*args)
+            assert_trees_close(kind.make(*functions, samples=[-1, 0])(*args), wanted, EXACT, FLOOR)
+
+    def test_may_be_refused_for_one_batch_alone(self, statistic):
+        kind, functions, args = arranged(statistic, network("perceptron", 3), LOSSES[0])
+        t = kind.make(*functions, samples=torch.tensor([3, 3]))
+        with pytest.raises(ArgumentError, match="samples"):
+            t(*args)
+        kind, functions, args = arranged(statistic, network("perceptron", 4), LOSSES[0])
+        assert_trees_close(t(*args), kind.loop(*functions, samples=[3, 3])(*args), EXACT, FLOOR)
+
+    def test_leaves_the_choice_as_it_was(self, statistic):
+        kind, functions, args = arranged(statistic, network("perceptron", 3), LOSSES[0])
+        chosen = torch.tensor([2, -1, 0])
+        kind.make(*functions, samples=chosen)(*args)
+        assert chosen.tolist() == [2, -1, 0] and chosen._version == 0
+
+    def test_under_transforms(self, statistic):
+        net, chosen = network("perceptron", 3), [2, 0, 0]
+        kind, functions, args = arranged(statistic, net, LOSSES[1])
+        t = kind.make(*functions, samples=chosen)
+        params = tree.map_leaves(lambda p: torch.stack([p, -p]), net.params)
+        each = [kind.loop(*functions, samples=chosen)(p, *args[1:]) for p in (net.params, _negative(net.params))]
+        wanted = tree.map_leaves(lambda *x: torch.stack(x), *each)
+        assert_trees_close(torch.vmap(t, (0, *[None] * len(args[1:])))(params, *args[1:]), wanted, EXACT, FLOOR)
+
+    @pytest.mark.parametrize("at", [1, -1])
+    def test_along_other_axes(self, statistic, at):
+        net, chosen = network("affine", N), [1, -1, 1]
+        kind, functions, (params, *batch) = arranged(statistic, net, LOSSES[1])
+        moved = [lambda p, *xs: functions[0](p, *(x.movedim(at, 0) for x in xs)), *functions[1:]]
+        batch = [x.movedim(0, at) for x in batch[: 1 if len(functions) > 1 else None]] + batch[1:] * (
+            len(functions) > 1
+        )
+        in_dims = (at, 0) if len(functions) > 1 else at
+        for over in (None, *kind.axes):
+            t = kind.make(*moved, samples=chosen, in_dims=in_dims)
+            found = (t if over is None else chunked(t, 2, over=over))(params, *batch)
+            wanted = kind.loop(*functions, samples=chosen)(*arranged(statistic, net, LOSSES[1])[2])
+            assert_trees_close(found, wanted, EXACT, FLOOR)
+
+
+def _negative(params):
+    return tree.map_leaves(torch.neg, params)
+
+
+class TestScale:
+    @pytest.mark.parametrize("called", OF_LOSSES)
+    @given(st.data(), networks(), losses, st.sampled_from(["sum", "mean"]))
+    def test_of_a_share_is_that_in_the_whole_batch(self, called, data, net, loss, reduction):
+        chosen, kind = data.draw(choices(net.n, OF_LOSSES[called].fewest)), OF_LOSSES[called]
+        _, (each,), args = arranged(called, net, loss)
+        found = kind.make(lambda *a: getattr(each(*a), reduction)(), samples=chosen)(*args)
+        scaled = (lambda *a: each(*a) / net.n) if reduction == "mean" else each
+        assert_trees_close(found, kind.loop(scaled, samples=plain(chosen))(*args), EXACT, FLOOR)
+
+    @given(st.data(), networks(), losses)
+    def test_of_a_ggn_is_that_in_the_whole_batch(self, data, net, loss):
+        chosen, args = data.draw(choices(net.n)), (net.params, net.x, loss.target(Numbers(1), net.n))
+        wanted = dense_diag_ggn(net.f, loss, samples=plain(chosen))(*args)
+        found = diag_ggn(lambda p, x, y: loss(net.f(p, x), y), samples=chosen)(*args)
+        assert_trees_close(found, wanted, EXACT, FLOOR)
+
+    def test_of_weighted_and_ignored_targets_stays(self):
+        net, y = network("perceptron", 5), torch.tensor([0, -100, 2, 1, -100])
+        weight = torch.tensor([1.0, 2, 3]).double()
+
+        def loss(p, x, y):
+            return F.cross_entropy(net.f(p, x), y, weight)
+
+        whole = invfunc.batch_grad(loss)(net.params, net.x, y)
+        for over in (None, "samples", "params"):
+            t = invfunc.batch_grad(loss, samples=[4, 0, 2, 0])
+            if over == "samples":  # of a part of them the weights have another sum
+                with pytest.raises(SampleAxisError, match="divide by weights"):
+                    chunked(t, 2, over=over)(net.params, net.x, y)
+                continue
+            found = (t if over is None else chunked(t, 2, over=over))(net.params, net.x, y)
+            assert_trees_close(found, tree.map_leaves(lambda g: g[[4, 0, 2, 0]], whole), EXACT, FLOOR)
+
+
+@statistics
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        [N], [-N - 1], torch.tensor([0, N]), [0.0], torch.tensor([0.5]), [[0, 1]], torch.tensor([[0, 1]]),
+        torch.tensor(1), 1, [], torch.tensor([], dtype=torch.long), [True, False, True, False],
+        torch.tensor([True, False, True, False]), "0", [None],
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_no_choice_is_refused(statistic, chosen):
+    kind, functions, args = arranged(statistic, network("perceptron", N), LOSSES[0])
+    name = (statistic.split()[0] if statistic[:3] != "NTK" else "gram") + r"\("
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=f"{name}.*samples"):
+        kind.make(*functions, samples=chosen)(*args)
+
+
+def test_scales_do_not_depend_on_what_else_is_chosen():
+    """What data-parallel code does: each part of the batch by itself, put together again."""
+    net, loss = network("convolution", 5), LOSSES[0]
+    _, (f,), args = arranged("batch_grad", net, loss)
+    parts = [invfunc.batch_grad(lambda *a: f(*a).mean(), samples=s)(*args) for s in ([0, 1], [2, 3, 4])]
+    wanted = tree.map_leaves(lambda g: g / net.n, loop_batch_grad(f)(*args))
+    assert_trees_close(tree.map_leaves(lambda *g: torch.cat(g), *parts), wanted, EXACT, FLOOR)

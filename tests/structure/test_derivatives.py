@@ -1,0 +1,124 @@
+"""Derivatives of the exact GGN by structure, and other transforms around it, are those of the one by all columns."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from invfunc import batch_diag_ggn, chunked, diag_ggn, ggn_trace
+from invfunc.testing import assert_trees_close
+from tests.around import COMPOSITIONS, differentiated
+from tests.laws import composed
+from tests.networks import total
+from tests.strategies import Numbers
+from tests.structure.test_columns import arranged
+from tests.structures import NETWORKS, always
+
+EXACT, FLOOR = 1e-8, 1e-6
+MAKERS = {"diag_ggn": diag_ggn, "batch_diag_ggn": batch_diag_ggn, "ggn_trace": ggn_trace}
+
+
+def local(p, x):
+    h = F.conv1d(x, p[0], p[1], padding=1).tanh()
+    return F.conv1d(h + F.conv1d(h, p[2], padding=1).sigmoid(), p[3])
+
+
+def u_net(p, x):
+    h = F.conv1d(x, p[0], p[1], padding=1).tanh()
+    low = F.conv1d(F.avg_pool1d(h, 2), p[2], padding=1).tanh()
+    return F.conv1d(h * F.interpolate(low, scale_factor=2), p[3])
+
+
+def narrow(p, x):
+    h = F.linear(F.linear(x.flatten(1), p[4]).tanh(), p[5]).sigmoid()
+    return local(p, F.linear(h, p[4].mT).unflatten(1, (1, -1)))
+
+
+def tied(p, x):
+    return F.linear((x.flatten(1) @ p[4].mT).tanh() * p[1][0], p[4].mT).unflatten(1, (1, -1)) + 0 * local(p, x)
+
+
+NETS = {f.__name__: f for f in (local, u_net, narrow, tied)}
+
+
+def example(called, n=2):
+    rand = Numbers(8)
+    params = [rand(2, 1, 3), rand(2), rand(2, 2, 3), rand(2 if called != "tied" else 1, 2, 1), rand(2, 12), rand(2, 2)]
+    x = rand(n, 1, 12)
+    z = NETS[called](params, x)
+    return params, x, rand(*z.shape).softmax(1)
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+@settings(max_examples=3)
+@given(called=st.sampled_from(list(NETS)), make=st.sampled_from(list(MAKERS)), form=st.booleans(), data=st.data())
+def test_inside_other_transforms(composition, called, make, form, data):
+    make = "batch_diag_ggn" if composition == "vmap over the last axis" else make  # a number has no second axis
+    f, args = NETS[called], example(called)
+    few = composition in ("jacfwd", "vmap of vmap")  # what torch can do with the other losses there
+    loss = data.draw(st.sampled_from([F.cross_entropy, *[F.mse_loss, F.binary_cross_entropy_with_logits] * (not few)]))
+    loss = partial(loss, reduction="sum")  # torch 2.13 has no jvp of the second derivative of a mean
+    functions = (f, loss) if form else (composed(f, loss),)
+    over = data.draw(st.sampled_from([None, "samples", "params", "outputs"]))
+
+    def t(method):
+        made = MAKERS[make](*functions, method=method)
+        return made if over is None else chunked(made, 2, over=over)
+
+    wanted = COMPOSITIONS[composition](t("dense"), *args)
+    with always():
+        found = COMPOSITIONS[composition](t("auto"), *args)
+    assert_trees_close(found, wanted, EXACT, FLOOR)
+
+
+@pytest.mark.parametrize("kind", ["1d", "u-net", "auto-encoder", "perceptron", "sequence"])
+@settings(max_examples=7)
+@given(data=st.data(), make=st.sampled_from(list(MAKERS)))
+def test_the_gradient_of_the_sum(kind, make, data):
+    """By autograd, of networks with kinks, pools and norms too."""
+    functions, args = arranged(data, data.draw(NETWORKS[kind]))
+    wanted = differentiated(MAKERS[make](*functions, method="dense"), args, [0])
+    with always():
+        found = differentiated(MAKERS[make](*functions), args, [0])
+    assert_trees_close(found, wanted, EXACT, FLOOR)
+
+
+@pytest.mark.parametrize("called", NETS)
+@pytest.mark.parametrize("wanted", [[0], [1], [0, 1]], ids=["params", "inputs", "both"])
+def test_second_derivatives(called, wanted):
+    args = example(called)
+    slopes = differentiated(diag_ggn(NETS[called], F.cross_entropy, method="dense"), args, wanted, twice=True)
+    with always():
+        found = differentiated(diag_ggn(NETS[called], F.cross_entropy), args, wanted, twice=True)
+    assert_trees_close(found, slopes, EXACT, FLOOR)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("called", NETS)
+def test_what_f_closes_over_is_differentiated(called):
+    """A scale of the parameters, of the inputs and of the targets."""
+    params, x, y = example(called)
+    found = {}
+    for method in ("dense", "auto"):
+        c = torch.tensor([1.1, 0.9, 1.2], dtype=x.dtype, requires_grad=True)
+        f = partial(lambda c, p, x: c[1] * NETS[called]([c[0] * q for q in p], x), c)
+        with always():
+            t = diag_ggn(f, lambda z, y, c=c: c[2] * F.mse_loss(z, y), method=method)
+            (found[method],) = torch.autograd.grad(total(t(params, x, y)), c)
+    assert_trees_close(found["auto"], found["dense"], EXACT)
+
+
+@pytest.mark.parametrize("called", NETS)
+def test_where_gradients_are_recorded_or_not_the_numbers_are_the_same(called):
+    params, x, y = example(called)
+    given = [p.clone().requires_grad_() for p in params]
+    wanted = diag_ggn(NETS[called], F.cross_entropy, method="dense")(params, x, y)
+    with always():
+        t = diag_ggn(NETS[called], F.cross_entropy)
+        assert_trees_close(t(given, x, y), wanted, EXACT)
+        with torch.no_grad():
+            assert_trees_close(t(given, x, y), wanted, EXACT)
+    assert all(p.grad is None for p in given)

@@ -1,0 +1,215 @@
+"""Parameters that a function repeats for its samples, as class tokens and learned positions, hide no structure."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import invfunc
+from invfunc import batch_diag_ggn, chunked, diag_ggn, explain, functional
+from invfunc.testing import assert_trees_close, dense_diag_ggn, peak_memory
+from tests.laws import composed
+from tests.strategies import Numbers
+from tests.structure.test_columns import STATISTICS, assert_as_dense
+from tests.structures import always
+
+REPEATED = {
+    "expand": lambda p, n: p.expand(n, *p.shape[1:]),
+    "repeat": lambda p, n: p.repeat(n, 1, 1),
+    "zeros and": lambda p, n: torch.zeros(n, *p.shape[1:], dtype=p.dtype) + p,
+    "rows": lambda p, n: F.embedding(torch.arange(p.shape[1]).expand(n, -1), p[0]),
+    "one for all tokens": lambda p, n: p[:, :1].expand(n, p.shape[1], -1),
+    "scaled": lambda p, n: (0.5 * p).expand(n, -1, -1),
+    "twice": lambda p, n: torch.cat([p.expand(n, -1, -1)[..., :1], p.expand(n, -1, -1)[..., 1:]], 2),
+}
+"""A parameter `[1, k, d]` as `[N, k, d]`."""
+JOINED = {
+    "none": lambda h, t: h,
+    "add": lambda h, t: h + t,
+    "scale": lambda h, t: h * t,
+    "in place": lambda h, t: h.clone().add_(t),
+    "class token": lambda h, t: torch.cat([t[:, :1], h], 1),
+    "class token, dropped": lambda h, t: torch.cat([t[:, :1], h], 1)[:, 1:],
+    "registers": lambda h, t: torch.cat([h, t[:, :2]], 1),
+    "features": lambda h, t: torch.cat([h[..., 1:], t[..., :1]], 2),
+    "masked": lambda h, t: torch.where((torch.arange(h.shape[1]) % 2 == 0)[:, None], t, h),
+    "stack": lambda h, t: torch.stack([h, t], 3).sum(3),
+    "tokens first": lambda h, t: (h.transpose(0, 1) + t.transpose(0, 1)).transpose(0, 1),
+}
+MIXED = {
+    "each token": lambda h, p: (h @ p["a"]).tanh(),
+    "neighbours": lambda h, p: F.conv1d(h.mT, p["k"], padding=1).mT.tanh(),
+    "all tokens": lambda h, p: F.scaled_dot_product_attention(h, h @ p["a"], h),
+}
+
+
+@st.composite
+def models(draw):
+    """A function of patches with one or two repeated parameters, and its arguments."""
+    n, k, d, out = (draw(st.integers(low, high)) for low, high in ((1, 3), (2, 4), (2, 3), (1, 3)))
+    rand = Numbers(draw(st.integers(0, 9)))
+    kinds = [(draw(st.sampled_from([*REPEATED])), draw(st.sampled_from([*JOINED]))) for _ in range(2)]
+    mixing = [draw(st.sampled_from([*MIXED])) for _ in range(2)]
+    embeds, again = draw(st.booleans()), draw(st.booleans())
+
+    def f(p, x):
+        h = x @ p["e"] if embeds else x
+        for (repeated, joined), mixed, name in zip(kinds, mixing, ("t", "t" if again else "u"), strict=True):
+            token = p[name] if h.shape[1] == k else p[name][:, :1].expand(-1, h.shape[1], -1)
+            h = MIXED[mixed](JOINED[joined](h, REPEATED[repeated](token, len(x))), p)
+        return h @ p["b"]
+
+    params = {"e": rand(d, d), "t": rand(1, k, d), "u": rand(1, k, d)}
+    params |= {"a": rand(d, d), "k": rand(d, d, 3), "b": rand(d, out)}
+    x = rand(n, k, d)
+    return f, params, x, rand(*f(params, x).shape)
+
+
+@settings(max_examples=26)
+@given(data=st.data())
+def test_it_is_that_of_all_columns(data):
+    f, *args = data.draw(models())
+    called = data.draw(st.sampled_from([*STATISTICS]))
+    functions = (f, F.mse_loss) if data.draw(st.booleans()) else (composed(f, F.mse_loss),)
+    assert_as_dense(partial(STATISTICS[called], *functions), args, refusable=called.startswith("kflr"))
+
+
+@settings(max_examples=12)
+@given(data=st.data())
+def test_it_is_that_of_the_loop(data):
+    f, *args = data.draw(models())
+    with always():
+        found = diag_ggn(f, F.mse_loss)(*args)
+    assert_trees_close(found, dense_diag_ggn(f, F.mse_loss)(*args), 1e-9, 1e-6)
+
+
+def patches(repeated, joined, n, tokens=6):
+    """Patches that are predicted one by one, with learned positions or a class token."""
+    rand = Numbers(1)
+
+    def f(p, x):
+        h = JOINED[joined](x @ p["e"], REPEATED[repeated](p["t"], len(x)))
+        return (h @ p["a"]).tanh() @ p["b"]
+
+    params = {"e": rand(3, 2), "t": rand(1, tokens, 2), "a": rand(2, 2), "b": rand(2, 4)}
+    x = rand(n, tokens, 3)
+    return f, (params, x, rand(*f(params, x).shape))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("joined", [*JOINED])
+@pytest.mark.parametrize("repeated", ["expand", "repeat", "zeros and"])
+def test_the_structure_is_seen(repeated, joined, n):
+    f, args = patches(repeated, joined, n)
+    for make in (diag_ggn(f, F.mse_loss), batch_diag_ggn(f, F.mse_loss), invfunc.ggn_trace(f, F.mse_loss)):
+        with always():
+            told = explain(make)(*args)
+        assert told.why == "by the structure of the function" and told.passes <= told.columns / 2
+
+
+@pytest.mark.parametrize("repeated", [*REPEATED])
+def test_it_is_that_of_the_loop_where_it_is_seen(repeated):
+    f, args = patches(repeated, "masked", 3)
+    with always():
+        found = diag_ggn(f, F.mse_loss)(*args)
+    assert_trees_close(found, dense_diag_ggn(f, F.mse_loss)(*args), 1e-9)
+
+
+@pytest.mark.parametrize("repeated", [*REPEATED])
+def test_norms_of_what_is_read_at_several_tokens(repeated):
+    f, (params, x, _) = patches(repeated, "add", 3)
+    make, each = invfunc.batch_l2_grad(lambda p, x: f(p, x).sum((1, 2))), []
+    for k in range(3):
+        g = torch.func.grad(lambda p, k=k: f(p, x[k : k + 1]).sum())(params)
+        each.append({name: leaf.square().sum() for name, leaf in g.items()})
+    assert_trees_close(make(params, x), {name: torch.stack([g[name] for g in each]) for name in params}, 1e-9)
+
+
+def test_a_parameter_that_is_an_expanded_view_itself():
+    p, x = torch.ones(1, 2).expand(3, 2), torch.arange(6.0).reshape(3, 2)
+    found = invfunc.batch_grad(lambda p, x: (p * x).sum(1))(p, x)
+    assert torch.equal(found, torch.eye(3)[:, :, None] * x)
+
+
+def test_positions_of_patches_of_an_image_lie_where_these_do():
+    rand = Numbers(1)
+
+    def f(p, x):
+        h = F.conv2d(x, p["e"], stride=2).flatten(2).mT + p["t"].expand(len(x), -1, -1)
+        return (h @ p["a"]).tanh() @ p["b"]
+
+    params = {"e": rand(2, 1, 2, 2), "t": rand(1, 16, 2), "a": rand(2, 2), "b": rand(2, 4)}
+    args = params, rand(2, 1, 8, 8), rand(2, 16, 4)
+    with always():
+        assert explain(diag_ggn(f, F.mse_loss))(*args).passes <= 32
+    assert_as_dense(partial(diag_ggn, f, F.mse_loss), args)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 5])
+def test_chunks_of_one_sample(chunks):
+    f, args = patches("expand", "class token", 5)
+    found = []
+    for method in ("auto", "dense"):
+        make = chunked(diag_ggn(f, F.mse_loss, method=method), chunks, over="samples")
+        with always():
+            found.append(make(*args))
+    assert_trees_close(found[0], found[1], 1e-9)
+
+
+def test_no_sample_has_the_tokens_of_all():
+    """The shares of a repeated parameter take the memory of one entry for each sample, not of one for each pair."""
+    n, shape = 32, (1, 16, 8)
+    p, x = torch.randn(shape), torch.randn(n, *shape[1:])
+    make = invfunc.batch_l2_grad(lambda p, x: (x * p.expand_as(x)).tanh().sum((1, 2)))
+    make(p, x)
+    peak = peak_memory(lambda: make(p, x))[1]
+    assert peak < 4 * 12 * n * p.numel(), peak
+
+
+class Patches(nn.Module):
+    """A vision transformer of one block without a mixer of tokens, or with attention, which predicts patches."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.embed, self.head = nn.Linear(12, 4), nn.Linear(4, 12)
+        self.token, self.places = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(1, 7, 4))
+        self.norm, self.attention = nn.LayerNorm(4), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.mlp, self.attends = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), attention
+
+    def forward(self, x):
+        h = torch.cat([self.token.expand(len(x), -1, -1), self.embed(x)], 1) + self.places
+        if self.attends:
+            y = self.norm(h)
+            h = h + self.attention(y, y, y, need_weights=False)[0]
+        return self.head(h + self.mlp(h))[:, 1:]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(("attention", "passes"), [(False, 4), (True, 4 * 6)])
+def test_a_vision_transformer(attention, passes, n):
+    """Without attention tokens share passes; with it, each has as many columns as it is wide, in place of a patch's."""
+    torch.manual_seed(0)
+    f, params = functional(Patches(attention).double())
+    args = params, torch.randn(n, 6, 12).double(), torch.randn(n, 6, 12).double()
+    with always():
+        told = explain(diag_ggn(f, F.mse_loss))(*args)
+    assert (told.passes, told.columns) == (passes, 6 * 12)
+    assert_as_dense(partial(diag_ggn, f, F.mse_loss), args)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_row_that_is_expanded_over_the_tokens(n):
+    """Each entry is read at several tokens, whose columns may not share a pass."""
+    rand = Numbers(1)
+
+    def f(p, x):
+        return (x + p["u"][:, :1].expand(-1, x.shape[1], -1)).tanh() @ p["b"]
+
+    args = {"u": rand(1, 4, 2), "b": rand(2, 1)}, rand(n, 4, 2), rand(n, 4, 1)
+    with always():
+        found = diag_ggn(f, F.mse_loss)(*args)
+    assert_trees_close(found, dense_diag_ggn(f, F.mse_loss)(*args), 1e-9)
