@@ -1,6 +1,7 @@
-"""`--device` and `--dtype` for the laws, and one way to draw examples: the same ones on every run."""
+"""`--all`, `--device` and `--dtype` for the laws, and one way to draw examples: the same ones on every run."""
 
 import gc
+from collections import defaultdict
 from contextlib import nullcontext
 from functools import partial
 from unittest import mock
@@ -11,18 +12,23 @@ from hypothesis import settings
 
 from invfunc.operations.norms import weight_norm
 from tests.invertible_same import assert_same
+from tests.mutants.planted import FAULTS
 
-settings.register_profile("laws", derandomize=True, deadline=None, max_examples=12, database=None)
-settings.load_profile("laws")
+FEW = 4
+"""How many examples a law draws at most, unless `--all` is given."""
+settings.register_profile("all", derandomize=True, deadline=None, max_examples=12, database=None)
+settings.register_profile("few", settings.get_profile("all"), max_examples=FEW)
 torch.set_num_threads(1)  # there is a process for each core
 
 
 def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="slow tests, pairs of parameters and more examples, too")
     parser.addoption("--device", default="cpu", help="where the laws are tested, such as cuda")
     parser.addoption("--dtype", default="float64", choices=["float64", "float32"], help="of the laws' numbers")
 
 
 def pytest_configure(config):
+    settings.load_profile("all" if config.getoption("--all") else "few")
     if torch.device(config.getoption("--device")).type == "cuda":
         torch.backends.cudnn.allow_tf32 = False  # torch's default has three digits in float32
 
@@ -33,12 +39,45 @@ def pytest_collectstart(collector):
         torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """The examples of the docstrings are quick: one for each public function. Lessons, the longest, come first."""
     items.sort(key=lambda item: item.path.stem != "test_notebooks")
     for item in items:
         if isinstance(item, pytest.DoctestItem):
             item.add_marker("quick")
+    if not config.getoption("--all"):
+        taken = selected(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in taken])
+        items[:] = [item for item in items if item in taken]
+        for item in items:
+            draw_few(item)
+
+
+def selected(items):
+    """The finders of planted faults, and of each test that is not slow the items in which each value comes once."""
+    finders = {f"tests/{fault.tests.split()[0]}" for fault in FAULTS if not fault.slow}
+    taken, seen = {item for item in items if item.nodeid in finders}, defaultdict(set)
+    for are_new in (all, any):  # first those of which each value is new
+        for item in items:
+            values = {(name, id(value)) for name, value in parameters(item).items()} or {()}
+            test = seen[item.nodeid.partition("[")[0]]
+            if not item.get_closest_marker("slow") and are_new(value not in test for value in values):
+                test |= values
+                taken.add(item)
+    return taken
+
+
+def parameters(item):
+    """The parameters of an item by their names."""
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def draw_few(item):
+    """Also where a law says how many examples it draws."""
+    law = getattr(item, "function", None)
+    own = getattr(law, "_hypothesis_internal_use_settings", None)
+    if own is not None and own.max_examples > FEW:
+        law._hypothesis_internal_use_settings = settings(own, max_examples=FEW)
 
 
 def pytest_collection_finish():

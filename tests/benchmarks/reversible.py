@@ -1,4 +1,4 @@
-"""The tables of a reversible chain: time, memory at two depths, and what a block costs at least."""
+"""The tables of a reversible chain: time, and memory at two depths."""
 
 from __future__ import annotations
 
@@ -16,29 +16,22 @@ from . import chain_ways as ways
 from .chain_ways import missing
 from .chains import BACKWARD, GRAD, GRAD_VMAP, JACREV, VMAP_GRAD, Chain, Kind, Way, leaves, one_tensor
 from .measure import difference, medians, peak_in_a_process
-from .report import Cells, announce, difference_cell, mebibytes, number, over, print_table, verdict
+from .report import Cells, announce, difference_cell, mebibytes, number, over, print_table
 
 WIDTH, ROWS = 512, 4096
 SMALL = 4, WIDTH, ROWS // 4
 """Depth, width and rows of a chain whose gradients are compared."""
-TINY = 10, 8, 4
-TINY_ROUNDS = 10
-"""Of calls, for each round that is asked for."""
 WARM = 2
 """How many calls come before those that are timed."""
 SHALLOW, DEEP = 8, 64
-GROWTH = 5
-"""How many per cent more memory the deep chain may take."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A kind of derivative, a way to run the chain, and what it is to reach."""
+    """A kind of derivative, and a way to run the chain."""
 
     kind: Kind
     way: Way
-    most: float | None = None
-    """Times the plain way, or MiB, according to the table."""
     deep: bool = True
     """Whether a deep chain is worth its time."""
 
@@ -60,28 +53,27 @@ TIMES = [
     Row(BACKWARD, ways.SEQUENTIAL),
     Row(BACKWARD, ways.MEMCNN),
     Row(BACKWARD, ways.INVTORCH),
-    Row(BACKWARD, ways.MERGED, 1.33),
-    Row(BACKWARD, ways.MERGED_ONE, 1.3),
-    Row(BACKWARD, ways.GENERIC, 1.75),
+    Row(BACKWARD, ways.MERGED),
+    Row(BACKWARD, ways.MERGED_ONE),
+    Row(BACKWARD, ways.GENERIC),
     Row(BACKWARD, ways.GENERIC_ONE),
     Row(BACKWARD, ways.CHAINED),
-    Row(BACKWARD, ways.EXACT, 1.6),
+    Row(BACKWARD, ways.EXACT),
     Row(GRAD, ways.PLAIN),
-    Row(GRAD, ways.MERGED, 1.5),
+    Row(GRAD, ways.MERGED),
     Row(GRAD, ways.GENERIC),
 ]
 SMALL_TIMES = [
     *[Row(BACKWARD, way) for way in (ways.PLAIN, ways.PLAIN_ONE, ways.CHECKPOINT, ways.MEMCNN, ways.INVTORCH)],
-    Row(BACKWARD, ways.BARE),
-    *[Row(BACKWARD, way, 1.8) for way in (ways.MERGED, ways.MERGED_ONE, ways.GENERIC, ways.CHAINED, ways.REPEATED)],
-    *[Row(BACKWARD, way, 1.8) for way in (ways.MODULES, ways.GENERIC_MODULES)],
+    *[Row(BACKWARD, way) for way in (ways.MERGED, ways.MERGED_ONE, ways.GENERIC, ways.CHAINED, ways.REPEATED)],
+    *[Row(BACKWARD, way) for way in (ways.MODULES, ways.GENERIC_MODULES)],
     Row(GRAD, ways.PLAIN),
-    *[Row(GRAD, way) for way in (ways.BARE_VJP, ways.MERGED, ways.GENERIC, ways.CHAINED)],
+    *[Row(GRAD, way) for way in (ways.MERGED, ways.GENERIC, ways.CHAINED)],
 ]
 WIDE_TIMES = [
     *[Row(BACKWARD, way) for way in (ways.PLAIN, ways.PLAIN_ONE, ways.CHECKPOINT, ways.MEMCNN, ways.INVTORCH)],
-    Row(BACKWARD, ways.MERGED, 1.3),
-    *[Row(BACKWARD, way, 1.4) for way in (ways.MERGED_ONE, ways.GENERIC, ways.CHAINED)],
+    Row(BACKWARD, ways.MERGED),
+    *[Row(BACKWARD, way) for way in (ways.MERGED_ONE, ways.GENERIC, ways.CHAINED)],
 ]
 
 
@@ -107,20 +99,15 @@ MEMORY = [
     Row(BACKWARD, ways.SEQUENTIAL),
     Row(BACKWARD, ways.MEMCNN),
     Row(BACKWARD, ways.INVTORCH),
-    Row(BACKWARD, ways.MERGED_ONE, 60),
+    Row(BACKWARD, ways.MERGED_ONE),
     *[Row(BACKWARD, way) for way in (ways.MERGED, ways.GENERIC, ways.CHAINED, ways.MODULES)],
     Row(GRAD, ways.PLAIN, deep=False),
-    *[Row(GRAD, way, 85) for way in (ways.MERGED, ways.CHAINED)],
+    *[Row(GRAD, way) for way in (ways.MERGED, ways.CHAINED)],
     *[
         row
         for kind in (VMAP_GRAD, GRAD_VMAP, JACREV)
         for row in (Row(kind, ways.PLAIN, deep=False), Row(kind, ways.MERGED), Row(kind, ways.CHAINED))
     ],
-]
-TINIES = [
-    Row(kind, way)
-    for kind in (BACKWARD, GRAD)
-    for way in (ways.PLAIN, ways.CHECKPOINT, ways.MERGED, ways.GENERIC, ways.CHAINED, ways.REPEATED)
 ]
 MEMORY_CASES = {(row.name, str(d)): row for d in (DEEP, SHALLOW) for row in MEMORY if row.deep or d == SHALLOW}
 """The long ones first."""
@@ -224,32 +211,12 @@ def _times(name: str, options: argparse.Namespace) -> None:
         ratio = over(second, plain)
         cells = {"": row.name, "s": number(second, 3), "over plain": number(ratio)}
         cells["ms a block more"] = number(None if second is None else (second - plain) / depth * 1e3)
-        cells["to reach"] = "-" if row.most is None else verdict(ratio, row.most)
         lines.append(cells | compared.cell(row))
     print_table(lines)
     compared.print_rest(
         "over plain: of the same kind and state; checkpoint_sequential: in sqrt(depth) parts",
         f"gradients are compared on {SMALL[0]} blocks and at most {SMALL[2]} rows",
     )
-
-
-def _tiny(name: str, options: argparse.Namespace) -> None:
-    """Seconds of a chain whose arithmetic takes no time."""
-    depth, width, rows = TINY
-    device, calls = options.device, options.repeats * TINY_ROUNDS
-    chain = Chain(*TINY, device)
-    compared = _compare(name, TINIES, chain)
-    seconds = _seconds(name, compared, chain, calls, device)
-    title = f"forward and backward of {depth} additive couplings, width {width}, N = {rows}"
-    print(f"{name}: what a block costs at least: {title}; {device}, one thread, median of {calls} calls")
-    micro = {row: second / depth * 1e6 for row, second in seconds.items()}
-    lines = []
-    for row in TINIES:
-        cells = {"": row.name, "us a block": number(micro[row.name], 1)}
-        cells["more than plain"] = number(micro[row.name] - micro[row.plain], 1)
-        lines.append(cells | compared.cell(row))
-    print_table(lines)
-    compared.print_rest()
 
 
 def _memory(name: str, options: argparse.Namespace) -> None:
@@ -272,8 +239,7 @@ def _memory(name: str, options: argparse.Namespace) -> None:
         ratio = over(deep, shallow)
         growth = None if ratio is None else 100 * (ratio - 1)
         cells = {"": row.name, f"MiB at {SHALLOW}": mebibytes(shallow), f"MiB at {DEEP}": mebibytes(deep)}
-        cells["% more"] = verdict(growth, GROWTH) if row.way.ours else number(growth)
-        cells["MiB to reach"] = "-" if row.most is None else verdict(over(deep, 2**20), row.most)
+        cells["% more"] = number(growth)
         lines.append(cells | compared.cell(row))
     print_table(lines)
     compared.print_rest(
@@ -285,6 +251,5 @@ def _memory(name: str, options: argparse.Namespace) -> None:
 REVERSIBLE: dict[str, Callable[[str, argparse.Namespace], None]] = {
     **dict.fromkeys(TIMED, _times),
     MEMORY_TABLE: _memory,
-    "tiny_chain": _tiny,
 }
 """What prints each table."""

@@ -36,7 +36,7 @@ from tests.strategies import Numbers
 EXACT, N = 1e-9, 3
 RAND = Numbers()
 PARAMS = {"w": RAND(4, 4) / 2, "v": RAND(4, 3) / 2, "unread": RAND(2)}
-X, Y, Z = RAND(N, 4), RAND.below(3, N), RAND(N, 3)
+X, Y = RAND(N, 4), RAND.below(3, N)
 LSTM = torch.nn.LSTM(4, 4, batch_first=True).double().requires_grad_(False)
 
 

@@ -317,28 +317,6 @@ def test_models_may_compute_samples_anywhere(name, f):
     assert_trees_close(make(f, F.mse_loss)(P, X, Y), wanted, EXACT)
 
 
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("joint", [False, True], ids=["apart", "joint"])
-def test_factors_are_of_the_samples_that_are_there(joint, sharing):
-    """Of equal samples they are exact, one sample's times how many are selected; or refused."""
-    x, y, r = X[:1].repeat(N, 1), Y[:1].repeat(N, 1), [0, 3, 0, 0, 1]
-
-    def selected(p, x, y):
-        return F.mse_loss(linear(p, x[r]), y[r], reduction="sum")
-
-    def one(p, x, y):
-        return F.mse_loss(linear(p, x), y, reduction="sum")
-
-    make = kflr(one, weight_sharing=sharing, joint=joint)
-    wanted = {name: len(r) * k for name, k in factors(make(P, x[:1], y[:1])).items()}
-    make = kflr(selected, weight_sharing=sharing, joint=joint)
-    if joint or sharing == "reduce":
-        with pytest.raises(ArgumentError, match="no Kronecker factors"):
-            make(P, x, y)
-        return
-    assert_trees_close(factors(make(P, x, y)), wanted, EXACT)
-
-
 def test_a_derivative_that_is_nan_is_that_of_its_sample():
     p, x = torch.tensor([0.0, 1, 2]), X.clone()
     x[2, 0] = 0
