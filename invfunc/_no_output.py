@@ -1,4 +1,4 @@
-"""What stands in the place of what a function returned beside its outputs."""
+"""A placeholder for what a function returned beside its outputs."""
 
 from __future__ import annotations
 

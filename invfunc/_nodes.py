@@ -1,4 +1,4 @@
-"""How a node of a tree becomes again what it was: a plain one, or one that torch does not know."""
+"""The way a node of a tree becomes again what it was: a plain one, or one that torch does not know."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from invfunc.errors import ArgumentTypeError
 
 @dataclass(frozen=True)
 class Kept:
-    """How a node becomes again what it was."""
+    """The way a node becomes again what it was."""
 
     kind: type
     keys: tuple

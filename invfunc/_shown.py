@@ -1,4 +1,4 @@
-"""What a notebook shows of a result: a table in HTML, or a picture."""
+"""Results as a notebook shows them: a table in HTML, or a picture."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _spelled(x: Any) -> str:
 
 
 def axes(ax: Any, height: float = 2.5) -> Any:
-    """Those of matplotlib, if they are given, or of a new figure."""
+    """Axes of matplotlib, as given or of a new figure."""
     if ax is not None:
         return ax
     return extra("matplotlib.pyplot", "notebooks").subplots(figsize=(6, height), layout="constrained")[1]

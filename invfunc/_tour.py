@@ -144,7 +144,7 @@ def _at_once(n: int) -> str:
 
 
 def _headline(ours: float, plain: float, mebibytes: float, most: float, apart: float) -> str:
-    """What the first lines say, in words."""
+    """The first lines, in words."""
     time = f"{plain / ours:.0f} times faster" if plain >= 1.5 * ours else f"{ours / plain:.1f} times the time"
     memory = f"{most / mebibytes:.0f} times less memory" if most >= 1.5 * mebibytes else "as much memory"
     same = f"the same numbers (to {apart:.0e})" if apart <= TOLERANCE else "OTHER NUMBERS"

@@ -27,7 +27,7 @@ def note_way(f: Callable, what: Hashable, way: int) -> None:
 
 
 def straight(run: Callable[[], T]) -> T:
-    """What a run finds in which no way fails: one in which it does has done things twice."""
+    """The result of a run in which no way fails: one in which a way fails has done things twice."""
     before = repr(_TIMES)
     found = run()
     return found if repr(_TIMES) == before else run()

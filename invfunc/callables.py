@@ -50,7 +50,7 @@ def check_functions(name: str, f: Any, loss: Any = None) -> None:
 
 
 def _is_loss(f: Any) -> bool:
-    """Whether f is one of torch's losses, as a module or as a function."""
+    """Tells whether f is one of torch's losses, as a module or as a function."""
     if isinstance(f, nn.Module):
         return type(f).__module__ == nn.modules.loss.__name__
     name = getattr(f, "__name__", "")

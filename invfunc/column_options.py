@@ -113,7 +113,7 @@ def _peel(name: str, mc_samples: int, sample: Any, peel: Any, least: int) -> Pee
 def fisher_columns(
     name: str, fisher: str, mc_samples: int, generator: Any, sample: Any, peel: Any = None
 ) -> dict[str, Any]:
-    """What kind of columns a Fisher matrix is made of."""
+    """The kind of columns that a Fisher matrix is made of."""
     kinds = {"mc": GGN, "exact": GGN, "empirical": GRADIENT}
     if fisher not in kinds:
         raise ArgumentError(f"{name}(fisher={fisher!r}): fisher is one of 'mc', 'exact', 'empirical'.")

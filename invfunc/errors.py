@@ -60,7 +60,7 @@ class MissingExtraError(InvFuncError, ImportError):
 
 
 class InverseError(InvFuncError, ValueError):
-    """What was given as the inverse of a function does not give its input back."""
+    """The inverse of a function does not give its input back."""
 
 
 class ModifiedError(InvFuncError, RuntimeError):
@@ -95,4 +95,4 @@ class InvFuncWarning(UserWarning):
 
 
 class InexactWarning(InvFuncWarning):
-    """What an inverse gives back is not what went in, up to an error that rounding alone does not explain."""
+    """An inverse gives back its input with an error that rounding alone does not explain."""

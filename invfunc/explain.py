@@ -1,4 +1,4 @@
-"""How a statistic is going to be computed."""
+"""`explain`: the way a statistic is going to be computed."""
 
 from __future__ import annotations
 

@@ -49,7 +49,9 @@ Curvature = tuple[torch.Tensor, Any]
 
 
 class _Backend:
-    """What Laplace asks of all its backends; its `CurvatureInterface`, the base beside this one, has the attributes."""
+    """The part that all backends of Laplace have; its `CurvatureInterface`, the base beside this one, has the
+    attributes.
+    """
 
     model: Any
     _model: Any
@@ -145,7 +147,7 @@ class _GGN(_Backend):
         return self._with_loss(params, x, y, self._kron(factors(params, x, y), len(y) / N))
 
     def _drawing(self, y: torch.Tensor, mc_samples: int | None) -> dict[str, Any]:
-        """How columns are drawn, if they are; torch's global generator seeds it."""
+        """The way columns are drawn, if they are; torch's global generator seeds it."""
         if not self.stochastic:
             return {}
         seed = int(torch.randint(2**62, ()))

@@ -133,12 +133,12 @@ class Operation:
         return checked
 
     def position(self, argument: str | int) -> int:
-        """Where an argument stands among the positional ones."""
+        """The position of an argument among the positional ones."""
         return argument if isinstance(argument, int) else self._named.index(argument)
 
     @property
     def _most(self) -> float:
-        """How many positional arguments there can be."""
+        """The largest number of positional arguments."""
         kinds = [] if self._signature is None else [p.kind for p in self._signature.parameters.values()]
         return math.inf if inspect.Parameter.VAR_POSITIONAL in kinds or not kinds else len(kinds)
 
@@ -148,7 +148,9 @@ class Operation:
 
 
 def gives(equation: Any, operands: list[torch.Tensor], shape: torch.Size, count: torch.Size) -> bool:
-    """Whether an einsum sums over columns and samples, of which there is a `count`, and its result has this shape."""
+    """Tells whether an einsum sums over columns and samples, of which there is a `count`, and its result has this
+    shape.
+    """
     left, _, output = str(equation).replace(" ", "").partition("->")
     inputs, sizes = left.split(","), dict(zip("vn", count, strict=True))
     if len(inputs) != len(operands) or {"v", "n"} & set(output) or not {"v", "n"} <= set(left):

@@ -1,4 +1,4 @@
-"""How work is divided: into exactly so many passes where the caller says so, else by bytes."""
+"""The division of work: into exactly so many passes where the caller says so, else by bytes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Options:
-    """How to compute: `fast=False` takes the generic path at every operation, `dense` every column by itself."""
+    """Options of a computation: `fast=False` takes the generic path at every operation, `dense` every column by
+    itself.
+    """
 
     plan: Plan = field(default_factory=Plan)
     fast: bool = True

@@ -1,4 +1,4 @@
-"""How a statistic is computed, in words and numbers."""
+"""Explanations of statistics, in words and numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Parameter:
-    """Where a parameter meets the samples, and how its share is computed there."""
+    """A place where a parameter meets the samples, and the way its share is computed there."""
 
     name: str
     operations: tuple[str, ...]
@@ -55,7 +55,7 @@ class Parameter:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """How a statistic is computed: print it."""
+    """An explanation of a statistic: print it."""
 
     name: str
     columns: int

@@ -1,4 +1,4 @@
-"""What a statistic is: a reduction of some columns, made of a function by a transform."""
+"""Statistics: reductions of some columns, made of a function by a transform."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Statistic(Transform):
         return tuple(results) if self.members else results[0], aux
 
     def _of_nothing(self, engine: Engine, names: Any) -> tuple[list[Any], Any]:
-        """What is kept of no samples, where f gives no losses or a sum of none, and aux."""
+        """The state of no samples, where f gives no losses or a sum of none, and aux."""
         given = engine.problem
         with torch.no_grad():
             found = given.f(*given.args, **given.kwargs)
@@ -93,7 +93,7 @@ class Statistic(Transform):
 
     @property
     def _in_parts(self) -> bool:
-        """Whether samples are divided, or what is divided has to come in phases."""
+        """Tells whether samples are divided, or what is divided has to come in phases."""
         splits = self.options.plan.splits
         return bool(splits.get("samples")) or (bool(splits) and self.sweeps > 1)
 
@@ -111,7 +111,7 @@ class Statistic(Transform):
 
     @property
     def called(self) -> tuple[Hashable, ...]:
-        """What is asked of f."""
+        """The request that f is evaluated for."""
         return self.name, *(m.name for m in self.members)
 
     def without_samples(self, params: Any) -> Engine:
@@ -122,7 +122,7 @@ class Statistic(Transform):
         return Engine(given, self.options, self._quantities(given))
 
     def _quantities(self, given: Problem) -> list[Quantity]:
-        """What it reduces of the parameters of a problem."""
+        """The quantities that it reduces, for the parameters of a problem."""
         each = [s.quantity for s in self.members or (self,)]
         return [replace(q, reduction=q.reduction.at(given.leaves)) for q in each]
 
@@ -137,7 +137,7 @@ class Statistic(Transform):
         return given if self.others is None else beside(given, self.others, names)
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
-        """How it would be computed at these arguments."""
+        """The explanation of a call with these arguments."""
         given = self.problem(args, kwargs, names)
         if not given.n:
             raise nothing(names[next(i for i, dim in given.dims.items() if dim is not None)])
@@ -156,22 +156,22 @@ class Statistic(Transform):
         return joined(repr(self), each, [m.quantity.columns for m in self.members])
 
     def _undo(self) -> Callable[[], None]:
-        """What undoes the draws that come behind it."""
+        """A context that undoes the draws that come behind it."""
         return partial(set_states, [(g, state_of(g)) for g in (*torchs_own(), *(d.generator for d in self.drawings))])
 
     @property
     def quantity(self) -> Quantity:
-        """What it reduces, of which columns."""
+        """The reduction and its columns."""
         return Quantity(self.reduction, self.kind, self.drawing)
 
     @property
     def sweeps(self) -> int:
-        """How many times it has to see all samples."""
+        """The number of times that it has to see all samples."""
         return max(m.reduction.sweeps for m in self.members or (self,))
 
     @property
     def drawings(self) -> list[Drawing]:
-        """How its columns are drawn, or those of its members."""
+        """The way its columns are drawn, or those of its members."""
         return [m.drawing for m in self.members or (self,) if m.drawing is not None]
 
     def keyed(self, keys: dict[Drawing, int], first: int) -> Statistic:
@@ -193,7 +193,7 @@ class Statistic(Transform):
 
     @property
     def axes(self) -> tuple[AxisName, ...]:
-        """What it can be chunked over; the first is what `chunked` takes by itself."""
+        """The axes that it can be chunked over; the first is the default of `chunked`."""
         if self.members:
             return tuple(a for a in ("outputs", "samples", "params") if all(a in m.axes for m in self.members))
         return tuple(a for a in self.reduction.axes if a != "outputs" or not self.kind.first_order)

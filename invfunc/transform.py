@@ -1,4 +1,4 @@
-"""What every transform makes: a function that says what it is, and of an error which call it is of."""
+"""Transforms: functions that say what they are, and in an error which call it is of."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POSITIONAL = inspect.Parameter.POSITIONAL_ONLY
 
 @dataclass(eq=False)
 class ArgumentNames(Sequence[str]):
-    """What the arguments of a call are called in an error; they are looked up when there is one."""
+    """The names of the arguments of a call in an error; they are looked up when there is one."""
 
     f: Callable
     count: int
@@ -60,7 +60,9 @@ class ArgumentNames(Sequence[str]):
         return names[: self.count - target] + ["target"] * target
 
     def signature(self) -> inspect.Signature:
-        """That of a call: what f takes, with a vector behind the parameters, or a target behind the batch."""
+        """The signature of a call: the arguments of f, with a vector behind the parameters, or a target behind the
+        batch.
+        """
         own = inspect.signature(self.f)
         if not self.vector and not self.target:
             return own
@@ -139,7 +141,7 @@ class Transform(ABC):
         shown(cls)
 
     def signature(self) -> inspect.Signature:
-        """That of a call."""
+        """The signature of a call."""
         names = self.names(_ALL)
         if isinstance(names, ArgumentNames):
             return names.signature()
@@ -147,7 +149,7 @@ class Transform(ABC):
         return inspect.Signature([inspect.Parameter(name, _POSITIONAL) for name in known])
 
     def __dir__(self) -> list[str]:
-        """What is for its users; all else may change."""
+        """The names for users; all else may change."""
         return [name for name in ("f", "loss", "t", "product", "linearize") if getattr(self, name, None) is not None]
 
     @abstractmethod
@@ -158,11 +160,11 @@ class Transform(ABC):
         return self.run(self.compute, self.names, args, kwargs)
 
     def names(self, count: int) -> Any:
-        """What so many arguments are called in an error."""
+        """The names of so many arguments in an error."""
         return ArgumentNames(self.f, count, self.loss is not None, self.vector)
 
     def run(self, compute: Compute, names: Callable[[int], Any], args: tuple, kwargs: dict, method: str = "") -> Any:
-        """What the caller gets of a call, also of a method; torch.compile does not look into it."""
+        """The result of a call, also of a method; torch.compile does not look into it."""
         if torch.compiler.is_exporting():
             raise ArgumentError(
                 f"{self!r}{method}: torch.export writes operations, and not what this makes of f. Export the statistic "
@@ -181,7 +183,7 @@ class Transform(ABC):
         return (*result, aux) if self.several else (result, aux)
 
     def told(self, compute: Compute, names: Callable[[int], Any], args: tuple, kwargs: dict, method: str = "") -> Any:
-        """What a call computes; an error says which call it is of."""
+        """The computation of a call; an error says which call it is of."""
         called = names(len(args))
         try:
             with checked_at_the_end(own=True):
@@ -200,7 +202,7 @@ _ALL = 99
 
 
 def help_of(t: Any) -> str:
-    """What an object is that can be called, and what the public function says that has made it."""
+    """The help of an object that can be called, with that of the public function that has made it."""
     try:
         call = f"{t!r}{inspect.signature(t)}"
     except (TypeError, ValueError):  # of a function that does not say what it takes
@@ -261,7 +263,7 @@ def misfit(names: Sequence[str], args: tuple, kwargs: dict[str, Any]) -> str:
 
 
 def _unpacked(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any], target: bool) -> int:
-    """Which argument behind the first is a list of some that the function takes; 0 if none is."""
+    """The number of the argument behind the first that is a list of some that the function takes; 0 if none is."""
     for i, x in enumerate(args[1:], 1):
         apart = (*args[:i], *x, *args[i + 1 :]) if isinstance(x, (list, tuple)) else ()
         if apart and _takes(signature, apart[: len(apart) - target], kwargs):

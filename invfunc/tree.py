@@ -95,14 +95,14 @@ def _gather(branches: Iterable[Any], found: list[torch.Tensor]) -> None:
 
 
 def _opens(leaf: Any, none_is_leaf: bool = True) -> bool:
-    """Whether a leaf of torch's is none here."""
+    """Tells whether a leaf of torch's is none here."""
     if leaf is None:
         return not none_is_leaf
     return type(leaf) not in _PLAIN and _parts(leaf) is not None
 
 
 def _parts(leaf: Any) -> dict[Any, Any] | None:
-    """What is in a leaf of torch's, by key or by name: in a mapping, and in a dataclass that holds tensors."""
+    """The contents of a leaf of torch's, by key or by name: in a mapping, and in a dataclass that holds tensors."""
     if isinstance(leaf, Mapping):
         return {key: leaf[key] for key in leaf}
     if is_dataclass(leaf) and not isinstance(leaf, type):
@@ -264,7 +264,7 @@ class Form:
         return unflatten(found, self.structure)
 
     def leaves(self, tree: Tree) -> list[Any] | None:
-        """Those of another tree, if it has the same structure."""
+        """The leaves of another tree, if it has the same structure."""
         found, structure = flatten(tree)
         return found if structure == self.structure else None
 
@@ -276,7 +276,7 @@ _TENSORS = {torch.Tensor, torch.nn.Parameter}
 
 @cache
 def _several(number: int) -> Form:
-    """That of a tuple of so many tensors."""
+    """The structure of a tuple of so many tensors."""
     return Form((tuple, None, [None] * number), (None,) * number, tuple(range(number)))
 
 
@@ -309,7 +309,7 @@ def hashable(structure: Any) -> Hashable:
 
 
 def templates(structure: Any) -> bool:
-    """Whether a structure has nodes that torch does not know, which keep what they were made of."""
+    """Tells whether a structure has nodes that torch does not know, which keep what they were made of."""
     if type(structure) is tuple or structure is None:
         return False
     return structure.type is _Node or any(map(templates, structure.children()))

@@ -5,11 +5,9 @@ import inspect
 import re
 import subprocess
 import sys
-import tokenize
 import tomllib
 from functools import cache, partial
 from graphlib import TopologicalSorter
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +17,7 @@ import torch.nn.functional as F
 
 import invfunc
 from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
+from tests.size import CALLS, CEILINGS, code_lines, cost
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "invfunc"
@@ -59,29 +58,6 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LONGEST = 790
 """Lines of a file, which are 150 to 500 where it can be: a run of f (core/run.py), its evaluation, blocks/run.py."""
 MOST_BRANCHES = 40
-CEILINGS = {
-    "the package": (
-        ["invfunc"],
-        32_250,
-        336,
-        "one core for all statistics; wanted are 20,000 in 160 files: scale, plans and testing are to shrink next",
-    ),
-    "invertible functions": (
-        ["invfunc/blocks", "invfunc/invertible", "invfunc/pairs"],
-        3_900,
-        34,
-        "one engine for plain autograd and torch.func, by hooks on saved tensors; one recorded run finds inverses",
-    ),
-    "pairs": (["invfunc/pairs"], 1_510, 13, "a pair is data: moves, from which both directions come"),
-    "functional": (["invfunc/functional"], 160, 2, "torch.func.functional_call does it; here are messages and copies"),
-    "the tests": (
-        ["tests"],
-        49_800,
-        386,
-        "laws of what stands; wanted are 30,000",
-    ),
-}
-"""Code lines and files at most, and the reason. Who needs more takes away elsewhere, or states a better reason here."""
 
 
 def each_file(check):
@@ -264,32 +240,18 @@ class TestFiles:
                 assert public == [file.stem]
 
 
-def code_lines(file):
-    """The number of lines of a file without blank ones, comments and docstrings."""
-    found, begins = set(), True
-    with file.open("rb") as text:
-        tokens = [t for t in tokenize.tokenize(text.readline) if t.type not in (tokenize.COMMENT, tokenize.NL)]
-    for token, after in pairwise(tokens):
-        if token.type in LAYOUT:
-            begins = True
-            continue
-        if not (begins and token.type == tokenize.STRING and after.type == tokenize.NEWLINE):
-            found.update(range(token.start[0], token.end[0] + 1))
-        begins = False
-    return len(found)
-
-
-LAYOUT = {tokenize.ENCODING, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-
-
 @pytest.mark.quick
 class TestCeilings:
     @pytest.mark.parametrize("name", CEILINGS)
     def test_are_not_passed(self, name):
-        folders, lines, most, reason = CEILINGS[name]
-        files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
-        found = sum(map(code_lines, files))
-        assert found <= lines and len(files) <= most, f"{found} code lines in {len(files)} files; {reason}"
+        ceiling = CEILINGS[name]
+        lines, files = ceiling.measured()
+        assert lines <= ceiling.lines and files <= ceiling.files, f"{lines} in {files} files; {ceiling.reason}"
+
+    @pytest.mark.parametrize("name", CALLS)
+    def test_a_warm_call_is_short(self, name):
+        found = cost(name)
+        assert all(x <= most for x, most in zip(found, CALLS[name][1:], strict=True)), found
 
     def test_are_of_code_alone(self, tmp_path):
         file = tmp_path / "one.py"

@@ -25,7 +25,7 @@ _AS_IT_IS = nullcontext()
 
 
 def transforming() -> bool:
-    """Whether a torch.func transform (grad, vmap, jvp, ...) is running around us."""
+    """Tells whether a torch.func transform (grad, vmap, jvp, ...) is running around us."""
     return _C.peek_interpreter_stack() is not None
 
 
@@ -35,12 +35,12 @@ def levels() -> list[tuple[str, int]]:
 
 
 def dual_level() -> bool:
-    """Whether a level of torch.autograd.forward_ad is around us, as it is within a jvp too."""
+    """Tells whether a level of torch.autograd.forward_ad is around us, as it is within a jvp too."""
     return forward_ad._current_level >= 0
 
 
 def forward_mode() -> bool:
-    """Whether a jvp, or what is made of it, is among the transforms of torch.func around us."""
+    """Tells whether a jvp, or what is made of it, is among the transforms of torch.func around us."""
     return dual_level() and any(kind == "jvp" for kind, _ in levels())
 
 
@@ -51,7 +51,7 @@ def level_of(x: torch.Tensor) -> int | None:
 
 
 def ended(x: torch.Tensor) -> bool:
-    """Whether a tensor is of a vmap or of another transform of torch.func that is no more around us."""
+    """Tells whether a tensor is of a vmap or of another transform of torch.func that is no more around us."""
     if not _C.is_functorch_wrapped_tensor(x):
         return False
     kinds = {level: kind for kind, level in levels()}
@@ -119,7 +119,9 @@ def batch_first(x: torch.Tensor) -> torch.Tensor:
 
 
 def checkpointing() -> bool:
-    """Whether hooks take the place of saved tensors that know nothing of statistics, as torch.utils.checkpoint's."""
+    """Tells whether hooks take the place of saved tensors that know nothing of statistics, as
+    torch.utils.checkpoint's.
+    """
     hooks = saving_hooks()
     return hooks is not None and not hasattr(getattr(hooks[0], "__self__", None), "given_back")
 
@@ -130,7 +132,7 @@ def saving_hooks() -> tuple[Callable, Callable] | None:
 
 
 def given_back(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-    """How to get a tensor again that autograd has just saved, if the hooks that took it say so."""
+    """The way to get a tensor again that autograd has just saved, if the hooks that took it have one."""
     hooks = saving_hooks()
     find = getattr(getattr(hooks[0], "__self__", None), "given_back", None) if hooks is not None else None
     return None if find is None or unwrapped(x) is not None else find(x)
@@ -142,7 +144,7 @@ def function_of(node: Any) -> type | None:
 
 
 def dual(*tensors: torch.Tensor) -> bool:
-    """Whether one of some tensors, or of what they wrap, carries a tangent of torch.autograd.forward_ad."""
+    """Tells whether one of some tensors, or of what they wrap, carries a tangent of torch.autograd.forward_ad."""
     waiting = list(tensors) if dual_level() else []
     for x in waiting:  # which grows by what each wraps
         with _below(level_of(x) or 0):
@@ -153,7 +155,7 @@ def dual(*tensors: torch.Tensor) -> bool:
 
 
 def under(kind: type | tuple[type, ...], holds: Callable[[Any], bool] = lambda mode: True) -> bool:
-    """Whether a torch function mode of some kind is active, of which something holds."""
+    """Tells whether a torch function mode of some kind is active, of which something holds."""
     around = torch._C._len_torch_function_stack() > 0
     return around and any(isinstance(mode, kind) and holds(mode) for mode in _get_current_function_mode_stack())
 
@@ -178,7 +180,7 @@ def graph_of(x: torch.Tensor) -> Iterator[Any]:
 
 
 def backward_pass() -> int:
-    """Which backward pass of autograd is running."""
+    """The number of the backward pass of autograd that is running."""
     return torch._C._current_graph_task_id()
 
 
@@ -191,7 +193,7 @@ unwatched, watched = torch._C.DisableTorchFunction, torch._C._EnableTorchFunctio
 
 
 def dispatched() -> bool:
-    """Whether a dispatch mode sees all operations, as those of FakeTensor and of tracing do."""
+    """Tells whether a dispatch mode sees all operations, as those of FakeTensor and of tracing do."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -266,12 +268,12 @@ counted: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
 def version(x: torch.Tensor) -> int:
-    """How often the tensor was written in place."""
+    """The number of times that the tensor was written in place."""
     return 0 if x.is_inference() else x._version
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often each of some tensors was written in place."""
+    """The number of times that each of some tensors was written in place."""
     try:
         return [*map(counted, tensors)]
     except RuntimeError:  # one of them was made in inference mode
@@ -279,13 +281,13 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def storage_of(x: torch.Tensor) -> int:
-    """Which memory a tensor is in."""
+    """The memory of a tensor."""
     plain = x.layout is torch.strided and not has_torch_function_unary(x) and not _C.is_functorch_wrapped_tensor(x)
     return (x.untyped_storage() if plain else memory_of(x))._cdata
 
 
 def memories(leaves: Sequence[Any]) -> list[int | None]:
-    """Which memory each of some tensors is in; None of what is no tensor."""
+    """The memory of each of some tensors; None of what is no tensor."""
     of_torch, strided, wrapped = {torch.Tensor, torch.nn.Parameter}, torch.strided, _C.is_functorch_wrapped_tensor
     simple, found = not listening(), list[int | None]()
     for x in leaves:  # without a call for each of them, where it is not needed
@@ -308,7 +310,7 @@ def storage(x: torch.Tensor) -> torch.UntypedStorage:
 
 
 def number_of(x: torch.Tensor) -> int:
-    """Which memory a plain tensor is in, whatever modes are around."""
+    """The memory of a plain tensor, whatever modes are around."""
     return storage(x)._cdata
 
 
@@ -364,8 +366,8 @@ _PASSES: tuple[int, bool] = (-1, False)
 
 
 def backward_by_torch_func() -> bool:
-    """Whether the backward pass that is running was begun by a transform of torch.func itself, such as `grad`, behind
-    whose end nobody can differentiate at its level."""
+    """Tells whether the backward pass that is running was begun by a transform of torch.func itself, such as `grad`,
+    behind whose end nobody can differentiate at its level."""
     global _PASSES
     number, known = _PASSES
     if number != backward_pass():
@@ -378,7 +380,7 @@ def backward_by_torch_func() -> bool:
 
 
 def _in_torch_func(frame: Any) -> bool:
-    """Whether the innermost call of autograd is one of torch.func's."""
+    """Tells whether the innermost call of autograd is one of torch.func's."""
     while frame is not None:
         if frame.f_code.co_name == "_engine_run_backward":
             while frame is not None and frame.f_globals.get("__name__", "").startswith("torch.autograd"):
@@ -389,7 +391,7 @@ def _in_torch_func(frame: Any) -> bool:
 
 
 def hooked(x: torch.Tensor) -> bool:
-    """Whether hooks are registered that see gradients of a tensor."""
+    """Tells whether hooks are registered that see gradients of a tensor."""
     return bool(x._backward_hooks)
 
 
@@ -412,7 +414,7 @@ class Level:
 
     @property
     def running(self) -> bool:
-        """Whether it is one of torch.func that has not ended."""
+        """Tells whether it is one of torch.func that has not ended."""
         return self._mark is not None and not _C.is_dead_tensor_wrapper(self._mark)
 
     def again(self) -> AbstractContextManager[tuple[Callable, Callable, Callable]]:
@@ -460,7 +462,7 @@ _PLAINLY = nullcontext((_plain_leaf, as_it_is, as_it_is))
 
 
 def _at_new_level(level: int, wrap: Callable, unwrap: Callable) -> tuple[Callable, Callable, Callable]:
-    """What `Level.again` yields in a level of our own."""
+    """The functions that `Level.again` yields in a level of our own."""
 
     def inner(x: torch.Tensor) -> torch.Tensor:
         x = alive(x)
@@ -503,12 +505,12 @@ set_graph: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 def needs_grad(x: torch.Tensor) -> bool:
-    """Whether a tensor needs a gradient, also within a vmap, which does not tell."""
+    """Tells whether a tensor needs a gradient, also within a vmap, which does not tell."""
     return x.requires_grad or (_C.is_batchedtensor(x) and recorded(x).requires_grad)
 
 
 def tracked_below(x: torch.Tensor) -> bool:
-    """Whether a tensor also has a graph at a level below its own."""
+    """Tells whether a tensor also has a graph at a level below its own."""
     x = recorded(x)
     while _C.is_functorch_wrapped_tensor(x):
         x = _C.get_unwrapped(x)

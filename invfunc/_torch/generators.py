@@ -18,7 +18,7 @@ from invfunc._torch.functorch import dispatched, unwatched
 
 
 class Generator(Protocol):
-    """What has a state, as `torch.Generator` has."""
+    """An object with a state, as `torch.Generator` has."""
 
     def get_state(self) -> torch.Tensor: ...
 
@@ -71,7 +71,7 @@ def set_states(states: Iterable[tuple[Generator, torch.Tensor]]) -> None:
 
 
 def same_state(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether nothing was drawn between two states; no mode around us sees that."""
+    """Tells whether nothing was drawn between two states; no mode around us sees that."""
     if a is b:
         return True
     with unwatched():
@@ -93,7 +93,7 @@ class _Global:
 
 @cache
 def global_generator(device: torch.device) -> _Global:
-    """What an accelerator draws from where no generator is given."""
+    """The generator of an accelerator where none is given."""
     return _Global(device)
 
 

@@ -11,7 +11,7 @@ WITHOUT_FLOAT64 = {"mps"}
 
 
 def has_float64(device: torch.device) -> bool:
-    """Whether a device has it."""
+    """Tells whether a device has it."""
     return device.type not in WITHOUT_FLOAT64
 
 

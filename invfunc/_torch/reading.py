@@ -52,7 +52,7 @@ class Reading(TorchDispatchMode):
         self._places = {number_of(x): place for place, x in enumerate(tensors)}
 
     def holds(self, x: torch.Tensor) -> bool:
-        """Whether a tensor is one of them, or a view of one."""
+        """Tells whether a tensor is one of them, or a view of one."""
         return number_of(x) in self._places
 
     def present(self, x: Any) -> Any:
@@ -110,7 +110,7 @@ _NOT_TOLD = {torch.Tensor.data_ptr, torch.Tensor.__dlpack__, torch.Tensor.__redu
 
 @cache
 def _reads(func: Any) -> bool:
-    """Whether an operation looks at numbers: not to make a view, or a tensor of the same shape."""
+    """Tells whether an operation looks at numbers: not to make a view, or a tensor of the same shape."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return True

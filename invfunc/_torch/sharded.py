@@ -1,4 +1,4 @@
-"""What torch makes of tensors and modules that are divided among processes.
+"""Tensors and modules that torch divides among processes.
 
 It is known by names, as to import DTensor or fully_shard takes a second, and some of what is known is private to torch.
 """
@@ -21,7 +21,7 @@ _STATE = "__composable_api_state_key"
 
 
 def sharded(x: Any) -> bool:
-    """Whether it is a DTensor, of which this process may have a part only."""
+    """Tells whether it is a DTensor, of which this process may have a part only."""
     return type(x) is not torch.Tensor and type(x) is not nn.Parameter and hasattr(x, "full_tensor")
 
 
@@ -31,8 +31,8 @@ def gathered(x: Any) -> torch.Tensor:
 
 
 def local_part(x: torch.Tensor, like: Any, lead: int = 0) -> torch.Tensor:
-    """What this process has of a tensor that is laid out as a DTensor is, with `lead` axes in front; unless the tensor
-    is that part already, or not like it."""
+    """The part that this process has of a tensor that is laid out as a DTensor is, with `lead` axes in front; unless
+    the tensor is that part already, or not like it."""
     from torch.distributed.tensor import distribute_tensor
 
     if x.shape[lead:] != like.shape:
@@ -77,7 +77,7 @@ def of_part(local: torch.Tensor, like: Any, lead: int = 0) -> Any:
 
 @lru_cache(maxsize=1024)
 def divided(kind: type) -> bool:
-    """Whether it is the type of modules to which `fully_shard` was applied, or of what it keeps of them."""
+    """Tells whether it is the type of modules to which `fully_shard` was applied, or of what it keeps of them."""
     return any(base.__module__.startswith(_FSDP) for base in kind.__mro__)
 
 
@@ -111,7 +111,9 @@ def why_not_whole(module: nn.Module) -> str:
 
 
 def gathers(node: Any) -> Any:
-    """What gathers the parameters of a module, of a node of autograd that `fully_shard` has put before its call."""
+    """The function that gathers the parameters of a module, of a node of autograd that `fully_shard` has put before
+    its call.
+    """
     made = function_of(node)
     return getattr(node, "param_group", None) if made is not None and divided(made) else None
 
@@ -137,7 +139,7 @@ def _states(module: nn.Module) -> list[Any]:
 
 
 def _of_state(hook: Any) -> bool:
-    """Whether a hook is one of `fully_shard`, also of several modules together."""
+    """Tells whether a hook is one of `fully_shard`, also of several modules together."""
     while hook is not None:
         if divided(type(getattr(hook, "__self__", None))):
             return True

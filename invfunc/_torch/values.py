@@ -1,4 +1,4 @@
-"""What is asked about the numbers in tensors, where there may be none."""
+"""Questions about the numbers in tensors, where there may be none."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from invfunc._torch.functorch import FakeTensor, innermost
 
 
 def differentiable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can have a gradient."""
+    """Tells whether a tensor can have a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def fake(x: torch.Tensor) -> bool:
-    """Whether a tensor has no numbers (FakeTensorMode)."""
+    """Tells whether a tensor has no numbers (FakeTensorMode)."""
     return isinstance(innermost(x), FakeTensor)
 
 
@@ -42,7 +42,7 @@ def decides(x: torch.Tensor, what: str) -> None:
 
 
 def anywhere(x: torch.Tensor) -> bool:
-    """Whether something holds anywhere; without numbers nothing does."""
+    """Tells whether something holds anywhere; without numbers nothing does."""
     return not fake(x) and bool(innermost(x).any())
 
 
@@ -113,19 +113,19 @@ def _look(checks: list[Check]) -> None:
 
 
 def apart(a: torch.Tensor, b: torch.Tensor, size: torch.Tensor | int) -> torch.Tensor:
-    """Where tensors are not the same up to rounding, where numbers of this size are added up."""
+    """A mask of the entries in which tensors differ by more than the rounding of sums of numbers of this size."""
     tolerance = torch.finfo(a.dtype).eps ** 0.75  # 2e-12 in float64, 6e-6 in float32
     same = (a - b).abs() <= 8 * tolerance * size
     return ~(same | (a == b) | (a.isnan() & b.isnan()))
 
 
 def near(a: torch.Tensor, b: torch.Tensor, size: torch.Tensor | int) -> bool:
-    """Whether tensors are the same up to rounding, where numbers of this size are added up."""
+    """Tells whether tensors are the same up to rounding, where numbers of this size are added up."""
     return not anywhere(apart(a, b, size))
 
 
 def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether values agree up to what another batch size does to their rounding."""
+    """Tells whether values agree up to what another batch size does to their rounding."""
     return a.shape == b.shape and near(a, b, size_of(b))
 
 

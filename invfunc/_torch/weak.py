@@ -1,4 +1,4 @@
-"""What is known of tensors, by their identity or their memory, for as long as they are alive.
+"""Notes on tensors, by their identity or their memory, for as long as they are alive.
 
 `torch.utils.weak` has such a dictionary, too; a look-up takes it ten times as long, and each call of f makes several.
 """

@@ -75,7 +75,7 @@ class Problem:
         return [path for path, _ in tree.named_leaves(trees if self.several else trees[0], none_is_leaf=False)]
 
     def name(self, place: int) -> str:
-        """What a parameter is called in an error."""
+        """The name of a parameter in an error."""
         return "params" + self.paths[place]
 
     def call(self, trace: Watching, params: list[torch.Tensor], part: slice | torch.Tensor) -> tuple[Any, Any]:
@@ -331,7 +331,7 @@ def _sizes(args: tuple, dims: dict[int, int | None], names: Sequence[str]) -> li
 
 
 def _suggestion(dims: dict[int, int | None], names: Sequence[str], sizes: list[tuple[int, str, int]]) -> str:
-    """How to hold fixed what has another number of samples than most, or than the other one."""
+    """The way to hold fixed what has another number of samples than most, or than the other one."""
     count = Counter(size for _, _, size in sizes)
     most = [size for size, times in count.items() if times == max(count.values())]
 
@@ -347,7 +347,7 @@ def _suggestion(dims: dict[int, int | None], names: Sequence[str], sizes: list[t
 
 
 def numpy_arrays(args: tuple, names: Sequence[str]) -> str:
-    """What is wrong with arguments that are arrays of numpy, if some are."""
+    """The error of arguments that are arrays of numpy, if some are."""
     for name, arg in zip(names, args, strict=False):
         for path, leaf in tree.named_leaves(arg):
             if type(leaf).__module__ == "numpy" and getattr(leaf, "ndim", 0):

@@ -133,7 +133,7 @@ class Kronecker:
         return x.permute(sorted(range(v.ndim), key=order.__getitem__)).to(dtype)
 
     def is_diagonal(self, i: int) -> bool:
-        """Whether a factor is kept as its diagonal."""
+        """Tells whether a factor is kept as its diagonal."""
         return self.factors[i].ndim == (1 if self.blocks is None else 2)
 
     def dense(self) -> torch.Tensor:
@@ -227,11 +227,11 @@ class Kronecker:
 
     @property
     def _names(self) -> list[str]:
-        """What errors call its factors."""
+        """The names of its factors in errors."""
         return [self._called(f"factors[{i}]") for i in range(len(self.factors))]
 
     def _called(self, part: str) -> str:
-        """What errors call one of its tensors."""
+        """The name of one of its tensors in errors."""
         return f"{part} of {self.origin.name}" if self.origin.name else part
 
     def _each(self) -> Kronecker:
@@ -305,7 +305,9 @@ def _of_spectra(spectra: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[t
 
 
 def _split(factors: tuple[torch.Tensor, ...], damping: Damping) -> list[torch.Tensor]:
-    """What to add to the diagonals of two factors: parts of the damping in the ratio of their mean eigenvalues."""
+    """The numbers to add to the diagonals of two factors: parts of the damping in the ratio of their mean
+    eigenvalues.
+    """
     a, b = (_diagonal(f).mean(dtype=symmetric.wide(f.dtype)) for f in factors)
     ratio = torch.where((a > 0) & (b > 0), a, 1) / torch.where((a > 0) & (b > 0), b, 1)
     return [(damping * ratio).sqrt(), (damping / ratio).sqrt()]

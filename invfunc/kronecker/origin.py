@@ -1,4 +1,4 @@
-"""What the transform that computed Kronecker factors knows of them."""
+"""Facts about Kronecker factors that the transform knows which computed them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from invfunc.linear_algebra import blocks
 
 @dataclass(frozen=True)
 class Joint:
-    """How a weight and its bias lie in one matrix `[out, in + 1]`: the bias comes last, in each block of the weight."""
+    """The layout of a weight and its bias in one matrix `[out, in + 1]`: the bias comes last, in each block of the
+    weight.
+    """
 
     bias: str
     """What the bias is called."""
@@ -57,7 +59,8 @@ class Joint:
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """What factors are of. Any other one is equal to it: trees of different parameters and batches have one structure.
+    """The origin of factors. Any other one is equal to it: trees of different parameters and batches have one
+    structure.
 
     `A` is the mean of `inputs` products, and all else a sum over n samples.
     """
@@ -83,12 +86,12 @@ class Origin:
         return hash(Origin)
 
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
-        """How a graph of torch.compile makes it, and of what."""
+        """The code by which a graph of torch.compile makes it, and its arguments."""
         return repr(self), {"Origin": Origin, "Joint": Joint, "torch": torch}
 
 
 def derived(origin: Origin) -> Origin:
-    """That of an inverse, of a root, or of an average."""
+    """The origin of an inverse, of a root, or of an average."""
     if torch.compiler.is_compiling():
         from invfunc._torch.eager import eagerly  # the compiler does not look into what a graph holds as a constant
 

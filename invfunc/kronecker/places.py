@@ -1,4 +1,4 @@
-"""Where the factors of a parameter lie in it: what each of them is over, read off from where its entries are."""
+"""The places of factors in a parameter: the dims that each of them is over, read off from its entries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PART = "it is read in a part that is not a product of its dimensions"
 
 @dataclass
 class Place:
-    """Where the entries of a factor lie in the parameter: over which dims, and where among theirs."""
+    """The place of a factor in its parameter: the dims it is over, and its entries among theirs."""
 
     dims: tuple[int, ...]
     size: int
@@ -109,7 +109,7 @@ def _owner(entries: torch.Tensor, factors: Sequence[Axes], dims: list[list[int]]
 
 
 def _in_order(numbers: torch.Tensor, count: int) -> bool:
-    """Whether they are all numbers below the count, from the first to the last."""
+    """Tells whether they are all numbers below the count, from the first to the last."""
     return torch.equal(numbers, torch.arange(count, device=numbers.device))
 
 
@@ -128,7 +128,7 @@ def _flat(coordinates: Sequence[torch.Tensor], shape: Sequence[int], like: torch
 
 @dataclass
 class Rows:
-    """How entries lie in the rows of a parameter: which axes go along a row, where in it, and in which row they are."""
+    """The layout of entries in the rows of a parameter: the axes along a row, the place in it, and the row."""
 
     along: list[int]
     place: Place
@@ -137,7 +137,7 @@ class Rows:
 
 
 def rows(entries: torch.Tensor, count: int, width: int) -> Rows:
-    """How entries, given by their numbers in a parameter `[count, width]`, lie in its rows; -1 stands for no entry."""
+    """The layout of entries, given by their numbers in a parameter `[count, width]`, in its rows; -1 is no entry."""
     read = entries >= 0
     column, row = torch.where(read, entries % width, -1), torch.where(read, entries // width, -1)
     along = [d for d in range(entries.ndim) if bool((column.amax(d) > torch.where(read, column, width).amin(d)).any())]

@@ -163,7 +163,7 @@ def eigen(factors: Tree) -> Tree:
 
 
 def _split_of(matrix: Kronecker, split: str | None) -> str | None:
-    """How damping is divided among the factors of a matrix: one takes all of it."""
+    """The shares of damping of the factors of a matrix: one takes all of it."""
     return None if len(matrix.factors) == 1 else split
 
 
@@ -188,7 +188,7 @@ def kroneckers(call: str, factors: Tree, name: str = "factors") -> dict[str, Kro
 
 
 def same_places(call: str, name: str, some: dict[str, Any], other: str, others: dict[str, Any]) -> None:
-    """Whether two trees have leaves at the same places."""
+    """Tells whether two trees have leaves at the same places."""
     for path in [*some, *others]:
         if path not in some or path not in others:
             has, lacks = (name, other) if path in some else (other, name)
@@ -216,7 +216,7 @@ def _lead(call: str, path: str, v: Any, shape: Sequence[int]) -> torch.Size:
 
 
 def _fits(call: str, path: str, bias: Any, shape: torch.Size, lead: int) -> None:
-    """Whether a bias has as many axes in front as its weight, and the entries of one; these may be `[1, out]`."""
+    """Tells whether a bias has as many axes in front as its weight, and the entries of one; these may be `[1, out]`."""
     _lead(call, path, bias, ())
     if bias.shape[:lead] != shape[:lead] or bias.numel() != shape.numel():
         raise ArgumentError(

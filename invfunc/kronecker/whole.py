@@ -11,7 +11,7 @@ from invfunc.tree import Tree
 
 
 class Whole(ABC):
-    """What `solve` and `logdet` take in place of factors."""
+    """A matrix over all parameters, which `solve` and `logdet` take in place of factors."""
 
     @abstractmethod
     def solve(self, v: Tree, damping: Damping = 0.0) -> Tree:

@@ -98,7 +98,7 @@ def _all_positions(x: torch.Tensor, kernel: Ints, dilation: Ints) -> torch.Tenso
 
 @lru_cache(maxsize=4096)
 def _left_out(size: int, k: int, pads: tuple[int, int], step: int) -> list[Read]:
-    """What is read in one dimension by the positions that only the widest padding has."""
+    """The entries that are read in one dimension by positions that only the widest padding has."""
     (before, after), reach = pads, (k - 1) * step
     coordinates = [*range(-reach, -before), *range(size + after - reach, size)]
     ranges = groupby(coordinates, lambda p: (max(0, -(p // step)), min(k, (size - 1 - p) // step + 1)))

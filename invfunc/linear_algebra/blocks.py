@@ -1,4 +1,4 @@
-"""How a product of matrices is applied to a tensor, and how the blocks of a matrix lie in one."""
+"""Products of matrices with tensors, and the places of blocks in a matrix."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def part(shape: Sequence[int], blocks: Sequence[int]) -> torch.Size:
 
 
 def divide(blocks: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether each number divides the length of its dim."""
+    """Tells whether each number divides the length of its dim."""
     return len(blocks) == len(shape) and all(n > 0 and size % n == 0 for n, size in zip(blocks, shape, strict=True))
 
 

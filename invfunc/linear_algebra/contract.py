@@ -42,12 +42,12 @@ def _equation(terms: Sequence[Term | Shape], output: str) -> tuple[str, tuple[tu
 
 
 def cost(terms: Sequence[Term | Shape], output: str) -> float:
-    """How many multiplications the cheapest order takes."""
+    """The number of multiplications in the cheapest order."""
     return _plan(*_equation(terms, output))[0]
 
 
 def largest(terms: Sequence[Term | Shape], output: str) -> int:
-    """How many numbers the largest tensor has that the cheapest order makes."""
+    """The number of entries of the largest tensor that the cheapest order makes."""
     return _plan(*_equation(terms, output))[1]
 
 
@@ -63,7 +63,9 @@ def shapes(terms: Sequence[Term | Shape]) -> tuple[Shape, ...]:
 
 
 def squares_directly(terms: list[Term], output: str, instance: str, kept: str) -> bool:
-    """Whether the sum of squares is cheaper without forming a share: `instance` are its labels, `kept` those left."""
+    """Tells whether the sum of squares is cheaper without forming a share: `instance` are its labels, `kept` those
+    left.
+    """
     return _squares_directly(shapes(terms), output, instance, kept, cancel(terms), has_float64(terms[0][1].device))
 
 
@@ -82,12 +84,12 @@ def _squares_directly(
 
 
 def cancel(terms: Sequence[Term]) -> bool:
-    """Whether sums of products of these, which cancel, are to be taken in float64."""
+    """Tells whether sums of products of these, which cancel, are to be taken in float64."""
     return all(x.dtype in thresholds.CANCELS for _, x in terms)
 
 
 def crosses(pair: Sequence[tuple[str, Any]], output: str) -> bool:
-    """Whether products of positions with positions are summed, which may cancel."""
+    """Tells whether products of positions with positions are summed, which may cancel."""
     inner = [c for labels, _ in pair for c in labels if c not in "VNMW" + output]
     return len(set(inner)) < len(inner)
 
@@ -154,13 +156,13 @@ def outer(x: torch.Tensor, other: torch.Tensor | None = None, diagonal: bool = F
 
 
 def _one_by_one(x: torch.Tensor) -> bool:
-    """Whether the products of `[b, k, r]` are faster added up sample by sample."""
+    """Tells whether the products of `[b, k, r]` are faster added up sample by sample."""
     large = x.shape[2] >= thresholds.ADDED_POSITIONS and x.numel() >= thresholds.ADDED_NUMBERS
     return large and x.device.type in thresholds.ADDED_ON
 
 
 def _as_gradient(x: torch.Tensor) -> bool:
-    """Whether the products of `[b, k, r]` are faster as the weight gradient of a convolution."""
+    """Tells whether the products of `[b, k, r]` are faster as the weight gradient of a convolution."""
     known = x.dtype in thresholds.GRADIENT_DTYPES and x.device.type in thresholds.GRADIENT_ON
     return known and len(x) >= thresholds.GRADIENT_SAMPLES and x.numel() < thresholds.GRADIENT_NUMBERS
 
@@ -208,7 +210,7 @@ def _without_ones(labels: str, shape: torch.Size) -> tuple[str, tuple[int, ...]]
 
 
 def present(labels: str, terms: Sequence[tuple[str, Any]]) -> str:
-    """Those of the labels that occur in the terms."""
+    """The labels that occur in the terms."""
     found = "".join([other for other, _ in terms])
     return "".join([c for c in labels if c in found])
 

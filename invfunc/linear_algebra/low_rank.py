@@ -80,7 +80,7 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """How many vectors there are."""
+        """The number of vectors."""
         found = tree.tensors(self.vectors)
         return found[0].shape[0] if found and found[0].ndim else 0
 

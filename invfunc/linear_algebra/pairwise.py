@@ -21,7 +21,7 @@ from invfunc.linear_algebra.pages import room
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a tensor is laid out for a product: its dimensions in an order, then as a shape, perhaps transposed."""
+    """The layout of a tensor for a product: its dimensions in an order, then as a shape, perhaps transposed."""
 
     order: tuple[int, ...] | None
     shape: tuple[int, ...] | None
@@ -99,7 +99,7 @@ class _Pair:
 
     @property
     def elementwise(self) -> bool:
-        """Whether it is not a product of matrices: nothing is summed, or no tensor has a label of its own."""
+        """Tells whether it is not a product of matrices: nothing is summed, or no tensor has a label of its own."""
         return not self.summed or not (self.rows or self.columns)
 
     def transposed(self) -> _Pair:
@@ -145,7 +145,7 @@ def _large(shape: tuple[int, ...]) -> tuple[int, ...] | None:
 def _step(
     equation: str, shape: torch.Size, strides: tuple[int, ...], other: torch.Size, steps: tuple[int, ...]
 ) -> _Step | None:
-    """How to compute a step of tensors with these shapes and strides; None if one alone is summed over a label."""
+    """The way to compute a step of tensors with these shapes and strides; None if one alone is summed over a label."""
     inputs, output = equation.split("->")
     left, right = inputs.split(",")
     if not set(left) ^ set(right) <= set(output):
@@ -202,10 +202,12 @@ def _sums(equation: str, strides: tuple[int, ...]) -> tuple[tuple[int, ...], tup
 
 
 def room_for(shape: Sequence[int], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
-    """Where a large result that nobody differentiates can be written."""
+    """Memory into which a large result can be written that nobody differentiates."""
     return room(list(shape), x) if _large(tuple(shape)) and in_place(x, y) else None
 
 
 def in_place(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether a result of them can be written to memory that is there: of one dtype, and nobody differentiates it."""
+    """Tells whether a result of them can be written to memory that is there: of one dtype, and nobody differentiates
+    it.
+    """
     return not (x.requires_grad or y.requires_grad or x.dtype != y.dtype or transforming())

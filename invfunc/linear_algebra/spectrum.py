@@ -10,7 +10,7 @@ from invfunc._torch.functorch import levels
 
 
 def spectrum(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those of `[..., k, k]`: `h @ vectors == vectors * values`."""
+    """Eigenvalues and eigenvectors of `[..., k, k]`: `h @ vectors == vectors * values`."""
     jvps = 0 if torch.compiler.is_compiling() else [kind for kind, _ in levels()].count("jvp")
     if jvps == 1:  # torch has no jvp of a jvp of a custom Function
         return _Spectrum.apply(h)  # pyright: ignore[reportReturnType]

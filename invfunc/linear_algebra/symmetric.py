@@ -124,7 +124,7 @@ def damped(damping: Damping, called: str = "Kronecker: ") -> Damping:
 
 
 def is_none(damping: Damping) -> bool:
-    """Whether nothing is added."""
+    """Tells whether nothing is added."""
     return not isinstance(damping, torch.Tensor) and damping == 0
 
 
@@ -145,7 +145,7 @@ def require(holds: torch.Tensor | bool, otherwise: str | Callable[[], str], call
 
 
 def noise(x: torch.Tensor) -> float:
-    """What rounding may have done to the entries of a matrix, as a part of the largest."""
+    """The rounding error of the entries of a matrix, relative to the largest."""
     return 32 * x.shape[-1] ** 0.5 * torch.finfo(x.dtype).eps
 
 

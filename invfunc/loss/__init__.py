@@ -1,1 +1,1 @@
-"""Where a model ends and its loss begins, and the columns that the loss sends back."""
+"""The border between a model and its loss, and the columns that the loss sends back."""

@@ -109,7 +109,7 @@ _LINEAR = {"NllLossBackwardBackward0", "NllLoss2DBackwardBackward0"}
 
 
 def _varies(scope: Scope, slope: torch.Tensor, roots: list[Output], nodes: set[Any]) -> bool:
-    """Whether a slope depends on the outputs."""
+    """Tells whether a slope depends on the outputs."""
     linear = {node: [node.next_functions[0][0]] for node in nodes_of([slope]) if node.name() in _LINEAR}
     if not slope.requires_grad or nodes.isdisjoint(nodes_below([node_of(slope)], known=linear)):
         return False

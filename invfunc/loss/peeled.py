@@ -22,7 +22,7 @@ Uniform = Callable[[tuple[int, ...], torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Peel:
-    """How many columns of each sample are taken as they are: a number, or "auto"."""
+    """The number of columns of each sample that are taken as they are, or "auto"."""
 
     columns: int | str
     least: int = 1
@@ -44,7 +44,7 @@ class _Ordered:
 
     @property
     def rank(self) -> float:
-        """How many columns there are to take."""
+        """The number of columns there are to take."""
         return math.inf if self.left is None else self.left.shape[1] - 1
 
 
@@ -98,7 +98,7 @@ def _of_entries(columns: Elementwise) -> _Ordered:
 
 
 def _number(root: _Ordered, count: int, peel: Peel) -> torch.Tensor:
-    """How many columns of each sample are taken as they are.
+    """The number of columns of each sample that are taken as they are.
 
     With "auto" as many as make the least of `left[r]^2 / (count - r)`, about the variance of the trace.
     """
@@ -121,7 +121,7 @@ def _number(root: _Ordered, count: int, peel: Peel) -> torch.Tensor:
 
 
 def _coefficients(signs: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """What each of M columns takes of the columns of the root, from signs `[M, n, K, *positions]`."""
+    """The coefficients of M columns in the columns of the root, from signs `[M, n, K, *positions]`."""
     count, _, size = signs.shape[:3]
     v, j = (torch.arange(k, device=signs.device) for k in (count, size))
     column, place, first = v[:, None, None], j, exact[:, None]

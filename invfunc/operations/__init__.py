@@ -1,4 +1,4 @@
-"""What is known of torch's operations, beside where they move samples and how they read parameters.
+"""Facts about torch's operations, beside where they move samples and how they read parameters.
 
 Other forms of them, with right second derivatives, or of operations that can be followed; what they ask, read and
 write; and what torch calls them.

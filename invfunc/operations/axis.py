@@ -1,4 +1,4 @@
-"""Where the samples of a tensor are."""
+"""The axis of the samples of a tensor."""
 
 from __future__ import annotations
 

@@ -25,7 +25,9 @@ class Weights:
 
 @dataclass(frozen=True)
 class Cell:
-    """What a cell computes of `x W_ih^T + b_ih` and `h W_hh^T + b_hh`, at one time step or at several at once."""
+    """The computation of a cell from `x W_ih^T + b_ih` and `h W_hh^T + b_hh`, at one time step or at several at
+    once.
+    """
 
     gates: Callable[[Tensors, torch.Tensor], Tensors]
     """From the parts of the first and the second to the gates, each of some numbers for each unit."""

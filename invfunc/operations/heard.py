@@ -22,7 +22,7 @@ _IN_PLACE.add("__setitem__")
 
 @lru_cache(maxsize=4096)
 def in_place(func: Callable) -> bool:
-    """Whether a function works in place on its first argument."""
+    """Tells whether a function works in place on its first argument."""
     name = getattr(func, "__name__", "").partition(".")[0]
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
 
@@ -74,7 +74,7 @@ class Function:
         return tree.tensors(kwargs["out"]) if kwargs.get("out") is not None else []
 
     def writes(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether a call writes into its first argument."""
+        """Tells whether a call writes into its first argument."""
         at = self.inplace_at
         return self.in_place or (at is not None and bool(args[at] if len(args) > at else kwargs.get("inplace", False)))
 

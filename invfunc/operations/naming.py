@@ -1,4 +1,4 @@
-"""What torch calls its functions and their arguments: one vocabulary for functions, methods and operators.
+"""The names of torch's functions and their arguments: one vocabulary for functions, methods and operators.
 
 Functions of torch.nn.functional, torch's own of the same name and methods take the same arguments in different places;
 their signatures and the schemas of aten say where.
@@ -42,7 +42,7 @@ def argument(func: Callable, args: tuple, kwargs: dict[str, Any], name: str, oth
 
 
 def default(func: Callable, name: str) -> Any:
-    """What a function of Python takes for an argument that is left out; None where it does not say."""
+    """The default of an argument of a function of Python; None where it does not say."""
     try:
         given = inspect.signature(func).parameters.get(name)
     except (TypeError, ValueError):
@@ -52,7 +52,7 @@ def default(func: Callable, name: str) -> Any:
 
 @lru_cache(maxsize=4096)
 def _positions(func: Callable) -> dict[str, int]:
-    """Where a function takes its arguments, by their names."""
+    """The positions of a function's arguments, by their names."""
     found: dict[str, int] = {}
     for names in _signatures(func):
         for i, name in enumerate(names):

@@ -70,7 +70,7 @@ def _batch_norm(func: Callable, input: torch.Tensor, *args: Any, **kwargs: Any) 
 
 
 def _misread(func: Callable, input: torch.Tensor) -> bool:
-    """Whether torch's first derivative is wrong where the input and what is sent back lie in memory in different
+    """Tells whether torch's first derivative is wrong where the input and what is sent back lie in memory in different
     orders: where there is one sample, or a size of one beside the channels (torch 2.13)."""
     return func is F.instance_norm or 1 in (input.shape[0], *input.shape[2:])
 

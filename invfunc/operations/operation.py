@@ -14,7 +14,7 @@ Rule = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Operation:
-    """What is known of an operation."""
+    """Facts about an operation."""
 
     composed: Rule | None = None
     """The operations that it is composed of, where samples are followed in those: takes its arguments."""
@@ -55,10 +55,10 @@ def define(names: str | Iterable[str], **facts: Any) -> None:
 
 
 def known(name: str) -> Operation:
-    """What is known of an operation, by its name."""
+    """The facts about an operation, by its name."""
     return OPERATIONS.get(name, _PLAIN)
 
 
 def not_torchs(form: Rule) -> Rule:
-    """What `twice` states, of a form that does not call torch's function."""
+    """The entries of `twice` for a form that does not call torch's function."""
     return lambda func, *args, **kwargs: form(*args, **kwargs)

@@ -48,7 +48,7 @@ class Steps:
         self.last = tuple(torch.cat(h) for h in zip(state, *ended[::-1], strict=True))
 
     def pulled_back(self, slopes: Tensors, sent: torch.Tensor, last: Tensors) -> tuple[torch.Tensor, Tensors]:
-        """What arrives at the gates, one after the other, and at the first state, of what is sent back to the outputs
+        """Cotangents at the gates, one after the other, and at the first state, of those at the outputs
         and to the last state."""
         cell, w, own = self.cell, self.w.w_hh, self.cell.own * slopes[0].shape[-1]
         gates = own + len(w)
@@ -69,7 +69,7 @@ class Steps:
         return self._joined(found, not self.backwards), first
 
     def _each(self, backwards: bool, *tensors: torch.Tensor) -> Iterator[Any]:
-        """How many samples have a step, and had the step before it in this order, and the tensors there."""
+        """The number of samples have a step, and had the step before it in this order, and the tensors there."""
         parts = [x.unbind() if self.sizes is None else x.split(self.sizes) for x in tensors]
         sizes = [len(parts[0][0])] * len(parts[0]) if self.sizes is None else self.sizes
         steps = [*zip(sizes, *parts, strict=True)][:: -1 if backwards else 1]
@@ -79,7 +79,7 @@ class Steps:
             before = many
 
     def _joined(self, xs: list[torch.Tensor], backwards: bool) -> torch.Tensor:
-        """What was computed step by step, perhaps from the last one on."""
+        """The results of single steps, perhaps from the last one on, as one tensor."""
         xs = xs[::-1] if backwards else xs
         return torch.stack(xs) if self.sizes is None else torch.cat(xs)
 
@@ -107,7 +107,7 @@ class _After(torch.autograd.Function):
 
 
 class _Linked(torch.autograd.Function):
-    """What is sent back, as it depends on the gates: there is no derivative in these, but a path in the graph."""
+    """The cotangents, as they depend on the gates: there is no derivative in these, but a path in the graph."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *given: torch.Tensor) -> Tensors:
