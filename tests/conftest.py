@@ -1,4 +1,4 @@
-"""`--all`, `--device` and `--dtype` for the laws, and one way to draw examples: the same ones on every run."""
+"""The short suite and `--all`, `--device` and `--dtype` for the laws, and examples that are the same on every run."""
 
 import gc
 from collections import defaultdict
@@ -15,7 +15,7 @@ from tests.invertible_same import assert_same
 from tests.mutants.planted import FAULTS
 
 FEW = 4
-"""How many examples a law draws at most, unless `--all` is given."""
+"""How many examples a law draws at most in the short suite."""
 settings.register_profile("all", derandomize=True, deadline=None, max_examples=12, database=None)
 settings.register_profile("few", settings.get_profile("all"), max_examples=FEW)
 torch.set_num_threads(1)  # there is a process for each core
@@ -23,12 +23,14 @@ torch.set_num_threads(1)  # there is a process for each core
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="slow tests, pairs of parameters and more examples, too")
+    parser.addoption("--rest", action="store_true", help="what --all takes and the short suite does not")
     parser.addoption("--device", default="cpu", help="where the laws are tested, such as cuda")
     parser.addoption("--dtype", default="float64", choices=["float64", "float32"], help="of the laws' numbers")
 
 
 def pytest_configure(config):
-    settings.load_profile("all" if config.getoption("--all") else "few")
+    short = not (config.getoption("--all") or config.getoption("--rest"))
+    settings.load_profile("few" if short else "all")
     if torch.device(config.getoption("--device")).type == "cuda":
         torch.backends.cudnn.allow_tf32 = False  # torch's default has three digits in float32
 
@@ -45,23 +47,29 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if isinstance(item, pytest.DoctestItem):
             item.add_marker("quick")
-    if not config.getoption("--all"):
-        taken = selected(items)
-        config.hook.pytest_deselected(items=[item for item in items if item not in taken])
-        items[:] = [item for item in items if item in taken]
-        for item in items:
-            draw_few(item)
+    if config.getoption("--all"):
+        return
+    taken = short_suite(items)
+    if config.getoption("--rest"):
+        taken = {item for item in items if item not in taken or examples(item) > FEW}
+    config.hook.pytest_deselected(items=[item for item in items if item not in taken])
+    items[:] = [item for item in items if item in taken]
+    for item in [] if config.getoption("--rest") else items:
+        if examples(item) > FEW:
+            law = item.function
+            law._hypothesis_internal_use_settings = settings(law._hypothesis_internal_use_settings, max_examples=FEW)
 
 
-def selected(items):
-    """The finders of planted faults, and of each test that is not slow the items in which each value comes once."""
-    finders = {f"tests/{fault.tests.split()[0]}" for fault in FAULTS if not fault.slow}
-    taken, seen = {item for item in items if item.nodeid in finders}, defaultdict(set)
+def short_suite(items):
+    """The items that are not slow and find a planted fault, and of each test those in which each value comes once."""
+    finders = {f"tests/{fault.tests.split()[0]}" for fault in FAULTS}
+    quick = [item for item in items if not item.get_closest_marker("slow")]
+    taken, seen = {item for item in quick if item.nodeid in finders}, defaultdict(set)
     for are_new in (all, any):  # first those of which each value is new
-        for item in items:
+        for item in quick:
             values = {(name, id(value)) for name, value in parameters(item).items()} or {()}
             test = seen[item.nodeid.partition("[")[0]]
-            if not item.get_closest_marker("slow") and are_new(value not in test for value in values):
+            if are_new(value not in test for value in values):
                 test |= values
                 taken.add(item)
     return taken
@@ -72,12 +80,10 @@ def parameters(item):
     return item.callspec.params if hasattr(item, "callspec") else {}
 
 
-def draw_few(item):
-    """Also where a law says how many examples it draws."""
-    law = getattr(item, "function", None)
-    own = getattr(law, "_hypothesis_internal_use_settings", None)
-    if own is not None and own.max_examples > FEW:
-        law._hypothesis_internal_use_settings = settings(own, max_examples=FEW)
+def examples(item):
+    """How many examples an item draws; 0 of what draws none."""
+    own = getattr(getattr(item, "function", None), "_hypothesis_internal_use_settings", None)
+    return own.max_examples if own is not None else 0
 
 
 def pytest_collection_finish():

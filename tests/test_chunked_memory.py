@@ -75,6 +75,7 @@ def columns():
 
 
 class TestResults:
+    @pytest.mark.slow
     @pytest.mark.parametrize("case", CASES)
     def test_are_those_of_the_statistic(self, case):
         row, form = CASES[case]
@@ -171,6 +172,7 @@ class TestPromises:
             with pytest.raises(BudgetError):
                 chunked(t, memory=least // 2)(*args)
 
+    @pytest.mark.slow
     def test_the_least_is_found_by_all_runs_of_a_call_with_it(self, monkeypatch):
         """So that what Python keeps of them counts in it."""
         ran, own = [], budgeted.footprint
@@ -394,6 +396,7 @@ class TestArguments:
             chunked(invfunc.variance(loss), 2, memory="1MiB")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the memory of a process is read from /proc")
 @pytest.mark.parametrize(("name", "size"), [("diag_ggn of images", 32), ("kfac of sentences", 10)])
 def test_the_first_calls_of_a_process_take_no_more_than_was_promised(name, size):
@@ -404,6 +407,7 @@ def test_the_first_calls_of_a_process_take_no_more_than_was_promised(name, size)
     assert 0.4 * (promised - 2**20) <= max(taken[1:]) <= promised <= size * 2**20, why
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the memory of a process is read from /proc")
 def test_chunks_of_samples_bound_the_memory_of_activations():
     program = [sys.executable, "-m", "tests.budget.first_call"]

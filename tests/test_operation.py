@@ -59,6 +59,7 @@ class TestStatistics:
             assert_trees_close((t if over is None else chunked(t, 2, over=over))(*args), wanted, EXACT, FLOOR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("called", MODELS)
 def test_laws_of_what_is_around_statistics_hold_with_operations(called):
     net, loss = MODELS[called](), partial(LOSSES[0], reduction="sum")
@@ -209,6 +210,7 @@ class TestCheck:
 
     args = Numbers()(4, 2, 3), Numbers(1)(5, 3), Numbers(2)(5)
 
+    @pytest.mark.slow
     @settings(max_examples=3)  # seconds each
     @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
     def test_passes_right_rules(self, n, positions, width):

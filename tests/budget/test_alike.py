@@ -60,6 +60,7 @@ def check(each, once, loose=1.0):
 
 
 class TestCounts:
+    @pytest.mark.slow
     @pytest.mark.parametrize("case", ROWS)
     def test_of_statistics_are_never_below(self, case):
         row, form = CASES[case]

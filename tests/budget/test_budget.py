@@ -152,6 +152,7 @@ def taken():
 class TestScratch:
     """Each operation in a process of its own; the rules have some room, and a page is whole."""
 
+    @pytest.mark.slow
     def test_of_convolutions_is_never_exceeded(self, taken):
         assert len(taken["convolution"]) == 3 * len(CONVOLUTIONS)
         for case, size, counted in taken["convolution"]:

@@ -112,6 +112,7 @@ class TestExtremes:
         if cases not in TALL.values():
             assert case.pair.log_det(none, *case.args).shape == (0,)
 
+    @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore:an invertible block within torch.compile:invfunc.InvFuncWarning")
     @of_each
     @settings(max_examples=1)

@@ -38,8 +38,6 @@ class Fault:
     """Files, folders and single tests (`file.py::Laws::test_one`) of `tests`: first the one that found it last."""
     endless: bool = False
     """Whether it is found by a test that does not end; of any other fault that says nothing."""
-    slow: bool = False
-    """Whether only tests find it that pytest leaves out unless it is told `--all`."""
 
     def planted(self, source: str) -> str:
         """The source of the file with the fault."""
@@ -55,7 +53,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a fault: "found", by which test, "survived", or "broken" where a test never ends or none can run."""
+    """What came of a fault: "found", by which test, "slow" where that is one for `--all` alone, "survived", or "broken"
+    where a test never ends or none can run."""
 
     fault: Fault
     came: str
@@ -113,6 +112,8 @@ def tests(fault: Fault, every: bool, here: Connection) -> tuple[str, str]:
         code = pytest.main([*options, *files], plugins=[watch])
         if code == pytest.ExitCode.TESTS_FAILED and watch.failed:
             return "found", watch.failed
+        if code == pytest.ExitCode.NO_TESTS_COLLECTED:
+            return "slow", files[0]
         if code != pytest.ExitCode.OK:
             return "broken", f"pytest: {code!r}"
     return "survived", ""
