@@ -16,6 +16,8 @@ from tests.mutants.planted import FAULTS
 
 FEW = 4
 """How many examples a law draws at most in the short suite."""
+FINDERS = {f"tests/{fault.tests.split()[0].partition('[')[0]}" for fault in FAULTS}
+"""Tests that find planted faults: what is no file or class of them is taken whole."""
 settings.register_profile("all", derandomize=True, deadline=None, max_examples=12, database=None)
 settings.register_profile("few", settings.get_profile("all"), max_examples=FEW)
 torch.set_num_threads(1)  # there is a process for each core
@@ -50,29 +52,38 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--all"):
         return
     taken = short_suite(items)
+    with_more = {item for item in taken if examples(item) > FEW and not finds_a_fault(item)}
     if config.getoption("--rest"):
-        taken = {item for item in items if item not in taken or examples(item) > FEW}
+        taken = {*items} - taken | with_more
     config.hook.pytest_deselected(items=[item for item in items if item not in taken])
     items[:] = [item for item in items if item in taken]
-    for item in [] if config.getoption("--rest") else items:
-        if examples(item) > FEW:
-            law = item.function
-            law._hypothesis_internal_use_settings = settings(law._hypothesis_internal_use_settings, max_examples=FEW)
+    for item in with_more if not config.getoption("--rest") else ():
+        law = item.function
+        law._hypothesis_internal_use_settings = settings(law._hypothesis_internal_use_settings, max_examples=FEW)
 
 
 def short_suite(items):
-    """The items that are not slow and find a planted fault, and of each test those in which each value comes once."""
-    finders = {f"tests/{fault.tests.split()[0]}" for fault in FAULTS}
+    """The items of tests that are not slow: all that may find a planted fault, and those in which each value is new."""
     quick = [item for item in items if not item.get_closest_marker("slow")]
-    taken, seen = {item for item in quick if item.nodeid in finders}, defaultdict(set)
+    taken, seen = {item for item in quick if finds_a_fault(item)}, defaultdict(set)
     for are_new in (all, any):  # first those of which each value is new
         for item in quick:
             values = {(name, id(value)) for name, value in parameters(item).items()} or {()}
-            test = seen[item.nodeid.partition("[")[0]]
+            test = seen[base(item)]
             if are_new(value not in test for value in values):
                 test |= values
                 taken.add(item)
     return taken
+
+
+def finds_a_fault(item):
+    """Whether a planted fault names its test as the one that finds it."""
+    return base(item) in FINDERS
+
+
+def base(item):
+    """The name of an item without its parameters."""
+    return item.nodeid.partition("[")[0]
 
 
 def parameters(item):
