@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, Estimate, streamed
+from invfunc import ArgumentError, ArgumentTypeError, streamed
 from invfunc.loss.drawn import key_of
 from invfunc.loss.peeled import Peel, peeled
 from invfunc.loss.square_root import Elementwise, Softmax
@@ -176,15 +176,6 @@ class TestEstimates:
 
         value, error = repeated(of, args, 100)
         assert 0.9 <= ((value - exact).abs() <= 2 * error).double().mean() <= 0.99
-
-    def test_all_columns_are_the_exact_result(self):
-        f, *args = of_classes(1.0)
-        for loss in (F.cross_entropy, lambda z, y: F.mse_loss(z, F.one_hot(y, 12).to(z))):
-            found = invfunc.diag_ggn(f, loss, mc_samples=12, peel="auto", with_error=True, **options())(*args)
-            assert isinstance(found, Estimate) and not any(x.any() for x in found.standard_error.values())
-            assert_trees_close(found.value, invfunc.diag_ggn(f, loss)(*args), EXACT)
-            factors = invfunc.kfac(f, loss, mc_samples=12, peel="auto", **options())(*args)
-            assert_trees_close(factors["w"].dense(), invfunc.kflr(f, loss)(*args)["w"].dense(), EXACT)
 
     def test_the_squared_error_of_a_data_set_is_the_sum_of_those_of_its_samples(self):
         f, params, x, y = of_classes(1.0, n=7)

@@ -17,7 +17,6 @@ from invfunc import (
     kflr,
     kfra,
     reduced,
-    tree,
 )
 from invfunc.errors import InvFuncError
 from invfunc.testing import assert_trees_close
@@ -26,7 +25,6 @@ from tests.reductions.test_kfac import SHARINGS, assert_factors, built, matrices
 from tests.strategies import Numbers, seeded
 
 EXACT, DERIVED = 1e-9, 1e-7
-CALLED = ["perceptron", "positions", "convolution", "layer norm", "a layer used twice"]
 MAKERS = {
     "kflr": kflr,
     "kfac": lambda f, loss=None, **options: kfac(f, loss, mc_samples=3, generator=seeded(), **options),
@@ -41,28 +39,6 @@ def arranged(called, loss=LOSSES[0]):
 
 def factors(found):
     return {name: matrices(k) for name, k in found.items() if k is not None}
-
-
-@pytest.mark.parametrize("called", CALLED)
-class TestDerivatives:
-    @pytest.mark.parametrize("make", [*MAKERS.values(), kfra], ids=[*MAKERS, "kfra"])
-    def test_by_torch_func_and_autograd(self, called, make):
-        """Against a central difference."""
-        if make is kfra and called != "perceptron":
-            return
-        f, (params, x, y) = arranged(called)
-
-        def value(p):
-            return total(factors(make(f, LOSSES[0])(p, x, y)))
-
-        along = tree.map_leaves(lambda p: Numbers(5)(*p.shape), params)
-        ends = [value(tree.map_leaves(lambda p, a, h=h: p + h * a, params, along)) for h in (1e-5, -1e-5)]
-        slope = grad(value)(params)
-        found = sum((g * a).sum() for g, a in zip(*map(tree.leaves, (slope, along)), strict=True))
-        assert_trees_close(found, (ends[0] - ends[1]) / 2e-5, 1e-6)
-        leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
-        slopes = torch.autograd.grad(value(leaves), list(leaves.values()), materialize_grads=True)
-        assert_trees_close(dict(zip(params, slopes, strict=True)), slope, DERIVED, 1e-3)
 
 
 class TestArguments:
