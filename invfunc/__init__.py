@@ -5,23 +5,18 @@
     gradient, spread = invfunc.grad_and_variance(loss)(params, x, y)  # dicts like params
 
 Per-sample gradients: `batch_grad`, `batch_l2_grad`, `sum_grad_squared`, `variance`, `grad_and_variance`,
-`clipped_grad`, `noise_scale` (`NoiseScale`), `sketched_grad`, `gram`, `batch_jacobian`.
+`clipped_grad`, `noise_scale`, `sketched_grad`, `gram`, `batch_jacobian`.
 Diagonals of curvature: `diag_ggn`, `batch_diag_ggn`, `ggn_trace`, `sqrt_ggn`, `diag_hessian`, `batch_diag_hessian`.
-Kronecker factors: `kfac`, `kflr`, `ekfac`, `kfoc`, `kfra`, each a `Kronecker`; `kronecker` has what is done with them.
+Kronecker factors: `kfac`, `kflr`, `ekfac`; in `kronecker` are others, what they give, and what is done with it.
 Products with vectors: `hvp`, `ggnvp`, `fvp`, `hessian_block_product`, `ggn_block_product`, `pch_block_product`,
-`linearize`, `linear_operator`, `estimate_trace`, `estimate_diagonal` (`Estimate`).
-Covariances: `predictive_covariance`, `eigenpairs` (`Eigenpairs`, `LowRank`).
+`linearize`, `linear_operator`, `estimate_trace`, `estimate_diagonal`.
+Covariances: `predictive_covariance`, `eigenpairs`.
 Around a statistic: `chunked`, `together`, `reduced`, `explain`, `certified`, `compiled`; of a data set `streamed`, of
 many processes `distributed`.
 Around f: `functional`, `outputs`, `operation`.
-Invertible functions: `invertible_checkpoint`, `chain`, `repeated`, `multiscale`, `equilibrium` (`Equilibrium`);
-`check_inverse` (`InverseReport`), `drift`, `held_states`; of pairs `Invertible`, `invert`, `with_log_det`,
-`from_module`, `additive_coupling`, `affine_coupling`, `momentum`, `leapfrog`, `reversible_step`, `runge_kutta`,
-`fixed_point`, `bdia`, `state_first`, `reversible_sgd`, `reversible_adam`, exact on a `Grid`, and in `layers`.
-Errors: `InvFuncError`, of which are `ArgumentError`, `ArgumentTypeError`, `BudgetError`, `CertificateError`,
-`ConvexityError`, `InverseError`, `MissingExtraError`, `ModifiedError`, `ProcessError`,
-`RandomnessError`, `RangeError`, `ReplayError`, `SampleAxisError`, `SplitError`. Warnings: `InvFuncWarning`,
-`InexactWarning`.
+Invertible functions: `invertible_checkpoint`, `chain`, `repeated`, `check_inverse`; of pairs `Invertible`, `invert`,
+`with_log_det`, `additive_coupling`, `affine_coupling`; more in `pairs` and in `layers`.
+Errors: all in `errors`, each an `InvFuncError` and the builtin that people expect; warnings are `InvFuncWarning`s.
 
 Words; all others are torch's, or the field's.
 
@@ -48,49 +43,22 @@ pair: an invertible function with its inverse. Block: a pair whose input is free
 # depend on which entries, and which columns can therefore share a pass. Pass: one pullback, of some columns, samples or
 # parameters. Slot: what holds the output of a block.
 
-from invfunc import kronecker, layers
+from invfunc import errors, kronecker, layers, pairs
 from invfunc.certificates.certified import certified
 from invfunc.chunked import chunked
 from invfunc.compiled import compiled
 from invfunc.data_sets.distributed import distributed
 from invfunc.data_sets.streamed import streamed
-from invfunc.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    BudgetError,
-    CertificateError,
-    ConvexityError,
-    InexactWarning,
-    InverseError,
-    InvFuncError,
-    InvFuncWarning,
-    MissingExtraError,
-    ModifiedError,
-    ProcessError,
-    RandomnessError,
-    RangeError,
-    ReplayError,
-    SampleAxisError,
-    SplitError,
-)
+from invfunc.errors import InvFuncError, InvFuncWarning
 from invfunc.explain import explain
 from invfunc.functional.functional import functional
 from invfunc.invertible.chain import chain, repeated
 from invfunc.invertible.checkpoint import invertible_checkpoint
-from invfunc.invertible.checks import InverseReport, check_inverse, drift
-from invfunc.invertible.equilibrium import Equilibrium, equilibrium
-from invfunc.invertible.held import held_states
-from invfunc.invertible.multiscale import multiscale
-from invfunc.kronecker import Kronecker
-from invfunc.linear_algebra.low_rank import LowRank
+from invfunc.invertible.checks import check_inverse
 from invfunc.operation import operation
 from invfunc.outputs import outputs
 from invfunc.pairs.couplings import additive_coupling, affine_coupling
-from invfunc.pairs.exact import Grid
-from invfunc.pairs.from_module import from_module
-from invfunc.pairs.pair import Invertible, invert, state_first, with_log_det
-from invfunc.pairs.steps import bdia, fixed_point, leapfrog, momentum, reversible_step, runge_kutta
-from invfunc.pairs.training import reversible_adam, reversible_sgd
+from invfunc.pairs.pair import Invertible, invert, with_log_det
 from invfunc.products.eigenpairs import eigenpairs
 from invfunc.products.estimate_diagonal import estimate_diagonal
 from invfunc.products.estimate_trace import estimate_trace
@@ -102,10 +70,7 @@ from invfunc.products.hvp import hvp
 from invfunc.products.linear_operator import linear_operator
 from invfunc.products.linearize import linearize
 from invfunc.products.pch_block_product import pch_block_product
-from invfunc.products.sample_space import Eigenpairs
 from invfunc.reduced import reduced
-from invfunc.reductions.estimate import Estimate
-from invfunc.reductions.noise import NoiseScale
 from invfunc.statistics.batch_diag_ggn import batch_diag_ggn
 from invfunc.statistics.batch_diag_hessian import batch_diag_hessian
 from invfunc.statistics.batch_grad import batch_grad
@@ -120,8 +85,6 @@ from invfunc.statistics.grad_and_variance import grad_and_variance
 from invfunc.statistics.gram import gram
 from invfunc.statistics.kfac import kfac
 from invfunc.statistics.kflr import kflr
-from invfunc.statistics.kfoc import kfoc
-from invfunc.statistics.kfra import kfra
 from invfunc.statistics.noise_scale import noise_scale
 from invfunc.statistics.predictive_covariance import predictive_covariance
 from invfunc.statistics.sketched_grad import sketched_grad
@@ -133,32 +96,9 @@ from invfunc.together import together
 __version__ = "0.1.0"
 
 __all__ = [
-    "ArgumentError",
-    "ArgumentTypeError",
-    "BudgetError",
-    "CertificateError",
-    "ConvexityError",
-    "Eigenpairs",
-    "Equilibrium",
-    "Estimate",
-    "Grid",
-    "InexactWarning",
     "InvFuncError",
     "InvFuncWarning",
-    "InverseError",
-    "InverseReport",
     "Invertible",
-    "Kronecker",
-    "LowRank",
-    "MissingExtraError",
-    "ModifiedError",
-    "NoiseScale",
-    "ProcessError",
-    "RandomnessError",
-    "RangeError",
-    "ReplayError",
-    "SampleAxisError",
-    "SplitError",
     "additive_coupling",
     "affine_coupling",
     "batch_diag_ggn",
@@ -166,7 +106,6 @@ __all__ = [
     "batch_grad",
     "batch_jacobian",
     "batch_l2_grad",
-    "bdia",
     "certified",
     "chain",
     "check_inverse",
@@ -176,15 +115,12 @@ __all__ = [
     "diag_ggn",
     "diag_hessian",
     "distributed",
-    "drift",
     "eigenpairs",
     "ekfac",
-    "equilibrium",
+    "errors",
     "estimate_diagonal",
     "estimate_trace",
     "explain",
-    "fixed_point",
-    "from_module",
     "functional",
     "fvp",
     "ggn_block_product",
@@ -192,36 +128,26 @@ __all__ = [
     "ggnvp",
     "grad_and_variance",
     "gram",
-    "held_states",
     "hessian_block_product",
     "hvp",
     "invert",
     "invertible_checkpoint",
     "kfac",
     "kflr",
-    "kfoc",
-    "kfra",
     "kronecker",
     "layers",
-    "leapfrog",
     "linear_operator",
     "linearize",
-    "momentum",
-    "multiscale",
     "noise_scale",
     "operation",
     "outputs",
+    "pairs",
     "pch_block_product",
     "predictive_covariance",
     "reduced",
     "repeated",
-    "reversible_adam",
-    "reversible_sgd",
-    "reversible_step",
-    "runge_kutta",
     "sketched_grad",
     "sqrt_ggn",
-    "state_first",
     "streamed",
     "sum_grad_squared",
     "together",

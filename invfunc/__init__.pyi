@@ -1,56 +1,35 @@
 # Made by `python -m tests.stub`.
 
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from types import EllipsisType
 from typing import Any, Literal, TypeVar, overload
 
 import torch
-from torch import nn
 
 from invfunc.arguments.problem import Indices, InDims
-from invfunc.errors import ArgumentError as ArgumentError
-from invfunc.errors import ArgumentTypeError as ArgumentTypeError
-from invfunc.errors import BudgetError as BudgetError
-from invfunc.errors import CertificateError as CertificateError
-from invfunc.errors import ConvexityError as ConvexityError
-from invfunc.errors import InexactWarning as InexactWarning
-from invfunc.errors import InverseError as InverseError
 from invfunc.errors import InvFuncError as InvFuncError
 from invfunc.errors import InvFuncWarning as InvFuncWarning
-from invfunc.errors import MissingExtraError as MissingExtraError
-from invfunc.errors import ModifiedError as ModifiedError
-from invfunc.errors import ProcessError as ProcessError
-from invfunc.errors import RandomnessError as RandomnessError
-from invfunc.errors import RangeError as RangeError
-from invfunc.errors import ReplayError as ReplayError
-from invfunc.errors import SampleAxisError as SampleAxisError
-from invfunc.errors import SplitError as SplitError
 from invfunc.explain import Explainable
-from invfunc.invertible.checks import Drift
-from invfunc.invertible.checks import InverseReport as InverseReport
-from invfunc.invertible.equilibrium import Equilibrium as Equilibrium
-from invfunc.invertible.held import HeldStates
-from invfunc.kronecker.matrix import Kronecker as Kronecker
-from invfunc.linear_algebra.low_rank import LowRank as LowRank
+from invfunc.invertible.checks import InverseReport
+from invfunc.kronecker.matrix import Kronecker
+from invfunc.linear_algebra.low_rank import LowRank
 from invfunc.operation import Operation
-from invfunc.pairs.exact import Grid as Grid
+from invfunc.pairs.exact import Grid
 from invfunc.pairs.pair import Invertible as Invertible
-from invfunc.pairs.steps import Tableau
-from invfunc.pairs.training import Optimiser
 from invfunc.products.eigenpairs import Decomposition
 from invfunc.products.estimate import Estimator
 from invfunc.products.linear_operator import Operator
 from invfunc.products.linearize import Linearization
 from invfunc.products.product import Product
-from invfunc.products.sample_space import Eigenpairs as Eigenpairs
-from invfunc.reductions.estimate import Estimate as Estimate
-from invfunc.reductions.noise import NoiseScale as NoiseScale
+from invfunc.reductions.estimate import Estimate
+from invfunc.reductions.noise import NoiseScale
 from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 
+from . import errors as errors
 from . import kronecker as kronecker
 from . import layers as layers
+from . import pairs as pairs
 from . import thresholds as thresholds
 from . import tree as tree
 
@@ -93,32 +72,9 @@ class _Estimator(Estimator):
 
 __version__ = "0.1.0"
 __all__ = [
-    "ArgumentError",
-    "ArgumentTypeError",
-    "BudgetError",
-    "CertificateError",
-    "ConvexityError",
-    "Eigenpairs",
-    "Equilibrium",
-    "Estimate",
-    "Grid",
-    "InexactWarning",
     "InvFuncError",
     "InvFuncWarning",
-    "InverseError",
-    "InverseReport",
     "Invertible",
-    "Kronecker",
-    "LowRank",
-    "MissingExtraError",
-    "ModifiedError",
-    "NoiseScale",
-    "ProcessError",
-    "RandomnessError",
-    "RangeError",
-    "ReplayError",
-    "SampleAxisError",
-    "SplitError",
     "additive_coupling",
     "affine_coupling",
     "batch_diag_ggn",
@@ -126,7 +82,6 @@ __all__ = [
     "batch_grad",
     "batch_jacobian",
     "batch_l2_grad",
-    "bdia",
     "certified",
     "chain",
     "check_inverse",
@@ -136,15 +91,12 @@ __all__ = [
     "diag_ggn",
     "diag_hessian",
     "distributed",
-    "drift",
     "eigenpairs",
     "ekfac",
-    "equilibrium",
+    "errors",
     "estimate_diagonal",
     "estimate_trace",
     "explain",
-    "fixed_point",
-    "from_module",
     "functional",
     "fvp",
     "ggn_block_product",
@@ -152,36 +104,26 @@ __all__ = [
     "ggnvp",
     "grad_and_variance",
     "gram",
-    "held_states",
     "hessian_block_product",
     "hvp",
     "invert",
     "invertible_checkpoint",
     "kfac",
     "kflr",
-    "kfoc",
-    "kfra",
     "kronecker",
     "layers",
-    "leapfrog",
     "linear_operator",
     "linearize",
-    "momentum",
-    "multiscale",
     "noise_scale",
     "operation",
     "outputs",
+    "pairs",
     "pch_block_product",
     "predictive_covariance",
     "reduced",
     "repeated",
-    "reversible_adam",
-    "reversible_sgd",
-    "reversible_step",
-    "runge_kutta",
     "sketched_grad",
     "sqrt_ggn",
-    "state_first",
     "streamed",
     "sum_grad_squared",
     "together",
@@ -278,7 +220,6 @@ def batch_l2_grad(
     in_dims: InDims = ...,
     has_aux: bool = ...,
 ) -> Statistic: ...
-def bdia(f: Callable[..., Any], grid: Grid | None = ...) -> Invertible: ...
 def certified(t: _S, *, generator: torch.Generator | int, confidence: float = ..., share: float = ...) -> _S: ...
 def chain(*blocks: Callable[..., Any], anchor_every: int | None = ...) -> Invertible: ...
 def check_inverse(
@@ -393,13 +334,6 @@ def diag_hessian(
     has_aux: bool = ...,
 ) -> Statistic: ...
 def distributed(t: _S, group: Any = ..., *, each: Literal["local", "gather"] = ...) -> _S: ...
-def drift(
-    pair: Callable[..., Any] | tuple[Callable[..., Any], Callable[..., Any]],
-    x: Any,
-    params: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Drift: ...
 def eigenpairs(
     f: Callable[..., Any],
     loss: Callable[..., Any] | None = ...,
@@ -449,14 +383,6 @@ def ekfac(
     out_dims: int = ...,
     has_aux: bool = ...,
 ) -> Statistic: ...
-def equilibrium(
-    f: Callable[..., Any],
-    beta: float = ...,
-    *,
-    tolerance: float = ...,
-    max_steps: int = ...,
-    anchor_every: int | None = ...,
-) -> Callable[..., Any]: ...
 def estimate_diagonal(
     product: Callable[..., Any],
     *,
@@ -474,8 +400,6 @@ def estimate_trace(
     progress: bool = ...,
 ) -> _Estimator: ...
 def explain(statistic: Explainable) -> Callable[..., Explanation]: ...
-def fixed_point(f: Callable[..., Any], beta: float = ...) -> Invertible: ...
-def from_module(module: nn.Module, *, log_det: bool = ...) -> Invertible: ...
 def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]: ...
 @overload
 def fvp(
@@ -599,7 +523,6 @@ def gram(
     out_dims: int = ...,
     has_aux: bool = ...,
 ) -> Statistic: ...
-def held_states() -> HeldStates: ...
 @overload
 def hessian_block_product(f: Callable[..., Any], loss: Callable[..., Any] | None = ...) -> _OfVector: ...
 @overload
@@ -685,71 +608,8 @@ def kflr(
     out_dims: int = ...,
     has_aux: bool = ...,
 ) -> Statistic: ...
-@overload
-def kfoc(
-    f: Callable[..., Any],
-    loss: Callable[..., Any] | None = ...,
-    *,
-    sweeps: int = ...,
-    fisher: Literal["mc", "exact", "empirical"] = ...,
-    mc_samples: int = ...,
-    generator: torch.Generator | None = ...,
-    sample: Callable[..., Any] | None = ...,
-    peel: int | str | None = ...,
-    max_factor_dim: int | None = ...,
-    samples: Indices | None = ...,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-) -> _OfFactors: ...
-@overload
-def kfoc(
-    f: Callable[..., Any],
-    loss: Callable[..., Any] | None = ...,
-    *,
-    sweeps: int = ...,
-    fisher: Literal["mc", "exact", "empirical"] = ...,
-    mc_samples: int = ...,
-    generator: torch.Generator | None = ...,
-    sample: Callable[..., Any] | None = ...,
-    peel: int | str | None = ...,
-    max_factor_dim: int | None = ...,
-    samples: Indices | None = ...,
-    argnums: int | tuple[int, ...] = ...,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-    has_aux: bool = ...,
-) -> Statistic: ...
-@overload
-def kfra(
-    f: Callable[..., Any],
-    loss: Callable[..., Any] | None = ...,
-    *,
-    weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
-    max_factor_dim: int | None = ...,
-    samples: Indices | None = ...,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-) -> _OfFactors: ...
-@overload
-def kfra(
-    f: Callable[..., Any],
-    loss: Callable[..., Any] | None = ...,
-    *,
-    weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
-    joint: bool = ...,
-    unsupported: Literal["error", "diagonal", "skip"] = ...,
-    max_factor_dim: int | None = ...,
-    samples: Indices | None = ...,
-    argnums: int | tuple[int, ...] = ...,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-    has_aux: bool = ...,
-) -> Statistic: ...
-def leapfrog(force: Callable[..., Any], step: float) -> Invertible: ...
 def linear_operator(product: Callable[..., Any], kind: Literal["scipy", "torch"] = ...) -> Operator: ...
 def linearize(f: Callable[..., Any], *, has_aux: bool = ...) -> Linearization: ...
-def momentum(f: Callable[..., Any], gamma: float = ...) -> Invertible: ...
-def multiscale(*flows: Callable[..., Any], split_dim: int = ...) -> Invertible: ...
 @overload
 def noise_scale(
     f: Callable[..., Any],
@@ -813,19 +673,6 @@ def predictive_covariance(
 ) -> Statistic: ...
 def reduced(t: Statistic, fn: Callable[..., Any] | Mapping[str, Callable[..., Any]]) -> Statistic: ...
 def repeated(block: Callable[..., Any], *, anchor_every: int | None = ...) -> Invertible: ...
-def reversible_adam(
-    loss: Callable[..., Any],
-    *,
-    lr: float | Callable[..., Any],
-    betas: tuple[float | Fraction, float | Fraction] = ...,
-    eps: float = ...,
-    grid: Grid = ...,
-) -> Optimiser: ...
-def reversible_sgd(
-    loss: Callable[..., Any], *, lr: float | Callable[..., Any], momentum: float | Fraction = ..., grid: Grid = ...
-) -> Optimiser: ...
-def reversible_step(increment: Callable[..., Any], coupling: float = ...) -> Invertible: ...
-def runge_kutta(field: Callable[..., Any], tableau: str | Tableau = ...) -> Callable[..., Any]: ...
 @overload
 def sketched_grad(
     f: Callable[..., Any],
@@ -878,7 +725,6 @@ def sqrt_ggn(
     out_dims: int = ...,
     has_aux: bool = ...,
 ) -> Statistic: ...
-def state_first(f: Callable[..., Any]) -> Callable[..., Any]: ...
 def streamed(
     t: _S, *, device: Any = ..., progress: bool = ..., checkpoint: Any = ..., every: float = ..., out: Any = ...
 ) -> _S: ...

@@ -10,7 +10,7 @@ import torch
 from invfunc import tree
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.kronecker import Kronecker
+from invfunc.kronecker.matrix import Kronecker
 from invfunc.linear_algebra.low_rank import LowRank
 from invfunc.loss.drawn import key_of
 from invfunc.loss.peeled import Peel

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 from invfunc.errors import ArgumentError, MissingExtraError
 from invfunc.functional.functional import functional
-from invfunc.kronecker import Kronecker
+from invfunc.kronecker.matrix import Kronecker
 from invfunc.products.hvp import hvp
 from invfunc.statistics.batch_grad import batch_grad
 from invfunc.statistics.batch_jacobian import batch_jacobian

@@ -208,7 +208,7 @@ def help_of(t: Any) -> str:
     except (TypeError, ValueError):  # of a function that does not say what it takes
         call = f"{t!r}(params, ...)"
     name = repr(t).partition("(")[0]
-    places = [sys.modules.get(module) for module in ("invfunc", "invfunc.layers")]
+    places = [sys.modules.get(module) for module in ("invfunc", "invfunc.layers", "invfunc.pairs", "invfunc.kronecker")]
     made_by = next((found for place in places if (found := getattr(place, name, None)) is not None), None)
     return f"{call}\n\n{inspect.getdoc(made_by) or ''}"
 

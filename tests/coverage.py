@@ -12,8 +12,9 @@ from unittest import mock
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, find, settings
 
-from invfunc import ArgumentError, SampleAxisError, diag_ggn, diag_hessian, kflr, tree
+from invfunc import diag_ggn, diag_hessian, kflr, tree
 from invfunc.core import evaluate, resort, run
+from invfunc.errors import ArgumentError, SampleAxisError
 from tests.forms import OTHERS
 from tests.laws import OF_LOSSES, OF_MODELS, composed, squares
 from tests.strategies import Case, Numbers, formed

@@ -169,7 +169,7 @@ def _of_one_branch(rand: Numbers, s: Sizes, make: Callable) -> tuple:
 def _solved(rand: Numbers, s: Sizes) -> tuple:
     """Steps of a solver along times, with parameters of each, in one argument that is stacked."""
     layer = branch(s.act)
-    pair = invfunc.reversible_step(invfunc.runge_kutta(lambda x, t, p: layer(x, p) * t, "midpoint"), 0.9)
+    pair = invfunc.pairs.reversible_step(invfunc.pairs.runge_kutta(lambda x, t, p: layer(x, p) * t, "midpoint"), 0.9)
     params = [branch_params(rand, s.left, s.left) for _ in range(s.depth)]
     times = torch.linspace(0, 1, s.depth + 1, dtype=torch.float64)
     stack = (times[:-1], times[1:], tree.map_leaves(lambda *each: torch.stack(each), *params))
@@ -305,9 +305,9 @@ FORMS: dict[str, Callable[[Numbers, Sizes], tuple]] = {
     "additive": _additive,
     "additive on one tensor": _split,
     "affine": _affine,
-    "momentum": partial(_of_one_branch, make=partial(invfunc.momentum, gamma=0.7)),
-    "leapfrog": partial(_of_one_branch, make=partial(invfunc.leapfrog, step=0.6)),
-    "fixed_point": partial(_of_one_branch, make=partial(invfunc.fixed_point, beta=0.4)),
+    "momentum": partial(_of_one_branch, make=partial(invfunc.pairs.momentum, gamma=0.7)),
+    "leapfrog": partial(_of_one_branch, make=partial(invfunc.pairs.leapfrog, step=0.6)),
+    "fixed_point": partial(_of_one_branch, make=partial(invfunc.pairs.fixed_point, beta=0.4)),
     "reversible_step": _solved,
     "functions of a dict": _functions,
     "functions of a tensor": _one_tensor,

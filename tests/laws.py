@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import (
-    Kronecker,
     batch_diag_ggn,
     batch_grad,
     batch_jacobian,
@@ -26,11 +25,8 @@ from invfunc import (
     predictive_covariance,
     tree,
 )
-from invfunc.testing import (
-    assert_trees_close,
-    loop_batch_grad,
-    loop_batch_jacobian,
-)
+from invfunc.kronecker import Kronecker
+from invfunc.testing import assert_trees_close, loop_batch_grad, loop_batch_jacobian
 from invfunc.testing.laws.paths import generic, in_blocks
 from invfunc.testing.laws.rows import BOTH, FIRST_ORDER, MODEL, Row, clipping, rows
 from invfunc.testing.values import moved

@@ -141,7 +141,7 @@ def not_resumed(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor, of: An
     given = [params] * (2 if of is PRODUCT else 1)
     with TemporaryDirectory() as folder:
         t = distributed(streamed(of, checkpoint=Path(folder, "state")))
-        with suppress(invfunc.ProcessError, OSError):
+        with suppress(invfunc.errors.ProcessError, OSError):
             t(*given, lambda: late(x, y))
         no_room = mock.patch.object(work, "resume", side_effect=MemoryError("no room"))
         with no_room if rank else nullcontext():

@@ -59,7 +59,7 @@ def ended(call: Callable[[], Any], after: float = 0) -> tuple[str, Any]:
                     timer.join()
     except (KeyboardInterrupt, OSError) as error:
         return type(error).__name__, None
-    except invfunc.ProcessError as error:
+    except invfunc.errors.ProcessError as error:
         return str(error), None
     return "", found
 

@@ -38,7 +38,7 @@ def run(where: Path, rank: int, turn: int) -> None:
         torch.save(found, where / f"part.{rank}")
         (where / f"part.{rank}").replace(where / f"result.{rank}")
         dist.barrier()
-    except (invfunc.ProcessError, RuntimeError):  # the latter where the other one ends before or behind the call
+    except (invfunc.errors.ProcessError, RuntimeError):  # the latter where the other one ends before or behind the call
         os._exit(0)
     except BaseException:
         traceback.print_exc()
@@ -96,7 +96,7 @@ def results(where: Path) -> list[list[torch.Tensor]] | None:
     paths = [where / f"result.{rank}" for rank in (0, 1)]
     if not all(path.exists() for path in paths):
         return None
-    with torch.serialization.safe_globals([invfunc.Kronecker, Origin]):
+    with torch.serialization.safe_globals([invfunc.kronecker.Kronecker, Origin]):
         found = [tree.tensors(torch.load(path)) for path in paths]
     assert not list(where.glob("state*")), list(where.iterdir())
     for path in paths:

@@ -99,7 +99,7 @@ class Told:
         try:
             self.call(t, loader, checkpoint=self.folder / "state")
         except Exception as error:
-            return type(error).__name__ if isinstance(error, (Lost, invfunc.ProcessError)) else repr(error)
+            return type(error).__name__ if isinstance(error, (Lost, invfunc.errors.ProcessError)) else repr(error)
         return "nothing"
 
     def resumed(self, what: str, t: Any, wanted: Any) -> None:
@@ -176,7 +176,7 @@ def lose(folder: str) -> list[str]:
     def says(what: str, text: str, t: Any) -> None:
         try:
             told.call(t, told.parts, checkpoint=told.folder / "state")
-        except (invfunc.ArgumentError, invfunc.ProcessError) as error:
+        except (invfunc.errors.ArgumentError, invfunc.errors.ProcessError) as error:
             told.check(f"{what}: {error}", text in str(error))
         else:
             told.check(what, False)
@@ -247,7 +247,7 @@ def rows(folder: str) -> list[str]:
         small = tree.map_tensors(lambda x: x.new_empty(size - (told.rank == rank == 0), *x.shape), params)  # noqa: B023
         try:
             told.call(invfunc.batch_grad(losses), told.parts, out=small)
-        except (invfunc.ArgumentError, invfunc.ProcessError) as error:
+        except (invfunc.errors.ArgumentError, invfunc.errors.ProcessError) as error:
             told.check(f"no room: {error}", "there are" in str(error))
         else:
             told.check("no room", False)

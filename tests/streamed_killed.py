@@ -99,7 +99,7 @@ def main(case: str, where: Path) -> None:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         if (where / "result").exists():
-            with torch.serialization.safe_globals([invfunc.Kronecker, Origin]):
+            with torch.serialization.safe_globals([invfunc.kronecker.Kronecker, Origin]):
                 found = torch.load(where / "result")
             pairs = zip(tree.tensors(found), tree.tensors(wanted), strict=True)
             assert all(torch.equal(x, y) for x, y in pairs) and not (where / "state").exists()

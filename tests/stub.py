@@ -14,6 +14,9 @@ from pathlib import Path
 from types import ModuleType
 
 import invfunc
+from invfunc.kronecker import Kronecker
+from invfunc.reductions.estimate import Estimate
+from invfunc.reductions.noise import NoiseScale
 
 PATH = Path(invfunc.__file__).with_suffix(".pyi")
 ALWAYS = {"argnums", "has_aux"}
@@ -25,13 +28,13 @@ GIVES = {
     "_WithNorms": ["clipped_grad"],
     "_WithNoise": ["noise_scale"],
     "_OfTensor": ["predictive_covariance"],
-    "_OfFactors": ["kfac", "kflr", "kfra", "kfoc", "ekfac"],
+    "_OfFactors": ["kfac", "kflr", "ekfac"],
     "_OfVector": ["hvp", "ggnvp", "fvp", "hessian_block_product", "ggn_block_product", "pch_block_product"],
     "_Estimator": ["estimate_trace", "estimate_diagonal"],
 }
 OTHERWISE = {"diag_ggn": ("_LikeParams", {"with_error"}), "ggn_trace": ("_OfTensor", {"with_error", "per_parameter"})}
 OTHERWISE |= {"gram": ("_OfTensor", {"per_parameter"})}
-OTHERWISE |= {name: ("_OfFactors", {"unsupported", "joint"}) for name in ("kfac", "kflr", "kfra", "ekfac")}
+OTHERWISE |= {name: ("_OfFactors", {"unsupported", "joint"}) for name in ("kfac", "kflr", "ekfac")}
 RESULTS = {name: (gives, set[str]()) for gives, names in GIVES.items() for name in names} | OTHERWISE
 KEEP = ["streamed", "distributed", "compiled", "certified"]
 """Their result is of the type of what they are given."""
@@ -113,6 +116,7 @@ def made() -> str:
     texts, imports = list[str](), {"from typing import Any, TypeVar, overload", "import torch"}
     imports |= {"from collections.abc import Callable", "from invfunc.products.product import Product"}
     imports |= {"from invfunc.statistic import Statistic", "from invfunc.products.estimate import Estimator"}
+    imports |= {f"from {kind.__module__} import {kind.__name__}" for kind in (Kronecker, Estimate, NoiseScale)}
     for name in invfunc.__all__:
         thing = getattr(invfunc, name)
         if isinstance(thing, ModuleType):

@@ -67,7 +67,7 @@ class TestStatistics:
         args = (params, Numbers(1)(len(criterion.target), 2), criterion.target)
         z = invfunc.outputs if mark else lambda z: z
         t = transform(lambda p, x, y: criterion.loss(z(f(p, x)), y))
-        with suppress(invfunc.SampleAxisError):  # a mean that divides by weights
+        with suppress(invfunc.errors.SampleAxisError):  # a mean that divides by weights
             assert_trees_close(divided(data.draw, t, ["samples", "params"])(*args), t(*args), EXACT)
 
     def test_marked_outputs_split_any_scalar_loss(self):
@@ -81,7 +81,7 @@ class TestStatistics:
         """Unmarked, f itself runs on parts of the batch: it has to return there what it returns on the whole."""
         args = (Numbers()(3), Numbers(1)(5, 3))
         t = transform(lambda w, x: (x @ w).square() / len(x))
-        with pytest.raises(invfunc.SampleAxisError):
+        with pytest.raises(invfunc.errors.SampleAxisError):
             chunked(t, 2)(*args)
         assert_trees_close(chunked(t, 2, over="params")(*args), t(*args), EXACT)
 
@@ -95,7 +95,7 @@ class TestStatistics:
 
         t = diag_ggn(lambda w, x, y: F.mse_loss(f(w, x), y)) if alone else diag_ggn(f, F.mse_loss)
         for size in (1, 2, 3):
-            with pytest.raises((invfunc.SampleAxisError, invfunc.ArgumentError)):
+            with pytest.raises((invfunc.errors.SampleAxisError, invfunc.errors.ArgumentError)):
                 chunked(t, chunk_size=size, over="samples")(*args)
 
     @pytest.mark.parametrize("over", ["samples", "params", "outputs"])
@@ -181,7 +181,7 @@ class TestChunksAlone:
         assert_trees_close(ours(diag_ggn(model, total)), looped(diag_ggn(model, total), sum), EXACT)
 
     def test_one_number_of_an_f_that_draws_is_refused(self):
-        with pytest.raises(invfunc.RandomnessError, match=r"Return the \[N\] losses"):
+        with pytest.raises(invfunc.errors.RandomnessError, match=r"Return the \[N\] losses"):
             chunked(invfunc.variance(lambda *args: drawing(*args).mean()), 2)(*case())
 
     @pytest.mark.quick
@@ -193,7 +193,7 @@ class TestChunksAlone:
         t = invfunc.batch_grad(loss)
         c = chunked(t, n)
         for target in (y, y.where(torch.arange(6) > 0, -100), y):
-            with suppress(invfunc.SampleAxisError):
+            with suppress(invfunc.errors.SampleAxisError):
                 assert_trees_close(c(params, x, target), t(params, x, target), EXACT)
 
     @pytest.mark.parametrize("n", [2, 6])
@@ -202,7 +202,7 @@ class TestChunksAlone:
     def test_what_needs_the_whole_batch_is_never_wrong(self, n, prepare, reduction):
         params, x, y = case(5)
         t = invfunc.batch_grad(lambda p, x, y: F.cross_entropy(logits(p, prepare(x)), y, reduction=reduction))
-        with suppress(invfunc.SampleAxisError):
+        with suppress(invfunc.errors.SampleAxisError):
             found = chunked(t, n)(params, x, y)
             assert_trees_close(found, t(params, x, y), EXACT)
 
@@ -230,7 +230,7 @@ class TestChunksAlone:
             return F.cross_entropy(z @ z.T, torch.arange(len(x)))
 
         for f in (normed, contrastive, lambda *args: normed(*args).mean()):
-            with pytest.raises(invfunc.SampleAxisError):
+            with pytest.raises(invfunc.errors.SampleAxisError):
                 chunked(invfunc.variance(f), n)(params, x, y)
 
 

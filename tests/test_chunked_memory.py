@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import invfunc
-from invfunc import BudgetError, budgeted, chunked, explain, functional
+from invfunc import budgeted, chunked, explain, functional
 from invfunc.budget.beside import FIRST, LATER
 from invfunc.budget.footprint import Footprint
 from invfunc.budgeted import Fingerprints
-from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
+from invfunc.errors import ArgumentError, ArgumentTypeError, BudgetError, InvFuncError
 from invfunc.loaded import _toured
 from invfunc.statistic import Statistic
 from invfunc.testing.laws.rows import CASES

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import invfunc
-from invfunc import MissingExtraError, chunked
+from invfunc import chunked
 from invfunc._extras import Ticks
+from invfunc.errors import MissingExtraError
 from invfunc.testing import assert_trees_close
 from tests.data_sets.test_streamed import data, linear, losses  # noqa: F401
 from tests.data_sets.test_streamed_feed import Terminal

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from invfunc import (
-    ArgumentTypeError,
     batch_diag_ggn,
     batch_grad,
     chunked,
@@ -31,6 +30,7 @@ from invfunc import (
     variance,
 )
 from invfunc.core.run import Run
+from invfunc.errors import ArgumentTypeError
 from tests.structures import always
 
 

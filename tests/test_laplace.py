@@ -17,7 +17,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc.laplace
-from invfunc import ArgumentError, MissingExtraError
+from invfunc.errors import ArgumentError, MissingExtraError
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

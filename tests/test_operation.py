@@ -9,15 +9,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invfunc import (
-    ArgumentError,
-    ArgumentTypeError,
-    SampleAxisError,
-    batch_grad,
-    chunked,
-    diag_ggn,
-    operation,
-)
+from invfunc import batch_grad, chunked, diag_ggn, operation
+from invfunc.errors import ArgumentError, ArgumentTypeError, SampleAxisError
 from invfunc.testing import assert_trees_close, check_operation, dense_diag_ggn, laws, loop_batch_grad
 from tests.laws import FLOOR, STATISTICS, arranged
 from tests.networks import LOSSES

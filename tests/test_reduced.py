@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, reduced, tree
+from invfunc import reduced, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.paths import in_blocks
 from invfunc.testing.laws.rows import BOTH, LEAVES, MODEL, rows

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 
 import invfunc
-from invfunc import Estimate, additive_coupling, chain, check_inverse, compiled, drift, explain, kfac, together
+from invfunc import additive_coupling, chain, check_inverse, compiled, explain, kfac, together
+from invfunc.pairs import drift
+from invfunc.reductions.estimate import Estimate
 
 matplotlib.use("agg")
 
@@ -98,6 +100,6 @@ class TestPictures:
     def test_without_matplotlib_the_extra_is_named(self):
         with (
             mock.patch.dict(sys.modules, {"matplotlib.pyplot": None}),
-            pytest.raises(invfunc.MissingExtraError, match=r"invfunc\[notebooks\]"),
+            pytest.raises(invfunc.errors.MissingExtraError, match=r"invfunc\[notebooks\]"),
         ):
             drift(chain(additive_coupling(half, half)), (X[:, :3], X[:, 3:]), [(torch.rand(3, 3),) * 2]).plot()

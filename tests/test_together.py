@@ -9,8 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, chunked, reduced, together, tree
+from invfunc import chunked, reduced, together, tree
 from invfunc.core.evaluate import of_each_kind
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.paths import in_blocks
 from invfunc.testing.laws.rows import BOTH, FACTORS, FIRST_ORDER, MODEL, ROWS, rows

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import invfunc
-from invfunc import kronecker, layers, testing
+from invfunc import kronecker, layers, pairs, testing
 
 DROPPED = {
     "per-sample gradient": r"\b(the|its|their|each|every|whose|of|no|squared|a|plain) shares?\b|\w's shares?\b",
@@ -25,7 +25,7 @@ ROOT = Path(invfunc.__file__).parent
 
 
 def _documented():
-    for module in (invfunc, layers, kronecker, testing):
+    for module in (invfunc, layers, kronecker, pairs, testing):
         yield module.__name__, module
         for name in module.__all__:
             value = getattr(module, name)

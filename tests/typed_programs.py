@@ -8,7 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import invfunc
-from invfunc import Estimate, InverseReport, Kronecker, NoiseScale
+from invfunc.invertible.checks import InverseReport
+from invfunc.kronecker import Kronecker
+from invfunc.reductions.estimate import Estimate
+from invfunc.reductions.noise import NoiseScale
 from invfunc.report import Explanation
 
 Params = dict[str, Tensor]
@@ -58,7 +61,6 @@ def with_more() -> None:
 def factors() -> None:
     found = invfunc.kfac(f, F.cross_entropy, generator=generator())(params, x, y)
     assert_type(found, dict[str, Kronecker])
-    assert_type(invfunc.kfra(f, F.cross_entropy)(params, x, y), dict[str, Kronecker])
     assert_type(invfunc.ekfac(f, F.cross_entropy, fisher="exact")(params, x, y), dict[str, Kronecker])
 
 
@@ -98,4 +100,4 @@ def blocks() -> None:
     assert_type(invfunc.check_inverse(pair, state, weights), InverseReport)
     left, right = invfunc.invertible_checkpoint(pair)(state, weights)
     assert left.shape == right.shape
-    invfunc.drift(pair, state, [weights, weights])
+    invfunc.pairs.drift(pair, state, [weights, weights])

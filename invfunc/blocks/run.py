@@ -25,12 +25,11 @@ import torch
 from invfunc import tree
 from invfunc._torch import functorch
 from invfunc._torch.values import differentiable
-from invfunc.blocks.closed import Reading
-from invfunc.blocks.link import Enter, Evaluation, Link, Step, Tensors
+from invfunc.blocks.held import HERE, note, note_kept
+from invfunc.blocks.link import Enter, Evaluation, Holder, Link, Slot, Step, Tensors, slot_of
 from invfunc.blocks.looks import EVERY, compare, looked_at, relative_error
-from invfunc.blocks.slots import Holder, Slot, slot_of
-from invfunc.blocks.states import HERE, note, note_kept
 from invfunc.blocks.surroundings import (
+    Reading,
     States,
     Surroundings,
     drawing,

@@ -13,7 +13,7 @@ from invfunc.certificates.look import Look, Member, Remembered
 from invfunc.certificates.reference import Reference
 from invfunc.certificates.rounding import Numbers, Tensors, largest, unit
 from invfunc.certificates.run import units, wide
-from invfunc.kronecker import Kronecker
+from invfunc.kronecker.matrix import Kronecker
 from invfunc.reductions.gradients import CentredSquares, ClippedSum
 from invfunc.reductions.predictive import PredictiveCovariance
 from invfunc.reductions.sketches import Sketches

@@ -22,7 +22,7 @@ from invfunc.core.order import Order
 from invfunc.core.run import Run
 from invfunc.core.transposed import Transposed
 from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Use, summed
-from invfunc.kronecker import Kronecker
+from invfunc.kronecker.matrix import Kronecker
 from invfunc.kronecker.places import PART, Place, Unfactored, grid, rows
 from invfunc.linear_algebra.contract import joined, outer
 from invfunc.reductions.block import added

@@ -34,7 +34,7 @@ from invfunc.core.uses import (
     summed,
     weighted,
 )
-from invfunc.kronecker import Kronecker
+from invfunc.kronecker.matrix import Kronecker
 from invfunc.linear_algebra.contract import (
     Term,
     cancel,

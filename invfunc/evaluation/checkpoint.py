@@ -17,7 +17,8 @@ import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.fingerprint import fingerprint
-from invfunc.kronecker import Joint, Kronecker, Origin
+from invfunc.kronecker.matrix import Kronecker
+from invfunc.kronecker.origin import Joint, Origin
 from invfunc.kronecker.places import Place
 from invfunc.reductions.kept_factors import Diagonal, Factors, Kept, Refused
 from invfunc.reductions.sides import Sided

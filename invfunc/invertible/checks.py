@@ -124,7 +124,13 @@ def check_inverse(
     return InverseReport(of_x, of_y, condition)
 
 
-def drift(pair: Callable | tuple[Callable, Callable], x: Any, params: Any, *args: Any, **kwargs: Any) -> Drift:
+def drift(
+    pair: Callable[..., Any] | tuple[Callable[..., Any], Callable[..., Any]],
+    x: Any,
+    params: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Drift:
     """The error of what the inverses give back, as it grows from the last block to the first.
 
     How much memory the states between the blocks take, and which of them somebody holds, is told by `held_states`.
@@ -149,7 +155,7 @@ def drift(pair: Callable | tuple[Callable, Callable], x: Any, params: Any, *args
     Example:
         >>> import torch, invfunc
         >>> third = invfunc.Invertible(lambda x, c: x / c, lambda y, c: y * c)
-        >>> [error < 1e-6 for error in invfunc.drift(third, torch.rand(5), [3.0, 7.0])]
+        >>> [error < 1e-6 for error in invfunc.pairs.drift(third, torch.rand(5), [3.0, 7.0])]
         [True, True]
 
     Composes with: nothing; it reads numbers.

@@ -35,13 +35,13 @@ class Equilibrium(NamedTuple):
 
 
 def equilibrium(
-    f: Callable,
+    f: Callable[..., Any],
     beta: float = 0.5,
     *,
     tolerance: float = 1e-3,
     max_steps: int = 50,
     anchor_every: int | None = None,
-) -> Callable:
+) -> Callable[..., Any]:
     """A layer whose output is a fixed point, x = f(x, p), in the memory of one step and with exact gradients.
 
         def solve(x, *args, **kwargs):
@@ -76,7 +76,7 @@ def equilibrium(
 
     Example:
         >>> import torch, invfunc
-        >>> solve = invfunc.equilibrium(lambda x, w: torch.tanh(w * x + 1))
+        >>> solve = invfunc.pairs.equilibrium(lambda x, w: torch.tanh(w * x + 1))
         >>> w = torch.tensor(0.5, requires_grad=True)
         >>> x = solve(torch.zeros(3), w)
         >>> x.value.detach(), x.evaluations

@@ -118,7 +118,7 @@ def ema(old: Tree, new: Tree, decay: float | torch.Tensor) -> Tree:
 
     Example:
         >>> import torch, invfunc
-        >>> old, new = (invfunc.Kronecker((torch.tensor([a]),), ((0,),), torch.Size([1])) for a in (1.0, 3.0))
+        >>> old, new = (invfunc.kronecker.Kronecker((torch.tensor([a]),), ((0,),), torch.Size([1])) for a in (1.0, 3.0))
         >>> invfunc.kronecker.ema({"w": old}, {"w": new}, decay=0.75)["w"].factors
         (tensor([1.5000]),)
 

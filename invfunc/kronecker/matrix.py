@@ -54,7 +54,7 @@ class Kronecker:
     Example:
         >>> import torch, invfunc
         >>> B, A = torch.tensor([[2.0, 1.0], [1.0, 2.0]]), torch.tensor([1.0, 3.0])
-        >>> K = invfunc.Kronecker((B, A), groups=((0,), (1,)), shape=torch.Size([2, 2]))
+        >>> K = invfunc.kronecker.Kronecker((B, A), groups=((0,), (1,)), shape=torch.Size([2, 2]))
         >>> K
         Kronecker([2, 2] over (0,), [2] over (1,), shape=(2, 2))
         >>> K @ torch.ones(2, 2)

@@ -144,7 +144,8 @@ def eigen(factors: Tree) -> Tree:
 
     Example:
         >>> import torch, invfunc
-        >>> K = invfunc.Kronecker((torch.tensor([[2.0, 1.0], [1.0, 2.0]]),), groups=((0,),), shape=torch.Size([2]))
+        >>> A = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
+        >>> K = invfunc.kronecker.Kronecker((A,), groups=((0,),), shape=A.shape[:1])
         >>> found = invfunc.kronecker.eigen({"w": K})
         >>> found["w"].values.round(decimals=3)
         tensor([1., 3.])

@@ -36,7 +36,7 @@ class LowRank:
 
     Example:
         >>> import torch, invfunc
-        >>> M = invfunc.LowRank({"w": torch.tensor([[1.0, 0.0]]), "b": torch.tensor([2.0])}, scale=1.0)
+        >>> M = invfunc.kronecker.LowRank({"w": torch.tensor([[1.0, 0.0]]), "b": torch.tensor([2.0])}, scale=1.0)
         >>> M
         LowRank(1 vector, scale=1.0)
         >>> M @ {"w": torch.tensor([1.0, 1.0]), "b": torch.tensor(0.0)}

@@ -37,10 +37,10 @@ class Grid:
 
     Example:
         >>> import torch, invfunc
-        >>> grid = invfunc.Grid(fraction_bits=2)
+        >>> grid = invfunc.pairs.Grid(fraction_bits=2)
         >>> grid.enter(torch.tensor([0.3, 1.6])), grid.limit
         (tensor([0.2500, 1.5000]), 4194304.0)
-        >>> invfunc.Grid(fraction_bits=16, largest=1000.0).dtype
+        >>> invfunc.pairs.Grid(fraction_bits=16, largest=1000.0).dtype
         torch.float64
     """
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from invfunc import tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.pairs.couplings import OfModule, per_sample
 from invfunc.pairs.pair import Invertible
-from invfunc.pairs.part import OfModule, per_sample
 from invfunc.pairs.value import Value
 
 
@@ -48,7 +48,7 @@ def from_module(module: nn.Module, *, log_det: bool = True) -> Invertible:
         ...         return x * self.weight[0], self.weight.abs().log().sum()
         ...     def inverse(self, y):
         ...         return y / self.weight[0], -self.weight.abs().log().sum()
-        >>> flow = invfunc.from_module(Scale(2, 1))
+        >>> flow = invfunc.pairs.from_module(Scale(2, 1))
         >>> params = {"weight": torch.tensor([[1.0, 2.0]])}
         >>> flow(torch.ones(1, 2), params), invfunc.invert(flow)(torch.ones(1, 2), params)
         (tensor([[1., 2.]]), tensor([[1.0000, 0.5000]]))

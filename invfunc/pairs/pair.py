@@ -15,10 +15,15 @@ from torch import nn
 from invfunc import tree
 from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.pairs.part import needed
-from invfunc.pairs.places import places_in, read
-from invfunc.pairs.value import Value
+from invfunc.pairs.value import Value, places_in, read
 from invfunc.transform import shown
+
+
+def needed(call: str, which: str, fn: Any) -> Callable:
+    """A function that has to be one."""
+    if not callable(fn):
+        raise ArgumentTypeError(f"{call}: {which} is of type {type(fn).__name__}, but has to be a function.")
+    return fn
 
 
 def behind(p: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
@@ -283,7 +288,7 @@ class Law(Value):
         return Invertible(self.forward, self.inverse, shared, hidden, self.log_det, name)
 
 
-def state_first(f: Callable) -> Callable:
+def state_first(f: Callable[..., Any]) -> Callable[..., Any]:
     """Turn `f(params, x, *args)` into `f(x, params, *args)`, or back.
 
     A model function takes its parameters first, as `torch.func.grad` and the statistics want it, an invertible function
@@ -303,7 +308,7 @@ def state_first(f: Callable) -> Callable:
 
     Example:
         >>> import invfunc
-        >>> invfunc.state_first(lambda params, x: x - params)(1.0, 3.0)
+        >>> invfunc.pairs.state_first(lambda params, x: x - params)(1.0, 3.0)
         -2.0
 
     Composes with: everything.

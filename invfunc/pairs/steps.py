@@ -11,14 +11,13 @@ import torch.nn.functional as F
 
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.pairs.couplings import Calls, Move, Moves
+from invfunc.pairs.couplings import Calls, Move, Moves, Rounded, as_part, combined, fitting
 from invfunc.pairs.exact import Grid
-from invfunc.pairs.pair import Invertible
-from invfunc.pairs.part import Rounded, as_part, combined, fitting, needed
+from invfunc.pairs.pair import Invertible, needed
 from invfunc.pairs.value import Value
 
 
-def momentum(f: Callable, gamma: float = 0.9) -> Invertible:
+def momentum(f: Callable[..., Any], gamma: float = 0.9) -> Invertible:
     """The pair `(x, v) -> (x', v')` of a residual network with momentum, for any f, without splitting x.
 
         v' = gamma * v + (1 - gamma) * f(x, p)          x = x' - v'
@@ -38,7 +37,7 @@ def momentum(f: Callable, gamma: float = 0.9) -> Invertible:
 
     Example:
         >>> import torch, invfunc
-        >>> pair = invfunc.momentum(lambda x: 2 * x, gamma=0.5)
+        >>> pair = invfunc.pairs.momentum(lambda x: 2 * x, gamma=0.5)
         >>> pair((torch.ones(2), torch.zeros(2)))
         (tensor([2., 2.]), tensor([1., 1.]))
 
@@ -55,7 +54,7 @@ def momentum(f: Callable, gamma: float = 0.9) -> Invertible:
     return Moves(call, ("f",), "xv", (Move(1, 0, gamma, 1 - gamma), Move(0, None))).pair(call, (f,))
 
 
-def leapfrog(force: Callable, step: float) -> Invertible:
+def leapfrog(force: Callable[..., Any], step: float) -> Invertible:
     """The pair `(x, v) -> (x', v')` of one step of a particle in a field of forces, which runs backwards as well.
 
         w = v + step / 2 * force(x, p)
@@ -76,7 +75,7 @@ def leapfrog(force: Callable, step: float) -> Invertible:
 
     Example:
         >>> import torch, invfunc
-        >>> pair = invfunc.leapfrog(lambda x: -x, step=0.5)
+        >>> pair = invfunc.pairs.leapfrog(lambda x: -x, step=0.5)
         >>> pair((torch.ones(1), torch.zeros(1)))
         (tensor([0.8750]), tensor([-0.4688]))
 
@@ -94,7 +93,7 @@ def leapfrog(force: Callable, step: float) -> Invertible:
     return Moves(call, ("force",), "xv", (v_by_force, x_by_v, v_by_force)).pair(call, (force,))
 
 
-def fixed_point(f: Callable, beta: float = 0.5) -> Invertible:
+def fixed_point(f: Callable[..., Any], beta: float = 0.5) -> Invertible:
     """The pair `(y, z) -> (y', z')` of a step towards the fixed point x = f(x, p), which runs backwards as well.
 
         y' = (1 - beta) * y + beta * f(z, p)        z = (z' - beta * f(y', p)) / (1 - beta)
@@ -121,7 +120,7 @@ def fixed_point(f: Callable, beta: float = 0.5) -> Invertible:
 
     Example:
         >>> import torch, invfunc
-        >>> pair = invfunc.fixed_point(torch.cos)
+        >>> pair = invfunc.pairs.fixed_point(torch.cos)
         >>> y, z = invfunc.repeated(pair)((torch.ones(1), torch.ones(1)), [None] * 40)
         >>> y, y.cos()
         (tensor([0.7391]), tensor([0.7391]))
@@ -150,7 +149,7 @@ TABLEAUS: dict[str, Tableau] = {
 }
 
 
-def reversible_step(increment: Callable, coupling: float = 0.99) -> Invertible:
+def reversible_step(increment: Callable[..., Any], coupling: float = 0.99) -> Invertible:
     """The pair `(y, z) -> (y', z')` of one step of any solver, which runs backwards as well, at the solver's own order.
 
         y' = c * y + (1 - c) * z + increment(z, start, end)
@@ -185,7 +184,7 @@ def reversible_step(increment: Callable, coupling: float = 0.99) -> Invertible:
 
     Example:
         >>> import torch, invfunc
-        >>> euler = invfunc.reversible_step(lambda x, start, end: (start - end) * x, coupling=0.5)
+        >>> euler = invfunc.pairs.reversible_step(lambda x, start, end: (start - end) * x, coupling=0.5)
         >>> y, z = euler((torch.ones(1), torch.ones(1)), (0.0, 0.5))
         >>> y, z
         (tensor([0.5000]), tensor([0.7500]))
@@ -223,7 +222,7 @@ class _Steps(Moves):
         return [(functions[0], (*way, *own, *more)) for way in ((start, end), (end, start))]
 
 
-def runge_kutta(field: Callable, tableau: str | Tableau = "rk4") -> Callable:
+def runge_kutta(field: Callable[..., Any], tableau: str | Tableau = "rk4") -> Callable[..., Any]:
     """The increment of one step of a Runge-Kutta scheme for dx/dt = field(x, t).
 
         def increment(x, start, end, *args, **kwargs):
@@ -247,7 +246,7 @@ def runge_kutta(field: Callable, tableau: str | Tableau = "rk4") -> Callable:
 
     Example:
         >>> import torch, invfunc
-        >>> step = invfunc.reversible_step(invfunc.runge_kutta(lambda x, t: -x))
+        >>> step = invfunc.pairs.reversible_step(invfunc.pairs.runge_kutta(lambda x, t: -x))
         >>> start, times = torch.ones(1), torch.linspace(0, 1, 11)
         >>> invfunc.repeated(step)((start, start), (times[:-1], times[1:]))[0] * torch.e
         tensor([1.0000])
@@ -303,7 +302,7 @@ def _weighted(weights: Sequence[float], slopes: Sequence[torch.Tensor]) -> Any:
     return sum(w * slope for w, slope in zip(weights, slopes, strict=False) if w)
 
 
-def bdia(f: Callable, grid: Grid | None = None) -> Invertible:
+def bdia(f: Callable[..., Any], grid: Grid | None = None) -> Invertible:
     """The pair `(w, x) -> (x, y)` that trains a plain residual block x + f(x, p), and restores every bit of w.
 
         y = gamma * (w + odd) + round((1 - gamma) * x + (1 + gamma) * f(x, p))
@@ -331,10 +330,10 @@ def bdia(f: Callable, grid: Grid | None = None) -> Invertible:
 
     Example:
         >>> import torch, invfunc
-        >>> pair, grid = invfunc.bdia(torch.tanh), invfunc.Grid()
+        >>> pair, grid = invfunc.pairs.bdia(torch.tanh), invfunc.pairs.Grid()
         >>> w, x = grid.enter((torch.rand(4, 2), torch.rand(4, 2)))
         >>> steps = [(torch.rand(4) < 0.5,) for _ in range(50)]
-        >>> invfunc.drift(pair, (w, x), steps)[-1]
+        >>> invfunc.pairs.drift(pair, (w, x), steps)[-1]
         0.0
 
     Composes with: `invertible_checkpoint`, `chain`, `repeated`, with stacked `(plus, p)` too. There is no `invert` of

@@ -23,7 +23,7 @@ FINE = Grid(44, torch.float64)
 
 
 def reversible_sgd(
-    loss: Callable, *, lr: float | Callable, momentum: float | Fraction = 0.9, grid: Grid = FINE
+    loss: Callable[..., Any], *, lr: float | Callable[..., Any], momentum: float | Fraction = 0.9, grid: Grid = FINE
 ) -> Optimiser:
     """The pair `state -> state'` of one step of gradient descent with momentum, which runs backwards as well.
 
@@ -69,7 +69,7 @@ def reversible_sgd(
 
     Example:
         >>> import torch, invfunc
-        >>> step = invfunc.reversible_sgd(lambda w, c: c * w.square() / 2, lr=0.5)
+        >>> step = invfunc.pairs.reversible_sgd(lambda w, c: c * w.square() / 2, lr=0.5)
         >>> train, cs = invfunc.repeated(step), torch.ones(100)
         >>> state = step.start(torch.tensor(4.0))
         >>> last = train(state, cs)
@@ -96,9 +96,9 @@ def reversible_sgd(
 
 
 def reversible_adam(
-    loss: Callable,
+    loss: Callable[..., Any],
     *,
-    lr: float | Callable,
+    lr: float | Callable[..., Any],
     betas: tuple[float | Fraction, float | Fraction] = (0.9, 0.999),
     eps: float = 1e-8,
     grid: Grid = FINE,
@@ -131,7 +131,7 @@ def reversible_adam(
 
     Example:
         >>> import torch, invfunc
-        >>> step = invfunc.reversible_adam(lambda w, c: c * w.square() / 2, lr=0.5)
+        >>> step = invfunc.pairs.reversible_adam(lambda w, c: c * w.square() / 2, lr=0.5)
         >>> train, cs = invfunc.repeated(step), torch.ones(100)
         >>> state = step.start(torch.tensor(4.0))
         >>> train(state, cs[:3]).params

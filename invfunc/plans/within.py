@@ -10,7 +10,7 @@ from invfunc import tree
 from invfunc._torch.eager import as_called, constant, nonstrict, not_compiling
 from invfunc._torch.functorch import FakeTensorMode, undispatched
 from invfunc.errors import ReplayError
-from invfunc.kronecker import Origin
+from invfunc.kronecker.origin import Origin
 from invfunc.plans.calls import CALLS, Calls, rewound
 from invfunc.plans.watch import Watch
 from invfunc.reductions.noise import NoiseScale

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from invfunc.errors import ArgumentError
-from invfunc.kronecker import Kronecker, Origin
+from invfunc.kronecker.matrix import Kronecker
+from invfunc.kronecker.origin import Origin
 from invfunc.reductions.reduction import Found, Reduction, State
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc.kronecker import Kronecker
-from invfunc.kronecker.matrix import decomposed, rounded
+from invfunc.kronecker.matrix import Kronecker, decomposed, rounded
 from invfunc.kronecker.places import Unfactored
 from invfunc.reductions.block import Block
 from invfunc.reductions.exchange import Exchange, Sums, filled

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc.kronecker import Joint, Kronecker, Origin
+from invfunc.kronecker.matrix import Kronecker
+from invfunc.kronecker.origin import Joint, Origin
 from invfunc.kronecker.places import Place, Unfactored
 from invfunc.reductions.block import Block
 from invfunc.reductions.exchange import Exchange, Sums, filled, of_triangle, triangle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from invfunc.kronecker import Kronecker
+from invfunc.kronecker.matrix import Kronecker
 from invfunc.kronecker.origin import derived
 from invfunc.reductions.block import added
 

@@ -12,7 +12,7 @@ import torch
 from invfunc import thresholds, tree
 from invfunc._torch.precision import double_on
 from invfunc.errors import ArgumentError
-from invfunc.kronecker import Kronecker
+from invfunc.kronecker.matrix import Kronecker
 from invfunc.kronecker.places import Unfactored
 from invfunc.linear_algebra.contract import joined
 from invfunc.linear_algebra.low_rank import LowRank, weighted

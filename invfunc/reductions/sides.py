@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from invfunc import tree
-from invfunc.kronecker import Kronecker, Origin
+from invfunc.kronecker.matrix import Kronecker
+from invfunc.kronecker.origin import Origin
 from invfunc.reductions.block import Block
 from invfunc.reductions.exchange import Exchange, Sums, of_triangle, triangle
 from invfunc.reductions.reduction import Found, Over, State, States

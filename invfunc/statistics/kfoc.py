@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -15,14 +15,14 @@ from invfunc.statistic import Statistic
 
 
 def kfoc(
-    f: Callable,
-    loss: Callable | None = None,
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = None,
     *,
     sweeps: int = 3,
     fisher: Literal["mc", "exact", "empirical"] = "mc",
     mc_samples: int = 1,
     generator: torch.Generator | None = None,
-    sample: Callable | None = None,
+    sample: Callable[..., Any] | None = None,
     peel: int | str | None = None,
     max_factor_dim: int | None = 16_384,
     samples: Indices | None = None,
@@ -64,7 +64,7 @@ def kfoc(
         >>> import torch, invfunc
         >>> f = lambda w, x: x @ w.mT
         >>> x, y = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.zeros(2, 1)
-        >>> invfunc.kfoc(f, torch.nn.functional.mse_loss, fisher="exact")(torch.ones(1, 2), x, y).dense()
+        >>> invfunc.kronecker.kfoc(f, torch.nn.functional.mse_loss, fisher="exact")(torch.ones(1, 2), x, y).dense()
         tensor([[1., 0.],
                 [0., 4.]])
 

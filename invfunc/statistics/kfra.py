@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from invfunc.arguments.problem import Indices, InDims
 from invfunc.column_options import check_factors, most_of
@@ -13,8 +13,8 @@ from invfunc.statistic import Statistic
 
 
 def kfra(
-    f: Callable,
-    loss: Callable | None = None,
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = None,
     *,
     weight_sharing: Literal["expand", "reduce", "backpack"] = "expand",
     joint: bool = False,
@@ -48,7 +48,7 @@ def kfra(
         >>> import torch, invfunc
         >>> f = lambda w, x: torch.tanh(x @ w[0]) @ w[1]
         >>> params, x, y = [torch.zeros(2, 1), torch.ones(1, 1)], torch.eye(2), torch.zeros(2, 1)
-        >>> A, B = invfunc.kfra(f, torch.nn.functional.mse_loss)(params, x, y)[0].factors
+        >>> A, B = invfunc.kronecker.kfra(f, torch.nn.functional.mse_loss)(params, x, y)[0].factors
         >>> B
         tensor([[2.]])
 

@@ -74,7 +74,7 @@ def noise_scale(
         >>> for step in range(3):
         ...     grad, noise = invfunc.noise_scale(f)(w, x + step, y)
         ...     w = w - 0.01 * grad
-        ...     average = invfunc.NoiseScale(*(0.9 * a + 0.1 * b for a, b in zip(average, noise)))
+        ...     average = type(noise)(*(0.9 * a + 0.1 * b for a, b in zip(average, noise)))
         >>> average.scale
         tensor(0.4606)
 

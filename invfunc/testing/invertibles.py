@@ -53,13 +53,13 @@ def affine(rand: Numbers, n: int, width: int) -> Built:
 def momentum(rand: Numbers, n: int, width: int) -> Built:
     """A residual network with momentum."""
     x = rand(n, width), rand(n, width)
-    return invfunc.momentum(layer, 0.7), x, (_weights(rand, width, width),)
+    return invfunc.pairs.momentum(layer, 0.7), x, (_weights(rand, width, width),)
 
 
 def leapfrog(rand: Numbers, n: int, width: int) -> Built:
     """A residual network of second order."""
     x = rand(n, width), rand(n, width)
-    return invfunc.leapfrog(layer, 0.6), x, (_weights(rand, width, width),)
+    return invfunc.pairs.leapfrog(layer, 0.6), x, (_weights(rand, width, width),)
 
 
 def reversible_step(rand: Numbers, n: int, width: int) -> Built:
@@ -70,13 +70,17 @@ def reversible_step(rand: Numbers, n: int, width: int) -> Built:
 
     x = rand(n, width), rand(n, width)
     ends = rand() / 2, rand() / 2
-    return invfunc.reversible_step(invfunc.runge_kutta(field, "heun"), 0.8), x, (ends, _weights(rand, width, width))
+    return (
+        invfunc.pairs.reversible_step(invfunc.pairs.runge_kutta(field, "heun"), 0.8),
+        x,
+        (ends, _weights(rand, width, width)),
+    )
 
 
 def fixed_point(rand: Numbers, n: int, width: int) -> Built:
     """A step towards a fixed point."""
     x = rand(n, width), rand(n, width)
-    return invfunc.fixed_point(layer, 0.4), x, (_weights(rand, width, width),)
+    return invfunc.pairs.fixed_point(layer, 0.4), x, (_weights(rand, width, width),)
 
 
 def squash(rand: Numbers, n: int, width: int) -> Built:

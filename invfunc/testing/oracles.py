@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from invfunc import NoiseScale, tree
+from invfunc import tree
+from invfunc.reductions.noise import NoiseScale
 
 Samples = Any
 """None for all, or the indices of the samples whose shares count, as a list or a tensor."""

@@ -1,15 +1,20 @@
 """Docstrings of the package are plain text; here they become the markup that Sphinx reads."""
 
+import inspect
 import re
 
 import invfunc
-from invfunc import kronecker, layers
+from invfunc import errors, kronecker, layers, pairs
 
 SECTION = re.compile(r"(Args|Returns|Raises|Example|Composes with|Cost|Source):(?: +(.*))?$")
 ENTRY = re.compile(r" {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*): +(.*)")
-LINKS = {name: f"invfunc.{name}" for name in invfunc.__all__ if name not in ("kronecker", "layers")}
-LINKS |= {f"{m.__name__.partition('.')[2]}.{n}": f"{m.__name__}.{n}" for m in (kronecker, layers) for n in m.__all__}
-LINKS = {name: full for name, full in LINKS.items() if not full.startswith("invfunc.kronecker.K")}
+LINKS = {name: f"invfunc.errors.{name}" for name, kind in vars(errors).items() if inspect.isclass(kind)}
+LINKS |= {name: f"invfunc.{name}" for name in invfunc.__all__ if not inspect.ismodule(getattr(invfunc, name))}
+LINKS |= {name: f"invfunc.pairs.{name}" for name in pairs.__all__}
+LINKS |= {
+    f"{m.__name__.partition('.')[2]}.{n}": f"{m.__name__}.{n}" for m in (kronecker, layers, pairs) for n in m.__all__
+}
+LINKS |= {name: f"invfunc.kronecker.{name}" for name in ("Kronecker", "LowRank", "kfoc", "kfra")}
 
 
 def as_rst(app, what, name, obj, options, lines):

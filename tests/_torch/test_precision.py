@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -98,8 +100,10 @@ class TestDevicesWithoutFloat64:
         shares = invfunc.batch_grad(f)(w, x).double()
         assert_near(found, shares.var(0, correction=0), 1e-3)
 
-    @pytest.mark.parametrize("name", ["batch_l2_grad", "gram", "kfoc"])
-    def test_have_products_that_cancel(self, name, monkeypatch):
+    @pytest.mark.parametrize(
+        "of", [invfunc.batch_l2_grad, invfunc.gram, partial(invfunc.kronecker.kfoc, fisher="empirical")], ids=str
+    )
+    def test_have_products_that_cancel(self, of, monkeypatch):
         """Of positions that nearly cancel each other: products of positions in float32 would keep no digit."""
         torch.manual_seed(0)
         w, x = torch.randn(24, 24), torch.randn(6, 1, 24)
@@ -108,7 +112,7 @@ class TestDevicesWithoutFloat64:
         def f(w, x):
             return (x @ w.T).sum((1, 2))
 
-        t = getattr(invfunc, name)(f, **{"fisher": "empirical"} if name == "kfoc" else {})
+        t = of(f)
         wanted = t(w, x)
         monkeypatch.setattr(precision, "WITHOUT_FLOAT64", {"cpu"})
         assert_near(t(w, x), wanted, 1e-3)
@@ -119,7 +123,7 @@ class TestDevicesWithoutFloat64:
         x, w = torch.randn(6, 1, 128) + 1e-3 * torch.randn(6, 4, 128), torch.randn(128, 128)
         signs = torch.randn(4, 128)
         signs -= signs.mean(0)
-        t = invfunc.kfoc(lambda w, x: (F.linear(x, w) * signs.to(x)).sum((1, 2)), fisher="empirical")
+        t = invfunc.kronecker.kfoc(lambda w, x: (F.linear(x, w) * signs.to(x)).sum((1, 2)), fisher="empirical")
         wanted = t(w.double(), x.double()).factors
         monkeypatch.setattr(precision, "WITHOUT_FLOAT64", {"cpu"})
         assert_near(t(w, x).factors, wanted, 1e-3)
@@ -138,10 +142,10 @@ class TestDevicesWithoutFloat64:
 
     def test_have_no_equilibrium(self, without):
         with pytest.raises(invfunc.errors.ArgumentError, match="in float64, which cpu has not"):
-            invfunc.equilibrium(lambda x: x.tanh())(torch.zeros(3))
+            invfunc.pairs.equilibrium(lambda x: x.tanh())(torch.zeros(3))
 
     def test_have_no_decay_that_is_exact(self, without):
-        step = invfunc.reversible_sgd(lambda w, c: c * w.square() / 2, lr=0.5)
+        step = invfunc.pairs.reversible_sgd(lambda w, c: c * w.square() / 2, lr=0.5)
         state = step.start(torch.tensor(4.0))
         with pytest.raises(invfunc.errors.ArgumentError, match="in float64, which cpu has not"):
             invfunc.repeated(step)(state, torch.ones(3))

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import invfunc
-from invfunc import ArgumentError, kronecker
+from invfunc import kronecker
+from invfunc.errors import ArgumentError
 from tests.strategies import Numbers
 
 aten = torch.ops.aten
@@ -76,10 +77,9 @@ OF_THE_GGN = {
     "dense diag_ggn": lambda f, loss: invfunc.diag_ggn(f, loss, method="dense"),
     "diag_ggn of one function": lambda f, loss: invfunc.diag_ggn(lambda params, x, y: loss(f(params, x), y)),
     "kfac": lambda f, loss: invfunc.kfac(f, loss, **drawn()),
-    "kfoc": lambda f, loss: invfunc.kfoc(f, loss, **drawn()),
-    **{
-        name: getattr(invfunc, name) for name in ("diag_ggn", "batch_diag_ggn", "ggn_trace", "sqrt_ggn", "kflr", "kfra")
-    },
+    "kfoc": lambda f, loss: invfunc.kronecker.kfoc(f, loss, **drawn()),
+    **{name: getattr(invfunc, name) for name in ("diag_ggn", "batch_diag_ggn", "ggn_trace", "sqrt_ggn", "kflr")},
+    "kfra": invfunc.kronecker.kfra,
 }
 HESSIAN = {name: getattr(invfunc, name) for name in ("diag_hessian", "batch_diag_hessian")}
 PRODUCTS = {name: getattr(invfunc, name) for name in ("hvp", "ggnvp", "fvp")}
@@ -151,7 +151,7 @@ def test_the_error_is_that_of_the_first_check_that_fails(problem):
     factors = invfunc.kflr(f, F.cross_entropy)(params, *batch)
     name = [*factors][2]
     skewed = torch.triu(factors[name].factors[0] + 1)
-    factors[name] = invfunc.Kronecker(
+    factors[name] = invfunc.kronecker.Kronecker(
         (skewed, *factors[name].factors[1:]), groups=factors[name].groups, shape=factors[name].shape
     )
     with pytest.raises(ArgumentError, match="not symmetric"):

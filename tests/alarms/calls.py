@@ -10,8 +10,9 @@ import torch
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import CertificateError, certified, chunked, together, tree
+from invfunc import certified, chunked, together, tree
 from invfunc.certificates.of_products import HESSIANS, NAMES
+from invfunc.errors import CertificateError
 from invfunc.testing import strategies
 from invfunc.testing.laws.rows import BOTH, FACTORS, LOSS, MODEL, ROWS
 from invfunc.testing.strategies import Loss, Model, Numbers, Problem

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from invfunc import ArgumentError, batch_grad
+from invfunc import batch_grad
 from invfunc.arguments.problem import problem
+from invfunc.errors import ArgumentError
 from tests.strategies import Numbers
 
 P, X, Y = {"w": Numbers(0)(3, 2)}, Numbers(1)(4, 3), Numbers(2)(4, 2)

@@ -142,7 +142,7 @@ def _ours(name: str, g: Callable[[], Callable], enter: Callable[[Tensor], State]
 def _exact(x: Tensor) -> tuple[Tensor, Tensor]:
     """The halves on the grid."""
     a, b = x.chunk(2, -1)
-    return invfunc.Grid().enter(a), invfunc.Grid().enter(b)
+    return invfunc.pairs.Grid().enter(a), invfunc.pairs.Grid().enter(b)
 
 
 PLAIN = Way("plain, pair", _one_by_one(couple))

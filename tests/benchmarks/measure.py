@@ -81,7 +81,7 @@ def difference(result: Result, reference: Result) -> float:
 
 def _pairs(result: Result, reference: Result) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The leaves of two results, those of dicts by their names, and factors one by one."""
-    if isinstance(result, invfunc.Kronecker):
+    if isinstance(result, invfunc.kronecker.Kronecker):
         result = result.factors
     if isinstance(result, torch.Tensor):
         yield result, reference

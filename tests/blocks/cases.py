@@ -6,7 +6,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from invfunc import additive_coupling, affine_coupling, invertible_checkpoint, leapfrog, momentum
+from invfunc import additive_coupling, affine_coupling, invertible_checkpoint
+from invfunc.pairs import leapfrog, momentum
 from tests.strategies import Numbers
 
 X = tuple(Numbers(3)(2, 4, 3))

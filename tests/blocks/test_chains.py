@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invfunc import ModifiedError, chain, invertible_checkpoint, repeated
+from invfunc import chain, invertible_checkpoint, repeated
+from invfunc.errors import ModifiedError
 from tests.blocks.cases import PAIRS, X, assert_close, block_of, forward_of, total
 from tests.strategies import Numbers
 

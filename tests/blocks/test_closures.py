@@ -7,16 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
-from invfunc import (
-    Invertible,
-    additive_coupling,
-    affine_coupling,
-    chain,
-    functional,
-    invertible_checkpoint,
-    momentum,
-    tree,
-)
+from invfunc import Invertible, additive_coupling, affine_coupling, chain, functional, invertible_checkpoint, tree
+from invfunc.pairs import momentum
 from invfunc.testing import assert_trees_close
 from tests.meter import Meter, nothing_collected
 from tests.strategies import Numbers

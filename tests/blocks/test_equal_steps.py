@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from invfunc import Invertible, repeated, reversible_step, runge_kutta
+from invfunc import Invertible, repeated
+from invfunc.pairs import reversible_step, runge_kutta
 from tests.meter import Meter
 
 STEPS = 12

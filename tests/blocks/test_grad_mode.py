@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.func import grad_and_value, vmap
 
-from invfunc import additive_coupling, invertible_checkpoint, momentum
+from invfunc import additive_coupling, invertible_checkpoint
+from invfunc.pairs import momentum
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

@@ -12,7 +12,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-from invfunc import ModifiedError, additive_coupling, invertible_checkpoint
+from invfunc import additive_coupling, invertible_checkpoint
+from invfunc.errors import ModifiedError
 from tests.blocks.cases import CALLS, assert_close
 from tests.strategies import Numbers
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from invfunc import Invertible, additive_coupling, from_module, invertible_checkpoint, momentum, repeated, with_log_det
+from invfunc import Invertible, additive_coupling, invertible_checkpoint, repeated, with_log_det
+from invfunc.pairs import from_module, momentum
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

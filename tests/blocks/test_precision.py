@@ -5,19 +5,16 @@ import torch
 from torch import nn
 
 from invfunc import (
-    InverseError,
     additive_coupling,
     affine_coupling,
     chain,
     check_inverse,
-    drift,
-    fixed_point,
     invertible_checkpoint,
     layers,
-    leapfrog,
-    momentum,
     with_log_det,
 )
+from invfunc.errors import InverseError
+from invfunc.pairs import drift, fixed_point, leapfrog, momentum
 from invfunc.testing import assert_trees_close
 from tests.meter import Meter
 from tests.strategies import Numbers

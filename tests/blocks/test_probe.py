@@ -8,18 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import grad, vmap
 
-from invfunc import (
-    InexactWarning,
-    InverseError,
-    Invertible,
-    additive_coupling,
-    affine_coupling,
-    invert,
-    invertible_checkpoint,
-    momentum,
-    tree,
-    with_log_det,
-)
+from invfunc import Invertible, additive_coupling, affine_coupling, invert, invertible_checkpoint, tree, with_log_det
+from invfunc.errors import InexactWarning, InverseError
+from invfunc.pairs import momentum
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

@@ -10,8 +10,6 @@ from torch import nn
 from torch.func import grad, vmap
 
 from invfunc import (
-    ArgumentTypeError,
-    InverseError,
     additive_coupling,
     chain,
     diag_ggn,
@@ -22,6 +20,7 @@ from invfunc import (
     variance,
     with_log_det,
 )
+from invfunc.errors import ArgumentTypeError, InverseError
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

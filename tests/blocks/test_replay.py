@@ -9,7 +9,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.func import grad, jacrev, vjp, vmap
 
-from invfunc import InverseError, additive_coupling, invertible_checkpoint, tree
+from invfunc import additive_coupling, invertible_checkpoint, tree
+from invfunc.errors import InverseError
 from tests.invertible_same import f, f_inv, gradients, leaves, squares
 
 

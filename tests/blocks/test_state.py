@@ -7,14 +7,9 @@ import torch
 from torch import nn
 from torch.func import grad
 
-from invfunc import (
-    Invertible,
-    ModifiedError,
-    additive_coupling,
-    functional,
-    invertible_checkpoint,
-    state_first,
-)
+from invfunc import Invertible, additive_coupling, functional, invertible_checkpoint
+from invfunc.errors import ModifiedError
+from invfunc.pairs import state_first
 from invfunc.testing import assert_trees_close
 from tests.invertible_same import f, f_inv, gradients, leaves
 

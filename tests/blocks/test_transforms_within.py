@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from invfunc import additive_coupling, affine_coupling, functional, invertible_checkpoint, leapfrog
+from invfunc import additive_coupling, affine_coupling, functional, invertible_checkpoint
+from invfunc.pairs import leapfrog
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

@@ -4,11 +4,8 @@ import pytest
 import torch
 from torch.func import grad
 
-from invfunc import (
-    ModifiedError,
-    additive_coupling,
-    invertible_checkpoint,
-)
+from invfunc import additive_coupling, invertible_checkpoint
+from invfunc.errors import ModifiedError
 from tests.invertible_same import f, f_inv, g, gradients, leaves, squares
 
 

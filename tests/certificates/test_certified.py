@@ -12,12 +12,7 @@ from torch.func import grad, jvp, vmap
 
 import invfunc
 from invfunc import (
-    ArgumentError,
-    ArgumentTypeError,
-    CertificateError,
     InvFuncError,
-    RandomnessError,
-    SplitError,
     batch_grad,
     batch_l2_grad,
     certified,
@@ -26,7 +21,6 @@ from invfunc import (
     explain,
     gram,
     kfac,
-    kfra,
     operation,
     reduced,
     together,
@@ -34,6 +28,8 @@ from invfunc import (
     variance,
 )
 from invfunc.certificates.draws import needed
+from invfunc.errors import ArgumentError, ArgumentTypeError, CertificateError, RandomnessError, SplitError
+from invfunc.kronecker import kfra
 from invfunc.statistic import Statistic
 from invfunc.testing import strategies
 from invfunc.testing.laws.rows import FACTORS, LOSS, MODEL, ROWS

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, CertificateError, certified, explain, tree
+from invfunc import certified, explain, tree
 from invfunc.certificates.of_products import HESSIANS, NAMES
+from invfunc.errors import ArgumentError, ArgumentTypeError, CertificateError
 from invfunc.products.product import Linearised, Product
 from invfunc.testing import strategies
 from tests.strategies import Numbers

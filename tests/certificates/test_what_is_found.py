@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import invfunc
-from invfunc import CertificateError, batch_grad, batch_l2_grad, certified, gram, operation, tree, variance
+from invfunc import batch_grad, batch_l2_grad, certified, gram, operation, tree, variance
+from invfunc.errors import CertificateError
 from invfunc.testing.laws.rows import FACTORS, MODEL, ROWS
 from invfunc.testing.models import Loss, Model, Problem
 from tests.certificates.test_certified import made, planted, same

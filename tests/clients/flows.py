@@ -2,8 +2,9 @@
 
 import torch
 
-from invfunc import chain, from_module, functional, invert
+from invfunc import chain, functional, invert
 from invfunc import with_log_det as carrying
+from invfunc.pairs import from_module
 from tests.clients.client import Outcome, assert_near
 from tests.strategies import Numbers
 

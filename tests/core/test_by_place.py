@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from invfunc import SampleAxisError, batch_grad, batch_jacobian, chunked, diag_ggn, sum_grad_squared, thresholds
+from invfunc import batch_grad, batch_jacobian, chunked, diag_ggn, sum_grad_squared, thresholds
+from invfunc.errors import SampleAxisError
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
 from tests.strategies import Numbers
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import ArgumentError, SampleAxisError, batch_grad, chunked, diag_ggn
+from invfunc import batch_grad, chunked, diag_ggn
+from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

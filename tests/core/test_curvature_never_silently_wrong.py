@@ -10,7 +10,6 @@ from torch.func import grad, jacrev, vjp, vmap
 
 from invfunc import (
     InvFuncError,
-    SampleAxisError,
     batch_diag_hessian,
     batch_grad,
     chunked,
@@ -22,9 +21,10 @@ from invfunc import (
     gram,
     kfac,
     kflr,
-    kfra,
     together,
 )
+from invfunc.errors import SampleAxisError
+from invfunc.kronecker import kfra
 from invfunc.testing import assert_trees_close, dense_diag_ggn, dense_diag_hessian
 from tests.strategies import Numbers
 

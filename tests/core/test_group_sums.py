@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.func import grad
 from torch.nn import functional as F
 
-from invfunc import SampleAxisError, batch_grad, diag_ggn, variance
+from invfunc import batch_grad, diag_ggn, variance
+from invfunc.errors import SampleAxisError
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

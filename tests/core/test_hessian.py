@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from invfunc import SampleAxisError, batch_diag_hessian, diag_hessian, functional, kfac, kfra, tree
+from invfunc import batch_diag_hessian, diag_hessian, functional, kfac, tree
+from invfunc.errors import SampleAxisError
+from invfunc.kronecker import kfra
 from invfunc.testing import assert_trees_close, dense_batch_diag_hessian, loop_kfra
 from tests.core.programs import MODULES, losses, of_module
 from tests.strategies import Numbers

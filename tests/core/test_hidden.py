@@ -7,8 +7,6 @@ from torch.utils.checkpoint import checkpoint
 
 from invfunc import (
     InvFuncError,
-    SampleAxisError,
-    SplitError,
     batch_diag_ggn,
     batch_diag_hessian,
     batch_grad,
@@ -23,13 +21,8 @@ from invfunc import (
     tree,
     variance,
 )
-from invfunc.testing import (
-    assert_trees_close,
-    dense_diag_ggn,
-    loop_batch_grad,
-    loop_batch_jacobian,
-    loop_gram,
-)
+from invfunc.errors import SampleAxisError, SplitError
+from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad, loop_batch_jacobian, loop_gram
 from invfunc.testing.laws.rows import FIRST_ORDER
 from tests.strategies import Numbers
 

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import SampleAxisError, batch_grad, chunked, diag_ggn, ekfac, kflr, sqrt_ggn
+from invfunc import batch_grad, chunked, diag_ggn, ekfac, kflr, sqrt_ggn
+from invfunc.errors import SampleAxisError
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
 from tests.strategies import Numbers
 

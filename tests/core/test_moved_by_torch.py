@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.overrides import get_overridable_functions
 
-from invfunc import SampleAxisError, batch_grad
+from invfunc import batch_grad
+from invfunc.errors import SampleAxisError
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import SampleAxisError, batch_grad, batch_l2_grad, clipped_grad, sum_grad_squared, variance
+from invfunc import batch_grad, batch_l2_grad, clipped_grad, sum_grad_squared, variance
+from invfunc.errors import SampleAxisError
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence, unpad_sequence
 
-from invfunc import InvFuncError, SampleAxisError, batch_grad, diag_ggn, functional, variance
+from invfunc import InvFuncError, batch_grad, diag_ggn, functional, variance
+from invfunc.errors import SampleAxisError
 from invfunc.operations.operation import known
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import ArgumentError, SampleAxisError, batch_grad, diag_hessian, variance
+from invfunc import batch_grad, diag_hessian, variance
+from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.testing import assert_trees_close, dense_diag_hessian, loop_batch_grad
 
 W, X = torch.randn(3, 2, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)

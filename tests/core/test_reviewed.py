@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import SampleAxisError, SplitError, diag_ggn, outputs, sum_grad_squared
+from invfunc import diag_ggn, outputs, sum_grad_squared
+from invfunc.errors import SampleAxisError, SplitError
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_sum_grad_squared
 from tests.strategies import Numbers
 

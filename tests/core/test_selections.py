@@ -7,9 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from invfunc import (
-    ArgumentError,
     InvFuncError,
-    SampleAxisError,
     batch_diag_ggn,
     batch_grad,
     batch_jacobian,
@@ -23,6 +21,7 @@ from invfunc import (
     thresholds,
     variance,
 )
+from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
 from tests.strategies import Numbers
 

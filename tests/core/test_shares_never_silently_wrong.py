@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from invfunc import (
-    ArgumentError,
     batch_diag_ggn,
     batch_grad,
     batch_jacobian,
@@ -21,6 +20,7 @@ from invfunc import (
     sum_grad_squared,
     thresholds,
 )
+from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad, loop_batch_jacobian, loop_gram
 from tests.strategies import Numbers
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import SampleAxisError, batch_grad, chunked, diag_ggn
+from invfunc import batch_grad, chunked, diag_ggn
+from invfunc.errors import SampleAxisError
 from invfunc.testing import assert_trees_close, dense_diag_ggn
 from tests.strategies import Numbers
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import ArgumentError, batch_diag_ggn, batch_grad, diag_ggn, diag_hessian, kfra, variance
-from invfunc.errors import InvFuncError
+from invfunc import batch_diag_ggn, batch_grad, diag_ggn, diag_hessian, variance
+from invfunc.errors import ArgumentError, InvFuncError
+from invfunc.kronecker import kfra
 from invfunc.testing import assert_trees_close, dense_diag_ggn, dense_diag_hessian, loop_batch_grad, loop_variance
 from tests.strategies import Numbers
 

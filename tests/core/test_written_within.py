@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import SampleAxisError, batch_grad, batch_l2_grad, variance
+from invfunc import batch_grad, batch_l2_grad, variance
+from invfunc.errors import SampleAxisError
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.multiprocessing.spawn import start_processes
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, distributed, streamed
+from invfunc import distributed, streamed
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
 from tests.data_sets.test_streamed import AT_ONCE, EXACT, SAMPLED, linear, losses
@@ -228,7 +229,7 @@ class TestErrors:
         for t in (losses, 3, invfunc.explain(v), distributed(v), torch.nn.Linear(2, 2)):
             with pytest.raises(ArgumentTypeError, match="has to be a statistic"):
                 distributed(t)
-        for t in (invfunc.kfra(linear, F.cross_entropy), invfunc.variance(losses, samples=[0])):
+        for t in (invfunc.kronecker.kfra(linear, F.cross_entropy), invfunc.variance(losses, samples=[0])):
             with pytest.raises(ArgumentError, match="add up|samples="):
                 distributed(t)
         with pytest.raises(ArgumentError, match="'local', 'gather'"):

@@ -5,7 +5,8 @@ import torch
 from torch.multiprocessing.spawn import start_processes
 
 import invfunc
-from invfunc import ArgumentError, distributed, streamed
+from invfunc import distributed, streamed
+from invfunc.errors import ArgumentError
 from tests.data_sets.test_streamed import batches, data, losses  # noqa: F401
 from tests.data_sets.test_streamed_checkpoint import Lost, breaking, same
 from tests.many_processes import forked, start

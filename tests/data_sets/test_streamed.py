@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, SampleAxisError, streamed, tree
+from invfunc import streamed, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError, SampleAxisError
 from invfunc.kronecker import Kronecker
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import BOTH, LOSS, MODEL, ROWS

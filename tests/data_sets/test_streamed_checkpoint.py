@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, streamed, tree
+from invfunc import streamed, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation import checkpoint, course
 from invfunc.evaluation.fingerprint import fingerprint
 from invfunc.testing import assert_trees_close

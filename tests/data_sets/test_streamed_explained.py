@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, distributed, explain, streamed
+from invfunc import distributed, explain, streamed
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from tests.data_sets.test_streamed import batches, data, linear, losses  # noqa: F401
 from tests.strategies import seeded
 

@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import invfunc
-from invfunc import ArgumentError, MissingExtraError, streamed
+from invfunc import streamed
+from invfunc.errors import ArgumentError, MissingExtraError
 from invfunc.evaluation.batches import Feed, batches_of
 from tests.data_sets.test_streamed import batches, data, losses  # noqa: F401
 

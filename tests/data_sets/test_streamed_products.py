@@ -12,7 +12,8 @@ from scipy.sparse.linalg import eigsh
 from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, InvFuncError, SampleAxisError, streamed, tree
+from invfunc import InvFuncError, streamed, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError, SampleAxisError
 from invfunc.testing import assert_trees_close
 from tests.data_sets.test_streamed import EXACT, FLOOR, SAMPLED, batches, linear, losses
 from tests.meter import Meter, nothing_collected

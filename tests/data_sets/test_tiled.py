@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, distributed, explain, gram, streamed, tree
+from invfunc import distributed, explain, gram, streamed, tree
 from invfunc.data_sets import tiles
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.loss.drawn import joined
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import LOSS, MODEL
@@ -248,10 +249,10 @@ class TestRefused:
 
     def test_what_mixes_samples_or_draws(self, data):  # noqa: F811
         parts = batches([4], *data[1:])
-        with pytest.raises(invfunc.SampleAxisError):
+        with pytest.raises(invfunc.errors.SampleAxisError):
             streamed(gram(lambda p, x, y: losses(p, x - (x @ p["w"]).mean(), y)))(data[0], parts)
         draws = streamed(gram(lambda p, x, y: losses(p, F.dropout(x), y)))
-        with pytest.raises(invfunc.RandomnessError, match="each time it meets another.*eval mode"):
+        with pytest.raises(invfunc.errors.RandomnessError, match="each time it meets another.*eval mode"):
             draws(data[0], parts)
         assert draws(data[0], [data[1:]]).shape == (9, 9)
 

@@ -137,7 +137,7 @@ class TestTransformsInside:
         if f is INSIDE["checkpoint"]:
             assert_trees_close(invfunc.diag_ggn(mean)(*args), dense_diag_ggn(f, F.mse_loss)(*args), EXACT)
             return
-        with pytest.raises((invfunc.SplitError, invfunc.SampleAxisError)):
+        with pytest.raises((invfunc.errors.SplitError, invfunc.errors.SampleAxisError)):
             invfunc.diag_ggn(mean)(*args)
 
 

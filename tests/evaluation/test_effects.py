@@ -44,7 +44,7 @@ class TestLeavesAsTheyWere:
             raise KeyError("the user's own")
 
         for make in chunkings(statistic):
-            with pytest.raises((KeyError, invfunc.RandomnessError)):
+            with pytest.raises((KeyError, invfunc.errors.RandomnessError)):
                 make(f, LOSSES[0])(net.params, net.x, y)
             assert self.modes() == modes
 
@@ -226,7 +226,7 @@ class TestFunctional:
         f(params, x)
         grad(lambda p: F.cross_entropy(f(p, x), y))(params)
         for make in chunkings("diag_ggn of f and loss") + chunkings("batch_grad"):
-            with pytest.raises(invfunc.SampleAxisError, match="batch_norm|a part of the batch"):
+            with pytest.raises(invfunc.errors.SampleAxisError, match="batch_norm|a part of the batch"):
                 make(f, LOSSES[0])(params, x, y)
         self.assert_untouched(model, before)
         model.eval()

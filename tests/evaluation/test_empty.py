@@ -6,7 +6,8 @@ import pytest
 import torch.nn.functional as F
 
 import invfunc
-from invfunc import ArgumentError, tree
+from invfunc import tree
+from invfunc.errors import ArgumentError
 from invfunc.testing.laws.rows import CASES, FACTORS, LOSS, MODEL
 from tests.strategies import Numbers, seeded
 

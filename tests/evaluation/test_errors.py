@@ -255,7 +255,7 @@ class TestFamily:
         errors = [e for e in public_exceptions() if not issubclass(e, Warning)]
         assert len(errors) > 5
         for error in errors:
-            assert issubclass(error, InvFuncError) and getattr(invfunc, error.__name__) is error
+            assert issubclass(error, InvFuncError) and getattr(invfunc.errors, error.__name__) is error
             assert error is InvFuncError or issubclass(
                 error, (ValueError, TypeError, RuntimeError, ImportError, MemoryError)
             )
@@ -265,7 +265,7 @@ class TestFamily:
         assert len(kinds) > 1
         for kind in kinds:
             assert issubclass(kind, InvFuncWarning) and issubclass(kind, UserWarning)
-            assert getattr(invfunc, kind.__name__) is kind
+            assert getattr(invfunc.errors, kind.__name__) is kind
 
     def test_every_warning_that_is_given_is_of_the_family(self):
         kinds = {e.__name__ for e in public_exceptions() if issubclass(e, Warning)}

@@ -59,7 +59,7 @@ def problems(draw):
 def test_of_statistics(case, problem):
     (row, form), (f, *args) = CASES[case], problem
     assume(row.fewest <= len(args[1]))
-    if row.make is not invfunc.kfra or "none" not in args[0]:  # of which it takes chains
+    if row.make is not invfunc.kronecker.kfra or "none" not in args[0]:  # of which it takes chains
         assert_apart(row.of(f, F.mse_loss if form == BOTH else squares, form)(*args), args)
 
 

@@ -7,15 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from invfunc import (
-    ArgumentError,
-    SampleAxisError,
-    batch_grad,
-    diag_ggn,
-    functional,
-    sum_grad_squared,
-    variance,
-)
+from invfunc import batch_grad, diag_ggn, functional, sum_grad_squared, variance
+from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
 from tests.laws import assert_every_path_equals_the_loop, composed
 from tests.modules import MODELS, Rectified

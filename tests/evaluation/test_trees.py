@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, tree
+from invfunc import tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import BOTH, CASES, WHOLE
 from tests.strategies import Numbers, seeded

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from invfunc import ArgumentError, ArgumentTypeError, batch_grad, functional
+from invfunc import batch_grad, functional
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
 from tests.functional_modules import (
     EXACT,

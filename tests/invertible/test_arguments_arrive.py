@@ -11,32 +11,33 @@ from torch import nn
 from torch.func import grad
 
 from invfunc import (
-    ArgumentError,
-    Grid,
-    InverseError,
     Invertible,
     additive_coupling,
     affine_coupling,
-    bdia,
     chain,
-    equilibrium,
-    fixed_point,
-    from_module,
     functional,
     invert,
     invertible_checkpoint,
     layers,
+    repeated,
+    tree,
+    with_log_det,
+)
+from invfunc.errors import ArgumentError, InverseError
+from invfunc.pairs import (
+    Grid,
+    bdia,
+    equilibrium,
+    fixed_point,
+    from_module,
     leapfrog,
     momentum,
     multiscale,
-    repeated,
     reversible_adam,
     reversible_sgd,
     reversible_step,
     runge_kutta,
     state_first,
-    tree,
-    with_log_det,
 )
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers

@@ -13,21 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from invfunc import (
-    Grid,
     Invertible,
     additive_coupling,
     affine_coupling,
     chain,
     check_inverse,
-    drift,
     invert,
     invertible_checkpoint,
     layers,
-    leapfrog,
     repeated,
     tree,
 )
 from invfunc.errors import InverseError
+from invfunc.pairs import Grid, drift, leapfrog
 from invfunc.testing.values import moved
 from tests.invertible.test_chain import ADDITIVE, AFFINE, KINDS, WIDTH, added, blocks, gradients, looped, mixed
 from tests.strategies import Numbers

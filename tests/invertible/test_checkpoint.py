@@ -8,7 +8,8 @@ from torch import nn
 from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
-from invfunc import additive_coupling, chain, invertible_checkpoint, leapfrog
+from invfunc import additive_coupling, chain, invertible_checkpoint
+from invfunc.pairs import leapfrog
 from invfunc.testing import assert_trees_close
 from tests.invertible_same import assert_same, f, f_inv, g, gradients, leaves, squares
 from tests.strategies import Numbers

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.func import grad, vmap
 
-from invfunc import Equilibrium, InvFuncWarning, drift, equilibrium, fixed_point, invertible_checkpoint, repeated, tree
+from invfunc import InvFuncWarning, invertible_checkpoint, repeated, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.pairs import Equilibrium, drift, equilibrium, fixed_point
 from invfunc.testing import assert_trees_close
 from tests.meter import Meter, nothing_collected
 from tests.strategies import Numbers

@@ -5,28 +5,19 @@ import torch
 from torch.func import grad, vmap
 
 from invfunc import (
-    ArgumentError,
-    ArgumentTypeError,
-    Grid,
-    InverseError,
     Invertible,
-    ModifiedError,
-    RangeError,
-    ReplayError,
     additive_coupling,
     affine_coupling,
     chain,
     check_inverse,
-    drift,
     invert,
     invertible_checkpoint,
     layers,
-    leapfrog,
-    momentum,
     repeated,
-    state_first,
     with_log_det,
 )
+from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, ModifiedError, RangeError, ReplayError
+from invfunc.pairs import Grid, drift, leapfrog, momentum, state_first
 from tests.invertible_same import f, f_inv, g, gradients, leaves, squares
 
 X, W = torch.ones(2, 3, dtype=torch.float64), torch.ones(3, dtype=torch.float64, requires_grad=True)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import grad
 
-from invfunc import additive_coupling, chain, held_states, invertible_checkpoint, layers, tree
+from invfunc import additive_coupling, chain, invertible_checkpoint, layers, tree
+from invfunc.pairs import held_states
 from tests.invertible.test_memory import WAYS, live, network, peak
 from tests.invertible_cases import FORMS, Sizes, squash, twins, unsquash
 from tests.meter import nothing_collected

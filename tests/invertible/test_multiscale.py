@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invfunc import Invertible, affine_coupling, chain, invert, layers, multiscale, tree, with_log_det
+from invfunc import Invertible, affine_coupling, chain, invert, layers, tree, with_log_det
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.pairs import multiscale
 from invfunc.testing import assert_trees_close, laws
 from tests.strategies import Numbers
 

@@ -14,13 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.func import grad
 from torch.nn.parallel import DistributedDataParallel
 
-from invfunc import (
-    InvFuncError,
-    ModifiedError,
-    additive_coupling,
-    invertible_checkpoint,
-    layers,
-)
+from invfunc import InvFuncError, additive_coupling, invertible_checkpoint, layers
+from invfunc.errors import ModifiedError
 from invfunc.testing import assert_trees_close
 from tests.invertible_same import f, f_inv, g, gradients, leaves, squares
 from tests.process_group import alone

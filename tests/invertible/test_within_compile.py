@@ -9,18 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from invfunc import (
-    InexactWarning,
-    InverseError,
-    Invertible,
-    InvFuncWarning,
-    ReplayError,
-    additive_coupling,
-    chain,
-    invertible_checkpoint,
-    repeated,
-    tree,
-)
+from invfunc import Invertible, InvFuncWarning, additive_coupling, chain, invertible_checkpoint, repeated, tree
+from invfunc.errors import InexactWarning, InverseError, ReplayError
 from invfunc.testing import assert_trees_close
 from tests.invertible.test_composition import backward
 from tests.invertible_cases import FLOOR, RTOL, Sizes, twins

@@ -12,20 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import grad, vmap
 
-from invfunc import (
-    ArgumentError,
-    ArgumentTypeError,
-    Kronecker,
-    chunked,
-    ekfac,
-    functional,
-    kfac,
-    kflr,
-    kfra,
-    kronecker,
-    streamed,
-    tree,
-)
+from invfunc import chunked, ekfac, functional, kfac, kflr, kronecker, streamed, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.kronecker import Kronecker, kfra
 from invfunc.testing import assert_trees_close
 from invfunc.testing.strategies import problems, splits
 from invfunc.testing.values import moved

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from torch.func import grad, vmap
 from torch.nn.functional import cross_entropy
 
-from invfunc import ArgumentError, ArgumentTypeError, Kronecker, ekfac, functional, kfac, kflr, kfra, tree
+from invfunc import ekfac, functional, kfac, kflr, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.kronecker import Kronecker, kfra
 from invfunc.testing import assert_trees_close
 from invfunc.testing.values import moved
 from tests.laws import RTOL

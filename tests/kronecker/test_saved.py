@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from invfunc import Eigenpairs, Kronecker, LowRank, ekfac, functional, kfac, kflr, kfra, kronecker, tree
+from invfunc import ekfac, functional, kfac, kflr, kronecker, tree
+from invfunc.kronecker import Kronecker, LowRank, kfra
+from invfunc.products.sample_space import Eigenpairs
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

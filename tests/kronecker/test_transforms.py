@@ -12,7 +12,9 @@ import torch
 from hypothesis import given
 from torch.func import grad, jvp, vmap
 
-from invfunc import ArgumentError, Kronecker, tree
+from invfunc import tree
+from invfunc.errors import ArgumentError
+from invfunc.kronecker import Kronecker
 from invfunc.testing import assert_trees_close
 from tests.kronecker.test_matrix import EXACT, eye, kroneckers, matrix, small, split
 from tests.networks import total

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import grad, vmap
 
-from invfunc import ArgumentError, ArgumentTypeError, Kronecker, ekfac, functional, kfac, kflr, kfra, kronecker, tree
+from invfunc import ekfac, functional, kfac, kflr, kronecker, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.kronecker import Kronecker, kfra
 from invfunc.testing import assert_trees_close
 from invfunc.testing.strategies import models, parameters
 from invfunc.testing.values import moved

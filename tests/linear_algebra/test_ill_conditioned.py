@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import invfunc
-from invfunc import ArgumentError, Kronecker, eigenpairs, kronecker, predictive_covariance
+from invfunc import eigenpairs, kronecker, predictive_covariance
 from invfunc._torch import precision
+from invfunc.errors import ArgumentError
+from invfunc.kronecker import Kronecker
 from tests.strategies import Numbers
 
 RIGHT = 1e-4
@@ -177,7 +179,7 @@ class TestEigenpairs:
         assert right.count > 1
 
 
-@pytest.mark.parametrize("made", [invfunc.kflr, invfunc.kfac, invfunc.kfra, invfunc.ekfac])
+@pytest.mark.parametrize("made", [invfunc.kflr, invfunc.kfac, invfunc.kronecker.kfra, invfunc.ekfac])
 def test_factors_that_are_not_finite_say_so(made):
     """One number of the inputs is NaN: statistics are NaN as well, and what is made of them says of which parameter."""
     f, params = invfunc.functional(nn.Linear(4, 3))

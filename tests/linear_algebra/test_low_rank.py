@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.func import vmap
 
-from invfunc import ArgumentError, ArgumentTypeError, LowRank, tree
+from invfunc import tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.kronecker import LowRank
 from tests.matrices import assert_near, flat
 from tests.strategies import Numbers
 

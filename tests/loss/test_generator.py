@@ -7,14 +7,16 @@ import torch
 import torch.nn.functional as F
 
 import invfunc
-from invfunc import ArgumentError, tree
+from invfunc import tree
+from invfunc.errors import ArgumentError
+from invfunc.kronecker import kfoc
 from invfunc.loss.drawn import by
 from invfunc.testing import assert_trees_close
 from invfunc.testing.values import moved
 from tests.strategies import Numbers, seeded
 
 PARAMS, X, Y = {"w": Numbers()(3, 2), "b": Numbers(1)(2)}, Numbers(2)(4, 3), Numbers(3)(4, 2).sigmoid()
-FUNCTIONS = {name: f for name in invfunc.__all__ if inspect.isfunction(f := getattr(invfunc, name))}
+FUNCTIONS = {name: f for name, f in vars(invfunc).items() if inspect.isfunction(f)} | {"kfoc": kfoc}
 DRAWING = [name for name, f in FUNCTIONS.items() if {"generator", "sample"} <= set(inspect.signature(f).parameters)]
 ALWAYS = {"kfac", "kfoc", "ekfac"}  # unless another Fisher matrix is asked for
 LOSSES = {
@@ -31,7 +33,7 @@ def f(params, x):
 
 @pytest.mark.parametrize("name", DRAWING)
 def test_is_refused_where_nothing_is_drawn(name):
-    make = getattr(invfunc, name)
+    make = FUNCTIONS[name]
     cases = [{"fisher": "exact"}, {"fisher": "empirical"}] if name in ALWAYS else [{}]
     for options in cases:
         with pytest.raises(ArgumentError, match=rf"{name}\(.*nothing is drawn"):
@@ -43,7 +45,7 @@ def test_is_refused_where_nothing_is_drawn(name):
 def test_of_the_cpu_draws_the_same_numbers_everywhere(name, loss, device):
     def found(*args):
         drawn = {"fisher": "mc"} if name == "eigenpairs" else {}
-        t = getattr(invfunc, name)(f, LOSSES[loss], mc_samples=3, generator=seeded(3), **drawn)
+        t = FUNCTIONS[name](f, LOSSES[loss], mc_samples=3, generator=seeded(3), **drawn)
         result = t(args[0], *args[:1] * (name == "fvp"), *args[1:])
         return result.values if name == "eigenpairs" else result
 

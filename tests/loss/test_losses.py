@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import ArgumentError, Kronecker, SampleAxisError, batch_grad, chunked, outputs, variance
+from invfunc import batch_grad, chunked, outputs, variance
+from invfunc.errors import ArgumentError, SampleAxisError
+from invfunc.kronecker import Kronecker
 from invfunc.testing import assert_trees_close, loop_batch_grad
 from invfunc.testing.laws.rows import BOTH, LOSS, MODEL, ROWS
 from tests.strategies import Numbers

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad, vmap
 
-from invfunc import ArgumentError, batch_diag_ggn, chunked, diag_ggn, sqrt_ggn, tree
+from invfunc import batch_diag_ggn, chunked, diag_ggn, sqrt_ggn, tree
+from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close, dense_diag_ggn
 from invfunc.testing.laws.paths import generic, in_blocks
 from invfunc.testing.values import moved

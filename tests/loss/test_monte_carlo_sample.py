@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import ArgumentError, ArgumentTypeError, batch_diag_ggn, chunked, diag_ggn, outputs, sqrt_ggn, tree
+from invfunc import batch_diag_ggn, chunked, diag_ggn, outputs, sqrt_ggn, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close, dense_diag_ggn
 from invfunc.testing.laws.paths import generic, in_blocks
 from tests.criteria import model

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, streamed
+from invfunc import streamed
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.loss.drawn import key_of
 from invfunc.loss.peeled import Peel, peeled
 from invfunc.loss.square_root import Elementwise, Softmax

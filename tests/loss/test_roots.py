@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import batch_diag_ggn, diag_ggn, ggn_trace, kflr, kfra, outputs, sqrt_ggn
+from invfunc import batch_diag_ggn, diag_ggn, ggn_trace, kflr, outputs, sqrt_ggn
+from invfunc.kronecker import kfra
 from invfunc.loss.square_root import Root
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers

@@ -13,7 +13,7 @@ import torch
 from torch.func import grad, jvp, vjp
 from torch.utils._pytree import tree_map
 
-from invfunc import Kronecker
+from invfunc.kronecker import Kronecker
 
 
 @dataclass(frozen=True, repr=False)

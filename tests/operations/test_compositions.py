@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence, pad_sequence
 from torch.overrides import TorchFunctionMode
 
-from invfunc import SampleAxisError, tree
+from invfunc import tree
+from invfunc.errors import SampleAxisError
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.recurrent import steps_at_once
 from invfunc.testing import assert_trees_close

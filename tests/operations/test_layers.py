@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from invfunc import SampleAxisError, batch_grad, diag_ggn, tree
+from invfunc import batch_grad, diag_ggn, tree
+from invfunc.errors import SampleAxisError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.values import moved
 from tests import layer_cases as cases

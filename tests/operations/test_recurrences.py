@@ -12,16 +12,8 @@ from torch import nn
 from torch.func import grad, vmap
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from invfunc import (
-    SampleAxisError,
-    batch_grad,
-    batch_l2_grad,
-    diag_hessian,
-    functional,
-    gram,
-    tree,
-    variance,
-)
+from invfunc import batch_grad, batch_l2_grad, diag_hessian, functional, gram, tree, variance
+from invfunc.errors import SampleAxisError
 from invfunc.operations.recurrences import Steps
 from invfunc.testing import assert_trees_close, loop_batch_grad
 from invfunc.testing.laws.paths import generic

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invfunc import SampleAxisError
+from invfunc.errors import SampleAxisError
 from tests import forms, moves, strategies
 from tests.laws import assert_every_path_equals_the_loop
 

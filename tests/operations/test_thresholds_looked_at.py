@@ -5,18 +5,9 @@ from __future__ import annotations
 import pytest
 import torch.nn.functional as F
 
-from invfunc import (
-    SplitError,
-    diag_ggn,
-    functional,
-    ggnvp,
-    outputs,
-)
-from invfunc.testing import (
-    assert_trees_close,
-    dense_diag_ggn,
-    dense_ggn,
-)
+from invfunc import diag_ggn, functional, ggnvp, outputs
+from invfunc.errors import SplitError
+from invfunc.testing import assert_trees_close, dense_diag_ggn, dense_ggn
 from tests.crossed import thresholds_at
 from tests.operations.test_thresholds import both, built
 from tests.strategies import Numbers

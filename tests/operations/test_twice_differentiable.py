@@ -12,15 +12,8 @@ from torch import nn
 from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
-from invfunc import (
-    SampleAxisError,
-    batch_diag_hessian,
-    diag_hessian,
-    functional,
-    ggnvp,
-    hvp,
-    tree,
-)
+from invfunc import batch_diag_hessian, diag_hessian, functional, ggnvp, hvp, tree
+from invfunc.errors import SampleAxisError
 from invfunc.operations.heard import function_of
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.second_derivatives import TwiceDifferentiable

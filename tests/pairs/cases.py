@@ -9,16 +9,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from invfunc import (
-    Invertible,
-    additive_coupling,
-    affine_coupling,
-    fixed_point,
-    leapfrog,
-    momentum,
-    reversible_step,
-    tree,
-)
+from invfunc import Invertible, additive_coupling, affine_coupling, tree
+from invfunc.pairs import fixed_point, leapfrog, momentum, reversible_step
 from tests.strategies import Numbers
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import invfunc
-from invfunc import additive_coupling, affine_coupling, chain, invertible_checkpoint, momentum
+from invfunc import additive_coupling, affine_coupling, chain, invertible_checkpoint
+from invfunc.pairs import momentum
 from tests.process_group import alone
 
 
@@ -102,7 +103,7 @@ def test_of_repeated_is_given_how_often():
 
 def test_without_modules_is_an_error():
     layer = nn.Linear(2, 2)
-    with pytest.raises(invfunc.ArgumentError, match="no part is a module"):
+    with pytest.raises(invfunc.errors.ArgumentError, match="no part is a module"):
         affine_coupling(lambda b: layer(b).chunk(2, 1), torch.sin).module()
 
 

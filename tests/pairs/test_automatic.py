@@ -14,17 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import grad, jacrev, vmap
 
-from invfunc import (
-    additive_coupling,
-    affine_coupling,
-    chain,
-    check_inverse,
-    drift,
-    invert,
-    invertible_checkpoint,
-    tree,
-)
+from invfunc import additive_coupling, affine_coupling, chain, check_inverse, invert, invertible_checkpoint, tree
 from invfunc.errors import InverseError
+from invfunc.pairs import drift
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

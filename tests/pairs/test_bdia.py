@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad, vmap
 
-from invfunc import Grid, bdia, drift, invertible_checkpoint, with_log_det
+from invfunc import invertible_checkpoint, with_log_det
 from invfunc.errors import ArgumentError, ArgumentTypeError, RangeError
+from invfunc.pairs import Grid, bdia, drift
 from invfunc.testing import assert_trees_close
 from tests.meter import Meter, nothing_collected
 from tests.strategies import Numbers

@@ -19,16 +19,14 @@ from invfunc import (
     additive_coupling,
     affine_coupling,
     chain,
-    fixed_point,
     invert,
     invertible_checkpoint,
     layers,
-    leapfrog,
-    momentum,
     tree,
     with_log_det,
 )
 from invfunc.errors import ArgumentError, ArgumentTypeError, ModifiedError
+from invfunc.pairs import fixed_point, leapfrog, momentum
 from invfunc.testing import assert_trees_close
 from invfunc.testing.values import moved
 from tests.laws import FLOOR

@@ -12,9 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.func import grad, jacrev, jvp, vmap
 
-from invfunc import Grid, additive_coupling, chain, invert, invertible_checkpoint, repeated, tree
+from invfunc import additive_coupling, chain, invert, invertible_checkpoint, repeated, tree
 from invfunc._torch.functorch import innermost
 from invfunc.errors import ArgumentError, InverseError, RangeError
+from invfunc.pairs import Grid
 from invfunc.testing import assert_trees_close
 from tests.pairs.test_couplings import summed
 from tests.strategies import Numbers

@@ -14,9 +14,10 @@ import torch
 import zuko
 from torch import nn
 
-from invfunc import chain, from_module, functional, invert, invertible_checkpoint, multiscale, tree
+from invfunc import chain, functional, invert, invertible_checkpoint, tree
 from invfunc import with_log_det as carrying
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.pairs import from_module, multiscale
 from invfunc.testing import assert_trees_close, laws
 from tests.meter import Meter, nothing_collected
 from tests.strategies import Numbers
@@ -199,7 +200,7 @@ class TestDeepModels:
             warnings.simplefilter("ignore")
             assert_trees_close(there(), plain(), 1e-3)
 
-    @pytest.mark.filterwarnings("ignore::invfunc.InexactWarning")
+    @pytest.mark.filterwarnings("ignore::invfunc.errors.InexactWarning")
     def test_take_memory_that_does_not_grow_with_depth(self):
         (shallow, plain, _), (deep, more, _) = glow(2), glow(6)
         assert peak(deep) <= 1.1 * peak(shallow)

@@ -10,19 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import grad
 
-from invfunc import (
-    Invertible,
-    additive_coupling,
-    affine_coupling,
-    functional,
-    invert,
-    invertible_checkpoint,
-    leapfrog,
-    momentum,
-    state_first,
-    variance,
-)
+from invfunc import Invertible, additive_coupling, affine_coupling, functional, invert, invertible_checkpoint, variance
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
+from invfunc.pairs import leapfrog, momentum, state_first
 from invfunc.testing import assert_trees_close
 from invfunc.testing.values import moved
 from tests.strategies import Numbers

@@ -17,24 +17,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from invfunc import (
-    Grid,
     Invertible,
     additive_coupling,
     affine_coupling,
-    bdia,
     chain,
-    fixed_point,
     invert,
     invertible_checkpoint,
     layers,
-    leapfrog,
-    momentum,
     repeated,
-    reversible_step,
-    runge_kutta,
     tree,
     with_log_det,
 )
+from invfunc.pairs import Grid, bdia, fixed_point, leapfrog, momentum, reversible_step, runge_kutta
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

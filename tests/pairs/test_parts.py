@@ -7,23 +7,19 @@ import torch
 from torch import nn
 
 from invfunc import (
-    ArgumentError,
-    ArgumentTypeError,
-    Grid,
     additive_coupling,
     affine_coupling,
     chain,
     check_inverse,
-    fixed_point,
     functional,
     invert,
     invertible_checkpoint,
     layers,
-    leapfrog,
-    momentum,
     repeated,
     tree,
 )
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.pairs import Grid, fixed_point, leapfrog, momentum
 from invfunc.testing import assert_trees_close
 from tests.pairs.test_pairs_are_values import WIDTH, halves, layer, modules, weight
 from tests.strategies import Numbers

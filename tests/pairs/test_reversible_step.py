@@ -8,17 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from invfunc import (
-    check_inverse,
-    drift,
-    invert,
-    invertible_checkpoint,
-    repeated,
-    reversible_step,
-    runge_kutta,
-    tree,
-)
+from invfunc import check_inverse, invert, invertible_checkpoint, repeated, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.pairs import drift, reversible_step, runge_kutta
 from invfunc.testing import assert_trees_close
 from tests.meter import Meter, nothing_collected
 from tests.strategies import Numbers

@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import grad, jvp, vmap
 
-from invfunc import Grid, chain, invert, repeated, reversible_adam, reversible_sgd, tree
+from invfunc import chain, invert, repeated, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, RangeError
+from invfunc.pairs import Grid, reversible_adam, reversible_sgd
 from invfunc.pairs.exact import Decay
 from invfunc.testing import assert_trees_close, laws
 from tests.strategies import Numbers

@@ -127,7 +127,7 @@ class TestResults:
         c, y = compiled(t), Numbers(1).below(3, 4)
         first, second = c(net.params, net.x, y), c(net.params, net.x, y)
         assert hits(c) == 1
-        assert all(isinstance(k, invfunc.Kronecker) for pair in second for k in pair)
+        assert all(isinstance(k, invfunc.kronecker.Kronecker) for pair in second for k in pair)
         assert first is not second and first[0][0] is not second[0][0]
         v = torch.ones_like(net.params[0][0])
         assert torch.equal(first[0][0] @ v, second[0][0] @ v)

@@ -27,7 +27,7 @@ class TestOptions:
 
         c = compiled(invfunc.variance(lambda w, x: loss(w, x) * time.perf_counter()), recheck=3)
         c(*given()), c(*given()), c(*given())
-        with pytest.raises(invfunc.ReplayError, match="not seen"):
+        with pytest.raises(invfunc.errors.ReplayError, match="not seen"):
             c(*given())
 
     def test_recheck_leaves_generators_where_they_belong(self):

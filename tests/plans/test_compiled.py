@@ -88,5 +88,5 @@ def test_products_are_the_call_itself(make):
 
 def test_a_call_within_a_budget_says_what_to_compile():
     within = invfunc.chunked(invfunc.batch_grad(loss), memory="8MiB")
-    with pytest.raises(invfunc.ArgumentTypeError, match=r"has no plan; .* compiled\(chunked\(t, n\)\)"):
+    with pytest.raises(invfunc.errors.ArgumentTypeError, match=r"has no plan; .* compiled\(chunked\(t, n\)\)"):
         compiled(within)

@@ -186,7 +186,7 @@ class TestPieces:
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
     def test_without_cuda_it_is_an_error(self):
-        with pytest.raises(invfunc.ArgumentError, match="needs a CUDA device.* 'replay' or 'inductor'"):
+        with pytest.raises(invfunc.errors.ArgumentError, match="needs a CUDA device.* 'replay' or 'inductor'"):
             compiled(invfunc.variance(loss), backend="cudagraphs")
 
 

@@ -133,7 +133,8 @@ WITH_THIS_LIBRARY = """
 import invfunc
 at, wanted = torch.load("data.pt")
 (grad, noise), factors = load("noise")(*at), load("factors")(*at)
-assert isinstance(noise, invfunc.NoiseScale) and isinstance(factors["w"], invfunc.Kronecker), (noise, factors)
+assert isinstance(noise, invfunc.reductions.noise.NoiseScale), noise
+assert isinstance(factors["w"], invfunc.kronecker.Kronecker), factors
 found = [invfunc.tree.tensors((grad, noise)), invfunc.tree.tensors(factors)]
 assert all(torch.allclose(a, b, rtol=1e-12, atol=0) for f, w in zip(found, wanted) for a, b in zip(f, w, strict=True))
 assert factors["w"].solve(at[0]["w"], damping=1.0).shape == at[0]["w"].shape and "w" in factors["w"].origin.name
@@ -220,7 +221,7 @@ def test_has_no_derivatives(data):
     found = program(c, params, x, y)
     asked = tree.map_tensors(lambda p: p.clone().requires_grad_(), params)
     assert not any(r.requires_grad for r in tree.tensors(found(asked, x, y)))
-    with pytest.raises(invfunc.ArgumentError, match="within torch.no_grad"):
+    with pytest.raises(invfunc.errors.ArgumentError, match="within torch.no_grad"):
         program(c, asked, x, y)
 
 
@@ -228,15 +229,17 @@ class TestIsAClearError:
     def test_before_a_first_call(self, data):
         params, x, y = data
         c = compiled(invfunc.variance(losses))
-        with pytest.raises(invfunc.ArgumentError, match="Call it once with such arguments before"):
+        with pytest.raises(invfunc.errors.ArgumentError, match="Call it once with such arguments before"):
             program(c, params, x, y)
         c(params, x, y)
         for at in [(params, x[:5], y[:5]), (params, x.t().contiguous().t(), y), (params, x.float(), y)]:
-            with pytest.raises(invfunc.ArgumentError, match="Call it once with such arguments before"):
+            with pytest.raises(invfunc.errors.ArgumentError, match="Call it once with such arguments before"):
                 program(c, *at)
         w = {"w": params["w"], "b": params["w"][0]}
         c(w, x, y)
-        assert "shares memory" in str(pytest.raises(invfunc.ArgumentError, program, compiled(c.t), w, x, y).value)
+        assert "shares memory" in str(
+            pytest.raises(invfunc.errors.ArgumentError, program, compiled(c.t), w, x, y).value
+        )
 
     def test_where_it_has_changed(self, data):
         params, x, y = data
@@ -244,7 +247,7 @@ class TestIsAClearError:
         c = compiled(invfunc.variance(lambda p, x, y: losses(p, x, y) * held["by"]))
         c(params, x, y)
         held["by"] = 3.0
-        with pytest.raises(invfunc.ArgumentError, match=r"held is another one since the last such call"):
+        with pytest.raises(invfunc.errors.ArgumentError, match=r"held is another one since the last such call"):
             program(c, params, x, y)
         c(params, x, y)
         assert_trees_close(program(c, params, x, y)(params, x, y), c(params, x, y), EXACT)
@@ -259,10 +262,10 @@ class TestIsAClearError:
         }[kind]
         c = compiled(t)
         quietly(c, params, x, y)
-        with pytest.raises(invfunc.ArgumentError, match=why):
+        with pytest.raises(invfunc.errors.ArgumentError, match=why):
             program(c, params, x, y)
 
     def test_of_what_is_not_compiled(self, data):
         for t in (invfunc.variance(losses), compiled(invfunc.hvp(losses)).linearize):
-            with pytest.raises(invfunc.ArgumentError, match="torch.export writes operations"):
+            with pytest.raises(invfunc.errors.ArgumentError, match="torch.export writes operations"):
                 program(t, *data)

@@ -122,7 +122,7 @@ class TestErrors:
             with pytest.raises(IndexError, match="out of bounds"):
                 c(w, x, bad)
             same(c, t, w, x, good)
-        with pytest.raises(invfunc.ArgumentTypeError, match=r"variance\(<lambda>\)\(w, x\): f takes"):
+        with pytest.raises(invfunc.errors.ArgumentTypeError, match=r"variance\(<lambda>\)\(w, x\): f takes"):
             c(w, x)
 
     def test_of_checks_of_numbers(self):
@@ -134,7 +134,7 @@ class TestErrors:
         same(c, t, w, x, y)
         assert hits(c) == 1
         for call in (t, c):
-            with pytest.raises(invfunc.ConvexityError):
+            with pytest.raises(invfunc.errors.ConvexityError):
                 call(w, -x, y)
         same(c, t, w, 2 * x, y)
 
@@ -147,9 +147,9 @@ class TestErrors:
             c(torch.zeros(3, 3), x)
 
     def test_name_what_can_be_compiled(self):
-        with pytest.raises(invfunc.ArgumentTypeError, match=r"compiled\(loss\): it is of type function"):
+        with pytest.raises(invfunc.errors.ArgumentTypeError, match=r"compiled\(loss\): it is of type function"):
             compiled(loss)
-        with pytest.raises(invfunc.ArgumentTypeError, match="of type Streamed"):
+        with pytest.raises(invfunc.errors.ArgumentTypeError, match="of type Streamed"):
             compiled(invfunc.streamed(invfunc.diag_ggn(loss, F.mse_loss)))
         for around in (
             lambda c: invfunc.chunked(c, 2),
@@ -158,9 +158,9 @@ class TestErrors:
             lambda c: invfunc.certified(c, generator=0),
             compiled,
         ):
-            with pytest.raises(invfunc.ArgumentTypeError):
+            with pytest.raises(invfunc.errors.ArgumentTypeError):
                 around(compiled(invfunc.variance(loss)))
-        with pytest.raises(invfunc.ArgumentError, match="'replay', 'inductor', 'cudagraphs', 'auto'"):
+        with pytest.raises(invfunc.errors.ArgumentError, match="'replay', 'inductor', 'cudagraphs', 'auto'"):
             compiled(invfunc.variance(loss), backend="fast")
-        with pytest.raises(invfunc.ArgumentError, match="recheck"):
+        with pytest.raises(invfunc.errors.ArgumentError, match="recheck"):
             compiled(invfunc.variance(loss), recheck=-1)

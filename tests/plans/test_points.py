@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from scipy.sparse.linalg import cg, eigsh
 
 import invfunc
-from invfunc import ModifiedError, compiled, explain, linear_operator, tree
+from invfunc import compiled, explain, linear_operator, tree
+from invfunc.errors import ModifiedError
 from invfunc.plans.backends import Backend
 from invfunc.plans.calls import Calls
 from invfunc.plans.halves import halves_of
@@ -269,7 +270,7 @@ class TestOneVectorAfterTheOther:
         f = lambda p, x, y: losses(p, x, y) * time.perf_counter()  # noqa: E731
         found = compiled(invfunc.hvp(f), recheck=2).linearize(params, *args)
         found(params)
-        with pytest.raises(invfunc.ReplayError, match="not seen"):
+        with pytest.raises(invfunc.errors.ReplayError, match="not seen"):
             found(params)
 
     def test_copies_have_plans_of_their_own(self, data):
@@ -303,7 +304,7 @@ class TestAround:
         assert_trees_close(*made, EXACT)
 
     def test_a_statistic_is_no_product(self):
-        with pytest.raises(invfunc.ArgumentTypeError, match="it is a statistic"):
+        with pytest.raises(invfunc.errors.ArgumentTypeError, match="it is a statistic"):
             linear_operator(compiled(invfunc.variance(loss)))
         assert not hasattr(compiled(invfunc.variance(loss)), "linearize")
 
@@ -311,7 +312,9 @@ class TestAround:
         params, *args = data
         product = invfunc.hvp(losses)
         for linearised in (product.linearize, product.linearize(params, *args)):
-            with pytest.raises(invfunc.ArgumentTypeError, match=r"Compile the product: compiled\(hvp\(losses\)\)\.lin"):
+            with pytest.raises(
+                invfunc.errors.ArgumentTypeError, match=r"Compile the product: compiled\(hvp\(losses\)\)\.lin"
+            ):
                 compiled(linearised)
 
     def test_explain_tells_the_plan_of_a_product(self, data):
@@ -321,5 +324,5 @@ class TestAround:
         assert found.name == repr(c) and "torch.ops.aten" in found.code
         assert str(found).splitlines()[1:] == [f"  {found.plan}"] and found.plan.startswith("a plan of")
         c(params, vector(params), *args)
-        with pytest.raises(invfunc.ArgumentTypeError, match="has to be a statistic"):
+        with pytest.raises(invfunc.errors.ArgumentTypeError, match="has to be a statistic"):
             explain(invfunc.hvp(losses))

@@ -164,7 +164,7 @@ def test_another_shape_of_the_result_is_told():
     w, x = Numbers(0)(3), Numbers(1)(4, 3)
     ours(w, x)
     size["n"] = 2
-    with pytest.raises(invfunc.ReplayError, match="other shapes or dtypes"):
+    with pytest.raises(invfunc.errors.ReplayError, match="other shapes or dtypes"):
         ours(w, x)
 
 

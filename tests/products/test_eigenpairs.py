@@ -12,16 +12,8 @@ from torch import nn
 from torch.func import grad, vmap
 
 import invfunc
-from invfunc import (
-    ArgumentError,
-    ArgumentTypeError,
-    SampleAxisError,
-    SplitError,
-    eigenpairs,
-    fvp,
-    kronecker,
-    tree,
-)
+from invfunc import eigenpairs, fvp, kronecker, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError, SampleAxisError, SplitError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.memory import peak_memory
 from invfunc.testing.values import moved

@@ -10,19 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import (
-    ArgumentError,
-    ArgumentTypeError,
-    Estimate,
-    MissingExtraError,
-    diag_ggn,
-    estimate_diagonal,
-    estimate_trace,
-    ggn_trace,
-    ggnvp,
-    hvp,
-    tree,
-)
+from invfunc import diag_ggn, estimate_diagonal, estimate_trace, ggn_trace, ggnvp, hvp, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError, MissingExtraError
+from invfunc.reductions.estimate import Estimate
 from invfunc.testing import assert_trees_close
 from invfunc.testing.values import moved
 from tests import matrices

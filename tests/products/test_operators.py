@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from scipy.sparse.linalg import LinearOperator, aslinearoperator, cg, eigsh, lobpcg, minres
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, MissingExtraError, fvp, ggnvp, hvp, linear_operator, tree
+from invfunc import fvp, ggnvp, hvp, linear_operator, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError, MissingExtraError
 from invfunc.testing.values import moved
 from tests import matrices
 from tests.matrices import assert_near, flat, shaped

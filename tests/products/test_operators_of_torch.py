@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invfunc import ArgumentError, ArgumentTypeError, MissingExtraError, linear_operator, streamed, tree
+from invfunc import linear_operator, streamed, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError, MissingExtraError
 from invfunc.testing.values import moved
 from tests import matrices
 from tests.matrices import assert_near

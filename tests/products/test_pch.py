@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, hessian, jacrev
 
-from invfunc import ArgumentError, functional, ggn_block_product, hessian_block_product, pch_block_product
+from invfunc import functional, ggn_block_product, hessian_block_product, pch_block_product
+from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close
 from tests.laws import composed
 from tests.strategies import Numbers

@@ -8,21 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import invfunc
-from invfunc import (
-    ArgumentError,
-    ArgumentTypeError,
-    ConvexityError,
-    InvFuncError,
-    SampleAxisError,
-    SplitError,
-    fvp,
-    ggn_block_product,
-    ggnvp,
-    hessian_block_product,
-    hvp,
-    linearize,
-    tree,
-)
+from invfunc import InvFuncError, fvp, ggn_block_product, ggnvp, hessian_block_product, hvp, linearize, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError, ConvexityError, SampleAxisError, SplitError
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

@@ -6,19 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import (
-    ConvexityError,
-    SampleAxisError,
-    batch_grad,
-    diag_ggn,
-    fvp,
-    ggn_block_product,
-    ggnvp,
-    hvp,
-    kflr,
-    outputs,
-    tree,
-)
+from invfunc import batch_grad, diag_ggn, fvp, ggn_block_product, ggnvp, hvp, kflr, outputs, tree
+from invfunc.errors import ConvexityError, SampleAxisError
 from tests import matrices
 from tests.criteria import model
 from tests.laws import composed

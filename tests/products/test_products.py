@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from torch.func import vmap
 
 from invfunc import (
-    ConvexityError,
     batch_grad,
     diag_ggn,
     estimate_diagonal,
@@ -24,6 +23,7 @@ from invfunc import (
     pch_block_product,
     tree,
 )
+from invfunc.errors import ConvexityError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.values import moved
 from tests import matrices

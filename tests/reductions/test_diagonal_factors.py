@@ -13,8 +13,6 @@ from invfunc import (
     functional,
     kfac,
     kflr,
-    kfoc,
-    kfra,
     sqrt_ggn,
     streamed,
     sum_grad_squared,
@@ -22,6 +20,7 @@ from invfunc import (
 from invfunc.budget import size
 from invfunc.core import refusals
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.kronecker import kfoc, kfra
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.paths import in_blocks
 from tests.process_group import alone

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, certified, chunked, gram, reduced, together, tree
+from invfunc import certified, chunked, gram, reduced, together, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close, loop_gram
 from tests.networks import LOSSES, NETWORKS, network, networks, samples_loss
 from tests.strategies import Numbers
@@ -104,7 +105,7 @@ class TestBetweenBatches:
         f, params, x, u = classifier()
         right = invfunc.core.shares.Shares.products_with
         monkeypatch.setattr(invfunc.core.shares.Shares, "products_with", lambda *a: right(*a).roll(1, -1))
-        with pytest.raises(invfunc.CertificateError, match="the product of sample"):
+        with pytest.raises(invfunc.errors.CertificateError, match="the product of sample"):
             certified(gram(f, others=(u,)), generator=0)(params, x)
 
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import ArgumentError, SampleAxisError, batch_jacobian, chunked, gram, tree
+from invfunc import batch_jacobian, chunked, gram, tree
+from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.testing import assert_trees_close, loop_batch_jacobian
 from tests.laws import OF_MODELS
 from tests.networks import networks
@@ -170,8 +171,8 @@ class TestErrors:
 
     @pytest.mark.parametrize("transform", [gram, batch_jacobian])
     def test_both_refuse_modules_and_parameters_that_are_not_real(self, transform):
-        with pytest.raises(invfunc.ArgumentTypeError, match=r"f is.*Linear.*functional\(model\)"):
+        with pytest.raises(invfunc.errors.ArgumentTypeError, match=r"f is.*Linear.*functional\(model\)"):
             transform(torch.nn.Linear(2, 2))
         for leaf in (torch.arange(2), torch.ones(2, dtype=torch.complex64)):
-            with pytest.raises(invfunc.ArgumentTypeError, match=rf"p\['b'\] has dtype {leaf.dtype}.*real"):
+            with pytest.raises(invfunc.errors.ArgumentTypeError, match=rf"p\['b'\] has dtype {leaf.dtype}.*real"):
                 transform(lambda p, x: x @ p["a"])({"a": self.w, "b": leaf}, self.x)

@@ -7,18 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
-from invfunc import (
-    ArgumentError,
-    ArgumentTypeError,
-    chunked,
-    diag_ggn,
-    ekfac,
-    kfac,
-    kflr,
-    kfra,
-    reduced,
-)
-from invfunc.errors import InvFuncError
+from invfunc import chunked, diag_ggn, ekfac, kfac, kflr, reduced
+from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
+from invfunc.kronecker import kfra
 from invfunc.testing import assert_trees_close
 from tests.networks import LOSSES, total
 from tests.reductions.test_kfac import SHARINGS, assert_factors, built, matrices

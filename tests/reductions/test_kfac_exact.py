@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from invfunc import (
-    ArgumentError,
     InvFuncError,
     batch_grad,
     diag_ggn,
@@ -19,11 +18,12 @@ from invfunc import (
     ggn_trace,
     kfac,
     kflr,
-    kfra,
     reduced,
     sqrt_ggn,
     tree,
 )
+from invfunc.errors import ArgumentError
+from invfunc.kronecker import kfra
 from invfunc.testing import assert_trees_close, dense_ggn, loop_kfra
 from invfunc.testing.laws.paths import in_blocks
 from tests.laws import composed

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import ArgumentError, chunked, kflr
+from invfunc import chunked, kflr
+from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.paths import in_blocks
 from tests.reductions.test_kfac import FLOOR, SHARINGS

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, clipped_grad, tree
+from invfunc import clipped_grad, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing.oracles import assert_trees_close, loop_batch_l2_grad, loop_clipped_grad
 from tests.networks import LOSSES, network, networks, samples_loss
 from tests.statistics.test_first_order import EXACT, drawn, losses, reduced, reductions

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import ConvexityError, SampleAxisError, SplitError, diag_ggn, outputs, tree
+from invfunc import diag_ggn, outputs, tree
+from invfunc.errors import ConvexityError, SampleAxisError, SplitError
 from invfunc.testing.oracles import assert_trees_close, dense_diag_ggn
 from tests.criteria import after_logarithms, cross_entropies, elementwise, model
 from tests.laws import composed

@@ -7,13 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad
 
-from invfunc import (
-    ArgumentTypeError,
-    SampleAxisError,
-    batch_diag_hessian,
-    diag_hessian,
-)
-from invfunc.errors import InvFuncError
+from invfunc import batch_diag_hessian, diag_hessian
+from invfunc.errors import ArgumentTypeError, InvFuncError, SampleAxisError
 from invfunc.testing import assert_trees_close, dense_batch_diag_hessian, dense_diag_hessian
 from tests.laws import composed
 from tests.networks import total

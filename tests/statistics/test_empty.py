@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import invfunc
-from invfunc import ArgumentError, chunked, compiled, functional, reduced, streamed, together, tree
+from invfunc import chunked, compiled, functional, reduced, streamed, together, tree
+from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

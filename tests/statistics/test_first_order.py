@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, chunked, tree
+from invfunc import chunked, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing.oracles import assert_trees_close, loop_batch_grad, loop_sum_grad_squared
 from tests.laws import OF_LOSSES
 from tests.networks import LOSSES, networks, samples_loss
@@ -61,7 +62,7 @@ class TestShares:
         assert_trees_close(invfunc.batch_grad(f)(*args), loop_batch_grad(f)(*args), EXACT)
 
     def test_of_the_parameters_alone_are_not_defined(self):
-        with pytest.raises(invfunc.SampleAxisError, match="from the parameters alone"):
+        with pytest.raises(invfunc.errors.SampleAxisError, match="from the parameters alone"):
             invfunc.batch_grad(lambda w, x: w.square().sum())(Numbers()(3), Numbers(1)(4, 3))
 
 

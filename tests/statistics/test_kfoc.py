@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad
 
-from invfunc import Kronecker, chunked, kflr, kfoc, kronecker, sqrt_ggn, streamed, together, tree
+from invfunc import chunked, kflr, kronecker, sqrt_ggn, streamed, together, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.kronecker import Kronecker, kfoc
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.paths import generic, in_blocks
 from invfunc.testing.oracles import loop_batch_grad

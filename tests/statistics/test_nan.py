@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch.func import hessian, jacrev, vmap
 
 import invfunc
-from invfunc import ConvexityError, chunked, reduced, together, tree
+from invfunc import chunked, reduced, together, tree
+from invfunc.errors import ConvexityError
 from invfunc.testing.laws.rows import FACTORS, FIRST_ORDER, OF_DIAGONALS, ROWS, rows
 from tests import structures
 from tests.strategies import Numbers, seeded

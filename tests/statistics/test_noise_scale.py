@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, NoiseScale, noise_scale, streamed, tree
+from invfunc import noise_scale, streamed, tree
 from invfunc.core.shares import Shares
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.reductions.noise import NoiseScale
 from invfunc.testing.oracles import assert_trees_close, loop_noise_scale
 from tests.networks import LOSSES, network, networks, samples_loss
 from tests.statistics.test_first_order import EXACT, drawn, losses, reduced, reductions

@@ -7,17 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import (
-    ArgumentError,
-    ArgumentTypeError,
-    Kronecker,
-    LowRank,
-    chunked,
-    eigenpairs,
-    kronecker,
-    predictive_covariance,
-    tree,
-)
+from invfunc import chunked, eigenpairs, kronecker, predictive_covariance, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.kronecker import Kronecker, LowRank
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.paths import generic, in_blocks
 from invfunc.testing.memory import peak_memory

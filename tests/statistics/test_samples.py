@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, SampleAxisError, chunked, diag_ggn, tree
+from invfunc import chunked, diag_ggn, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError, SampleAxisError
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
 from tests.laws import FLOOR, OF_LOSSES, STATISTICS, arranged
 from tests.networks import LOSSES, network, networks

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, chunked, sketched_grad, streamed, tree
+from invfunc import chunked, sketched_grad, streamed, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.loss.drawn import joined
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.paths import generic, in_blocks

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import invfunc
-from invfunc import ArgumentError, chunked, compiled, reduced, streamed, together
+from invfunc import chunked, compiled, reduced, streamed, together
+from invfunc.errors import ArgumentError
 from invfunc.testing.laws.rows import CASES
 from invfunc.testing.oracles import assert_trees_close, loop_batch_grad
 from tests.strategies import Numbers

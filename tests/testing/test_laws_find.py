@@ -113,7 +113,9 @@ class TestCheck:
         return (x @ w).square()
 
     def test_names_the_laws_that_there_are(self):
-        with pytest.raises(invfunc.ArgumentError, match="no law 'sharez'; the names are 'per-sample gradients sum"):
+        with pytest.raises(
+            invfunc.errors.ArgumentError, match="no law 'sharez'; the names are 'per-sample gradients sum"
+        ):
             laws.check(self.f, self.w, self.x, only="sharez")
 
     @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ class TestCheck:
 
     @pytest.mark.parametrize("seconds", ["a", -1, float("nan"), None])
     def test_of_seconds_that_are_none(self, seconds):
-        with pytest.raises(invfunc.ArgumentError, match="seconds="):
+        with pytest.raises(invfunc.errors.ArgumentError, match="seconds="):
             laws.check(self.f, self.w, self.x, seconds=seconds)
 
     def test_of_a_function_that_keeps_to_float32(self):
@@ -161,7 +163,7 @@ class TestCheck:
             only=["per-sample gradients sum to the gradient", "products equal those of the matrix"],
         )
         assert "batch_norm" in str(table) and {outcome.state for outcome in table.outcomes} >= {"refused", "holds"}
-        with pytest.raises(invfunc.ArgumentError, match="refuses(.|\n)*batch_norm"):
+        with pytest.raises(invfunc.errors.ArgumentError, match="refuses(.|\n)*batch_norm"):
             laws.check(
                 mean,
                 self.w,
@@ -229,7 +231,7 @@ class TestCheck:
             return z.square()
 
         before = self.x.clone()
-        with pytest.raises(invfunc.ArgumentError, match="writes into its arguments"):
+        with pytest.raises(invfunc.errors.ArgumentError, match="writes into its arguments"):
             laws.check(writing, self.w, self.x)
         assert torch.equal(self.x, before)
 
@@ -245,20 +247,20 @@ class TestCheck:
 
     @pytest.mark.parametrize("few", [[9], [], [-5], ["a"]])
     def test_samples_that_are_none_are_told(self, few):
-        with pytest.raises(invfunc.ArgumentError, match=r"give some of the samples 0 to 3 of the batch"):
+        with pytest.raises(invfunc.errors.ArgumentError, match=r"give some of the samples 0 to 3 of the batch"):
             laws.check(self.f, self.w, self.x, samples=few)
 
     def test_a_target_that_the_loss_does_not_take_is_told_so(self):
         given = Numbers()(3, 2), self.x, torch.tensor([0, 1, 5, 0])
-        with pytest.raises(invfunc.ArgumentError, match="target, the last argument"):
+        with pytest.raises(invfunc.errors.ArgumentError, match="target, the last argument"):
             laws.check(lambda w, x: x @ w, *given, loss=F.cross_entropy)
 
     def test_no_law_at_all_is_an_error(self):
-        with pytest.raises(invfunc.ArgumentError, match="leave `only` out for all laws"):
+        with pytest.raises(invfunc.errors.ArgumentError, match="leave `only` out for all laws"):
             laws.check(self.f, self.w, self.x, only=[])
 
     def test_nan_is_an_error(self):
-        with pytest.raises(invfunc.ArgumentError, match=r"it gives NaN of samples \[2\](.|\n)*samples="):
+        with pytest.raises(invfunc.errors.ArgumentError, match=r"it gives NaN of samples \[2\](.|\n)*samples="):
             laws.check(self.f, self.w, torch.where(self.x == self.x[2], torch.nan, self.x))
 
     def test_a_table_says_where_little_is_checked(self):

@@ -45,7 +45,7 @@ def test_an_inverse_that_forgets_an_argument_is_found_where_that_changes():
 
 
 def test_a_pair_of_nothing_is_an_error():
-    with pytest.raises(invfunc.ArgumentError, match="no numbers"):
+    with pytest.raises(invfunc.errors.ArgumentError, match="no numbers"):
         laws.check_pair((torch.exp, torch.sin), torch.zeros(0, 3).double())
 
 

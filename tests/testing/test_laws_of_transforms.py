@@ -100,7 +100,7 @@ class TestTransforms:
 
 
 def missing(*args):
-    raise invfunc.MissingExtraError
+    raise invfunc.errors.MissingExtraError
 
 
 class TestDrawnTransforms:
@@ -186,7 +186,7 @@ class TestOperations:
 
     @pytest.mark.parametrize("args, samples", [((), (0,)), (args, (2,)), ((3.0, args[1]), (0,)), (args, (0, 1))])
     def test_arguments_without_samples_are_told(self, args, samples):
-        with pytest.raises(invfunc.ArgumentError, match="no positions of the|as many samples along axis 0"):
+        with pytest.raises(invfunc.errors.ArgumentError, match="no positions of the|as many samples along axis 0"):
             laws.check_operation(product(right), *args, samples=samples)
 
     def test_rows_say_whose_rule_they_are_of(self):

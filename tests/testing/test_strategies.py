@@ -113,7 +113,7 @@ def test_laws_hold_for_each_pair(called):
 
 def test_names_that_there_are():
     for made in (strategies.Model("dens"), strategies.Pair("dens")):
-        with pytest.raises(invfunc.ArgumentError, match="there is no .* 'dens'; there are"):
+        with pytest.raises(invfunc.errors.ArgumentError, match="there is no .* 'dens'; there are"):
             made.x  # noqa: B018
 
 
@@ -127,7 +127,7 @@ from invfunc.testing import laws
 laws.check(lambda w, x: (x @ w).square(), torch.ones(2), torch.eye(2), only="per-sample gradients sum to the gradient")
 try:
     from invfunc.testing import strategies
-except invfunc.MissingExtraError as error:
+except invfunc.errors.MissingExtraError as error:
     assert "invfunc[testing]" in str(error)
 else:
     raise AssertionError("no error")

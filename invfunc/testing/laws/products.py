@@ -115,7 +115,7 @@ def factors(problem: Problem) -> Iterator[Claim]:
     every = [(path, p) for path, p in tree.named_leaves(problem.params) if p is not None]
 
     @cache
-    def factored(weight_sharing: str) -> list[invfunc.Kronecker]:
+    def factored(weight_sharing: str) -> list[invfunc.kronecker.Kronecker]:
         return _kroneckers(one(alone, "kfac empirical")(weight_sharing=weight_sharing))
 
     def at_one_position(at: int) -> bool:
@@ -135,7 +135,7 @@ def factors(problem: Problem) -> Iterator[Claim]:
         yield Claim(f"kfac of params{path}", lambda at=at, v=v: factored("expand")[at] @ v, block)
 
 
-def _kroneckers(result: Any) -> list[invfunc.Kronecker]:
+def _kroneckers(result: Any) -> list[invfunc.kronecker.Kronecker]:
     found: list[Any] = []
-    tree.map_leaves(found.append, result, is_leaf=lambda x: isinstance(x, invfunc.Kronecker))
+    tree.map_leaves(found.append, result, is_leaf=lambda x: isinstance(x, invfunc.kronecker.Kronecker))
     return [x for x in found if x is not None]

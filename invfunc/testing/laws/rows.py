@@ -229,9 +229,9 @@ ROWS = {
     "kfac": FACTORED(_drawn(invfunc.kfac), drawn=True),
     "kfac empirical": FACTORED(partial(invfunc.kfac, fisher="empirical"), axes=("samples", "params")),
     "kflr": FACTORED(invfunc.kflr),
-    "kfoc": FACTORED(_drawn(invfunc.kfoc), drawn=True),
-    "kfoc of one sweep": FACTORED(partial(invfunc.kfoc, fisher="exact", sweeps=1)),
-    "kfra": FACTORED(invfunc.kfra, axes=()),
+    "kfoc": FACTORED(_drawn(invfunc.kronecker.kfoc), drawn=True),
+    "kfoc of one sweep": FACTORED(partial(invfunc.kronecker.kfoc, fisher="exact", sweeps=1)),
+    "kfra": FACTORED(invfunc.kronecker.kfra, axes=()),
     "ekfac": FACTORED(_drawn(invfunc.ekfac), drawn=True),
     "ekfac exact": FACTORED(partial(invfunc.ekfac, fisher="exact")),
 }
