@@ -89,7 +89,11 @@ class TestResults:
         wanted = row.of(model, F.cross_entropy, form)(*given())
         assert_trees_close(chunked(t, memory="1GiB")(*given()), wanted, 1e-10)
 
-    @pytest.mark.parametrize("make", [invfunc.kflr, partial(invfunc.kfac, fisher="empirical")], ids=["kflr", "kfac"])
+    @pytest.mark.parametrize(
+        "make",
+        [partial(invfunc.kfac, fisher="exact"), partial(invfunc.kfac, fisher="empirical")],
+        ids=["exact", "kfac"],
+    )
     def test_of_an_embedding(self, make):
         f, params = functional(torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10)).double())
         t, batch = make(f, F.cross_entropy), (torch.arange(6) % 4, torch.arange(6))
@@ -103,7 +107,7 @@ class TestResults:
         for t in (
             invfunc.diag_ggn(model, weighted),
             invfunc.diag_ggn(lambda p, x, y: weighted(model(p, x), y)),
-            invfunc.kflr(model, weighted),
+            invfunc.kfac(model, weighted, fisher="exact"),
         ):
             assert_trees_close(chunked(t, memory="1GiB")(*given()), t(*given()), 1e-10)
 

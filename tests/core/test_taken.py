@@ -9,6 +9,7 @@ import invfunc
 from invfunc import testing
 from invfunc._ways import known_way
 from invfunc.testing import assert_trees_close
+from invfunc.testing.laws.rows import ROWS
 
 X, Y = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)), torch.arange(5) % 3
 
@@ -26,6 +27,7 @@ def by_the_core(statistic, *args):
 
 
 class TestHalfPrecision:
+
     @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
     def test_of_curvature(self, low):
         f, params = model()
@@ -33,6 +35,7 @@ class TestHalfPrecision:
         found = by_the_core(invfunc.diag_ggn(f, F.cross_entropy), given, X.to(low), Y)
         wanted = testing.dense_diag_ggn(f, F.cross_entropy)({k: p.float() for k, p in given.items()}, X, Y)
         assert_trees_close(found, wanted, 0.1)
+
 
     def test_a_parameter_that_is_cast_loses_no_small_gradient(self):
         """Entries of 2^-13 have squares of 0 in float16."""
@@ -68,10 +71,10 @@ class TestExactColumns:
         numbers = {"all at once": 2**30, "one by one": 1, "in groups": 50_000}
         monkeypatch.setattr(invfunc.thresholds, "GROUPED", numbers[request.param])
 
-    @pytest.mark.parametrize("name", ["diag_ggn", "batch_diag_ggn", "ggn_trace", "sqrt_ggn", "kflr"])
+    @pytest.mark.parametrize("name", ["diag_ggn", "batch_diag_ggn", "ggn_trace", "sqrt_ggn", "kfac exact"])
     def test_of_large_layers(self, grouped, name):
         f, params, x, y = images()
-        statistic = getattr(invfunc, name)(f, F.cross_entropy)
+        statistic = ROWS[name].make(f, F.cross_entropy)
         found = by_the_core(statistic, params, x, y)
         chunked = invfunc.chunked(statistic, 1)  # which the core does not take
         assert_trees_close(found, chunked(params, x, y), 1e-10)
@@ -109,6 +112,7 @@ class TestKroneckerFactors:
         f, params = invfunc.functional(Sequences().double())
         generator = torch.Generator().manual_seed(1)
         return f, params, torch.randint(7, (40, 5), generator=generator), torch.arange(40) % 7
+
 
     @pytest.mark.parametrize("joint", [False, True], ids=["bias apart", "bias joined"])
     @pytest.mark.parametrize("sharing", ["expand", "backpack"])

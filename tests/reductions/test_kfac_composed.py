@@ -5,19 +5,22 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import grad, vmap
+from torch import nn
+from torch.func import grad, jvp, vmap
 
-from invfunc import chunked, diag_ggn, ekfac, kfac, kflr, reduced
+from invfunc import chunked, diag_ggn, ekfac, kfac, reduced, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.kronecker import kfra
-from invfunc.testing import assert_trees_close
+from invfunc.testing import assert_trees_close, loop_kfac
+from invfunc.testing.laws.paths import in_blocks
+from tests.laws import composed
 from tests.networks import LOSSES, total
-from tests.reductions.test_kfac import SHARINGS, assert_factors, built, matrices
+from tests.reductions.test_kfac import MODULES, SHARINGS, assert_factors, built, matrices
 from tests.strategies import Numbers, seeded
 
 EXACT, DERIVED = 1e-9, 1e-7
 MAKERS = {
-    "kflr": kflr,
+    "exact kfac": partial(kfac, fisher="exact"),
     "kfac": lambda f, loss=None, **options: kfac(f, loss, mc_samples=3, generator=seeded(), **options),
     "empirical": partial(kfac, fisher="empirical"),
 }
@@ -39,8 +42,8 @@ class TestArguments:
         def f(a, x, b, *, scale):
             return (x @ a["w"] * scale).tanh() @ b[0], "aux"
 
-        wanted = kflr(lambda p, x: (x @ p["w"] * 2).tanh() @ p["v"], F.mse_loss)({"w": w, "v": v}, x, y)
-        t = kflr(f, F.mse_loss, argnums=(2, 0), has_aux=True)
+        wanted = kfac(lambda p, x: (x @ p["w"] * 2).tanh() @ p["v"], F.mse_loss, fisher="exact")({"w": w, "v": v}, x, y)
+        t = kfac(f, F.mse_loss, argnums=(2, 0), has_aux=True, fisher="exact")
         ((second,), first), aux = t({"w": w}, x, [v], y, scale=2)
         assert aux == "aux"
         assert_trees_close(matrices(first["w"]), matrices(wanted["w"]), EXACT)
@@ -67,9 +70,16 @@ class TestArguments:
             return torch.cumsum((x @ p["w"]).tanh(), 1) @ p["v"]
 
         for sharing in SHARINGS:
-            found = kflr(f, F.mse_loss, weight_sharing=sharing, in_dims=1, out_dims=1)(params, x, y)
-            wanted = kflr(other, F.mse_loss, weight_sharing=sharing)(params, x.transpose(0, 1), y.transpose(0, 1))
+            found = kfac(f, F.mse_loss, weight_sharing=sharing, in_dims=1, out_dims=1, fisher="exact")(params, x, y)
+            wanted = kfac(other, F.mse_loss, weight_sharing=sharing, fisher="exact")(
+                params, x.transpose(0, 1), y.transpose(0, 1)
+            )
             assert_factors(found, factors(wanted), EXACT)
+
+
+    @pytest.mark.parametrize("fisher", ["exact", "empirical"])
+    def test_says_which_columns_it_has(self, fisher):
+        assert repr(kfac(F.linear, F.mse_loss, fisher=fisher)) == f"kfac(linear, mse_loss, fisher={fisher!r})"
 
 
 NOT_LINEAR = {
@@ -84,12 +94,18 @@ class TestRefusals:
     x, y = Numbers(1)(4, 3), Numbers(2)(4, 3)
 
     @pytest.mark.parametrize("f", NOT_LINEAR.values(), ids=NOT_LINEAR)
-    @pytest.mark.parametrize("make", [kflr, partial(ekfac, fisher="exact")], ids=["kflr", "ekfac"])
+    @pytest.mark.parametrize(
+        "make", [partial(kfac, fisher="exact"), partial(ekfac, fisher="exact")], ids=["exact", "ekfac"]
+    )
     def test_a_parameter_that_no_operation_is_linear_in(self, make, f):
         with pytest.raises(ArgumentError, match=r"\['w'\]"):
             make(f, F.mse_loss)({"w": Numbers(3)(3, 3)}, self.x, self.y)
 
-    @pytest.mark.parametrize("make", [kflr, partial(ekfac, fisher="exact"), kfra], ids=["kflr", "ekfac", "kfra"])
+    @pytest.mark.parametrize(
+        "make",
+        [partial(kfac, fisher="exact"), partial(ekfac, fisher="exact"), kfra],
+        ids=["exact", "ekfac", "kfra"],
+    )
     def test_name_all_parameters_at_once(self, make):
         def f(p, x):
             return (x @ p["w"].exp()).tanh() @ p["fine"] @ p["v"].tril()
@@ -104,7 +120,7 @@ class TestRefusals:
     def test_or_have_the_diagonal_of_their_block(self, f, loss):
         args = {"w": Numbers(3)(3, 3)}, self.x, loss.target(Numbers(1), 4)
         wanted = diag_ggn(f, loss)(*args)["w"]
-        for make in (kflr, partial(ekfac, fisher="exact")):
+        for make in (partial(kfac, fisher="exact"), partial(ekfac, fisher="exact")):
             found = make(f, loss, unsupported="diagonal")(*args)["w"]
             assert_trees_close(found.dense(), wanted.flatten().diag(), EXACT)
             assert_trees_close(found.solve(found @ args[0]["w"] + args[0]["w"], 1.0), args[0]["w"], EXACT)
@@ -118,22 +134,22 @@ class TestRefusals:
             return x @ p["w"].exp() @ p["v"]
 
         args = {"w": Numbers(3)(3, 3), "v": Numbers(2)(3, 3)}, self.x, self.y
-        v = matrices(kflr(lambda v, x: f(args[0] | {"v": v}, x), F.mse_loss)(args[0]["v"], *args[1:]))
+        v = matrices(kfac(lambda v, x: f(args[0] | {"v": v}, x), F.mse_loss, fisher="exact")(args[0]["v"], *args[1:]))
         for unsupported in ("skip", "diagonal"):
-            t = chunked(kflr(f, F.mse_loss, unsupported=unsupported), 2, over=over)
+            t = chunked(kfac(f, F.mse_loss, unsupported=unsupported, fisher="exact"), 2, over=over)
             found = t(*args)
             assert (found["w"] is None) == (unsupported == "skip")
             assert_trees_close(matrices(found["v"]), v, EXACT)
             named = reduced(t, lambda path, k: k.trace())(*args)
             assert (named["w"] is None) == (unsupported == "skip")
         with pytest.raises(ArgumentError, match="'w'"):
-            chunked(kflr(f, F.mse_loss), 2, over=over)(*args)
+            chunked(kfac(f, F.mse_loss, fisher="exact"), 2, over=over)(*args)
         with pytest.raises(ArgumentError, match="'w'"):
-            reduced(kflr(f, F.mse_loss), lambda path, k: k.trace())(*args)
+            reduced(kfac(f, F.mse_loss, fisher="exact"), lambda path, k: k.trace())(*args)
 
     def test_an_option_that_is_not_known(self):
-        with pytest.raises(ArgumentError, match=r"kflr\(unsupported='none'\).*'diagonal'"):
-            kflr(F.linear, F.mse_loss, unsupported="none")
+        with pytest.raises(ArgumentError, match=r"kfac\(unsupported='none'\).*'diagonal'"):
+            kfac(F.linear, F.mse_loss, unsupported="none", fisher="exact")
 
     @pytest.mark.parametrize("make", [kfac, ekfac], ids=["kfac", "ekfac"])
     def test_options_of_the_columns(self, make):
@@ -147,13 +163,13 @@ class TestRefusals:
         with pytest.raises(ArgumentError, match=rf"{name}.*mc_samples.*0"):
             make(F.linear, F.mse_loss, mc_samples=0, generator=seeded())
 
-    @pytest.mark.parametrize("make", [kfac, kflr, ekfac], ids=["kfac", "kflr", "ekfac"])
+    @pytest.mark.parametrize("make", [kfac, ekfac])
     def test_a_sharing_that_is_not_known(self, make):
-        generator = {} if make is kflr else {"generator": seeded()}
         with pytest.raises(ArgumentError, match=rf"{make.__name__}.*weight_sharing='kfc'.*expand"):
-            make(F.linear, F.mse_loss, weight_sharing="kfc", **generator)
+            make(F.linear, F.mse_loss, weight_sharing="kfc", generator=seeded())
 
-    @pytest.mark.parametrize("make", [kflr, kfra], ids=["kflr", "kfra"])
+
+    @pytest.mark.parametrize("make", [partial(kfac, fisher="exact"), kfra], ids=["exact kfac", "kfra"])
     def test_a_loss_that_is_not_convex(self, make):
         with pytest.raises(InvFuncError, match="not convex"):
             make(lambda p, x: x @ p, lambda z, y: z.sin().sum())(Numbers(3)(3, 3), self.x, self.y)
