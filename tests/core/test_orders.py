@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import batch_diag_ggn, batch_grad, diag_ggn, diag_hessian, kfac, together
+from invfunc import batch_diag_ggn, batch_grad, diag_hessian, kfac
 from invfunc._ways import known_way
 from invfunc.core.order import Order
 from invfunc.core.uses import back, front
@@ -63,5 +63,3 @@ def test_k_factors_of_permuted_samples():
     assert_trees_close(
         found.dense(), kfac(lambda w, x, y: F.mse_loss((x @ w).sin(), y), fisher="exact")(W, X, Y).dense(), EXACT
     )
-
-

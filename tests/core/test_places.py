@@ -7,18 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from invfunc import (
-    batch_diag_ggn,
     batch_grad,
-    batch_jacobian,
     batch_l2_grad,
-    chunked,
     diag_ggn,
-    diag_hessian,
-    ggn_trace,
-    kfac,
     outputs,
 )
-from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import FIRST_ORDER, HESSIANS, OF_DIAGONALS
 from tests.strategies import Numbers

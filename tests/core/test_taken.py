@@ -27,7 +27,6 @@ def by_the_core(statistic, *args):
 
 
 class TestHalfPrecision:
-
     @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
     def test_of_curvature(self, low):
         f, params = model()
@@ -35,7 +34,6 @@ class TestHalfPrecision:
         found = by_the_core(invfunc.diag_ggn(f, F.cross_entropy), given, X.to(low), Y)
         wanted = testing.dense_diag_ggn(f, F.cross_entropy)({k: p.float() for k, p in given.items()}, X, Y)
         assert_trees_close(found, wanted, 0.1)
-
 
     def test_a_parameter_that_is_cast_loses_no_small_gradient(self):
         """Entries of 2^-13 have squares of 0 in float16."""
@@ -112,7 +110,6 @@ class TestKroneckerFactors:
         f, params = invfunc.functional(Sequences().double())
         generator = torch.Generator().manual_seed(1)
         return f, params, torch.randint(7, (40, 5), generator=generator), torch.arange(40) % 7
-
 
     @pytest.mark.parametrize("joint", [False, True], ids=["bias apart", "bias joined"])
     @pytest.mark.parametrize("sharing", ["expand", "backpack"])

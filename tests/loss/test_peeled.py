@@ -16,7 +16,6 @@ from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.loss.drawn import key_of
 from invfunc.loss.peeled import Peel, peeled
 from invfunc.loss.square_root import Elementwise, Softmax
-from invfunc.reductions.estimate import Estimate
 from invfunc.reductions.lots import Lot, drawn, variances
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
@@ -169,7 +168,6 @@ class TestEstimates:
         inside = ((value - exact).abs() <= 2 * error).double().mean()
         assert 0.83 <= inside <= 0.97, inside
 
-
     def test_the_trace_has_the_error_of_all_parameters_at_once(self):
         f, *args = of_classes(1.0)
         exact = invfunc.ggn_trace(f, F.cross_entropy)(*args)
@@ -179,7 +177,6 @@ class TestEstimates:
 
         value, error = repeated(of, args, 100)
         assert 0.9 <= ((value - exact).abs() <= 2 * error).double().mean() <= 0.99
-
 
     def test_the_squared_error_of_a_data_set_is_the_sum_of_those_of_its_samples(self):
         f, params, x, y = of_classes(1.0, n=7)

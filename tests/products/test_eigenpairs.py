@@ -3,18 +3,16 @@
 import math
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.sparse.linalg import aslinearoperator, cg
 from torch import nn
 from torch.func import grad, vmap
 
 import invfunc
-from invfunc import eigenpairs, fvp, ggnvp, kronecker, linear_operator, tree
+from invfunc import eigenpairs, fvp, kronecker, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, SampleAxisError, SplitError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.memory import peak_memory
@@ -147,7 +145,6 @@ class TestPairs:
         wanted = torch.linalg.solve(damped(matrices.ggn(*of, w, x, y)), v)
         assert_near(flat(eigenpairs(*of)(w, x, y).solve(v.view(4, 3), DAMPING)), wanted, 1e-10)
 
-
     def test_of_the_largest_eigenvalues(self):
         loss, net = LOSSES[0], network("convolution", 5)
         args = net.params, net.x, loss.target(Numbers(1), 5)
@@ -194,7 +191,6 @@ class TestPairs:
         assert_near((pairs.inverse() @ v).flatten(), wanted, 1e-10)
         assert_near(pairs.logdet(), torch.logdet(matrix), 1e-12)
 
-
     def test_form_no_rows(self):
         """Those of 48 samples with 9 columns would have 440 MiB, the matrix 260 GiB."""
         f, params = invfunc.functional(nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 10)))
@@ -207,7 +203,6 @@ class TestPairs:
 
 
 class TestSolve:
-
     def test_composes(self):
         """Axes in front, vmap and derivatives in v, derivatives in damping; v in another order."""
         loss, net = LOSSES[0], network("affine", 3)
@@ -330,7 +325,6 @@ class TestRuns:
             assert_near(pairs.values, torch.linalg.eigvalsh(s @ s.T).flip(0)[: pairs.rank], 1e-10)
             v = Numbers(3)(pairs.size)
             assert_near(flat(pairs @ shaped(v, params)), s.T @ (s @ v), 1e-10)
-
 
     def test_leave_aux_and_dims(self):
         w, x, y = Numbers(0)(4, 3), Numbers(1)(5, 4), Numbers(2).below(3, 5)

@@ -14,7 +14,6 @@ from invfunc import (
     explain,
     functional,
     kfac,
-    kronecker,
     sqrt_ggn,
     streamed,
     sum_grad_squared,
@@ -98,7 +97,6 @@ class TestEqualTheDiagonals:
         whole = {name: K for name, K in whole.items() if K is not None}
         assert_trees_close(own(part), diagonals(whole), EXACT, 1e-6)
         assert any(K.is_diagonal(i) for K in part.values() if K is not None for i in range(len(K.factors)))
-
 
     def test_of_a_block_that_is_its_own_factor(self):
         def f(p, x):
@@ -212,7 +210,6 @@ class TestTheBestProductWithADiagonal:
 
 
 class TestWhatIsTold:
-
     @pytest.mark.parametrize("of", [of for of in STATISTICS if of != "joint"])
     @pytest.mark.parametrize("called", [c for c in CASES if c not in ("RMS norm", "groups", "transposed convolution")])
     def test_explain_gives_the_shapes_of_the_factors(self, called, of):

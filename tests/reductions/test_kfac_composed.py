@@ -5,17 +5,14 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.func import grad, jvp, vmap
+from torch.func import grad, vmap
 
-from invfunc import chunked, diag_ggn, ekfac, kfac, reduced, tree
+from invfunc import chunked, diag_ggn, ekfac, kfac, reduced
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.kronecker import kfra
-from invfunc.testing import assert_trees_close, loop_kfac
-from invfunc.testing.laws.paths import in_blocks
-from tests.laws import composed
+from invfunc.testing import assert_trees_close
 from tests.networks import LOSSES, total
-from tests.reductions.test_kfac import MODULES, SHARINGS, assert_factors, built, matrices
+from tests.reductions.test_kfac import SHARINGS, assert_factors, built, matrices
 from tests.strategies import Numbers, seeded
 
 EXACT, DERIVED = 1e-9, 1e-7
@@ -75,7 +72,6 @@ class TestArguments:
                 params, x.transpose(0, 1), y.transpose(0, 1)
             )
             assert_factors(found, factors(wanted), EXACT)
-
 
     @pytest.mark.parametrize("fisher", ["exact", "empirical"])
     def test_says_which_columns_it_has(self, fisher):
@@ -167,7 +163,6 @@ class TestRefusals:
     def test_a_sharing_that_is_not_known(self, make):
         with pytest.raises(ArgumentError, match=rf"{make.__name__}.*weight_sharing='kfc'.*expand"):
             make(F.linear, F.mse_loss, weight_sharing="kfc", generator=seeded())
-
 
     @pytest.mark.parametrize("make", [partial(kfac, fisher="exact"), kfra], ids=["exact kfac", "kfra"])
     def test_a_loss_that_is_not_convex(self, make):

@@ -209,7 +209,6 @@ class TestEkfac:
                 rows = (rows.movedim(i, -1) @ q).movedim(-1, i)
             assert_trees_close(k.values, rows.square().sum(0), EXACT, FLOOR)
 
-
     def test_its_trace_is_that_of_the_block(self, called):
         _, f, params, x = built(called)
         args = (params, x, LOSSES[0].target(Numbers(1), len(x)))

@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from invfunc import ekfac, functional, ggn_trace, kfac, tree
+from invfunc import ekfac, functional, ggn_trace, kfac
 from invfunc.testing import assert_trees_close, dense_ggn, peak_memory
 from invfunc.testing.laws.paths import in_blocks
 from tests.crossed import GATES_OF_PATCHES, sides, thresholds_at
 from tests.laws import composed
-from tests.networks import LOSSES
 from tests.reductions.test_kfac import SHARINGS, matrices
 from tests.strategies import Numbers, seeded
 
@@ -346,5 +345,3 @@ class TestRoles:
         found = kfac(lambda p, x: f(0 * p.detach(), p, x) + 0 * f(p, p.detach(), x), loss, fisher="exact")(w, *args)
         wanted = kfac(lambda p, x: f(0 * p.detach(), p, x), loss, fisher="exact")(w, *args)
         assert_trees_close(found.dense(), wanted.dense(), EXACT)
-
-
