@@ -62,7 +62,7 @@ FAULTS = [
         "evaluation/joined.py",
         "sorted({min(2, half), half, n - 1})",
         "[min(2, half)]",
-        "data_sets/test_streamed.py::TestScale::test_with_a_factor_are_refused_behind_losses_that_are_zero",
+        "data_sets/test_streamed.py::TestScale",
     ),
     Fault(
         "the first samples tell that f has no factor, whatever their losses are",
