@@ -16,7 +16,7 @@ from . import chain_ways as ways
 from .chain_ways import missing
 from .chains import BACKWARD, GRAD, GRAD_VMAP, JACREV, VMAP_GRAD, Chain, Kind, Way, leaves, one_tensor
 from .measure import difference, medians, peak_in_a_process
-from .report import Cells, announce, difference_cell, mebibytes, number, over, print_table
+from .report import Cells, announce, difference_cell, mebibytes, number, over, print_table, verdict
 
 WIDTH, ROWS = 512, 4096
 SMALL = 4, WIDTH, ROWS // 4
@@ -24,14 +24,18 @@ SMALL = 4, WIDTH, ROWS // 4
 WARM = 2
 """How many calls come before those that are timed."""
 SHALLOW, DEEP = 8, 64
+GROWTH = 5
+"""How many per cent more memory the deep chain may take."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A kind of derivative, and a way to run the chain."""
+    """A kind of derivative, a way to run the chain, and what it is to reach."""
 
     kind: Kind
     way: Way
+    most: float | None = None
+    """Times the plain way, or MiB, according to the table."""
     deep: bool = True
     """Whether a deep chain is worth its time."""
 
@@ -53,27 +57,28 @@ TIMES = [
     Row(BACKWARD, ways.SEQUENTIAL),
     Row(BACKWARD, ways.MEMCNN),
     Row(BACKWARD, ways.INVTORCH),
-    Row(BACKWARD, ways.MERGED),
-    Row(BACKWARD, ways.MERGED_ONE),
-    Row(BACKWARD, ways.GENERIC),
+    Row(BACKWARD, ways.MERGED, 1.33),
+    Row(BACKWARD, ways.MERGED_ONE, 1.3),
+    Row(BACKWARD, ways.GENERIC, 1.75),
     Row(BACKWARD, ways.GENERIC_ONE),
     Row(BACKWARD, ways.CHAINED),
-    Row(BACKWARD, ways.EXACT),
+    Row(BACKWARD, ways.EXACT, 1.6),
     Row(GRAD, ways.PLAIN),
-    Row(GRAD, ways.MERGED),
+    Row(GRAD, ways.MERGED, 1.5),
     Row(GRAD, ways.GENERIC),
 ]
 SMALL_TIMES = [
     *[Row(BACKWARD, way) for way in (ways.PLAIN, ways.PLAIN_ONE, ways.CHECKPOINT, ways.MEMCNN, ways.INVTORCH)],
-    *[Row(BACKWARD, way) for way in (ways.MERGED, ways.MERGED_ONE, ways.GENERIC, ways.CHAINED, ways.REPEATED)],
-    *[Row(BACKWARD, way) for way in (ways.MODULES, ways.GENERIC_MODULES)],
+    *[Row(BACKWARD, way, 2.4) for way in (ways.MERGED, ways.MERGED_ONE, ways.MODULES)],
+    *[Row(BACKWARD, way, 2.9) for way in (ways.GENERIC, ways.GENERIC_MODULES)],
+    *[Row(BACKWARD, way, 2.2) for way in (ways.CHAINED, ways.REPEATED)],
     Row(GRAD, ways.PLAIN),
-    *[Row(GRAD, way) for way in (ways.MERGED, ways.GENERIC, ways.CHAINED)],
+    *[Row(GRAD, way, 3) for way in (ways.MERGED, ways.GENERIC, ways.CHAINED)],
 ]
 WIDE_TIMES = [
     *[Row(BACKWARD, way) for way in (ways.PLAIN, ways.PLAIN_ONE, ways.CHECKPOINT, ways.MEMCNN, ways.INVTORCH)],
-    Row(BACKWARD, ways.MERGED),
-    *[Row(BACKWARD, way) for way in (ways.MERGED_ONE, ways.GENERIC, ways.CHAINED)],
+    Row(BACKWARD, ways.MERGED, 1.3),
+    *[Row(BACKWARD, way, 1.4) for way in (ways.MERGED_ONE, ways.GENERIC, ways.CHAINED)],
 ]
 
 
@@ -99,10 +104,10 @@ MEMORY = [
     Row(BACKWARD, ways.SEQUENTIAL),
     Row(BACKWARD, ways.MEMCNN),
     Row(BACKWARD, ways.INVTORCH),
-    Row(BACKWARD, ways.MERGED_ONE),
+    Row(BACKWARD, ways.MERGED_ONE, 60),
     *[Row(BACKWARD, way) for way in (ways.MERGED, ways.GENERIC, ways.CHAINED, ways.MODULES)],
     Row(GRAD, ways.PLAIN, deep=False),
-    *[Row(GRAD, way) for way in (ways.MERGED, ways.CHAINED)],
+    *[Row(GRAD, way, 85) for way in (ways.MERGED, ways.CHAINED)],
     *[
         row
         for kind in (VMAP_GRAD, GRAD_VMAP, JACREV)
@@ -211,6 +216,7 @@ def _times(name: str, options: argparse.Namespace) -> None:
         ratio = over(second, plain)
         cells = {"": row.name, "s": number(second, 3), "over plain": number(ratio)}
         cells["ms a block more"] = number(None if second is None else (second - plain) / depth * 1e3)
+        cells["to reach"] = "-" if row.most is None else verdict(ratio, row.most)
         lines.append(cells | compared.cell(row))
     print_table(lines)
     compared.print_rest(
@@ -239,7 +245,8 @@ def _memory(name: str, options: argparse.Namespace) -> None:
         ratio = over(deep, shallow)
         growth = None if ratio is None else 100 * (ratio - 1)
         cells = {"": row.name, f"MiB at {SHALLOW}": mebibytes(shallow), f"MiB at {DEEP}": mebibytes(deep)}
-        cells["% more"] = number(growth)
+        cells["% more"] = verdict(growth, GROWTH) if row.way.ours else number(growth)
+        cells["MiB to reach"] = "-" if row.most is None else verdict(over(deep, 2**20), row.most)
         lines.append(cells | compared.cell(row))
     print_table(lines)
     compared.print_rest(
