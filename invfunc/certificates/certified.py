@@ -13,7 +13,7 @@ from invfunc.callables import describe
 from invfunc.certificates.draws import States, needed, rewound, states
 from invfunc.certificates.held import held_by
 from invfunc.certificates.looks import unknown
-from invfunc.certificates.of_products import NAMES, OfProduct
+from invfunc.certificates.of_products import KINDS, OfProduct
 from invfunc.certificates.of_statistics import OfStatistic
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.products.product import Product
@@ -39,9 +39,9 @@ def certified(
     The other path has no rules of operations and no shortcuts by structure: derivatives of the whole function along
     single entries, backward passes of single samples, the loss's own Hessian. Whole results are compared where that
     costs no more: `batch_grad` and `grad_and_variance` with the gradient, `ggn_trace` with the sum of the diagonal, the
-    matrix of `gram` with its transpose, `hvp` and `hessian_block_product` with two plain backward passes. Products with
-    the GGN and Fisher matrices are compared with `(J e) . H (J v)`. Where operations of f are replaced by forms that
-    can be differentiated twice, what f gives with them is compared with what it gives without.
+    matrix of `gram` with its transpose, `hvp` with two plain backward passes. Products with the GGN and Fisher matrices
+    are compared with `(J e) . H (J v)`. Where operations of f are replaced by forms that can be differentiated twice,
+    what f gives with them is compared with what it gives without.
 
     What it promises: a fault in a `share` of the entries that is larger than the tolerance is found with at least this
     `confidence`, in each call, by `k = log(1 - confidence) / log(1 - share)` entries that are drawn evenly (90). An
@@ -63,7 +63,7 @@ def certified(
 
     Args:
         t: a statistic of this library, also `chunked` or of several `together`; not K-factors, and not `reduced`. Or a
-            product `(params, v, *batch)`; not `pch_block_product`.
+            product `(params, v, *batch)`; not `hvp` with `modify`.
         generator: draws which entries. An int, at least 0, is the seed of all calls, as an error tells it. Generators
             that f draws from end where t leaves them, where they are found: torch's own, and what f holds.
         confidence, share: as above, both between 0 and 1.
@@ -124,10 +124,10 @@ def certified(
 def _nothing_to_compare(t: Statistic | Product) -> str:
     """Why there is no other path to a result; empty if there is."""
     if isinstance(t, Product):
-        if t.name in NAMES:
+        if t.record in KINDS:
             return ""
         return (
-            "its matrix is made of parts that no derivative of f is. Certify `ggn_block_product` of the same function."
+            "its matrix is made of parts that no derivative of f is. Certify `ggnvp(blocks=True)` of the same function."
         )
     if t.options.reduce is not None:
         return (

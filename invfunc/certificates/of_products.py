@@ -19,12 +19,12 @@ from invfunc.certificates.look import Look, at_places, entry, magnitudes
 from invfunc.certificates.rounding import Numbers, Tensors
 from invfunc.certificates.run import Entries, Run, in_parts, units, wide
 from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.products.curvature import of_fisher, of_ggn, of_hessian
 from invfunc.products.given import Given
 from invfunc.products.product import Product
 
-HESSIANS, GGNS, FISHERS = ("hvp", "hessian_block_product"), ("ggnvp", "ggn_block_product"), ("fvp",)
-NAMES = HESSIANS + GGNS + FISHERS
-"""The products with another path."""
+KINDS = of_hessian, of_ggn, of_fisher
+"""The matrices with another path to their products."""
 
 
 class OfProduct(Check):
@@ -36,7 +36,7 @@ class OfProduct(Check):
         found = tree.flatten(result[0] if self.t.has_aux else result, none_is_leaf=False)[0]
         params = tree.flatten(args[0], none_is_leaf=False)[0]
         names = [self.names[0] + path for path, _ in tree.named_leaves(args[0], none_is_leaf=False)]
-        if self.t.name in HESSIANS:
+        if self.t.record is of_hessian:
             places = [torch.arange(p.numel()) for p in params]
         else:
             sizes = [magnitudes(x, p) for x, p in zip(found, params, strict=True)]
@@ -53,7 +53,7 @@ class OfProduct(Check):
 
     def expected(self, looks: list[Look], args: tuple, kwargs: dict[str, Any], around: Around = None) -> list[Numbers]:
         rewound(self.before)
-        if self.t.name in HESSIANS:
+        if self.t.record is of_hessian:
             whole = _twice_backward(self.t, args, kwargs)
             return [look.expected(lambda leaf, places: whole[leaf][places]) for look in looks]
         t, names = self.t, self.names.without_vector
@@ -71,11 +71,11 @@ def _vectors(args: tuple) -> Tensors:
 
 def _along(t: Product, given: Given, v: Tensors, around: Around) -> Entries:
     """`(J e) . H (J v)` of drawn entries."""
-    if t.name in FISHERS:
+    if t.record is of_fisher:
         drawing = t.drawing
         split = given.given_split(each=True) if given.loss is not None else given.found_split(losses=drawing is None)
         run = Run(given, split)
-        columns = run.gradient if drawing is None else split.drawn(drawing, "fvp")
+        columns = run.gradient if drawing is None else split.drawn(drawing, "ggnvp")
     else:
         split = given.found_split() if given.loss is None else given.given_split(each=False)
         run, columns = Run(given, split, around), None

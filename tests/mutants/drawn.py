@@ -10,11 +10,9 @@ from typing import Any
 from hypothesis import assume
 from hypothesis import strategies as st
 
-import invfunc
 from invfunc import certified, chunked, together, tree
-from invfunc.certificates.of_products import HESSIANS, NAMES
 from invfunc.testing import strategies
-from invfunc.testing.laws.rows import BOTH, COLUMNS, FIRST_ORDER, MODEL, ROWS
+from invfunc.testing.laws.rows import BOTH, COLUMNS, FIRST_ORDER, MODEL, PRODUCTS, ROWS
 from tests.crossed import HIGHEST, LOWEST, sides, thresholds_at
 from tests.mutants.worlds import DIAGONALS, GIVEN, World
 from tests.strategies import Numbers
@@ -31,7 +29,7 @@ GROUPS = {
     "inner products": [name for name in FIRST_ORDER if name.startswith("gram")],
     "Jacobian": ["batch_jacobian"],
     "drawn": [name for name in GIVEN if ROWS[name].drawn],
-    "products": list(NAMES),
+    "products": [name for name in PRODUCTS if "positive" not in name],
 }
 """Which come together, and are refused for the same reasons."""
 
@@ -89,9 +87,7 @@ def _product(draw: Any, world: World, names: list[str]) -> tuple[Callable[[], An
     """A product with one vector or several, whose leaves may come in another order."""
     name, alone, k = draw(st.sampled_from(names)), draw(st.booleans()), draw(st.integers(1, 2))
     rand, turned = Numbers(draw(st.integers(0, 9))), draw(st.booleans())
-    options: Any = {} if name in HESSIANS else {"in_dims": world.dims}
-    of: Any = getattr(invfunc, name)
-    t = of(world.whole, **options) if alone else of(world.f, world.loss, **options)
+    t = PRODUCTS[name](*((world.whole,) if alone else (world.f, world.loss)), in_dims=world.dims)
     v = tree.map_tensors(lambda p: rand(*[k] * t.lead, *p.shape).to(p), world.params)
     if turned and isinstance(v, dict):
         v = dict(reversed(v.items()))
