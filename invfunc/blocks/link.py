@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -179,6 +181,7 @@ def depth_of(slots: Sequence[Any]) -> int:
     return max((slot.depth for slot in slots if slot is not None), default=0)
 
 
+_FORM = attrgetter("shape", "dtype", "device", "requires_grad")
 Step = tuple[Any, tuple, dict[str, Any]]
 """A block with its further arguments."""
 Tensors = list[torch.Tensor]
@@ -192,13 +195,8 @@ class Like:
     __slots__ = ("shape", "dtype", "device", "stride", "needs", "batches")
 
     def __init__(self, x: torch.Tensor) -> None:
-        self.shape, self.dtype, self.device, self.needs, self.batches = (
-            x.shape,
-            x.dtype,
-            x.device,
-            x.requires_grad,
-            None,
-        )
+        self.shape, self.dtype, self.device, self.needs = _FORM(x)
+        self.batches = None
         self.stride = x.stride() if x.layout is torch.strided else None
         if functorch.is_wrapped(x):
             self.needs, self.batches = functorch.needs_grad(x), functorch.batches_of(x)
@@ -226,21 +224,20 @@ class Like:
         return floats and torch.promote_types(came.dtype, self.dtype) == came.dtype
 
 
+@dataclass(slots=True)
 class Evaluation:
-    """An evaluation of a function that f shares with its inverse.
+    """An evaluation of a function that f shares with its inverse."""
 
-    Args:
-        fn: the function.
-        start: how many tensors autograd has saved before.
-        given: the tensors that it is given beside the arguments of the block.
-        states: those of the generators.
-    """
-
-    __slots__ = ("fn", "start", "end", "given", "states")
-
-    def __init__(self, fn: Callable, start: int, given: Sequence[torch.Tensor], states: States | None) -> None:
-        self.fn, self.start, self.end, self.states = fn, start, start, states
-        self.given = [*map(Like, given)]
+    fn: Callable
+    start: int
+    """How many tensors autograd has saved before."""
+    first: bool
+    """Whether its first argument is a tensor, and all others are constants and further arguments of the block."""
+    given: list[Like]
+    """The tensors that it is given beside the arguments of the block."""
+    states: States | None
+    """Those of the generators."""
+    end: int = 0
 
 
 class Link:
@@ -257,11 +254,18 @@ class Link:
 
     own: Sequence[torch.Tensor] = ()
     """The tensors of the arguments, until the call has ended."""
+    ids: frozenset[int] | set[int] = frozenset()
+    """Their ids."""
     looks: list[Look | None] | None = None
     hidden: tuple = ()
+    kept: dict[int, Slot] = {}
+    """The tensors of x that stay in memory, by their places."""
     merged = False
     """Whether shared functions alone have something saved."""
-    _args: tree.Form | None = None
+    _args: Any = ((), {})
+    """The further arguments, if none of their tensors has a graph."""
+    _tensors: Sequence[torch.Tensor] = ()
+    _versions: Sequence[int] = []
 
     def __init__(
         self, step: Step, xs: Tensors, form: tree.Form, start: int, around: Surroundings, states: States | None
@@ -272,16 +276,14 @@ class Link:
         self.end = start
         """How many tensors autograd has saved behind it."""
         if args or kwargs:
-            self.own, self._args = tree.separate((args, kwargs))
+            self.own = tree.tensors((args, kwargs))
+            self.ids = {*map(id, self.own)}
             self._tensors = without_graphs(self.own)
+            self._args = tree.snapshot((args, kwargs)) if self._tensors is self.own else None
+            if self._args is None:
+                self._form = tree.separate((args, kwargs))[1]
             self._versions = functorch.versions(self._tensors)
-        self.kept: dict[int, Slot] = {}
         self.evaluations: list[Evaluation] = []
-
-    @property
-    def count(self) -> int:
-        """How many tensors autograd has saved of it."""
-        return self.end - self.start
 
     def names(self) -> list[str]:
         """The tensors of x as one would write them."""
@@ -290,11 +292,11 @@ class Link:
 
     def given(self, enter: Enter) -> tuple[tuple, dict[str, Any]]:
         """The further arguments, to be read once more: what had a graph needs a gradient as before."""
-        if self._args is None:
-            return (), {}
         if functorch.versions(self._tensors) != self._versions:
             raise ModifiedError(WRITTEN)
-        return self._args.join([enter(t, functorch.needs_grad(t)) if functorch.ended(t) else t for t in self._tensors])
+        if self._args is not None:
+            return self._args
+        return self._form.join([enter(t, functorch.needs_grad(t)) if functorch.ended(t) else t for t in self._tensors])
 
     def entered(self, xs: Tensors, enter: Enter) -> Any:
         """x, to be read once more."""

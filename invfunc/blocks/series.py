@@ -23,7 +23,7 @@ from invfunc.blocks.held import HERE
 from invfunc.blocks.link import WRITTEN, Holder, Link, Slot, Step, depth_of, slot_of
 from invfunc.blocks.looks import compare, looked_at
 from invfunc.blocks.run import Run
-from invfunc.blocks.surroundings import Closed, Surroundings, drew, states_of, swapped
+from invfunc.blocks.surroundings import Closed, drew, states_of, surroundings_of, swapped
 from invfunc.core.run import Run as CoreRun
 from invfunc.errors import ModifiedError
 from invfunc.operations.second_derivatives import TwiceDifferentiable
@@ -64,12 +64,12 @@ def as_one(steps: Sequence[Step], before: Any, run: Run, x: Any) -> Any:
         x: the state behind it.
     """
     (link,), (xs, form) = run.links, tree.separate(x)
-    around, known = link.around, link.block.known
+    known, closed = link.block.known, link.around.closed
     same = form == link.form and [(t.shape, t.dtype) for t in xs] == [(t.shape, t.dtype) for t in link.like]
-    quiet = link.states is None and not (around.buffers or around.casts or known.differentiates)
-    if not (same and quiet) or any(m.training for m in around.closed.norms):
+    quiet = link.states is None and not (link.around.buffers or link.around.casts or known.differentiates)
+    if not (same and quiet) or any(m.training for m in closed.norms):
         return None
-    if not _reads_only(xs, [*tree.tensors((before, *steps[0][1:])), *around.closed.tensors()]):
+    if not _reads_only(xs, [*tree.tensors((before, *steps[0][1:])), *closed.tensors()]):
         return None
     found = _Steps(link, steps, x)
     drawn = states_of(run.generators)
@@ -110,7 +110,7 @@ class _Steps(Holder):
         self.block, self._like, self._names = link.block, link.like, link.names()
         self.xs, self.form = tree.separate(x)
         self.number, self.count = len(self.xs), len(steps) - 1
-        self.around = Surroundings(self.block.known.closed(self.block.pair), False, steps[0])
+        self.around = surroundings_of(self.block.known.closed(self.block.pair), False, steps[0])
         steps = steps[1:]
         rest, self._args = tree.separate([given for _, *given in steps])
         unique = {id(t): t for t in rest}
@@ -125,15 +125,15 @@ class _Steps(Holder):
         """The tensors beside the state that need a gradient."""
         self.ys: list[torch.Tensor] = []
 
-    def _closes_over(self, around: Closed) -> list[torch.Tensor]:
+    def _closes_over(self, of: Closed) -> list[torch.Tensor]:
         """The tensors that need a gradient among those that the first step has read."""
-        closed = around.tensors()
+        closed = of.tensors()
         self._closed = [i for i, t in enumerate(closed) if t.requires_grad]
         read = {id(closed[i]): closed[i] for i in self._closed}  # tied weights stand in several places
         places = {key: i for i, key in enumerate(read)}
         self._tied = [places[id(closed[i])] for i in self._closed]
         self._read = [t if t.grad_fn is None else functorch.leaf_at(t, True) for t in read.values()]
-        self._others = len(around.all) > len(closed) and any(t.requires_grad for t in map(there, around.standing()))
+        self._others = len(of.all) > len(closed) and any(t.requires_grad for t in map(there, of.standing()))
         """Whether others may read tensors that need a gradient and that it did not read."""
         return [*read.values()]
 

@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import invfunc
-from invfunc.budget.search import Chunks
-from invfunc.budgeted import Budgeted
+from invfunc.budgeted import Budgeted, Chunks
 from invfunc.errors import BudgetError
 from invfunc.plan import AxisName
 from invfunc.statistic import Statistic
@@ -150,7 +149,7 @@ def taken(problem: str, name: str, budget: int) -> Taken:
     seconds = (time.process_time() - middle) / LATER
     (kept,) = cast(Budgeted, within).choices.values()
     why = invfunc.explain(within)(*given).why
-    return Taken(spelled(kept.first.chunks), why, first, later, max(0.0, middle - start - seconds), seconds)
+    return Taken(spelled(kept.chunks(len(given[1]))), why, first, later, max(0.0, middle - start - seconds), seconds)
 
 
 def by_hand(problem: str, name: str) -> list[list[tuple[AxisName, int]]]:
@@ -166,9 +165,9 @@ def by_hand(problem: str, name: str) -> list[list[tuple[AxisName, int]]]:
 
 
 def first_by_hand(problem: str, name: str, axis: AxisName, n: int) -> int:
-    """The peak of a first call in chunks by hand, where libraries are loaded as for one within a budget."""
+    """The peak of a call in chunks by hand, after one that loads what libraries load."""
     t, given, _ = _case(problem, name)
-    invfunc.chunked(t, memory="1GiB")
+    invfunc.chunked(t, n, over=axis)(*given)
     return _peak(invfunc.chunked(t, n, over=axis), given)
 
 
