@@ -111,7 +111,7 @@ class Run(TorchFunctionMode):
         self.uses: list[Use] = []
         self.leaves: list[Tensor] = []
         self.level: int | None = None
-        self.known: dict[Any, Tensor] = {}
+        self.known: dict[Any, Any] = {}
         """Factors that a weight and its bias share."""
         self.numbers = 0
         """How many numbers the results have of operations that read parameters."""
@@ -195,8 +195,6 @@ class Run(TorchFunctionMode):
         y = x.view_as(x) if self.deep else x.detach()
         vars(y)["_known"] = Mark(self.token, (axis.dim - y.ndim, 1, 1), y.requires_grad)
         return y
-
-    adopting = None
 
     def alias(self, x: Tensor) -> Tensor:
         """The same numbers, to be differentiated in, without a way back to the leaves."""
