@@ -49,6 +49,8 @@ class Statistic(Transform):
     options: Options = field(default_factory=Options)
     members: tuple[Statistic, ...] = ()
     """The statistics whose results come together."""
+    spelled: str = ""
+    """The options of the transform that make it another statistic of that name, as they stand in a call."""
     shown: str | None = None
     """What `repr` says, where a relative of `chunked` made it of another statistic."""
 
@@ -69,7 +71,7 @@ class Statistic(Transform):
         kinds = {m.kind for m in members}
         alone = self.loss is None and self.samples is None and self.others is None
         vars(self).update(
-            called=(self.name, *[m.name for m in self.members]),
+            called=(self.name + self.spelled, *[m.name + m.spelled for m in self.members]),
             drawings=[m.drawing for m in members if m.drawing is not None],
             _asked=[m.quantity for m in members],
             _in_parts=bool(splits.get("samples")) or (bool(splits) and self.sweeps > 1),
@@ -79,7 +81,7 @@ class Statistic(Transform):
 
     def __repr__(self) -> str:
         loss = "" if self.loss is None else f", {describe(self.loss)}"
-        return self.shown or f"{self.name}({describe(self.f)}{loss})"
+        return self.shown or f"{self.name}({describe(self.f)}{loss}{self.spelled})"
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         given = self.problem(args, kwargs, names)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import invfunc
 from invfunc import certified, chunked, together, tree
-from invfunc.certificates.of_products import HESSIANS, NAMES
 from invfunc.testing import strategies
-from invfunc.testing.laws.rows import BOTH, COLUMNS, FIRST_ORDER, MODEL, ROWS
+from invfunc.testing.laws.rows import BOTH, COLUMNS, MODEL, ROWS
+from tests.alarms.calls import CERTIFIED, HESSIANS, NAMES
 from tests.crossed import HIGHEST, LOWEST, sides, thresholds_at
 from tests.mutants.worlds import DIAGONALS, GIVEN, World
 from tests.strategies import Numbers
@@ -22,15 +22,12 @@ from tests.strategies import Numbers
 BY_STRUCTURE = {"CLASS": 0.0, "COLUMN": 0.0, "FEW": 0, "PAYS": math.inf}
 """Thresholds by which the structure of a network is used wherever it can be."""
 GROUPS = {
-    "first order": [name for name in FIRST_ORDER if not name.startswith("gram")],
+    "first order": [n for n, row in CERTIFIED.items() if row.of_shares is not None and not n.startswith("gram")],
     "curvature": [
-        name
-        for name, row in ROWS.items()
-        if row.axes == COLUMNS and BOTH in row.forms and not row.drawn and name in GIVEN
+        name for name, row in CERTIFIED.items() if row.axes == COLUMNS and BOTH in row.forms and name in GIVEN
     ],
-    "inner products": [name for name in FIRST_ORDER if name.startswith("gram")],
+    "inner products": [name for name in CERTIFIED if name.startswith("gram")],
     "Jacobian": ["batch_jacobian"],
-    "drawn": [name for name in GIVEN if ROWS[name].drawn],
     "products": list(NAMES),
 }
 """Which come together, and are refused for the same reasons."""
