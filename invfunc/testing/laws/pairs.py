@@ -13,7 +13,7 @@ from torch.func import grad, jacrev, vmap
 import invfunc
 from invfunc import tree
 from invfunc.pairs.pair import Invertible
-from invfunc.pairs.places import reached
+from invfunc.pairs.value import reached
 from invfunc.testing.laws.compare import cast, fixed, zipped
 from invfunc.testing.laws.effects import alive, state, written
 from invfunc.testing.laws.law import PAIR, Claim, Inapplicable, law

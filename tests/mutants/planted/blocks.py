@@ -50,7 +50,7 @@ FAULTS = [
         "generators that f closes over are not replayed",
         "blocks/surroundings.py",
         "        found += each.generators\n",
-        "",
+        "        pass\n",
         "blocks/test_replay.py::TestGenerators",
     ),
     Fault(
