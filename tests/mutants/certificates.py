@@ -37,7 +37,7 @@ WITHOUT = (
 )
 WITHOUT += ("reductions/eigenbasis.py", "reductions/kronecker_factors.py", "reductions/nearest.py")
 WITHOUT += ("evaluation/checkpoint.py", "evaluation/sweep.py", "evaluation/weights.py", "products/streamed.py")
-WITHOUT += ("evaluation/across.py", "evaluation/processes.py", "reductions/exchange.py")
+WITHOUT += ("evaluation/sweep.py", "evaluation/processes.py", "reductions/exchange.py")
 """What is in there, but of no result that `certified` takes: K-factors, estimates, products that are made positive,
 data sets, and several processes."""
 OF_FACTORS, OF_STREAMS = "on the way of K-factors alone", "on the way of data sets alone"
