@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,8 +97,6 @@ class Linearised(Transform):
     vector: str = "v"
     lead: int = 0
     memory: Any = ()
-    within: Callable[[], AbstractContextManager[None]] = nullcontext
-    """In what each call is."""
 
     def __repr__(self) -> str:
         return self.shown
@@ -111,9 +108,8 @@ class Linearised(Transform):
         return [self.vector]
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        with self.within():
-            leaves = self.takes.leaves(args[0], self.vector, self.lead)
-            return self.gives.tree(self.linear(leaves, self.lead)), None
+        leaves = self.takes.leaves(args[0], self.vector, self.lead)
+        return self.gives.tree(self.linear(leaves, self.lead)), None
 
 
 @dataclass(frozen=True, repr=False)
