@@ -12,7 +12,7 @@ from invfunc import chunked, diag_ggn, ekfac, kfac, kflr, reduced, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.kronecker import kfra
 from invfunc.testing import assert_trees_close, loop_kfac
-from invfunc.testing.laws.paths import in_blocks
+from invfunc.testing.laws.rows import in_blocks
 from tests.laws import composed
 from tests.networks import LOSSES, total
 from tests.reductions.test_kfac import MODULES, SHARINGS, assert_factors, built, matrices

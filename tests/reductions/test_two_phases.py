@@ -13,7 +13,7 @@ from torch.func import grad, vmap
 from invfunc import chunked, clipped_grad, reduced, together, tree, variance
 from invfunc.reductions import Reduction
 from invfunc.statistic import Statistic
-from invfunc.testing.laws.paths import generic, in_blocks
+from invfunc.testing.laws.rows import generic, in_blocks
 from invfunc.testing.oracles import assert_trees_close, loop_batch_grad
 from tests.networks import LOSSES, networks, samples_loss
 from tests.strategies import Numbers

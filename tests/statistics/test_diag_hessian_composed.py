@@ -10,8 +10,8 @@ from torch.func import grad, jvp, vmap
 from invfunc import batch_diag_hessian, chunked, diag_hessian, functional, outputs, tree
 from invfunc.errors import ArgumentTypeError, InvFuncError, SampleAxisError
 from invfunc.testing import assert_trees_close, dense_batch_diag_hessian, dense_diag_hessian
-from invfunc.testing.laws.paths import in_blocks
-from invfunc.testing.values import moved
+from invfunc.testing.laws.rows import in_blocks
+from invfunc.testing.models import moved
 from tests.laws import composed
 from tests.networks import LOSSES, network, total
 from tests.strategies import Numbers

@@ -7,7 +7,7 @@ from torch.func import grad, vmap
 
 from invfunc import chunked, diag_ggn, ggn_trace, tree
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.paths import generic, in_blocks
+from invfunc.testing.laws.rows import generic, in_blocks
 from tests.networks import LOSSES, network, total
 from tests.strategies import Numbers
 
