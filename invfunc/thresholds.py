@@ -216,11 +216,10 @@ WIDENED = 2**24
 memory."""
 
 
-# Budgets of memory (budget/search.py)
+# Budgets of memory (budgeted.py)
 
 TRIED_PASSES = 256
-"""Passes into which a call is divided at most to find out what it takes: it runs without numbers, pass by pass. A limit
-of time."""
+"""Chunks into which columns are divided at most: of those that are not drawn nobody knows the number beforehand."""
 
 # Plans (plans/watch.py, plans/recorder.py, compiled.py)
 

@@ -287,6 +287,24 @@ class TestWhatIsRefused:
         assert_trees_close(batch_grad(lambda w, x: op(x, w).sum())(self.w, self.x), wanted, EXACT)
 
 
+@pytest.mark.parametrize("samples", [[0], [3, 1], [3, 2, 1, 0], None])
+@pytest.mark.parametrize("rule", ["in the rule", "as an operand", "no rule"])
+def test_what_a_body_and_a_rule_close_over_for_each_sample_is_right_or_refused(rule, samples):
+    w, x, c = Numbers()(3, 2), Numbers(1)(4, 3), 1 + Numbers(2)(4, 1).square()
+    op = operation(lambda x, w: (x * c) @ w)
+    if rule != "no rule":
+        op.share_of("w")(
+            lambda d, x, w: ("vno,ni,n->io", d, x, c[:, 0]) if rule == "as an operand" else ("vno,ni->io", d * c, x)
+        )
+    args, given = (w, x, torch.zeros(4, 2)), {"samples": samples}
+    for t in (
+        lambda f: batch_grad(lambda w, x, y: f(x, w).tanh().square().sum(1), **given),
+        lambda f: diag_ggn(lambda w, x: f(x, w), F.mse_loss, **given),
+    ):
+        with suppress(SampleAxisError, ArgumentError):
+            assert_trees_close(t(op)(*args), t(lambda x, w: (x * c) @ w)(*args), EXACT)
+
+
 def test_derivatives_reach_through_an_operation_into_what_is_below():
     op = with_rules(affine)
     w, x = Numbers()(3, 3), Numbers(1)(4, 2, 3)

@@ -1,5 +1,6 @@
 """together: several statistics from one forward pass, each as it is alone."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -163,7 +164,7 @@ class TestOptions:
             invfunc.batch_diag_hessian,
             invfunc.sqrt_ggn,
             SECOND["diag_ggn drawn"],
-            invfunc.kflr,
+            partial(invfunc.kfac, fisher="exact"),
         ]
         alone = tuple(make(model, F.mse_loss)(W, X, Y) for make in makers)
         found = chunked(together(*[make(model, F.mse_loss) for make in makers]), 2, over=over)
@@ -266,7 +267,7 @@ def test_factors_that_share_positions_otherwise_are_not_each_others():
         return F.conv1d(F.conv1d(x, p["0.w"], p["0.b"]).tanh(), p["1.w"])
 
     members = [
-        invfunc.kflr(f, F.mse_loss, weight_sharing=sharing, joint=joint)
+        invfunc.kfac(f, F.mse_loss, weight_sharing=sharing, joint=joint, fisher="exact")
         for sharing in ("expand", "reduce", "backpack")
         for joint in (False, True)
     ]

@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import invfunc
-from invfunc.budget.search import Chunks
-from invfunc.budgeted import Budgeted
+from invfunc.budgeted import Budgeted, Chunks
 from invfunc.errors import BudgetError
 from invfunc.plan import AxisName
 from invfunc.statistic import Statistic
@@ -64,11 +63,9 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 
 
 def _statistic(name: str, p: Problem) -> Statistic:
-    kind, _, drawn = name.partition(" ")
-    options = dict(OPTIONS.get(kind, {}))
-    if drawn:
-        options["mc_samples"] = 1
-    if drawn or kind in DRAWN:
+    kind, _, how = name.partition(" ")
+    options = OPTIONS.get(kind, {}) | OPTIONS.get(how, {})
+    if how == "drawn" or (kind in DRAWN and not how):
         options["generator"] = torch.Generator().manual_seed(0)
     of = getattr(invfunc, kind, None) or getattr(invfunc.kronecker, kind)
     if kind in OF_LOSSES:
@@ -83,12 +80,14 @@ OF_LOSSES = (
 OF_OUTPUTS = ("batch_jacobian", "predictive_covariance")
 DRAWN = ("sketched_grad", "kfac", "kfoc", "ekfac")
 OPTIONS = {
+    "drawn": {"mc_samples": 1},
+    "exact": {"fisher": "exact"},
     "clipped_grad": {"max_norm": 1.0},
     "sketched_grad": {"rows": 8, "columns": 8},
     "predictive_covariance": {"covariance": 1.0},
 }
 STATISTICS = (
-    *(*OF_LOSSES, "diag_ggn drawn", "sqrt_ggn drawn", "kfac", "kfoc", "ekfac", "diag_ggn", "ggn_trace", "kflr"),
+    *(*OF_LOSSES, "diag_ggn drawn", "sqrt_ggn drawn", "kfac", "kfoc", "ekfac", "diag_ggn", "ggn_trace", "kfac exact"),
     *("batch_diag_ggn", "sqrt_ggn", *OF_OUTPUTS, "diag_hessian", "batch_diag_hessian"),
 )
 COLUMNS = STATISTICS[STATISTICS.index("diag_ggn") :]
@@ -150,7 +149,7 @@ def taken(problem: str, name: str, budget: int) -> Taken:
     seconds = (time.process_time() - middle) / LATER
     (kept,) = cast(Budgeted, within).choices.values()
     why = invfunc.explain(within)(*given).why
-    return Taken(spelled(kept.first.chunks), why, first, later, max(0.0, middle - start - seconds), seconds)
+    return Taken(spelled(kept.chunks(len(given[1]))), why, first, later, max(0.0, middle - start - seconds), seconds)
 
 
 def by_hand(problem: str, name: str) -> list[list[tuple[AxisName, int]]]:
@@ -166,9 +165,9 @@ def by_hand(problem: str, name: str) -> list[list[tuple[AxisName, int]]]:
 
 
 def first_by_hand(problem: str, name: str, axis: AxisName, n: int) -> int:
-    """The peak of a first call in chunks by hand, where libraries are loaded as for one within a budget."""
+    """The peak of a call in chunks by hand, after one that loads what libraries load."""
     t, given, _ = _case(problem, name)
-    invfunc.chunked(t, memory="1GiB")
+    invfunc.chunked(t, n, over=axis)(*given)
     return _peak(invfunc.chunked(t, n, over=axis), given)
 
 

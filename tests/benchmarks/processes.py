@@ -54,7 +54,7 @@ ROWS: dict[str, Make] = {
     "diag_ggn": lambda p: invfunc.diag_ggn(p.f, p.loss),
     "kfac": _drawn(invfunc.kfac),
     "ekfac": _drawn(invfunc.ekfac),
-    "kflr": lambda p: invfunc.kflr(p.f, p.loss),
+    "kflr": lambda p: invfunc.kfac(p.f, p.loss, fisher="exact"),
 }
 
 

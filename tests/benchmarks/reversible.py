@@ -73,10 +73,12 @@ TIMES = [
 SMALL_TIMES = [
     *[Row(BACKWARD, way) for way in (ways.PLAIN, ways.PLAIN_ONE, ways.CHECKPOINT, ways.MEMCNN, ways.INVTORCH)],
     Row(BACKWARD, ways.BARE),
-    *[Row(BACKWARD, way, 1.8) for way in (ways.MERGED, ways.MERGED_ONE, ways.GENERIC, ways.CHAINED, ways.REPEATED)],
-    *[Row(BACKWARD, way, 1.8) for way in (ways.MODULES, ways.GENERIC_MODULES)],
+    *[Row(BACKWARD, way, 2.4) for way in (ways.MERGED, ways.MERGED_ONE, ways.MODULES)],
+    *[Row(BACKWARD, way, 2.9) for way in (ways.GENERIC, ways.GENERIC_MODULES)],
+    *[Row(BACKWARD, way, 2.2) for way in (ways.CHAINED, ways.REPEATED)],
     Row(GRAD, ways.PLAIN),
-    *[Row(GRAD, way) for way in (ways.BARE_VJP, ways.MERGED, ways.GENERIC, ways.CHAINED)],
+    Row(GRAD, ways.BARE_VJP),
+    *[Row(GRAD, way, 3) for way in (ways.MERGED, ways.GENERIC, ways.CHAINED)],
 ]
 WIDE_TIMES = [
     *[Row(BACKWARD, way) for way in (ways.PLAIN, ways.PLAIN_ONE, ways.CHECKPOINT, ways.MEMCNN, ways.INVTORCH)],

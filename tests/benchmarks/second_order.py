@@ -180,10 +180,10 @@ SECOND_ORDER: dict[str, dict[str, Peer]] = {
     "kfac_expand": _drawn(lambda p, draws: invfunc.kfac(p.f, p.loss, **draws)),
     "ekfac": _drawn(lambda p, draws: invfunc.ekfac(p.f, p.loss, **draws)),
     "kflr": {
-        **_ours(lambda p: invfunc.kflr(p.f, p.loss, weight_sharing="backpack")),
+        **_ours(lambda p: invfunc.kfac(p.f, p.loss, weight_sharing="backpack", fisher="exact")),
         BACKPACK: backpack("KFLR"),
     },
-    "kflr_expand": _ours(lambda p: invfunc.kflr(p.f, p.loss)),
+    "kflr_expand": _ours(lambda p: invfunc.kfac(p.f, p.loss, fisher="exact")),
     "hvp": {
         OURS: _times(lambda p: invfunc.hvp(p.f, p.loss)),
         FUNC: _unfused(_times(_func_hvp)),

@@ -42,7 +42,7 @@ AUTO = transformed(lambda p: invfunc.diag_ggn(p.f, p.loss))
 PULL_BACK_ALL = transformed(lambda p: invfunc.diag_ggn(p.f, p.loss, method="dense"))
 
 METHODS = ("auto", "dense")
-KFLR = {m: transformed(lambda p, m=m: invfunc.kflr(p.f, p.loss, method=m)) for m in METHODS}
+KFLR = {m: transformed(lambda p, m=m: invfunc.kfac(p.f, p.loss, method=m, fisher="exact")) for m in METHODS}
 HESSIANS = {m: transformed(lambda p, m=m: invfunc.diag_hessian(p.f, p.loss, method=m)) for m in METHODS}
 
 Build = Callable[[], Problem]
@@ -135,7 +135,7 @@ FACTORED: dict[str, tuple[Build, float | None]] = {
     "vocabulary of 200, independent tokens": (partial(vocabulary, 200, False), None),
     "vocabulary of 500, independent tokens": (partial(vocabulary, 500, False), 20),
 }
-"""Of which nets `kflr` is timed, and how many times faster than by all columns it is to be."""
+"""Of which nets `kfac(fisher="exact")` is timed, and how many times faster than by all columns it is to be."""
 BENT: dict[str, tuple[Build, float | None]] = {
     "auto-encoder 32x32, sigmoid": (partial(autoencoder, 32), 10),
     "auto-encoder 32x32, ReLU": (partial(autoencoder, 32, nn.ReLU), 10),
@@ -173,7 +173,7 @@ def structure(name: str, options: argparse.Namespace) -> None:
     print(f"{name}: how the auto-encoder grows; {told}")
     print_table(_growth(measured))
     print("a doubling: seconds over those of half the side\n")
-    _by_method(name, "kflr", FACTORED, KFLR, options)
+    _by_method(name, "kfac", FACTORED, KFLR, options)
     _by_method(name, "diag_hessian", BENT, HESSIANS, options)
     _no_structure(name, options)
 

@@ -15,7 +15,7 @@ from invfunc import (
     diag_ggn,
     diag_hessian,
     ggn_trace,
-    kflr,
+    kfac,
     outputs,
 )
 from invfunc.errors import ArgumentError
@@ -286,10 +286,14 @@ OF_MODELS = {
     "ggn of one": lambda f, loss: diag_ggn(f, loss, samples=[1]),
     "ggn of each": batch_diag_ggn,
     "trace": ggn_trace,
-    "kflr": lambda f, loss: lambda *args: factors(kflr(f, loss)(*args)),
-    "kflr, joint": lambda f, loss: lambda *args: factors(kflr(f, loss, joint=True)(*args)),
-    "kflr, reduce": lambda f, loss: lambda *args: factors(kflr(f, loss, weight_sharing="reduce")(*args)),
-    "kflr, backpack": lambda f, loss: lambda *args: factors(kflr(f, loss, weight_sharing="backpack")(*args)),
+    "exact kfac": lambda f, loss: lambda *args: factors(kfac(f, loss, fisher="exact")(*args)),
+    "exact kfac, joint": lambda f, loss: lambda *args: factors(kfac(f, loss, joint=True, fisher="exact")(*args)),
+    "exact kfac, reduce": lambda f, loss: (
+        lambda *args: factors(kfac(f, loss, weight_sharing="reduce", fisher="exact")(*args))
+    ),
+    "exact kfac, backpack": lambda f, loss: (
+        lambda *args: factors(kfac(f, loss, weight_sharing="backpack", fisher="exact")(*args))
+    ),
     "jacobian": lambda f, loss: lambda p, x, y: batch_jacobian(f)(p, x),
     "hessian": diag_hessian,
     "in chunks of outputs": lambda f, loss: chunked(diag_ggn(f, loss), 2, over="outputs"),
@@ -309,7 +313,7 @@ def factors(tree):
 @pytest.mark.parametrize("name", OF_MODELS)
 def test_models_may_compute_samples_anywhere(name, f):
     make = OF_MODELS[name]
-    if "kflr" in name and f in (loop, joined):  # K-factors are of layers that get a batch
+    if "exact kfac" in name and f in (loop, joined):  # K-factors are of layers that get a batch
         with pytest.raises(ArgumentError, match="no Kronecker factors"):
             make(f, F.mse_loss)(P, X, Y)
         return
@@ -329,9 +333,9 @@ def test_factors_are_of_the_samples_that_are_there(joint, sharing):
     def one(p, x, y):
         return F.mse_loss(linear(p, x), y, reduction="sum")
 
-    make = kflr(one, weight_sharing=sharing, joint=joint)
+    make = kfac(one, weight_sharing=sharing, joint=joint, fisher="exact")
     wanted = {name: len(r) * k for name, k in factors(make(P, x[:1], y[:1])).items()}
-    make = kflr(selected, weight_sharing=sharing, joint=joint)
+    make = kfac(selected, weight_sharing=sharing, joint=joint, fisher="exact")
     if joint or sharing == "reduce":
         with pytest.raises(ArgumentError, match="no Kronecker factors"):
             make(P, x, y)

@@ -17,7 +17,7 @@ from invfunc import (
     diag_ggn,
     diag_hessian,
     gram,
-    kflr,
+    kfac,
     sqrt_ggn,
     thresholds,
     variance,
@@ -180,8 +180,8 @@ def test_curvature_of_a_layer_of_masked_samples():
 def test_factors_count_masked_rows_only():
     x, y, mask = Numbers()(4, 3), Numbers(1).below(3, 4), torch.tensor([True, False, True, True])
     w = Numbers(2)(3, 3)
-    found = kflr(lambda w, x, y: F.cross_entropy(x[mask] @ w, y[mask], reduction="sum"))(w, x, y)
-    wanted = kflr(lambda w, x, y: F.cross_entropy(x @ w, y, reduction="sum"))(w, x[mask], y[mask])
+    found = kfac(lambda w, x, y: F.cross_entropy(x[mask] @ w, y[mask], reduction="sum"), fisher="exact")(w, x, y)
+    wanted = kfac(lambda w, x, y: F.cross_entropy(x @ w, y, reduction="sum"), fisher="exact")(w, x[mask], y[mask])
     assert_trees_close(found.dense(), wanted.dense(), EXACT)
 
 

@@ -9,6 +9,7 @@ import invfunc
 from invfunc import testing
 from invfunc._ways import known_way
 from invfunc.testing import assert_trees_close
+from invfunc.testing.laws.rows import ROWS
 
 X, Y = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)), torch.arange(5) % 3
 
@@ -98,10 +99,10 @@ class TestExactColumns:
         numbers = {"all at once": 2**30, "one by one": 1, "in groups": 50_000}
         monkeypatch.setattr(invfunc.thresholds, "GROUPED", numbers[request.param])
 
-    @pytest.mark.parametrize("name", ["diag_ggn", "batch_diag_ggn", "ggn_trace", "sqrt_ggn", "kflr"])
+    @pytest.mark.parametrize("name", ["diag_ggn", "batch_diag_ggn", "ggn_trace", "sqrt_ggn", "kfac exact"])
     def test_of_large_layers(self, grouped, name):
         f, params, x, y = images()
-        statistic = getattr(invfunc, name)(f, F.cross_entropy)
+        statistic = ROWS[name].make(f, F.cross_entropy)
         found = by_the_core(statistic, params, x, y)
         chunked = invfunc.chunked(statistic, 1)  # which the core does not take
         assert_trees_close(found, chunked(params, x, y), 1e-10)
@@ -144,7 +145,7 @@ class TestKroneckerFactors:
     @pytest.mark.parametrize("sharing", ["expand", "reduce", "backpack"])
     def test_are_those_of_the_other_engine(self, case, sharing, joint):
         f, *args = case
-        statistic = invfunc.kflr(f, F.cross_entropy, weight_sharing=sharing, joint=joint)
+        statistic = invfunc.kfac(f, F.cross_entropy, weight_sharing=sharing, joint=joint, fisher="exact")
         found = by_the_core(statistic, *args)
         assert_trees_close(found, invfunc.chunked(statistic, 1)(*args), 1e-9)
 
@@ -153,7 +154,7 @@ class TestKroneckerFactors:
         f, params = invfunc.functional(nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)).double())
         x = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0)).double()
         y = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(1)).double()
-        found = by_the_core(invfunc.kflr(f, F.mse_loss, weight_sharing=sharing), params, x, y)
+        found = by_the_core(invfunc.kfac(f, F.mse_loss, weight_sharing=sharing, fisher="exact"), params, x, y)
         j = invfunc.batch_jacobian(f)(params, x)
         read = x if sharing == "expand" else x.mean(1, keepdim=True)
         a = read.flatten(0, 1)
@@ -211,10 +212,10 @@ class TestChosenSamples:
         wanted = getattr(testing, "loop_" + name)(loss, samples=self.SAMPLES)(params, x, Y)
         assert_trees_close(found, wanted, 1e-10)
 
-    @pytest.mark.parametrize("name", ["diag_ggn", "batch_diag_ggn", "sqrt_ggn", "kflr"])
+    @pytest.mark.parametrize("name", ["diag_ggn", "batch_diag_ggn", "sqrt_ggn", "kfac exact"])
     def test_of_curvature(self, name):
         f, *args = images()
-        statistic = getattr(invfunc, name)(f, F.cross_entropy, samples=self.SAMPLES)
+        statistic = ROWS[name].make(f, F.cross_entropy, samples=self.SAMPLES)
         found = by_the_core(statistic, *args)
         assert_trees_close(found, invfunc.chunked(statistic, 1)(*args), 1e-10)
 

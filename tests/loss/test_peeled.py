@@ -201,7 +201,7 @@ class TestEstimates:
             assert isinstance(found, Estimate) and not any(x.any() for x in found.standard_error.values())
             assert_trees_close(found.value, invfunc.diag_ggn(f, loss)(*args), EXACT)
             factors = invfunc.kfac(f, loss, mc_samples=12, peel="auto", **options())(*args)
-            assert_trees_close(factors["w"].dense(), invfunc.kflr(f, loss)(*args)["w"].dense(), EXACT)
+            assert_trees_close(factors["w"].dense(), invfunc.kfac(f, loss, fisher="exact")(*args)["w"].dense(), EXACT)
 
     def test_the_squared_error_of_a_data_set_is_the_sum_of_those_of_its_samples(self):
         f, params, x, y = of_classes(1.0, n=7)

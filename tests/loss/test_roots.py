@@ -1,10 +1,12 @@
 """Square roots of Hessians of any loss: what is made of their products has derivatives, also of equal eigenvalues."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import batch_diag_ggn, diag_ggn, ggn_trace, kflr, outputs, sqrt_ggn, tree
+from invfunc import batch_diag_ggn, diag_ggn, ggn_trace, kfac, outputs, sqrt_ggn, tree
 from invfunc.kronecker import kfra
 from invfunc.loss.square_root import Root
 from invfunc.testing import assert_trees_close, dense_diag_ggn
@@ -55,7 +57,7 @@ def flat(result):
     return found
 
 
-@pytest.mark.parametrize("make", [diag_ggn, batch_diag_ggn, ggn_trace, sqrt_ggn, kflr, kfra])
+@pytest.mark.parametrize("make", [diag_ggn, batch_diag_ggn, ggn_trace, sqrt_ggn, partial(kfac, fisher="exact"), kfra])
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_statistic_in_both_forms(make, name):
     """And as its derivative, which is that of the loss that is given apart."""

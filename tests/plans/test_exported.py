@@ -155,7 +155,7 @@ def test_loads_in_a_process_without_this_library_and_objects_where_they_are_know
     torch.save((at, t(*at)), tmp_path / "wanted.pt")
     objects = {
         "noise": invfunc.noise_scale(losses),
-        "factors": invfunc.kflr(linear, F.cross_entropy),
+        "factors": invfunc.kfac(linear, F.cross_entropy, fisher="exact"),
     }
     for name, made in objects.items():
         c = compiled(made)

@@ -236,7 +236,7 @@ class TestSolve:
         of = f, nn.MSELoss(reduction="sum")
         whole = damped(matrices.ggn(*of, params, x, y))
         wanted = torch.linalg.solve(whole, flat(v))
-        for matrix in (eigenpairs(*of)(params, x, y), invfunc.kflr(*of)(params, x, y)):
+        for matrix in (eigenpairs(*of)(params, x, y), invfunc.kfac(*of, fisher="exact")(params, x, y)):
             assert_near(flat(kronecker.solve(matrix, v, DAMPING)), wanted, 1e-10)
             assert_near(kronecker.logdet(matrix, DAMPING), torch.logdet(whole), 1e-10)
         products = linear_operator(ggnvp(*of))(params, x, y) + aslinearoperator(DAMPING * np.eye(8))

@@ -37,12 +37,15 @@ def dense(f, factors, damping, *args):
     return sum(parts)
 
 
+FACTORS = [invfunc.kfac, invfunc.ekfac]
+
+
 class TestFactors:
     @settings(max_examples=10)
-    @given(net=networks(), loss=st.sampled_from(LOSSES), joint=st.booleans(), made=st.sampled_from(["kflr", "ekfac"]))
+    @given(net=networks(), loss=st.sampled_from(LOSSES), joint=st.booleans(), made=st.sampled_from(FACTORS))
     def test_equal_the_whole_jacobian_with_the_solved_one(self, net, loss, joint, made):
-        options = {"joint": joint, "unsupported": "diagonal", **({"fisher": "exact"} if made == "ekfac" else {})}
-        factors = getattr(invfunc, made)(net.f, loss, **options)(net.params, net.x, loss.target(Numbers(1), net.n))
+        options = {"joint": joint, "unsupported": "diagonal", "fisher": "exact"}
+        factors = made(net.f, loss, **options)(net.params, net.x, loss.target(Numbers(1), net.n))
         wanted = dense(net.f, factors, 0.1, net.params, net.x)
         t = predictive_covariance(net.f, inverses(factors, 0.1))
         assert_trees_close(t(net.params, net.x), wanted, EXACT, EXACT)
@@ -214,7 +217,7 @@ def test_refusals():
     with pytest.raises(ArgumentError, match=r"f returns 2 outputs"):
         predictive_covariance(lambda p, x: (f(p, x), f(p, x)), 1.0)(params, x)
     layer, own = invfunc.functional(torch.nn.Linear(3, 2))
-    joint = invfunc.kflr(layer, F.mse_loss, joint=True)(own, x, torch.ones(4, 2))
+    joint = invfunc.kfac(layer, F.mse_loss, joint=True, fisher="exact")(own, x, torch.ones(4, 2))
     with pytest.raises(ArgumentError, match=r"is of it and a bias together \(joint=True\)"):
         predictive_covariance(lambda p, x: x @ p["weight"].T, joint)({"weight": torch.ones(2, 3)}, x)
 
