@@ -15,7 +15,7 @@ from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc.callables import describe
 from invfunc.certificates.loops import LOOKS, PRODUCTS, Draw, Look, States, largest, looks_at, unit
 from invfunc.errors import ArgumentError, ArgumentTypeError, CertificateError
-from invfunc.pairs.places import reached
+from invfunc.pairs.value import reached
 from invfunc.products.product import Product
 from invfunc.report import Explanation
 from invfunc.statistic import Statistic

@@ -14,7 +14,7 @@ import invfunc
 from invfunc import tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.pairs.pair import Invertible, as_pair
-from invfunc.pairs.places import reached
+from invfunc.pairs.value import reached
 from invfunc.testing.laws.compare import (
     alive,
     cast,
