@@ -302,10 +302,12 @@ def snapshot(tree: Tree) -> Tree | None:
     if kind is not dict and kind is not list and kind is not tuple:
         return None
     branches = tree.values() if kind is dict else tree
-    parts = [branch if type(branch) in _PLAIN else snapshot(branch) for branch in branches]
+    parts: list[Tree | None] = [branch if type(branch) in _PLAIN else snapshot(branch) for branch in branches]
     if any([part is None and branch is not None for part, branch in zip(parts, branches, strict=True)]):
         return None
-    return dict(zip(tree, parts, strict=True)) if kind is dict else kind(parts)
+    if kind is dict:
+        return dict(zip(tree, parts, strict=True))
+    return parts if kind is list else tuple(parts)
 
 
 def register_tuple(kind: Class) -> Class:

@@ -53,6 +53,7 @@ def least_of(t, args):
 
 
 class TestResults:
+    @pytest.mark.slow
     @pytest.mark.parametrize("case", CASES)
     def test_are_those_of_the_statistic(self, case):
         row, form = CASES[case]
@@ -317,6 +318,7 @@ def test_calls_of_a_process_take_no_more_than_was_promised(name, size):
     assert 0.3 * promised <= max(taken) <= promised <= size * 2**20, (taken, why)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the memory of a process is read from /proc")
 def test_chunks_of_samples_bound_the_memory_of_activations():
     program = [sys.executable, "-m", "tests.budget.first_call"]

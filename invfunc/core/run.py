@@ -112,7 +112,7 @@ class Run(TorchFunctionMode):
         self.uses: list[Use] = []
         self.leaves: list[Tensor] = []
         self.level: int | None = None
-        self.known: dict[Any, Tensor] = {}
+        self.known: dict[Any, Any] = {}
         """Factors that a weight and its bias share."""
         self.numbers = 0
         """How many numbers the results have of operations that read parameters."""

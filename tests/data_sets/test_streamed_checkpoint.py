@@ -505,6 +505,7 @@ class TestFingerprint:
         assert fingerprint(torch.eye(3).to_sparse()) != fingerprint(torch.ones(3, 3).to_sparse())
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(tmp_path):
     """A process ends at a random moment, and the next goes on, until the result is there, again and again."""
     memory = Path("/dev/shm")  # where disks do not wait
