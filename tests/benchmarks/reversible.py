@@ -25,10 +25,10 @@ TINY = 10, 8, 4
 TINY_ROUNDS = 10
 """Of calls, for each round that is asked for."""
 WARM = 2
-"""How many calls come before those that are timed."""
+"""Number of calls before those that are timed."""
 SHALLOW, DEEP = 8, 64
 GROWTH = 5
-"""How many per cent more memory the deep chain may take."""
+"""Per cent more memory that the deep chain may take."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Row:
     most: float | None = None
     """Times the plain way, or MiB, according to the table."""
     deep: bool = True
-    """Whether a deep chain is worth its time."""
+    """True if a deep chain is worth its time."""
 
     @property
     def name(self) -> str:
@@ -151,10 +151,10 @@ def activation_memory(case: tuple[str, str], device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Compared:
-    """How far the gradients of the rows of a table are apart."""
+    """Differences between the gradients of the rows of a table."""
 
     rows: list[Row]
-    """Those that neither fail nor are missing."""
+    """Rows that neither fail nor are missing."""
     differences: dict[str, float]
     failures: dict[str, str]
     """The words of a peer that fails."""
@@ -168,7 +168,7 @@ class Compared:
         return {"difference": difference_cell(self.differences.get(row.name))}
 
     def print_rest(self, *remarks: str) -> None:
-        """What is to be said below a table."""
+        """Print the remarks below a table."""
         for row, words in self.failures.items():
             print(f"{row} fails: {words}")
         print(
@@ -289,4 +289,4 @@ REVERSIBLE: dict[str, Callable[[str, argparse.Namespace], None]] = {
     MEMORY_TABLE: _memory,
     "tiny_chain": _tiny,
 }
-"""What prints each table."""
+"""Functions that print each table."""
