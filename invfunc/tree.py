@@ -87,6 +87,8 @@ def _gather(branches: Iterable[Any], found: list[torch.Tensor]) -> None:
         elif kind is dict:
             if branch:
                 _gather(branch.values(), found)
+        elif kind in NODES:
+            _gather(NODES[kind][0](branch)[0], found)
         elif kind not in _PLAIN:
             found.extend(leaf for leaf in leaves(branch) if isinstance(leaf, torch.Tensor))
 
@@ -212,9 +214,15 @@ def register(
         every = [f.name for f in fields(kind)]
 
         def flatten(node: Any) -> tuple[list, tuple]:
-            children = tuple(name for name in every if name in names and getattr(node, name) is not None)
-            rest = tuple((name, getattr(node, name)) for name in every if name not in children)
-            return [getattr(node, name) for name in children], (children, rest)
+            values, children, rest = [], [], []
+            for name in every:
+                value = getattr(node, name)
+                if name in names and value is not None:
+                    values.append(value)
+                    children.append(name)
+                else:
+                    rest.append((name, value))
+            return values, (tuple(children), tuple(rest))
 
         def flatten_with_keys(node: Any) -> tuple[list, tuple]:
             children, structure = flatten(node)

@@ -200,7 +200,8 @@ class Run(Holder):
         around = link.around
         if link.evaluations and around.buffers:
             around.mark()
-        first, given = args and type(args[0]) is torch.Tensor and id(args[0]) not in link.ids, args[:1]
+        first = bool(args) and type(args[0]) is torch.Tensor and id(args[0]) not in link.ids
+        given = args[:1]
         if not first or kwargs or not link.ids.issuperset(map(id, tree.tensors(args[1:]))):
             given = [t for t in tree.tensors((args, kwargs)) if id(t) not in link.ids]
             first = False

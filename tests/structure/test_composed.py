@@ -12,7 +12,7 @@ from torch import nn
 import invfunc
 from invfunc import chunked, diag_ggn, functional, reduced, together, tree
 from invfunc.testing import assert_trees_close
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests.laws import RTOL, composed
 from tests.strategies import Numbers
 from tests.structure.test_columns import EXACT, FLOOR, STATISTICS, arranged, assert_as_dense
@@ -66,7 +66,7 @@ REPEATED = {
 
 @settings(max_examples=9)
 @given(how=st.sampled_from(list(REPEATED)), n=st.integers(1, 6), parts=st.integers(1, 6), width=st.integers(1, 4))
-@pytest.mark.parametrize("make", [name for name in STATISTICS if not name.startswith("kflr")])
+@pytest.mark.parametrize("make", [name for name in STATISTICS if not name.startswith("exact kfac")])
 def test_a_parameter_that_is_repeated_for_the_samples_in_chunks_of_any_length(make, how, n, parts, width):
     """In a chunk of one sample it is read elsewhere than in a chunk of several."""
     rand = Numbers(7)
