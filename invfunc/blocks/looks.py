@@ -41,7 +41,7 @@ class Look:
         self.total = flat.sum(dtype=wide)
 
     def near(self, now: Look, count: int, most: float) -> bool:
-        """Tells whether nothing is off by more than this, relative to the largest entry; in few operations of the CPU."""
+        """Tells whether all is off by at most this, relative to the largest entry; for the CPU, in few operations."""
         size = torch.linalg.vector_norm(self.entries, torch.inf).item() * most
         off = torch.dist(now.entries, self.entries, torch.inf).item()
         return off <= size and abs(now.total.item() - self.total.item()) <= size * count**0.5
