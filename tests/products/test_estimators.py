@@ -214,7 +214,7 @@ class TestRefusals:
         with pytest.raises(ArgumentTypeError, match=rf"{estimator.__name__}\(f\): f is of type int"):
             estimator(3, **options)
         with pytest.raises(ArgumentError, match="several vectors"):
-            estimator(invfunc.ggn_block_product(of_matrix), **options)
+            estimator(invfunc.ggnvp(of_matrix, blocks=True), **options)
         with pytest.raises(ArgumentError, match=r"product has no product\['a'\]; it has to be a tree.* like params"):
             estimator(lambda params, v: v["a"], **options)({"a": torch.ones(2)})
         with pytest.raises(ArgumentTypeError, match=r"params\['a'\] has dtype torch.int64"):

@@ -217,7 +217,7 @@ def test_finds_a_fault_on_one_of_its_ways(law, monkeypatch):
     assert isinstance(outcome(), Failure)
 
 
-@pytest.mark.parametrize("product", ["hvp", "ggnvp", "fvp"])
+@pytest.mark.parametrize("product", ["hvp", "ggnvp"])
 @pytest.mark.parametrize("linearized", [False, True])
 def test_finds_a_wrong_product(product, linearized, monkeypatch):
     net, args = given()

@@ -322,7 +322,7 @@ def _of_product(problem: Problem, called: str, product: Any, expected: Any) -> I
 
 @law("products equal those of the matrix", when=no_loss)
 def of_matrices(problem: Problem) -> Iterator[Claim]:
-    """hvp(f)(params, v, *batch) == H v, ggnvp(f, loss) of the same is J^T H (J v), and fvp(f) sum_n G[n] (G[n] . v)"""
+    """hvp(f)(params, v, *batch) == H v, ggnvp(f, loss) is J^T H (J v), with fisher="empirical" sum_n G[n] (G[n] . v)"""
     products = loops.Products(problem)
     given = (problem.f,) if problem.loss is None else (problem.f, problem.loss)
 
@@ -341,7 +341,8 @@ def of_matrices(problem: Problem) -> Iterator[Claim]:
     if problem.kind == BOTH:
         yield from _of_product(problem, "ggnvp", invfunc.ggnvp(*given, in_dims=problem.in_dims), ggn)
     if not loops.no_shares(problem):
-        yield from _of_product(problem, "fvp", invfunc.fvp(*given, in_dims=problem.in_dims), fisher)
+        empirical = invfunc.ggnvp(*given, fisher="empirical", in_dims=problem.in_dims)
+        yield from _of_product(problem, "ggnvp empirical", empirical, fisher)
 
 
 def _no_model(problem: Problem) -> str:

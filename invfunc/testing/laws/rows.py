@@ -238,6 +238,15 @@ ROWS = {
     "ekfac exact": FACTORED(partial(invfunc.ekfac, fisher="exact")),
 }
 """By the public name, and what makes it another one of that name."""
+PRODUCTS: dict[str, Callable] = {
+    "hvp": invfunc.hvp,
+    "ggnvp": invfunc.ggnvp,
+    "ggnvp empirical": partial(invfunc.ggnvp, fisher="empirical"),
+    "hvp of blocks": partial(invfunc.hvp, blocks=True),
+    "ggnvp of blocks": partial(invfunc.ggnvp, blocks=True),
+    "hvp of positive blocks": partial(invfunc.hvp, blocks=True, modify="abs"),
+}
+"""Products with a matrix, likewise; blocks take several vectors."""
 CASES = {f"{name}, {form}": (row, form) for name, row in ROWS.items() for form in row.forms}
 """All rows in all their forms."""
 
