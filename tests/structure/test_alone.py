@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from invfunc import batch_diag_ggn, diag_ggn, ggn_trace
 from invfunc.structure import labels, plan
-from invfunc.structure.colouring import Placed
+from invfunc.structure.groups import Placed
 from invfunc.structure.narrow import Bottleneck, paths
 from invfunc.structure.rules import FACTS
 from invfunc.testing import assert_trees_close, dense_diag_ggn
