@@ -221,13 +221,6 @@ memory."""
 TRIED_PASSES = 256
 """Chunks into which columns are divided at most: of those that are not drawn nobody knows the number beforehand."""
 
-# What is looked through (certificates/held.py)
-
-
-HELD = 512
-"""Objects of a function that are looked through for tensors before it runs."""
-
-
 # Plans (plans/watch.py, plans/recorder.py, compiled.py)
 
 WATCHED, WATCHED_BYTES = 20_000, 2**16

@@ -53,6 +53,7 @@ def least_of(t, args):
 
 
 class TestResults:
+    @pytest.mark.slow
     @pytest.mark.parametrize("case", CASES)
     def test_are_those_of_the_statistic(self, case):
         row, form = CASES[case]
@@ -66,7 +67,11 @@ class TestResults:
         wanted = row.of(model, F.cross_entropy, form)(*given())
         assert_trees_close(chunked(t, memory="1GiB")(*given()), wanted, 1e-10)
 
-    @pytest.mark.parametrize("make", [invfunc.kflr, partial(invfunc.kfac, fisher="empirical")], ids=["kflr", "kfac"])
+    @pytest.mark.parametrize(
+        "make",
+        [partial(invfunc.kfac, fisher="exact"), partial(invfunc.kfac, fisher="empirical")],
+        ids=["exact", "kfac"],
+    )
     def test_of_an_embedding(self, make):
         f, params = functional(torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10)).double())
         t, batch = make(f, F.cross_entropy), (torch.arange(6) % 4, torch.arange(6))
@@ -80,7 +85,7 @@ class TestResults:
         for t in (
             invfunc.diag_ggn(model, weighted),
             invfunc.diag_ggn(lambda p, x, y: weighted(model(p, x), y)),
-            invfunc.kflr(model, weighted),
+            invfunc.kfac(model, weighted, fisher="exact"),
         ):
             assert_trees_close(chunked(t, memory="1GiB")(*given()), t(*given()), 1e-10)
 
@@ -159,7 +164,11 @@ class TestPromises:
     @pytest.mark.parametrize("factor", [1.0, 1.3])
     @pytest.mark.parametrize(
         "t",
-        [invfunc.diag_ggn(model, F.cross_entropy), invfunc.batch_grad(loss), invfunc.kflr(model, F.cross_entropy)],
+        [
+            invfunc.diag_ggn(model, F.cross_entropy),
+            invfunc.batch_grad(loss),
+            invfunc.kfac(model, F.cross_entropy, fisher="exact"),
+        ],
         ids=["diag_ggn", "batch_grad", "kflr"],
     )
     def test_live_bytes_are_within(self, t, factor):
@@ -313,6 +322,7 @@ def test_calls_of_a_process_take_no_more_than_was_promised(name, size):
     assert 0.3 * promised <= max(taken) <= promised <= size * 2**20, (taken, why)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the memory of a process is read from /proc")
 def test_chunks_of_samples_bound_the_memory_of_activations():
     program = [sys.executable, "-m", "tests.budget.first_call"]

@@ -251,7 +251,7 @@ def ran_and(
         except Met as error:
             met = error
         except Unsupported as error:
-            if isinstance(error, Final) or ambiguous is not None or problem.n == 1 or not run.grew:
+            if isinstance(error, Final) or ambiguous is not None or not run.grew:
                 raise ambiguous or error from None
             ambiguous, met = error, None
             undo()

@@ -22,6 +22,8 @@ from tests.networks import CLASSES, LOSSES, NETWORKS
 from tests.processes_failing import after_one_is_gone, told_of_all
 from tests.strategies import Numbers
 
+pytestmark = pytest.mark.slow
+
 SIZES = {2: 2, 4: 1}
 """How many processes there are, and how many examples each statistic has then."""
 PAIRS = {name for name in ROWS if "gram" in name}
