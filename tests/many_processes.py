@@ -23,12 +23,10 @@ import invfunc
 from invfunc import compiled, distributed, streamed, tree
 from invfunc.evaluation.processes import bits
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import LEAVES, LOSS, MODEL, ROWS, TREES
+from invfunc.testing.laws.rows import LEAVES, LOSS, MODEL, PRODUCTS, ROWS, TREES
 from tests.data_sets.test_streamed import EXACT, FLOOR, batches, dense, linear, losses
 from tests.networks import LOSSES, network, samples_loss
 from tests.strategies import Numbers
-
-PRODUCTS = ["hvp", "ggnvp", "fvp", "hessian_block_product", "ggn_block_product", "pch_block_product"]
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def made(e: Example) -> tuple[Any, Any, tuple]:
     """A statistic or product, its parameters, and all samples."""
     net, loss = network(e.net, e.n), LOSSES[e.loss]
     args = net.x, loss.target(Numbers(1), e.n)
-    make = ROWS[e.name].make if e.name in ROWS else getattr(invfunc, e.name)
+    make = ROWS[e.name].make if e.name in ROWS else PRODUCTS[e.name]
     if e.form == LOSS:
         return make(samples_loss(net, loss)), net.params, args
     if e.form == MODEL:
@@ -322,7 +320,7 @@ def of_parts(params: Any, own: tuple, whole: tuple) -> list[str]:
     compare("a tuple of parts", lambda around: around(invfunc.variance(losses, argnums=(0,))))
     compare("diagonal of parts", lambda around: invfunc.estimate_diagonal(around(p), probes=2, generator=g()))
     v_of = {name: p.flip(0) for name, p in params.items()}
-    products = invfunc.hvp(losses), invfunc.fvp(linear, F.cross_entropy), invfunc.ggnvp(losses)
+    products = invfunc.hvp(losses), invfunc.ggnvp(linear, F.cross_entropy, fisher="empirical"), invfunc.ggnvp(losses)
     for one in products:
         compare(f"{one}", lambda around, one=one: lambda params, *args: around(one)(params, v_of, *args))
     with TemporaryDirectory() as folder:

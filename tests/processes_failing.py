@@ -234,8 +234,9 @@ def memory() -> dict[str, float]:
             return absent(like)
 
     makes: list[Any] = [invfunc.batch_l2_grad, invfunc.sum_grad_squared, invfunc.noise_scale]
-    makes += [invfunc.hvp, invfunc.ggnvp, invfunc.fvp]
-    of = {make.__name__: make(f) for make in makes} | {"clipped_grad": invfunc.clipped_grad(f, max_norm=1.0)}
+    makes += [invfunc.hvp, invfunc.ggnvp]
+    of = {make.__name__: make(f) for make in makes} | {"empirical": invfunc.ggnvp(f, fisher="empirical")}
+    of |= {"clipped_grad": invfunc.clipped_grad(f, max_norm=1.0)}
     of["reduced"] = invfunc.reduced(of["sum_grad_squared"], lambda path, q: q.sum())
     of["diag_ggn"] = invfunc.chunked(invfunc.diag_ggn(f), 2, over="outputs")
     for name, t in of.items():

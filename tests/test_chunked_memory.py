@@ -169,7 +169,7 @@ class TestPromises:
             invfunc.batch_grad(loss),
             invfunc.kfac(model, F.cross_entropy, fisher="exact"),
         ],
-        ids=["diag_ggn", "batch_grad", "kflr"],
+        ids=["diag_ggn", "batch_grad", "kfac"],
     )
     def test_live_bytes_are_within(self, t, factor):
         args = wide(40)

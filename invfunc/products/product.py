@@ -118,30 +118,38 @@ class Product(Transform):
 
     name: str
     f: Callable
-    record: Callable[[Given], Linear]
+    record: Callable[[Given, bool], Linear]
+    """The map at some arguments, of the whole matrix or of its blocks."""
     loss: Callable | None = None
     in_dims: InDims = 0
     out_dims: int = 0
     has_aux: bool = False
-    lead: int = 0
-    """Axes that v has in front of those of the parameters."""
+    blocks: bool = False
+    """Whether the matrix is that of each parameter alone, with several vectors for each."""
     degree: int = 1
     """The power of a factor of the loss that is in the product."""
     drawing: Drawing | None = None
     """How columns are drawn, if they are."""
     forward: bool = False
     """Whether it is `J^T (...) J v`, so that forward mode may compute J v."""
+    spelled: str = ""
+    """The options of the transform that make it another product of that name, as they stand in a call."""
 
     def __post_init__(self) -> None:
         check_functions(self.name, self.f, self.loss)
 
     def __repr__(self) -> str:
         loss = "" if self.loss is None else f", {describe(self.loss)}"
-        return f"{self.name}({describe(self.f)}{loss})"
+        return f"{self.name}({describe(self.f)}{loss}{self.spelled})"
+
+    @property
+    def lead(self) -> int:
+        """The axes that v has in front of those of the parameters."""
+        return int(self.blocks)
 
     @property
     def vector(self) -> str:
-        return "V" if self.lead else "v"
+        return "V" if self.blocks else "v"
 
     def linearize(self, *args: Any, **kwargs: Any) -> Any:
         """The product at some parameters and data, `(params, *batch) -> (v -> product)`: one forward pass for all v.
@@ -185,7 +193,7 @@ class Product(Transform):
     def recorded(self, given: Given) -> tuple[Linear, Any]:
         """The map at these arguments, and aux."""
         with given.scope:
-            linear = self.record(given)
+            linear = self.record(given, self.blocks)
             return linear, None if given.aux is None else given.scope.result(given.aux)
 
 

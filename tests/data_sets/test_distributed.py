@@ -106,7 +106,7 @@ def test_what_it_composes_with(two):
 def test_no_process_has_all_parameters_nor_all_sums(two):
     for found in two[1][3]:
         assert found["batch_l2_grad parts"] < 6  # of eight, one at a time with copies of it
-        for name in ("sum_grad_squared", "clipped_grad", "noise_scale", "reduced", "diag_ggn", "ggnvp", "fvp"):
+        for name in ("sum_grad_squared", "clipped_grad", "noise_scale", "reduced", "diag_ggn", "ggnvp", "empirical"):
             assert found[f"{name} parts"] - 4 < 8 and found[f"{name} whole"] > 2 * 8  # without the part of the result
         assert found["hvp parts"] - 4 < 8 + 4 and found["hvp whole"] > 3 * 8  # one of two terms waits for the other
 

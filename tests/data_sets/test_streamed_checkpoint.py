@@ -236,9 +236,9 @@ class TestProducts:
     MADE = (
         lambda f: invfunc.hvp(losses),
         lambda f: invfunc.ggnvp(f, F.cross_entropy),
-        lambda f: invfunc.fvp(f, F.cross_entropy, mc_samples=2, generator=seeded()),
-        lambda f: invfunc.fvp(f, F.cross_entropy),
-        lambda f: invfunc.ggn_block_product(f, F.cross_entropy),
+        lambda f: invfunc.ggnvp(f, F.cross_entropy, mc_samples=2, generator=seeded(), fisher="mc"),
+        lambda f: invfunc.ggnvp(f, F.cross_entropy, fisher="empirical"),
+        lambda f: invfunc.ggnvp(f, F.cross_entropy, blocks=True),
     )
 
     @pytest.mark.parametrize("make", MADE, ids=lambda make: repr(make(linear)))

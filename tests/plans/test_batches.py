@@ -68,8 +68,8 @@ def test_is_the_data_set_without_plans(case):
 PRODUCTS = {
     "hvp": lambda: invfunc.hvp(losses),
     "ggnvp": lambda: invfunc.ggnvp(linear, F.cross_entropy),
-    "blocks": lambda: invfunc.ggn_block_product(linear, F.cross_entropy),
-    "fvp drawn": lambda: invfunc.fvp(linear, F.cross_entropy, mc_samples=2, generator=seeded(3)),
+    "blocks": lambda: invfunc.ggnvp(linear, F.cross_entropy, blocks=True),
+    "ggnvp drawn": lambda: invfunc.ggnvp(linear, F.cross_entropy, mc_samples=2, generator=seeded(3), fisher="mc"),
 }
 
 

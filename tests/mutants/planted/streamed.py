@@ -58,20 +58,6 @@ FAULTS = [
         "data_sets/test_streamed.py::TestScale",
     ),
     Fault(
-        "losses are not looked at where f does not take a few samples",
-        "evaluation/joined.py",
-        "sorted({min(2, half), half, n - 1})",
-        "[min(2, half)]",
-        "data_sets/test_streamed.py::TestScale",
-    ),
-    Fault(
-        "the first samples tell that f has no factor, whatever their losses are",
-        "evaluation/joined.py",
-        "int(innermost(largest).argmax()) % n",
-        "0",
-        "data_sets/test_streamed.py::TestScale",
-    ),
-    Fault(
         "losses are compared where they are beyond a dtype",
         "evaluation/joined.py",
         "near((one / by).to(low), (joined / by).to(low), 1)",
