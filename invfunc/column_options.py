@@ -113,7 +113,7 @@ def _peel(name: str, mc_samples: int, sample: Any, peel: Any, least: int) -> Pee
 def fisher_columns(
     name: str, fisher: str, mc_samples: int, generator: Any, sample: Any, peel: Any = None
 ) -> dict[str, Any]:
-    """The kind of columns that a Fisher matrix is made of."""
+    """The columns that a Fisher matrix is made of, as fields of a `Statistic`."""
     kinds = {"mc": GGN, "exact": GGN, "empirical": GRADIENT}
     if fisher not in kinds:
         raise ArgumentError(f"{name}(fisher={fisher!r}): fisher is one of 'mc', 'exact', 'empirical'.")
@@ -123,9 +123,15 @@ def fisher_columns(
         return {"kind": GGN, "drawing": drawing(name, mc_samples, generator, sample, peel)}
     if mc_samples != 1 or generator is not None or sample is not None or peel is not None:
         raise ArgumentError(
-            f"{name}(fisher={fisher!r}): nothing is drawn, so leave mc_samples, generator, sample and peel out."
+            f"{name}(fisher={fisher!r}): nothing is drawn, so leave mc_samples, generator, sample and peel out, or "
+            "pass fisher='mc'."
         )
-    return {"kind": kinds[fisher]}
+    return {"kind": kinds[fisher], "spelled": spelled(fisher=fisher)}
+
+
+def spelled(**options: Any) -> str:
+    """Options as they stand in a call behind its functions; None and False are left out."""
+    return "".join(f", {name}={value!r}" for name, value in options.items() if value not in (None, False))
 
 
 def by_method(name: str, f: Any, method: str) -> Options:

@@ -216,18 +216,10 @@ WIDENED = 2**24
 memory."""
 
 
-# Budgets of memory (budget/search.py)
+# Budgets of memory (budgeted.py)
 
 TRIED_PASSES = 256
-"""Passes into which a call is divided at most to find out what it takes: it runs without numbers, pass by pass. A limit
-of time."""
-
-# What is looked through (certificates/held.py)
-
-
-HELD = 512
-"""Objects of a function that are looked through for tensors before it runs."""
-
+"""Chunks into which columns are divided at most: of those that are not drawn nobody knows the number beforehand."""
 
 # Plans (plans/watch.py, plans/recorder.py, compiled.py)
 

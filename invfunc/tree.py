@@ -87,6 +87,8 @@ def _gather(branches: Iterable[Any], found: list[torch.Tensor]) -> None:
         elif kind is dict:
             if branch:
                 _gather(branch.values(), found)
+        elif kind in NODES:
+            _gather(NODES[kind][0](branch)[0], found)
         elif kind not in _PLAIN:
             found.extend(leaf for leaf in leaves(branch) if isinstance(leaf, torch.Tensor))
 
@@ -212,9 +214,15 @@ def register(
         every = [f.name for f in fields(kind)]
 
         def flatten(node: Any) -> tuple[list, tuple]:
-            children = tuple(name for name in every if name in names and getattr(node, name) is not None)
-            rest = tuple((name, getattr(node, name)) for name in every if name not in children)
-            return [getattr(node, name) for name in children], (children, rest)
+            values, children, rest = [], [], []
+            for name in every:
+                value = getattr(node, name)
+                if name in names and value is not None:
+                    values.append(value)
+                    children.append(name)
+                else:
+                    rest.append((name, value))
+            return values, (tuple(children), tuple(rest))
 
         def flatten_with_keys(node: Any) -> tuple[list, tuple]:
             children, structure = flatten(node)
@@ -249,7 +257,7 @@ class Form:
     structure: Any
     others: tuple
     places: tuple[int, ...]
-    """Where the tensors are among the leaves."""
+    """Places of the tensors among the leaves."""
 
     def join(self, values: Iterable[Any]) -> Tree:
         """The tree again, with other tensors."""
@@ -270,7 +278,7 @@ class Form:
 
 
 _ONE = Form(None, (None,), (0,))
-"""That of a tensor."""
+"""Form of a tensor."""
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
 
 
@@ -292,6 +300,23 @@ def separate(tree: Tree) -> tuple[list[torch.Tensor], Form]:
     for i in places:
         found[i] = None
     return tensors, Form(structure, tuple(found), places)
+
+
+def snapshot(tree: Tree) -> Tree | None:
+    """The tree with copies of its lists and dicts; None if it has nodes beside these and tuples."""
+    try:
+        return tree if type(tree) in _PLAIN else _copied(tree)
+    except _Other:
+        return None
+
+
+def _copied(branch: Any) -> Any:
+    kind = type(branch)
+    if kind is tuple or kind is list:
+        return kind([part if type(part) in _PLAIN else _copied(part) for part in branch])
+    if kind is dict:
+        return {key: part if type(part) in _PLAIN else _copied(part) for key, part in branch.items()}
+    raise _Other
 
 
 def register_tuple(kind: Class) -> Class:

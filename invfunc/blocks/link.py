@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -41,13 +43,13 @@ class Slot:
         self.later: Holder | None = None
         self.owner: weakref.ref[Holder] | None = None
         self.depth = depth
-        """How many blocks come before it in its series, this one included."""
+        """Number of blocks in its series up to this one."""
         self.lock = lock
         """One for all calls of a series, of which threads may need the states at the same time."""
 
     @property
     def empty(self) -> bool:
-        """Whether a later call has to give the tensor back."""
+        """Tells whether a later call has to give the tensor back."""
         return self._value is None and self._packed is None
 
     def get(self) -> torch.Tensor:
@@ -66,7 +68,7 @@ class Slot:
         return alive(value) if is_wrapped(value) else value
 
     def of_memory(self, tensor: torch.Tensor) -> bool:
-        """Whether it is that tensor, which somebody handed on."""
+        """Tells whether it is that tensor, which somebody handed on."""
         value = self._value
         if value is None or storage_of(value) != storage_of(tensor):
             return False
@@ -125,7 +127,7 @@ class Holder:
     outs: Sequence[Slot] = ()
     ins: Sequence[weakref.ref[Slot] | None] = ()
     gathering: Sequence[Any] = ()
-    """What `fully_shard` gathers parameters with for this call, if it is the first one in its module."""
+    """Groups of `fully_shard` that gather parameters for this call, if it is the first one in its module."""
 
     def back(self, ys: list[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors of the input, from those of the output."""
@@ -175,10 +177,11 @@ class Holder:
 
 
 def depth_of(slots: Sequence[Any]) -> int:
-    """How many blocks come before a state, by its slots."""
+    """Number of blocks before a state, by its slots."""
     return max((slot.depth for slot in slots if slot is not None), default=0)
 
 
+_FORM = attrgetter("shape", "dtype", "device", "requires_grad")
 Step = tuple[Any, tuple, dict[str, Any]]
 """A block with its further arguments."""
 Tensors = list[torch.Tensor]
@@ -187,18 +190,13 @@ Enter = Callable[[torch.Tensor, bool], torch.Tensor]
 
 
 class Like:
-    """What a tensor was like."""
+    """Shape, dtype, device, strides and need of a gradient of a tensor as it was."""
 
     __slots__ = ("shape", "dtype", "device", "stride", "needs", "batches")
 
     def __init__(self, x: torch.Tensor) -> None:
-        self.shape, self.dtype, self.device, self.needs, self.batches = (
-            x.shape,
-            x.dtype,
-            x.device,
-            x.requires_grad,
-            None,
-        )
+        self.shape, self.dtype, self.device, self.needs = _FORM(x)
+        self.batches = None
         self.stride = x.stride() if x.layout is torch.strided else None
         if functorch.is_wrapped(x):
             self.needs, self.batches = functorch.needs_grad(x), functorch.batches_of(x)
@@ -219,28 +217,27 @@ class Like:
         return (came if overlaps else made.copy_(came)).expand(self.shape)
 
     def holds(self, came: torch.Tensor) -> bool:
-        """Whether another tensor has this shape, and a dtype with all of the digits."""
+        """Tells whether another tensor has this shape, and a dtype with all of the digits."""
         if came.dtype == self.dtype or came.shape != self.shape:
             return came.shape == self.shape
         floats = came.dtype.is_floating_point and self.dtype.is_floating_point
         return floats and torch.promote_types(came.dtype, self.dtype) == came.dtype
 
 
+@dataclass(slots=True)
 class Evaluation:
-    """An evaluation of a function that f shares with its inverse.
+    """An evaluation of a function that f shares with its inverse."""
 
-    Args:
-        fn: the function.
-        start: how many tensors autograd has saved before.
-        given: the tensors that it is given beside the arguments of the block.
-        states: those of the generators.
-    """
-
-    __slots__ = ("fn", "start", "end", "given", "states")
-
-    def __init__(self, fn: Callable, start: int, given: Sequence[torch.Tensor], states: States | None) -> None:
-        self.fn, self.start, self.end, self.states = fn, start, start, states
-        self.given = [*map(Like, given)]
+    fn: Callable
+    start: int
+    """Number of tensors that autograd has saved before."""
+    first: bool
+    """True if its first argument is a tensor, and all others are constants and further arguments of the block."""
+    given: list[Like]
+    """The tensors that it is given beside the arguments of the block."""
+    states: States | None
+    """States of the generators."""
+    end: int = 0
 
 
 class Link:
@@ -257,11 +254,18 @@ class Link:
 
     own: Sequence[torch.Tensor] = ()
     """The tensors of the arguments, until the call has ended."""
+    ids: frozenset[int] | set[int] = frozenset()
+    """Their ids."""
     looks: list[Look | None] | None = None
     hidden: tuple = ()
+    kept: dict[int, Slot] = {}
+    """The tensors of x that stay in memory, by their places."""
     merged = False
-    """Whether shared functions alone have something saved."""
-    _args: tree.Form | None = None
+    """True if shared functions alone have something saved."""
+    _args: Any = ((), {})
+    """The further arguments, if none of their tensors has a graph."""
+    _tensors: Sequence[torch.Tensor] = ()
+    _versions: Sequence[int] = []
 
     def __init__(
         self, step: Step, xs: Tensors, form: tree.Form, start: int, around: Surroundings, states: States | None
@@ -270,18 +274,16 @@ class Link:
         self.pair = self.block.pair
         self.form, self.like, self.start, self.around, self.states = form, [*map(Like, xs)], start, around, states
         self.end = start
-        """How many tensors autograd has saved behind it."""
+        """Number of tensors that autograd has saved at its end."""
         if args or kwargs:
-            self.own, self._args = tree.separate((args, kwargs))
+            self.own = tree.tensors((args, kwargs))
+            self.ids = {*map(id, self.own)}
             self._tensors = without_graphs(self.own)
+            self._args = tree.snapshot((args, kwargs)) if self._tensors is self.own else None
+            if self._args is None:
+                self._form = tree.separate((args, kwargs))[1]
             self._versions = functorch.versions(self._tensors)
-        self.kept: dict[int, Slot] = {}
         self.evaluations: list[Evaluation] = []
-
-    @property
-    def count(self) -> int:
-        """How many tensors autograd has saved of it."""
-        return self.end - self.start
 
     def names(self) -> list[str]:
         """The tensors of x as one would write them."""
@@ -290,11 +292,11 @@ class Link:
 
     def given(self, enter: Enter) -> tuple[tuple, dict[str, Any]]:
         """The further arguments, to be read once more: what had a graph needs a gradient as before."""
-        if self._args is None:
-            return (), {}
         if functorch.versions(self._tensors) != self._versions:
             raise ModifiedError(WRITTEN)
-        return self._args.join([enter(t, functorch.needs_grad(t)) if functorch.ended(t) else t for t in self._tensors])
+        if self._args is not None:
+            return self._args
+        return self._form.join([enter(t, functorch.needs_grad(t)) if functorch.ended(t) else t for t in self._tensors])
 
     def entered(self, xs: Tensors, enter: Enter) -> Any:
         """x, to be read once more."""

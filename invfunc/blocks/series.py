@@ -23,7 +23,7 @@ from invfunc.blocks.held import HERE
 from invfunc.blocks.link import WRITTEN, Holder, Link, Slot, Step, depth_of, slot_of
 from invfunc.blocks.looks import compare, looked_at
 from invfunc.blocks.run import Run
-from invfunc.blocks.surroundings import Closed, Surroundings, drew, states_of, swapped
+from invfunc.blocks.surroundings import Closed, drew, states_of, surroundings_of, swapped
 from invfunc.core.run import Run as CoreRun
 from invfunc.errors import ModifiedError
 from invfunc.operations.second_derivatives import TwiceDifferentiable
@@ -38,7 +38,7 @@ _MOST = 1000
 
 
 def alike(steps: Sequence[Step], x: Any) -> bool:
-    """Whether these are many equal steps on a small state, with nobody who looks on."""
+    """Tells whether these are many equal steps on a small state, with nobody who looks on."""
     if sum(t.nbytes for t in tree.tensors(x)) > SMALL:
         return False
     first = steps[0][0]
@@ -64,12 +64,12 @@ def as_one(steps: Sequence[Step], before: Any, run: Run, x: Any) -> Any:
         x: the state behind it.
     """
     (link,), (xs, form) = run.links, tree.separate(x)
-    around, known = link.around, link.block.known
+    known, closed = link.block.known, link.around.closed
     same = form == link.form and [(t.shape, t.dtype) for t in xs] == [(t.shape, t.dtype) for t in link.like]
-    quiet = link.states is None and not (around.buffers or around.casts or known.differentiates)
-    if not (same and quiet) or any(m.training for m in around.closed.norms):
+    quiet = link.states is None and not (link.around.buffers or link.around.casts or known.differentiates)
+    if not (same and quiet) or any(m.training for m in closed.norms):
         return None
-    if not _reads_only(xs, [*tree.tensors((before, *steps[0][1:])), *around.closed.tensors()]):
+    if not _reads_only(xs, [*tree.tensors((before, *steps[0][1:])), *closed.tensors()]):
         return None
     found = _Steps(link, steps, x)
     drawn = states_of(run.generators)
@@ -83,7 +83,7 @@ def as_one(steps: Sequence[Step], before: Any, run: Run, x: Any) -> Any:
 
 
 def _reads_only(ys: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> bool:
-    """Whether some tensors alone have a gradient of what was computed from them."""
+    """Tells whether some tensors alone have a gradient of what was computed from them."""
     leaves, ends = {id(t) for t in known}, {t.grad_fn for t in known}
     waiting, seen = [t.grad_fn for t in ys], set[Any]()
     while waiting:
@@ -110,7 +110,7 @@ class _Steps(Holder):
         self.block, self._like, self._names = link.block, link.like, link.names()
         self.xs, self.form = tree.separate(x)
         self.number, self.count = len(self.xs), len(steps) - 1
-        self.around = Surroundings(self.block.known.closed(self.block.pair), False, steps[0])
+        self.around = surroundings_of(self.block.known.closed(self.block.pair), False, steps[0])
         steps = steps[1:]
         rest, self._args = tree.separate([given for _, *given in steps])
         unique = {id(t): t for t in rest}
@@ -125,16 +125,16 @@ class _Steps(Holder):
         """The tensors beside the state that need a gradient."""
         self.ys: list[torch.Tensor] = []
 
-    def _closes_over(self, around: Closed) -> list[torch.Tensor]:
+    def _closes_over(self, of: Closed) -> list[torch.Tensor]:
         """The tensors that need a gradient among those that the first step has read."""
-        closed = around.tensors()
+        closed = of.tensors()
         self._closed = [i for i, t in enumerate(closed) if t.requires_grad]
         read = {id(closed[i]): closed[i] for i in self._closed}  # tied weights stand in several places
         places = {key: i for i, key in enumerate(read)}
         self._tied = [places[id(closed[i])] for i in self._closed]
         self._read = [t if t.grad_fn is None else functorch.leaf_at(t, True) for t in read.values()]
-        self._others = len(around.all) > len(closed) and any(t.requires_grad for t in map(there, around.standing()))
-        """Whether others may read tensors that need a gradient and that it did not read."""
+        self._others = len(of.all) > len(closed) and any(t.requires_grad for t in map(there, of.standing()))
+        """True if others may read tensors that need a gradient and that it did not read."""
         return [*read.values()]
 
     def _steps(self, given: Sequence[torch.Tensor]) -> list[tuple[tuple, dict[str, Any]]]:
@@ -168,7 +168,7 @@ class _Steps(Holder):
         return self._pulled_back(ys, None)[0]
 
     def gradients(self, gs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Those of the state before the steps and of all that needs one, from those of the state behind them."""
+        """Gradients of the state before the steps and of all that needs one, from those of the state behind them."""
         xs, found = self._pulled_back(self.output(), [*gs])
         self.fill(xs)
         return found
@@ -203,7 +203,7 @@ class _Steps(Holder):
         return swapped([self.around.places[i] for i in self._closed], [tensors[i] for i in self._tied])
 
     def again(self, saved: Sequence[torch.Tensor], gs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """What `gradients` gives, with a graph: of steps that are blocks."""
+        """Gradients with a graph, from steps that are blocks."""
         xs = self._pulled_back(self.output(), None)[0]
         own = [t.view_as(t) for t in saved]  # behind which no gradient goes on, through the ghosts to the others
         ghosts, needing = own[: self.number], own[self.number :]
@@ -221,7 +221,7 @@ class _Steps(Holder):
 
 
 def _gradients(outs: Sequence[torch.Tensor], inputs: list, gs: Sequence[Any], create_graph: bool = False) -> Any:
-    """Those of what has any."""
+    """Gradients of those outputs that have any."""
     ends = [(t, g) for t, g in zip(outs, gs, strict=True) if g is not None and t.requires_grad]
     if not ends or not inputs:
         return [None] * len(inputs)
@@ -258,14 +258,14 @@ class _Node(torch.autograd.Function):
 
 @dataclass
 class Known:
-    """What is known of a block from its calls. A copy of the block has its own."""
+    """Facts about a block from its calls. A copy of the block has its own."""
 
     first: bool = True
-    """Whether it was not called yet."""
+    """True if it was not called yet."""
     warned: bool = False
-    """Whether it has told of an inexact inverse."""
+    """True if it has told of an inexact inverse."""
     differentiates: bool = False
-    """Whether f goes backwards itself, by torch.autograd."""
+    """True if f goes backwards itself, by torch.autograd."""
     uses_torch_func: bool = False
     _closed: tuple[Any, Closed] | None = None
 
@@ -276,7 +276,7 @@ class Known:
         return {}
 
     def closed(self, pair: Any) -> Closed:
-        """What the functions of a pair close over."""
+        """Tensors and modules that the functions of a pair close over."""
         found = self._closed
         if found is None or found[0] is not pair or found[1].moved():
             found = self._closed = pair, Closed((pair.forward, pair.inverse, *pair.shared))
@@ -334,7 +334,7 @@ def _in_series(steps: Sequence[Step], x: Any, seen: bool) -> tuple[Any, list[tup
 
 
 def _differs(block: Any, first: Any) -> bool:
-    """Whether a block cannot be in one run with the first one."""
+    """Tells whether a block cannot be in one run with the first one."""
     return block.known.uses_torch_func or block.preserve_rng_state != first.preserve_rng_state or bool(block.min_bytes)
 
 
@@ -372,7 +372,7 @@ def _only_level(given: Sequence[torch.Tensor]) -> int | None:
 
 
 def _needs(step: Step) -> bool:
-    """Whether a block reads something beside x that needs a gradient."""
+    """Tells whether a block reads something beside x that needs a gradient."""
     block, args, kwargs = step
     given = tree.tensors((args, kwargs)) if args or kwargs else ()
     return any(functorch.needs_grad(t) for t in (*given, *block.known.closed(block.pair).tensors()))

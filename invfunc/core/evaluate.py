@@ -202,9 +202,7 @@ def check_kept(run: Run, columns: list[Columns]) -> list[Columns]:
 
 def hessian_of(problem: Problem) -> list[Columns]:
     """The Hessian of the loss in the outputs that are found in f."""
-    run = Run(
-        problem.n, transforming() or (torch.is_grad_enabled() and any(x.requires_grad for x in problem.tensors()))
-    )
+    run = Run(problem.n, transforming() or (torch.is_grad_enabled() and any(x.requires_grad for x in problem.tensors)))
     run.open()
     try:
         leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
@@ -233,7 +231,7 @@ def ran_and(
     pullback = pullback or Pullback
     outside = torch.is_grad_enabled()
     constants = [x for q in quantities for x in q.reduction.constants]
-    deep = transforming() or (outside and any([x.requires_grad for x in (*problem.tensors(), *constants)]))
+    deep = transforming() or (outside and any([x.requires_grad for x in (*problem.tensors, *constants)]))
     chosen = problem.samples
     chosen = None if chosen is None else torch.tensor(chosen, device=problem.leaves[0].device)
     kind = quantities[0].kind
@@ -298,7 +296,7 @@ def _streamed(quantity: Quantity) -> bool:
 
 def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool) -> tuple[Any, Any]:
     """What f returns, and aux; the run knows then what f reads of the parameters."""
-    device, given = problem.leaves[0].device.type, problem.tensors()
+    device, given = problem.leaves[0].device.type, problem.tensors
     check_numbers(given)
     before = versions(given)
     leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
@@ -489,7 +487,7 @@ class Pullback:
             return
         chunks = self._chunks()
         self.ticks.expect(len(chunks))
-        for leaves, self.run.uses in alike("params", chunks, _numbers):
+        for leaves, self.run.uses in alike(chunks):
             with torch.enable_grad():
                 self.run.pull(out, cotangent, retain=len(chunks) > 1)
             self._fold(leaves)
@@ -515,8 +513,8 @@ class Pullback:
             raise Unsupported("something of all columns has to be known of each")
         chunks = self._chunks()
         self.ticks.expect(len(chunks) * len(groups))
-        for leaves, run.uses in alike("params", chunks, _numbers):
-            for start, stop in alike("outputs", groups, lambda group: group[1] - group[0], last=True):
+        for leaves, run.uses in alike(chunks):
+            for start, stop in alike(groups):
                 self._group(leaves, roots, columns, start, stop, count)
                 self.ticks.done()
 
@@ -658,11 +656,6 @@ def _lots(columns: Sequence[Columns]) -> list[Lot]:
         found.append(Lot(start, start + each.count, getattr(each, "exact", None)))
         start += each.count
     return found
-
-
-def _numbers(chunk: tuple[range, list[Use]]) -> tuple[int, ...]:
-    """How many numbers the values have that a chunk of parameters stands for."""
-    return tuple(u.value.numel() for u in chunk[1])
 
 
 def _left(run: Run, results: Any, outside: bool) -> Any:

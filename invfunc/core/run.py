@@ -117,7 +117,7 @@ class Run(TorchFunctionMode):
         self.uses: list[Use] = []
         self.leaves: list[Tensor] = []
         self.level: int | None = None
-        self.known: dict[Any, Tensor] = {}
+        self.known: dict[Any, Any] = {}
         """Factors that a weight and its bias share."""
         self.numbers = 0
         """How many numbers the results have of operations that read parameters."""
@@ -203,8 +203,6 @@ class Run(TorchFunctionMode):
         y = x.view_as(x) if self.deep else x.detach()
         vars(y)["_known"] = Mark(self.token, (axis.dim - y.ndim, 1, 1), y.requires_grad)
         return y
-
-    adopting = None
 
     def alias(self, x: Tensor) -> Tensor:
         """The same numbers, to be differentiated in, without a way back to the leaves."""
@@ -455,7 +453,7 @@ class Run(TorchFunctionMode):
         out = func(*args, **kwargs)
         value, known = params[0]
         same = func in EXPANDS or (func in JOINS and _repeated(args, kwargs, value))
-        if same and self.grows and (at := self.grown_at(out.shape, value.shape)) is not None:
+        if same and self.grows and (at := self.grown_at(known, out.shape, value.shape)) is not None:
             self.grew = True
             return grown(self, out, known, value, at)
         alone = not others and all([node.alone for _, node in params])
@@ -468,7 +466,7 @@ class Run(TorchFunctionMode):
                 know(y, Node(self.token, None if kind is DERIVED else known.leaf, own, alone))
         return out
 
-    def grown_at(self, shape: Any, before: Any) -> int | None:
+    def grown_at(self, node: Node, shape: Any, before: Any) -> int | None:
         """The dim in which a parameter that was expanded has samples; of one sample it is the first."""
         if self.n > 1:
             return _grown(shape, before, self.n)
@@ -505,11 +503,11 @@ class Run(TorchFunctionMode):
                 return self.lose(out, error, func)
             except Exception as error:  # of a rule, about arguments that it does not know
                 return self.lose(out, Unsupported(f"its arguments are not known: {error}"), func)
-        every = (out,) if isinstance(out, Tensor) else tensors(out)
+        every = (out,) if isinstance(out, Tensor) else [*tensors(out)]
         if type(axes) is list and len(axes) != len(every):
-            raise Unsupported("it has another number of results on other numbers")
-        for y in every:
-            axis = axes.pop(0) if type(axes) is list else axes
+            raise Unsupported("results that are there of some tensors only, as tangents")
+        for i, y in enumerate(every):
+            axis = axes[i] if type(axes) is list else axes
             graph = y.requires_grad
             if y.is_complex():
                 raise Unsupported("complex numbers")

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import storage_of, under, unwatched
-from invfunc.budget.fingerprint import settings
+from invfunc.budget.peak import settings
 
 _PLAIN = {int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, type(...)}
 

@@ -60,7 +60,7 @@ STATISTICS = {
     "noise_scale": lambda f: invfunc.noise_scale(each(f)),
     "diag_ggn": lambda f: invfunc.diag_ggn(f, F.cross_entropy),
     "drawn": lambda f: invfunc.diag_ggn(f, F.cross_entropy, mc_samples=4, with_error=True, generator=drawn()),
-    "kflr": lambda f: invfunc.kflr(f, F.cross_entropy),
+    "exact kfac": lambda f: invfunc.kfac(f, F.cross_entropy, fisher="exact"),
     "eigenpairs": lambda f: lambda *args: invfunc.eigenpairs(f, F.cross_entropy)(*args).values,
     "estimate_trace": lambda f: invfunc.estimate_trace(invfunc.ggnvp(f, F.cross_entropy), probes=4, generator=drawn()),
 }
@@ -101,7 +101,9 @@ class TestDevicesWithoutFloat64:
         assert_near(found, shares.var(0, correction=0), 1e-3)
 
     @pytest.mark.parametrize(
-        "of", [invfunc.batch_l2_grad, invfunc.gram, partial(invfunc.kronecker.kfoc, fisher="empirical")], ids=str
+        "of",
+        [invfunc.batch_l2_grad, invfunc.gram, partial(invfunc.kronecker.kfoc, fisher="empirical")],
+        ids=["batch_l2_grad", "gram", "kfoc"],
     )
     def test_have_products_that_cancel(self, of, monkeypatch):
         """Of positions that nearly cancel each other: products of positions in float32 would keep no digit."""

@@ -1,6 +1,7 @@
 """certified: what is found beside numbers that are not finite, kinks and small leaves, and in half precision."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -9,12 +10,12 @@ import torch.nn.functional as F
 import invfunc
 from invfunc import batch_grad, batch_l2_grad, certified, gram, operation, tree, variance
 from invfunc.errors import CertificateError
-from invfunc.testing.laws.rows import FACTORS, MODEL, ROWS
+from invfunc.testing.laws.rows import MODEL
 from invfunc.testing.models import Loss, Model, Problem
+from tests.alarms.calls import CERTIFIED
 from tests.certificates.test_certified import made, planted, same
 
 quick = pytest.mark.quick
-CERTIFIED = {n: row for n, row in ROWS.items() if row.gives != FACTORS and "with error" not in n}
 each_row = pytest.mark.parametrize("row", CERTIFIED.values(), ids=CERTIFIED)
 SEED = 7
 
@@ -112,13 +113,14 @@ class TestKinks:
         def off(x):
             return torch.cat([x[:-1], 1.01 * x[-1:]])
 
+        args = tree.map_tensors(lambda x: x.double(), self.args())  # of float32 the rounding at the kink hides it
         with planted(change), pytest.raises(CertificateError, match=rf"'{called}'"):
-            certified(t(self.f), generator=SEED)(*self.args())
+            certified(t(self.f), generator=SEED)(*args)
 
 
 class TestSmallLeaves:
     @pytest.mark.parametrize("scale", [1e-3, 1e-6])
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+    @pytest.mark.parametrize("dtype", [torch.float64])
     @pytest.mark.parametrize("t", [batch_grad, batch_l2_grad, variance, invfunc.sum_grad_squared])
     def test_are_looked_at_as_others(self, t, dtype, scale):
         def f(p, x, y):
@@ -149,36 +151,7 @@ class TestHalfPrecision:
 
 
 @quick
-class TestWhatDiffersFromCallToCall:
-    def test_by_a_rule_is_told(self):
-        g = torch.Generator()
-
-        @operation
-        def scaled(x, w):
-            return x * w
-
-        @scaled.share_of("w")
-        def _(cotangent, x, w):
-            return "vni,ni->i", cotangent * torch.rand((), generator=g), x
-
-        f = lambda w, x: scaled(x, w).square().sum(1)  # noqa: E731  (as users write it)
-        with pytest.raises(CertificateError, match="when it is computed again, at the same arguments"):
-            certified(variance(f), generator=SEED)(torch.ones(3), torch.rand(4, 3))
-
-    class Hidden:
-        """Where no generator is looked for."""
-
-        __slots__ = ("generator",)
-
-        def __init__(self):
-            self.generator = torch.Generator().manual_seed(0)
-
-    def test_by_a_function_is_told(self):
-        hidden = self.Hidden()
-        f = lambda w, x: (x @ w * torch.rand((), generator=hidden.generator)).square()  # noqa: E731
-        with pytest.raises(CertificateError, match="such as a torch.Generator of its own"):
-            certified(variance(f), generator=SEED)(torch.ones(3), torch.rand(4, 3))
-
+class TestGenerators:
     def test_by_a_generator_that_the_function_holds_is_the_same(self):
         """It is where t alone leaves it, also behind an error."""
         g = torch.Generator().manual_seed(0)
@@ -189,7 +162,7 @@ class TestWhatDiffersFromCallToCall:
         assert same(certified(batch_grad(f), generator=SEED)(*args), plain)
         assert torch.equal(g.get_state(), after)
         g.manual_seed(0)
-        with planted(lambda result: 2 * result), pytest.raises(CertificateError, match="single entries"):
+        with planted(lambda result: 2 * result), pytest.raises(CertificateError, match="by plain loops"):
             certified(batch_grad(f), generator=SEED)(*args)
         assert torch.equal(g.get_state(), after)
 
@@ -226,7 +199,7 @@ class TestPaths:
         assert re.fullmatch(path, told.value.path), told.value.path
 
     def test_name_the_vector(self):
-        product = invfunc.ggn_block_product(lambda w, x: x @ w, F.mse_loss)
+        product = invfunc.ggnvp(lambda w, x: x @ w, F.mse_loss, blocks=True)
         args = rand(3), rand(2, 3), rand(5, 3), rand(5)
         compute = type(product).compute
 
@@ -255,7 +228,7 @@ class TestRawErrorsOfOld:
         of = (model, loss) if len(row.forms) > 1 else (lambda p, x, y: loss(model(p, x), y),)
         certified(row.make(*of), generator=SEED)(params, *batch)
 
-    @pytest.mark.parametrize("product", [invfunc.hvp, invfunc.ggnvp, invfunc.fvp])
+    @pytest.mark.parametrize("product", [invfunc.hvp, invfunc.ggnvp, partial(invfunc.ggnvp, fisher="empirical")])
     def test_a_product_with_one(self, product):
         f = lambda p, x, y: squares({"w": p["w"] + p["none"].sum(), "v": p["v"]}, x, y)  # noqa: E731
         params = {**PARAMS, "none": torch.ones(0, dtype=torch.float64)}
@@ -313,7 +286,7 @@ class TestShapes:
     def test_of_samples_that_are_missing_or_come_twice(self, change):
         t = invfunc.sqrt_ggn(lambda p, x: torch.tanh(x @ p["w"]) @ p["v"], lambda z, y: (z - y).square())
         wrong = planted(lambda result: tree.map_tensors(change, result))
-        with wrong, pytest.raises(CertificateError, match=r"is among \[8, \d+\] numbers, but .* among \[8, 5\]"):
+        with wrong, pytest.raises(CertificateError, match=r"is among \[16, \d+\] numbers, but .* among \[16, 5\]"):
             certified(t, generator=SEED)(*ARGS)
 
 

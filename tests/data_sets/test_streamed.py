@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc
-from invfunc import streamed, tree
+from invfunc import distributed, streamed, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, SampleAxisError
 from invfunc.kronecker import Kronecker
 from invfunc.testing import assert_trees_close
@@ -215,7 +215,7 @@ class TestScale:
             with pytest.raises(SampleAxisError, match="a factor that depends"):
                 streamed(invfunc.batch_l2_grad(lambda *a: rounded(*a) / len(a[1])))(params, batches([5], *rest))
 
-    @pytest.mark.parametrize("make", [invfunc.diag_ggn, invfunc.kflr])
+    @pytest.mark.parametrize("make", [invfunc.diag_ggn, partial(invfunc.kfac, fisher="exact")])
     def test_weights_are_seen_of_a_loader_that_reuses_its_memory(self, data, make):
         params, x, _ = data
         parts = batches([3, 6], x, (torch.arange(9, device=x.device) >= 4).long())
@@ -430,8 +430,8 @@ class TestComposes:
 
 @pytest.mark.parametrize(
     "make",
-    [invfunc.variance, invfunc.diag_ggn, invfunc.kflr, partial(invfunc.ekfac, fisher="exact")],
-    ids=["variance", "diag_ggn", "kflr", "ekfac"],
+    [invfunc.variance, invfunc.diag_ggn, partial(invfunc.kfac, fisher="exact"), partial(invfunc.ekfac, fisher="exact")],
+    ids=["variance", "diag_ggn", "exact kfac", "ekfac"],
 )
 def test_memory_is_that_of_one_batch(make):
     rand = Numbers(0)
@@ -493,7 +493,7 @@ class TestTwoSweeps:
             streamed(t)(data[0], loader)
 
     def test_together_with_what_needs_one(self, data, t):
-        ts = invfunc.variance(losses), invfunc.ekfac(losses, fisher="exact"), invfunc.kflr(losses)
+        ts = invfunc.variance(losses), invfunc.ekfac(losses, fisher="exact"), invfunc.kfac(losses, fisher="exact")
         found = streamed(invfunc.together(*ts))(data[0], batches([2, 2, 5], *data[1:]))
         for one, wanted in zip(found, invfunc.together(*ts)(*data), strict=True):
             assert_trees_close(dense(one), dense(wanted), EXACT, FLOOR)
@@ -508,7 +508,11 @@ class TestTwoSweeps:
         t = invfunc.ekfac(lambda *args: (losses(*args), len(args[1])), fisher="exact", has_aux=True)
         assert streamed(t)(data[0], batches([2, 2, 4], *data[1:]))[1] == [2, 2, 5]
 
-    @pytest.mark.parametrize("make", [invfunc.kflr, partial(invfunc.ekfac, fisher="exact")], ids=["kflr", "ekfac"])
+    @pytest.mark.parametrize(
+        "make",
+        [partial(invfunc.kfac, fisher="exact"), partial(invfunc.ekfac, fisher="exact")],
+        ids=["exact", "ekfac"],
+    )
     def test_parameters_without_factors(self, data, make):
         def f(params, x):
             return x @ params["w"].exp() + params["b"]
@@ -574,3 +578,44 @@ class TestDrawn:
         before = torch.get_rng_state()
         streamed(of(mc_samples=1))(data[0], [data[1:]])
         assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.quick
+class TestReduction:
+    """A loss that is one number, of which the caller says that it is a sum."""
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            invfunc.variance,
+            invfunc.diag_ggn,
+            invfunc.batch_grad,
+            invfunc.hvp,
+            partial(invfunc.kfac, fisher="exact"),
+            partial(invfunc.ekfac, fisher="exact"),
+        ],
+        ids=["variance", "diag_ggn", "batch_grad", "hvp", "kfac", "ekfac"],
+    )
+    def test_it_is_that_of_all_samples(self, data, make):
+        t, params, rest = make(lambda *args: losses(*args).sum()), data[0], data[1:]
+        v = [params] if hasattr(t, "linearize") else []
+        wanted, parts = t(params, *v, *rest), batches([2, 5], *rest)
+        assert_trees_close(streamed(t, reduction="sum")(params, *v, parts), wanted, EXACT, FLOOR)
+        assert_trees_close(distributed(streamed(t, reduction="sum"))(params, *v, parts), wanted, EXACT, FLOOR)
+
+    def test_goes_on_from_a_file(self, data, tmp_path):
+        t, parts = invfunc.variance(lambda *args: losses(*args).sum()), batches([2, 5], *data[1:])
+        of = partial(streamed, t, reduction="sum", checkpoint=tmp_path / "state")
+        with pytest.raises(KeyError):
+            of()(data[0], (part if len(part[0]) < 4 else {}["lost"] for part in parts))
+        assert_trees_close(of()(data[0], parts), t(*data), EXACT)
+
+    def test_what_it_is_not_of(self, data):
+        parts = [data[1:]]
+        with pytest.raises(ArgumentError, match="Of a mean, return the sum"):
+            streamed(invfunc.variance(losses), reduction="mean")
+        with pytest.raises(ArgumentError, match=r"takes the \[N\] losses"):
+            streamed(invfunc.gram(losses), reduction="sum")
+        for t, v in ((invfunc.variance(losses), []), (invfunc.hvp(losses), [data[0]])):
+            with pytest.raises(ArgumentError, match="Leave reduction out"):
+                streamed(t, reduction="sum")(data[0], *v, parts)

@@ -1,5 +1,7 @@
 """Each tensor of a result has memory of its own: it can be written, or added up over machines, without the others."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +11,8 @@ from torch import nn
 
 import invfunc
 from invfunc import chunked, functional, together, tree
-from invfunc.testing.laws.effects import shared
-from invfunc.testing.laws.rows import BOTH, CASES
+from invfunc.testing.laws.compare import shared
+from invfunc.testing.laws.rows import BOTH, CASES, PRODUCTS
 from tests.strategies import Numbers, seeded
 
 
@@ -22,7 +24,6 @@ def losses(f):
     return lambda p, x, y: squares(f(p, x), y)
 
 
-PRODUCTS = ["hvp", "ggnvp", "fvp"]
 MODELS = {
     "linear": lambda: nn.Linear(2, 3),
     "chain": lambda: nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)),
@@ -71,12 +72,12 @@ def test_of_jacobians(problem):
     assert_apart(invfunc.batch_jacobian(lambda p, x: [f(p, x), f(p, x)])(params, x), (params, x))
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", ["hvp", "ggnvp", "ggnvp empirical"])
 @settings(max_examples=4)
 @given(problem=problems())
 def test_of_products(name, problem):
     f, params, *batch = problem
-    of = invfunc.fvp(losses(f)) if name == "fvp" else getattr(invfunc, name)(f, F.mse_loss)
+    of = PRODUCTS[name](*((losses(f),) if name.endswith("empirical") else (f, F.mse_loss)))
     v = tree.map_leaves(torch.ones_like, params)
     assert_apart(of(params, v, *batch), (params, v, batch))
     assert_apart(of.linearize(params, *batch)(v), (params, v, batch))
@@ -87,7 +88,7 @@ def test_of_products(name, problem):
 def test_of_blocks_and_estimates(problem):
     f, params, *batch = problem
     vs = tree.map_leaves(lambda p: torch.ones(2, *p.shape).to(p), params)
-    for block in (invfunc.ggn_block_product, invfunc.hessian_block_product):
+    for block in (partial(invfunc.ggnvp, blocks=True), partial(invfunc.hvp, blocks=True)):
         assert_apart(block(f, F.mse_loss)(params, vs, *batch), (params, vs, batch))
     of = invfunc.estimate_diagonal(invfunc.ggnvp(f, F.mse_loss), probes=3, generator=seeded())
     assert_apart(tuple(of(params, *batch)), (params, batch))
@@ -105,7 +106,11 @@ def test_of_linearize():
 @given(problem=problems())
 def test_of_several_together_and_in_chunks(problem):
     f, *args = problem
-    of = [invfunc.kflr(f, F.mse_loss), invfunc.kflr(f, F.mse_loss, joint=True), invfunc.diag_ggn(f, F.mse_loss)]
+    of = [
+        invfunc.kfac(f, F.mse_loss, fisher="exact"),
+        invfunc.kfac(f, F.mse_loss, joint=True, fisher="exact"),
+        invfunc.diag_ggn(f, F.mse_loss),
+    ]
     assert_apart(together(*of)(*args), args)
     assert_apart(chunked(together(*of), 2)(*args), args)
 
@@ -113,7 +118,7 @@ def test_of_several_together_and_in_chunks(problem):
 def test_of_a_bias_and_its_weight():
     """Added up over two machines in place, each is what it would be of twice the samples."""
     f, params = functional(nn.Linear(2, 3))
-    found = invfunc.kflr(f, F.mse_loss)(params, Numbers()(4, 2).float(), Numbers(1)(4, 3).float())
+    found = invfunc.kfac(f, F.mse_loss, fisher="exact")(params, Numbers()(4, 2).float(), Numbers(1)(4, 3).float())
     once = found["bias"].dense().clone()
     for x in tree.tensors(found):
         x.mul_(2)

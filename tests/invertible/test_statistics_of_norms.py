@@ -54,7 +54,7 @@ STATISTICS: dict[str, Callable[[Callable, Callable, Callable], Callable]] = {
         f, F.cross_entropy, mc_samples=2, generator=torch.Generator().manual_seed(3)
     ),
     "kfac": lambda f, loss, losses: i.kfac(f, F.cross_entropy, generator=torch.Generator().manual_seed(3)),
-    "kflr": lambda f, loss, losses: i.kflr(f, F.cross_entropy),
+    "exact kfac": lambda f, loss, losses: i.kfac(f, F.cross_entropy, fisher="exact"),
     "hvp": lambda f, loss, losses: lambda p, *batch: i.hvp(loss)(p, turned(p), *batch),
     "ggnvp": lambda f, loss, losses: lambda p, *batch: i.ggnvp(f, F.cross_entropy)(p, turned(p), *batch),
 }

@@ -8,9 +8,8 @@ from invfunc import (
     chunked,
     diag_ggn,
     diag_hessian,
-    ggn_block_product,
     ggnvp,
-    kflr,
+    kfac,
     outputs,
     sqrt_ggn,
     variance,
@@ -69,11 +68,9 @@ STATISTICS = {
     "columns": lambda *f: chunked(diag_ggn(*f), 2),
     "sqrt_ggn": lambda *f: lambda *args: ([s @ s.mT for s in _flat(sqrt_ggn(*f)(*args))]),
     "diag_hessian": lambda *f: diag_hessian(*f),
-    "kflr": lambda *f: lambda *args: {name: k.dense() for name, k in kflr(*f)(*args).items()},
+    "exact kfac": lambda *f: lambda *args: {name: k.dense() for name, k in kfac(*f, fisher="exact")(*args).items()},
     "ggnvp": lambda *f: lambda p, *args: ggnvp(*f)(p, V, *args),
-    "ggn_block_product": lambda *f: (
-        lambda p, *args: ggn_block_product(*f)(p, {k: v[None] for k, v in V.items()}, *args)
-    ),
+    "ggnvp of blocks": lambda *f: lambda p, *args: ggnvp(*f, blocks=True)(p, {k: v[None] for k, v in V.items()}, *args),
     "variance": lambda f, loss=None: variance(f if loss is None else lambda p, x, y: loss(f(p, x), y)),
 }
 

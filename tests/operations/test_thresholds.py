@@ -24,7 +24,6 @@ from invfunc import (
     functional,
     gram,
     kfac,
-    kflr,
     thresholds,
     variance,
 )
@@ -39,8 +38,8 @@ from invfunc.testing import (
     loop_kfac,
     loop_variance,
 )
-from invfunc.testing.laws.paths import generic
-from invfunc.testing.values import moved
+from invfunc.testing.laws.rows import generic
+from invfunc.testing.models import moved
 from tests.crossed import FAR, GATES_OF_PATCHES, HIGHEST, LOWEST, SIDES, sides, thresholds_at
 from tests.laws import RTOL, Expectation, composed, expectations, squares
 from tests.modules import of_module
@@ -242,7 +241,7 @@ class TestKFactors:
         f, _ = functional(built(called)[0])
         args, wanted = factors(called, sharing)
         with thresholds_at(**at):
-            for t in (kflr, partial(kfac, fisher="exact")):
+            for t in (partial(kfac, fisher="exact"), partial(kfac, fisher="exact")):
                 found = t(f, LOSSES[1], weight_sharing=sharing)(*moved(args, kind, "cpu"))
                 assert_factors(found, wanted, RTOL[kind], 1e-2)
 

@@ -123,7 +123,7 @@ class TestResults:
 
     def test_are_objects_of_their_own(self):
         net = network("perceptron")
-        t = invfunc.kflr(net.f, F.cross_entropy)
+        t = invfunc.kfac(net.f, F.cross_entropy, fisher="exact")
         c, y = compiled(t), Numbers(1).below(3, 4)
         first, second = c(net.params, net.x, y), c(net.params, net.x, y)
         assert hits(c) == 1

@@ -1,5 +1,7 @@
 """Calls that are repeated by a plan give what they give without it, of other numbers: every statistic and product."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,7 +45,7 @@ def test_is_the_call_itself_at_other_numbers(case):
     assert refused or hits(c) > 0 or draws_by_itself, whys(c)
 
 
-@pytest.mark.parametrize("make", [invfunc.diag_ggn, invfunc.batch_diag_ggn, invfunc.kflr])
+@pytest.mark.parametrize("make", [invfunc.diag_ggn, invfunc.batch_diag_ggn, partial(invfunc.kfac, fisher="exact")])
 def test_columns_by_structure_are_planned_where_they_are_checked_by_numbers(make):
     """Of a token head, which the loss transposes: that is looked at by numbers that are the same in each call."""
     sizes, rand = ((12, 24), (24, 3), (3, 24), (24, 40)), Numbers(0)
@@ -69,8 +71,10 @@ def test_columns_by_structure_are_planned_where_they_are_checked_by_numbers(make
 PRODUCTS = {
     "hvp": lambda f: invfunc.hvp(f, F.cross_entropy),
     "ggnvp": lambda f: invfunc.ggnvp(f, F.cross_entropy),
-    "fvp": lambda f: invfunc.fvp(f, F.cross_entropy),
-    "fvp drawn": lambda f: invfunc.fvp(f, F.cross_entropy, mc_samples=2, generator=torch.Generator().manual_seed(0)),
+    "ggnvp empirical": lambda f: invfunc.ggnvp(f, F.cross_entropy, fisher="empirical"),
+    "ggnvp drawn": lambda f: invfunc.ggnvp(
+        f, F.cross_entropy, mc_samples=2, generator=torch.Generator().manual_seed(0), fisher="mc"
+    ),
 }
 
 

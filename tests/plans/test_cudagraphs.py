@@ -213,9 +213,9 @@ class TestOnCUDA:
         [
             invfunc.variance(lambda p, x, y: F.cross_entropy(model(p, x), y, reduction="none")),
             invfunc.diag_ggn(model, F.cross_entropy),
-            invfunc.kflr(model, F.cross_entropy),
+            invfunc.kfac(model, F.cross_entropy, fisher="exact"),
         ],
-        ids=["variance", "diag_ggn", "kflr"],
+        ids=["variance", "diag_ggn", "exact kfac"],
     )
     def test_is_the_call_itself(self, cuda, t):
         c, earlier = compiled(t, backend="cudagraphs"), []

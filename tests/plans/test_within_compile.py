@@ -11,6 +11,8 @@ from tests.data_sets.test_streamed import linear, losses
 from tests.plans.calls import hits, loss, quietly
 from tests.strategies import Numbers, seeded
 
+pytestmark = pytest.mark.slow
+
 EXACT = 1e-12
 
 
@@ -33,7 +35,7 @@ MADE = {
     "diag_ggn": lambda: invfunc.diag_ggn(linear, F.cross_entropy),
     "together": lambda: invfunc.together(invfunc.batch_grad(losses), invfunc.diag_ggn(losses)),
     "chunked": lambda: invfunc.chunked(invfunc.diag_ggn(linear, F.cross_entropy), 2),
-    "kflr": lambda: invfunc.kflr(linear, F.cross_entropy),
+    "exact kfac": lambda: invfunc.kfac(linear, F.cross_entropy, fisher="exact"),
     "kfac": lambda: invfunc.kfac(linear, F.cross_entropy, fisher="exact"),
     "ekfac": lambda: invfunc.ekfac(losses, fisher="empirical"),
     "noise_scale": lambda: invfunc.noise_scale(losses),
@@ -138,7 +140,10 @@ def test_factors_know_what_they_are_of_and_multiply_in_the_graph(data):
     def model(p, x):
         return linear(p, (x @ p["first"]).tanh() @ p["second"])
 
-    t, c = invfunc.kflr(model, F.cross_entropy), compiled(invfunc.kflr(model, F.cross_entropy))
+    t, c = (
+        invfunc.kfac(model, F.cross_entropy, fisher="exact"),
+        compiled(invfunc.kfac(model, F.cross_entropy, fisher="exact")),
+    )
     ours = torch.compile(
         lambda p, *batch: (K := c(p, *batch), K["second"] @ p["second"]), fullgraph=True, backend="aot_eager"
     )
@@ -170,7 +175,7 @@ def test_another_shape_of_the_result_is_told():
 def test_what_is_no_tree_of_tensors_is_a_graph_break(kind, data):
     params, *args = data
     make = {
-        "factors": lambda: invfunc.kflr(linear, F.cross_entropy, joint=True),
+        "factors": lambda: invfunc.kfac(linear, F.cross_entropy, joint=True, fisher="exact"),
         "aux": lambda: invfunc.variance(lambda p, x, y: (losses(p, x, y), x.mean()), has_aux=True),
         "reduced": lambda: invfunc.reduced(invfunc.variance(losses), lambda path, v: v.sum()),
         "differentiable": lambda: invfunc.variance(losses),

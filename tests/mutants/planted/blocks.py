@@ -49,8 +49,8 @@ FAULTS = [
     Fault(
         "generators that f closes over are not replayed",
         "blocks/surroundings.py",
-        "        found += each.generators\n",
-        "",
+        "found += each.generators\n",
+        "pass\n",
         "blocks/test_replay.py::TestGenerators",
     ),
     Fault(
@@ -92,15 +92,15 @@ FAULTS = [
     Fault(
         "tensors that autograd saves may be others in the second evaluation",
         "blocks/run.py",
-        "if (found := [*map(_LIKE, collected)]) != wanted:",
-        "if len(found := [*map(_LIKE, collected)]) != len(wanted):",
+        "if (like := [*map(_LIKE, found)]) != wanted:",
+        "if len(like := [*map(_LIKE, found)]) != len(wanted):",
         "invertible/test_errors.py::TestChanges " + AGAIN,
     ),
     Fault(
         "fewer tensors may be saved in the second evaluation",
         "blocks/run.py",
-        "if (found := [*map(_LIKE, collected)]) != wanted:",
-        "if (found := [*map(_LIKE, collected)]) != wanted[: len(collected)]:",
+        "if (like := [*map(_LIKE, found)]) != wanted:",
+        "if (like := [*map(_LIKE, found)]) != wanted[: len(like)]:",
         "invertible/test_errors.py::TestChanges " + AGAIN,
     ),
     Fault(
