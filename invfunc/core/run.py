@@ -12,7 +12,7 @@ the run, and all that is noted is taken out of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -90,6 +90,7 @@ from invfunc.core.uses import WHOLE, Block, Copies, Pair, Shared, Use
 from invfunc.core.written import into_view, set_derived, set_item, set_parameter, unchanged
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.recurrent import AT_ONCE, steps_at_once
+from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.reductions.lots import Lot
 
 Tensor = torch.Tensor
@@ -98,6 +99,10 @@ TABLES = {torch.nn.functional.embedding: 3, torch.nn.functional.embedding_bag: 3
 """Operations of tables of parameters, and where their `max_norm` is."""
 PICKING = INDEXES | {SET}
 """Operations whose index is one of their arguments, which weighs nothing."""
+
+
+class Unreplayed(Unsupported):
+    """Raised where a checkpoint has to be evaluated again as it was followed."""
 
 
 class Run(TorchFunctionMode):
@@ -157,6 +162,8 @@ class Run(TorchFunctionMode):
         """Whether there was such a dim."""
         self.alone = True
         """Whether one vector is pulled back at a time."""
+        self.replays = False
+        """Whether checkpoints are evaluated again as they were followed."""
         self.func: Any = None
         self._stack = ExitStack()
         self._enter: Callable = Tensor.detach
@@ -368,8 +375,8 @@ class Run(TorchFunctionMode):
                 return own.followed(self, func, args, kwargs, data, params)
             inner = self.at_once(func, args, data, params) or composed(func)
             if inner is not None:
-                if checkpointing():
-                    raise Unsupported("it is inside of a checkpoint, whose second run is not followed")
+                if checkpointing() and not self.replays:
+                    raise Unreplayed("it is inside of a checkpoint, whose second run is not followed")
                 with self:
                     return self.seen(inner(*args, **kwargs), func)
         self.func = func
@@ -748,6 +755,28 @@ class Composed(TorchFunctionMode):
         for x in tensors(out) if params and len(params) == len(read) else ():
             vars(x)["_known"] = vars(params[0])["_known"]
         return out
+
+
+class Replays(TorchFunctionMode):
+    """Lets torch.utils.checkpoint evaluate again in the operations in which a run follows f."""
+
+    def __init__(self, twice: bool) -> None:
+        """`twice` says that these are in a form that can be differentiated twice."""
+        super().__init__()
+        self.twice = twice
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        hooks = saving_hooks() if checkpointing() else None
+        if hooks is None:
+            return func(*args, **(kwargs or {}))
+        pack, unpack = hooks
+
+        def again(held: Any) -> Tensor:
+            with TwiceDifferentiable() if self.twice else nullcontext(), Composed():
+                return unpack(held)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, again):
+            return func(*args, **(kwargs or {}))
 
 
 def _grown(shape: Any, before: Any, n: int) -> int | None:
