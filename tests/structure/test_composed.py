@@ -112,7 +112,7 @@ def test_several_statistics_at_once(data):
 @given(data=st.data())
 def test_what_is_kept_of_each_parameter(data):
     functions, args = arranged(data, data.draw(ANY))
-    made = STATISTICS[data.draw(st.sampled_from(["diag_ggn", "batch_diag_ggn"]))]
+    made = STATISTICS[data.draw(st.sampled_from(["diag_ggn", "diag_ggn of each"]))]
     assert_as_dense(lambda method: reduced(made(*functions, method=method), lambda path, x: len(path) * x.sum()), args)
 
 
