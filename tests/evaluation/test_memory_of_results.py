@@ -11,7 +11,7 @@ from torch import nn
 
 import invfunc
 from invfunc import chunked, functional, together, tree
-from invfunc.testing.laws.effects import shared
+from invfunc.testing.laws.compare import shared
 from invfunc.testing.laws.rows import BOTH, CASES, PRODUCTS
 from tests.strategies import Numbers, seeded
 

@@ -12,7 +12,7 @@ from invfunc.errors import ArgumentError
 from invfunc.kronecker import kfoc
 from invfunc.loss.drawn import by
 from invfunc.testing import assert_trees_close
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests.strategies import Numbers, seeded
 
 PARAMS, X, Y = {"w": Numbers()(3, 2), "b": Numbers(1)(2)}, Numbers(2)(4, 3), Numbers(3)(4, 2).sigmoid()

@@ -16,7 +16,7 @@ from invfunc import eigenpairs, ggnvp, kronecker, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, SampleAxisError, SplitError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.memory import peak_memory
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests import matrices
 from tests.laws import composed
 from tests.matrices import assert_near, flat, shaped

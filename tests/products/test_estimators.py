@@ -14,7 +14,7 @@ from invfunc import diag_ggn, estimate_diagonal, estimate_trace, ggn_trace, ggnv
 from invfunc.errors import ArgumentError, ArgumentTypeError, MissingExtraError
 from invfunc.reductions.estimate import Estimate
 from invfunc.testing import assert_trees_close
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests import matrices
 from tests.matrices import assert_near, flat
 from tests.networks import LOSSES, network, networks, total

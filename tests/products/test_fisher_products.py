@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from invfunc import batch_grad, diag_ggn, ggnvp, tree
 from invfunc.testing import assert_trees_close
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests import matrices
 from tests.laws import composed
 from tests.matrices import assert_near, directions, flat

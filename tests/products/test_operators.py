@@ -14,7 +14,7 @@ from scipy.sparse.linalg import LinearOperator, aslinearoperator, cg, eigsh, lob
 import invfunc
 from invfunc import ggnvp, hvp, linear_operator, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, MissingExtraError
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests import matrices
 from tests.matrices import assert_near, flat, shaped
 from tests.networks import LOSSES, network, networks

@@ -23,7 +23,7 @@ from invfunc import (
 )
 from invfunc.errors import ConvexityError
 from invfunc.testing import assert_trees_close
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests import matrices
 from tests.criteria import after_logarithms, cross_entropies, elementwise, model
 from tests.laws import composed
