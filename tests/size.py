@@ -57,6 +57,9 @@ CEILINGS = {
 }
 """Who needs more takes away elsewhere, or states a better reason here."""
 
+NAMES = 50
+"""Top-level names at most: peers have 5 to 35. What few look for is an option, or in `pairs`, `kronecker`, `errors`."""
+
 CALLS = {
     "variance": (invfunc.variance, 397, 27, 22),
     "batch_l2_grad": (invfunc.batch_l2_grad, 383, 26, 22),
