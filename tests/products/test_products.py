@@ -151,7 +151,9 @@ class TestStatistics:
 
 
 class TestVectors:
-    @pytest.mark.parametrize("product", [hvp, ggnvp, partial(ggnvp, fisher="empirical")], ids=["hvp", "ggnvp", "fisher"])
+    @pytest.mark.parametrize(
+        "product", [hvp, ggnvp, partial(ggnvp, fisher="empirical")], ids=["hvp", "ggnvp", "fisher"]
+    )
     def test_a_product_is_linear_and_the_same_for_several(self, product):
         net, loss = network("convolution", 4), LOSSES[0]
         args, rows = (net.params, net.x, loss.target(Numbers(1), 4)), vectors(net.params, 5)
