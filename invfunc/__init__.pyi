@@ -665,7 +665,14 @@ def sqrt_ggn(
     has_aux: bool = ...,
 ) -> Statistic: ...
 def streamed(
-    t: _S, *, device: Any = ..., progress: bool = ..., checkpoint: Any = ..., every: float = ..., out: Any = ...
+    t: _S,
+    *,
+    device: Any = ...,
+    progress: bool = ...,
+    checkpoint: Any = ...,
+    every: float = ...,
+    out: Any = ...,
+    reduction: Literal["sum"] | None = ...,
 ) -> _S: ...
 @overload
 def sum_grad_squared(f: Callable[..., Any], *, samples: Indices | None = ..., in_dims: InDims = ...) -> _LikeParams: ...

@@ -158,7 +158,7 @@ def apart(problem: Problem) -> Iterator[Claim]:
 
 
 def _mixes(problem: Problem) -> str:
-    """What mixes the samples of a scalar loss, which is not the sum or mean of its values for each of them."""
+    """Tells what mixes the samples of a scalar loss, which is not the sum or mean of its values for each of them."""
     try:
         one(problem, "batch_grad").itself()
     except SampleAxisError as error:
@@ -300,7 +300,7 @@ def agreement(problem: Problem) -> Iterator[Claim]:
 
 
 VECTORS = 2
-"""How many vectors are multiplied: numbers in all entries, and a one at one of the entries."""
+"""The number of vectors that are multiplied: numbers in all entries, and a one at one of the entries."""
 
 
 def vectors(problem: Problem) -> list[Any]:

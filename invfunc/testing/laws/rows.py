@@ -33,9 +33,9 @@ from invfunc.testing.oracles import (
 )
 
 LOSS, MODEL, BOTH = "of a loss", "of a model", "of a model and its loss"
-"""What a statistic is made of: `(f)` of a loss function, `(f)` of a model function, `(f, loss)`."""
+"""The functions that a statistic is made of: `(f)` of a loss function, `(f)` of a model function, `(f, loss)`."""
 LEAVES, TREES, WHOLE, FACTORS = "leaves", "trees", "whole", "factors"
-"""What it gives: a tensor for each parameter, a tuple of results, one tensor for all parameters, K-factors."""
+"""The results: a tensor for each parameter, a tuple of results, one tensor for all parameters, K-factors."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,17 @@ class Row:
     """Its oracle `loop(*functions, samples=...)`, of the first form and of the last; K-factors have one of modules, in
     their own laws."""
     of_shares: Callable | None = None
-    """What it is of the per-sample gradients, a tensor `[N, *p]` or a tree of them; None unless it is first-order."""
+    """The statistic, if it is first-order, as a function of per-sample gradients `[N, *p]` or of a tree of them."""
     of_each: Callable | None = None
-    """What it is of the diagonals of the GGN of each sample, a tree of `[N, *p]`; None if it is of no GGN."""
+    """The statistic, if it is of a GGN, as a function of the diagonals of each sample, a tree of `[N, *p]`."""
     hessian: bool = False
-    """Whether it is of the Hessian of the whole function."""
+    """True if it is of the Hessian of the whole function."""
     axes: tuple[AxisName, ...] = ("samples", "params")
-    """What `chunked` divides."""
+    """The axes that `chunked` divides."""
     drawn: bool = False
-    """Whether its columns are drawn, for which the loss has to have a sampler."""
+    """True if its columns are drawn, for which the loss has to have a sampler."""
     fewest: int = 1
-    """How many samples it has to be of."""
+    """The fewest samples that it may be of."""
     picks: Callable | None = None
     """`picks(result, index)`: the result for samples in another order, or for some of them; None if it is a sum."""
 
