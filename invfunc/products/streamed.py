@@ -27,7 +27,7 @@ from invfunc.reductions.exchange import Sums as OfAll
 def evaluated(
     product: Product, vectors: list[torch.Tensor], lead: int, args: tuple, kwargs: dict[str, Any], names: Any
 ) -> tuple[Given, list[torch.Tensor], Any]:
-    """What is given with a batch, the product with it, and aux."""
+    """Inputs of a batch, the product with it, and aux."""
     given, _ = product.given(args, kwargs, names)
     return given, *product.directly(given, vectors, lead)
 
@@ -65,9 +65,9 @@ class Sums:
         self.evaluated, self.reduction = plans or evaluated, reduction
         self.processes, self.before, self.divided = processes, before, divided
         self.n = counted
-        """How many samples there were the first time."""
+        """Number of samples the first time."""
         self.apart = False
-        """Whether f has been seen to keep samples apart."""
+        """Tells whether f has been seen to keep samples apart."""
         self.aux: list[Any] = []
 
     def along(self, vectors: list[torch.Tensor], lead: int) -> list[torch.Tensor]:
@@ -140,7 +140,7 @@ class Products:
         return given.n
 
     def _of_batch(self, args: tuple, n: int) -> tuple[tuple[Given, list[torch.Tensor]], Any]:
-        """What is given behind n samples, and the product with it; aux."""
+        """Inputs behind n samples, and the product with them; aux."""
         product = self.of.behind(n)
 
         def compute(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[tuple[Given, list[torch.Tensor]], Any]:
@@ -162,7 +162,7 @@ class Products:
         kwargs: dict[str, Any],
         names: Any,
     ) -> tuple[Given, list[torch.Tensor], Any]:
-        """What is given, the product of one vector but for what `parts` take of it, and aux."""
+        """Inputs, the product of one vector but for what `parts` take of it, and aux."""
         given, _ = product.given(args, kwargs, names)
         given.scope.parts = parts
         linear, aux = product.recorded(given)
@@ -175,7 +175,7 @@ class Products:
         )
 
     def _weight(self, given: Given) -> int:
-        """What the loss of a batch has to be multiplied with so that it is a sum over its samples."""
+        """Factor with which the loss of a batch is a sum over its samples."""
         if given.losses.ndim:
             if self.weights.reduction is not None:
                 raise not_scalar(self.weights.reduction)
@@ -206,13 +206,13 @@ def keys_of(product: Product) -> list[int]:
 
 
 def options_of(product: Product) -> str:
-    """What tells a product from others, in every process."""
+    """Description that tells a product from others, in every process."""
     drawn = product.drawing and (product.drawing.count, product.drawing.sample)
     return f"{described(product)} {described([product.degree, drawn, product.in_dims, product.out_dims])}"
 
 
 def identity_of(product: Product, params: Any, v: Any, kwargs: dict[str, Any]) -> dict[str, str]:
-    """What a call has to have like one before that it goes on from, beside its batches."""
+    """Descriptions that a call has to share with one before that it goes on from, beside its batches."""
     given = {"the product": options_of(product), "keyword arguments": described(kwargs)}
     return {**given, **named("params", params), **named(product.vector, v)}
 
