@@ -277,7 +277,7 @@ class Form:
     structure: Any
     others: tuple
     places: tuple[int, ...]
-    """Where the tensors are among the leaves."""
+    """Places of the tensors among the leaves."""
 
     def join(self, values: Iterable[Any]) -> Tree:
         """The tree again, with other tensors."""
@@ -298,7 +298,7 @@ class Form:
 
 
 _ONE = Form(None, (None,), (0,))
-"""That of a tensor."""
+"""Form of a tensor."""
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
 
 
@@ -324,16 +324,19 @@ def separate(tree: Tree) -> tuple[list[torch.Tensor], Form]:
 
 def snapshot(tree: Tree) -> Tree | None:
     """The tree with copies of its lists and dicts; None if it has nodes beside these and tuples."""
-    kind = type(tree)
-    if kind in _PLAIN or (kind is tuple and _PLAIN.issuperset(map(type, tree))):
-        return tree
-    if kind is not dict and kind is not list and kind is not tuple:
+    try:
+        return tree if type(tree) in _PLAIN else _copied(tree)
+    except _Other:
         return None
-    branches = tree.values() if kind is dict else tree
-    parts = [branch if type(branch) in _PLAIN else snapshot(branch) for branch in branches]
-    if any([part is None and branch is not None for part, branch in zip(parts, branches, strict=True)]):
-        return None
-    return dict(zip(tree, parts, strict=True)) if kind is dict else kind(parts)
+
+
+def _copied(branch: Any) -> Any:
+    kind = type(branch)
+    if kind is tuple or kind is list:
+        return kind([part if type(part) in _PLAIN else _copied(part) for part in branch])
+    if kind is dict:
+        return {key: part if type(part) in _PLAIN else _copied(part) for key, part in branch.items()}
+    raise _Other
 
 
 def register_tuple(kind: Class) -> Class:

@@ -53,6 +53,7 @@ def least_of(t, args):
 
 
 class TestResults:
+    @pytest.mark.slow
     @pytest.mark.parametrize("case", CASES)
     def test_are_those_of_the_statistic(self, case):
         row, form = CASES[case]
@@ -163,8 +164,12 @@ class TestPromises:
     @pytest.mark.parametrize("factor", [1.0, 1.3])
     @pytest.mark.parametrize(
         "t",
-        [invfunc.diag_ggn(model, F.cross_entropy), invfunc.batch_grad(loss), invfunc.kflr(model, F.cross_entropy)],
-        ids=["diag_ggn", "batch_grad", "kflr"],
+        [
+            invfunc.diag_ggn(model, F.cross_entropy),
+            invfunc.batch_grad(loss),
+            invfunc.kfac(model, F.cross_entropy, fisher="exact"),
+        ],
+        ids=["diag_ggn", "batch_grad", "kfac"],
     )
     def test_live_bytes_are_within(self, t, factor):
         args = wide(40)
@@ -317,6 +322,7 @@ def test_calls_of_a_process_take_no_more_than_was_promised(name, size):
     assert 0.3 * promised <= max(taken) <= promised <= size * 2**20, (taken, why)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the memory of a process is read from /proc")
 def test_chunks_of_samples_bound_the_memory_of_activations():
     program = [sys.executable, "-m", "tests.budget.first_call"]

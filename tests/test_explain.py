@@ -85,14 +85,6 @@ def test_of_all_columns(why):
     assert why in found.why and found.passes in (3, found.columns) and not found.parts
 
 
-def test_consumes_no_random_numbers():
-    f, args = local()
-    state = torch.get_rng_state()
-    with always():
-        explain(diag_ggn(f, F.mse_loss))(*args)
-    assert torch.equal(state, torch.get_rng_state())
-
-
 def test_draws_from_no_generator():
     f, args = local()
     generator = torch.Generator().manual_seed(3)
@@ -200,14 +192,6 @@ def test_it_is_what_is_done(called, net, shorter):
         assert found.passes in (columns, pullbacks) if "chunked" in found.name else found.passes == columns
 
 
-@pytest.mark.parametrize("n", [1, 2, 7])
-def test_chunks_are_as_many_as_were_asked_for(n):
-    f, args = arranged(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 30), x=torch.randn(16, 20))
-    found = explain(chunked(diag_ggn(f, F.mse_loss), n))(*args)
-    assert found.passes == found.pullbacks == n and found.columns == 30
-    assert explain(chunked(diag_ggn(f, F.mse_loss), 1000))(*args).passes == 30
-
-
 def test_which_parameters_are_fast():
     own = operation(lambda x, w: (x * w).sin())
 
@@ -227,14 +211,6 @@ def test_which_parameters_are_fast():
         assert ways["params['far']"][0] == "fast" and ways["params['unread']"] == ("unread", (), ())
         assert ways["params['own']"][0] == "generic" and "operation" in ways["params['own']"][2][0]
         assert "params['own']     generic  operation" in str(found) and repr(found) == str(found)
-
-
-def test_where_f_cannot_be_followed():
-    def f(p, x):
-        return torch.func.vmap(lambda x: x @ p["w"])(x)
-
-    found = explain(batch_grad(losses(f)))({"w": torch.randn(3, 2)}, torch.randn(4, 3), torch.randn(4, 2))
-    assert [(q.way, q.generic) for q in found.params] == [("generic", ("f",))]
 
 
 def test_of_the_members():

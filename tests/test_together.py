@@ -8,17 +8,15 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch.func import grad, vmap
 
 import invfunc
 from invfunc import chunked, reduced, together, tree
 from invfunc.core.evaluate import of_each_kind
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.paths import in_blocks
-from invfunc.testing.laws.rows import BOTH, FACTORS, FIRST_ORDER, MODEL, ROWS, rows
+from invfunc.testing.laws.rows import BOTH, FACTORS, FIRST_ORDER, MODEL, ROWS, in_blocks, rows
 from tests.laws import composed
-from tests.networks import LOSSES, network, networks, samples_loss, total
+from tests.networks import LOSSES, network, networks, samples_loss
 from tests.strategies import Numbers
 
 EXACT, FLOOR = 1e-9, 1e-6
@@ -85,13 +83,6 @@ class TestEqualsEachAlone:
         makers = [(FIRST | SECOND)[name] for name in names]
         args = (net.params, net.x, loss.target(Numbers(1), n))
         assert_as_alone(makers, (composed(net.f, loss),), args, of)
-
-    @settings(max_examples=12)
-    @given(called=st.sampled_from(LINEAR), names=some(SECOND), of=PATHS, n=st.integers(2, 4))
-    def test_of_a_model_with_its_loss(self, called, names, of, n):
-        net, loss = network(called, n), LOSSES[n % 3]
-        makers = [SECOND[name] for name in names]
-        assert_as_alone(makers, (net.f, loss), (net.params, net.x, loss.target(Numbers(1), n)), of)
 
     @settings(max_examples=8)
     @given(net=networks(), names=some(OF_MODELS), of=PATHS)
@@ -187,19 +178,6 @@ class TestOptions:
         t = invfunc.diag_ggn(f, F.mse_loss, **options), invfunc.diag_hessian(f, F.mse_loss, **options)
         args = (X.T, W, V, Y)
         assert_trees_close(together(*t)(*args), tuple(one(*args) for one in t), EXACT)
-
-
-class TestDerivatives:
-    t = invfunc.sum_grad_squared(loss), invfunc.diag_ggn(loss), invfunc.diag_hessian(loss)
-
-    def test_by_torch_func(self):
-        wanted = grad(lambda w: total([one(w, X, Y) for one in self.t]))(W)
-        assert_trees_close(grad(lambda w: total(together(*self.t)(w, X, Y)))(W), wanted, EXACT)
-
-    def test_under_vmap(self):
-        several = torch.stack([W, 2 * W])
-        wanted = tuple(torch.stack([one(w, X, Y) for w in several]) for one in self.t)
-        assert_trees_close(vmap(together(*self.t), in_dims=(0, None, None))(several, X, Y), wanted, EXACT)
 
 
 class TestRefusals:

@@ -24,7 +24,7 @@ from invfunc.transform import Transform
 SEEDS = range(2**63)
 """The seeds that a generator takes."""
 ROUNDINGS = 8
-"""How many times the rounding of the loops a result may be off: its terms come in another order."""
+"""The factor between the rounding of a result and that of its loops: its terms come in another order."""
 LOST = 2.0**-48
 """The part of the largest number that is lost in rounding even in float64."""
 
@@ -122,7 +122,7 @@ def certified(
 
 
 def needed(confidence: float, share: float) -> int:
-    """How many entries find a fault in a `share` of them with this confidence: `(1 - share)^k <= 1 - confidence`."""
+    """The number k of entries that find a fault in a `share` of them: `(1 - share)^k <= 1 - confidence`."""
     k = math.log1p(-confidence) / math.log1p(-share) - 1e-9
     return math.ceil(min(k, sys.maxsize))
 
@@ -141,7 +141,7 @@ def _nothing_to_compare(t: Statistic | Product) -> str:
     if isinstance(t, Product):
         if t.drawing is not None:
             return DRAWN
-        if getattr(t.record, "func", t.record) in PRODUCTS:
+        if t.record in PRODUCTS:
             return ""
         return "its matrix is made of parts that no derivative of f is. Certify the product with the GGN of the same f."
     if t.options.reduce is not None:

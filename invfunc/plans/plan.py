@@ -80,7 +80,7 @@ class Plan:
         given = (*tensors, *(source() for source in self.sources))
         before, fake = [(g, state_of(g)) for g in self.drew], FakeTensorMode(allow_non_fake_inputs=True)
         with computed(self.inference), fake, Alive() as alive:
-            self.module.forward(*[fake.from_tensor(x) for x in given])
+            self.module.forward(*tree.map_tensors(fake.from_tensor, given))
         set_states(before)
         return alive.most
 

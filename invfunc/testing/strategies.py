@@ -1,4 +1,4 @@
-"""What hypothesis draws for tests of functions of parameters: trees, models, losses, chunkings, invertible functions.
+"""Strategies of hypothesis for functions of parameters: trees, models, losses, chunkings, invertible functions.
 
 Each value is small, is drawn simple first, and prints as a line of code that makes it again, numbers and all:
 
@@ -17,9 +17,21 @@ from typing import Any
 import torch
 
 from invfunc._extras import extra
-from invfunc.testing.invertibles import PAIRS, Pair
-from invfunc.testing.models import FAMILIES, LOSS_FUNCTIONS, Loss, Model, Problem
-from invfunc.testing.values import Numbers, Parameters, Shape, Tied, option, seeded
+from invfunc.testing.models import (
+    FAMILIES,
+    LOSS_FUNCTIONS,
+    PAIRS,
+    Loss,
+    Model,
+    Numbers,
+    Pair,
+    Parameters,
+    Problem,
+    Shape,
+    Tied,
+    option,
+    seeded,
+)
 
 st: Any = extra("hypothesis.strategies", "testing")
 

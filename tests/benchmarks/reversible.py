@@ -1,4 +1,4 @@
-"""The tables of a reversible chain: time, memory at two depths, and what a block costs at least."""
+"""The tables of a reversible chain: time, and memory at two depths."""
 
 from __future__ import annotations
 
@@ -21,14 +21,11 @@ from .report import Cells, announce, difference_cell, mebibytes, number, over, p
 WIDTH, ROWS = 512, 4096
 SMALL = 4, WIDTH, ROWS // 4
 """Depth, width and rows of a chain whose gradients are compared."""
-TINY = 10, 8, 4
-TINY_ROUNDS = 10
-"""Of calls, for each round that is asked for."""
 WARM = 2
-"""How many calls come before those that are timed."""
+"""Number of calls before those that are timed."""
 SHALLOW, DEEP = 8, 64
 GROWTH = 5
-"""How many per cent more memory the deep chain may take."""
+"""Per cent more memory that the deep chain may take."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Row:
     most: float | None = None
     """Times the plain way, or MiB, according to the table."""
     deep: bool = True
-    """Whether a deep chain is worth its time."""
+    """True if a deep chain is worth its time."""
 
     @property
     def name(self) -> str:
@@ -72,12 +69,10 @@ TIMES = [
 ]
 SMALL_TIMES = [
     *[Row(BACKWARD, way) for way in (ways.PLAIN, ways.PLAIN_ONE, ways.CHECKPOINT, ways.MEMCNN, ways.INVTORCH)],
-    Row(BACKWARD, ways.BARE),
     *[Row(BACKWARD, way, 2.4) for way in (ways.MERGED, ways.MERGED_ONE, ways.MODULES)],
     *[Row(BACKWARD, way, 2.9) for way in (ways.GENERIC, ways.GENERIC_MODULES)],
     *[Row(BACKWARD, way, 2.2) for way in (ways.CHAINED, ways.REPEATED)],
     Row(GRAD, ways.PLAIN),
-    Row(GRAD, ways.BARE_VJP),
     *[Row(GRAD, way, 3) for way in (ways.MERGED, ways.GENERIC, ways.CHAINED)],
 ]
 WIDE_TIMES = [
@@ -119,11 +114,6 @@ MEMORY = [
         for row in (Row(kind, ways.PLAIN, deep=False), Row(kind, ways.MERGED), Row(kind, ways.CHAINED))
     ],
 ]
-TINIES = [
-    Row(kind, way)
-    for kind in (BACKWARD, GRAD)
-    for way in (ways.PLAIN, ways.CHECKPOINT, ways.MERGED, ways.GENERIC, ways.CHAINED, ways.REPEATED)
-]
 MEMORY_CASES = {(row.name, str(d)): row for d in (DEEP, SHALLOW) for row in MEMORY if row.deep or d == SHALLOW}
 """The long ones first."""
 MEMORY_TABLE = "chain_memory"
@@ -151,10 +141,10 @@ def activation_memory(case: tuple[str, str], device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Compared:
-    """How far the gradients of the rows of a table are apart."""
+    """Differences between the gradients of the rows of a table."""
 
     rows: list[Row]
-    """Those that neither fail nor are missing."""
+    """Rows that neither fail nor are missing."""
     differences: dict[str, float]
     failures: dict[str, str]
     """The words of a peer that fails."""
@@ -168,7 +158,7 @@ class Compared:
         return {"difference": difference_cell(self.differences.get(row.name))}
 
     def print_rest(self, *remarks: str) -> None:
-        """What is to be said below a table."""
+        """Print the remarks below a table."""
         for row, words in self.failures.items():
             print(f"{row} fails: {words}")
         print(
@@ -235,25 +225,6 @@ def _times(name: str, options: argparse.Namespace) -> None:
     )
 
 
-def _tiny(name: str, options: argparse.Namespace) -> None:
-    """Seconds of a chain whose arithmetic takes no time."""
-    depth, width, rows = TINY
-    device, calls = options.device, options.repeats * TINY_ROUNDS
-    chain = Chain(*TINY, device)
-    compared = _compare(name, TINIES, chain)
-    seconds = _seconds(name, compared, chain, calls, device)
-    title = f"forward and backward of {depth} additive couplings, width {width}, N = {rows}"
-    print(f"{name}: what a block costs at least: {title}; {device}, one thread, median of {calls} calls")
-    micro = {row: second / depth * 1e6 for row, second in seconds.items()}
-    lines = []
-    for row in TINIES:
-        cells = {"": row.name, "us a block": number(micro[row.name], 1)}
-        cells["more than plain"] = number(micro[row.name] - micro[row.plain], 1)
-        lines.append(cells | compared.cell(row))
-    print_table(lines)
-    compared.print_rest()
-
-
 def _memory(name: str, options: argparse.Namespace) -> None:
     """The memory of a chain at two depths, a process a case."""
     if options.no_memory:
@@ -287,6 +258,5 @@ def _memory(name: str, options: argparse.Namespace) -> None:
 REVERSIBLE: dict[str, Callable[[str, argparse.Namespace], None]] = {
     **dict.fromkeys(TIMED, _times),
     MEMORY_TABLE: _memory,
-    "tiny_chain": _tiny,
 }
-"""What prints each table."""
+"""Functions that print each table."""

@@ -202,15 +202,3 @@ def test_a_chain_beside_a_hessian(order):
     made, y = [diag_hessian(f, F.mse_loss), kfra(f, F.mse_loss)][::order], Numbers(8)(5, 2)
     found = together(*made)(params, X, y)[::order]
     assert_trees_close(found[0], dense_diag_hessian(f, F.mse_loss)(params, X, y), 1e-10)
-
-
-def test_a_slope_that_keeps_its_graph_because_of_what_f_closes_over():
-    """A parameter made inside, which is drawn: the gradient of the loss is a constant all the same."""
-
-    def f(w, x):
-        nn.Linear(1, 1)
-        return x @ w.exp()
-
-    found = diag_hessian(f, squares)(W, X, torch.zeros(5, 4).double())
-    wanted = dense_diag_hessian(lambda w, x: x @ w.exp(), squares)(W, X, torch.zeros(5, 4).double())
-    assert_trees_close(found.detach(), wanted, 1e-10)

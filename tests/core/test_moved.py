@@ -35,10 +35,6 @@ def weighted(losses):
     return lambda w, x, i, k: (losses(w, x, i, k) * k)[k.argsort()].sum() / len(x)
 
 
-def middle(g):
-    return float(g.flatten(1).norm(dim=1).median())
-
-
 STATISTICS = {
     **{name: (row.make, row.of_shares) for name, row in FIRST_ORDER.items()},
     "in chunks": (lambda f: chunked(batch_grad(f), 2, over="samples"), lambda g: g),

@@ -16,7 +16,7 @@ import invfunc as i
 from invfunc import tree
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import BOTH, FACTORS, FIRST_ORDER, LEAVES, LOSS, MODEL, WHOLE, Row, rows
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests.invertible.test_composition import Module, steps, turned
 from tests.invertible_cases import FLOOR, RTOL, Sizes, Twins, sizes, twins
 from tests.strategies import Numbers
@@ -166,6 +166,7 @@ def test_of_a_module_that_uses_blocks(of, dtype, device):
     assert_trees_close(found(pair.g), found(pair.f), RTOL[dtype], FLOOR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS)
 def test_of_each_layer_in_a_block(layer, dtype, device):
     """What a statistic writes out, or evaluates by another form, is evaluated so again."""

@@ -98,6 +98,7 @@ def of_a_process():
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there is no meter")
 def test_memory_does_not_grow_with_depth():
     """One test, as each process of pytest-xdist that has one of several would measure all."""

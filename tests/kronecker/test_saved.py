@@ -65,6 +65,7 @@ def test_factors_are_loaded_as_they_were(made):
     assert forms(found) == forms(factors)
 
 
+@pytest.mark.slow
 def test_and_in_a_process_that_imports_invfunc(tmp_path):
     factors = MADE["exact kfac, joint"]()
     more = kronecker.eigen(factors)

@@ -130,6 +130,7 @@ def plan_of(calls):
     return entry.plan
 
 
+@pytest.mark.slow
 def test_inductor_is_the_call_up_to_rounding():
     t, c = invfunc.variance(loss), compiled(invfunc.variance(loss), backend="inductor")
     for k in range(3):

@@ -71,8 +71,10 @@ def test_columns_by_structure_are_planned_where_they_are_checked_by_numbers(make
 PRODUCTS = {
     "hvp": lambda f: invfunc.hvp(f, F.cross_entropy),
     "ggnvp": lambda f: invfunc.ggnvp(f, F.cross_entropy),
-    "fvp": lambda f: invfunc.fvp(f, F.cross_entropy),
-    "fvp drawn": lambda f: invfunc.fvp(f, F.cross_entropy, mc_samples=2, generator=torch.Generator().manual_seed(0)),
+    "ggnvp empirical": lambda f: invfunc.ggnvp(f, F.cross_entropy, fisher="empirical"),
+    "ggnvp drawn": lambda f: invfunc.ggnvp(
+        f, F.cross_entropy, mc_samples=2, generator=torch.Generator().manual_seed(0), fisher="mc"
+    ),
 }
 
 

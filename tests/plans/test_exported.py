@@ -141,6 +141,7 @@ assert factors["w"].solve(at[0]["w"], damping=1.0).shape == at[0]["w"].shape and
 """
 
 
+@pytest.mark.slow
 def test_loads_in_a_process_without_this_library_and_objects_where_they_are_known(data, tmp_path):
     """Objects in a fresh process after `import invfunc`; a bias with its weight, too."""
     params, x, y = data

@@ -26,11 +26,11 @@ EXACT = 1e-12
 PRODUCTS = {
     "hvp": lambda *f: invfunc.hvp(*f),
     "ggnvp": lambda *f: invfunc.ggnvp(*f),
-    "fvp": lambda *f: invfunc.fvp(*f),
-    "fvp drawn": lambda *f: invfunc.fvp(*f, mc_samples=2, generator=seeded(3)),
-    "hessian_block_product": lambda *f: invfunc.hessian_block_product(*f),
-    "ggn_block_product": lambda *f: invfunc.ggn_block_product(*f),
-    "pch_block_product": lambda *f: invfunc.pch_block_product(*f),
+    "ggnvp empirical": lambda *f: invfunc.ggnvp(*f, fisher="empirical"),
+    "ggnvp drawn": lambda *f: invfunc.ggnvp(*f, mc_samples=2, generator=seeded(3), fisher="mc"),
+    "hvp of blocks": lambda *f: invfunc.hvp(*f, blocks=True),
+    "ggnvp of blocks": lambda *f: invfunc.ggnvp(*f, blocks=True),
+    "hvp of positive blocks": lambda *f: invfunc.hvp(*f, blocks=True, modify="abs"),
 }
 each_product = pytest.mark.parametrize("make", PRODUCTS.values(), ids=PRODUCTS)
 
@@ -213,7 +213,7 @@ class TestOneVectorAfterTheOther:
         params, *args = data
         for make in (
             lambda: invfunc.hvp(losses),
-            lambda: invfunc.fvp(linear, F.cross_entropy, mc_samples=2, generator=seeded(3)),
+            lambda: invfunc.ggnvp(linear, F.cross_entropy, mc_samples=2, generator=seeded(3), fisher="mc"),
         ):
             t, c = make(), compiled(make())
             wanted, found = t.linearize(params, *args), c.linearize(params, *args)

@@ -11,6 +11,8 @@ from tests.data_sets.test_streamed import linear, losses
 from tests.plans.calls import hits, loss, quietly
 from tests.strategies import Numbers, seeded
 
+pytestmark = pytest.mark.slow
+
 EXACT = 1e-12
 
 

@@ -14,7 +14,6 @@ from invfunc import (
     explain,
     functional,
     kfac,
-    kronecker,
     sqrt_ggn,
     streamed,
     sum_grad_squared,
@@ -24,7 +23,7 @@ from invfunc.core import refusals
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import kfoc, kfra
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.paths import in_blocks
+from invfunc.testing.laws.rows import in_blocks
 from tests.process_group import alone
 from tests.reductions.test_kfac import MODULES, Applied, built
 from tests.strategies import Numbers
@@ -99,11 +98,6 @@ class TestEqualTheDiagonals:
         assert_trees_close(own(part), diagonals(whole), EXACT, 1e-6)
         assert any(K.is_diagonal(i) for K in part.values() if K is not None for i in range(len(K.factors)))
 
-    def test_of_a_chain(self):
-        f, *args = case("perceptron")
-        whole, part = (kfra(f, F.mse_loss, max_factor_dim=most)(*args) for most in (None, MOST))
-        assert_trees_close(own(part), diagonals(whole), EXACT)
-
     def test_of_a_block_that_is_its_own_factor(self):
         def f(p, x):
             return (x * p.exp()).sum(1, keepdim=True)
@@ -153,13 +147,6 @@ class TestEqualTheDiagonals:
                 assert_trees_close(
                     [K.dense() for K in found.values()], [K.dense() for K in whole.values()], EXACT, 1e-6
                 )
-
-    @pytest.mark.parametrize("called", ["perceptron", "embedding", "groups"])
-    def test_of_merged_batches(self, called):
-        f, params, x, y = case(called)
-        t = kfac(f, lambda z, y: F.mse_loss(z, y, reduction="sum"), max_factor_dim=MOST, fisher="exact")
-        both = kronecker.merge(t(params, x[:1], y[:1]), t(params, x[1:], y[1:]), reduction="sum")
-        assert_trees_close(own(both), own(t(params, x, y)), EXACT)
 
 
 class TestEigenvalues:
@@ -223,13 +210,6 @@ class TestTheBestProductWithADiagonal:
 
 
 class TestWhatIsTold:
-    def test_a_table_of_a_language_model_is_counted(self):
-        f, params = functional(Applied(lambda m, x: m["words"](x).sum(1), words=nn.Embedding(40_000, 2)))
-        x = torch.tensor([[3, 3], [7, 39_999]])
-        K = kfac(f, F.mse_loss, generator=seeded())(params, x, torch.zeros(2, 2))["layers.words.weight"]
-        assert K.factors[0].nonzero().flatten().tolist() == [3, 7, 39_999]
-        assert K.factors[0][[3, 7]].tolist() == [0.5, 0.25]
-
     @pytest.mark.parametrize("of", [of for of in STATISTICS if of != "joint"])
     @pytest.mark.parametrize("called", [c for c in CASES if c not in ("RMS norm", "groups", "transposed convolution")])
     def test_explain_gives_the_shapes_of_the_factors(self, called, of):

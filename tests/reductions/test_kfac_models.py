@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from invfunc import ekfac, functional, ggn_trace, kfac, tree
+from invfunc import ekfac, functional, ggn_trace, kfac
 from invfunc.testing import assert_trees_close, dense_ggn, peak_memory
-from invfunc.testing.laws.paths import in_blocks
+from invfunc.testing.laws.rows import in_blocks
 from tests.crossed import GATES_OF_PATCHES, sides, thresholds_at
 from tests.laws import composed
-from tests.networks import LOSSES
 from tests.reductions.test_kfac import SHARINGS, matrices
 from tests.strategies import Numbers, seeded
 
@@ -346,17 +345,3 @@ class TestRoles:
         found = kfac(lambda p, x: f(0 * p.detach(), p, x) + 0 * f(p, p.detach(), x), loss, fisher="exact")(w, *args)
         wanted = kfac(lambda p, x: f(0 * p.detach(), p, x), loss, fisher="exact")(w, *args)
         assert_trees_close(found.dense(), wanted.dense(), EXACT)
-
-
-@pytest.mark.parametrize("loss", LOSSES[:3], ids=repr)
-def test_a_leaf_of_any_kind_is_a_tree_that_can_be_stacked(loss):
-    """So is what comes of a vmap over models."""
-    f, (params, x, _) = arranged("MobileNet", 2)
-    y = loss.target(Numbers(1), 2)
-    several = tree.map_leaves(lambda p: torch.stack([p, 1.1 * p]), params)
-    found = torch.vmap(lambda p: {name: k.trace() for name, k in kfac(f, loss, fisher="exact")(p, x, y).items()})(
-        several
-    )
-    for i in range(2):
-        one = kfac(f, loss, fisher="exact")(tree.map_leaves(lambda p, i=i: p[i], several), x, y)
-        assert_trees_close({k: v[i] for k, v in found.items()}, {k: v.trace() for k, v in one.items()}, EXACT, FLOOR)

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import chunked, eigenpairs, kronecker, predictive_covariance, streamed, tree
+from invfunc import chunked, eigenpairs, kronecker, predictive_covariance, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import Kronecker, LowRank
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.paths import generic, in_blocks
+from invfunc.testing.laws.rows import generic, in_blocks
 from invfunc.testing.memory import peak_memory
 from tests.networks import LOSSES, networks
 from tests.strategies import Numbers
@@ -109,13 +109,6 @@ class TestCovariance:
         assert_trees_close(torch.func.grad(total)(variances), wanted, EXACT)
         assert_trees_close(torch.autograd.grad(total(s := variances.requires_grad_()), s)[0], wanted, EXACT)
 
-    def test_of_batches_and_chunks(self):
-        w, x, variances = Numbers(0)(3, 2), Numbers(1)(5, 3), Numbers(2)(3, 2).square()
-        t = predictive_covariance(lambda w, x: torch.tanh(x @ w), variances)
-        wanted = t(w, x)
-        assert_trees_close(streamed(t)(w, [(x[:2],), (x[2:],)]), wanted, EXACT)
-        assert_trees_close(chunked(t, 2)(w, x), wanted, EXACT)
-
 
 class TestLowRank:
     """Of a matrix over all parameters at once."""
@@ -143,29 +136,6 @@ class TestLowRank:
             @ torch.cat([x.flatten(2) if x.ndim > 2 else x[..., None] for x in tree.tensors(solved)], 2).mT
         )
         assert_trees_close(found, wanted, 1e-8, 1e-8)
-
-    def test_is_differentiated(self):
-        w, x, u = Numbers(0)(3, 2), Numbers(1)(4, 3), Numbers(2)(5, 3, 2)
-
-        def total(u, weights, scale):
-            return predictive_covariance(lambda w, x: torch.tanh(x @ w), LowRank(u, weights, scale))(w, x).sum()
-
-        def formula(u, weights, scale):
-            j = invfunc.batch_jacobian(lambda w, x: torch.tanh(x @ w))(w, x).sum(1).flatten(1)
-            along = j @ u.flatten(1).T
-            return (along.square() * weights).sum() + scale * j.square().sum()
-
-        args = u, Numbers(3)(5), torch.tensor(0.5).double()
-        found, wanted = (torch.func.grad(t, argnums=(0, 1, 2))(*args) for t in (total, formula))
-        assert_trees_close(found, wanted, EXACT)
-
-    def test_of_batches(self):
-        w, x, u = Numbers(0)(3, 2), Numbers(1)(5, 3), Numbers(2)(4, 3, 2)
-        t = predictive_covariance(lambda w, x: torch.tanh(x @ w), LowRank(u))
-        wanted = t(w, x)
-        assert_trees_close(streamed(t)(w, [(x[:2],), (x[2:],)]), wanted, EXACT)
-        picked = predictive_covariance(lambda w, x: torch.tanh(x @ w), LowRank(u), samples=[3, 1])(w, x)
-        assert_trees_close(picked, wanted[[3, 1]], EXACT)
 
     def test_forms_no_jacobian(self):
         """Of 64 samples with 10 outputs it would have 640 MiB."""
@@ -248,9 +218,3 @@ class TestDense:
             assert_trees_close(each(net.params, net.x).reshape(wanted.shape), wanted, EXACT, EXACT)
         found = invfunc.streamed(t)(net.params, loader)
         assert_trees_close(found.reshape(wanted.shape), wanted, EXACT, EXACT)
-
-    def test_has_derivatives(self):
-        w, x, S = Numbers(0)(3, 2), Numbers(1)(4, 3), Numbers(2)(6, 6)
-        J = invfunc.batch_jacobian(lambda w, x: x @ w)(w, x).sum(1).flatten(1)
-        slope = torch.func.grad(lambda S: predictive_covariance(lambda w, x: x @ w, S)(w, x).sum())(S)
-        assert_trees_close(slope, J.T @ J, EXACT)

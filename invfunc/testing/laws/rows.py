@@ -1,18 +1,20 @@
-"""The public statistics, a row for each: laws that hold for all of them go over these rows, so that a new statistic has
-them as soon as it has its row."""
+"""The public statistics, a row for each: laws that hold for all of them go over these rows.
+
+A new statistic has all laws as soon as it has its row. Beside them stand the paths that a caller does not choose.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 import invfunc
-from invfunc import tree
-from invfunc.plan import AxisName
+from invfunc import thresholds, tree
+from invfunc.plan import AxisName, Options
 from invfunc.testing.oracles import (
     dense_diag_ggn,
     loop_batch_grad,
@@ -31,9 +33,9 @@ from invfunc.testing.oracles import (
 )
 
 LOSS, MODEL, BOTH = "of a loss", "of a model", "of a model and its loss"
-"""What a statistic is made of: `(f)` of a loss function, `(f)` of a model function, `(f, loss)`."""
+"""The functions that a statistic is made of: `(f)` of a loss function, `(f)` of a model function, `(f, loss)`."""
 LEAVES, TREES, WHOLE, FACTORS = "leaves", "trees", "whole", "factors"
-"""What it gives: a tensor for each parameter, a tuple of results, one tensor for all parameters, K-factors."""
+"""The results: a tensor for each parameter, a tuple of results, one tensor for all parameters, K-factors."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +49,17 @@ class Row:
     """Its oracle `loop(*functions, samples=...)`, of the first form and of the last; K-factors have one of modules, in
     their own laws."""
     of_shares: Callable | None = None
-    """What it is of the per-sample gradients, a tensor `[N, *p]` or a tree of them; None unless it is first-order."""
+    """The statistic, if it is first-order, as a function of per-sample gradients `[N, *p]` or of a tree of them."""
     of_each: Callable | None = None
-    """What it is of the diagonals of the GGN of each sample, a tree of `[N, *p]`; None if it is of no GGN."""
+    """The statistic, if it is of a GGN, as a function of the diagonals of each sample, a tree of `[N, *p]`."""
     hessian: bool = False
-    """Whether it is of the Hessian of the whole function."""
+    """True if it is of the Hessian of the whole function."""
     axes: tuple[AxisName, ...] = ("samples", "params")
-    """What `chunked` divides."""
+    """The axes that `chunked` divides."""
     drawn: bool = False
-    """Whether its columns are drawn, for which the loss has to have a sampler."""
+    """True if its columns are drawn, for which the loss has to have a sampler."""
     fewest: int = 1
-    """How many samples it has to be of."""
+    """The fewest samples that it may be of."""
     picks: Callable | None = None
     """`picks(result, index)`: the result for samples in another order, or for some of them; None if it is a sum."""
 
@@ -236,6 +238,15 @@ ROWS = {
     "ekfac exact": FACTORED(partial(invfunc.ekfac, fisher="exact")),
 }
 """By the public name, and what makes it another one of that name."""
+PRODUCTS: dict[str, Callable] = {
+    "hvp": invfunc.hvp,
+    "ggnvp": invfunc.ggnvp,
+    "ggnvp empirical": partial(invfunc.ggnvp, fisher="empirical"),
+    "hvp of blocks": partial(invfunc.hvp, blocks=True),
+    "ggnvp of blocks": partial(invfunc.ggnvp, blocks=True),
+    "hvp of positive blocks": partial(invfunc.hvp, blocks=True, modify="abs"),
+}
+"""Products with a matrix, likewise; blocks take several vectors."""
 CASES = {f"{name}, {form}": (row, form) for name, row in ROWS.items() for form in row.forms}
 """All rows in all their forms."""
 
@@ -252,3 +263,26 @@ def rows(*gives: str, form: str | None = None) -> dict[str, Row]:
 FIRST_ORDER = {name: row for name, row in ROWS.items() if row.of_shares is not None}
 OF_DIAGONALS = {name: row for name, row in ROWS.items() if row.of_each is not None}
 HESSIANS = {name: row for name, row in ROWS.items() if row.hessian}
+
+
+TINY_CACHE = 64
+"""Numbers that an intermediate tensor may have, so that a block has one sample, and one column."""
+
+
+def generic(statistic: Any) -> Any:
+    """The same statistic by the path that every operation can take."""
+    return replace(statistic, options=Options(fast=False))
+
+
+def in_blocks(statistic: Callable) -> Callable:
+    """The same statistic with blocks of samples and columns that fit a tiny cache."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before, devices = thresholds.CACHE, {x.device.type for x in tree.tensors((args, kwargs))}
+        thresholds.CACHE = before | dict.fromkeys(devices, TINY_CACHE)
+        try:
+            return statistic(*args, **kwargs)
+        finally:
+            thresholds.CACHE = before
+
+    return call

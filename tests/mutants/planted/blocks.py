@@ -49,8 +49,8 @@ FAULTS = [
     Fault(
         "generators that f closes over are not replayed",
         "blocks/surroundings.py",
-        "        found += each.generators\n",
-        "",
+        "found += each.generators\n",
+        "pass\n",
         "blocks/test_replay.py::TestGenerators",
     ),
     Fault(

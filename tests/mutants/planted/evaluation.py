@@ -40,7 +40,7 @@ FAULTS = [
         "evaluation/parts.py",
         "set_states(before)  # each phase sees the same",
         "pass",
-        "test_chunked_memory.py::TestResults test_chunked_memory.py",
+        "test_chunked_memory.py::TestResults::test_are_those_of_the_statistic",
     ),
     Fault(
         "samples that stand alone do not show that their data weigh them",
@@ -51,7 +51,7 @@ FAULTS = [
     ),
     Fault(
         "the loss of a batch by a plan is not weighed",
-        "evaluation/brought.py",
+        "evaluation/sweep.py",
         "kept, shapes, places, engine.scalar, outputs, aux = found",
         "kept, shapes, places, _, outputs, aux = found",
         "plans/test_batches.py::TestWays plans/test_batches.py",

@@ -219,7 +219,7 @@ FAULTS = [
         "pairs/found.py",
         "                    set_states(states.get(step.call, ()))\n",
         "",
-        FOUND + "TestStructures",
+        FOUND + "TestStructures::test_have_the_gradients_of_f_and_the_inverse_gives_x_back",
     ),
     Fault(
         "the inverse writes in place into what others read",
