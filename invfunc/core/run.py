@@ -504,11 +504,8 @@ class Run(TorchFunctionMode):
             graph = y.requires_grad
             if y.is_complex():
                 raise Unsupported("complex numbers")
-            order: Any = axis[1] if type(axis) is tuple else 1
-            if type(order) is not int:
-                self.ordered = True
-                if -axis[0] <= y.ndim and y.shape[axis[0]] != len(order.rows):
-                    axis = Unsupported("some samples are expanded")
+            if type(axis) is tuple and type(axis[1]) is not int:
+                axis = self.in_order(y, axis)
             if axis is SUMMED and not graph:
                 axis = Unsupported("a sum of data meets a parameter")
                 axis.op = spelled(func)
@@ -518,6 +515,12 @@ class Run(TorchFunctionMode):
                     unchanged(self, y, axis)
                 known["_known"] = Mark(self.token, axis, graph)
         return out
+
+    def in_order(self, y: Tensor, axis: Any) -> Any:
+        """The axis of samples in any order, if all of them are there once."""
+        self.ordered = True
+        lost = -axis[0] <= y.ndim and y.shape[axis[0]] != len(axis[1].rows)
+        return Unsupported("some samples are expanded") if lost else axis
 
     def lose(self, out: Any, error: Unsupported, func: Any = None) -> Any:
         """Note that samples are mixed: an error where the result comes of it, or, of data, where parameters meet it."""
