@@ -397,9 +397,9 @@ def _in_torch_func(frame: Any) -> bool:
     return False
 
 
-def hooked(x: torch.Tensor) -> bool:
-    """Tells whether hooks are registered that see gradients of a tensor."""
-    return bool(x._backward_hooks)
+def hooked(tensors: Sequence[torch.Tensor]) -> bool:
+    """Tells whether hooks are registered that see gradients of some tensors."""
+    return any([x._backward_hooks for x in tensors])
 
 
 def leaf_at(x: torch.Tensor, needs: bool) -> torch.Tensor:

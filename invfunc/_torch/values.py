@@ -87,8 +87,7 @@ def checked_at_once() -> Iterator[None]:
 
 
 def _look(checks: list[Check]) -> None:
-    wrong = any_of([wrong for wrong, _ in checks])
-    if any(wrong):
+    if checks and any(wrong := any_of([wrong for wrong, _ in checks])):
         raise checks[wrong.index(True)][1]()
 
 

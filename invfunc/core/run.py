@@ -160,6 +160,8 @@ class Run(TorchFunctionMode):
         """Whether a dim of the size N, of what is expanded or filled, is one of samples."""
         self.grew = False
         """Whether there was such a dim."""
+        self.ordered = False
+        """Whether there are samples in any order along a dim."""
         self.alone = True
         """Whether one vector is pulled back at a time."""
         self.replays = False
@@ -269,9 +271,7 @@ class Run(TorchFunctionMode):
             if func is torch.autograd.grad:
                 return self.slopes(*args, **kwargs)
             found: tuple[list, ...] = ([], [], [], [], [], [], [])
-            self.look(args, found)
-            if kwargs:
-                self.look((*kwargs.values(),), found)
+            self.look((*args, *kwargs.values()) if kwargs else args, found)
             return self.dispatched(func, args, kwargs, found)
         except Unsupported as error:
             error.op = error.op or spelled(func)
@@ -356,7 +356,7 @@ class Run(TorchFunctionMode):
     def of_samples(self, func: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """Run an operation of samples, perhaps with parameters."""
         rule = RULES.get(func)
-        if len(data) > 1 and rule in BY_ROW and any([type(axis[1]) is int for _, axis in data]):
+        if self.ordered and len(data) > 1 and rule in BY_ROW and any([type(axis[1]) is int for _, axis in data]):
             # rows of others without a derivative are constants, as in mixup
             data = [(x, axis) for x, axis in data if type(axis[1]) is int or x.requires_grad]
         if self.part and weighs(func, args, kwargs) and any([-axis[0] <= x.ndim for x, axis in data]):
@@ -511,16 +511,23 @@ class Run(TorchFunctionMode):
             graph = y.requires_grad
             if y.is_complex():
                 raise Unsupported("complex numbers")
-            order: Any = axis[1] if type(axis) is tuple else 1
-            if type(order) is not int and -axis[0] <= y.ndim and y.shape[axis[0]] != len(order.rows):
-                axis = Unsupported("some samples are expanded")
+            if type(axis) is tuple and type(axis[1]) is not int:
+                axis = self.in_order(y, axis)
             if axis is SUMMED and not graph:
                 axis = Unsupported("a sum of data meets a parameter")
                 axis.op = spelled(func)
             if axis is not None:
-                unchanged(self, y, axis)
-                vars(y)["_known"] = Mark(self.token, axis, graph)
+                known = vars(y)
+                if "_known" in known:
+                    unchanged(self, y, axis)
+                known["_known"] = Mark(self.token, axis, graph)
         return out
+
+    def in_order(self, y: Tensor, axis: Any) -> Any:
+        """The axis of samples in any order, if all of them are there once."""
+        self.ordered = True
+        lost = -axis[0] <= y.ndim and y.shape[axis[0]] != len(axis[1].rows)
+        return Unsupported("some samples are expanded") if lost else axis
 
     def lose(self, out: Any, error: Unsupported, func: Any = None) -> Any:
         """Note that samples are mixed: an error where the result comes of it, or, of data, where parameters meet it."""
@@ -538,7 +545,7 @@ class Run(TorchFunctionMode):
         if func in POINTWISE:
             return expanded(self, func, rule, args, kwargs, data, params)
         factor = FACTORS.get(func)
-        if factor is None or any([-axis[0] > x.ndim for x, axis in data]):
+        if factor is None or ((self.ordered or self.n == 1) and any([-axis[0] > x.ndim for x, axis in data])):
             return copied(self, func, rule, args, kwargs, data, params)
         alias = {id(x): self.alias(x) for x, _ in params}
         given = {k: replaced(v, alias) for k, v in kwargs.items()} if kwargs else kwargs
@@ -561,9 +568,10 @@ class Run(TorchFunctionMode):
         base, count = base_of(out), out.numel()  # of a view, which a later operation in place takes out of the graph
         form = None if base is None else _form(out, base)
         edge = gradient_edge(out if base is None else base)
+        saves = self.frees and saving_hooks() is not None
         for use in uses:
             use.edge, use.end, use.count, use.form, use.func = edge, end, count, form, self.func
-            if self.frees and isinstance(use, Pair) and (again := given_back(use.a)) is not None:
+            if saves and isinstance(use, Pair) and (again := given_back(use.a)) is not None:
                 use.computed_again(again)
                 self.freed = True
         self.uses += uses
@@ -609,7 +617,7 @@ class Run(TorchFunctionMode):
         cotangents = dict(zip(edges, found, strict=False))
         for use in self.uses:
             if (d := cotangents[id(use.edge)]) is not None:
-                use.send(self.strip(d)[None])
+                use.send(self.strip(d)[None] if self.deep else d[None])
 
     def pull_columns(self, out: Any, columns: Any, some: Sequence[Use] | None = None) -> None:
         """Pull several vectors `[V, *out]` back at once, a list of them from several tensors; to `some` of the uses."""
@@ -625,7 +633,7 @@ class Run(TorchFunctionMode):
             d = cotangents[id(use.edge)]
             if isinstance(d, list) and isinstance(use, (Copies, Shared)):
                 d = torch.stack(d)
-            use.send(d if d is None or isinstance(d, list) else self.strip(d))
+            use.send(d if d is None or isinstance(d, list) or not self.deep else self.strip(d))
 
     def rows(
         self, out: Any, inputs: Sequence[Any], columns: Sequence[Tensor], graph: bool, apart: bool = False
