@@ -18,8 +18,7 @@ from invfunc.pairs.exact import Grid
 from invfunc.pairs.pair import Invertible as Invertible
 from invfunc.products.eigenpairs import Decomposition
 from invfunc.products.estimate import Estimator
-from invfunc.products.linear_operator import Operator
-from invfunc.products.linearize import Linearization
+from invfunc.products.linear_operator import Linearization, Operator
 from invfunc.products.product import Product
 from invfunc.reductions.estimate import Estimate
 from invfunc.reductions.noise import NoiseScale
@@ -665,7 +664,14 @@ def sqrt_ggn(
     has_aux: bool = ...,
 ) -> Statistic: ...
 def streamed(
-    t: _S, *, device: Any = ..., progress: bool = ..., checkpoint: Any = ..., every: float = ..., out: Any = ...
+    t: _S,
+    *,
+    device: Any = ...,
+    progress: bool = ...,
+    checkpoint: Any = ...,
+    every: float = ...,
+    out: Any = ...,
+    reduction: Literal["sum"] | None = ...,
 ) -> _S: ...
 @overload
 def sum_grad_squared(f: Callable[..., Any], *, samples: Indices | None = ..., in_dims: InDims = ...) -> _LikeParams: ...
