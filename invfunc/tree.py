@@ -257,7 +257,7 @@ class Form:
     structure: Any
     others: tuple
     places: tuple[int, ...]
-    """Where the tensors are among the leaves."""
+    """Places of the tensors among the leaves."""
 
     def join(self, values: Iterable[Any]) -> Tree:
         """The tree again, with other tensors."""
@@ -278,7 +278,7 @@ class Form:
 
 
 _ONE = Form(None, (None,), (0,))
-"""That of a tensor."""
+"""Form of a tensor."""
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
 
 

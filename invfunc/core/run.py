@@ -446,7 +446,7 @@ class Run(TorchFunctionMode):
         out = func(*args, **kwargs)
         value, known = params[0]
         same = func in EXPANDS or (func in JOINS and _repeated(args, kwargs, value))
-        if same and self.grows and (at := self.grown_at(out.shape, value.shape)) is not None:
+        if same and self.grows and (at := self.grown_at(known, out.shape, value.shape)) is not None:
             self.grew = True
             return grown(self, out, known, value, at)
         alone = not others and all([node.alone for _, node in params])
@@ -459,7 +459,7 @@ class Run(TorchFunctionMode):
                 know(y, Node(self.token, None if kind is DERIVED else known.leaf, own, alone))
         return out
 
-    def grown_at(self, shape: Any, before: Any) -> int | None:
+    def grown_at(self, node: Node, shape: Any, before: Any) -> int | None:
         """The dim in which a parameter that was expanded has samples; of one sample it is the first."""
         if self.n > 1:
             return _grown(shape, before, self.n)
@@ -496,8 +496,11 @@ class Run(TorchFunctionMode):
                 return self.lose(out, error, func)
             except Exception as error:  # of a rule, about arguments that it does not know
                 return self.lose(out, Unsupported(f"its arguments are not known: {error}"), func)
-        for y in (out,) if isinstance(out, Tensor) else tensors(out):
-            axis = axes.pop(0) if type(axes) is list else axes
+        every = (out,) if isinstance(out, Tensor) else [*tensors(out)]
+        if type(axes) is list and len(axes) != len(every):
+            raise Unsupported("results that are there of some tensors only, as tangents")
+        for i, y in enumerate(every):
+            axis = axes[i] if type(axes) is list else axes
             graph = y.requires_grad
             if y.is_complex():
                 raise Unsupported("complex numbers")

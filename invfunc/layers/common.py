@@ -1,4 +1,4 @@
-"""What the layers share: checks of x, the precision that is computed in, and log-determinants."""
+"""Common parts of the layers: checks of x, the precision that is computed in, and log-determinants."""
 
 from __future__ import annotations
 

@@ -117,7 +117,8 @@ def _of_leaf(path: str, x: Any, y: Any, floor: float) -> Difference:
 def _largest(y: Any) -> float:
     if not isinstance(y, torch.Tensor) or not y.numel():
         return 0.0
-    return y.detach().abs().nan_to_num(0, 0, 0).max().item()
+    y = y.detach().byte() if y.dtype == torch.bool else y.detach()
+    return y.abs().nan_to_num(0, 0, 0).max().item()
 
 
 class seeded:
