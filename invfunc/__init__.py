@@ -59,12 +59,10 @@ from invfunc.outputs import outputs
 from invfunc.pairs.couplings import additive_coupling, affine_coupling
 from invfunc.pairs.pair import Invertible, invert, with_log_det
 from invfunc.products.eigenpairs import eigenpairs
-from invfunc.products.estimate_diagonal import estimate_diagonal
-from invfunc.products.estimate_trace import estimate_trace
+from invfunc.products.estimate import estimate_diagonal, estimate_trace
 from invfunc.products.ggnvp import ggnvp
 from invfunc.products.hvp import hvp
-from invfunc.products.linear_operator import linear_operator
-from invfunc.products.linearize import linearize
+from invfunc.products.linear_operator import linear_operator, linearize
 from invfunc.reduced import reduced
 from invfunc.statistics.batch_grad import batch_grad
 from invfunc.statistics.batch_jacobian import batch_jacobian

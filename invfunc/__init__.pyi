@@ -18,8 +18,7 @@ from invfunc.pairs.exact import Grid
 from invfunc.pairs.pair import Invertible as Invertible
 from invfunc.products.eigenpairs import Decomposition
 from invfunc.products.estimate import Estimator
-from invfunc.products.linear_operator import Operator
-from invfunc.products.linearize import Linearization
+from invfunc.products.linear_operator import Linearization, Operator
 from invfunc.products.product import Product
 from invfunc.reductions.estimate import Estimate
 from invfunc.reductions.noise import NoiseScale

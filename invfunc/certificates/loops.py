@@ -84,7 +84,7 @@ class Loop:
 
     def unit(self, leaf: int, place: int) -> Tensors:
         """The vector with a one at an entry of a leaf."""
-        v = [torch.zeros_like(p) for p in self.leaves]
+        v = [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in self.leaves]
         v[leaf].view(-1)[place] = 1
         return v
 
@@ -513,7 +513,7 @@ class Certificate:
         each = outputs.numel()
         if outputs:
             loop, (z,) = self.call.model, self.call.model.z
-            c = torch.zeros_like(z.movedim(loop.dim, 0))
+            c = torch.zeros_like(z.movedim(loop.dim, 0), memory_format=torch.contiguous_format)
             c[self.chosen[k // each]].view(-1)[k % each] = 1
             found = loop.back([c.movedim(0, loop.dim)])
         else:

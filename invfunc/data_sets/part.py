@@ -15,7 +15,7 @@ from invfunc.evaluation.batches import Batches, Feed, batches_of, check_loader, 
 from invfunc.evaluation.checkpoint import Checkpoint, Course, Head, course_of
 from invfunc.evaluation.processes import ALONE, Processes, bits, same
 from invfunc.evaluation.rounds import Rounds, parted, through, whole
-from invfunc.products.along import space_of
+from invfunc.products.product import space_of
 
 T = TypeVar("T")
 PARAMETERS = ("the parameters",)

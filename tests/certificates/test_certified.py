@@ -15,6 +15,7 @@ import invfunc
 from invfunc import (
     InvFuncError,
     batch_grad,
+    batch_jacobian,
     batch_l2_grad,
     certified,
     chunked,
@@ -112,6 +113,17 @@ class TestRightResults:
         t = together(diag_ggn(problem.f), variance(problem.f), batch_l2_grad(problem.f))
         args = (problem.model.params, *problem.batch)
         assert same(certified(t, generator=SEED)(*args), t(*args))
+
+    @pytest.mark.quick
+    def test_of_parameters_and_outputs_that_lie_in_another_order(self):
+        """Transposed in memory."""
+        f = lambda w, x: torch.tanh(x @ w).T  # noqa: E731  (as users write it)
+        w, x = torch.randn(2, 3).double().T, torch.randn(5, 3).double()
+        options = {"out_dims": 1}
+        for t in (batch_jacobian(f, **options), gram(f, **options)):
+            certified(t, generator=SEED)(w, x)
+        certified(diag_ggn(f, F.mse_loss, in_dims=(0, 1), **options), generator=SEED)(w, x, torch.zeros(2, 5).double())
+        certified(batch_grad(lambda w, x: (x @ w).square().sum(1)), generator=SEED)(w, x)
 
     def test_of_a_function_that_draws(self):
         def f(w, x, y):
