@@ -76,8 +76,6 @@ __all__ = [
     "Invertible",
     "additive_coupling",
     "affine_coupling",
-    "batch_diag_ggn",
-    "batch_diag_hessian",
     "batch_grad",
     "batch_jacobian",
     "batch_l2_grad",
@@ -131,58 +129,6 @@ def additive_coupling(
 def affine_coupling(
     F: Callable[..., Any], G: Callable[..., Any], *, log_scale: Callable[..., Any] = ..., split_dim: int | None = ...
 ) -> Invertible: ...
-@overload
-def batch_diag_ggn(
-    f: Callable[..., Any],
-    loss: Callable[..., Any] | None = ...,
-    *,
-    method: Literal["auto", "dense"] = ...,
-    mc_samples: int | None = ...,
-    generator: torch.Generator | None = ...,
-    sample: Callable[..., Any] | None = ...,
-    peel: int | str | None = ...,
-    samples: Indices | None = ...,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-) -> _LikeParams: ...
-@overload
-def batch_diag_ggn(
-    f: Callable[..., Any],
-    loss: Callable[..., Any] | None = ...,
-    *,
-    method: Literal["auto", "dense"] = ...,
-    mc_samples: int | None = ...,
-    generator: torch.Generator | None = ...,
-    sample: Callable[..., Any] | None = ...,
-    peel: int | str | None = ...,
-    samples: Indices | None = ...,
-    argnums: int | tuple[int, ...] = ...,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-    has_aux: bool = ...,
-) -> Statistic: ...
-@overload
-def batch_diag_hessian(
-    f: Callable[..., Any],
-    loss: Callable[..., Any] | None = ...,
-    *,
-    method: Literal["auto", "dense"] = ...,
-    samples: Indices | None = ...,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-) -> _LikeParams: ...
-@overload
-def batch_diag_hessian(
-    f: Callable[..., Any],
-    loss: Callable[..., Any] | None = ...,
-    *,
-    method: Literal["auto", "dense"] = ...,
-    samples: Indices | None = ...,
-    argnums: int | tuple[int, ...] = ...,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-    has_aux: bool = ...,
-) -> Statistic: ...
 @overload
 def batch_grad(f: Callable[..., Any], *, samples: Indices | None = ..., in_dims: InDims = ...) -> _LikeParams: ...
 @overload
@@ -284,6 +230,7 @@ def diag_ggn(
     generator: torch.Generator | None = ...,
     sample: Callable[..., Any] | None = ...,
     peel: int | str | None = ...,
+    per_sample: bool = ...,
     samples: Indices | None = ...,
     in_dims: InDims = ...,
     out_dims: int = ...,
@@ -299,6 +246,7 @@ def diag_ggn(
     sample: Callable[..., Any] | None = ...,
     peel: int | str | None = ...,
     with_error: bool = ...,
+    per_sample: bool = ...,
     samples: Indices | None = ...,
     argnums: int | tuple[int, ...] = ...,
     in_dims: InDims = ...,
@@ -311,6 +259,7 @@ def diag_hessian(
     loss: Callable[..., Any] | None = ...,
     *,
     method: Literal["auto", "dense"] = ...,
+    per_sample: bool = ...,
     samples: Indices | None = ...,
     in_dims: InDims = ...,
     out_dims: int = ...,
@@ -321,6 +270,7 @@ def diag_hessian(
     loss: Callable[..., Any] | None = ...,
     *,
     method: Literal["auto", "dense"] = ...,
+    per_sample: bool = ...,
     samples: Indices | None = ...,
     argnums: int | tuple[int, ...] = ...,
     in_dims: InDims = ...,

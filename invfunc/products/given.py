@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
@@ -20,7 +21,7 @@ from invfunc._torch.opened import Uncompiled
 from invfunc._torch.values import near
 from invfunc.arguments.problem import InDims, Problem, batch_dims, batch_size, check_params, problem, with_aux
 from invfunc.core import split as core
-from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know
+from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option
 from invfunc.core.refusals import refused_by
 from invfunc.core.run import Run
 from invfunc.core.split import CRITERIA, SURE, WHOLE, Axis, Finder, Output, axis_of, marked_for
@@ -386,7 +387,8 @@ class Given:
 
 
 class Pushed(TorchFunctionMode):
-    """A mode that notes the tangents of what may be outputs, as `Finder` does, in a run in forward mode."""
+    """A mode that notes the tangents of what may be outputs, as `Finder` does, in a run in forward mode; the rows of
+    tables that stand for padding have none there, as they get no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -400,7 +402,11 @@ class Pushed(TorchFunctionMode):
         x = None if kind in (None, "of logarithm") or self.fixed else args[0] if args else kwargs.get("input")
         if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
             self.pairs.append(self.pair(x))
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if func is F.embedding and (padding := option(args, kwargs, 2, "padding_idx")) is not None:
+            index, table = option(args, kwargs, 0, "input"), option(args, kwargs, 1, "weight")
+            out = torch.where((index == padding % len(table)).unsqueeze(-1), forward_ad.unpack_dual(out).primal, out)
+        return out
 
     @staticmethod
     def pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

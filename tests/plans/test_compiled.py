@@ -45,7 +45,9 @@ def test_is_the_call_itself_at_other_numbers(case):
     assert refused or hits(c) > 0 or draws_by_itself, whys(c)
 
 
-@pytest.mark.parametrize("make", [invfunc.diag_ggn, invfunc.batch_diag_ggn, partial(invfunc.kfac, fisher="exact")])
+@pytest.mark.parametrize(
+    "make", [invfunc.diag_ggn, partial(invfunc.diag_ggn, per_sample=True), partial(invfunc.kfac, fisher="exact")]
+)
 def test_columns_by_structure_are_planned_where_they_are_checked_by_numbers(make):
     """Of a token head, which the loss transposes: that is looked at by numbers that are the same in each call."""
     sizes, rand = ((12, 24), (24, 3), (3, 24), (24, 40)), Numbers(0)
