@@ -20,7 +20,8 @@ from invfunc.budget.size import given_back, in_bytes, resident, told
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, BudgetError, InvFuncError
 from invfunc.plan import AxisName
-from invfunc.plans.key import call_of, signature
+from invfunc.plans.calls import call_of
+from invfunc.plans.plan import signature
 from invfunc.plans.watch import Watch
 from invfunc.report import Explanation
 from invfunc.statistic import Statistic
@@ -59,7 +60,7 @@ class Fingerprints:
             watch, signatures, found = self._known[call.key]
             if not watch.changed() and _signatures(watch) == signatures:
                 return found
-        watch = Watch([f, *call.watched])
+        watch = Watch([f, *call.others])
         found, signatures = look(), _signatures(watch)
         self._known.pop(call.key, None)
         if found is not None and not watch.unseen and not watch.changed():

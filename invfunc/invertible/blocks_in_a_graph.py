@@ -15,8 +15,7 @@ from invfunc._torch.eager import part
 from invfunc._torch.functorch import FakeTensor, TorchDispatchMode, storage_of, undispatched
 from invfunc._torch.values import differentiable
 from invfunc.errors import InverseError, ReplayError
-from invfunc.plans.draws import draws
-from invfunc.plans.facts import Operator, written
+from invfunc.plans.operators import Operator, draws, written
 
 Env = dict[fx.Node, Any]
 """The values of nodes."""

@@ -56,7 +56,7 @@ class Plans(ABC):
     def __init__(self, t: Any, calls: Calls) -> None:
         """`calls` are those of t alone."""
         self.t, self.pools = t, Pools()
-        self.calls = Calls(self.step(t), calls.called, calls.backend, calls.recheck)
+        self.calls = Calls(self.step(t), calls.called, calls.backend)
 
     @staticmethod
     @abstractmethod

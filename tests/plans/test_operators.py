@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from invfunc.plans.draws import draws
+from invfunc.plans.operators import draws
 
 ATEN = torch.ops.aten
 Q = torch.zeros(1, 1, 2, 4)
