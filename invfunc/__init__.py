@@ -7,7 +7,7 @@
 Per-sample gradients: `batch_grad`, `batch_l2_grad`, `sum_grad_squared`, `variance`, `grad_and_variance`,
 `clipped_grad`, `noise_scale`, `sketched_grad`, `gram`, `batch_jacobian`.
 Diagonals of curvature: `diag_ggn`, `batch_diag_ggn`, `ggn_trace`, `sqrt_ggn`, `diag_hessian`, `batch_diag_hessian`.
-Kronecker factors: `kfac`, `kflr`, `ekfac`; in `kronecker` are others, what they give, and what is done with it.
+Kronecker factors: `kfac`, `ekfac`; in `kronecker` are others, what they give, and what is done with it.
 Products with vectors: `hvp`, `ggnvp`, `fvp`, `hessian_block_product`, `ggn_block_product`, `pch_block_product`,
 `linearize`, `linear_operator`, `estimate_trace`, `estimate_diagonal`.
 Covariances: `predictive_covariance`, `eigenpairs`.
@@ -84,7 +84,6 @@ from invfunc.statistics.ggn_trace import ggn_trace
 from invfunc.statistics.grad_and_variance import grad_and_variance
 from invfunc.statistics.gram import gram
 from invfunc.statistics.kfac import kfac
-from invfunc.statistics.kflr import kflr
 from invfunc.statistics.noise_scale import noise_scale
 from invfunc.statistics.predictive_covariance import predictive_covariance
 from invfunc.statistics.sketched_grad import sketched_grad
@@ -133,7 +132,6 @@ __all__ = [
     "invert",
     "invertible_checkpoint",
     "kfac",
-    "kflr",
     "kronecker",
     "layers",
     "linear_operator",

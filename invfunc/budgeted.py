@@ -2,106 +2,91 @@
 
 from __future__ import annotations
 
-import gc
-from collections import OrderedDict
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
+import torch
+
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import dispatched, storage_of, transforming
-from invfunc.arguments.problem import batch_dims, batch_size
-from invfunc.budget.beside import FIRST, LATER, VARIES, Reserve
-from invfunc.budget.fingerprint import fingerprint
-from invfunc.budget.footprint import BY_HAND, Footprint, certain, footprint, unpredictable, warmed
-from invfunc.budget.search import Chunks, Measured, Trial, least, search
-from invfunc.budget.size import given_back, in_bytes, resident, told
+from invfunc._torch.functorch import dispatched, transforming
+from invfunc._torch.generators import set_states, state_of, torchs_own
+from invfunc.arguments.problem import batch_dims, batch_size, some_samples
+from invfunc.budget.peak import peak_of, settings
+from invfunc.budget.size import in_bytes, told
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, BudgetError, InvFuncError
-from invfunc.plan import AxisName
-from invfunc.plans.calls import call_of
-from invfunc.plans.plan import signature
-from invfunc.plans.watch import Watch
 from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import ArgumentNames, Transform
 
-Make = Callable[[Chunks, bool], Any]
-"""The function in some chunks; the second says whether it may tell of its progress."""
-
-CLOSE, KEPT = 1.1, 64
-"""How much larger a budget may be for which chunks are kept, and of how many different calls they are."""
-
-_ORDER: tuple[AxisName, ...] = ("samples", "outputs", "params")
-
-
-@dataclass(eq=False)
-class Fingerprints:
-    """The fingerprints of calls.
-
-    One is used again while the arguments have the same sizes and nothing that f reads beside them has changed, as far
-    as `compiled` sees it; else f runs without numbers once more.
-    """
-
-    ran: set[Hashable] = field(default_factory=set)
-    """Those of calls that have run."""
-    _known: OrderedDict[Hashable, tuple[Watch, list[Hashable], Hashable]] = field(default_factory=OrderedDict)
-
-    def __reduce__(self) -> tuple:
-        return Fingerprints, ()  # what f reads, and what libraries have loaded, is in this process
-
-    def of(self, f: Callable, args: tuple, kwargs: dict[str, Any], look: Callable[[], Hashable | None]) -> Hashable:
-        """The fingerprint of a call; None if there is none."""
-        call = call_of(args, kwargs)
-        if call.why:
-            return look()
-        if call.key in self._known:
-            watch, signatures, found = self._known[call.key]
-            if not watch.changed() and _signatures(watch) == signatures:
-                return found
-        watch = Watch([f, *call.others])
-        found, signatures = look(), _signatures(watch)
-        self._known.pop(call.key, None)
-        if found is not None and not watch.unseen and not watch.changed():
-            self._known[call.key] = watch, signatures, found
-        while len(self._known) > KEPT:
-            self._known.popitem(last=False)
-        return found
+Chunks = dict[str, int]
+"""Numbers of chunks along each axis that is divided."""
+MARGIN, RESERVE = 1.1, 2**21
+"""Factor on what was measured, and bytes beside it, for what no meter sees: pages, buffers of kernels, objects."""
+TRIES, KEPT = 6, 64
+"""Sizes of chunks that are measured along an axis at most, and kinds of calls whose chunks are kept."""
+GAIN = 1.2
+"""Factor by which a larger chunk has to be larger to be worth a try."""
+_ORDER = ("samples", "outputs", "params")
 
 
-def _signatures(watch: Watch) -> list[Hashable]:
-    """The memory, shape, strides and dtype of each tensor that a function reads beside its arguments."""
-    return [None if (x := held()) is None else (storage_of(x), signature(x)) for held in watch.tensors.values()]
+def needed(peak: float) -> int:
+    """Bytes of a budget that is enough for a call whose peak was measured."""
+    return math.ceil(MARGIN * peak) + RESERVE
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Chunks that are within a budget: of the first call in a process, and of those after it, which load nothing."""
+    """Sizes of chunks along each axis, the bytes they need, and the largest batch that they serve."""
 
-    first: Trial
-    later: Trial
-    budget: int
+    sizes: Chunks
+    lengths: Chunks
+    need: int
+    most: float
 
-    def holds(self, trial: Trial, budget: int, reserve: Reserve) -> bool:
-        """Whether one of them is what another budget asks for, too."""
-        return trial.peak + reserve.size <= budget <= CLOSE * self.budget
+    def chunks(self, n: int) -> Chunks:
+        """Numbers of chunks for a batch of n samples."""
+        numbers = {a: math.ceil((n if a == "samples" else self.lengths[a]) / size) for a, size in self.sizes.items()}
+        return {axis: number for axis, number in numbers.items() if number > 1}
 
 
 @dataclass(frozen=True)
-class Fitting:
-    """The chunks of a call."""
+class Call:
+    """Arguments of a call: the batch axis of each, the number of samples, and the lengths of the axes to divide."""
 
-    trial: Trial
-    budget: int
-    reserve: Reserve
-    call: Hashable
-    """The fingerprint of the call."""
+    args: tuple
+    kwargs: dict[str, Any]
+    names: Any
+    dims: dict[int, int | None]
+    lengths: Chunks
 
     @property
-    def promised(self) -> int:
-        """The bytes that the call never exceeds."""
-        return self.trial.peak + self.reserve.size
+    def n(self) -> int:
+        return self.lengths["samples"]
+
+    @property
+    def device(self) -> torch.device:
+        return next((x.device for x in tree.tensors(self.args)), torch.device("cpu"))
+
+    def first(self, n: int) -> tuple:
+        """Arguments of the first n samples."""
+        return tuple(some_samples(x, self.dims.get(i), slice(0, n)) for i, x in enumerate(self.args))
+
+    def key(self) -> Hashable:
+        """Description of the call that does not depend on its number of samples."""
+
+        def of(x: Any, dim: int | None = None) -> Hashable:
+            if not isinstance(x, torch.Tensor):
+                return x if isinstance(x, (int, float, str, bool)) else type(x)
+            shape, steps = list(x.shape), x.stride() if dim is None and x.layout is torch.strided else ()
+            if dim is not None:
+                del shape[dim]
+            return tuple(shape), steps, x.dtype, x.device, x.layout, x.requires_grad
+
+        given = [(i, of(x, self.dims.get(i))) for i, arg in enumerate(self.args) for x in tree.leaves(arg)]
+        return (*given, *map(of, tree.leaves(self.kwargs)), *self.kwargs, *settings())
 
 
 @dataclass(frozen=True, repr=False)
@@ -109,17 +94,15 @@ class Budgeted(Transform):
     """A function in the chunks that its arguments ask for."""
 
     f: Callable
-    make: Make
+    make: Callable[[Chunks, bool], Any]
+    """Makes the function in some chunks; the second argument says whether it may tell of its progress."""
     axes: tuple[str, ...]
     size: int | float
     text: str
     in_dims: Any = 0
     has_aux: bool = False
-    choices: dict[Any, Choice] = field(default_factory=dict, compare=False)
-    """What was chosen for which calls, by what f did in them; no tensors."""
-    trials: dict[Any, dict[tuple, Footprint | None]] = field(default_factory=dict, compare=False)
-    """What the same calls take with some chunks, which does not depend on the budget."""
-    fingerprints: Fingerprints = field(default_factory=Fingerprints, compare=False)
+    choices: dict[Hashable, Choice] = field(default_factory=dict, compare=False)
+    """Chunks that were chosen, by the kind of call."""
     outermost = budgeted = True  # what is around it would have memory of its own
 
     def __repr__(self) -> str:
@@ -137,76 +120,131 @@ class Budgeted(Transform):
         return self.f.names(count) if isinstance(self.f, Transform) else ArgumentNames(self.f, count)
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        found = self.fitting(args, kwargs, names)
-        result = self.make(found.trial.chunks, True).compute(args, kwargs, names)
-        self.fingerprints.ran.add(found.call)
-        return result
+        call = self.call(args, kwargs, names)
+        chunks = self.choice(call).chunks(call.n) if call.n else {}
+        return self.make(chunks, True).compute(args, kwargs, names)
 
-    def fitting(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Fitting:
-        """The chunks that are within the budget. Of a call that has run, more of it is there for tensors."""
-        _check(args, kwargs)
-        drawn = [d.generator for d in self.f.drawings] if isinstance(self.f, Statistic) else []
-        before = resident()
-        look = partial(fingerprint, self._plainly, args, kwargs, drawn)
-        budget, same = in_bytes(self.size), self.fingerprints.of(self.f, args, kwargs, look)
-        again, kept = same is not None and same in self.fingerprints.ran, self.choices.get(same)
-        reserve = LATER if again else FIRST
-        if kept is not None and kept.holds(trial := kept.later if again else kept.first, budget, reserve):
-            return Fitting(trial, budget, reserve, same)
-        known = {} if same is None else self.trials.setdefault(same, {})
-        measured, lengths = self._measured(args, kwargs, drawn, known), self._lengths(args, kwargs, names)
-        first, later = _searched(measured, lengths, budget)
-        chosen, taken = later if again else first, _kept_since(before, reserve.of_python)
-        if chosen is not None and chosen.peak + reserve.size + taken > budget:  # in the next calls it is in use before
-            chosen = search(measured, lengths, budget - reserve.size - taken)
-        if first is None or later is None or chosen is None:
-            best = least(measured, lengths)
-            _searched(measured, lengths, best.peak + FIRST.size)  # so that Python keeps what it does with that budget
-            raise _too_little(budget, best, _kept_since(before, FIRST.of_python - VARIES))
-        if same is not None:
-            self.choices[same] = Choice(first, later, budget)
-        for oldest in list(self.choices)[:-KEPT]:
-            self.choices.pop(oldest)
-            self.trials.pop(oldest, None)
-        self.fingerprints.ran.intersection_update(self.choices)
-        return Fitting(chosen, budget, reserve, same)
-
-    def _measured(
-        self, args: tuple, kwargs: dict[str, Any], drawn: list[Any], known: dict[tuple, Footprint | None]
-    ) -> Measured:
-        """What this call takes with some chunks. What is `known` of them is not asked again."""
-        warmed()
-        gc.collect()  # what nobody needs any more is not to be freed in the middle of it
-
-        def predict(chunks: Chunks, limit: int | None) -> Footprint | None:
-            try:
-                return certain(footprint(self.make(chunks, False), args, kwargs, drawn, limit))
-            except Exception as error:
-                if chunks:  # it cannot be divided so
-                    return None
-                if isinstance(error, InvFuncError):
-                    raise
-                raise unpredictable(f"without numbers it fails ({str(error).splitlines()[0]})") from error
-
-        return Measured(predict, known)
-
-    def _plainly(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function in it is made of, as it was written."""
+    def call(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Call:
+        """The call, with the lengths of the axes along which it can be divided."""
+        if transforming() or dispatched():
+            raise ArgumentError(
+                "within a transform of torch.func or a dispatch mode, where more is kept than can be measured. "
+                "Give the number of chunks: chunked(t, n)."
+            )
+        most = thresholds.TRIED_PASSES
         if not isinstance(self.f, Statistic):
-            return self.f(*args, **kwargs)
-        return [_evaluated(t, args, kwargs) for t in self.f.members or (self.f,)]
+            dims = batch_dims(self.in_dims, list(range(1, len(args))))
+            return Call(args, kwargs, names, dims, {"samples": batch_size(args, dims, names)})
+        problem = self.f.problem(args, kwargs, names)
+        drawn = [s.drawing.count if s.drawing else None for s in self.f.members or (self.f,)]
+        columns = max([d or most for d in drawn])  # of columns that are not drawn nobody knows the number beforehand
+        lengths: Chunks = {"samples": problem.n, "outputs": columns, "params": len(problem.leaves)}
+        return Call(args, kwargs, names, problem.dims, lengths)
 
-    def _lengths(self, args: tuple, kwargs: dict[str, Any], names: Any) -> dict[AxisName, int | None]:
-        """How long each axis is that can be divided; nobody knows beforehand of columns that are not drawn."""
-        known: dict[AxisName, int | None]
-        if isinstance(self.f, Statistic):
-            problem = self.f.problem(args, kwargs, names)
-            drawn = [s.drawing.count if s.drawing else None for s in self.f.members or (self.f,)]
-            columns = None if None in drawn else max(d for d in drawn if d is not None)
-            known = {"samples": problem.n, "outputs": columns, "params": len(problem.leaves)}
-        else:
-            known = {"samples": batch_size(args, batch_dims(self.in_dims, list(range(1, len(args)))), names)}
-        return {axis: known[axis] for axis in _ORDER if axis in self.axes}
+    def choice(self, call: Call) -> Choice:
+        """Chunks within the budget: those that were chosen before, as long as they serve, or measured ones."""
+        budget, key = in_bytes(self.size, call.device), call.key()
+        known = self.choices.pop(key, None)
+        if known is None or call.n > known.most or known.need > budget:
+            known = self._measured(call, budget)
+        self.choices[key] = known
+        if len(self.choices) > KEPT:
+            self.choices.pop(next(iter(self.choices)))
+        return known
+
+    def _measured(self, call: Call, budget: int) -> Choice:
+        """Chunks of the first axis that brings the call within the budget, on top of single entries of those before."""
+        before, least, failed = Chunks(), list[tuple[int, Chunks]](), None
+        for axis in [axis for axis in _ORDER if axis in self.axes]:
+            try:
+                search = _Search(self, call, axis, before, (budget - RESERVE) / MARGIN)
+                found = search.run()
+            except InvFuncError as error:  # it cannot be divided so
+                failed = failed or error
+                continue
+            if found is not None:
+                return found
+            least += [(needed(peak), {**before, axis: size}) for size, peak in search.peaks.items()]
+            before[axis] = 1
+        if not least:
+            assert failed is not None
+            raise failed
+        need, sizes = min(least, key=lambda each: each[0])
+        raise _too_little(budget, need, Choice(sizes, call.lengths, need, call.n).chunks(call.n))
+
+    def peak(self, call: Call, chunks: Chunks, n: int) -> int:
+        """Bytes that the call takes in some chunks on its first n samples; random numbers come again behind it."""
+        drawn = [d.generator for d in self.f.drawings] if isinstance(self.f, Statistic) else []
+        before, f = [(g, state_of(g)) for g in (*torchs_own(), *drawn)], self.make(chunks, False)
+        given = call.first(n) if n < call.n else call.args
+        try:
+            return peak_of(lambda: f.compute(given, call.kwargs, call.names), call.device)
+        finally:
+            set_states(before)
+
+
+class _Search:
+    """A search for the largest chunk along an axis with which a call has room, by measured calls.
+
+    Over samples these are calls on two chunks. Results and columns of the samples behind them come on top: twice the
+    bytes that a third sample brings, as what is joined is there twice.
+    """
+
+    def __init__(self, t: Budgeted, call: Call, axis: str, before: Chunks, room: float) -> None:
+        self.t, self.call, self.axis, self.before, self.room = t, call, axis, before, room
+        self.peaks: dict[int, float] = {}
+        """Bytes that the call takes with chunks of a size."""
+        self._known: dict[Any, int] = {}
+        few = axis == "samples" or "samples" in before
+        self.growth = max(0, self._measured(1, 3) - self._measured(1, 2)) if few and call.n > 2 else 0
+
+    def run(self) -> Choice | None:
+        """The largest size that was tried and for which there is room, if there is any."""
+        size, large, length = 1, self.call.lengths[self.axis] + 1, self.call.lengths[self.axis]
+        if self._peak(size) > self.room:
+            return None
+        for _ in range(TRIES):
+            tried = self._next(size, large)
+            if tried < min(GAIN * size, length) or tried == size:
+                break
+            if self._peak(tried) <= self.room:
+                size = tried
+            else:
+                large = tried
+        need, most = needed(self.peaks[size]), self._most(size)
+        if self.axis == "samples" and size >= length:
+            size = int(most)
+        return Choice({**self.before, self.axis: size}, self.call.lengths, need, most)
+
+    def _next(self, size: int, large: int) -> int:
+        """The size that should take the room, as bytes grow from one measured size to the next; first, at least 2."""
+        other = large if large in self.peaks else max([s for s in self.peaks if s < size], default=0)
+        slope = (self.peaks[size] - self.peaks.get(other, 0)) / (size - other)
+        more = (self.room - self.peaks[size]) / slope if slope > 0 else large
+        return max(size, min(large - 1, int(size + max(min(more, large), not other))))
+
+    def _most(self, size: int) -> float:
+        """The largest batch for which there is room with a size; of one in a single chunk, at most twice as many."""
+        n, left = self.call.n, self.room - self.peaks[size]
+        if self.axis == "samples" and size >= n:
+            return n + min(n, left * n // max(1, self.peaks[size]))
+        if self.axis != "samples" and "samples" not in self.before:
+            return n
+        return n + left / (2 * self.growth) if self.growth else math.inf
+
+    def _peak(self, size: int) -> float:
+        if size not in self.peaks:
+            n = self.call.n
+            few = min(n, 2 * size if self.axis == "samples" else 2 if "samples" in self.before else n)
+            self.peaks[size] = self._measured(size, few) + 2 * self.growth * (n - few)
+        return self.peaks[size]
+
+    def _measured(self, size: int, n: int) -> int:
+        chunks = Choice({**self.before, self.axis: size}, self.call.lengths, 0, 0).chunks(n)
+        key = n, *chunks.items()
+        if key not in self._known:
+            self._known[key] = self.t.peak(self.call, chunks, n)
+        return self._known[key]
 
 
 class BudgetedStatistic(Budgeted):
@@ -214,67 +252,23 @@ class BudgetedStatistic(Budgeted):
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """How it would be computed at these arguments, and in how much memory."""
-        found = self.fitting(args, kwargs, names)
-        chunks = found.trial.chunks
-        why = f"{_spelled(chunks)}, at most {told(found.promised)} of {told(found.budget)}"
+        call = self.call(args, kwargs, names)
+        found, budget = self.choice(call), in_bytes(self.size, call.device)
+        chunks = found.chunks(call.n)
+        why = f"{_spelled(chunks)}, at most {told(found.need)} of {told(budget)}"
         return replace(self.make(chunks, False).explanation(args, kwargs, names), name=repr(self), why=why)
 
 
-def _evaluated(t: Statistic, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What the function of a statistic returns, and the loss of it."""
-    if t.loss is None:
-        return t.f(*args, **kwargs)
-    outputs = t.f(*args[:-1], **kwargs)
-    return outputs, t.loss(outputs[0] if t.has_aux else outputs, args[-1])
-
-
-def _check(args: tuple, kwargs: dict[str, Any]) -> None:
-    """Check that what is predicted is what will run: plainly, on a CPU."""
-    if transforming() or dispatched():
-        raise ArgumentError(
-            "within a transform of torch.func or a dispatch mode, where more is kept than can be predicted. " + BY_HAND
-        )
-    others = {x.device.type for x in tree.tensors((args, kwargs))} - {"cpu"}
-    if others:
-        raise ArgumentError(
-            f"an argument is on {others.pop()!r}, but what the libraries there take beside tensors is known of CPUs "
-            f"alone. {BY_HAND}"
-        )
-
-
 def _spelled(chunks: Chunks) -> str:
-    """Chunks, as people say them."""
+    """Chunks in words."""
     divided = [f"{n} chunks of {axis}" for axis, n in chunks.items()]
     return "in " + " and ".join(divided) if divided else "in one piece"
 
 
-def _searched(
-    measured: Measured, lengths: dict[AxisName, int | None], budget: int
-) -> tuple[Trial | None, Trial | None]:
-    """What is within the budget in the first call of a process, and in those after it, if that may be faster."""
-    narrow, wide = budget - FIRST.size, budget - LATER.size
-    whole = measured({})
-    faster = whole is None or whole.peak <= wide or CLOSE * narrow < wide
-    later = search(measured, lengths, wide) if narrow > 0 and faster else None
-    first = search(measured, lengths, narrow)  # which asks for little that is not known by now
-    return first, later or first
-
-
-def _kept_since(before: int, in_reserve: int) -> int:
-    """What Python and libraries keep of what was done since then, above what is in reserve for it."""
-    gc.collect()
-    given_back()
-    return max(0, resident() - before - in_reserve)
-
-
-def _too_little(budget: int, least: Trial, taken: int) -> BudgetError:
-    found, results, size = least.footprint, least.footprint.results, least.peak + FIRST.size + taken
-    beside = f" and {told(taken)} that Python keeps of the search, once" if taken else ""
+def _too_little(budget: int, need: int, chunks: Chunks) -> BudgetError:
     error = BudgetError(
-        f"it does not fit {told(budget)}. The least that it takes in up to {thresholds.TRIED_PASSES} chunks is "
-        f"{told(size)}, {_spelled(least.chunks)}: the result has {told(results)}, and the most is in use at "
-        f"`{found.at}`, with {told(FIRST.size)} for what libraries load and keep{beside}. Give "
-        f"memory={told(size)!r}, or a smaller batch."
+        f"it does not fit {told(budget)}. The least that it takes in up to {thresholds.TRIED_PASSES} chunks of an axis "
+        f"is {told(need)}, {_spelled(chunks)}. Give memory={told(need)!r}, or a smaller batch."
     )
-    error.least = size
+    error.least = need
     return error

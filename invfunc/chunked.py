@@ -10,15 +10,12 @@ from typing import Any, cast
 import torch
 
 from invfunc import tree
-from invfunc._alike import added, alike
 from invfunc._extras import told_of_parts
 from invfunc.arguments.problem import InDims, batch_dims, batch_size, some_samples, with_aux
-from invfunc.budget.search import Chunks
 from invfunc.budget.size import size_of
-from invfunc.budgeted import Budgeted, BudgetedStatistic
+from invfunc.budgeted import Budgeted, BudgetedStatistic, Chunks
 from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
-from invfunc.loaded import loaded
 from invfunc.plan import AxisName, Split
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
@@ -57,9 +54,8 @@ def chunked(
         n: the number of chunks, at least 1, and at most as many as the axis is long. The last ones may be smaller.
         chunk_size: in place of n, the length of a chunk. With neither (or None), f is returned unchanged.
         memory: in place of n, what a call may take over what is in use before it, its result included: bytes, a text as
-            `"512MiB"`, or a float, the part of what is free. Chunks of outputs or of samples are made, whichever fits
-            and is faster; if neither fits, of both, and of parameters (or of `over` alone). No structure of f is used
-            then, as with `method="dense"`. CPU only.
+            `"512MiB"`, or a float, the fraction of what is free. Samples are divided; where a single one is too much,
+            outputs and then parameters are, too (or `over` alone).
         over: of a statistic: `"outputs"` (of the vectors that are pulled back from the outputs; default for the GGN
             family and `batch_jacobian`: one forward pass, kept), `"samples"` (physical batches, see below; default for
             first-order statistics) or `"params"` (parameter by parameter; the only axis of `gram`). A plain function
@@ -81,8 +77,6 @@ def chunked(
             neither the mean nor the sum of its samples (give it apart then, as in `diag_ggn(f, loss)`).
         RandomnessError: over samples, a scalar loss of a function that draws random numbers.
         BudgetError: it does not fit `memory`: with the least that it takes, also as a number, `error.least`.
-            What Python keeps of the search of a first call counts, and differs from process to process: it has 1 MiB of
-            room for that.
         MissingExtraError: `progress` without tqdm: `pip install 'invfunc[progress]'`.
 
     Example:
@@ -95,7 +89,7 @@ def chunked(
                 [1.0000, 1.0000]])
 
         >>> invfunc.explain(invfunc.chunked(invfunc.variance(f), memory="64MiB"))(torch.ones(3), torch.ones(5, 3)).why
-        'in one piece, at most 4.26MiB of 64.00MiB'
+        'in one piece, at most 2.01MiB of 64.00MiB'
 
     Over samples, a loss function returns the `[N]` losses, or one number that is their mean or their sum. Which it is,
     is found out in the first call of a function with arguments of such shapes: up to eight samples from all over the
@@ -114,23 +108,17 @@ def chunked(
     Cost: n pullbacks (batched vector-Jacobian products) of 1/n of the vectors; over outputs, memory falls with n until
     the forward pass dominates. Over samples, that of a call on each chunk, and memory falls with n: to the result and
     one chunk. For a mean over samples of a plain function, `grad(chunked(f, n, fold="mean"))` keeps all graphs,
-    while chunking the gradient, `chunked(grad(f), n, fold="mean")`, keeps one. With `memory`, before anything large is
-    made, the call runs without numbers (torch's FakeTensorMode): in one piece, in most chunks, and up to four times
-    between. The bytes that are alive are counted, with the buffers of matrix products and convolutions, and the time is
-    guessed. A run that is over the budget ends there; of another, chunks that do the same are counted once, so that it
-    takes about as long as some small calls. The function that is returned keeps what was chosen (make it once, outside
-    of a loop) for calls with arguments of the same sizes in which f and its gradient do the same, operation by
-    operation, which is looked at again (it takes about three small calls of f) where something is another that f reads
-    beside its arguments, as far as `compiled` sees it; `explain` tells what it is. Where numbers decide what is
-    done (a mask, a branch), it is an error. Counted is what tensors and kernels take, with a margin of 2 % and 0.25
-    MiB, and 4 MiB in reserve for what libraries load and keep when a call is the first of its kind: code, buffers of
-    kernels, objects of Python. `chunked` itself loads most of that, once in a process, which takes two to three
-    seconds and some 100 MiB that are in use before the call then. What Python keeps of the search beyond that counts
-    in the call that searches, which makes more chunks, or tells how much it is. Once such a call has run, 2 MiB are
-    in reserve, so that those after it may be of fewer chunks, which the first one has looked for. Tensors of less than
-    64 KiB have three times their room, for the holes between them; each kind of convolution has 128 KiB for the code
-    that oneDNN writes for it. Memory that malloc keeps of what was freed comes on top
-    (`invfunc.testing.return_freed_memory`).
+    while chunking the gradient, `chunked(grad(f), n, fold="mean")`, keeps one.
+
+    With `memory`, the first call of a kind measures some calls on chunks, of one sample and then of more, as long as
+    they are within the budget, and takes the largest chunk that is: together as long as three or four calls.
+    On CUDA the caching allocator tells the peak, elsewhere the tensors that are alive are counted, with copies of what
+    convolutions and decompositions read. A tenth of the peak and 2 MiB are in reserve for what no meter sees. The
+    function that is returned keeps the size for calls on arguments of the same shapes, dtypes and devices, of this
+    number of samples or fewer (of a batch that fits in one piece, up to twice as many), so make it once, outside of a
+    loop. Not counted: the code and buffers that libraries load when they are first used, and what malloc keeps of
+    what was freed (`invfunc.testing.return_freed_memory`). A chunk of one sample is run to be measured, whatever it
+    takes; an f that closes over tensors of other sizes later is not measured again.
 
     Source: BackPACK's tutorial on `retain_graph`; optax's `microbatching`.
     """
@@ -172,24 +160,21 @@ def chunked(
 
 
 def _within(f: Callable, memory: Any, over: str | None, options: dict[str, Any], progress: bool) -> Budgeted:
-    """A function in the chunks that a budget asks for; `chunked` with them checks the options, too."""
+    """A function in the chunks that a budget asks for."""
     text = f"memory={memory!r}" + (f", over={over!r}" if over is not None else "")
     try:
         size = size_of(memory)
     except InvFuncError as error:
         raise type(error)(f"chunked({describe(f)}, {text}): {error}") from None
-    first = chunked(f, 1, over=over, **options)
-    loaded()
+    chunked(f, 1, over=over, **options)  # checks the options
     if isinstance(f, Statistic) and f.options.reduce is not None:
         raise ArgumentError(
-            f"chunked({f!r}, {text}): the function in it would be called without numbers, too. Give n, or chunk the "
+            f"chunked({f!r}, {text}): the function in it would be called in measurements, too. Give n, or chunk the "
             "statistic in it."
         )
-    if isinstance(first, Statistic):
-        axes = (over,) if over is not None else first.axes
-        whole = chunked(f, 1, over="params") if "params" in first.axes else first  # so that nothing else is tried
-        whole = replace(whole, shown=f"chunked({f!r}, {text})")  # as errors of a run without numbers call it
-        return BudgetedStatistic(f, partial(_divided, whole, progress), axes, size, text, has_aux=f.has_aux)
+    if isinstance(f, Statistic):
+        axes = (over,) if over is not None else f.axes
+        return BudgetedStatistic(f, partial(_divided, f, progress), axes, size, text, has_aux=f.has_aux)
     parts = partial(_parts, f, {"over": over, **options}, progress)
     return Budgeted(f, parts, ("samples",), size, text, options["in_dims"], options["has_aux"])
 
@@ -247,13 +232,13 @@ class ChunkedFunction(Transform):
         parts, aux = [], []
         ranges = self.split.ranges(0, length)
         with told_of_parts(repr(self) if self.progress else "", ranges, "chunk") as tell:
-            for start, stop in alike("chunks", ranges, lambda part: part[1] - part[0], last=True):
+            for start, stop in ranges:
                 given = [some_samples(x, dims.get(i), slice(start, stop)) for i, x in enumerate(args)]
                 result = self.f(*given, **kwargs)
                 if self.has_aux:
                     result, extra = with_aux(result)
-                    added("chunks", aux.append, extra)
-                added("chunks", parts.append, result)
+                    aux.append(extra)
+                parts.append(result)
                 tell(len(parts), stop - start)
         return self._folded(parts, [stop - start for start, stop in ranges]), aux
 

@@ -113,7 +113,7 @@ def _peel(name: str, mc_samples: int, sample: Any, peel: Any, least: int) -> Pee
 def fisher_columns(
     name: str, fisher: str, mc_samples: int, generator: Any, sample: Any, peel: Any = None
 ) -> dict[str, Any]:
-    """The kind of columns that a Fisher matrix is made of."""
+    """The columns that a Fisher matrix is made of, as fields of a `Statistic`."""
     kinds = {"mc": GGN, "exact": GGN, "empirical": GRADIENT}
     if fisher not in kinds:
         raise ArgumentError(f"{name}(fisher={fisher!r}): fisher is one of 'mc', 'exact', 'empirical'.")
@@ -125,7 +125,7 @@ def fisher_columns(
         raise ArgumentError(
             f"{name}(fisher={fisher!r}): nothing is drawn, so leave mc_samples, generator, sample and peel out."
         )
-    return {"kind": kinds[fisher]}
+    return {"kind": kinds[fisher], "spelled": f", fisher={fisher!r}"}
 
 
 def by_method(name: str, f: Any, method: str) -> Options:

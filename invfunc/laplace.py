@@ -40,7 +40,6 @@ from invfunc.statistics.batch_jacobian import batch_jacobian
 from invfunc.statistics.diag_ggn import diag_ggn
 from invfunc.statistics.diag_hessian import diag_hessian
 from invfunc.statistics.kfac import kfac
-from invfunc.statistics.kflr import kflr
 from invfunc.statistics.sqrt_ggn import sqrt_ggn
 from invfunc.statistics.sum_grad_squared import sum_grad_squared
 
@@ -141,9 +140,9 @@ class _GGN(_Backend):
         mc_samples: int | None = None,
     ) -> Curvature:
         params, x = self._at(x)
-        statistic = kfac if self.stochastic else kflr
         options = {"weight_sharing": kfac_approx, "max_factor_dim": None}  # Laplace takes matrices
-        factors = statistic(self._f, self.lossfunc, **options, **self._drawing(y, mc_samples))
+        options |= self._drawing(y, mc_samples) or {"fisher": "exact"}
+        factors = kfac(self._f, self.lossfunc, **options)
         return self._with_loss(params, x, y, self._kron(factors(params, x, y), len(y) / N))
 
     def _drawing(self, y: torch.Tensor, mc_samples: int | None) -> dict[str, Any]:

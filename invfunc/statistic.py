@@ -49,6 +49,8 @@ class Statistic(Transform):
     options: Options = field(default_factory=Options)
     members: tuple[Statistic, ...] = ()
     """The statistics whose results come together."""
+    spelled: str = ""
+    """The options of the transform that make it another statistic of that name, as they stand in a call."""
     shown: str | None = None
     """What `repr` says, where a relative of `chunked` made it of another statistic."""
 
@@ -57,7 +59,7 @@ class Statistic(Transform):
 
     def __repr__(self) -> str:
         loss = "" if self.loss is None else f", {describe(self.loss)}"
-        return self.shown or f"{self.name}({describe(self.f)}{loss})"
+        return self.shown or f"{self.name}({describe(self.f)}{loss}{self.spelled})"
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         given = self.problem(args, kwargs, names)
@@ -112,7 +114,7 @@ class Statistic(Transform):
     @property
     def called(self) -> tuple[Hashable, ...]:
         """The request that f is evaluated for."""
-        return self.name, *(m.name for m in self.members)
+        return self.name + self.spelled, *(m.name + m.spelled for m in self.members)
 
     def without_samples(self, params: Any) -> Engine:
         """The evaluation of no samples, which has parameters only."""

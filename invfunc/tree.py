@@ -294,6 +294,22 @@ def separate(tree: Tree) -> tuple[list[torch.Tensor], Form]:
     return tensors, Form(structure, tuple(found), places)
 
 
+def snapshot(tree: Tree) -> Tree | None:
+    """The tree with copies of its lists and dicts; None if it has nodes beside these and tuples."""
+    kind = type(tree)
+    if kind in _PLAIN or (kind is tuple and _PLAIN.issuperset(map(type, tree))):
+        return tree
+    if kind is not dict and kind is not list and kind is not tuple:
+        return None
+    branches = tree.values() if kind is dict else tree
+    parts: list[Tree | None] = [branch if type(branch) in _PLAIN else snapshot(branch) for branch in branches]
+    if any([part is None and branch is not None for part, branch in zip(parts, branches, strict=True)]):
+        return None
+    if kind is dict:
+        return dict(zip(tree, parts, strict=True))
+    return parts if kind is list else tuple(parts)
+
+
 def register_tuple(kind: Class) -> Class:
     """Have programs of torch.export that give a tuple with names saved."""
     pytree._register_namedtuple(kind, serialized_type_name=f"invfunc.{kind.__name__}")

@@ -1,6 +1,7 @@
-"""`--device` and `--dtype` for the laws, and one way to draw examples: the same ones on every run."""
+"""The short suite and `--all`, `--device` and `--dtype` for the laws, and examples that are the same on every run."""
 
 import gc
+from collections import defaultdict
 from contextlib import nullcontext
 from functools import partial
 from unittest import mock
@@ -11,18 +12,27 @@ from hypothesis import settings
 
 from invfunc.operations.norms import weight_norm
 from tests.invertible_same import assert_same
+from tests.mutants.planted import FAULTS
 
-settings.register_profile("laws", derandomize=True, deadline=None, max_examples=12, database=None)
-settings.load_profile("laws")
+FEW = 4
+"""How many examples a law draws at most in the short suite."""
+FINDERS = {f"tests/{fault.tests.split()[0].partition('[')[0]}" for fault in FAULTS}
+"""Tests that find planted faults: what is no file or class of them is taken whole."""
+settings.register_profile("all", derandomize=True, deadline=None, max_examples=12, database=None)
+settings.register_profile("few", settings.get_profile("all"), max_examples=FEW)
 torch.set_num_threads(1)  # there is a process for each core
 
 
 def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="slow tests, pairs of parameters and more examples, too")
+    parser.addoption("--rest", action="store_true", help="what --all takes and the short suite does not")
     parser.addoption("--device", default="cpu", help="where the laws are tested, such as cuda")
     parser.addoption("--dtype", default="float64", choices=["float64", "float32"], help="of the laws' numbers")
 
 
 def pytest_configure(config):
+    short = not (config.getoption("--all") or config.getoption("--rest"))
+    settings.load_profile("few" if short else "all")
     if torch.device(config.getoption("--device")).type == "cuda":
         torch.backends.cudnn.allow_tf32 = False  # torch's default has three digits in float32
 
@@ -33,12 +43,58 @@ def pytest_collectstart(collector):
         torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """The examples of the docstrings are quick: one for each public function. Lessons, the longest, come first."""
     items.sort(key=lambda item: item.path.stem != "test_notebooks")
     for item in items:
         if isinstance(item, pytest.DoctestItem):
             item.add_marker("quick")
+    if config.getoption("--all"):
+        return
+    taken = short_suite(items)
+    with_more = {item for item in taken if examples(item) > FEW and not finds_a_fault(item)}
+    if config.getoption("--rest"):
+        taken = {*items} - taken | with_more
+    config.hook.pytest_deselected(items=[item for item in items if item not in taken])
+    items[:] = [item for item in items if item in taken]
+    for item in with_more if not config.getoption("--rest") else ():
+        law = item.function
+        law._hypothesis_internal_use_settings = settings(law._hypothesis_internal_use_settings, max_examples=FEW)
+
+
+def short_suite(items):
+    """The items of tests that are not slow: all that may find a planted fault, and those in which each value is new."""
+    quick = [item for item in items if not item.get_closest_marker("slow")]
+    taken, seen = {item for item in quick if finds_a_fault(item)}, defaultdict(set)
+    for are_new in (all, any):  # first those of which each value is new
+        for item in quick:
+            values = {(name, id(value)) for name, value in parameters(item).items()} or {()}
+            test = seen[base(item)]
+            if are_new(value not in test for value in values):
+                test |= values
+                taken.add(item)
+    return taken
+
+
+def finds_a_fault(item):
+    """Whether a planted fault names its test as the one that finds it."""
+    return base(item) in FINDERS
+
+
+def base(item):
+    """The name of an item without its parameters."""
+    return item.nodeid.partition("[")[0]
+
+
+def parameters(item):
+    """The parameters of an item by their names."""
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def examples(item):
+    """How many examples an item draws; 0 of what draws none."""
+    own = getattr(getattr(item, "function", None), "_hypothesis_internal_use_settings", None)
+    return own.max_examples if own is not None else 0
 
 
 def pytest_collection_finish():

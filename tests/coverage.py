@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +13,7 @@ from unittest import mock
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, find, settings
 
-from invfunc import diag_ggn, diag_hessian, kflr, tree
+from invfunc import diag_ggn, diag_hessian, kfac, tree
 from invfunc.core import evaluate, resort, run
 from invfunc.errors import ArgumentError, SampleAxisError
 from tests.forms import OTHERS
@@ -56,7 +57,11 @@ def statistics(case: Case) -> Iterator[tuple[str, Any, tuple]]:
     for name, kind in OF_MODELS.items():
         column = "gram" if name.startswith("NTK") else name
         yield column, kind.make(f, in_dims=case.in_dims), (case.params, *batch)
-    for column, made in (("diag_ggn", diag_ggn), ("diag_hessian", diag_hessian), ("kflr", kflr)):
+    for column, made in (
+        ("diag_ggn", diag_ggn),
+        ("diag_hessian", diag_hessian),
+        ("kfac", partial(kfac, fisher="exact")),
+    ):
         yield column, made(f, F.mse_loss, **options), (case.params, *batch, target)
 
 

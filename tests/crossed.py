@@ -93,7 +93,6 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "SHAPES": (FAR, FAR),
     "MISSES": (1, FAR),
     "TIMED": (1, 2),
-    "HELD": (0, FAR),
 }
 """Of each threshold a value on its one side, where small things are treated as large ones, and one on the other."""
 LOWEST, HIGHEST = ({name: sides[i] for name, sides in SIDES.items()} for i in (0, 1))

@@ -251,7 +251,6 @@ TIED = [
         lambda x, w, b: F.layer_norm(x @ w + b, b.shape, b, eps=1),
     ),
 ]
-FORMS = {"products": PRODUCTS, "elementwise": ELEMENTWISE, "others": OTHERS, "tied": TIED}
 
 
 def _running(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -293,7 +293,9 @@ def explained(folder: str) -> list[str]:
                 for each in ("local", "gather"):
                     compare(f"{name} {form} {each}", distributed(row.make(*functions), each=each), call)
         parts = [(x, y)]
-        compare("streamed", distributed(streamed(invfunc.kflr(linear, F.cross_entropy))), (params, parts))
+        compare(
+            "streamed", distributed(streamed(invfunc.kfac(linear, F.cross_entropy, fisher="exact"))), (params, parts)
+        )
         out = {name: p.new_empty(5, *p.shape) for name, p in params.items()}
         compare("out", distributed(streamed(invfunc.batch_grad(losses), out=out)), (params, parts))
     if dist.get_rank() == 1:  # alone

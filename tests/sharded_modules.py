@@ -1,6 +1,7 @@
 """What several processes compute of modules that torch has wrapped: programs for `tests/test_sharded_modules.py`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -194,9 +195,9 @@ def functions() -> list[str]:
         given = full(params)
         with mock.patch.object(FSDPParamGroup, "pre_forward", side_effect=AssertionError("a hook runs")):
             compare(f"the value, {name}", f(given, x), g(plain, x))
-        for t in (invfunc.diag_ggn, invfunc.kflr):
+        for t in (invfunc.diag_ggn, partial(invfunc.kfac, fisher="exact")):
             found = distributed(t(f, F.cross_entropy))(params, *own)
-            compare(f"{t.__name__}, {name}", found, t(g, F.cross_entropy)(plain, *whole))
+            compare(f"{t}, {name}", found, t(g, F.cross_entropy)(plain, *whole))
         if {key: (id(p), type(p)) for key, p in model.named_parameters()} != before:
             wrong.append(f"the module has changed, {name}")
     model = sharded(*LAID["each part"])

@@ -263,17 +263,3 @@ def formed(draw, form: Form) -> Case:
     for labels in form.params.split(" ") if form.params else [""]:
         reads.append(draw(readings(tuple(sizes[c] for c in labels), rand)))
     return _case(form.called, form.operation, inputs, dims, reads, form.output.index("n"))
-
-
-def sized(form: Form, sizes: dict[str, int]) -> Case:
-    """A form with given sizes, 2 where none is given, and its tensors as they are the parameters."""
-    rand, sizes = Numbers(), {"1": 1} | sizes
-
-    def shape(labels: str) -> list[int]:
-        return [sizes.get(c, 2) for c in labels.strip("#")]
-
-    given = form.inputs.split()
-    inputs = [rand.below(sizes.get("v", 2), *shape(c)) if c[0] == "#" else rand(*shape(c)) for c in given]
-    dims = [labels.strip("#").index("n") for labels in given]
-    reads = [Reading("p", rand(*shape(labels)), lambda p: p) for labels in form.params.split(" ")]
-    return _case(form.called, form.operation, inputs, dims, reads, form.output.index("n"))

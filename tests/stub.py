@@ -28,13 +28,13 @@ GIVES = {
     "_WithNorms": ["clipped_grad"],
     "_WithNoise": ["noise_scale"],
     "_OfTensor": ["predictive_covariance"],
-    "_OfFactors": ["kfac", "kflr", "ekfac"],
+    "_OfFactors": ["kfac", "ekfac"],
     "_OfVector": ["hvp", "ggnvp", "fvp", "hessian_block_product", "ggn_block_product", "pch_block_product"],
     "_Estimator": ["estimate_trace", "estimate_diagonal"],
 }
 OTHERWISE = {"diag_ggn": ("_LikeParams", {"with_error"}), "ggn_trace": ("_OfTensor", {"with_error", "per_parameter"})}
 OTHERWISE |= {"gram": ("_OfTensor", {"per_parameter"})}
-OTHERWISE |= {name: ("_OfFactors", {"unsupported", "joint"}) for name in ("kfac", "kflr", "ekfac")}
+OTHERWISE |= {name: ("_OfFactors", {"unsupported", "joint"}) for name in ("kfac", "ekfac")}
 RESULTS = {name: (gives, set[str]()) for gives, names in GIVES.items() for name in names} | OTHERWISE
 KEEP = ["streamed", "distributed", "compiled", "certified"]
 """Their result is of the type of what they are given."""

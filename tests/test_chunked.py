@@ -12,8 +12,8 @@ import invfunc
 from invfunc import chunked, diag_ggn, tree
 from invfunc.core.run import Run
 from invfunc.testing.oracles import assert_trees_close, dense_diag_ggn
-from tests.criteria import after_logarithms, cross_entropies, elementwise, model
-from tests.networks import LOSSES, network, networks, samples_loss
+from tests.criteria import cross_entropies, model
+from tests.networks import LOSSES, network, networks
 from tests.strategies import Numbers
 
 EXACT = 1e-10
@@ -47,17 +47,6 @@ def divided(draw, t, axes):
 
 
 class TestStatistics:
-    @given(st.data(), cross_entropies() | elementwise() | after_logarithms())
-    def test_diag_ggn_does_not_depend_on_n(self, data, criterion):
-        f, params = model(criterion.one)
-        args = (params, Numbers(1)(len(criterion.target), 2), criterion.target)
-        wanted = dense_diag_ggn(f, criterion.loss)(*args)
-        form = data.draw(st.sampled_from(["f, loss", "f"]))
-        t = diag_ggn(f, criterion.loss)
-        if form == "f":
-            t = diag_ggn(lambda p, x, y: criterion.loss(f(p, x), y))
-        assert_trees_close(divided(data.draw, t, ["outputs", "samples", "params"])(*args), wanted, EXACT)
-
     @given(st.data(), networks(sequences=True), st.sampled_from(LOSSES[:2]), st.booleans())
     def test_diag_ggn_of_any_network_does_not_depend_on_n(self, data, net, loss, alone):
         target = loss.target(Numbers(1), net.n)
@@ -70,14 +59,6 @@ class TestStatistics:
         args = (net.params, net.x, target)
         wanted = dense_diag_ggn(net.f, criterion)(*args)
         assert_trees_close(divided(data.draw, t, ["outputs", "samples", "params"])(*args), wanted, EXACT)
-
-    @given(st.data(), networks(), st.sampled_from(LOSSES), st.sampled_from(FIRST_ORDER))
-    def test_first_order_statistics_do_not_depend_on_n(self, data, net, loss, transform):
-        args = (net.params, net.x, loss.target(Numbers(1), net.n))
-        reduction = data.draw(st.sampled_from([None, "mean", "sum"]))
-        f = samples_loss(net, loss) if reduction is None else lambda p, x, y: loss(net.f(p, x), y, reduction)
-        t = transform(f)
-        assert_trees_close(divided(data.draw, t, ["samples", "params"])(*args), t(*args), EXACT)
 
     @given(st.data(), cross_entropies(), st.sampled_from(FIRST_ORDER), st.booleans())
     def test_first_order_statistics_keep_the_scale_of_the_loss(self, data, criterion, transform, mark):
@@ -294,12 +275,6 @@ class TestPasses:
         chunked(t, n, over=over)(*args)
         assert len(passes) == min(n, length)
 
-    @pytest.mark.parametrize("size", [1, 2, 3, 100])
-    def test_of_a_size_are_as_many_as_it_takes(self, size):
-        f, args, calls, passes = self.counting()
-        chunked(diag_ggn(f, F.cross_entropy), chunk_size=size)(*args)
-        assert len(passes) == -(-3 // min(size, 3))
-
     @pytest.mark.parametrize("n", [1, 2, 3, 100])
     @pytest.mark.parametrize("over, length", [("samples", N), ("params", 4)])
     @pytest.mark.parametrize("transform", FIRST_ORDER)
@@ -307,15 +282,6 @@ class TestPasses:
         f, args, calls, passes = self.counting()
         chunked(transform(lambda p, x, y: F.cross_entropy(f(p, x), y)), n, over=over)(*args)
         assert len(passes) == min(n, length)
-
-    def test_nest(self):
-        f, args, calls, passes = self.counting()
-        t = chunked(chunked(diag_ggn(f, F.cross_entropy), 3), 2, over="samples")
-        t(*args)
-        assert len(passes) == 6
-        passes.clear()
-        chunked(chunked(t, 2, over="params"), 2, over="samples")(*args)
-        assert len(passes) == 3 * 4 * 2
 
     @pytest.mark.parametrize("over, length", [("outputs", CLASSES - 1), ("samples", N), ("params", 4)])
     @pytest.mark.parametrize("size", [1, 2, 3])
@@ -372,12 +338,6 @@ class TestWriting:
         assert repr(inner) == "chunked(variance(linear), chunk_size=4, over='samples')"
         assert repr(chunked(inner, 2, over="params")) == f"chunked({inner!r}, n=2, over='params')"
         assert repr(chunked(F.linear, 3)) == "chunked(linear, n=3)"
-
-    def test_leaves_the_statistic_as_it_was(self):
-        t = diag_ggn(F.linear, F.mse_loss)
-        shown = repr(t), t.options
-        chunked(t, 3)
-        assert (repr(t), t.options) == shown
 
 
 class TestPlainFunctions:

@@ -1,8 +1,7 @@
-"""chunked(t, memory=...): the same result, never more than promised, and errors where nothing can be promised."""
+"""chunked(t, memory=...): the same result within the bytes that are given, and a size of chunks that is kept."""
 
 import gc
 import json
-import pickle
 import subprocess
 import sys
 import weakref
@@ -17,11 +16,7 @@ from torch import nn
 
 import invfunc
 from invfunc import budgeted, chunked, explain, functional
-from invfunc.budget.beside import FIRST, LATER
-from invfunc.budget.footprint import Footprint
-from invfunc.budgeted import Fingerprints
 from invfunc.errors import ArgumentError, ArgumentTypeError, BudgetError, InvFuncError
-from invfunc.loaded import _toured
 from invfunc.statistic import Statistic
 from invfunc.testing.laws.rows import CASES
 from invfunc.testing.oracles import assert_trees_close
@@ -57,24 +52,8 @@ def least_of(t, args):
     return told.value.least
 
 
-def sized(within, size):
-    """The same function within another budget, which knows what was asked of the calls."""
-    return replace(within, size=int(size), choices={}, fingerprints=Fingerprints())
-
-
-@pytest.fixture(scope="module")
-def columns():
-    """A statistic with its arguments, within a budget that is too small, and the least that it takes beside what Python
-    keeps of the search."""
-    t, args = invfunc.diag_ggn(model, F.cross_entropy), wide(64)
-    within = chunked(t, memory=1)
-    with pytest.raises(BudgetError):
-        within(*args)
-    (known,) = within.trials.values()
-    return t, args, within, FIRST.size + min(found.peak for found in known.values() if not found.over)
-
-
 class TestResults:
+    @pytest.mark.slow
     @pytest.mark.parametrize("case", CASES)
     def test_are_those_of_the_statistic(self, case):
         row, form = CASES[case]
@@ -88,7 +67,11 @@ class TestResults:
         wanted = row.of(model, F.cross_entropy, form)(*given())
         assert_trees_close(chunked(t, memory="1GiB")(*given()), wanted, 1e-10)
 
-    @pytest.mark.parametrize("make", [invfunc.kflr, partial(invfunc.kfac, fisher="empirical")], ids=["kflr", "kfac"])
+    @pytest.mark.parametrize(
+        "make",
+        [partial(invfunc.kfac, fisher="exact"), partial(invfunc.kfac, fisher="empirical")],
+        ids=["exact", "kfac"],
+    )
     def test_of_an_embedding(self, make):
         f, params = functional(torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10)).double())
         t, batch = make(f, F.cross_entropy), (torch.arange(6) % 4, torch.arange(6))
@@ -102,7 +85,7 @@ class TestResults:
         for t in (
             invfunc.diag_ggn(model, weighted),
             invfunc.diag_ggn(lambda p, x, y: weighted(model(p, x), y)),
-            invfunc.kflr(model, weighted),
+            invfunc.kfac(model, weighted, fisher="exact"),
         ):
             assert_trees_close(chunked(t, memory="1GiB")(*given()), t(*given()), 1e-10)
 
@@ -117,14 +100,21 @@ class TestResults:
         t, batch = invfunc.diag_ggn(f, F.cross_entropy), (Numbers()(N, 5, 3), torch.arange(N) % 3)
         assert_trees_close(chunked(t, memory="1GiB")(params, *batch), t(params, *batch), 1e-10)
 
-    def test_do_not_depend_on_the_budget(self, columns):
-        t, args, small, least = columns
-        wanted, whys = t(*args), set()
-        for factor in (1.05, 1e3):
-            within = sized(small, factor * least)
+    def test_do_not_depend_on_the_budget(self):
+        t, args = invfunc.diag_ggn(model, F.cross_entropy), wide(64)
+        wanted, least, whys = t(*args), least_of(t, args), set()
+        for factor in (1.0, 1.5, 1e3):
+            within = chunked(t, memory=int(factor * least))
             whys.add(explain(within)(*args).why.split(",")[0])
             assert_trees_close(within(*args), wanted, 1e-10)
         assert len(whys) > 1 and "in one piece" in whys
+
+    def test_of_what_depends_on_numbers(self):
+        def f(p, x, y):
+            return F.cross_entropy(model(p, x).masked_fill(x.sum(1, keepdim=True) > 0, 0.0), y, reduction="none")
+
+        t = invfunc.variance(f)
+        assert_trees_close(chunked(t, memory=least_of(t, wide()))(*wide()), t(*wide()), 1e-10)
 
     def test_of_drawn_columns_are_those_of_one_call(self):
         def drawn():
@@ -171,41 +161,23 @@ class TestPromises:
             with pytest.raises(BudgetError):
                 chunked(t, memory=least // 2)(*args)
 
-    def test_the_least_is_found_by_all_runs_of_a_call_with_it(self, monkeypatch):
-        """So that what Python keeps of them counts in it."""
-        ran, own = [], budgeted.footprint
-        monkeypatch.setattr("invfunc.budgeted.footprint", lambda t, *args: ran.append(repr(t)) or own(t, *args))
-        monkeypatch.setattr("invfunc.budgeted._kept_since", lambda *_: 0)  # which differs between the two calls
-        t, args = invfunc.diag_ggn(model, F.cross_entropy), wide(12)
-        least = least_of(t, args)
-        before = {call.replace("memory=1)", f"memory={least})") for call in ran}
-        ran.clear()
-        chunked(t, memory=least)(*args)
-        assert set(ran) <= before
-
-    def test_live_bytes_are_within(self, columns):
-        _, args, small, least = columns
-        for factor in (1.05, 1.5):
-            within = sized(small, factor * least)
-            within.fitting(args, {}, within.names(3))
-            found = within.fitting(args, {}, within.names(3))
-            with nothing_collected(), Meter() as meter:
-                within.make(found.trial.chunks, False)(*args)
-            assert meter.peak() <= found.trial.peak < found.promised <= found.budget == int(factor * least)
-
-    def test_what_a_search_keeps_counts_in_its_call_alone(self, monkeypatch):
-        t, args = invfunc.variance(loss), given()
-        kept = [5 * 2**20]
-        monkeypatch.setattr("invfunc.budgeted._kept_since", lambda *_: kept[0])
-        within = chunked(t, memory="6MiB")
-        with pytest.raises(BudgetError, match=r"4.00MiB for what libraries load.*5.00MiB that Python keeps") as told:
-            within(*args)
-        assert told.value.least > 8 * 2**20
-        kept[0] = 0  # as it is in use before the next call
-        assert_trees_close(within(*args), t(*args), 1e-10)
+    @pytest.mark.parametrize("factor", [1.0, 1.3])
+    @pytest.mark.parametrize(
+        "t",
+        [invfunc.diag_ggn(model, F.cross_entropy), invfunc.batch_grad(loss), invfunc.kflr(model, F.cross_entropy)],
+        ids=["diag_ggn", "batch_grad", "kflr"],
+    )
+    def test_live_bytes_are_within(self, t, factor):
+        args = wide(40)
+        within = chunked(t, memory=int(factor * least_of(t, args)))
+        within(*args)
+        (found,) = within.choices.values()
+        with nothing_collected(), Meter() as meter:
+            within.make(found.chunks(40), False)(*args)
+        assert meter.peak() <= found.need <= within.size
 
     def test_errors_tell_the_least_and_why(self):
-        with pytest.raises(BudgetError, match=r"does not fit 0.01MiB.*result has.*most is in use at `\w+`.*memory='"):
+        with pytest.raises(BudgetError, match=r"does not fit 0.01MiB.*in up to 256 chunks.*memory='"):
             chunked(invfunc.variance(loss), memory=1000)(*wide())
         assert issubclass(BudgetError, (InvFuncError, MemoryError))
 
@@ -216,74 +188,66 @@ class TestPromises:
 
     def test_explain_tells_them(self):
         text = str(explain(chunked(invfunc.variance(loss), memory="1GiB"))(*given()))
-        assert "chunked(variance(loss), memory='1GiB'): in one piece, at most 4." in text and "1024.00MiB" in text
+        assert "chunked(variance(loss), memory='1GiB'): in one piece, at most 2." in text and "1024.00MiB" in text
 
 
 @pytest.mark.quick
 class TestChoices:
     @pytest.fixture
-    def predicted(self, monkeypatch):
-        """The runs without numbers that were made."""
-        found, own = [], budgeted.footprint
-        monkeypatch.setattr("invfunc.budgeted.footprint", lambda *args: found.append(1) or own(*args))
+    def measured(self, monkeypatch):
+        """The calls that were measured."""
+        found, own = [], budgeted.peak_of
+        monkeypatch.setattr("invfunc.budgeted.peak_of", lambda *args: found.append(1) or own(*args))
         return found
 
-    def test_are_kept_for_other_numbers(self, predicted):
+    def test_serve_all_batches_that_are_smaller(self, measured):
+        """As those of Poisson sampling are."""
+        t = invfunc.variance(loss)
+        for memory in ("1GiB", least_of(t, wide(48))):
+            within = chunked(t, memory=memory)
+            within(*wide(48))
+            before = len(measured)
+            for n in (47, 13, 1, 30):
+                args = wide(n)
+                assert_trees_close(within(*args), t(*args), 1e-10)
+            assert len(measured) == before > 0
+            p, x, y = wide(48)
+            within({name: 2 * w for name, w in p.items()}, x + 1, y)
+            assert len(measured) == before
+
+    def test_of_one_piece_serve_up_to_twice_as_many_samples(self, measured):
         within = chunked(invfunc.variance(loss), memory="1GiB")
-        within(*given())
-        (p, x, y), before = given(), len(predicted)
-        within({name: 2 * w for name, w in p.items()}, x + 1, y)
-        assert len(predicted) == before > 0
+        for n, anew in ((10, True), (20, False), (21, True), (42, False), (43, True)):
+            before = len(measured)
+            within(*wide(n))
+            assert (len(measured) > before) == anew, n
 
-    @pytest.mark.parametrize("what", ["", "list", "memory", "number"])
-    def test_need_no_look_at_f_while_it_reads_the_same(self, monkeypatch, what):
-        looks, own = [], budgeted.fingerprint
-        monkeypatch.setattr("invfunc.budgeted.fingerprint", lambda *args: looks.append(1) or own(*args))
-        closed, some, read = torch.ones(1), [1.0], [2]
-        within = chunked(
-            invfunc.variance(lambda p, x, y: loss(p, x, y) * closed.sum() * some[0] * read[0]), memory="1GiB"
-        )
-        within(*given())
-        within(*given())
-        assert len(looks) == 1
-        if what == "list":
-            some[0] = 3.0
-        if what == "memory":
-            closed.data = torch.ones(2**10)
-        if what == "number":
-            read[0] = 3
-        found = within(*given())
-        assert len(looks) == 1 + bool(what)
-        assert_trees_close(found, within.f(*given()), 1e-10)
-
-    @pytest.mark.parametrize("what", ["samples", "dtype", "gradient", "strides", "grad mode", "closure", "module"])
-    def test_are_made_anew_where_more_may_be_taken(self, predicted, what):
-        wide, net = [False], nn.Dropout(0.0).eval()
-
-        def f(p, x, y):
-            z = F.linear(x, p["w"], p["b"])
-            return F.cross_entropy(net(z * z if wide[0] else z), y)
-
+    @pytest.mark.parametrize("what", ["dtype", "gradient", "strides", "grad mode", "width"])
+    def test_are_made_anew_where_more_may_be_taken(self, measured, what):
         p, x, y = given()
-        within = chunked(invfunc.variance(f), memory="1GiB")
+        within = chunked(invfunc.variance(loss), memory="1GiB")
         within(p, x, y)
-        before, wide[0] = len(predicted), what == "closure"
-        if what == "samples":
-            x, y = x[:3], y[:3]
+        before = len(measured)
         if what == "dtype":
             p, x = {name: w.float() for name, w in p.items()}, x.float()
         if what == "gradient":
             p = {name: w.requires_grad_() for name, w in p.items()}
         if what == "strides":
-            x = x.mT.contiguous().mT
-        net.train(what == "module")
-        net.p = 0.5 * (what == "module")
+            p = {name: w.mT.contiguous().mT if w.ndim == 2 else w for name, w in p.items()}
+        if what == "width":
+            p = {"w": p["w"].repeat(2, 1), "b": p["b"].repeat(2), "v": p["v"].repeat(1, 2)}
         with torch.set_grad_enabled(what != "grad mode"):
-            try:
-                within(p, x, y)
-            except InvFuncError:
-                assert what == "module"  # what draws cannot be divided here
-        assert len(predicted) > before
+            within(p, x, y)
+        assert len(measured) > before
+
+    def test_are_for_a_budget(self, measured):
+        t, args = invfunc.variance(loss), wide(32)
+        within = chunked(t, memory="1GiB")
+        within(*args)
+        before = len(measured)
+        less = replace(within, size=least_of(t, args))
+        assert_trees_close(less(*args), t(*args), 1e-10)
+        assert len(measured) > before and "chunks of samples" in explain(less)(*args).why
 
     def test_keep_no_tensor(self):
         within = chunked(invfunc.variance(loss), memory="1GiB")
@@ -294,58 +258,9 @@ class TestChoices:
         gc.collect()
         assert within.choices and not any(r() is not None for r in gone)
 
-    def test_are_for_a_budget(self, predicted, columns):
-        _, args, small, least = columns
-        within = sized(small, 1.05 * least)
-        within(*args)
-        within(*args)  # with less in reserve
-        (same, made), before = next(iter(within.choices.items())), len(predicted)
-        more = replace(made.later, footprint=larger(made.budget))
-        for kept in [replace(made, budget=made.budget // 2), replace(made, later=more)]:
-            within.choices[same] = kept  # as if much less, or more, had been free then
-            within(*args)
-            assert within.choices[same] == made and made.later.chunks
-            assert len(predicted) == before  # from what is known of the same call
-
-    def test_have_more_room_after_the_first_call_of_a_process(self, predicted):
-        t, args = invfunc.variance(loss), wide(32)
-        within = chunked(t, memory=int(1.1 * least_of(t, args)))
-        names, chosen, before = within.names(3), [], 0
-        for run in (False, False, True, False):
-            if run:
-                within(*args)
-            chosen.append(within.fitting(args, {}, names))
-            before = before or len(predicted)
-        assert before == len(predicted)  # the first call has searched for both
-        first, same, second, third = (c.trial.peak for c in chosen)
-        assert first == same < second == third
-        assert [c.reserve for c in chosen] == [FIRST, FIRST, LATER, LATER]
-        assert_trees_close(within(*args), t(*args), 1e-10)
-        assert not pickle.loads(pickle.dumps(within.fingerprints)).ran  # in another process nothing has
-
-
-def larger(budget):
-    """What a call takes that takes more than a budget."""
-    found = Footprint()
-    found.counted = 2 * budget
-    return found
-
 
 @pytest.mark.quick
 class TestWhatCannotBePromised:
-    @pytest.mark.parametrize(
-        "f",
-        [
-            lambda p, x, y: F.cross_entropy(model(p, x)[x.sum(1) > 0], y[x.sum(1) > 0]),
-            lambda p, x, y: loss(p, x, y) * (2 if x.sum() > 0 else 1),
-            lambda p, x, y: torch.from_numpy(x.numpy()).sum() + loss(p, x, y),
-        ],
-        ids=["a mask", "a branch", "numpy"],
-    )
-    def test_depends_on_numbers(self, f):
-        with pytest.raises(ArgumentError, match=r"cannot be predicted: .*chunked\(t, n\)"):
-            chunked(invfunc.batch_grad(f), memory="1GiB")(*given())
-
     def test_is_inside_of_a_transform(self):
         p, x, y = given()
         t = chunked(invfunc.variance(loss), memory="1GiB")
@@ -353,7 +268,7 @@ class TestWhatCannotBePromised:
             torch.func.grad(lambda p: t(p, x, y)["w"].sum())(p)
 
     def test_calls_a_function_of_the_caller(self):
-        with pytest.raises(ArgumentError, match="without numbers"):
+        with pytest.raises(ArgumentError, match="in measurements"):
             chunked(invfunc.reduced(invfunc.variance(loss), lambda name, x: x), memory="1GiB")
 
     def test_is_within_a_transform_of_its_own(self):
@@ -396,14 +311,14 @@ class TestArguments:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the memory of a process is read from /proc")
 @pytest.mark.parametrize(("name", "size"), [("diag_ggn of images", 32), ("kfac of sentences", 10)])
-def test_the_first_calls_of_a_process_take_no_more_than_was_promised(name, size):
+def test_calls_of_a_process_take_no_more_than_was_promised(name, size):
     program = [sys.executable, "-m", "tests.budget.first_call", name, f"{size}MiB"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True)
     *taken, promised, why = json.loads(done.stdout)
-    assert max(taken) <= size * 2**20, (taken, why)
-    assert 0.4 * (promised - 2**20) <= max(taken[1:]) <= promised <= size * 2**20, why
+    assert 0.3 * promised <= max(taken) <= promised <= size * 2**20, (taken, why)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the memory of a process is read from /proc")
 def test_chunks_of_samples_bound_the_memory_of_activations():
     program = [sys.executable, "-m", "tests.budget.first_call"]
@@ -412,20 +327,3 @@ def test_chunks_of_samples_bound_the_memory_of_activations():
     result, whole = taken.pop("result of rows"), taken.pop("whole")
     taken["rows"] -= result
     assert max(taken.values()) < 9 < whole / 5, taken
-
-
-@pytest.mark.quick
-class TestLibraries:
-    def test_are_loaded_without_a_trace(self):
-        before = torch.random.get_rng_state()
-        with torch.no_grad(), torch.autocast("cpu"), torch.device("meta"), torch.inference_mode():
-            _toured.__wrapped__()
-        assert torch.equal(before, torch.random.get_rng_state())
-
-    def test_are_not_loaded_within_a_transform(self, monkeypatch):
-        found = []
-        monkeypatch.setattr("invfunc.loaded._toured", lambda: found.append(1))
-        torch.func.vmap(lambda x: chunked(model, memory="1GiB") and x)(torch.zeros(2))
-        assert not found
-        chunked(model, memory="1GiB")
-        assert found == [1]

@@ -7,17 +7,16 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.func import grad, vmap
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import invfunc
-from invfunc import chunked, reduced, tree
+from invfunc import reduced, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.paths import in_blocks
 from invfunc.testing.laws.rows import BOTH, LEAVES, MODEL, rows
 from tests.laws import composed
-from tests.networks import CLASSES, LOSSES, network, networks, samples_loss, total
+from tests.networks import CLASSES, LOSSES, network, networks, samples_loss
 from tests.strategies import Numbers
 
 EXACT, FLOOR = 1e-9, 1e-6
@@ -117,17 +116,6 @@ class TestCalls:
         reduced(t, fn)(*args)
         assert alive == [0] * len(tree.leaves(args[0]))
 
-    @pytest.mark.parametrize("over", ["outputs", "samples", "params"])
-    def test_of_chunks(self, called, over):
-        t, args = self.made(called)
-        if over in t.axes:
-            found = reduced(chunked(t, 2, over=over), weighed)(*args)
-            assert_trees_close(found, expected(self.made(called)[0], weighed, args), EXACT)
-
-    def test_says_what_it_is(self, called):
-        t, _ = self.made(called)
-        assert repr(reduced(t, torch.sum)) == f"reduced({t!r}, sum)"
-
 
 class TestResults:
     args = {"b": Numbers()(3, 2), "a": [Numbers(1)(2), torch.ones(2).double()]}, Numbers(2)(4, 3), Numbers(3)(4, 2)
@@ -166,40 +154,6 @@ class TestResults:
         found, aux = reduced(t, torch.sum)(*self.args)
         assert aux == "aux"
         assert_trees_close(found, expected(invfunc.batch_grad(self.loss), lambda _, g: g.sum(), self.args), EXACT)
-
-    def test_argnums(self):
-        def f(x, w, v, y):
-            return F.mse_loss(x @ w * v["v"], y)
-
-        rand = Numbers()
-        args = (rand(4, 3), rand(3, 2), {"v": rand(2)}, rand(4, 2))
-        paths = []
-        t = invfunc.batch_grad(f, argnums=(2, 1))
-        found = reduced(t, lambda path, tensor: paths.append(path) or tensor.sum())(*args)
-        assert_trees_close(found, tree.map_leaves(torch.sum, t(*args)), EXACT)
-        assert len(set(paths)) == 2 and any("['v']" in path for path in paths)
-
-
-class TestDerivatives:
-    def test_by_torch_func(self):
-        functions, (params, x, y) = arranged(network("perceptron", 3), LOSSES[1], "mean")
-        for called in ALL:
-            found, wanted = (
-                grad(lambda p, u=u: total(u(p)))(params)
-                for u in (
-                    lambda p, called=called: reduced(ALL[called].make(*functions), weighed)(p, x, y),
-                    lambda p, called=called: expected(ALL[called].make(*functions), weighed, (p, x, y)),
-                )
-            )
-            assert_trees_close(found, wanted, EXACT, FLOOR)
-
-    def test_under_vmap(self):
-        functions, (params, x, y) = arranged(network("convolution", 3), LOSSES[0], "model")
-        several = [tree.map_leaves(lambda p, k=k: p + 0.1 * k, params) for k in range(2)]
-        stacked = tree.map_leaves(lambda *leaves: torch.stack(leaves), *several)
-        t = invfunc.batch_diag_ggn(*functions)
-        wanted = tree.map_leaves(lambda *d: torch.stack(d), *(expected(t, weighed, (p, x, y)) for p in several))
-        assert_trees_close(vmap(reduced(t, weighed), in_dims=(0, None, None))(stacked, x, y), wanted, EXACT)
 
 
 class TestRefusals:

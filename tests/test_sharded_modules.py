@@ -7,6 +7,8 @@ from tests.many_processes import start
 from tests.sharded_modules import WAYS, WIDTH, N, Reversible, as_it_is, told_of_modules
 from tests.strategies import Numbers
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def two():

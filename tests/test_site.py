@@ -65,11 +65,13 @@ class TestCode:
 
 
 class TestTables:
+    @pytest.mark.slow
     def test_of_layers_and_quantities_are_those_of_todays_code(self):
         """If not, `python -m tests.coverage` brings the table up to date."""
         page = coverage.PAGE.read_text()
         assert page == coverage.rewritten(page)
 
+    @pytest.mark.slow
     def test_of_where_statistics_work_is_that_of_todays_code(self):
         """If not, `python -m tests.where` brings the table up to date."""
         page = where.PAGE.read_text()

@@ -1,5 +1,6 @@
 """together: several statistics from one forward pass, each as it is alone."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch.func import grad, vmap
 
 import invfunc
 from invfunc import chunked, reduced, together, tree
@@ -17,7 +17,7 @@ from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.paths import in_blocks
 from invfunc.testing.laws.rows import BOTH, FACTORS, FIRST_ORDER, MODEL, ROWS, rows
 from tests.laws import composed
-from tests.networks import LOSSES, network, networks, samples_loss, total
+from tests.networks import LOSSES, network, networks, samples_loss
 from tests.strategies import Numbers
 
 EXACT, FLOOR = 1e-9, 1e-6
@@ -84,13 +84,6 @@ class TestEqualsEachAlone:
         makers = [(FIRST | SECOND)[name] for name in names]
         args = (net.params, net.x, loss.target(Numbers(1), n))
         assert_as_alone(makers, (composed(net.f, loss),), args, of)
-
-    @settings(max_examples=12)
-    @given(called=st.sampled_from(LINEAR), names=some(SECOND), of=PATHS, n=st.integers(2, 4))
-    def test_of_a_model_with_its_loss(self, called, names, of, n):
-        net, loss = network(called, n), LOSSES[n % 3]
-        makers = [SECOND[name] for name in names]
-        assert_as_alone(makers, (net.f, loss), (net.params, net.x, loss.target(Numbers(1), n)), of)
 
     @settings(max_examples=8)
     @given(net=networks(), names=some(OF_MODELS), of=PATHS)
@@ -164,7 +157,7 @@ class TestOptions:
             invfunc.batch_diag_hessian,
             invfunc.sqrt_ggn,
             SECOND["diag_ggn drawn"],
-            invfunc.kflr,
+            partial(invfunc.kfac, fisher="exact"),
         ]
         alone = tuple(make(model, F.mse_loss)(W, X, Y) for make in makers)
         found = chunked(together(*[make(model, F.mse_loss) for make in makers]), 2, over=over)
@@ -186,19 +179,6 @@ class TestOptions:
         t = invfunc.diag_ggn(f, F.mse_loss, **options), invfunc.diag_hessian(f, F.mse_loss, **options)
         args = (X.T, W, V, Y)
         assert_trees_close(together(*t)(*args), tuple(one(*args) for one in t), EXACT)
-
-
-class TestDerivatives:
-    t = invfunc.sum_grad_squared(loss), invfunc.diag_ggn(loss), invfunc.diag_hessian(loss)
-
-    def test_by_torch_func(self):
-        wanted = grad(lambda w: total([one(w, X, Y) for one in self.t]))(W)
-        assert_trees_close(grad(lambda w: total(together(*self.t)(w, X, Y)))(W), wanted, EXACT)
-
-    def test_under_vmap(self):
-        several = torch.stack([W, 2 * W])
-        wanted = tuple(torch.stack([one(w, X, Y) for w in several]) for one in self.t)
-        assert_trees_close(vmap(together(*self.t), in_dims=(0, None, None))(several, X, Y), wanted, EXACT)
 
 
 class TestRefusals:
@@ -267,7 +247,7 @@ def test_factors_that_share_positions_otherwise_are_not_each_others():
         return F.conv1d(F.conv1d(x, p["0.w"], p["0.b"]).tanh(), p["1.w"])
 
     members = [
-        invfunc.kflr(f, F.mse_loss, weight_sharing=sharing, joint=joint)
+        invfunc.kfac(f, F.mse_loss, weight_sharing=sharing, joint=joint, fisher="exact")
         for sharing in ("expand", "reduce", "backpack")
         for joint in (False, True)
     ]

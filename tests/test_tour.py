@@ -9,6 +9,7 @@ import pytest
 from invfunc._tour import _headline, main
 
 
+@pytest.mark.slow
 def test_tour_prints_a_table_and_saves_a_picture(tmp_path):
     picture = tmp_path / "tour.png"
     command = [sys.executable, "-m", "invfunc", "--chunks", "8", "64", "--output", str(picture)]

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from invfunc._torch.functorch import dispatched, unwatched
+from invfunc._torch.functorch import dispatched, listening, unwatched
 
 
 class Generator(Protocol):
@@ -32,9 +32,6 @@ _LAST: dict[int, tuple[bytes, torch.Tensor]] = {}
 """The last known states by the ids of generators; one that is gone may have given its id to another."""
 _MOST = 64
 """So many are remembered."""
-_ENDS = 128
-"""The bytes at either end of a state that are compared: what draws changes its place in the state, and all of the state
-when it comes to the end."""
 
 
 def state_of(generator: Generator) -> torch.Tensor:
@@ -43,16 +40,21 @@ def state_of(generator: Generator) -> torch.Tensor:
         state = generator.get_state()
     if dispatched():
         return state
-    known, last = _LAST.get(id(generator), (None, state))
-    with unwatched():
-        start, size = state.data_ptr(), state.nbytes  # which no transform of torch.func has a part in
-    value = string_at(start, min(size, _ENDS)) + string_at(start + max(size - _ENDS, 0), min(size, _ENDS))
-    if value == known:
-        return last
+    value, known = _bytes(state), _LAST.get(id(generator))
+    if known is not None and known[0] == value:
+        return known[1]
     if len(_LAST) >= _MOST:
         _LAST.clear()
     _LAST[id(generator)] = value, state
     return state
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    """The numbers of a state; no mode around us sees that, and no transform of torch.func has a part in it."""
+    if not listening():
+        return string_at(state.data_ptr(), state.nbytes)
+    with unwatched():
+        return string_at(state.data_ptr(), state.nbytes)
 
 
 def torchs_own() -> list[torch.Generator]:
@@ -71,11 +73,8 @@ def set_states(states: Iterable[tuple[Generator, torch.Tensor]]) -> None:
 
 
 def same_state(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Tells whether nothing was drawn between two states; no mode around us sees that."""
-    if a is b:
-        return True
-    with unwatched():
-        return string_at(a.data_ptr(), a.nbytes) == string_at(b.data_ptr(), b.nbytes)
+    """Tells whether nothing was drawn between two states."""
+    return a is b or _bytes(a) == _bytes(b)
 
 
 class _Global:

@@ -1,22 +1,187 @@
-"""One block in a run: what came in, what it read, and how it is evaluated once more."""
+"""Blocks of a run, and the states between runs: in memory, or to be had from the later run that took them over."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from invfunc import tree
 from invfunc._torch import functorch
-from invfunc._torch.functorch import storage
+from invfunc._torch.functorch import alive, function_of, is_wrapped, recorded, storage, storage_of, version
+from invfunc._torch.sharded import gathered_again, gathers
+from invfunc._torch.weak import WeakIdMap
 from invfunc.blocks.looks import Look
-from invfunc.blocks.slots import Slot
 from invfunc.blocks.surroundings import States, Surroundings, without_graphs
 from invfunc.callables import describe
-from invfunc.errors import InverseError, ModifiedError
+from invfunc.errors import InverseError, ModifiedError, ReplayError
 
+_KEY = "invfunc"
+_WITHOUT_GRAPH: WeakIdMap[Callable[[], Slot | None]] = WeakIdMap()
+"""The slots of tensors of which there is no graph."""
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class Slot:
+    """A tensor that a call gave out, until the next call takes it over.
+
+    Hooks on saved tensors that are around the call (a block or a checkpoint that it is a part of) take it as they take
+    what autograd saves.
+    """
+
+    __slots__ = ("_value", "_packed", "version", "shape", "later", "owner", "depth", "lock", "__weakref__")
+
+    def __init__(self, tensor: torch.Tensor, depth: int = 0, hooks: Hooks | None = None, lock: Any = None) -> None:
+        value = tensor.detach()
+        self._value, self._packed = (value, None) if hooks is None else (None, (hooks[1], hooks[0](value)))
+        self.version, self.shape = version(tensor), tensor.shape
+        self.later: Holder | None = None
+        self.owner: weakref.ref[Holder] | None = None
+        self.depth = depth
+        """How many blocks come before it in its series, this one included."""
+        self.lock = lock
+        """One for all calls of a series, of which threads may need the states at the same time."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether a later call has to give the tensor back."""
+        return self._value is None and self._packed is None
+
+    def get(self) -> torch.Tensor:
+        """The tensor, which must not have been written since."""
+        if self._packed is not None:
+            unpack, packed = self._packed
+            return unpack(packed).detach()
+        value = self._value
+        if value is None:
+            raise ReplayError("the state behind it is gone: a second backward pass needs retain_graph=True.")
+        if version(value) != self.version:
+            raise ModifiedError(
+                f"its output, of shape {list(self.shape)}, has been modified by an inplace operation, and is needed to "
+                "compute the gradient. Write y = y + z in place of y += z."
+            )
+        return alive(value) if is_wrapped(value) else value
+
+    def of_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether it is that tensor, which somebody handed on."""
+        value = self._value
+        if value is None or storage_of(value) != storage_of(tensor):
+            return False
+        return (value.storage_offset(), value.stride()) == (tensor.storage_offset(), tensor.stride())
+
+    def fill(self, value: torch.Tensor) -> None:
+        """Put the tensor back that the later call has computed again."""
+        self._value, self.version = value, version(value)
+
+    def drop(self) -> None:
+        """Let go of the tensor."""
+        self._value = self._packed = None
+
+    def note(self, tensor: torch.Tensor, held: bool) -> None:
+        """Let the next call find this slot at the tensor; a copy or a pickle of the tensor knows nothing of it.
+
+        Args:
+            tensor: the tensor.
+            held: whether the slot lives as long as the graph, also where nobody needs it to go backwards.
+        """
+        own, of = weakref.ref(self), recorded(tensor)
+        node: Any = of.grad_fn
+        if node is None:
+            _WITHOUT_GRAPH.set(tensor, own)
+        else:
+            node.metadata[_KEY, of.output_nr] = (lambda: self) if held else own
+
+
+def slot_of(tensor: torch.Tensor, groups: list[Any]) -> Slot | None:
+    """The slot of a tensor that a call gave out, if it was not written and nobody took it over.
+
+    Functions of autograd may have handed it on, as `fully_shard` does; what gathers parameters there is added to
+    `groups`.
+    """
+    of = recorded(tensor)
+    node: Any = of.grad_fn
+    number = of.output_nr
+    found = _WITHOUT_GRAPH.get(tensor) if node is None else None
+    while node is not None and (found := node.metadata.get((_KEY, number))) is None:
+        if function_of(node) is None or number >= len(node.next_functions):
+            break
+        groups += [] if (group := gathers(node)) is None else [group]
+        node, number = node.next_functions[number]
+    handed = node is not of.grad_fn
+    slot = found and found()
+    if slot is None or slot.later is not None or slot.empty or slot.shape != tensor.shape:
+        return None
+    if slot.version != version(tensor) or (handed and not slot.of_memory(tensor)):
+        return None
+    return slot
+
+
+class Holder:
+    """A call: the slots of its output, those of its input that it took over, and a way back from one to the other."""
+
+    outs: Sequence[Slot] = ()
+    ins: Sequence[weakref.ref[Slot] | None] = ()
+    gathering: Sequence[Any] = ()
+    """What `fully_shard` gathers parameters with for this call, if it is the first one in its module."""
+
+    def back(self, ys: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors of the input, from those of the output."""
+        raise NotImplementedError  # of this class alone
+
+    def release(self) -> None:
+        """Drop what can be computed again."""
+
+    def take_over(self, slots: Sequence[Slot | None]) -> None:
+        """Let go of the input, whose slots are filled again by `fill`."""
+        self.ins = ins = list[weakref.ref[Slot] | None]()
+        for slot in slots:
+            ins.append(None if slot is None else weakref.ref(slot))
+            if slot is not None:
+                slot.later = self
+                slot.drop()
+
+    def output(self) -> list[torch.Tensor]:
+        """The tensors of the output; later calls compute those that they took over, one after the other."""
+        missing = [slot.later for slot in self.outs if slot.later is not None and slot.empty]
+        waiting, groups = list[Holder]([self] if missing else []), [self.gathering]
+        while waiting:
+            missing = [slot.later for slot in waiting[-1].outs if slot.later is not None and slot.empty]
+            if missing:
+                waiting.append(missing[0])
+                groups.append(missing[0].gathering or groups[-1])
+                continue
+            done, group = waiting.pop(), groups.pop()
+            if waiting:
+                with gathered_again(group):
+                    done.fill(done.back([slot.get() for slot in done.outs]))
+        found = [slot.get() for slot in self.outs]
+        for slot in self.outs:
+            if slot.later is not None:
+                slot.later.release()
+                slot.drop()
+        return found
+
+    def fill(self, xs: Sequence[torch.Tensor]) -> None:
+        """Give the input back to the calls that it came from."""
+        for x, found in zip(xs, self.ins, strict=False):
+            slot = found() if found is not None else None
+            if slot is not None and slot.later is self:
+                slot.fill(x)
+                if slot.owner is not None and (owner := slot.owner()) is not None:
+                    owner.release()  # what it holds is of an earlier backward pass
+
+
+def depth_of(slots: Sequence[Any]) -> int:
+    """How many blocks come before a state, by its slots."""
+    return max((slot.depth for slot in slots if slot is not None), default=0)
+
+
+_FORM = attrgetter("shape", "dtype", "device", "requires_grad")
 Step = tuple[Any, tuple, dict[str, Any]]
 """A block with its further arguments."""
 Tensors = list[torch.Tensor]
@@ -30,13 +195,8 @@ class Like:
     __slots__ = ("shape", "dtype", "device", "stride", "needs", "batches")
 
     def __init__(self, x: torch.Tensor) -> None:
-        self.shape, self.dtype, self.device, self.needs, self.batches = (
-            x.shape,
-            x.dtype,
-            x.device,
-            x.requires_grad,
-            None,
-        )
+        self.shape, self.dtype, self.device, self.needs = _FORM(x)
+        self.batches = None
         self.stride = x.stride() if x.layout is torch.strided else None
         if functorch.is_wrapped(x):
             self.needs, self.batches = functorch.needs_grad(x), functorch.batches_of(x)
@@ -64,21 +224,20 @@ class Like:
         return floats and torch.promote_types(came.dtype, self.dtype) == came.dtype
 
 
+@dataclass(slots=True)
 class Evaluation:
-    """An evaluation of a function that f shares with its inverse.
+    """An evaluation of a function that f shares with its inverse."""
 
-    Args:
-        fn: the function.
-        start: how many tensors autograd has saved before.
-        given: the tensors that it is given beside the arguments of the block.
-        states: those of the generators.
-    """
-
-    __slots__ = ("fn", "start", "end", "given", "states")
-
-    def __init__(self, fn: Callable, start: int, given: Sequence[torch.Tensor], states: States | None) -> None:
-        self.fn, self.start, self.end, self.states = fn, start, start, states
-        self.given = [*map(Like, given)]
+    fn: Callable
+    start: int
+    """How many tensors autograd has saved before."""
+    first: bool
+    """Whether its first argument is a tensor, and all others are constants and further arguments of the block."""
+    given: list[Like]
+    """The tensors that it is given beside the arguments of the block."""
+    states: States | None
+    """Those of the generators."""
+    end: int = 0
 
 
 class Link:
@@ -95,11 +254,18 @@ class Link:
 
     own: Sequence[torch.Tensor] = ()
     """The tensors of the arguments, until the call has ended."""
+    ids: frozenset[int] | set[int] = frozenset()
+    """Their ids."""
     looks: list[Look | None] | None = None
     hidden: tuple = ()
+    kept: dict[int, Slot] = {}
+    """The tensors of x that stay in memory, by their places."""
     merged = False
     """Whether shared functions alone have something saved."""
-    _args: tree.Form | None = None
+    _args: Any = ((), {})
+    """The further arguments, if none of their tensors has a graph."""
+    _tensors: Sequence[torch.Tensor] = ()
+    _versions: Sequence[int] = []
 
     def __init__(
         self, step: Step, xs: Tensors, form: tree.Form, start: int, around: Surroundings, states: States | None
@@ -110,16 +276,14 @@ class Link:
         self.end = start
         """How many tensors autograd has saved behind it."""
         if args or kwargs:
-            self.own, self._args = tree.separate((args, kwargs))
+            self.own = tree.tensors((args, kwargs))
+            self.ids = {*map(id, self.own)}
             self._tensors = without_graphs(self.own)
+            self._args = tree.snapshot((args, kwargs)) if self._tensors is self.own else None
+            if self._args is None:
+                self._form = tree.separate((args, kwargs))[1]
             self._versions = functorch.versions(self._tensors)
-        self.kept: dict[int, Slot] = {}
         self.evaluations: list[Evaluation] = []
-
-    @property
-    def count(self) -> int:
-        """How many tensors autograd has saved of it."""
-        return self.end - self.start
 
     def names(self) -> list[str]:
         """The tensors of x as one would write them."""
@@ -128,11 +292,11 @@ class Link:
 
     def given(self, enter: Enter) -> tuple[tuple, dict[str, Any]]:
         """The further arguments, to be read once more: what had a graph needs a gradient as before."""
-        if self._args is None:
-            return (), {}
         if functorch.versions(self._tensors) != self._versions:
             raise ModifiedError(WRITTEN)
-        return self._args.join([enter(t, functorch.needs_grad(t)) if functorch.ended(t) else t for t in self._tensors])
+        if self._args is not None:
+            return self._args
+        return self._form.join([enter(t, functorch.needs_grad(t)) if functorch.ended(t) else t for t in self._tensors])
 
     def entered(self, xs: Tensors, enter: Enter) -> Any:
         """x, to be read once more."""

@@ -37,7 +37,7 @@ class Look:
         if flat.is_complex():
             flat = torch.view_as_real(flat.resolve_conj()).view(-1)
         wide = flat.dtype if flat.dtype.itemsize >= 4 else torch.float32
-        self.entries = flat[:: (len(flat) // ENTRIES) | 1].to(wide, copy=True)
+        self.entries = flat[:: (flat.numel() // ENTRIES) | 1].to(wide, copy=True)
         self.total = flat.sum(dtype=wide)
 
     def near(self, now: Look, count: int, most: float) -> bool:

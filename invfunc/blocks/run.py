@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
-from types import EllipsisType
 from typing import Any
 from weakref import ref
 
@@ -25,19 +24,18 @@ import torch
 from invfunc import tree
 from invfunc._torch import functorch
 from invfunc._torch.values import differentiable
-from invfunc.blocks.closed import Reading
-from invfunc.blocks.link import Enter, Evaluation, Link, Step, Tensors
+from invfunc.blocks.held import HERE, note, note_kept
+from invfunc.blocks.link import Enter, Evaluation, Holder, Like, Link, Slot, Step, Tensors, slot_of
 from invfunc.blocks.looks import EVERY, compare, looked_at, relative_error
-from invfunc.blocks.slots import Holder, Slot, slot_of
-from invfunc.blocks.states import HERE, note, note_kept
 from invfunc.blocks.surroundings import (
+    Reading,
     States,
-    Surroundings,
     drawing,
     drew,
     generators_of,
     put_states,
     states_of,
+    surroundings_of,
 )
 from invfunc.core.run import Composed
 from invfunc.core.run import Run as CoreRun
@@ -56,6 +54,11 @@ class _Collected(list[torch.Tensor]):
 
     def given_back(self, tensor: torch.Tensor) -> None:
         """Nothing, as no statistic records it; it has seen the first evaluation."""
+
+
+def _nothing(_: Any) -> torch.Tensor:
+    """The tensor that autograd asks for, where f did not go backwards itself the first time."""
+    raise ReplayError(_OTHER.format("tensors that it reads at once"))
 
 
 def _place(x: torch.Tensor) -> tuple[int, int]:
@@ -123,13 +126,16 @@ class Run(Holder):
         if not any(slots):
             self._origin = [*zip(map(ref, xs), functorch.versions(xs), strict=True)]
         self._lock = self._lock or threading.RLock()
-        every = [block.known.closed(block.pair) for block, _, _ in steps]
-        self.generators = generators_of(xs, steps, every) if steps[0][0].preserve_rng_state else []
+        every = {id(block): block for block, _, _ in steps}
+        closed = {key: block.known.closed(block.pair) for key, block in every.items()}
+        self.generators = generators_of(xs, steps, closed.values()) if steps[0][0].preserve_rng_state else []
         states = self.first_states = states_of(self.generators) or None
         hidden: list[tuple] = []
         before = xs, form
-        for k, (step, closed) in enumerate(zip(steps, every, strict=True)):
-            link = Link(step, xs, form, len(self.like), Surroundings(closed, step[0].known.first, step), states)
+        for k, step in enumerate(steps):
+            link = Link(
+                step, xs, form, len(self.like), surroundings_of(closed[id(step[0])], step[0].known.first, step), states
+            )
             self._begun(link, xs, depth + k)
             x = self._first(link, step, x, xs)
             if link.pair.hidden:
@@ -194,14 +200,14 @@ class Run(Holder):
         around = link.around
         if link.evaluations and around.buffers:
             around.mark()
-        if _single(args, kwargs):
-            given = args[:1]
-        else:
-            own = {id(t) for t in link.own}
-            given = [t for t in tree.tensors((args, kwargs)) if id(t) not in own]
+        first = bool(args) and type(args[0]) is torch.Tensor and id(args[0]) not in link.ids
+        given = args[:1]
+        if not first or kwargs or not link.ids.issuperset(map(id, tree.tensors(args[1:]))):
+            given = [t for t in tree.tensors((args, kwargs)) if id(t) not in link.ids]
+            first = False
         quiet = link.states is None or around.key in around.closed.quiet
         states = None if quiet else states_of(self.generators)
-        evaluation = Evaluation(fn, len(self.like), given, states)
+        evaluation = Evaluation(fn, len(self.like), first, [*map(Like, given)], states)
         link.evaluations.append(evaluation)
         result = fn(*args, **kwargs)
         evaluation.end = len(self.like)
@@ -364,7 +370,7 @@ class Run(Holder):
         if self._state is None or self._state[0] < k:
             self._state = len(self.links), self.output()
         link = self.links[k]
-        saved: list[Any] = [None] * link.count
+        saved: list[Any] = [None] * (link.end - link.start)
         with self._entered() as (enter, leave, kept):
             at, xs = self._state
             if at > k + 1:
@@ -479,7 +485,8 @@ class Run(Holder):
             wanted: the shapes and dtypes.
         """
         collected, differentiates = _Collected(), link.block.known.differentiates
-        was = functorch.push_hooks(collected.pack if differentiates else collected.append, collected.__getitem__)
+        pack, unpack = (collected.pack, collected.__getitem__) if differentiates else (collected.append, _nothing)
+        was = functorch.push_hooks(pack, unpack)
         try:
             if self._forms is None:
                 out = fn(*args, **kwargs)
@@ -488,11 +495,14 @@ class Run(Holder):
                     out = fn(*args, **kwargs)
         finally:
             functorch.pop_hooks(was)
-        if not differentiates:  # else they hold the graph that holds them
-            collected[:] = [t.detach() for t in collected]
-        if (found := [*map(_LIKE, collected)]) != wanted:
-            raise ReplayError(_OTHER.format(_difference(found, wanted)))
-        return out, collected
+        found = [*collected]
+        if not differentiates:
+            collected.clear()  # whose graphs hold the hooks, and so the list
+            if self._level is not functorch.PLAIN:
+                found = [t.detach() for t in found]
+        if (like := [*map(_LIKE, found)]) != wanted:
+            raise ReplayError(_OTHER.format(_difference(like, wanted)))
+        return out, found
 
 
 class _Shared:
@@ -549,8 +559,8 @@ class _Shared:
 
     def _entered(self, evaluation: Evaluation, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The arguments of an evaluation, like those that it had."""
-        if _single(args, kwargs):
-            [like] = evaluation.given
+        if evaluation.first and args and not kwargs:
+            like = evaluation.given[0]
             return (self._enter(like.laid_out(args[0]), like.needs), *args[1:]), kwargs
         likes, given = iter(evaluation.given), {id(t) for t in tree.tensors(self._given)}
 
@@ -561,13 +571,7 @@ class _Shared:
         return tree.map_tensors(entered, (args, kwargs))
 
 
-def _single(args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Whether there is one tensor, in front of constants alone."""
-    return not kwargs and args and type(args[0]) is torch.Tensor and _CONSTANTS.issuperset(map(type, args[1:]))
-
-
 _AS_IT_IS, _LIKE = nullcontext(), attrgetter("shape", "dtype")
-_CONSTANTS = {type(None), EllipsisType, bool, int, float, str}
 _OTHER = (
     "evaluated again, the function does something else: autograd saves {}. It reads something that changes: random "
     "numbers of Python or numpy, a counter, what is chosen around the forward pass alone. Draw with torch, whose "

@@ -1,8 +1,13 @@
-"""Surroundings of a call that have to be the same in the next one: what f closes over, modes, buffers, autocast."""
+"""Surroundings of a call that have to be the same in the next one: what f closes over, modes, buffers, autocast.
+
+By the contract of f, tensors and modules that it closes over are its only inputs beside its arguments and the random
+numbers of torch. They are found by structure, once for a block, and narrowed to those whose memory the first call
+reads: a lambda over `self` reaches the whole network.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import compress
@@ -12,11 +17,132 @@ from typing import Any
 import torch
 from torch import nn
 
+from invfunc import tree
 from invfunc._torch import functorch
+from invfunc._torch.functorch import TorchDispatchMode, storage_of, untraced
 from invfunc._torch.generators import Generator, global_generator, same_state, set_states, state_of
-from invfunc.blocks.closed import Closed, swapped
 from invfunc.errors import ModifiedError
-from invfunc.pairs.places import read_all
+from invfunc.pairs.value import Place, put, reached, read_all
+from invfunc.pairs.value import read as there
+
+_MOST = 64
+"""The most keys of calls of one block; with more of them, as where a counter is given, all places are kept."""
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class Closed:
+    """What functions close over.
+
+    Args:
+        functions: the functions.
+    """
+
+    def __init__(self, functions: Sequence[Any]) -> None:
+        self.places: list[Place] = []
+        """Where tensors stand that a call reads."""
+        self.modules = [fn for fn in functions if isinstance(fn, nn.Module)]
+        self.generators: list[torch.Generator] = []
+        seen = set[tuple[int, Any]]()
+        for _, place, inner in reached(functions):
+            if type(inner) in _PLAIN and type(place[0]) is not tuple and (at := (id(place[0]), place[1])) not in seen:
+                seen.add(at)
+                self.places.append(place)
+            elif isinstance(inner, nn.Module) and inner not in self.modules:
+                self.modules.append(inner)
+            elif isinstance(inner, torch.Generator):
+                self.generators.append(inner)
+        with_buffers = [m for m in self.modules if any(b is not None for b in m._buffers.values())]
+        self.norms = [m for m in with_buffers if type(m) in _BATCH_NORMS and m.track_running_stats]
+        """Modules whose buffers do not influence what they compute in train mode."""
+        self.stateful = [m for m in with_buffers if m not in self.norms]
+        """Modules whose buffers may do so."""
+        self.scratch: dict[int, tuple[list, dict[str, torch.Tensor | None]]] = {}
+        """Buffers for the norms to write to in another evaluation, with what they are like."""
+        self.all = self.places
+        """Where tensors stand that some call may read."""
+        self._learned = set[Any]()
+        """Keys of calls that are known to read nothing else."""
+        self.quiet = set[Any]()
+        """Keys of calls that drew nothing the last time."""
+        self._inner = [(m._modules, [*m._modules.values()]) for m in self.modules if m._modules]
+        self.nothing = not (self.places or self.modules)
+        """Whether there is nothing, as for functions whose weights are arguments."""
+        self.empty: dict[tuple, Surroundings] = {}
+        """Surroundings of calls without anything around them, by the flags among the arguments."""
+
+    def moved(self) -> bool:
+        """Whether a tensor stands elsewhere by now, as where a weight was parametrized or a submodule replaced."""
+        if self.nothing:
+            return False
+        replaced = any([[*now.values()] != then for now, then in self._inner])
+        return replaced or any([t is None for t in read_all(self.places)])
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors in their places."""
+        return read_all(self.places)
+
+    def standing(self) -> list[Place]:
+        """Those of all places where a tensor still stands."""
+        return [place for place in self.all if there(place) is not None]
+
+    def learned(self, key: Any) -> bool:
+        """Whether it is known what calls with a key read, or no longer looked at."""
+        return key in self._learned or not self.all or len(self._learned) > _MOST
+
+    def learn(self, read: set[int], key: Any) -> None:
+        """Keep the places of those tensors whose memory was read by a call with a key, and by those before.
+
+        Args:
+            read: the memory.
+            key: the training flags and the flags among the arguments, by which f chooses what it reads.
+        """
+        known = {(id(c), k) for c, k in self.places} if self._learned else set()
+        self._learned.add(key)
+        self.all = self.standing()
+        keep = [(id(p[0]), p[1]) in known or storage_of(there(p)) in read for p in self.all]
+        self.places = self.all if len(self._learned) > _MOST else [*compress(self.all, keep)]
+
+    def written_by(self, module: nn.Module) -> dict[str, torch.Tensor | None]:
+        """Buffers for a norm to write to."""
+        now = [*module._buffers.values()]
+        found = self.scratch.get(id(module))
+        if found is None or not all(map(is_, found[0], now)):
+            copies = {k: None if b is None else b.detach().clone() for k, b in module._buffers.items()}
+            found = self.scratch[id(module)] = now, copies
+        return found[1]
+
+
+class Reading(TorchDispatchMode):
+    """Notes which memory is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: set[int] = set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler at the first call, which takes seconds
+
+    @untraced
+    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        for t in tree.tensors((args, kwargs)):
+            self.read.add(storage_of(t))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def swapped(places: Sequence[Place], tensors: Sequence[Any]) -> Iterator[None]:
+    """A context with other tensors in some places."""
+    before = read_all(places)
+    try:
+        for place, t in zip(places, tensors, strict=True):
+            put(place, t)
+        yield
+    finally:
+        for place, t in zip(places, before, strict=True):
+            put(place, t)
+
 
 States = list[torch.Tensor]
 _AS_IT_IS = nullcontext()
@@ -26,7 +152,7 @@ _IS_CPU, _TRAINING, _GRAPH = attrgetter("is_cpu"), attrgetter("training"), attrg
 
 
 def generators_of(
-    tensors: Sequence[torch.Tensor], steps: Sequence[tuple[Any, tuple, dict]], closed: Sequence[Closed]
+    tensors: Sequence[torch.Tensor], steps: Sequence[tuple[Any, tuple, dict]], closed: Iterable[Closed]
 ) -> list[Generator]:
     """The generators that some blocks may draw from: that of the CPU, those of the devices of tensors, and what is
     given to them or closed over."""
@@ -34,17 +160,18 @@ def generators_of(
     if not all(map(_IS_CPU, tensors)):
         devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
         found += [global_generator(device) for device in devices]
-    for (_, args, kwargs), each in zip(steps, closed, strict=True):
+    for each in closed:
         found += each.generators
+    for _, args, kwargs in steps:
         if args or kwargs:
-            found += [other for other in (*args, *kwargs.values()) if isinstance(other, torch.Generator)]
+            found += [other for other in (*args, *kwargs.values()) if type(other) is torch.Generator]
     return found
 
 
 def _flags_of(step: tuple[Any, tuple, dict]) -> tuple:
     """The arguments by which a function usually chooses what it does."""
     _, args, kwargs = step
-    return tuple(a for a in (*args, *kwargs.values()) if type(a) in _FLAGS) if args or kwargs else ()
+    return tuple([a for a in (*args, *kwargs.values()) if type(a) in _FLAGS]) if args or kwargs else ()
 
 
 def states_of(generators: Sequence[Generator]) -> States:
@@ -73,37 +200,63 @@ def drawing(generators: Sequence[Generator]) -> Iterator[None]:
         set_states(zip(generators, before, strict=True))
 
 
-def without_graphs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def without_graphs(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors, with leaves in place of those that were computed: to hold a graph would close a circle."""
     if not any(map(_GRAPH, tensors)) and not any(map(functorch.is_wrapped, tensors)):
-        return [*tensors]
+        return tensors
     return [t if functorch.recorded(t).grad_fn is None else functorch.leaf_at(t, True) for t in tensors]
+
+
+def surroundings_of(closed: Closed, first: bool, step: tuple[Any, tuple, dict]) -> Surroundings:
+    """Surroundings of a call of a block; of calls that have none they are the same.
+
+    Args:
+        closed: what its functions close over.
+        first: whether it was not called yet.
+        step: the block with its further arguments.
+    """
+    flags = _flags_of(step)
+    if not closed.nothing or functorch.autocasting():
+        return Surroundings(closed, first, flags)
+    if flags not in closed.empty:
+        if len(closed.empty) > _MOST:
+            closed.empty.clear()
+        closed.empty[flags] = Surroundings(closed, first, flags)
+    return closed.empty[flags]
 
 
 class Surroundings:
     """Surroundings of one call, which are put up again where its function is evaluated once more."""
 
-    __slots__ = ("closed", "key", "learned", "places", "tensors", "versions", "training", "norms", "buffers", "casts")
+    training: Sequence[bool] = ()
+    """The flags of the modules."""
+    places: Sequence[Place] = ()
+    tensors: list[torch.Tensor] = []
+    versions: Sequence[int] = ()
+    norms: Sequence[nn.Module] = ()
+    """Batch norms in train mode."""
+    buffers: Sequence[tuple[Any, str, torch.Tensor, list[torch.Tensor], int]] = ()
+    """Buffers of modules in train mode, with copies of what they held before each evaluation and in the end, and their
+    versions before the call: torch.batch_norm writes without counting."""
+    learned = True
 
-    def __init__(self, closed: Closed, first: bool, step: tuple[Any, tuple, dict]) -> None:
-        self.closed, self.training = closed, [*map(_TRAINING, closed.modules)]
-        self.key = (_flags_of(step), *self.training)
+    def __init__(self, closed: Closed, first: bool, flags: tuple) -> None:
+        self.closed, self.casts = closed, _casts()
+        self.key = flags
         """What f may choose by what it reads."""
+        if closed.nothing:
+            return
+        self.training = [*map(_TRAINING, closed.modules)]
+        self.key += (*self.training,)
         self.learned = closed.learned(self.key)
         self.places = closed.places if self.learned else closed.standing()
         self.tensors = without_graphs(read_all(self.places))
-        self.versions: list[int] = []
-        self.casts = _casts()
-        self.norms = [m for m in closed.norms if m.training] if closed.norms else []
-        self.buffers: list[tuple[Any, str, torch.Tensor, list[torch.Tensor], int]] = []
-        """Buffers of modules in train mode, with copies of what they held before each evaluation and in the end, and
-        their versions before the call: torch.batch_norm writes without counting."""
-        for module in (*closed.stateful, *self.norms) if first else closed.stateful:
-            if module.training:
-                held = module._buffers
-                dense = ((k, b) for k, b in held.items() if b is not None and b.layout is torch.strided)
-                self.buffers += [(held, k, b, [], functorch.version(b)) for k, b in dense]
-        if self.buffers:
+        if closed.norms:
+            self.norms = [m for m in closed.norms if m.training]
+        if closed.stateful or (first and self.norms):
+            modules = (m for m in (*closed.stateful, *(self.norms if first else ())) if m.training)
+            held = ((m._buffers, k, b) for m in modules for k, b in m._buffers.items() if b is not None)
+            self.buffers = [(*of, [], functorch.version(of[2])) for of in held if of[2].layout is torch.strided]
             self.mark()
 
     def mark(self) -> None:
@@ -113,6 +266,8 @@ class Surroundings:
 
     def called(self) -> None:
         """End of the call: from now on nothing may be written that it has read."""
+        if self.closed.nothing:
+            return
         if self.places is not self.closed.places:  # it was learned which of them are read
             read = {(id(c), k) for c, k in self.closed.places}
             self.tensors = [*compress(self.tensors, [(id(c), k) in read for c, k in self.places])]
@@ -153,6 +308,8 @@ class Surroundings:
         """Whether everything is as it was."""
         if self.buffers or self.norms or self.casts or functorch.autocasting():
             return False
+        if self.closed.nothing:
+            return True
         if [*map(_TRAINING, self.closed.modules)] != self.training or functorch.versions(self.tensors) != self.versions:
             return False
         return all(map(is_, read_all(self.places), self.tensors)) and not any(map(functorch.is_wrapped, self.tensors))
@@ -211,8 +368,8 @@ def _restart(buffers: Sequence[tuple[str, torch.Tensor]], module: nn.Module, arg
     module._buffers.update({name: value.clone() for name, value in buffers})
 
 
-def _casts() -> list[tuple[str, bool, torch.dtype]]:
+def _casts() -> Sequence[tuple[str, bool, torch.dtype]]:
     """Autocast as it is now, if it is on at all."""
     if not functorch.autocasting():
-        return []
+        return ()
     return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS]

@@ -1,1 +1,1 @@
-"""How much memory a call will take, before it takes any, and the fewest chunks with which that is within a budget."""
+"""Sizes of memory, and the most that a call takes of it."""

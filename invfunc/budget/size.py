@@ -42,13 +42,21 @@ def size_of(given: Any) -> int | float:
     return given
 
 
-def in_bytes(size: int | float) -> int:
-    """So many bytes, of a fraction those of what is free now."""
-    return size if isinstance(size, int) else int(size * free())
+def in_bytes(size: int | float, device: torch.device) -> int:
+    """Number of bytes; of a fraction, of those that are free on a device now."""
+    if isinstance(size, int):
+        return size
+    there = free() if device.type == "cpu" else free_on(device)
+    if math.isinf(there):
+        raise ArgumentError(
+            f"memory={size!r} is a fraction of what is free on {str(device)!r}, which torch does not tell. Give it in "
+            "bytes, or as '512MiB'."
+        )
+    return int(size * there)
 
 
 def free() -> int:
-    """The bytes that this process can have without taking them from others (Linux)."""
+    """Number of bytes that this process can have without taking them from others (Linux)."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         found = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,20 +11,22 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import innermost, levels, plainly
+from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc.callables import describe
-from invfunc.certificates.draws import States, needed, rewound, states
-from invfunc.certificates.held import held_by
-from invfunc.certificates.looks import unknown
-from invfunc.certificates.of_products import NAMES, OfProduct
-from invfunc.certificates.of_statistics import OfStatistic
-from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.certificates.loops import LOOKS, PRODUCTS, Draw, Look, States, largest, looks_at, unit
+from invfunc.errors import ArgumentError, ArgumentTypeError, CertificateError
+from invfunc.pairs.value import reached
 from invfunc.products.product import Product
 from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
 
 SEEDS = range(2**63)
-"""Those that a generator takes."""
+"""The seeds that a generator takes."""
+ROUNDINGS = 8
+"""How many times the rounding of the loops a result may be off: its terms come in another order."""
+LOST = 2.0**-48
+"""The part of the largest number that is lost in rounding even in float64."""
 
 
 def certified(
@@ -36,48 +40,44 @@ def certified(
             assert close(result[e], J^T H J)
         return result
 
-    The other path has no rules of operations and no shortcuts by structure: derivatives of the whole function along
-    single entries, backward passes of single samples, the loss's own Hessian. Whole results are compared where that
-    costs no more: `batch_grad` and `grad_and_variance` with the gradient, `ggn_trace` with the sum of the diagonal, the
-    matrix of `gram` with its transpose, `hvp` and `hessian_block_product` with two plain backward passes. Products with
-    the GGN and Fisher matrices are compared with `(J e) . H (J v)`. Where operations of f are replaced by forms that
-    can be differentiated twice, what f gives with them is compared with what it gives without.
+    The other path are the plain loops of `testing`: f runs once more, and torch.autograd pulls one vector back at a
+    time, along single entries or of single samples, without rules of operations and shortcuts by structure. Whole
+    results are compared where that costs no more: `batch_grad` and `grad_and_variance` with the gradient, the matrix of
+    `gram` with its transpose, products with those of plain backward passes. And what f gives there is compared with
+    what it gives when it is called as it is, as some operations are replaced by forms that have a second derivative.
 
     What it promises: a fault in a `share` of the entries that is larger than the tolerance is found with at least this
     `confidence`, in each call, by `k = log(1 - confidence) / log(1 - share)` entries that are drawn evenly (90). An
     entry is that of a parameter, with what each sample has there; of `batch_l2_grad`, the norms of `clipped_grad` and
     `gram` it is a sample, and of the kernel of a model an output of a sample.
 
-    What it does not: that f is the function that was meant, that what both ways share is right (where its outputs are
-    found, what `mc_samples` draws), or anything about faults below the tolerance. That is, beside the largest number of
-    a parameter, or the root of the sum of squares of what is added up in it, 1e-8 in float64, 4e-6 in float32, 0.004 in
-    float16 and 0.03 in bfloat16, and beside the largest of all parameters 4e-15. Numbers that are further apart are
-    looked at again before an error is raised: t is called again at the same arguments, which has to give the same, and
-    both ways six times at arguments that are moved by 1e-4 (integers up to 8 stay: they are codes), the other one in
-    float64, too. The tolerance of each number is 8 times (in bfloat16 12 times) what its distance to the other way
-    changes by (or half of those of its parameter do, if that is more), and what the other way is off. So nothing is
-    found at a number that jumps there, in f or in a rule. Numbers that are not finite in both ways count as equal, and
-    where a result has some, or an argument an infinite one, one that is not finite in the other way alone. In float16,
-    numbers below 6e-5 are lost in rounding. Where f is saturated, so that nothing is left of a parameter's result but
-    rounding (a softmax that is sure), or overflows for some of its outputs, an error may be about that.
+    What it does not: that f is the function that was meant, that the outputs are right that both ways find in f, or
+    anything about faults below the tolerance. That is, beside the largest number of a parameter, or the root of the sum
+    of squares of what is added up in it, 1e-8 in float64, 4e-6 in float32, 0.004 in float16 and 0.03 in bfloat16. Where
+    numbers are further apart, the loops run again in float64, and 8 times of what they were off themselves anywhere is
+    allowed too: in lower precision, faults in what is that small beside other parameters are lost, and all beside a
+    kink. It is not looked for why numbers differ: where f is saturated, so that nothing is left of a result but
+    rounding (a softmax that is sure), an error may be about that. Numbers that are not finite in both ways count as
+    equal, and where a result has some, or an argument an infinite one, one that is NaN in the loops alone.
 
     Args:
-        t: a statistic of this library, also `chunked` or of several `together`; not K-factors, and not `reduced`. Or a
-            product `(params, v, *batch)`; not `pch_block_product`.
+        t: a statistic of this library, also `chunked` or of several `together`; not of drawn columns, `reduced`, nor
+            K-factors, `ggn_trace`, `noise_scale`, `sketched_grad`, `predictive_covariance`. Or a product
+            `(params, v, *batch)` with a Hessian, a GGN, an empirical Fisher matrix or their blocks.
         generator: draws which entries. An int, at least 0, is the seed of all calls, as an error tells it. Generators
-            that f draws from end where t leaves them, where they are found: torch's own, and what f holds.
+            that f draws from end where t leaves them: torch's own, and those that f closes over.
         confidence, share: as above, both between 0 and 1.
 
     Returns:
         A function with the signature of t, which returns its result; that of a product has `linearize`.
 
     Raises:
-        CertificateError: numbers are further apart than rounding explains, or t gives others when it is called again
-            at the same arguments. It has the `path` of the entry, with the sample whose number it is, the two numbers
-            `found` and `expected`, and the `seed`.
+        CertificateError: numbers are further apart than rounding explains, or f gives others when it is called again.
+            It has the `path` of the entry, with the sample whose number it is, the two numbers `found` and `expected`,
+            and the `seed`.
         SplitError: f is a scalar loss whose outputs are not known, and neither the sum nor the mean of its values for
             single samples; RandomnessError: it would be, but draws random numbers.
-        ArgumentError: K-factors, `reduced`, a share or a confidence that is not between 0 and 1; within
+        ArgumentError: a statistic that has no such entries, a share or a confidence that is not between 0 and 1; within
             `torch.func.vmap`.
 
     Example:
@@ -90,11 +90,11 @@ def certified(
     Composes with: `chunked`, `together` inside; `explain` around it, which tells the cost; `torch.func.grad`, `jvp`
     around it, which differentiate t. What is certified is the result, not its derivative.
 
-    Cost: f twice more, or four times where operations of it have another form, and a product `J e` for each of up to
-    2 k entries, batched: two backward passes; for `gram` and norms that of a sample, for Hessians a second derivative.
-    It does not depend on what t costs. A smaller confidence (or a larger share) makes it cheaper:
+    Cost: f twice more, and for each of up to 2 k entries two backward passes of the batch; for `gram` and norms one or
+    two for each of up to 2 k samples, for Hessians three for each entry. A scalar f without known outputs runs for
+    each sample alone. It does not depend on what t costs. A smaller confidence (or a larger share) makes it cheaper:
     `confidence=0.5, share=0.1` takes 7 entries in place of 90. Where numbers are further apart than the tolerance, all
-    of it eight times more.
+    of it twice.
 
     Source: this library; `python -m tests.mutants --certified` plants faults and looks which of them it finds, and
     `python -m tests.alarms` certifies what is right.
@@ -121,20 +121,46 @@ def certified(
     return Certified(t, generator, confidence, share)
 
 
+def needed(confidence: float, share: float) -> int:
+    """How many entries find a fault in a `share` of them with this confidence: `(1 - share)^k <= 1 - confidence`."""
+    k = math.log1p(-confidence) / math.log1p(-share) - 1e-9
+    return math.ceil(min(k, sys.maxsize))
+
+
+def _error(path: str, told: str, seed: int, found: float = math.nan, expected: float = math.nan) -> CertificateError:
+    error = CertificateError(
+        f"{path} {told}. The entries were drawn by generator={seed}. It is a rule of your own (`operation`), an f that "
+        "gives other numbers in each call, or a fault of this library, which we would like to know of."
+    )
+    error.path, error.found, error.expected, error.seed = path, found, expected, seed
+    return error
+
+
 def _nothing_to_compare(t: Statistic | Product) -> str:
-    """Why there is no other path to a result; empty if there is."""
+    """Returns why there are no loops for a result; nothing if there are."""
     if isinstance(t, Product):
-        if t.name in NAMES:
+        if t.drawing is not None:
+            return DRAWN
+        if getattr(t.record, "func", t.record) in PRODUCTS:
             return ""
-        return (
-            "its matrix is made of parts that no derivative of f is. Certify `ggn_block_product` of the same function."
-        )
+        return "its matrix is made of parts that no derivative of f is. Certify the product with the GGN of the same f."
     if t.options.reduce is not None:
         return (
             "what a function makes of the quantities cannot be compared with anything. Certify the statistic without "
             "`reduced`, and apply the function to its result."
         )
-    return next(filter(None, map(unknown, t.members or (t,))), "")
+    for m in t.members or (t,):
+        if type(m.reduction) not in LOOKS:
+            return (
+                f"the entries of {m.name} are no derivatives of f along an entry of its parameters. Certify `diag_ggn` "
+                "or `batch_grad` of the same function, which go through the same operations."
+            )
+        if m.drawing is not None:
+            return DRAWN
+    return ""
+
+
+DRAWN = "its columns are drawn, which no loop can do again. Certify the exact one, without `mc_samples`."
 
 
 @dataclass(frozen=True, repr=False)
@@ -156,48 +182,75 @@ class Certified(Transform):
         return self.t.names(count)
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        before = states(*self._generators())
+        before = self._states()
         return self._checked(self.t(*args, **kwargs), before, args, kwargs, names), None
 
     def _checked(self, result: Any, before: States, args: tuple, kwargs: dict[str, Any], names: Any) -> Any:
-        """The result, which is computed anew from states of generators; these end where they are now."""
+        """The result, which is compared with loops from states of generators; these end where they are now."""
         if any(kind == "vmap" for kind, _ in levels()):
             raise ArgumentError(
                 "within torch.func.vmap there are several results at once, whose numbers cannot be looked at. Use a "
                 "loop, as in [certified(t, generator=g)(params, *batch) for params in several]."
             )
-        seed, after = self._seed(), states(*(g for g, _ in before))
-        kind = OfStatistic if isinstance(self.t, Statistic) else OfProduct
+        g, after = self.generator, [(g, state_of(g)) for g, _ in before]
+        seed = g if isinstance(g, int) else int(torch.randint(2**53, (1,), generator=g, device=g.device))
         try:
-            with torch.no_grad(), plainly():
-                args, kwargs = tree.map_tensors(innermost, (args, kwargs))
-                kind(self.t, self.k, seed, before, args, kwargs, names).run(tree.map_tensors(innermost, result))
+            with plainly(), torch.enable_grad():
+                result_now, args, kwargs = tree.map_tensors(innermost, (result, args, kwargs))
+                self._check(result_now, args, kwargs, names, Draw(self.k, seed, before))
         finally:
-            rewound(after)
+            set_states(after)
         return result
+
+    def _states(self) -> States:
+        """The states of the generators that f may draw from: torch's own, and those that it closes over."""
+        functions = [f for f in (self.t.f, self.t.loss) if f is not None]
+        own = {inner for *_, inner in reached(functions) if isinstance(inner, torch.Generator)}
+        return [(g, state_of(g)) for g in (*torchs_own(), *own)]
 
     @property
     def k(self) -> int:
-        """How many entries are drawn evenly, and as many by size."""
+        """The number of entries that are drawn evenly, and as many by size."""
         return needed(self.confidence, self.share)
 
-    def _generators(self) -> set[torch.Generator]:
-        """Those that t draws from, and those that its functions hold."""
-        if isinstance(self.t, Product):
-            drawings = [self.t.drawing]
-        else:
-            drawings = self.t.drawings
-        held = [g for f in (self.t.f, self.t.loss) if f is not None for g in held_by(f, torch.Generator)]
-        return {*(d.generator for d in drawings if d is not None), *held}
+    def _check(self, result: Any, args: tuple, kwargs: dict[str, Any], names: Any, draw: Draw) -> None:
+        """Raises where numbers are apart."""
+        looks = looks_at(self.t, result, args, kwargs, names, draw)
+        infinite = any(bool(x.isinf().any()) for x in tree.tensors((args, kwargs)))
+        infinite = infinite or not all(bool(x.isfinite().all()) for x in tree.tensors(result))
+        whole = max((largest(look.expected) for look in looks), default=0.0)
+        for look in looks:
+            if look.found.shape != look.expected.shape:
+                counts = f"{list(look.found.shape)} numbers, but by plain loops among {list(look.expected.shape)}"
+                raise _error(look.called(*[0] * look.expected.ndim), f"is among {counts}", draw.seed)
+            if infinite:  # loops may multiply by 0
+                look.expected = look.expected.where(~look.expected.isnan(), look.found)
+            look.allowed = max(unit(look.dtype) * max(largest(look.expected), look.size), LOST * whole)
+        doubts = [look for look in looks if bool(look.apart().any())]
+        exact = self._in_float64(result, args, kwargs, names, draw) if doubts else []
+        noise = max((largest(x.expected - y.expected) for x, y in zip(exact, looks, strict=False)), default=0.0)
+        for look in doubts:
+            look.allowed = max(look.allowed, ROUNDINGS * noise)
+            apart = look.apart()
+            if not bool(apart.any()):
+                continue
+            off = torch.where(apart, (look.found - look.expected).abs().nan_to_num(float("inf")), -1)
+            worst = int(off.argmax())
+            at = (int(i) for i in torch.unravel_index(torch.tensor(worst), apart.shape))
+            found, expected = (float(x.flatten()[worst]) for x in (look.found, look.expected))
+            told = f"is {found:.9g}, but {look.other} it is {expected:.9g}; rounding explains {look.allowed:.1g}"
+            raise _error(look.called(*at), told, draw.seed, found, expected)
 
-    def _seed(self) -> int:
-        if isinstance(self.generator, int):
-            return self.generator
-        g = self.generator
-        return int(torch.randint(2**53, (1,), generator=g, device=g.device))
+    def _in_float64(self, result: Any, args: tuple, kwargs: dict[str, Any], names: Any, draw: Draw) -> list[Look]:
+        """The same numbers by loops in float64; none where f has a dtype of its own."""
+        args, kwargs = tree.map_tensors(lambda x: x.double() if x.is_floating_point() else x, (args, kwargs))
+        try:
+            return looks_at(self.t, result, args, kwargs, names, draw)
+        except Exception:
+            return []
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
-        """How t is computed, and what is checked."""
+        """The way in which t is computed, and what is checked."""
         if isinstance(self.t, Product):
             raise ArgumentTypeError("explain is of statistics, and a product is computed in one way only.")
         found = self.t.explanation(args, kwargs, names)
@@ -215,7 +268,7 @@ class CertifiedProduct(Certified):
 
     def linearize(self, *args: Any, **kwargs: Any) -> Any:
         """The product at some parameters and data, `(params, *batch) -> (v -> product)`; each check runs f again."""
-        before, made = states(*self._generators()), self.t.linearize(*args, **kwargs)
+        before, made = self._states(), self.t.linearize(*args, **kwargs)
         linear, aux = made if self.t.has_aux else (made, None)
 
         def product(v: Any) -> Any:

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 
 from invfunc import thresholds, tree
-from invfunc._alike import alike
 from invfunc._extras import Ticks
 from invfunc._torch.functorch import hooked, transforming, versions
 from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
@@ -251,7 +250,7 @@ def ran_and(
         except Met as error:
             met = error
         except Unsupported as error:
-            if isinstance(error, Final) or ambiguous is not None or problem.n == 1 or not run.grew:
+            if isinstance(error, Final) or ambiguous is not None or not run.grew:
                 raise ambiguous or error from None
             ambiguous, met = error, None
             undo()
@@ -464,7 +463,7 @@ class Pullback:
             return
         chunks = self._chunks()
         self.ticks.expect(len(chunks))
-        for leaves, self.run.uses in alike("params", chunks, _numbers):
+        for leaves, self.run.uses in chunks:
             with torch.enable_grad():
                 self.run.pull(out, cotangent, retain=len(chunks) > 1)
             self._fold(leaves)
@@ -490,8 +489,8 @@ class Pullback:
             raise Unsupported("something of all columns has to be known of each")
         chunks = self._chunks()
         self.ticks.expect(len(chunks) * len(groups))
-        for leaves, run.uses in alike("params", chunks, _numbers):
-            for start, stop in alike("outputs", groups, lambda group: group[1] - group[0], last=True):
+        for leaves, run.uses in chunks:
+            for start, stop in groups:
                 self._group(leaves, roots, columns, start, stop, count)
                 self.ticks.done()
 
@@ -633,11 +632,6 @@ def _lots(columns: Sequence[Columns]) -> list[Lot]:
         found.append(Lot(start, start + each.count, getattr(each, "exact", None)))
         start += each.count
     return found
-
-
-def _numbers(chunk: tuple[range, list[Use]]) -> tuple[int, ...]:
-    """How many numbers the values have that a chunk of parameters stands for."""
-    return tuple(u.value.numel() for u in chunk[1])
 
 
 def _left(run: Run, results: Any, outside: bool) -> Any:

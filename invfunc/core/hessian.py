@@ -36,9 +36,7 @@ from invfunc.core.uses import (
     Shared,
     Use,
     back,
-    formed,
     front,
-    product,
     summed,
 )
 from invfunc.linear_algebra.contract import joined
@@ -338,10 +336,8 @@ class Products(Shares):
         others = factors if self.others is None else self.others.factors()
         if factors is not None and others is not None and factors[0].edge is others[0].edge:
             use, a, d = factors
-            d = self.times(d * others[2], WHOLE)
-            if each:
-                return self.pulled(use, use.shaped(formed(a.square(), d.sum(0, keepdim=True))[0]), 1)
-            return self.pulled(use, use.shaped(product(d.sum(0), a.square())), 0)
+            d = self.times(d * others[2], WHOLE).sum(0)
+            return self.of_rows(use, None if a is None else a.square(), d, each)
         found = []
         for block in self.blocks():
             rows = self.dense(block)

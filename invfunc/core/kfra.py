@@ -127,4 +127,4 @@ def _through(run: ChainRun, call: Call, matrix: Tensor) -> Tensor:
 
 def not_a_chain(why: str) -> ArgumentError:
     """The error for a function with branches, through which the recursion is not defined."""
-    return ArgumentError(f"f is not a chain of layers: {why}. `kflr` is defined for any model.")
+    return ArgumentError(f"f is not a chain of layers: {why}. `kfac(fisher='exact')` is defined for any model.")

@@ -42,7 +42,13 @@ class Ruled(Use):
         if run.chosen is not None and run.count == run.n > 1 and block is WHOLE:
             self.asked(run, d[:, :1], slice(0, 1))  # an error where it closes over a tensor of all samples
         args, kwargs = tree.map_tensors(shown, self.given)
-        return self.rule(d, args, kwargs, self.shape)
+        try:
+            return self.rule(d, args, kwargs, self.shape)
+        except RuntimeError as error:
+            raise Unsupported(
+                f"the rule of an operation raised {type(error).__name__} ({error}) of some of the samples. What has an "
+                "entry for each of them has to be an argument of the operation"
+            ) from error
 
     def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         equation, operands = self.asked(run, self.sent(run, block).squeeze(2), block)

@@ -69,6 +69,7 @@ from invfunc.core.tables import (
     FILLS,
     GROUPED,
     INDEXES,
+    JOINS,
     LEAKS,
     LIKE,
     LINEAR,
@@ -111,7 +112,7 @@ class Run(TorchFunctionMode):
         self.uses: list[Use] = []
         self.leaves: list[Tensor] = []
         self.level: int | None = None
-        self.known: dict[Any, Tensor] = {}
+        self.known: dict[Any, Any] = {}
         """Factors that a weight and its bias share."""
         self.numbers = 0
         """How many numbers the results have of operations that read parameters."""
@@ -446,7 +447,8 @@ class Run(TorchFunctionMode):
             return self.meet(func, RULES[func], (data[0][0], *args[1:]), kwargs, data, params)
         out = func(*args, **kwargs)
         value, known = params[0]
-        if func in EXPANDS and self.grows and (at := self.grown_at(known, out.shape, value.shape)) is not None:
+        same = func in EXPANDS or (func in JOINS and _repeated(args, kwargs, value))
+        if same and self.grows and (at := self.grown_at(out.shape, value.shape)) is not None:
             self.grew = True
             return grown(self, out, known, value, at)
         alone = not others and all([node.alone for _, node in params])
@@ -459,12 +461,12 @@ class Run(TorchFunctionMode):
                 know(y, Node(self.token, None if kind is DERIVED else known.leaf, own, alone))
         return out
 
-    def grown_at(self, node: Node, shape: Any, before: Any) -> int | None:
-        """The dim in which a parameter that was expanded has samples; of a part of one sample it is the first."""
+    def grown_at(self, shape: Any, before: Any) -> int | None:
+        """The dim in which a parameter that was expanded has samples; of one sample it is the first."""
         if self.n > 1:
             return _grown(shape, before, self.n)
-        new = len(shape) == len(before) + 1 or (len(shape) == len(before) and before[0] == 1)
-        return -len(shape) if self.part and new and shape[0] == 1 else None
+        new = len(shape) > len(before) or (len(shape) == len(before) > 0 and before[0] == 1)
+        return -len(shape) if new and shape[0] == 1 else None
 
     def spread(self, index: Any) -> bool:
         """Whether indices were expanded to all samples, as the types of tokens in BERT."""
@@ -753,6 +755,11 @@ def _grown(shape: Any, before: Any, n: int) -> int | None:
         if shape[dim] == n and (-dim > len(before) or before[dim] == 1):
             return dim
     return None
+
+
+def _repeated(args: tuple, kwargs: dict, x: Tensor) -> bool:
+    """Whether tensors that are joined in front are one tensor each time, as in `torch.stack([p] * len(x))`."""
+    return bool(args) and option(args, kwargs, 1, "dim", 0) == 0 and all([y is x for y in args[0]])
 
 
 def _attention(

@@ -30,7 +30,7 @@ from invfunc.core.uses import (
     Rows,
     Use,
     formed,
-    product,
+    outer,
     summed,
     weighted,
 )
@@ -63,15 +63,21 @@ class Shares:
         """`place` is the number of the parameter, which `names` says in words; `again`, after other columns."""
         self.run, self.place, self.name, self.again = run, place, names, again
         self.leaf = run.leaves[place]
+        self.given = uses
         self.uses = together(uses) if len(uses) > 1 else uses
-        pairs = [u for u in uses if isinstance(u, Pair)]
-        self.apart = [*together(pairs), *[u for u in uses if u not in pairs]] if len(uses) > 1 else uses
-        """Uses, of which only products are put together."""
         self.count = run.count
         self.plain = self.uses[0] if len(self.uses) == 1 and self.uses[0].node.kind is LEAF else None
         """The only use, if it is of the parameter itself."""
         self.kept: torch.Tensor | None = None
         """The gradients of the only column, if they were formed, and are small: a weighted sum may follow norms."""
+
+    @property
+    def apart(self) -> list[Use]:
+        """Uses, of which only products are put together."""
+        if len(self.given) == 1:
+            return self.given
+        pairs = [u for u in self.given if isinstance(u, Pair)]
+        return [*together(pairs), *[u for u in self.given if u not in pairs]]
 
     def dense(self, block: Block = WHOLE) -> torch.Tensor:
         """`[V, n, *p]`."""
@@ -113,13 +119,26 @@ class Shares:
         use = self.uses[0]
         return use if isinstance(use, kind) and len(self.uses) == 1 and use.node.kind is not DERIVED else None
 
-    def factors(self) -> tuple[Pair, torch.Tensor, torch.Tensor] | None:
-        """The only use, a and d, if each sample has one position: then its gradient is an outer product of them."""
-        use = self.single(Pair)
-        if use is None or type(use) is Convolution or use.a.numel() != use.a.shape[-1] * self.run.n:
+    def factors(self) -> tuple[Any, torch.Tensor | None, torch.Tensor] | None:
+        """The only use, what it read `[n, k]`, None for a shift, and what is sent `[V, n, o]`, if each sample has one
+        position: then its gradient is their outer product."""
+        use, run = self.single(Use), self.run
+        if use is None:
             return None
-        a, d = use.read(self.run), use.sends(self.run)
-        return (use, a, d) if a.shape[2] == 1 else None
+        if (rows := use.rows(run)) is not None:
+            return use, *rows
+        if not isinstance(use, Pair) or type(use) is Convolution or use.a.numel() != use.a.shape[-1] * run.n:
+            return None
+        a, d = use.read(run), use.sends(run)
+        return (use, a[:, 0, 0], d[:, :, 0, 0]) if a.shape[1] == a.shape[2] == 1 else None
+
+    def of_rows(self, use: Any, a: torch.Tensor | None, d: torch.Tensor, each: bool = False) -> torch.Tensor:
+        """`sum_n d[n]^T a[n]` in the layout of the parameter, of a shift `sum_n d[n]`; or `each` of them."""
+        if a is None:
+            found = (d if each else d.sum(0)).view(*d.shape[:each], *use.shape)
+        else:
+            found = use.placed(outer(a, d) if each else d.mT @ a)
+        return found if use.node.kind is LEAF else self.pulled(use, found, int(each))
 
     def weighted(self, weights: torch.Tensor | None = None) -> torch.Tensor:
         """`sum_nv weights[n] G[v, n]`."""
@@ -133,21 +152,9 @@ class Shares:
         """`sum_vn G[v, n]^2`, or `[n, *p]` of each sample."""
         if (factors := self.factors()) is not None:
             use, a, d = factors
-            if each:
-                squares = formed(a.square(), d.square().sum(0, keepdim=True))[0]
-                return self.pulled(use, use.shaped(squares), 1)
-            return self.pulled(use, use.shaped(product(self.squares(use, d), a.square())), 0)
+            return self.of_rows(use, None if a is None else a.square(), self.squares(use, d), each)
         if each:
             return joined([self.dense(block).square().sum(0) for block in self.blocks()])
-        if (use := self.single(Expanded)) is not None and use.factor is None and isinstance(use.d, torch.Tensor):
-            if (
-                -use.axis[0] > len(use.view or use.shape)  # no entries for each sample
-                and not use.uses
-                and not use.orders
-                and use.d.numel() == use.shape.numel() * self.run.columns * self.run.n
-            ):  # it has one position
-                found = self.squares(use, use.sent(self.run))
-                return self.pulled(use, found.reshape(len(found), -1).sum(0).view(use.shape), 0)
         use = self.single(Rows)
         if use is not None and not self.run.deep:
             _, i, sums, _ = use.touched(self.run)
@@ -162,13 +169,16 @@ class Shares:
         key = "squares", id(use.edge)
         if (found := self.run.known.get(key)) is None or found.numel() != d[0].numel():
             self.run.known[key] = found = d.square().sum(0)
-        return found.view(d.shape[1:])
+        return found
 
     def norms(self) -> torch.Tensor:
         """`sum_p G[n, p]^2` of the only column: `[n]`."""
         if (factors := self.factors()) is not None:
-            _, a, d = factors
-            return (a.square().sum(-1) * d[0].square().sum(-1)).flatten(1).sum(1)
+            use, a, d = factors
+            key = "norms", id(use.edge)
+            if (found := self.run.known.get(key)) is None:
+                self.run.known[key] = found = d[0].square().sum(1)
+            return found if a is None else found * a.square().sum(1)
         if (pair := self.single(Pair)) is not None:
             return self.norms_of(pair)
         rows = self.single(Rows)
@@ -225,10 +235,17 @@ class Shares:
         n, narrow = self.count, self.leaf.dtype == torch.float32
         factors = self.factors() if narrow and has_float64(self.leaf.device) else None
         if factors is not None:  # in float64, whose rounding is 1e9 times finer
-            use, a, d = factors[0], factors[1].double(), factors[2][0].double()
-            total = product(d, a)
-            spread = torch.addcmul(product(d.square(), a.square()), total, total, value=-1 / n).clamp(min=0)
-            both = [use.shaped(x.to(self.leaf.dtype)) for x in (total, spread)]
+            use, a, d = factors
+            key = "wide", id(use.edge)
+            if (wider := self.run.known.get(key)) is None:
+                self.run.known[key] = wider = (d[0].double(), d[0].double().square())
+            d, squares = wider
+            a = None if a is None else a.double()
+            total = d.sum(0) if a is None else d.mT @ a
+            spread = squares.sum(0) if a is None else squares.mT @ a.square()
+            spread = torch.addcmul(spread, total, total, value=-1 / n).clamp(min=0)
+            both = [x.to(self.leaf.dtype) for x in (total, spread)]
+            both = [x.view(use.shape) if a is None else use.placed(x) for x in both]
             return self.pulled(use, both[0], 0), self.pulled(use, both[1], 0)
         rows = self.single(Rows)
         if rows is not None and not self.run.deep:
@@ -260,13 +277,15 @@ class Shares:
         """The products of some samples with some of another run, or of this one: `[V, n, W, m]`; `exact`, in
         float64."""
         mine, its = self.factors(), other.factors()
-        if mine is not None and its is not None:
-            a, b = (doubled(x) if exact else x for x in (mine[1][of], its[1][others]))
-            d, e = (doubled(x) if exact else x for x in (mine[2][:, of], its[2][:, others]))
-            sizes = d.shape[0], d.shape[1], e.shape[0], e.shape[1]
-            a, b = (x[:, :, 0].transpose(0, 1) for x in (a, b))  # [g, n, k]
-            d, e = (x[:, :, :, 0].permute(2, 0, 1, 3).flatten(1, 2) for x in (d, e))  # [g, V n, o]
-            return ((d @ e.mT).view(-1, *sizes) * (a @ b.mT)[:, None, :, None]).sum(0)
+        if mine is not None and its is not None and (mine[1] is None) is (its[1] is None):
+            d, e = mine[2][:, of], its[2][:, others]
+            d, e = (doubled(d), doubled(e)) if exact else (d, e)
+            found = (d.flatten(0, 1) @ e.flatten(0, 1).T).view(*d.shape[:2], *e.shape[:2])
+            if mine[1] is None or its[1] is None:
+                return found
+            a, b = mine[1][of], its[1][others]
+            a, b = (doubled(a), doubled(b)) if exact else (a, b)
+            return found * (a @ b.T)[:, None]
         x, y = self._rows(other)
         x, y = (doubled(rows) if exact else rows for rows in (x[:, of], y[:, others]))
         return (x.flatten(0, 1) @ y.flatten(0, 1).T).view(*x.shape[:2], *y.shape[:2])

@@ -58,6 +58,7 @@ VIEWS = called(
     "movedim swapaxes moveaxis contiguous tensor_split view_as alias"
 ) | getters("T mT")
 EXPANDS = called("expand expand_as broadcast_to repeat tile")
+JOINS = called("stack cat concat concatenate")
 SWAPS = called("t") | getters("T mT")
 MOVES = called("gather index_select take_along_dim")
 INDEXES = {T.__getitem__}

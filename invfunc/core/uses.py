@@ -18,15 +18,7 @@ import torch.nn.functional as F
 from invfunc import thresholds
 from invfunc._torch.functorch import version
 from invfunc.core.axes import letters, operands
-from invfunc.core.marks import (
-    Axis,
-    Node,
-    Run,
-    Unsupported,
-    named,
-    option,
-    wide,
-)
+from invfunc.core.marks import HALF, Axis, Node, Run, Unsupported, named, option, wide
 from invfunc.core.order import Order
 from invfunc.core.tables import called
 from invfunc.linear_algebra import autocorrelation
@@ -86,6 +78,7 @@ class Use:
     d: Any = None
     """The cotangent, or a list with that of each column."""
     axis: Any = None
+    a_axis: Any = None
     matrix: torch.Tensor | None = None
     """What weighs the products of the columns, where these are unit columns that all samples share."""
     count = 0
@@ -101,13 +94,18 @@ class Use:
     @property
     def orders(self) -> list[Order]:
         """The orders in which it has the samples, if these are not along an axis."""
-        axes = [axis for u in (self.uses or [self]) for axis in (u.axis, getattr(u, "a_axis", None))]
-        return [axis[1] for axis in axes if isinstance(axis, tuple) and isinstance(axis[1], Order)]
+        found = []
+        for use in self.uses or (self,):
+            for axis in (use.axis, use.a_axis):
+                if type(axis) is tuple and isinstance(axis[1], Order):
+                    found.append(axis[1])
+        return found
 
     def send(self, d: Any) -> None:
         """Take the cotangent `[V, ...]` that has come to the edge, or a list with that of each column; None of none."""
         if isinstance(d, torch.Tensor):
-            self.d = wide(d if self.form is None else self.formed_as(d, 1))
+            d = d if self.form is None else self.formed_as(d, 1)
+            self.d = d.float() if d.dtype in HALF else d
         else:
             self.d = d if d is None or self.form is None else [self.formed_as(x, 0) for x in d]
 
@@ -123,6 +121,11 @@ class Use:
             parts = [run.taken(front(d, self.axis, run.n), block) for d in self.d]
             return torch.stack(parts, self.stacked).movedim(self.stacked, 0)
         return run.taken(front(self.d, self.axis, run.n, 1), block, 1)
+
+    def rows(self, run: Run, block: Block = WHOLE) -> tuple[torch.Tensor | None, torch.Tensor] | None:
+        """Rows that were read, `[n, k]` or None for a shift, and that are sent, `[V, n, o]`; None where a sample has
+        other than one of each."""
+        return None
 
     def size(self, run: Run) -> int:
         """The numbers of each sample that `dense` makes."""
@@ -192,12 +195,26 @@ class Pair(Use):
         )
         self.version = version(self.a)
 
-    def inputs(self, run: Run, block: Block) -> torch.Tensor:
-        """What was read, as `[n, 1 or more, ...]`."""
+    def found(self, run: Run) -> torch.Tensor:
+        """What was read, if it is still the same."""
         if version(self.a) != self.version:
             raise Unsupported("what a parameter met was changed in place later")
-        a = self.a if self.again is None else self.again()
-        return wide(run.taken(front(run.strip(a), self.a_axis, run.n), block))
+        return run.strip(self.a if self.again is None else self.again())
+
+    def inputs(self, run: Run, block: Block) -> torch.Tensor:
+        """What was read, as `[n, 1 or more, ...]`."""
+        return wide(run.taken(front(self.found(run), self.a_axis, run.n), block))
+
+    def rows(self, run: Run, block: Block = WHOLE) -> tuple[torch.Tensor, torch.Tensor] | None:
+        a = self.a
+        if type(self) is not Pair or self.of_a is not None or a.ndim != 2 or len(a) != run.n:
+            return None
+        if run.n > 1 and not (self.a_axis == self.axis == (-2, 1, 1)):
+            return None
+        a, d = self.found(run), torch.stack(self.d) if isinstance(self.d, list) else self.d
+        if block is not WHOLE or run.chosen is not None:
+            a, d = run.taken(a, block), run.taken(d, block, 1)
+        return a.float() if a.dtype in HALF else a, d
 
     def read(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         """a as `[n, g, p, k]`."""
@@ -220,6 +237,10 @@ class Pair(Use):
 
     def size(self, run: Run) -> int:
         return self.shape.numel() * run.columns
+
+    def placed(self, w: torch.Tensor) -> torch.Tensor:
+        """`[..., o, k]` in the layout of the parameter."""
+        return w if self.of_w == ((), (0,), (1,)) else self.shaped(w.unsqueeze(-3))
 
     def shaped(self, w: torch.Tensor) -> torch.Tensor:
         """`[..., g, o, k]` in the layout of the parameter."""
@@ -247,9 +268,15 @@ class Pair(Use):
         return formed(self.read(run, block), self.sends(run, block))
 
     def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
+        if (rows := self.rows(run, block)) is not None:
+            return self.placed(outer(*rows))
         return self.shaped(self.formed(run, block))
 
     def total(self, run: Run, weights: torch.Tensor | None = None) -> torch.Tensor:
+        if (rows := self.rows(run)) is not None:
+            a, d = rows
+            d = d[0] if len(d) == 1 else d.sum(0)
+            return self.placed((d if weights is None else d * weights.to(d.dtype)[:, None]).mT @ a)
         a, d = self.read(run), self.sends(run)
         d = d[0] if len(d) == 1 else d.sum(0)
         d = d if weights is None else d * weights.to(d.dtype)[:, None, None, None]
@@ -263,12 +290,18 @@ def _arranged(x: torch.Tensor, of: Dims, lead: int) -> torch.Tensor:
     return x.permute(*range(lead), *range(lead, x.ndim - len(order)), *order).reshape(*x.shape[:lead], *sizes)
 
 
+def outer(a: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    """`d[v, ..., o] a[..., k]`, `[V, ..., o, k]`."""
+    d, a = d.unsqueeze(-1), a.unsqueeze(-2)
+    if d.numel() * a.shape[-1] < thresholds.HUGE_PAGES // 8:
+        return d * a
+    return torch.mul(d, a, out=room_for((*d.shape[:-1], a.shape[-1]), d, a))
+
+
 def formed(a: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
     """`sum_p d[v, n, g, p, o] a[n, g, p, k]`, `[V, n, g, o, k]`."""
     if d.shape[3] == 1:
-        shape = (*d.shape[:3], d.shape[4], a.shape[3])
-        large = math.prod(shape) >= thresholds.HUGE_PAGES // 8
-        return torch.mul(d.mT, a, out=room_for(shape, d, a)) if large else d.mT * a
+        return outer(a.squeeze(2), d.squeeze(3))
     if len(d) == 1:
         return (d[0].mT @ a)[None]
     v, n, g, p, o = d.shape
@@ -405,6 +438,15 @@ class Expanded(Use):
 
     def free(self) -> None:
         self.d = self.factor = None
+
+    def rows(self, run: Run, block: Block = WHOLE) -> tuple[None, torch.Tensor] | None:
+        d, shape = self.d, self.shape
+        if self.factor is not None or self.uses or isinstance(d, list) or self.view not in (None, shape):
+            return None
+        if d.shape[1:] != (run.n, *shape) or (run.n > 1 and self.axis != (-1 - len(shape), 1, 1)):
+            return None
+        d = run.taken(d, block, 1)
+        return None, d if len(shape) == 1 else d.reshape(*d.shape[:2], -1)
 
     def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         d, factor = self.d, None if self.factor is None else self.factor(run, block)

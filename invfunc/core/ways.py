@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,9 @@ Way = Callable[[Problem, Run, list[torch.Tensor], slice], tuple[Any, Any]]
 """A way of calling f, given the leaves of a run: the result, whose mark and uses the run knows then, and aux."""
 WAYS: tuple[Way, ...] = (Problem.call, alone, by_rows)
 """As it is, then the last resort."""
+FAULTS = AttributeError, IndexError, KeyError, NameError, TypeError, AssertionError
+"""Errors of code, not of what it computes with."""
+PACKAGE = str(Path(__file__).parents[1])
 T = TypeVar("T")
 
 
@@ -32,7 +36,7 @@ def by_ways(f: Callable, what: Hashable, call: Callable[[Way], T], undo: Callabl
     for k in range(first or 0, len(WAYS)):
         try:
             found = call(WAYS[k])
-        except Exception as error:
+        except REFUSALS as error:
             refusals.append(error)
         else:
             if k != first:
@@ -67,12 +71,26 @@ class Met(Raised):
         self.as_written = as_written
 
 
+REFUSALS = Unsupported, Raised, InvFuncError, RuntimeError
+"""What a way may refuse f with, the last as torch does; all else is a fault of ours."""
+
+
 def looked_at(met: Met) -> Exception:
-    """An error that a run met: one that f also raises as it is written is the user's own."""
+    """An error that a run met: one that f also raises as it is written is the user's own; faults of ours stay."""
     try:
         with torch.enable_grad():
             met.as_written()
     except Exception as error:
         error.__context__ = None  # of the run
         return Raised(error)
+    if isinstance(met.error, FAULTS) and _last_file(met.error).startswith(PACKAGE):
+        return met.error
     return Unsupported(f"{type(met.error).__name__}: {str(met.error).partition(chr(10))[0]}")
+
+
+def _last_file(error: Exception) -> str:
+    """The file whose code raised an error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else trace.tb_frame.f_code.co_filename

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._alike import added, alike
 from invfunc._torch.functorch import transforming, undispatched, unheard
 from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
 from invfunc._torch.values import same_values
@@ -77,11 +76,11 @@ class Parts:
             aux.clear()
             accumulators, total = fold.of_phase(k), torch.zeros(())
             quantities = [replace(t.quantity, reduction=t.reduction, give=self._giving(t)) for t in accumulators]
-            for part in alike("samples", parts, self._described, last=True):
+            for part in parts:
                 found = self._of_part(part, several, kind, quantities, options, known)
                 if found is not None:
                     self._take(accumulators, found, part)
-                    added("samples", aux.append, found.aux)
+                    aux.append(found.aux)
                     total = total + found.result.detach() if self.scalar and single and self.loss is None else total
                     if not several:
                         seen, self.outputs = found.result, found.apart
@@ -104,10 +103,6 @@ class Parts:
             self.joined = not joins(self.given if apart else self.problem, self.outputs if apart else seen)
         if not self.scalar:
             self.outputs = None
-
-    def _described(self, part: Part) -> tuple[int, int]:
-        """How many samples a part has, and how many of them are chosen."""
-        return part[1] - part[0], len(self._chosen(part) or ())
 
     def _chosen(self, part: Part) -> list[int] | None:
         chosen = self.problem.samples
@@ -141,13 +136,13 @@ class Parts:
             t.columns = own.found.columns
             if t.before is not None and t.reduction.apart:
                 for i, state in own.earlier.items():
-                    added("samples", partial(t.before.add, i), state)
+                    t.before.add(i, state)
             for i, state in own.states.items():
-                added("samples", partial(t.add, i, n=room), state)
+                t.add(i, state, n=room)
         first = found.folds[0].found
         fold.found = replace(fold.found, outputs=first.outputs, structure=first.structure)
         for t in accumulators if not whole else ():
-            added("samples", partial(t.end, self.problem.leaves, room=room), found.count)
+            t.end(self.problem.leaves, found.count, room=room)
         result = found.result if self.loss is None else self.loss
         self.scalar = isinstance(result, torch.Tensor) and not result.ndim
 
@@ -205,9 +200,9 @@ class Parts:
         graph = torch.is_grad_enabled() and (transforming() or any(x.requires_grad for x in problem.tensors()))
         each = list[Any]()
         with undrawn(), torch.set_grad_enabled(graph):  # what f draws, it draws again
-            for part in alike("samples", parts, self._described):
+            for part in parts:
                 one = self._part(part, kind)
-                added("samples", each.append, hessian_of(one) if problem.loss is None else _outputs(one))
+                each.append(hessian_of(one) if problem.loss is None else _outputs(one))
         if problem.loss is not None:
             self.outputs = joined_trees(each, problem.out_dims)
             found, self.loss = columns_of_all(problem, self.outputs, self.quantities)

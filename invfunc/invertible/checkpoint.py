@@ -15,7 +15,7 @@ from invfunc.blocks.looks import default_tolerance
 from invfunc.blocks.series import Known, in_series
 from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, InvFuncError, SampleAxisError
-from invfunc.pairs.automatic.found import automatic
+from invfunc.pairs.found import automatic
 from invfunc.pairs.pair import BlockModule, Invertible
 from invfunc.pairs.value import Value
 from invfunc.transform import shown, told

@@ -28,7 +28,7 @@ def merge(*factors: Tree, reduction: str) -> Tree:
     `fisher="empirical"` B has the square of the scale, so that weights are `(n[k] / sum(n))^2`.
 
     Args:
-        factors: trees that `kfac` or `kflr` returned with the same options, of as many batches as there are.
+        factors: trees that `kfac` returned with the same options, of as many batches as there are.
         reduction: that of the loss over the samples of a batch: "sum" (also of `[N]` losses), or "mean". A mean with
             weights (`ignore_index`, class weights, padding) is neither: return `[N]` losses, or take the sum.
 
@@ -46,7 +46,7 @@ def merge(*factors: Tree, reduction: str) -> Tree:
         >>> import torch, invfunc
         >>> f, params = invfunc.functional(torch.nn.Linear(2, 1, bias=False))
         >>> x, y = torch.tensor([[1.0, 0.0], [1.0, 2.0], [1.0, 1.0]]), torch.zeros(3, 1)
-        >>> factors = invfunc.kflr(f, torch.nn.functional.mse_loss)
+        >>> factors = invfunc.kfac(f, torch.nn.functional.mse_loss, fisher="exact")
         >>> two, one = factors(params, x[:2], y[:2]), factors(params, x[2:], y[2:])
         >>> whole = invfunc.kronecker.merge(two, one, reduction="mean")
         >>> torch.allclose(whole["weight"].dense(), factors(params, x, y)["weight"].dense())
@@ -70,7 +70,7 @@ def _merged(call: str, path: str, parts: list[Kronecker], reduction: str) -> Kro
     known = [n for n in counts if n is not None]
     if len(known) < len(parts):
         raise ArgumentError(
-            f"{call}: factors{path} is not a sum over samples. Merge what kfac and kflr return, without a weight that "
+            f"{call}: factors{path} is not a sum over samples. Merge what kfac returns, without a weight that "
             "is read in two roles, and take averages, inverses and eigendecompositions afterwards."
         )
     n, inputs = sum(known), [part.origin.inputs for part in parts]
@@ -105,7 +105,7 @@ def ema(old: Tree, new: Tree, decay: float | torch.Tensor) -> Tree:
     It is `E[B] kron E[A]`, as K-FAC takes it, and not `E[B kron A]`: the average of the products is another matrix.
 
     Args:
-        old, new: trees that `kfac`, `kflr` or `kfra` returned with the same options, or `ema`.
+        old, new: trees that `kfac` or `kfra` returned with the same options, or `ema`.
         decay: a number or a 0-d tensor from 0 to 1.
 
     Returns:
@@ -161,8 +161,8 @@ def _alike(call: str, path: str, parts: list[Kronecker | None]) -> list[Kronecke
         raise ArgumentError(f"{call}: factors{path} are not of one form: {shown}. Pass those of the same options.")
     if any(part.values is not None for part in there):
         raise ArgumentError(
-            f"{call}: factors{path} has eigenvalues, which belong to a basis of its own. Join the factors of kfac or "
-            "kflr, and take kronecker.eigen of the result."
+            f"{call}: factors{path} has eigenvalues, which belong to a basis of its own. Join the factors of kfac, "
+            "and take kronecker.eigen of the result."
         )
     return [part if part.origin.reached else _zero(part, like) for part in there]
 

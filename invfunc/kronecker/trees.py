@@ -27,7 +27,7 @@ def solve(factors: Tree, v: Tree, damping: Damping = 0.0, split: str | None = No
     A weight and a bias that have one matrix (`joint=True`) are solved together.
 
     Args:
-        factors: what `kfac`, `kflr`, `kfra` or `ekfac` returned, or a part of that tree: a `Kronecker` for each
+        factors: what `kfac`, `ekfac` or `kfra` returned, or a part of that tree: a `Kronecker` for each
             parameter, or None. Pass `kronecker.eigen(factors)` to solve several times with one decomposition each. Or
             what `eigenpairs` returned: the inverse of the whole matrix, not of its blocks.
         v: a tensor `[*lead, *p]` for each parameter p, such as a gradient, or what `batch_grad` returns.
@@ -45,7 +45,7 @@ def solve(factors: Tree, v: Tree, damping: Damping = 0.0, split: str | None = No
         >>> import torch, invfunc
         >>> f, params = invfunc.functional(torch.nn.Linear(2, 1))
         >>> x, y = torch.tensor([[1.0, 0.0], [1.0, 2.0]]), torch.zeros(2, 1)
-        >>> factors = invfunc.kflr(f, torch.nn.functional.mse_loss, joint=True)(params, x, y)
+        >>> factors = invfunc.kfac(f, torch.nn.functional.mse_loss, fisher="exact", joint=True)(params, x, y)
         >>> gradient = {"weight": torch.tensor([[8.0, 10.0]]), "bias": torch.tensor([8.0])}
         >>> step = invfunc.kronecker.solve(factors, gradient, damping=2.0)
         >>> step["weight"].round(decimals=3), step["bias"].round(decimals=3)
@@ -106,7 +106,7 @@ def logdet(factors: Tree, damping: Damping = 0.0) -> torch.Tensor:
         >>> import torch, invfunc
         >>> f, params = invfunc.functional(torch.nn.Linear(2, 1, bias=False))
         >>> x, y = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.zeros(2, 1)
-        >>> factors = invfunc.kflr(f, torch.nn.functional.mse_loss)(params, x, y)   # diag(1, 4)
+        >>> factors = invfunc.kfac(f, torch.nn.functional.mse_loss, fisher="exact")(params, x, y)   # diag(1, 4)
         >>> invfunc.kronecker.logdet(factors, damping=1.0)
         tensor(2.3026)
 
@@ -181,10 +181,10 @@ def kroneckers(call: str, factors: Tree, name: str = "factors") -> dict[str, Kro
         if not isinstance(matrix, Kronecker | None):
             raise ArgumentTypeError(
                 f"{call}: {name}{path} is of type {type(matrix).__name__}, but has to be a Kronecker or None, as kfac, "
-                "kflr, kfra and ekfac return them."
+                "ekfac and kfra return them."
             )
     if all(matrix is None for matrix in found.values()):
-        raise ArgumentError(f"{call}: {name} has no Kronecker; pass what kfac, kflr, kfra or ekfac returned.")
+        raise ArgumentError(f"{call}: {name} has no Kronecker; pass what kfac, ekfac or kfra returned.")
     return found
 
 

@@ -9,8 +9,8 @@ import torch
 
 from invfunc.errors import ArgumentError
 from invfunc.layers.common import DataDependent, for_each, need_axes, need_number, need_pair, need_size, shape
+from invfunc.pairs.couplings import wide
 from invfunc.pairs.pair import Law
-from invfunc.pairs.part import wide
 
 
 def actnorm(eps: float = 1e-6) -> DataDependent:

@@ -9,8 +9,8 @@ import torch
 
 from invfunc.errors import ArgumentError
 from invfunc.layers.common import for_each, need_axes, need_number, need_pair, need_size, shape
+from invfunc.pairs.couplings import wide
 from invfunc.pairs.pair import Invertible, Law
-from invfunc.pairs.part import wide
 
 Params = tuple[torch.Tensor, torch.Tensor] | None
 Statistics = tuple[torch.Tensor, torch.Tensor]

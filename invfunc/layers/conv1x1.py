@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from invfunc.layers.common import at_full_precision, for_each, keeps_volume, need_axes, need_size, shape
 from invfunc.layers.weights import log_abs_det, matrix_and_bias, rotation, solved
+from invfunc.pairs.couplings import wide
 from invfunc.pairs.pair import Invertible, Law
-from invfunc.pairs.part import wide
 
 FORM = "[N, C, *spatial] with one to three spatial axes"
 CONVOLUTIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from invfunc.layers.common import need_axes, need_number, need_tensor
+from invfunc.pairs.couplings import wide
 from invfunc.pairs.pair import Invertible, Law
-from invfunc.pairs.part import wide
 
 
 def leaky_relu(negative_slope: float = 0.01) -> Invertible:

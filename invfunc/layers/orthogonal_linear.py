@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from invfunc.layers.common import at_full_precision, keeps_volume, need_axes, need_size, shape
 from invfunc.layers.weights import matrix_and_bias, rotation
+from invfunc.pairs.couplings import wide
 from invfunc.pairs.pair import Invertible
-from invfunc.pairs.part import wide
 
 
 def orthogonal_linear() -> Invertible:

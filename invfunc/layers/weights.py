@@ -8,7 +8,7 @@ import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.layers.common import at_full_precision, need_axes, need_tensor, shape
-from invfunc.pairs.part import wide
+from invfunc.pairs.couplings import wide
 
 
 def weight_and_bias(call: str, params: Any, name: str = "W") -> tuple[torch.Tensor, torch.Tensor | None]:

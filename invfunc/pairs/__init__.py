@@ -7,10 +7,10 @@ first argument: `state_first`; modules with an inverse: `from_module`. Training 
 memory: `held_states`.
 """
 
+from invfunc.blocks.held import held_states
+from invfunc.invertible.chain import multiscale
 from invfunc.invertible.checks import drift
 from invfunc.invertible.equilibrium import Equilibrium, equilibrium
-from invfunc.invertible.held import held_states
-from invfunc.invertible.multiscale import multiscale
 from invfunc.pairs.exact import Grid
 from invfunc.pairs.from_module import from_module
 from invfunc.pairs.pair import state_first

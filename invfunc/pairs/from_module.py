@@ -13,8 +13,8 @@ from torch import nn
 
 from invfunc import tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.pairs.couplings import OfModule, per_sample
 from invfunc.pairs.pair import Invertible
-from invfunc.pairs.part import OfModule, per_sample
 from invfunc.pairs.value import Value
 
 

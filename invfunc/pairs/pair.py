@@ -15,10 +15,15 @@ from torch import nn
 from invfunc import tree
 from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.pairs.part import needed
-from invfunc.pairs.places import places_in, read
-from invfunc.pairs.value import Value
+from invfunc.pairs.value import Value, places_in, read
 from invfunc.transform import shown
+
+
+def needed(call: str, which: str, fn: Any) -> Callable:
+    """A function that has to be one."""
+    if not callable(fn):
+        raise ArgumentTypeError(f"{call}: {which} is of type {type(fn).__name__}, but has to be a function.")
+    return fn
 
 
 def behind(p: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.pairs.couplings import Calls, Move, Moves
+from invfunc.pairs.couplings import Calls, Move, Moves, Rounded, as_part, combined, fitting
 from invfunc.pairs.exact import Grid
-from invfunc.pairs.pair import Invertible
-from invfunc.pairs.part import Rounded, as_part, combined, fitting, needed
+from invfunc.pairs.pair import Invertible, needed
 from invfunc.pairs.value import Value
 
 

@@ -21,9 +21,9 @@ from invfunc import thresholds, tree
 from invfunc._torch.functorch import dispatched, dual, saving_hooks, storage_of, transforming, under
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._ways import straight
-from invfunc.budget.fingerprint import settings
-from invfunc.certificates.held import held_by
+from invfunc.budget.peak import settings
 from invfunc.errors import InvFuncWarning
+from invfunc.pairs.value import reached
 from invfunc.plans.plan import Plan, signature
 from invfunc.plans.recorder import Missed, Reads, Recorder, outside
 
@@ -206,10 +206,10 @@ class Calls:
         own = ref(self)
         return lambda text: None if (calls := own()) is None else calls.say(text)
 
-    def _held(self, kind: Any) -> list[Any]:
-        """The objects of a kind that t holds, as far as closures and attributes show them."""
-        functions = [f for m in members_of(self.t) for f in (getattr(m, "f", None), getattr(m, "loss", None))]
-        return [x for f in functions if f is not None for x in held_by(f, kind)]
+    def _held(self, kind: type) -> list[Any]:
+        """The objects of a kind that f and the loss hold, as far as closures and attributes show them."""
+        functions = [f for m in members_of(self.t) for f in (getattr(m, "f", None), getattr(m, "loss", None)) if f]
+        return [x for x in (*functions, *(inner for _, _, inner in reached(functions))) if isinstance(x, kind)]
 
     def generators(self, call: Call) -> list[torch.Generator]:
         """Those that a call may draw from."""

@@ -129,9 +129,7 @@ class Program(torch.nn.Module):
         results, read = self.operations(*[x.detach() for x in tensors], *held)
         for i, (x, at) in enumerate(zip(read, self.guards, strict=True)):
             known = self.get_buffer(f"read_{i}")
-            _ATEN._assert_async.msg(
-                (x == known).all() | (x != x).all() & (known != known).all(), self.said.format(at)
-            )
+            _ATEN._assert_async.msg((x == known).all() | (x != x).all() & (known != known).all(), self.said.format(at))
         return self.form.join(results)
 
 

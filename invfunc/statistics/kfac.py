@@ -1,4 +1,4 @@
-"""Kronecker-factored curvature, from drawn columns."""
+"""Kronecker-factored curvature."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from invfunc.arguments.problem import Indices, InDims
-from invfunc.column_options import check_factors, fisher_columns, most_of
+from invfunc.column_options import by_method, check_factors, fisher_columns, most_of
 from invfunc.reductions.kronecker_factors import KroneckerFactors
 from invfunc.statistic import Statistic
 
@@ -22,6 +22,7 @@ def kfac(
     generator: torch.Generator | None = None,
     sample: Callable | None = None,
     peel: int | str | None = None,
+    method: Literal["auto", "dense"] = "auto",
     weight_sharing: Literal["expand", "reduce", "backpack"] = "expand",
     joint: bool = False,
     unsupported: Literal["error", "diagonal", "skip"] = "error",
@@ -61,10 +62,14 @@ def kfac(
     Args:
         f, loss, sample, peel, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`. f and loss are pure in
             torch.func's sense (see the conventions).
-        fisher: which columns. "mc" draws mc_samples of them from the model's predictive, "exact" takes a square root of
-            the GGN (as `kflr`), "empirical" the per-sample gradients at the given targets, with the scale of
-            `batch_grad`: return the `[N]` losses where it matters.
+        fisher: which columns. "mc" draws mc_samples of them from the model's predictive. "exact" takes all of a square
+            root of the loss Hessian (KFLR): of one sample, or of a deep linear network, the product of the factors is
+            the block of the GGN itself. "empirical" takes the per-sample gradients at the given targets, with the scale
+            of `batch_grad`: return the `[N]` losses where it matters.
         mc_samples, generator: as in `diag_ggn`, for fisher="mc".
+        method: as in `diag_ggn`, for fisher="exact". With "expand" only, where each position counts on its own, columns
+            whose receptive fields are disjoint share a pullback, and a last layer whose entries are the outputs has
+            its factors in closed form: `diag(p) - p p^T` of a cross entropy.
         weight_sharing: "expand", "reduce" or "backpack". Where positions are averaged before the loss (pooling, vision
             transformers) take "reduce", where each has a loss of its own (each token) "expand".
         unsupported: what to do with parameters that have no factors, as no operation linear in them reads them, such as
@@ -100,15 +105,16 @@ def kfac(
     `torch.func.grad` around it, and `vmap` where the result is used inside. `invfunc.kronecker` takes its result, with
     `solve` for all parameters at once, and `merge` for the factors of several batches.
 
-    Cost: one forward pass, a pullback of mc_samples columns (of all, if exact), and the products of each layer's inputs
-    with themselves.
+    Cost: one forward pass, a pullback of mc_samples columns (if exact, that of `diag_ggn`, with products of matrices in
+    place of squares), and the products of each layer's inputs with themselves.
 
-    Source: Martens and Grosse (ICML 2015); Grosse and Martens (ICML 2016) for "expand"; Eschenhagen et al. (NeurIPS
-    2023) for "reduce"; Dangel, Mucsanyi, Weber and Eschenhagen, "KFAC from scratch", arXiv 2507.05127.
+    Source: Martens and Grosse (ICML 2015); Botev, Ritter and Barber (ICML 2017) for "exact"; Grosse and Martens (ICML
+    2016) for "expand"; Eschenhagen et al. (NeurIPS 2023) for "reduce"; Dangel, Mucsanyi, Weber and Eschenhagen, "KFAC
+    from scratch", arXiv 2507.05127.
     """
     check_factors("kfac", weight_sharing, unsupported)
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
     columns = fisher_columns("kfac", fisher, mc_samples, generator, sample, peel)
     degree = None if samples is not None else 2 if fisher == "empirical" else 1
     factors = KroneckerFactors(weight_sharing, joint, unsupported, most_of("kfac", max_factor_dim), degree)
-    return Statistic("kfac", f, factors, loss=loss, **columns, **options)
+    return Statistic("kfac", f, factors, loss=loss, options=by_method("kfac", f, method), **columns, **options)

@@ -68,7 +68,7 @@ def predictive_covariance(
 
         >>> model, params = invfunc.functional(torch.nn.Linear(2, 1))
         >>> mse, y = torch.nn.MSELoss(reduction="sum"), torch.zeros(2, 1)
-        >>> factors = invfunc.kflr(model, mse)(params, x, y)
+        >>> factors = invfunc.kfac(model, mse, fisher="exact")(params, x, y)
         >>> S = {name: K.inverse(0.1) for name, K in factors.items()}
         >>> invfunc.predictive_covariance(model, S)(params, x).shape
         torch.Size([2, 1, 1])

@@ -74,7 +74,7 @@ def dense_ggn(f: Callable, loss: Callable) -> Callable:
 def loop_kfac(
     model: nn.Module, loss: Callable, *, fisher: str = "exact", weight_sharing: str = "expand", joint: bool = False
 ) -> Callable:
-    """The oracle of `kfac` and `kflr`, by hooks: a layer reads a at a position, s is the cotangent of what it gives.
+    """The oracle of `kfac`, by hooks: a layer reads a at a position, s is the cotangent of what it gives.
 
         A = sum(outer(a[n][r], a[n][r]) for n, r) / (N * R)        # "backpack": / N; "reduce": of the mean over r, / N
         B = sum(outer(s[v][n][r], s[v][n][r]) for v, n, r)         # "backpack", "reduce": of the sum over r

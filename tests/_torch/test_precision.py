@@ -60,7 +60,7 @@ STATISTICS = {
     "noise_scale": lambda f: invfunc.noise_scale(each(f)),
     "diag_ggn": lambda f: invfunc.diag_ggn(f, F.cross_entropy),
     "drawn": lambda f: invfunc.diag_ggn(f, F.cross_entropy, mc_samples=4, with_error=True, generator=drawn()),
-    "kflr": lambda f: invfunc.kflr(f, F.cross_entropy),
+    "exact kfac": lambda f: invfunc.kfac(f, F.cross_entropy, fisher="exact"),
     "eigenpairs": lambda f: lambda *args: invfunc.eigenpairs(f, F.cross_entropy)(*args).values,
     "estimate_trace": lambda f: invfunc.estimate_trace(invfunc.ggnvp(f, F.cross_entropy), probes=4, generator=drawn()),
 }

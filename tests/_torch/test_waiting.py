@@ -78,7 +78,8 @@ OF_THE_GGN = {
     "diag_ggn of one function": lambda f, loss: invfunc.diag_ggn(lambda params, x, y: loss(f(params, x), y)),
     "kfac": lambda f, loss: invfunc.kfac(f, loss, **drawn()),
     "kfoc": lambda f, loss: invfunc.kronecker.kfoc(f, loss, **drawn()),
-    **{name: getattr(invfunc, name) for name in ("diag_ggn", "batch_diag_ggn", "ggn_trace", "sqrt_ggn", "kflr")},
+    **{name: getattr(invfunc, name) for name in ("diag_ggn", "batch_diag_ggn", "ggn_trace", "sqrt_ggn")},
+    "kfac exact": lambda f, loss: invfunc.kfac(f, loss, fisher="exact"),
     "kfra": invfunc.kronecker.kfra,
 }
 HESSIAN = {name: getattr(invfunc, name) for name in ("diag_hessian", "batch_diag_hessian")}
@@ -129,7 +130,7 @@ FACTORS = {
 def test_factors_of_all_parameters_are_looked_at_together(problem, name):
     """Once for all checks."""
     f, params, batch = problem
-    factors = invfunc.kflr(f, F.cross_entropy)(params, *batch)
+    factors = invfunc.kfac(f, F.cross_entropy, fisher="exact")(params, *batch)
     alone = [K for K in factors.values() if name != "solve, damping split" or len(K.factors) == 1]
     shapes = {factor.shape for K in alone for factor in K.factors if factor.ndim == 2}
     call = partial(FACTORS[name], factors, params)
@@ -148,7 +149,7 @@ def test_an_eigenbasis_is_found_for_all_parameters_together(problem):
 @pytest.mark.quick
 def test_the_error_is_that_of_the_first_check_that_fails(problem):
     f, params, batch = problem
-    factors = invfunc.kflr(f, F.cross_entropy)(params, *batch)
+    factors = invfunc.kfac(f, F.cross_entropy, fisher="exact")(params, *batch)
     name = [*factors][2]
     skewed = torch.triu(factors[name].factors[0] + 1)
     factors[name] = invfunc.kronecker.Kronecker(

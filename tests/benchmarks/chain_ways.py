@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import vjp
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import invfunc
 
-from .chains import Block, Run, State, Way, Weights, couple, leaves, net, of_one_tensor, one_tensor, pair, uncouple
+from .chains import Block, Run, State, Way, Weights, couple, net, of_one_tensor, one_tensor, pair, uncouple
 
 _MEMCNN, _INVTORCH = PACKAGES = ("memcnn", "invtorch")
 INSTALL_PEERS = f"pip install --no-deps {' '.join(PACKAGES)}"
@@ -131,57 +130,6 @@ def _quiet(package: str) -> None:
     warnings.filterwarnings("ignore", module=package)
 
 
-def _bare(pulled_back: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]) -> Callable[..., Run]:
-    """All blocks as one function that looks at nothing, as short as it can be written: about the least that they take.
-
-    `pulled_back` gives the gradients of the inputs of a block from those of its outputs.
-    """
-
-    class Bare(torch.autograd.Function):
-        @staticmethod
-        def forward(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-            a, b, *weights = tensors
-            for at in range(0, len(weights), 8):
-                a, b = _coupled(a, b, *weights[at : at + 8])
-            return a, b
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-            ctx.save_for_backward(*output, *inputs[2:])
-
-        @staticmethod
-        def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, ...]:
-            a, b, *weights = ctx.saved_tensors
-            of_state, of_weights = slopes, list[Tensor]()
-            for at in reversed(range(0, len(weights), 8)):
-                own = weights[at : at + 8]
-                a, b = uncouple((a, b), _block(own))
-                found = pulled_back(of_state, (a, b, *own))
-                of_state, of_weights[:0] = found[:2], found[2:]
-            return *of_state, *of_weights
-
-    return lambda _: lambda x, blocks: Bare.apply(*x, *leaves(blocks))
-
-
-def _coupled(a: Tensor, b: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
-    return couple((a, b), _block(weights))
-
-
-def _block(weights: Sequence[Tensor]) -> Any:
-    return weights[:4], weights[4:]
-
-
-def _by_autograd(slopes: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    with torch.enable_grad():
-        inputs = [t.detach().requires_grad_() for t in inputs]
-        outputs = _coupled(*inputs)
-    return torch.autograd.grad(outputs, inputs, slopes)
-
-
-def _by_vjp(slopes: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    return vjp(_coupled, *inputs)[1](tuple(slopes))
-
-
 def _merged(**options: Any) -> Callable:
     return invfunc.invertible_checkpoint(invfunc.additive_coupling(net, net, **options))
 
@@ -203,8 +151,6 @@ CHECKPOINT = Way("torch checkpoint, pair", _one_by_one(_checkpointed))
 SEQUENTIAL = Way("checkpoint_sequential, pair", _sequential)
 MEMCNN = Way("MemCNN, one tensor", _memcnn, one_tensor, needs=_MEMCNN)
 INVTORCH = Way("invtorch, one tensor", _invtorch, one_tensor, needs=_INVTORCH)
-BARE = Way("one bare autograd.Function, pair", _bare(_by_autograd))
-BARE_VJP = Way("one bare autograd.Function, pair", _bare(_by_vjp))
 MERGED = _ours("merged, pair", _merged)
 MERGED_ONE = _ours("merged, one tensor", lambda: _merged(split_dim=-1), one_tensor)
 GENERIC = _ours("generic, pair", lambda: invfunc.invertible_checkpoint(couple, uncouple))

@@ -13,7 +13,6 @@ import invfunc
 from .peers import (
     BACKPACK,
     FUNC,
-    LOOP,
     OPACUS,
     OURS,
     Params,
@@ -88,30 +87,3 @@ FIRST_ORDER = {
     },
 }
 """Each peer by its name, for each statistic by its own."""
-
-
-def _physical(make: Callable, join: Callable) -> dict[str, Peer]:
-    """A statistic of the losses in 16 chunks of samples, beside a call on each of them."""
-
-    def of(p: Problem) -> Callable:
-        return make(lambda params, x, y: p.loss(p.f(params, x), y, reduction="none"))
-
-    def looped(p: Problem) -> Callable:
-        t = of(p)
-        return lambda params, x, y: join([t(params, *part) for part in zip(x.chunk(16), y.chunk(16), strict=True)])
-
-    return {OURS: transformed(lambda p: invfunc.chunked(of(p), 16)), LOOP: transformed(looped)}
-
-
-def _summed(parts: list[dict]) -> dict:
-    return {name: sum(part[name] for part in parts) for name in parts[0]}
-
-
-PHYSICAL = {
-    "sum_grad_squared": _physical(invfunc.sum_grad_squared, _summed),
-    "clipped_grad": _physical(
-        lambda f: invfunc.clipped_grad(f, MAX_NORM),
-        lambda parts: (_summed([g for g, _ in parts]), torch.cat([norms for _, norms in parts])),
-    ),
-}
-"""The same in physical batches."""

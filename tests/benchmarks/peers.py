@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import invfunc
 
-OURS, BACKPACK, FUNC, OPACUS, LOOP = PEERS = ("invfunc", "BackPACK", "torch.func", "Opacus", "loop")
+OURS, BACKPACK, FUNC, OPACUS = PEERS = ("invfunc", "BackPACK", "torch.func", "Opacus")
 INSTALL = {
     BACKPACK: "pip install --no-deps backpack-for-pytorch einops unfoldNd",
     OPACUS: "pip install --no-deps opacus opt_einsum scipy",

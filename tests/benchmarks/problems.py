@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -11,12 +9,12 @@ from torch.nn import functional as F
 from .peers import Problem
 
 
-def autoencoder(side: int = 32, bent: Callable[[], nn.Module] = nn.Sigmoid) -> Problem:
-    """The auto-encoder of BackPACK's retain_graph tutorial, of images of so many pixels a side."""
+def autoencoder() -> Problem:
+    """The auto-encoder of BackPACK's retain_graph tutorial."""
     torch.manual_seed(0)
-    encoder = nn.Sequential(nn.Conv2d(3, 10, 3), bent())
+    encoder = nn.Sequential(nn.Conv2d(3, 10, 3), nn.Sigmoid())
     decoder = nn.Sequential(nn.ConvTranspose2d(10, 3, 3), nn.Flatten())
-    x = torch.rand(5, 3, side, side)
+    x = torch.rand(5, 3, 32, 32)
     return Problem(nn.Sequential(encoder, decoder), F.mse_loss, x, x.flatten(1))
 
 
@@ -67,16 +65,6 @@ def all_cnn_c(samples: int = 8) -> Problem:
     return Problem(model, F.cross_entropy, torch.rand(samples, 3, 32, 32), torch.randint(100, (samples,)))
 
 
-def dense() -> Problem:
-    """Ten dense layers, nearly all of whose parameters are eight equal weights."""
-    torch.manual_seed(0)
-    layers: list[nn.Module] = [nn.Linear(64, 512), nn.ReLU()]
-    for _ in range(8):
-        layers += [nn.Linear(512, 512), nn.ReLU()]
-    model = nn.Sequential(*layers, nn.Linear(512, 10))
-    return Problem(model, F.cross_entropy, torch.randn(8, 64), torch.randint(10, (8,)))
-
-
 def lstm() -> Problem:
     """A classifier: the last state of an LSTM of 64 units, in the layout that BackPACK takes."""
     torch.manual_seed(0)
@@ -110,36 +98,6 @@ def gpt(samples: int = 8) -> Problem:
     return Problem(_GPT(1000, 128), F.cross_entropy, words[:, :-1], words[:, 1:])
 
 
-def u_net(side: int) -> Problem:
-    """A U-Net of 16 and 32 channels that finds one of 4 classes for each pixel."""
-    torch.manual_seed(0)
-    return Problem(_UNet(), F.cross_entropy, torch.rand(2, 3, side, side), torch.randint(4, (2, side, side)))
-
-
-def mlp_autoencoder() -> Problem:
-    """A dense auto-encoder of 28x28 pixels, whose code has 32 numbers."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 32), nn.ReLU()]
-    layers += [nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 784)]
-    x = torch.rand(32, 784)
-    return Problem(nn.Sequential(*layers), F.mse_loss, x, x)
-
-
-def vocabulary(size: int, attention: bool) -> Problem:
-    """A word for each of 16 tokens, which know of each other where there is attention: outputs `[N, size, 16]`."""
-    torch.manual_seed(0)
-    layers: list[nn.Module] = [_Attention()] if attention else []
-    model = nn.Sequential(*layers, nn.Linear(64, 64), nn.GELU(), nn.Linear(64, size), _ClassesSecond())
-    return Problem(model, F.cross_entropy, torch.randn(4, 16, 64), torch.randint(size, (4, 16)))
-
-
-def part(problem: Problem, *sizes: int) -> Problem:
-    """A problem with as many columns as the first `sizes` classes and positions have, each through the whole net."""
-    outputs = slice(None), *map(slice, sizes)
-    target = problem.y[(slice(None), *outputs[2:])].clamp(max=sizes[0] - 1)
-    return Problem(nn.Sequential(problem.model, _Part(outputs)), problem.loss, problem.x, target)
-
-
 def _encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(128, 4, dim_feedforward=512, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
@@ -153,21 +111,6 @@ class _Mean(nn.Module):
 class _ClassesSecond(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mT
-
-
-class _UNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.enter = nn.Conv2d(3, 16, 3, padding=1)
-        self.below = nn.Conv2d(16, 32, 3, padding=1)
-        self.join = nn.Conv2d(48, 16, 3, padding=1)
-        self.head = nn.Conv2d(16, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        skip = self.enter(x).relu()
-        z = self.below(F.max_pool2d(skip, 2)).relu()
-        z = torch.cat([skip, F.interpolate(z, scale_factor=2, mode="nearest")], 1)
-        return self.head(self.join(z).relu())
 
 
 class _Residual(nn.Module):
@@ -197,24 +140,6 @@ class _GPT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.words(x) + self.places(torch.arange(x.shape[1], device=x.device))
         return self.head(self.layers(h, mask=self.mask, is_causal=True)).mT
-
-
-class _Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.attention(x, x, x, need_weights=False)[0]
-
-
-class _Part(nn.Module):
-    def __init__(self, of: tuple[slice, ...]):
-        super().__init__()
-        self.of = of
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[self.of]
 
 
 class _LastState(nn.Module):

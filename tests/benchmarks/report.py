@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Mapping
 
-from .peers import BACKPACK, OURS, PEERS
-from .tables import GRADIENT, Goal, Numbers, Row, Table
+from .peers import PEERS
+from .tables import GRADIENT, Case
 
 Cells = dict[str, str]
 
@@ -18,24 +18,10 @@ def announce(name: str, text: str) -> None:
         print(f"\r\x1b[K{text and f'{name}: {text}'}", end="", file=sys.stderr, flush=True)
 
 
-def time_cells(row: Row, times: Numbers, table: Table) -> Cells:
-    """What each peer takes, and whether ours reaches its goal."""
-    unit = table.unit(times, row.name)
-    cells = {f"{peer} {table.unit_name}": number(over(times.get((row.name, peer)), unit), 3) for peer in PEERS}
-    return cells | _ratios("time", row, row.time, times)
-
-
-def memory_cells(row: Row, peaks: Numbers) -> Cells:
-    """The peak of each peer, and whether ours reaches its goal."""
-    cells = {f"{peer} MiB": mebibytes(peaks.get((row.name, peer))) for peer in PEERS}
-    plain = {"memory / gradient": number(over(peaks.get((row.name, OURS)), peaks.get(GRADIENT)))}
-    return cells | plain | _ratios("memory", row, row.memory, peaks)
-
-
-def _ratios(kind: str, row: Row, goal: Goal | None, numbers: Numbers) -> Cells:
-    ours, theirs = numbers.get((row.name, OURS)), numbers.get((row.name, BACKPACK))
-    reached = "-" if goal is None else verdict(over(ours, goal.base(numbers, row.name)), goal.most)
-    return {f"{kind} / BackPACK": number(over(ours, theirs)), f"{kind} to reach": reached}
+def cells(row: str, times: Mapping[Case, float], peaks: Mapping[Case, float]) -> Cells:
+    """Gradients and MiB that each peer takes; a number is NaN where the peer fails."""
+    found = {f"{peer} gradients": number(over(times.get((row, peer)), times[GRADIENT]), 3) for peer in PEERS}
+    return found | {f"{peer} MiB": mebibytes(peaks.get((row, peer))) for peer in PEERS}
 
 
 def verdict(value: float | None, limit: float) -> str:
@@ -63,17 +49,6 @@ def over(value: float | None, base: float | None) -> float | None:
 def number(value: float | None, digits: int = 2) -> str:
     """A number, where there is one; NaN is that of a peer that fails."""
     return "-" if value is None else "fails" if math.isnan(value) else f"{value:.{digits}f}"
-
-
-def print_as_they_come(lines: Iterable[Cells]) -> list[Cells]:
-    """Print the lines as a Markdown table that takes long, each when it is there; return them."""
-    printed = []
-    for line in lines:
-        if not printed:
-            print(f"| {' | '.join(line)} |\n|{' --- |' * len(line)}")
-        printed.append(line)
-        print(f"| {' | '.join(line.values())} |", flush=True)
-    return printed
 
 
 def print_table(lines: list[Cells]) -> None:

@@ -1,4 +1,4 @@
-"""The tables of a reversible chain: time, memory at two depths, and what a block costs at least."""
+"""The tables of a reversible chain: time, and memory at two depths."""
 
 from __future__ import annotations
 
@@ -21,9 +21,6 @@ from .report import Cells, announce, difference_cell, mebibytes, number, over, p
 WIDTH, ROWS = 512, 4096
 SMALL = 4, WIDTH, ROWS // 4
 """Depth, width and rows of a chain whose gradients are compared."""
-TINY = 10, 8, 4
-TINY_ROUNDS = 10
-"""Of calls, for each round that is asked for."""
 WARM = 2
 """How many calls come before those that are timed."""
 SHALLOW, DEEP = 8, 64
@@ -72,11 +69,11 @@ TIMES = [
 ]
 SMALL_TIMES = [
     *[Row(BACKWARD, way) for way in (ways.PLAIN, ways.PLAIN_ONE, ways.CHECKPOINT, ways.MEMCNN, ways.INVTORCH)],
-    Row(BACKWARD, ways.BARE),
-    *[Row(BACKWARD, way, 1.8) for way in (ways.MERGED, ways.MERGED_ONE, ways.GENERIC, ways.CHAINED, ways.REPEATED)],
-    *[Row(BACKWARD, way, 1.8) for way in (ways.MODULES, ways.GENERIC_MODULES)],
+    *[Row(BACKWARD, way, 2.4) for way in (ways.MERGED, ways.MERGED_ONE, ways.MODULES)],
+    *[Row(BACKWARD, way, 2.9) for way in (ways.GENERIC, ways.GENERIC_MODULES)],
+    *[Row(BACKWARD, way, 2.2) for way in (ways.CHAINED, ways.REPEATED)],
     Row(GRAD, ways.PLAIN),
-    *[Row(GRAD, way) for way in (ways.BARE_VJP, ways.MERGED, ways.GENERIC, ways.CHAINED)],
+    *[Row(GRAD, way, 3) for way in (ways.MERGED, ways.GENERIC, ways.CHAINED)],
 ]
 WIDE_TIMES = [
     *[Row(BACKWARD, way) for way in (ways.PLAIN, ways.PLAIN_ONE, ways.CHECKPOINT, ways.MEMCNN, ways.INVTORCH)],
@@ -116,11 +113,6 @@ MEMORY = [
         for kind in (VMAP_GRAD, GRAD_VMAP, JACREV)
         for row in (Row(kind, ways.PLAIN, deep=False), Row(kind, ways.MERGED), Row(kind, ways.CHAINED))
     ],
-]
-TINIES = [
-    Row(kind, way)
-    for kind in (BACKWARD, GRAD)
-    for way in (ways.PLAIN, ways.CHECKPOINT, ways.MERGED, ways.GENERIC, ways.CHAINED, ways.REPEATED)
 ]
 MEMORY_CASES = {(row.name, str(d)): row for d in (DEEP, SHALLOW) for row in MEMORY if row.deep or d == SHALLOW}
 """The long ones first."""
@@ -233,25 +225,6 @@ def _times(name: str, options: argparse.Namespace) -> None:
     )
 
 
-def _tiny(name: str, options: argparse.Namespace) -> None:
-    """Seconds of a chain whose arithmetic takes no time."""
-    depth, width, rows = TINY
-    device, calls = options.device, options.repeats * TINY_ROUNDS
-    chain = Chain(*TINY, device)
-    compared = _compare(name, TINIES, chain)
-    seconds = _seconds(name, compared, chain, calls, device)
-    title = f"forward and backward of {depth} additive couplings, width {width}, N = {rows}"
-    print(f"{name}: what a block costs at least: {title}; {device}, one thread, median of {calls} calls")
-    micro = {row: second / depth * 1e6 for row, second in seconds.items()}
-    lines = []
-    for row in TINIES:
-        cells = {"": row.name, "us a block": number(micro[row.name], 1)}
-        cells["more than plain"] = number(micro[row.name] - micro[row.plain], 1)
-        lines.append(cells | compared.cell(row))
-    print_table(lines)
-    compared.print_rest()
-
-
 def _memory(name: str, options: argparse.Namespace) -> None:
     """The memory of a chain at two depths, a process a case."""
     if options.no_memory:
@@ -285,6 +258,5 @@ def _memory(name: str, options: argparse.Namespace) -> None:
 REVERSIBLE: dict[str, Callable[[str, argparse.Namespace], None]] = {
     **dict.fromkeys(TIMED, _times),
     MEMORY_TABLE: _memory,
-    "tiny_chain": _tiny,
 }
 """What prints each table."""

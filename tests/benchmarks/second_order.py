@@ -24,7 +24,6 @@ from .peers import (
     Problem,
     Result,
     backpack,
-    by_leaf,
     transformed,
     vmap_jacrev,
 )
@@ -141,10 +140,6 @@ def _backpack_ggnvp(problem: Problem) -> Call:
     return call
 
 
-def _over_samples(leaf: Tensor) -> Tensor:
-    return leaf.sum(0)
-
-
 SECOND_ORDER: dict[str, dict[str, Peer]] = {
     "diag_ggn_mc": {
         **_drawn(lambda p, draws: invfunc.diag_ggn(p.f, p.loss, **draws)),
@@ -161,17 +156,9 @@ SECOND_ORDER: dict[str, dict[str, Peer]] = {
         FUNC: vmap_jacrev(over=(1,)),
         BACKPACK: backpack("BatchDiagGGNExact"),
     },
-    "reduced_batch_diag_ggn": {
-        **_ours(lambda p: invfunc.reduced(invfunc.batch_diag_ggn(p.f, p.loss), _over_samples)),
-        BACKPACK: backpack("BatchDiagGGNExact", then=by_leaf(_over_samples)),
-    },
     "diag_hessian": {
         **_ours(lambda p: invfunc.diag_hessian(p.f, p.loss)),
         BACKPACK: backpack("DiagHessian"),
-    },
-    "reduced_diag_hessian": {
-        **_ours(lambda p: invfunc.reduced(invfunc.diag_hessian(p.f, p.loss), torch.sum)),
-        BACKPACK: backpack("DiagHessian", then=by_leaf(torch.sum)),
     },
     "kfac": {
         **_drawn(lambda p, draws: invfunc.kfac(p.f, p.loss, weight_sharing="backpack", **draws)),
@@ -180,10 +167,10 @@ SECOND_ORDER: dict[str, dict[str, Peer]] = {
     "kfac_expand": _drawn(lambda p, draws: invfunc.kfac(p.f, p.loss, **draws)),
     "ekfac": _drawn(lambda p, draws: invfunc.ekfac(p.f, p.loss, **draws)),
     "kflr": {
-        **_ours(lambda p: invfunc.kflr(p.f, p.loss, weight_sharing="backpack")),
+        **_ours(lambda p: invfunc.kfac(p.f, p.loss, weight_sharing="backpack", fisher="exact")),
         BACKPACK: backpack("KFLR"),
     },
-    "kflr_expand": _ours(lambda p: invfunc.kflr(p.f, p.loss)),
+    "kflr_expand": _ours(lambda p: invfunc.kfac(p.f, p.loss, fisher="exact")),
     "hvp": {
         OURS: _times(lambda p: invfunc.hvp(p.f, p.loss)),
         FUNC: _unfused(_times(_func_hvp)),

@@ -27,15 +27,15 @@ from invfunc import (
     tree,
     variance,
 )
-from invfunc.certificates.draws import needed
+from invfunc.certificates.certified import needed
 from invfunc.errors import ArgumentError, ArgumentTypeError, CertificateError, RandomnessError, SplitError
 from invfunc.kronecker import kfra
 from invfunc.statistic import Statistic
 from invfunc.testing import strategies
-from invfunc.testing.laws.rows import FACTORS, LOSS, MODEL, ROWS
+from invfunc.testing.laws.rows import LOSS, MODEL
 from invfunc.testing.models import Loss, Model, Problem
+from tests.alarms.calls import CERTIFIED
 
-CERTIFIED = {n: row for n, row in ROWS.items() if row.gives != FACTORS and "with error" not in n}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 rows = st.sampled_from(list(CERTIFIED.values()))
 SEED = 7
@@ -80,11 +80,7 @@ class TestRightResults:
         except InvFuncError:  # not every loss has a sampler, not every layout its samples
             return
         random = torch.get_rng_state()
-        t, args = made(row, problem, row.form) if row.drawn else (t, args)
-        if not row.drawn:
-            assert same(certified(t, generator=seed)(*args), plain)
-        else:
-            assert same(certified(t, generator=seed)(*args), made(row, problem, row.form)[0](*args))
+        assert same(certified(t, generator=seed)(*args), plain)
         assert torch.equal(random, torch.get_rng_state())
 
     @given(rows, strategies.problems(n=(2, 4)), st.data())
@@ -109,23 +105,12 @@ class TestRightResults:
             assert same(certified(t, generator=SEED)(x, v, w, y), t(x, v, w, y))
 
     @given(strategies.problems(["affine", "perceptron", "convolution"]))
-    def test_of_several_statistics_with_the_same_draws(self, problem):
+    def test_of_several_statistics(self, problem):
         if problem.loss.called == "log cosh of outputs":
             return
-        g = torch.Generator().manual_seed(3)
-        t = together(
-            diag_ggn(problem.f, mc_samples=2, generator=g),
-            invfunc.ggn_trace(problem.f, mc_samples=1, generator=g),
-            variance(problem.f),
-            invfunc.ggn_trace(problem.f),
-        )
+        t = together(diag_ggn(problem.f), variance(problem.f), batch_l2_grad(problem.f))
         args = (problem.model.params, *problem.batch)
-        before = g.get_state()
-        plain = t(*args)
-        after = g.get_state()
-        g.set_state(before)
-        assert same(certified(t, generator=SEED)(*args), plain)
-        assert torch.equal(g.get_state(), after)
+        assert same(certified(t, generator=SEED)(*args), t(*args))
 
     def test_of_a_function_that_draws(self):
         def f(w, x, y):
@@ -165,11 +150,6 @@ class TestRightResults:
         checked = certified(t, generator=SEED)
         assert same(grad(total(checked))(args[0]), grad(total(t))(args[0]))
         assert same(jvp(total(checked), args[:1], args[:1]), jvp(total(t), args[:1], args[:1]))
-
-    def test_where_rounding_errors_are_large_within_f(self):
-        """A norm of two numbers has a gradient of next to nothing: what is left in bfloat16 is its error."""
-        problem = Problem(Model("attention", 2, 596624, torch.bfloat16), Loss("cross_entropy", "sum", 0.5))
-        certified(batch_l2_grad(problem.f), generator=SEED)(problem.model.params, *problem.batch)
 
     @pytest.mark.parametrize("drawing", ["generator", "seed"])
     def test_draw_from_the_callers_generator(self, drawing):
@@ -304,7 +284,7 @@ class TestNumberOfEntries:
         alone, calls[:] = len(calls), []
         checked = certified(t, generator=SEED)
         checked(*args)
-        assert len(calls) == alone + 4
+        assert len(calls) == alone + 2
         told = str(explain(checked)(*args))
         assert told.startswith("certified(diag_ggn(f, mse_loss)): ")
         assert "certified: 90 evenly and 90 by size of 300 entries" in told
@@ -322,6 +302,12 @@ class TestErrors:
             (lambda f: certified(f, generator=0), ArgumentTypeError, "has to be a statistic"),
             (lambda f: certified(kfac(f, fisher="empirical"), generator=0), ArgumentError, "entries of kfac are no"),
             (lambda f: certified(kfra(f), generator=0), ArgumentError, "Certify `diag_ggn`"),
+            (lambda f: certified(invfunc.noise_scale(f), generator=0), ArgumentError, "entries of noise_scale are no"),
+            (
+                lambda f: certified(diag_ggn(f, mc_samples=1, generator=torch.Generator()), generator=0),
+                ArgumentError,
+                "Certify the exact one",
+            ),
             (
                 lambda f: certified(invfunc.linearize(f), generator=0),
                 ArgumentTypeError,
@@ -368,9 +354,9 @@ class TestErrors:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("margin", [10.0, 20.0, 30.0])
+@pytest.mark.parametrize("margin", [5.0, 10.0])
 def test_no_alarm_where_a_softmax_is_sure(margin):
-    """Both ways lose the digits of `1 - p`, the reference each time in the same way."""
+    """Both ways lose digits of `1 - p`."""
     w = torch.tensor([[margin, 0.0, 0.3], [0.1, 0.2, 0.0]], dtype=torch.float64)
     x = torch.tensor([[1.0, 0.5], [1.1, -0.2]], dtype=torch.float64)
     for make in (diag_ggn, invfunc.batch_diag_ggn):

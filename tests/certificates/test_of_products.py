@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 import invfunc
 from invfunc import certified, explain, tree
-from invfunc.certificates.of_products import HESSIANS, NAMES
 from invfunc.errors import ArgumentError, ArgumentTypeError, CertificateError
 from invfunc.products.product import Linearised, Product
 from invfunc.testing import strategies
+from tests.alarms.calls import HESSIANS, NAMES
 from tests.strategies import Numbers
 
 SEED = 7
@@ -53,14 +53,6 @@ def test_wrong_ones_are_found(name):
 
 
 @pytest.mark.quick
-def test_of_drawn_columns():
-    f = lambda w, x: x @ w  # noqa: E731  (as users write it)
-    g = torch.Generator().manual_seed(1)
-    args = torch.randn(3, 2), torch.randn(3, 2), torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
-    certified(invfunc.fvp(f, F.cross_entropy, mc_samples=2, generator=g), generator=SEED)(*args)
-
-
-@pytest.mark.quick
 def test_of_a_model_that_mixes_samples():
     f = lambda w, x: (x @ w).softmax(0)  # noqa: E731  (as users write it)
     args = torch.randn(3, 2), torch.randn(3, 2), torch.randn(5, 3), torch.randn(5, 2)
@@ -91,7 +83,7 @@ def test_linearised(name, has_aux):
 @pytest.mark.quick
 def test_errors():
     f = lambda w, x: (x @ w).square()  # noqa: E731  (as users write it)
-    with pytest.raises(ArgumentError, match="Certify `ggn_block_product`"):
+    with pytest.raises(ArgumentError, match="Certify the product with the GGN"):
         certified(invfunc.pch_block_product(f, F.mse_loss), generator=SEED)
     with pytest.raises(ArgumentTypeError, match="computed in one way only"):
         explain(certified(invfunc.hvp(f), generator=SEED))(torch.ones(2), torch.ones(2), torch.ones(1, 2))

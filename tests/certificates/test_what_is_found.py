@@ -9,12 +9,12 @@ import torch.nn.functional as F
 import invfunc
 from invfunc import batch_grad, batch_l2_grad, certified, gram, operation, tree, variance
 from invfunc.errors import CertificateError
-from invfunc.testing.laws.rows import FACTORS, MODEL, ROWS
+from invfunc.testing.laws.rows import MODEL
 from invfunc.testing.models import Loss, Model, Problem
+from tests.alarms.calls import CERTIFIED
 from tests.certificates.test_certified import made, planted, same
 
 quick = pytest.mark.quick
-CERTIFIED = {n: row for n, row in ROWS.items() if row.gives != FACTORS and "with error" not in n}
 each_row = pytest.mark.parametrize("row", CERTIFIED.values(), ids=CERTIFIED)
 SEED = 7
 
@@ -112,13 +112,14 @@ class TestKinks:
         def off(x):
             return torch.cat([x[:-1], 1.01 * x[-1:]])
 
+        args = tree.map_tensors(lambda x: x.double(), self.args())  # of float32 the rounding at the kink hides it
         with planted(change), pytest.raises(CertificateError, match=rf"'{called}'"):
-            certified(t(self.f), generator=SEED)(*self.args())
+            certified(t(self.f), generator=SEED)(*args)
 
 
 class TestSmallLeaves:
     @pytest.mark.parametrize("scale", [1e-3, 1e-6])
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+    @pytest.mark.parametrize("dtype", [torch.float64])
     @pytest.mark.parametrize("t", [batch_grad, batch_l2_grad, variance, invfunc.sum_grad_squared])
     def test_are_looked_at_as_others(self, t, dtype, scale):
         def f(p, x, y):
@@ -149,36 +150,7 @@ class TestHalfPrecision:
 
 
 @quick
-class TestWhatDiffersFromCallToCall:
-    def test_by_a_rule_is_told(self):
-        g = torch.Generator()
-
-        @operation
-        def scaled(x, w):
-            return x * w
-
-        @scaled.share_of("w")
-        def _(cotangent, x, w):
-            return "vni,ni->i", cotangent * torch.rand((), generator=g), x
-
-        f = lambda w, x: scaled(x, w).square().sum(1)  # noqa: E731  (as users write it)
-        with pytest.raises(CertificateError, match="when it is computed again, at the same arguments"):
-            certified(variance(f), generator=SEED)(torch.ones(3), torch.rand(4, 3))
-
-    class Hidden:
-        """Where no generator is looked for."""
-
-        __slots__ = ("generator",)
-
-        def __init__(self):
-            self.generator = torch.Generator().manual_seed(0)
-
-    def test_by_a_function_is_told(self):
-        hidden = self.Hidden()
-        f = lambda w, x: (x @ w * torch.rand((), generator=hidden.generator)).square()  # noqa: E731
-        with pytest.raises(CertificateError, match="such as a torch.Generator of its own"):
-            certified(variance(f), generator=SEED)(torch.ones(3), torch.rand(4, 3))
-
+class TestGenerators:
     def test_by_a_generator_that_the_function_holds_is_the_same(self):
         """It is where t alone leaves it, also behind an error."""
         g = torch.Generator().manual_seed(0)
@@ -189,7 +161,7 @@ class TestWhatDiffersFromCallToCall:
         assert same(certified(batch_grad(f), generator=SEED)(*args), plain)
         assert torch.equal(g.get_state(), after)
         g.manual_seed(0)
-        with planted(lambda result: 2 * result), pytest.raises(CertificateError, match="single entries"):
+        with planted(lambda result: 2 * result), pytest.raises(CertificateError, match="by plain loops"):
             certified(batch_grad(f), generator=SEED)(*args)
         assert torch.equal(g.get_state(), after)
 
@@ -313,7 +285,7 @@ class TestShapes:
     def test_of_samples_that_are_missing_or_come_twice(self, change):
         t = invfunc.sqrt_ggn(lambda p, x: torch.tanh(x @ p["w"]) @ p["v"], lambda z, y: (z - y).square())
         wrong = planted(lambda result: tree.map_tensors(change, result))
-        with wrong, pytest.raises(CertificateError, match=r"is among \[8, \d+\] numbers, but .* among \[8, 5\]"):
+        with wrong, pytest.raises(CertificateError, match=r"is among \[16, \d+\] numbers, but .* among \[16, 5\]"):
             certified(t, generator=SEED)(*ARGS)
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from invfunc import batch_grad, diag_ggn, diag_hessian, functional, kflr, variance
+from invfunc import batch_grad, diag_ggn, diag_hessian, functional, kfac, variance
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
@@ -31,7 +31,7 @@ STATISTICS = {
     "variance": whole(variance),
     "diag_ggn": lambda f: diag_ggn(f, F.mse_loss),
     "diag_hessian": lambda f: diag_hessian(f, F.mse_loss),
-    "kflr": lambda f: lambda *args: {k: v.dense() for k, v in kflr(f, F.mse_loss)(*args).items()},
+    "exact kfac": lambda f: lambda *args: {k: v.dense() for k, v in kfac(f, F.mse_loss, fisher="exact")(*args).items()},
 }
 
 

@@ -9,17 +9,31 @@ import torch.nn.functional as F
 from invfunc import batch_grad, chunked, diag_ggn
 from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.testing import assert_trees_close
-from tests import stated_losses
-from tests.stated_losses import CLASSES
 from tests.strategies import Numbers
 
-N = 6
+N, CLASSES = 6, 3
 X = Numbers()(N, 3)
 Y = torch.tensor([0, 1, 1, 0, 2, 1])
 P = Numbers(1)(3, CLASSES)
 
 
-@pytest.mark.parametrize("weights", stated_losses.WEIGHTS.values(), ids=stated_losses.WEIGHTS)
+def of_unique(y):
+    _, inverse, counts = torch.unique(y, return_inverse=True, return_counts=True)
+    return counts[inverse].double()
+
+
+WEIGHTS = {
+    "bincount": lambda x, y: 1 / torch.bincount(y)[y].to(x.dtype),
+    "bincount of all classes": lambda x, y: (len(y) / (CLASSES * torch.bincount(y, minlength=CLASSES)))[y].to(x.dtype),
+    "histc": lambda x, y: torch.histc(y.to(x.dtype), CLASSES, 0, CLASSES - 1)[y],
+    "unique": lambda x, y: torch.unique(y, return_counts=True)[1][y].to(x.dtype),
+    "inverse": lambda x, y: of_unique(y),
+    "cov": lambda x, y: (x @ torch.cov(x.T)).square().sum(1),
+    "corrcoef": lambda x, y: (x @ torch.corrcoef(x.T)).square().sum(1),
+}
+
+
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 def test_is_a_constant(weights):
     def each(p, x, y):
         return F.cross_entropy(x @ p, y, reduction="none") * weights(x, y)

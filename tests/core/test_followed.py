@@ -62,7 +62,7 @@ def test_k_factors_of_one_sample_and_linear_layers_are_the_ggn(name):
     """`A x B` of the last layer of one sample; of more samples it is an approximation."""
     f, params, x, y = of_module(name, 1)
     last = [path for path in params if path.endswith("weight")][-1]
-    factors = invfunc.kflr(f, F.cross_entropy)(params, x, y)[last]
+    factors = invfunc.kfac(f, F.cross_entropy, fisher="exact")(params, x, y)[last]
     wanted = dense_diag_ggn(f, F.cross_entropy)(params, x, y)[last]
     assert_trees_close(factors.dense().diag().view_as(wanted), wanted, 1e-8)
     kfac(f, F.cross_entropy, mc_samples=1, generator=torch.Generator())(params, x, y)

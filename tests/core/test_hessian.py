@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from invfunc import batch_diag_hessian, diag_hessian, functional, kfac, tree
@@ -89,22 +88,6 @@ class TestOfTiedWeights:
         wanted = dense(lambda p, x, y: own(f(p, x), y), *self.args)
         assert_trees_close(batch_diag_hessian(f, own)(*self.args), wanted, EXACT, FLOOR)
 
-    def test_is_differentiable_and_maps(self):
-        params, x, y = self.args
-
-        def slope(t):
-            return grad(lambda p: sum(d.square().sum() for d in tree.tensors(t(p, x, y))))(params)
-
-        def oracle(p, x, y):
-            return dense(lambda p, x, y: own(again(p, x), y), p, x, y)
-
-        t = batch_diag_hessian(again, own)
-        assert_trees_close(slope(t), slope(oracle), 1e-7)
-        stacked = tree.map_tensors(lambda p: torch.stack([p, p / 2]), params)
-        found = vmap(t, in_dims=(0, None, None))(stacked, x, y)
-        halved = t(tree.map_tensors(lambda p: p / 2, params), x, y)
-        assert_trees_close(tree.map_tensors(lambda d: d[1], found), halved, EXACT)
-
     def test_a_term_of_parameters_is_of_no_sample(self):
         """It counts in the sum alone."""
 
@@ -116,17 +99,6 @@ class TestOfTiedWeights:
         assert_trees_close(diag_hessian(f)(*self.args), wanted, EXACT)
         with pytest.raises(ValueError):
             batch_diag_hessian(f)(*self.args)
-
-
-def chain(*layers):
-    torch.manual_seed(0)
-    return functional(nn.Sequential(*layers).double())
-
-
-CHAINS = {
-    "images": (nn.Conv2d(1, 3, 3), nn.Tanh(), nn.MaxPool2d(2), nn.Conv2d(3, 2, 2), nn.GELU(), nn.Flatten()),
-    "sequences": (nn.Flatten(1, 2), nn.Linear(8, 4), nn.LayerNorm(4), nn.SiLU(), nn.Flatten()),
-}
 
 
 def test_kfra_is_that_of_the_loop():

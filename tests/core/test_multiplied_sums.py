@@ -72,10 +72,6 @@ PRODUCTS = {
 }
 
 
-OF_OTHER_SCALE = ("mse sum", "loop", "cross_entropy", "weighted", "nll_loss")
-"""Those that are no mean over the samples, beside one that is."""
-
-
 def programs(combine, a, b):
     """A loss, and by hand what each sample adds to it; what is added once is everybody's."""
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import batch_diag_ggn, batch_grad, diag_ggn, diag_hessian, kflr, together
+from invfunc import batch_diag_ggn, batch_grad, diag_hessian, kfac
 from invfunc._ways import known_way
 from invfunc.core.order import Order
 from invfunc.core.uses import back, front
@@ -59,26 +59,7 @@ def test_statistics_are_those_of_the_jacobian(name):
 
 
 def test_k_factors_of_permuted_samples():
-    found = kflr(lambda w, x, y: F.mse_loss((x[ORDER] @ w).sin(), y[ORDER]))(W, X, Y)
-    assert_trees_close(found.dense(), kflr(lambda w, x, y: F.mse_loss((x @ w).sin(), y))(W, X, Y).dense(), EXACT)
-
-
-def test_losses_of_single_samples_have_the_columns_of_all():
-    def apart(w, x, y):
-        return torch.cat([F.cross_entropy(x[i : i + 1] @ w, y[i : i + 1], reduction="none") for i in range(N)])
-
-    y = torch.tensor([0, 1, 2, 2, 1])
-    wanted = diag_ggn(lambda w, x, y: F.cross_entropy(x @ w, y, reduction="none"))(W, X, y)
-    assert_trees_close(diag_ggn(apart)(W, X, y), wanted, EXACT)
-
-
-def test_statistics_of_several_kinds_come_together():
-    def loss(w, x, y):
-        return F.mse_loss((F.dropout(x, 0.5) @ w).sin(), y)
-
-    made = batch_grad(loss), diag_ggn(loss), diag_hessian(loss)
-    torch.manual_seed(0)
-    found = together(*made)(W, X, Y)
-    for t, one in zip(made, found, strict=True):
-        torch.manual_seed(0)
-        assert_trees_close(one, t(W, X, Y), EXACT)
+    found = kfac(lambda w, x, y: F.mse_loss((x[ORDER] @ w).sin(), y[ORDER]), fisher="exact")(W, X, Y)
+    assert_trees_close(
+        found.dense(), kfac(lambda w, x, y: F.mse_loss((x @ w).sin(), y), fisher="exact")(W, X, Y).dense(), EXACT
+    )

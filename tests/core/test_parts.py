@@ -52,3 +52,29 @@ def test_are_those_of_the_whole(name, over):
     else:
         found = invfunc.chunked(make(), 3, over=over)(P, X, Y)
     assert_trees_close(found, t(P, X, Y), 1e-10)
+
+
+REPEATED = {
+    "stack": lambda v, n: torch.stack([v] * n)[:, None],
+    "stack in a dim": lambda v, n: torch.stack([v] * n, dim=0)[:, None],
+    "cat": lambda v, n: torch.cat([v.view(1, 1, -1)] * n),
+    "expand": lambda v, n: v.expand(n, 1, -1),
+    "repeat": lambda v, n: v.view(1, 1, -1).repeat(n, 1, 1),
+}
+
+
+@pytest.mark.parametrize("form", REPEATED)
+@pytest.mark.parametrize("n", [1, 4])
+def test_factors_of_what_f_repeats_for_each_sample_are_the_same_in_parts(form, n):
+    """A token that is also a scale counts its positions, also of one sample."""
+
+    def f(p, x):
+        z = torch.cat([REPEATED[form](p["v"], len(x)), x], 1) * p["v"]
+        return torch.tanh(z @ p["w"]).mean(1)
+
+    p, x, y = {"v": Numbers(0)(5), "w": Numbers(1)(5, 3)}, Numbers(2)(n, 2, 5), torch.arange(n) % 3
+    t = invfunc.kflr(f, F.cross_entropy)
+    whole = t(p, x, y)
+    assert_trees_close(invfunc.chunked(t, chunk_size=1, over="samples")(p, x, y), whole, 1e-10)
+    assert_trees_close(invfunc.chunked(t, chunk_size=3, over="samples")(p, x, y), whole, 1e-10)
+    assert_trees_close(t(p, x.repeat(2, 1, 1), y.repeat(2)), whole, 1e-10)

@@ -7,18 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from invfunc import (
-    batch_diag_ggn,
     batch_grad,
-    batch_jacobian,
     batch_l2_grad,
-    chunked,
     diag_ggn,
-    diag_hessian,
-    ggn_trace,
-    kflr,
     outputs,
 )
-from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import FIRST_ORDER, HESSIANS, OF_DIAGONALS
 from tests.strategies import Numbers
@@ -257,86 +250,6 @@ def test_one_of_the_selected_samples():
 
 
 # Models that compute their samples one by one, or somewhere else, and put them back
-
-
-def loop(p, x):
-    return torch.stack([model(p, row) for row in x])
-
-
-def joined(p, x):
-    return torch.cat([model(p, x[i : i + 1]) for i in range(len(x))])
-
-
-def sorted_and_back(p, x):
-    order = x[:, 0].argsort()
-    return model(p, x[order])[order.argsort()]
-
-
-def routed(p, x):
-    z = torch.zeros_like(x)
-    for e in range(2):
-        (at,) = torch.where((x[:, 0] > 0) == bool(e))
-        z = z.index_add(0, at, model(p, x[at]))
-    return z
-
-
-MODELS = {"loop": loop, "cat": joined, "sorted": sorted_and_back, "routed": routed}
-OF_MODELS = {
-    "ggn": diag_ggn,
-    "ggn of one": lambda f, loss: diag_ggn(f, loss, samples=[1]),
-    "ggn of each": batch_diag_ggn,
-    "trace": ggn_trace,
-    "kflr": lambda f, loss: lambda *args: factors(kflr(f, loss)(*args)),
-    "kflr, joint": lambda f, loss: lambda *args: factors(kflr(f, loss, joint=True)(*args)),
-    "kflr, reduce": lambda f, loss: lambda *args: factors(kflr(f, loss, weight_sharing="reduce")(*args)),
-    "kflr, backpack": lambda f, loss: lambda *args: factors(kflr(f, loss, weight_sharing="backpack")(*args)),
-    "jacobian": lambda f, loss: lambda p, x, y: batch_jacobian(f)(p, x),
-    "hessian": diag_hessian,
-    "in chunks of outputs": lambda f, loss: chunked(diag_ggn(f, loss), 2, over="outputs"),
-    "in chunks of params": lambda f, loss: chunked(diag_ggn(f, loss), 2, over="params"),
-}
-
-
-def linear(p, x):
-    return F.linear(x, p["w"], p["b"])
-
-
-def factors(tree):
-    return {name: k.dense() for name, k in tree.items() if k is not None}
-
-
-@pytest.mark.parametrize("f", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("name", OF_MODELS)
-def test_models_may_compute_samples_anywhere(name, f):
-    make = OF_MODELS[name]
-    if "kflr" in name and f in (loop, joined):  # K-factors are of layers that get a batch
-        with pytest.raises(ArgumentError, match="no Kronecker factors"):
-            make(f, F.mse_loss)(P, X, Y)
-        return
-    wanted = make(model, F.mse_loss)(P, X, Y)
-    assert_trees_close(make(f, F.mse_loss)(P, X, Y), wanted, EXACT)
-
-
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("joint", [False, True], ids=["apart", "joint"])
-def test_factors_are_of_the_samples_that_are_there(joint, sharing):
-    """Of equal samples they are exact, one sample's times how many are selected; or refused."""
-    x, y, r = X[:1].repeat(N, 1), Y[:1].repeat(N, 1), [0, 3, 0, 0, 1]
-
-    def selected(p, x, y):
-        return F.mse_loss(linear(p, x[r]), y[r], reduction="sum")
-
-    def one(p, x, y):
-        return F.mse_loss(linear(p, x), y, reduction="sum")
-
-    make = kflr(one, weight_sharing=sharing, joint=joint)
-    wanted = {name: len(r) * k for name, k in factors(make(P, x[:1], y[:1])).items()}
-    make = kflr(selected, weight_sharing=sharing, joint=joint)
-    if joint or sharing == "reduce":
-        with pytest.raises(ArgumentError, match="no Kronecker factors"):
-            make(P, x, y)
-        return
-    assert_trees_close(factors(make(P, x, y)), wanted, EXACT)
 
 
 def test_a_derivative_that_is_nan_is_that_of_its_sample():

@@ -9,6 +9,7 @@ import invfunc
 from invfunc import testing
 from invfunc._ways import known_way
 from invfunc.testing import assert_trees_close
+from invfunc.testing.laws.rows import ROWS
 
 X, Y = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)), torch.arange(5) % 3
 
@@ -26,29 +27,6 @@ def by_the_core(statistic, *args):
 
 
 class TestHalfPrecision:
-    @pytest.mark.parametrize("name", ["batch_grad", "batch_l2_grad", "sum_grad_squared", "variance", "gram"])
-    @pytest.mark.parametrize("way", ["params in bfloat16", "params in float16", "autocast around", "autocast inside"])
-    def test_of_gradients(self, name, way):
-        f, params = model()
-        low = {"params in bfloat16": torch.bfloat16, "params in float16": torch.float16}.get(way)
-        plain = f
-
-        def inside(p, x):
-            with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast inside"):
-                return plain(p, x)
-
-        def loss(p, x, y):
-            return F.cross_entropy(inside(p, x), y, reduction="none")
-
-        given = params if low is None else {k: p.to(low) for k, p in params.items()}
-        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast around"):
-            found = by_the_core(getattr(invfunc, name)(loss), given, X if low is None else X.to(low), Y)
-        wide = {k: p.float() for k, p in given.items()}
-        oracle = getattr(testing, "loop_" + name)
-        wanted = oracle(lambda p, x, y: F.cross_entropy(plain(p, x), y, reduction="none"))(wide, X, Y)
-        assert {x.dtype for x in invfunc.tree.tensors(found)} == {low or torch.float32}
-        assert_trees_close(found, wanted, 0.1)
-
     @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
     def test_of_curvature(self, low):
         f, params = model()
@@ -56,13 +34,6 @@ class TestHalfPrecision:
         found = by_the_core(invfunc.diag_ggn(f, F.cross_entropy), given, X.to(low), Y)
         wanted = testing.dense_diag_ggn(f, F.cross_entropy)({k: p.float() for k, p in given.items()}, X, Y)
         assert_trees_close(found, wanted, 0.1)
-
-    @pytest.mark.quick
-    def test_sums_are_those_of_float32(self):
-        """A bfloat16 sum of ones stops at 256."""
-        x = torch.ones(1000, 1).bfloat16()
-        found = by_the_core(invfunc.sum_grad_squared(lambda w, x: (x * w)[:, 0]), torch.ones(1).bfloat16(), x)
-        assert_trees_close(found, torch.full((1,), 1000.0), 0.01)
 
     def test_a_parameter_that_is_cast_loses_no_small_gradient(self):
         """Entries of 2^-13 have squares of 0 in float16."""
@@ -98,10 +69,10 @@ class TestExactColumns:
         numbers = {"all at once": 2**30, "one by one": 1, "in groups": 50_000}
         monkeypatch.setattr(invfunc.thresholds, "GROUPED", numbers[request.param])
 
-    @pytest.mark.parametrize("name", ["diag_ggn", "batch_diag_ggn", "ggn_trace", "sqrt_ggn", "kflr"])
+    @pytest.mark.parametrize("name", ["diag_ggn", "batch_diag_ggn", "ggn_trace", "sqrt_ggn", "kfac exact"])
     def test_of_large_layers(self, grouped, name):
         f, params, x, y = images()
-        statistic = getattr(invfunc, name)(f, F.cross_entropy)
+        statistic = ROWS[name].make(f, F.cross_entropy)
         found = by_the_core(statistic, params, x, y)
         chunked = invfunc.chunked(statistic, 1)  # which the core does not take
         assert_trees_close(found, chunked(params, x, y), 1e-10)
@@ -141,28 +112,6 @@ class TestKroneckerFactors:
         return f, params, torch.randint(7, (40, 5), generator=generator), torch.arange(40) % 7
 
     @pytest.mark.parametrize("joint", [False, True], ids=["bias apart", "bias joined"])
-    @pytest.mark.parametrize("sharing", ["expand", "reduce", "backpack"])
-    def test_are_those_of_the_other_engine(self, case, sharing, joint):
-        f, *args = case
-        statistic = invfunc.kflr(f, F.cross_entropy, weight_sharing=sharing, joint=joint)
-        found = by_the_core(statistic, *args)
-        assert_trees_close(found, invfunc.chunked(statistic, 1)(*args), 1e-9)
-
-    @pytest.mark.parametrize("sharing", ["expand", "reduce"])
-    def test_are_those_of_a_plain_loop(self, sharing):
-        f, params = invfunc.functional(nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)).double())
-        x = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0)).double()
-        y = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(1)).double()
-        found = by_the_core(invfunc.kflr(f, F.mse_loss, weight_sharing=sharing), params, x, y)
-        j = invfunc.batch_jacobian(f)(params, x)
-        read = x if sharing == "expand" else x.mean(1, keepdim=True)
-        a = read.flatten(0, 1)
-        assert_trees_close(found["0.weight"].factors[1], a.T @ a / len(a), 1e-9)
-        if sharing == "reduce":  # what is sent back to the bias is summed over the positions
-            sent = j["0.bias"].flatten(0, 2) * (2 / y.numel()) ** 0.5
-            assert_trees_close(found["0.bias"].factors[0], sent.T @ sent, 1e-9)
-
-    @pytest.mark.parametrize("joint", [False, True], ids=["bias apart", "bias joined"])
     @pytest.mark.parametrize("sharing", ["expand", "backpack"])
     def test_eigenbases(self, case, sharing, joint):
         f, params, *batch = case
@@ -181,84 +130,6 @@ class TestKroneckerFactors:
             assert (matrix is None) == (found[name] is None)
             if matrix is not None:
                 assert_trees_close(found[name].dense(), matrix.dense(), 1e-7)
-
-    def test_of_the_empirical_fisher(self, case):
-        f, *args = case
-
-        def loss(p, x, y):
-            return F.cross_entropy(f(p, x), y, reduction="none")
-
-        statistic = invfunc.kfac(loss, fisher="empirical")
-        assert_trees_close(by_the_core(statistic, *args), invfunc.chunked(statistic, 1)(*args), 1e-9)
-
-    def test_of_both_sides(self, case):
-        f, *args = case
-        statistic = invfunc.kronecker.kfoc(f, F.cross_entropy, fisher="exact")
-        assert_trees_close(by_the_core(statistic, *args), invfunc.chunked(statistic, 1)(*args), 1e-7)
-
-
-class TestChosenSamples:
-    SAMPLES = [3, 0, 3, 4]
-
-    @pytest.mark.parametrize("name", ["batch_grad", "batch_l2_grad", "sum_grad_squared", "variance", "gram"])
-    def test_of_gradients(self, name):
-        f, params, x, _ = images()
-
-        def loss(p, x, y):
-            return F.cross_entropy(f(p, x), y, reduction="none")
-
-        found = by_the_core(getattr(invfunc, name)(loss, samples=self.SAMPLES), params, x, Y)
-        wanted = getattr(testing, "loop_" + name)(loss, samples=self.SAMPLES)(params, x, Y)
-        assert_trees_close(found, wanted, 1e-10)
-
-    @pytest.mark.parametrize("name", ["diag_ggn", "batch_diag_ggn", "sqrt_ggn", "kflr"])
-    def test_of_curvature(self, name):
-        f, *args = images()
-        statistic = getattr(invfunc, name)(f, F.cross_entropy, samples=self.SAMPLES)
-        found = by_the_core(statistic, *args)
-        assert_trees_close(found, invfunc.chunked(statistic, 1)(*args), 1e-10)
-
-    def test_of_rows_of_a_table(self):
-        table, index = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)).double(), torch.arange(10) % 4
-
-        def loss(w, i):
-            return F.embedding(i, w).tanh().sum((1, 2))
-
-        for name in ("batch_l2_grad", "sum_grad_squared", "variance"):
-            found = by_the_core(getattr(invfunc, name)(loss, samples=self.SAMPLES), table, index.view(5, 2))
-            wanted = getattr(testing, "loop_" + name)(loss, samples=self.SAMPLES)(table, index.view(5, 2))
-            assert_trees_close(found, wanted, 1e-10)
-
-
-class TestJacobians:
-    @pytest.mark.parametrize("samples", [None, [3, 0, 3]], ids=str)
-    @pytest.mark.parametrize("name", ["batch_jacobian", "gram"])
-    def test_of_models(self, name, samples):
-        f, params, x, _ = images()
-        found = by_the_core(getattr(invfunc, name)(f, samples=samples), params, x)
-        assert_trees_close(found, getattr(testing, "loop_" + name)(f, samples=samples)(params, x), 1e-10)
-
-    def test_with_the_samples_in_another_dim(self):
-        f, params, x, _ = images()
-        found = by_the_core(invfunc.batch_jacobian(lambda p, x: f(p, x).T, out_dims=1), params, x)
-        assert_trees_close(found, testing.loop_batch_jacobian(f)(params, x), 1e-10)
-
-    def test_of_a_number_for_each_sample(self):
-        f, params, x, _ = images()
-        found = by_the_core(invfunc.batch_jacobian(lambda p, x: f(p, x)[:, 0]), params, x)
-        wanted = invfunc.tree.map_tensors(lambda j: j[:, 0], testing.loop_batch_jacobian(f)(params, x))
-        assert_trees_close(found, wanted, 1e-10)
-
-    @pytest.mark.parametrize("kind", ["variances", "one for all", "factors"])
-    def test_of_covariances(self, kind):
-        f, params, x, _ = images()
-        given = {"variances": invfunc.tree.map_tensors(lambda p: p.square() + 1, params), "one for all": 2.0}
-        if kind == "factors":
-            given["factors"] = {
-                k: m.inverse(0.1) for k, m in invfunc.ekfac(f, F.cross_entropy, fisher="exact")(params, x, Y).items()
-            }
-        statistic = invfunc.predictive_covariance(f, given[kind])
-        assert_trees_close(by_the_core(statistic, params, x), invfunc.chunked(statistic, 1)(params, x), 1e-9)
 
 
 @pytest.mark.quick

@@ -32,15 +32,6 @@ def test_ctc():
     assert_trees_close(batch_grad(ctc)(P, x, y), apart(ctc, P, x, y), EXACT)
 
 
-def test_linearized_functions_of_data():
-    def loss(p, x):
-        return (torch.func.linearize(torch.sin, x)[1](x) @ p).square().mean(1)
-
-    wanted = apart(lambda p, x: ((x.cos() * x) @ p).square().mean(1), P, X)
-    assert_trees_close(batch_grad(loss)(P, X), wanted, EXACT)
-    assert_trees_close(batch_grad(lambda p, x: loss(p, x).mean())(P, X), wanted / N, EXACT)
-
-
 MASK = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0], [1, 0, 0]])
 
 
@@ -87,46 +78,6 @@ def test_what_cancels_in_the_derivative_of_a_sample_alone():
     given = chunked(diag_ggn(attention, F.mse_loss), 2, over="samples")(params, X, MASK, Y)
     wanted = dense_diag_ggn(attention, F.mse_loss)(params, X, MASK, Y)
     assert_trees_close(given, wanted, EXACT, floor=float(wanted["key"].amax()))
-
-
-def test_all_inputs_closed_over():
-    with pytest.raises(SampleAxisError, match="does f close over its inputs"):
-        batch_grad(lambda p, y: F.cross_entropy(X @ p, y))(P, Y.softmax(1))
-    wanted = apart(lambda p, x, y: F.cross_entropy(x @ p, y), P, X, Y.softmax(1)) / N
-    assert_trees_close(batch_grad(lambda p, x, y: F.cross_entropy(x @ p, y))(P, X, Y.softmax(1)), wanted, EXACT)
-
-
-def test_operations_of_aten():
-    def loss(p, x):
-        return torch.ops.aten.mul.Tensor(torch.ops.aten.sin.default(x @ p), 2).square().mean()
-
-    assert_trees_close(batch_grad(loss)(P, X), apart(loss, P, X) / N, EXACT)
-
-
-def positive(p):
-    return p.mT @ p + torch.eye(3)
-
-
-SYSTEMS = {
-    "columns": lambda p, x: torch.linalg.solve(p, x.T).T,
-    "of what is derived": lambda p, x: torch.linalg.solve(positive(p), x.T).T,
-    "rows": lambda p, x: torch.linalg.solve(p, x, left=False),
-    "one each": lambda p, x: torch.linalg.solve(p, x[..., None])[..., 0],
-    "triangular": lambda p, x: torch.linalg.solve_triangular(positive(p).tril(), x.T, upper=False).T,
-    "cholesky": lambda p, x: torch.cholesky_solve(x.T, torch.linalg.cholesky(positive(p))).T,
-    "inverse": lambda p, x: x @ torch.linalg.inv(p),
-}
-
-
-@pytest.mark.parametrize("solved", SYSTEMS.values(), ids=SYSTEMS)
-def test_one_system_has_a_right_side_for_each_sample(solved):
-    def loss(p, x, y):
-        return F.mse_loss(solved(p, x), y)
-
-    assert_trees_close(batch_grad(loss)(P, X, Y), apart(loss, P, X, Y) / N, EXACT)
-    wanted = dense_diag_ggn(solved, F.mse_loss)(P, X, Y)
-    assert_trees_close(diag_ggn(loss)(P, X, Y), wanted, EXACT)
-    assert_trees_close(diag_ggn(solved, F.mse_loss)(P, X, Y), wanted, EXACT)
 
 
 def test_what_is_solved_along_the_samples_is_refused():

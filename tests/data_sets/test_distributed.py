@@ -23,6 +23,8 @@ from tests.processes_failing import after_one_is_gone, told_of_all
 from tests.processes_interrupted import BATCHES
 from tests.strategies import Numbers
 
+pytestmark = pytest.mark.slow
+
 SIZES = {2: 2, 4: 1}
 """How many processes there are, and how many examples each statistic has then."""
 CASES = [(name, form) for name, row in ROWS.items() if name not in AT_ONCE for form in row.forms]

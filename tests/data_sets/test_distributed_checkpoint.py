@@ -13,6 +13,8 @@ from tests.many_processes import forked, start
 from tests.processes_killed import killed
 from tests.processes_resumed import all_of_it
 
+pytestmark = pytest.mark.slow
+
 
 def test_processes_go_on_as_if_nothing_had_happened(tmp_path):
     """Of three processes, one of which has no samples."""

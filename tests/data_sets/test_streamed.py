@@ -215,7 +215,7 @@ class TestScale:
             with pytest.raises(SampleAxisError, match="a factor that depends"):
                 streamed(invfunc.batch_l2_grad(lambda *a: rounded(*a) / len(a[1])))(params, batches([5], *rest))
 
-    @pytest.mark.parametrize("make", [invfunc.diag_ggn, invfunc.kflr])
+    @pytest.mark.parametrize("make", [invfunc.diag_ggn, partial(invfunc.kfac, fisher="exact")])
     def test_weights_are_seen_of_a_loader_that_reuses_its_memory(self, data, make):
         params, x, _ = data
         parts = batches([3, 6], x, (torch.arange(9, device=x.device) >= 4).long())
@@ -430,8 +430,8 @@ class TestComposes:
 
 @pytest.mark.parametrize(
     "make",
-    [invfunc.variance, invfunc.diag_ggn, invfunc.kflr, partial(invfunc.ekfac, fisher="exact")],
-    ids=["variance", "diag_ggn", "kflr", "ekfac"],
+    [invfunc.variance, invfunc.diag_ggn, partial(invfunc.kfac, fisher="exact"), partial(invfunc.ekfac, fisher="exact")],
+    ids=["variance", "diag_ggn", "exact kfac", "ekfac"],
 )
 def test_memory_is_that_of_one_batch(make):
     rand = Numbers(0)
@@ -493,7 +493,7 @@ class TestTwoSweeps:
             streamed(t)(data[0], loader)
 
     def test_together_with_what_needs_one(self, data, t):
-        ts = invfunc.variance(losses), invfunc.ekfac(losses, fisher="exact"), invfunc.kflr(losses)
+        ts = invfunc.variance(losses), invfunc.ekfac(losses, fisher="exact"), invfunc.kfac(losses, fisher="exact")
         found = streamed(invfunc.together(*ts))(data[0], batches([2, 2, 5], *data[1:]))
         for one, wanted in zip(found, invfunc.together(*ts)(*data), strict=True):
             assert_trees_close(dense(one), dense(wanted), EXACT, FLOOR)
@@ -508,7 +508,11 @@ class TestTwoSweeps:
         t = invfunc.ekfac(lambda *args: (losses(*args), len(args[1])), fisher="exact", has_aux=True)
         assert streamed(t)(data[0], batches([2, 2, 4], *data[1:]))[1] == [2, 2, 5]
 
-    @pytest.mark.parametrize("make", [invfunc.kflr, partial(invfunc.ekfac, fisher="exact")], ids=["kflr", "ekfac"])
+    @pytest.mark.parametrize(
+        "make",
+        [partial(invfunc.kfac, fisher="exact"), partial(invfunc.ekfac, fisher="exact")],
+        ids=["exact", "ekfac"],
+    )
     def test_parameters_without_factors(self, data, make):
         def f(params, x):
             return x @ params["w"].exp() + params["b"]

@@ -168,7 +168,7 @@ class TestBrokenOff:
 
     def test_several_times(self, data, file):  # noqa: F811
         params, *rest = data
-        t, parts = invfunc.kflr(linear, F.cross_entropy), batches(range(1, 9), *rest)
+        t, parts = invfunc.kfac(linear, F.cross_entropy, fisher="exact"), batches(range(1, 9), *rest)
         for at in (3, 4, 9, 2):
             with pytest.raises(Lost):
                 streamed(t, checkpoint=file)(params, breaking(parts, at))
@@ -505,6 +505,7 @@ class TestFingerprint:
         assert fingerprint(torch.eye(3).to_sparse()) != fingerprint(torch.ones(3, 3).to_sparse())
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(tmp_path):
     """A process ends at a random moment, and the next goes on, until the result is there, again and again."""
     memory = Path("/dev/shm")  # where disks do not wait

@@ -175,7 +175,7 @@ class TestRefused:
         for t in (
             invfunc.variance(losses),
             invfunc.clipped_grad(losses, max_norm=1.0),
-            invfunc.kflr(linear, F.mse_loss),
+            invfunc.kfac(linear, F.mse_loss, fisher="exact"),
         ):
             with pytest.raises(ArgumentError, match="no result with a sample axis"):
                 streamed(t, out=out)

@@ -58,6 +58,7 @@ class TestNothingStays:
         assert all(leaf.grad is None and not leaf._backward_hooks for leaf in tree.leaves(params))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the meter reads /proc")
 def test_memory_stays_where_it_was_over_many_evaluations():
     """backward through the variance, in a loop as one would regularise with it; in a process without other holes."""

@@ -105,7 +105,11 @@ def test_of_linearize():
 @given(problem=problems())
 def test_of_several_together_and_in_chunks(problem):
     f, *args = problem
-    of = [invfunc.kflr(f, F.mse_loss), invfunc.kflr(f, F.mse_loss, joint=True), invfunc.diag_ggn(f, F.mse_loss)]
+    of = [
+        invfunc.kfac(f, F.mse_loss, fisher="exact"),
+        invfunc.kfac(f, F.mse_loss, joint=True, fisher="exact"),
+        invfunc.diag_ggn(f, F.mse_loss),
+    ]
     assert_apart(together(*of)(*args), args)
     assert_apart(chunked(together(*of), 2)(*args), args)
 
@@ -113,7 +117,7 @@ def test_of_several_together_and_in_chunks(problem):
 def test_of_a_bias_and_its_weight():
     """Added up over two machines in place, each is what it would be of twice the samples."""
     f, params = functional(nn.Linear(2, 3))
-    found = invfunc.kflr(f, F.mse_loss)(params, Numbers()(4, 2).float(), Numbers(1)(4, 3).float())
+    found = invfunc.kfac(f, F.mse_loss, fisher="exact")(params, Numbers()(4, 2).float(), Numbers(1)(4, 3).float())
     once = found["bias"].dense().clone()
     for x in tree.tensors(found):
         x.mul_(2)

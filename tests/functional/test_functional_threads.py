@@ -6,12 +6,9 @@ import time
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-from invfunc import batch_grad, diag_ggn, functional
-from invfunc.testing import assert_trees_close
-from tests.functional_modules import EXACT, kinds, made, numbers
+from invfunc import functional
+from tests.functional_modules import kinds, made, numbers
 from tests.strategies import Numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -42,26 +39,3 @@ def test_in_threads(kind):
     finally:
         sys.setswitchinterval(interval)
     assert not wrong and len(calls) > 20
-
-
-def test_statistics_in_threads():
-    f, params = functional(made(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))))
-    x, y = Numbers()(5, 3), Numbers(1)(5, 2)
-    statistics = [batch_grad(lambda p, x, y: (f(p, x) - y).square().sum(1)), diag_ggn(f, F.mse_loss)] * 2
-    points = [numbers(params, seed) for seed in range(4)]
-    wanted = [t(p, x, y) for t, p in zip(statistics, points, strict=True)]
-    found = [[] for _ in points]
-
-    def work(place):
-        for _ in range(40):
-            found[place].append(statistics[place](points[place], x, y))
-
-    threads = [threading.Thread(target=work, args=(place,)) for place in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for results, expected in zip(found, wanted, strict=True):
-        assert len(results) == 40
-        for result in results:
-            assert_trees_close(result, expected, EXACT)

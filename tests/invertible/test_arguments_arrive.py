@@ -158,6 +158,7 @@ class TestFurtherArguments:
             assert arrived()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["chain, some None", "chain of chains", "multiscale"])
 def test_further_arguments_reach_every_part_within_torch_compile(name):
     torch._dynamo.reset()

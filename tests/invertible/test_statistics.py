@@ -166,6 +166,7 @@ def test_of_a_module_that_uses_blocks(of, dtype, device):
     assert_trees_close(found(pair.g), found(pair.f), RTOL[dtype], FLOOR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS)
 def test_of_each_layer_in_a_block(layer, dtype, device):
     """What a statistic writes out, or evaluates by another form, is evaluated so again."""

@@ -30,9 +30,11 @@ STATISTICS = {
     "variance": lambda f: invfunc.variance(cross_entropy(f)),
     "diag_ggn, drawn": lambda f: invfunc.diag_ggn(f, F.cross_entropy, mc_samples=1, generator=torch.Generator()),
     "diag_ggn, in passes of a column": lambda f: chunked(invfunc.diag_ggn(f, F.cross_entropy), CLASSES - 1),
-    "kflr": lambda f: invfunc.kflr(f, F.cross_entropy),
+    "exact kfac": lambda f: invfunc.kfac(f, F.cross_entropy, fisher="exact"),
     "diag_ggn": lambda f: invfunc.diag_ggn(f, F.cross_entropy),
-    "diag_ggn beside kflr": lambda f: together(invfunc.diag_ggn(f, F.cross_entropy), invfunc.kflr(f, F.cross_entropy)),
+    "diag_ggn beside exact kfac": lambda f: together(
+        invfunc.diag_ggn(f, F.cross_entropy), invfunc.kfac(f, F.cross_entropy, fisher="exact")
+    ),
     "diag_ggn of chunks of samples": lambda f: chunked(invfunc.diag_ggn(f, F.cross_entropy), 4, over="samples"),
 }
 LEAN = list(STATISTICS)[:4]
@@ -96,6 +98,7 @@ def of_a_process():
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there is no meter")
 def test_memory_does_not_grow_with_depth():
     """One test, as each process of pytest-xdist that has one of several would measure all."""

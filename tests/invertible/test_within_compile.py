@@ -16,6 +16,8 @@ from tests.invertible.test_composition import backward
 from tests.invertible_cases import FLOOR, RTOL, Sizes, twins
 from tests.strategies import Numbers
 
+pytestmark = pytest.mark.slow
+
 EXACT = 1e-10
 FORMS = [
     "additive on one tensor",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import grad, vmap
 
-from invfunc import chunked, ekfac, functional, kfac, kflr, kronecker, streamed, tree
+from invfunc import chunked, ekfac, functional, kfac, kronecker, streamed, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import Kronecker, kfra
 from invfunc.testing import assert_trees_close
@@ -47,7 +48,7 @@ class TestMerge:
     def test_is_that_of_all_samples(self, problem, options, draw, device, dtype):
         """Exact factors, and those of the shares, which have the square of the loss's scale."""
         lengths = draw.draw(splits(problem.model.n))
-        made = [kflr(problem.model.f, problem.loss, unsupported="diagonal", **options)]
+        made = [kfac(problem.model.f, problem.loss, unsupported="diagonal", fisher="exact", **options)]
         made += [kfac(problem.f, fisher="empirical", unsupported="diagonal", **options)]
         for one in made:
             params, batch = moved((problem.model.params, problem.batch), dtype, device)
@@ -58,7 +59,7 @@ class TestMerge:
     @given(reduction=st.sampled_from(["mean", "sum"]), lengths=st.lists(st.integers(1, 3), min_size=3, max_size=4))
     def test_does_not_depend_on_the_order_or_on_steps(self, reduction, lengths):
         f, params, x, y = perceptron(sum(lengths))
-        one = kflr(f, lambda z, y: F.mse_loss(z, y, reduction=reduction), joint=True)
+        one = kfac(f, lambda z, y: F.mse_loss(z, y, reduction=reduction), joint=True, fisher="exact")
         found = [one(params, *part) for part in parts((x, y), lengths)]
         wanted, total = one(params, x, y), found[0]
         for more in found[1:]:
@@ -77,7 +78,7 @@ class TestMerge:
         def loss(z, y):
             return (z - y).square().sum()
 
-        one = kflr(lambda w, x: (x @ w).sum(1), loss, weight_sharing=sharing)
+        one = kfac(lambda w, x: (x @ w).sum(1), loss, weight_sharing=sharing, fisher="exact")
         A, B = kronecker.merge(*(one(w, *batch) for batch in batches), reduction="sum").factors
         each = [x.mean(1) if sharing == "reduce" else x.flatten(0, 1) for x, _ in batches]
         rows = torch.cat(each)
@@ -105,7 +106,7 @@ class TestMerge:
         x, y = torch.ones(2, 2).double(), Numbers(4)(6, 3)
         x = torch.cat([x, torch.zeros(4, 2).double()])
         for reduction in ("mean", "sum"):
-            one = kflr(f, lambda z, y, how=reduction: F.mse_loss(z, y, reduction=how), joint=joint)
+            one = kfac(f, lambda z, y, how=reduction: F.mse_loss(z, y, reduction=how), joint=joint, fisher="exact")
             there, not_there = one(params, x[:2], y[:2]), one(params, x[2:], y[2:])
             batches = [there, not_there] if first else [not_there, there]
             found = kronecker.merge(*batches, reduction=reduction)
@@ -128,7 +129,7 @@ class TestMerge:
 
         x, y = Numbers(4)(6, 4), Numbers(5)(6, 3)
         x[:2, 0], x[2:, 0] = 1, -1
-        one = kflr(f, lambda z, y: F.mse_loss(z, y, reduction="sum"))
+        one = kfac(f, lambda z, y: F.mse_loss(z, y, reduction="sum"), fisher="exact")
         whole, each = one(params, x, y), list(parts((x, y), [2, 4]))
         assert_trees_close(kronecker.merge(*(one(params, *part) for part in each), reduction="sum"), whole, EXACT)
         assert_trees_close(chunked(one, 6, over="samples")(params, x, y), whole, EXACT)
@@ -136,7 +137,7 @@ class TestMerge:
 
     def test_is_that_of_chunks_and_has_derivatives(self):
         f, params, x, y = perceptron(4)
-        one = kflr(f, F.cross_entropy)
+        one = kfac(f, F.cross_entropy, fisher="exact")
         y = y.softmax(1)
 
         def merged(params):
@@ -151,7 +152,7 @@ class TestMerge:
     @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
     def test_of_half_precision_is_rounded_once(self, half):
         f, params, x, y = perceptron(8)
-        one = kflr(f, lambda z, y: F.mse_loss(z, y, reduction="sum"))
+        one = kfac(f, lambda z, y: F.mse_loss(z, y, reduction="sum"), fisher="exact")
         found = [moved(one(params, *part), half, torch.device("cpu")) for part in parts((x, y), [1] * 8)]
         merged = kronecker.merge(*found, reduction="sum")
         wide = kronecker.merge(*moved(found, torch.float32, torch.device("cpu")), reduction="sum")
@@ -163,7 +164,7 @@ class TestAverage:
     @given(decay=st.sampled_from([0.0, 0.3, 0.95, 1.0]))
     def test_is_that_of_each_factor(self, decay):
         f, params, x, y = perceptron(4)
-        old, new = (kflr(f, F.mse_loss, joint=True)(params, *part) for part in parts((x, y), [3, 1]))
+        old, new = (kfac(f, F.mse_loss, joint=True, fisher="exact")(params, *part) for part in parts((x, y), [3, 1]))
         found = kronecker.ema(old, new, decay)
         wanted = tree.map_leaves(lambda a, b: a if a is None else decay * a + (1 - decay) * b, old, new)
         assert_trees_close(found, wanted, EXACT)
@@ -196,6 +197,9 @@ def perceptron(n):
     return f, {name: Numbers(2)(*p.shape) for name, p in params.items()}, Numbers(3)(n, 2), Numbers(4)(n, 3)
 
 
+exact = partial(kfac, fisher="exact")
+
+
 def of(make, *args, **options):
     """Factors of a small perceptron."""
     f, params, x, y = perceptron(4)
@@ -203,7 +207,9 @@ def of(make, *args, **options):
 
 
 def tied():
-    return kflr(lambda w, x: (x @ w).tanh() @ w.mT, F.mse_loss)(Numbers(1)(3, 2), Numbers(2)(4, 3), Numbers(3)(4, 3))
+    return kfac(lambda w, x: (x @ w).tanh() @ w.mT, F.mse_loss, fisher="exact")(
+        Numbers(1)(3, 2), Numbers(2)(4, 3), Numbers(3)(4, 3)
+    )
 
 
 def merge(*factors, reduction="sum"):
@@ -211,10 +217,10 @@ def merge(*factors, reduction="sum"):
 
 
 def inverses():
-    return {name: K.inverse(0.1, "pi") for name, K in of(kflr).items() if len(K.factors) == 2}
+    return {name: K.inverse(0.1, "pi") for name, K in of(exact).items() if len(K.factors) == 2}
 
 
-PLAIN, EIGEN = (lambda: of(kflr)), (lambda: of(ekfac, fisher="exact"))
+PLAIN, EIGEN = (lambda: of(exact)), (lambda: of(ekfac, fisher="exact"))
 # fmt: off
 WRONG = {
     "no reduction": (lambda: kronecker.merge(PLAIN()), TypeError, "reduction"),
@@ -226,14 +232,14 @@ WRONG = {
     "of averages": (merge(lambda: kronecker.ema(PLAIN(), PLAIN(), 0.5)), ArgumentError, "not a sum over samples"),
     "of inverses": (merge(inverses), ArgumentError, "not a sum over samples"),
     "of two roles": (merge(tied), ArgumentError, "not a sum over samples ... two roles"),
-    "of selected samples": (merge(lambda: of(kflr, samples=[0, 2]), reduction="mean"), ArgumentError, "samples="),
-    "and of others": (merge(PLAIN, lambda: of(kflr, samples=[0]), reduction="mean"), ArgumentError, "samples="),
-    "of both again": (merge(lambda: merge(PLAIN, lambda: of(kflr, samples=[0]))(), PLAIN, reduction="mean"),
+    "of selected samples": (merge(lambda: of(exact, samples=[0, 2]), reduction="mean"), ArgumentError, "samples="),
+    "and of others": (merge(PLAIN, lambda: of(exact, samples=[0]), reduction="mean"), ArgumentError, "samples="),
+    "of both again": (merge(lambda: merge(PLAIN, lambda: of(exact, samples=[0]))(), PLAIN, reduction="mean"),
         ArgumentError, "samples="),
     "of shares and columns": (merge(PLAIN, lambda: of(kfac, fisher="empirical")), ArgumentError, "empirical ... GGN"),
-    "another tree": (merge(PLAIN, lambda: {"w": of(kflr)["0.weight"]}), ArgumentError, "factors[0]['0.weight']"),
-    "other options": (merge(PLAIN, lambda: of(kflr, joint=True)), ArgumentError, "['0.weight'] ... of one form"),
-    "None against factors": (merge(lambda: of(kflr) | {"0.bias": None}, PLAIN), ArgumentError, "['0.bias'] ... form"),
+    "another tree": (merge(PLAIN, lambda: {"w": of(exact)["0.weight"]}), ArgumentError, "factors[0]['0.weight']"),
+    "other options": (merge(PLAIN, lambda: of(exact, joint=True)), ArgumentError, "['0.weight'] ... of one form"),
+    "None against factors": (merge(lambda: of(exact) | {"0.bias": None}, PLAIN), ArgumentError, "['0.bias'] ... form"),
     "no matrix": (merge(lambda: {"w": 1}), ArgumentTypeError, "factors[0]['w'] is of type int"),
     "a large decay": (lambda: kronecker.ema(PLAIN(), PLAIN(), 1.5), ArgumentError, "decay ... 0 to 1"),
     "a negative decay": (lambda: kronecker.ema(PLAIN(), PLAIN(), torch.tensor(-0.1)), ArgumentError, "decay"),
@@ -250,8 +256,8 @@ def test_errors_name_the_place(wrong, kind, text):
 
 def test_selected_samples_of_a_sum_merge():
     f, params, x, y = perceptron(5)
-    one = kflr(f, lambda z, y: F.mse_loss(z, y, reduction="sum"), samples=[0, 2])
+    one = kfac(f, lambda z, y: F.mse_loss(z, y, reduction="sum"), samples=[0, 2], fisher="exact")
     found = kronecker.merge(one(params, x, y), one(params, x[1:], y[1:]), reduction="sum")
     chosen = [0, 2, 1, 3]
-    wanted = kflr(f, lambda z, y: F.mse_loss(z, y, reduction="sum"))(params, x[chosen], y[chosen])
+    wanted = kfac(f, lambda z, y: F.mse_loss(z, y, reduction="sum"), fisher="exact")(params, x[chosen], y[chosen])
     assert_trees_close(found, wanted, EXACT)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.func import grad, vmap
 from torch.nn.functional import cross_entropy
 
-from invfunc import ekfac, functional, kfac, kflr, tree
+from invfunc import ekfac, functional, kfac, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import Kronecker, kfra
 from invfunc.testing import assert_trees_close
@@ -362,7 +362,11 @@ class TestErrors:
         f, params = functional(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh(), torch.nn.Linear(2, 2)))
         x = torch.ones(4, 3).index_fill(0, torch.tensor([1]), math.nan)
         target, noise = torch.tensor([0, 1, 1, 0]), torch.Generator().manual_seed(0)
-        for made in (kflr(f, cross_entropy), kfac(f, cross_entropy, generator=noise), kfra(f, cross_entropy)):
+        for made in (
+            kfac(f, cross_entropy, fisher="exact"),
+            kfac(f, cross_entropy, generator=noise),
+            kfra(f, cross_entropy),
+        ):
             found = made(params, x, target)
             for name, K in found.items():
                 with pytest.raises(ArgumentError, match=rf"factors\[0\] of params\['{name}'\] is not finite: \d"):

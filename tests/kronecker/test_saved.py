@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from invfunc import ekfac, functional, kfac, kflr, kronecker, tree
+from invfunc import ekfac, functional, kfac, kronecker, tree
 from invfunc.kronecker import Kronecker, LowRank, kfra
 from invfunc.products.sample_space import Eigenpairs
 from invfunc.testing import assert_trees_close
@@ -34,9 +35,11 @@ def dense():
 
 MADE = {
     "kfac": lambda: computed(kfac, dense, (2,), generator=torch.Generator().manual_seed(0)),
-    "kflr, joint": lambda: computed(kflr, dense, (2,), joint=True),
-    "kflr in groups, joint": lambda: computed(kflr, lambda: [nn.Conv1d(2, 4, 2, groups=2)], (2, 2), joint=True),
-    "kflr, diagonals": lambda: computed(kflr, dense, (2,), max_factor_dim=2),
+    "exact kfac, joint": lambda: computed(partial(kfac, fisher="exact"), dense, (2,), joint=True),
+    "exact kfac in groups, joint": lambda: computed(
+        partial(kfac, fisher="exact"), lambda: [nn.Conv1d(2, 4, 2, groups=2)], (2, 2), joint=True
+    ),
+    "exact kfac, diagonals": lambda: computed(partial(kfac, fisher="exact"), dense, (2,), max_factor_dim=2),
     "kfra": lambda: computed(kfra, dense, (2,)),
     "ekfac": lambda: computed(ekfac, dense, (2,), fisher="exact"),
 }
@@ -62,8 +65,9 @@ def test_factors_are_loaded_as_they_were(made):
     assert forms(found) == forms(factors)
 
 
+@pytest.mark.slow
 def test_and_in_a_process_that_imports_invfunc(tmp_path):
-    factors = MADE["kflr, joint"]()
+    factors = MADE["exact kfac, joint"]()
     more = kronecker.eigen(factors)
     torch.save({"factors": factors, "eigen": more}, tmp_path / "factors.pt")
     v = {name: torch.ones(shape).double() for name, shape in SHAPES.items()}

@@ -156,6 +156,7 @@ class TestTransforms:
         each = [K.inverse(d, **options).dense() for d in many]
         assert_trees_close(vmap(lambda d: K.inverse(d, **options).dense())(many), torch.stack(each), 1e-6)
 
+    @pytest.mark.slow
     def test_goes_through_compile(self):
         import_module("invfunc.plans.within")  # has graphs hold what factors are of as a constant
         K = small("dense", "diagonal")

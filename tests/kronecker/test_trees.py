@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import grad, vmap
 
-from invfunc import ekfac, functional, kfac, kflr, kronecker, tree
+from invfunc import ekfac, functional, kfac, kronecker, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import Kronecker, kfra
 from invfunc.testing import assert_trees_close
@@ -27,14 +27,14 @@ from tests.strategies import Numbers
 
 MADE = {
     "kfac": lambda f, **options: kfac(f, F.mse_loss, generator=torch.Generator().manual_seed(0), **options),
-    "kflr": lambda f, **options: kflr(f, F.mse_loss, **options),
+    "exact kfac": lambda f, **options: kfac(f, F.mse_loss, fisher="exact", **options),
     "ekfac": lambda f, **options: ekfac(f, F.mse_loss, fisher="exact", **options),
     "kfra": lambda f, **options: kfra(f, F.mse_loss, **options),
 }
 DAMPING = 0.3
 
 
-def arranged(model, called="kflr", **options):
+def arranged(model, called="exact kfac", **options):
     """The factors of a model, and vectors for them."""
     made = MADE[called](model.f, unsupported="diagonal", **options)
     rand = Numbers(7)
@@ -51,7 +51,7 @@ def solved(K, *vs, damping=DAMPING):
 
 @pytest.mark.quick
 class TestSolve:
-    @given(model=models(), called=st.sampled_from(["kfac", "kflr", "ekfac"]))
+    @given(model=models(), called=st.sampled_from(["kfac", "exact kfac", "ekfac"]))
     def test_is_that_of_each_block(self, model, called, device, dtype):
         factors, v = arranged(model, called)
         found = kronecker.solve(*moved((factors, v), dtype, device), damping=DAMPING)
@@ -60,7 +60,7 @@ class TestSolve:
             assert_trees_close(x, solved(K, part)[0], RTOL[dtype])
         assert tree.flatten(found)[1] == tree.flatten(v)[1]
 
-    @given(model=models(["perceptron", "convolution", "module"]), called=st.sampled_from(["kflr", "ekfac"]))
+    @given(model=models(["perceptron", "convolution", "module"]), called=st.sampled_from(["exact kfac", "ekfac"]))
     def test_of_a_weight_with_its_bias_is_that_of_their_block(self, model, called, device, dtype):
         """Here each bias comes behind its weight."""
         factors, v = arranged(model, called, joint=True)
@@ -123,7 +123,7 @@ class TestSolve:
         assert_trees_close(found, {name: K.solve(v[name], **options) for name, K in factors.items()}, 0)
 
     def test_of_a_block_that_is_not_known_is_none(self):
-        factors = kflr(exponential, F.mse_loss, unsupported="skip")(*EXPONENTIAL)
+        factors = kfac(exponential, F.mse_loss, unsupported="skip", fisher="exact")(*EXPONENTIAL)
         v = tree.map_leaves(torch.ones_like, EXPONENTIAL[0])
         found = kronecker.solve(factors, v, 1.0)
         assert factors["scale"] is None and found["scale"] is None
@@ -155,19 +155,19 @@ class TestOthers:
             assert_trees_close(kronecker.logdet(found, DAMPING), wanted, RTOL[dtype], 1)
 
     def test_logdet_of_a_weight_with_its_bias_counts_both_once(self):
-        factors = two_layers(MADE["kflr"], joint=True)
+        factors = two_layers(MADE["exact kfac"], joint=True)
         wanted = factors["0.weight"].logdet(DAMPING) + factors["2.weight"].logdet(DAMPING)
         assert_trees_close(kronecker.logdet(factors, DAMPING), wanted, EXACT)
 
     def test_a_split_leaves_a_bias_all_of_its_damping(self):
-        factors = two_layers(MADE["kflr"])
+        factors = two_layers(MADE["exact kfac"])
         v = {name: Numbers(5)(*K.shape) for name, K in factors.items()}
         wanted = {n: K.solve(v[n], 0.1, "pi" if len(K.factors) == 2 else None) for n, K in factors.items()}
         assert_trees_close(kronecker.solve(factors, v, 0.1, "pi"), wanted, EXACT)
 
     @pytest.mark.parametrize("joint", [False, True])
     def test_factors_are_decomposed_once(self, joint):
-        factors = two_layers(MADE["kflr"], joint=joint)
+        factors = two_layers(MADE["exact kfac"], joint=joint)
         v = tree.map_leaves(torch.ones_like, functional(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)))[1])
         dense = [f.shape for f in tree.tensors(factors) if f.ndim == 2]
         for fn in (lambda K: kronecker.solve(K, v, 0.1), lambda K: kronecker.logdet(K, 0.1), kronecker.eigen):
@@ -197,7 +197,7 @@ class TestTrees:
 
     @pytest.mark.parametrize("kind", [dict, UserDict], ids=["dict", "UserDict"])
     def test_of_mappings_in_any_order(self, kind):
-        factors = kind(two_layers(MADE["kflr"], joint=True))
+        factors = kind(two_layers(MADE["exact kfac"], joint=True))
         v = {name: Numbers(5)(*s) for name, s in SHAPES.items()}
         other = kind(reversed(v.items()))
         wanted, found = kronecker.solve(factors, v, 0.1), kronecker.solve(factors, other, 0.1)
@@ -214,18 +214,18 @@ class TestTrees:
         def f(w, b, x):
             return F.linear(x, w, b)
 
-        factors = kflr(f, F.mse_loss, argnums=(0, 1), joint=True)(*args)
+        factors = kfac(f, F.mse_loss, argnums=(0, 1), joint=True, fisher="exact")(*args)
         assert factors[1] is None
         v = rand(3, 2), rand(3)
         found = kronecker.solve(factors, v, DAMPING)
         assert type(found) is tuple
         assert_trees_close(list(found), solved(factors[0], *v), EXACT)
-        nested = kflr(lambda p, x: f(*p["deep"]["layer"], x), F.mse_loss, joint=True)
+        nested = kfac(lambda p, x: f(*p["deep"]["layer"], x), F.mse_loss, joint=True, fisher="exact")
         nested = nested({"deep": {"layer": args[:2]}}, *args[2:])
         assert_trees_close(kronecker.solve(nested["deep"], {"layer": v}, DAMPING), {"layer": found}, EXACT)
 
     def test_goes_through_vmap(self):
-        factors = two_layers(MADE["kflr"], joint=True)
+        factors = two_layers(MADE["exact kfac"], joint=True)
         v = {name: Numbers(5)(4, *s) for name, s in SHAPES.items()}
         wanted = kronecker.solve(factors, v, 0.1)
         assert_trees_close(vmap(lambda v: kronecker.solve(factors, v, 0.1))(v), wanted, EXACT)
@@ -243,7 +243,9 @@ class TestTrees:
         params = {name: Numbers(2)(*p.shape) for name, p in params.items()}
 
         def made(params):
-            return kflr(f, lambda z, y: F.poisson_nll_loss(z, y, reduction="sum"), joint=joint)(params, x, y)
+            return kfac(f, lambda z, y: F.poisson_nll_loss(z, y, reduction="sum"), joint=joint, fisher="exact")(
+                params, x, y
+            )
 
         def found(params, d):
             return total(kronecker.solve(made(params), v, d)) + kronecker.logdet(made(params), d)
@@ -271,7 +273,7 @@ def diagonal(values):
 
 ONE = {"w": small("dense", "dense")}
 V = {"w": torch.ones(2, 3)}
-JOINT = two_layers(MADE["kflr"], joint=True)
+JOINT = two_layers(MADE["exact kfac"], joint=True)
 FULL = {name: torch.ones(s) for name, s in SHAPES.items()}
 RENAMED = {name.replace("0.", "first."): K for name, K in JOINT.items()}
 # fmt: off
@@ -294,7 +296,9 @@ WRONG = {
     "singular, solved": (lambda: kronecker.solve(SINGULAR, {"w": torch.ones(2, 1)}), ArgumentError, "params['w']"),
 }
 # fmt: on
-SINGULAR = kflr(lambda p, x: x @ p["w"], F.mse_loss)({"w": torch.ones(2, 1)}, torch.ones(3, 2), torch.ones(3, 1))
+SINGULAR = kfac(lambda p, x: x @ p["w"], F.mse_loss, fisher="exact")(
+    {"w": torch.ones(2, 1)}, torch.ones(3, 2), torch.ones(3, 1)
+)
 
 
 @pytest.mark.parametrize(("wrong", "kind", "text"), WRONG.values(), ids=WRONG)

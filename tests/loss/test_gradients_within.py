@@ -10,7 +10,7 @@ from invfunc import (
     diag_hessian,
     ggn_block_product,
     ggnvp,
-    kflr,
+    kfac,
     outputs,
     sqrt_ggn,
     variance,
@@ -69,7 +69,7 @@ STATISTICS = {
     "columns": lambda *f: chunked(diag_ggn(*f), 2),
     "sqrt_ggn": lambda *f: lambda *args: ([s @ s.mT for s in _flat(sqrt_ggn(*f)(*args))]),
     "diag_hessian": lambda *f: diag_hessian(*f),
-    "kflr": lambda *f: lambda *args: {name: k.dense() for name, k in kflr(*f)(*args).items()},
+    "exact kfac": lambda *f: lambda *args: {name: k.dense() for name, k in kfac(*f, fisher="exact")(*args).items()},
     "ggnvp": lambda *f: lambda p, *args: ggnvp(*f)(p, V, *args),
     "ggn_block_product": lambda *f: (
         lambda p, *args: ggn_block_product(*f)(p, {k: v[None] for k, v in V.items()}, *args)

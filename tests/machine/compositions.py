@@ -286,7 +286,7 @@ class Compositions(RuleBasedStateMachine):
         t, args = built.make(), self._given(built)
         try:
             checked = certified(t, generator=seed)
-        except InvFuncError:  # K-factors, and what is reduced
+        except InvFuncError:  # K-factors, drawn columns, and what is reduced
             assume(False)
         assert_trees_close(shown(checked(*args)), shown(built.make()(*args)), 0, 0)
         assert torch.equal(self.random, torch.get_rng_state())

@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from itertools import count
@@ -46,12 +45,6 @@ class Fault:
             raise ValueError(f"{self.name!r}: {self.file} has its text {source.count(self.old)} times: {self.old!r}")
         return source.replace(self.old, self.new)
 
-    def lines(self) -> range:
-        """The numbers of the lines that it changes."""
-        sound = (ROOT / "invfunc" / self.file).read_text()
-        first = sound.count("\n", 0, sound.index(self.old)) + 1
-        return range(first, first + self.old.rstrip("\n").count("\n") + 1)
-
     @property
     def package(self) -> str:
         """The folder of the library that its file is in, or the file at the top."""
@@ -60,18 +53,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a fault: "found", by which test, "survived", or "broken" where a test never ends or none can run."""
+    """What came of a fault: "found", by which test, "slow" where that is one for `--all` alone, "survived", or "broken"
+    where a test never ends or none can run."""
 
     fault: Fault
     came: str
     by: str
     seconds: float
     """Of the processor, as others may use the machine too."""
-
-
-Say = Callable[[str], None]
-Search = Callable[[Fault, Say], tuple[str, str]]
-"""How a fault is looked for, in a process where it is planted: what came of it, and by what. It says what it is at."""
 
 
 def copied(to: Path) -> Path:
@@ -85,21 +74,21 @@ def copied(to: Path) -> Path:
     return to
 
 
-def run(fault: Fault, where: Path, search: Search) -> Outcome:
+def run(fault: Fault, where: Path, every: bool) -> Outcome:
     """Plant a fault in a copy, look for it, and take it out again."""
     file = where / "invfunc" / fault.file
     sound, times = file.read_text(), file.stat()
     file.write_text(fault.planted(sound))
     os.utime(file, (times.st_atime, times.st_mtime + next(_LATER)))
     try:
-        return Outcome(fault, *_searched(fault, where, search))
+        return Outcome(fault, *_searched(fault, where, every))
     finally:
         file.write_text(sound)
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def tests(fault: Fault, say: Say) -> tuple[str, str]:
-    """Run the tests of a fault until one fails."""
+def tests(fault: Fault, every: bool, here: Connection) -> tuple[str, str]:
+    """Run the tests of a fault until one fails: what came of it, and by which one."""
     import pytest
     from hypothesis import Phase, settings
 
@@ -107,12 +96,11 @@ def tests(fault: Fault, say: Say) -> tuple[str, str]:
         failed = ""
 
         def pytest_collection(self):
-            as_always = settings.get_profile("laws")
-            settings.register_profile("faults", as_always, phases=[Phase.explicit, Phase.generate])  # none is shrunk
+            settings.register_profile("faults", settings(), phases=[Phase.explicit, Phase.generate])  # none is shrunk
             settings.load_profile("faults")
 
         def pytest_runtest_logstart(self, nodeid):
-            say(nodeid.removeprefix("tests/"))
+            here.send(("", nodeid.removeprefix("tests/"), time.process_time()))
 
         def pytest_runtest_logreport(self, report):
             if report.failed:
@@ -120,17 +108,20 @@ def tests(fault: Fault, say: Say) -> tuple[str, str]:
 
     watch, (first, *rest) = Watch(), [f"tests/{file}" for file in fault.tests.split()]
     for files in [[first], rest] if rest else [[first]]:  # to collect all of them takes longer than to run the first
-        code = pytest.main(["-x", "-q", "-n0", "-p", "no:cacheprovider", *files], plugins=[watch])
+        options = ["-x", "-q", "-n0", "-p", "no:cacheprovider", *["--all"] * every]
+        code = pytest.main([*options, *files], plugins=[watch])
         if code == pytest.ExitCode.TESTS_FAILED and watch.failed:
             return "found", watch.failed
+        if code == pytest.ExitCode.NO_TESTS_COLLECTED:
+            return "slow", files[0]
         if code != pytest.ExitCode.OK:
             return "broken", f"pytest: {code!r}"
     return "survived", ""
 
 
-def _searched(fault: Fault, where: Path, search: Search) -> tuple[str, str, float]:
+def _searched(fault: Fault, where: Path, every: bool) -> tuple[str, str, float]:
     there, here = _PROCESSES.Pipe(duplex=False)
-    process = _PROCESSES.Process(target=_alone, args=(fault, where, search, here))
+    process = _PROCESSES.Process(target=_alone, args=(fault, where, every, here))
     process.start()
     here.close()
     at, spent = "", 0.0
@@ -150,12 +141,12 @@ def _searched(fault: Fault, where: Path, search: Search) -> tuple[str, str, floa
         process.join()
 
 
-def _alone(fault: Fault, where: Path, search: Search, here: Connection) -> None:
+def _alone(fault: Fault, where: Path, every: bool, here: Connection) -> None:
     """Look for a fault in this process, which is the fault's own: the library is that of the copy from here on."""
     os.setsid()
     _move(where)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        came, by = search(fault, lambda at: here.send(("", at, time.process_time())))
+        came, by = tests(fault, every, here)
         here.send((came, by, time.process_time()))
 
 

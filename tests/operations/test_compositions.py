@@ -23,7 +23,7 @@ from invfunc.operations.recurrent import steps_at_once
 from invfunc.testing import assert_trees_close
 from invfunc.testing.values import moved
 from tests.laws import assert_every_path_equals_the_loop
-from tests.stated_common import having
+from tests.operations.test_stated_effects import having
 from tests.strategies import SIZES, Case, Numbers
 
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-4}

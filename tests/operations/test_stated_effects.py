@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,12 +15,17 @@ from torch.overrides import TorchFunctionMode
 from invfunc import tree
 from invfunc.operations.cells import TANH, Weights
 from invfunc.operations.heard import Function, Listener, function_of
-from invfunc.operations.operation import OPERATIONS
+from invfunc.operations.operation import OPERATIONS, Operation
 from invfunc.operations.recurrences import Steps, states_before
-from tests.stated_common import having
 from tests.strategies import Numbers
 
 Call = Callable[[Tensor], Any]
+
+
+def having(fact: str) -> frozenset[str]:
+    """The names of the operations whose entries state a fact."""
+    plain = getattr(Operation(), fact)
+    return frozenset(name for name, entry in OPERATIONS.items() if getattr(entry, fact) != plain)
 
 
 class Heard(TorchFunctionMode):
@@ -230,13 +234,3 @@ def test_what_works_in_place_writes_its_first_argument(name):
     function = function_of(func)
     assert function.writes((x, 5), {})
     assert function.written((x, 5), {})[0] is x
-
-
-DRAWN: dict[str, Call] = {
-    **{f"dropout{d}d": partial(getattr(F, f"dropout{d}d"), p=0.5) for d in (1, 2, 3)},
-    **{n: partial(getattr(F, n), p=0.5, training=True) for n in ("dropout", "alpha_dropout", "feature_alpha_dropout")},
-    "feature_dropout": lambda x: torch.feature_dropout(x, 0.5, True),
-    "rrelu": lambda x: F.rrelu(x, training=True),
-    "bernoulli": lambda x: x + torch.bernoulli(torch.full_like(x, 0.5)),
-}
-"""What draws a number for entries, or channels, of a tensor."""

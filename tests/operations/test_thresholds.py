@@ -24,7 +24,6 @@ from invfunc import (
     functional,
     gram,
     kfac,
-    kflr,
     thresholds,
     variance,
 )
@@ -242,7 +241,7 @@ class TestKFactors:
         f, _ = functional(built(called)[0])
         args, wanted = factors(called, sharing)
         with thresholds_at(**at):
-            for t in (kflr, partial(kfac, fisher="exact")):
+            for t in (partial(kfac, fisher="exact"), partial(kfac, fisher="exact")):
                 found = t(f, LOSSES[1], weight_sharing=sharing)(*moved(args, kind, "cpu"))
                 assert_factors(found, wanted, RTOL[kind], 1e-2)
 

@@ -23,7 +23,7 @@ from tests.around import differentiated
 from tests.laws import FLOOR
 from tests.matrices import assert_near, directions, flat
 from tests.networks import total
-from tests.stated_common import having
+from tests.operations.test_stated_effects import having
 from tests.strategies import Numbers
 
 

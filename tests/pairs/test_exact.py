@@ -120,6 +120,7 @@ def pairs_of(w: torch.Tensor) -> list:
 
 
 class TestReconstruction:
+    @pytest.mark.slow
     @of_each
     def test_has_no_error_at_depth_1000(self, grid):
         """Peers: 4e-5 at depth 100 in float32; momentumnet overflows in silence after some 300 steps."""

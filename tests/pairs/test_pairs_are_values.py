@@ -200,6 +200,7 @@ class TestCopies:
             for name in wanted:
                 assert_trees_close(tree.tensors(found[name]), tree.tensors(wanted[name]), 0)
 
+    @pytest.mark.slow
     def test_in_a_process_that_was_spawned(self):
         code = "import pickle, sys; g = pickle.load(sys.stdin.buffer); print(repr(g))"
         block = invertible_checkpoint(chain(additive_coupling(nn.Linear(2, 2), torch.sin), layers.identity()))

@@ -126,6 +126,7 @@ class TestDecay:
 
 
 class TestWayBack:
+    @pytest.mark.slow
     @of_each
     def test_ends_at_the_start_to_the_last_bit_after_1000_steps(self, make):
         problem, step = Problem(1000), make(loss, lr=rate)

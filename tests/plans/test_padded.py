@@ -126,7 +126,7 @@ REFUSED = {
     "aux": lambda: invfunc.variance(lambda *a: (losses(*a), None), has_aux=True),
     "drawn": lambda: invfunc.diag_ggn(model, F.cross_entropy, mc_samples=2, generator=seeded(0)),
     "a drawn product": lambda: invfunc.fvp(model, F.cross_entropy, mc_samples=2, generator=seeded(0)),
-    "factors": lambda: invfunc.kflr(model, F.cross_entropy),
+    "factors": lambda: invfunc.kfac(model, F.cross_entropy, fisher="exact"),
     "noise_scale": lambda: invfunc.noise_scale(losses),
     "reduced": lambda: invfunc.reduced(invfunc.variance(losses), lambda path, x: x),
     "samples": lambda: invfunc.batch_grad(losses, samples=[0]),

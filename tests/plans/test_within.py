@@ -17,6 +17,8 @@ from tests.data_sets.test_streamed import linear, losses
 from tests.plans.calls import hits, loss, quietly
 from tests.strategies import Numbers, seeded
 
+pytestmark = pytest.mark.slow
+
 EXACT = 1e-12
 
 
@@ -39,7 +41,7 @@ MADE = {
     "diag_ggn": lambda: invfunc.diag_ggn(linear, F.cross_entropy),
     "together": lambda: invfunc.together(invfunc.batch_grad(losses), invfunc.diag_ggn(losses)),
     "chunked": lambda: invfunc.chunked(invfunc.diag_ggn(linear, F.cross_entropy), 2),
-    "kflr": lambda: invfunc.kflr(linear, F.cross_entropy),
+    "exact kfac": lambda: invfunc.kfac(linear, F.cross_entropy, fisher="exact"),
     "kfac": lambda: invfunc.kfac(linear, F.cross_entropy, fisher="exact"),
     "ekfac": lambda: invfunc.ekfac(losses, fisher="empirical"),
     "noise_scale": lambda: invfunc.noise_scale(losses),
@@ -143,7 +145,10 @@ def test_factors_know_what_they_are_of_and_multiply_in_the_graph(data):
     def model(p, x):
         return linear(p, (x @ p["first"]).tanh() @ p["second"])
 
-    t, c = invfunc.kflr(model, F.cross_entropy), compiled(invfunc.kflr(model, F.cross_entropy))
+    t, c = (
+        invfunc.kfac(model, F.cross_entropy, fisher="exact"),
+        compiled(invfunc.kfac(model, F.cross_entropy, fisher="exact")),
+    )
     ours = torch.compile(
         lambda p, *batch: (K := c(p, *batch), K["second"] @ p["second"]), fullgraph=True, backend="aot_eager"
     )
@@ -173,7 +178,7 @@ def test_another_shape_of_the_result_is_told():
 def test_what_is_no_tree_of_tensors_is_a_graph_break(kind, data):
     params, *args = data
     make = {
-        "factors": lambda: invfunc.kflr(linear, F.cross_entropy, joint=True),
+        "factors": lambda: invfunc.kfac(linear, F.cross_entropy, joint=True, fisher="exact"),
         "aux": lambda: invfunc.variance(lambda p, x, y: (losses(p, x, y), x.mean()), has_aux=True),
         "reduced": lambda: invfunc.reduced(invfunc.variance(losses), lambda path, v: v.sum()),
         "differentiable": lambda: invfunc.variance(losses),
@@ -269,13 +274,13 @@ assert all(torch.allclose(a, b, rtol=1e-12, atol=0) for a, b in zip(found, facto
 
 def test_a_program_loads_in_a_process_without_this_library_and_objects_where_they_are_known(data, tmp_path):
     made, at = {}, tuple(tree.map_tensors(lambda x: x + 1 if x.is_floating_point() else x, data))
-    for name in ("diag_ggn", "kflr"):
+    for name in ("diag_ggn", "factors"):
         made[name], c = MADE[name](), compiled(MADE[name]())
         c(*data)
         kept = tmp_path / ("program.pt2" if name == "diag_ggn" else "factors.pt2")
         with torch.no_grad():
             torch.export.save(torch.export.export(Calling(c), data, strict=False), kept)
-    torch.save((at, made["diag_ggn"](*at), tree.tensors(made["kflr"](*at))), tmp_path / "wanted.pt")
+    torch.save((at, made["diag_ggn"](*at), tree.tensors(made["factors"](*at))), tmp_path / "wanted.pt")
     code = [sys.executable, "-c", WITHOUT_THIS_LIBRARY]
     done = subprocess.run(code, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

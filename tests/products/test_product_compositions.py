@@ -1,7 +1,5 @@
 """Products inside other transforms, and what they leave as it was."""
 
-import gc
-import weakref
 from functools import cache
 
 import pytest
@@ -122,15 +120,6 @@ def test_a_linearisation_may_be_composed_later(how, requires_grad, product):
     assert all(p.grad is None for p in tree.leaves(params))
 
 
-@pytest.mark.parametrize("how", MAPS)
-def test_the_linearisation_of_what_gives_its_parameters_back(how):
-    v, (z, *both) = {"a": Numbers()(2)}, linearize(lambda p: p)({"a": Numbers(1)(2)})
-    assert_trees_close(z, {"a": Numbers(1)(2)}, 0)
-    for at in both:
-        found, wanted = (MAPS[how](along, v) for along in (at, lambda v: tree.map_leaves(torch.clone, v)))
-        assert_trees_close(tree.map_leaves(torch.detach, found), tree.map_leaves(torch.detach, wanted), 0)
-
-
 class TestDerivatives:
     """Of what a product depends on."""
 
@@ -247,39 +236,3 @@ class TestLeavesAsTheyWere:
             torch.manual_seed(3)
             assert_trees_close(read(make(f, LOSSES[0]))(params, v, x, y), wanted, EXACT)
             assert rng() == after
-
-    def test_nothing_stays_alive(self, product):
-        net, y, alive = network("perceptron", 4), Numbers(1).below(3, 4), []
-
-        def f(p, x):
-            z = net.f(p, x)
-            alive.extend([weakref.ref(z), weakref.ref(tree.leaves(p)[0])])
-            return z
-
-        def loss(z, y, reduction):
-            alive.append(weakref.ref(z))
-            return LOSSES[0](z, y, reduction)
-
-        t, v = MAKING[product][0](f, loss), tree.map_leaves(torch.cos, net.params)
-        gc.collect()
-        gc.disable()
-        try:
-            result = t(net.params, v, net.x, y)
-            assert not any(reference() is not None for reference in alive)
-            at = t.linearize(net.params, net.x, y)
-            assert_trees_close(at(v), result, 1e-12)
-            del at
-            assert not any(reference() is not None for reference in alive)
-        finally:
-            gc.enable()
-
-    def test_a_compiled_function_may_use_it(self, product):
-        net, y = network("perceptron", 4), Numbers(1).below(3, 4)
-        t = MAKING[product][0](net.f, LOSSES[0])
-
-        def step(p, x, y):
-            v = tree.map_leaves(torch.sin, p)
-            return tree.map_leaves(lambda a, b: a - b, t(p, v, x, y), t.linearize(p, x, y)(p))
-
-        wanted = step(net.params, net.x, y)
-        assert_trees_close(torch.compile(step, backend="eager")(net.params, net.x, y), wanted, 1e-12)

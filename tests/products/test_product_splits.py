@@ -1,12 +1,14 @@
 """Products of functions whose samples are mixed, moved or pooled, and where a loss function is split."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import batch_grad, diag_ggn, fvp, ggn_block_product, ggnvp, hvp, kflr, outputs, tree
+from invfunc import batch_grad, diag_ggn, fvp, ggn_block_product, ggnvp, hvp, kfac, outputs, tree
 from invfunc.errors import ConvexityError, SampleAxisError
 from tests import matrices
 from tests.criteria import model
@@ -59,7 +61,7 @@ class TestSamples:
         assert_near(matrices.of(ggnvp(f, loss, in_dims=(0, None)), params, x, y), wanted, 1e-8)
         assert_near(matrices.of(ggnvp(f, loss), params, x, y), wanted, 1e-8)  # 4 samples and 3: none are told apart
 
-    @pytest.mark.parametrize("make", [batch_grad, diag_ggn, kflr], ids=lambda make: make.__name__)
+    @pytest.mark.parametrize("make", [batch_grad, diag_ggn, partial(kfac, fisher="exact")])
     def test_of_a_contrastive_loss_are_mixed_and_the_error_says_what_there_is(self, make):
         f, params = model((3,))
         x, y = Numbers(1)(4, 2), torch.arange(4)

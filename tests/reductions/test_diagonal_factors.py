@@ -1,5 +1,7 @@
 """Factors above `max_factor_dim` are the diagonals of those without a bound, for each statistic, layer and mode."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,8 +14,6 @@ from invfunc import (
     explain,
     functional,
     kfac,
-    kflr,
-    kronecker,
     sqrt_ggn,
     streamed,
     sum_grad_squared,
@@ -78,9 +78,9 @@ def own(factors):
 STATISTICS = {
     "kfac": lambda f, loss, **o: kfac(f, loss, generator=seeded(), mc_samples=2, **o),
     "exact": lambda f, loss, **o: kfac(f, loss, fisher="exact", **o),
-    "reduce": lambda f, loss, **o: kflr(f, loss, weight_sharing="reduce", **o),
-    "backpack": lambda f, loss, **o: kflr(f, loss, weight_sharing="backpack", **o),
-    "joint": lambda f, loss, **o: kflr(f, loss, joint=True, **o),
+    "reduce": lambda f, loss, **o: kfac(f, loss, weight_sharing="reduce", fisher="exact", **o),
+    "backpack": lambda f, loss, **o: kfac(f, loss, weight_sharing="backpack", fisher="exact", **o),
+    "joint": lambda f, loss, **o: kfac(f, loss, joint=True, fisher="exact", **o),
     "empirical": lambda f, loss, **o: kfac(f, loss, fisher="empirical", **o),
     "kfoc": lambda f, loss, **o: kfoc(f, loss, fisher="exact", sweeps=1, **o),
 }
@@ -98,17 +98,12 @@ class TestEqualTheDiagonals:
         assert_trees_close(own(part), diagonals(whole), EXACT, 1e-6)
         assert any(K.is_diagonal(i) for K in part.values() if K is not None for i in range(len(K.factors)))
 
-    def test_of_a_chain(self):
-        f, *args = case("perceptron")
-        whole, part = (kfra(f, F.mse_loss, max_factor_dim=most)(*args) for most in (None, MOST))
-        assert_trees_close(own(part), diagonals(whole), EXACT)
-
     def test_of_a_block_that_is_its_own_factor(self):
         def f(p, x):
             return (x * p.exp()).sum(1, keepdim=True)
 
         args = Numbers(1)(3), Numbers(2)(4, 3), Numbers(3)(4, 1)
-        whole, part = (kflr(f, F.mse_loss, max_factor_dim=most)(*args) for most in (None, MOST))
+        whole, part = (kfac(f, F.mse_loss, max_factor_dim=most, fisher="exact")(*args) for most in (None, MOST))
         assert_trees_close(part.factors, (whole.factors[0].diagonal(),), EXACT)
 
     def test_of_a_loss_whose_columns_are_products_of_two(self):
@@ -117,12 +112,14 @@ class TestEqualTheDiagonals:
         def loss(z, y):
             return (z.logsumexp(-1) + 3).square().mean()
 
-        whole, part = (kflr(f, loss, max_factor_dim=most)(params, x, torch.zeros(4)) for most in (None, MOST))
+        whole, part = (
+            kfac(f, loss, max_factor_dim=most, fisher="exact")(params, x, torch.zeros(4)) for most in (None, MOST)
+        )
         assert_trees_close(own(part), diagonals(whole), EXACT, 1e-6)
 
     def test_a_weight_in_two_roles_has_the_nearest_product_of_diagonals(self):
         f, params, x, y = case("tied embedding")
-        K = kflr(f, F.mse_loss, max_factor_dim=4)(params, x, y)["layers.words.weight"]
+        K = kfac(f, F.mse_loss, max_factor_dim=4, fisher="exact")(params, x, y)["layers.words.weight"]
         assert [f.ndim for f in K.factors] == [1, 2]
         counts = torch.bincount(x.flatten(), minlength=5).double()
         assert bool((K.factors[0][counts > 0] > 0).all())
@@ -130,7 +127,11 @@ class TestEqualTheDiagonals:
     @pytest.mark.parametrize("called", ["perceptron", "embedding", "tied embedding", "groups", "attention"])
     def test_in_all_modes(self, called):
         f, *args = case(called)
-        for of, sharing in ((kflr, {}), (ekfac, {"fisher": "exact"}), (kfoc, {"fisher": "exact"})):
+        for of, sharing in (
+            (partial(kfac, fisher="exact"), {}),
+            (ekfac, {"fisher": "exact"}),
+            (kfoc, {"fisher": "exact"}),
+        ):
             t = of(f, F.mse_loss, max_factor_dim=MOST, **sharing)
             wanted = t(*args)
             for other in (chunked(t, 2), chunked(t, chunk_size=2, over="samples"), chunked(t, 2, over="params")):
@@ -146,13 +147,6 @@ class TestEqualTheDiagonals:
                 assert_trees_close(
                     [K.dense() for K in found.values()], [K.dense() for K in whole.values()], EXACT, 1e-6
                 )
-
-    @pytest.mark.parametrize("called", ["perceptron", "embedding", "groups"])
-    def test_of_merged_batches(self, called):
-        f, params, x, y = case(called)
-        t = kflr(f, lambda z, y: F.mse_loss(z, y, reduction="sum"), max_factor_dim=MOST)
-        both = kronecker.merge(t(params, x[:1], y[:1]), t(params, x[1:], y[1:]), reduction="sum")
-        assert_trees_close(own(both), own(t(params, x, y)), EXACT)
 
 
 class TestEigenvalues:
@@ -216,13 +210,6 @@ class TestTheBestProductWithADiagonal:
 
 
 class TestWhatIsTold:
-    def test_a_table_of_a_language_model_is_counted(self):
-        f, params = functional(Applied(lambda m, x: m["words"](x).sum(1), words=nn.Embedding(40_000, 2)))
-        x = torch.tensor([[3, 3], [7, 39_999]])
-        K = kfac(f, F.mse_loss, generator=seeded())(params, x, torch.zeros(2, 2))["layers.words.weight"]
-        assert K.factors[0].nonzero().flatten().tolist() == [3, 7, 39_999]
-        assert K.factors[0][[3, 7]].tolist() == [0.5, 0.25]
-
     @pytest.mark.parametrize("of", [of for of in STATISTICS if of != "joint"])
     @pytest.mark.parametrize("called", [c for c in CASES if c not in ("RMS norm", "groups", "transposed convolution")])
     def test_explain_gives_the_shapes_of_the_factors(self, called, of):
@@ -243,11 +230,7 @@ class TestWhatIsTold:
 
     @pytest.mark.parametrize("most, error", [(-1, ArgumentError), (2.0, ArgumentTypeError), (True, ArgumentTypeError)])
     def test_the_option_is_checked(self, most, error):
-        for of in (kfac, kflr, kfra, ekfac, kfoc):
+        for of in (kfac, kfra, ekfac, kfoc):
+            options = {} if of is kfra else {"fisher": "exact"}
             with pytest.raises(error, match="max_factor_dim"):
-                of(
-                    sum_grad_squared,
-                    F.mse_loss,
-                    max_factor_dim=most,
-                    **({} if of in (kflr, kfra) else {"fisher": "exact"}),
-                )
+                of(sum_grad_squared, F.mse_loss, max_factor_dim=most, **options)

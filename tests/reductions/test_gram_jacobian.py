@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import batch_grad, batch_jacobian, batch_l2_grad, chunked, gram, tree
+from invfunc import batch_jacobian, chunked, gram, tree
 from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.testing import assert_trees_close, loop_batch_jacobian
 from tests.laws import OF_MODELS
-from tests.networks import networks, samples_loss
-from tests.statistics.test_first_order import EXACT, drawn, losses, reduced, reductions
+from tests.networks import networks
+from tests.statistics.test_first_order import EXACT
 from tests.strategies import Numbers
 
 of_models = pytest.mark.parametrize("kind", OF_MODELS.values(), ids=OF_MODELS)
@@ -24,33 +24,6 @@ def rows(result, params, ndim):
         j.flatten(ndim) if p.ndim else j[..., None] for j, p in zip(*map(tree.leaves, (result, params)), strict=True)
     ]
     return torch.cat([j.reshape(-1, j.shape[-1]) for j in flat], 1)
-
-
-@pytest.mark.quick
-class TestOfLosses:
-    @given(networks(), losses, reductions)
-    def test_gram_is_that_of_the_shares(self, net, loss, reduction):
-        f, args = reduced(samples_loss(net, loss), reduction), drawn(net, loss)
-        g = rows(batch_grad(f)(*args), net.params, 1)
-        assert_trees_close(gram(f)(*args), g @ g.T, EXACT)
-
-    @given(networks(), losses, reductions)
-    def test_gram_has_the_squared_norms_on_its_diagonal(self, net, loss, reduction):
-        f, args = reduced(samples_loss(net, loss), reduction), drawn(net, loss)
-        each = gram(f, per_parameter=True)(*args)
-        assert_trees_close(tree.map_leaves(torch.diag, each), batch_l2_grad(f)(*args), EXACT, 1e-20)
-        assert_trees_close(sum(tree.leaves(each)), gram(f)(*args), EXACT)
-
-    @given(networks(), losses)
-    def test_gram_is_symmetric_and_not_negative(self, net, loss):
-        for k in tree.leaves(gram(samples_loss(net, loss), per_parameter=True)(*drawn(net, loss))):
-            assert_trees_close(k, k.T, EXACT)
-            assert torch.linalg.eigvalsh(k).min() >= -EXACT * k.abs().max()
-
-    @given(networks(), losses)
-    def test_jacobian_of_losses_are_their_shares(self, net, loss):
-        f, args = samples_loss(net, loss), drawn(net, loss)
-        assert_trees_close(batch_jacobian(f)(*args), batch_grad(f)(*args), EXACT)
 
 
 @of_models
@@ -167,11 +140,6 @@ FORK = {"w": Numbers()(3, 2), "v": Numbers(1)(4), "s": Numbers(2)()}
 
 
 class TestJacobian:
-    @given(networks(sequences=True))
-    def test_is_that_of_torch_where_samples_are_kept_apart(self, net):
-        found = batch_jacobian(net.f)(net.params, net.x)
-        assert_trees_close(found, torch.func.jacrev(net.f)(net.params, net.x), EXACT)
-
     @pytest.mark.parametrize("over", [None, "outputs", "samples", "params"])
     @pytest.mark.parametrize("n", [1, 4])
     def test_of_a_tree_of_outputs_is_a_tree_of_these(self, over, n):
@@ -179,21 +147,6 @@ class TestJacobian:
         t = batch_jacobian(forked) if over is None else chunked(batch_jacobian(forked), 2, over=over)
         assert_trees_close(t(FORK, x), torch.func.jacrev(forked)(FORK, x), EXACT)
         assert_trees_close(t(FORK, x), loop_batch_jacobian(forked)(FORK, x), EXACT)
-
-    @given(networks(sequences=True))
-    def test_pulls_back_what_torch_does(self, net):
-        z, pullback = torch.func.vjp(lambda p: net.f(p, net.x), net.params)
-        c = Numbers(4)(*z.shape)
-        found = tree.map_leaves(lambda j: torch.tensordot(c, j, z.ndim), batch_jacobian(net.f)(net.params, net.x))
-        assert_trees_close(found, pullback(c)[0], EXACT)
-
-    @given(networks(sequences=True))
-    def test_multiplied_by_itself_is_the_kernel(self, net):
-        shape = net.f(net.params, net.x).shape
-        j = rows(batch_jacobian(net.f)(net.params, net.x), net.params, len(shape))
-        kernel = gram(net.f)(net.params, net.x)
-        assert_trees_close(kernel, (j @ j.T).reshape(*shape, *shape), EXACT)
-        assert torch.linalg.eigvalsh(kernel.reshape(len(j), len(j))).min() >= -EXACT * kernel.abs().max()
 
 
 class TestErrors:

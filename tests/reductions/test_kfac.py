@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from invfunc import functional, kfac, kflr
+from invfunc import functional, kfac
 from invfunc.testing import assert_trees_close, loop_kfac
 from invfunc.testing.laws.paths import in_blocks
 from invfunc.testing.values import moved
@@ -123,9 +123,9 @@ def test_every_layer(called, sharing, device, dtype):
         wanted = loop_kfac(module, loss, weight_sharing=sharing, joint=joint)(*args)
         options = {"weight_sharing": sharing, "joint": joint}
         given, rtol = moved(args, dtype, device), EXACT if dtype == torch.float64 else 1e-3
-        assert_factors(kflr(f, loss, **options)(*given), wanted, rtol)
-        assert_factors(in_blocks(kflr(f, loss, **options))(*given), wanted, rtol)
-        assert_factors(kflr(composed(f, loss), **options)(*given), wanted, rtol)
+        assert_factors(kfac(f, loss, fisher="exact", **options)(*given), wanted, rtol)
+        assert_factors(in_blocks(kfac(f, loss, fisher="exact", **options))(*given), wanted, rtol)
+        assert_factors(kfac(composed(f, loss), fisher="exact", **options)(*given), wanted, rtol)
         assert_factors(kfac(f, loss, fisher="exact", **options)(*given), wanted, rtol)
 
 
@@ -174,7 +174,7 @@ def test_convolutions(case, sharing, joint):
     rand = Numbers(5)
     args = ({name: 0.5 * rand(*p.shape) for name, p in params.items()}, x, rand(len(x), 2))
     wanted = loop_kfac(module, F.mse_loss, weight_sharing=sharing, joint=joint)(*args)
-    assert_factors(kflr(f, F.mse_loss, weight_sharing=sharing, joint=joint)(*args), wanted)
+    assert_factors(kfac(f, F.mse_loss, weight_sharing=sharing, joint=joint, fisher="exact")(*args), wanted)
 
 
 @sharings
@@ -183,7 +183,7 @@ def test_embeddings(sharing):
     module = nn.Sequential(nn.Embedding(4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(6, 3)).double()
     f, params = functional(module)
     args = ({name: Numbers(2)(*p.shape) for name, p in params.items()}, Numbers(3).below(4, 5, 3), Numbers(1)(5, 3))
-    found = kflr(f, F.mse_loss, weight_sharing=sharing)(*args)
+    found = kfac(f, F.mse_loss, weight_sharing=sharing, fisher="exact")(*args)
     assert_factors(found, loop_kfac(module, F.mse_loss, weight_sharing=sharing)(*args))
     assert (found["0.weight"].factors[0].ndim == 1) == (sharing != "reduce")
 
@@ -219,7 +219,7 @@ def test_functional_code(read, order, of, sharing):
     given = {"layers.a.weight": W.T.clone(), "layers.b.weight": V.T.clone()}
     wanted = loop_kfac(module, F.mse_loss, weight_sharing=sharing)(given, X, Y)
     (b, a), (c, d) = wanted["layers.a.weight"], wanted["layers.b.weight"]
-    found = kflr(f, F.mse_loss, weight_sharing=sharing)({"w": of(W), "v": V}, X, Y)
+    found = kfac(f, F.mse_loss, weight_sharing=sharing, fisher="exact")({"w": of(W), "v": V}, X, Y)
     assert_factors(found, {"w": tuple((a, b)[1 - i] for i in order), "v": (d, c)})
     assert found["w"].shape == of(W).shape and found["w"].groups == ((0,), (1,))
 
@@ -258,7 +258,7 @@ class TestModulesOfTorch:
         given = {name: rand(*p.shape) for name, p in params.items()}
         same = {names[name.removeprefix("layers.a.")]: p for name, p in given.items()}
         wanted = loop_kfac(module, F.mse_loss, weight_sharing=sharing)(same, x, y)
-        found = kflr(f, F.mse_loss, weight_sharing=sharing)(given, x, y)
+        found = kfac(f, F.mse_loss, weight_sharing=sharing, fisher="exact")(given, x, y)
         assert_factors({names[name.removeprefix("layers.a.")]: k for name, k in found.items()}, wanted)
 
     @sharings
@@ -271,7 +271,7 @@ class TestModulesOfTorch:
         wanted = loop_kfac(module, F.mse_loss, weight_sharing=sharing)(
             {names[name]: p for name, p in given.items()}, x, y
         )
-        found = kflr(f, F.mse_loss, weight_sharing=sharing)(given, x, y)
+        found = kfac(f, F.mse_loss, weight_sharing=sharing, fisher="exact")(given, x, y)
         assert_factors({names[name]: k for name, k in found.items()}, wanted)
 
     @pytest.mark.parametrize("train", [True, False])
@@ -279,16 +279,16 @@ class TestModulesOfTorch:
         layer = nn.TransformerEncoderLayer(4, 2, 3, dropout=0.0, batch_first=True).double().train(train)
         f, params = functional(layer)
         x, y = Numbers(3)(2, 3, 4), Numbers(4)(2, 3, 4)
-        for k in kflr(f, F.mse_loss)(params, x, y).values():
+        for k in kfac(f, F.mse_loss, fisher="exact")(params, x, y).values():
             values = torch.linalg.eigvalsh(k.dense())
             assert values.min() > -1e-10 * values.max()
-        traced = {name: k.trace() for name, k in kflr(f, F.mse_loss)(params, x[:1], y[:1]).items()}
+        traced = {name: k.trace() for name, k in kfac(f, F.mse_loss, fisher="exact")(params, x[:1], y[:1]).items()}
         assert all(t > 0 for name, t in traced.items() if "in_proj" not in name)
 
 
 def test_a_parameter_without_influence():
     f, params = functional(nn.Linear(2, 3).double())
-    found = kflr(lambda p, x: f(p["f"], x), F.mse_loss)(
+    found = kfac(lambda p, x: f(p["f"], x), F.mse_loss, fisher="exact")(
         {"f": params, "none": torch.ones(2, 2).double()}, X[:, 0, :2], Y[:, 0]
     )
     assert not found["none"].dense().any()
@@ -301,6 +301,8 @@ def test_b_is_symmetric(sharing):
     torch.manual_seed(0)
     f, params = functional(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4)))
     x, y = Numbers()(7, 3, 5).float(), torch.zeros(7)
-    found = kflr(f, lambda z, y: (z.logsumexp(-1) + 3).square().mean(), weight_sharing=sharing)(params, x, y)
+    found = kfac(f, lambda z, y: (z.logsumexp(-1) + 3).square().mean(), weight_sharing=sharing, fisher="exact")(
+        params, x, y
+    )
     for kronecker in found.values():
         assert_trees_close(kronecker.factors[0], kronecker.factors[0].mT, 1e-6)

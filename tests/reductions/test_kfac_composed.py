@@ -5,23 +5,19 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.func import grad, jvp, vmap
+from torch.func import grad, vmap
 
-from invfunc import chunked, diag_ggn, ekfac, kfac, kflr, reduced, tree
+from invfunc import chunked, diag_ggn, ekfac, kfac, reduced
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.kronecker import kfra
-from invfunc.testing import assert_trees_close, loop_kfac
-from invfunc.testing.laws.paths import in_blocks
-from tests.laws import composed
+from invfunc.testing import assert_trees_close
 from tests.networks import LOSSES, total
-from tests.reductions.test_kfac import MODULES, SHARINGS, assert_factors, built, matrices
+from tests.reductions.test_kfac import SHARINGS, assert_factors, built, matrices
 from tests.strategies import Numbers, seeded
 
 EXACT, DERIVED = 1e-9, 1e-7
-CALLED = ["perceptron", "positions", "convolution", "layer norm", "a layer used twice"]
 MAKERS = {
-    "kflr": kflr,
+    "exact kfac": partial(kfac, fisher="exact"),
     "kfac": lambda f, loss=None, **options: kfac(f, loss, mc_samples=3, generator=seeded(), **options),
     "empirical": partial(kfac, fisher="empirical"),
 }
@@ -36,77 +32,6 @@ def factors(found):
     return {name: matrices(k) for name, k in found.items() if k is not None}
 
 
-@pytest.mark.parametrize("called", CALLED)
-class TestChunks:
-    @pytest.mark.parametrize("over", ["outputs", "samples", "params"])
-    @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-    def test_over_any_axis(self, called, make, over):
-        f, args = arranged(called)
-        if over not in make(f, LOSSES[0]).axes:  # one column is not divided
-            assert over == "outputs" and make is MAKERS["empirical"]
-            return
-        for i, sharing in enumerate(SHARINGS):
-            options = {"weight_sharing": sharing, "joint": i == 1}
-            wanted = factors(make(f, LOSSES[0], **options)(*args))
-            for n in (1, 3):
-                assert_factors(chunked(make(f, LOSSES[0], **options), n, over=over)(*args), wanted, EXACT)
-        last = chunked(make(composed(f, LOSSES[0])), 2, over=over)(*args)
-        assert_factors(last, factors(make(f, LOSSES[0])(*args)), EXACT)
-
-    @pytest.mark.parametrize("over", ["outputs", "samples", "params"])
-    def test_of_ekfac(self, called, over):
-        f, args = arranged(called)
-        wanted = ekfac(f, LOSSES[0], fisher="exact")(*args)
-        found = chunked(ekfac(f, LOSSES[0], fisher="exact"), 2, over=over)(*args)
-        for name, k in wanted.items():
-            assert_trees_close(found[name].dense(), k.dense(), EXACT)
-
-
-@pytest.mark.parametrize("called", CALLED)
-class TestDerivatives:
-    @pytest.mark.parametrize("make", [*MAKERS.values(), kfra], ids=[*MAKERS, "kfra"])
-    def test_by_torch_func_and_autograd(self, called, make):
-        """Against a central difference."""
-        if make is kfra and called != "perceptron":
-            return
-        f, (params, x, y) = arranged(called)
-
-        def value(p):
-            return total(factors(make(f, LOSSES[0])(p, x, y)))
-
-        along = tree.map_leaves(lambda p: Numbers(5)(*p.shape), params)
-        ends = [value(tree.map_leaves(lambda p, a, h=h: p + h * a, params, along)) for h in (1e-5, -1e-5)]
-        slope = grad(value)(params)
-        found = sum((g * a).sum() for g, a in zip(*map(tree.leaves, (slope, along)), strict=True))
-        assert_trees_close(found, (ends[0] - ends[1]) / 2e-5, 1e-6)
-        leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
-        slopes = torch.autograd.grad(value(leaves), list(leaves.values()), materialize_grads=True)
-        assert_trees_close(dict(zip(params, slopes, strict=True)), slope, DERIVED, 1e-3)
-
-    def test_forward_mode(self, called):
-        f, (params, x, y) = arranged(called)
-        along = tree.map_leaves(lambda p: Numbers(5)(*p.shape), params)
-
-        def value(p):
-            return total(factors(kflr(f, LOSSES[0])(p, x, y)))
-
-        slope = grad(value)(params)
-        wanted = sum((g * a).sum() for g, a in zip(*map(tree.leaves, (slope, along)), strict=True))
-        assert_trees_close(jvp(value, (params,), (along,))[1], wanted, DERIVED)
-
-    @pytest.mark.parametrize("make", [kflr, partial(ekfac, fisher="exact")], ids=["kflr", "ekfac"])
-    def test_under_vmap_over_parameters(self, called, make):
-        f, (params, x, y) = arranged(called)
-        several = [tree.map_leaves(lambda p, k=k: p + 0.1 * k, params) for k in range(2)]
-        stacked = tree.map_leaves(lambda *leaves: torch.stack(leaves), *several)
-
-        def blocks(p):
-            return {name: k.dense() for name, k in make(f, LOSSES[0])(p, x, y).items()}
-
-        wanted = tree.map_leaves(lambda *k: torch.stack(k), *map(blocks, several))
-        assert_trees_close(vmap(blocks)(stacked), wanted, EXACT)
-
-
 class TestArguments:
     def test_trees_argnums_aux_and_keywords(self):
         w, v, x, y = Numbers(1)(3, 2), Numbers(2)(2, 3), Numbers(3)(4, 3), Numbers(4)(4, 3)
@@ -114,8 +39,8 @@ class TestArguments:
         def f(a, x, b, *, scale):
             return (x @ a["w"] * scale).tanh() @ b[0], "aux"
 
-        wanted = kflr(lambda p, x: (x @ p["w"] * 2).tanh() @ p["v"], F.mse_loss)({"w": w, "v": v}, x, y)
-        t = kflr(f, F.mse_loss, argnums=(2, 0), has_aux=True)
+        wanted = kfac(lambda p, x: (x @ p["w"] * 2).tanh() @ p["v"], F.mse_loss, fisher="exact")({"w": w, "v": v}, x, y)
+        t = kfac(f, F.mse_loss, argnums=(2, 0), has_aux=True, fisher="exact")
         ((second,), first), aux = t({"w": w}, x, [v], y, scale=2)
         assert aux == "aux"
         assert_trees_close(matrices(first["w"]), matrices(wanted["w"]), EXACT)
@@ -142,22 +67,15 @@ class TestArguments:
             return torch.cumsum((x @ p["w"]).tanh(), 1) @ p["v"]
 
         for sharing in SHARINGS:
-            found = kflr(f, F.mse_loss, weight_sharing=sharing, in_dims=1, out_dims=1)(params, x, y)
-            wanted = kflr(other, F.mse_loss, weight_sharing=sharing)(params, x.transpose(0, 1), y.transpose(0, 1))
+            found = kfac(f, F.mse_loss, weight_sharing=sharing, in_dims=1, out_dims=1, fisher="exact")(params, x, y)
+            wanted = kfac(other, F.mse_loss, weight_sharing=sharing, fisher="exact")(
+                params, x.transpose(0, 1), y.transpose(0, 1)
+            )
             assert_factors(found, factors(wanted), EXACT)
 
-    def test_dtypes(self):
-        module, f, params, x = built("convolution")
-        args = params, x, LOSSES[0].target(Numbers(1), len(x))
-        low = tree.map_leaves(lambda t: t.float() if t.is_floating_point() else t, args)
-        found = kflr(f, LOSSES[0])(*low)
-        assert all(a.dtype == torch.float32 for k in found.values() for a in k.factors)
-        assert_factors(found, loop_kfac(module, LOSSES[0])(*args), 1e-4)
-
-    @pytest.mark.parametrize("make", [kfac, kflr, ekfac, kfra])
-    def test_says_what_it_is(self, make):
-        generator = {"generator": seeded()} if make in (kfac, ekfac) else {}
-        assert repr(make(F.linear, F.mse_loss, **generator)) == f"{make.__name__}(linear, mse_loss)"
+    @pytest.mark.parametrize("fisher", ["exact", "empirical"])
+    def test_says_which_columns_it_has(self, fisher):
+        assert repr(kfac(F.linear, F.mse_loss, fisher=fisher)) == f"kfac(linear, mse_loss, fisher={fisher!r})"
 
 
 NOT_LINEAR = {
@@ -172,12 +90,18 @@ class TestRefusals:
     x, y = Numbers(1)(4, 3), Numbers(2)(4, 3)
 
     @pytest.mark.parametrize("f", NOT_LINEAR.values(), ids=NOT_LINEAR)
-    @pytest.mark.parametrize("make", [kflr, partial(ekfac, fisher="exact")], ids=["kflr", "ekfac"])
+    @pytest.mark.parametrize(
+        "make", [partial(kfac, fisher="exact"), partial(ekfac, fisher="exact")], ids=["exact", "ekfac"]
+    )
     def test_a_parameter_that_no_operation_is_linear_in(self, make, f):
         with pytest.raises(ArgumentError, match=r"\['w'\]"):
             make(f, F.mse_loss)({"w": Numbers(3)(3, 3)}, self.x, self.y)
 
-    @pytest.mark.parametrize("make", [kflr, partial(ekfac, fisher="exact"), kfra], ids=["kflr", "ekfac", "kfra"])
+    @pytest.mark.parametrize(
+        "make",
+        [partial(kfac, fisher="exact"), partial(ekfac, fisher="exact"), kfra],
+        ids=["exact", "ekfac", "kfra"],
+    )
     def test_name_all_parameters_at_once(self, make):
         def f(p, x):
             return (x @ p["w"].exp()).tanh() @ p["fine"] @ p["v"].tril()
@@ -192,7 +116,7 @@ class TestRefusals:
     def test_or_have_the_diagonal_of_their_block(self, f, loss):
         args = {"w": Numbers(3)(3, 3)}, self.x, loss.target(Numbers(1), 4)
         wanted = diag_ggn(f, loss)(*args)["w"]
-        for make in (kflr, partial(ekfac, fisher="exact")):
+        for make in (partial(kfac, fisher="exact"), partial(ekfac, fisher="exact")):
             found = make(f, loss, unsupported="diagonal")(*args)["w"]
             assert_trees_close(found.dense(), wanted.flatten().diag(), EXACT)
             assert_trees_close(found.solve(found @ args[0]["w"] + args[0]["w"], 1.0), args[0]["w"], EXACT)
@@ -206,22 +130,22 @@ class TestRefusals:
             return x @ p["w"].exp() @ p["v"]
 
         args = {"w": Numbers(3)(3, 3), "v": Numbers(2)(3, 3)}, self.x, self.y
-        v = matrices(kflr(lambda v, x: f(args[0] | {"v": v}, x), F.mse_loss)(args[0]["v"], *args[1:]))
+        v = matrices(kfac(lambda v, x: f(args[0] | {"v": v}, x), F.mse_loss, fisher="exact")(args[0]["v"], *args[1:]))
         for unsupported in ("skip", "diagonal"):
-            t = chunked(kflr(f, F.mse_loss, unsupported=unsupported), 2, over=over)
+            t = chunked(kfac(f, F.mse_loss, unsupported=unsupported, fisher="exact"), 2, over=over)
             found = t(*args)
             assert (found["w"] is None) == (unsupported == "skip")
             assert_trees_close(matrices(found["v"]), v, EXACT)
             named = reduced(t, lambda path, k: k.trace())(*args)
             assert (named["w"] is None) == (unsupported == "skip")
         with pytest.raises(ArgumentError, match="'w'"):
-            chunked(kflr(f, F.mse_loss), 2, over=over)(*args)
+            chunked(kfac(f, F.mse_loss, fisher="exact"), 2, over=over)(*args)
         with pytest.raises(ArgumentError, match="'w'"):
-            reduced(kflr(f, F.mse_loss), lambda path, k: k.trace())(*args)
+            reduced(kfac(f, F.mse_loss, fisher="exact"), lambda path, k: k.trace())(*args)
 
     def test_an_option_that_is_not_known(self):
-        with pytest.raises(ArgumentError, match=r"kflr\(unsupported='none'\).*'diagonal'"):
-            kflr(F.linear, F.mse_loss, unsupported="none")
+        with pytest.raises(ArgumentError, match=r"kfac\(unsupported='none'\).*'diagonal'"):
+            kfac(F.linear, F.mse_loss, unsupported="none", fisher="exact")
 
     @pytest.mark.parametrize("make", [kfac, ekfac], ids=["kfac", "ekfac"])
     def test_options_of_the_columns(self, make):
@@ -235,35 +159,15 @@ class TestRefusals:
         with pytest.raises(ArgumentError, match=rf"{name}.*mc_samples.*0"):
             make(F.linear, F.mse_loss, mc_samples=0, generator=seeded())
 
-    @pytest.mark.parametrize("make", [kfac, kflr, ekfac], ids=["kfac", "kflr", "ekfac"])
+    @pytest.mark.parametrize("make", [kfac, ekfac])
     def test_a_sharing_that_is_not_known(self, make):
-        generator = {} if make is kflr else {"generator": seeded()}
         with pytest.raises(ArgumentError, match=rf"{make.__name__}.*weight_sharing='kfc'.*expand"):
-            make(F.linear, F.mse_loss, weight_sharing="kfc", **generator)
+            make(F.linear, F.mse_loss, weight_sharing="kfc", generator=seeded())
 
-    @pytest.mark.parametrize("make", [kfac, kflr, ekfac, kfra], ids=["kfac", "kflr", "ekfac", "kfra"])
-    def test_what_is_no_function(self, make):
-        generator = {"generator": seeded()} if make in (kfac, ekfac) else {}
-        with pytest.raises(ArgumentTypeError, match=rf"{make.__name__}\(f\): f is of type int"):
-            make(3, **generator)
-        with pytest.raises(ArgumentTypeError, match=r"functional\(model\)"):
-            make(nn.Linear(2, 2), **generator)
-
-    @pytest.mark.parametrize("make", [kflr, kfra], ids=["kflr", "kfra"])
+    @pytest.mark.parametrize("make", [partial(kfac, fisher="exact"), kfra], ids=["exact kfac", "kfra"])
     def test_a_loss_that_is_not_convex(self, make):
         with pytest.raises(InvFuncError, match="not convex"):
             make(lambda p, x: x @ p, lambda z, y: z.sin().sum())(Numbers(3)(3, 3), self.x, self.y)
-
-    def test_samples_that_are_mixed(self):
-        with pytest.raises(InvFuncError, match="softmax"):
-            kflr(lambda p, x: (x @ p).softmax(0), F.mse_loss)(Numbers(3)(3, 3), self.x, self.y)
-
-
-def test_blocks_of_samples_change_nothing():
-    for called in MODULES:
-        f, args = arranged(called)
-        wanted = factors(kflr(f, LOSSES[0])(*args))
-        assert_factors(in_blocks(chunked(kflr(f, LOSSES[0]), 2, over="outputs"))(*args), wanted, EXACT)
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)

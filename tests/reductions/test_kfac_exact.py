@@ -1,5 +1,6 @@
 """Where K-factors are exact (arXiv 2311.00636 and 2507.05127), draws that average to them, ekfac and kfra."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from invfunc import (
     functional,
     ggn_trace,
     kfac,
-    kflr,
     reduced,
     sqrt_ggn,
     tree,
@@ -54,7 +54,8 @@ def test_a_layer_in_parts_has_the_factors_of_the_whole(sharing, dim, cut, steps)
         return sum(a @ part.T for a, part in parts)
 
     whole, found = (
-        kflr(f, F.mse_loss, weight_sharing=sharing)(w, x, y).factors for f in (lambda w, x: x @ w.T, in_parts)
+        kfac(f, F.mse_loss, weight_sharing=sharing, fisher="exact")(w, x, y).factors
+        for f in (lambda w, x: x @ w.T, in_parts)
     )
     part = torch.arange(4) < cut
     wanted = [k * (part == part[:, None]) if i == dim and sharing != "reduce" else k for i, k in enumerate(whole)]
@@ -89,7 +90,7 @@ class TestExactness:
         """Whatever the nonlinearities, no two samples are averaged apart."""
         f, args = arranged(perceptron(activation), Numbers(4)(1, 2), loss)
         wanted = dense_ggn(f, loss)(*args)
-        for make in (kflr, ekfac, kfra):
+        for make in (partial(kfac, fisher="exact"), ekfac, kfra):
             options = dict[str, Any](fisher="exact") if make is ekfac else {}
             assert_trees_close(dense(make(f, loss, **options)(*args)), wanted, EXACT)
 
@@ -98,13 +99,13 @@ class TestExactness:
     def test_of_deep_linear_networks(self, sharing, n):
         f, args = arranged(deep_linear(), Numbers(4)(n, 2), LOSSES[1])
         wanted = dense_ggn(f, F.mse_loss)(*args)
-        assert_trees_close(dense(kflr(f, F.mse_loss, weight_sharing=sharing)(*args)), wanted, EXACT)
+        assert_trees_close(dense(kfac(f, F.mse_loss, weight_sharing=sharing, fisher="exact")(*args)), wanted, EXACT)
         assert_trees_close(dense(kfra(f, F.mse_loss)(*args)), wanted, EXACT)
 
     def test_of_a_weight_with_its_bias(self):
         """The block of [weight, bias] of a function that takes both as one."""
         f, args = arranged(perceptron(nn.Tanh), Numbers(4)(1, 2), LOSSES[0])
-        found = kflr(f, LOSSES[0], joint=True)(*args)
+        found = kfac(f, LOSSES[0], joint=True, fisher="exact")(*args)
         for name in ("0", "4"):
             weight, bias = (args[0][f"{name}.{part}"] for part in ("weight", "bias"))
             both = torch.cat([weight, bias[:, None]], 1)
@@ -120,13 +121,15 @@ class TestExactness:
         f, (params, _, _) = arranged(deep_linear(), x, LOSSES[1])
         y = Numbers(5)(3, 2, CLASSES)
         wanted = dense_ggn(f, F.mse_loss)(params, x, y)
-        assert_trees_close(dense(kflr(f, F.mse_loss, weight_sharing="expand")(params, x, y)), wanted, EXACT)
+        assert_trees_close(
+            dense(kfac(f, F.mse_loss, weight_sharing="expand", fisher="exact")(params, x, y)), wanted, EXACT
+        )
 
     def test_reduce_of_deep_linear_networks_with_a_mean_over_positions(self):
         net = Applied(lambda m, x: m["net"](x).mean(1), net=deep_linear())
         f, args = arranged(net, Numbers(4)(3, 2, 2), LOSSES[1])
         wanted = dense_ggn(f, F.mse_loss)(*args)
-        assert_trees_close(dense(kflr(f, F.mse_loss, weight_sharing="reduce")(*args)), wanted, EXACT)
+        assert_trees_close(dense(kfac(f, F.mse_loss, weight_sharing="reduce", fisher="exact")(*args)), wanted, EXACT)
 
 
 class TestDraws:
@@ -137,7 +140,7 @@ class TestDraws:
         module = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, CLASSES), nn.Sigmoid())  # far from what is rare
         f, args = arranged(module, Numbers(4)(3, 2), loss)
         draws, t = 200, kfac(f, loss, mc_samples=5, generator=seeded(2))
-        found, exact = [t(*args) for _ in range(draws)], kflr(f, loss)(*args)
+        found, exact = [t(*args) for _ in range(draws)], kfac(f, loss, fisher="exact")(*args)
         for name, k in exact.items():
             factors = torch.stack([drawn[name].factors[0] for drawn in found])
             assert near(factors.mean(0), factors.std(0), k.factors[0], draws)
@@ -168,7 +171,9 @@ class TestDraws:
 
         args = (params, x, torch.ones(4, 3).double())
         found = kfac(f, loss, mc_samples=4000, generator=seeded(), sample=sample)(*args)
-        assert_trees_close(dense(found), dense(kflr(f, loss)(*args)), 0.15)  # more than five standard errors
+        assert_trees_close(
+            dense(found), dense(kfac(f, loss, fisher="exact")(*args)), 0.15
+        )  # more than five standard errors
 
 
 COLUMNS = {"exact": {}, "mc": {"mc_samples": 3}, "empirical": {}}
@@ -203,18 +208,6 @@ class TestEkfac:
             for i, q in enumerate(matrices(k), 1):
                 rows = (rows.movedim(i, -1) @ q).movedim(-1, i)
             assert_trees_close(k.values, rows.square().sum(0), EXACT, FLOOR)
-
-    @sharings
-    def test_it_is_nearer_to_the_block_than_the_factors(self, called, sharing):
-        _, f, params, x = built(called)
-        args = (params, x, LOSSES[1].target(Numbers(1), len(x)))
-        blocks = dense_ggn(f, F.mse_loss)(*args)
-        found = ekfac(f, F.mse_loss, fisher="exact", weight_sharing=sharing)(*args)
-        factors = dense(kflr(f, F.mse_loss, weight_sharing=sharing)(*args))
-        for name, block in blocks.items():
-            assert_trees_close(found[name].trace(), block.trace(), EXACT)
-            apart = (found[name].dense() - block).norm()
-            assert apart <= (factors[name] - block).norm() + 1e-9 * block.norm()
 
     def test_its_trace_is_that_of_the_block(self, called):
         _, f, params, x = built(called)
@@ -310,7 +303,9 @@ def test_a_bias_of_groups_has_a_factor_of_all_channels():
     """Also where the kernels of their weight have one entry."""
     rand = Numbers()
     x, w, b, target = rand(1, 2, 1), rand(2, 2, 1), rand(4), rand(1, 4, 1)
-    found = kflr(lambda p, x: F.conv_transpose1d(x, p[0], p[1], groups=2), F.mse_loss)((w, b), x, target)[1]
+    found = kfac(lambda p, x: F.conv_transpose1d(x, p[0], p[1], groups=2), F.mse_loss, fisher="exact")(
+        (w, b), x, target
+    )[1]
     assert_trees_close(found.dense(), torch.eye(4).to(x) / 2, EXACT)
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import chunked, kflr
+from invfunc import chunked, kfac
 from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.paths import in_blocks
@@ -67,7 +67,7 @@ def test_are_of_the_positions_that_are_there(pick, sharing, lengths):
         p = {"wb": torch.cat([w, b[:, None]], 1)} if layer == "column" else {"w": w, "b": b}
         for together in (False, True):
             wanted = joint if layer == "column" or (together and layer == "linear") else apart
-            t = kflr(model(pick, layer), F.mse_loss, weight_sharing=sharing, joint=together)
+            t = kfac(model(pick, layer), F.mse_loss, weight_sharing=sharing, joint=together, fisher="exact")
             for of in (t, in_blocks(t)):
                 try:
                     found = of(p, x, there, y)
@@ -91,7 +91,7 @@ def test_a_parameter_that_is_repeated_for_the_samples_in_chunks(repeated, n):
         }[repeated]()
         return torch.tanh(x @ p["W"] + b[:, None]).mean(1) @ p["V"]
 
-    statistic = kflr(f, F.mse_loss)
+    statistic = kfac(f, F.mse_loss, fisher="exact")
     whole, parts = statistic(params, x, y), chunked(statistic, n, over="samples")(params, x, y)
     for name in params:
         assert_trees_close(parts[name].dense(), whole[name].dense(), 1e-9)

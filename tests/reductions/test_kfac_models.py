@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from invfunc import ekfac, functional, ggn_trace, kfac, kflr, tree
+from invfunc import ekfac, functional, ggn_trace, kfac
 from invfunc.testing import assert_trees_close, dense_ggn, peak_memory
 from invfunc.testing.laws.paths import in_blocks
 from tests.crossed import GATES_OF_PATCHES, sides, thresholds_at
 from tests.laws import composed
-from tests.networks import LOSSES
 from tests.reductions.test_kfac import SHARINGS, matrices
 from tests.strategies import Numbers, seeded
 
@@ -108,11 +107,11 @@ class TestModels:
         assert_trees_close({name: k.trace() for name, k in found.items()}, wanted, EXACT, FLOOR)
         exact, drawn = (
             make(f, loss, weight_sharing=sharing)(*args)
-            for make in (kflr, partial(kfac, generator=seeded(), mc_samples=2))
+            for make in (partial(kfac, fisher="exact"), partial(kfac, generator=seeded(), mc_samples=2))
         )
-        blocks = in_blocks(kflr(f, loss, weight_sharing=sharing))(*args)
+        blocks = in_blocks(kfac(f, loss, weight_sharing=sharing, fisher="exact"))(*args)
         assert_trees_close(blocks, exact, EXACT, FLOOR)
-        assert_trees_close(kflr(composed(f, loss), weight_sharing=sharing)(*args), exact, EXACT, FLOOR)
+        assert_trees_close(kfac(composed(f, loss), weight_sharing=sharing, fisher="exact")(*args), exact, EXACT, FLOOR)
         for name, k in (exact | drawn).items():
             v = torch.ones_like(args[0][name])
             assert_trees_close(k.solve(k @ v + 0.1 * v, 0.1), v, 1e-6)
@@ -123,7 +122,7 @@ class TestModels:
         """A vector that one position reads, whatever reads it: a class token, a temperature."""
         f, args = arranged(called, 3)
         blocks = dense_ggn(f, F.cross_entropy)(*args)
-        found = kflr(f, F.cross_entropy)(*args)
+        found = kfac(f, F.cross_entropy, fisher="exact")(*args)
         for name in ("token", "temperature", "9.bias"):
             if name in found:
                 assert_trees_close(found[name].dense(), blocks[name], EXACT)
@@ -165,8 +164,8 @@ class TestLookups:
         shapes = {"p": (5, 2), "v": (3, 2), "b": (2,), "w": (6, 2)}
         params = {name: Numbers(i)(*shape) for i, (name, shape) in enumerate(shapes.items())}
         x, y = Numbers(7)(2, 3, 3), Numbers(8)(2, 2)
-        found = kflr(added, F.mse_loss, weight_sharing=sharing)(params, x, y)
-        wanted = kflr(multiplied, F.mse_loss, weight_sharing=sharing)(params, x, units.to(x), y)
+        found = kfac(added, F.mse_loss, weight_sharing=sharing, fisher="exact")(params, x, y)
+        wanted = kfac(multiplied, F.mse_loss, weight_sharing=sharing, fisher="exact")(params, x, units.to(x), y)
         assert {name: k.groups for name, k in found.items()} == {name: k.groups for name, k in wanted.items()}
         for name, k in found.items():
             assert_trees_close(matrices(k), matrices(wanted[name]), EXACT)
@@ -187,9 +186,11 @@ class TestLookups:
         def multiplied(p, x, unit, other):
             return ((x + unit @ p).sin() + other @ p).cos()
 
-        wanted = kflr(multiplied, F.mse_loss, weight_sharing=sharing)(p, x, first, second, y)
+        wanted = kfac(multiplied, F.mse_loss, weight_sharing=sharing, fisher="exact")(p, x, first, second, y)
         for f, args in ((added, (p, x, y)), (both, (p, x, second, y))):
-            assert_trees_close(kflr(f, F.mse_loss, weight_sharing=sharing)(*args).dense(), wanted.dense(), EXACT)
+            assert_trees_close(
+                kfac(f, F.mse_loss, weight_sharing=sharing, fisher="exact")(*args).dense(), wanted.dense(), EXACT
+            )
             found = ekfac(f, F.mse_loss, fisher="exact", weight_sharing=sharing)(*args)
             assert_trees_close(found.trace(), dense_ggn(f, F.mse_loss)(*args).trace(), EXACT)
 
@@ -202,8 +203,8 @@ class TestLookups:
         def f(p, x, i):
             return (x + F.embedding(i, p["p"], padding_idx=0)).tanh().flatten(1) @ p["w"]
 
-        found = kflr(lambda p, x: f(p, x, tokens), F.mse_loss, weight_sharing=sharing)(params, x, y)
-        wanted = kflr(f, F.mse_loss, weight_sharing=sharing)(params, x, tokens.expand(3, -1), y)
+        found = kfac(lambda p, x: f(p, x, tokens), F.mse_loss, weight_sharing=sharing, fisher="exact")(params, x, y)
+        wanted = kfac(f, F.mse_loss, weight_sharing=sharing, fisher="exact")(params, x, tokens.expand(3, -1), y)
         assert_trees_close(found, wanted, EXACT)
 
     @pytest.mark.parametrize("read", [torch.add, torch.mul, lambda x, p: F.layer_norm(x, p.shape, p)])
@@ -214,7 +215,7 @@ class TestLookups:
             return read(x, p).sin().mean((1, 2)).unsqueeze(1)
 
         args = torch.ones(t, d), Numbers(1)(2, t, d).float(), torch.zeros(2, 1)
-        for make in (kflr, partial(ekfac, fisher="exact")):
+        for make in (partial(kfac, fisher="exact"), partial(ekfac, fisher="exact")):
             _, peak = peak_memory(lambda make=make: make(f, F.mse_loss)(*args))
             assert peak < 40 * 2**20 < 4 * (t * d) ** 2
             assert make(f, F.mse_loss)(*args).factors[0].shape == (t,)
@@ -224,7 +225,7 @@ class TestLookups:
             return ((x + p).sin() * p.exp()).cos()
 
         args = Numbers(1)(1, 3), Numbers(2)(4, 3), Numbers(3)(4, 3)
-        assert_trees_close(kflr(f, F.mse_loss)(*args).dense(), dense_ggn(f, F.mse_loss)(*args), EXACT)
+        assert_trees_close(kfac(f, F.mse_loss, fisher="exact")(*args).dense(), dense_ggn(f, F.mse_loss)(*args), EXACT)
 
 
 @st.composite
@@ -259,7 +260,7 @@ class TestGroups:
         whole, apart, params, x, y, groups = case
         of = {name: p if name == "v" else list(p.chunk(groups)) for name, p in params.items()}
         options = {"weight_sharing": sharing, "joint": joint}
-        for make in (kflr, partial(kfac, fisher="empirical")):
+        for make in (partial(kfac, fisher="exact"), partial(kfac, fisher="empirical")):
             with thresholds_at(**gates):
                 found = make(whole, F.mse_loss, **options)(params, x, y)
             wanted = make(apart, F.mse_loss, **options)(of, x, y)
@@ -277,7 +278,10 @@ class TestGroups:
         module = nn.Sequential(nn.Conv1d(4, 4, 2, groups=groups), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)).double()
         f, params = functional(module)
         args = params, Numbers(1)(3, 4, 3), Numbers(2)(3, 3)
-        joint, apart = kflr(f, F.mse_loss, joint=True)(*args), kflr(f, F.mse_loss)(*args)
+        joint, apart = (
+            kfac(f, F.mse_loss, joint=True, fisher="exact")(*args),
+            kfac(f, F.mse_loss, fisher="exact")(*args),
+        )
         (b, a), k = joint["0.weight"].factors, apart["0.weight"]
         assert joint["0.weight"].shape == (4, 2 * 4 // groups + 1) and joint["0.bias"] is None
         assert_trees_close((b, a[:, :-1, :-1]), k.factors, EXACT)
@@ -289,7 +293,7 @@ class TestGroups:
             return torch.einsum("nhd,hde->nhe", x, p["w"]).tanh().sum(1) @ p["v"]
 
         params = {"w": Numbers(1)(2, 3, 2), "v": Numbers(2)(2, 2)}
-        found = kflr(f, F.mse_loss)(params, Numbers(3)(1, 2, 3), Numbers(4)(1, 2))["w"]
+        found = kfac(f, F.mse_loss, fisher="exact")(params, Numbers(3)(1, 2, 3), Numbers(4)(1, 2))["w"]
         block = dense_ggn(f, F.mse_loss)(params, Numbers(3)(1, 2, 3), Numbers(4)(1, 2))["w"]
         assert found.blocks == (2, 1, 1)
         for at in (slice(0, 6), slice(6, 12)):  # of one sample, exact within a group
@@ -326,8 +330,8 @@ class TestRoles:
     def test_have_the_product_that_is_nearest_to_the_sum(self, called, n, sharing):
         f, inputs, loss, target = ROLES[called]
         w, args = Numbers(2)(4, 2), (inputs(Numbers(3), n), target(Numbers(4), n))
-        found = kflr(lambda p, x: f(p, p, x), loss, weight_sharing=sharing)(w, *args)
-        apart = kflr(lambda p, x: f(p[0], p[1], x), loss, weight_sharing=sharing)([w, w], *args)
+        found = kfac(lambda p, x: f(p, p, x), loss, weight_sharing=sharing, fisher="exact")(w, *args)
+        apart = kfac(lambda p, x: f(p[0], p[1], x), loss, weight_sharing=sharing, fisher="exact")([w, w], *args)
         total = product_at(sum(k.dense() for k in apart), 4)
         u, s, v = torch.linalg.svd(total)
         assert_trees_close(product_at(found.dense(), 4), s[0] * u[:, :1] @ v[:1], 1e-7)
@@ -338,18 +342,6 @@ class TestRoles:
     def test_in_one_of_which_nothing_is_sent_back_have_the_factors_of_the_other(self, called):
         f, inputs, loss, target = ROLES[called]
         w, args = Numbers(2)(4, 2), (inputs(Numbers(3), 3), target(Numbers(4), 3))
-        found = kflr(lambda p, x: f(0 * p.detach(), p, x) + 0 * f(p, p.detach(), x), loss)(w, *args)
-        wanted = kflr(lambda p, x: f(0 * p.detach(), p, x), loss)(w, *args)
+        found = kfac(lambda p, x: f(0 * p.detach(), p, x) + 0 * f(p, p.detach(), x), loss, fisher="exact")(w, *args)
+        wanted = kfac(lambda p, x: f(0 * p.detach(), p, x), loss, fisher="exact")(w, *args)
         assert_trees_close(found.dense(), wanted.dense(), EXACT)
-
-
-@pytest.mark.parametrize("loss", LOSSES[:3], ids=repr)
-def test_a_leaf_of_any_kind_is_a_tree_that_can_be_stacked(loss):
-    """So is what comes of a vmap over models."""
-    f, (params, x, _) = arranged("MobileNet", 2)
-    y = loss.target(Numbers(1), 2)
-    several = tree.map_leaves(lambda p: torch.stack([p, 1.1 * p]), params)
-    found = torch.vmap(lambda p: {name: k.trace() for name, k in kflr(f, loss)(p, x, y).items()})(several)
-    for i in range(2):
-        one = kflr(f, loss)(tree.map_leaves(lambda p, i=i: p[i], several), x, y)
-        assert_trees_close({k: v[i] for k, v in found.items()}, {k: v.trace() for k, v in one.items()}, EXACT, FLOOR)

@@ -5,19 +5,16 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.func import grad, jvp, vmap
+from torch.func import grad
 
-from invfunc import batch_diag_hessian, chunked, diag_hessian, functional, outputs, tree
+from invfunc import batch_diag_hessian, diag_hessian
 from invfunc.errors import ArgumentTypeError, InvFuncError, SampleAxisError
 from invfunc.testing import assert_trees_close, dense_batch_diag_hessian, dense_diag_hessian
-from invfunc.testing.laws.paths import in_blocks
-from invfunc.testing.values import moved
 from tests.laws import composed
-from tests.networks import LOSSES, network, total
+from tests.networks import total
 from tests.strategies import Numbers
 
 EXACT, DERIVED = 1e-8, 1e-7
-CALLED = ["perceptron", "convolution", "tied", "derived"]
 KINDS = {"whole": (diag_hessian, dense_diag_hessian), "each": (batch_diag_hessian, dense_batch_diag_hessian)}
 kinds = pytest.mark.parametrize("make, dense", KINDS.values(), ids=KINDS)
 
@@ -25,42 +22,6 @@ kinds = pytest.mark.parametrize("make, dense", KINDS.values(), ids=KINDS)
 def bent(z, y):
     """Neither convex nor known."""
     return (z.sin() * (z - y)).sum(1).mean()
-
-
-def arranged(called, n=4):
-    net = network(called, n)
-    return net.f, (net.params, net.x, LOSSES[1].target(Numbers(1), n))
-
-
-@kinds
-@pytest.mark.parametrize("called", CALLED)
-class TestChunks:
-    @pytest.mark.parametrize("axis", ["outputs", "samples", "params"])
-    @pytest.mark.parametrize("n", [1, 3])
-    def test_over_any_axis(self, make, dense, called, axis, n):
-        f, args = arranged(called)
-        wanted = dense(f, bent)(*args)
-        t = make(f, bent)
-        assert {"samples", "params"} <= set(t.axes)
-        if axis in t.axes:
-            assert_trees_close(chunked(t, n, over=axis)(*args), wanted, EXACT)
-            assert_trees_close(in_blocks(chunked(t, n, over=axis))(*args), wanted, EXACT)
-
-    def test_over_two_axes_and_of_some_samples(self, make, dense, called):
-        f, args = arranged(called)
-        each, chosen = dense_batch_diag_hessian(f, bent)(*args), [2, 0, 0, -1]
-        picked = tree.map_leaves(lambda d: d[chosen] if make is batch_diag_hessian else d[chosen].sum(0), each)
-        t = make(f, bent, samples=chosen)
-        for found in (t, in_blocks(t), chunked(t, 2, over="samples"), chunked(t, 2, over="params")):
-            assert_trees_close(found(*args), picked, EXACT)
-        both = chunked(chunked(t, 2, over="samples"), chunk_size=1, over="params")
-        assert_trees_close(both(*args), picked, EXACT)
-
-    def test_of_a_loss_function_over_samples(self, make, dense, called):
-        """Its known loss runs once on all outputs, so that the mean keeps its scale."""
-        f, args = arranged(called)
-        t = chunked(make(composed(f, F.mse_loss)), 3, over="samples")
-        assert_trees_close(t(*args), dense(f, F.mse_loss)(*args), EXACT)
 
 
 def standardised(x, dims):
@@ -110,38 +71,6 @@ class TestDerivatives:
         leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
         found = torch.autograd.grad(total(make(of(native), bent)(leaves, x, y)), list(leaves.values()))
         assert_trees_close(dict(zip(leaves, found, strict=True)), slope, DERIVED, 1e-3)
-
-    @pytest.mark.parametrize("called", CALLED)
-    def test_by_torch_func(self, make, dense, called):
-        f, (params, x, y) = arranged(called, 2)
-        found, wanted = (grad(lambda p, t=t: total(t(f, bent)(p, x, y)))(params) for t in (make, dense))
-        assert_trees_close(found, wanted, DERIVED, 1e-3)
-
-    @pytest.mark.parametrize("called", CALLED)
-    def test_by_autograd(self, make, dense, called):
-        f, (params, x, y) = arranged(called, 2)
-        slopes = []
-        for t in (make, dense):
-            p, given = tree.map_leaves(lambda leaf: leaf.clone().requires_grad_(), (params, x))
-            leaves = tree.leaves((p, given))
-            slopes.append(torch.autograd.grad(total(t(f, bent)(p, given, y)), leaves, materialize_grads=True))
-            assert all(leaf.grad is None for leaf in leaves)
-        assert_trees_close(slopes[0], slopes[1], DERIVED, 1e-3)
-
-    def test_forward_mode(self, make, dense):
-        f, (params, x, y) = arranged("perceptron", 2)
-        along = tree.map_leaves(lambda p: Numbers(3)(*p.shape), params)
-        found, wanted = (jvp(lambda p, t=t: total(t(f, bent)(p, x, y)), (params,), (along,))[1] for t in (make, dense))
-        assert_trees_close(found, wanted, DERIVED)
-
-    @pytest.mark.parametrize("called", CALLED)
-    def test_under_vmap_over_parameters(self, make, dense, called):
-        f, (params, x, y) = arranged(called, 2)
-        several = [tree.map_leaves(lambda p, k=k: p + 0.1 * k, params) for k in range(2)]
-        stacked = tree.map_leaves(lambda *leaves: torch.stack(leaves), *several)
-        wanted = tree.map_leaves(lambda *d: torch.stack(d), *(dense(f, bent)(p, x, y) for p in several))
-        for t in (make(f, bent), make(composed(f, lambda z, y: bent(outputs(z), y)))):
-            assert_trees_close(vmap(t, in_dims=(0, None, None))(stacked, x, y), wanted, EXACT)
 
 
 @settings(max_examples=10)
@@ -204,45 +133,6 @@ class TestArguments:
         found = make(lambda p, x: (x @ p["w"]).sin(), bent)({"w": w, "none": torch.ones(2).double()}, x, y)
         assert not found["none"].any()
         assert_trees_close(found["w"], dense(lambda w, x: (x @ w).sin(), bent)(w, x, y), EXACT)
-
-    def test_of_what_is_linear_it_is_zero(self, make, dense):
-        found = make(lambda w, x: x @ w, lambda z, y: (z * y).sum())(*self.args)
-        assert_trees_close(found, torch.zeros(4, 3, 2)[: len(found)] if found.ndim == 3 else torch.zeros(3, 2), EXACT)
-
-    def test_float32(self, make, dense):
-        net = network("convolution", 4)
-        args = net.params, net.x, Numbers(1)(4, 3)
-        found = make(net.f, bent)(*moved(args, torch.float32, torch.device("cpu")))
-        assert all(leaf.dtype == torch.float32 for leaf in tree.leaves(found))
-        assert_trees_close(found, dense(net.f, bent)(*args), 1e-4)
-
-    def test_no_grad_changes_nothing(self, make, dense):
-        f, args = arranged("perceptron")
-        with torch.no_grad():
-            found = make(f, bent)(*args)
-        assert_trees_close(found, dense(f, bent)(*args), EXACT)
-        assert not any(leaf.requires_grad for leaf in tree.leaves(found))
-
-    def test_the_function_draws_what_one_call_draws(self, make, dense):
-        """Dropout in train mode: the numbers are those of one call, and the global generator goes on as after it."""
-        f, params = functional(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout(0.5)).double())
-        _, x, y = self.args
-        torch.manual_seed(0)
-        kept = f(params, x).detach() != 0
-        after = torch.get_rng_state()
-
-        def fixed(p, x):
-            return F.linear(x, p["0.weight"], p["0.bias"]) * kept * 2
-
-        for t in (make(f, bent), make(composed(f, bent))):
-            torch.manual_seed(0)
-            assert_trees_close(t(params, x, y), dense(fixed, bent)(params, x, y), EXACT)
-            assert torch.equal(torch.get_rng_state(), after)
-
-    def test_says_what_it_is(self, make, dense):
-        name = make.__name__
-        assert repr(make(F.linear, F.mse_loss)) == f"{name}(linear, mse_loss)"
-        assert repr(make(F.linear)) == f"{name}(linear)"
 
 
 def normalised(w, x):

@@ -176,26 +176,6 @@ class TestEveryStatistic:
         args = (params, Numbers(2)(4, 3))
         assert_trees_close(kind.make(f)(*args), kind.loop(f)(*args), EXACT)
 
-    def test_of_a_weight_that_is_read_in_other_shapes(self, kind):
-        """Tied, with other numbers of positions at each place where it is used."""
-
-        def f(w, x):
-            z = F.conv1d(x, w[:, None], padding=1).tanh()  # [N, 3, T]
-            return ((z.mT @ w).square().sum((1, 2)) + F.linear(x[:, 0, :2], w) @ w.sum(1)) * w[0, 0]
-
-        args = (Numbers()(3, 2), Numbers(1)(4, 1, 5))
-        assert_trees_close(kind.make(f)(*args), kind.loop(f)(*args), EXACT)
-
-    def test_of_activations_in_place(self, kind):
-        def f(p, x):
-            z = F.linear(x, p["a"])
-            z += p["b"]
-            z = F.relu(z.mul_(2), inplace=True)
-            return F.linear(z, p["a"].mT).add_(1).exp_().sum(1)
-
-        args = ({"a": Numbers()(3, 2), "b": Numbers(1)(3)}, Numbers(2)(4, 2))
-        assert_trees_close(kind.make(f)(*args), kind.loop(f)(*args), EXACT)
-
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
     def test_keeps_the_dtype(self, kind, dtype):
         params = {"w": Numbers()(3).to(dtype), "b": Numbers(1)().double()}

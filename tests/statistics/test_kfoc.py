@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad
 
-from invfunc import chunked, kflr, kronecker, sqrt_ggn, streamed, together, tree
+from invfunc import chunked, kfac, kronecker, sqrt_ggn, streamed, together, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import Kronecker, kfoc
 from invfunc.testing import assert_trees_close
@@ -82,7 +82,10 @@ def test_comes_to_the_best_product_and_is_nearer_than_k_fac(called):
         return net.f(params, x).reshape(5, -1, 3).mean(1)
 
     by_sweeps = [matrices(kfoc(f, LOSSES[0], fisher="exact", sweeps=k)(*args)) for k in (1, 2, 3, 4, 30)]
-    shares, factors = dict(tree.named_leaves(sqrt_ggn(f, LOSSES[0])(*args))), matrices(kflr(f, LOSSES[0])(*args))
+    shares, factors = (
+        dict(tree.named_leaves(sqrt_ggn(f, LOSSES[0])(*args))),
+        matrices(kfac(f, LOSSES[0], fisher="exact")(*args)),
+    )
     weights = [path for path, share in shares.items() if sum(size != 1 for size in share.shape[2:]) > 1]
     assert weights
     for path in weights:
@@ -119,7 +122,7 @@ class TestTransforms:
         assert len(passes) == sweeps
 
     def test_samples_and_together(self):
-        one, other = kfoc(self.net.f, LOSSES[0], fisher="exact"), kflr(self.net.f, LOSSES[0])
+        one, other = kfoc(self.net.f, LOSSES[0], fisher="exact"), kfac(self.net.f, LOSSES[0], fisher="exact")
         both = together(one, other)(*self.args)
         assert_trees_close(dense(both), dense((one(*self.args), other(*self.args))), EXACT)
         chosen = kfoc(self.net.f, LOSSES[0], fisher="exact", samples=[2, 0, 0])(*self.args)

@@ -17,7 +17,6 @@ from tests import structures
 from tests.strategies import Numbers, seeded
 
 N, BAD = 6, 2
-PLACES = ["input", "target", "parameter"]
 
 
 def dense(params, x):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import invfunc
-from invfunc import chunked, noise_scale, streamed, tree
+from invfunc import noise_scale, streamed, tree
 from invfunc.core.shares import Shares
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.reductions.noise import NoiseScale
@@ -73,51 +73,10 @@ class TestParts:
         assert noise_scale(linear)(params, x)[1] == NoiseScale(torch.tensor(-1.0), torch.tensor(2.0))
         assert noise_scale(linear)(params, x)[1].scale == -2
 
-    def test_have_derivatives(self):
-        net, loss = network("perceptron", 3), LOSSES[0]
-        f, args = samples_loss(net, loss), drawn(net, loss)
-        found, wanted = (
-            torch.func.grad(lambda *a, make=make: make(f)(*a)[1].scale)(*args) for make in (noise_scale, by_shares)
-        )
-        assert_trees_close(found, wanted, 1e-8)
-
-
-def by_shares(f):
-    """`noise_scale` of the shares themselves."""
-
-    def made(*args):
-        g = torch.cat([x.flatten(1) for x in tree.tensors(invfunc.batch_grad(f)(*args))], 1)
-        trace = g.var(0, correction=1).sum()
-        return None, NoiseScale(g.mean(0).square().sum() - trace / len(g), trace)
-
-    return made
-
 
 class TestComposed:
     net, loss = network("convolution", 5), LOSSES[0]
     f, args = staticmethod(samples_loss(net, loss)), drawn(net, loss)
-
-    @pytest.mark.parametrize("edges", [(2, 3), (1, 1, 3), (1, 4)], ids=str)
-    def test_of_a_data_set_is_that_of_all_its_samples(self, edges):
-        params, *batch = self.args
-        batches = list(zip(*(x.split(edges) for x in batch), strict=True))
-        assert_trees_close(streamed(noise_scale(self.f))(params, batches), noise_scale(self.f)(*self.args), EXACT)
-
-    @pytest.mark.parametrize("over", ["samples", "params"])
-    def test_chunks_with_a_sample_each(self, over):
-        found = chunked(noise_scale(self.f), chunk_size=1, over=over)(*self.args)
-        assert_trees_close(found, noise_scale(self.f)(*self.args), EXACT)
-
-    def test_what_is_reduced_are_the_gradients(self):
-        gradient, noise = noise_scale(self.f)(*self.args)
-        found, same = invfunc.reduced(noise_scale(self.f), torch.sum)(*self.args)
-        assert_trees_close((found, same), (tree.map_tensors(torch.sum, gradient), noise), EXACT)
-
-    def test_shares_the_pass(self):
-        t = invfunc.together(invfunc.batch_l2_grad(self.f), noise_scale(self.f), noise_scale(self.f, groups=str))
-        norms, all_, each = t(*self.args)
-        assert_trees_close(norms, invfunc.batch_l2_grad(self.f)(*self.args), EXACT)
-        assert_trees_close(list(all_[1]), [sum(x) for x in zip(*each[1].values(), strict=True)], EXACT)
 
     def test_norms_are_those_of_the_parameters_that_count(self):
         model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)).double()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 import invfunc
@@ -18,8 +18,6 @@ EXACT = 1e-10
 N = 4
 statistics = pytest.mark.parametrize("statistic", STATISTICS)
 losses = st.sampled_from(LOSSES)
-EACH = ["batch_grad", "batch_l2_grad", "batch_jacobian"]
-"""Whose results have a sample axis."""
 
 
 @st.composite
@@ -44,13 +42,6 @@ class TestEveryStatistic:
         found = kind.make(*functions, samples=chosen)(*args)
         assert_trees_close(found, kind.loop(*functions, samples=plain(chosen))(*args), EXACT, FLOOR)
 
-    @given(st.data(), networks(), losses)
-    def test_of_all_in_their_order_is_that_of_all(self, statistic, data, net, loss):
-        kind, functions, args = arranged(statistic, net, loss)
-        assume(kind.fewest <= net.n)
-        found = kind.make(*functions, samples=list(range(net.n)))(*args)
-        assert_trees_close(found, kind.make(*functions)(*args), EXACT, FLOOR)
-
     @given(st.data(), networks(low=2), losses)
     def test_does_not_depend_on_chunks(self, statistic, data, net, loss):
         """Over samples too: the order is that of the choice, not of the chunks."""
@@ -61,12 +52,6 @@ class TestEveryStatistic:
             divided = chunked(divided, data.draw(st.integers(1, 6)), over=over)
         assert_trees_close(divided(*args), t(*args), EXACT, FLOOR)
 
-    def test_of_one_statistic_holds_for_batches_of_any_length(self, statistic):
-        for n in (3, 5):
-            kind, functions, args = arranged(statistic, network("perceptron", n), LOSSES[0])
-            wanted = kind.loop(*functions, samples=[-1, 0])(*args)
-            assert_trees_close(kind.make(*functions, samples=[-1, 0])(*args), wanted, EXACT, FLOOR)
-
     def test_may_be_refused_for_one_batch_alone(self, statistic):
         kind, functions, args = arranged(statistic, network("perceptron", 3), LOSSES[0])
         t = kind.make(*functions, samples=torch.tensor([3, 3]))
@@ -74,40 +59,6 @@ class TestEveryStatistic:
             t(*args)
         kind, functions, args = arranged(statistic, network("perceptron", 4), LOSSES[0])
         assert_trees_close(t(*args), kind.loop(*functions, samples=[3, 3])(*args), EXACT, FLOOR)
-
-    def test_leaves_the_choice_as_it_was(self, statistic):
-        kind, functions, args = arranged(statistic, network("perceptron", 3), LOSSES[0])
-        chosen = torch.tensor([2, -1, 0])
-        kind.make(*functions, samples=chosen)(*args)
-        assert chosen.tolist() == [2, -1, 0] and chosen._version == 0
-
-    def test_under_transforms(self, statistic):
-        net, chosen = network("perceptron", 3), [2, 0, 0]
-        kind, functions, args = arranged(statistic, net, LOSSES[1])
-        t = kind.make(*functions, samples=chosen)
-        params = tree.map_leaves(lambda p: torch.stack([p, -p]), net.params)
-        each = [kind.loop(*functions, samples=chosen)(p, *args[1:]) for p in (net.params, _negative(net.params))]
-        wanted = tree.map_leaves(lambda *x: torch.stack(x), *each)
-        assert_trees_close(torch.vmap(t, (0, *[None] * len(args[1:])))(params, *args[1:]), wanted, EXACT, FLOOR)
-
-    @pytest.mark.parametrize("at", [1, -1])
-    def test_along_other_axes(self, statistic, at):
-        net, chosen = network("affine", N), [1, -1, 1]
-        kind, functions, (params, *batch) = arranged(statistic, net, LOSSES[1])
-        moved = [lambda p, *xs: functions[0](p, *(x.movedim(at, 0) for x in xs)), *functions[1:]]
-        batch = [x.movedim(0, at) for x in batch[: 1 if len(functions) > 1 else None]] + batch[1:] * (
-            len(functions) > 1
-        )
-        in_dims = (at, 0) if len(functions) > 1 else at
-        for over in (None, *kind.axes):
-            t = kind.make(*moved, samples=chosen, in_dims=in_dims)
-            found = (t if over is None else chunked(t, 2, over=over))(params, *batch)
-            wanted = kind.loop(*functions, samples=chosen)(*arranged(statistic, net, LOSSES[1])[2])
-            assert_trees_close(found, wanted, EXACT, FLOOR)
-
-
-def _negative(params):
-    return tree.map_leaves(torch.neg, params)
 
 
 class TestScale:

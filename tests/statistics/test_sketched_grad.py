@@ -153,19 +153,6 @@ class TestInnerProducts:
         draws = torch.stack(draws)
         assert ((draws.mean(0) - invfunc.gram(f)(w, x)).abs() <= 5 * draws.std(0) / 20).all()
 
-    def test_are_near_those_of_gram_with_hundreds_of_numbers(self):
-        """Johnson and Lindenstrauss: all of them at once, here within 4 deviations."""
-
-        def f(w, x):
-            return torch.tanh(x @ w).square().sum(1)
-
-        w, x = Numbers(0)(64, 96), Numbers(1)(20, 64)
-        exact, found = invfunc.gram(f)(w, x), sketched_grad(f, rows=16, columns=24, generator=seeded())(w, x)
-        norms = exact.diag().sqrt()
-        bound = (2 / 16 + 2 / 24 + 4 / (16 * 24)) ** 0.5
-        assert ((found @ found.T - exact).abs() <= 4 * bound * norms[:, None] * norms).all()
-        assert ((found @ found.T - exact).abs() > 1e-3 * norms[:, None] * norms).any()  # a sketch, not the share
-
 
 @pytest.mark.quick
 class TestMatrices:
@@ -193,13 +180,6 @@ class TestMatrices:
         params = [torch.ones(9, 9).double()] * 2
         first, second = sketched_grad(f, rows=2, columns=2, generator=seeded())(params, Numbers()(3, 9))
         assert (first - second).abs().max() > 0.1
-
-    def test_leave_random_numbers_to_the_caller(self):
-        before, g = torch.get_rng_state(), seeded()
-        t = sketched_grad(lambda w, x: (x @ w).sum(1), rows=1, columns=1, generator=g)
-        state = g.get_state()
-        t(torch.ones(3, 3), torch.ones(2, 3))
-        assert torch.equal(torch.get_rng_state(), before) and torch.equal(g.get_state(), state)
 
 
 def test_refusals():

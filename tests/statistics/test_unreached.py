@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import invfunc
-from invfunc import chunked, compiled, reduced, streamed, together, tree
+from invfunc import chunked, compiled, reduced, streamed, together
 from invfunc.errors import ArgumentError
 from invfunc.testing.laws.rows import CASES
 from invfunc.testing.oracles import assert_trees_close, loop_batch_grad
@@ -53,9 +53,6 @@ def test_statistics(row, form):
         refused(row.of(f, partial(F.cross_entropy, reduction=reduction), form), PARAMS, X, Y)
 
 
-ESTIMATES = (invfunc.estimate_trace, invfunc.estimate_diagonal)
-
-
 class TestProducts:
     MAKE = {
         "hvp": invfunc.hvp,
@@ -75,27 +72,6 @@ class TestProducts:
                 refused(product, PARAMS, v, X, Y)
                 refused(product.linearize, PARAMS, X, Y)
 
-    @pytest.mark.parametrize("f", [module, no_grad, detached])
-    def test_and_what_is_made_of_them(self, f):
-        stacked = tree.map_tensors(lambda p: p[None], PARAMS)
-        refused(invfunc.linearize(f), PARAMS, X)
-        for fisher in ("exact", "empirical"):
-            refused(invfunc.eigenpairs(f, F.cross_entropy, fisher=fisher), PARAMS, X, Y)
-            refused(invfunc.eigenpairs(loss_of(f), fisher=fisher), PARAMS, X, Y)
-        for product in (invfunc.hvp(loss_of(f)), invfunc.ggnvp(f, F.cross_entropy)):
-            estimates = [e(product, probes=2, generator=torch.Generator()) for e in ESTIMATES]
-            for t in (invfunc.linear_operator(product), *estimates):
-                refused(t, PARAMS, X, Y)
-            refused(compiled(product), PARAMS, PARAMS, X, Y)
-            refused(streamed(product), PARAMS, PARAMS, [(X, Y)])
-            refused(
-                torch.func.vmap(product, (None, 0, None, None)),
-                PARAMS,
-                stacked,
-                X,
-                Y,
-            )
-
 
 class TestAround:
     def test_all_that_takes_a_statistic(self):
@@ -109,17 +85,11 @@ class TestAround:
             for t in (invfunc.sum_grad_squared(loss_of(f)), curvature):
                 refused(streamed(t), PARAMS, [(X, Y)])
 
-    @pytest.mark.parametrize("f", [module, no_grad, detached])
-    def test_transforms_of_torch(self, f):
-        for t in (invfunc.variance(loss_of(f)), invfunc.diag_ggn(f, F.cross_entropy)):
-            refused(torch.func.vmap(t, (None, 0, 0)), PARAMS, X[:, None], Y[:, None])
-            refused(torch.func.grad(lambda p, t=t: t(p, X, Y)["0.bias"].sum()), PARAMS)
-
     def test_a_loss_that_does_not_read_the_outputs(self):
         def loss(z, y):
             return z.detach().square().mean()
 
-        for t in (invfunc.diag_ggn, invfunc.kflr, invfunc.diag_hessian):
+        for t in (invfunc.diag_ggn, partial(invfunc.kfac, fisher="exact"), invfunc.diag_hessian):
             refused(t(F_, loss), PARAMS, X, Y)
         for product in (invfunc.hvp, invfunc.ggnvp, invfunc.fvp):
             refused(product(F_, loss), PARAMS, PARAMS, X, Y)

@@ -24,9 +24,9 @@ STATISTICS = {
     "batch_diag_ggn": invfunc.batch_diag_ggn,
     "ggn_trace": invfunc.ggn_trace,
     "ggn_trace per parameter": partial(invfunc.ggn_trace, per_parameter=True),
-    "kflr": invfunc.kflr,
-    "kflr, joint": partial(invfunc.kflr, joint=True),
-    "kflr, reduce": partial(invfunc.kflr, weight_sharing="reduce"),
+    "exact kfac": partial(invfunc.kfac, fisher="exact"),
+    "exact kfac, joint": partial(invfunc.kfac, joint=True, fisher="exact"),
+    "exact kfac, reduce": partial(invfunc.kfac, weight_sharing="reduce", fisher="exact"),
 }
 
 
@@ -63,6 +63,6 @@ def test_it_is_that_of_all_columns(kind, data, device, dtype):
     functions, args = arranged(data, net)
     called = data.draw(st.sampled_from(list(STATISTICS)))
     derived = any("parametrizations" in name for name, _ in tree.named_leaves(net.params))  # as by weight_norm
-    refusable = called.startswith("kflr") and derived
-    refusable |= kind == "by data" and (called.startswith("kflr") or len(functions) == 1)
+    refusable = called.startswith("exact kfac") and derived
+    refusable |= kind == "by data" and (called.startswith("exact kfac") or len(functions) == 1)
     assert_as_dense(partial(STATISTICS[called], *functions), moved(args, dtype, device), refusable=refusable)

@@ -66,7 +66,7 @@ REPEATED = {
 
 @settings(max_examples=9)
 @given(how=st.sampled_from(list(REPEATED)), n=st.integers(1, 6), parts=st.integers(1, 6), width=st.integers(1, 4))
-@pytest.mark.parametrize("make", [name for name in STATISTICS if not name.startswith("kflr")])
+@pytest.mark.parametrize("make", [name for name in STATISTICS if not name.startswith("exact kfac")])
 def test_a_parameter_that_is_repeated_for_the_samples_in_chunks_of_any_length(make, how, n, parts, width):
     """In a chunk of one sample it is read elsewhere than in a chunk of several."""
     rand = Numbers(7)

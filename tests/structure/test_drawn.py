@@ -32,5 +32,5 @@ def test_it_is_that_of_all_columns(kind, data):
     called = data.draw(st.sampled_from([*STATISTICS]))
     with torch.no_grad():
         args = net.params, *net.inputs, target(z)
-    refusable = called.startswith("kflr") or (kind == "by data" and len(functions) == 1)
+    refusable = called.startswith("exact kfac") or (kind == "by data" and len(functions) == 1)
     assert_as_dense(partial(STATISTICS[called], *functions), args, refusable=refusable)

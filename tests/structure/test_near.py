@@ -63,7 +63,7 @@ def test_it_is_that_of_all_columns(attention, n, called):
 
 @pytest.mark.parametrize("kind", NETWORKS)
 @settings(max_examples=3)
-@given(data=st.data(), called=st.sampled_from(["diag_ggn", "batch_diag_ggn", "diag_hessian", "kflr"]))
+@given(data=st.data(), called=st.sampled_from(["diag_ggn", "batch_diag_ggn", "diag_hessian", "exact kfac"]))
 def test_of_any_network(kind, data, called):
     functions, args = arranged(data, data.draw(NETWORKS[kind]))
     with thresholds_at(NEAR=2.0**-60, TAKEN=2.0**60), always():

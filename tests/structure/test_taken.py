@@ -148,5 +148,5 @@ def test_factors_of_a_vector_with_an_entry_for_each_place():
 
     rand = Numbers(1)
     args = {"scale": rand(14), "kernel": rand(2, 1, 3)}, rand(2, 1, 14), rand(2, 2, 12)
-    result, _ = ways_of(invfunc.kflr(f, F.mse_loss), args)
-    assert_trees_close(result, invfunc.kflr(f, F.mse_loss, method="dense")(*args), 1e-9)
+    result, _ = ways_of(invfunc.kfac(f, F.mse_loss, fisher="exact"), args)
+    assert_trees_close(result, invfunc.kfac(f, F.mse_loss, method="dense", fisher="exact")(*args), 1e-9)

@@ -308,6 +308,7 @@ class TestLossesThatMix:
         assert not laws.check(self.f, *self.args, loss=APART[loss], only="samples do not mix").failed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "seed"), [(torch.float64, 0), (torch.float32, 1), (torch.float64, 2)])
 def test_derivatives_that_are_zero_where_training_starts_have_rounding(dtype, seed):
     """Two classes with the same probability have the largest curvature."""

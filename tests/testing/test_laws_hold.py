@@ -48,6 +48,7 @@ def test_of_functions(law, dtype, device, data):
     holds(law, dtype, device, data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", AROUND)
 @given(st.data())
 @settings(max_examples=3)

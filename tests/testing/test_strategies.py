@@ -92,6 +92,7 @@ def test_splits_and_chunkings_fit(data):
 LAWS = [name for name, law in laws.LAWS.items() if law.subject == "a function"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_laws_hold_for_each_family(family):
     """Some laws of each, all laws of some."""
@@ -116,6 +117,7 @@ def test_names_that_there_are():
             made.x  # noqa: B018
 
 
+@pytest.mark.slow
 def test_without_hypothesis_there_are_laws_and_an_error_names_the_extra():
     code = """
 import sys

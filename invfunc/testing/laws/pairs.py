@@ -12,8 +12,8 @@ from torch.func import grad, jacrev, vmap
 
 import invfunc
 from invfunc import tree
-from invfunc.certificates.held import held_by
 from invfunc.pairs.pair import Invertible
+from invfunc.pairs.value import reached
 from invfunc.testing.laws.compare import cast, fixed, zipped
 from invfunc.testing.laws.effects import alive, state, written
 from invfunc.testing.laws.law import PAIR, Claim, Inapplicable, law
@@ -259,7 +259,7 @@ def arguments(problem: PairProblem) -> Iterator[Claim]:
 def states(problem: PairProblem) -> Iterator[Claim]:
     """generators, and the tensors that f holds, are after g(x, *args) and its gradient where f and its leave them"""
     parts = [problem.pair.forward, problem.pair.inverse, *problem.pair.shared]
-    held = list({id(t): t for part in parts for t in held_by(part)}.values())
+    held = list({id(t): t for *_, t in reached(parts) if isinstance(t, torch.Tensor)}.values())
 
     def after(h: Callable) -> tuple[list, list]:
         before = [t.detach().clone() for t in held]

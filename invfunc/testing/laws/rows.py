@@ -228,7 +228,7 @@ ROWS = {
     "batch_diag_hessian": GGN(invfunc.batch_diag_hessian, hessian=True, picks=_picked),
     "kfac": FACTORED(_drawn(invfunc.kfac), drawn=True),
     "kfac empirical": FACTORED(partial(invfunc.kfac, fisher="empirical"), axes=("samples", "params")),
-    "kflr": FACTORED(invfunc.kflr),
+    "kfac exact": FACTORED(partial(invfunc.kfac, fisher="exact")),
     "kfoc": FACTORED(_drawn(invfunc.kronecker.kfoc), drawn=True),
     "kfoc of one sweep": FACTORED(partial(invfunc.kronecker.kfoc, fisher="exact", sweeps=1)),
     "kfra": FACTORED(invfunc.kronecker.kfra, axes=()),

@@ -139,8 +139,8 @@ FAULTS = [
     Fault(
         "sums that cancel stay in float32",
         "core/shares.py",
-        "factors[1].double(), factors[2][0].double()",
-        "factors[1], factors[2][0]",
+        "wider = (d[0].double(), d[0].double().square())",
+        "wider = (d[0], d[0].square())",
         f"{FOLLOWED}::test_a_variance_beside_a_large_mean_keeps_its_digits",
     ),
     Fault(

@@ -40,7 +40,7 @@ FAULTS = [
         "evaluation/parts.py",
         "set_states(before)  # each phase sees the same",
         "pass",
-        "test_chunked_memory.py::TestResults test_chunked_memory.py",
+        "test_chunked_memory.py::TestResults::test_are_those_of_the_statistic",
     ),
     Fault(
         "samples that stand alone do not show that their data weigh them",

@@ -2,8 +2,6 @@
 
 from tests.mutants.fault import Fault
 
-FIRST = "testing/test_laws_hold.py statistics/test_first_order.py statistics/test_clipped_grad.py"
-
 FAULTS = [
     # Sketches
     # Per-sample gradients

@@ -159,7 +159,7 @@ FAULTS = [
         "reductions/kronecker_factors.py",
         '"positions" if sharing == "expand" else "narrow"',
         '"positions"',
-        "structure/test_kflr.py::test_it_is_that_of_all_columns structure",
+        "structure/test_kfac.py::test_it_is_that_of_all_columns structure",
     ),
     # Kronecker factors
     Fault(

@@ -87,7 +87,7 @@ FAULTS = [
         "structure/plan.py",
         "bool(((met >= 0) & (met != met.amax(0))).any())",
         "False",
-        "structure/test_kflr.py::test_heads_of_tokens structure",
+        "structure/test_kfac.py::test_heads_of_tokens structure",
     ),
     Fault(
         "the diagonal of a sure softmax cancels",

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from invfunc import explain, functional, kfac, kflr, tree
+from invfunc import explain, functional, kfac, tree
 from invfunc.testing import assert_trees_close
 from tests.crossed import thresholds_at
 from tests.strategies import Numbers
@@ -25,7 +25,7 @@ FORMS = {"expand": {}, "joint": {"joint": True}, "reduce": {"weight_sharing": "r
 def test_it_is_that_of_all_columns(form, data, few):
     net = data.draw(st.one_of(*NETWORKS.values()))
     functions, args = arranged(data, net)
-    make = partial(kflr, *functions, unsupported="diagonal", **FORMS[form])
+    make = partial(kfac, *functions, unsupported="diagonal", fisher="exact", **FORMS[form])
     with thresholds_at(NARROWEST=0 if few else 3):
         assert_as_dense(make, args, refusable=net.called in MOVED or net.called == "by data")
 
@@ -38,9 +38,9 @@ def test_columns_of_an_auto_encoder_share_passes():
     x = torch.rand(2, 1, 14, 14, dtype=torch.float64)
     args = (params, x, x.flatten(1))
     with always():
-        passes = {form: explain(kflr(f, F.mse_loss, **FORMS[form]))(*args).passes for form in FORMS}
+        passes = {form: explain(kfac(f, F.mse_loss, fisher="exact", **FORMS[form]))(*args).passes for form in FORMS}
     assert passes["expand"] <= 9 < 196 == passes["reduce"]
-    assert_as_dense(partial(kflr, f, F.mse_loss), args)
+    assert_as_dense(partial(kfac, f, F.mse_loss, fisher="exact"), args)
 
 
 def test_a_parameter_that_several_outputs_read():
@@ -56,7 +56,7 @@ def test_a_parameter_that_several_outputs_read():
         return F.mse_loss(z[0], y, reduction="sum") + 3 * F.mse_loss(z[1], y, reduction="sum")
 
     args = ({"a": a.double(), "b": b.double()}, x.double(), torch.zeros(2, 1, 10).double())
-    assert_as_dense(partial(kflr, f, loss), args)
+    assert_as_dense(partial(kfac, f, loss, fisher="exact"), args)
 
 
 HEADS = {
@@ -98,7 +98,7 @@ def of_tokens(head, criterion, dtype=torch.float64, size=1.0):
 @pytest.mark.parametrize("head", HEADS)
 def test_heads_of_tokens(head, criterion, form):
     f, loss, args = of_tokens(head, criterion)
-    make = partial(kflr, f, loss, unsupported="diagonal", **FORMS[form])
+    make = partial(kfac, f, loss, unsupported="diagonal", fisher="exact", **FORMS[form])
     assert_as_dense(make, args)
     exact = partial(kfac, f, loss, fisher="exact", unsupported="diagonal", **FORMS[form])
     with always():
@@ -109,9 +109,11 @@ def test_heads_of_tokens(head, criterion, form):
 def test_nothing_cancels_where_a_class_is_nearly_sure(size):
     """There 1 - p is less than the rounding of p."""
     f, loss, args = of_tokens("a layer", "tokens", size=size)
-    wanted = kflr(f, loss, method="dense")(*args)
+    wanted = kfac(f, loss, method="dense", fisher="exact")(*args)
     with always():
-        found = kflr(f, loss)(*tree.map_tensors(lambda x: x.float() if x.is_floating_point() else x, args))
+        found = kfac(f, loss, fisher="exact")(
+            *tree.map_tensors(lambda x: x.float() if x.is_floating_point() else x, args)
+        )
     own, theirs = found["head"].factors[0].double(), wanted["head"].factors[0]
     assert (own - theirs).abs().max() < 1e-4 * theirs.abs().max()
     assert ((own - theirs).diagonal().abs() < 1e-3 * theirs.diagonal()).all()

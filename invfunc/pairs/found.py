@@ -17,10 +17,9 @@ from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.values import differentiable
 from invfunc.callables import describe
 from invfunc.errors import InverseError
-from invfunc.pairs.automatic.recording import OpCall, RecordedRun, Ref, autocast_of, refuse
 from invfunc.pairs.pair import Invertible
-from invfunc.pairs.places import ClosedOver
-from invfunc.pairs.value import Value
+from invfunc.pairs.recording import OpCall, RecordedRun, Ref, autocast_of, refuse
+from invfunc.pairs.value import ClosedOver, Value
 
 _MOST = 128
 """Twice the number of kinds of calls that are remembered."""

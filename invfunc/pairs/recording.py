@@ -17,7 +17,7 @@ from invfunc._torch.generators import Generator, global_generator, same_state, s
 from invfunc._torch.weak import WeakIdMap
 from invfunc.errors import InverseError
 from invfunc.operations.heard import Function, Listener
-from invfunc.pairs.places import ClosedOver, Place, read
+from invfunc.pairs.value import ClosedOver, Place, read
 
 
 def refuse(why: str) -> NoReturn:

@@ -1,1 +1,0 @@
-"""Inverses that are found by looking at what a function does with its input."""
