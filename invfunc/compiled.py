@@ -10,14 +10,13 @@ from typing import Any, Literal
 import torch
 
 from invfunc import tree
-from invfunc.budgeted import Budgeted
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.plans.batches import PlansOfBatches, PlansOfProducts
 from invfunc.plans.calls import Calls
 from invfunc.plans.padded import Padding
 from invfunc.plans.plan import BACKENDS
-from invfunc.products.product import Linearised, Product
+from invfunc.products.product import Product
 from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
@@ -116,7 +115,8 @@ def compiled(
     if not isinstance(t, (Statistic, Product)):
         raise ArgumentTypeError(
             f"compiled({describe(t)}): it is of type {type(t).__name__}, but has to be a statistic or a product, as in "
-            f"compiled(variance(f)). {_way(t)}"
+            "compiled(variance(f)). Compile what is in it, as in streamed(compiled(t)); a plan has a number of chunks, "
+            "as in compiled(chunked(t, n))."
         )
     if backend not in BACKENDS:
         raise ArgumentError(f"compiled({t!r}, backend={backend!r}): it is one of {', '.join(map(repr, BACKENDS))}.")
@@ -169,7 +169,7 @@ class Compiled(Transform):
 
     @property
     def _trees_of_tensors(self) -> bool:
-        """Whether results have nothing else as leaves, so that a graph of torch.compile can give them."""
+        """True if results have nothing else as leaves, so that a graph of torch.compile can give them."""
         if self.padding is not None or isinstance(self.t, Product):
             return self.padding is None and not self.has_aux
         whole = not any(m.reduction.gaps for m in self.t.members or (self.t,))  # None is no tensor
@@ -178,7 +178,8 @@ class Compiled(Transform):
     @cached_property
     def of_batches(self) -> PlansOfBatches | PlansOfProducts:
         """Plans of the batches of a data set."""
-        return (PlansOfProducts if isinstance(self.t, Product) else PlansOfBatches)(self.t, self.calls)
+        t, calls = self.t, self.calls
+        return PlansOfProducts(t, calls) if isinstance(t, Product) else PlansOfBatches(t, calls)
 
     def names(self, count: int) -> Any:
         return self.t.names(count)
@@ -242,26 +243,9 @@ class CompiledProduct(Compiled):
 
 
 def _seen(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether something is done with a call that no operation of a graph says."""
+    """Returns whether something is done with a call that no operation of a graph says."""
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     return autocast or (torch.is_grad_enabled() and any(x.requires_grad for x in tree.tensors((args, kwargs))))
-
-
-def _way(t: Any) -> str:
-    """The advice of what to write instead of `compiled(t)`."""
-    if isinstance(t, Compiled):
-        return "It is compiled already."
-    if isinstance(t, Budgeted):
-        return "A call within a budget has no plan; one in a number of chunks has: compiled(chunked(t, n))."
-    if isinstance(t, Transform) and t.of_one_batch and not hasattr(t, "t"):
-        return "No plan is made of it. Leave `compiled` away."
-    if isinstance(t, Transform) and t.outermost:
-        outer, _, inner = repr(t).partition("(")
-        return f"It comes inside, as {outer}(compiled({inner})."
-    if isinstance(t, Linearised) or isinstance(getattr(t, "__self__", None), Product):
-        product = repr(getattr(t, "__self__", t)).partition(".linearize")[0]
-        return f"Compile the product: compiled({product}).linearize."
-    return "Compile what is in it."
 
 
 def opened(t: Any) -> tuple[Any, Any]:

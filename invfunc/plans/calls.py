@@ -34,13 +34,14 @@ _DIFFERENTIABLE = "the result is differentiable; call it on detached parameters,
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of a call: its tensors, what the key knows by its identity, and the key."""
+    """The arguments of a call: its tensors and generators, what the key knows by its identity, and the key."""
 
     tensors: list[torch.Tensor]
-    others: list[Any]
+    generators: list[torch.Generator]
+    objects: list[Any]
     key: Hashable
     why: str = ""
-    """Why no plan can be made for such arguments."""
+    """The reason why no plan can be made for such arguments."""
 
 
 def call_of(args: tuple, kwargs: dict[str, Any]) -> Call:
@@ -49,11 +50,12 @@ def call_of(args: tuple, kwargs: dict[str, Any]) -> Call:
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     others = [x for x in leaves if not isinstance(x, torch.Tensor)]
     objects = [x for x in others if type(x) not in _VALUES]
+    generators = [x for x in objects if isinstance(x, torch.Generator)]
     if not all([x.layout is torch.strided for x in tensors]):
-        return Call(tensors, objects, None, "an argument is not a dense tensor")
+        return Call(tensors, generators, objects, None, "an argument is not a dense tensor")
     around = settings(), torch.get_default_device() if under(TorchFunctionMode) else None  # it is a mode
     known = tuple(map(signature, tensors)), _shared(tensors), tuple(map(_token, others))
-    return Call(tensors, objects, (tree.hashable(structure), *known, around))
+    return Call(tensors, generators, objects, (tree.hashable(structure), *known, around))
 
 
 def described(args: tuple, kwargs: dict[str, Any]) -> tuple:
@@ -64,13 +66,13 @@ def described(args: tuple, kwargs: dict[str, Any]) -> tuple:
 
 
 def described_by(key: Any) -> tuple:
-    """The same of the arguments of which a key is; it has None where tensors share memory."""
+    """The description of the arguments of which a key is; it has None where tensors share memory."""
     form, signatures, shared, others, _ = key
     return form, None if shared else tuple(own[1:5] for own in signatures), others
 
 
 def _unfit(tensors: list[torch.Tensor]) -> str:
-    """Why tensors cannot be inputs of a plan; empty if they can."""
+    """The reason why tensors cannot be inputs of a plan; empty if they can."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return _DIFFERENTIABLE
     kind = next((type(x) for x in tensors if type(x) not in (torch.Tensor, torch.nn.Parameter)), None)
@@ -78,7 +80,7 @@ def _unfit(tensors: list[torch.Tensor]) -> str:
 
 
 def _kept(structure: Any) -> str:
-    """Why a tree cannot be kept; empty if it can."""
+    """The reason why a tree cannot be kept; empty if it can."""
     return "a tree has mappings or dataclasses that torch does not know as nodes" if tree.templates(structure) else ""
 
 
@@ -98,15 +100,17 @@ def _token(x: Any) -> Hashable:
     kind = type(x)
     if kind in _PLAIN:
         return kind, x
+    if kind is torch.Generator:
+        return kind, x.device
     return (kind, repr(x)) if kind in (float, complex) else (kind, id(x))
 
 
 @dataclass
 class Entry:
-    """What is known of the calls of one key."""
+    """Knowledge of the calls of one key."""
 
     why: str = ""
-    """Why they run eagerly."""
+    """The reason why they run eagerly."""
     plan: Plan | None = None
     hits: int = 0
     misses: int = 0
@@ -155,7 +159,7 @@ class Calls:
         call, entry = self.known(args, kwargs)
         if entry.plan is not None:
             try:
-                result = entry.plan.run(call.tensors)
+                result = entry.plan.run(call.tensors, call.generators)
                 entry.hits += 1
                 return result
             except Missed as miss:
@@ -169,7 +173,7 @@ class Calls:
         return self.written(call, entry, args, kwargs)
 
     def explained(self, args: tuple, kwargs: dict[str, Any]) -> tuple[str, str]:
-        """What is said of the plan of such a call, and its operations; generators are as they were afterwards."""
+        """The description of the plan of such a call, and its operations; generators are as they were afterwards."""
         if aside(args, kwargs):
             return "no plan within transforms and modes", ""
         call, entry = self.known(args, kwargs)
@@ -202,7 +206,7 @@ class Calls:
 
     @property
     def said(self) -> Callable[[str], None]:
-        """What warns as `say` does, as long as they are there: plans have it, and are theirs."""
+        """A function that warns as `say` does, as long as they are there: plans have it, and are theirs."""
         own = ref(self)
         return lambda text: None if (calls := own()) is None else calls.say(text)
 
@@ -212,10 +216,9 @@ class Calls:
         return [x for x in (*functions, *(inner for _, _, inner in reached(functions))) if isinstance(x, kind)]
 
     def generators(self, call: Call) -> list[torch.Generator]:
-        """Those that a call may draw from."""
-        given = [x for x in call.others if isinstance(x, torch.Generator)]
+        """The generators that a call may draw from."""
         drawn = [m.drawing.generator for m in members_of(self.t) if getattr(m, "drawing", None) is not None]
-        return [*torchs_own(), *given, *drawn, *self._held(torch.Generator)]
+        return [*torchs_own(), *call.generators, *drawn, *self._held(torch.Generator)]
 
     @contextmanager
     def rewound(self, call: Call) -> Iterator[None]:
@@ -236,17 +239,17 @@ class Calls:
         entry.why = _unfit(call.tensors) or _kept(tree.flatten((args, kwargs))[1])
         if entry.why:
             return self.eagerly(entry.why, args, kwargs)
-        entry.objects, generators = call.others, self.generators(call)
+        entry.objects, generators = call.objects, self.generators(call)
         before = [(g, state_of(g)) for g in generators]
         modules = {m: None for held in self._held(torch.nn.Module) for m in held.modules()}
         own = {id(x): x.detach() for x in call.tensors}  # others than what f may close over
         given, named = tree.map_tensors(lambda x: own[id(x)], (args, kwargs))
-        recorder = Recorder((), ())
+        recorder = Recorder((), (), ())
 
         def recorded() -> Any:
             nonlocal recorder
             set_states(before)
-            recorder = Recorder([own[id(x)] for x in call.tensors], generators)
+            recorder = Recorder([own[id(x)] for x in call.tensors], call.generators, generators)
             with torch.autograd.set_multithreading_enabled(False), Reads(recorder), recorder:
                 return self.t(*given, **named)
 
@@ -270,9 +273,10 @@ class Calls:
             return result
         closed = [(known, signature(x)) for known in recorder.closed if (x := known()) is not None]
         guards = [(x, at) for _, x, at in recorder.guards]
-        drew = [d.g for d in recorder.generators.values() if d.item is not None]
+        given = {*map(id, call.generators)}
+        drew = [d.g for d in recorder.generators.values() if d.item is not None and id(d.g) not in given]
         inference = any(x.is_inference() for x in tensors)
-        plan = Plan(module, form, recorder.sources, closed, guards, [*modules], drew, inference)
+        plan = Plan(module, form, recorder.sources, closed, guards, [*modules], drew, recorder.draws, inference)
         if self.backend != "replay":
             plan.run_by(self.backend, self.said)
         entry.plan, self.made = plan, self.made + 1
@@ -290,12 +294,12 @@ CALLS: WeakValueDictionary[int, Calls] = WeakValueDictionary()
 
 def members_of(t: Any) -> list[Any]:
     """The statistics or the product in what is done in a call."""
-    own = getattr(t, "t", getattr(t, "product", t))
+    own = getattr(t, "t", t)
     return [*(getattr(own, "members", ()) or (own,))]
 
 
 def aside(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether somebody sees what a call does, so that it has to be done."""
+    """Returns whether somebody sees what a call does, so that it has to be done."""
     modes = (
         dispatched()
         or torch.is_anomaly_enabled()
@@ -305,7 +309,7 @@ def aside(args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 def _not_returned(tensors: list[torch.Tensor], form: tree.Form) -> str:
-    """Why a result cannot be made again; empty if it can."""
+    """The reason why a result cannot be made again; empty if it can."""
     if other := next((type(x) for x in tensors if type(x) not in (torch.Tensor, torch.nn.Parameter)), None):
         return f"the result has a {other.__name__} in it"
     if any(x.requires_grad for x in tensors):

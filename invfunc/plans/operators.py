@@ -1,4 +1,4 @@
-"""What is known of an operation of torch by itself: what it writes in place, and whether it draws random numbers."""
+"""Facts of an operation of torch by itself: what it writes in place, and whether it draws random numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DROPOUT = "dropout_p"
 
 
 def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation may draw random numbers."""
+    """Returns whether an operation may draw random numbers."""
     at = _draws_at(func)
     if at is None or at < 0:
         return at is None

@@ -30,10 +30,10 @@ class Masked:
 
     f: Callable
     losses: bool
-    """Whether it returns the losses of the samples, and no outputs."""
+    """True if it returns the losses of the samples, and no outputs."""
     axis: int
     tells: bool
-    """Whether the outputs come beside, as aux."""
+    """True if the outputs come beside, as aux."""
 
     def __call__(self, params: Any, mask: torch.Tensor, *batch: Any, **kwargs: Any) -> Any:
         found = self.f(params, *batch, **kwargs)
@@ -70,7 +70,7 @@ class Padding:
 
     @property
     def lead(self) -> int:
-        """How many arguments come before the batch."""
+        """The number of arguments before the batch."""
         return 2 if isinstance(self.t, Product) else 1
 
     def _dims(self, count: int) -> dict[int, int | None]:
@@ -130,7 +130,7 @@ def _longer(argument: Any, dim: int | None, n: int, size: int) -> Any:
 
 
 def _why_not(t: Statistic | Product) -> str:
-    """Why batches cannot be padded; empty if they can."""
+    """The reason why batches cannot be padded; empty if they can."""
     if t.has_aux:
         return "with aux, which is of all samples, none can be left out. Leave has_aux or pad out"
     if isinstance(t, Product):

@@ -23,7 +23,7 @@ BACKENDS = ("replay", "inductor", "cudagraphs")
 
 
 def signature(x: torch.Tensor) -> Hashable:
-    """What operations know of a tensor without its numbers."""
+    """All that operations know of a tensor without its numbers."""
     own = type(x), x.dtype, x.device, x.shape, x.stride(), x.requires_grad
     return *own, x.is_inference(), x.is_conj(), x.is_neg()
 
@@ -34,20 +34,22 @@ class Plan:
 
     module: fx.GraphModule
     form: tree.Form
-    """That of the result."""
+    """The form of the result."""
     sources: list[Callable[[], Any]]
-    """Where its inputs come from behind the arguments."""
+    """The sources of its inputs behind the arguments."""
     closed: list[tuple[ref[torch.Tensor], Hashable]]
     """The tensors that it reads beside the arguments, with what was known of them."""
     guards: list[tuple[torch.Tensor, str]]
     """The numbers that were read, and where."""
     modules: list[torch.nn.Module]
-    """Those that run, with their modes."""
+    """The modules that run, whose modes are compared."""
     drew: list[torch.Generator]
+    """The generators from which it draws, beside those that are given."""
+    draws: bool
     inference: bool
-    """Whether its results are tensors of inference mode."""
+    """True if its results are tensors of inference mode."""
     call: Callable[..., Any] = field(init=False)
-    """What runs the graph."""
+    """The function that runs the graph."""
 
     def __post_init__(self) -> None:
         self.call, self.training = direct(self.module), [m.training for m in self.modules]
@@ -56,12 +58,12 @@ class Plan:
             self.groups[x.dtype].append(i)
         self.expected = self._numbers([x for x, _ in self.guards])
 
-    def run(self, tensors: list[torch.Tensor]) -> Any:
+    def run(self, tensors: list[torch.Tensor], generators: list[torch.Generator]) -> Any:
         """The result for other arguments of the same key. An error, as `Missed` if something is not as it was, leaves
         the generators as they were."""
-        before = [(g, state_of(g)) for g in self.drew]
+        before = [(g, state_of(g)) for g in (*self.drew, *generators)]
         try:
-            given = [*tensors, *[source() for source in self.sources]]
+            given = [*tensors, *generators, *[source() for source in self.sources]]
             for known, own in self.closed:
                 if (x := known()) is None or signature(x) != own:
                     raise Missed("a tensor that it closes over")
@@ -100,7 +102,7 @@ class Plan:
 
     def run_by(self, backend: str, say: Callable[[str], None]) -> None:
         """Have a backend run it from now on, or say why it does not."""
-        if self.drew:
+        if self.draws:
             say(f"it runs by `replay`: random numbers of `{backend}` are others than those of torch.")
         elif self.sized:
             say(f"it runs by `replay`: `{backend}` takes no shapes that depend on numbers.")

@@ -26,7 +26,7 @@ _LEAVE_TORCH = frozenset(
     {"numpy", "__array__", "__dlpack__", "__repr__", "__format__", "__deepcopy__", "__reduce_ex__"}
 )
 _MADE = {"tensor": 0, "as_tensor": 0, "new_tensor": 1}
-"""Where functions have what they make a tensor of."""
+"""Places of the arguments that tensors are made of."""
 _READ = {
     "tolist": slice(1),
     **{name: slice(at, at + 1) for name, at in _MADE.items()},
@@ -99,11 +99,14 @@ class Recorder(TorchDispatchMode):
 
     watches = True
 
-    def __init__(self, given: Iterable[torch.Tensor], generators: Iterable[torch.Generator]) -> None:
+    def __init__(
+        self, given: Iterable[torch.Tensor], drawn: Iterable[torch.Generator], others: Iterable[torch.Generator]
+    ) -> None:
+        """`drawn` are the generators among the arguments, `others` those that are known beside them."""
         super().__init__()
         self.graph, self.why, self.count = fx.Graph(), "", 0
         self.sources: list[Callable[[], Any]] = []
-        """Where the inputs of the graph behind the arguments come from."""
+        """The sources of the inputs of the graph behind the arguments."""
         self.closed: list[ref[torch.Tensor]] = []
         """The tensors that it reads beside its arguments."""
         self.guards: list[tuple[fx.Node, torch.Tensor, str]] = []
@@ -111,14 +114,21 @@ class Recorder(TorchDispatchMode):
         self.fixed: dict[fx.Node, torch.Tensor] = {}
         """Small results that depend on no input."""
         self.turns = False
-        """Whether something is made another view of its memory."""
-        self.generators = {same_generator(g): Drawn(self.graph, g) for g in generators}
+        """True if something is made another view of its memory."""
+        self.generators = {same_generator(g): Drawn(self.graph, g) for g in others}
         self._nodes: WeakIdMap[fx.Node] = WeakIdMap()
         self._written: WeakIdMap[bool] = WeakIdMap()
         self._last: fx.Node | None = None
         self._inputs = 0
         for x in given:
             self._nodes.set(x, self._input())
+        for g in drawn:
+            self.generators[same_generator(g)].item = self._input()
+
+    @property
+    def draws(self) -> bool:
+        """True if random numbers are drawn."""
+        return any(own.states for own in self.generators.values())
 
     def refuse(self, why: str) -> None:
         """Say why there is no plan of this call."""
@@ -135,7 +145,7 @@ class Recorder(TorchDispatchMode):
         self.guards.append((copy, x.detach().clone(), site()))
 
     def node(self, x: torch.Tensor) -> fx.Node:
-        """What a tensor is in the graph; one that no operation has made is closed over."""
+        """The node of a tensor in the graph; one that no operation has made is closed over."""
         found = self._nodes.get(x)
         if found is None:
             self.closed.append(ref(x))
@@ -203,7 +213,7 @@ class Recorder(TorchDispatchMode):
             self.guards.append((self.graph.call_function(_ATEN.all.default, (same,)), a.eq(b).all(), site()))
 
     def _is_fixed(self, x: torch.Tensor) -> bool:
-        """Whether a tensor depends on no input."""
+        """Returns whether a tensor depends on no input."""
         return self._nodes.get(x) in self.fixed and not self._written.get(storage(x))
 
     def _input(self) -> fx.Node:
@@ -261,7 +271,7 @@ class Recorder(TorchDispatchMode):
     def finished(self, results: list[torch.Tensor]) -> fx.GraphModule | None:
         """The graph from the inputs to the results, and the numbers that were read; None if there is none."""
         nodes = [self.node(x) for x in results]
-        if not all([own.arrived() for own in self.generators.values() if own.item is not None]):
+        if not all([own.arrived() for own in self.generators.values() if own.states]):
             self.refuse("it leaves a generator in a state in which it was not before")
         if any(known() is None for known in self.closed):
             self.refuse("it reads a tensor that no operation of torch has made, as one of an array of numpy")
@@ -301,7 +311,7 @@ class Reads(TorchFunctionMode):
 
 
 def acts(node: fx.Node) -> bool:
-    """Whether an operation does something beside giving a result."""
+    """Returns whether an operation does something beside giving a result."""
     target: Any = node.target
     if node.op != "call_function" or target in (put_back, same_shape):
         return True
@@ -311,14 +321,14 @@ def acts(node: fx.Node) -> bool:
 
 
 def _sized(func: Any, args: tuple) -> bool:
-    """Whether the shape of what an operation gives depends on numbers."""
+    """Returns whether the shape of a result depends on numbers."""
     if func.overloadpacket.__name__ in ("index", "_unsafe_index"):
         return any(x.dtype in _BOOLEAN for x in tree.tensors(args[1:]))
     return torch.Tag.dynamic_output_shape in func.tags or func is _ATEN._pack_padded_sequence.default
 
 
 def _refused(func: Any, args: tuple, given: list[torch.Tensor]) -> str:
-    """Why an operation cannot be written down; empty if it can."""
+    """The reason why an operation cannot be written down; empty if it can."""
     plain = isinstance(func, Operator) and not any([isinstance(x, torch.UntypedStorage) for x in args])
     if not plain or not all([x.layout is torch.strided for x in given]):
         return f"it calls {func}, which is more than an operation on dense tensors"
@@ -338,7 +348,7 @@ def _bytes(g: torch.Generator) -> bytes:
 
 
 _BETWEEN = "/values.py", "/contextlib.py"
-"""Where numbers are read for others."""
+"""Files in which numbers are read for others."""
 _TORCH, _OURS = torch.__path__[0], str(Path(__file__).parents[1])
 
 
@@ -357,7 +367,7 @@ def site() -> str:
 
 
 def outside() -> int:
-    """How many calls further out that one is which is neither of torch nor of this library."""
+    """The number of calls to the one further out which is neither of torch nor of this library."""
     frame, count = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _OURS)):
         frame, count = frame.f_back, count + 1

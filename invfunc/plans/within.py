@@ -18,7 +18,7 @@ from invfunc.reductions.noise import NoiseScale
 
 _ATEN = torch.ops.aten
 _FORMS: list[tree.Form] = []
-"""Those of the arguments, in each place where a graph has the operation."""
+"""Forms of the arguments, in each place where a graph has the operation."""
 _RESULTS: dict[int, tuple[tree.Form, list[tuple]]] = {}
 """The forms of the results there, with the sizes and types of their tensors."""
 
@@ -59,7 +59,7 @@ def _(number: int, place: int, tensors: list[torch.Tensor]) -> list[torch.Tensor
 
 
 def _made_up(calls: Calls, form: tree.Form, tensors: list[torch.Tensor]) -> Any:
-    """What a call gives for tensors of such sizes: without numbers, or where numbers decide, for ones and zeros."""
+    """The result of a call for tensors of such sizes: without numbers, or where numbers decide, for ones and zeros."""
 
     def like(x: torch.Tensor) -> torch.Tensor:
         size, stride = tuple(map(int, x.shape)), tuple(map(int, x.stride()))  # of one graph for each size
@@ -76,7 +76,7 @@ def _made_up(calls: Calls, form: tree.Form, tensors: list[torch.Tensor]) -> Any:
 
 
 def within(number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What the calls of a number give, as one operation, unless the graph is run as it is."""
+    """The result of the calls of a number, as one operation, unless the graph is run as it is."""
     return _named(_within(number, args, kwargs))
 
 
@@ -142,7 +142,7 @@ def _program(calls: Calls, given: tuple) -> str:
             f"{calls.called} within torch.export: there is no plan of arguments of these shapes and strides. Call it "
             "once with such arguments before, within torch.no_grad(); the program has the operations of that call."
         )
-    why = "draws random numbers" if plans[-1].drew else "has shapes that depend on numbers" if plans[-1].sized else ""
+    why = "draws random numbers" if plans[-1].draws else "has shapes that depend on numbers" if plans[-1].sized else ""
     if why:
         raise ArgumentError(f"{calls.called} within torch.export: it {why}, and a program cannot.")
     with undispatched():
@@ -152,6 +152,6 @@ def _program(calls: Calls, given: tuple) -> str:
 
 
 def exported(calls: Calls, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What a call gives, as operations of the program that is written."""
+    """The result of a call, as operations of the program that is written."""
     program = getattr(calls, _program(calls, described(args, kwargs)))
     return program(*tree.tensors((args, kwargs)))

@@ -1,4 +1,4 @@
-"""Which operations of a plan draw random numbers: attention's kernels do where they leave something out."""
+"""Operations that draw random numbers: attention's kernels do where they leave something out."""
 
 import pytest
 import torch

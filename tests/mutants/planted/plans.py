@@ -79,8 +79,8 @@ FAULTS = [
     Fault(
         "each batch draws as the first one by a plan",
         "plans/batches.py",
-        "found.append(tuple(seeded(own[:n], d.key, d.first)))",
-        "found.append(tuple(seeded(own[:n], d.key, 0)))",
+        "tuple(d.source(n)) for d in",
+        "tuple(replace(d, first=0).source(n)) for d in",
         f"{BATCHES}::TestWays {BATCHES}",
     ),
     Fault(
