@@ -8,8 +8,7 @@ Per-sample gradients: `batch_grad`, `batch_l2_grad`, `sum_grad_squared`, `varian
 `clipped_grad`, `noise_scale`, `sketched_grad`, `gram`, `batch_jacobian`.
 Diagonals of curvature: `diag_ggn`, `batch_diag_ggn`, `ggn_trace`, `sqrt_ggn`, `diag_hessian`, `batch_diag_hessian`.
 Kronecker factors: `kfac`, `ekfac`; in `kronecker` are others, what they give, and what is done with it.
-Products with vectors: `hvp`, `ggnvp`, `fvp`, `hessian_block_product`, `ggn_block_product`, `pch_block_product`,
-`linearize`, `linear_operator`, `estimate_trace`, `estimate_diagonal`.
+Products with vectors: `hvp`, `ggnvp`, `linearize`, `linear_operator`, `estimate_trace`, `estimate_diagonal`.
 Covariances: `predictive_covariance`, `eigenpairs`.
 Around a statistic: `chunked`, `together`, `reduced`, `explain`, `certified`, `compiled`; of a data set `streamed`, of
 many processes `distributed`.
@@ -62,14 +61,10 @@ from invfunc.pairs.pair import Invertible, invert, with_log_det
 from invfunc.products.eigenpairs import eigenpairs
 from invfunc.products.estimate_diagonal import estimate_diagonal
 from invfunc.products.estimate_trace import estimate_trace
-from invfunc.products.fvp import fvp
-from invfunc.products.ggn_block_product import ggn_block_product
 from invfunc.products.ggnvp import ggnvp
-from invfunc.products.hessian_block_product import hessian_block_product
 from invfunc.products.hvp import hvp
 from invfunc.products.linear_operator import linear_operator
 from invfunc.products.linearize import linearize
-from invfunc.products.pch_block_product import pch_block_product
 from invfunc.reduced import reduced
 from invfunc.statistics.batch_diag_ggn import batch_diag_ggn
 from invfunc.statistics.batch_diag_hessian import batch_diag_hessian
@@ -121,13 +116,10 @@ __all__ = [
     "estimate_trace",
     "explain",
     "functional",
-    "fvp",
-    "ggn_block_product",
     "ggn_trace",
     "ggnvp",
     "grad_and_variance",
     "gram",
-    "hessian_block_product",
     "hvp",
     "invert",
     "invertible_checkpoint",
@@ -140,7 +132,6 @@ __all__ = [
     "operation",
     "outputs",
     "pairs",
-    "pch_block_product",
     "predictive_covariance",
     "reduced",
     "repeated",

@@ -98,13 +98,10 @@ __all__ = [
     "estimate_trace",
     "explain",
     "functional",
-    "fvp",
-    "ggn_block_product",
     "ggn_trace",
     "ggnvp",
     "grad_and_variance",
     "gram",
-    "hessian_block_product",
     "hvp",
     "invert",
     "invertible_checkpoint",
@@ -117,7 +114,6 @@ __all__ = [
     "operation",
     "outputs",
     "pairs",
-    "pch_block_product",
     "predictive_covariance",
     "reduced",
     "repeated",
@@ -401,42 +397,6 @@ def estimate_trace(
 def explain(statistic: Explainable) -> Callable[..., Explanation]: ...
 def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]: ...
 @overload
-def fvp(
-    f: Callable[..., Any],
-    loss: Callable[..., Any] | None = ...,
-    *,
-    mc_samples: int | None = ...,
-    generator: torch.Generator | None = ...,
-    sample: Callable[..., Any] | None = ...,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-) -> _OfVector: ...
-@overload
-def fvp(
-    f: Callable[..., Any],
-    loss: Callable[..., Any] | None = ...,
-    *,
-    mc_samples: int | None = ...,
-    generator: torch.Generator | None = ...,
-    sample: Callable[..., Any] | None = ...,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-    has_aux: bool = ...,
-) -> Product: ...
-@overload
-def ggn_block_product(
-    f: Callable[..., Any], loss: Callable[..., Any] | None = ..., *, in_dims: InDims = ..., out_dims: int = ...
-) -> _OfVector: ...
-@overload
-def ggn_block_product(
-    f: Callable[..., Any],
-    loss: Callable[..., Any] | None = ...,
-    *,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-    has_aux: bool = ...,
-) -> Product: ...
-@overload
 def ggn_trace(
     f: Callable[..., Any],
     loss: Callable[..., Any] | None = ...,
@@ -470,13 +430,27 @@ def ggn_trace(
 ) -> Statistic: ...
 @overload
 def ggnvp(
-    f: Callable[..., Any], loss: Callable[..., Any] | None = ..., *, in_dims: InDims = ..., out_dims: int = ...
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    fisher: Literal["exact", "mc", "empirical"] = ...,
+    mc_samples: int = ...,
+    generator: torch.Generator | None = ...,
+    sample: Callable[..., Any] | None = ...,
+    blocks: bool = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
 ) -> _OfVector: ...
 @overload
 def ggnvp(
     f: Callable[..., Any],
     loss: Callable[..., Any] | None = ...,
     *,
+    fisher: Literal["exact", "mc", "empirical"] = ...,
+    mc_samples: int = ...,
+    generator: torch.Generator | None = ...,
+    sample: Callable[..., Any] | None = ...,
+    blocks: bool = ...,
     in_dims: InDims = ...,
     out_dims: int = ...,
     has_aux: bool = ...,
@@ -523,15 +497,26 @@ def gram(
     has_aux: bool = ...,
 ) -> Statistic: ...
 @overload
-def hessian_block_product(f: Callable[..., Any], loss: Callable[..., Any] | None = ...) -> _OfVector: ...
+def hvp(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    blocks: bool = ...,
+    modify: Literal["abs", "clip"] | None = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+) -> _OfVector: ...
 @overload
-def hessian_block_product(
-    f: Callable[..., Any], loss: Callable[..., Any] | None = ..., *, has_aux: bool = ...
+def hvp(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    blocks: bool = ...,
+    modify: Literal["abs", "clip"] | None = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+    has_aux: bool = ...,
 ) -> Product: ...
-@overload
-def hvp(f: Callable[..., Any], loss: Callable[..., Any] | None = ...) -> _OfVector: ...
-@overload
-def hvp(f: Callable[..., Any], loss: Callable[..., Any] | None = ..., *, has_aux: bool = ...) -> Product: ...
 def invert(pair: Invertible) -> Invertible: ...
 def invertible_checkpoint(
     f: Callable[..., Any] | None = ...,
@@ -605,25 +590,6 @@ def noise_scale(
 ) -> Statistic: ...
 def operation(fn: Callable[..., Any]) -> Operation: ...
 def outputs(z: Any) -> Any: ...
-@overload
-def pch_block_product(
-    f: Callable[..., Any],
-    loss: Callable[..., Any] | None = ...,
-    *,
-    modify: Literal["abs", "clip"] = ...,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-) -> _OfVector: ...
-@overload
-def pch_block_product(
-    f: Callable[..., Any],
-    loss: Callable[..., Any] | None = ...,
-    *,
-    modify: Literal["abs", "clip"] = ...,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-    has_aux: bool = ...,
-) -> Product: ...
 @overload
 def predictive_covariance(
     f: Callable[..., Any],
@@ -699,7 +665,14 @@ def sqrt_ggn(
     has_aux: bool = ...,
 ) -> Statistic: ...
 def streamed(
-    t: _S, *, device: Any = ..., progress: bool = ..., checkpoint: Any = ..., every: float = ..., out: Any = ...
+    t: _S,
+    *,
+    device: Any = ...,
+    progress: bool = ...,
+    checkpoint: Any = ...,
+    every: float = ...,
+    out: Any = ...,
+    reduction: Literal["sum"] | None = ...,
 ) -> _S: ...
 @overload
 def sum_grad_squared(f: Callable[..., Any], *, samples: Indices | None = ..., in_dims: InDims = ...) -> _LikeParams: ...

@@ -123,9 +123,15 @@ def fisher_columns(
         return {"kind": GGN, "drawing": drawing(name, mc_samples, generator, sample, peel)}
     if mc_samples != 1 or generator is not None or sample is not None or peel is not None:
         raise ArgumentError(
-            f"{name}(fisher={fisher!r}): nothing is drawn, so leave mc_samples, generator, sample and peel out."
+            f"{name}(fisher={fisher!r}): nothing is drawn, so leave mc_samples, generator, sample and peel out, or "
+            "pass fisher='mc'."
         )
-    return {"kind": kinds[fisher], "spelled": f", fisher={fisher!r}"}
+    return {"kind": kinds[fisher], "spelled": spelled(fisher=fisher)}
+
+
+def spelled(**options: Any) -> str:
+    """Options as they stand in a call behind its functions; None and False are left out."""
+    return "".join(f", {name}={value!r}" for name, value in options.items() if value not in (None, False))
 
 
 def by_method(name: str, f: Any, method: str) -> Options:

@@ -54,8 +54,30 @@ class Statistic(Transform):
     shown: str | None = None
     """What `repr` says, where a relative of `chunked` made it of another statistic."""
 
+    called: tuple[Hashable, ...] = field(init=False, compare=False)
+    """What is asked of f."""
+    drawings: list[Drawing] = field(init=False, compare=False)
+    """How its columns are drawn, or those of its members."""
+    _asked: list[Quantity] = field(init=False, compare=False)
+    """Its quantity, or those of its members."""
+    _in_parts: bool = field(init=False, compare=False)
+    """Whether samples are divided, or what is divided has to come in phases."""
+    _may_be_empty: bool = field(init=False, compare=False)
+    """Whether a batch without samples has a result."""
+
     def __post_init__(self) -> None:
         check_functions(self.name, self.f, self.loss)
+        members, splits = self.members or (self,), self.options.plan.splits
+        kinds = {m.kind for m in members}
+        alone = self.loss is None and self.samples is None and self.others is None
+        vars(self).update(
+            called=(self.name + self.spelled, *[m.name + m.spelled for m in self.members]),
+            drawings=[m.drawing for m in members if m.drawing is not None],
+            _asked=[m.quantity for m in members],
+            _in_parts=bool(splits.get("samples")) or (bool(splits) and self.sweeps > 1),
+            _may_be_empty=alone
+            and all([kind.first_order or kind.of_model == "unless it returns a loss" for kind in kinds]),
+        )
 
     def __repr__(self) -> str:
         loss = "" if self.loss is None else f", {describe(self.loss)}"
@@ -93,28 +115,16 @@ class Statistic(Transform):
     def _engine(self, given: Problem) -> Engine:
         return Engine(given, self.options, self._quantities(given), (*self.called, "in parts"))
 
-    @property
-    def _in_parts(self) -> bool:
-        """Tells whether samples are divided, or what is divided has to come in phases."""
-        splits = self.options.plan.splits
-        return bool(splits.get("samples")) or (bool(splits) and self.sweeps > 1)
-
     def _directly(self, given: Problem) -> tuple[list[Any], Any]:
         """The results of all samples at once."""
-        quantities, undo = self._quantities(given), self._undo()
+        undo = self._undo()
+        call = partial(evaluated, given, self._quantities(given), self.options, undo=undo)
 
-        def call(way: Way) -> tuple[list[Any], Any]:
-            if not self.options.progress:
-                return evaluated(given, quantities, self.options, way, undo=undo)
+        def shown(way: Way) -> tuple[list[Any], Any]:
             with ticking(self.options.progress, given.n) as ticks:
-                return evaluated(given, quantities, self.options, way, ticks, undo)
+                return call(way, ticks=ticks)
 
-        return by_ways(self.f, self.called, call, undo)
-
-    @property
-    def called(self) -> tuple[Hashable, ...]:
-        """The request that f is evaluated for."""
-        return self.name + self.spelled, *(m.name + m.spelled for m in self.members)
+        return by_ways(self.f, self.called, shown if self.options.progress else call, undo)
 
     def without_samples(self, params: Any) -> Engine:
         """The evaluation of no samples, which has parameters only."""
@@ -125,17 +135,16 @@ class Statistic(Transform):
 
     def _quantities(self, given: Problem) -> list[Quantity]:
         """The quantities that it reduces, for the parameters of a problem."""
-        each = [s.quantity for s in self.members or (self,)]
-        return [replace(q, reduction=q.reduction.at(given.leaves)) for q in each]
+        found = list[Quantity]()
+        for q in self._asked:
+            reduction = q.reduction.at(given.leaves)
+            found.append(q if reduction is q.reduction else replace(q, reduction=reduction))
+        return found
 
     def problem(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Problem:
         """The arguments of a call, sorted."""
-        dims = self.in_dims, self.out_dims
-        kinds = {m.kind for m in self.members or (self,)}
-        of_loss = all(k.first_order or k.of_model == "unless it returns a loss" for k in kinds)
-        empty = self.loss is None and self.samples is None and of_loss
-        options = {"samples": self.samples, "empty": empty and self.others is None}
-        given = problem(self.f, self.loss, args, kwargs, self.argnums, *dims, self.has_aux, names, **options)
+        dims, empty = (self.in_dims, self.out_dims), self._may_be_empty
+        given = problem(self.f, self.loss, args, kwargs, self.argnums, *dims, self.has_aux, names, self.samples, empty)
         return given if self.others is None else beside(given, self.others, names)
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
@@ -159,7 +168,8 @@ class Statistic(Transform):
 
     def _undo(self) -> Callable[[], None]:
         """A context that undoes the draws that come behind it."""
-        return partial(set_states, [(g, state_of(g)) for g in (*torchs_own(), *(d.generator for d in self.drawings))])
+        generators = [*torchs_own(), *[d.generator for d in self.drawings]]
+        return partial(set_states, [(g, state_of(g)) for g in generators])
 
     @property
     def quantity(self) -> Quantity:
@@ -170,11 +180,6 @@ class Statistic(Transform):
     def sweeps(self) -> int:
         """The number of times that it has to see all samples."""
         return max(m.reduction.sweeps for m in self.members or (self,))
-
-    @property
-    def drawings(self) -> list[Drawing]:
-        """The way its columns are drawn, or those of its members."""
-        return [m.drawing for m in self.members or (self,) if m.drawing is not None]
 
     def keyed(self, keys: dict[Drawing, int], first: int) -> Statistic:
         """The statistic of a batch behind so many samples, each of which draws from a generator of its own."""

@@ -87,6 +87,8 @@ def _gather(branches: Iterable[Any], found: list[torch.Tensor]) -> None:
         elif kind is dict:
             if branch:
                 _gather(branch.values(), found)
+        elif kind in NODES:
+            _gather(NODES[kind][0](branch)[0], found)
         elif kind not in _PLAIN:
             found.extend(leaf for leaf in leaves(branch) if isinstance(leaf, torch.Tensor))
 
@@ -212,9 +214,15 @@ def register(
         every = [f.name for f in fields(kind)]
 
         def flatten(node: Any) -> tuple[list, tuple]:
-            children = tuple(name for name in every if name in names and getattr(node, name) is not None)
-            rest = tuple((name, getattr(node, name)) for name in every if name not in children)
-            return [getattr(node, name) for name in children], (children, rest)
+            values, children, rest = [], [], []
+            for name in every:
+                value = getattr(node, name)
+                if name in names and value is not None:
+                    values.append(value)
+                    children.append(name)
+                else:
+                    rest.append((name, value))
+            return values, (tuple(children), tuple(rest))
 
         def flatten_with_keys(node: Any) -> tuple[list, tuple]:
             children, structure = flatten(node)
@@ -296,18 +304,19 @@ def separate(tree: Tree) -> tuple[list[torch.Tensor], Form]:
 
 def snapshot(tree: Tree) -> Tree | None:
     """The tree with copies of its lists and dicts; None if it has nodes beside these and tuples."""
-    kind = type(tree)
-    if kind in _PLAIN or (kind is tuple and _PLAIN.issuperset(map(type, tree))):
-        return tree
-    if kind is not dict and kind is not list and kind is not tuple:
+    try:
+        return tree if type(tree) in _PLAIN else _copied(tree)
+    except _Other:
         return None
-    branches = tree.values() if kind is dict else tree
-    parts: list[Tree | None] = [branch if type(branch) in _PLAIN else snapshot(branch) for branch in branches]
-    if any([part is None and branch is not None for part, branch in zip(parts, branches, strict=True)]):
-        return None
+
+
+def _copied(branch: Any) -> Any:
+    kind = type(branch)
+    if kind is tuple or kind is list:
+        return kind([part if type(part) in _PLAIN else _copied(part) for part in branch])
     if kind is dict:
-        return dict(zip(tree, parts, strict=True))
-    return parts if kind is list else tuple(parts)
+        return {key: part if type(part) in _PLAIN else _copied(part) for key, part in branch.items()}
+    raise _Other
 
 
 def register_tuple(kind: Class) -> Class:

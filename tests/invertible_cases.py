@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import invfunc
 from invfunc import chain, invertible_checkpoint, layers, repeated, tree, with_log_det
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests.strategies import Numbers
 
 RTOL = {torch.float64: 1e-9, torch.float32: 1e-3}

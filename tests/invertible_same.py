@@ -9,7 +9,7 @@ import torch
 
 from invfunc import invertible_checkpoint
 from invfunc.testing import assert_trees_close
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests.invertible_cases import RTOL
 from tests.strategies import Numbers
 

@@ -27,9 +27,8 @@ from invfunc import (
 )
 from invfunc.kronecker import Kronecker
 from invfunc.testing import assert_trees_close, loop_batch_grad, loop_batch_jacobian
-from invfunc.testing.laws.paths import generic, in_blocks
-from invfunc.testing.laws.rows import BOTH, FIRST_ORDER, MODEL, Row, clipping, rows
-from invfunc.testing.values import moved
+from invfunc.testing.laws.rows import BOTH, FIRST_ORDER, MODEL, Row, clipping, generic, in_blocks, rows
+from invfunc.testing.models import moved
 from tests.networks import Loss, Network, samples_loss
 from tests.strategies import Case, Numbers
 

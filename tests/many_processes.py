@@ -23,12 +23,10 @@ import invfunc
 from invfunc import compiled, distributed, streamed, tree
 from invfunc.evaluation.processes import bits
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import LEAVES, LOSS, MODEL, ROWS, TREES
+from invfunc.testing.laws.rows import LEAVES, LOSS, MODEL, PRODUCTS, ROWS, TREES
 from tests.data_sets.test_streamed import EXACT, FLOOR, batches, dense, linear, losses
 from tests.networks import LOSSES, network, samples_loss
 from tests.strategies import Numbers
-
-PRODUCTS = ["hvp", "ggnvp", "fvp", "hessian_block_product", "ggn_block_product", "pch_block_product"]
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def made(e: Example) -> tuple[Any, Any, tuple]:
     """A statistic or product, its parameters, and all samples."""
     net, loss = network(e.net, e.n), LOSSES[e.loss]
     args = net.x, loss.target(Numbers(1), e.n)
-    make = ROWS[e.name].make if e.name in ROWS else getattr(invfunc, e.name)
+    make = ROWS[e.name].make if e.name in ROWS else PRODUCTS[e.name]
     if e.form == LOSS:
         return make(samples_loss(net, loss)), net.params, args
     if e.form == MODEL:
@@ -188,8 +186,8 @@ def _held(e: Example) -> tuple[str, str, dict[str, str]]:
     found = full(found)
     row = ROWS.get(e.name.removesuffix(" drawn"))
     picks = None if row is None else row.picks
-    if picks is not None and not e.gather:  # of pairs of samples, a process has the rows
-        wanted = tree.map_tensors(lambda x: x[place], wanted) if "gram" in e.name else picks(wanted, place)
+    if picks is not None and not e.gather:
+        wanted = picks(wanted, place)
     try:
         assert_trees_close(dense(found), dense(wanted), EXACT, FLOOR)
     except AssertionError as error:
@@ -210,25 +208,12 @@ def data(size: int = 12) -> tuple[Any, tuple]:
 
 
 def grams(compare: Any, params: Any, own: tuple, each: list[tuple]) -> None:
-    """The products of all pairs of samples: of one batch of each process or of two loaders, one side may be empty."""
+    """Products of the samples of each process with those of another batch, which all have."""
     whole, rank = tuple(map(torch.cat, zip(*each, strict=True))), dist.get_rank()
-    start, n = sum(len(y) for _, y in each[:rank]), len(own[1])
-    rows = slice(start, start + n)
-    gram, loader = invfunc.gram, batches([0, 2], *own)
-    other = tuple(z[:4] for z in whole)
-    t = gram(losses, others=other)
-    compare("gram with others", distributed(t)(params, *own), t(params, *whole)[rows])
-    compare("gathered", distributed(streamed(t), each="gather")(params, loader), t(params, *whole))
-    part = batches([3], *other)[rank] if rank < 2 else tuple(z[:0] for z in other)
-    compare("gram of two loaders", distributed(streamed(gram(losses)))(params, loader, [part]), t(params, *whole)[rows])
-    none = tuple(z[: len(z) * (rank == 1)] for z in own)
-    found = distributed(streamed(gram(linear, per_parameter=True)))(params, batches([2], none[0]))
-    wanted = gram(linear, per_parameter=True)(params, each[1][0])
-    compare("gram of one process", found, wanted if rank == 1 else tree.map_tensors(lambda z: z[:0], wanted))
-    with_aux = invfunc.reduced(gram(lambda *args: (losses(*args), len(args[1])), has_aux=True), lambda z: z.sum())
-    found, aux = distributed(streamed(with_aux), each="gather")(params, loader)
-    compare("gram reduced", found, with_aux(params, *whole)[0])
-    compare("gram's aux", torch.tensor(aux), torch.tensor([2, n - 2]))
+    start = sum(len(y) for _, y in each[:rank])
+    t = invfunc.gram(losses, others=tuple(z[:4] for z in whole))
+    compare("gram with others", distributed(t)(params, *own), t(params, *whole)[start : start + len(own[1])])
+    compare("gathered", distributed(streamed(t), each="gather")(params, batches([0, 2], *own)), t(params, *whole))
 
 
 def composed() -> list[str]:
@@ -313,9 +298,6 @@ def of_parts_in_turn(compare: Any) -> None:
     together = invfunc.together(invfunc.noise_scale(losses), invfunc.batch_l2_grad(losses))
     compare("noise of parts", lambda around: lambda *args: around(together)(*args)[0][0])
     compare("its numbers", lambda around: lambda *args: [*around(together)(*args)[0][1]], parts=False)
-    gram = invfunc.gram(lambda p, *args: (losses(p, *args), p["w"].T), has_aux=True)
-    every = partial(distributed, each="gather")
-    compare("gram of parts", lambda around: (every if around is distributed else around)(gram), parts=False)
 
 
 def of_parts(params: Any, own: tuple, whole: tuple) -> list[str]:
@@ -338,7 +320,7 @@ def of_parts(params: Any, own: tuple, whole: tuple) -> list[str]:
     compare("a tuple of parts", lambda around: around(invfunc.variance(losses, argnums=(0,))))
     compare("diagonal of parts", lambda around: invfunc.estimate_diagonal(around(p), probes=2, generator=g()))
     v_of = {name: p.flip(0) for name, p in params.items()}
-    products = invfunc.hvp(losses), invfunc.fvp(linear, F.cross_entropy), invfunc.ggnvp(losses)
+    products = invfunc.hvp(losses), invfunc.ggnvp(linear, F.cross_entropy, fisher="empirical"), invfunc.ggnvp(losses)
     for one in products:
         compare(f"{one}", lambda around, one=one: lambda params, *args: around(one)(params, v_of, *args))
     with TemporaryDirectory() as folder:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.func import grad, jacrev, jvp, vjp
 
-from invfunc import fvp, ggnvp, hvp, tree
+from invfunc import ggnvp, hvp, tree
 from tests.strategies import Numbers
 
 
@@ -104,7 +104,7 @@ def plain_ggnvp(f, loss):
     return formula
 
 
-def plain_fvp(f, loss):
+def plain_empirical(f, loss):
     def formula(p, v, x, y):
         along = jvp(lambda q: of_losses(f, loss)(q, x, y), (p,), (v,))[1]
         return vjp(lambda q: of_losses(f, loss)(q, x, y), p)[1](along)[0]
@@ -121,9 +121,9 @@ MAKING = {
     "hvp of f and loss": (lambda f, loss: hvp(f, summed(loss)), plain_hvp),
     "ggnvp of f": (lambda f, loss: ggnvp(loss_of(f, loss)), plain_ggnvp),
     "ggnvp of f and loss": (lambda f, loss: ggnvp(f, summed(loss)), plain_ggnvp),
-    "fvp of f": (lambda f, loss: fvp(loss_of(f, loss)), plain_fvp),
-    "fvp of losses": (lambda f, loss: fvp(of_losses(f, loss)), plain_fvp),
-    "fvp of f and loss": (lambda f, loss: fvp(f, summed(loss)), plain_fvp),
+    "empirical of f": (lambda f, loss: ggnvp(loss_of(f, loss), fisher="empirical"), plain_empirical),
+    "empirical of losses": (lambda f, loss: ggnvp(of_losses(f, loss), fisher="empirical"), plain_empirical),
+    "empirical of f and loss": (lambda f, loss: ggnvp(f, summed(loss), fisher="empirical"), plain_empirical),
 }
 """Each product with its formula, made of a model function and a loss."""
 READING = {

@@ -5,7 +5,6 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,25 +15,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc
 from invfunc import distributed, streamed, tree
 from invfunc._torch.reading import absent
 from invfunc.data_sets.visits import Work
-from invfunc.evaluation import layout
+from invfunc.evaluation import rounds
 from invfunc.evaluation.processes import Processes
 from invfunc.products.streamed import Products
 from tests.data_sets.test_streamed import linear, losses
 from tests.many_processes import Example, composed, data, hold, mesh
 from tests.meter import Meter, nothing_collected
-from tests.processes_interrupted import told_of_interrupts
 from tests.strategies import Numbers
 
 
 def told_of_all(examples: list[Example]) -> tuple:
     """The programs that go on with each other, as it takes seconds to start processes."""
-    return hold(examples), composed(), faults(), memory(), sent(), told_of_interrupts(1)
+    return hold(examples), composed(), faults(), memory(), sent()
 
 
 # Faults: what each process raises, and after how many seconds
@@ -94,7 +91,6 @@ def of_calls(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Calls:
         "another moment": lambda: Processes.of(None).told(f"step {rank}", lambda: (None, None)),
         "no argument": lambda: distributed(OF)(params, x) if rank else distributed(OF)(params, x, y),
         "no samples": lambda: distributed(OF)(params, x[:0], y[:0]),
-        "f fails in a tile": lambda: distributed(invfunc.gram(fails))(params, x, y),
         "others that are other ones": lambda: distributed(invfunc.gram(losses, others=(x + rank, y)))(params, x, y),
     }
 
@@ -117,13 +113,6 @@ def of_losses(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Calls
         "weighted means": lambda: distributed(invfunc.diag_ggn(linear, weighted))(params, x[: 1 + rank], y[: 1 + rank]),
         "outputs in another order": lambda: distributed(invfunc.batch_jacobian(turned), each="gather")(params, x),
     }
-
-
-@dataclass
-class Carried:
-    """What a batch has in it that is no tensor."""
-
-    target: Any
 
 
 class Once:
@@ -151,21 +140,13 @@ def not_resumed(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor, of: An
 def of_loaders(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Calls:
     """Loaders that do not give what they should in one process."""
 
-    def carried(params: Any, x: torch.Tensor, y: Carried) -> torch.Tensor:
-        return losses(params, x, y.target())
-
-    shuffled = DataLoader(TensorDataset(x, y), batch_size=2, shuffle=True)
     drawn = invfunc.kfac(linear, F.cross_entropy, generator=torch.Generator().manual_seed(0))
     twice = invfunc.ekfac(linear, F.cross_entropy, fisher="exact")
-    gram, batch = invfunc.gram(losses), [(x, y)]
+    batch = [(x, y)]
     return {
         "the loader fails": lambda: distributed(streamed(OF))(params, lambda: late(x, y)),
         "counted and gone": lambda: distributed(streamed(drawn))(params, Once((x, y)) if rank else batch),
         "a file that cannot be gone on with": lambda: not_resumed(rank, params, x, y),
-        "a batch that does not travel": lambda: distributed(streamed(invfunc.gram(carried)))(
-            params, [(x, Carried(lambda: y))]
-        ),
-        "shuffled": lambda: distributed(streamed(gram))(params, shuffled if rank else batch),
         "used up": lambda: distributed(streamed(twice))(params, iter(batch) if rank else batch),
     }
 
@@ -252,16 +233,17 @@ def memory() -> dict[str, float]:
         with _disable_current_modes():  # they are in one memory together
             return absent(like)
 
-    makes: list[Any] = [invfunc.batch_l2_grad, invfunc.sum_grad_squared, invfunc.noise_scale, invfunc.gram]
-    makes += [invfunc.hvp, invfunc.ggnvp, invfunc.fvp]
-    of = {make.__name__: make(f) for make in makes} | {"clipped_grad": invfunc.clipped_grad(f, max_norm=1.0)}
+    makes: list[Any] = [invfunc.batch_l2_grad, invfunc.sum_grad_squared, invfunc.noise_scale]
+    makes += [invfunc.hvp, invfunc.ggnvp]
+    of = {make.__name__: make(f) for make in makes} | {"empirical": invfunc.ggnvp(f, fisher="empirical")}
+    of |= {"clipped_grad": invfunc.clipped_grad(f, max_norm=1.0)}
     of["reduced"] = invfunc.reduced(of["sum_grad_squared"], lambda path, q: q.sum())
     of["diag_ggn"] = invfunc.chunked(invfunc.diag_ggn(f), 2, over="outputs")
     for name, t in of.items():
         for whole in (True, False):
             own = params if whole else placed
             args = [own] * (2 if hasattr(t, "linearize") else 1)
-            with nothing_collected(), Meter() as meter, mock.patch.object(layout, "absent", uncounted):
+            with nothing_collected(), Meter() as meter, mock.patch.object(rounds, "absent", uncounted):
                 distributed(t)(*args, x)
             found[f"{name} {'whole' if whole else 'parts'}"] = meter.peak() / params["w0"].nbytes
     return found

@@ -64,7 +64,7 @@ def cases(seen: list[float], seed: int = 0) -> dict[str, Callable[[], Any]]:
         ),
         "mean": lambda: invfunc.diag_ggn(g, F.cross_entropy),
         "hvp": lambda: invfunc.hvp(f),
-        "drawn product": lambda: invfunc.fvp(g, F.cross_entropy, mc_samples=1, generator=drawn()),
+        "drawn product": lambda: invfunc.ggnvp(g, F.cross_entropy, mc_samples=1, generator=drawn(), fisher="mc"),
     }
 
 

@@ -13,7 +13,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import nn
 
-from invfunc.testing.values import Numbers, seeded
+from invfunc.testing.models import Numbers, seeded
 from tests.forms import Form
 
 __all__ = ["ALWAYS", "FROM_1D", "FROM_2D", "SIZES", "Case", "Numbers", "Reading", "seeded"]

@@ -29,7 +29,7 @@ GIVES = {
     "_WithNoise": ["noise_scale"],
     "_OfTensor": ["predictive_covariance"],
     "_OfFactors": ["kfac", "ekfac"],
-    "_OfVector": ["hvp", "ggnvp", "fvp", "hessian_block_product", "ggn_block_product", "pch_block_product"],
+    "_OfVector": ["hvp", "ggnvp"],
     "_Estimator": ["estimate_trace", "estimate_diagonal"],
 }
 OTHERWISE = {"diag_ggn": ("_LikeParams", {"with_error"}), "ggn_trace": ("_OfTensor", {"with_error", "per_parameter"})}

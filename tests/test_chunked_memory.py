@@ -164,8 +164,12 @@ class TestPromises:
     @pytest.mark.parametrize("factor", [1.0, 1.3])
     @pytest.mark.parametrize(
         "t",
-        [invfunc.diag_ggn(model, F.cross_entropy), invfunc.batch_grad(loss), invfunc.kflr(model, F.cross_entropy)],
-        ids=["diag_ggn", "batch_grad", "kflr"],
+        [
+            invfunc.diag_ggn(model, F.cross_entropy),
+            invfunc.batch_grad(loss),
+            invfunc.kfac(model, F.cross_entropy, fisher="exact"),
+        ],
+        ids=["diag_ggn", "batch_grad", "kfac"],
     )
     def test_live_bytes_are_within(self, t, factor):
         args = wide(40)

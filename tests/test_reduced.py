@@ -13,8 +13,7 @@ import invfunc
 from invfunc import reduced, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.paths import in_blocks
-from invfunc.testing.laws.rows import BOTH, LEAVES, MODEL, rows
+from invfunc.testing.laws.rows import BOTH, LEAVES, MODEL, in_blocks, rows
 from tests.laws import composed
 from tests.networks import CLASSES, LOSSES, network, networks, samples_loss
 from tests.strategies import Numbers

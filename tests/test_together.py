@@ -14,8 +14,7 @@ from invfunc import chunked, reduced, together, tree
 from invfunc.core.evaluate import of_each_kind
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.paths import in_blocks
-from invfunc.testing.laws.rows import BOTH, FACTORS, FIRST_ORDER, MODEL, ROWS, rows
+from invfunc.testing.laws.rows import BOTH, FACTORS, FIRST_ORDER, MODEL, ROWS, in_blocks, rows
 from tests.laws import composed
 from tests.networks import LOSSES, network, networks, samples_loss
 from tests.strategies import Numbers

@@ -50,7 +50,7 @@ def trained(params, *batch):
         (invfunc.batch_jacobian(scaled), "(params, x, scale=1.0, *, flipped=False)"),
         (invfunc.hvp(losses), "(params, v, x, y)"),
         (invfunc.ggnvp(model, F.mse_loss), "(params, v, x, target)"),
-        (invfunc.ggn_block_product(model, F.mse_loss), "(params, V, x, target)"),
+        (invfunc.ggnvp(model, F.mse_loss, blocks=True), "(params, V, x, target)"),
         (invfunc.hvp(trained), "(params, v, /, *batch)"),
         (invfunc.variance(trained), "(params, *batch)"),
         (streamed(invfunc.variance(losses)), "(params, loader, /)"),

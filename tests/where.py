@@ -44,7 +44,7 @@ def of_a_name(name: str) -> tuple[Callable, tuple, tuple]:
     if name == "linearize":
         return invfunc.linearize, (linear,), (x,)
     if name in [*PRODUCTS, *OTHERS]:
-        return getattr(invfunc, name), (linear, F.cross_entropy), (x, y)
+        return PRODUCTS.get(name) or getattr(invfunc, name), (linear, F.cross_entropy), (x, y)
     row = ROWS[name]
     functions = {BOTH: (linear, F.cross_entropy), MODEL: (linear,), LOSS: (losses,)}[row.form]
     return row.make, functions, (x,) if row.form == MODEL else (x, y)

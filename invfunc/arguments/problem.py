@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -28,11 +28,6 @@ class Watching(AbstractContextManager, Protocol):
 
     def samples(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         """The tensor that f gets in place of a batch tensor."""
-        ...
-
-    @property
-    def adopting(self) -> AbstractContextManager | None:
-        """A mode beside it, if there is one."""
         ...
 
 
@@ -84,7 +79,7 @@ class Problem:
         given = [
             trees[self.argnums.index(i)] if i in self.argnums else self._samples(trace, i, part) for i in self.inputs
         ]
-        with Uncompiled(), trace, trace.adopting or nullcontext():
+        with Uncompiled(), trace:
             try:
                 result = self.f(*given, **self.kwargs)
                 result, aux = with_aux(result) if self.has_aux else (result, None)
@@ -114,14 +109,18 @@ class Problem:
         given = self.args[position]
         if not (isinstance(part, slice) and part == slice(None)):
             given = some_samples(given, dim, part)
+        if isinstance(given, torch.Tensor):
+            return trace.samples(given, Axis(dim % given.ndim))
         return tree.map_tensors(lambda x: trace.samples(x, Axis(dim % x.ndim)), given)
 
     def fixed(self) -> list[torch.Tensor]:
         """The tensors that all samples share."""
         return tree.tensors(([self.args[i] for i, d in self.dims.items() if d is None], self.kwargs))
 
+    @cached_property
     def tensors(self) -> list[torch.Tensor]:
-        return tree.tensors((self.args, self.kwargs))
+        """All tensors among the arguments."""
+        return tree.tensors((*self.args, self.kwargs) if self.kwargs else self.args)
 
 
 def check_numbers(tensors: Sequence[torch.Tensor]) -> None:
@@ -180,19 +179,18 @@ def problem(
 ) -> Problem:
     """Check the arguments of a call and sort them; `empty` says that there may be no samples."""
     wanted = (argnums,) if isinstance(argnums, int) else argnums
-    if not isinstance(wanted, tuple) or not all(isinstance(a, int) for a in wanted):
+    if not isinstance(wanted, tuple) or not all([isinstance(a, int) for a in wanted]):
         raise ArgumentTypeError(f"argnums={argnums!r} has to be an int or a tuple of ints.")
     count = len(args) - (loss is not None)
     for a in wanted:
         if not -count <= a < count:
             raise ArgumentError(f"argnums={argnums} asks for argument {a}, but the function gets {count}.")
-    positions = tuple(a % count for a in wanted)
+    positions = tuple([a % count for a in wanted])
     if not positions or len(set(positions)) < len(positions):
         raise ArgumentError(f"argnums={argnums} has to name at least one argument, and each only once.")
     trees = [args[i] for i in positions]
     leaves, structure = tree.flatten(trees, none_is_leaf=False)
-    for i, params in zip(positions, trees, strict=True):
-        check_params(params, names, i)
+    _check_leaves(leaves, trees, names, positions)
     if not leaves:
         raise ArgumentError(f"{names[positions[0]]} has no tensors in it.")
     rest = [i for i in range(len(args)) if i not in positions]
@@ -234,15 +232,28 @@ def check_params(params: Any, names: Sequence[str], place: int, whole: bool = Tr
     """Check that all leaves of the argument at a place are real floating-point tensors, and `whole` in this process;
     returns them, and the structure."""
     leaves, structure = tree.flatten(params, none_is_leaf=False)
-    if not all([isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves]):
-        _check_floats(params, names[place])
-    if whole and not _PLAIN.issuperset(map(type, leaves)) and any(map(sharded, leaves)):
-        path = next(path for path, leaf in tree.named_leaves(params, none_is_leaf=False) if sharded(leaf))
-        raise ArgumentTypeError(
-            f"{names[place]}{path} is a DTensor, which all processes have together, but the samples are those of this "
-            "one alone. Take distributed(t) of the statistic or product, or pass p.full_tensor() of each parameter."
-        )
+    _check_leaves(leaves, [params], names, [place], whole)
     return leaves, structure
+
+
+def _check_leaves(
+    leaves: list[Any], trees: Sequence[Any], names: Sequence[str], places: Sequence[int], whole: bool = True
+) -> None:
+    """Check the leaves of the arguments at some places."""
+    kinds = {*map(type, leaves)}
+    if not all([isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves]):
+        for params, place in zip(trees, places, strict=True):
+            _check_floats(params, names[place])
+    if not whole or kinds <= _PLAIN or not any(map(sharded, leaves)):
+        return
+    for params, place in zip(trees, places, strict=True):
+        for path, leaf in tree.named_leaves(params, none_is_leaf=False):
+            if sharded(leaf):
+                raise ArgumentTypeError(
+                    f"{names[place]}{path} is a DTensor, which all processes have together, but the samples are those "
+                    "of this one alone. Take distributed(t) of the statistic or product, or pass p.full_tensor() of "
+                    "each parameter."
+                )
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
@@ -278,8 +289,11 @@ def batch_dims(in_dims: InDims, rest: list[int]) -> dict[int, int | None]:
 
 def batch_size(args: tuple, dims: dict[int, int | None], names: Sequence[str], empty: bool = False) -> int:
     """N, on which all batch arguments have to agree; it may be 0 where that is said."""
-    batch = [(x, dim) for i, dim in dims.items() if dim is not None for x in tree.tensors(args[i])]
-    found = {x.shape[dim] if -x.ndim <= dim < x.ndim else 0 for x, dim in batch}
+    found = set[int]()
+    for i, dim in dims.items():
+        if dim is not None:
+            for x in [args[i]] if isinstance(args[i], torch.Tensor) else tree.tensors(args[i]):
+                found.add(x.shape[dim] if -x.ndim <= dim < x.ndim else 0)
     if len(found) == 1 and 0 not in found:
         return found.pop()
     sizes = _sizes(args, dims, names)  # names are looked up for errors only

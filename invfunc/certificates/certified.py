@@ -141,7 +141,7 @@ def _nothing_to_compare(t: Statistic | Product) -> str:
     if isinstance(t, Product):
         if t.drawing is not None:
             return DRAWN
-        if getattr(t.record, "func", t.record) in PRODUCTS:
+        if t.record in PRODUCTS:
             return ""
         return "its matrix is made of parts that no derivative of f is. Certify the product with the GGN of the same f."
     if t.options.reduce is not None:

@@ -576,7 +576,7 @@ def _of_product(
     t: Product, result: Any, args: tuple, kwargs: dict[str, Any], names: Any, draw: Draw
 ) -> tuple[Call, list[Look]]:
     """All entries of a product with a Hessian, a GGN or an empirical Fisher matrix, or with blocks of these."""
-    kind = getattr(t.record, "func", t.record)
+    kind = t.record
     params, batch = args[0], (args[0], *args[2:])
     if kind is of_fisher:
         given = problem(t.f, t.loss, batch, kwargs, 0, t.in_dims, t.out_dims, t.has_aux, names.without_vector)

@@ -184,9 +184,7 @@ def check_kept(run: Run, columns: list[Columns]) -> list[Columns]:
 
 def hessian_of(problem: Problem) -> list[Columns]:
     """The Hessian of the loss in the outputs that are found in f."""
-    run = Run(
-        problem.n, transforming() or (torch.is_grad_enabled() and any(x.requires_grad for x in problem.tensors()))
-    )
+    run = Run(problem.n, transforming() or (torch.is_grad_enabled() and any(x.requires_grad for x in problem.tensors)))
     run.open()
     try:
         leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
@@ -215,7 +213,7 @@ def ran_and(
     pullback = pullback or Pullback
     outside = torch.is_grad_enabled()
     constants = [x for q in quantities for x in q.reduction.constants]
-    deep = transforming() or (outside and any([x.requires_grad for x in (*problem.tensors(), *constants)]))
+    deep = transforming() or (outside and any([x.requires_grad for x in (*problem.tensors, *constants)]))
     chosen = problem.samples
     chosen = None if chosen is None else torch.tensor(chosen, device=problem.leaves[0].device)
     kind = quantities[0].kind
@@ -272,7 +270,7 @@ def _streamed(quantity: Quantity) -> bool:
 
 def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool) -> tuple[Any, Any]:
     """What f returns, and aux; the run knows then what f reads of the parameters."""
-    device, given = problem.leaves[0].device.type, problem.tensors()
+    device, given = problem.leaves[0].device.type, problem.tensors
     check_numbers(given)
     before = versions(given)
     leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class Sent:
 
     @property
     def role(self) -> tuple:
-        return (*(place.dims for place in self.places), self.blocks or ())
+        return (*[place.dims for place in self.places], self.blocks or ())
 
     @property
     def flipped(self) -> bool:
@@ -87,7 +88,11 @@ class Sent:
                 return gram
         read = self.read
         assert read is not None
-        return summed(_outer(read(block), diagonal) for block in run.blocks([use], use.size(run)))
+        first, *rest = run.blocks([use], use.size(run))
+        found = _outer(read(first), diagonal)
+        for block in rest:
+            found = found + _outer(read(block), diagonal)
+        return found
 
 
 def _outer(x: torch.Tensor, diagonal: bool) -> torch.Tensor:
@@ -124,7 +129,7 @@ def kronecker(
     for use in uses:
         each = operands(run, leaf, use, bool(bias))
         roles.setdefault(each.role, []).append((use, each))
-    if len({(frozenset(role[:-1]), role[-1]) for role in roles}) > 1:
+    if len(roles) > 1 and len({(frozenset(role[:-1]), role[-1]) for role in roles}) > 1:
         raise Unfactored("operations that read it divide its dimensions differently")
     return {role: _added(run, leaf, some, sharing, bias, again, most) for role, some in roles.items()}
 
@@ -143,7 +148,7 @@ def _added(
         b = _of_sent(run, some, pooled, large[0])
         if key is not None:
             run.known[key] = b
-    count = sum(_positions(run, use, each) * each.sends * each.reads for use, each in some)
+    count = sum([_positions(run, use, each) * each.sends * each.reads for use, each in some])
     a = None
     if len(first.places) > 1 and not again and sharing == "reduce":
         total = summed(_scaled(each.total(run, use), each.sends) for use, each in some)
@@ -166,6 +171,8 @@ def _orders(run: Run, use: Use, each: Sent) -> list[tuple[int, Order | None]]:
 
 def _positions(run: Run, use: Use, each: Sent) -> float:
     """How many positions a sample has; on average, where some have more than others."""
+    if not use.uses and not use.orders:
+        return each.s.shape[3]
     counts = _orders(run, use, each)
     return sum(p if order is None else p * len(order.rows) / (run.n * max(1, order.width)) for p, order in counts)
 
@@ -191,7 +198,7 @@ def _of_sent(run: Run, some: list[tuple[Use, Sent]], pooled: bool, diagonal: boo
         return summed(_between(s, use.matrix, diagonal) for s in sent)
     if run.of_hessian:
         return summed(_of_hessian(s, diagonal) for s in sent)
-    return summed(_outer(s.flatten(0, 1), diagonal) for s in sent)
+    return summed([_outer(s.flatten(0, 1), diagonal) for s in sent])
 
 
 def _scaled(x: torch.Tensor, by: float) -> torch.Tensor:
@@ -280,8 +287,13 @@ def _of_pair(run: Run, leaf: torch.Tensor, use: Pair, joint: bool) -> Sent:
         a = use.read(run, block)
         return torch.cat([a, torch.ones_like(a[..., :1])], -1) if joint else a
 
-    key = id(use.edge) if s.shape[2] == 1 and not isinstance(use, Joined) and use.edge is not None else None
+    key = _key(use) if s.shape[2] == 1 and not isinstance(use, Joined) else None
     return Sent(s, places, read, blocks, joint=joint, key=key)
+
+
+def _key(use: Use) -> Any:
+    """A key that a weight and its bias share."""
+    return None if use.edge is None else id(use.edge)
 
 
 def _places(leaf: torch.Tensor, use: Pair, whole: bool) -> tuple[list[Place], tuple[int, ...] | None]:
@@ -291,9 +303,7 @@ def _places(leaf: torch.Tensor, use: Pair, whole: bool) -> tuple[list[Place], tu
     sizes = [len(leaf), leaf[0].numel()] if conv else leaf.shape
     plain = 1 not in sizes and bool(o and k) and (conv or not g)
     if whole and plain and (use.node.kind is LEAF or (use.node.kind is SWAP and leaf.ndim == 2)):
-        swapped = (1, 0) if use.node.kind is SWAP else (*range(leaf.ndim),)
-        dims = [(*(swapped[i] for i in kind),) for kind in (o, k)]
-        return [Place(some, math.prod(leaf.shape[i] for i in some)) for some in dims], None
+        return [*_whole(leaf.shape, o, k, use.node.kind is SWAP)], None
     with _numbered(leaf):
         entries = _once(_entries(leaf, use))
         if isinstance(use, Convolution):
@@ -305,8 +315,17 @@ def _places(leaf: torch.Tensor, use: Pair, whole: bool) -> tuple[list[Place], tu
     return found.places, found.blocks
 
 
+@lru_cache(maxsize=4096)
+def _whole(shape: torch.Size, o: tuple[int, ...], k: tuple[int, ...], swapped: bool) -> tuple[Place, Place]:
+    """The places of the factors over some dims of a parameter, which may be read as its transpose."""
+    o, k = (tuple(1 - i for i in dims) if swapped else dims for dims in (o, k))
+    return Place(o, math.prod(shape[i] for i in o)), Place(k, math.prod(shape[i] for i in k))
+
+
 def _of_expanded(run: Run, leaf: torch.Tensor, use: Expanded) -> Sent:
     """The operands of a scale or shift: one of several dims is a table, whose rows are picked at their positions."""
+    if leaf.ndim == 1 and use.node.kind is LEAF and (given := use.rows(run)) is not None:
+        return Sent(given[1][:, :, None, None], [Place((0,), len(leaf))], key=_key(use))
     view = list(use.view or use.shape)
     s = use.sent(run)
     s = s if use.factor is None else s * use.factor(run, WHOLE)
@@ -334,7 +353,7 @@ def _of_expanded(run: Run, leaf: torch.Tensor, use: Expanded) -> Sent:
             whole = len(numbers) == leaf.numel() and bool((numbers.diff() == 1).all())
     count = leaf.numel() if numbers is None else len(numbers)
     s = s.reshape(*s.shape[:2], 1, s.shape[2 : s.ndim - len(wide or [0])].numel(), count)
-    key = id(use.edge) if use.factor is None and use.edge is not None and leaf.ndim == 1 and whole else None
+    key = _key(use) if use.factor is None and leaf.ndim == 1 and whole else None
     return Sent(s, [Place((*range(leaf.ndim),), leaf.numel(), None if whole else numbers)], key=key)
 
 

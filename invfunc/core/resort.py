@@ -47,8 +47,6 @@ ROWS = 32
 class Given(TorchFunctionMode):
     """A mode under which f runs as it is written, on what `samples(x, axis)` makes of the batch."""
 
-    adopting = None
-
     def __init__(self, samples: Callable[[Tensor, Axis], Tensor], apart: bool = True) -> None:
         """`apart` says that something of each sample is wanted."""
         super().__init__()
@@ -245,8 +243,6 @@ def _same(each: Tensors, whole: Tensors, dtype: torch.dtype) -> bool:
 
 class Watched(AbstractContextManager):
     """A context in which f runs as it is written, on what `samples(x, axis)` makes of the batch."""
-
-    adopting = None
 
     def __init__(self, samples: Callable[[Tensor, Axis], Tensor]) -> None:
         self._samples = samples

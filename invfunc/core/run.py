@@ -197,8 +197,6 @@ class Run(TorchFunctionMode):
         vars(y)["_known"] = Mark(self.token, (axis.dim - y.ndim, 1, 1), y.requires_grad)
         return y
 
-    adopting = None
-
     def alias(self, x: Tensor) -> Tensor:
         """The same numbers, to be differentiated in, without a way back to the leaves."""
         if not self.deep:

@@ -135,7 +135,7 @@ class Shares:
     def of_rows(self, use: Any, a: torch.Tensor | None, d: torch.Tensor, each: bool = False) -> torch.Tensor:
         """`sum_n d[n]^T a[n]` in the layout of the parameter, of a shift `sum_n d[n]`; or `each` of them."""
         if a is None:
-            found = (d if each else d.sum(0)).view(*d.shape[:each], *use.shape)
+            found = (d if each else d.sum(0)).view((*d.shape[:each], *use.shape))
         else:
             found = use.placed(outer(a, d) if each else d.mT @ a)
         return found if use.node.kind is LEAF else self.pulled(use, found, int(each))

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 
+from invfunc import tree
+from invfunc._torch.sharded import sharded
 from invfunc.callables import describe
 from invfunc.compiled import Compiled, opened
+from invfunc.data_sets.part import PARAMETERS, Asked, Part
+from invfunc.data_sets.product import StreamedProduct
 from invfunc.data_sets.tiled import Tiled
-from invfunc.data_sets.visits import work_of
+from invfunc.data_sets.visits import exchanged, work_of
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.batches import Feed, batches_of, check_loader, counted, first
-from invfunc.evaluation.checkpoint import Checkpoint
-from invfunc.evaluation.course import course_of
-from invfunc.evaluation.fingerprint import described, named
+from invfunc.evaluation.batches import Feed, first
+from invfunc.evaluation.checkpoint import Checkpoint, described, named
+from invfunc.evaluation.rounds import parts
 from invfunc.plans.batches import PlansOfBatches
 from invfunc.products.product import Product
-from invfunc.products.streamed import StreamedProduct
 from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform, check_adds_up
@@ -34,10 +36,17 @@ def streamed(
     checkpoint: Any = None,
     every: float = 60,
     out: Any = None,
+    reduction: Literal["sum"] | None = None,
 ) -> Streamed | Tiled: ...
 @overload
 def streamed(
-    t: Product, *, device: Any = None, progress: bool = False, checkpoint: Any = None, every: float = 60
+    t: Product,
+    *,
+    device: Any = None,
+    progress: bool = False,
+    checkpoint: Any = None,
+    every: float = 60,
+    reduction: Literal["sum"] | None = None,
 ) -> StreamedProduct: ...
 def streamed(
     t: Any,
@@ -47,6 +56,7 @@ def streamed(
     checkpoint: Any = None,
     every: float = 60,
     out: Any = None,
+    reduction: Literal["sum"] | None = None,
 ) -> Any:
     """Compute a statistic of a data set that comes batch by batch, or a product, in the memory of one batch.
 
@@ -83,6 +93,9 @@ def streamed(
             the number of samples before, and the result of a batch. Of several `together`, a tuple. Of `gram` tensors
             of just its size, or a function that is told the rows of a batch once they are whole.
 
+        reduction: "sum" says that a loss which is one number is the sum over the samples of its batch, so that it need
+            not be given apart; the caller's word is taken for it.
+
     Returns:
         A function `(params, loader) -> result`, of a product `(params, v, loader) -> result`, whose
         `.linearize(params, loader)` gives `v -> product`. A loader is anything that gives batches: a `DataLoader`, a
@@ -101,11 +114,12 @@ def streamed(
             statistic whose loss is given apart are not looked at).
         ArgumentError: there are no samples, or more or fewer than the first time, or for `gram` other ones (a loader
             that shuffles); a statistic that does not add up over batches (`kfra`), `gram` together with another, or
-            `samples=`; a scalar loss that is not given apart, or that is neither a mean nor a sum (`ignore_index` and
-            class weights divide by what is in the batch), or a mean of batches whose samples have other shapes;
-            parameters that are written in place meanwhile; an f that writes into its batch, or of which `gram` finds
-            that it gives samples something else beside those of another one; a device on which there is no parameter; a
-            checkpoint of something else, of `gram`, or of a linearisation; within torch.func's transforms.
+            `samples=`; a scalar loss that is not given apart (without `reduction=`), or that is neither a mean nor a
+            sum (`ignore_index` and class weights divide by what is in the batch), or a mean of batches whose samples
+            have other shapes; parameters that are written in place meanwhile; an f that writes into its batch, or of
+            which `gram` finds that it gives samples something else beside those of another one; a device on which there
+            is no parameter; a checkpoint of something else, of `gram`, or of a linearisation; within torch.func's
+            transforms.
         RandomnessError: `gram` of several batches, of an f that draws.
         MissingExtraError: `progress` without tqdm: `pip install 'invfunc[progress]'`.
 
@@ -143,18 +157,24 @@ def streamed(
     batches beside the result; `[N, P]` is never made. The loader is gone through once for each batch, and once before
     to count; by checksums, its batches have to be the same ones each time. For a function as out, which is told whole
     rows, all k^2 tiles are computed. Of two loaders, each batch of the second is held while the first goes by; with
-    `others=`, these are evaluated again with each batch, so that many of them are better a second loader. The first two
-    batches that meet are evaluated joined, too, to find an f that gives samples something else there.
+    `others=`, the per-sample gradients of these are held from the first batch on. The first two batches that meet are
+    evaluated joined, too, to find an f that gives samples something else there.
 
     Source: Chan, Golub and LeVeque (1979) for variances.
     """
     feed = Feed.of(device, f"streamed({describe(t)})" if progress else "")
     file = Checkpoint.of(checkpoint, every)
+    if reduction not in (None, "sum"):
+        raise ArgumentError(
+            f"streamed({describe(t)}, reduction={reduction!r}): it is 'sum', if it is given. Of a mean, return the sum "
+            "over the samples of the batch, and divide the result."
+        )
     t, plans = opened(t)
+    part = Part(feed, getattr(t, "in_dims", 0), file, reduction=reduction, alone=True)
     if isinstance(t, Product):
         if out is not None:
             raise ArgumentError(f"streamed({t!r}, out=...): a product has no sample axis. Leave out away.")
-        return StreamedProduct(t, feed, file, plans)
+        return StreamedProduct(t, part, plans)
     check_adds_up("streamed", t)
     if not isinstance(t, Statistic):
         kind = type(t).__name__
@@ -170,7 +190,11 @@ def streamed(
         raise ArgumentError(f"streamed({plans!r}): of tiles no plan is made. Leave `compiled` away.")
     if out is not None and (why := _no_rows(t, file)):
         raise ArgumentError(f"streamed({t!r}, out=...): {why}.")
-    return Tiled(t, feed, out) if t.reduction.pairs and not t.members else Streamed(t, feed, file, out, plans)
+    if t.reduction.pairs and not t.members:
+        if reduction is not None:
+            raise ArgumentError(f"streamed({t!r}, reduction={reduction!r}): it takes the [N] losses of the samples.")
+        return Tiled(t, feed, out)
+    return Streamed(t, part, out=out, plans=plans)
 
 
 def not_by_batches(t: Statistic, alone: bool) -> str:
@@ -198,18 +222,19 @@ def _no_rows(t: Statistic, file: Checkpoint | None) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Streamed(Transform):
-    """A function `(params, loader) -> result`, of all batches together."""
+    """A function `(params, loader) -> result`, of all batches together, or `(params, *batch)` of all processes."""
 
     t: Statistic
-    feed: Feed
-    checkpoint: Checkpoint | None = None
+    part: Part
+    gather: bool = False
+    """Whether results with a sample axis are those of all processes."""
     out: Any = None
     plans: PlansOfBatches | None = None
-    """By which batches are evaluated, if it is `compiled`."""
+    """Plans by which batches are evaluated, if it is `compiled`."""
     outermost = True
 
     def __repr__(self) -> str:
-        return f"streamed({self.plans or self.t!r})"
+        return self.part.shown(self.plans or self.t)
 
     @property
     def has_aux(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -224,51 +249,64 @@ class Streamed(Transform):
         return self.t.owned and self.out is None
 
     def names(self, count: int) -> Any:
-        return ["params", "loader"][:count]
+        return self.part.names(["params"], self.t.names(count), count)
 
+    @torch.no_grad()
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        params, loader = self._given(args, twice(self.t))
-        with torch.no_grad():
-            return self._swept(params, loader, kwargs)
+        work = work_of(self.t, kwargs, self.out, self.plans, self.part.reduction)
+        identity = partial(identity_of, self.t, args[:1], kwargs)
+        alike = {"the statistic": options_of(self.t), "each": "gather" if self.gather else "local"}
+        keys, planned = [*work.keys.values()], self.plans is not None
+        asked = Asked(args, PARAMETERS, names, alike, keys, identity, twice(self.t), work.check, planned, work.empty)
+        begun = self.part.begun(asked)
+        work.at(begun.params, begun.rounds, parts=self.out is None and not begun.course.keeps)
+        with begun.course as course:
+            work.draw_by(course.record.keys, begun.before, begun.counted)
+            begun.told("checkpoint", partial(course.begin, work))
+            work.computed(begun.through, begun.processes, self.gather)
+            results, aux = begun.told("result", work.results)
+            results = self._laid_out(results, args[0])
+        return results, aux if self.part.feed is not None else aux[0] if aux else None
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
-        """How it would be computed: what is done with the first batch, and how often with how many."""
-        found, given = self.looked_at(args, kwargs)
+        """How it would be computed: what is done with the first batch, and how often with how many; of several
+        processes how this one does, which does not wait for the others, and what it would give to them."""
+        if not self.part.alone and any(map(sharded, tree.tensors(args[:1]))):
+            raise ArgumentError(
+                "the parameters are DTensors, and this process has a part of each; no other is asked. Pass "
+                "p.full_tensor() of each to explain, which is what a call computes with."
+            )
+        feed, given, batches = self.part.feed, args, {}
+        if feed is not None:
+            loader = self.part.loader(args, PARAMETERS, "to look at the first one takes it away")
+            given, count = first(loader, args[0], self.t.in_dims, feed)
+            batches = {"sweeps": self.t.sweeps, "batches": count}
+            names = self.t.names(len(given))
+        found = replace(self.t.explanation(given, kwargs, names), name=repr(self), **batches)
+        if not self.part.alone:
+            size = 0 if self.out is not None else exchanged(self.t, given, kwargs, self.gather)
+            return replace(found, processes=self.part.processes().size, exchanged=size)
         if self.plans is None:
             return found
         with torch.no_grad():
             plan, code = self.plans.explained(self.t, given, kwargs)
         return replace(found, plan=plan, code=code)
 
-    def looked_at(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Explanation, tuple]:
-        """The explanation, and the arguments of the first batch."""
-        params, loader = self._given(args, "to look at the first one takes it away")
-        given, batches = first(loader, params, self.t.in_dims, self.feed)
-        found = self.t.explanation(given, kwargs, self.t.names(len(given)))
-        return replace(found, name=repr(self), sweeps=self.t.sweeps, batches=batches), given
+    def _laid_out(self, results: Any, params: Any) -> Any:
+        """The results, of which trees that are like the parameters are laid out as these are."""
+        leaves = tree.tensors((params,))
+        if self.t.options.reduce is not None or not any(map(sharded, leaves)):
+            return results
 
-    @staticmethod
-    def _given(args: tuple, twice: str) -> tuple[Any, Any]:
-        """The parameters and the loader, which gives its batches more than once if there is a reason."""
-        if len(args) != 2:
-            raise ArgumentTypeError(f"it takes the parameters and a loader, and got {len(args)} positional arguments.")
-        check_loader(args[1], sweeps=twice)
-        return args[0], args[1]
+        def of(t: Statistic, result: Any) -> Any:
+            trees, several = t.reduction.trees, result if t.reduction.several else (result,)
+            flat = [tree.flatten(x, none_is_leaf=False) for x in several[:trees]]
+            laid = [tree.unflatten(parts(own, leaves), structure) for own, structure in flat]
+            found = (*laid, *several[trees:])
+            kind = getattr(type(result), "_make", tuple)  # an Estimate is a tuple with names
+            return kind(found) if t.reduction.several else found[0]
 
-    def _swept(self, params: Any, loader: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        work = work_of(self.t, params, kwargs, self.out, self.plans)
-        work.check(counted(loader, self.t.in_dims))
-        identity = partial(identity_of, self.t, params, kwargs)
-        empty: list[tuple] = []
-        batches = batches_of(loader, params, self.t.in_dims, self.feed, empty)
-        with course_of(self.checkpoint, identity, [*work.keys.values()], self.feed.goal(params)) as course:
-            work.draw_by(course.record.keys)
-            course.begin(work)
-            work.computed(lambda: course.through(batches))
-            if self.out is not None or work.sweep.n or not empty:
-                return work.results()
-        found, aux = self.t.compute(empty[0], kwargs, self.t.names(len(empty[0])))  # zeros, or the reason why not
-        return found, [aux]
+        return tuple(map(of, self.t.members, results)) if self.t.members else of(self.t, results)
 
 
 def options_of(t: Statistic) -> str:
@@ -280,9 +318,9 @@ def options_of(t: Statistic) -> str:
     return f"{described(t)} {described([each, t.in_dims, t.out_dims, t.options.dense, t.others, t.has_aux])}"
 
 
-def identity_of(t: Statistic, params: Any, kwargs: dict[str, Any]) -> dict[str, str]:
-    """What a call has to have like one before that it goes on from, beside its batches."""
-    return {"the statistic": options_of(t), "keyword arguments": described(kwargs), **named("params", params)}
+def identity_of(t: Statistic, params: tuple, kwargs: dict[str, Any]) -> dict[str, str]:
+    """Descriptions that a call has to share with one before that it goes on from, beside its batches."""
+    return {"the statistic": options_of(t), "keyword arguments": described(kwargs), **named("params", params[0])}
 
 
 def twice(t: Statistic) -> str:

@@ -1,53 +1,34 @@
-"""The products of all pairs of samples of a data set, tile by tile: as a transform of loaders, and of processes."""
+"""Products of all pairs of samples of a data set, tile by tile: shares of one batch are held, others meet it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, count
 from typing import Any
 
 import torch
 
 from invfunc import tree
-from invfunc.data_sets.part import Asked
-from invfunc.data_sets.tiles import Tiles
-from invfunc.errors import ArgumentTypeError
-from invfunc.evaluation.batches import Feed, batches_of, check_loader, first, size_of
-from invfunc.evaluation.matrix import Again, check_out
-from invfunc.evaluation.rounds import through
+from invfunc._extras import told_of_parts
+from invfunc._torch.functorch import storage_of
+from invfunc.arguments.problem import InDims, batch_dims
+from invfunc.data_sets.rows import check_own
+from invfunc.errors import ArgumentError, ArgumentTypeError, RandomnessError
+from invfunc.evaluation.batches import Batches, Feed, batches_of, check_loader, first, no_samples, size_of, unscaled
+from invfunc.evaluation.checkpoint import fingerprint
+from invfunc.evaluation.joined import Drew
+from invfunc.reductions import Reduction
+from invfunc.reductions.kept_shares import Kept, KeptShares, ProductsWithKept
+from invfunc.reductions.squares import InnerProducts
 from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
 
 AGAIN = "each of its batches is to meet all others"
-"""Why a loader is gone through more than once."""
-
-
-def _sides(args: tuple, t: Statistic, feed: Feed) -> list[Again]:
-    """The loaders behind the parameters."""
-    if len(args) not in (2, 3):
-        given = f"{len(args)} positional arguments"
-        raise ArgumentTypeError(f"it takes the parameters and a loader, or two of them, and got {given}.")
-    for loader in args[1:]:
-        check_loader(loader, sweeps=AGAIN)
-    return [_side(loader, args[0], t, feed) for loader in args[1:]]
-
-
-def _side(loader: Any, params: Any, t: Statistic, feed: Feed) -> Again:
-    quiet = replace(feed, progress="")  # a bar shows the tiles
-    return Again(batches_of(loader, params, t.in_dims, quiet), t.in_dims)
-
-
-def _sizes(loader: Any, params: Any, t: Statistic, feed: Feed) -> tuple[int, int]:
-    """How many samples a loader gives, and how many bytes."""
-    size = 0
-
-    def visit(args: tuple, n: int) -> int:
-        nonlocal size
-        size += sum(x.nbytes for x in tree.tensors(args[1:]))
-        return size_of(args, t.in_dims)
-
-    with torch.random.fork_rng([]):  # a DataLoader draws numbers when it begins
-        return batches_of(loader, params, t.in_dims, replace(feed, progress=""))(visit, enumerate), size
+"""Reason for which a loader is gone through more than once."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,22 +52,21 @@ class Tiled(Transform):
         return self.t.owned and self.out is None
 
     def names(self, count: int) -> Any:
-        return _names(count)
+        return ["params", "loader", "other_loader"][:count]
 
     @torch.no_grad()
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        tiles = Tiles(self.t, kwargs, _sides(args, self.t, self.feed), self.feed)
-        if callable(self.out):
-            return tiles.row_by_row(self.out), tiles.aux
-        if self.out is not None:
-            check_out(self.out, args[0])
-        if len(tiles.sides) == 1:
-            return tiles.square(self.out), tiles.aux
-        return tiles.rectangle(args[0], out=self.out), tiles.aux
+        tiles = _Tiles(self.t, kwargs, self._sides(args), self.feed)
+        if self.out is not None and not callable(self.out):
+            taken = {storage_of(p) for p in tree.tensors(args[:1])}
+            for path, x in tree.named_leaves(self.out):
+                check_own(f"out{path}", x, taken)
+        square = len(tiles.sides) == 1 and not callable(self.out)
+        return (tiles.square if square else tiles.rectangle)(self.out), tiles.aux
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """How it would be computed: what is done with the first batch, how often, and for how many tiles."""
-        sides = _sides(args, self.t, self.feed)
+        sides = self._sides(args)
         given, _ = first(args[1], args[0], self.t.in_dims, self.feed)
         found = self.t.explanation(given, kwargs, self.t.names(len(given)))
         for side in sides:
@@ -96,75 +76,280 @@ class Tiled(Transform):
         sweeps = 1 + (m if not callable(self.out) else 2 * n if len(sides) == 1 else n)
         return replace(found, name=repr(self), sweeps=sweeps, batches=n, tiles=n * (n + 1) // 2 if mirrored else n * m)
 
+    def _sides(self, args: tuple) -> list[_Again]:
+        """The loaders behind the parameters."""
+        if len(args) not in (2, 3):
+            given = f"{len(args)} positional arguments"
+            raise ArgumentTypeError(f"it takes the parameters and a loader, or two of them, and got {given}.")
+        for loader in args[1:]:
+            check_loader(loader, sweeps=AGAIN)
+        quiet = replace(self.feed, progress="")  # a bar shows the tiles
+        return [_Again(batches_of(each, args[0], self.t.in_dims, quiet), self.t.in_dims) for each in args[1:]]
 
-@dataclass(frozen=True, repr=False)
-class TiledAcross(Transform):
-    """A function `(params, *batch) -> [N, N of all processes]`, or of loaders, as that of `Tiled`."""
 
-    t: Statistic
-    part: Any
-    """The samples of this process, among those of a group."""
-    gather: bool
-    identity: str
-    """What tells the statistic from others, in every process."""
-    outermost = True
+class _Again:
+    """Batches that are gone through again and again, and have to be the same ones each time."""
 
-    def __repr__(self) -> str:
-        return self.part.shown(self.t)
+    def __init__(self, batches: Batches, in_dims: InDims) -> None:
+        self.batches, self.in_dims = batches, in_dims
+        self.sizes: list[int] = []
+        """Numbers of samples of the batches."""
+        self._known: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def count(self) -> None:
+        """Go through them for the first time."""
+
+        def seen(args: tuple, n: int) -> int:
+            self.sizes.append(size_of(args, self.in_dims))
+            self._known.append(fingerprint(args[1:]))
+            return self.sizes[-1]
+
+        with torch.random.fork_rng([]):  # a DataLoader draws numbers when it begins
+            self.batches(seen, enumerate)
+
+    def each(self, see: Callable[[int, tuple], None], wanted: Container[int]) -> None:
+        """Have some of them seen."""
+        number = 0
+
+        def seen(args: tuple, n: int) -> int:
+            nonlocal number
+            if number >= len(self) or (number in wanted and fingerprint(args[1:]) != self._known[number]):
+                raise _others()
+            if number in wanted:
+                see(number, args)
+            number += 1
+            return self.sizes[number - 1]
+
+        self.batches(seen, enumerate)
+        if number < len(self):
+            raise _others()
+
+    def at(self, number: int) -> tuple:
+        """The arguments of one of them, which stay as they are when others come."""
+        found: list[tuple] = []
+        self.each(lambda _, args: found.append(_own(args)), (number,))
+        return found[0]
+
+
+class _Tiles:
+    """Tiles of pairs of batches of one loader, or of two, its sides: those of the rows and of the columns."""
+
+    def __init__(self, t: Statistic, kwargs: dict[str, Any], sides: list[_Again], feed: Feed) -> None:
+        self.t, self.meetings, self.sides, self.feed = t, Meetings(t, kwargs), sides, feed
+        self.rows, self.columns = sides[0], sides[-1]
+        self._aux: list[dict[int, Any]] = [{} for _ in sides]
+        """Aux of the first evaluation of each batch, by its number."""
 
     @property
-    def has_aux(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.t.has_aux
+    def aux(self) -> Any:
+        """Aux of each batch, in a list; of two loaders a pair of lists."""
+        found = [[each[k] for k in sorted(each)] for each in self._aux]
+        return tuple(found) if len(found) > 1 else found[0]
 
-    @property
-    def owned(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.t.owned
+    def square(self, out: Any) -> Any:
+        """The tiles on the diagonal and to the right of it, and their mirror images."""
+        self._count()
+        n, held = len(self.rows), list[Held]()
+        matrix = _Matrix(self.rows.sizes, self.rows.sizes, out)
 
-    def names(self, count: int) -> Any:
-        return self.t.names(count) if self.part.feed is None else _names(count)
+        def see(i: int, j: int, args: tuple) -> None:
+            if j == i:
+                one, tile, aux = self.meetings.squared(_own(args))
+                held[:] = [one]
+            else:
+                tile, aux = self.meetings.products(held[0], args)
+                matrix.put(j, i, tile, mirrored=True)
+            matrix.put(i, j, tile)
+            self._tell(0, j, aux)
 
-    def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
-        """How this process would compute it, which does not ask the others, and the bytes of what it gives to them: its
-        batches, and of rows that are gathered those beside its own samples."""
-        processes, feed = self.part.alone(args[0]), self.part.feed
-        if feed is None:
-            found, sides = self.t.explanation(args, kwargs, names), [(args[1:],)]
-        else:
-            found, sides = Tiled(self.t, feed).explanation(args, kwargs, names), args[1:]
-        (n, _), (m, size) = (_sizes(side, args[0], self.t, feed or Feed()) for side in (sides[0], sides[-1]))
-        if self.gather:
-            leaves = [x.element_size() for x in tree.tensors(args[:1])]
-            size += n * m * found.columns**2 * (max(leaves) if self.t.reduction.whole else sum(leaves))
-        if processes.size > 1:  # of which the others decide
-            found = replace(found, sweeps=0, tiles=0, batches=None)
-        return replace(found, name=repr(self), processes=processes.size, exchanged=size)
+        with self._telling(n * (n + 1) // 2):
+            for i in range(n):
+                self.rows.each(partial(see, i), range(i, n))
+        return self._reduced(matrix.whole)
 
-    @torch.no_grad()
-    def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        with self.part.call():
-            return self._computed(args, kwargs, names)
+    def rectangle(self, out: Any) -> Any:
+        """All tiles: each batch of the columns is held while the rows go by; of rows, if a function is told of them."""
+        self._count()
+        by_rows = callable(out)
+        held, other = (0, -1) if by_rows else (-1, 0)
+        matrix = _Matrix(self.rows.sizes, self.columns.sizes, None if by_rows else out)
+        with self._telling(len(self.rows) * len(self.columns)):
+            for k, size in enumerate(self.sides[held].sizes):
+                one, aux = self.meetings.held(self.sides[held].at(k))
+                self._aux[held].setdefault(k, aux)
+                if by_rows:
+                    matrix = _Matrix([size], self.columns.sizes)
 
-    def _computed(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        feed, gather = self.part.feed or Feed(), "gather" if self.gather else "local"
-        identity = {"the statistic": self.identity, "each": gather}
-        two = self.part.feed is not None and len(args) == 3
-        part = self.part if self.part.feed is None else replace(self.part, feed=replace(feed, progress=""))
-        begun = part.begun(Asked(args[:2] if two else args, 1, names, identity, [], again=AGAIN, whole=False))
-        sides = [Again(begun.batches, self.t.in_dims)]
-        if two:
-            begun.processes.told("arguments", lambda: (check_loader(args[2], sweeps=AGAIN), None))
-            sides.append(_side(args[2], begun.params, self.t, feed))
-        tiles = Tiles(self.t, kwargs, sides, feed, begun.rounds)
-        alone = begun.processes.size == 1 and not two
-        found = (
-            through(begun.rounds, tiles.square)
-            if alone
-            else tiles.rectangle(begun.params, begun.processes, gather=self.gather)
-        )
-        if self.part.feed is not None:
-            return found, tiles.aux
-        return found, tiles.aux[0] if tiles.aux else None
+                def see(j: int, args: tuple, k: int = k, one: Any = one, matrix: _Matrix = matrix) -> None:
+                    tile, aux = self.meetings.products(one, args, same=len(self.sides) == 1 and j == k)
+                    matrix.put(*((0, j) if by_rows else (j, k)), tile, mirrored=not by_rows)
+                    self._tell(other, j, aux)
+
+                self.sides[other].each(see, range(len(self.sides[other])))
+                if by_rows:
+                    out(sum(self.rows.sizes[:k]), matrix.whole)
+        return None if by_rows else self._reduced(matrix.whole)
+
+    def _count(self) -> None:
+        for side in self.sides:
+            side.count()
+        if not all(map(len, self.sides)):
+            raise no_samples()
+
+    def _tell(self, side: int, number: int, aux: Any) -> None:
+        self._aux[side].setdefault(number, aux)
+        self._told(next(self._done), self.sides[side].sizes[number])
+
+    def _reduced(self, whole: Any) -> Any:
+        if (reduce := self.t.options.reduce) is None:
+            return whole
+        leaves = [reduce(path, x) for path, x in tree.named_leaves(whole)]
+        return tree.unflatten(leaves, tree.flatten(whole)[1])
+
+    @contextmanager
+    def _telling(self, tiles: int) -> Iterator[None]:
+        self._done = count(1)
+        with told_of_parts(self.feed.progress, range(tiles), "tile") as self._told:
+            yield
 
 
-def _names(count: int) -> list[str]:
-    return ["params", "loader", "other_loader"][:count]
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A batch that others are to meet: its arguments and its shares."""
+
+    args: tuple
+    shares: Kept
+
+
+class Meetings:
+    """Evaluations of batches that hold the shares of one, and take the products of others with them."""
+
+    def __init__(self, t: Statistic, kwargs: dict[str, Any]) -> None:
+        self.per_parameter = not t.reduction.whole or t.options.reduce is not None
+        self.t, self.kwargs = replace(t, options=replace(t.options, reduce=None)), kwargs
+        self.looked = False
+        """Whether f was seen to give samples the same beside those of another batch."""
+
+    def held(self, args: tuple) -> tuple[Held, Any]:
+        """A batch, and aux."""
+        (shares,), aux = self._found(args, KeptShares())
+        return Held(args, shares), aux
+
+    def squared(self, args: tuple) -> tuple[Held, Any, Any]:
+        """A batch, its products with itself, and aux."""
+        (tile, shares), aux = self._found(args, InnerProducts(self.per_parameter), KeptShares())
+        return Held(args, shares), tile, aux
+
+    def products(self, one: Held, args: tuple, same: bool = False) -> tuple[Any, Any]:
+        """The products of a batch with another, unless it is the same, and aux of that."""
+        if not (same or self.looked):
+            self._look(one.args, args)
+        (tile,), aux = self._found(args, ProductsWithKept(self.per_parameter, one.shares))
+        return tile, aux
+
+    def _look(self, args: tuple, others: tuple) -> None:
+        """Check that f gives the samples of two batches the same where they are joined."""
+        dims, names = batch_dims(self.t.in_dims, [*range(1, len(others))]), self.t.names(len(others))
+        for i, dim in dims.items():
+            if dim is not None and (one := _kinds(args[i], dim)) != (other := _kinds(others[i], dim)):
+                raise ArgumentError(
+                    f"{names[i]} is {one} in one batch, and {other} in another: but for the number of samples they "
+                    "have to agree, as the first two are joined, too. Pad the shorter samples."
+                )
+        t = replace(self.t, others=tuple(others[i] for i, dim in dims.items() if dim is not None))
+
+        def looked(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[None, None]:
+            try:
+                return t.engine(args, kwargs, names).check_others(), None
+            except Drew:
+                raise RandomnessError(
+                    "f draws random numbers (dropout?), and would draw others for a batch each time it meets another "
+                    "one. Use eval mode, or pass the numbers as a batch argument."
+                ) from None
+
+        t.told(looked, t.names, args, self.kwargs)
+        self.looked = True
+
+    def _found(self, args: tuple, *reductions: Reduction) -> tuple[list[Any], Any]:
+        t = replace(self.t, members=tuple(replace(self.t, reduction=r) for r in reductions))
+
+        def found(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[list[Any], Any]:
+            engine = t.engine(args, kwargs, names)
+            aux = engine.kept()
+            if engine.scalar:
+                raise unscaled(engine.problem.n)
+            return engine.finished(), aux
+
+        return t.told(found, t.names, args, self.kwargs)
+
+
+class _Matrix:
+    """The products of all pairs of samples, as their tiles come: `[N, *out, M, *out]`, or a tree of these."""
+
+    def __init__(self, rows: list[int], columns: list[int], out: Any = None) -> None:
+        """Of batches of so many samples; `out` is where they go, if that is there already."""
+        self.rows, self.columns, self.out = _ranges(rows), _ranges(columns), out
+        self.shape = sum(rows), sum(columns)
+        self.whole: Any = None
+
+    def put(self, i: int, j: int, tile: Any, mirrored: bool = False) -> None:
+        """Write the products of a batch of the rows with one of the columns; `mirrored` says that these come first."""
+        tile = tree.map_tensors(_mirrored, tile) if mirrored else tile
+        if self.whole is None:
+            made = tree.map_tensors(lambda x: x.new_empty(self._of(x)), tile) if self.out is None else None
+            self.whole = self._given(tile) if made is None else made
+        for x, y in zip(tree.tensors((self.whole,)), tree.tensors((tile,)), strict=True):
+            x.narrow(0, *self.rows[i]).narrow(x.ndim // 2, *self.columns[j]).copy_(y)
+
+    def _given(self, tile: Any) -> Any:
+        """The tensors that are there, if the tiles fit."""
+        given, found = tree.named_leaves(self.out), tree.named_leaves(tile)
+        if [path for path, _ in given] != [path for path, _ in found]:
+            raise ArgumentError(
+                f"out has other parts than the result, which are {', '.join(f'out{path}' for path, _ in found)}."
+            )
+        for (path, x), (_, y) in zip(given, found, strict=True):
+            if tuple(x.shape) != self._of(y) or x.dtype != y.dtype:
+                raise ArgumentError(f"out{path} is {x.dtype} {tuple(x.shape)}, but has to be {y.dtype} {self._of(y)}.")
+        return self.out
+
+    def _of(self, tile: torch.Tensor) -> tuple[int, ...]:
+        """The shape of all tiles together."""
+        (n, m), half = self.shape, tile.ndim // 2
+        return (n, *tile.shape[1:half], m, *tile.shape[half + 1 :])
+
+
+def _mirrored(tile: torch.Tensor) -> torch.Tensor:
+    """`[N, *out, M, *out]` with the M first."""
+    half = tile.ndim // 2
+    return tile.permute(*range(half, tile.ndim), *range(half))
+
+
+def _ranges(sizes: list[int]) -> list[tuple[int, int]]:
+    """Starts of batches of these sizes, one behind the other, and their lengths."""
+    return [*zip(accumulate([0, *sizes[:-1]]), sizes, strict=True)] if sizes else []
+
+
+def _own(args: tuple) -> tuple:
+    """The arguments of a batch, where a loader may write the next one in their memory."""
+    return args[0], *tree.map_tensors(torch.clone, args[1:])
+
+
+def _others() -> ArgumentError:
+    return ArgumentError(
+        "the loader gave other batches than the first time, or gave them in another order, but each of them is to meet "
+        "all others. Give what gives the same ones again, as a DataLoader with shuffle=False does."
+    )
+
+
+def _kinds(x: Any, dim: int) -> str:
+    """Dtypes and shapes of the tensors of a tree, but for their number of samples."""
+    kinds = {
+        path: f"{y.dtype} {('N', *y.shape[: dim % y.ndim], *y.shape[dim % y.ndim + 1 :])}"
+        for path, y in tree.named_leaves(x)
+        if isinstance(y, torch.Tensor)
+    }
+    return ", ".join(f"{path} {kind}".strip() for path, kind in kinds.items())

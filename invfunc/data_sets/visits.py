@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,16 +13,20 @@ import torch
 from invfunc import tree
 from invfunc._torch.functorch import FakeTensorMode
 from invfunc._torch.generators import set_states, state_of
+from invfunc.arguments.problem import batch_dims
+from invfunc.data_sets.rows import Rows
+from invfunc.data_sets.tiled import Meetings
 from invfunc.errors import ArgumentError
-from invfunc.evaluation.across import bytes_given, dealt, one_scale, share
 from invfunc.evaluation.batches import no_samples, size_of
 from invfunc.evaluation.checkpoint import State, check_loadable
 from invfunc.evaluation.engine import Engine
+from invfunc.evaluation.joined import Drew
 from invfunc.evaluation.processes import ALONE, Processes
 from invfunc.evaluation.rounds import Rounds, through
-from invfunc.evaluation.rows import Rows
-from invfunc.evaluation.sweep import Sweep, check_number
+from invfunc.evaluation.sweep import Sweep, bytes_given, check_number, dealt, one_scale, share
+from invfunc.evaluation.weights import Weights
 from invfunc.loss.drawn import key_of
+from invfunc.reductions.kept_shares import RowsWithKept
 from invfunc.statistic import Statistic
 from invfunc.transform import own_memory
 
@@ -35,9 +41,15 @@ def _evaluated(t: Statistic, sweep: Sweep, args: tuple, kwargs: dict[str, Any], 
 class Work:
     """Joins what the batches bring."""
 
-    def __init__(self, t: Statistic, params: Any, kwargs: dict[str, Any], evaluated: Evaluated) -> None:
-        self.t, self.params, self.kwargs, self.evaluated = t, params, kwargs, evaluated
+    def __init__(
+        self, t: Statistic, kwargs: dict[str, Any], evaluated: Evaluated, reduction: str | None = None
+    ) -> None:
+        self.t, self.kwargs, self.evaluated = t, kwargs, evaluated
+        self.params: Any = None
+        self.empty: list[tuple] = []
+        """The arguments of a batch without samples."""
         self.sweep, self.aux = Sweep(), list[Any]()
+        self.sweep.weights = Weights(reduction)
         self.rounds: Rounds | None = None
         """What brings parameters that are not here."""
         drawings = dict.fromkeys(t.drawings)
@@ -46,6 +58,8 @@ class Work:
         """How many samples other processes have before those of this one."""
         self.expected: int | None = None
         """How many all have, if they were counted."""
+        self.kept: Statistic | None = None
+        """The statistic with the per-sample gradients of its other batch, once they are known."""
         self.weighed = self.looked = False
         """Whether the first batch was seen, and whether f was seen to give samples the same beside fewer ones."""
 
@@ -54,7 +68,7 @@ class Work:
         self.keys, self.first = dict(zip(self.keys, keys, strict=True)), first
         self.expected = self.sweep.expected = of_all
 
-    def check(self, known: int) -> None:
+    def check(self, known: int, params: Any) -> None:
         """Look for what is wrong before the first batch, if there will be so many samples."""
 
     @property
@@ -71,10 +85,32 @@ class Work:
             self.looked = self.looked or several and not engine.joined
             return None, aux
 
-        t = self.t.keyed(self.keys, self.first + n)
+        t = self._with_kept(self.t.keyed(self.keys, self.first + n), args)
         aux = t.told(add, t.names, args, self.kwargs)[1]
         self.aux.append(aux if self.rounds is None else self.rounds.present(aux))
         return sweep.n - before
+
+    def _with_kept(self, t: Statistic, args: tuple) -> Statistic:
+        """The statistic of a batch, in which the per-sample gradients of another batch are kept from the first one on.
+
+        Where that cannot be (of an f that draws, of parameters in parts, by plans) both batches are joined each time.
+        """
+        if t.others is None or self.rounds is not None or self.evaluated is not _evaluated:
+            return t
+        if self.kept is None:
+            self.kept = t
+
+            def looked(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[None, None]:
+                return t.engine(args, kwargs, names).check_others(), None
+
+            with suppress(Drew):
+                t.told(looked, t.names, args, self.kwargs)
+                others, alone = iter(t.others), replace(t, others=None)
+                dims = batch_dims(t.in_dims, [*range(1, len(args))])
+                given = (args[0], *(args[i] if dim is None else next(others) for i, dim in dims.items()))
+                held, _ = Meetings(alone, self.kwargs).held(given)
+                self.kept = replace(alone, reduction=RowsWithKept(not t.reduction.whole, held.shares))
+        return self.kept
 
     def computed(self, through: Callable[[], Any], processes: Processes = ALONE, gather: bool = False) -> None:
         """Go `through` all batches, once for each phase that is left, and share what they have brought."""
@@ -111,6 +147,9 @@ class Work:
         return self.t.keyed(self.keys, 0).without_samples(self.params)
 
     def results(self) -> tuple[Any, Any]:
+        if self.sweep.engine is None and self.empty:  # zeros, or the reason why not
+            found, aux = self.t.compute(self.empty[0], self.kwargs, self.t.names(len(self.empty[0])))
+            return found, [aux]
         results = through(self.sweep.rounds, self.sweep.results)
         return tuple(results) if self.t.members else results[0], self.aux
 
@@ -125,7 +164,8 @@ class Work:
         return lambda: {**kept, "weighed": weighed, "aux": self.aux[:count]}
 
     def resume(self, state: dict[str, Any]) -> None:
-        self.sweep, self.aux = Sweep.resumed(state, self.without_samples()), state["aux"]
+        weights, self.sweep = self.sweep.weights, Sweep.resumed(state, self.without_samples())
+        self.sweep.weights, self.aux = weights, state["aux"]
         self.weighed = state["weighed"]
 
     def weigh(self, args: tuple) -> None:
@@ -138,14 +178,16 @@ class Work:
 class RowByRow(Work):
     """Writes the result of each batch, and keeps nothing of it."""
 
-    def __init__(self, t: Statistic, params: Any, kwargs: dict[str, Any], evaluated: Evaluated, out: Any) -> None:
-        super().__init__(t, params, kwargs, evaluated)
+    def __init__(
+        self, t: Statistic, kwargs: dict[str, Any], evaluated: Evaluated, reduction: str | None, out: Any
+    ) -> None:
+        super().__init__(t, kwargs, evaluated, reduction)
         self.rows = Rows(out, [m.quantity for m in t.members or (t,)], bool(t.members))
         self.n = self.of_all = 0
         """How many samples this process has, and all."""
 
-    def check(self, known: int) -> None:
-        self.rows.check(self.params, known)
+    def check(self, known: int, params: Any) -> None:
+        self.rows.check(params, known)
 
     def visit(self, args: tuple, n: int) -> int:
         weights, self.sweep = self.sweep.weights, Sweep()
@@ -179,10 +221,19 @@ class RowByRow(Work):
         return self.rows.result(self.n), self.aux
 
 
-def work_of(t: Statistic, params: Any, kwargs: dict[str, Any], out: Any, plans: Evaluated | None) -> Work:
-    """What joins the batches, or writes their rows to `out` if it is given; `plans` evaluate them if there are some."""
+def work_of(
+    t: Statistic,
+    kwargs: dict[str, Any],
+    out: Any = None,
+    plans: Evaluated | None = None,
+    reduction: str | None = None,
+) -> Work:
+    """Work that joins the batches, or writes their rows to `out` if it is given; `plans` evaluate them if there are
+    some, and `reduction` is the scale of a loss that is one number."""
     evaluated = plans or _evaluated
-    return Work(t, params, kwargs, evaluated) if out is None else RowByRow(t, params, kwargs, evaluated, out)
+    if out is None:
+        return Work(t, kwargs, evaluated, reduction)
+    return RowByRow(t, kwargs, evaluated, reduction, out)
 
 
 def exchanged(t: Statistic, args: tuple, kwargs: dict[str, Any], gather: bool) -> int | None:

@@ -137,13 +137,22 @@ def no_samples() -> ArgumentError:
     return ArgumentError("the loader gave no samples: it is empty, or a generator that was used up before.")
 
 
+def not_scalar(reduction: str) -> ArgumentError:
+    """The error for losses of the samples, of which nothing has to be said."""
+    return ArgumentError(
+        f"reduction={reduction!r} is of a loss that is one number for its batch, but f returned the losses of the "
+        "samples. Leave reduction out."
+    )
+
+
 def unscaled(n: int) -> ArgumentError:
-    """What is said of a loss that is one number, of n samples, where it is not given apart."""
+    """The error for a loss that is one number, of n samples, where it is not given apart."""
     alone = " Of this batch of one sample, f may have dropped the axis: squeeze(1), not squeeze()." if n == 1 else ""
     return ArgumentError(
         "the loss is one number, which does not say whether it is the mean over its batch or the sum, and so not how "
         "batches are joined. Return the [N] losses of the samples, as with reduction='none', or (where it is taken) "
-        f"give the loss apart, as in `diag_ggn(f, loss)`.{alone}"
+        "give the loss apart, as in `diag_ggn(f, loss)`, or say which it is, as in streamed(t, reduction='sum')."
+        f"{alone}"
     )
 
 

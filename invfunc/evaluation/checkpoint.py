@@ -1,31 +1,38 @@
-"""What a call has done so far, in a file from which a next one goes on."""
+"""Checkpoints: the state of a call in a file, from which a next one goes on, and fingerprints of what it was of."""
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Callable, Sequence
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from glob import escape
+from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 from uuid import uuid4
 from zipfile import BadZipFile, ZipFile
 
 import torch
 
+from invfunc import tree
+from invfunc._torch.sharded import sharded
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.fingerprint import fingerprint
+from invfunc.evaluation.batches import Batches
 from invfunc.kronecker.matrix import Kronecker
 from invfunc.kronecker.origin import Joint, Origin
 from invfunc.kronecker.places import Place
+from invfunc.reductions import Reduction
 from invfunc.reductions.kept_factors import Diagonal, Factors, Kept, Refused
 from invfunc.reductions.sides import Sided
 
 _SAFE = [Diagonal, Factors, Joint, Kept, Kronecker, Origin, Place, Refused, Sided]
 """What reductions keep beside tensors, numbers and names."""
-_FORMAT = "invfunc.streamed 2"
+_FORMAT = "invfunc.streamed 3"
 State = Callable[[], dict[str, Any]]
 """Makes what is known by now, in dicts, tensors and numbers."""
 
@@ -63,8 +70,6 @@ class Record:
     """The first batch that has any."""
     state: State | None = None
     """That of the work; None if nothing was done."""
-    before: Record | None = None
-    """That at the end of the phase before, where other processes may be in that."""
 
     @property
     def head(self) -> Head:
@@ -74,40 +79,29 @@ class Record:
     def agreed(self, each: Sequence[Head]) -> Record:
         """What this process goes on from so that all do in one phase, with the same keys: of the records of all."""
         written = [head for head in each if not head.new] or each[:1]
-        if any(head.mark != written[0].mark for head in written):
+        mark, keys = written[0].mark, written[0].keys
+        if any(head.mark != mark for head in written):
             raise ArgumentError(
                 "the checkpoints of the processes are of different calls. Remove them to start again, or go on with "
                 "those of one call."
             )
-        found, phase = self, min(head.phase for head in each)
-        if phase and len({head.known for head in each if head.phase == phase}) > 1:  # found on other machines
+        phase = min(head.phase for head in each)
+        if phase and len({head.known for head in each}) > 1:  # found on other machines
             phase -= 1
-        while found is not None and found.phase > phase:
-            found = found.before
-        mark, keys = written[0].mark, written[0].keys
-        if found is None:  # another process has lost its file: there is nothing that all could go on from
+        if self.phase > phase:  # another process has lost its file, or has not come as far
             return Record(self.identity, keys, mark)
-        return replace(found, mark=mark, keys=keys, prints=self.prints)
+        return replace(self, mark=mark, keys=keys)
 
     def written(self) -> dict[str, Any]:
         """It, in dicts, tensors and numbers."""
         state = None if self.state is None else self.state()
-        before = None if self.before is None else self.before.written()
-        prints = torch.tensor(self.prints, dtype=torch.int64)
-        return {**vars(self), "prints": prints, "state": state, "before": before}
+        return {**vars(self), "prints": torch.tensor(self.prints, dtype=torch.int64), "state": state}
 
     @classmethod
     def read(cls, found: dict[str, Any]) -> Record:
-        state, before = found["state"], found["before"]
+        state = found["state"]
         made = None if state is None else lambda: state
-        return cls(
-            **{
-                **found,
-                "prints": found["prints"].tolist(),
-                "state": made,
-                "before": None if before is None else cls.read(before),
-            }
-        )
+        return cls(**{**found, "prints": found["prints"].tolist(), "state": made})
 
 
 @dataclass(frozen=True)
@@ -228,3 +222,200 @@ def _loadable(x: Any) -> bool:
     except Exception:  # whatever objects of the caller's may raise
         return False
     return True
+
+
+# How a call goes through its batches
+
+
+class Work(Protocol):
+    """What is done with the batches."""
+
+    @property
+    def phase(self) -> int:
+        """For which they come now."""
+        ...
+
+    def visit(self, args: tuple, n: int) -> int:
+        """See the next batch, behind n samples; how many it has."""
+        ...
+
+    def state(self) -> State:
+        """All that is known by now."""
+        ...
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        ...
+
+    def weigh(self, args: tuple) -> None:
+        """See the first batch once more, which is no part of a state: a loss is compared with what it is there."""
+        ...
+
+
+class Course:
+    """Has a work see batches."""
+
+    work: Work
+    keeps = False
+    """Whether a file has to be there until the result is."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+
+    def agree(self, each: Sequence[Head]) -> None:
+        """Go on from where all processes can, of whose records these are the heads."""
+        self.record = self.record.agreed(each)
+
+    def begin(self, work: Work) -> None:
+        """Put it where it was when a call before ended."""
+        self.work = work
+
+    def through(self, batches: Batches) -> None:
+        """Have the batches seen, for the phase that the work is in."""
+        batches(self.work.visit, enumerate)
+
+    def __enter__(self) -> Course:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        return
+
+
+class Log(Course):
+    """Has a work see those that are not done: what they have brought is in a file when it is left too early."""
+
+    keeps = True
+
+    def __init__(self, file: Checkpoint, record: Record) -> None:
+        super().__init__(record)
+        self.file, self.several = file, False
+        self._done = self._n = self._number = 0
+        self._new, self._written = False, time.monotonic()
+
+    def agree(self, each: Sequence[Head]) -> None:
+        super().agree(each)
+        self.several = len(each) > 1
+
+    def begin(self, work: Work) -> None:
+        super().begin(work)
+        self._prints, self._known = [*self.record.prints], len(self.record.prints)
+        if self.record.state is not None:
+            work.resume(self.record.state())
+
+    def through(self, batches: Batches) -> None:
+        if self.work.phase > self.record.phase:
+            self._known = len(self._prints)
+            self._note(phase=self.work.phase, done=0, n=0)
+            self._before_others()
+        self._done, self._n = self.record.done, self.record.n
+        batches(self._visit, self._remaining)
+        self._before_others()
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            self.file.remove()
+        elif self._new:
+            self._write()
+
+    def _remaining(self, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+        """The batches that are not done, with their numbers, and the first one, which is seen again."""
+        number = -1
+        for number, batch in enumerate(batches):
+            mark = fingerprint(batch)
+            if number == len(self._prints):
+                self._prints.append(mark)
+            elif self._prints[number] != mark:
+                raise self.file.refused(
+                    f"is of a loader whose batch {number} was another one (one that shuffles has to give its batches "
+                    "in the same order again)"
+                )
+            if number < self._done and number != self.record.first:
+                continue
+            self._number = number
+            yield number, batch
+            if number >= self._done:
+                self._note(done=number + 1, n=self._n)
+        if number + 1 < len(self._prints):
+            raise self.file.refused(f"is of a loader with at least {len(self._prints)} batches, and not {number + 1}")
+
+    def _visit(self, args: tuple, n: int) -> int:
+        """See one of those."""
+        if self._number < self._done:
+            self.work.weigh(args)
+            return 0
+        own = self.work.visit(args, self._n)
+        self._n += own
+        if self.record.first is None:
+            self.record = replace(self.record, first=self._number)
+        return own
+
+    def _before_others(self) -> None:
+        """Write what is new before other processes are waited for, as that may take long."""
+        if self.several and self._new:
+            self._write()
+
+    def _note(self, **what: Any) -> None:
+        self.record, self._new = replace(self.record, state=self.work.state(), **what), True
+        if time.monotonic() - self._written >= self.file.every:
+            self._write()
+
+    def _write(self) -> None:
+        self.file.write(replace(self.record, prints=self._prints[: max(self._known, self.record.done)]))
+        self._new, self._written = False, time.monotonic()
+
+
+def course_of(
+    file: Checkpoint | None, identity: Callable[[], dict[str, str]], keys: list[int], device: torch.device
+) -> Course:
+    """That of a call which draws by these keys, unless it goes on with a file, if it has one; states are on a device.
+
+    `identity` says by name what has to be the same as before, beside the batches.
+    """
+    if file is None:
+        return Course(Record({}, keys))
+    return Log(file, file.record(identity(), keys, device))
+
+
+# What tells values from others, also in another process
+
+
+def fingerprint(x: Any) -> int:
+    """A number of 63 bits that depends on all numbers, names and shapes in a tree."""
+    found = blake2b(digest_size=8)
+    for path, leaf in tree.named_leaves(x):
+        found.update(f"{path} {_shown(leaf)} ".encode())
+        if isinstance(leaf, torch.Tensor) and leaf.numel() and not leaf.is_meta:
+            leaf = leaf.to_local() if sharded(leaf) else leaf  # pyright: ignore[reportAttributeAccessIssue]
+            dense = leaf.detach() if leaf.layout == torch.strided else leaf.detach().to_dense()
+            y = dense.resolve_conj().resolve_neg().cpu().contiguous()
+            found.update((ctypes.c_char * y.nbytes).from_address(y.data_ptr()))
+    return int.from_bytes(found.digest(), "big") >> 1
+
+
+def described(x: Any) -> str:
+    """An option as a text that is the same in every process."""
+    if isinstance(x, Reduction):
+        return f"{type(x).__name__}({_named(vars(x))})"
+    if isinstance(x, torch.Tensor):
+        return f"{_shown(x)} {fingerprint(x):x}"
+    if isinstance(x, Mapping):
+        return f"{{{_named(x)}}}"
+    if isinstance(x, (tuple, list)):
+        return f"({', '.join(map(described, x))})"
+    return re.sub(" at 0x[0-9a-f]+", "", getattr(x, "__name__", repr(x))) if callable(x) else _shown(x)
+
+
+def named(name: str, x: Any) -> dict[str, str]:
+    """The leaves of a tree by name, as such texts."""
+    return {name + path: described(leaf) for path, leaf in tree.named_leaves(x)}
+
+
+def _named(options: Mapping[Any, Any]) -> str:
+    return ", ".join(f"{name}={described(x)}" for name, x in options.items())
+
+
+def _shown(x: Any) -> str:
+    if isinstance(x, torch.Tensor):
+        return f"{x.dtype} {tuple(x.shape)}"
+    plain = x is None or isinstance(x, (bool, int, float, complex, str, bytes, torch.dtype, torch.Size))
+    return repr(x) if plain else type(x).__name__

@@ -56,7 +56,7 @@ def _kind(problem: Problem, size: int, some: Some) -> Kind:
     n, k = problem.n, min(problem.n, max(2, min(size, FEW)))
     places, device = [n * i // k for i in range(k)], problem.leaves[0].device.type
     casts, apart, found = torch.is_autocast_enabled(device), told_apart(problem), list[tuple[list, bool]]()
-    if casts or any(x.dtype in _HALF for x in problem.tensors()):
+    if casts or any(x.dtype in _HALF for x in problem.tensors):
         with suppress(Exception), torch.autocast(device, enabled=False) if casts else nullcontext():
             found = [some(widened(apart), each) for each in (places, places[::2], places[1::2])]
     found = found or [some(apart, each) for each in (places, places[::2], places[1::2])]

@@ -197,7 +197,7 @@ class Parts:
         drawn = any(q.drawing is not None for q in self.quantities)
         if not any(q.kind.convex for q in self.quantities) or (problem.loss is None and not drawn):
             return None
-        graph = torch.is_grad_enabled() and (transforming() or any(x.requires_grad for x in problem.tensors()))
+        graph = torch.is_grad_enabled() and (transforming() or any(x.requires_grad for x in problem.tensors))
         each = list[Any]()
         with undrawn(), torch.set_grad_enabled(graph):  # what f draws, it draws again
             for part in parts:
@@ -245,7 +245,7 @@ def joins(problem: Problem, found: Any = None) -> bool:
         if found is None:
             with suppress(Exception):  # of which is told elsewhere
                 found = alone(problem, slice(0, problem.n))
-        given, some = problem.tensors(), partial(alone, problem)
+        given, some = problem.tensors, partial(alone, problem)
         return check_fewer(tree.tensors((found,)), problem.out_dims, problem.n, given, some)
 
 

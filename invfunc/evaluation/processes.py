@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -14,8 +14,6 @@ import torch.distributed as dist
 from invfunc import tree
 from invfunc._torch.sharded import pieces_of, sharded
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError, ProcessError
-from invfunc.evaluation.alarm import Alarm, Stopped
-from invfunc.evaluation.interrupts import alone, held
 from invfunc.reductions import State
 from invfunc.reductions.exchange import Exchange, Rows, Sums
 
@@ -30,7 +28,6 @@ class Processes:
     group: Any = None
     rank: int = 0
     size: int = 1
-    alarm: Alarm = field(default_factory=Alarm, compare=False)
 
     @classmethod
     def of(cls, group: Any) -> Processes:
@@ -46,7 +43,7 @@ class Processes:
             raise ArgumentTypeError(
                 f"group is of type {kind}, but has to be a process group (of a DeviceMesh: mesh.get_group())."
             )
-        return cls(group, dist.get_rank(group), dist.get_world_size(group), Alarm.of(group))
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     @property
     def ranks(self) -> list[int]:
@@ -59,16 +56,11 @@ class Processes:
             own, message = work()
             return own, [message]
         own, error = None, None
-        self.alarm.step += 1
         try:
-            with alone():
-                own, message = work()
+            own, message = work()
             said = pickle.dumps((at, None, message))
-        except Stopped:  # another one has failed, and says why
-            said = pickle.dumps((at, None, None))
         except BaseException as caught:  # Ctrl-C, too: the others would wait
             error, said = caught, pickle.dumps((at, shown(caught), None))
-            self.alarm.ring()
         heard = self.heard(said)
         while not all(isinstance(one, bytes) for one in heard):  # others read parameters, and have just heard it
             heard = self.heard(said)
@@ -84,10 +76,6 @@ class Processes:
         if failed:
             raise ProcessError(f"{'; '.join(failed)}\nThe result is that of all processes, so that none has one.")
         return own, [message for _, _, message in each]  # pyright: ignore[reportReturnType]
-
-    def call(self) -> AbstractContextManager[None]:
-        """In which all are: Ctrl-C in one does not leave others behind that wait for it."""
-        return held() if self.size > 1 else nullcontext()
 
     def from_first(self, first: int, value: Any) -> Any:
         """The value of a process, in all of them."""

@@ -12,11 +12,10 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import number_of, version
-from invfunc._torch.reading import Reading
-from invfunc._torch.sharded import divided_along, gathered, local_part, of_part
+from invfunc._torch.reading import Reading, absent
+from invfunc._torch.sharded import divided_along, gathered, local_part, of_part, sharded
 from invfunc.errors import ArgumentError, ProcessError
-from invfunc.evaluation.interrupts import alone, together
-from invfunc.evaluation.processes import Processes, connected, failed_with, shown
+from invfunc.evaluation.processes import Processes, bits, connected, failed_with, same, shown
 from invfunc.reductions import Reduction, State, States
 
 T = TypeVar("T")
@@ -71,18 +70,17 @@ class Rounds:
     def through(self, work: Callable[[], T]) -> T:
         """Do what reads them, and help others until none of them reads any more; where one fails, all do."""
         self._failed = ""
-        with together():
-            try:
-                with alone(), self._reading:
-                    found = work()
-            except BaseException as error:  # Ctrl-C, too: the others would wait
-                self._check()  # another one failed first, and what f, or who called it, makes of that says less
-                self._said(shown(error))
-                raise
-            while not self._failed and any(said is not None for said in self._round(None)[0]):
-                pass
-            self._check()
-            return found
+        try:
+            with self._reading:
+                found = work()
+        except BaseException as error:  # Ctrl-C, too: the others would wait
+            self._check()  # another one failed first, and what f, or who called it, makes of that says less
+            self._said(shown(error))
+            raise
+        while not self._failed and any(said is not None for said in self._round(None)[0]):
+            pass
+        self._check()
+        return found
 
     def present(self, x: Any) -> Any:
         """A tree with the numbers of those that are in it, to be kept."""
@@ -101,16 +99,15 @@ class Rounds:
         """Give away what was kept of a parameter, the one with a number, and n samples."""
         meta = tree.map_tensors(lambda x: torch.empty_like(x, device="meta"), state)
         said = Kept(quantity, number, self._of[number_of(leaf)], meta)
-        with together():
-            self._check()
-            self._round(said, state)
-            self._seen[said.key] += n
-            self._check()
+        self._check()
+        self._round(said, state)
+        self._seen[said.key] += n
+        self._check()
 
     def whole(self, leaf: torch.Tensor, state: State) -> State:
         """What is kept of a parameter, of the part that this process has of it: all ask for that at once."""
         like = self.own[self._of[number_of(leaf)]]
-        with together(), connected():
+        with connected():
             self._check()
             self._said(None)
             self._check()
@@ -139,9 +136,8 @@ class Rounds:
                 "the parameters were written in place meanwhile (an optimizer beside the loader?), but a result is of "
                 "the same ones for all samples. Pass copies: {name: p.clone() for name, p in params.items()}."
             )
-        with together():
-            found = self._round(place)[1]
-            self._check()
+        found = self._round(place)[1]
+        self._check()
         assert found is not None
         return found
 
@@ -205,10 +201,7 @@ class Rounds:
 
 def through(rounds: Rounds | None, work: Callable[[], T]) -> T:
     """Do what may read parameters of which each process has a part."""
-    if rounds is not None:
-        return rounds.through(work)
-    with alone():
-        return work()
+    return work() if rounds is None else rounds.through(work)
 
 
 def as_wide(state: State, each: Sequence[State]) -> State:
@@ -221,3 +214,89 @@ def as_wide(state: State, each: Sequence[State]) -> State:
         x.to(dtypes.get(path, x.dtype)) if isinstance(x, torch.Tensor) else x for path, x in tree.named_leaves(state)
     ]
     return tree.unflatten(leaves, tree.flatten(state)[1])
+
+
+# Tensors of which each process has a part, made whole in all of them and taken apart again
+
+
+def whole(processes: Processes, name: str, x: Any) -> Any:
+    """A tree, the same in all processes, whose tensors they have as a whole: DTensors are gathered, one by one."""
+    if not any(map(sharded, tree.tensors((x,)))):
+        return x
+    _, each = processes.told(f"the parts of {name}", lambda: (None, _meshes(name, x)))
+    _check_meshes(processes, each)
+    with connected():
+        found = tree.map_tensors(lambda y: gathered(y) if sharded(y) else y, x)
+    _, said = processes.told(f"the whole {name}", lambda: (None, bits(name, found)))
+    same(said)  # replicas may differ
+    return found
+
+
+def parted(processes: Processes, name: str, x: Any) -> tuple[Any, Rounds]:
+    """The same tree with tensors in the places of DTensors that have no numbers, and what brings these where they are
+    read."""
+    found, own, places = _absent(processes, name, x)
+    return found, Rounds(processes, own, places)
+
+
+def parted_beside(rounds: Rounds, name: str, x: Any) -> Any:
+    """The same of another tree, whose numbers come in the rounds of the parameters."""
+    found, own, places = _absent(rounds.processes, name, x)
+    rounds.beside(own, places)
+    return found
+
+
+def _absent(processes: Processes, name: str, x: Any) -> tuple[Any, list[Any], list[torch.Tensor]]:
+    """A tree with tensors without numbers in the places of DTensors, these, and those."""
+    own = {path: y for path, y in tree.named_leaves(x) if sharded(y)}
+    _, each = processes.told(f"the parts of {name}", lambda: (None, _meshes(name, x)))
+    _check_meshes(processes, each)
+    said = dict[str, str]()
+    for path, y in own.items():
+        with connected():
+            found = gathered(y)
+        said |= bits(name + path, found)
+    _, said_by_all = processes.told(f"the whole {name}", lambda: (None, said))
+    same(said_by_all)  # replicas may differ
+    places = absent([*own.values()])
+    like = iter(places)
+    return tree.map_tensors(lambda y: next(like) if sharded(y) else y, x), [*own.values()], places
+
+
+def parts(results: Sequence[torch.Tensor], params: Sequence[torch.Tensor], lead: int = 0) -> list[torch.Tensor]:
+    """What this process has of results, as of the parameters in their places, with `lead` axes in front; these may be
+    its parts already."""
+    pairs = zip(results, params, strict=True)
+    return [of_part(local_part(x, p, lead), p, lead) if sharded(p) else x for x, p in pairs]
+
+
+Mesh = tuple[tuple[int, ...], tuple[int, ...]]
+"""Its shape, and its processes."""
+
+
+def _meshes(name: str, x: Any) -> dict[str, Mesh]:
+    """The mesh of each DTensor."""
+    found, known = dict[str, Mesh](), dict[Any, Mesh]()
+    for path, y in tree.named_leaves(x):
+        if sharded(y):
+            if any(p.is_partial() for p in y.placements):
+                raise ArgumentError(
+                    f"{name}{path} has placements {y.placements}, so that the numbers are not known before a sum over "
+                    "processes. Pass p.redistribute(placements=[Replicate()] * p.device_mesh.ndim)."
+                )
+            mesh = y.device_mesh
+            found[name + path] = known.setdefault(mesh, (tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist())))
+    return found
+
+
+def _check_meshes(processes: Processes, each: list[dict[str, Mesh]]) -> None:
+    """Check that each process of the group is in one mesh, and no other process: all have to be there to gather."""
+    ranks = processes.ranks
+    for name in each[0]:
+        meshes = dict.fromkeys(one[name] for one in each)
+        if sorted(rank for _, mesh in meshes for rank in mesh) != sorted(ranks):
+            shown = " and ".join(f"{mesh} in shape {shape}" for shape, mesh in meshes)
+            raise ArgumentError(
+                f"{name} is a DTensor over the processes {shown}, which have to be those of the group, {ranks}, each "
+                "in one mesh. Give that group, or pass p.full_tensor()."
+            )

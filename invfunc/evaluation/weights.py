@@ -12,6 +12,7 @@ from invfunc import tree
 from invfunc._torch.precision import doubled
 from invfunc.arguments.problem import Problem
 from invfunc.errors import ArgumentError
+from invfunc.evaluation.batches import unscaled
 from invfunc.loss.drawn import joined
 
 
@@ -72,16 +73,25 @@ class LossPart:
 
 
 class Weights:
-    """Finds out whether a loss is a sum over the samples or their mean, of each batch beside the first one."""
+    """Finds out whether a loss is a sum over the samples or their mean, of each batch beside the first one, unless the
+    caller says that it is a sum."""
 
-    def __init__(self) -> None:
+    def __init__(self, reduction: str | None = None) -> None:
         self.first: LossPart | None = None
-        self.mean = False
+        self.reduction, self.mean = reduction, False
 
     @property
     def seen(self) -> bool | None:
         """Whether it is a mean; None if no batch has shown it."""
         return None if self.first is None else self.mean
+
+    def of_batch(self, part: LossPart | None, n: int) -> int:
+        """Factor with which the loss of a batch of n samples, one number, is a sum over them."""
+        if self.reduction is not None:
+            return 1
+        if part is None:
+            raise unscaled(n)
+        return self.of(part)
 
     def of(self, part: LossPart) -> int:
         """What the loss of a batch has to be multiplied with so that it is a sum over its samples."""

@@ -244,7 +244,7 @@ class Kronecker:
     @property
     def _sizes(self) -> list[int]:
         shape = self.shape if self.blocks is None else blocks.part(self.shape, self.blocks)
-        return [math.prod(shape[d] for d in group) for group in self.groups]
+        return [math.prod([shape[d] for d in group]) for group in self.groups]
 
     @property
     def _parts(self) -> list[torch.Tensor]:

@@ -9,9 +9,8 @@ import torch
 
 from invfunc import tree
 from invfunc.evaluation.batches import size_of
-from invfunc.evaluation.brought import bring, brought
 from invfunc.evaluation.engine import Engine
-from invfunc.evaluation.sweep import Sweep
+from invfunc.evaluation.sweep import Sweep, bring, brought
 from invfunc.plans.calls import Calls
 from invfunc.products.given import Given
 from invfunc.products.product import Product

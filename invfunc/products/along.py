@@ -13,9 +13,8 @@ from invfunc._torch.sharded import sharded
 from invfunc.arguments.problem import check_params
 from invfunc.callables import check_callable
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.layout import parted_beside, whole
 from invfunc.evaluation.processes import ALONE, Processes, bits, same
-from invfunc.evaluation.rounds import Rounds
+from invfunc.evaluation.rounds import Rounds, parted_beside, whole
 from invfunc.products.maps import Kind
 from invfunc.products.product import Linearised, Space
 from invfunc.statistic import Statistic

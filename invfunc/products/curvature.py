@@ -14,7 +14,7 @@ from invfunc.products.rows import Rows
 from invfunc.products.split import Split
 
 
-def of_hessian(given: Given, blocks: bool = False) -> Linear:
+def of_hessian(given: Given, blocks: bool) -> Linear:
     """`H v`, the gradient of `g . v`; with `blocks`, that of each parameter alone."""
     value, params = given.value(), given.params
     with given.mode.back(value.device):
@@ -29,8 +29,8 @@ def of_hessian(given: Given, blocks: bool = False) -> Linear:
     return _symmetric(given, steps)
 
 
-def of_ggn(given: Given, blocks: bool = False) -> Linear:
-    """`J^T H J v`, with the H of a convex loss."""
+def of_ggn(given: Given, blocks: bool) -> Linear:
+    """`J^T H J v`, with the H of a convex loss; with `blocks`, in each parameter alone."""
     split = split_of(given)
     with given.mode.back(split.result.device):
         slopes = split.slopes()
@@ -43,14 +43,14 @@ def split_of(given: Given) -> Split:
     return given.found_split(each=False) if given.loss is None else given.given_split(each=False)
 
 
-def of_fisher(given: Given) -> Linear:
+def of_fisher(given: Given, blocks: bool) -> Linear:
     """`sum_mn S[m, n] (S[m, n] . v)`: S are the shares of the gradient, or of gradients at targets that are drawn."""
     split = split_of_fisher(given)
     if not split.roots:
-        return sandwich(given, split, lambda t, pull: t)
+        return sandwich(given, split, lambda t, pull: t, blocks)
     with given.mode.back(split.result.device):
-        rows = Rows(split, [split.gradient()] if given.drawing is None else split.drawn(given.drawing, "fvp"))
-    return sandwich(given, split, lambda t, pull: rows.sent(rows.along(t, pull), pull))
+        rows = Rows(split, [split.gradient()] if given.drawing is None else split.drawn(given.drawing, "ggnvp"))
+    return sandwich(given, split, lambda t, pull: rows.sent(rows.along(t, pull), pull), blocks)
 
 
 def split_of_fisher(given: Given) -> Split:
@@ -121,7 +121,7 @@ class Jacobian:
         return replace(self, params=self.params[i : i + 1], rows=self.rows[i : i + 1])
 
 
-def sandwich(given: Given, split: Split, middle: Steps, blocks: bool = False) -> Linear:
+def sandwich(given: Given, split: Split, middle: Steps, blocks: bool) -> Linear:
     """`J^T (...) J v`; with `blocks`, in each parameter alone."""
     pushed = given.pushed(split)
     if pushed is not None:  # of the one vector that there is

@@ -13,7 +13,7 @@ from invfunc import tree
 from invfunc._extras import extra
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.layout import parts
+from invfunc.evaluation.rounds import parts
 from invfunc.loss.drawn import by
 from invfunc.loss.square_root import safe_root
 from invfunc.products.along import along, check_product, names_of, space_of

@@ -42,7 +42,7 @@ def estimate_diagonal(
         >>> estimate(torch.zeros(2), torch.tensor([1.0, 3.0])).value
         tensor([1., 9.])
 
-    Composes with: `hvp`, `ggnvp`, `fvp`, these `streamed`, and products of one's own; `torch.func.grad`, `vmap`,
+    Composes with: `hvp`, `ggnvp`, these `streamed`, and products of one's own; `torch.func.grad`, `vmap`,
     `jvp` around it.
 
     Cost: that of `estimate_trace`, and the memory of a few trees like the parameters.

@@ -25,7 +25,7 @@ def estimate_trace(
         values.mean(), values.std() / sqrt(probes)
 
     Args:
-        product: a function `(params, v, *batch) -> tree like params`, linear in v, as `hvp`, `ggnvp` and `fvp` make
+        product: a function `(params, v, *batch) -> tree like params`, linear in v, as `hvp` and `ggnvp` make
             them; their aux is dropped.
         probes: how many vectors, at least 1.
         generator: from which they are drawn, on the device of the parameters.
@@ -50,7 +50,7 @@ def estimate_trace(
         >>> estimate(torch.zeros(2), torch.tensor([1.0, 3.0]))
         Estimate(value=tensor(10.), standard_error=tensor(0.))
 
-    Composes with: `hvp`, `ggnvp`, `fvp`, these `streamed`, and products of one's own; `torch.func.grad`, `vmap`,
+    Composes with: `hvp`, `ggnvp`, these `streamed`, and products of one's own; `torch.func.grad`, `vmap`,
     `jvp` around it.
 
     Cost: one linearisation of a product that has `.linearize`, and `probes` products.

@@ -1,16 +1,30 @@
-"""Products with the generalised Gauss-Newton matrix."""
+"""Products with the generalised Gauss-Newton matrix, and with Fisher matrices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
+
+import torch
 
 from invfunc.arguments.problem import InDims
-from invfunc.products.curvature import of_ggn
+from invfunc.column_options import fisher_columns, spelled
+from invfunc.products.curvature import of_fisher, of_ggn
 from invfunc.products.product import Product
 
 
 def ggnvp(
-    f: Callable, loss: Callable | None = None, *, in_dims: InDims = 0, out_dims: int = 0, has_aux: bool = False
+    f: Callable,
+    loss: Callable | None = None,
+    *,
+    fisher: Literal["exact", "mc", "empirical"] = "exact",
+    mc_samples: int = 1,
+    generator: torch.Generator | None = None,
+    sample: Callable | None = None,
+    blocks: bool = False,
+    in_dims: InDims = 0,
+    out_dims: int = 0,
+    has_aux: bool = False,
 ) -> Product:
     """The product of the generalised Gauss-Newton matrix (GGN) of a loss with a vector, a tree like the parameters.
 
@@ -18,8 +32,21 @@ def ggnvp(
         HJv = jvp(grad(lambda z: loss(z, target)), (z,), (Jv,))[1]
         vjp(lambda p: f(p, *inputs), params)[1](HJv)[0]
 
+        G = batch_grad(f)(params, *batch)
+        sum(g * (g * v).sum() for g in G)                    # with fisher="empirical", for one tensor of parameters
+
+        for name in params:                                  # with blocks=True, over all dimensions of the parameter
+            J = jacrev(lambda p: f({**params, name: p}, *inputs))(params[name])
+            J^T H J V[name][k]                               # for k in range(K)
+
     The matrix of which `diag_ggn` is the diagonal. Nothing has to be known of the samples: the model may mix them, as
-    batch normalisation in train mode does, or draw random numbers.
+    batch normalisation in train mode does, or draw random numbers. Fisher matrices are of samples that are kept apart.
+
+    The steps, pixels or entries of a sample belong to one gradient, which is squared as a whole. (curvlinops'
+    `EFLinearOperator` takes each step of outputs `[N, T, C]` for a sample of its own, and puts 1/E in place of 1/E^2,
+    with E the losses that a mean averages: N T C of mse_loss and binary_cross_entropy_with_logits, N T of a
+    cross_entropy, 1 of a sum. It is E times this one for T = 1, and else the sum over t of 1/E times that of the `[N]`
+    losses of step t, each summed over its entries.)
 
     Args:
         f: a model function `f(params, *inputs)`, which returns outputs, a tensor or a pytree of them. Without `loss`,
@@ -27,19 +54,30 @@ def ggnvp(
             what torch's convex losses are called with. f and loss are pure in torch.func's sense (see the conventions).
         loss: `loss(outputs, target)`, convex in the outputs. A loss without known structure whose Hessian, sample by
             sample (of all outputs, where it mixes samples), has more than 2^24 numbers is not checked for that.
+        fisher: which matrix. "exact" is the GGN. "mc" has the rows `S[m, n]` of `sqrt_ggn(..., mc_samples=M)`,
+            gradients at targets that are drawn from the model's predictive: their products average to the Fisher
+            matrix, which is the GGN, with the scale of the loss. "empirical" has the per-sample gradients at the given
+            targets: a mean loss puts 1/N^2 into it, so `[N]` losses, each of which is a negative log-likelihood, are
+            what it is meant for.
+        mc_samples: with fisher="mc", how many targets are drawn for each sample.
+        generator: from which they are drawn, needed with fisher="mc". A linearisation draws once for all vectors.
+        sample: `sample(outputs, generator) -> target`, draws from the predictive of a loss of one's own.
+        blocks: multiply the diagonal block of each parameter alone, with K vectors for each.
         in_dims: the sample axis of each batch argument, or of all; None for what all samples share.
         out_dims: the sample axis of the outputs of a model function.
         has_aux: f returns `(result, aux)`, and the transform `(product, aux)`.
 
     Returns:
         A function `(params, v, *inputs, target) -> tree`, without `loss` `(params, v, *batch) -> tree`, of tensors like
-        the parameters and v. Its `.linearize(params, *batch)` gives a function `v -> tree` that has run f once.
+        the parameters and v; with blocks, those of V and of the result are `[K, *p]`. Its `.linearize(params, *batch)`
+        gives a function `v -> tree` that has run f once.
 
     Raises:
         SplitError: no outputs are found, or a path from the parameters to the result goes around them.
         ConvexityError: the loss is not convex in the outputs.
+        SampleAxisError: the samples are mixed, of a Fisher matrix.
         ArgumentError, ArgumentTypeError: v is not a tree like the parameters, or f returns something else than it
-            should, or what no parameter reaches.
+            should, or what no parameter reaches; there is no generator, or no sampler for the loss.
 
     Example:
         >>> import torch, invfunc
@@ -49,14 +87,32 @@ def ggnvp(
         tensor([[2.],
                 [1.]])
 
-    Composes with: `linear_operator`, `estimate_trace`, `estimate_diagonal`, `streamed`; `torch.func.grad`, `vmap`,
-    `jvp` around it and around its linearisation.
+        >>> f = lambda w, x, y: (x @ w - y).square() / 2
+        >>> w, y = torch.zeros(2), torch.tensor([1.0, 3.0])
+        >>> invfunc.ggnvp(f, fisher="empirical")(w, torch.tensor([1.0, 0.0]), x, y)
+        tensor([10.,  9.])
+
+        >>> f = lambda p, x: x @ p["w"] + p["b"]
+        >>> params, V = {"w": torch.zeros(2, 1), "b": torch.zeros(1)}, {"w": torch.ones(1, 2, 1), "b": torch.ones(1, 1)}
+        >>> invfunc.ggnvp(f, torch.nn.functional.mse_loss, blocks=True)(params, V, x, torch.zeros(2, 1))["w"]
+        tensor([[[3.],
+                 [2.]]])
+
+    Composes with: `torch.func.grad`, `vmap`, `jvp` around it and around its linearisation; `streamed`; but for blocks
+    `linear_operator`, `estimate_trace`, `estimate_diagonal`.
 
     Cost: two gradients, and little more than the memory of one. `J v` is taken in forward mode, in a run of f of its
     own that keeps no graph and draws the same random numbers. Where f has no derivative there, and inside of
     torch.func, it is three to four gradients and the memory of two. A linearisation runs f once and keeps that memory;
-    each of its products takes two gradients more. Attention runs without fused kernels.
+    each of its products takes two gradients more. Attention runs without fused kernels. With blocks, two gradients, and
+    for each parameter K Jacobian products and K pullbacks through the part of the network behind it, batched.
 
-    Source: Schraudolph, "Fast curvature matrix-vector products", 2002; BackPACK's hessianfree.
+    Source: Schraudolph, "Fast curvature matrix-vector products", 2002; BackPACK's hessianfree and GGNMP (Dangel,
+    Kunstner and Hennig, ICLR 2020). Of Fisher matrices: Martens, "New insights and perspectives on the natural gradient
+    method", JMLR 2020; Kunstner, Balles and Hennig, "Limitations of the empirical Fisher approximation", NeurIPS 2019.
     """
-    return Product("ggnvp", f, of_ggn, loss, in_dims, out_dims, has_aux, forward=True)
+    drawing = fisher_columns("ggnvp", fisher, mc_samples, generator, sample).get("drawing")
+    exact, degree = fisher == "exact", 2 if fisher == "empirical" else 1
+    record, options = of_ggn if exact else of_fisher, spelled(fisher=None if exact else fisher, blocks=blocks)
+    dims = in_dims, out_dims, has_aux
+    return Product("ggnvp", f, record, loss, *dims, blocks, degree, drawing, forward=True, spelled=options)

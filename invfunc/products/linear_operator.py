@@ -27,8 +27,8 @@ def linear_operator(product: Callable, kind: Literal["scipy", "torch"] = "scipy"
     spectral densities (`lanczos_approximate_spectrum`), inverses (`CGInverseLinearOperator`, Neumann's, LSMR).
 
     Args:
-        product: a function `(params, v, *batch) -> tree like params`, linear in v and symmetric, as `hvp`, `ggnvp` and
-            `fvp` make them; their aux is dropped.
+        product: a function `(params, v, *batch) -> tree like params`, linear in v and symmetric, as `hvp` and `ggnvp`
+            make them; their aux is dropped.
         kind: "scipy", or "torch" for a `PyTorchLinearOperator` of curvlinops.
 
     Returns:
@@ -59,7 +59,7 @@ def linear_operator(product: Callable, kind: Literal["scipy", "torch"] = "scipy"
             A = invfunc.linear_operator(invfunc.streamed(invfunc.ggnvp(f, loss)), kind="torch")(params, loader)
             trace = curvlinops.hutchpp_trace(A, 30)
 
-    Composes with: `hvp`, `ggnvp`, `fvp`, these `streamed` and `distributed`, for the matrix of a data set, and products
+    Composes with: `hvp`, `ggnvp`, these `streamed` and `distributed`, for the matrix of a data set, and products
     of one's own. What an operator gives has no derivatives.
 
     Cost: of a product that has `.linearize`, one linearisation, which is kept as long as the operator is, and its

@@ -78,8 +78,8 @@ def _leads(node: Any, starts: set[Any], known: dict[Any, tuple[bool, bool]]) -> 
     return known[node]
 
 
-def of_positive_hessian(given: Given, modify: str) -> Linear:
-    """`J^T H J v` of the outputs and of the inputs of all nonlinear calls, in each parameter alone."""
+def of_positive_hessian(given: Given, blocks: bool, modify: str) -> Linear:
+    """`J^T H J v` of the outputs and of the inputs of all nonlinear calls."""
     run = Bends(given.scope, given.n, Finder())
     try:
         split = given.split_in(run)
@@ -92,7 +92,7 @@ def of_positive_hessian(given: Given, modify: str) -> Linear:
         if bend.again is None:
             raise ArgumentError(
                 f"`{bend.name}` is nonlinear and not element-wise, so its second derivative has no "
-                "sign to be changed. `ggn_block_product` does without it."
+                "sign to be changed. `ggnvp(f, loss, blocks=True)` does without it."
             )
     weights, ones = [], [torch.ones_like(split.result)]
     with given.mode.back(split.result.device):
@@ -114,4 +114,4 @@ def of_positive_hessian(given: Given, modify: str) -> Linear:
         inner = [None if x is None else x * h for x, (_, h) in zip(t[len(roots) :], weights, strict=True)]
         return [*pull(slopes, roots, t[: len(roots)]), *inner]
 
-    return sandwich(given, split, middle, blocks=True)
+    return sandwich(given, split, middle, blocks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,8 +97,6 @@ class Linearised(Transform):
     vector: str = "v"
     lead: int = 0
     memory: Any = ()
-    within: Callable[[], AbstractContextManager[None]] = nullcontext
-    """In what each call is."""
 
     def __repr__(self) -> str:
         return self.shown
@@ -111,9 +108,8 @@ class Linearised(Transform):
         return [self.vector]
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        with self.within():
-            leaves = self.takes.leaves(args[0], self.vector, self.lead)
-            return self.gives.tree(self.linear(leaves, self.lead)), None
+        leaves = self.takes.leaves(args[0], self.vector, self.lead)
+        return self.gives.tree(self.linear(leaves, self.lead)), None
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,30 +118,38 @@ class Product(Transform):
 
     name: str
     f: Callable
-    record: Callable[[Given], Linear]
+    record: Callable[[Given, bool], Linear]
+    """The map at some arguments, of the whole matrix or of its blocks."""
     loss: Callable | None = None
     in_dims: InDims = 0
     out_dims: int = 0
     has_aux: bool = False
-    lead: int = 0
-    """Axes that v has in front of those of the parameters."""
+    blocks: bool = False
+    """Whether the matrix is that of each parameter alone, with several vectors for each."""
     degree: int = 1
     """The power of a factor of the loss that is in the product."""
     drawing: Drawing | None = None
     """How columns are drawn, if they are."""
     forward: bool = False
     """Whether it is `J^T (...) J v`, so that forward mode may compute J v."""
+    spelled: str = ""
+    """The options of the transform that make it another product of that name, as they stand in a call."""
 
     def __post_init__(self) -> None:
         check_functions(self.name, self.f, self.loss)
 
     def __repr__(self) -> str:
         loss = "" if self.loss is None else f", {describe(self.loss)}"
-        return f"{self.name}({describe(self.f)}{loss})"
+        return f"{self.name}({describe(self.f)}{loss}{self.spelled})"
+
+    @property
+    def lead(self) -> int:
+        """The axes that v has in front of those of the parameters."""
+        return int(self.blocks)
 
     @property
     def vector(self) -> str:
-        return "V" if self.lead else "v"
+        return "V" if self.blocks else "v"
 
     def linearize(self, *args: Any, **kwargs: Any) -> Any:
         """The product at some parameters and data, `(params, *batch) -> (v -> product)`: one forward pass for all v.
@@ -189,7 +193,7 @@ class Product(Transform):
     def recorded(self, given: Given) -> tuple[Linear, Any]:
         """The map at these arguments, and aux."""
         with given.scope:
-            linear = self.record(given)
+            linear = self.record(given, self.blocks)
             return linear, None if given.aux is None else given.scope.result(given.aux)
 
 

@@ -1,28 +1,25 @@
-"""A product with the matrix of a data set, which comes batch by batch."""
+"""Sums of the products of batches, as a linear map of vectors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.across import one_scale
-from invfunc.evaluation.batches import Batches, Feed, batches_of, check_loader, no_samples, unscaled
-from invfunc.evaluation.checkpoint import Checkpoint, Record, State, check_loadable
-from invfunc.evaluation.course import Course, course_of
-from invfunc.evaluation.fingerprint import described, named
+from invfunc.errors import ArgumentError
+from invfunc.evaluation.batches import Batches, no_samples, not_scalar
+from invfunc.evaluation.checkpoint import Checkpoint, Course, Record, State, check_loadable, described, named
 from invfunc.evaluation.processes import ALONE, Processes, bits, same
 from invfunc.evaluation.rounds import Rounds
+from invfunc.evaluation.sweep import one_scale
 from invfunc.evaluation.weights import Weights
 from invfunc.loss.drawn import key_of
-from invfunc.products.along import space_of
 from invfunc.products.given import Given
 from invfunc.products.in_parts import InParts
-from invfunc.products.product import Linearised, Product, SummedProduct
+from invfunc.products.product import Product
 from invfunc.reductions.exchange import Exchange
 from invfunc.reductions.exchange import Sums as OfAll
 
@@ -36,59 +33,6 @@ def evaluated(
 
 
 Evaluated = Callable[[Product, list[torch.Tensor], int, tuple, dict[str, Any], Any], tuple[Given, list, Any]]
-
-
-@dataclass(frozen=True, repr=False)
-class StreamedProduct(SummedProduct):
-    """A function `(params, v, loader) -> tree like params`, the sum of a product over the batches."""
-
-    feed: Feed = Feed()
-    checkpoint: Checkpoint | None = None
-    plans: Evaluated | None = None
-    """What evaluates the product of a batch, if it is `compiled`."""
-
-    def __repr__(self) -> str:
-        return f"streamed({self.plans or self.product!r})"
-
-    def names(self, count: int) -> Sequence[str]:
-        return ["params", self.vector, "loader"][:count]
-
-    def names_of_f(self, count: int) -> Sequence[str]:
-        """What so many arguments are called that are all but the vector."""
-        return ["params", "loader"][:count]
-
-    def linearize(self, *args: Any, **kwargs: Any) -> Any:
-        """The product at some parameters and data, `(params, loader) -> (v -> product)`, of the same draws for all v.
-
-        The loader is gone through for each v. With `has_aux`, the pair of that function and of an empty list, as there
-        was no batch yet.
-        """
-        return self.run(self._linearized, self.names_of_f, args, kwargs, ".linearize")
-
-    def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        if len(args) != 3:
-            given = f"{len(args)} positional arguments"
-            raise ArgumentTypeError(f"it takes the parameters, {self.vector} and a loader, and got {given}.")
-        params, v, loader = args
-        space = space_of((params,), names)
-        leaves = space.leaves(v, self.vector, self.lead)
-        identity = partial(identity_of, self.product, params, v, kwargs)
-        with course_of(self.checkpoint, identity, keys_of(self.product), self.feed.goal(params)) as course:
-            sums = Sums(self.product, kwargs, self._batches(params, loader), course.record.keys, plans=self.plans)
-            return space.tree(sums(leaves, course, self.lead)), sums.aux
-
-    def _linearized(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        if len(args) != 2:
-            raise ArgumentTypeError(f"it takes the parameters and a loader, and got {len(args)} positional arguments.")
-        check_linearized(self.checkpoint)
-        check_loader(args[1], sweeps="it is gone through for every vector")
-        space = space_of(args, names)
-        sums = Sums(self.product, kwargs, self._batches(*args), keys_of(self.product), plans=self.plans)
-        shown = f"{self!r}.linearize({', '.join(names)})"
-        return Linearised(shown, sums.along, space, space, self.vector, self.lead, (args, kwargs)), []
-
-    def _batches(self, params: Any, loader: Any) -> Batches:
-        return batches_of(loader, params, self.product.in_dims, self.feed)
 
 
 Done = Callable[[str, Callable[[], list[torch.Tensor]]], list[torch.Tensor]]
@@ -113,11 +57,12 @@ class Sums:
         counted: int | None = None,
         plans: Evaluated | None = None,
         divided: tuple[Rounds, list[torch.Tensor]] | None = None,
+        reduction: str | None = None,
     ) -> None:
         """`keys` are those of drawn columns; `processes` before this one have so many samples, and all `counted`;
         `divided` is what brings parameters that are, and all parameters."""
         self.product, self.kwargs, self.batches, self.keys = product, kwargs, batches, keys
-        self.evaluated = plans or evaluated
+        self.evaluated, self.reduction = plans or evaluated, reduction
         self.processes, self.before, self.divided = processes, before, divided
         self.n = counted
         """How many samples there were the first time."""
@@ -177,7 +122,7 @@ class Products:
         self, of: Sums, vectors: list[torch.Tensor], lead: int, places: list[int], parts: InParts | None = None
     ) -> None:
         """At these places sums are kept here, at others by `parts`."""
-        self.of, self.vectors, self.lead, self.weights = of, vectors, lead, Weights()
+        self.of, self.vectors, self.lead, self.weights = of, vectors, lead, Weights(of.reduction)
         self.places, self.parts = places, parts
         own = [vectors[i] for i in places]
         self.sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in own]
@@ -232,10 +177,10 @@ class Products:
     def _weight(self, given: Given) -> int:
         """What the loss of a batch has to be multiplied with so that it is a sum over its samples."""
         if given.losses.ndim:
+            if self.weights.reduction is not None:
+                raise not_scalar(self.weights.reduction)
             return 1
-        if given.loss is None:
-            raise unscaled(given.n)
-        return self.weights.of(given.loss_part)
+        return self.weights.of_batch(None if given.loss is None else given.loss_part, given.n)
 
     # In a checkpoint
 

@@ -26,8 +26,9 @@ class Block(Reduction):
         return (Kronecker(zeros, groups, leaf.shape, origin=Origin(n=n, reached=False)),)
 
     def bound(self, shape: torch.Size) -> list[list[int]]:
-        several = sum(size != 1 for size in shape) > 1
-        return [self.form(size) for size in ([shape[0], shape[1:].numel()] if several else [shape.numel()])]
+        if shape.count(1) < len(shape) - 1:
+            return [self.form(shape[0]), self.form(shape[1:].numel())]
+        return [self.form(shape.numel())]
 
     def form(self, size: int) -> list[int]:
         """The shape of a factor of this dimension: a matrix, or its diagonal."""
@@ -46,7 +47,9 @@ class Block(Reduction):
 
 def added(parts: list[torch.Tensor]) -> torch.Tensor:
     """The sum of symmetric matrices; a vector stands for a diagonal matrix."""
-    dense = max(x.ndim for x in parts)
+    if len(parts) == 1:
+        return parts[0]
+    dense = max([x.ndim for x in parts])
     found = parts[0] if parts[0].ndim == dense else torch.diag_embed(parts[0])
     for x in parts[1:]:
         found = found + (x if x.ndim == dense else torch.diag_embed(x))

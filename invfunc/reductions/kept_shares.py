@@ -53,7 +53,7 @@ class ProductsWithKept(InnerProducts):
     def step(self, shares: Any) -> State:
         own = self.kept.shares[shares.place]
         if own is None:
-            return self.init(shares.leaf, shares.count, self.kept.columns)
+            return ProductsWithKept.init(self, shares.leaf, shares.count, self.kept.columns)
         return (own.products_between(shares),)
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
@@ -64,3 +64,16 @@ class ProductsWithKept(InnerProducts):
             first, other = (tuple(*map(tuple, shapes)) for shapes in (self.kept.outputs, found.outputs))
             raise ArgumentError(f"the outputs of one sample have shape {first} in one batch, and {other} in another.")
         return super().finish(state, found)
+
+
+class RowsWithKept(ProductsWithKept):
+    """The same with the samples of the other run in front, so that the rows of batches are joined."""
+
+    each, row_axis = (0,), 1
+    pairs = False
+
+    def step(self, shares: Any) -> State:
+        return tuple(x.permute(2, 3, 0, 1) for x in super().step(shares))
+
+    def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
+        return (leaf.new_zeros(columns, n, self.kept.columns, self.kept.n),)

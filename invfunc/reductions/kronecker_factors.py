@@ -98,7 +98,7 @@ class KroneckerFactors(Block):
     def _matrix(self, found: Factors, origin: Origin, known: Found) -> Kronecker:
         shape, dims, blocks = found.shape, [p.dims for p in found.places], found.blocks
         if found.a is None:
-            return Kronecker((_flat(found.b),), (dims[0],), shape, blocks=blocks, origin=origin)
+            return Kronecker((_flat(found.b),), (dims[0],), shape, None, blocks, origin)
         inputs = float(known.n if self.sharing == "backpack" else found.positions)  # it does not divide by positions
         a = found.a / (inputs or known.n)
         if found.bias:
@@ -108,10 +108,11 @@ class KroneckerFactors(Block):
             count = math.prod(blocks or (1,))
             shape, blocks = torch.Size([sizes[0], sizes[1] // count]), (count, 1) if blocks else None
             return Kronecker((_flat(found.b), _flat(a)), ((0,), (1,)), shape, blocks=blocks, origin=origin)
-        pairs = sorted(zip(dims, (_flat(found.b), _flat(a)), strict=True), key=lambda pair: pair[0])
-        groups, factors = zip(*pairs, strict=True)
-        origin = replace(origin, inputs=inputs, read=int(dims[0] <= dims[1]))
-        return Kronecker(factors, groups, shape, blocks=blocks, origin=origin)
+        groups, factors, read = (dims[0], dims[1]), (_flat(found.b), _flat(a)), 1
+        if dims[0] > dims[1]:
+            groups, factors, read = groups[::-1], factors[::-1], 0
+        origin = Origin(origin.name, origin.n, inputs, read, origin.degree)
+        return Kronecker(factors, groups, shape, None, blocks, origin)
 
 
 class ChainFactors(KroneckerFactors):

@@ -1,4 +1,6 @@
-"""Small models of many families, and losses for them, each said in a line of code, which is how it prints."""
+"""Numbers, trees of parameters, small models and losses, and small invertible functions, each said in a line of code,
+which is how it prints.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,105 @@ import torch.nn.functional as F
 from torch import nn
 
 import invfunc
-from invfunc import tree
-from invfunc.testing.values import Numbers, moved, option
+from invfunc import layers, tree
+from invfunc.errors import ArgumentError
+from invfunc.pairs.pair import Invertible
+
+
+class Numbers:
+    """Float64 numbers that are float32 numbers too, so that one oracle serves both."""
+
+    def __init__(self, seed: int = 0):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).double()
+
+    def below(self, high: int, *shape: int) -> torch.Tensor:
+        """Integers from 0 on."""
+        return torch.randint(high, shape, generator=self.generator)
+
+
+def seeded(seed: int = 0, device: str | torch.device = "cpu") -> torch.Generator:
+    """A generator."""
+    return torch.Generator(device).manual_seed(seed)
+
+
+def moved(tensors: Any, dtype: torch.dtype, device: str | torch.device) -> Any:
+    """Numbers in another precision and place; integers stay integers."""
+    return tree.map_tensors(lambda x: x.to(device, dtype if x.is_floating_point() else x.dtype), tensors)
+
+
+class Shape:
+    """A leaf of so many entries, in a tree of parameters."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = sizes
+
+    def __repr__(self) -> str:
+        return f"Shape({', '.join(map(str, self.sizes))})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shape) and self.sizes == other.sizes
+
+    def __hash__(self) -> int:
+        return hash(self.sizes)
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A leaf that is the tensor of an earlier one."""
+
+    to: int
+    """Which of those that have a shape, from 0."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """A tree of parameters, with a function `[N]` that reads all of them.
+
+    >>> params = Parameters({"w": Shape(2, 3), "b": [None, Shape()], "again": Tied(0)}, seed=1).tree
+    >>> params["w"].shape, params["b"][1].shape, params["again"] is params["w"]
+    (torch.Size([2, 3]), torch.Size([]), True)
+    """
+
+    shapes: Any
+    """Of dicts, lists and tuples, with `Shape`, `Tied` and None as leaves."""
+    seed: int = 0
+    dtype: torch.dtype = torch.float64
+    device: str = "cpu"
+
+    @cached_property
+    def tree(self) -> Any:
+        """The parameters."""
+        rand, made = Numbers(self.seed), list[torch.Tensor]()
+
+        def one(leaf: Any) -> Any:
+            if isinstance(leaf, Shape):
+                made.append(moved(rand(*leaf.sizes), self.dtype, self.device))
+                return made[-1]
+            return made[leaf.to] if isinstance(leaf, Tied) else leaf
+
+        return tree.map_leaves(one, self.shapes)
+
+    def inputs(self, n: int) -> torch.Tensor:
+        """`[n, 2]`, for f."""
+        return moved(Numbers(self.seed + 1)(n, 2), self.dtype, self.device)
+
+    @staticmethod
+    def f(params: Any, x: torch.Tensor) -> torch.Tensor:
+        """`[N]`: each entry of each leaf at each sample."""
+        at = x[:, :1] + torch.arange(3, dtype=x.dtype, device=x.device)
+        parts = [(at[:, :1] * p.flatten() + x[:, 1:]).sin().sum(1) for p in tree.tensors(params)]
+        return torch.stack(parts).sum(0).square()
+
+
+def option(call: str, kind: str, name: str, known: dict[str, Callable]) -> Callable:
+    """One of those that there are."""
+    if name not in known:
+        raise ArgumentError(f"{call}({name!r}): there is no {kind} {name!r}; there are {', '.join(map(repr, known))}.")
+    return known[name]
+
 
 CLASSES = 3
 """Outputs of a sample."""
@@ -272,3 +371,163 @@ class Problem:
     def options(self) -> dict[str, Any]:
         """The loss, and where the samples are."""
         return {"loss": self.loss, "in_dims": self.in_dims}
+
+
+BuiltPair = tuple[Invertible, Any, tuple]
+"""A pair, its x and its further arguments."""
+
+
+def layer(b: torch.Tensor, p: Any) -> torch.Tensor:
+    """A layer of a perceptron."""
+    return torch.tanh(b @ p["w"] + p["b"])
+
+
+def _both(b: torch.Tensor, p: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return layer(b, p[0]), layer(b, p[1])
+
+
+def _weights(rand: Numbers, inner: int, outer: int) -> dict[str, torch.Tensor]:
+    return {"w": rand(inner, outer) / inner**0.5, "b": rand(outer) / 2}
+
+
+def _halves(rand: Numbers, n: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return rand(n, width), rand(n, width + 1)
+
+
+def _crossed(rand: Numbers, width: int) -> tuple[Any, Any]:
+    return _weights(rand, width + 1, width), _weights(rand, width, width + 1)
+
+
+def additive(rand: Numbers, n: int, width: int) -> BuiltPair:
+    """A coupling of two parts of different width."""
+    return invfunc.additive_coupling(layer, layer), _halves(rand, n, width), (_crossed(rand, width),)
+
+
+def affine_coupling(rand: Numbers, n: int, width: int) -> BuiltPair:
+    """The same with a scale."""
+    params = zip(_crossed(rand, width), _crossed(rand, width), strict=True)
+    return invfunc.affine_coupling(_both, _both), _halves(rand, n, width), (tuple(params),)
+
+
+def momentum(rand: Numbers, n: int, width: int) -> BuiltPair:
+    """A residual network with momentum."""
+    x = rand(n, width), rand(n, width)
+    return invfunc.pairs.momentum(layer, 0.7), x, (_weights(rand, width, width),)
+
+
+def leapfrog(rand: Numbers, n: int, width: int) -> BuiltPair:
+    """A residual network of second order."""
+    x = rand(n, width), rand(n, width)
+    return invfunc.pairs.leapfrog(layer, 0.6), x, (_weights(rand, width, width),)
+
+
+def reversible_step(rand: Numbers, n: int, width: int) -> BuiltPair:
+    """A step of a solver, from one time to another, of a field that changes in time."""
+
+    def field(x: torch.Tensor, t: torch.Tensor, p: Any) -> torch.Tensor:
+        return layer(x, p) - t * x
+
+    x = rand(n, width), rand(n, width)
+    ends = rand() / 2, rand() / 2
+    return (
+        invfunc.pairs.reversible_step(invfunc.pairs.runge_kutta(field, "heun"), 0.8),
+        x,
+        (ends, _weights(rand, width, width)),
+    )
+
+
+def fixed_point(rand: Numbers, n: int, width: int) -> BuiltPair:
+    """A step towards a fixed point."""
+    x = rand(n, width), rand(n, width)
+    return invfunc.pairs.fixed_point(layer, 0.4), x, (_weights(rand, width, width),)
+
+
+def squash(rand: Numbers, n: int, width: int) -> BuiltPair:
+    """Two functions of one tensor, number by number."""
+
+    def f(x: torch.Tensor, p: Any) -> torch.Tensor:
+        return (x * p["s"].exp() + p["c"]).asinh()
+
+    def f_inv(y: torch.Tensor, p: Any) -> torch.Tensor:
+        return (y.sinh() - p["c"]) * (-p["s"]).exp()
+
+    def log_det(x: torch.Tensor, p: Any) -> torch.Tensor:
+        z = x * p["s"].exp() + p["c"]
+        return (p["s"] - z.square().add(1).log() / 2).sum(1)
+
+    return Invertible(f, f_inv, log_det=log_det), rand(n, width), ({"s": rand(width) / 4, "c": rand(width) / 2},)
+
+
+def leaky_relu(rand: Numbers, n: int, width: int) -> BuiltPair:
+    """A layer without parameters."""
+    return layers.leaky_relu(), rand(n, width), ()
+
+
+def batch_norm(rand: Numbers, n: int, width: int) -> BuiltPair:
+    """A layer that mixes samples, and hides their statistics."""
+    return layers.batch_norm(), rand(n + 1, width), ((1 + rand(width) / 4, rand(width)),)
+
+
+def chain(rand: Numbers, n: int, width: int) -> BuiltPair:
+    """Couplings one after the other."""
+    pair = invfunc.additive_coupling(layer, layer)
+    return invfunc.chain(pair, pair), _halves(rand, n, width), ([_crossed(rand, width) for _ in range(2)],)
+
+
+def repeated(rand: Numbers, n: int, width: int) -> BuiltPair:
+    """One coupling, three times."""
+    pair = invfunc.additive_coupling(layer, layer)
+    return invfunc.repeated(pair), _halves(rand, n, width), ([_crossed(rand, width) for _ in range(3)],)
+
+
+PAIRS: dict[str, Callable[[Numbers, int, int], BuiltPair]] = {
+    "leaky_relu": leaky_relu,
+    "squash": squash,
+    "additive": additive,
+    "affine": affine_coupling,
+    "momentum": momentum,
+    "leapfrog": leapfrog,
+    "reversible_step": reversible_step,
+    "fixed_point": fixed_point,
+    "batch_norm": batch_norm,
+    "chain": chain,
+    "repeated": repeated,
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An invertible function with arguments for it: `laws.check_pair(p.pair, p.x, *p.args)`.
+
+    >>> p = Pair("leaky_relu")
+    >>> p.pair(p.x, *p.args).shape
+    torch.Size([2, 2])
+    """
+
+    called: str
+    """One of `PAIRS`."""
+    n: int = 2
+    width: int = 2
+    seed: int = 0
+    dtype: torch.dtype = torch.float64
+    device: str = "cpu"
+
+    @cached_property
+    def _built(self) -> BuiltPair:
+        pair, x, args = option("Pair", "pair", self.called, PAIRS)(Numbers(self.seed), self.n, self.width)
+        return pair, *moved((x, args), self.dtype, self.device)
+
+    @property
+    def pair(self) -> Invertible:
+        """The function with its inverse."""
+        return self._built[0]
+
+    @property
+    def x(self) -> Any:
+        """The state."""
+        return self._built[1]
+
+    @property
+    def args(self) -> tuple:
+        """The further arguments."""
+        return self._built[2]

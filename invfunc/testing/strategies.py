@@ -17,9 +17,21 @@ from typing import Any
 import torch
 
 from invfunc._extras import extra
-from invfunc.testing.invertibles import PAIRS, Pair
-from invfunc.testing.models import FAMILIES, LOSS_FUNCTIONS, Loss, Model, Problem
-from invfunc.testing.values import Numbers, Parameters, Shape, Tied, option, seeded
+from invfunc.testing.models import (
+    FAMILIES,
+    LOSS_FUNCTIONS,
+    PAIRS,
+    Loss,
+    Model,
+    Numbers,
+    Pair,
+    Parameters,
+    Problem,
+    Shape,
+    Tied,
+    option,
+    seeded,
+)
 
 st: Any = extra("hypothesis.strategies", "testing")
 

@@ -101,7 +101,9 @@ class TestDevicesWithoutFloat64:
         assert_near(found, shares.var(0, correction=0), 1e-3)
 
     @pytest.mark.parametrize(
-        "of", [invfunc.batch_l2_grad, invfunc.gram, partial(invfunc.kronecker.kfoc, fisher="empirical")], ids=str
+        "of",
+        [invfunc.batch_l2_grad, invfunc.gram, partial(invfunc.kronecker.kfoc, fisher="empirical")],
+        ids=["batch_l2_grad", "gram", "kfoc"],
     )
     def test_have_products_that_cancel(self, of, monkeypatch):
         """Of positions that nearly cancel each other: products of positions in float32 would keep no digit."""

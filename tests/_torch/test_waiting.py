@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import invfunc
 from invfunc import kronecker
 from invfunc.errors import ArgumentError
+from invfunc.testing.laws.rows import PRODUCTS
 from tests.strategies import Numbers
 
 aten = torch.ops.aten
@@ -83,7 +84,6 @@ OF_THE_GGN = {
     "kfra": invfunc.kronecker.kfra,
 }
 HESSIAN = {name: getattr(invfunc, name) for name in ("diag_hessian", "batch_diag_hessian")}
-PRODUCTS = {name: getattr(invfunc, name) for name in ("hvp", "ggnvp", "fvp")}
 
 
 @pytest.mark.quick
@@ -112,7 +112,7 @@ def test_a_hessian_waits_once_for_all_nonlinear_calls(problem, name):
     assert waits(HESSIAN[name](f, F.cross_entropy), params, *batch) == 1
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", ["hvp", "ggnvp", "ggnvp empirical"])
 def test_products_wait_for_nothing(problem, name):
     f, params, batch = problem
     assert waits(PRODUCTS[name](f, F.cross_entropy), params, params, *batch) == 0

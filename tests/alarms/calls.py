@@ -9,16 +9,14 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-import invfunc
 from invfunc import certified, chunked, together, tree
 from invfunc.errors import CertificateError
 from invfunc.testing import strategies
-from invfunc.testing.laws.rows import BOTH, FACTORS, LOSS, MODEL, ROWS
+from invfunc.testing.laws.rows import BOTH, FACTORS, LOSS, MODEL, PRODUCTS, ROWS
 from invfunc.testing.strategies import Loss, Model, Numbers, Problem
 
 __all__ = ["Call", "Loss", "Model", "Problem", "drawn", "torch"]
-HESSIANS = "hvp", "hessian_block_product"
-NAMES = *HESSIANS, "ggnvp", "ggn_block_product", "fvp"
+NAMES = [name for name in PRODUCTS if "positive" not in name]
 GIVEN_UP = "noise", "sketched", "predictive", "ggn_trace"
 CERTIFIED = {n: r for n, r in ROWS.items() if r.gives != FACTORS and not r.drawn and not n.startswith(GIVEN_UP)}
 
@@ -45,8 +43,7 @@ class Call:
         f, loss, dims = self.problem.model.f, self.problem.loss, self.problem.in_dims
         functions = {LOSS: (self.problem.f,), MODEL: (f,), BOTH: (f, loss)}[self.form]
         if self.names[0] in NAMES:
-            options = {} if self.names[0] in HESSIANS else {"in_dims": dims}
-            return getattr(invfunc, self.names[0])(*functions, **options)
+            return PRODUCTS[self.names[0]](*functions, in_dims=dims)
         options = {"in_dims": dims[:1] if self.form == MODEL else dims, "samples": self.samples}
         each = [ROWS[name].make(*functions, **options) for name in self.names]
         t = each[0] if len(each) == 1 else together(*each)

@@ -73,7 +73,7 @@ def test_factors_of_what_f_repeats_for_each_sample_are_the_same_in_parts(form, n
         return torch.tanh(z @ p["w"]).mean(1)
 
     p, x, y = {"v": Numbers(0)(5), "w": Numbers(1)(5, 3)}, Numbers(2)(n, 2, 5), torch.arange(n) % 3
-    t = invfunc.kflr(f, F.cross_entropy)
+    t = invfunc.kfac(f, F.cross_entropy, fisher="exact")
     whole = t(p, x, y)
     assert_trees_close(invfunc.chunked(t, chunk_size=1, over="samples")(p, x, y), whole, 1e-10)
     assert_trees_close(invfunc.chunked(t, chunk_size=3, over="samples")(p, x, y), whole, 1e-10)

@@ -16,7 +16,7 @@ from invfunc import (
     variance,
 )
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.paths import in_blocks
+from invfunc.testing.laws.rows import in_blocks
 from invfunc.testing.memory import peak_memory
 from tests.strategies import Numbers
 

@@ -20,15 +20,17 @@ from tests.data_sets.test_streamed import AT_ONCE, EXACT, SAMPLED, linear, losse
 from tests.many_processes import LAID, PRODUCTS, Example, forked, hold, start
 from tests.networks import CLASSES, LOSSES, NETWORKS
 from tests.processes_failing import after_one_is_gone, told_of_all
-from tests.processes_interrupted import BATCHES
 from tests.strategies import Numbers
 
 pytestmark = pytest.mark.slow
 
 SIZES = {2: 2, 4: 1}
 """How many processes there are, and how many examples each statistic has then."""
-CASES = [(name, form) for name, row in ROWS.items() if name not in AT_ONCE for form in row.forms]
-CASES += [(name, form) for name in PRODUCTS for form in (LOSS, BOTH)]
+PAIRS = {name for name in ROWS if "gram" in name}
+"""Statistics of all pairs of samples, which no process has."""
+SEEDS = [(name, form) for name, row in ROWS.items() if name not in AT_ONCE for form in row.forms]
+SEEDS += [(name, form) for name in PRODUCTS for form in (LOSS, BOTH)]
+CASES = [case for case in SEEDS if case[0] not in PAIRS]
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ def examples(size):
     """Some of each statistic, drawn for so many processes."""
     found = []
     nets = [net for net in NETWORKS if size == 2 or net != "derived"]  # which has no K-factors
-    for k, (name, form) in enumerate(CASES):
+    for name, form in CASES:
         drawn = name in ROWS and ROWS[name].drawn
         each = st.builds(
             Example,
@@ -58,10 +60,11 @@ def examples(size):
             gather=st.booleans(),
             laid=st.lists(st.tuples(*[st.sampled_from(LAID)] * 2), max_size=3),
             grid=st.just(False) if size < 4 else st.booleans(),
-            planned=st.just(False) if "gram" in name else st.booleans(),
+            planned=st.booleans(),
         )
         plainest, draw = len(found), given(each)(lambda e: found.append(e))
-        seed(k)(settings(max_examples=1 + SIZES[size], derandomize=False)(draw))()  # others for each case
+        number = SEEDS.index((name, form))  # others for each case
+        seed(number)(settings(max_examples=1 + SIZES[size], derandomize=False)(draw))()
         del found[plainest]  # which is drawn first, and of which all have the same
         # in one example all keep parts at once, of a mean where a product of a model and its loss has to scale them
         scaled = {"reduction": "mean"} if name in PRODUCTS and form == BOTH else {}
@@ -93,7 +96,7 @@ def test_all_processes_give_what_all_samples_at_once_do(size, request):
 
 
 def test_all_statistics_are_in_the_law():
-    assert {name for name, _ in CASES} == {*ROWS, *PRODUCTS} - AT_ONCE
+    assert {name for name, _ in CASES} == {*ROWS, *PRODUCTS} - AT_ONCE - PAIRS
 
 
 def test_what_it_composes_with(two):
@@ -102,8 +105,8 @@ def test_what_it_composes_with(two):
 
 def test_no_process_has_all_parameters_nor_all_sums(two):
     for found in two[1][3]:
-        assert found["batch_l2_grad parts"] < 6 and found["gram parts"] < 6  # of eight, one at a time with copies of it
-        for name in ("sum_grad_squared", "clipped_grad", "noise_scale", "reduced", "diag_ggn", "ggnvp", "fvp"):
+        assert found["batch_l2_grad parts"] < 6  # of eight, one at a time with copies of it
+        for name in ("sum_grad_squared", "clipped_grad", "noise_scale", "reduced", "diag_ggn", "ggnvp", "empirical"):
             assert found[f"{name} parts"] - 4 < 8 and found[f"{name} whole"] > 2 * 8  # without the part of the result
         assert found["hvp parts"] - 4 < 8 + 4 and found["hvp whole"] > 3 * 8  # one of two terms waits for the other
 
@@ -138,10 +141,7 @@ class TestFaults:
             "weighted means": ("ProcessError", "ArgumentError"),
             "no argument": ("ProcessError", "ArgumentTypeError"),
             "no samples": ("ArgumentError", "ArgumentError"),
-            "f fails in a tile": ("ProcessError", "KeyError"),
-            "a batch that does not travel": ("ArgumentTypeError", "ProcessError"),
             "others that are other ones": ("ArgumentError", "ArgumentError"),
-            "shuffled": ("ProcessError", "ArgumentError"),
             "used up": ("ProcessError", "ArgumentTypeError"),
             "parts alone": ("ArgumentTypeError", "ArgumentTypeError"),
             "parts explained": ("ArgumentError", "ArgumentError"),
@@ -184,21 +184,6 @@ class TestFaults:
             process.join(60)
         kind, seconds, said = (tmp_path / "0").read_text().split(" ", 2)
         assert kind == "ProcessError" and float(seconds) < 20 and "connection to another process is lost" in said
-
-
-class TestInterrupts:
-    def test_ctrl_c_in_one_or_both_ends_both_and_nothing_is_mixed_up(self, two):
-        """Also of parameters in parts, at random moments, without and with files."""
-        assert [wrong for wrong, _, _ in two[1][5]] == [[], []]
-
-    def test_what_was_done_before_is_not_lost(self, two):
-        for counts in (counts for _, counts, _ in two[1][5]):
-            assert 2 <= counts[0] and BATCHES <= sum(counts) <= BATCHES + 1  # one may have been begun
-
-    def test_others_do_not_go_on_for_long(self, two):
-        """They look between their batches whether one has failed, in place of computing all of them."""
-        (_, _, (first, seconds)), (_, _, (second, _)) = two[1][5]
-        assert "process 1 failed with OSError: the disk is gone" in first and second == "OSError" and seconds < 30
 
 
 class TestAlone:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc
-from invfunc import streamed, tree
+from invfunc import distributed, streamed, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, SampleAxisError
 from invfunc.kronecker import Kronecker
 from invfunc.testing import assert_trees_close
@@ -578,3 +578,44 @@ class TestDrawn:
         before = torch.get_rng_state()
         streamed(of(mc_samples=1))(data[0], [data[1:]])
         assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.quick
+class TestReduction:
+    """A loss that is one number, of which the caller says that it is a sum."""
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            invfunc.variance,
+            invfunc.diag_ggn,
+            invfunc.batch_grad,
+            invfunc.hvp,
+            partial(invfunc.kfac, fisher="exact"),
+            partial(invfunc.ekfac, fisher="exact"),
+        ],
+        ids=["variance", "diag_ggn", "batch_grad", "hvp", "kfac", "ekfac"],
+    )
+    def test_it_is_that_of_all_samples(self, data, make):
+        t, params, rest = make(lambda *args: losses(*args).sum()), data[0], data[1:]
+        v = [params] if hasattr(t, "linearize") else []
+        wanted, parts = t(params, *v, *rest), batches([2, 5], *rest)
+        assert_trees_close(streamed(t, reduction="sum")(params, *v, parts), wanted, EXACT, FLOOR)
+        assert_trees_close(distributed(streamed(t, reduction="sum"))(params, *v, parts), wanted, EXACT, FLOOR)
+
+    def test_goes_on_from_a_file(self, data, tmp_path):
+        t, parts = invfunc.variance(lambda *args: losses(*args).sum()), batches([2, 5], *data[1:])
+        of = partial(streamed, t, reduction="sum", checkpoint=tmp_path / "state")
+        with pytest.raises(KeyError):
+            of()(data[0], (part if len(part[0]) < 4 else {}["lost"] for part in parts))
+        assert_trees_close(of()(data[0], parts), t(*data), EXACT)
+
+    def test_what_it_is_not_of(self, data):
+        parts = [data[1:]]
+        with pytest.raises(ArgumentError, match="Of a mean, return the sum"):
+            streamed(invfunc.variance(losses), reduction="mean")
+        with pytest.raises(ArgumentError, match=r"takes the \[N\] losses"):
+            streamed(invfunc.gram(losses), reduction="sum")
+        for t, v in ((invfunc.variance(losses), []), (invfunc.hvp(losses), [data[0]])):
+            with pytest.raises(ArgumentError, match="Leave reduction out"):
+                streamed(t, reduction="sum")(data[0], *v, parts)

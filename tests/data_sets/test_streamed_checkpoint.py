@@ -18,8 +18,8 @@ import torch.nn.functional as F
 import invfunc
 from invfunc import streamed, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation import checkpoint, course
-from invfunc.evaluation.fingerprint import fingerprint
+from invfunc.evaluation import checkpoint
+from invfunc.evaluation.checkpoint import fingerprint
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
 from tests.data_sets.test_streamed import AT_ONCE, batches, data, linear, losses  # noqa: F401
@@ -181,7 +181,7 @@ class TestBrokenOff:
 
     def test_every_so_many_seconds_it_is_written(self, data, file, monkeypatch):  # noqa: F811
         clock, count = iter(range(0, 1000, 2)), []
-        monkeypatch.setattr(course.time, "monotonic", lambda: next(clock))
+        monkeypatch.setattr(checkpoint.time, "monotonic", lambda: next(clock))
         monkeypatch.setattr(checkpoint.Checkpoint, "write", lambda self, record: count.append(len(record.prints)))
         streamed(invfunc.variance(losses), checkpoint=file, every=5)(data[0], batches(range(1, 9), *data[1:]))
         assert count == [3, 6, 9]
@@ -236,9 +236,9 @@ class TestProducts:
     MADE = (
         lambda f: invfunc.hvp(losses),
         lambda f: invfunc.ggnvp(f, F.cross_entropy),
-        lambda f: invfunc.fvp(f, F.cross_entropy, mc_samples=2, generator=seeded()),
-        lambda f: invfunc.fvp(f, F.cross_entropy),
-        lambda f: invfunc.ggn_block_product(f, F.cross_entropy),
+        lambda f: invfunc.ggnvp(f, F.cross_entropy, mc_samples=2, generator=seeded(), fisher="mc"),
+        lambda f: invfunc.ggnvp(f, F.cross_entropy, fisher="empirical"),
+        lambda f: invfunc.ggnvp(f, F.cross_entropy, blocks=True),
     )
 
     @pytest.mark.parametrize("make", MADE, ids=lambda make: repr(make(linear)))

@@ -15,14 +15,15 @@ import invfunc
 from invfunc import InvFuncError, streamed, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, SampleAxisError
 from invfunc.testing import assert_trees_close
+from invfunc.testing.laws.rows import PRODUCTS
 from tests.data_sets.test_streamed import EXACT, FLOOR, SAMPLED, batches, linear, losses
 from tests.meter import Meter, nothing_collected
 from tests.networks import CLASSES, LOSSES, networks, samples_loss
 from tests.strategies import Numbers, seeded
 
-WHOLE = [invfunc.hvp, invfunc.ggnvp, invfunc.fvp]
-BLOCKS = [invfunc.hessian_block_product, invfunc.ggn_block_product, invfunc.pch_block_product]
-each_product = pytest.mark.parametrize("make", WHOLE, ids=lambda make: make.__name__)
+BLOCKS = [make for name, make in PRODUCTS.items() if "blocks" in name]
+WHOLE = {name: make for name, make in PRODUCTS.items() if "blocks" not in name}
+each_product = pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def vector(params, *lead):
     return tree.map_tensors(lambda p: rand(*lead, *p.shape), params)
 
 
-@pytest.mark.parametrize("make", WHOLE + BLOCKS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", PRODUCTS.values(), ids=PRODUCTS)
 @settings(max_examples=8)
 @given(
     net=networks(low=2),
@@ -74,7 +75,7 @@ def test_batches_give_what_all_samples_at_once_do(make, net, loss, reduction, ed
 def test_however_the_data_are_divided_the_same_columns_are_drawn(net, loss, reduction, edges):
     args, v = (net.x, loss.target(Numbers(1), net.n)), vector(net.params)
     drawn = {"mc_samples": 2, "generator": seeded(3)}
-    found = streamed(invfunc.fvp(net.f, lambda z, y: loss(z, y, reduction), **drawn))(
+    found = streamed(invfunc.ggnvp(net.f, lambda z, y: loss(z, y, reduction), fisher="mc", **drawn))(
         net.params, v, batches([min(e, net.n) for e in edges], *args)
     )
     drawn["generator"] = seeded(3)
@@ -107,7 +108,7 @@ class TestMatrices:
 
     def test_are_drawn_once(self, data):
         params, *rest = data
-        t = streamed(invfunc.fvp(linear, F.cross_entropy, mc_samples=1, generator=seeded()))
+        t = streamed(invfunc.ggnvp(linear, F.cross_entropy, mc_samples=1, generator=seeded(), fisher="mc"))
         product, v = t.linearize(params, batches([4], *rest)), vector(params)
         assert_trees_close(product(v), product(v), EXACT)
         assert (t.linearize(params, batches([4], *rest))(v)["w"] - product(v)["w"]).abs().max() > 1e-3

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc
 from invfunc import distributed, explain, gram, streamed, tree
-from invfunc.data_sets import tiles
+from invfunc.data_sets import tiled
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.loss.drawn import joined
 from invfunc.testing import assert_trees_close
@@ -278,6 +278,9 @@ class TestRefused:
         ):
             with pytest.raises(ArgumentError, match=text):
                 streamed(t)
+        for t in (gram(losses), streamed(gram(losses)), invfunc.reduced(gram(losses), torch.sum)):
+            with pytest.raises(ArgumentError, match="of all pairs of samples.*to one process.*others="):
+                distributed(t)
         with pytest.raises(ArgumentError, match="of tiles no file is kept"):
             streamed(gram(losses), checkpoint=tmp_path / "state")
         with pytest.raises(ArgumentError, match="after the last batch"):
@@ -286,6 +289,14 @@ class TestRefused:
 
 @pytest.mark.quick
 class TestWork:
+    def test_others_are_evaluated_once_beside_a_look(self, data):  # noqa: F811
+        sizes, others, parts = [], tuple(x[:6] for x in data[1:]), batches([2, 5], *data[1:])
+        t = gram(lambda *args: sizes.append(len(args[1])) or losses(*args), others=others)
+        for call in (lambda: streamed(t)(data[0], parts), lambda: distributed(streamed(t))(data[0], parts)):
+            assert_trees_close(call(), gram(losses, others=others)(*data), EXACT)
+            assert sizes.count(6) == 2 and sizes.count(2 + 6) == 1 and max(sizes) == 8
+            sizes.clear()
+
     def test_half_of_the_tiles_and_a_look(self, data):  # noqa: F811
         """Each tile evaluates one batch; beside them, two are looked at joined and alone."""
         sizes, parts = [], batches([2, 5], *data[1:])
@@ -315,25 +326,9 @@ class TestWork:
         streamed(gram(losses), out=out)(data[0], counted, *loaders[1:])
         assert len(seen) == sweeps
 
-    def test_explained_of_processes(self, data):  # noqa: F811
-        """Batches travel, and of what is gathered the rows; here there is one process."""
-        params, x, y = data
-        parts, size = batches([2, 5], x, y), x.nbytes + y.nbytes
-        for gather, rows in (("local", 0), ("gather", 81 * x.element_size())):
-            found = explain(distributed(gram(losses), each=gather))(*data)
-            assert (found.processes, found.exchanged, found.tiles) == (1, size + rows, 0)
-            found = explain(distributed(streamed(gram(losses)), each=gather))(params, parts)
-            assert (found.exchanged, found.tiles, found.sweeps) == (size + rows, 6, 4)
-            assert f"1 process, which would exchange {size + rows} bytes with others" in str(found)
-        found = explain(distributed(streamed(gram(linear, per_parameter=True)), each="gather"))(
-            params, [(x,)], [(x[:5],)]
-        )
-        leaves = sum(p.element_size() for p in params.values())
-        assert found.exchanged == x[:5].nbytes + 9 * 5 * CLASSES**2 * leaves
-
     def test_a_bar_counts_tiles(self, data, monkeypatch):  # noqa: F811
         told = []
-        monkeypatch.setattr(tiles, "told_of_parts", partial(_telling, told))
+        monkeypatch.setattr(tiled, "told_of_parts", partial(_telling, told))
         streamed(gram(losses), progress=True)(data[0], batches([2, 5], *data[1:]))
         assert told == [("streamed(gram(losses))", 6, "tile"), *zip(range(1, 7), [2, 3, 4, 3, 4, 4], strict=True)]
 

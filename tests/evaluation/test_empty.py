@@ -1,6 +1,7 @@
 """Tensors without entries have results without entries, or zeros; what holds no numbers, or no samples, is refused."""
 
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch.nn.functional as F
@@ -36,9 +37,9 @@ TRANSFORMS = {
     "chunked": lambda *f: invfunc.chunked(invfunc.diag_ggn(*f), 2),
     "hvp": product(invfunc.hvp),
     "ggnvp": product(invfunc.ggnvp),
-    "fvp": product(invfunc.fvp),
-    "ggn_block_product": blocks(invfunc.ggn_block_product),
-    "hessian_block_product": blocks(invfunc.hessian_block_product),
+    "ggnvp empirical": product(partial(invfunc.ggnvp, fisher="empirical")),
+    "ggnvp of blocks": blocks(partial(invfunc.ggnvp, blocks=True)),
+    "hvp of blocks": blocks(partial(invfunc.hvp, blocks=True)),
     "estimate_trace": lambda *f: invfunc.estimate_trace(invfunc.ggnvp(*f), probes=2, generator=seeded()),
     "estimate_diagonal": lambda *f: invfunc.estimate_diagonal(invfunc.hvp(*f), probes=2, generator=seeded()),
 }
@@ -86,7 +87,7 @@ def test_what_holds_no_numbers_is_refused(name, part):
         TRANSFORMS[name](f, LOSSES["mse"])(*args)
 
 
-SUMS = {"hvp", "ggnvp", "ggn_block_product", "hessian_block_product", "estimate_trace", "estimate_diagonal"}
+SUMS = {"hvp", "ggnvp", "ggnvp of blocks", "hvp of blocks", "estimate_trace", "estimate_diagonal"}
 """Of no samples these are 0."""
 
 

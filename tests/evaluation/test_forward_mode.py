@@ -1,5 +1,7 @@
 """jvp around every transform, also where torch itself has none of a loss's derivative."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,8 +44,8 @@ TRANSFORMS = {
     **{name: row.make for name, row in ROWS.items() if LOSS in row.forms},
     "hvp": product(invfunc.hvp),
     "ggnvp": product(invfunc.ggnvp),
-    "fvp": product(invfunc.fvp),
-    "fvp, drawn": lambda *f: product(invfunc.fvp, mc_samples=2, generator=seeded())(*f),
+    "ggnvp empirical": product(partial(invfunc.ggnvp, fisher="empirical")),
+    "ggnvp drawn": lambda *f: product(invfunc.ggnvp, fisher="mc", mc_samples=2, generator=seeded())(*f),
     "estimate_trace": lambda *f: invfunc.estimate_trace(invfunc.hvp(*f), probes=2, generator=seeded()),
 }
 NO_GGN = ("soft margin",)  # of which no outputs are known

@@ -1,5 +1,7 @@
 """Each tensor of a result has memory of its own: it can be written, or added up over machines, without the others."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +11,8 @@ from torch import nn
 
 import invfunc
 from invfunc import chunked, functional, together, tree
-from invfunc.testing.laws.effects import shared
-from invfunc.testing.laws.rows import BOTH, CASES
+from invfunc.testing.laws.compare import shared
+from invfunc.testing.laws.rows import BOTH, CASES, PRODUCTS
 from tests.strategies import Numbers, seeded
 
 
@@ -22,7 +24,6 @@ def losses(f):
     return lambda p, x, y: squares(f(p, x), y)
 
 
-PRODUCTS = ["hvp", "ggnvp", "fvp"]
 MODELS = {
     "linear": lambda: nn.Linear(2, 3),
     "chain": lambda: nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)),
@@ -71,12 +72,12 @@ def test_of_jacobians(problem):
     assert_apart(invfunc.batch_jacobian(lambda p, x: [f(p, x), f(p, x)])(params, x), (params, x))
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", ["hvp", "ggnvp", "ggnvp empirical"])
 @settings(max_examples=4)
 @given(problem=problems())
 def test_of_products(name, problem):
     f, params, *batch = problem
-    of = invfunc.fvp(losses(f)) if name == "fvp" else getattr(invfunc, name)(f, F.mse_loss)
+    of = PRODUCTS[name](*((losses(f),) if name.endswith("empirical") else (f, F.mse_loss)))
     v = tree.map_leaves(torch.ones_like, params)
     assert_apart(of(params, v, *batch), (params, v, batch))
     assert_apart(of.linearize(params, *batch)(v), (params, v, batch))
@@ -87,7 +88,7 @@ def test_of_products(name, problem):
 def test_of_blocks_and_estimates(problem):
     f, params, *batch = problem
     vs = tree.map_leaves(lambda p: torch.ones(2, *p.shape).to(p), params)
-    for block in (invfunc.ggn_block_product, invfunc.hessian_block_product):
+    for block in (partial(invfunc.ggnvp, blocks=True), partial(invfunc.hvp, blocks=True)):
         assert_apart(block(f, F.mse_loss)(params, vs, *batch), (params, vs, batch))
     of = invfunc.estimate_diagonal(invfunc.ggnvp(f, F.mse_loss), probes=3, generator=seeded())
     assert_apart(tuple(of(params, *batch)), (params, batch))

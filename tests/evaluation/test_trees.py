@@ -47,7 +47,7 @@ LIKE_PARAMS = STATISTICS.keys() - {case for case, (row, _) in CASES.items() if r
 PRODUCTS = {
     "hvp": lambda f: invfunc.hvp(losses(f)),
     "ggnvp": lambda f: invfunc.ggnvp(f, F.mse_loss),
-    "fvp": lambda f: invfunc.fvp(losses(f)),
+    "ggnvp empirical": lambda f: invfunc.ggnvp(losses(f), fisher="empirical"),
     "linearize": lambda f: lambda p, v, x, y: invfunc.linearize(losses(f))(p, x, y)[2](torch.ones_like(y[:, 0])),
     "jvp": lambda f: lambda p, v, x, y: invfunc.linearize(losses(f))(p, x, y)[1](v),
     "estimate_diagonal": lambda f: (

@@ -26,7 +26,7 @@ from invfunc import (
 )
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
 from invfunc.testing import assert_trees_close
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests.laws import FLOOR
 from tests.layers.test_invertible_layers import conditioned, there
 from tests.pairs.test_couplings import RTOL, dense_log_det, summed, volume

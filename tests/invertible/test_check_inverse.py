@@ -26,7 +26,7 @@ from invfunc import (
 )
 from invfunc.errors import InverseError
 from invfunc.pairs import Grid, drift, leapfrog
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests.invertible.test_chain import ADDITIVE, AFFINE, KINDS, WIDTH, added, blocks, gradients, looped, mixed
 from tests.strategies import Numbers
 

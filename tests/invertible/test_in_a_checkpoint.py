@@ -19,7 +19,6 @@ from invfunc import (
     diag_hessian,
     functional,
     ggnvp,
-    hessian_block_product,
     hvp,
     invertible_checkpoint,
 )
@@ -71,8 +70,8 @@ def without(statistic: Callable) -> Callable:
 TRANSFORMS: dict[str, Callable] = {
     "ggnvp": lambda f: ggnvp(f, F.mse_loss),
     "hvp": lambda f: hvp(partial(mean, f)),
-    "hessian_block_product": lambda f: (
-        lambda p, v, x, y: hessian_block_product(f, F.mse_loss)(p, {name: t[None] for name, t in v.items()}, x, y)
+    "hvp of blocks": lambda f: (
+        lambda p, v, x, y: hvp(f, F.mse_loss, blocks=True)(p, {name: t[None] for name, t in v.items()}, x, y)
     ),
     "diag_hessian": lambda f: without(diag_hessian(f, F.mse_loss)),
     "batch_grad": lambda f: without(batch_grad(partial(mean, f))),

@@ -16,7 +16,7 @@ import invfunc as i
 from invfunc import tree
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import BOTH, FACTORS, FIRST_ORDER, LEAVES, LOSS, MODEL, WHOLE, Row, rows
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests.invertible.test_composition import Module, steps, turned
 from tests.invertible_cases import FLOOR, RTOL, Sizes, Twins, sizes, twins
 from tests.strategies import Numbers

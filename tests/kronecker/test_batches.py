@@ -17,8 +17,8 @@ from invfunc import chunked, ekfac, functional, kfac, kronecker, streamed, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import Kronecker, kfra
 from invfunc.testing import assert_trees_close
+from invfunc.testing.models import moved
 from invfunc.testing.strategies import problems, splits
-from invfunc.testing.values import moved
 from tests.kronecker.test_matrix import EXACT, small
 from tests.laws import RTOL
 from tests.networks import total

@@ -20,7 +20,7 @@ from invfunc import ekfac, functional, kfac, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import Kronecker, kfra
 from invfunc.testing import assert_trees_close
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests.laws import RTOL
 from tests.strategies import Numbers
 

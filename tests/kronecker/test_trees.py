@@ -18,8 +18,8 @@ from invfunc import ekfac, functional, kfac, kronecker, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import Kronecker, kfra
 from invfunc.testing import assert_trees_close
+from invfunc.testing.models import moved
 from invfunc.testing.strategies import models, parameters
-from invfunc.testing.values import moved
 from tests.kronecker.test_matrix import EXACT, small
 from tests.laws import RTOL
 from tests.networks import total

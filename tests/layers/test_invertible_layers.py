@@ -16,7 +16,7 @@ from torch.func import jacrev
 from invfunc import layers, tree
 from invfunc.pairs.pair import Invertible, invert
 from invfunc.testing import assert_trees_close
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests.strategies import Numbers
 
 RTOL = {torch.float64: 1e-10, torch.float32: 1e-4}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import invfunc
 from invfunc import diag_ggn, sqrt_ggn
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests.networks import total
 from tests.strategies import Numbers, seeded
 from tests.structures import always

@@ -12,7 +12,7 @@ from invfunc.errors import ArgumentError
 from invfunc.kronecker import kfoc
 from invfunc.loss.drawn import by
 from invfunc.testing import assert_trees_close
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests.strategies import Numbers, seeded
 
 PARAMS, X, Y = {"w": Numbers()(3, 2), "b": Numbers(1)(2)}, Numbers(2)(4, 3), Numbers(3)(4, 2).sigmoid()
@@ -44,9 +44,9 @@ def test_is_refused_where_nothing_is_drawn(name):
 @pytest.mark.parametrize("name", DRAWING)
 def test_of_the_cpu_draws_the_same_numbers_everywhere(name, loss, device):
     def found(*args):
-        drawn = {"fisher": "mc"} if name == "eigenpairs" else {}
+        drawn = {"fisher": "mc"} if name in ("eigenpairs", "ggnvp") else {}
         t = FUNCTIONS[name](f, LOSSES[loss], mc_samples=3, generator=seeded(3), **drawn)
-        result = t(args[0], *args[:1] * (name == "fvp"), *args[1:])
+        result = t(args[0], *args[:1] * (name == "ggnvp"), *args[1:])
         return result.values if name == "eigenpairs" else result
 
     args = PARAMS, X, Y

@@ -8,7 +8,6 @@ from invfunc import (
     chunked,
     diag_ggn,
     diag_hessian,
-    ggn_block_product,
     ggnvp,
     kfac,
     outputs,
@@ -71,9 +70,7 @@ STATISTICS = {
     "diag_hessian": lambda *f: diag_hessian(*f),
     "exact kfac": lambda *f: lambda *args: {name: k.dense() for name, k in kfac(*f, fisher="exact")(*args).items()},
     "ggnvp": lambda *f: lambda p, *args: ggnvp(*f)(p, V, *args),
-    "ggn_block_product": lambda *f: (
-        lambda p, *args: ggn_block_product(*f)(p, {k: v[None] for k, v in V.items()}, *args)
-    ),
+    "ggnvp of blocks": lambda *f: lambda p, *args: ggnvp(*f, blocks=True)(p, {k: v[None] for k, v in V.items()}, *args),
     "variance": lambda f, loss=None: variance(f if loss is None else lambda p, x, y: loss(f(p, x), y)),
 }
 

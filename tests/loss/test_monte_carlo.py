@@ -18,8 +18,8 @@ from torch.func import grad, vmap
 from invfunc import batch_diag_ggn, chunked, diag_ggn, sqrt_ggn, tree
 from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close, dense_diag_ggn
-from invfunc.testing.laws.paths import generic, in_blocks
-from invfunc.testing.values import moved
+from invfunc.testing.laws.rows import generic, in_blocks
+from invfunc.testing.models import moved
 from tests.criteria import ELEMENTWISE, after_logarithms, cross_entropies, elementwise
 from tests.laws import composed
 from tests.networks import LOSSES, network, networks, total

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from invfunc import batch_diag_ggn, chunked, diag_ggn, outputs, sqrt_ggn, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close, dense_diag_ggn
-from invfunc.testing.laws.paths import generic, in_blocks
+from invfunc.testing.laws.rows import generic, in_blocks
 from tests.criteria import model
 from tests.laws import composed
 from tests.loss.test_monte_carlo import EXACT, near, shifted

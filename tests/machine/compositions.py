@@ -17,19 +17,12 @@ import invfunc
 from invfunc import certified, chunked, explain, reduced, together, tree
 from invfunc.errors import InvFuncError
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.around import (
-    at_points,
-    loop_at_points,
-    loop_slope_along,
-    loop_slopes,
-    slope_along,
-    slopes,
-)
-from invfunc.testing.laws.compare import directions
+from invfunc.testing.laws.compare import at_points, directions, loop_at_points, loop_slopes, slopes
 from invfunc.testing.laws.rows import BOTH, LEAVES, LOSS, MODEL, ROWS, Row
 from tests.machine.built import Built, compiled, loop_ggnvp, loop_hvp, shown
 from tests.networks import LOSSES, NETWORKS, Loss, network
 from tests.strategies import Numbers
+from tests.ways import loop_slope_along, slope_along
 
 EXACT, FLOOR = 1e-8, 1e-2
 DEEPEST = 2

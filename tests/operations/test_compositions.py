@@ -21,7 +21,7 @@ from invfunc.errors import SampleAxisError
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.recurrent import steps_at_once
 from invfunc.testing import assert_trees_close
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests.laws import assert_every_path_equals_the_loop
 from tests.operations.test_stated_effects import having
 from tests.strategies import SIZES, Case, Numbers

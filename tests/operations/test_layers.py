@@ -13,7 +13,7 @@ from torch import nn
 from invfunc import batch_grad, diag_ggn, tree
 from invfunc.errors import SampleAxisError
 from invfunc.testing import assert_trees_close
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests import layer_cases as cases
 from tests.laws import OF_LOSSES, RTOL, assert_every_path_equals_the_loop, composed, squares
 from tests.strategies import Numbers

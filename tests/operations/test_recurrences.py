@@ -16,7 +16,7 @@ from invfunc import batch_grad, batch_l2_grad, diag_hessian, functional, gram, t
 from invfunc.errors import SampleAxisError
 from invfunc.operations.recurrences import Steps
 from invfunc.testing import assert_trees_close, loop_batch_grad
-from invfunc.testing.laws.paths import generic
+from invfunc.testing.laws.rows import generic
 from tests.strategies import Numbers
 
 EXACT, N, STEPS, WIDTH, UNITS = 1e-10, 4, 3, 2, 3

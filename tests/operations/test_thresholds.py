@@ -38,8 +38,8 @@ from invfunc.testing import (
     loop_kfac,
     loop_variance,
 )
-from invfunc.testing.laws.paths import generic
-from invfunc.testing.values import moved
+from invfunc.testing.laws.rows import generic
+from invfunc.testing.models import moved
 from tests.crossed import FAR, GATES_OF_PATCHES, HIGHEST, LOWEST, SIDES, sides, thresholds_at
 from tests.laws import RTOL, Expectation, composed, expectations, squares
 from tests.modules import of_module

@@ -28,7 +28,7 @@ from invfunc import (
 from invfunc.errors import ArgumentError, ArgumentTypeError, ModifiedError
 from invfunc.pairs import fixed_point, leapfrog, momentum
 from invfunc.testing import assert_trees_close
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests.laws import FLOOR
 from tests.meter import Meter
 from tests.pairs.cases import KINDS, Case, mixing

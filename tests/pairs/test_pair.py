@@ -14,7 +14,7 @@ from invfunc import Invertible, additive_coupling, affine_coupling, functional, 
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
 from invfunc.pairs import leapfrog, momentum, state_first
 from invfunc.testing import assert_trees_close
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests.strategies import Numbers
 
 

@@ -100,8 +100,10 @@ def test_of_modules_sees_steps_of_an_optimiser_and_their_modes(model, make):
 PRODUCTS = {
     "hvp": lambda f: invfunc.hvp(f, F.cross_entropy),
     "ggnvp": lambda f: invfunc.ggnvp(f, F.cross_entropy),
-    "fvp": lambda f: invfunc.fvp(f, F.cross_entropy),
-    "fvp drawn": lambda f: invfunc.fvp(f, F.cross_entropy, mc_samples=2, generator=torch.Generator().manual_seed(0)),
+    "ggnvp empirical": lambda f: invfunc.ggnvp(f, F.cross_entropy, fisher="empirical"),
+    "ggnvp drawn": lambda f: invfunc.ggnvp(
+        f, F.cross_entropy, mc_samples=2, generator=torch.Generator().manual_seed(0), fisher="mc"
+    ),
 }
 
 

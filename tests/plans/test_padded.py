@@ -62,7 +62,7 @@ PRODUCTS = {
     "hvp of a mean": lambda: invfunc.hvp(model, F.cross_entropy),
     "ggnvp": lambda: invfunc.ggnvp(model, F.cross_entropy),
     "ggnvp of a sum": lambda: invfunc.ggnvp(model, summed),
-    "fvp": lambda: invfunc.fvp(model, F.cross_entropy),
+    "empirical": lambda: invfunc.ggnvp(model, F.cross_entropy, fisher="empirical"),
 }
 
 
@@ -125,7 +125,7 @@ def test_other_axes_and_what_all_samples_share():
 REFUSED = {
     "aux": lambda: invfunc.variance(lambda *a: (losses(*a), None), has_aux=True),
     "drawn": lambda: invfunc.diag_ggn(model, F.cross_entropy, mc_samples=2, generator=seeded(0)),
-    "a drawn product": lambda: invfunc.fvp(model, F.cross_entropy, mc_samples=2, generator=seeded(0)),
+    "a drawn product": lambda: invfunc.ggnvp(model, F.cross_entropy, mc_samples=2, generator=seeded(0), fisher="mc"),
     "factors": lambda: invfunc.kfac(model, F.cross_entropy, fisher="exact"),
     "noise_scale": lambda: invfunc.noise_scale(losses),
     "reduced": lambda: invfunc.reduced(invfunc.variance(losses), lambda path, x: x),

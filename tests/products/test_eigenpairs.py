@@ -12,11 +12,11 @@ from torch import nn
 from torch.func import grad, vmap
 
 import invfunc
-from invfunc import eigenpairs, fvp, kronecker, tree
+from invfunc import eigenpairs, ggnvp, kronecker, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, SampleAxisError, SplitError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.memory import peak_memory
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests import matrices
 from tests.laws import composed
 from tests.matrices import assert_near, flat, shaped
@@ -34,7 +34,7 @@ def seeded():
 
 def of_drawn(f, loss):
     options = {"mc_samples": 2, "generator": seeded()}
-    product = fvp(f, loss, mc_samples=2, generator=seeded())
+    product = ggnvp(f, loss, mc_samples=2, generator=seeded(), fisher="mc")
     return eigenpairs(f, loss, fisher="mc", **options), lambda f, loss, *args: matrices.of(product, *args)
 
 

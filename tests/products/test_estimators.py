@@ -14,7 +14,7 @@ from invfunc import diag_ggn, estimate_diagonal, estimate_trace, ggn_trace, ggnv
 from invfunc.errors import ArgumentError, ArgumentTypeError, MissingExtraError
 from invfunc.reductions.estimate import Estimate
 from invfunc.testing import assert_trees_close
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests import matrices
 from tests.matrices import assert_near, flat
 from tests.networks import LOSSES, network, networks, total
@@ -214,7 +214,7 @@ class TestRefusals:
         with pytest.raises(ArgumentTypeError, match=rf"{estimator.__name__}\(f\): f is of type int"):
             estimator(3, **options)
         with pytest.raises(ArgumentError, match="several vectors"):
-            estimator(invfunc.ggn_block_product(of_matrix), **options)
+            estimator(invfunc.ggnvp(of_matrix, blocks=True), **options)
         with pytest.raises(ArgumentError, match=r"product has no product\['a'\]; it has to be a tree.* like params"):
             estimator(lambda params, v: v["a"], **options)({"a": torch.ones(2)})
         with pytest.raises(ArgumentTypeError, match=r"params\['a'\] has dtype torch.int64"):

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import batch_grad, diag_ggn, fvp, tree
+from invfunc import batch_grad, diag_ggn, ggnvp, tree
 from invfunc.testing import assert_trees_close
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests import matrices
 from tests.laws import composed
 from tests.matrices import assert_near, directions, flat
@@ -26,13 +26,13 @@ class TestEmpirical:
         along = directions(net.params).to(device, dtype)
         wanted, rtol = matrices.fisher(each, *args) @ along.T, RTOL[dtype]
         for product in (
-            fvp(each),
-            fvp(net.f, lambda z, y: each_of(loss, z, y)),
-            fvp(net.f, lambda z, y: loss(z, y, "sum")),
-            fvp(lambda *a: each(*a).sum()),
+            ggnvp(each, fisher="empirical"),
+            ggnvp(net.f, lambda z, y: each_of(loss, z, y), fisher="empirical"),
+            ggnvp(net.f, lambda z, y: loss(z, y, "sum"), fisher="empirical"),
+            ggnvp(lambda *a: each(*a).sum(), fisher="empirical"),
         ):
             assert_near(matrices.of(product, *args, along=along), wanted, rtol)
-        mean = matrices.of(fvp(lambda *a: each(*a).mean()), *args, along=along)
+        mean = matrices.of(ggnvp(lambda *a: each(*a).mean(), fisher="empirical"), *args, along=along)
         assert_near(mean * net.n**2, wanted, rtol)
 
 
@@ -67,7 +67,7 @@ def test_samples_may_go_to_other_places(way, back):
 
     shares = batch_grad(loss)(params, x, y)
     g = torch.cat([shares[name].flatten(1) for name in params], 1)
-    assert_near(matrices.of(fvp(loss), params, x, y), g.T @ g, 1e-9)
+    assert_near(matrices.of(ggnvp(loss, fisher="empirical"), params, x, y), g.T @ g, 1e-9)
 
 
 def test_terms_in_two_orders():
@@ -77,7 +77,7 @@ def test_terms_in_two_orders():
         return F.mse_loss(x @ w, y) + F.mse_loss((x.flip(0) @ w).tanh(), y.flip(0))
 
     g = batch_grad(loss)(params, x, y).flatten(1)
-    assert_near(matrices.of(fvp(loss), params, x, y), g.T @ g, 1e-9)
+    assert_near(matrices.of(ggnvp(loss, fisher="empirical"), params, x, y), g.T @ g, 1e-9)
 
 
 class TestDrawn:
@@ -95,7 +95,9 @@ class TestDrawn:
         along = directions(net.params)
         wanted = matrices.ggn(net.f, loss, *args) @ along.T
         for given_as in ((net.f, loss), (composed(net.f, loss),)):
-            mean, error = self.mean_and_error(fvp(*given_as, mc_samples=20, generator=generator), along, *args)
+            mean, error = self.mean_and_error(
+                ggnvp(*given_as, mc_samples=20, generator=generator, fisher="mc"), along, *args
+            )
             assert ((mean - wanted).abs() <= 8 * error + 1e-12).all()
             assert_near(mean, wanted, 0.3)
 
@@ -108,7 +110,7 @@ class TestDrawn:
             assert not z.requires_grad
             return z + 2 * torch.randn(z.shape, dtype=z.dtype, generator=generator)
 
-        product = fvp(net.f, self.negative_log, mc_samples=100, generator=generator, sample=sample)
+        product = ggnvp(net.f, self.negative_log, mc_samples=100, generator=generator, sample=sample, fisher="mc")
         along, rows = directions(net.params), matrices.jacobian(net.f, *args[:2])
         mean, error = self.mean_and_error(product, along, *args)
         wanted = rows.T @ rows @ along.T / 4
@@ -125,13 +127,16 @@ class TestDrawn:
         args, drawn = (net.params, net.x, loss.target(Numbers(1), 4)), {"mc_samples": 3}
         diagonal = diag_ggn(net.f, loss, generator=seeded(1), **drawn)(*args)
         for given_as in ((net.f, loss), (composed(net.f, loss),)):
-            product = fvp(*given_as, generator=seeded(1), **drawn)
+            product = ggnvp(*given_as, generator=seeded(1), fisher="mc", **drawn)
             assert_near(matrices.of(product, *args).diagonal(), flat(diagonal), 1e-10)
 
     def test_a_linearisation_draws_once(self):
         net = network("affine", 3)
         args, generator = (net.params, net.x, Numbers(1)(3, 3)), seeded()
-        product, v = fvp(net.f, F.mse_loss, mc_samples=1, generator=generator), tree.map_leaves(torch.cos, net.params)
+        product, v = (
+            ggnvp(net.f, F.mse_loss, mc_samples=1, generator=generator, fisher="mc"),
+            tree.map_leaves(torch.cos, net.params),
+        )
         at = product.linearize(*args)
         state = generator.get_state()
         assert_trees_close(at(v), at(v), 0)
@@ -156,9 +161,14 @@ def test_of_several_steps_is_that_of_the_sample(loss, reduction, steps):
         return lambda w, x, y: loss(f(w, x), y, reduction="none")[:, t].sum(-1)
 
     shares = [torch.func.jacrev(of_step(t))(w, x, y) for t in range(steps)]
-    whole, ours = sum(shares) / count, fvp(f, lambda z, y: loss(z, y, reduction=reduction))(w, v, x, y)
+    whole, ours = (
+        sum(shares) / count,
+        ggnvp(f, lambda z, y: loss(z, y, reduction=reduction), fisher="empirical")(w, v, x, y),
+    )
     assert_trees_close(ours, torch.einsum("nij,nkl,kl->ij", whole, whole, v), 1e-10)
     theirs = sum(torch.einsum("nij,nkl,kl->ij", g, g, v) for g in shares) / count
-    assert_trees_close(sum(fvp(of_step(t))(w, v, x, y) for t in range(steps)) / count, theirs, 1e-10)
+    assert_trees_close(
+        sum(ggnvp(of_step(t), fisher="empirical")(w, v, x, y) for t in range(steps)) / count, theirs, 1e-10
+    )
     if steps == 1:
         assert_trees_close(count * ours, theirs, 1e-10)

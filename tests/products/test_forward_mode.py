@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import functional, fvp, ggnvp, outputs, tree
+from invfunc import functional, ggnvp, outputs, tree
 from invfunc.testing.memory import peak_memory
 from tests import matrices
 from tests.matrices import assert_near, flat
@@ -77,7 +77,10 @@ def test_products_are_those_of_the_matrices(model):
         assert_near(flat(product(P, v, X, Y)), wanted, 1e-9)
     each = lambda p, x, y: F.cross_entropy(f(p, x), y, reduction="none")  # noqa: E731
     wanted = matrices.fisher(each, P, X, Y) @ flat(v)
-    for product in (fvp(each), fvp(f, lambda z, y: F.cross_entropy(z, y, reduction="none"))):
+    for product in (
+        ggnvp(each, fisher="empirical"),
+        ggnvp(f, lambda z, y: F.cross_entropy(z, y, reduction="none"), fisher="empirical"),
+    ):
         assert_near(flat(product(P, v, X, Y)), wanted, 1e-9)
 
 

@@ -1,6 +1,7 @@
 """Curvature matrices as operators of scipy, against dense ones of numpy."""
 
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,15 +12,15 @@ from hypothesis import strategies as st
 from scipy.sparse.linalg import LinearOperator, aslinearoperator, cg, eigsh, lobpcg, minres
 
 import invfunc
-from invfunc import fvp, ggnvp, hvp, linear_operator, tree
+from invfunc import ggnvp, hvp, linear_operator, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, MissingExtraError
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests import matrices
 from tests.matrices import assert_near, flat, shaped
 from tests.networks import LOSSES, network, networks
 from tests.strategies import Numbers
 
-PRODUCTS = {"hvp": hvp, "ggnvp": ggnvp, "fvp": fvp}
+PRODUCTS = {"hvp": hvp, "ggnvp": ggnvp, "empirical": partial(ggnvp, fisher="empirical")}
 
 
 def arranged(called, net, loss=LOSSES[0]):
@@ -99,7 +100,7 @@ class TestSolvers:
         assert_near(dense @ torch.tensor(vectors), torch.tensor(vectors * values), 1e-7)
         smallest = eigsh(operator, 1, which="SA", v0=np.ones(len(dense)), return_eigenvectors=False)
         assert_near(torch.tensor(smallest), wanted[:1], 1e-8, floor=wanted.abs().max().item())
-        if called != "fvp":  # of a rank that lobpcg exhausts
+        if called != "empirical":  # of a rank that lobpcg exhausts
             values, _ = lobpcg(operator, Numbers(2)(len(dense), 2).numpy(), largest=True, tol=1e-9, maxiter=300)
             assert_near(torch.tensor(np.sort(values)), wanted[-2:], 1e-8)
 
@@ -131,8 +132,8 @@ class TestRefusals:
     def test_what_is_no_product(self):
         with pytest.raises(ArgumentTypeError, match=r"linear_operator\(f\): f is of type int"):
             linear_operator(3)
-        with pytest.raises(ArgumentError, match=r"hessian_block_product\(loss_of_two\)\): .* several vectors"):
-            linear_operator(invfunc.hessian_block_product(loss_of_two))
+        with pytest.raises(ArgumentError, match=r"hvp\(loss_of_two, blocks=True\)\): .* several vectors"):
+            linear_operator(invfunc.hvp(loss_of_two, blocks=True))
         operator = linear_operator(lambda params, v, x: v[:1])(torch.ones(2), torch.ones(2))
         with pytest.raises(ArgumentError, match=r"product has shape \(1,\), but params has \(2,\)"):
             operator @ np.ones(2)

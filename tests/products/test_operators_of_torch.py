@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from invfunc import linear_operator, streamed, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, MissingExtraError
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests import matrices
 from tests.matrices import assert_near
 from tests.networks import LOSSES, network, networks

@@ -1,11 +1,13 @@
 """Products with the positive-curvature Hessian: each operation that bends adds its own part, made positive."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.func import grad, hessian, jacrev
 
-from invfunc import functional, ggn_block_product, hessian_block_product, pch_block_product
+from invfunc import functional, ggnvp, hvp
 from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close
 from tests.laws import composed
@@ -72,7 +74,7 @@ def units():
 def test_is_the_sum_of_its_parts(activation, kind, modify):
     (f, _), (loss, target) = network(activation), LOSSES[kind]
     wanted = dense(activation, loss, target, POSITIVE[modify])
-    for t in (pch_block_product(f, loss, modify=modify), pch_block_product(composed(f, loss), modify=modify)):
+    for t in (hvp(f, loss, modify=modify, blocks=True), hvp(composed(f, loss), modify=modify, blocks=True)):
         if t.loss is None and kind == "squares":
             continue  # a loss whose outputs cannot be found
         found = t(PARAMS, units(), X, target)
@@ -84,7 +86,10 @@ def test_is_the_sum_of_its_parts(activation, kind, modify):
 def test_is_no_smaller_than_the_ggn(modify):
     f, _ = network(torch.tanh)
     loss, target = LOSSES["cross entropy"]
-    blocks = [t(f, loss)(PARAMS, units(), X, target) for t in (pch_block_product, ggn_block_product)]
+    blocks = [
+        t(f, loss)(PARAMS, units(), X, target)
+        for t in (partial(hvp, blocks=True, modify="abs"), partial(ggnvp, blocks=True))
+    ]
     for name, p in PARAMS.items():
         more, less = (b[name].reshape(-1, p.numel())[: p.numel()] for b in blocks)
         assert torch.linalg.eigvalsh(more - less).min() > -1e-12
@@ -101,13 +106,13 @@ def test_is_the_hessian_where_nothing_is_negative():
 
     params, V = {"a": PARAMS["a"] / 3}, {"a": Numbers(7)(2, 3, 4)}
     args = (params, V, X / 3, torch.ones(4).double())
-    assert_trees_close(pch_block_product(f, loss)(*args), hessian_block_product(f, loss)(*args), 1e-10)
+    assert_trees_close(hvp(f, loss, blocks=True, modify="abs")(*args), hvp(f, loss, blocks=True)(*args), 1e-10)
 
 
 def test_a_linearisation_serves_several_vectors_and_modules():
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.SiLU(inplace=True), torch.nn.Linear(4, 3)).double()
     f, params = functional(module)
-    t, y = pch_block_product(f, F.cross_entropy, modify="clip"), torch.tensor([0, 2, 1, 1])
+    t, y = hvp(f, F.cross_entropy, modify="clip", blocks=True), torch.tensor([0, 2, 1, 1])
     product = t.linearize(params, X, y)
     for seed in (1, 2):
         V = {name: Numbers(seed)(2, *p.shape) for name, p in params.items()}
@@ -122,6 +127,6 @@ def test_what_is_not_element_wise_is_refused():
             return bent(x @ p["a"]).sin()
 
         with pytest.raises(ArgumentError, match=named):
-            pch_block_product(f, F.cross_entropy)({"a": PARAMS["a"]}, V, X, y)
+            hvp(f, F.cross_entropy, blocks=True, modify="abs")({"a": PARAMS["a"]}, V, X, y)
     with pytest.raises(ArgumentError, match="modify='square'.*'abs', 'clip'"):
-        pch_block_product(F.linear, F.mse_loss, modify="square")
+        hvp(F.linear, F.mse_loss, modify="square", blocks=True)

@@ -1,6 +1,6 @@
 """Products inside other transforms, and what they leave as it was."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import grad, jacrev, jvp, vmap
 
-from invfunc import ggn_block_product, hessian_block_product, linearize, tree
+from invfunc import ggnvp, hvp, linearize, tree
 from invfunc.testing import assert_trees_close
 from tests import matrices
 from tests.around import COMPOSITIONS, SMOOTH, differentiated
@@ -99,7 +99,7 @@ def matrix_of(product):
 
 @pytest.mark.parametrize("how", MAPS)
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("product", ["hvp of f", "ggnvp of f", "fvp of f and loss", "jvp", "vjp"])
+@pytest.mark.parametrize("product", ["hvp of f", "ggnvp of f", "empirical of f and loss", "jvp", "vjp"])
 def test_a_linearisation_may_be_composed_later(how, requires_grad, product):
     composed, net, loss = MAPS[how], network("convolution", 3), LOSSES[0]
     params = tree.map_leaves(lambda p: p.clone().requires_grad_(requires_grad), net.params)
@@ -123,7 +123,7 @@ def test_a_linearisation_may_be_composed_later(how, requires_grad, product):
 class TestDerivatives:
     """Of what a product depends on."""
 
-    @pytest.mark.parametrize("blocks", [hessian_block_product, ggn_block_product], ids=lambda t: t.__name__)
+    @pytest.mark.parametrize("blocks", [partial(hvp, blocks=True), partial(ggnvp, blocks=True)], ids=str)
     @pytest.mark.parametrize("by", [grad, lambda f: lambda p: differentiated(f, (p,), [0])], ids=["func", "autograd"])
     def test_of_blocks(self, blocks, by):
         net, loss = network("perceptron", 3), LOSSES[0]
@@ -131,7 +131,7 @@ class TestDerivatives:
         rows = tree.map_leaves(lambda p: Numbers(3)(2, *p.shape), like)
 
         def dense(p):
-            matrix = hessian(p) if blocks is hessian_block_product else gauss_newton(p)
+            matrix = hessian(p) if blocks is partial(hvp, blocks=True) else gauss_newton(p)
             parts = zip(matrices.blocks(matrix, like), tree.leaves(rows), strict=True)
             return [(x.flatten(1) @ b.T).view_as(x) for b, x in parts]
 
@@ -154,7 +154,7 @@ class TestDerivatives:
         encoder, net, y = nn.Linear(2, 2).double(), network("perceptron", 3), Numbers(1).below(3, 3)
         encode = encoder if seen else (lambda x: Product.apply(x, encoder.weight.T) + encoder.bias)
         v = tree.map_leaves(lambda p: Numbers(3)(*p.shape), net.params)
-        if not seen and product in ("ggnvp of f", "fvp of f"):
+        if not seen and product in ("ggnvp of f", "empirical of f"):
             return  # what cannot be seen is followed in models that are given apart, and in losses of the samples
 
         def slopes(make):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import invfunc
-from invfunc import InvFuncError, fvp, ggn_block_product, ggnvp, hessian_block_product, hvp, linearize, tree
+from invfunc import InvFuncError, ggnvp, hvp, linearize, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, ConvexityError, SampleAxisError, SplitError
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
@@ -58,28 +58,32 @@ MAKING = {
         "ggnvp(f) ... Linear ... functional(model)"),
     "a module, linearised": (lambda: linearize(nn.Linear(2, 2)), ArgumentTypeError,
         "linearize(f) ... Linear ... functional(model)"),
-    "a tensor for a loss": (lambda: hessian_block_product(model, Y), ArgumentTypeError,
-        "hessian_block_product(f, loss): loss is ... Tensor ... function"),
-    "mc_samples = 0": (lambda: fvp(model, F.mse_loss, mc_samples=0, generator=G), ArgumentError,
-        "fvp(mc_samples=0) ... at least 1"),
-    "no generator": (lambda: fvp(model, F.mse_loss, mc_samples=1), ArgumentTypeError,
-        "fvp(mc_samples=1): generator is missing ... torch.Generator"),
-    "a sampler alone": (lambda: fvp(model, F.mse_loss, sample=sample), ArgumentError, "fvp( ... mc_samples"),
+    "a tensor for a loss": (lambda: hvp(model, Y, blocks=True), ArgumentTypeError,
+        "hvp(f, loss): loss is ... Tensor ... function"),
+    "mc_samples = 0": (lambda: ggnvp(model, F.mse_loss, mc_samples=0, generator=G, fisher="mc"), ArgumentError,
+        "ggnvp(mc_samples=0) ... at least 1"),
+    "no generator": (lambda: ggnvp(model, F.mse_loss, mc_samples=1, fisher="mc"), ArgumentTypeError,
+        "ggnvp(mc_samples=1): generator is missing ... torch.Generator"),
+    "a sampler alone": (lambda: ggnvp(model, F.mse_loss, sample=sample), ArgumentError,
+        "ggnvp(fisher='exact'): nothing is drawn ... fisher='mc'"),
+    "no blocks": (lambda: hvp(model, F.mse_loss, modify="abs"), ArgumentError,
+        "hvp(model, modify='abs') ... pass blocks=True"),
 }
 
 V = {"w": torch.ones_like(W), "b": [torch.ones_like(P["b"][0])]}
 CALLS = {
     "shape": (hvp(loss), (P, V | {"w": W.T}, X, Y), ArgumentError,
         "hvp(loss)(params, v, x, y): v['w'] has shape (3, 4), but params['w'] has (4, 3)."),
-    "shape of a block": (ggn_block_product(loss), (P, V, X, Y), ArgumentError,
-        "ggn_block_product(loss)(params, V, x, y): V['w'] has shape (4, 3), but params['w'] has (4, 3), which is that "
+    "shape of a block": (ggnvp(loss, blocks=True), (P, V, X, Y), ArgumentError,
+        "ggnvp(loss, blocks=True)(params, V, x, y): V['w'] has shape (4, 3), but params['w'] has (4, 3), which is that "
         "of each vector behind axis 0."),
-    "several numbers of vectors": (hessian_block_product(loss), (P, {"w": W[None], "b": [torch.ones(2, 3).double()]},
+    "several numbers of vectors": (hvp(loss, blocks=True), (P, {"w": W[None], "b": [torch.ones(2, 3).double()]},
         X, Y), ArgumentError, "V['w'] has 1 vectors but V['b'][0] has 2"),
     "dtype": (ggnvp(model, F.cross_entropy), (P, V | {"b": [torch.ones(3)]}, X, Y), ArgumentTypeError,
         "ggnvp(model, cross_entropy)(params, v, x, target): v['b'][0] has dtype torch.float32, but params['b'][0] has "
         "torch.float64."),
-    "integers": (fvp(loss), (P, V | {"w": W.long()}, X, Y), ArgumentTypeError, "v['w'] has dtype torch.int64"),
+    "integers": (ggnvp(loss, fisher="empirical"), (P, V | {"w": W.long()}, X, Y), ArgumentTypeError,
+        "v['w'] has dtype torch.int64"),
     "no tensor": (hvp(loss), (P, V | {"b": [None]}, X, Y), ArgumentTypeError,
         "v['b'][0] is of type NoneType, but params['b'][0] is a tensor."),
     "device": (hvp(loss), (P, V | {"w": W.to("meta")}, X, Y), ArgumentError,
@@ -110,24 +114,25 @@ CALLS = {
     "no pair": (hvp(loss, has_aux=True), (P, V, X, Y), ArgumentError, "has_aux=True ... pair"),
     "no outputs found": (ggnvp(unknown), (P, V, X), SplitError,
         "ggnvp(unknown)(params, v, x): no outputs are found ... outputs(z)"),
-    "a path around": (ggn_block_product(penalised), (P, {"w": W[None], "b": [W[:1]]}, X, Y), SplitError,
-        "ggn_block_product(penalised)(params, V, x, y): a path ... goes around ... outputs(z)"),
-    "a scalar Fisher": (fvp(unknown), (P, V, X), SplitError,
-        "fvp(unknown)(params, v, x): no outputs are found ... Or return the [N] losses"),
-    "mixed for Fisher": (fvp(normalised), (P, V, X, Y), SampleAxisError, "batch_norm"),
-    "mixed by the loss": (fvp(model, lambda z, y: z.var(0).sum()), (P, V, X, Z), SampleAxisError, "`var`"),
-    "sizes": (fvp(model, F.cross_entropy), (P, V, X, Y[:4]), ArgumentError,
-        "fvp(model, cross_entropy)(params, v, x, target): x has 5 samples but target has 4"),
-    "outputs along another axis": (fvp(lambda p, x: model(p, x).T, F.mse_loss), (P, V, X, Z), ArgumentError,
-        "f returned shape (3, 5) for N = 5 ... axis 0"),
+    "a path around": (ggnvp(penalised, blocks=True), (P, {"w": W[None], "b": [W[:1]]}, X, Y), SplitError,
+        "ggnvp(penalised, blocks=True)(params, V, x, y): a path ... goes around ... outputs(z)"),
+    "a scalar Fisher": (ggnvp(unknown, fisher="empirical"), (P, V, X), SplitError,
+        "ggnvp(unknown, fisher='empirical')(params, v, x): no outputs are found ... Or return the [N] losses"),
+    "mixed for Fisher": (ggnvp(normalised, fisher="empirical"), (P, V, X, Y), SampleAxisError, "batch_norm"),
+    "mixed by the loss": (ggnvp(model, lambda z, y: z.var(0).sum(), fisher="empirical"), (P, V, X, Z),
+        SampleAxisError, "`var`"),
+    "sizes": (ggnvp(model, F.cross_entropy, fisher="empirical"), (P, V, X, Y[:4]), ArgumentError,
+        "ggnvp(model, cross_entropy, fisher='empirical')(params, v, x, target): x has 5 samples but target has 4"),
+    "outputs along another axis": (ggnvp(lambda p, x: model(p, x).T, F.mse_loss, fisher="empirical"), (P, V, X, Z),
+        ArgumentError, "f returned shape (3, 5) for N = 5 ... axis 0"),
     "in_dims": (ggnvp(model, F.mse_loss, in_dims=(0,)), (P, V, X, Z), ArgumentError, "in_dims=(0,) has 1 ... 2 batch"),
     "not convex": (ggnvp(model, bent), (P, V, X, Z), ConvexityError,
         "ggnvp(model, bent)(params, v, x, target) ... not convex in the outputs"),
-    "no sampler": (fvp(model, distances, mc_samples=1, generator=G), (P, V, X, Z), ArgumentError,
-        "fvp(model, distances)(params, v, x, target) ... sample="),
-    "a sampler and no loss": (fvp(loss, mc_samples=1, generator=G, sample=sample), (P, V, X, Y), ArgumentError,
-        "sample= ... loss has to be given apart"),
-    "a sampler and a scalar": (fvp(model, F.mse_loss, mc_samples=1, generator=G, sample=sample), (P, V, X, Z),
+    "no sampler": (ggnvp(model, distances, mc_samples=1, generator=G, fisher="mc"), (P, V, X, Z), ArgumentError,
+        "ggnvp(model, distances, fisher='mc')(params, v, x, target) ... sample="),
+    "a sampler and no loss": (ggnvp(loss, mc_samples=1, generator=G, sample=sample, fisher="mc"), (P, V, X, Y),
+        ArgumentError, "sample= ... loss has to be given apart"),
+    "a sampler and a scalar": (ggnvp(model, F.mse_loss, fisher="mc", generator=G, sample=sample), (P, V, X, Z),
         ArgumentError, "sample= ... [N] losses"),
     "linearised outputs": (linearize(lambda p, x: x > 0), (P, X), ArgumentError,
         "linearize(<lambda>)(p, x): f returned a tensor of torch.bool"),
@@ -189,7 +194,7 @@ class TestOfLinearisations:
         def broken(params, x):
             raise KeyError("mine")
 
-        for product in (hvp(broken), ggnvp(broken), fvp(broken), linearize(broken)):
+        for product in (hvp(broken), ggnvp(broken), ggnvp(broken, fisher="empirical"), linearize(broken)):
             with pytest.raises(KeyError, match="mine"):
                 product(P, *[V] * (product.__class__ is type(hvp(broken))), X)
 
@@ -197,18 +202,22 @@ class TestOfLinearisations:
 class TestSaysWhatItIs:
     def test_repr(self):
         assert repr(hvp(loss)) == "hvp(loss)" and repr(ggnvp(model, F.mse_loss)) == "ggnvp(model, mse_loss)"
-        assert repr(fvp(loss).linearize(P, X, Y)) == "fvp(loss).linearize(params, x, y)"
+        assert (
+            repr(ggnvp(loss, fisher="empirical").linearize(P, X, Y))
+            == "ggnvp(loss, fisher='empirical').linearize(params, x, y)"
+        )
         assert repr(linearize(model)) == "linearize(model)"
         _, jvp, vjp = linearize(model)(P, X)
         assert (repr(jvp), repr(vjp)) == ("linearize(model)(params, x)[1]", "linearize(model)(params, x)[2]")
-        assert repr(invfunc.ggn_block_product(loss)) == "ggn_block_product(loss)"
+        assert repr(invfunc.ggnvp(loss, blocks=True)) == "ggnvp(loss, blocks=True)"
+        assert repr(hvp(loss, blocks=True, modify="clip")) == "hvp(loss, blocks=True, modify='clip')"
 
     @pytest.mark.parametrize("aux", ["a string", None, {"t": [torch.ones(2), "x"]}], ids=repr)
     def test_aux_comes_last(self, aux):
         def with_aux(p, x, *, scale):
             return scale * model(p, x), aux
 
-        for product in (hvp, ggnvp, fvp):
+        for product in (hvp, ggnvp, partial(ggnvp, fisher="empirical")):
             wanted = product(lambda p, x: 2 * model(p, x), F.cross_entropy)(P, V, X, Y)
             found, told = product(with_aux, F.cross_entropy, has_aux=True)(P, V, X, Y, scale=2)
             assert torch.allclose(found["w"], wanted["w"]) and repr(told) == repr(aux)
@@ -228,14 +237,14 @@ class TestOnceOnly:
         [
             lambda f, loss: hvp(f, loss),
             lambda f, loss: ggnvp(f, loss),
-            lambda f, loss: hessian_block_product(f, loss),
-            lambda f, loss: ggn_block_product(f, loss),
+            lambda f, loss: hvp(f, loss, blocks=True),
+            lambda f, loss: ggnvp(f, loss, blocks=True),
         ],
         ids=["hvp", "ggnvp", "hessian blocks", "ggn blocks"],
     )
     def test_products_name_the_operation(self, make):
         product = make(model, self.LOSS)
-        v = {"w": W[None], "b": [P["b"][0][None]]} if "block" in product.name else P
+        v = {"w": W[None], "b": [P["b"][0][None]]} if product.blocks else P
         with pytest.raises(ArgumentError, match=r"cannot differentiate .*multilabel_margin_loss_backward"):
             product(P, v, X, self.TARGET)
 

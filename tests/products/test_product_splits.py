@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import batch_grad, diag_ggn, fvp, ggn_block_product, ggnvp, hvp, kfac, outputs, tree
+from invfunc import batch_grad, diag_ggn, ggnvp, hvp, kfac, outputs, tree
 from invfunc.errors import ConvexityError, SampleAxisError
 from tests import matrices
 from tests.criteria import model
@@ -42,7 +42,7 @@ class TestSamples:
             v = vectors(args[0])
             assert_near(flat(product(args[0], v, *args[1:])), wanted @ flat(v), 1e-8)
         each = composed(f, lambda z, y: F.cross_entropy(z, y, reduction="none"))
-        assert_near(matrices.of(fvp(each), *args), matrices.fisher(each, *args), 1e-8)
+        assert_near(matrices.of(ggnvp(each, fisher="empirical"), *args), matrices.fisher(each, *args), 1e-8)
 
     @pytest.mark.parametrize(
         "loss",
@@ -130,7 +130,7 @@ class TestSamples:
         assert_near(matrices.of(alone, *args), wanted, 1e-8)
         each = composed(f, lambda z, y: F.mse_loss(z, y, reduction="none").flatten(1).sum(1))
         wanted = matrices.fisher(each, params, x, y)
-        summed = fvp(last, lambda z, y: F.mse_loss(z, y, reduction="sum"), **dims)
+        summed = ggnvp(last, lambda z, y: F.mse_loss(z, y, reduction="sum"), fisher="empirical", **dims)
         assert_near(matrices.of(summed, *args), wanted, 1e-8)
 
 
@@ -167,7 +167,7 @@ class TestOutputs:
         v = vectors(args[0])
         assert_near(flat(ggnvp(alone)(args[0], v, *args[1:])), wanted @ flat(v), 1e-7)
         v = vectors(args[0], 1)
-        found = tree.leaves(ggn_block_product(alone)(args[0], v, *args[1:]))
+        found = tree.leaves(ggnvp(alone, blocks=True)(args[0], v, *args[1:]))
         for b, x, y in zip(matrices.blocks(wanted, args[0]), tree.leaves(v), found, strict=True):
             assert_near(y.flatten(1), x.flatten(1) @ b.T, 1e-7)
 
@@ -180,9 +180,9 @@ class TestOutputs:
 
         args = self.args()
         wanted = matrices.fisher(each, *args)
-        assert_near(matrices.of(fvp(each), *args), wanted, 1e-8)
+        assert_near(matrices.of(ggnvp(each, fisher="empirical"), *args), wanted, 1e-8)
         tracked = tree.map_leaves(lambda p: p.clone().requires_grad_(), args[0])
-        assert_near(matrices.of(fvp(each), tracked, *args[1:]), wanted, 1e-8)
+        assert_near(matrices.of(ggnvp(each, fisher="empirical"), tracked, *args[1:]), wanted, 1e-8)
 
     def test_losses_of_the_samples_need_not_be_followed(self):
         def f(p, x):
@@ -193,7 +193,7 @@ class TestOutputs:
 
         params, x = {"w": Numbers()(2, 3)}, Numbers(1)(4, 2)
         torch.manual_seed(0)
-        found = fvp(each).linearize(params, x)
+        found = ggnvp(each, fisher="empirical").linearize(params, x)
         after = torch.get_rng_state()
         torch.manual_seed(0)
         mask = F.dropout(torch.ones(3).double(), 0.5)

@@ -1,5 +1,7 @@
 """Products with curvature matrices against the matrices: every network and loss, in both forms."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,20 +14,16 @@ from invfunc import (
     diag_ggn,
     estimate_diagonal,
     estimate_trace,
-    fvp,
-    ggn_block_product,
     ggnvp,
-    hessian_block_product,
     hvp,
     linear_operator,
     linearize,
     outputs,
-    pch_block_product,
     tree,
 )
 from invfunc.errors import ConvexityError
 from invfunc.testing import assert_trees_close
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests import matrices
 from tests.criteria import after_logarithms, cross_entropies, elementwise, model
 from tests.laws import composed
@@ -62,13 +60,16 @@ def arranged(net, loss, reduction):
 class TestOfAnyNetwork:
     @given(net=networks(sequences=True), loss=st.sampled_from(LOSSES), reduction=reductions)
     def test_equal_the_dense_matrices(self, device, dtype, net, loss, reduction):
-        """hvp, ggnvp, their blocks and fvp, of a loss function, and of a model with its loss."""
+        """hvp, ggnvp and their blocks, of a loss function, and of a model with its loss."""
         criterion, args = arranged(net, loss, reduction)
         args = moved(args, dtype, device)
         f, params, rtol = composed(net.f, criterion), args[0], RTOL[dtype]
         hessian, ggn = matrices.hessian(f, *args), matrices.ggn(net.f, criterion, *args)
         rows = vectors(params, 2)
-        for product, block, matrix in ((hvp, hessian_block_product, hessian), (ggnvp, ggn_block_product, ggn)):
+        for product, block, matrix in (
+            (hvp, partial(hvp, blocks=True), hessian),
+            (ggnvp, partial(ggnvp, blocks=True), ggn),
+        ):
             for given_as in ((f,), (net.f, criterion)):
                 found = matrices.of(product(*given_as), *args)
                 assert_near(found, matrix, rtol)
@@ -116,7 +117,7 @@ class TestLosses:
         assert_near(matrices.of(ggnvp(lambda p, x, y: loss(outputs(f(p, x)), y)), *args), wanted, 1e-8)
 
     @pytest.mark.parametrize("loss", NOT_CONVEX.values(), ids=NOT_CONVEX)
-    @pytest.mark.parametrize("transform", [ggnvp, ggn_block_product], ids=lambda t: t.__name__)
+    @pytest.mark.parametrize("transform", [ggnvp, partial(ggnvp, blocks=True)], ids=str)
     def test_one_that_is_not_convex_is_refused_and_has_a_hessian(self, transform, loss):
         f, params = model((3,))
         args = (params, Numbers(1)(4, 2), Numbers(2)(4, 3))
@@ -145,12 +146,12 @@ class TestStatistics:
         diagonal = matrices.of(ggnvp(net.f, loss), *args).diagonal()
         assert_near(diagonal, flat(diag_ggn(net.f, loss)(*args)), 1e-10, 1e-6)
         shares = batch_grad(samples_loss(net, loss))(*args)
-        diagonal = matrices.of(fvp(samples_loss(net, loss)), *args).diagonal()
+        diagonal = matrices.of(ggnvp(samples_loss(net, loss), fisher="empirical"), *args).diagonal()
         assert_near(diagonal, flat(tree.map_leaves(lambda g: g.square().sum(0), shares)), 1e-10, 1e-6)
 
 
 class TestVectors:
-    @pytest.mark.parametrize("product", [hvp, ggnvp, fvp], ids=lambda p: p.__name__)
+    @pytest.mark.parametrize("product", [hvp, ggnvp, partial(ggnvp, fisher="empirical")], ids=str)
     def test_a_product_is_linear_and_the_same_for_several(self, product):
         net, loss = network("convolution", 4), LOSSES[0]
         args, rows = (net.params, net.x, loss.target(Numbers(1), 4)), vectors(net.params, 5)
@@ -169,7 +170,9 @@ class TestVectors:
         assert_trees_close(at(both), wanted, 1e-10)
         assert_trees_close(product(net.f, loss)(net.params, both, *args[1:]), wanted, 1e-10)
 
-    @pytest.mark.parametrize("pair", [(hvp, hessian_block_product), (ggnvp, ggn_block_product)], ids=["H", "GGN"])
+    @pytest.mark.parametrize(
+        "pair", [(hvp, partial(hvp, blocks=True)), (ggnvp, partial(ggnvp, blocks=True))], ids=["H", "GGN"]
+    )
     def test_a_block_of_one_parameter_is_the_whole(self, pair):
         product, block = pair
         args, rows = (Numbers()(3, 2), Numbers(1)(4, 3), Numbers(2)(4, 3)), Numbers(3)(5, 3, 2)
@@ -180,13 +183,13 @@ class TestVectors:
     def test_no_vectors_at_all(self):
         net = network("affine", 3)
         none, y = vectors(net.params, 0), LOSSES[0].target(Numbers(1), 3)
-        for block in (hessian_block_product, ggn_block_product):
+        for block in (partial(hvp, blocks=True), partial(ggnvp, blocks=True)):
             assert_trees_close(block(net.f, LOSSES[0])(net.params, none, net.x, y), none, 0)
 
     def test_leaves_without_influence_get_zeros(self):
         f, params = model((3,))
         args = (params, Numbers(1)(4, 2), Numbers(2)(4, 3))
-        for product in (hvp, ggnvp, fvp):
+        for product in (hvp, ggnvp, partial(ggnvp, fisher="empirical")):
             found = product(f, F.mse_loss)(params, vectors(params), *args[1:])
             assert torch.equal(found["none"], torch.zeros(2)) and found["w"].any()
 
@@ -212,8 +215,8 @@ def test_a_parameter_that_does_not_matter_gets_zeros(shape):
         assert torch.equal(found["unused"], torch.zeros((*lead, *shape), dtype=x.dtype))
 
     generator = torch.Generator().manual_seed(0)
-    products = [hvp(f, F.mse_loss), ggnvp(f, F.mse_loss), fvp(f, F.mse_loss)]
-    for product in (*products, fvp(f, F.mse_loss, mc_samples=2, generator=generator)):
+    products = [hvp(f, F.mse_loss), ggnvp(f, F.mse_loss), ggnvp(f, F.mse_loss, fisher="empirical")]
+    for product in (*products, ggnvp(f, F.mse_loss, mc_samples=2, generator=generator, fisher="mc")):
         zeros(product(params, v, x, y))
         zeros(product.linearize(params, x, y)(v))
         zeros(vmap(lambda v, product=product: product(params, v, x, y))(V), 3)
@@ -221,7 +224,7 @@ def test_a_parameter_that_does_not_matter_gets_zeros(shape):
         zeros(estimated.value)
         zeros(estimated.standard_error)
         assert estimate_trace(product, probes=2, generator=generator)(params, x, y).value.isfinite()
-    for block in (ggn_block_product, hessian_block_product, pch_block_product):
+    for block in (partial(ggnvp, blocks=True), partial(hvp, blocks=True), partial(hvp, blocks=True, modify="abs")):
         zeros(block(f, F.mse_loss)(params, V, x, y), 3)
     z, along, back = linearize(f)(params, x)
     assert along(v).shape == z.shape

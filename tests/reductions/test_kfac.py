@@ -11,8 +11,8 @@ from torch import nn
 
 from invfunc import functional, kfac
 from invfunc.testing import assert_trees_close, loop_kfac
-from invfunc.testing.laws.paths import in_blocks
-from invfunc.testing.values import moved
+from invfunc.testing.laws.rows import in_blocks
+from invfunc.testing.models import moved
 from tests.laws import composed
 from tests.networks import LOSSES
 from tests.strategies import Numbers

@@ -25,7 +25,7 @@ from invfunc import (
 from invfunc.errors import ArgumentError
 from invfunc.kronecker import kfra
 from invfunc.testing import assert_trees_close, dense_ggn, loop_kfra
-from invfunc.testing.laws.paths import in_blocks
+from invfunc.testing.laws.rows import in_blocks
 from tests.laws import composed
 from tests.loss.test_monte_carlo import near
 from tests.modules import MODELS

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from invfunc import chunked, kfac
 from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.paths import in_blocks
+from invfunc.testing.laws.rows import in_blocks
 from tests.reductions.test_kfac import FLOOR, SHARINGS
 from tests.strategies import Numbers
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from invfunc import ekfac, functional, ggn_trace, kfac
 from invfunc.testing import assert_trees_close, dense_ggn, peak_memory
-from invfunc.testing.laws.paths import in_blocks
+from invfunc.testing.laws.rows import in_blocks
 from tests.crossed import GATES_OF_PATCHES, sides, thresholds_at
 from tests.laws import composed
 from tests.reductions.test_kfac import SHARINGS, matrices

@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from invfunc import batch_diag_hessian, diag_ggn, diag_hessian, outputs, tree
 from invfunc.testing import assert_trees_close, dense_batch_diag_hessian, dense_diag_hessian
-from invfunc.testing.laws.paths import generic, in_blocks
-from invfunc.testing.values import moved
+from invfunc.testing.laws.rows import generic, in_blocks
+from invfunc.testing.models import moved
 from tests.laws import composed, squares
 from tests.layer_cases import case
 from tests.modules import MODELS

@@ -15,7 +15,7 @@ from invfunc import chunked, kfac, kronecker, sqrt_ggn, streamed, together, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import Kronecker, kfoc
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.paths import generic, in_blocks
+from invfunc.testing.laws.rows import generic, in_blocks
 from invfunc.testing.oracles import loop_batch_grad
 from tests.networks import LOSSES, network, networks, samples_loss, total
 from tests.strategies import Numbers

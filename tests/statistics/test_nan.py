@@ -1,6 +1,6 @@
 """A number that is none spoils what it spoils in the plain loop, and nothing else: it is never dropped."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -276,8 +276,8 @@ class TestFactors:
 PRODUCTS = {
     "hvp": invfunc.hvp,
     "ggnvp": invfunc.ggnvp,
-    "fvp": invfunc.fvp,
-    "fvp, drawn": lambda *f: invfunc.fvp(*f, mc_samples=2, generator=seeded()),
+    "ggnvp empirical": partial(invfunc.ggnvp, fisher="empirical"),
+    "ggnvp drawn": lambda *f: invfunc.ggnvp(*f, mc_samples=2, generator=seeded(), fisher="mc"),
 }
 
 
@@ -293,7 +293,11 @@ class TestProducts:
     def test_of_blocks(self):
         args, v = poisoned("dense", "input", torch.nan), MODELS["dense"][1]
         V = {name: p[None] for name, p in v.items()}
-        for make in (invfunc.ggn_block_product, invfunc.hessian_block_product, invfunc.pch_block_product):
+        for make in (
+            partial(invfunc.ggnvp, blocks=True),
+            partial(invfunc.hvp, blocks=True),
+            partial(invfunc.hvp, blocks=True, modify="abs"),
+        ):
             product = make(dense, F.binary_cross_entropy_with_logits)
             assert all(leaf.isnan().all() for leaf in product(args[0], V, *args[1:]).values())
 

@@ -11,7 +11,7 @@ from invfunc import chunked, eigenpairs, kronecker, predictive_covariance, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import Kronecker, LowRank
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.paths import generic, in_blocks
+from invfunc.testing.laws.rows import generic, in_blocks
 from invfunc.testing.memory import peak_memory
 from tests.networks import LOSSES, networks
 from tests.strategies import Numbers

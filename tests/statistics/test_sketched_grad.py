@@ -11,8 +11,7 @@ from invfunc import chunked, sketched_grad, streamed, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.loss.drawn import joined
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.paths import generic, in_blocks
-from invfunc.testing.laws.rows import sketching
+from invfunc.testing.laws.rows import generic, in_blocks, sketching
 from invfunc.testing.memory import peak_memory
 from tests.laws import EVERY
 from tests.networks import LOSSES, networks, samples_loss

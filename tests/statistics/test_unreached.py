@@ -57,11 +57,11 @@ class TestProducts:
     MAKE = {
         "hvp": invfunc.hvp,
         "ggnvp": invfunc.ggnvp,
-        "fvp": invfunc.fvp,
-        "fvp drawn": partial(invfunc.fvp, mc_samples=2, generator=torch.Generator()),
-        "hessian_block_product": invfunc.hessian_block_product,
-        "ggn_block_product": invfunc.ggn_block_product,
-        "pch_block_product": invfunc.pch_block_product,
+        "ggnvp empirical": partial(invfunc.ggnvp, fisher="empirical"),
+        "ggnvp drawn": partial(invfunc.ggnvp, mc_samples=2, generator=torch.Generator(), fisher="mc"),
+        "hvp of blocks": partial(invfunc.hvp, blocks=True),
+        "ggnvp of blocks": partial(invfunc.ggnvp, blocks=True),
+        "hvp of positive blocks": partial(invfunc.hvp, blocks=True, modify="abs"),
     }
 
     @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
@@ -91,7 +91,7 @@ class TestAround:
 
         for t in (invfunc.diag_ggn, partial(invfunc.kfac, fisher="exact"), invfunc.diag_hessian):
             refused(t(F_, loss), PARAMS, X, Y)
-        for product in (invfunc.hvp, invfunc.ggnvp, invfunc.fvp):
+        for product in (invfunc.hvp, invfunc.ggnvp, partial(invfunc.ggnvp, fisher="empirical")):
             refused(product(F_, loss), PARAMS, PARAMS, X, Y)
 
     def test_no_parameters_at_all_are_refused_too(self):

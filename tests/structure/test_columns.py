@@ -11,7 +11,7 @@ import invfunc
 from invfunc import tree
 from invfunc.errors import InvFuncError
 from invfunc.testing import assert_trees_close
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests.laws import composed
 from tests.structure_losses import criteria_of
 from tests.structures import NETWORKS, always

@@ -12,7 +12,7 @@ from torch import nn
 import invfunc
 from invfunc import chunked, diag_ggn, functional, reduced, together, tree
 from invfunc.testing import assert_trees_close
-from invfunc.testing.values import moved
+from invfunc.testing.models import moved
 from tests.laws import RTOL, composed
 from tests.strategies import Numbers
 from tests.structure.test_columns import EXACT, FLOOR, STATISTICS, arranged, assert_as_dense

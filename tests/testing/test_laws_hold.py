@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from invfunc.testing import laws, strategies
 from invfunc.testing.laws.rows import FACTORS, ROWS
 from invfunc.testing.models import FAMILIES
+from tests import ways
 
 OF_FUNCTIONS = [name for name, law in laws.LAWS.items() if law.subject == "a function"]
-AROUND = [name for name in OF_FUNCTIONS[6:] if laws.LAWS[name].claims.__module__.endswith(("derivatives", "mapped"))]
 FORMS = {
     "a model and its loss": lambda of: (of.args, of.options),
     "a loss function": lambda of: ((of.f, of.model.params, *of.batch), {"in_dims": of.in_dims}),
@@ -41,28 +41,28 @@ def may_be_refused(of, problem):
     return chain or (factors and problem.model.family in COMPUTED) or (drawn and problem.loss.called == WITHOUT_SAMPLER)
 
 
-@pytest.mark.parametrize("law", [*quick(OF_FUNCTIONS[:6]), *[law for law in OF_FUNCTIONS[6:] if law not in AROUND]])
+@pytest.mark.parametrize("law", [*quick(OF_FUNCTIONS[:6]), *OF_FUNCTIONS[6:]])
 @given(st.data())
 @settings(max_examples=4)
 def test_of_functions(law, dtype, device, data):
-    holds(law, dtype, device, data)
+    holds(laws.check, law, dtype, device, data)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("law", AROUND)
+@pytest.mark.parametrize("law", ways.BOOK)
 @given(st.data())
 @settings(max_examples=3)
 def test_of_functions_inside_of_transforms(law, dtype, device, data):
     """They try a statistic in several ways each."""
-    holds(law, dtype, device, data)
+    holds(ways.check, law, dtype, device, data)
 
 
-def holds(law, dtype, device, data):
+def holds(check, law, dtype, device, data):
     families = [name for name in FAMILIES if law != OF_FACTORS or name not in COMPUTED]
     problems = strategies.models(families, in_dims=(0, 1), dtype=dtype, device=str(device)).flatmap(some)
     problem, form = data.draw(problems), data.draw(st.sampled_from([*FORMS]))
     args, options = FORMS[form](problem)
-    table = laws.check(*args, **options, only=law, seconds=300)
+    table = check(*args, **options, only=law, seconds=300)
     (outcome,) = table.outcomes
     assert outcome.tried or outcome.why_not or outcome.inapplicable, table
     assert not outcome.left and all(may_be_refused(of, problem) for of in outcome.refused), table

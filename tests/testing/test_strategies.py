@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 import invfunc
 from invfunc import tree
 from invfunc.testing import assert_trees_close, laws, loop_batch_grad, strategies
-from invfunc.testing.invertibles import PAIRS
-from invfunc.testing.models import FAMILIES
+from invfunc.testing.models import FAMILIES, PAIRS
 
 DRAWN = {
     "models": strategies.models([*FAMILIES]),

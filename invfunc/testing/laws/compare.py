@@ -1,13 +1,23 @@
-"""Whether two trees are equal up to rounding, and where they differ most."""
+"""Comparisons of trees up to rounding, and transforms of torch around a function `t(first, *rest)` of trees, beside the
+plain loop that it stands for.
+
+The loops take derivatives by `torch.autograd.grad` and go from point to point. Both kinds nest, to the same depth.
+"""
 
 from __future__ import annotations
 
+import gc
+import time
+import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.func import grad, vmap
 
 from invfunc import tree
+from invfunc._torch.functorch import version
 from invfunc.kronecker import Kronecker
 
 FLOOR = 1e-2
@@ -108,3 +118,148 @@ def _largest(y: Any) -> float:
     if not isinstance(y, torch.Tensor) or not y.numel():
         return 0.0
     return y.detach().abs().nan_to_num(0, 0, 0).max().item()
+
+
+class seeded:
+    """Torch's global generators start at a seed, and are put back behind."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.fork = seed, torch.random.fork_rng(enabled=True)
+
+    def __enter__(self) -> None:
+        self.fork.__enter__()
+        torch.manual_seed(self.seed)
+
+    def __exit__(self, *error: Any) -> None:
+        self.fork.__exit__(*error)
+
+
+def generators() -> list[torch.Tensor]:
+    """The states of torch's global generators."""
+    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return [torch.get_rng_state(), *on_devices]
+
+
+POINTS = (1.0, -0.5)
+"""What the first argument is multiplied by, for several of it."""
+
+
+def total(result: Any, at: float = 0.0) -> torch.Tensor:
+    """A fixed linear function of a result."""
+    return torch.stack([(x * fixed(x.shape, x, at)).sum() for x in tree.tensors(plain(result))]).sum()
+
+
+def scaled(first: Any, by: Any) -> Any:
+    """A tree times a number."""
+    return tree.map_tensors(lambda x: by * x, first)
+
+
+def _of_tensors(t: Callable, first: Any, rest: tuple) -> tuple[Callable, list[torch.Tensor], Callable]:
+    """t as a function of the tensors of its first argument, these, and how to put such tensors together again."""
+    leaves, form = tree.separate(first)  # torch.func takes no None
+    return lambda own: t(form.join(own), *rest), leaves, form.join
+
+
+def slopes(t: Callable, at: float = 0.0) -> Callable:
+    """The gradient of its total in the first argument, by torch.func."""
+
+    def call(first: Any, *rest: Any) -> Any:
+        of, leaves, join = _of_tensors(t, first, rest)
+        return join(grad(lambda own: total(of(own), at))(leaves))
+
+    return call
+
+
+def loop_slopes(t: Callable, at: float = 0.0) -> Callable:
+    """The same by torch.autograd; differentiable where an argument requires grad."""
+
+    def call(first: Any, *rest: Any) -> Any:
+        of, leaves, join = _of_tensors(t, first, rest)
+        deep = any(x.requires_grad for x in tree.tensors((first, rest)))
+        own = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in leaves]
+        with torch.enable_grad():
+            value = total(of(own), at)
+        if not value.requires_grad:  # a result may be constant
+            return join([torch.zeros_like(x) for x in leaves])
+        return join(list(torch.autograd.grad(value, own, create_graph=deep, materialize_grads=True)))
+
+    return call
+
+
+def mapped_over(call: Callable, leaves: list[torch.Tensor], dim: int = 0) -> Any:
+    """`vmap` along an axis, also where None is in a result."""
+    forms: list[Any] = []
+
+    def tensors(own: list[torch.Tensor]) -> list[torch.Tensor]:
+        found, form = tree.separate(plain(call(own)))
+        forms.append(form)
+        return found
+
+    found = vmap(tensors, in_dims=dim, randomness="same")(leaves)
+    return forms[-1].join(found)
+
+
+def at_points(t: Callable) -> Callable:
+    """Its results at several multiples of the first argument at once."""
+
+    def call(first: Any, *rest: Any) -> Any:
+        of, leaves, _ = _of_tensors(t, zipped(torch.stack, [scaled(first, c) for c in POINTS]), rest)
+        return mapped_over(of, leaves)
+
+    return call
+
+
+def loop_at_points(t: Callable) -> Callable:
+    """The same point by point."""
+    return lambda first, *rest: zipped(torch.stack, [plain(t(scaled(first, c), *rest)) for c in POINTS])
+
+
+def storages(tensors: list[torch.Tensor]) -> list[int]:
+    """Where the memory of tensors with entries is."""
+    return [x.untyped_storage().data_ptr() for x in tensors if x.numel()]
+
+
+def state(args: Any) -> list[tuple]:
+    """What of arguments must not change."""
+    found = tree.tensors(args)
+    return [(x.detach().clone(), version(x), x.requires_grad, x.grad is None) for x in found]
+
+
+def written(call: Callable, args: Any) -> Any:
+    """The state of arguments after a call."""
+    call()
+    return state(args)
+
+
+def shared(result: Any, args: Any) -> list[str]:
+    """The leaves of a result that share memory with each other, or with arguments."""
+    theirs, own = set(storages(tree.tensors(args))), Counter(storages(tree.tensors(result)))
+    found = []
+    for path, x in tree.named_leaves(result):
+        if isinstance(x, torch.Tensor) and x.numel():
+            at = x.untyped_storage().data_ptr()
+            overlaps = any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
+            found += [path] if at in theirs or own[at] > 1 or overlaps else []
+    return found
+
+
+def alive(call: Callable, tensors: Any) -> list[str]:
+    """The tensors, given to a call, that are alive when all the caller's references are gone."""
+    own = tree.map_tensors(lambda x: x.detach().clone(), tensors)
+    names = [(path, weakref.ref(x)) for path, x in tree.named_leaves(own) if isinstance(x, torch.Tensor)]
+    result = call(own)
+    leaves = [weakref.ref(x) for x in tree.tensors(result)]
+    del own, result
+    for _ in range(_TRIES):  # a thread of autograd for a device lets go of what it has computed a little later
+        gc.collect()
+        left = [x for reference in (*leaves, *(x for _, x in names)) if (x := reference()) is not None]
+        if all(x.device.type == "cpu" for x in left):
+            break
+        del left
+        time.sleep(0.01)
+    return [path for path, x in names if x() is not None] + [
+        f"result {i}" for i, x in enumerate(leaves) if x() is not None
+    ]
+
+
+_TRIES = 20

@@ -14,7 +14,7 @@ from invfunc._torch.functorch import version
 from invfunc.arguments.problem import InDims, batch_dims, batch_size
 from invfunc.callables import check_functions, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
-from invfunc.testing.laws.compare import cast, fixed
+from invfunc.testing.laws.compare import cast, fixed, generators, seeded
 from invfunc.transform import ArgumentNames
 
 LOSSES, SCALAR, MODEL, BOTH = "[N] losses", "a scalar loss", "a model", "a model and its loss"
@@ -286,21 +286,7 @@ def _shown(x: Any) -> str:
     return f"shape {list(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
 
 
-class seeded:
-    """Torch's global generators start at a seed, and are put back behind."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed, self.fork = seed, torch.random.fork_rng(enabled=True)
-
-    def __enter__(self) -> None:
-        self.fork.__enter__()
-        torch.manual_seed(self.seed)
-
-    def __exit__(self, *error: Any) -> None:
-        self.fork.__exit__(*error)
-
-
-def generators() -> list[torch.Tensor]:
-    """The states of torch's global generators."""
-    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return [torch.get_rng_state(), *on_devices]
+def options(given: Problem, in_dims: InDims) -> dict[str, Any]:
+    """How a loss and in_dims were given."""
+    loss = {} if given.loss is None else {"loss": "loss"}
+    return loss | ({} if in_dims == 0 else {"in_dims": in_dims})

@@ -1,18 +1,20 @@
-"""The public statistics, a row for each: laws that hold for all of them go over these rows, so that a new statistic has
-them as soon as it has its row."""
+"""The public statistics, a row for each: laws that hold for all of them go over these rows.
+
+A new statistic has all laws as soon as it has its row. Beside them stand the paths that a caller does not choose.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 import invfunc
-from invfunc import tree
-from invfunc.plan import AxisName
+from invfunc import thresholds, tree
+from invfunc.plan import AxisName, Options
 from invfunc.testing.oracles import (
     dense_diag_ggn,
     loop_batch_grad,
@@ -236,6 +238,15 @@ ROWS = {
     "ekfac exact": FACTORED(partial(invfunc.ekfac, fisher="exact")),
 }
 """By the public name, and what makes it another one of that name."""
+PRODUCTS: dict[str, Callable] = {
+    "hvp": invfunc.hvp,
+    "ggnvp": invfunc.ggnvp,
+    "ggnvp empirical": partial(invfunc.ggnvp, fisher="empirical"),
+    "hvp of blocks": partial(invfunc.hvp, blocks=True),
+    "ggnvp of blocks": partial(invfunc.ggnvp, blocks=True),
+    "hvp of positive blocks": partial(invfunc.hvp, blocks=True, modify="abs"),
+}
+"""Products with a matrix, likewise; blocks take several vectors."""
 CASES = {f"{name}, {form}": (row, form) for name, row in ROWS.items() for form in row.forms}
 """All rows in all their forms."""
 
@@ -252,3 +263,26 @@ def rows(*gives: str, form: str | None = None) -> dict[str, Row]:
 FIRST_ORDER = {name: row for name, row in ROWS.items() if row.of_shares is not None}
 OF_DIAGONALS = {name: row for name, row in ROWS.items() if row.of_each is not None}
 HESSIANS = {name: row for name, row in ROWS.items() if row.hessian}
+
+
+TINY_CACHE = 64
+"""Numbers that an intermediate tensor may have, so that a block has one sample, and one column."""
+
+
+def generic(statistic: Any) -> Any:
+    """The same statistic by the path that every operation can take."""
+    return replace(statistic, options=Options(fast=False))
+
+
+def in_blocks(statistic: Callable) -> Callable:
+    """The same statistic with blocks of samples and columns that fit a tiny cache."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before, devices = thresholds.CACHE, {x.device.type for x in tree.tensors((args, kwargs))}
+        thresholds.CACHE = before | dict.fromkeys(devices, TINY_CACHE)
+        try:
+            return statistic(*args, **kwargs)
+        finally:
+            thresholds.CACHE = before
+
+    return call

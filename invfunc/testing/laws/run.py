@@ -1,22 +1,90 @@
-"""Laws are tried one after the other, within a time budget; of one that fails the smallest case is looked for."""
+"""Laws by their names, and trying them: one after the other, in a time budget, down to the smallest case that fails."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from invfunc import tree
 from invfunc.errors import ArgumentError, InverseError, InvFuncError
-from invfunc.testing.laws.compare import FLOOR, Difference, difference, plain, tolerance
-from invfunc.testing.laws.law import Claim, Inapplicable, Law
-from invfunc.testing.laws.problem import seeded
+from invfunc.testing.laws.compare import FLOOR, Difference, difference, plain, seeded, tolerance
+
+
+class Claim(NamedTuple):
+    """That two trees are equal up to rounding; what is no tensor in them has to be the same."""
+
+    of: str
+    """What it is said of, such as a statistic."""
+    found: Callable[[], Any]
+    expected: Callable[[], Any]
+    """Evaluated first: where torch cannot do it, the law does not apply."""
+    terms: int = 1
+    """About how many numbers are added up for an entry, for the tolerance."""
+    dtype: torch.dtype | None = None
+    """Whose rounding is tolerated; that of the subject unless given."""
+    nearby: Callable[[], Any] | None = None
+    """What is expected at other parameters, which tells its size where all cancels at these."""
+
+
+@dataclass(frozen=True)
+class Law:
+    """A law by its name; `claims(subject)` lists what is to be compared, `when(subject)` says why it does not apply."""
+
+    name: str
+    statement: str
+    subject: str
+    claims: Callable[[Any], Iterable[Claim]]
+    when: Callable[[Any], str]
+    of_f: bool = False
+    """Whether it is a law of f alone, with nothing of this library in it."""
+
+    def __repr__(self) -> str:
+        return f"Law({self.name!r})"
+
+
+class Inapplicable(Exception):
+    """Raised where a claim does not apply, with the reason."""
+
+
+FUNCTION, PAIR, TRANSFORM, OPERATION = "a function", "a pair", "a transform", "an operation"
+
+
+def always(subject: Any) -> str:
+    """For a law that always applies."""
+    return ""
+
+
+LAWS: dict[str, Law] = {}
+"""All laws, by their names."""
+
+
+def law(
+    name: str,
+    subject: str = FUNCTION,
+    when: Callable[[Any], str] = always,
+    of_f: bool = False,
+    book: dict[str, Law] = LAWS,
+) -> Callable[[Callable[[Any], Iterable[Claim]]], Law]:
+    """Make a function `subject -> claims` a law of a book, whose statement is its docstring.
+
+    Those of one subject are tried in the order in which they are made: the cheap and telling first.
+    """
+
+    def made(claims: Callable[[Any], Iterable[Claim]]) -> Law:
+        book[name] = Law(name, (claims.__doc__ or "").strip(), subject, claims, when, of_f)
+        return book[name]
+
+    return made
+
 
 SEARCHED, LEAST_SECONDS = 200, 5.0
 """How many parts of a batch are tried for a smallest case, and at least how long."""
@@ -232,3 +300,134 @@ def _reduced(fails: Callable, samples: list[int], deadline: float) -> Any:
         else:
             size //= 2
     return best
+
+
+WIDTH, SHOWN, REFUSED = 120, 2, 6
+"""Of a line, how many statistics are named in that of a law, and in that of an error."""
+
+
+@dataclass(frozen=True, repr=False)
+class Table:
+    """The outcomes of the laws; `print` it, or look into `outcomes`."""
+
+    title: str
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def failed(self) -> list[Outcome]:
+        """The laws that do not hold."""
+        return [outcome for outcome in self.outcomes if outcome.failures]
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """What this library refused in any law, with its error."""
+        return {of: error for outcome in self.outcomes for of, error in outcome.refused.items()}
+
+    @property
+    def summary(self) -> str:
+        """How many laws hold, and how many are left."""
+        states = Counter(outcome.state for outcome in self.outcomes)
+        parts = [f"{count} {'hold' if state == 'holds' else state}" for state, count in states.items()]
+        checked, refused = (sum(len(of(o)) for o in self.outcomes) for of in (lambda o: o.tried, lambda o: o.refused))
+        told = f"{len(self.outcomes)} laws: {', '.join(parts)}; {checked} claims checked, {refused} refused"
+        return f"{told}: NEARLY ALL IS REFUSED" if refused > 4 * checked else told
+
+    def __str__(self) -> str:
+        names = max((len(outcome.law.name) for outcome in self.outcomes), default=0)
+        lines = [self.title, f"{'law':<{names}}  {'':<14}  {'error':>7}  {'seconds':>7}  tried on"]
+        for outcome in self.outcomes:
+            error = f"{outcome.error:.0e}" if outcome.tried and not outcome.failures else ""
+            head = f"{outcome.law.name:<{names}}  {outcome.state:<14}  {error:>7}  {outcome.seconds:>7.2f}  "
+            lines += _wrapped(head, _told(outcome))
+        lines += [self.summary]
+        for error, ofs in _by_error(self.refused).items():
+            lines += _wrapped("refused: ", f"{_shortened(ofs, REFUSED)}: {error}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _told(outcome: Outcome) -> str:
+    parts = [_shortened(outcome.tried)] if outcome.tried else []
+    parts += [outcome.why_not] if outcome.why_not else []
+    parts += [f"refused: {_shortened(outcome.refused)}"] if outcome.refused else []
+    parts += [f"not of {_shortened(ofs)}: {why}" for why, ofs in _by_error(outcome.inapplicable).items()]
+    parts += [f"not tried, for want of time: {outcome.left} more"] if outcome.left else []
+    return "; ".join(parts)
+
+
+def _shortened(names: Iterable[str], shown: int = SHOWN) -> str:
+    """The first of the names, and how many more there are."""
+    different = list(dict.fromkeys(names))
+    more = f" and {len(different) - shown} more" if len(different) > shown else ""
+    return ", ".join(different[:shown]) + more
+
+
+def _by_error(told: dict[str, str]) -> dict[str, list[str]]:
+    """Those of one error together, without the call that it names, shortened to what a line or two can hold."""
+    found: dict[str, list[str]] = {}
+    for of, error in told.items():
+        found.setdefault(textwrap.shorten(cause(error), 3 * WIDTH), []).append(of)
+    return found
+
+
+def cause(error: str) -> str:
+    """An error of this library without the call that it begins with."""
+    return error.partition("): ")[2] or error
+
+
+def _wrapped(head: str, text: str) -> list[str]:
+    indent = " " * min(len(head), WIDTH // 2)
+    options = {"width": WIDTH, "subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
+    return [head.rstrip()] if not text else textwrap.wrap(head + text, drop_whitespace=True, **options)
+
+
+def chosen(call: str, subject: str, only: Iterable[str] | str | None) -> list[Law]:
+    """The laws of a subject, or those of these names."""
+    own = {name: law for name, law in LAWS.items() if law.subject == subject}
+    if only is None:
+        return list(own.values())
+    names = [only] if isinstance(only, str) else list(only)
+    known, unknown = ", ".join(map(repr, own)), [name for name in names if name not in own]
+    if unknown:
+        raise ArgumentError(f"{call}(..., only={names}): there is no law {unknown[0]!r}; the names are {known}.")
+    if not names:
+        raise ArgumentError(f"{call}(..., only=[]): leave `only` out for all laws, or name some: {known}.")
+    return [law for name, law in own.items() if name in names]
+
+
+Again = Callable[[str, list[int]], str]
+"""What to type to see a law fail for some samples."""
+
+
+def judged(table: Table, subject: Any, again: Again, seconds: float) -> Table:
+    """The table itself, or the error that it calls for."""
+    if table.failed:
+        raise AssertionError(told(table.failed[0], table, subject, again, seconds))
+    asked = [outcome for outcome in table.outcomes if not outcome.law.of_f]
+    if table.refused and not any(outcome.tried for outcome in asked):
+        raise ArgumentError(f"every law refuses this function: {cause(next(iter(table.refused.values())))}\n\n{table}")
+    return table
+
+
+def told(outcome: Outcome, table: Table, subject: Any, again: Again, seconds: float) -> str:
+    """The message for a law that does not hold."""
+    failure = outcome.failures[0]
+    part, failure = smallest(outcome.law, subject, failure, seconds)
+    samples = list(part.samples)
+    few = f"\n    samples: {samples}, of {subject.n}" if subject.n else ""
+    return (
+        f"a law does not hold: {outcome.law.name}\n    {outcome.law.statement}\n    {failure}{few}\n"
+        f"    to see it again: {again(outcome.law.name, samples)}\n\n{table}"
+    )
+
+
+def call(name: str, called: str, options: dict[str, Any], seed: int) -> Again:
+    """That of a call, with the options that are not what they are by themselves."""
+    shown = "".join(f", {key}={value}" for key, value in options.items())
+
+    def again(law: str, samples: list[int]) -> str:
+        few = f", samples={samples}" if samples else ""
+        return f"{name}({called}{shown}, only={law!r}{few}, seed={seed})"
+
+    return again

@@ -51,7 +51,7 @@ FAULTS = [
     ),
     Fault(
         "the loss of a batch by a plan is not weighed",
-        "evaluation/brought.py",
+        "evaluation/sweep.py",
         "kept, shapes, places, engine.scalar, outputs, aux = found",
         "kept, shapes, places, _, outputs, aux = found",
         "plans/test_batches.py::TestWays plans/test_batches.py",

@@ -1,4 +1,4 @@
-"""The product of the samples of several processes."""
+"""Products of the samples of all batches, of one process or of several."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc.data_sets.part import Asked, Begun, Part
-from invfunc.evaluation.layout import parts
+from invfunc.data_sets.part import PARAMETERS, Asked, Begun, Part
+from invfunc.evaluation.rounds import parts
 from invfunc.products.along import OfAll, space_of
 from invfunc.products.product import Linearised, SummedProduct
 from invfunc.products.streamed import Evaluated, Sums, check_linearized, identity_of, keys_of
 
 
 @dataclass(frozen=True, repr=False)
-class DistributedProduct(SummedProduct):
-    """A function `(params, v, *batch) -> tree like params`, the sum of a product over all processes."""
+class StreamedProduct(SummedProduct):
+    """A function `(params, v, loader) -> tree like params`, the sum of a product over batches, and over processes."""
 
     part: Part
     plans: Evaluated | None = None
+    """Evaluates the product of a batch, if it is `compiled`."""
 
     def __repr__(self) -> str:
         return self.part.shown(self.plans or self.product)
@@ -30,30 +31,30 @@ class DistributedProduct(SummedProduct):
         return self.part.names(["params", self.vector], self.product.names(count), count)
 
     def names_of_f(self, count: int) -> Any:
-        """What so many arguments are called that are all but the vector."""
+        """Names of so many arguments that are all but the vector."""
         return self.part.names(["params"], self.product.names_of_f(count), count)
 
     def linearize(self, *args: Any, **kwargs: Any) -> Any:
-        """The product at some parameters and data, `(params, *batch) -> (v -> product)`, of the same draws for all v.
+        """The product at some parameters and data, `(params, loader) -> (v -> product)`, of the same draws for all v.
 
-        All processes have to call it, and what it returns, with the same vectors in the same order.
+        The loader is gone through for each v. With `has_aux`, the pair of that function and of an empty list, as there
+        was no batch yet. Of several processes, all have to call it, and what it returns, with the same vectors in the
+        same order.
         """
         return self.run(self._linearized, self.names_of_f, args, kwargs, ".linearize")
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        with self.part.call():
-            begun, sums, space = self._begun(
-                args, 2, kwargs, names, lambda: identity_of(self.product, args[0], args[1], kwargs)
-            )
-            leaves = space.leaves(args[1], self.vector, self.lead)
-            with begun.course as course:
-                found = self._parts(sums(leaves, course, self.lead, begun.told), args[0], self.lead)
-                return space.tree(found), self._aux(sums)
+        begun, sums, space = self._begun(
+            args, (*PARAMETERS, self.vector), kwargs, names, lambda: identity_of(self.product, args[0], args[1], kwargs)
+        )
+        leaves = space.leaves(args[1], self.vector, self.lead)
+        with begun.course as course:
+            found = self._parts(sums(leaves, course, self.lead, begun.told), args[0], self.lead)
+            return space.tree(found), self._aux(sums)
 
     def _linearized(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         check_linearized(self.part.file)
-        with self.part.call():
-            begun, sums, space = self._begun(args, 1, kwargs, names, again="it is gone through for every vector")
+        begun, sums, space = self._begun(args, PARAMETERS, kwargs, names, again="it is gone through for every vector")
         shown = f"{self!r}.linearize({', '.join(names)})"
 
         def at(vectors: list[torch.Tensor], lead: int) -> list[torch.Tensor]:
@@ -62,7 +63,7 @@ class DistributedProduct(SummedProduct):
             each = [sums.along([*one], 0) for one in zip(*vectors, strict=True)]
             return self._parts([torch.stack(x) for x in zip(*each, strict=True)], args[0], lead)
 
-        return Linearised(shown, at, space, space, self.vector, self.lead, (args, kwargs), self.part.call), []
+        return Linearised(shown, at, space, space, self.vector, self.lead, (args, kwargs)), []
 
     @staticmethod
     def _parts(found: list[torch.Tensor], params: Any, lead: int) -> list[torch.Tensor]:
@@ -72,19 +73,30 @@ class DistributedProduct(SummedProduct):
     def _begun(
         self,
         args: tuple,
-        own: int,
+        own: tuple[str, ...],
         kwargs: dict[str, Any],
         names: Any,
         identity: Callable[[], dict[str, str]] = dict,
         again: str = "",
     ) -> tuple[Begun, Sums, OfAll]:
-        """How all begin, the linear map, and the space of its vectors."""
+        """The beginning of all processes, the linear map, and the space of its vectors."""
         alike, keys = {"the product": f"{self.product!r} {self.product.degree}"}, keys_of(self.product)
         whole = bool(self.lead) or self.plans is not None
         begun = self.part.begun(Asked(args, own, names, alike, keys, identity, again, whole=whole))
         keys, p = begun.course.record.keys, begun.processes
         divided = None if begun.rounds is None else (begun.rounds, tree.tensors((begun.params,)))
-        sums = Sums(self.product, kwargs, begun.batches, keys, p, begun.before, begun.counted, self.plans, divided)
+        sums = Sums(
+            self.product,
+            kwargs,
+            begun.batches,
+            keys,
+            p,
+            begun.before,
+            begun.counted,
+            self.plans,
+            divided,
+            self.part.reduction,
+        )
         return begun, sums, OfAll(**vars(space_of(args[:1], names)), processes=p, rounds=begun.rounds)
 
     def _aux(self, sums: Sums) -> Any:
