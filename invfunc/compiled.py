@@ -53,7 +53,7 @@ def compiled(
         pad: sizes of batches, as `(8, 16, 32)`. A batch is padded to the next of them with copies of its first sample,
             which have no gradient, so that few plans serve all batches. That is right for sums over the samples and for
             results with a sample axis, which are cut: of `[N]` losses, or of a model with a loss that is given apart,
-            of which four gradients in the outputs tell in each call how much of it the samples are (a sum, a mean, one
+            of which two gradients in the outputs tell in each call how much of it the samples are (a sum, a mean, one
             with `ignore_index`); for `variance`, too, where the padded samples are taken out by the formula of Chan,
             Golub and LeVeque, and rounded as sums of squares are. Not for what is drawn, for K-factors, `noise_scale`,
             aux, `reduced` and losses `[N]` with a factor that depends on N; an f that draws (dropout) draws for the
@@ -86,7 +86,7 @@ def compiled(
         tensor([9.])
         tensor([64.])
         >>> print(invfunc.explain(fast)(torch.tensor([1.0]), x, torch.zeros(2)).plan)
-        a plan of 33 operations
+        a plan of 36 operations
 
     Composes with: `chunked`, `reduced`, `together` inside; `streamed` and `distributed` around it, where what a batch
     brings is repeated, by plans of their own: `streamed(compiled(t))(params, loader)` makes one for each shape of a

@@ -101,7 +101,7 @@ class Weights:
                 raise _others(first, part)
             first = part
         both = first.n + part.n
-        ratios = [(self.ratio(first, part), part.n / both), (self.ratio(part, first), first.n / both)]
+        ratios = [(self._ratio(first, part), part.n / both), (self._ratio(part, first), first.n / both)]
         if self.first is None:
             self.first, self.mean = part.own(), bool(ratios[0][0] < 0.75)  # joined with itself: 1/2 or 1
         for r, share in ratios:  # that of the smaller one tells with more digits what it weighs
@@ -110,8 +110,8 @@ class Weights:
                 raise _neither(f"counts {float(r):.4g} of itself")
         return part.n if self.mean else 1
 
-    def ratio(self, first: LossPart, part: LossPart) -> torch.Tensor:
-        """The factor by which the gradient of a batch's loss changes where the first batch is joined to it."""
+    def _ratio(self, first: LossPart, part: LossPart) -> torch.Tensor:
+        """By how much the gradient of a batch's loss changes where the first batch is joined to it."""
         for shift in (0, 1):  # the loss may be at its minimum
             alone, joined = part.gradient(shift=shift), part.gradient(first, shift)
             wide = torch.promote_types(alone.dtype, torch.float32)

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc.arguments.problem import batch_dims, batch_size, some_samples
+from invfunc.arguments.problem import batch_dims, batch_size
 from invfunc.errors import ArgumentError
-from invfunc.evaluation.weights import LossPart, Weights
 from invfunc.loss.drawn import joined
 from invfunc.products.product import Product
 from invfunc.reductions.gradients import CentredSquares, ClippedSum, EachSample, SumAndCentredSquares
@@ -62,11 +61,19 @@ class Padding:
         self.t, self.sizes = t, tuple(sorted(sizes))
         if why := _why_not(t):
             raise ArgumentError(f"compiled({t!r}, pad={sizes!r}): {why}.")
+        self.rows: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        """For numbers of samples, the places that a padded batch takes its samples from, and its mask."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of a padded batch, with its mask in front of it."""
-        count = len(args) - self.lead
-        return _of_masked(self.t, (0, *self._dims(count).values()))(*args, **kwargs)
+        t, count = self.t, len(args) - self.lead
+        found, mask = _of_masked(t, (0, *self._dims(count).values()))(*args, **kwargs), args[self.lead]
+        if isinstance(t, Product):
+            return found
+        if not t.members:
+            return _centred(t, found, mask)
+        own = [_centred(m, x, mask) for m, x in zip(t.members, found, strict=False)]
+        return (*own, *found[len(own) :])
 
     @property
     def lead(self) -> int:
@@ -81,13 +88,16 @@ class Padding:
         """The arguments of a call with a mask in front of the batch, and how many samples there were and are."""
         front, own = args[: self.lead], (args[0], *args[self.lead :])
         dims = self._dims(len(own))
-        n = batch_size(own, dims, names)
+        n, device = batch_size(own, dims, names), next(x.device for x in tree.tensors(own[1:]))
         size = next((size for size in self.sizes if size >= n), None)
         if size is None:
             raise ArgumentError(f"there are {n} samples, more than the largest size of pad={self.sizes!r}.")
-        batch = [_longer(x, dims[i], n, size) for i, x in enumerate(own[1:], 1)]
-        device = next(x.device for x in tree.tensors(own[1:]))
-        return (*front, torch.arange(size, device=device) < n, *batch), n, size
+        if (n, device) not in self.rows:
+            rows = torch.arange(size, device=device)
+            self.rows[n, device] = rows * (rows < n), rows < n
+        index, mask = self.rows[n, device]
+        batch = own[1:] if n == size else [_some(x, dims[i], index) for i, x in enumerate(own[1:], 1)]
+        return (*front, mask, *batch), n, size
 
     def cut(self, found: Any, target: Any, n: int, size: int) -> Any:
         """A result, with the outputs of the model where there is a loss apart, without what padded samples have."""
@@ -97,36 +107,54 @@ class Padding:
             found = tuple(results) if t.several else results[0]
             if isinstance(t, Statistic) and t.options.plan.asked("samples"):
                 z = joined(z, t.out_dims)
-            scale = 1.0 if n == size else self._scale(z, target, n, size)
+            scale = 1.0 if n == size else self._scale(z, target, n)
         if isinstance(t, Product):
             return found if scale == 1 else tree.map_tensors(lambda x: x * scale**t.degree, found)
         if t.members:
-            return tuple(_cut(m, x, n, size, scale) for m, x in zip(t.members, found, strict=True))
-        return _cut(t, found, n, size, scale)
+            return tuple(_cut(m, x, n, scale) for m, x in zip(t.members, found, strict=True))
+        return _cut(t, found, n, scale)
 
-    def _scale(self, outputs: Any, target: Any, n: int, size: int) -> float:
-        """The factor by which the loss of the samples is larger than what they have in that of the padded batch."""
-        t = self.t
-        assert t.loss is not None
+    def _scale(self, outputs: Any, target: Any, n: int) -> float:
+        """The factor by which the gradient of the loss of n samples is that which they have in the padded batch."""
+        t, rows = self.t, slice(n)
         dim = t.in_dims[-1] if isinstance(t.in_dims, Sequence) else t.in_dims
-        own, more = some_samples(outputs, t.out_dims, slice(n)), some_samples(outputs, t.out_dims, slice(n, size))
-        rest = some_samples(target, dim, slice(n, size))
-        part = LossPart(t.loss, own, some_samples(target, dim, slice(n)), n, t.out_dims, dim)
-        if t.loss(own, part.target).ndim:
-            return 1.0
-        return 1 / float(Weights().ratio(LossPart(t.loss, more, rest, size - n, t.out_dims, dim), part))
+        for shift in (0, 1):  # the loss may be at its minimum
+            z = tree.map_tensors(lambda x, shift=shift: x.detach() + shift, outputs)
+            padded = self._slope(z, target)
+            if padded is None:
+                return 1.0
+            alone = self._slope(_some(z, t.out_dims, rows), _some(target, dim, rows))
+            there = torch.cat([_some(x, t.out_dims, rows).flatten() for x in padded])
+            own = torch.cat([x.flatten() for x in alone or ()])
+            if (size := own @ own) > 0:
+                scale = size / (own @ there)
+                if (own - scale * there).abs().amax() <= torch.finfo(own.dtype).eps ** 0.75 * own.abs().amax():
+                    return float(scale)
+                raise ArgumentError(
+                    "with pad=, the loss has to be a sum or a mean over the samples, and changes in another way where "
+                    "others are added. Return the [N] losses of the samples, as with reduction='none'."
+                )
+        return 1.0
+
+    def _slope(self, outputs: Any, target: Any) -> list[torch.Tensor] | None:
+        """The gradient of the loss in the outputs; None where it has a loss for each sample."""
+        assert self.t.loss is not None
+        with torch.enable_grad():
+            own = tree.map_tensors(lambda x: x.requires_grad_() if x.is_floating_point() else x, outputs)
+            loss, inputs = self.t.loss(own, target), [x for x in tree.tensors((own,)) if x.requires_grad]
+            if loss.ndim:
+                return None
+            found = torch.autograd.grad(loss, inputs, allow_unused=True)
+        return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
 
 
-def _longer(argument: Any, dim: int | None, n: int, size: int) -> Any:
-    """An argument with copies of its first sample behind it."""
-    if dim is None or n == size:
+def _some(argument: Any, dim: int | None, rows: slice | torch.Tensor) -> Any:
+    """An argument with some of its samples, or with copies behind them."""
+    if dim is None:
         return argument
-
-    def longer(x: torch.Tensor) -> torch.Tensor:
-        shape = [size - n if d == dim % x.ndim else -1 for d in range(x.ndim)]
-        return torch.cat([x, x.narrow(dim, 0, 1).expand(shape)], dim)
-
-    return tree.map_tensors(longer, argument)
+    if isinstance(rows, torch.Tensor):
+        return tree.map_tensors(lambda x: x.index_select(dim, rows), argument)
+    return tree.map_tensors(lambda x: x.narrow(dim, 0, rows.stop), argument)
 
 
 def _why_not(t: Statistic | Product) -> str:
@@ -157,26 +185,32 @@ def _of_masked(t: Any, in_dims: tuple) -> Any:
     return replace(t, **changed)
 
 
-def _cut(t: Statistic, result: Any, n: int, size: int, scale: float) -> Any:
-    """A result of a statistic without what padded samples have in it."""
+def _centred(t: Statistic, result: Any, mask: torch.Tensor) -> Any:
+    """A result of which padded samples are taken out of the variance, by the formula of Chan, Golub and LeVeque."""
+    if not isinstance(t.reduction, CentredSquares):
+        return result
+    total, spread = result
+    n, size = mask.sum(dtype=torch.float64), len(mask)
+    share, divisor = (size - n) / (size * n), n - t.reduction.correction
+    leaves, structure = tree.flatten(spread)
+    for i, (s, v) in enumerate(zip(tree.tensors((total,)), leaves, strict=True)):
+        leaves[i] = (v * size - s.square() * share).clamp(min=0) / divisor
+    spread = tree.unflatten(leaves, structure)
+    return (total, spread) if isinstance(t.reduction, SumAndCentredSquares) else spread
+
+
+def _cut(t: Statistic, result: Any, n: int, scale: float) -> Any:
+    """A result of a statistic without the rows of padded samples."""
     reduction: Reduction = t.reduction
-    if isinstance(reduction, CentredSquares):
-        if n <= reduction.correction:
-            raise ArgumentError(f"correction={reduction.correction} leaves no divisor above 0 for {n} samples.")
-        total, spread = result
-        leaves, structure = tree.flatten(spread)
-        for i, (s, v) in enumerate(zip(tree.tensors((total,)), leaves, strict=True)):
-            centred = v * size - s.square() * ((size - n) / (size * n))  # by the formula of Chan, Golub and LeVeque
-            leaves[i] = centred.clamp(min=0) / (n - reduction.correction)
-        spread = tree.unflatten(leaves, structure)
-        return (total, spread) if isinstance(reduction, SumAndCentredSquares) else spread
+    if isinstance(reduction, CentredSquares) and n <= reduction.correction:
+        raise ArgumentError(f"correction={reduction.correction} leaves no divisor above 0 for {n} samples.")
     if isinstance(reduction, ClippedSum):
-        return result[0], result[1][:n].clone()
+        return result[0], result[1][:n]
     if isinstance(reduction, InnerProducts):
-        return tree.map_tensors(lambda x: x.narrow(0, 0, n).narrow(x.ndim // 2, 0, n).clone(), result)
+        return tree.map_tensors(lambda x: x.narrow(0, 0, n).narrow(x.ndim // 2, 0, n), result)
     if reduction.each:
-        result = tree.map_tensors(lambda x: x.narrow(reduction.each[0], 0, n).clone(), result)
-    if not t.loss or scale == 1:
+        result = _some(result, reduction.each[0], slice(n))
+    if scale == 1:
         return result
     by = t.quantity.factor(scale)
     return tree.map_tensors(lambda x: reduction.scaled((x,), by)[0], result)
