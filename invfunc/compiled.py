@@ -13,7 +13,7 @@ from invfunc import tree
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.plans.batches import PlansOfBatches, PlansOfProducts
-from invfunc.plans.calls import Calls
+from invfunc.plans.calls import Calls, aside
 from invfunc.plans.padded import Padding
 from invfunc.plans.plan import BACKENDS
 from invfunc.products.product import Product
@@ -193,10 +193,11 @@ class Compiled(Transform):
         return self.t.several
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        if self.padding is not None:
-            given, n, size = self.padding.padded(args, names)
-            return self.padding.cut(self.calls(given, kwargs), given[-1], n, size), None
-        found = self.calls(args, kwargs)
+        padding = None if aside(args, kwargs) else self.padding
+        if padding is not None:
+            given, n, size = padding.padded(args, names)
+            return padding.cut(self.calls(given, kwargs), given[-1], n, size), None
+        found = self.t(*args, **kwargs) if self.padding is not None else self.calls(args, kwargs)
         if not self.has_aux:
             return found, None
         *results, aux = found

@@ -191,10 +191,11 @@ def _centred(t: Statistic, result: Any, mask: torch.Tensor) -> Any:
         return result
     total, spread = result
     n, size = mask.sum(dtype=torch.float64), len(mask)
-    share, divisor = (size - n) / (size * n), n - t.reduction.correction
+    divisor = n - t.reduction.correction
+    scale, share = size / divisor, (n - size) / (size * n * divisor)
     leaves, structure = tree.flatten(spread)
     for i, (s, v) in enumerate(zip(tree.tensors((total,)), leaves, strict=True)):
-        leaves[i] = (v * size - s.square() * share).clamp(min=0) / divisor
+        leaves[i] = torch.addcmul(v * scale, s, s * share).clamp(min=0)
     spread = tree.unflatten(leaves, structure)
     return (total, spread) if isinstance(t.reduction, SumAndCentredSquares) else spread
 

@@ -1,6 +1,7 @@
 """Batches that are padded to a few sizes give what they give by themselves, by as few plans as there are sizes."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -120,6 +121,22 @@ def test_other_axes_and_what_all_samples_share():
         w, x = Numbers(0)(5), Numbers(n)(5, n)
         assert_trees_close(c(w, x, w[0]), t(w, x, w[0]), 1e-12)
     assert hits(c) == 1
+
+
+def test_derivatives_are_those_of_the_batch():
+    """Within a transform, and of parameters that require grad, where calls have no plan."""
+    t, c = (wrap(invfunc.diag_ggn(model, F.cross_entropy)) for wrap in (lambda t: t, partial(compiled, pad=[4])))
+    x, y = Numbers(1)(3, 4), torch.arange(3)
+
+    def total(of, p):
+        return sum(leaf.sum() for leaf in of(p, x, y).values())
+
+    wanted = torch.func.grad(partial(total, t))(PARAMS)
+    assert_trees_close(torch.func.grad(partial(total, c))(PARAMS), wanted, 1e-12)
+    params = tree.map_tensors(lambda p: p.clone().requires_grad_(), PARAMS)
+    with pytest.warns(invfunc.InvFuncWarning, match="differentiable"):
+        found = torch.autograd.grad(total(c, params), [*params.values()])
+    assert_trees_close([*found], [*wanted.values()], 1e-12)
 
 
 REFUSED = {

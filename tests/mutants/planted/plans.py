@@ -107,8 +107,8 @@ FAULTS = [
     Fault(
         "padded samples are in the spread of the gradients",
         "plans/padded.py",
-        "(v * size - s.square() * share)",
-        "(v * size)",
+        "torch.addcmul(v * scale, s, s * share)",
+        "(v * scale)",
         f"{PADDED}::test_statistics_are_those_of_the_batch",
     ),
     Fault(
