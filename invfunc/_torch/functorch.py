@@ -187,7 +187,7 @@ def backward_pass() -> int:
 same_generator: Callable[[torch.Generator], int] = attrgetter("_cdata")
 """A number that all objects of one generator have: operations are given another one than the caller's."""
 listening: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
-"""Whether a torch function mode sees the calls that are made."""
+"""True if a torch function mode sees the calls that are made."""
 unwatched, watched = torch._C.DisableTorchFunction, torch._C._EnableTorchFunction
 """Contexts without torch function modes, for what a function does not do itself, and with them again within those."""
 
@@ -213,7 +213,6 @@ unseen = _disable_current_modes
 """A context without any dispatch mode."""
 FakeTensor, FakeTensorMode = fake_tensor.FakeTensor, fake_tensor.FakeTensorMode
 unheard = torch._C.DisableTorchFunction  # a context without function modes
-NoNumbers = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
 
 
 def leaf(x: torch.Tensor) -> torch.Tensor:
@@ -264,7 +263,7 @@ def _below(level: int) -> Iterator[None]:
 
 
 counted: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""How often a tensor that was not made in inference mode was written in place."""
+"""Count of writes in place into a tensor that was not made in inference mode."""
 
 
 def version(x: torch.Tensor) -> int:
@@ -356,7 +355,7 @@ def graphless_node() -> None:
 
 
 autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled
-"""Whether autocast is on for any kind of device."""
+"""True if autocast is on for any kind of device."""
 uncounted: Any = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
 """A context in which writing into a tensor does not count as such."""
 
@@ -398,9 +397,9 @@ def _in_torch_func(frame: Any) -> bool:
     return False
 
 
-def hooked(x: torch.Tensor) -> bool:
-    """Tells whether hooks are registered that see gradients of a tensor."""
-    return bool(x._backward_hooks)
+def hooked(tensors: Sequence[torch.Tensor]) -> bool:
+    """Tells whether hooks are registered that see gradients of some tensors."""
+    return any([x._backward_hooks for x in tensors])
 
 
 def leaf_at(x: torch.Tensor, needs: bool) -> torch.Tensor:
@@ -458,7 +457,7 @@ def as_it_is(x: torch.Tensor) -> torch.Tensor:
 
 
 PLAIN = Level(0)
-"""That of plain autograd, without vmaps."""
+"""Level of plain autograd, without vmaps."""
 
 
 def level_at(number: int) -> Level:
@@ -505,9 +504,9 @@ def recorded(x: torch.Tensor) -> torch.Tensor:
 
 
 is_batched: Callable[[torch.Tensor], bool] = _C.is_batchedtensor
-"""Whether a tensor is one for each entry of the innermost vmap."""
+"""True if a tensor is one for each entry of the innermost vmap."""
 is_wrapped: Callable[[torch.Tensor], bool] = _C.is_functorch_wrapped_tensor
-"""Whether a tensor is of a transform of torch.func."""
+"""True if a tensor is of a transform of torch.func."""
 set_graph: Callable[[bool], None] = torch._C._set_grad_enabled
 """Turn the recording of graphs on or off."""
 

@@ -32,7 +32,7 @@ class State(NamedTuple):
 
     @property
     def taken(self) -> bool:
-        """Whether the next block took it over."""
+        """Tells whether the next block took it over."""
         slot = self.slot and self.slot()
         return self.slot is None or (slot is not None and slot.later is not None)
 
@@ -145,15 +145,15 @@ class HeldState(NamedTuple):
     """A tensor that a block gave out and that is in memory."""
 
     block: str
-    """What gave it out."""
+    """The block that gave it out."""
     number: int
-    """How many blocks come before that one in its series."""
+    """Number of blocks before that one in its series."""
     output: str
-    """Which of its outputs it is."""
+    """The output of the block that it is."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     bytes: int
-    """Those of the memory that it is a part of."""
+    """Bytes of the memory that it is a part of."""
 
     def __str__(self) -> str:
         what = f"{self.output}, {list(self.shape)} {self.dtype}, {told(self.bytes)}"
@@ -190,12 +190,12 @@ class HeldStates:
 
     @property
     def held(self) -> States:
-        """Those that a block took over, and that somebody else holds."""
+        """States that a block took over, and that somebody else holds."""
         return self._in_memory(taken=True)
 
     @property
     def kept(self) -> States:
-        """Those that no block took over."""
+        """States that no block took over."""
         return self._in_memory(taken=False)
 
     def _in_memory(self, taken: bool) -> States:
@@ -217,7 +217,7 @@ class HeldStates:
         return f"held by somebody, though blocks let go of them: {_counted(held)}"
 
     def _below(self, held: States) -> list[str]:
-        """What is said beside the tensors that are listed."""
+        """Lines beside the tensors that are listed."""
         if self._noted.empty:
             return []
         more = len(held[_SHOWN:])
@@ -240,4 +240,4 @@ def _counted(found: States) -> str:
 
 
 _SHOWN = 20
-"""How many of them are listed."""
+"""Number of tensors that are listed."""

@@ -43,13 +43,13 @@ class Slot:
         self.later: Holder | None = None
         self.owner: weakref.ref[Holder] | None = None
         self.depth = depth
-        """How many blocks come before it in its series, this one included."""
+        """Number of blocks in its series up to this one."""
         self.lock = lock
         """One for all calls of a series, of which threads may need the states at the same time."""
 
     @property
     def empty(self) -> bool:
-        """Whether a later call has to give the tensor back."""
+        """Tells whether a later call has to give the tensor back."""
         return self._value is None and self._packed is None
 
     def get(self) -> torch.Tensor:
@@ -68,7 +68,7 @@ class Slot:
         return alive(value) if is_wrapped(value) else value
 
     def of_memory(self, tensor: torch.Tensor) -> bool:
-        """Whether it is that tensor, which somebody handed on."""
+        """Tells whether it is that tensor, which somebody handed on."""
         value = self._value
         if value is None or storage_of(value) != storage_of(tensor):
             return False
@@ -127,7 +127,7 @@ class Holder:
     outs: Sequence[Slot] = ()
     ins: Sequence[weakref.ref[Slot] | None] = ()
     gathering: Sequence[Any] = ()
-    """What `fully_shard` gathers parameters with for this call, if it is the first one in its module."""
+    """Groups of `fully_shard` that gather parameters for this call, if it is the first one in its module."""
 
     def back(self, ys: list[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors of the input, from those of the output."""
@@ -177,7 +177,7 @@ class Holder:
 
 
 def depth_of(slots: Sequence[Any]) -> int:
-    """How many blocks come before a state, by its slots."""
+    """Number of blocks before a state, by its slots."""
     return max((slot.depth for slot in slots if slot is not None), default=0)
 
 
@@ -190,7 +190,7 @@ Enter = Callable[[torch.Tensor, bool], torch.Tensor]
 
 
 class Like:
-    """What a tensor was like."""
+    """Shape, dtype, device, strides and need of a gradient of a tensor as it was."""
 
     __slots__ = ("shape", "dtype", "device", "stride", "needs", "batches")
 
@@ -217,7 +217,7 @@ class Like:
         return (came if overlaps else made.copy_(came)).expand(self.shape)
 
     def holds(self, came: torch.Tensor) -> bool:
-        """Whether another tensor has this shape, and a dtype with all of the digits."""
+        """Tells whether another tensor has this shape, and a dtype with all of the digits."""
         if came.dtype == self.dtype or came.shape != self.shape:
             return came.shape == self.shape
         floats = came.dtype.is_floating_point and self.dtype.is_floating_point
@@ -230,13 +230,13 @@ class Evaluation:
 
     fn: Callable
     start: int
-    """How many tensors autograd has saved before."""
+    """Number of tensors that autograd has saved before."""
     first: bool
-    """Whether its first argument is a tensor, and all others are constants and further arguments of the block."""
+    """True if its first argument is a tensor, and all others are constants and further arguments of the block."""
     given: list[Like]
     """The tensors that it is given beside the arguments of the block."""
     states: States | None
-    """Those of the generators."""
+    """States of the generators."""
     end: int = 0
 
 
@@ -261,7 +261,7 @@ class Link:
     kept: dict[int, Slot] = {}
     """The tensors of x that stay in memory, by their places."""
     merged = False
-    """Whether shared functions alone have something saved."""
+    """True if shared functions alone have something saved."""
     _args: Any = ((), {})
     """The further arguments, if none of their tensors has a graph."""
     _tensors: Sequence[torch.Tensor] = ()
@@ -274,7 +274,7 @@ class Link:
         self.pair = self.block.pair
         self.form, self.like, self.start, self.around, self.states = form, [*map(Like, xs)], start, around, states
         self.end = start
-        """How many tensors autograd has saved behind it."""
+        """Number of tensors that autograd has saved at its end."""
         if args or kwargs:
             self.own = tree.tensors((args, kwargs))
             self.ids = {*map(id, self.own)}

@@ -15,7 +15,7 @@ from invfunc.errors import InexactWarning, InverseError
 from invfunc.transform import told
 
 ENTRIES = 64
-"""How many entries of a tensor are compared."""
+"""Number of entries of a tensor that are compared."""
 EVERY = 8
 """Of blocks one after the other the first one is looked at, and each eighth: a wrong x reaches the first one anyway."""
 FEW = 0.05
@@ -41,7 +41,7 @@ class Look:
         self.total = flat.sum(dtype=wide)
 
     def near(self, now: Look, count: int, most: float) -> bool:
-        """Whether nothing is off by more than this, relative to the largest entry; on the CPU, in a few operations."""
+        """Tells whether all is off by at most this, relative to the largest entry; for the CPU, in few operations."""
         size = torch.linalg.vector_norm(self.entries, torch.inf).item() * most
         off = torch.dist(now.entries, self.entries, torch.inf).item()
         return off <= size and abs(now.total.item() - self.total.item()) <= size * count**0.5

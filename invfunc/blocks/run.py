@@ -44,7 +44,7 @@ from invfunc.transform import told
 
 
 class _Collected(list[torch.Tensor]):
-    """What autograd saves in an evaluation once more."""
+    """Tensors that autograd saves in an evaluation once more."""
 
     @functorch.untraced
     def pack(self, t: torch.Tensor) -> int:
@@ -62,7 +62,7 @@ def _nothing(_: Any) -> torch.Tensor:
 
 
 def _place(x: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor begins in its memory, and how many entries it has: halves of a state are alike in all else."""
+    """Offset of a tensor in its memory, and its number of entries: halves of a state are alike in all else."""
     return int(x.storage_offset()), x.numel()
 
 
@@ -83,7 +83,7 @@ class Run(Holder):
     """
 
     _form: tree.Form | None = None
-    """That of the state behind the last block."""
+    """Form of the state behind the last block."""
     _now: int | None = None
     """The link whose saved tensors are at hand."""
     _state: tuple[int, Tensors] | None = None
@@ -91,7 +91,7 @@ class Run(Holder):
     _origin: Sequence[tuple[ref[torch.Tensor], int]] = ()
     """x where no block gave it out: the caller may hold it."""
     _draws = False
-    """Whether a block drew random numbers."""
+    """True if a block drew random numbers."""
     _done = False
     _lock: Any = None
 
@@ -101,9 +101,9 @@ class Run(Holder):
         self.links: list[Link] = []
         self._starts: list[int] = []
         self.like: list[tuple[torch.Size, torch.dtype]] = []
-        """What autograd has saved was like, in order."""
+        """Shape and dtype of each tensor that autograd has saved, in order."""
         self._live: list[tuple[torch.Tensor, int]] = []
-        """What it has saved of the block that is running, with versions."""
+        """Tensors that it has saved of the block that is running, with their versions."""
         self._written = set[int]()
         """The numbers of what was written since, by the block itself: an error if autograd asks for it, as it does not
         for what had no gradient."""
@@ -281,7 +281,7 @@ class Run(Holder):
 
     @functorch.untraced
     def pack(self, t: torch.Tensor) -> int:
-        """What autograd gets in place of a tensor: its number."""
+        """The number that autograd gets in place of a tensor."""
         like = self.like
         like.append(_LIKE(t))
         self._live.append((t, functorch.counted(t)))
@@ -461,7 +461,7 @@ class Run(Holder):
         return xs
 
     def _beside(self, link: Link, xs: Tensors, shared: _Shared, enter: Enter, saved: list) -> None:
-        """What autograd saves beside the shared functions, whose results are known."""
+        """Put in place all that autograd saves beside the shared functions, whose results are known."""
         missing = link.spans()
         with torch.enable_grad(), link.around.again(0, enter):
             given = link.called_with(shared.recalled(), link.entered(xs, enter), enter)
@@ -470,7 +470,7 @@ class Run(Holder):
             saved[n - link.start] = t
 
     def _evaluated(self, link: Link, xs: Tensors, enter: Enter, saved: list) -> None:
-        """What autograd saves of f at x."""
+        """Put in place all that autograd saves of f at x."""
         put_states(self.generators, link.states)
         with torch.enable_grad(), link.around.again(0, enter):
             given = link.called_with(link.pair.shared, link.entered(xs, enter), enter)
@@ -520,7 +520,7 @@ class _Shared:
     def __init__(self, run: Run, link: Link, given: Any, enter: Enter, saved: list | None) -> None:
         self._run, self._link, self._given, self._enter, self._saved = run, link, given, enter, saved
         self.at = len(link.evaluations)
-        """How many evaluations are left."""
+        """Number of evaluations that are left."""
         self.results: dict[int, Any] = {}
 
     def recalled(self) -> Iterator[Callable]:

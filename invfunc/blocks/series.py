@@ -38,7 +38,7 @@ _MOST = 1000
 
 
 def alike(steps: Sequence[Step], x: Any) -> bool:
-    """Whether these are many equal steps on a small state, with nobody who looks on."""
+    """Tells whether these are many equal steps on a small state, with nobody who looks on."""
     if sum(t.nbytes for t in tree.tensors(x)) > SMALL:
         return False
     first = steps[0][0]
@@ -83,7 +83,7 @@ def as_one(steps: Sequence[Step], before: Any, run: Run, x: Any) -> Any:
 
 
 def _reads_only(ys: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> bool:
-    """Whether some tensors alone have a gradient of what was computed from them."""
+    """Tells whether some tensors alone have a gradient of what was computed from them."""
     leaves, ends = {id(t) for t in known}, {t.grad_fn for t in known}
     waiting, seen = [t.grad_fn for t in ys], set[Any]()
     while waiting:
@@ -134,7 +134,7 @@ class _Steps(Holder):
         self._tied = [places[id(closed[i])] for i in self._closed]
         self._read = [t if t.grad_fn is None else functorch.leaf_at(t, True) for t in read.values()]
         self._others = len(of.all) > len(closed) and any(t.requires_grad for t in map(there, of.standing()))
-        """Whether others may read tensors that need a gradient and that it did not read."""
+        """True if others may read tensors that need a gradient and that it did not read."""
         return [*read.values()]
 
     def _steps(self, given: Sequence[torch.Tensor]) -> list[tuple[tuple, dict[str, Any]]]:
@@ -168,7 +168,7 @@ class _Steps(Holder):
         return self._pulled_back(ys, None)[0]
 
     def gradients(self, gs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Those of the state before the steps and of all that needs one, from those of the state behind them."""
+        """Gradients of the state before the steps and of all that needs one, from those of the state behind them."""
         xs, found = self._pulled_back(self.output(), [*gs])
         self.fill(xs)
         return found
@@ -178,7 +178,9 @@ class _Steps(Holder):
         if functorch.versions(self._given) != self._versions:
             raise ModifiedError(WRITTEN)
         given = [functorch.leaf_at(t, i in self._asked) for i, t in enumerate(self._given)]
-        read = [functorch.leaf_at(t, True) if functorch.hooked(t) else t for t in self._read]  # hooks see the sum alone
+        read = [
+            functorch.leaf_at(t, True) if functorch.hooked([t]) else t for t in self._read
+        ]  # hooks see the sum alone
         asked = [*(given[i] for i in self._asked), *read]
         total: list[torch.Tensor | None] = [None] * len(asked)
         with functorch.plainly(), self.around.again(), self._reading(read):
@@ -203,7 +205,7 @@ class _Steps(Holder):
         return swapped([self.around.places[i] for i in self._closed], [tensors[i] for i in self._tied])
 
     def again(self, saved: Sequence[torch.Tensor], gs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """What `gradients` gives, with a graph: of steps that are blocks."""
+        """Gradients with a graph, from steps that are blocks."""
         xs = self._pulled_back(self.output(), None)[0]
         own = [t.view_as(t) for t in saved]  # behind which no gradient goes on, through the ghosts to the others
         ghosts, needing = own[: self.number], own[self.number :]
@@ -221,7 +223,7 @@ class _Steps(Holder):
 
 
 def _gradients(outs: Sequence[torch.Tensor], inputs: list, gs: Sequence[Any], create_graph: bool = False) -> Any:
-    """Those of what has any."""
+    """Gradients of those outputs that have any."""
     ends = [(t, g) for t, g in zip(outs, gs, strict=True) if g is not None and t.requires_grad]
     if not ends or not inputs:
         return [None] * len(inputs)
@@ -258,14 +260,14 @@ class _Node(torch.autograd.Function):
 
 @dataclass
 class Known:
-    """What is known of a block from its calls. A copy of the block has its own."""
+    """Facts about a block from its calls. A copy of the block has its own."""
 
     first: bool = True
-    """Whether it was not called yet."""
+    """True if it was not called yet."""
     warned: bool = False
-    """Whether it has told of an inexact inverse."""
+    """True if it has told of an inexact inverse."""
     differentiates: bool = False
-    """Whether f goes backwards itself, by torch.autograd."""
+    """True if f goes backwards itself, by torch.autograd."""
     uses_torch_func: bool = False
     _closed: tuple[Any, Closed] | None = None
 
@@ -276,7 +278,7 @@ class Known:
         return {}
 
     def closed(self, pair: Any) -> Closed:
-        """What the functions of a pair close over."""
+        """Tensors and modules that the functions of a pair close over."""
         found = self._closed
         if found is None or found[0] is not pair or found[1].moved():
             found = self._closed = pair, Closed((pair.forward, pair.inverse, *pair.shared))
@@ -334,7 +336,7 @@ def _in_series(steps: Sequence[Step], x: Any, seen: bool) -> tuple[Any, list[tup
 
 
 def _differs(block: Any, first: Any) -> bool:
-    """Whether a block cannot be in one run with the first one."""
+    """Tells whether a block cannot be in one run with the first one."""
     return block.known.uses_torch_func or block.preserve_rng_state != first.preserve_rng_state or bool(block.min_bytes)
 
 
@@ -372,7 +374,7 @@ def _only_level(given: Sequence[torch.Tensor]) -> int | None:
 
 
 def _needs(step: Step) -> bool:
-    """Whether a block reads something beside x that needs a gradient."""
+    """Tells whether a block reads something beside x that needs a gradient."""
     block, args, kwargs = step
     given = tree.tensors((args, kwargs)) if args or kwargs else ()
     return any(functorch.needs_grad(t) for t in (*given, *block.known.closed(block.pair).tensors()))

@@ -32,7 +32,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 class Closed:
-    """What functions close over.
+    """Tensors and modules that functions close over.
 
     Args:
         functions: the functions.
@@ -40,7 +40,7 @@ class Closed:
 
     def __init__(self, functions: Sequence[Any]) -> None:
         self.places: list[Place] = []
-        """Where tensors stand that a call reads."""
+        """Places of the tensors that a call reads."""
         self.modules = [fn for fn in functions if isinstance(fn, nn.Module)]
         self.generators: list[torch.Generator] = []
         seen = set[tuple[int, Any]]()
@@ -60,19 +60,19 @@ class Closed:
         self.scratch: dict[int, tuple[list, dict[str, torch.Tensor | None]]] = {}
         """Buffers for the norms to write to in another evaluation, with what they are like."""
         self.all = self.places
-        """Where tensors stand that some call may read."""
+        """Places of the tensors that some call may read."""
         self._learned = set[Any]()
         """Keys of calls that are known to read nothing else."""
         self.quiet = set[Any]()
         """Keys of calls that drew nothing the last time."""
         self._inner = [(m._modules, [*m._modules.values()]) for m in self.modules if m._modules]
         self.nothing = not (self.places or self.modules)
-        """Whether there is nothing, as for functions whose weights are arguments."""
+        """True if there is nothing, as for functions whose weights are arguments."""
         self.empty: dict[tuple, Surroundings] = {}
         """Surroundings of calls without anything around them, by the flags among the arguments."""
 
     def moved(self) -> bool:
-        """Whether a tensor stands elsewhere by now, as where a weight was parametrized or a submodule replaced."""
+        """Tells whether a tensor stands elsewhere, as where a weight was parametrized or a submodule replaced."""
         if self.nothing:
             return False
         replaced = any([[*now.values()] != then for now, then in self._inner])
@@ -83,11 +83,11 @@ class Closed:
         return read_all(self.places)
 
     def standing(self) -> list[Place]:
-        """Those of all places where a tensor still stands."""
+        """Places where a tensor still stands."""
         return [place for place in self.all if there(place) is not None]
 
     def learned(self, key: Any) -> bool:
-        """Whether it is known what calls with a key read, or no longer looked at."""
+        """Tells whether it is known what calls with a key read, or no longer looked at."""
         return key in self._learned or not self.all or len(self._learned) > _MOST
 
     def learn(self, read: set[int], key: Any) -> None:
@@ -180,7 +180,7 @@ def states_of(generators: Sequence[Generator]) -> States:
 
 
 def drew(before: States, after: States) -> bool:
-    """Whether something was drawn between."""
+    """Tells whether something was drawn between."""
     return not all(map(same_state, before, after))
 
 
@@ -243,7 +243,7 @@ class Surroundings:
     def __init__(self, closed: Closed, first: bool, flags: tuple) -> None:
         self.closed, self.casts = closed, _casts()
         self.key = flags
-        """What f may choose by what it reads."""
+        """Flags by which f may choose what it reads."""
         if closed.nothing:
             return
         self.training = [*map(_TRAINING, closed.modules)]
@@ -305,7 +305,7 @@ class Surroundings:
         return _AS_IT_IS if self._stands() else self._again(at, enter, restarts)
 
     def _stands(self) -> bool:
-        """Whether everything is as it was."""
+        """Tells whether everything is as it was."""
         if self.buffers or self.norms or self.casts or functorch.autocasting():
             return False
         if self.closed.nothing:

@@ -24,7 +24,7 @@ from invfunc.transform import Transform
 SEEDS = range(2**63)
 """The seeds that a generator takes."""
 ROUNDINGS = 8
-"""How many times the rounding of the loops a result may be off: its terms come in another order."""
+"""The factor between the rounding of a result and that of its loops: its terms come in another order."""
 LOST = 2.0**-48
 """The part of the largest number that is lost in rounding even in float64."""
 
@@ -96,8 +96,7 @@ def certified(
     `confidence=0.5, share=0.1` takes 7 entries in place of 90. Where numbers are further apart than the tolerance, all
     of it twice.
 
-    Source: this library; `python -m tests.mutants --certified` plants faults and looks which of them it finds, and
-    `python -m tests.alarms` certifies what is right.
+    Source: this library; `python -m tests.alarms` certifies what is right.
     """
     if not isinstance(t, (Statistic, Product)):
         raise ArgumentTypeError(
@@ -122,7 +121,7 @@ def certified(
 
 
 def needed(confidence: float, share: float) -> int:
-    """How many entries find a fault in a `share` of them with this confidence: `(1 - share)^k <= 1 - confidence`."""
+    """The number k of entries that find a fault in a `share` of them: `(1 - share)^k <= 1 - confidence`."""
     k = math.log1p(-confidence) / math.log1p(-share) - 1e-9
     return math.ceil(min(k, sys.maxsize))
 

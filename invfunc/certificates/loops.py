@@ -66,7 +66,7 @@ class Loop:
         self.leaves, self.mode, self.z, self.dim = call.leaves, call.mode, z, dim
         apart = all(-x.ndim <= dim < x.ndim and x.shape[dim] == n for x in z)
         self.n = n if apart else 1
-        """How many samples z tells apart."""
+        """The number of samples that z tells apart."""
         ones = [torch.ones_like(x) for x in z]
         self.slope = ones if loss is None else self.pulled([loss], z, [torch.ones_like(loss)], again=True)
         self.dummies = [x.requires_grad_() for x in map(torch.ones_like, z)]
@@ -84,7 +84,7 @@ class Loop:
 
     def unit(self, leaf: int, place: int) -> Tensors:
         """The vector with a one at an entry of a leaf."""
-        v = [torch.zeros_like(p) for p in self.leaves]
+        v = [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in self.leaves]
         v[leaf].view(-1)[place] = 1
         return v
 
@@ -149,7 +149,7 @@ class Call:
     before: States
     """The states of generators before the result was computed."""
     result: Any = None
-    """What f has given in the last run."""
+    """The result of f in the last run."""
 
     def __post_init__(self) -> None:
         self.mode: Any = nullcontext()
@@ -164,7 +164,7 @@ class Call:
         return self.result
 
     def of(self, args: Sequence[Any], watch: AbstractContextManager | None = None) -> Any:
-        """What f gives for other data, without aux."""
+        """The result of f for other data, without aux."""
         p, trees = self.problem, tree.unflatten(self.leaves, self.problem.structure)
         given = [trees[p.argnums.index(i)] if i in p.argnums else args[i] for i in p.inputs]
         with sdpa_kernel(SDPBackend.MATH), self.mode, watch or nullcontext():
@@ -244,10 +244,10 @@ class Look:
     """The name of the number at an index."""
     dtype: torch.dtype
     size: float = 0.0
-    """How large what is added up in them is, where that may cancel."""
+    """The size of what is added up in them, where that may cancel."""
     other: str = "by plain loops"
     allowed: float = 0.0
-    """How far they may be apart."""
+    """The distance that is allowed."""
 
     def apart(self) -> torch.Tensor:
         """The numbers that are further apart. Two that are not finite are the same, and so is what is too large."""
@@ -258,7 +258,7 @@ class Look:
 
 
 class Draw(NamedTuple):
-    """How many entries are drawn evenly, by which seed, and the states of generators before the result was computed."""
+    """A number of entries that are drawn evenly, a seed, and states of generators before the result was computed."""
 
     k: int
     seed: int
@@ -299,11 +299,11 @@ class Certificate:
     t: Statistic
     call: Call
     leaves: Tensors
-    """Those of the result."""
+    """The leaves of the result."""
     k: int
     generator: torch.Generator
     of: str = ""
-    """What is said behind the names of its numbers."""
+    """Words behind the names of its numbers."""
 
     def __post_init__(self) -> None:
         p = self.call.problem
@@ -312,7 +312,7 @@ class Certificate:
         self.dtype = max((x.dtype for x in p.leaves), key=lambda d: torch.finfo(d).eps)
 
     def looks(self) -> Iterator[Look]:
-        """What there is to look at."""
+        """Looks at the numbers that its reduction has."""
         return LOOKS[type(self.reduction)](self)
 
     def look(self, found: torch.Tensor, expected: torch.Tensor, called: Callable[..., str], size: float = 0.0) -> Look:
@@ -513,7 +513,7 @@ class Certificate:
         each = outputs.numel()
         if outputs:
             loop, (z,) = self.call.model, self.call.model.z
-            c = torch.zeros_like(z.movedim(loop.dim, 0))
+            c = torch.zeros_like(z.movedim(loop.dim, 0), memory_format=torch.contiguous_format)
             c[self.chosen[k // each]].view(-1)[k % each] = 1
             found = loop.back([c.movedim(0, loop.dim)])
         else:
@@ -543,7 +543,7 @@ LOOKS: dict[type, Callable[[Certificate], Iterator[Look]]] = {
     SquareRoot: Certificate.root,
     JacobianRows: Certificate.jacobian,
 }
-"""What there is to look at, by what a statistic keeps."""
+"""The looks at a statistic, by what it keeps."""
 
 
 PRODUCTS = (of_hessian, of_ggn, of_fisher)

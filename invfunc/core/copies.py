@@ -76,6 +76,7 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
         raise Unsupported("samples are summed with what is computed without them (does f close over its inputs?)")
     if not isinstance(axis, tuple):
         raise Unsupported("the samples are not in one dim of the result")
+    run.ordered = run.ordered or isinstance(axis[1], Order)
 
     def one(*mapped: torch.Tensor) -> torch.Tensor:
         full = list(given)

@@ -9,11 +9,13 @@ from functools import partial, reduce
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from invfunc import thresholds, tree
 from invfunc._extras import Ticks
 from invfunc._torch.functorch import hooked, transforming, versions
-from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
+from invfunc._torch.generators import same_state, set_states, state_of, states_of, torchs_own
+from invfunc._ways import known_way, note_way
 from invfunc.arguments.problem import Problem, check_numbers, whole
 from invfunc.budget.size import fits
 from invfunc.core.columns import Twice, columns_at, lost, single, split
@@ -22,8 +24,8 @@ from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
 from invfunc.core.marks import SUMMED, Final, Mark, Unsupported, know
 from invfunc.core.refusals import check_loss, check_outputs, check_room
-from invfunc.core.resort import Watched, at_once, by_rows, check_twice, diagonals
-from invfunc.core.run import Run
+from invfunc.core.resort import Watched, alone, at_once, by_rows, check_twice, diagonals
+from invfunc.core.run import Replays, Run, Unreplayed
 from invfunc.core.shares import Shares
 from invfunc.core.split import WHOLE, Axis, Finder, Output, marked_for
 from invfunc.core.uses import Use
@@ -44,6 +46,8 @@ Made = dict[Hashable, list[Columns]]
 """Columns of each kind, by the key that quantities share."""
 Reduce = Callable[[str, Any], Any]
 PLAIN, TICKS = Options(), Ticks()
+ONE = tree.flatten(0)[1]
+"""The structure of one tensor."""
 
 
 def of_each_kind(quantities: Sequence[Quantity]) -> list[list[int]]:
@@ -55,12 +59,27 @@ def of_each_kind(quantities: Sequence[Quantity]) -> list[list[int]]:
     return [*groups.values()]
 
 
-def _apart(quantities: Sequence[Quantity], call: Callable[[list[Quantity]], T]) -> Iterator[tuple[list[int], T]]:
-    """What each kind of quantities finds, for which f runs with the same random numbers."""
+def by_kinds(
+    quantities: Sequence[Quantity], way: Way, call: Callable[[list[Quantity], Way], T]
+) -> Iterator[tuple[list[int], T]]:
+    """What each kind of quantities finds, for which f runs with the same random numbers; the second derivatives of a
+    function that is not followed there are those of single samples."""
     before = [(g, state_of(g)) for g in torchs_own()]
     for group in of_each_kind(quantities):
+        some = [quantities[i] for i in group]
         set_states(before)
-        yield group, call([quantities[i] for i in group])
+        try:
+            found = call(some, way)
+        except Unsupported as error:
+            kind = some[0].kind
+            if way is not Problem.call or not kind.second_order or kind.averaged or any(q.give for q in some):
+                raise
+            set_states(before)
+            try:
+                found = call(some, alone)
+            except Unsupported:
+                raise error from None
+        yield group, found
 
 
 def evaluated(
@@ -85,7 +104,7 @@ def evaluated(
     if ticks is not TICKS:
         ticks.reach(problem.n)
     if len(quantities) > 1 and len(of_each_kind(quantities)) > 1:
-        found = [*_apart(quantities, lambda some: evaluated(problem, some, options, way, undo=undo))]
+        found = [*by_kinds(quantities, way, lambda some, way: evaluated(problem, some, options, way, undo=undo))]
         results = {i: result for group, (some, _) in found for i, result in zip(group, some, strict=True)}
         return [results[i] for i in range(len(quantities))], found[0][1][1]
     return ran_and(finished, problem, quantities, options, None, ticks, way, undo=undo)
@@ -127,7 +146,7 @@ def kept(
         return Kept(folds, run.count, aux, _left(run, out, outside), _left(run, run.outputs, outside))
 
     if len(quantities) > 1 and len(of_each_kind(quantities)) > 1:
-        every = [*_apart(quantities, lambda some: kept(problem, some, options, known, ticks, way, part))]
+        every = [*by_kinds(quantities, way, lambda some, way: kept(problem, some, options, known, ticks, way, part))]
         folds = {i: fold for group, one in every for i, fold in zip(group, one.folds, strict=True)}
         return replace(every[0][1], folds=[folds[i] for i in range(len(quantities))])
     return ran_and(left, problem, quantities, replace(options, reduce=None), known, ticks, way, part, phased=True)
@@ -227,20 +246,28 @@ def ran_and(
     twice = deep or kind.second_order or (kind.convex and problem.n == 1)  # for torch's batch norm of one sample
     frees = new is Run and not options.plan.splits and all(map(_streamed, quantities))
     ambiguous: Unsupported | None = None
+    replays = way is Problem.call and known_way(problem.f, "replays") > 0
     while True:
         run = new(problem.n, deep, chosen)
         run.grows = ambiguous is None
         run.part, run.way, run.twice, run.each = part, way, twice, each
-        run.frees = frees and not deep
+        run.frees, run.replays = frees and not deep, replays
         run.given = known is not None and problem.loss is not None
         run.open(way is Problem.call or transforming())
         try:
             given = problem, quantities, run, outside, options, known, ticks, phased, pullback
-            return finish(run, *_evaluated(*given), outside)
+            with Replays(twice or new is CallsRun) if replays else nullcontext():
+                return finish(run, *_evaluated(*given), outside)
         except (Again, Twice) as error:
             deep, twice, met = deep or isinstance(error, Again), True, None
             undo()
-        except ReplayError:  # a block is not evaluated again as it was followed
+        except (CheckpointError, Unreplayed):  # a checkpoint is not evaluated again as it was followed
+            if replays or way is not Problem.call:
+                raise
+            note_way(problem.f, "replays", 1)
+            replays, met = True, None
+            undo()
+        except ReplayError:  # nor is a block
             if not run.frees:
                 raise
             frees, met = False, None
@@ -274,13 +301,14 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
     check_numbers(given)
     before = versions(given)
     leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
-    convex = any([q.kind.convex for q in quantities])
+    convex = exact = False
+    for q in quantities:
+        convex, exact = convex or q.kind.convex, exact or q.drawing is None
+        run.alone = run.alone and (q.kind.first_order or (q.drawing is not None and q.drawing.count == 1))
     if convex and problem.loss is None:
         run.criterion = Finder(n=run.n)
-    if convex and not all([q.drawing for q in quantities]):
-        run.states = [(g, state_of(g)) for g in torchs_own()]
-    drawn = [q.drawing.count if q.drawing is not None else 0 for q in quantities]
-    run.alone = all([q.kind.first_order or count == 1 for q, count in zip(quantities, drawn, strict=True)])
+    if convex and exact:
+        run.states = states_of(torchs_own())
     marks = marked_for(run.criterion)
     with (
         _autocast(device, True),
@@ -292,7 +320,7 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
         raise Again
     if before != versions(given):
         raise Unsupported("f writes into its arguments in place")
-    if any([hooked(x) for x in leaves]):
+    if hooked(leaves):
         raise Unsupported("a hook may change what is sent back")
     if not all([fits(q.reduction, problem.leaves) for q in quantities]):
         check_room(problem, quantities, uses_of(run, run.uses)[0])
@@ -321,9 +349,10 @@ def _evaluated(
         None if rows or run.given or entries else _cotangent(run, out, "f" if problem.loss is None else "the loss")
     )
     n, dtype = run.count, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
-    found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
+    found = Found(n, 1, [torch.Size()], ONE, dtype)
     folds = [Fold(q.reduction, problem, found, options.reduce, phased, q.give) for q in quantities]
-    if any([getattr(phase, "joined", False) for f in folds for phase in f.reduction.phases]):
+    paired = [phase for f in folds if f.reduction.paired for phase in f.reduction.phases]
+    if any([getattr(phase, "joined", False) for phase in paired]):
         run.partners = partners(uses_of(run, run.uses)[0], run.leaves)
     with torch.set_grad_enabled(run.deep and outside), _autocast(device, False):
         way = pullback(run, problem, folds, options.plan, ticks, run.uses)
@@ -449,8 +478,9 @@ class Pullback:
     @property
     def streams(self) -> bool:
         """Whether a parameter is reduced as soon as the cotangents of its uses have come, which are freed then."""
-        kept = self.apart or any([f.reduction.keeps for f in self.folds])
-        return not (self.run.deep or (self.run.numbers < thresholds.HOOKED and not self.run.freed) or kept)
+        if self.run.deep or (self.run.numbers < thresholds.HOOKED and not self.run.freed):
+            return False
+        return not (self.apart or any([f.reduction.keeps for f in self.folds]))
 
     def pull(self, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
         """Reduce one vector at a tensor; all parameters at once, or in the chunks that are asked for."""
@@ -715,8 +745,9 @@ class Fold:
         if type(reduction).aside is not Reduction.aside:
             found.aside[self.problem.paths[i]] = reduction.aside(state, found)
         results = reduction.finish(state, found)
-        if reduction.rounded:
-            results = [_rounded(x, leaf.dtype) for x in results]
+        for k, x in enumerate(results if reduction.rounded else ()):
+            if getattr(x, "dtype", None) is not leaf.dtype:
+                results[k] = _rounded(x, leaf.dtype)
         if self.reduce is not None:
             results = [x if x is None else self.reduce(self.problem.paths[i], _own(x)) for x in results]
         return results
@@ -745,6 +776,7 @@ def _rounded(x: Any, dtype: torch.dtype) -> Any:
     """A result in the precision of the parameter."""
     if isinstance(x, torch.Tensor):
         return x if x.dtype is dtype else x.to(dtype)
-    if all([y.dtype is dtype for y in tree.tensors(x)]):
-        return x
-    return tree.map_tensors(lambda y: y.to(dtype), x)
+    for y in tree.tensors(x):
+        if y.dtype is not dtype:
+            return tree.map_tensors(lambda y: y.to(dtype), x)
+    return x

@@ -12,7 +12,7 @@ the run, and all that is noted is taken out of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -90,6 +90,7 @@ from invfunc.core.uses import WHOLE, Block, Copies, Pair, Shared, Use
 from invfunc.core.written import into_view, set_derived, set_item, set_parameter, unchanged
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.recurrent import AT_ONCE, steps_at_once
+from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.reductions.lots import Lot
 
 Tensor = torch.Tensor
@@ -98,6 +99,10 @@ TABLES = {torch.nn.functional.embedding: 3, torch.nn.functional.embedding_bag: 3
 """Operations of tables of parameters, and where their `max_norm` is."""
 PICKING = INDEXES | {SET}
 """Operations whose index is one of their arguments, which weighs nothing."""
+
+
+class Unreplayed(Unsupported):
+    """Raised where a checkpoint has to be evaluated again as it was followed."""
 
 
 class Run(TorchFunctionMode):
@@ -155,8 +160,12 @@ class Run(TorchFunctionMode):
         """Whether a dim of the size N, of what is expanded or filled, is one of samples."""
         self.grew = False
         """Whether there was such a dim."""
+        self.ordered = False
+        """Whether there are samples in any order along a dim."""
         self.alone = True
         """Whether one vector is pulled back at a time."""
+        self.replays = False
+        """Whether checkpoints are evaluated again as they were followed."""
         self.func: Any = None
         self._stack = ExitStack()
         self._enter: Callable = Tensor.detach
@@ -262,9 +271,7 @@ class Run(TorchFunctionMode):
             if func is torch.autograd.grad:
                 return self.slopes(*args, **kwargs)
             found: tuple[list, ...] = ([], [], [], [], [], [], [])
-            self.look(args, found)
-            if kwargs:
-                self.look((*kwargs.values(),), found)
+            self.look((*args, *kwargs.values()) if kwargs else args, found)
             return self.dispatched(func, args, kwargs, found)
         except Unsupported as error:
             error.op = error.op or spelled(func)
@@ -349,7 +356,7 @@ class Run(TorchFunctionMode):
     def of_samples(self, func: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """Run an operation of samples, perhaps with parameters."""
         rule = RULES.get(func)
-        if len(data) > 1 and rule in BY_ROW and any([type(axis[1]) is int for _, axis in data]):
+        if self.ordered and len(data) > 1 and rule in BY_ROW and any([type(axis[1]) is int for _, axis in data]):
             # rows of others without a derivative are constants, as in mixup
             data = [(x, axis) for x, axis in data if type(axis[1]) is int or x.requires_grad]
         if self.part and weighs(func, args, kwargs) and any([-axis[0] <= x.ndim for x, axis in data]):
@@ -368,8 +375,8 @@ class Run(TorchFunctionMode):
                 return own.followed(self, func, args, kwargs, data, params)
             inner = self.at_once(func, args, data, params) or composed(func)
             if inner is not None:
-                if checkpointing():
-                    raise Unsupported("it is inside of a checkpoint, whose second run is not followed")
+                if checkpointing() and not self.replays:
+                    raise Unreplayed("it is inside of a checkpoint, whose second run is not followed")
                 with self:
                     return self.seen(inner(*args, **kwargs), func)
         self.func = func
@@ -446,7 +453,7 @@ class Run(TorchFunctionMode):
         out = func(*args, **kwargs)
         value, known = params[0]
         same = func in EXPANDS or (func in JOINS and _repeated(args, kwargs, value))
-        if same and self.grows and (at := self.grown_at(out.shape, value.shape)) is not None:
+        if same and self.grows and (at := self.grown_at(known, out.shape, value.shape)) is not None:
             self.grew = True
             return grown(self, out, known, value, at)
         alone = not others and all([node.alone for _, node in params])
@@ -459,7 +466,7 @@ class Run(TorchFunctionMode):
                 know(y, Node(self.token, None if kind is DERIVED else known.leaf, own, alone))
         return out
 
-    def grown_at(self, shape: Any, before: Any) -> int | None:
+    def grown_at(self, node: Node, shape: Any, before: Any) -> int | None:
         """The dim in which a parameter that was expanded has samples; of one sample it is the first."""
         if self.n > 1:
             return _grown(shape, before, self.n)
@@ -496,21 +503,31 @@ class Run(TorchFunctionMode):
                 return self.lose(out, error, func)
             except Exception as error:  # of a rule, about arguments that it does not know
                 return self.lose(out, Unsupported(f"its arguments are not known: {error}"), func)
-        for y in (out,) if isinstance(out, Tensor) else tensors(out):
-            axis = axes.pop(0) if type(axes) is list else axes
+        every = (out,) if isinstance(out, Tensor) else [*tensors(out)]
+        if type(axes) is list and len(axes) != len(every):
+            raise Unsupported("results that are there of some tensors only, as tangents")
+        for i, y in enumerate(every):
+            axis = axes[i] if type(axes) is list else axes
             graph = y.requires_grad
             if y.is_complex():
                 raise Unsupported("complex numbers")
-            order: Any = axis[1] if type(axis) is tuple else 1
-            if type(order) is not int and -axis[0] <= y.ndim and y.shape[axis[0]] != len(order.rows):
-                axis = Unsupported("some samples are expanded")
+            if type(axis) is tuple and type(axis[1]) is not int:
+                axis = self.in_order(y, axis)
             if axis is SUMMED and not graph:
                 axis = Unsupported("a sum of data meets a parameter")
                 axis.op = spelled(func)
             if axis is not None:
-                unchanged(self, y, axis)
-                vars(y)["_known"] = Mark(self.token, axis, graph)
+                known = vars(y)
+                if "_known" in known:
+                    unchanged(self, y, axis)
+                known["_known"] = Mark(self.token, axis, graph)
         return out
+
+    def in_order(self, y: Tensor, axis: Any) -> Any:
+        """The axis of samples in any order, if all of them are there once."""
+        self.ordered = True
+        lost = -axis[0] <= y.ndim and y.shape[axis[0]] != len(axis[1].rows)
+        return Unsupported("some samples are expanded") if lost else axis
 
     def lose(self, out: Any, error: Unsupported, func: Any = None) -> Any:
         """Note that samples are mixed: an error where the result comes of it, or, of data, where parameters meet it."""
@@ -528,7 +545,7 @@ class Run(TorchFunctionMode):
         if func in POINTWISE:
             return expanded(self, func, rule, args, kwargs, data, params)
         factor = FACTORS.get(func)
-        if factor is None or any([-axis[0] > x.ndim for x, axis in data]):
+        if factor is None or ((self.ordered or self.n == 1) and any([-axis[0] > x.ndim for x, axis in data])):
             return copied(self, func, rule, args, kwargs, data, params)
         alias = {id(x): self.alias(x) for x, _ in params}
         given = {k: replaced(v, alias) for k, v in kwargs.items()} if kwargs else kwargs
@@ -551,9 +568,10 @@ class Run(TorchFunctionMode):
         base, count = base_of(out), out.numel()  # of a view, which a later operation in place takes out of the graph
         form = None if base is None else _form(out, base)
         edge = gradient_edge(out if base is None else base)
+        saves = self.frees and saving_hooks() is not None
         for use in uses:
             use.edge, use.end, use.count, use.form, use.func = edge, end, count, form, self.func
-            if self.frees and isinstance(use, Pair) and (again := given_back(use.a)) is not None:
+            if saves and isinstance(use, Pair) and (again := given_back(use.a)) is not None:
                 use.computed_again(again)
                 self.freed = True
         self.uses += uses
@@ -599,7 +617,7 @@ class Run(TorchFunctionMode):
         cotangents = dict(zip(edges, found, strict=False))
         for use in self.uses:
             if (d := cotangents[id(use.edge)]) is not None:
-                use.send(self.strip(d)[None])
+                use.send(self.strip(d)[None] if self.deep else d[None])
 
     def pull_columns(self, out: Any, columns: Any, some: Sequence[Use] | None = None) -> None:
         """Pull several vectors `[V, *out]` back at once, a list of them from several tensors; to `some` of the uses."""
@@ -615,7 +633,7 @@ class Run(TorchFunctionMode):
             d = cotangents[id(use.edge)]
             if isinstance(d, list) and isinstance(use, (Copies, Shared)):
                 d = torch.stack(d)
-            use.send(d if d is None or isinstance(d, list) else self.strip(d))
+            use.send(d if d is None or isinstance(d, list) or not self.deep else self.strip(d))
 
     def rows(
         self, out: Any, inputs: Sequence[Any], columns: Sequence[Tensor], graph: bool, apart: bool = False
@@ -745,6 +763,28 @@ class Composed(TorchFunctionMode):
         for x in tensors(out) if params and len(params) == len(read) else ():
             vars(x)["_known"] = vars(params[0])["_known"]
         return out
+
+
+class Replays(TorchFunctionMode):
+    """Lets torch.utils.checkpoint evaluate again in the operations in which a run follows f."""
+
+    def __init__(self, twice: bool) -> None:
+        """`twice` says that these are in a form that can be differentiated twice."""
+        super().__init__()
+        self.twice = twice
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        hooks = saving_hooks() if checkpointing() else None
+        if hooks is None:
+            return func(*args, **(kwargs or {}))
+        pack, unpack = hooks
+
+        def again(held: Any) -> Tensor:
+            with TwiceDifferentiable() if self.twice else nullcontext(), Composed():
+                return unpack(held)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, again):
+            return func(*args, **(kwargs or {}))
 
 
 def _grown(shape: Any, before: Any, n: int) -> int | None:

@@ -74,8 +74,6 @@ class Shares:
     @property
     def apart(self) -> list[Use]:
         """Uses, of which only products are put together."""
-        if len(self.given) == 1:
-            return self.given
         pairs = [u for u in self.given if isinstance(u, Pair)]
         return [*together(pairs), *[u for u in self.given if u not in pairs]]
 
@@ -418,7 +416,8 @@ class Shares:
     def kronecker(self, sharing: str, joint: bool, most: float) -> dict[Any, Factors]:
         """The sums of outer products of what is sent back and read, by the roles in which operations use the dims."""
         bias = self.name(self.bias) if joint and self.bias is not None else ""
-        return kronecker(self.run, self.leaf, self.apart, sharing, bias, self.again, most)
+        uses = self.given if len(self.given) == 1 else self.apart
+        return kronecker(self.run, self.leaf, uses, sharing, bias, self.again, most)
 
     def rotated(self, basis: Kronecker, joint: bool) -> Shares:
         """The gradients in the eigenbasis of K-factors, `Q^T G[v, n]`."""

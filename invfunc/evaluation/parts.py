@@ -86,18 +86,20 @@ class Parts:
                         seen, self.outputs = found.result, found.apart
                     del found  # before the next one is made
         if single and several and self.scalar and self.problem.loss is None:
-            with torch.no_grad():
-                found = returned(self.problem)
-                if not same_values(total.to(found), found):
-                    raise neither()  # samples that stand alone do not show that their data weigh them
+            found = valued(self.problem)
+            for part in parts:
+                if not self._described(part)[1] and self.problem.samples is not None:  # it is in the loss
+                    total = total + valued(self._part(part, kind))
+            if not same_values(total.to(found), found):
+                raise neither()  # samples that stand alone do not show that their data weigh them
         self._look(seen, joined and not several)
         return aux if plan.asked("samples") else aux[0]
 
     def _look(self, seen: Any, joined: bool) -> None:
         """See what those who join batches have to know, of which f has returned what was `seen`."""
         if self.scalar and self.outputs is None and self.given.loss is not None:
-            with undrawn(), torch.no_grad():
-                self.outputs = returned(self.given)
+            with undrawn():
+                self.outputs = valued(self.given)
         if joined:
             apart = self.outputs is not None
             self.joined = not joins(self.given if apart else self.problem, self.outputs if apart else seen)
@@ -208,6 +210,16 @@ class Parts:
             found, self.loss = columns_of_all(problem, self.outputs, self.quantities)
             return found
         return {q.columns: made(joined(each), q, problem.n) for q in self.quantities}
+
+
+def valued(problem: Problem) -> Any:
+    """What f returns, without a graph where f itself takes no derivatives."""
+    try:
+        with torch.no_grad():
+            return returned(problem)
+    except RuntimeError:
+        with torch.enable_grad():
+            return tree.map_tensors(torch.Tensor.detach, returned(problem))
 
 
 def runs(problem: Problem) -> bool:

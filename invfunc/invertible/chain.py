@@ -117,18 +117,18 @@ class _Sequence(Value, ABC):
     """Blocks, as one."""
 
     counted: ClassVar[bool] = False
-    """Whether the parameters say how many blocks there are."""
+    """True if the parameters say how many blocks there are."""
     blocks: tuple[Checkpointed, ...]
     anchor_every: int | None
     keep: bool | tuple[int, ...] | None = None
-    """What the first step keeps, where that is not what its block says."""
+    """Tensors that the first step keeps, where its block does not say so."""
     backwards: bool = False
-    """Whether the last entry of the parameters comes first."""
+    """True if the last entry of the parameters comes first."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """What `repr` says."""
+        """The text of `repr`."""
 
     @abstractmethod
     def each(self, params: Any) -> Iterable[Step]:
@@ -164,7 +164,7 @@ class _Sequence(Value, ABC):
 
     @property
     def hidden(self) -> bool:
-        """Whether a block hides something."""
+        """Tells whether a block hides something."""
         return any(block.pair.hidden for block in self.blocks)
 
     def forward(self, x: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -395,10 +395,10 @@ class _OfFirst(Value):
 
     fn: Callable
     shared: int
-    """How many functions stand in front of x."""
+    """Number of functions in front of x."""
     summed: bool = False
     returns: bool = True
-    """Whether it returns a state."""
+    """True if it returns a state."""
 
     def __call__(self, *given: Any, **kwargs: Any) -> Any:
         state, *args = given[self.shared :]

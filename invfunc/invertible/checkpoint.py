@@ -200,14 +200,14 @@ class Checkpointed(Value):
 
     @property
     def has_inverse(self) -> bool:
-        """Whether it was made with an inverse."""
+        """Tells whether it was made with an inverse."""
         return self.pair.inverse is not _no_inverse
 
     def __repr__(self) -> str:
         return f"invertible_checkpoint({self.pair!r})"
 
     def signature(self) -> Any:
-        """That of a call."""
+        """Signature of a call."""
         return self.pair.signature()
 
     def module(self) -> nn.Module:
@@ -245,7 +245,7 @@ class Checkpointed(Value):
         return y if self.has_aux else self.pair.apart(y)[0]
 
     def kept(self, number: int) -> tuple[int, ...]:
-        """Which of so many tensors of x are kept."""
+        """Places of those among so many tensors of x that are kept."""
         kept = tuple(range(number)) if self.keep is True else self.keep or ()
         if any(not 0 <= i < number for i in kept):
             raise ArgumentError(f"keep={self.keep} names tensors of x by their place, but x has {number} of them.")

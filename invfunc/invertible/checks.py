@@ -1,4 +1,4 @@
-"""How well an inverse gives back what went in."""
+"""Errors of inverses that give back what went in."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class InverseReport:
     y: dict[str, float]
     """The errors of `f(f_inv(y))` against y."""
     condition: float
-    """How many times larger a relative error of y is in x: what rounding y costs."""
+    """Factor by which a relative error of y is larger in x: the cost of rounding y."""
 
     def _repr_html_(self) -> str:
         found = {"f_inv(f(x)) against x": self.x, "f(f_inv(y)) against y": self.y}

@@ -23,7 +23,7 @@ from invfunc.transform import shown
 
 
 class Equilibrium(NamedTuple):
-    """Where the steps came to rest, how many evaluations of the function that took, and how far it still is.
+    """Point where the steps came to rest, evaluations of the function that it took, and how far it still is.
 
     `residual` is the largest difference between x and f(x) that the last step has seen, and between its two copies,
     relative to the largest entry of x.

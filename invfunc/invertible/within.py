@@ -31,12 +31,12 @@ from invfunc.plans.operators import Operator, draws, written
 
 
 def fits(steps: Sequence[Step]) -> bool:
-    """Whether blocks can be one operation."""
+    """Tells whether blocks can be one operation."""
     return not (transformed() or any(g.pair.hidden or isinstance(g.pair, Optimiser) for g, _ in steps))
 
 
 def within(steps: Sequence[Step], x: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What some blocks give, one after the other."""
+    """Call some blocks, one after the other."""
     blocks = [*opened(steps)]
     if not blocks:
         return x
@@ -101,7 +101,7 @@ class Part:
     body: Callable[..., Any]
     args: tuple
     results: list[tuple[int, fx.Node]] = field(default_factory=list)
-    """Those that are used, by their places."""
+    """Results that are used, by their places."""
 
     def run(self, env: Env) -> Env:
         """The values of its results."""
@@ -138,7 +138,7 @@ class Block:
 
 
 class Blocks:
-    """Those of a graph, in their order."""
+    """Blocks of a graph, in their order."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.inputs: list[fx.Node] = []
@@ -181,7 +181,7 @@ class Blocks:
         return [node for node in self.inputs if node in found]
 
     def _is_linked(self, node: fx.Node) -> bool:
-        """Whether a gradient is asked for of an input that the caller's graph or the node holds in any case."""
+        """Tells whether a gradient is asked for of an input that the caller's graph or the node holds in any case."""
         x = node.meta["example_value"]
         return isinstance(x, torch.Tensor) and x.requires_grad and (x.is_leaf or node in self.rest)
 
@@ -210,7 +210,7 @@ class Blocks:
         return {j for j, block in enumerate(self.blocks) if block.looks and (j == 0 or whole[j - 1])}
 
     def plainly(self, *given: Any) -> list[torch.Tensor]:
-        """What the blocks give, one after the other."""
+        """Call the blocks, one after the other."""
         env = dict(zip(self.inputs, given, strict=True))
         for block in self.blocks:
             env |= block.forth.run(env)
@@ -274,7 +274,7 @@ def _(x: Any, came: Any, kept: Any, check: str, tolerance: float) -> None: ...
 
 
 def as_one_node(module: Callable[..., Any]) -> Callable[..., Any]:
-    """What runs a graph of blocks: as one node, unless that would give something else, or a break is within it."""
+    """Function that runs a graph of blocks: as one node, unless that would give something else, or it has a break."""
     if not isinstance(module, fx.GraphModule):
         say_now(BROKEN)
         return module
@@ -459,4 +459,4 @@ class _InGraph:
 
 
 _KNOWN: dict[int, Known] = {}
-"""What is known of the chains in graphs, by their places."""
+"""Facts about the chains in graphs, by their places."""

@@ -69,7 +69,7 @@ def as_part(call: str, which: str, fn: Any) -> Callable:
 
 
 def without(fn: Callable) -> tuple:
-    """What stands in the place of the parameters of a part where none are given."""
+    """Arguments in the place of the parameters of a part where none are given."""
     return (None,) if isinstance(fn, (OfModule, Rounded)) else ()
 
 
@@ -109,7 +109,7 @@ def _described(state: Any) -> str:
 
 
 def combined(fn: Callable, first: Any, *others: Any) -> Any:
-    """What a function makes of the tensors of states of one form, each in its place."""
+    """Apply a function to the tensors of states of one form, each in its place."""
     if isinstance(first, torch.Tensor):
         return fn(first, *others)
     leaves, form = tree.flatten(first)
@@ -155,7 +155,7 @@ class Move(Value):
         return part if self.scale == 1 else part / self.scale
 
     fitting: ClassVar[Callable] = staticmethod(fitting)
-    """What was said, if it fits the part."""
+    """The result of a function, if it fits the part."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +166,7 @@ class Moves(Law):
     names: tuple[str, ...]
     """The functions."""
     parts: str
-    """What the two parts are called, each by a letter."""
+    """Names of the two parts, a letter each."""
     moves: tuple[Move, ...]
     dim: int | None = None
     """The axis along which the parts are halves of one tensor, if they are."""
@@ -222,7 +222,7 @@ class Moves(Law):
         return [(functions[0], tuple(args))]
 
     def said(self, move: Move, parts: list[Any], calls: Calls, kwargs: dict[str, Any]) -> Any:
-        """What a function says of the other part, which it may not write: the pair needs it again."""
+        """Result of a function for the other part, which it may not write: the pair needs it again."""
         part, other, name = parts[move.part], parts[1 - move.part], self.parts[move.part]
         if move.function is None:
             return fitting(other, part, self.call, self.parts[1 - move.part], name)
@@ -394,7 +394,7 @@ class _Coupling(Moves):
     """Moves of a by F and of b by G, which get parameters of their own."""
 
     without: tuple[tuple, tuple] = (), ()
-    """What stands in the place of the parameters of F and of G where none are given."""
+    """Arguments in the place of the parameters of F and of G where none are given."""
 
     def calls(self, functions: tuple, args: list[Any]) -> Calls:
         params, *more = args or (None,)

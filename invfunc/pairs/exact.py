@@ -130,7 +130,7 @@ class Decay:
 
     @staticmethod
     def of(call: str, name: str, by: Any) -> Decay:
-        """That by a number between 0 and 1 which is a fraction of small numbers, as 0.9 is 9/10."""
+        """The decay by a number between 0 and 1 which is a fraction of small numbers, as 0.9 is 9/10."""
         if isinstance(by, (int, float, Fraction)) and 0 < by < 1:
             near, tolerance = Fraction(by).limit_denominator(_DENOMINATOR), Fraction(1, 10**12)  # of 0.9 as a float
             if abs(near - Fraction(by)) < tolerance and 0 < near < 1:
@@ -142,7 +142,7 @@ class Decay:
 
     @cached_property
     def capacity(self) -> int:
-        """How many steps fit into a word of 63 bits."""
+        """Number of steps that fit into a word of 63 bits."""
         n, d = self.by.as_integer_ratio()
         largest, steps = 0, 0
         while (largest := largest // n * d + d - 1) <= torch.iinfo(torch.int64).max:
@@ -157,7 +157,7 @@ class Decay:
         return x + gained, (*words[:-1], last)
 
     def back(self, x: torch.Tensor, words: Words, gained: torch.Tensor, steps: int, grid: Grid) -> tuple[Any, Words]:
-        """What that was computed from, with so many steps before it."""
+        """The number that it was computed from, with so many steps before it."""
         x, last = _product(x - gained, words[-1], 1 / self.by, grid.unit)
         if steps % self.capacity:
             return x, (*words[:-1], last)

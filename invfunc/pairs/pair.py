@@ -88,7 +88,7 @@ class Invertible(Value):
         shown(cls)
 
     def signature(self) -> inspect.Signature:
-        """That of a call: of forward, without what it shares with the inverse."""
+        """Signature of a call: of forward, without what it shares with the inverse."""
         try:
             own = inspect.signature(getattr(self.forward, "forward", self.forward))  # a module says it there
         except (TypeError, ValueError):  # of a function that does not say what it takes
@@ -124,7 +124,7 @@ class Invertible(Value):
         return self.inverse
 
     def apart(self, y: Any) -> tuple[Any, tuple]:
-        """What forward returns for the caller, and what it hides."""
+        """The part of forward's result for the caller, and the part that it hides."""
         if not self.hidden:
             return y, ()
         if not isinstance(y, tuple) or len(y) != 2:
@@ -345,7 +345,7 @@ class BlockModule(nn.Module):
         self.block = block
         of_parts = isinstance(getattr(pair.forward, "__self__", pair.forward), Value)
         self._of_parts = of_parts if pair.composition is None else not pair.composition.counted
-        """Whether the block takes parameters in front of further arguments."""
+        """True if the block takes parameters in front of further arguments."""
         for name, module in _modules(pair):
             if module not in self._modules.values():
                 self.add_module(f"{name}_{len(self._modules)}" if name in self._modules else name, module)
@@ -357,7 +357,7 @@ class BlockModule(nn.Module):
             )
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the block gives; further arguments go to its parts."""
+        """Call the block; further arguments go to its parts."""
         own = (None,) if self._of_parts and (args or kwargs) else ()
         return self.block(x, *own, *args, **kwargs)
 

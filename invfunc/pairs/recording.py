@@ -41,7 +41,7 @@ class Ref:
     written: str = ""
     """The call that has written into its memory since."""
     leaf: bool = False
-    """Whether it is computed of x, and f has made it a leaf that needs a gradient."""
+    """True if it is computed of x, and f has made it a leaf that needs a gradient."""
 
 
 @dataclass(eq=False)
@@ -55,7 +55,7 @@ class OpCall:
     place: str
     """The line of the user's code."""
     autocast: tuple | None
-    """That around it."""
+    """Autocast around it."""
     results: dict[Ref, int] = field(default_factory=dict)
     """Its results, with their places among the tensors that it returns."""
     rewritten: dict[Ref, int] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class RecordedRun(Listener):
         self._dry = dry
         self.calls: list[OpCall] = []
         self.differentiates = False
-        """Whether f differentiates what depends on x."""
+        """True if f differentiates what depends on x."""
         self.once = False
         """True where it holds for one call only: numbers left torch, or tensors come from unknown places."""
         self.outside: dict[Ref, Any] = {}

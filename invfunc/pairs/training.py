@@ -157,7 +157,7 @@ def reversible_adam(
 
 @dataclass(frozen=True)
 class _Parameters:
-    """How the parameters of a loss are one vector."""
+    """Form, shapes and dtypes of parameters that are joined to one vector."""
 
     form: tree.Form
     shapes: tuple[torch.Size, ...]
@@ -173,7 +173,7 @@ class _Parameters:
 @tree.register("weights", "moments", "digits")
 @dataclass(frozen=True)
 class Training:
-    """Where a training is: all that its next step needs, and its last one to be undone."""
+    """State of a training: all that its next step needs, and its last one to be undone."""
 
     weights: torch.Tensor
     """[P], on a grid."""
@@ -182,7 +182,7 @@ class Training:
     digits: tuple[Words, ...]
     """The digits that each has lost, [P] a word of 63 bits."""
     steps: int
-    """How many have been taken."""
+    """Number of steps that have been taken."""
     like: _Parameters
 
     @property
@@ -238,7 +238,7 @@ class _Descent(Value):
     decays: tuple[Decay, ...]
 
     def added(self, rate: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What each running mean gains by a gradient, on the grid."""
+        """Gain of each running mean by a gradient, on the grid."""
         return (self.grid.round(-rate * gradient),)
 
     def moved(self, rate: Any, moments: tuple, steps: int) -> torch.Tensor:

@@ -169,8 +169,8 @@ def _function(fn: FunctionType, memo: dict[int, Any]) -> FunctionType:
 
 
 def _to_copy(held: Any, memo: dict[int, Any], seen: set[int]) -> bool:
-    """Whether an object is copied: modules, tensors, other values, what has a copy already, and functions, collections
-    and objects that hold such. Anything else is shared with the original, as ever."""
+    """Tells whether an object is copied: modules, tensors, other values, what has a copy already, and functions,
+    collections and objects that hold such. Anything else is shared with the original, as ever."""
     if id(held) in memo or isinstance(held, (nn.Module, torch.Tensor, Value)):
         return True
     if id(held) in seen or isinstance(held, HOLD_NOTHING):

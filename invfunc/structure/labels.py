@@ -24,13 +24,13 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 class _Called(NamedTuple):
-    """What is known of an operation of aten."""
+    """Facts about an operation of aten."""
 
     name: str
     fact: Fact
     skipped: bool
     leaves: bool
-    """Whether values become numbers or shapes."""
+    """True if values become numbers or shapes."""
     writes: tuple[str, ...]
     """The arguments that it writes to."""
 
@@ -155,7 +155,7 @@ class Labels(TorchDispatchMode):
         return region
 
     def affine(self, x: torch.Tensor, root: Root) -> bool:
-        """Whether a tensor is known to be affine in a root."""
+        """True for a tensor that is known to be affine in a root."""
         region = self.regions.get(_key(x))
         return region is None or bool(region.affine >> root.number & 1)
 

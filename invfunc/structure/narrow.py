@@ -32,9 +32,9 @@ class Bottleneck:
     """The number of a use that reads it."""
     x: torch.Tensor
     dim: int | None
-    """That of the samples; None if there is one, and all entries are its."""
+    """The axis of the samples; None if there is one, and all entries are its."""
     width: int
-    """How many entries it has for one sample."""
+    """The number of entries for one sample."""
     below: frozenset[int]
 
     def exposed(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ _PARTS = {"Addmm": ("Mm", "Add"), "Baddbmm": ("Mm", "Add"), "Bmm": ("Mm",)}
 
 
 def operations(z: torch.Tensor) -> Counter[str]:
-    """How often z is computed by each operation, as autograd has recorded them, but for those of its form."""
+    """Counts of the operations that z is computed by, as autograd has recorded them, but for those of its form."""
     names = [node.name().split("::")[-1] for node in _sorted(gradient_edge(z).node)[1]]
     names = [name.split("Backward")[0] for name in names if not name.startswith((*_FORMS,))]
     return Counter(part for name in names for part in _PARTS.get(name, (name,)))
@@ -155,7 +155,7 @@ def forward(z: torch.Tensor, x: torch.Tensor, given: torch.Tensor, n: int, entri
 
 
 class Check:
-    """Whether what is moved forwards is right for every sample, checked against one pullback of random numbers.
+    """A check that what is moved forwards is right for every sample, against one pullback of random numbers.
 
     torch differentiates some backward passes wrongly, and f may treat the places of a batch differently.
     """
@@ -183,13 +183,13 @@ class Check:
 
     @property
     def right(self) -> bool:
-        """Whether both agree to rounding."""
+        """True if both agree to rounding."""
         return bool(((self.ours - self.theirs).abs() <= 1000 * self.eps * self.bound).all())
 
 
 @dataclass
 class Blocks:
-    """How the entries of a bottleneck fall apart, and which groups of columns reach which block."""
+    """Blocks of the entries of a bottleneck, and the groups of columns that reach each of them."""
 
     bottleneck: Bottleneck
     places: torch.Tensor
@@ -197,9 +197,9 @@ class Blocks:
     members: torch.Tensor
     """The groups that reach it, `[Q, G]`; -1 fills up."""
     rows: int
-    """How many rows the factor of a block has at most."""
+    """The most rows of the factor of a block."""
     shared: bool
-    """Whether the columns may be the same for all samples, as the layers above are affine."""
+    """True if the columns may be the same for all samples, as the layers above are affine."""
 
     @property
     def width(self) -> int:
@@ -208,17 +208,17 @@ class Blocks:
 
     @property
     def rank(self) -> int:
-        """How many columns each block keeps."""
+        """The number of columns that each block keeps."""
         return min(self.rows, self.width)
 
     @property
     def count(self) -> int:
-        """How many columns are kept."""
+        """The number of columns that are kept."""
         return len(self.places) * self.rank
 
     @property
     def numbers(self) -> int:
-        """How many numbers are factored for a sample."""
+        """The number of entries that are factored for a sample."""
         return len(self.places) * self.rows * self.width
 
     @cached_property

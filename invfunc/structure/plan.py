@@ -1,4 +1,4 @@
-"""Which shortcuts to take for the exact columns of a GGN, by an estimate of what they cost; and taking them."""
+"""Shortcuts for the exact columns of a GGN: which to take, by an estimate of what they cost, and taking them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ from invfunc.core.uses import Expanded, Pair, Use
 from invfunc.loss.square_root import Columns
 from invfunc.plan import even
 from invfunc.reductions.reduction import Shortcuts
-from invfunc.structure.colouring import Colouring, Placed, hulls, members_of, positions_of
-from invfunc.structure.groups import Groups, grouped
-from invfunc.structure.look import Frame, Look, sites_of
+from invfunc.structure.groups import Colouring, Groups, Placed, grouped, hulls, members_of, positions_of
+from invfunc.structure.look import Frame, Look, Told, sites_of
 from invfunc.structure.narrow import Blocks, Bottleneck, Narrowed, operations, paths
 from invfunc.structure.rules import NONE
-from invfunc.structure.told import Told
 
 
 @dataclass
@@ -53,17 +51,17 @@ class Reach:
 
 @dataclass
 class Stage:
-    """What lies between where columns come in and a bottleneck, or the end, with what is read nowhere else."""
+    """The part between where columns come in and a bottleneck, or the end, with what is read nowhere else."""
 
     reaches: list[Reach]
     cost: float
     end: Blocks | None = None
-    """What is left of the columns at the bottleneck."""
+    """The blocks at the bottleneck, where fewer columns are left."""
 
 
 @dataclass
 class Way:
-    """What is done: the last operation with parameters by itself, stages, and parameters that take every column."""
+    """A way: the last operation with parameters by itself, stages, and parameters that take every column."""
 
     closed: frozenset[int]
     """The parameters whose squares need no columns but the diagonal of the Hessian."""
@@ -99,7 +97,7 @@ class Structure:
 
     @property
     def worth(self) -> bool:
-        """Whether to look costs little beside what may be saved."""
+        """True if to look costs little beside what may be saved."""
         look = len(self.sizes) * thresholds.LOOK + sum(self.sizes) * thresholds.LOOK_ENTRY
         look *= thresholds.LOOK_ON.get(self.x.device.type, 1)
         return bool(self.everything) and self._pays(thresholds.LOOKS * look)
@@ -161,7 +159,7 @@ class Structure:
                 self.near[s] = frame(frozenset({s}), look.inputs)
 
     def _looked(self) -> bool:
-        """Whether the function does the same on one sample alone, as far as can be seen."""
+        """Looks; true if the function does the same on one sample alone, as far as can be seen."""
         after = [(g, state_of(g)) for g in torchs_own()]
         try:
             set_states(self.run.states)
@@ -266,7 +264,7 @@ class Structure:
         return torch.nn.functional.pad(found, (0, source.count - found.shape[2]), value=NONE)
 
     def _blocks(self, source: Source, bottleneck: Bottleneck, first: bool) -> Blocks:
-        """How the entries at a bottleneck fall apart, and how many rows each block gets."""
+        """Blocks of the entries at a bottleneck, with their rows."""
         root = self.at[bottleneck]
         shared = first and self.look.labels.affine(self.look.output, root)
         found = Colouring(hulls(self.look.rows(source.x, root), source.ids))
@@ -292,7 +290,7 @@ class Structure:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """How many numbers come out at each site for a sample."""
+        """The number of entries that come out at each site for a sample."""
         found = [0] * (max(self.numbers, default=-1) + 1)
         for use, s in zip(self.run.uses, self.numbers, strict=True):
             numbers = use.count or (use.edge.numel() if isinstance(use.edge, torch.Tensor) else use.shape.numel())
@@ -359,7 +357,7 @@ class Structure:
         return frozenset(own)
 
     def _factored(self, leaf: int) -> bool:
-        """Whether a parameter is read as it is, or transposed, as a matrix or a vector."""
+        """True for a parameter that is read as it is, or transposed, as a matrix or a vector."""
         use = self.of[leaf][0]
         vector = isinstance(use, Expanded) and sum(size != 1 for size in use.view or use.shape) < 2
         return use.node.kind in (LEAF, SWAP) and (vector or isinstance(use, Pair))

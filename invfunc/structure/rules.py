@@ -1,4 +1,4 @@
-"""What the entries of the results of aten's operations depend on: a rule for each family, a line for each operation.
+"""Dependencies of the results of aten's operations: a rule for each family, a line for each operation.
 
 A rule takes a `Step` and the (first) result, and returns the labels `[rows, *shape]` of the result, or a list with
 those of each. With None in their place, each entry may depend on all that the call reads. Memory is followed beside it,
@@ -62,7 +62,7 @@ class Step:
         return blank(x, (self.height, *[1] * x.ndim)).expand(-1, *x.shape) if rows is None else rows
 
     def only(self, x: torch.Tensor) -> bool:
-        """Whether no other argument has labels."""
+        """True if no other argument has labels."""
         return len(self.labelled) == 1 and self.labelled[0] is x
 
     def scheme(self, *names: str) -> list[Rows]:
@@ -121,14 +121,14 @@ def raised(rows: Rows, ndim: int) -> Rows:
 
 
 def behind(dims: int | Sequence[int] | None, ndim: int) -> list[int]:
-    """Where dims of a tensor are in its labels; all of them for None."""
+    """The places of dims of a tensor in its labels; all of them for None."""
     if dims is None or ndim == 0:
         return list(range(1, ndim + 1))
     return [d % ndim + 1 for d in ([dims] if isinstance(dims, int) else dims)] or list(range(1, ndim + 1))
 
 
 def flattened(rows: torch.Tensor, d: int, then: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """What comes of the last d dims of labels, when all others are flattened into one."""
+    """Applies a function to the last d dims of labels, when all others are flattened into one."""
     first, last = rows.shape[: rows.ndim - d], rows.shape[rows.ndim - d :]
     one = core(rows.expand(*first, *last))
     one = one.expand(*one.shape[: rows.ndim - d], *last)
@@ -397,7 +397,7 @@ def unfolded(step: Step, out: torch.Tensor) -> Rows:
 
 
 def resized(step: Step, out: torch.Tensor) -> Rows:
-    """What is seen with one input position at a time, since the weights depend on shapes only."""
+    """Positions that are seen with one input position at a time, since the weights depend on shapes only."""
     x, rows = step["self"], step.filled(step["self"])
     d, align = x.ndim - 2, step["align_corners"] if "align_corners" in step else None
     scales = [a.name for a in step.func._schema.arguments if a.name.startswith("scales")]
@@ -439,18 +439,18 @@ def _read(func: Any, axis: int, sizes: Any, align: Any, scale: Any, dtype: Any, 
 
 
 class Fact(NamedTuple):
-    """What is known of an operation: its rule, and in which labelled arguments it is affine."""
+    """Facts about an operation: its rule, and in which labelled arguments it is affine."""
 
     rule: Rule | None = None
     linear: str = ""
     """In "all" of them at once, in "each" of them while the others are fixed, in the "first"; or in none."""
     fills: bool = False
-    """Whether it writes all of its first argument, and does not read it."""
+    """True if it writes all of its first argument, and does not read it."""
     skipped: bool = False
-    """Whether it reads the form of its arguments alone."""
+    """True if it reads the form of its arguments alone."""
 
     def is_affine(self, step: Step, written: Sequence[torch.Tensor]) -> bool:
-        """Whether what a call gives is affine in its labelled arguments."""
+        """True if the result of a call is affine in its labelled arguments."""
         if not self.linear or not all(x.is_floating_point() for x in (*step.labelled, *written)):
             return False
         if self.linear == "all":
@@ -542,6 +542,6 @@ FACTS: dict[str, Fact] = {
 
 
 def fact_of(name: str, pointwise: bool) -> Fact:
-    """What is known of an operation of aten, by its name, and whether torch says that it is entry by entry."""
+    """Facts about an operation of aten, by its name, and whether torch says that it is entry by entry."""
     fact = FACTS.get(name) or FACTS.get(name.rstrip("_"))
     return fact or (Fact(entrywise) if pointwise else Fact())

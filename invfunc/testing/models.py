@@ -64,7 +64,7 @@ class Tied:
     """A leaf that is the tensor of an earlier one."""
 
     to: int
-    """Which of those that have a shape, from 0."""
+    """The number of a leaf among those that have a shape, from 0."""
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class Model:
     dtype: torch.dtype = torch.float64
     device: str = "cpu"
     in_dim: int = 0
-    """Where x has its samples."""
+    """The axis of x that counts the samples."""
 
     @cached_property
     def _built(self) -> Built:
@@ -344,7 +344,7 @@ class Problem:
 
     @cached_property
     def target(self) -> torch.Tensor:
-        """That of the loss."""
+        """The target of the loss."""
         with torch.no_grad():
             return self.loss.target(self.model.f(self.model.params, self.model.x))
 
@@ -355,7 +355,7 @@ class Problem:
 
     @property
     def in_dims(self) -> tuple[int, int]:
-        """Those of the batch."""
+        """The sample axes of the batch."""
         return self.model.in_dim, 0
 
     def f(self, params: Any, x: Any, target: torch.Tensor) -> torch.Tensor:
@@ -364,7 +364,7 @@ class Problem:
 
     @property
     def args(self) -> tuple:
-        """What `laws.check` takes, beside the options."""
+        """The arguments of `laws.check`, beside the options."""
         return self.model.f, self.model.params, *self.batch
 
     @property

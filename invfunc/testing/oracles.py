@@ -96,7 +96,7 @@ def loop_noise_scale(f: Callable, groups: Callable | None = None, *, samples: Sa
 
 
 def noise_of(shares: Any, groups: Callable | None = None) -> Any:
-    """What `noise_scale` says of shares `[N, *p]`."""
+    """The result of `noise_scale` for shares `[N, *p]`."""
     rows: dict[str | None, list[torch.Tensor]] = {}
     for path, g in tree.named_leaves(shares):
         if g is not None:
@@ -298,7 +298,7 @@ def dense_diag_hessian(f: Callable, loss: Callable | None = None) -> Callable:
 
 
 def dense_batch_diag_hessian(f: Callable, loss: Callable | None = None) -> Callable:
-    """The oracle of `batch_diag_hessian`, sample by sample: of an `[N]`-valued f its entries, of a model function with
+    """The oracle of `diag_hessian(per_sample=True)`: of an `[N]`-valued f its entries, of a model function with
     its loss the loss as a function of the outputs of one sample, while the outputs of the others stay what they are."""
 
     def oracle(params: Any, *batch: Any, **kwargs: Any) -> Any:
@@ -418,7 +418,7 @@ def _only(z: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def _hessians(z: torch.Tensor, target: Any, loss: Callable) -> torch.Tensor:
-    """Those of the loss in the outputs of each sample, `[N, M, M]`."""
+    """Hessians of the loss in the outputs of each sample, `[N, M, M]`."""
     whole = jacrev(grad(lambda z: loss(z, target).sum()), chunk_size=1)(z)
     return torch.stack([whole[n].reshape(z[0].numel(), len(z), -1)[:, n] for n in range(len(z))])
 

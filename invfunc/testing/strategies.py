@@ -1,4 +1,4 @@
-"""What hypothesis draws for tests of functions of parameters: trees, models, losses, chunkings, invertible functions.
+"""Strategies of hypothesis for functions of parameters: trees, models, losses, chunkings, invertible functions.
 
 Each value is small, is drawn simple first, and prints as a line of code that makes it again, numbers and all:
 

@@ -22,10 +22,10 @@ WIDTH, ROWS = 512, 4096
 SMALL = 4, WIDTH, ROWS // 4
 """Depth, width and rows of a chain whose gradients are compared."""
 WARM = 2
-"""How many calls come before those that are timed."""
+"""Number of calls before those that are timed."""
 SHALLOW, DEEP = 8, 64
 GROWTH = 5
-"""How many per cent more memory the deep chain may take."""
+"""Per cent more memory that the deep chain may take."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Row:
     most: float | None = None
     """Times the plain way, or MiB, according to the table."""
     deep: bool = True
-    """Whether a deep chain is worth its time."""
+    """True if a deep chain is worth its time."""
 
     @property
     def name(self) -> str:
@@ -141,10 +141,10 @@ def activation_memory(case: tuple[str, str], device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Compared:
-    """How far the gradients of the rows of a table are apart."""
+    """Differences between the gradients of the rows of a table."""
 
     rows: list[Row]
-    """Those that neither fail nor are missing."""
+    """Rows that neither fail nor are missing."""
     differences: dict[str, float]
     failures: dict[str, str]
     """The words of a peer that fails."""
@@ -158,7 +158,7 @@ class Compared:
         return {"difference": difference_cell(self.differences.get(row.name))}
 
     def print_rest(self, *remarks: str) -> None:
-        """What is to be said below a table."""
+        """Print the remarks below a table."""
         for row, words in self.failures.items():
             print(f"{row} fails: {words}")
         print(
@@ -259,4 +259,4 @@ REVERSIBLE: dict[str, Callable[[str, argparse.Namespace], None]] = {
     **dict.fromkeys(TIMED, _times),
     MEMORY_TABLE: _memory,
 }
-"""What prints each table."""
+"""Functions that print each table."""

@@ -152,7 +152,7 @@ SECOND_ORDER: dict[str, dict[str, Peer]] = {
         BACKPACK: backpack("DiagGGNExact"),
     },
     "batch_diag_ggn": {
-        **_ours(lambda p: invfunc.batch_diag_ggn(p.f, p.loss)),
+        **_ours(lambda p: invfunc.diag_ggn(p.f, p.loss, per_sample=True)),
         FUNC: vmap_jacrev(over=(1,)),
         BACKPACK: backpack("BatchDiagGGNExact"),
     },

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from invfunc import Invertible, additive_coupling, invertible_checkpoint, repeated, with_log_det
+from invfunc import Invertible, additive_coupling, chain, invertible_checkpoint, repeated, with_log_det
 from invfunc.pairs import from_module, momentum
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
@@ -233,3 +233,78 @@ def test_a_derivative_within_f(block):
         return torch.autograd.grad(state[0].sin().sum() + state[1].square().sum(), x)
 
     torch.testing.assert_close(slopes(block), slopes(plain), rtol=1e-9, atol=1e-11)
+
+
+class TestListsOfArguments:
+    """Parameters in lists and dicts that the program changes after the call are those of the call."""
+
+    @pytest.mark.parametrize(
+        "made", [lambda w: [w], lambda w: {0: w}, lambda w: ([w],)], ids=["list", "dict", "nested"]
+    )
+    @pytest.mark.parametrize("graph", [False, True], ids=["leaf", "computed"])
+    def test_are_read_as_they_were(self, made, graph):
+        rand, found = Numbers(), []
+        first, other = rand(4, 4), rand(4, 4)
+
+        def weight(params: Any) -> torch.Tensor:
+            return weight(params[0]) if not isinstance(params, torch.Tensor) else params
+
+        def f(x: Any, params: Any) -> Any:
+            return x[0] + torch.tanh(x[1] @ weight(params)), x[1]
+
+        def f_inv(y: Any, params: Any) -> Any:
+            return y[0] - torch.tanh(y[1] @ weight(params)), y[1]
+
+        x = rand(3, 4), rand(3, 4)
+        for block in (invertible_checkpoint(f, f_inv), f):
+            w = first.clone().requires_grad_()
+            params = made(2 * w if graph else w)
+            y = block(block(x, params), params)
+            held = params[0] if isinstance(params, tuple) else params
+            held[0] = other.clone().requires_grad_()
+            found.append(torch.autograd.grad(y[0].square().sum(), w))
+        assert_trees_close(found[0], found[1], 1e-12)
+
+
+class Scheduled(nn.Module):
+    """Dropout whose probability the program changes, as a schedule does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.p = nn.Linear(4, 4).double(), 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.layer(x), self.p, self.training)
+
+
+class Skipped(nn.Module):
+    """A layer that is left out at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.p = nn.Linear(4, 4).double(), 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if torch.rand(()).item() >= self.p else torch.zeros_like(x)
+
+
+@pytest.mark.parametrize("part", [Scheduled, Skipped])
+@pytest.mark.parametrize("way", [invertible_checkpoint, lambda pair: chain(*[pair] * 3)], ids=["blocks", "chain"])
+def test_draws_that_a_schedule_begins(part, way):
+    """A block that drew nothing in its first calls is replayed with its random numbers from then on."""
+    torch.manual_seed(0)
+    f, g = part(), part()
+    pair = additive_coupling(f, g, split_dim=1)
+    block, weights = way(pair), [*f.parameters(), *g.parameters()]
+    repeats = 1 if hasattr(block, "composition") and block.composition is not None else 3
+    for p in (0.0, 0.0, 0.5, 0.5, 0.0):
+        f.p = g.p = p
+        found = []
+        for one, times in ((block, repeats), (pair, 3)):
+            torch.manual_seed(7)
+            x = state()
+            y = x * 1
+            for _ in range(times):
+                y = one(y)
+            found.append(torch.autograd.grad(y.square().sum(), [x, *weights], allow_unused=True))
+        assert_trees_close(found[0], found[1], 1e-9)

@@ -139,7 +139,7 @@ def test_second_derivatives_are_those_of_fresh_data(make):
     assert hits(c) == 3
 
 
-@pytest.mark.parametrize("make", [invfunc.diag_ggn, invfunc.batch_diag_ggn, kflr])
+@pytest.mark.parametrize("make", [invfunc.diag_ggn, partial(invfunc.diag_ggn, per_sample=True), kflr])
 def test_columns_by_structure_are_planned_where_they_are_checked_by_numbers(make):
     """Of a token head, which the loss transposes: that is looked at by numbers that are the same in each call."""
     sizes, rand = ((12, 24), (24, 3), (3, 24), (24, 40)), Numbers(0)

@@ -33,7 +33,7 @@ def weighted(z, y):
     return F.cross_entropy(z, y, ignore_index=2)
 
 
-GGN = invfunc.diag_ggn, invfunc.batch_diag_ggn
+GGN = invfunc.diag_ggn, partial(invfunc.diag_ggn, per_sample=True)
 OF_LOSSES = {
     "variance": lambda: invfunc.variance(losses),
     "variance with correction": lambda: invfunc.variance(losses, correction=1),
@@ -51,11 +51,11 @@ OF_LOSSES = {
     "diag_ggn in chunks": lambda: chunked(invfunc.diag_ggn(model, F.cross_entropy), 2),
     "diag_ggn and another": lambda: together(*(make(model, F.cross_entropy) for make in GGN)),
     "diag_ggn of a sum": lambda: invfunc.diag_ggn(model, summed),
-    "batch_diag_ggn": lambda: invfunc.batch_diag_ggn(model, F.cross_entropy),
+    "diag_ggn of each": lambda: invfunc.diag_ggn(model, F.cross_entropy, per_sample=True),
     "sqrt_ggn": lambda: invfunc.sqrt_ggn(model, F.cross_entropy),
     "ggn_trace": lambda: invfunc.ggn_trace(model, F.cross_entropy),
     "diag_hessian": lambda: invfunc.diag_hessian(model, F.cross_entropy),
-    "batch_diag_hessian": lambda: invfunc.batch_diag_hessian(model, F.cross_entropy),
+    "diag_hessian of each": lambda: invfunc.diag_hessian(model, F.cross_entropy, per_sample=True),
 }
 OF_MODELS = {"gram": lambda: invfunc.gram(model), "batch_jacobian": lambda: invfunc.batch_jacobian(model)}
 PRODUCTS = {

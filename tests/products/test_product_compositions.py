@@ -1,6 +1,6 @@
 """Products inside other transforms, and what they leave as it was."""
 
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
@@ -123,15 +123,15 @@ def test_a_linearisation_may_be_composed_later(how, requires_grad, product):
 class TestDerivatives:
     """Of what a product depends on."""
 
-    @pytest.mark.parametrize("blocks", [partial(hvp, blocks=True), partial(ggnvp, blocks=True)], ids=str)
+    @pytest.mark.parametrize("make", [hvp, ggnvp])
     @pytest.mark.parametrize("by", [grad, lambda f: lambda p: differentiated(f, (p,), [0])], ids=["func", "autograd"])
-    def test_of_blocks(self, blocks, by):
+    def test_of_blocks(self, make, by):
         net, loss = network("perceptron", 3), LOSSES[0]
         batch, like = (net.x, loss.target(Numbers(1), 3)), net.params
         rows = tree.map_leaves(lambda p: Numbers(3)(2, *p.shape), like)
 
         def dense(p):
-            matrix = hessian(p) if blocks is partial(hvp, blocks=True) else gauss_newton(p)
+            matrix = hessian(p) if make is hvp else gauss_newton(p)
             parts = zip(matrices.blocks(matrix, like), tree.leaves(rows), strict=True)
             return [(x.flatten(1) @ b.T).view_as(x) for b, x in parts]
 
@@ -143,7 +143,7 @@ class TestDerivatives:
             z = net.f(p, net.x).flatten()
             return rows.T @ torch.func.hessian(lambda z: loss(z.view(3, -1), batch[1], "sum"))(z) @ rows
 
-        found = by(lambda p: total(blocks(net.f, summed(loss))(p, rows, *batch)))(like)
+        found = by(lambda p: total(make(net.f, summed(loss), blocks=True)(p, rows, *batch)))(like)
         wanted = by(lambda p: total(dense(p)))(like)
         assert_trees_close(tree.leaves(found), tree.leaves(wanted), EXACT, 1e-2)
 

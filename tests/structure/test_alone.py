@@ -6,13 +6,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from invfunc import batch_diag_ggn, diag_ggn, ggn_trace
+from invfunc import diag_ggn, ggn_trace
 from invfunc.structure import labels, plan
-from invfunc.structure.colouring import Placed
+from invfunc.structure.groups import Placed
 from invfunc.structure.narrow import Bottleneck, paths
 from invfunc.structure.rules import FACTS
 from invfunc.testing import assert_trees_close, dense_diag_ggn
@@ -70,7 +68,7 @@ COSTS = {
 
 
 @pytest.mark.parametrize("called", COSTS)
-@pytest.mark.parametrize("make", [diag_ggn, batch_diag_ggn, ggn_trace], ids=lambda t: t.__name__)
+@pytest.mark.parametrize("make", [diag_ggn, partial(diag_ggn, per_sample=True), ggn_trace], ids=str)
 @pytest.mark.parametrize("form", ["model", "loss"])
 def test_it_takes_fewer_multiplications(called, make, form):
     f, params, x, loss, times = COSTS[called]
@@ -201,25 +199,6 @@ def test_of_branches_that_one_sample_alone_would_not_take(how, form):
         with always():
             t = diag_ggn(f, F.mse_loss) if form == "model" else diag_ggn(composed(f, F.mse_loss))
             assert_trees_close(t(*args), dense_diag_ggn(f, F.mse_loss)(*args), EXACT)
-
-
-@given(shifts=st.lists(st.integers(0, 7), min_size=2, max_size=3), n=st.integers(1, 3))
-def test_nothing_is_kept_from_one_call_to_the_next(shifts, n):
-    """The same function, with shapes that are the same, moves other entries each time."""
-    rand, state = Numbers(7), {}
-
-    def f(p, x, by):
-        h = F.conv1d(x, p[0], padding=1).tanh()
-        return F.conv1d(h + h.roll(int(by), -1) + h.roll(state["more"], -1), p[1])
-
-    t = diag_ggn(f, F.mse_loss, in_dims=(0, None, 0))
-    params, x, y = [rand(2, 1, 3), rand(1, 2, 1)], rand(n, 1, 16), rand(n, 1, 16)
-    for shift in shifts:
-        state["more"] = 2 * shift
-        by = torch.tensor(shift)
-        wanted = dense_diag_ggn(lambda p, x, by=by: f(p, x, by), F.mse_loss)(params, x, y)
-        with always():
-            assert_trees_close(t(params, x, by, y), wanted, EXACT)
 
 
 def dropped(p, x):

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import invfunc
-from invfunc import chunked, diag_ggn, functional, reduced, together, tree
+from invfunc import chunked, diag_ggn, functional, tree
 from invfunc.testing import assert_trees_close
 from invfunc.testing.models import moved
 from tests.laws import RTOL, composed
@@ -92,28 +91,6 @@ def test_some_samples(data):
     make = STATISTICS[data.draw(st.sampled_from(list(STATISTICS)))]
     chosen = data.draw(st.lists(st.integers(-len(net.inputs[0]), len(net.inputs[0]) - 1), min_size=1, max_size=3))
     assert_as_dense(partial(make, *functions, samples=chosen), args)
-
-
-@settings(max_examples=9)
-@given(data=st.data())
-def test_several_statistics_at_once(data):
-    net = data.draw(ANY)
-    functions, args = arranged(data, net)
-    names = data.draw(st.lists(st.sampled_from(list(STATISTICS)), min_size=1, max_size=3))
-
-    def make(method):
-        parts = [*(STATISTICS[name](*functions, method=method) for name in names), invfunc.sqrt_ggn(*functions)]
-        return together(*parts) if method == "auto" else lambda *args: tuple(t(*args) for t in parts)
-
-    assert_as_dense(make, args, refusable=net.called in MOVED)
-
-
-@settings(max_examples=9)
-@given(data=st.data())
-def test_what_is_kept_of_each_parameter(data):
-    functions, args = arranged(data, data.draw(ANY))
-    made = STATISTICS[data.draw(st.sampled_from(["diag_ggn", "batch_diag_ggn"]))]
-    assert_as_dense(lambda method: reduced(made(*functions, method=method), lambda path, x: len(path) * x.sum()), args)
 
 
 @settings(max_examples=9)

@@ -66,13 +66,6 @@ def test_autocast_at_a_narrow_layer():
     assert_trees_close(found, wanted, 0.05)
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_anomaly_detection_at_a_narrow_layer():
-    f, args = bottleneck(torch.float64)
-    with torch.autograd.detect_anomaly():
-        assert_as_dense(partial(diag_ggn, f, F.mse_loss), args)
-
-
 def test_saturated_pixels_in_closed_form_and_single_precision():
     """1 - p of a p near 1 has no digits left."""
     w, x = torch.tensor([20.0, 2.0, -8.0]).reshape(3, 1, 1, 1), torch.ones(2, 1, 3, 3)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import invfunc
-from invfunc import batch_diag_ggn, chunked, diag_ggn, explain, functional
+from invfunc import diag_ggn, explain, functional
 from invfunc.testing import assert_trees_close, dense_diag_ggn, peak_memory
 from tests.laws import composed
 from tests.strategies import Numbers
@@ -78,15 +78,6 @@ def test_it_is_that_of_all_columns(data):
     assert_as_dense(partial(STATISTICS[called], *functions), args, refusable=called.startswith("exact kfac"))
 
 
-@settings(max_examples=12)
-@given(data=st.data())
-def test_it_is_that_of_the_loop(data):
-    f, *args = data.draw(models())
-    with always():
-        found = diag_ggn(f, F.mse_loss)(*args)
-    assert_trees_close(found, dense_diag_ggn(f, F.mse_loss)(*args), 1e-9, 1e-6)
-
-
 def patches(repeated, joined, n, tokens=6):
     """Patches that are predicted one by one, with learned positions or a class token."""
     rand = Numbers(1)
@@ -105,7 +96,7 @@ def patches(repeated, joined, n, tokens=6):
 @pytest.mark.parametrize("repeated", ["expand", "repeat", "zeros and"])
 def test_the_structure_is_seen(repeated, joined, n):
     f, args = patches(repeated, joined, n)
-    for make in (diag_ggn(f, F.mse_loss), batch_diag_ggn(f, F.mse_loss), invfunc.ggn_trace(f, F.mse_loss)):
+    for make in (diag_ggn(f, F.mse_loss), diag_ggn(f, F.mse_loss, per_sample=True), invfunc.ggn_trace(f, F.mse_loss)):
         with always():
             told = explain(make)(*args)
         assert told.why == "by the structure of the function" and told.passes <= told.columns / 2
@@ -117,16 +108,6 @@ def test_it_is_that_of_the_loop_where_it_is_seen(repeated):
     with always():
         found = diag_ggn(f, F.mse_loss)(*args)
     assert_trees_close(found, dense_diag_ggn(f, F.mse_loss)(*args), 1e-9)
-
-
-@pytest.mark.parametrize("repeated", [*REPEATED])
-def test_norms_of_what_is_read_at_several_tokens(repeated):
-    f, (params, x, _) = patches(repeated, "add", 3)
-    make, each = invfunc.batch_l2_grad(lambda p, x: f(p, x).sum((1, 2))), []
-    for k in range(3):
-        g = torch.func.grad(lambda p, k=k: f(p, x[k : k + 1]).sum())(params)
-        each.append({name: leaf.square().sum() for name, leaf in g.items()})
-    assert_trees_close(make(params, x), {name: torch.stack([g[name] for g in each]) for name in params}, 1e-9)
 
 
 def test_a_parameter_that_is_an_expanded_view_itself():
@@ -147,17 +128,6 @@ def test_positions_of_patches_of_an_image_lie_where_these_do():
     with always():
         assert explain(diag_ggn(f, F.mse_loss))(*args).passes <= 32
     assert_as_dense(partial(diag_ggn, f, F.mse_loss), args)
-
-
-@pytest.mark.parametrize("chunks", [2, 3, 5])
-def test_chunks_of_one_sample(chunks):
-    f, args = patches("expand", "class token", 5)
-    found = []
-    for method in ("auto", "dense"):
-        make = chunked(diag_ggn(f, F.mse_loss, method=method), chunks, over="samples")
-        with always():
-            found.append(make(*args))
-    assert_trees_close(found[0], found[1], 1e-9)
 
 
 def test_no_sample_has_the_tokens_of_all():

@@ -37,7 +37,7 @@ SAME = Difference(0.0, "", None, None)
 
 
 def tolerance(dtype: torch.dtype, terms: int = 1) -> float:
-    """What rounding may do to a sum of so many terms: 1e-9 in float64, 7e-4 in float32, for one."""
+    """The effect that rounding may have on a sum of so many terms: 1e-9 in float64, 7e-4 in float32, for one."""
     eps = torch.finfo(dtype).eps
     return min(32 * eps ** (2 / 3), 2 * eps**0.5) * max(1, terms) ** 0.5
 
@@ -117,7 +117,8 @@ def _of_leaf(path: str, x: Any, y: Any, floor: float) -> Difference:
 def _largest(y: Any) -> float:
     if not isinstance(y, torch.Tensor) or not y.numel():
         return 0.0
-    return y.detach().abs().nan_to_num(0, 0, 0).max().item()
+    y = y.detach().byte() if y.dtype == torch.bool else y.detach()
+    return y.abs().nan_to_num(0, 0, 0).max().item()
 
 
 class seeded:
@@ -141,7 +142,7 @@ def generators() -> list[torch.Tensor]:
 
 
 POINTS = (1.0, -0.5)
-"""What the first argument is multiplied by, for several of it."""
+"""The factors of the first argument, for several of it."""
 
 
 def total(result: Any, at: float = 0.0) -> torch.Tensor:
@@ -215,12 +216,12 @@ def loop_at_points(t: Callable) -> Callable:
 
 
 def storages(tensors: list[torch.Tensor]) -> list[int]:
-    """Where the memory of tensors with entries is."""
+    """The addresses of the memory of tensors with entries."""
     return [x.untyped_storage().data_ptr() for x in tensors if x.numel()]
 
 
 def state(args: Any) -> list[tuple]:
-    """What of arguments must not change."""
+    """The state of arguments, which must not change."""
     found = tree.tensors(args)
     return [(x.detach().clone(), version(x), x.requires_grad, x.grad is None) for x in found]
 

@@ -1,4 +1,4 @@
-"""What the results for a problem are, by plain loops and double backward passes of torch.autograd alone."""
+"""The results for a problem, by plain loops and double backward passes of torch.autograd alone."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def loss_slope(problem: Problem, z: Tensors, deep: bool = False) -> Tensors:
 
 
 def gradient(problem: Problem) -> Any:
-    """That of the loss, by torch.autograd."""
+    """The gradient of the loss, by torch.autograd."""
     leaves, form = fresh(problem.params)
     with torch.enable_grad():
         value = problem.losses(form.join(leaves), *problem.batch).sum()
@@ -95,7 +95,7 @@ class Products:
         self.leaves = tuple(p.detach() for p in leaves)
 
     def outputs(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Those of f, as a function of the leaves."""
+        """The outputs of f, as a function of the leaves."""
         f = self.problem.steady(self.problem.f)
         return tuple(tree.tensors(f(self.form.join(list(leaves)), *self.problem.inputs)))
 

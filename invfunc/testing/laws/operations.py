@@ -157,7 +157,7 @@ def _by_autograd(problem: OperationProblem, argument: str | int, cotangent: torc
 
 
 def _has_shares(problem: OperationProblem, argument: str | int) -> None:
-    """What a rule answers that gives none is told where it is used."""
+    """Raises where a rule gives no shares, which is told where it is used."""
     cotangent, args = _cotangents(problem)[:1, :1], problem.part([0]).args
     answer = problem.op.rules[argument](cotangent, *args)
     equation, *operands = answer if isinstance(answer, (tuple, list)) else (answer,)
@@ -166,7 +166,7 @@ def _has_shares(problem: OperationProblem, argument: str | int) -> None:
 
 
 def _cotangents(problem: OperationProblem) -> torch.Tensor:
-    """Those of some columns."""
+    """The cotangents of some columns."""
     out = problem.op(*problem.args)
     return fixed((COLUMNS, *out.shape), out, 0.6)
 
@@ -240,7 +240,7 @@ OWED = (
     "chunks do not matter",
 )
 OWED += ("the order of the samples does not matter", "samples= picks", "vmap over parameters is the loop")
-"""What is said of a model that is this operation alone."""
+"""The laws of a model that is this operation alone."""
 
 
 def check_operation(
@@ -307,7 +307,7 @@ def check_operation(
 
 
 def _length(op: Operation, args: tuple, samples: tuple[int, ...]) -> int:
-    """How many samples the arguments have."""
+    """The number of samples that the arguments have."""
     told = f"check_operation({op!r}, ..., samples={samples})"
     if not samples or not all(isinstance(i, int) and 0 <= i < len(args) for i in samples):
         raise ArgumentError(f"{told}: these are no positions of the {len(args)} arguments that were given.")

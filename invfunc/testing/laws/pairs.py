@@ -38,7 +38,7 @@ from invfunc.testing.laws.run import (
 )
 
 ROUND_TRIP = 100
-"""How many roundings a round trip may have, and what is computed from it."""
+"""The number of roundings of a round trip, and of what is computed from it."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,7 +50,7 @@ class PairProblem:
     args: tuple
     seed: int
     n: int
-    """How many samples are along axis 0 of x, 0 if that is not known."""
+    """The number of samples along axis 0 of x, 0 if that is not known."""
     samples: tuple[int, ...] = field(default=())
     rtol = None
 
@@ -66,7 +66,7 @@ class PairProblem:
 
     @cached_property
     def floor(self) -> float:
-        """What is small beside the state, so that rounding is all there is in it."""
+        """A size that is small beside the state, so that rounding is all there is in it."""
         sizes = [t.detach().abs().nan_to_num().max().item() for t in floats(self.x) if t.numel()]
         return 1e-6 * max(sizes, default=0.0)
 
@@ -118,7 +118,7 @@ def loss(y: Any, at: float = 0.0) -> torch.Tensor:
 
 
 def gradients(h: Callable, problem: PairProblem, twice: bool = False) -> list[torch.Tensor]:
-    """Those of the loss in x and the arguments, or of a loss of them, by torch.autograd."""
+    """Gradients of the loss in x and the arguments, or of a loss of them, by torch.autograd."""
     given = live((problem.x, problem.args))
     wanted = floats(given)
     with torch.enable_grad():

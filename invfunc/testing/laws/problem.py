@@ -18,7 +18,7 @@ from invfunc.testing.laws.compare import cast, fixed, generators, seeded
 from invfunc.transform import ArgumentNames
 
 LOSSES, SCALAR, MODEL, BOTH = "[N] losses", "a scalar loss", "a model", "a model and its loss"
-"""What f can be."""
+"""The kinds of f."""
 
 ENTRIES = 24
 """Of how many entries of large parameters the diagonals and columns are compared."""
@@ -37,9 +37,9 @@ class Problem:
     kind: str
     n: int
     draws: bool
-    """Whether f draws from torch's global generators."""
+    """True if f draws from torch's global generators."""
     samples: tuple[int, ...] = field(default=())
-    """Which ones of the caller's batch these are."""
+    """The places of these in the caller's batch."""
     rtol: float | None = None
     """The relative error that is tolerated; rounding unless given."""
 
@@ -61,12 +61,12 @@ class Problem:
 
     @property
     def args(self) -> tuple:
-        """What a statistic of f, or of f and its loss, is called with."""
+        """The arguments of a statistic of f, or of f and its loss."""
         return (self.params, *self.batch)
 
     @property
     def inputs(self) -> tuple:
-        """Those of f."""
+        """The inputs of f."""
         return self.batch if self.loss is None else self.batch[:-1]
 
     def losses(self, params: Any, *batch: Any) -> torch.Tensor:
@@ -103,12 +103,12 @@ class Problem:
 
     @property
     def complete(self) -> bool:
-        """Whether the entries are all there are."""
+        """True if the entries are all there are."""
         return all(len(k) == p.numel() for k, p in zip(self.entries, tree.tensors(self.params), strict=True))
 
     @cached_property
     def results(self) -> dict[str, Any]:
-        """Those of statistics that laws compare with others."""
+        """Results of statistics that laws compare with others."""
         return {}
 
     @cached_property
@@ -118,7 +118,7 @@ class Problem:
 
     @cached_property
     def floor(self) -> float:
-        """What is small beside the gradients and their squares, so that rounding is all there is in it."""
+        """A size that is small beside the gradients and their squares, so that rounding is all there is in it."""
         sizes = [0.0]
         for part in (self, self.part([0])):
             try:
@@ -200,7 +200,7 @@ def _check_params(params: Any) -> None:
 
 
 def _called(call: str, given: Problem) -> tuple[bool, Any]:
-    """Whether f draws, and what the loss or the model gives."""
+    """Calls f: returns whether it draws, and what the loss or the model gives."""
     own = tree.map_tensors(torch.clone, (given.params, *given.inputs))
     with seeded(given.seed), torch.no_grad():
         before, versions = generators(), [version(x) for x in tree.tensors(own)]
@@ -259,7 +259,7 @@ def _has_nan(result: Any) -> bool:
 
 
 def _alone(given: Problem) -> Any:
-    """What a sample gives by itself; nothing where f wants several."""
+    """The result of a sample by itself; nothing where f wants several."""
     try:
         with seeded(given.seed), torch.no_grad():
             outputs = given.f(*tree.map_tensors(torch.clone, (given.params, *given.inputs)))
@@ -287,6 +287,6 @@ def _shown(x: Any) -> str:
 
 
 def options(given: Problem, in_dims: InDims) -> dict[str, Any]:
-    """How a loss and in_dims were given."""
+    """The options by which a loss and in_dims were given."""
     loss = {} if given.loss is None else {"loss": "loss"}
     return loss | ({} if in_dims == 0 else {"in_dims": in_dims})

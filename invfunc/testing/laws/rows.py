@@ -33,9 +33,9 @@ from invfunc.testing.oracles import (
 )
 
 LOSS, MODEL, BOTH = "of a loss", "of a model", "of a model and its loss"
-"""What a statistic is made of: `(f)` of a loss function, `(f)` of a model function, `(f, loss)`."""
+"""The functions that a statistic is made of: `(f)` of a loss function, `(f)` of a model function, `(f, loss)`."""
 LEAVES, TREES, WHOLE, FACTORS = "leaves", "trees", "whole", "factors"
-"""What it gives: a tensor for each parameter, a tuple of results, one tensor for all parameters, K-factors."""
+"""The results: a tensor for each parameter, a tuple of results, one tensor for all parameters, K-factors."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,17 @@ class Row:
     """Its oracle `loop(*functions, samples=...)`, of the first form and of the last; K-factors have one of modules, in
     their own laws."""
     of_shares: Callable | None = None
-    """What it is of the per-sample gradients, a tensor `[N, *p]` or a tree of them; None unless it is first-order."""
+    """The statistic, if it is first-order, as a function of per-sample gradients `[N, *p]` or of a tree of them."""
     of_each: Callable | None = None
-    """What it is of the diagonals of the GGN of each sample, a tree of `[N, *p]`; None if it is of no GGN."""
+    """The statistic, if it is of a GGN, as a function of the diagonals of each sample, a tree of `[N, *p]`."""
     hessian: bool = False
-    """Whether it is of the Hessian of the whole function."""
+    """True if it is of the Hessian of the whole function."""
     axes: tuple[AxisName, ...] = ("samples", "params")
-    """What `chunked` divides."""
+    """The axes that `chunked` divides."""
     drawn: bool = False
-    """Whether its columns are drawn, for which the loss has to have a sampler."""
+    """True if its columns are drawn, for which the loss has to have a sampler."""
     fewest: int = 1
-    """How many samples it has to be of."""
+    """The fewest samples that it may be of."""
     picks: Callable | None = None
     """`picks(result, index)`: the result for samples in another order, or for some of them; None if it is a sum."""
 
@@ -215,8 +215,10 @@ ROWS = {
         axes=("samples", "params"),
         drawn=True,
     ),
-    "batch_diag_ggn": GGN(invfunc.batch_diag_ggn, of_each=lambda diagonals: diagonals, picks=_picked),
-    "batch_diag_ggn drawn": GGN(_drawn(invfunc.batch_diag_ggn, mc_samples=2), drawn=True),
+    "diag_ggn of each": GGN(
+        partial(invfunc.diag_ggn, per_sample=True), of_each=lambda diagonals: diagonals, picks=_picked
+    ),
+    "diag_ggn of each drawn": GGN(_drawn(partial(invfunc.diag_ggn, per_sample=True), mc_samples=2), drawn=True),
     "sqrt_ggn": GGN(invfunc.sqrt_ggn, picks=partial(_picked, axis=1)),
     "sqrt_ggn drawn": GGN(_drawn(invfunc.sqrt_ggn, mc_samples=2), drawn=True),
     "ggn_trace": GGN(invfunc.ggn_trace, gives=WHOLE, of_each=_total),
@@ -227,7 +229,7 @@ ROWS = {
         _drawn(invfunc.ggn_trace, mc_samples=2, with_error=True), gives=TREES, axes=("samples", "params"), drawn=True
     ),
     "diag_hessian": GGN(invfunc.diag_hessian, hessian=True),
-    "batch_diag_hessian": GGN(invfunc.batch_diag_hessian, hessian=True, picks=_picked),
+    "diag_hessian of each": GGN(partial(invfunc.diag_hessian, per_sample=True), hessian=True, picks=_picked),
     "kfac": FACTORED(_drawn(invfunc.kfac), drawn=True),
     "kfac empirical": FACTORED(partial(invfunc.kfac, fisher="empirical"), axes=("samples", "params")),
     "kfac exact": FACTORED(partial(invfunc.kfac, fisher="exact")),

@@ -20,10 +20,10 @@ from invfunc.testing.laws.compare import FLOOR, Difference, difference, plain, s
 
 
 class Claim(NamedTuple):
-    """That two trees are equal up to rounding; what is no tensor in them has to be the same."""
+    """A claim that two trees are equal up to rounding; what is no tensor in them has to be the same."""
 
     of: str
-    """What it is said of, such as a statistic."""
+    """The subject, such as a statistic."""
     found: Callable[[], Any]
     expected: Callable[[], Any]
     """Evaluated first: where torch cannot do it, the law does not apply."""
@@ -32,7 +32,7 @@ class Claim(NamedTuple):
     dtype: torch.dtype | None = None
     """Whose rounding is tolerated; that of the subject unless given."""
     nearby: Callable[[], Any] | None = None
-    """What is expected at other parameters, which tells its size where all cancels at these."""
+    """The expected result at other parameters, which tells its size where all cancels at these."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Law:
     claims: Callable[[Any], Iterable[Claim]]
     when: Callable[[Any], str]
     of_f: bool = False
-    """Whether it is a law of f alone, with nothing of this library in it."""
+    """True for a law of f alone, with nothing of this library in it."""
 
     def __repr__(self) -> str:
         return f"Law({self.name!r})"
@@ -87,9 +87,9 @@ def law(
 
 
 SEARCHED, LEAST_SECONDS = 200, 5.0
-"""How many parts of a batch are tried for a smallest case, and at least how long."""
+"""The number of parts of a batch that are tried for a smallest case, and the least time."""
 ROUNDINGS = 8
-"""How many times the rounding of what is expected what is found may have: its terms come in another order."""
+"""The factor between the rounding of a result and that of its loop: its terms come in another order."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _shown(value: Any) -> str:
 
 @dataclass
 class Outcome:
-    """What came of one law."""
+    """The outcome of one law."""
 
     law: Law
     tried: list[str] = field(default_factory=list)
@@ -137,7 +137,7 @@ class Outcome:
     failures: list[Failure] = field(default_factory=list)
 
     def add(self, other: Outcome) -> None:
-        """What came of it on another subject."""
+        """Adds the outcome on another subject."""
         self.tried += other.tried
         self.refused |= other.refused
         self.inapplicable |= other.inapplicable
@@ -238,7 +238,7 @@ def _size(claim: Claim, subject: Any) -> float:
 
 
 def _rounding(law: Law, claim: Claim, subject: Any, expected: Any) -> float:
-    """How far what is expected is from the same in float64: a function may make much of the rounding of few terms."""
+    """The distance of what is expected from that in float64: a function may make much of the rounding of few terms."""
     if subject.dtype == torch.float64 or not all(map(_is_floating, tree.leaves(plain(expected)))):
         return 0.0
     try:
@@ -320,12 +320,12 @@ class Table:
 
     @property
     def refused(self) -> dict[str, str]:
-        """What this library refused in any law, with its error."""
+        """The refusals of this library in any law, with their errors."""
         return {of: error for outcome in self.outcomes for of, error in outcome.refused.items()}
 
     @property
     def summary(self) -> str:
-        """How many laws hold, and how many are left."""
+        """A line that says how many laws hold, and how many are left."""
         states = Counter(outcome.state for outcome in self.outcomes)
         parts = [f"{count} {'hold' if state == 'holds' else state}" for state, count in states.items()]
         checked, refused = (sum(len(of(o)) for o in self.outcomes) for of in (lambda o: o.tried, lambda o: o.refused))
@@ -364,7 +364,7 @@ def _shortened(names: Iterable[str], shown: int = SHOWN) -> str:
 
 
 def _by_error(told: dict[str, str]) -> dict[str, list[str]]:
-    """Those of one error together, without the call that it names, shortened to what a line or two can hold."""
+    """Statistics by their errors, without the call that it names, shortened to what a line or two can hold."""
     found: dict[str, list[str]] = {}
     for of, error in told.items():
         found.setdefault(textwrap.shorten(cause(error), 3 * WIDTH), []).append(of)
@@ -397,7 +397,7 @@ def chosen(call: str, subject: str, only: Iterable[str] | str | None) -> list[La
 
 
 Again = Callable[[str, list[int]], str]
-"""What to type to see a law fail for some samples."""
+"""The call by which a law is seen to fail for some samples."""
 
 
 def judged(table: Table, subject: Any, again: Again, seconds: float) -> Table:
@@ -423,7 +423,7 @@ def told(outcome: Outcome, table: Table, subject: Any, again: Again, seconds: fl
 
 
 def call(name: str, called: str, options: dict[str, Any], seed: int) -> Again:
-    """That of a call, with the options that are not what they are by themselves."""
+    """The text of a call, with the options that are not what they are by themselves."""
     shown = "".join(f", {key}={value}" for key, value in options.items())
 
     def again(law: str, samples: list[int]) -> str:

@@ -63,27 +63,27 @@ class TransformProblem:
 
     @property
     def n(self) -> int:
-        """How many samples there are."""
+        """The number of samples."""
         return self.one.n
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """Which ones they are."""
+        """The places of the samples."""
         return self.one.samples
 
     @property
     def seed(self) -> int:
-        """That of the function."""
+        """The same of the function."""
         return self.one.seed
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the function."""
+        """The same of the function."""
         return self.one.dtype
 
     @property
     def floor(self) -> float:
-        """What is small beside its gradients."""
+        """A size that is small beside its gradients."""
         return self.one.floor
 
     def part(self, samples: Sequence[int]) -> TransformProblem:
@@ -96,7 +96,7 @@ class TransformProblem:
 
     @property
     def functions(self) -> tuple[Callable, ...]:
-        """What the makers take."""
+        """The functions that the makers take."""
         return (self.one.f,) if self.one.loss is None else (self.one.f, self.one.loss)
 
     def made(self) -> Callable:
@@ -108,7 +108,7 @@ class TransformProblem:
         return self.made()(*args)
 
     def oracle(self, *args: Any) -> Any:
-        """That of its loop."""
+        """The result of its loop."""
         return self.loop(*self.functions)(*args)
 
 
@@ -206,7 +206,7 @@ def effects(subject: TransformProblem) -> Iterator[Claim]:
 
 CALL = "laws.check_transform"
 EXAMPLES = 20
-"""How many functions are drawn."""
+"""The number of functions that are drawn."""
 
 
 def check_transform(
@@ -321,6 +321,6 @@ def _drawn(tried_on: Callable[[models.Problem], None], loss: models.Loss, deadli
 
 
 def _takes_two(oracle: Callable) -> bool:
-    """Whether it is made of a model and its loss."""
+    """True if it is made of a model and its loss."""
     found = inspect.signature(oracle).parameters.values()
     return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in found) > 1

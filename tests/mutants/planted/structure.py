@@ -28,21 +28,21 @@ FAULTS = [
     ),
     Fault(
         "cells that are filled up send a position back again",
-        "structure/told.py",
+        "structure/look.py",
         "turned[:, :-1].copy_(d.unflatten(0, (classes, v)).permute(2, 4, 0, 1, 3, 5))",
         "turned.copy_(torch.cat([x := d.unflatten(0, (classes, v)).permute(2, 4, 0, 1, 3, 5), x[:, :1]], 1))",
         f"{DRAWN} structure",
     ),
     Fault(
         "all samples send back what the first one does, cell by cell",
-        "structure/told.py",
+        "structure/look.py",
         "turned[i].flatten(0, 1)",
         "turned[0].flatten(0, 1)",
         f"{DRAWN} structure",
     ),
     Fault(
         "rows of a table that a cell picks twice are squared one by one",
-        "structure/told.py",
+        "structure/look.py",
         "(number * use.shape[0] + i).flatten().unique(return_inverse=True)",
         "(number * use.shape[0] + i).flatten(), torch.arange(i.numel())",
         f"{TAKEN}::test_a_table_is_told_apart_by_the_rows_that_are_read {DRAWN} structure",
@@ -112,7 +112,7 @@ FAULTS = [
     ),
     Fault(
         "columns whose boxes touch share a pass",
-        "structure/colouring.py",
+        "structure/groups.py",
         "if end < start)",
         "if end <= start)",
         "structure/test_columns.py::test_it_is_that_of_all_columns structure",
