@@ -12,7 +12,6 @@ import torch
 from torch.utils.checkpoint import CheckpointError
 
 from invfunc import thresholds, tree
-from invfunc._alike import alike
 from invfunc._extras import Ticks
 from invfunc._torch.functorch import hooked, transforming, versions
 from invfunc._torch.generators import same_state, set_states, state_of, states_of, torchs_own
@@ -505,7 +504,7 @@ class Pullback:
             return
         chunks = self._chunks()
         self.ticks.expect(len(chunks))
-        for leaves, self.run.uses in alike(chunks):
+        for leaves, self.run.uses in chunks:
             with torch.enable_grad():
                 self.run.pull(out, cotangent, retain=len(chunks) > 1)
             self._fold(leaves)
@@ -531,8 +530,8 @@ class Pullback:
             raise Unsupported("something of all columns has to be known of each")
         chunks = self._chunks()
         self.ticks.expect(len(chunks) * len(groups))
-        for leaves, run.uses in alike(chunks):
-            for start, stop in alike(groups):
+        for leaves, run.uses in chunks:
+            for start, stop in groups:
                 self._group(leaves, roots, columns, start, stop, count)
                 self.ticks.done()
 
