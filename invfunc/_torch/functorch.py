@@ -213,7 +213,6 @@ unseen = _disable_current_modes
 """A context without any dispatch mode."""
 FakeTensor, FakeTensorMode = fake_tensor.FakeTensor, fake_tensor.FakeTensorMode
 unheard = torch._C.DisableTorchFunction  # a context without function modes
-NoNumbers = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
 
 
 def leaf(x: torch.Tensor) -> torch.Tensor:

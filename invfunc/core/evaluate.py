@@ -9,21 +9,23 @@ from functools import partial, reduce
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from invfunc import thresholds, tree
-from invfunc._alike import alike
 from invfunc._extras import Ticks
 from invfunc._torch.functorch import hooked, transforming, versions
 from invfunc._torch.generators import same_state, set_states, state_of, states_of, torchs_own
+from invfunc._ways import known_way, note_way
 from invfunc.arguments.problem import Problem, check_numbers, whole
 from invfunc.budget.size import fits
 from invfunc.core.columns import Twice, columns_at, lost, single, split
+from invfunc.core.composed import Replays, Unreplayed
 from invfunc.core.factors import partners
 from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
 from invfunc.core.marks import SUMMED, Final, Mark, Unsupported, know
 from invfunc.core.refusals import check_loss, check_outputs, check_room
-from invfunc.core.resort import Watched, at_once, by_rows, check_twice, diagonals
+from invfunc.core.resort import Watched, alone, at_once, by_rows, check_twice, diagonals
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.split import WHOLE, Axis, Finder, Output, marked_for
@@ -58,12 +60,27 @@ def of_each_kind(quantities: Sequence[Quantity]) -> list[list[int]]:
     return [*groups.values()]
 
 
-def _apart(quantities: Sequence[Quantity], call: Callable[[list[Quantity]], T]) -> Iterator[tuple[list[int], T]]:
-    """What each kind of quantities finds, for which f runs with the same random numbers."""
+def by_kinds(
+    quantities: Sequence[Quantity], way: Way, call: Callable[[list[Quantity], Way], T]
+) -> Iterator[tuple[list[int], T]]:
+    """What each kind of quantities finds, for which f runs with the same random numbers; the second derivatives of a
+    function that is not followed there are those of single samples."""
     before = [(g, state_of(g)) for g in torchs_own()]
     for group in of_each_kind(quantities):
+        some = [quantities[i] for i in group]
         set_states(before)
-        yield group, call([quantities[i] for i in group])
+        try:
+            found = call(some, way)
+        except Unsupported as error:
+            kind = some[0].kind
+            if way is not Problem.call or not kind.second_order or kind.averaged or any(q.give for q in some):
+                raise
+            set_states(before)
+            try:
+                found = call(some, alone)
+            except Unsupported:
+                raise error from None
+        yield group, found
 
 
 def evaluated(
@@ -88,7 +105,7 @@ def evaluated(
     if ticks is not TICKS:
         ticks.reach(problem.n)
     if len(quantities) > 1 and len(of_each_kind(quantities)) > 1:
-        found = [*_apart(quantities, lambda some: evaluated(problem, some, options, way, undo=undo))]
+        found = [*by_kinds(quantities, way, lambda some, way: evaluated(problem, some, options, way, undo=undo))]
         results = {i: result for group, (some, _) in found for i, result in zip(group, some, strict=True)}
         return [results[i] for i in range(len(quantities))], found[0][1][1]
     return ran_and(finished, problem, quantities, options, None, ticks, way, undo=undo)
@@ -130,7 +147,7 @@ def kept(
         return Kept(folds, run.count, aux, _left(run, out, outside), _left(run, run.outputs, outside))
 
     if len(quantities) > 1 and len(of_each_kind(quantities)) > 1:
-        every = [*_apart(quantities, lambda some: kept(problem, some, options, known, ticks, way, part))]
+        every = [*by_kinds(quantities, way, lambda some, way: kept(problem, some, options, known, ticks, way, part))]
         folds = {i: fold for group, one in every for i, fold in zip(group, one.folds, strict=True)}
         return replace(every[0][1], folds=[folds[i] for i in range(len(quantities))])
     return ran_and(left, problem, quantities, replace(options, reduce=None), known, ticks, way, part, phased=True)
@@ -229,36 +246,56 @@ def ran_and(
         way = way if each else at_once
     twice = deep or kind.second_order or (kind.convex and problem.n == 1)  # for torch's batch norm of one sample
     frees = new is Run and not options.plan.splits and all(map(_streamed, quantities))
-    ambiguous: Unsupported | None = None
+    how = How(problem, way, deep, twice, frees, way is Problem.call and known_way(problem.f, "replays") > 0)
     while True:
-        run = new(problem.n, deep, chosen)
-        run.grows = ambiguous is None
-        run.part, run.way, run.twice, run.each = part, way, twice, each
-        run.frees = frees and not deep
+        run = new(problem.n, how.deep, chosen)
+        run.grows = how.ambiguous is None
+        run.part, run.way, run.twice, run.each = part, way, how.twice, each
+        run.frees, run.replays = how.frees and not how.deep, how.replays
         run.given = known is not None and problem.loss is not None
         run.open(way is Problem.call or transforming())
+        met = None
         try:
             given = problem, quantities, run, outside, options, known, ticks, phased, pullback
-            return finish(run, *_evaluated(*given), outside)
-        except (Again, Twice) as error:
-            deep, twice, met = deep or isinstance(error, Again), True, None
-            undo()
-        except ReplayError:  # a block is not evaluated again as it was followed
-            if not run.frees:
-                raise
-            frees, met = False, None
-            undo()
+            with Replays(how.twice or new is CallsRun) if how.replays else nullcontext():
+                return finish(run, *_evaluated(*given), outside)
         except Met as error:
             met = error
-        except Unsupported as error:
-            if isinstance(error, Final) or ambiguous is not None or not run.grew:
-                raise ambiguous or error from None
-            ambiguous, met = error, None
+        except (Again, Twice, CheckpointError, ReplayError, Unsupported) as error:
+            how.change(run, error)
             undo()
         finally:
             run.close()
         if met is not None:
             raise looked_at(met) from None
+
+
+@dataclass
+class How:
+    """How f is run, which changes with what a run meets."""
+
+    problem: Problem
+    way: Way
+    deep: bool
+    twice: bool
+    frees: bool
+    replays: bool
+    ambiguous: Unsupported | None = None
+    """What was met where a dim of the size N was taken for one of samples."""
+
+    def change(self, run: Run, error: Exception) -> None:
+        """Run f in another way after an error, which is raised where there is none."""
+        if isinstance(error, (Again, Twice)):
+            self.deep, self.twice = self.deep or isinstance(error, Again), True
+        elif isinstance(error, (CheckpointError, Unreplayed)) and self.way is Problem.call and not self.replays:
+            note_way(self.problem.f, "replays", 1)  # a checkpoint is not evaluated again as it was followed
+            self.replays = True
+        elif isinstance(error, ReplayError) and run.frees:  # nor is a block
+            self.frees = False
+        elif isinstance(error, Unsupported) and not isinstance(error, Final) and not self.ambiguous and run.grew:
+            self.ambiguous = error
+        else:
+            raise self.ambiguous or error from None
 
 
 class Again(Exception):
@@ -467,7 +504,7 @@ class Pullback:
             return
         chunks = self._chunks()
         self.ticks.expect(len(chunks))
-        for leaves, self.run.uses in alike(chunks):
+        for leaves, self.run.uses in chunks:
             with torch.enable_grad():
                 self.run.pull(out, cotangent, retain=len(chunks) > 1)
             self._fold(leaves)
@@ -493,8 +530,8 @@ class Pullback:
             raise Unsupported("something of all columns has to be known of each")
         chunks = self._chunks()
         self.ticks.expect(len(chunks) * len(groups))
-        for leaves, run.uses in alike(chunks):
-            for start, stop in alike(groups):
+        for leaves, run.uses in chunks:
+            for start, stop in groups:
                 self._group(leaves, roots, columns, start, stop, count)
                 self.ticks.done()
 

@@ -13,7 +13,7 @@ from invfunc import thresholds, tree
 from invfunc.arguments.problem import Problem
 from invfunc.budget.size import bytes_of
 from invfunc.core.columns import columns_at
-from invfunc.core.evaluate import Fold, Pullback, ran_and, uses_of
+from invfunc.core.evaluate import Fold, Pullback, by_kinds, of_each_kind, ran_and, uses_of
 from invfunc.core.hessian import Diagonal
 from invfunc.core.marks import spelled
 from invfunc.core.refusals import matrices
@@ -128,6 +128,10 @@ def explained(
     problem: Problem, quantities: Sequence[Quantity], options: Options, way: Way, undo: Callable[[], Any]
 ) -> list[Explanation]:
     """How each of some quantities is computed, if f is called in a way; of chunks of samples, one is looked at."""
+    if len(of_each_kind(quantities)) > 1:
+        every = by_kinds(quantities, way, lambda some, way: explained(problem, some, options, way, undo))
+        each = {i: e for group, found in every for i, e in zip(group, found, strict=True)}
+        return [each[i] for i in range(len(quantities))]
     chunks = options.plan.ranges("samples", problem.n) if options.plan.asked("samples") else [(0, problem.n)]
     first = problem
     if len(chunks) > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ def know(x: torch.Tensor, what: Mark | Node) -> None:
     vars(x)["_known"] = what
 
 
-def tensors(out: Any) -> Iterable[torch.Tensor]:
+def tensors(out: Any) -> Sequence[torch.Tensor]:
     """The tensors of the result of an operation."""
     if isinstance(out, torch.Tensor):
         return (out,)

@@ -344,6 +344,8 @@ class Followed(Run):
 
 def by_rows(problem: Problem, run: Run, leaves: list[Tensor], part: slice) -> tuple[Any, Any]:
     """Losses `[N]` whose derivatives are the rows of a Jacobian; and aux."""
+    if run.criterion is not None:
+        raise Unsupported("columns at a criterion inside of a function that is not followed")
     params, followed = [run.alias(p) for p in problem.leaves], Followed(run)
     out, aux = problem.call(followed, params, part)
     if not isinstance(out, Tensor) or out.shape != (run.n,) or not out.requires_grad or problem.loss is not None:

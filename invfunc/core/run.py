@@ -32,10 +32,10 @@ from invfunc._torch.functorch import (
     levels,
     saving_hooks,
 )
-from invfunc._torch.opened import opened
 from invfunc.core import own
 from invfunc.core.axes import single
 from invfunc.core.columns import criterion_of, weighs
+from invfunc.core.composed import Unreplayed, composed
 from invfunc.core.copies import copied, expanded, grown
 from invfunc.core.marks import (
     DERIVED,
@@ -88,7 +88,6 @@ from invfunc.core.tables import (
 from invfunc.core.transposed import FACTORS
 from invfunc.core.uses import WHOLE, Block, Copies, Pair, Shared, Use
 from invfunc.core.written import into_view, set_derived, set_item, set_parameter, unchanged
-from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.recurrent import AT_ONCE, steps_at_once
 from invfunc.reductions.lots import Lot
 
@@ -159,6 +158,8 @@ class Run(TorchFunctionMode):
         """Whether there are samples in any order along a dim."""
         self.alone = True
         """Whether one vector is pulled back at a time."""
+        self.replays = False
+        """Whether checkpoints are evaluated again as they were followed."""
         self.func: Any = None
         self._stack = ExitStack()
         self._enter: Callable = Tensor.detach
@@ -368,8 +369,8 @@ class Run(TorchFunctionMode):
                 return own.followed(self, func, args, kwargs, data, params)
             inner = self.at_once(func, args, data, params) or composed(func)
             if inner is not None:
-                if checkpointing():
-                    raise Unsupported("it is inside of a checkpoint, whose second run is not followed")
+                if checkpointing() and not self.replays:
+                    raise Unreplayed("it is inside of a checkpoint, whose second run is not followed")
                 with self:
                     return self.seen(inner(*args, **kwargs), func)
         self.func = func
@@ -726,36 +727,6 @@ def _emptied(told: Callable, key: int) -> Callable:
         return d.new_zeros(()).expand(d.shape)  # what autograd keeps until the end
 
     return hook
-
-
-def composed(func: Any) -> Callable | None:
-    """The operations that a function is composed of, if it is known in which, or written in Python."""
-    entry = OPERATIONS.get(named(func).removeprefix("_VF.")) if not isinstance(func, type) else None
-    if entry is not None and entry.composed is not None:
-        return entry.composed
-    func = getattr(func, "__wrapped__", func)
-    return opened(func) if getattr(func, "__module__", "").startswith("torch.") else None
-
-
-class Composed(TorchFunctionMode):
-    """Runs operations in those in which a run follows them, for a block that is evaluated once more."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        inner = composed(func) if RULES.get(func) is None or func is torch.nn.functional.embedding_bag else None
-        if inner is not None:
-            with self:
-                return inner(*args, **kwargs)
-        read = [*tensors((args, kwargs))]
-        params = [x for x in read if type(getattr(x, "_known", None)) is Node]
-        if params and len(params) < len(read) and func in POINTWISE and func not in LIKE:
-            shape = torch.broadcast_shapes(*[x.shape for x in read])
-            wide = {id(x): x.expand(shape) for x in params}
-            return func(*replaced(args, wide), **{k: replaced(x, wide) for k, x in kwargs.items()})
-        out = func(*args, **kwargs)
-        for x in tensors(out) if params and len(params) == len(read) else ():
-            vars(x)["_known"] = vars(params[0])["_known"]
-        return out
 
 
 def _grown(shape: Any, before: Any, n: int) -> int | None:

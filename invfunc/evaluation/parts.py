@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._alike import alike
 from invfunc._torch.functorch import transforming, undispatched, unheard
 from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
 from invfunc._torch.values import same_values
@@ -77,7 +76,7 @@ class Parts:
             aux.clear()
             accumulators, total = fold.of_phase(k), torch.zeros(())
             quantities = [replace(t.quantity, reduction=t.reduction, give=self._giving(t)) for t in accumulators]
-            for part in alike(parts):
+            for part in parts:
                 found = self._of_part(part, several, kind, quantities, options, known)
                 if found is not None:
                     self._take(accumulators, found, part)
@@ -87,18 +86,20 @@ class Parts:
                         seen, self.outputs = found.result, found.apart
                     del found  # before the next one is made
         if single and several and self.scalar and self.problem.loss is None:
-            with torch.no_grad():
-                found = returned(self.problem)
-                if not same_values(total.to(found), found):
-                    raise neither()  # samples that stand alone do not show that their data weigh them
+            found = valued(self.problem)
+            for part in parts:
+                if self._chosen(part) == []:  # it is in the loss, too
+                    total = total + valued(self._part(part, kind))
+            if not same_values(total.to(found), found):
+                raise neither()  # samples that stand alone do not show that their data weigh them
         self._look(seen, joined and not several)
         return aux if plan.asked("samples") else aux[0]
 
     def _look(self, seen: Any, joined: bool) -> None:
         """See what those who join batches have to know, of which f has returned what was `seen`."""
         if self.scalar and self.outputs is None and self.given.loss is not None:
-            with undrawn(), torch.no_grad():
-                self.outputs = returned(self.given)
+            with undrawn():
+                self.outputs = valued(self.given)
         if joined:
             apart = self.outputs is not None
             self.joined = not joins(self.given if apart else self.problem, self.outputs if apart else seen)
@@ -201,7 +202,7 @@ class Parts:
         graph = torch.is_grad_enabled() and (transforming() or any(x.requires_grad for x in problem.tensors))
         each = list[Any]()
         with undrawn(), torch.set_grad_enabled(graph):  # what f draws, it draws again
-            for part in alike(parts):
+            for part in parts:
                 one = self._part(part, kind)
                 each.append(hessian_of(one) if problem.loss is None else _outputs(one))
         if problem.loss is not None:
@@ -209,6 +210,16 @@ class Parts:
             found, self.loss = columns_of_all(problem, self.outputs, self.quantities)
             return found
         return {q.columns: made(joined(each), q, problem.n) for q in self.quantities}
+
+
+def valued(problem: Problem) -> Any:
+    """What f returns, without a graph where f itself takes no derivatives."""
+    try:
+        with torch.no_grad():
+            return returned(problem)
+    except RuntimeError:
+        with torch.enable_grad():
+            return tree.map_tensors(torch.Tensor.detach, returned(problem))
 
 
 def runs(problem: Problem) -> bool:

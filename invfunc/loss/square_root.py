@@ -246,14 +246,26 @@ class Root(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
         ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
 
     @staticmethod
     def backward(ctx: Any, *slopes: torch.Tensor) -> torch.Tensor:
         (s,), (slope,) = ctx.saved_tensors, slopes
-        none = (s.detach() == 0).all(1).to(s.dtype).diag_embed()
-        t = torch.linalg.solve(s.mT @ s + none, s.mT).mT
+        t = _inverse(s)
         found = (slope - t @ (s.mT @ slope) / 2) @ t.mT
         return (found + found.mT) / 2
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
+        (s,), (tangent,) = ctx.saved_tensors, tangents
+        t = _inverse(s)
+        return tangent @ t - s @ (t.mT @ tangent @ t) / 2
+
+
+def _inverse(s: torch.Tensor) -> torch.Tensor:
+    """`S (S^T S)^+` of a root whose columns are orthogonal, perhaps zero."""
+    none = (s.detach() == 0).all(1).to(s.dtype).diag_embed()
+    return torch.linalg.solve(s.mT @ s + none, s.mT).mT
 
 
 def _eigh(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -79,11 +79,12 @@ OF_THE_GGN = {
     "diag_ggn of one function": lambda f, loss: invfunc.diag_ggn(lambda params, x, y: loss(f(params, x), y)),
     "kfac": lambda f, loss: invfunc.kfac(f, loss, **drawn()),
     "kfoc": lambda f, loss: invfunc.kronecker.kfoc(f, loss, **drawn()),
-    **{name: getattr(invfunc, name) for name in ("diag_ggn", "batch_diag_ggn", "ggn_trace", "sqrt_ggn")},
+    **{name: getattr(invfunc, name) for name in ("diag_ggn", "ggn_trace", "sqrt_ggn")},
+    "diag_ggn of each": partial(invfunc.diag_ggn, per_sample=True),
     "kfac exact": lambda f, loss: invfunc.kfac(f, loss, fisher="exact"),
     "kfra": invfunc.kronecker.kfra,
 }
-HESSIAN = {name: getattr(invfunc, name) for name in ("diag_hessian", "batch_diag_hessian")}
+HESSIAN = {"diag_hessian": invfunc.diag_hessian, "diag_hessian of each": partial(invfunc.diag_hessian, per_sample=True)}
 
 
 @pytest.mark.quick

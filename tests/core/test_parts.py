@@ -78,3 +78,19 @@ def test_factors_of_what_f_repeats_for_each_sample_are_the_same_in_parts(form, n
     assert_trees_close(invfunc.chunked(t, chunk_size=1, over="samples")(p, x, y), whole, 1e-10)
     assert_trees_close(invfunc.chunked(t, chunk_size=3, over="samples")(p, x, y), whole, 1e-10)
     assert_trees_close(t(p, x.repeat(2, 1, 1), y.repeat(2)), whole, 1e-10)
+
+
+def test_parts_of_which_no_sample_is_chosen_are_in_the_loss():
+    t = invfunc.sum_grad_squared(mean, samples=[2, 0])
+    assert_trees_close(invfunc.chunked(t, chunk_size=1, over="samples")(P, X, Y), t(P, X, Y), 1e-10)
+
+
+def test_a_penalty_of_slopes_runs_in_parts_of_one():
+    def f(p, x):
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(p, x).sum(), x, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean()
+
+    t = invfunc.batch_l2_grad(f)
+    found = invfunc.chunked(t, chunk_size=2, over="samples")(P, X[:5])
+    assert_trees_close({k: found[k] for k in "wv"}, {k: t(P, X[:5])[k] for k in "wv"}, 1e-8)

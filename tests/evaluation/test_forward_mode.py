@@ -107,7 +107,7 @@ def test_hooks_on_saved_tensors_that_lose_tangents_are_told_of(name, part):
     assert_trees_close(found, wanted, 1e-9, 1e-6)
 
 
-@pytest.mark.parametrize("name", ["ekfac exact"])
+@pytest.mark.parametrize("name", ["ekfac exact", "sqrt_ggn"])
 def test_reverse_over_forward_where_there_are_eigenvectors(name):
     """Torch's own derivative of eigenvectors is NaN there."""
 

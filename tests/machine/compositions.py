@@ -25,6 +25,11 @@ from tests.strategies import Numbers
 from tests.ways import loop_slope_along, slope_along
 
 EXACT, FLOOR = 1e-8, 1e-2
+REFUSED = (
+    "a nonlinear operation in a checkpoint",  # of kfra, and of columns that are read where f is followed
+    "a checkpoint, whose second run is not followed, where the result is differentiated",
+)
+"""What is told of checkpointed functions of which something is not known."""
 DEEPEST = 2
 """Derivatives and vmaps of a composition."""
 
@@ -98,7 +103,12 @@ class Compositions(RuleBasedStateMachine):
         """The law: a composition gives what its loop gives, and leaves its arguments and the generator as they were."""
         given = self._given(built)
         before = [x.clone() for x in tree.tensors(given)]
-        found = shown(built.make()(*given))
+        try:
+            found = shown(built.make()(*given))
+        except InvFuncError as error:
+            assert CHECKPOINTED in str(built) and any(why in str(error) for why in REFUSED), f"{built}: {error}"
+            assume(False)
+            raise
         assert all(torch.equal(x, y) for x, y in zip(tree.tensors(given), before, strict=True)), f"{built}: arguments"
         assert torch.equal(self.random, torch.get_rng_state()), f"{built}: the global generator"
         assert_trees_close(found, shown(built.oracle()(*given)), EXACT, FLOOR)

@@ -1,0 +1,10 @@
+"""A little of `python -m tests.machine`, with the same programs each time."""
+
+from hypothesis import HealthCheck, settings
+
+from tests.machine.compositions import Compositions
+
+TestCompositions = Compositions.TestCase
+TestCompositions.settings = settings(
+    max_examples=25, stateful_step_count=8, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
+)
