@@ -221,16 +221,10 @@ memory."""
 TRIED_PASSES = 256
 """Chunks into which columns are divided at most: of those that are not drawn nobody knows the number beforehand."""
 
-# Plans (plans/watch.py, plans/recorder.py, compiled.py)
-
-WATCHED, WATCHED_BYTES = 20_000, 2**16
-"""Objects that a plan looks at in each call, and bytes of an array of numpy among them. A limit of time."""
+# Plans (plans/recorder.py, plans/calls.py)
 
 FOLDED = 2**16
 """Numbers of a tensor that depends on no argument up to which a plan keeps it, and does not compute it again."""
-
-SAME_NUMBERS = 16
-"""Numbers of a constant up to which a plan keeps it once, if it has the same one at several places."""
 
 COMPARED_NUMBERS = 2**12
 """Numbers of a list that is read (`.tolist()`) up to which a plan compares them in each call."""
@@ -238,14 +232,8 @@ COMPARED_NUMBERS = 2**12
 OPERATIONS = 20_000
 """Operations of a plan; a call that takes more is not kept. A limit of memory."""
 
-REPEATED = 8
-"""Parts of a call that do the same, as chunks do, from which on a plan is a loop over them."""
-
 PLANS, SHAPES = 32, 8
 """Plans that a function keeps, the latest ones; for how many shapes it warns."""
 
 MISSES = 4
 """Calls that were not as the plan has them, after which there is none, unless more have been."""
-
-TIMED = 5
-"""Calls of each kind that are timed to find out which is faster."""
