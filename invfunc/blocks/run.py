@@ -37,7 +37,7 @@ from invfunc.blocks.surroundings import (
     states_of,
     surroundings_of,
 )
-from invfunc.core.run import Composed
+from invfunc.core.composed import Composed
 from invfunc.core.run import Run as CoreRun
 from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
 from invfunc.transform import told

@@ -19,13 +19,14 @@ from invfunc._ways import known_way, note_way
 from invfunc.arguments.problem import Problem, check_numbers, whole
 from invfunc.budget.size import fits
 from invfunc.core.columns import Twice, columns_at, lost, single, split
+from invfunc.core.composed import Replays, Unreplayed
 from invfunc.core.factors import partners
 from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
 from invfunc.core.marks import SUMMED, Final, Mark, Unsupported, know
 from invfunc.core.refusals import check_loss, check_outputs, check_room
 from invfunc.core.resort import Watched, alone, at_once, by_rows, check_twice, diagonals
-from invfunc.core.run import Replays, Run, Unreplayed
+from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.split import WHOLE, Axis, Finder, Output, marked_for
 from invfunc.core.uses import Use
@@ -245,44 +246,56 @@ def ran_and(
         way = way if each else at_once
     twice = deep or kind.second_order or (kind.convex and problem.n == 1)  # for torch's batch norm of one sample
     frees = new is Run and not options.plan.splits and all(map(_streamed, quantities))
-    ambiguous: Unsupported | None = None
-    replays = way is Problem.call and known_way(problem.f, "replays") > 0
+    how = How(problem, way, deep, twice, frees, way is Problem.call and known_way(problem.f, "replays") > 0)
     while True:
-        run = new(problem.n, deep, chosen)
-        run.grows = ambiguous is None
-        run.part, run.way, run.twice, run.each = part, way, twice, each
-        run.frees, run.replays = frees and not deep, replays
+        run = new(problem.n, how.deep, chosen)
+        run.grows = how.ambiguous is None
+        run.part, run.way, run.twice, run.each = part, way, how.twice, each
+        run.frees, run.replays = how.frees and not how.deep, how.replays
         run.given = known is not None and problem.loss is not None
         run.open(way is Problem.call or transforming())
+        met = None
         try:
             given = problem, quantities, run, outside, options, known, ticks, phased, pullback
-            with Replays(twice or new is CallsRun) if replays else nullcontext():
+            with Replays(how.twice or new is CallsRun) if how.replays else nullcontext():
                 return finish(run, *_evaluated(*given), outside)
-        except (Again, Twice) as error:
-            deep, twice, met = deep or isinstance(error, Again), True, None
-            undo()
-        except (CheckpointError, Unreplayed):  # a checkpoint is not evaluated again as it was followed
-            if replays or way is not Problem.call:
-                raise
-            note_way(problem.f, "replays", 1)
-            replays, met = True, None
-            undo()
-        except ReplayError:  # nor is a block
-            if not run.frees:
-                raise
-            frees, met = False, None
-            undo()
         except Met as error:
             met = error
-        except Unsupported as error:
-            if isinstance(error, Final) or ambiguous is not None or not run.grew:
-                raise ambiguous or error from None
-            ambiguous, met = error, None
+        except (Again, Twice, CheckpointError, ReplayError, Unsupported) as error:
+            how.change(run, error)
             undo()
         finally:
             run.close()
         if met is not None:
             raise looked_at(met) from None
+
+
+@dataclass
+class How:
+    """How f is run, which changes with what a run meets."""
+
+    problem: Problem
+    way: Way
+    deep: bool
+    twice: bool
+    frees: bool
+    replays: bool
+    ambiguous: Unsupported | None = None
+    """What was met where a dim of the size N was taken for one of samples."""
+
+    def change(self, run: Run, error: Exception) -> None:
+        """Run f in another way after an error, which is raised where there is none."""
+        if isinstance(error, (Again, Twice)):
+            self.deep, self.twice = self.deep or isinstance(error, Again), True
+        elif isinstance(error, (CheckpointError, Unreplayed)) and self.way is Problem.call and not self.replays:
+            note_way(self.problem.f, "replays", 1)  # a checkpoint is not evaluated again as it was followed
+            self.replays = True
+        elif isinstance(error, ReplayError) and run.frees:  # nor is a block
+            self.frees = False
+        elif isinstance(error, Unsupported) and not isinstance(error, Final) and not self.ambiguous and run.grew:
+            self.ambiguous = error
+        else:
+            raise self.ambiguous or error from None
 
 
 class Again(Exception):

@@ -88,7 +88,7 @@ class Parts:
         if single and several and self.scalar and self.problem.loss is None:
             found = valued(self.problem)
             for part in parts:
-                if self._chosen(part) == []:  # it is in the loss
+                if self._chosen(part) == []:  # it is in the loss, too
                     total = total + valued(self._part(part, kind))
             if not same_values(total.to(found), found):
                 raise neither()  # samples that stand alone do not show that their data weigh them

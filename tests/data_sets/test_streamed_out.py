@@ -190,7 +190,9 @@ class TestRefused:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("make", [partial(invfunc.diag_ggn, per_sample=True), invfunc.sqrt_ggn], ids=str)
+@pytest.mark.parametrize(
+    "make", [partial(invfunc.diag_ggn, per_sample=True), invfunc.sqrt_ggn], ids=["diagonals", "root"]
+)
 def test_memory_is_that_of_one_batch(make, reduction, tmp_path):
     rand = Numbers(0)
     model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Tanh(), torch.nn.Linear(40, CLASSES))

@@ -68,7 +68,9 @@ COSTS = {
 
 
 @pytest.mark.parametrize("called", COSTS)
-@pytest.mark.parametrize("make", [diag_ggn, partial(diag_ggn, per_sample=True), ggn_trace], ids=str)
+@pytest.mark.parametrize(
+    "make", [diag_ggn, partial(diag_ggn, per_sample=True), ggn_trace], ids=["sum", "samples", "trace"]
+)
 @pytest.mark.parametrize("form", ["model", "loss"])
 def test_it_takes_fewer_multiplications(called, make, form):
     f, params, x, loss, times = COSTS[called]

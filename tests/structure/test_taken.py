@@ -38,7 +38,11 @@ def auto_encoder(side):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("make", [diag_ggn, partial(invfunc.diag_ggn, per_sample=True), invfunc.ggn_trace], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [diag_ggn, partial(invfunc.diag_ggn, per_sample=True), invfunc.ggn_trace],
+    ids=["sum", "samples", "trace"],
+)
 def test_passes_do_not_grow_with_an_image(make):
     passes = []
     for side in (8, 12):
