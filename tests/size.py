@@ -53,7 +53,7 @@ CEILINGS = {
     "functional": Ceiling(
         ["invfunc/functional"], 160, 2, "torch.func.functional_call does it; here are messages and copies"
     ),
-    "the tests": Ceiling(["tests"], 45_200, 360, "laws of what stands; wanted are 30,000"),
+    "the tests": Ceiling(["tests"], 44_100, 355, "laws of what stands; wanted are 30,000"),
 }
 """Who needs more takes away elsewhere, or states a better reason here."""
 
