@@ -6,7 +6,7 @@
 
 Per-sample gradients: `batch_grad`, `batch_l2_grad`, `sum_grad_squared`, `variance`, `grad_and_variance`,
 `clipped_grad`, `noise_scale`, `sketched_grad`, `gram`, `batch_jacobian`.
-Diagonals of curvature: `diag_ggn`, `batch_diag_ggn`, `ggn_trace`, `sqrt_ggn`, `diag_hessian`, `batch_diag_hessian`.
+Curvature: `diag_ggn`, `ggn_trace`, `sqrt_ggn`, `diag_hessian`.
 Kronecker factors: `kfac`, `ekfac`; in `kronecker` are others, what they give, and what is done with it.
 Products with vectors: `hvp`, `ggnvp`, `linearize`, `linear_operator`, `estimate_trace`, `estimate_diagonal`.
 Covariances: `predictive_covariance`, `eigenpairs`.
@@ -59,15 +59,11 @@ from invfunc.outputs import outputs
 from invfunc.pairs.couplings import additive_coupling, affine_coupling
 from invfunc.pairs.pair import Invertible, invert, with_log_det
 from invfunc.products.eigenpairs import eigenpairs
-from invfunc.products.estimate_diagonal import estimate_diagonal
-from invfunc.products.estimate_trace import estimate_trace
+from invfunc.products.estimate import estimate_diagonal, estimate_trace
 from invfunc.products.ggnvp import ggnvp
 from invfunc.products.hvp import hvp
-from invfunc.products.linear_operator import linear_operator
-from invfunc.products.linearize import linearize
+from invfunc.products.linear_operator import linear_operator, linearize
 from invfunc.reduced import reduced
-from invfunc.statistics.batch_diag_ggn import batch_diag_ggn
-from invfunc.statistics.batch_diag_hessian import batch_diag_hessian
 from invfunc.statistics.batch_grad import batch_grad
 from invfunc.statistics.batch_jacobian import batch_jacobian
 from invfunc.statistics.batch_l2_grad import batch_l2_grad
@@ -95,8 +91,6 @@ __all__ = [
     "Invertible",
     "additive_coupling",
     "affine_coupling",
-    "batch_diag_ggn",
-    "batch_diag_hessian",
     "batch_grad",
     "batch_jacobian",
     "batch_l2_grad",

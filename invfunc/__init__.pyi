@@ -18,8 +18,7 @@ from invfunc.pairs.exact import Grid
 from invfunc.pairs.pair import Invertible as Invertible
 from invfunc.products.eigenpairs import Decomposition
 from invfunc.products.estimate import Estimator
-from invfunc.products.linear_operator import Operator
-from invfunc.products.linearize import Linearization
+from invfunc.products.linear_operator import Linearization, Operator
 from invfunc.products.product import Product
 from invfunc.reductions.estimate import Estimate
 from invfunc.reductions.noise import NoiseScale
@@ -77,8 +76,6 @@ __all__ = [
     "Invertible",
     "additive_coupling",
     "affine_coupling",
-    "batch_diag_ggn",
-    "batch_diag_hessian",
     "batch_grad",
     "batch_jacobian",
     "batch_l2_grad",
@@ -132,58 +129,6 @@ def additive_coupling(
 def affine_coupling(
     F: Callable[..., Any], G: Callable[..., Any], *, log_scale: Callable[..., Any] = ..., split_dim: int | None = ...
 ) -> Invertible: ...
-@overload
-def batch_diag_ggn(
-    f: Callable[..., Any],
-    loss: Callable[..., Any] | None = ...,
-    *,
-    method: Literal["auto", "dense"] = ...,
-    mc_samples: int | None = ...,
-    generator: torch.Generator | None = ...,
-    sample: Callable[..., Any] | None = ...,
-    peel: int | str | None = ...,
-    samples: Indices | None = ...,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-) -> _LikeParams: ...
-@overload
-def batch_diag_ggn(
-    f: Callable[..., Any],
-    loss: Callable[..., Any] | None = ...,
-    *,
-    method: Literal["auto", "dense"] = ...,
-    mc_samples: int | None = ...,
-    generator: torch.Generator | None = ...,
-    sample: Callable[..., Any] | None = ...,
-    peel: int | str | None = ...,
-    samples: Indices | None = ...,
-    argnums: int | tuple[int, ...] = ...,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-    has_aux: bool = ...,
-) -> Statistic: ...
-@overload
-def batch_diag_hessian(
-    f: Callable[..., Any],
-    loss: Callable[..., Any] | None = ...,
-    *,
-    method: Literal["auto", "dense"] = ...,
-    samples: Indices | None = ...,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-) -> _LikeParams: ...
-@overload
-def batch_diag_hessian(
-    f: Callable[..., Any],
-    loss: Callable[..., Any] | None = ...,
-    *,
-    method: Literal["auto", "dense"] = ...,
-    samples: Indices | None = ...,
-    argnums: int | tuple[int, ...] = ...,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-    has_aux: bool = ...,
-) -> Statistic: ...
 @overload
 def batch_grad(f: Callable[..., Any], *, samples: Indices | None = ..., in_dims: InDims = ...) -> _LikeParams: ...
 @overload
@@ -273,7 +218,7 @@ def clipped_grad(
     value: bool = ...,
 ) -> Statistic: ...
 def compiled(
-    t: _S, *, backend: Literal["replay", "inductor", "cudagraphs", "auto"] = ..., recheck: int = ...
+    t: _S, *, backend: Literal["replay", "inductor", "cudagraphs"] = ..., pad: Sequence[int] | None = ...
 ) -> _S: ...
 @overload
 def diag_ggn(
@@ -285,6 +230,7 @@ def diag_ggn(
     generator: torch.Generator | None = ...,
     sample: Callable[..., Any] | None = ...,
     peel: int | str | None = ...,
+    per_sample: bool = ...,
     samples: Indices | None = ...,
     in_dims: InDims = ...,
     out_dims: int = ...,
@@ -300,6 +246,7 @@ def diag_ggn(
     sample: Callable[..., Any] | None = ...,
     peel: int | str | None = ...,
     with_error: bool = ...,
+    per_sample: bool = ...,
     samples: Indices | None = ...,
     argnums: int | tuple[int, ...] = ...,
     in_dims: InDims = ...,
@@ -312,6 +259,7 @@ def diag_hessian(
     loss: Callable[..., Any] | None = ...,
     *,
     method: Literal["auto", "dense"] = ...,
+    per_sample: bool = ...,
     samples: Indices | None = ...,
     in_dims: InDims = ...,
     out_dims: int = ...,
@@ -322,6 +270,7 @@ def diag_hessian(
     loss: Callable[..., Any] | None = ...,
     *,
     method: Literal["auto", "dense"] = ...,
+    per_sample: bool = ...,
     samples: Indices | None = ...,
     argnums: int | tuple[int, ...] = ...,
     in_dims: InDims = ...,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from invfunc.errors import ArgumentTypeError
@@ -67,7 +68,10 @@ NOTHING = (type(None), None, ())
 def built(structure: tuple, leaves: Iterator[Any]) -> Any:
     """The tree of a structure `(kind, keys, parts)`, or None for a leaf."""
     kind, keys, parts = structure
-    made = [next(leaves) if part is None else built(part, leaves) for part in parts]
+    if any(parts):
+        made = [next(leaves) if part is None else built(part, leaves) for part in parts]
+    else:
+        made = [*islice(leaves, len(parts))]
     if kind is dict:
         return dict(zip(keys, made, strict=True))
     if kind in NODES:

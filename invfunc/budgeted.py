@@ -251,7 +251,7 @@ class BudgetedStatistic(Budgeted):
     """A statistic in the chunks that its arguments ask for."""
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
-        """How it would be computed at these arguments, and in how much memory."""
+        """Explains how it would be computed at these arguments, and in how much memory."""
         call = self.call(args, kwargs, names)
         found, budget = self.choice(call), in_bytes(self.size, call.device)
         chunks = found.chunks(call.n)

@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 
 from invfunc import tree
-from invfunc._alike import alike
 from invfunc._extras import told_of_parts
 from invfunc.arguments.problem import InDims, batch_dims, batch_size, some_samples, with_aux
 from invfunc.budget.size import size_of
@@ -233,7 +232,7 @@ class ChunkedFunction(Transform):
         parts, aux = [], []
         ranges = self.split.ranges(0, length)
         with told_of_parts(repr(self) if self.progress else "", ranges, "chunk") as tell:
-            for start, stop in alike(ranges):
+            for start, stop in ranges:
                 given = [some_samples(x, dims.get(i), slice(start, stop)) for i, x in enumerate(args)]
                 result = self.f(*given, **kwargs)
                 if self.has_aux:

@@ -12,7 +12,7 @@ import torch
 
 from invfunc import tree
 from invfunc._extras import ticking
-from invfunc._torch.generators import set_states, state_of, torchs_own
+from invfunc._torch.generators import set_states, states_of, torchs_own
 from invfunc._torch.values import anywhere
 from invfunc.arguments.beside import beside
 from invfunc.arguments.problem import InDims, Problem, nothing, problem, with_aux
@@ -169,7 +169,7 @@ class Statistic(Transform):
     def _undo(self) -> Callable[[], None]:
         """A context that undoes the draws that come behind it."""
         generators = [*torchs_own(), *[d.generator for d in self.drawings]]
-        return partial(set_states, [(g, state_of(g)) for g in generators])
+        return partial(set_states, states_of(generators))
 
     @property
     def quantity(self) -> Quantity:

@@ -44,6 +44,10 @@ have 0.2 to 2.2, and errors of 2e-7. Nobody waits for what is looked at on a CPU
 GHOST_PRODUCTS = 3
 """Tensors of such products that are there at once; no more memory than a per-sample gradient takes."""
 
+AT_ONCE = 2**20
+"""Multiplications that form all per-sample gradients below which their norms come of these: a few operations, where the
+choice of another way takes as long as 10 to 20 do. Here, of a GPT of width 32 with 16 tokens, half of the time."""
+
 HALVED = 64
 """Positions from which on such norms leave out the products of the first half with the last one, which are those of the
 last with the first: a quarter of all. Here 0.86 of the time at 64 positions, 0.75 to 0.85 from 96 to 256."""
@@ -198,6 +202,13 @@ ENTRY = 2
 """Columns of a Hessian that take as long as an entry that is differentiated. Here an LSTM with 448 entries gains from
 these at 20 steps, with 1,920 columns, and loses at 5 steps, with 480."""
 
+# Columns that are drawn (loss/drawn.py)
+
+CLASSES = 64
+"""Classes up to which one running sum of probabilities finds the class of a random number, above which one of blocks
+does, and one in a block. Here a third of the operations."""
+
+
 # Losses without known structure (loss/hessian.py, products/curvature.py)
 
 HESSIAN = 2**28
@@ -221,16 +232,10 @@ memory."""
 TRIED_PASSES = 256
 """Chunks into which columns are divided at most: of those that are not drawn nobody knows the number beforehand."""
 
-# Plans (plans/watch.py, plans/recorder.py, compiled.py)
-
-WATCHED, WATCHED_BYTES = 20_000, 2**16
-"""Objects that a plan looks at in each call, and bytes of an array of numpy among them. A limit of time."""
+# Plans (plans/recorder.py, plans/calls.py)
 
 FOLDED = 2**16
 """Numbers of a tensor that depends on no argument up to which a plan keeps it, and does not compute it again."""
-
-SAME_NUMBERS = 16
-"""Numbers of a constant up to which a plan keeps it once, if it has the same one at several places."""
 
 COMPARED_NUMBERS = 2**12
 """Numbers of a list that is read (`.tolist()`) up to which a plan compares them in each call."""
@@ -238,14 +243,8 @@ COMPARED_NUMBERS = 2**12
 OPERATIONS = 20_000
 """Operations of a plan; a call that takes more is not kept. A limit of memory."""
 
-REPEATED = 8
-"""Parts of a call that do the same, as chunks do, from which on a plan is a loop over them."""
-
 PLANS, SHAPES = 32, 8
 """Plans that a function keeps, the latest ones; for how many shapes it warns."""
 
 MISSES = 4
 """Calls that were not as the plan has them, after which there is none, unless more have been."""
-
-TIMED = 5
-"""Calls of each kind that are timed to find out which is faster."""

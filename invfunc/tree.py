@@ -53,9 +53,29 @@ def leaves(tree: Tree) -> list[Any]:
 
 def named_leaves(tree: Tree, none_is_leaf: bool = True) -> list[tuple[str, Any]]:
     """The leaves with their key paths, as one would write them behind the name of the tree."""
+    found: list[Any] = []
+    try:
+        return [*zip(_paths(_walk(tree, found, none_is_leaf)), found, strict=True)]
+    except _Other:
+        pass
     if any(_opens(leaf, none_is_leaf) for leaf in pytree.tree_leaves(tree)):
         tree = _opened(tree, none_is_leaf)
     return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]
+
+
+def _paths(structure: Any, path: str = "") -> list[str]:
+    """The key paths of the leaves of a structure of plain containers and of registered nodes."""
+    if structure is None:
+        return [path]
+    kind, keys, parts = structure
+    if kind is dict:
+        names = [f"[{key!r}]" for key in keys]
+    else:
+        names = [f".{key}" for key in keys[0]] if kind in NODES else [f"[{i}]" for i in range(len(parts))]
+    found = list[str]()
+    for name, part in zip(names, parts, strict=True):
+        found += [path + name] if part is None else _paths(part, path + name)
+    return found
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:

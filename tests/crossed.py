@@ -25,6 +25,7 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "GHOST_CANCELS": (0, 4),
     "GHOST_ON": ((), ("cpu",)),
     "GHOST_PRODUCTS": (FAR, 0),
+    "AT_ONCE": (0, FAR),
     "HALVED": (0, FAR),
     "GRADIENT_DTYPES": (SINGLE_AND_DOUBLE, ()),
     "GRADIENT_ON": (("cpu",), ()),
@@ -66,6 +67,7 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "LOOK_ENTRY": (0.0, 1.0),
     "LOOKS": (0, 1),
     "LOOK_ON": ({}, {"cpu": 2}),
+    "CLASSES": (0, FAR),
     "CLASS": (0.0, 2.0**60),
     "COLUMN": (0.0, 1.0),
     "SHARED": (0.0, 2.0**60),
@@ -80,11 +82,7 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "MOVED": (0, FAR),
     "CHECKED": (0, FAR),
     "TRIED_PASSES": (1, FAR),
-    "WATCHED": (0, FAR),
-    "WATCHED_BYTES": (0, FAR),
     "FOLDED": (0, FAR),
-    "REPEATED": (1, FAR),
-    "SAME_NUMBERS": (0, FAR),
     "COMPARED_NUMBERS": (0, FAR),
     "DIRECTIONS": (1, FAR),
     "OPERATIONS": (0, FAR),
@@ -92,7 +90,6 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "PLANS": (1, FAR),
     "SHAPES": (FAR, FAR),
     "MISSES": (1, FAR),
-    "TIMED": (1, 2),
 }
 """Of each threshold a value on its one side, where small things are treated as large ones, and one on the other."""
 LOWEST, HIGHEST = ({name: sides[i] for name, sides in SIDES.items()} for i in (0, 1))

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import (
-    batch_diag_ggn,
     batch_grad,
     batch_jacobian,
     batch_l2_grad,
@@ -149,7 +148,7 @@ def _of_the_model(case: Case, z: torch.Tensor, jacobian: Any, chosen: list[int],
         yield Expectation(predictive_covariance(f, given, **options), args, expected, paths)
     outputs = list(range(1, z.ndim))
     squares = tree.map_tensors(lambda j: j.square().sum(outputs) if outputs else j.square(), jacobian)
-    curvature = batch_diag_ggn(f, _half_squares, in_dims=(*case.in_dims, 0))
+    curvature = diag_ggn(f, _half_squares, in_dims=(*case.in_dims, 0), per_sample=True)
     yield Expectation(curvature, (*args, Numbers(1)(*z.shape).to(z)), squares, ("fast",))
 
 

@@ -224,9 +224,9 @@ def rows(folder: str) -> list[str]:
         "losses": lambda: invfunc.batch_grad(losses),
         "a mean": lambda: invfunc.sqrt_ggn(linear, F.cross_entropy),
         "a mean of several": lambda: invfunc.together(
-            invfunc.batch_diag_ggn(linear, F.cross_entropy), invfunc.sqrt_ggn(linear, F.cross_entropy)
+            invfunc.diag_ggn(linear, F.cross_entropy, per_sample=True), invfunc.sqrt_ggn(linear, F.cross_entropy)
         ),
-        "drawn": lambda: invfunc.batch_diag_ggn(losses, mc_samples=2, generator=drawn()),
+        "drawn": lambda: invfunc.diag_ggn(losses, mc_samples=2, generator=drawn(), per_sample=True),
     }
     for name, make in made.items():
         wanted = told.call(make(), told.parts)

@@ -23,7 +23,7 @@ ALWAYS = {"argnums", "has_aux"}
 """Options with which a result is of another type, whatever the statistic."""
 GIVES = {
     "_LikeParams": ["batch_grad", "batch_l2_grad", "sum_grad_squared", "variance", "sketched_grad", "diag_hessian"]
-    + ["batch_diag_hessian", "batch_diag_ggn", "sqrt_ggn"],
+    + ["sqrt_ggn"],
     "_Pair": ["grad_and_variance"],
     "_WithNorms": ["clipped_grad"],
     "_WithNoise": ["noise_scale"],

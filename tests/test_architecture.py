@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import invfunc
 from invfunc import kronecker, pairs
 from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
-from tests.size import CALLS, CEILINGS, code_lines, cost
+from tests.size import CALLS, CEILINGS, NAMES, code_lines, cost
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "invfunc"
@@ -309,6 +309,9 @@ class TestPublicNames:
         imports = [node for node in parsed(PACKAGE / "__init__.py").body if isinstance(node, ast.ImportFrom)]
         names = [alias.name for node in imports for alias in node.names]
         assert invfunc.__all__ == sorted(names)
+
+    def test_are_few(self):
+        assert len(invfunc.__all__) <= NAMES
 
     def test_functions_are_those_of_the_sites_tables(self):
         cells = re.findall(r"^\| ([^|]*\(.*?) \|", (SITE / "transforms.md").read_text(), flags=re.MULTILINE)

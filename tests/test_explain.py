@@ -1,6 +1,7 @@
 """explain says what a statistic is going to do, and does not do it."""
 
 from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -9,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from invfunc import (
-    batch_diag_ggn,
     batch_grad,
     chunked,
     clipped_grad,
@@ -123,7 +123,7 @@ STATISTICS = {
     "diag_ggn, found": lambda f: diag_ggn(lambda p, x, y: F.mse_loss(f(p, x), y)),
     "dense": lambda f: diag_ggn(f, F.mse_loss, method="dense"),
     "drawn": lambda f: diag_ggn(f, F.mse_loss, **drawn()),
-    "one sample": lambda f: batch_diag_ggn(f, F.mse_loss, samples=[1]),
+    "one sample": lambda f: diag_ggn(f, F.mse_loss, samples=[1], per_sample=True),
     "loss without structure": lambda f: diag_ggn(f, lambda z, y: (z - y).cosh().log().mean()),
     "reduced root": lambda f: reduced(sqrt_ggn(f, F.mse_loss), torch.sum),
     "exact kfac": lambda f: kfac(f, F.mse_loss, fisher="exact"),
@@ -236,7 +236,7 @@ def test_the_memory_of_the_result(called):
 
 
 @pytest.mark.parametrize("n", [2, 5, 9])
-@pytest.mark.parametrize("of", [diag_ggn, ggn_trace, batch_diag_ggn, sqrt_ggn])
+@pytest.mark.parametrize("of", [diag_ggn, ggn_trace, partial(diag_ggn, per_sample=True), sqrt_ggn])
 def test_a_loss_whose_outputs_are_found_costs_as_many_passes_as_one_that_is_given(n, of):
     f, args = arranged(nn.Conv1d(2, 3, 3), nn.Tanh(), nn.Conv1d(3, 2, 3), x=torch.randn(n, 2, 12))
     given, found = explain(of(f, F.mse_loss))(*args), explain(of(lambda p, x, y: F.mse_loss(f(p, x), y)))(*args)

@@ -153,7 +153,7 @@ class TestOptions:
     def test_in_chunks(self, over):
         makers = [
             invfunc.diag_ggn,
-            invfunc.batch_diag_hessian,
+            partial(invfunc.diag_hessian, per_sample=True),
             invfunc.sqrt_ggn,
             SECOND["diag_ggn drawn"],
             partial(invfunc.kfac, fisher="exact"),
@@ -167,7 +167,7 @@ class TestOptions:
             assert_trees_close(found, tuple(t(W, X, Y) for t in of_losses), EXACT)
 
     def test_reduced(self):
-        t = invfunc.batch_grad(loss), invfunc.batch_diag_ggn(loss), invfunc.sqrt_ggn(loss)
+        t = invfunc.batch_grad(loss), invfunc.diag_ggn(loss, per_sample=True), invfunc.sqrt_ggn(loss)
         assert_trees_close(reduced(together(*t), torch.sum)(W, X, Y), tuple(one(W, X, Y).sum() for one in t), EXACT)
 
     def test_of_all(self):

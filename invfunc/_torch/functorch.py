@@ -213,7 +213,6 @@ unseen = _disable_current_modes
 """A context without any dispatch mode."""
 FakeTensor, FakeTensorMode = fake_tensor.FakeTensor, fake_tensor.FakeTensorMode
 unheard = torch._C.DisableTorchFunction  # a context without function modes
-NoNumbers = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
 
 
 def leaf(x: torch.Tensor) -> torch.Tensor:
@@ -398,9 +397,9 @@ def _in_torch_func(frame: Any) -> bool:
     return False
 
 
-def hooked(x: torch.Tensor) -> bool:
-    """Tells whether hooks are registered that see gradients of a tensor."""
-    return bool(x._backward_hooks)
+def hooked(tensors: Sequence[torch.Tensor]) -> bool:
+    """Tells whether hooks are registered that see gradients of some tensors."""
+    return any([x._backward_hooks for x in tensors])
 
 
 def leaf_at(x: torch.Tensor, needs: bool) -> torch.Tensor:

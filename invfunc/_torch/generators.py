@@ -57,6 +57,12 @@ def _bytes(state: torch.Tensor) -> bytes:
         return string_at(state.data_ptr(), state.nbytes)
 
 
+def states_of(generators: Iterable[torch.Generator]) -> list[tuple[Generator, torch.Tensor]]:
+    """The states of some generators, to be set again."""
+    with _LOCK:
+        return [(generator, generator.get_state()) for generator in generators]
+
+
 def torchs_own() -> list[torch.Generator]:
     """The generators that torch draws from where none is given."""
     found = [torch.default_generator]

@@ -21,26 +21,6 @@ def fake(x: torch.Tensor) -> bool:
     return isinstance(innermost(x), FakeTensor)
 
 
-_UNDECIDED: ContextVar[list[str] | None] = ContextVar("_UNDECIDED", default=None)
-
-
-@contextmanager
-def undecided() -> Iterator[list[str]]:
-    """Gathers which choices between two ways are made without the numbers that they depend on."""
-    found: list[str] = []
-    token = _UNDECIDED.set(found)
-    try:
-        yield found
-    finally:
-        _UNDECIDED.reset(token)
-
-
-def decides(x: torch.Tensor, what: str) -> None:
-    """Say that what is done next depends on the numbers of a tensor."""
-    if (found := _UNDECIDED.get()) is not None and fake(x):
-        found.append(what)
-
-
 def anywhere(x: torch.Tensor) -> bool:
     """Tells whether something holds anywhere; without numbers nothing does."""
     return not fake(x) and bool(innermost(x).any())
@@ -107,8 +87,7 @@ def checked_at_once() -> Iterator[None]:
 
 
 def _look(checks: list[Check]) -> None:
-    wrong = any_of([wrong for wrong, _ in checks])
-    if any(wrong):
+    if checks and any(wrong := any_of([wrong for wrong, _ in checks])):
         raise checks[wrong.index(True)][1]()
 
 

@@ -178,7 +178,9 @@ class _Steps(Holder):
         if functorch.versions(self._given) != self._versions:
             raise ModifiedError(WRITTEN)
         given = [functorch.leaf_at(t, i in self._asked) for i, t in enumerate(self._given)]
-        read = [functorch.leaf_at(t, True) if functorch.hooked(t) else t for t in self._read]  # hooks see the sum alone
+        read = [
+            functorch.leaf_at(t, True) if functorch.hooked([t]) else t for t in self._read
+        ]  # hooks see the sum alone
         asked = [*(given[i] for i in self._asked), *read]
         total: list[torch.Tensor | None] = [None] * len(asked)
         with functorch.plainly(), self.around.again(), self._reading(read):

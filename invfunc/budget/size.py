@@ -115,7 +115,7 @@ def bytes_of(shapes: list[list[int]], leaf: torch.Tensor) -> int:
 
 
 def fits(reduction: Reduction, leaves: list[torch.Tensor]) -> bool:
-    """Whether the matrices that a reduction keeps take no more than what is free, at most."""
+    """Tells whether the matrices that a reduction keeps take no more than what is free, at most."""
     if type(reduction).bound is Reduction.bound:
         return True
     most = sum([bytes_of(reduction.bound(leaf.shape), leaf) for leaf in leaves])

@@ -96,8 +96,7 @@ def certified(
     `confidence=0.5, share=0.1` takes 7 entries in place of 90. Where numbers are further apart than the tolerance, all
     of it twice.
 
-    Source: this library; `python -m tests.mutants --certified` plants faults and looks which of them it finds, and
-    `python -m tests.alarms` certifies what is right.
+    Source: this library; `python -m tests.alarms` certifies what is right.
     """
     if not isinstance(t, (Statistic, Product)):
         raise ArgumentTypeError(

@@ -36,6 +36,8 @@ from invfunc.reductions.squares import (
 from invfunc.statistic import Statistic
 
 Tensors = list[torch.Tensor]
+Vector = Sequence[torch.Tensor | None]
+"""A tensor for each leaf; None stands for zeros."""
 States = list[tuple[torch.Generator, torch.Tensor]]
 
 
@@ -72,9 +74,9 @@ class Loop:
         self.dummies = [x.requires_grad_() for x in map(torch.ones_like, z)]
         self.rows = self.pulled(z, self.leaves, self.dummies, again=True)
 
-    def pulled(self, ys: Sequence[torch.Tensor], xs: Tensors, cotangents: Tensors, again: bool = False) -> Tensors:
+    def pulled(self, ys: Sequence[torch.Tensor], xs: Tensors, cotangents: Vector, again: bool = False) -> Tensors:
         """A vector-Jacobian product; with `again`, it is differentiated further."""
-        pairs = [(y, c.to(y)) for y, c in zip(ys, cotangents, strict=True) if y.requires_grad]
+        pairs = [(y, c.to(y)) for y, c in zip(ys, cotangents, strict=True) if c is not None and y.requires_grad]
         if not pairs:
             return [torch.zeros_like(x) for x in xs]
         y, c = zip(*pairs, strict=True)
@@ -82,13 +84,13 @@ class Loop:
         with self.mode.back(xs[0].device):
             return list(torch.autograd.grad(y, xs, c, **options))
 
-    def unit(self, leaf: int, place: int) -> Tensors:
+    def unit(self, leaf: int, place: int) -> Vector:
         """The vector with a one at an entry of a leaf."""
-        v = [torch.zeros_like(p) for p in self.leaves]
-        v[leaf].view(-1)[place] = 1
-        return v
+        one = torch.zeros_like(self.leaves[leaf], memory_format=torch.contiguous_format)
+        one.view(-1)[place] = 1
+        return [one if i == leaf else None for i in range(len(self.leaves))]
 
-    def forth(self, v: Tensors) -> Tensors:
+    def forth(self, v: Vector) -> Tensors:
         """`J v`"""
         return self.pulled(self.rows, self.dummies, v)
 
@@ -115,11 +117,11 @@ class Loop:
             return [weights.to(c) * c for c in own]
         return [(weights.to(c) * c.movedim(dim, -1)).movedim(-1, dim) for c in own]
 
-    def share(self, v: Tensors) -> torch.Tensor:
+    def share(self, v: Vector) -> torch.Tensor:
         """The derivative along v of the loss of each sample."""
         return self.paired(self.forth(v), self.slope)
 
-    def ggn(self, v: Tensors, other: Tensors | None = None) -> torch.Tensor:
+    def ggn(self, v: Vector, other: Vector | None = None) -> torch.Tensor:
         """`v^T J[n]^T H[n] J[n] v` of each sample, or with another vector at its end."""
         t = self.forth(v)
         return self.paired(t if other is None else self.forth(other), self.bent(t))
@@ -136,7 +138,8 @@ class Loop:
     def hessian(self, leaf: int, place: int) -> torch.Tensor:
         """The second derivative along an entry of the loss of each sample: of the loss in z, and of z."""
         slope = self._slopes[leaf].flatten()[place]
-        twice = self.pulled([slope], self.leaves, [torch.ones_like(slope)], again=True)[leaf].flatten()[place]
+        (twice,) = self.pulled([slope], self.leaves[leaf : leaf + 1], [torch.ones_like(slope)], again=True)
+        twice = twice.flatten()[place]
         (each,) = self.pulled([twice], [self._weights], [torch.ones_like(twice)])
         return wide(each) + self.ggn(self.unit(leaf, place))
 
@@ -513,16 +516,16 @@ class Certificate:
         each = outputs.numel()
         if outputs:
             loop, (z,) = self.call.model, self.call.model.z
-            c = torch.zeros_like(z.movedim(loop.dim, 0))
+            c = torch.zeros_like(z.movedim(loop.dim, 0), memory_format=torch.contiguous_format)
             c[self.chosen[k // each]].view(-1)[k % each] = 1
             found = loop.back([c.movedim(0, loop.dim)])
         else:
             loop = self.call.losses
             self.samples(torch.zeros(loop.n))
             found = loop.back(loop.weighed(self.one_hot(k)))
-        alone = [[x if i == j else torch.zeros_like(x) for j, x in enumerate(found)] for i in range(len(found))]
+        alone = [[x if i == j else None for j, x in enumerate(found)] for i in range(len(found))]
 
-        def along(v: Tensors) -> torch.Tensor:
+        def along(v: Vector) -> torch.Tensor:
             if not outputs:
                 return loop.share(v)[self.chosen]
             return wide(loop.forth(v)[0].movedim(loop.dim, 0))[self.chosen].flatten()
@@ -586,7 +589,7 @@ def _of_product(
     call = Call(given, draw.before)
     loop = call.whole if kind is of_hessian else call.losses if kind is of_fisher else call.outputs
 
-    def times(v: Tensors) -> Tensors:
+    def times(v: Vector) -> Tensors:
         if kind is of_hessian:
             return loop.pulled(loop.rows, loop.leaves, v)
         u = loop.forth(v)
@@ -597,8 +600,8 @@ def _of_product(
     v = [by_path[path] for path in paths]
     expected = times(v) if not t.lead else []
     for i, each in enumerate(v if t.lead else ()):
-        zeros = [torch.zeros_like(p) for p in loop.leaves]
-        expected.append(torch.stack([times([*zeros[:i], x, *zeros[i + 1 :]])[i] for x in each]))
+        none = [None] * len(v)
+        expected.append(torch.stack([times([*none[:i], x, *none[i + 1 :]])[i] for x in each]))
     found = tree.flatten(result[0] if t.has_aux else result, none_is_leaf=False)[0]
     looks = []
     for path, p, x, y in zip(paths, given.leaves, found, expected, strict=True):

@@ -12,10 +12,9 @@ import torch
 from torch.utils.checkpoint import CheckpointError
 
 from invfunc import thresholds, tree
-from invfunc._alike import alike
 from invfunc._extras import Ticks
 from invfunc._torch.functorch import hooked, transforming, versions
-from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
+from invfunc._torch.generators import same_state, set_states, state_of, states_of, torchs_own
 from invfunc._ways import known_way, note_way
 from invfunc.arguments.problem import Problem, check_numbers, whole
 from invfunc.budget.size import fits
@@ -48,6 +47,8 @@ Made = dict[Hashable, list[Columns]]
 """Columns of each kind, by the key that quantities share."""
 Reduce = Callable[[str, Any], Any]
 PLAIN, TICKS = Options(), Ticks()
+ONE = tree.flatten(0)[1]
+"""The structure of one tensor."""
 
 
 def of_each_kind(quantities: Sequence[Quantity]) -> list[list[int]]:
@@ -313,13 +314,14 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
     check_numbers(given)
     before = versions(given)
     leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
-    convex = any([q.kind.convex for q in quantities])
+    convex = exact = False
+    for q in quantities:
+        convex, exact = convex or q.kind.convex, exact or q.drawing is None
+        run.alone = run.alone and (q.kind.first_order or (q.drawing is not None and q.drawing.count == 1))
     if convex and problem.loss is None:
         run.criterion = Finder(n=run.n)
-    if convex and not all([q.drawing for q in quantities]):
-        run.states = [(g, state_of(g)) for g in torchs_own()]
-    drawn = [q.drawing.count if q.drawing is not None else 0 for q in quantities]
-    run.alone = all([q.kind.first_order or count == 1 for q, count in zip(quantities, drawn, strict=True)])
+    if convex and exact:
+        run.states = states_of(torchs_own())
     marks = marked_for(run.criterion)
     with (
         _autocast(device, True),
@@ -331,7 +333,7 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
         raise Again
     if before != versions(given):
         raise Unsupported("f writes into its arguments in place")
-    if any([hooked(x) for x in leaves]):
+    if hooked(leaves):
         raise Unsupported("a hook may change what is sent back")
     if not all([fits(q.reduction, problem.leaves) for q in quantities]):
         check_room(problem, quantities, uses_of(run, run.uses)[0])
@@ -360,9 +362,10 @@ def _evaluated(
         None if rows or run.given or entries else _cotangent(run, out, "f" if problem.loss is None else "the loss")
     )
     n, dtype = run.count, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
-    found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
+    found = Found(n, 1, [torch.Size()], ONE, dtype)
     folds = [Fold(q.reduction, problem, found, options.reduce, phased, q.give) for q in quantities]
-    if any([getattr(phase, "joined", False) for f in folds for phase in f.reduction.phases]):
+    paired = [phase for f in folds if f.reduction.paired for phase in f.reduction.phases]
+    if any([getattr(phase, "joined", False) for phase in paired]):
         run.partners = partners(uses_of(run, run.uses)[0], run.leaves)
     with torch.set_grad_enabled(run.deep and outside), _autocast(device, False):
         way = pullback(run, problem, folds, options.plan, ticks, run.uses)
@@ -488,8 +491,9 @@ class Pullback:
     @property
     def streams(self) -> bool:
         """Whether a parameter is reduced as soon as the cotangents of its uses have come, which are freed then."""
-        kept = self.apart or any([f.reduction.keeps for f in self.folds])
-        return not (self.run.deep or (self.run.numbers < thresholds.HOOKED and not self.run.freed) or kept)
+        if self.run.deep or (self.run.numbers < thresholds.HOOKED and not self.run.freed):
+            return False
+        return not (self.apart or any([f.reduction.keeps for f in self.folds]))
 
     def pull(self, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
         """Reduce one vector at a tensor; all parameters at once, or in the chunks that are asked for."""
@@ -500,7 +504,7 @@ class Pullback:
             return
         chunks = self._chunks()
         self.ticks.expect(len(chunks))
-        for leaves, self.run.uses in alike(chunks):
+        for leaves, self.run.uses in chunks:
             with torch.enable_grad():
                 self.run.pull(out, cotangent, retain=len(chunks) > 1)
             self._fold(leaves)
@@ -526,8 +530,8 @@ class Pullback:
             raise Unsupported("something of all columns has to be known of each")
         chunks = self._chunks()
         self.ticks.expect(len(chunks) * len(groups))
-        for leaves, run.uses in alike(chunks):
-            for start, stop in alike(groups):
+        for leaves, run.uses in chunks:
+            for start, stop in groups:
                 self._group(leaves, roots, columns, start, stop, count)
                 self.ticks.done()
 
@@ -754,8 +758,9 @@ class Fold:
         if type(reduction).aside is not Reduction.aside:
             found.aside[self.problem.paths[i]] = reduction.aside(state, found)
         results = reduction.finish(state, found)
-        if reduction.rounded:
-            results = [_rounded(x, leaf.dtype) for x in results]
+        for k, x in enumerate(results if reduction.rounded else ()):
+            if getattr(x, "dtype", None) is not leaf.dtype:
+                results[k] = _rounded(x, leaf.dtype)
         if self.reduce is not None:
             results = [x if x is None else self.reduce(self.problem.paths[i], _own(x)) for x in results]
         return results
@@ -784,6 +789,7 @@ def _rounded(x: Any, dtype: torch.dtype) -> Any:
     """A result in the precision of the parameter."""
     if isinstance(x, torch.Tensor):
         return x if x.dtype is dtype else x.to(dtype)
-    if all([y.dtype is dtype for y in tree.tensors(x)]):
-        return x
-    return tree.map_tensors(lambda y: y.to(dtype), x)
+    for y in tree.tensors(x):
+        if y.dtype is not dtype:
+            return tree.map_tensors(lambda y: y.to(dtype), x)
+    return x

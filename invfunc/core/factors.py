@@ -125,6 +125,8 @@ def kronecker(
 
     Of a factor of more than `most` entries, the diagonal is kept.
     """
+    if len(uses) == 1 and (found := _of_layer(run, leaf, uses[0], bias, again, most)) is not None:
+        return found
     roles: dict[Any, list[tuple[Use, Sent]]] = {}
     for use in uses:
         each = operands(run, leaf, use, bool(bias))
@@ -132,6 +134,29 @@ def kronecker(
     if len(roles) > 1 and len({(frozenset(role[:-1]), role[-1]) for role in roles}) > 1:
         raise Unfactored("operations that read it divide its dimensions differently")
     return {role: _added(run, leaf, some, sharing, bias, again, most) for role, some in roles.items()}
+
+
+def _of_layer(run: Run, leaf: torch.Tensor, use: Use, bias: str, again: bool, most: float) -> dict[Any, Factors] | None:
+    """The same of a layer in which each sample has one position, so that no way of sharing differs; None of others."""
+    if use.node.kind is not LEAF or use.edge is None or use.matrix is not None or run.of_hessian or 1 in leaf.shape:
+        return None
+    rows = use.rows(run)
+    if rows is None or leaf.ndim != 1 + (rows[0] is not None):
+        return None
+    read, s = rows
+    places = [Place((0,), len(leaf))]
+    if isinstance(use, Pair):
+        places = [*_whole(leaf.shape, use.of_w[1], use.of_w[2], False)]
+    large = places[0].size > most
+    key = "sent", large, id(use.edge)
+    if (b := run.known.get(key)) is None:
+        run.known[key] = b = outer(s.flatten(0, 1).unsqueeze(-1), diagonal=large)
+    a = None
+    if read is not None and not again:
+        read = torch.cat([read, torch.ones_like(read[:, :1])], 1) if bias else read
+        a = outer(read.unsqueeze(-1), diagonal=places[1].size + bool(bias) > most)
+    role = (places[0].dims, ()) if read is None else (places[0].dims, places[1].dims, ())
+    return {role: Factors(b, a, float(run.count), places, bias, leaf.shape)}
 
 
 def _added(
@@ -171,7 +196,7 @@ def _orders(run: Run, use: Use, each: Sent) -> list[tuple[int, Order | None]]:
 
 def _positions(run: Run, use: Use, each: Sent) -> float:
     """How many positions a sample has; on average, where some have more than others."""
-    if not use.uses and not use.orders:
+    if not use.uses and not (run.ordered and use.orders):
         return each.s.shape[3]
     counts = _orders(run, use, each)
     return sum(p if order is None else p * len(order.rows) / (run.n * max(1, order.width)) for p, order in counts)
@@ -207,7 +232,11 @@ def _scaled(x: torch.Tensor, by: float) -> torch.Tensor:
 
 def operands(run: Run, leaf: torch.Tensor, use: Use, joint: bool = False) -> Sent:
     """The operands of a use; `joint`, with one more input that is always 1."""
-    if use.orders and (joint or run.chosen is not None or not isinstance(use, Pair) or isinstance(use, Convolution)):
+    if (
+        run.ordered
+        and use.orders
+        and (joint or run.chosen is not None or not isinstance(use, Pair) or isinstance(use, Convolution))
+    ):
         raise Unfactored("it reads samples that are picked or permuted")
     if isinstance(use, Pair):
         return _of_pair(run, leaf, use, joint)
@@ -324,8 +353,6 @@ def _whole(shape: torch.Size, o: tuple[int, ...], k: tuple[int, ...], swapped: b
 
 def _of_expanded(run: Run, leaf: torch.Tensor, use: Expanded) -> Sent:
     """The operands of a scale or shift: one of several dims is a table, whose rows are picked at their positions."""
-    if leaf.ndim == 1 and use.node.kind is LEAF and (given := use.rows(run)) is not None:
-        return Sent(given[1][:, :, None, None], [Place((0,), len(leaf))], key=_key(use))
     view = list(use.view or use.shape)
     s = use.sent(run)
     s = s if use.factor is None else s * use.factor(run, WHOLE)

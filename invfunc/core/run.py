@@ -36,7 +36,7 @@ from invfunc.core import own
 from invfunc.core.axes import single
 from invfunc.core.columns import criterion_of, weighs
 from invfunc.core.composed import Unreplayed, composed
-from invfunc.core.copies import copied, expanded, grown
+from invfunc.core.copies import copied, expanded, grown, masked_attention
 from invfunc.core.marks import (
     DERIVED,
     HALF,
@@ -154,6 +154,8 @@ class Run(TorchFunctionMode):
         """Whether a dim of the size N, of what is expanded or filled, is one of samples."""
         self.grew = False
         """Whether there was such a dim."""
+        self.ordered = False
+        """Whether there are samples in any order along a dim."""
         self.alone = True
         """Whether one vector is pulled back at a time."""
         self.replays = False
@@ -263,9 +265,7 @@ class Run(TorchFunctionMode):
             if func is torch.autograd.grad:
                 return self.slopes(*args, **kwargs)
             found: tuple[list, ...] = ([], [], [], [], [], [], [])
-            self.look(args, found)
-            if kwargs:
-                self.look((*kwargs.values(),), found)
+            self.look((*args, *kwargs.values()) if kwargs else args, found)
             return self.dispatched(func, args, kwargs, found)
         except Unsupported as error:
             error.op = error.op or spelled(func)
@@ -350,7 +350,7 @@ class Run(TorchFunctionMode):
     def of_samples(self, func: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """Run an operation of samples, perhaps with parameters."""
         rule = RULES.get(func)
-        if len(data) > 1 and rule in BY_ROW and any([type(axis[1]) is int for _, axis in data]):
+        if self.ordered and len(data) > 1 and rule in BY_ROW and any([type(axis[1]) is int for _, axis in data]):
             # rows of others without a derivative are constants, as in mixup
             data = [(x, axis) for x, axis in data if type(axis[1]) is int or x.requires_grad]
         if self.part and weighs(func, args, kwargs) and any([-axis[0] <= x.ndim for x, axis in data]):
@@ -377,7 +377,7 @@ class Run(TorchFunctionMode):
         attention = params and func is torch.nn.functional.scaled_dot_product_attention
         if attention and any([x is option(args, kwargs, 3, "attn_mask") for x, _ in params]):
             with self:
-                return _attention(*args, **kwargs)
+                return masked_attention(*args, **kwargs)
         if params:
             return self.meet(func, rule, args, kwargs, data, params)
         return self.mark(rule, func, args, kwargs, data, func(*args, **kwargs))
@@ -505,16 +505,23 @@ class Run(TorchFunctionMode):
             graph = y.requires_grad
             if y.is_complex():
                 raise Unsupported("complex numbers")
-            order: Any = axis[1] if type(axis) is tuple else 1
-            if type(order) is not int and -axis[0] <= y.ndim and y.shape[axis[0]] != len(order.rows):
-                axis = Unsupported("some samples are expanded")
+            if type(axis) is tuple and type(axis[1]) is not int:
+                axis = self.in_order(y, axis)
             if axis is SUMMED and not graph:
                 axis = Unsupported("a sum of data meets a parameter")
                 axis.op = spelled(func)
             if axis is not None:
-                unchanged(self, y, axis)
-                vars(y)["_known"] = Mark(self.token, axis, graph)
+                known = vars(y)
+                if "_known" in known:
+                    unchanged(self, y, axis)
+                known["_known"] = Mark(self.token, axis, graph)
         return out
+
+    def in_order(self, y: Tensor, axis: Any) -> Any:
+        """The axis of samples in any order, if all of them are there once."""
+        self.ordered = True
+        lost = -axis[0] <= y.ndim and y.shape[axis[0]] != len(axis[1].rows)
+        return Unsupported("some samples are expanded") if lost else axis
 
     def lose(self, out: Any, error: Unsupported, func: Any = None) -> Any:
         """Note that samples are mixed: an error where the result comes of it, or, of data, where parameters meet it."""
@@ -532,7 +539,7 @@ class Run(TorchFunctionMode):
         if func in POINTWISE:
             return expanded(self, func, rule, args, kwargs, data, params)
         factor = FACTORS.get(func)
-        if factor is None or any([-axis[0] > x.ndim for x, axis in data]):
+        if factor is None or ((self.ordered or self.n == 1) and any([-axis[0] > x.ndim for x, axis in data])):
             return copied(self, func, rule, args, kwargs, data, params)
         alias = {id(x): self.alias(x) for x, _ in params}
         given = {k: replaced(v, alias) for k, v in kwargs.items()} if kwargs else kwargs
@@ -555,9 +562,10 @@ class Run(TorchFunctionMode):
         base, count = base_of(out), out.numel()  # of a view, which a later operation in place takes out of the graph
         form = None if base is None else _form(out, base)
         edge = gradient_edge(out if base is None else base)
+        saves = self.frees and saving_hooks() is not None
         for use in uses:
             use.edge, use.end, use.count, use.form, use.func = edge, end, count, form, self.func
-            if self.frees and isinstance(use, Pair) and (again := given_back(use.a)) is not None:
+            if saves and isinstance(use, Pair) and (again := given_back(use.a)) is not None:
                 use.computed_again(again)
                 self.freed = True
         self.uses += uses
@@ -603,7 +611,7 @@ class Run(TorchFunctionMode):
         cotangents = dict(zip(edges, found, strict=False))
         for use in self.uses:
             if (d := cotangents[id(use.edge)]) is not None:
-                use.send(self.strip(d)[None])
+                use.send(self.strip(d)[None] if self.deep else d[None])
 
     def pull_columns(self, out: Any, columns: Any, some: Sequence[Use] | None = None) -> None:
         """Pull several vectors `[V, *out]` back at once, a list of them from several tensors; to `some` of the uses."""
@@ -619,7 +627,7 @@ class Run(TorchFunctionMode):
             d = cotangents[id(use.edge)]
             if isinstance(d, list) and isinstance(use, (Copies, Shared)):
                 d = torch.stack(d)
-            use.send(d if d is None or isinstance(d, list) else self.strip(d))
+            use.send(d if d is None or isinstance(d, list) or not self.deep else self.strip(d))
 
     def rows(
         self, out: Any, inputs: Sequence[Any], columns: Sequence[Tensor], graph: bool, apart: bool = False
@@ -732,23 +740,6 @@ def _grown(shape: Any, before: Any, n: int) -> int | None:
 def _repeated(args: tuple, kwargs: dict, x: Tensor) -> bool:
     """Whether tensors that are joined in front are one tensor each time, as in `torch.stack([p] * len(x))`."""
     return bool(args) and option(args, kwargs, 1, "dim", 0) == 0 and all([y is x for y in args[0]])
-
-
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: Any = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Scaled dot-product attention whose mask is a parameter, as a relative bias."""
-    if is_causal or enable_gqa or attn_mask is None:
-        raise Unsupported("attention of parameters that is causal or grouped")
-    products = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return torch.nn.functional.dropout((products + attn_mask).softmax(-1), dropout_p, dropout_p > 0) @ v
 
 
 def _form(out: Tensor, base: Tensor) -> tuple[list[int], list[int]]:

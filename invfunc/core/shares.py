@@ -74,8 +74,6 @@ class Shares:
     @property
     def apart(self) -> list[Use]:
         """Uses, of which only products are put together."""
-        if len(self.given) == 1:
-            return self.given
         pairs = [u for u in self.given if isinstance(u, Pair)]
         return [*together(pairs), *[u for u in self.given if u not in pairs]]
 
@@ -207,6 +205,8 @@ class Shares:
         run, (p, o, k) = self.run, use.sizes(self.run)
         if self.small and p >= max(o, k):
             return self.norms_of_kept()
+        if p * use.size(run) * self.count < thresholds.AT_ONCE:
+            return use.formed(run)[0].flatten(1).square().sum(1)
         size = min(p * (o + k + 2 * p) * 2, use.size(run)) if p < max(o, k) else use.size(run)
         found, alone = [], isinstance(use, Convolution) and use.alone(run)
         for block in run.blocks([use], size):
@@ -418,7 +418,8 @@ class Shares:
     def kronecker(self, sharing: str, joint: bool, most: float) -> dict[Any, Factors]:
         """The sums of outer products of what is sent back and read, by the roles in which operations use the dims."""
         bias = self.name(self.bias) if joint and self.bias is not None else ""
-        return kronecker(self.run, self.leaf, self.apart, sharing, bias, self.again, most)
+        uses = self.given if len(self.given) == 1 else self.apart
+        return kronecker(self.run, self.leaf, uses, sharing, bias, self.again, most)
 
     def rotated(self, basis: Kronecker, joint: bool) -> Shares:
         """The gradients in the eigenbasis of K-factors, `Q^T G[v, n]`."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from invfunc._torch.functorch import gradient_edge, storage_of, version
@@ -295,8 +296,15 @@ class Split:
     def hessian(self, convex: bool = True) -> list[Columns]:
         if self.ordinary:
             slope = torch.ones_like(self.scope.leave(self.result))
-            return [columns(self.scope, self.terms[0], slope, [], self.n, convex)]
+            return [columns(self.scope, self.terms[0], slope, [], self.n, convex and not self._sure)]
         return hessian(self.scope, self.result, self.roots, self.terms, self.n, convex)
+
+    @property
+    def _sure(self) -> bool:
+        """Tells whether its one criterion is convex whatever numbers it is of."""
+        call = self.terms[0].call
+        classes = call.func is F.cross_entropy and not call.arg("target").is_floating_point()
+        return (classes or call.func is F.mse_loss) and call.arg("weight") is None
 
     def drawn(self, drawing: Drawing, transform: str) -> list[Columns]:
         """Columns at targets that are drawn from the predictive of a known loss, or by a sampler of the user's."""

@@ -445,7 +445,7 @@ class Expanded(Use):
             return None
         if d.shape[1:] != (run.n, *shape) or (run.n > 1 and self.axis != (-1 - len(shape), 1, 1)):
             return None
-        d = run.taken(d, block, 1)
+        d = d if block is WHOLE and run.chosen is None else run.taken(d, block, 1)
         return None, d if len(shape) == 1 else d.reshape(*d.shape[:2], -1)
 
     def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
@@ -549,7 +549,10 @@ def each(value: Any, count: int) -> tuple[int, ...]:
 
 def of_linear(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
     """`linear(x, w, b)`."""
-    x, w, b = args[0], option(args, kwargs, 1, "weight"), option(args, kwargs, 2, "bias")
+    if len(args) == 3:
+        x, w, b = args
+    else:
+        x, w, b = args[0], option(args, kwargs, 1, "weight"), option(args, kwargs, 2, "bias")
     uses: list[Use] = []
     if id(w) in nodes:
         if w.ndim != 2:

@@ -21,6 +21,7 @@ def set_item(run: Run, args: tuple, data: list[Known], others: Any) -> None:
     if base_of(x) is not None and id(x) not in {id(y) for y, _ in data}:
         raise Unsupported("samples are written into a view of a tensor without samples")
     SET(x, index, value)
+    run.ordered = True  # perhaps
     axes = {id(y): axis for y, axis in data}
     axis: Any = Unsupported("samples, or sums of them, or parameters are written among samples")
     if not others and run.n > 1:
@@ -54,6 +55,7 @@ def set_parameter(run: Run, x: Tensor, index: Any, axis: Any, value: Tensor, nod
         at = read(numbers(x.shape, axis, run.n, x.device)[index], run.n)
     if at is None:
         raise Unsupported("a parameter is written at places of samples that are not along one dim")
+    run.ordered = True  # perhaps
     copy = run.alias(value.expand(before.shape))
     SET(x, index, copy)
     run.use(Expanded(node, value, at), copy)

@@ -15,7 +15,7 @@ from invfunc.evaluation.batches import Batches, Feed, batches_of, check_loader, 
 from invfunc.evaluation.checkpoint import Checkpoint, Course, Head, course_of
 from invfunc.evaluation.processes import ALONE, Processes, bits, same
 from invfunc.evaluation.rounds import Rounds, parted, through, whole
-from invfunc.products.along import space_of
+from invfunc.products.product import space_of
 
 T = TypeVar("T")
 PARAMETERS = ("the parameters",)
@@ -42,7 +42,7 @@ class Asked:
     check: Callable[[int, Any], None] | None = None
     """Looks for what is wrong if there will be so many samples, with these parameters."""
     whole: bool = True
-    """Whether parameters are gathered before the first batch, and not where they are read."""
+    """Tells whether parameters are gathered before the first batch, and not where they are read."""
     empty: list[tuple] = field(default_factory=list)
     """Takes the arguments of a batch without samples."""
 
@@ -52,7 +52,7 @@ class Part:
     """The batches of this process: all there are, or those of one among a group."""
 
     feed: Feed | None
-    """How the batches of a loader come; None if the arguments are one batch."""
+    """Options of the loader; None if the arguments are one batch."""
     in_dims: InDims
     file: Checkpoint | None = None
     """The checkpoint, but for the number of this process."""
@@ -60,7 +60,7 @@ class Part:
     reduction: str | None = None
     """The scale of a loss that is one number, "sum", if the caller says it."""
     alone: bool = False
-    """Whether no other process has a part in the result."""
+    """Tells whether no other process has a part in the result."""
 
     def shown(self, t: Any) -> str:
         inner = f"{t!r}" if self.feed is None else f"streamed({t!r})"

@@ -11,8 +11,7 @@ import torch
 from invfunc import tree
 from invfunc.data_sets.part import PARAMETERS, Asked, Begun, Part
 from invfunc.evaluation.rounds import parts
-from invfunc.products.along import OfAll, space_of
-from invfunc.products.product import Linearised, SummedProduct
+from invfunc.products.product import Linearised, OfAll, SummedProduct, space_of
 from invfunc.products.streamed import Evaluated, Sums, check_linearized, identity_of, keys_of
 
 

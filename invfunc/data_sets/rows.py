@@ -65,7 +65,7 @@ class Rows:
                     rows.copy_(q.reduction.scaled((rows,), q.factor(by))[0])
 
     def result(self, n: int) -> Any:
-        """What was written; None if a function was told."""
+        """Tensors that were written; None if a function was told."""
         if self.calls:
             return None
         axes = [q.reduction.each[0] for q in self.quantities]

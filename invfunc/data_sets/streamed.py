@@ -227,7 +227,7 @@ class Streamed(Transform):
     t: Statistic
     part: Part
     gather: bool = False
-    """Whether results with a sample axis are those of all processes."""
+    """Tells whether results with a sample axis are those of all processes."""
     out: Any = None
     plans: PlansOfBatches | None = None
     """Plans by which batches are evaluated, if it is `compiled`."""
@@ -269,7 +269,7 @@ class Streamed(Transform):
         return results, aux if self.part.feed is not None else aux[0] if aux else None
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
-        """How it would be computed: what is done with the first batch, and how often with how many; of several
+        """Explains how it would be computed: what is done with the first batch, and how often with how many; of several
         processes how this one does, which does not wait for the others, and what it would give to them."""
         if not self.part.alone and any(map(sharded, tree.tensors(args[:1]))):
             raise ArgumentError(
@@ -310,7 +310,7 @@ class Streamed(Transform):
 
 
 def options_of(t: Statistic) -> str:
-    """What tells a statistic from others, in every process."""
+    """Description that tells a statistic from others, in every process."""
     each = [
         (m.reduction, m.drawing and (m.drawing.count, m.drawing.sample, m.drawing.peel and m.drawing.peel.columns))
         for m in t.members or (t,)

@@ -65,7 +65,7 @@ class Tiled(Transform):
         return (tiles.square if square else tiles.rectangle)(self.out), tiles.aux
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
-        """How it would be computed: what is done with the first batch, how often, and for how many tiles."""
+        """Explains how it would be computed: what is done with the first batch, how often, and for how many tiles."""
         sides = self._sides(args)
         given, _ = first(args[1], args[0], self.t.in_dims, self.feed)
         found = self.t.explanation(given, kwargs, self.t.names(len(given)))
@@ -231,7 +231,7 @@ class Meetings:
         self.per_parameter = not t.reduction.whole or t.options.reduce is not None
         self.t, self.kwargs = replace(t, options=replace(t.options, reduce=None)), kwargs
         self.looked = False
-        """Whether f was seen to give samples the same beside those of another batch."""
+        """Tells whether f was seen to give samples the same beside those of another batch."""
 
     def held(self, args: tuple) -> tuple[Held, Any]:
         """A batch, and aux."""

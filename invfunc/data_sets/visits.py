@@ -1,4 +1,4 @@
-"""What a statistic does with the batches of a loader."""
+"""Work of a statistic with the batches of a loader."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ class Work:
         self.sweep, self.aux = Sweep(), list[Any]()
         self.sweep.weights = Weights(reduction)
         self.rounds: Rounds | None = None
-        """What brings parameters that are not here."""
+        """Brings parameters that are not here."""
         drawings = dict.fromkeys(t.drawings)
         self.keys = {d: key_of(d.generator) for d in drawings}
         self.first = 0
-        """How many samples other processes have before those of this one."""
+        """Number of samples of the processes before this one."""
         self.expected: int | None = None
-        """How many all have, if they were counted."""
+        """Number of samples of all processes, if they were counted."""
         self.kept: Statistic | None = None
         """The statistic with the per-sample gradients of its other batch, once they are known."""
         self.weighed = self.looked = False
-        """Whether the first batch was seen, and whether f was seen to give samples the same beside fewer ones."""
+        """Tells whether the first batch was seen, and whether f was seen to give samples the same beside fewer ones."""
 
     def draw_by(self, keys: Sequence[int], first: int = 0, of_all: int | None = None) -> None:
         """Take these keys, and places behind so many samples, of the number that all processes have counted."""
@@ -184,7 +184,7 @@ class RowByRow(Work):
         super().__init__(t, kwargs, evaluated, reduction)
         self.rows = Rows(out, [m.quantity for m in t.members or (t,)], bool(t.members))
         self.n = self.of_all = 0
-        """How many samples this process has, and all."""
+        """Numbers of samples of this process, and of all."""
 
     def check(self, known: int, params: Any) -> None:
         self.rows.check(params, known)
@@ -237,7 +237,7 @@ def work_of(
 
 
 def exchanged(t: Statistic, args: tuple, kwargs: dict[str, Any], gather: bool) -> int | None:
-    """How many bytes a process exchanges for a batch, from a run without numbers; None if it does not run so."""
+    """Number of bytes that a process exchanges for a batch, from a run without numbers; None if it does not run so."""
     mode, sweep, total = FakeTensorMode(allow_non_fake_inputs=True), Sweep(), 0
     t, before = t.keyed(dict.fromkeys(t.drawings, 0), 0), state_of(torch.default_generator)
     try:

@@ -45,12 +45,12 @@ def check_loader(loader: Any, sweeps: str = "") -> None:
 
 @dataclass(frozen=True)
 class Feed:
-    """How the batches of a loader are brought to where they are needed."""
+    """Options of how the batches of a loader are brought to where they are needed."""
 
     device: torch.device | None = None
     """One of those of the parameters; without it that of the first one."""
     progress: str = ""
-    """What a progress bar says, if there is one."""
+    """Title of a progress bar, if there is one."""
 
     @classmethod
     def of(cls, device: Any, progress: str) -> Feed:
@@ -116,7 +116,7 @@ def batches_of(loader: Any, params: Any, in_dims: InDims, feed: Feed, empty: lis
 
 
 def _written(x: Any) -> list[int]:
-    """How often each tensor of a tree was written in place."""
+    """Numbers of times that the tensors of a tree were written in place."""
     return [version(y) for y in tree.tensors((x,))]
 
 
@@ -166,20 +166,20 @@ def _arguments(batch: Any, device: torch.device) -> tuple:
 
 
 def size_of(args: tuple, in_dims: InDims) -> int:
-    """How many samples there are in the arguments of a batch; 1 where that is not clear, of which errors tell later."""
+    """Number of samples in the arguments of a batch; 1 where that is not clear, of which errors tell later."""
     sizes = _sizes(args, in_dims)
     return 1 if len(sizes) != 1 or None in sizes else sizes.pop()
 
 
 def samples_of(loader: Any, in_dims: InDims) -> int:
-    """How many samples a loader gives, which is gone through for that."""
+    """Number of samples that a loader gives, which is gone through for that."""
     with torch.random.fork_rng([]):  # a DataLoader draws numbers when it begins
         batches = loader if isinstance(loader, Iterable) else loader()
         return sum(size_of((None, *_parts(batch)), in_dims) for batch in batches)
 
 
 def counted(loader: Any, in_dims: InDims) -> int:
-    """How many samples are sure to come: those of a list, else 0."""
+    """Number of samples that are sure to come: those of a list, else 0."""
     batches = loader if isinstance(loader, (list, tuple)) else ()
     sizes = (_sizes((None, *_parts(batch)), in_dims) - {None} for batch in batches)
     return sum(min(each, default=0) for each in sizes)
@@ -190,7 +190,7 @@ def _parts(batch: Any) -> tuple:
 
 
 def _sizes(args: tuple, in_dims: InDims) -> set[Any]:
-    """How many samples each argument has; None if one has no such axis."""
+    """Numbers of samples of the arguments; None if one has no such axis."""
     dims = batch_dims(in_dims, list(range(1, len(args))))
     return {
         x.shape[dim] if -x.ndim <= dim < x.ndim else None

@@ -31,14 +31,14 @@ from invfunc.reductions.kept_factors import Diagonal, Factors, Kept, Refused
 from invfunc.reductions.sides import Sided
 
 _SAFE = [Diagonal, Factors, Joint, Kept, Kronecker, Origin, Place, Refused, Sided]
-"""What reductions keep beside tensors, numbers and names."""
+"""Types that reductions keep beside tensors, numbers and names."""
 _FORMAT = "invfunc.streamed 3"
 State = Callable[[], dict[str, Any]]
 """Makes what is known by now, in dicts, tensors and numbers."""
 
 
 class Head(NamedTuple):
-    """What processes have to know of the records of each other."""
+    """Facts about a record that other processes have to know."""
 
     mark: str
     keys: list[int]
@@ -50,10 +50,10 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """What a call has done, and what that has brought."""
+    """Record of a call: the batches that are done, and the state that they have brought."""
 
     identity: dict[str, str]
-    """What has to be the same for a call that goes on, by name."""
+    """Descriptions that have to be the same for a call that goes on, by name."""
     keys: list[int]
     """Of drawn columns."""
     mark: str = field(default_factory=lambda: uuid4().hex)
@@ -63,13 +63,13 @@ class Record:
     phase: int = 0
     """For which the batches come in this sweep."""
     done: int = 0
-    """How many of them are done."""
+    """Number of batches that are done."""
     n: int = 0
-    """How many samples those have."""
+    """Number of samples of these."""
     first: int | None = None
     """The first batch that has any."""
     state: State | None = None
-    """That of the work; None if nothing was done."""
+    """State of the work; None if nothing was done."""
 
     @property
     def head(self) -> Head:
@@ -77,7 +77,7 @@ class Record:
         return Head(self.mark, self.keys, self.phase, fingerprint(known), self.state is None)
 
     def agreed(self, each: Sequence[Head]) -> Record:
-        """What this process goes on from so that all do in one phase, with the same keys: of the records of all."""
+        """Record from which this process goes on so that all do in one phase, with the same keys."""
         written = [head for head in each if not head.new] or each[:1]
         mark, keys = written[0].mark, written[0].keys
         if any(head.mark != mark for head in written):
@@ -129,7 +129,7 @@ class Checkpoint:
         return replace(self, path=self.path.with_name(f"{self.path.name}.{rank}"))
 
     def record(self, identity: dict[str, str], keys: list[int], device: torch.device) -> Record:
-        """What a call before has written, if it was of the same; a new one, with these keys, if there is no file."""
+        """Record of a call before, if it was of the same; a new one, with these keys, if there is no file."""
         if not self.path.parent.is_dir():
             raise ArgumentError(f"checkpoint={str(self.path)!r}: there is no folder {str(self.path.parent)!r}.")
         if self.path.is_dir():
@@ -202,7 +202,7 @@ class Checkpoint:
 
 
 def _known(kept: dict[str, Any] | None) -> list[Any]:
-    """What is known of each phase before."""
+    """Facts that are known of each phase before."""
     return [] if kept is None else [kept["known"], *_known(kept["before"])]
 
 
@@ -213,7 +213,7 @@ def check_loadable(name: str, x: Any) -> None:
 
 
 def _loadable(x: Any) -> bool:
-    """Whether `torch.load` gives back what was saved, with its default settings."""
+    """Tells whether `torch.load` gives back what was saved, with its default settings."""
     file = BytesIO()
     try:
         torch.save(x, file)
@@ -228,7 +228,7 @@ def _loadable(x: Any) -> bool:
 
 
 class Work(Protocol):
-    """What is done with the batches."""
+    """Work that is done with the batches."""
 
     @property
     def phase(self) -> int:
@@ -257,7 +257,7 @@ class Course:
 
     work: Work
     keeps = False
-    """Whether a file has to be there until the result is."""
+    """Tells whether a file has to be there until the result is."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -367,7 +367,7 @@ class Log(Course):
 def course_of(
     file: Checkpoint | None, identity: Callable[[], dict[str, str]], keys: list[int], device: torch.device
 ) -> Course:
-    """That of a call which draws by these keys, unless it goes on with a file, if it has one; states are on a device.
+    """Course of a call which draws by these keys, unless it goes on with a file, if it has one; states are on a device.
 
     `identity` says by name what has to be the same as before, beside the batches.
     """

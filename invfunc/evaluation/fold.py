@@ -29,7 +29,7 @@ class Keeper(Protocol):
 
 
 class Fold:
-    """What several quantities keep of some samples of one function."""
+    """States that several quantities keep of some samples of one function."""
 
     def __init__(self, problem: Problem, options: Options, quantities: Sequence[Quantity]) -> None:
         self.problem, self.options, self.ticks = problem, options, Ticks()
@@ -44,7 +44,7 @@ class Fold:
 
     @property
     def sweeps(self) -> int:
-        """How many times all samples have to be seen."""
+        """Number of times that all samples have to be seen."""
         return max(t.reduction.sweeps for t in self.accumulators)
 
     def of_phase(self, k: int) -> list[Accumulator]:
@@ -60,7 +60,7 @@ class Fold:
                 t.before.states = {}
 
     def number(self, accumulator: Accumulator) -> int:
-        """That of the quantity; -1 if it is of a phase before."""
+        """Number of the quantity; -1 if it is of a phase before."""
         return next((k for k, t in enumerate(self.accumulators) if t is accumulator), -1)
 
     def give(self) -> None:

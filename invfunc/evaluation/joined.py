@@ -1,4 +1,4 @@
-"""Whether batches may be joined: f has to give samples beside others what it gives them in their batch."""
+"""Tells whether batches may be joined: f has to give samples beside others what it gives them in their batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Drew(Exception):
 
 
 class SomeAlone(Protocol):
-    """What f returns for some samples alone, perhaps elsewhere: at parameters `moved`."""
+    """Results of f for some samples alone, perhaps elsewhere: at parameters `moved`."""
 
     def __call__(self, part: slice, *, elsewhere: bool = False) -> Any: ...
 
@@ -88,7 +88,7 @@ def check_fewer(
 
 @dataclass
 class Fewer:
-    """What f gives samples in a batch, beside what it gives some of them alone."""
+    """Results of f for samples in a batch, beside those for some of them alone."""
 
     whole: list[torch.Tensor]
     dim: int
@@ -99,7 +99,7 @@ class Fewer:
     alone: SomeAlone
 
     def of(self, part: slice, *, elsewhere: bool = False) -> list[torch.Tensor]:
-        """What f gives some alone."""
+        """Results of f for some samples alone."""
         return [z for z in tree.tensors((self.alone(part, elsewhere=elsewhere),)) if z.numel()]
 
     def check(self, found: list[torch.Tensor], part: slice) -> None:
@@ -113,7 +113,7 @@ class Fewer:
             )
 
     def _rounding(self, part: slice) -> bool:
-        """Whether they differ where losses are nothing but rounding, as of what is learnt by heart: elsewhere they do
+        """Tells whether they differ where losses are only rounding, as of what is learnt by heart: elsewhere they do
         not, in either half, as one of these has the largest."""
         half = self.n // 2
         with suppress(Exception):
@@ -125,7 +125,7 @@ class Fewer:
         return False
 
     def _same(self, found: list[torch.Tensor], part: slice) -> bool:
-        """Whether they are that of the whole, up to what rounding makes of the largest there."""
+        """Tells whether they are that of the whole, up to what rounding makes of the largest there."""
         if len(found) != len(self.whole):
             return False
         for one, z, size in zip(found, self.whole, self.sizes, strict=True):
@@ -147,7 +147,7 @@ def moved(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _sizes(z: torch.Tensor, dim: int) -> torch.Tensor:
-    """That of each sample."""
+    """Size of each sample's result."""
     own = z.detach().abs().nan_to_num(0, 0, 0).movedim(_axis(z, dim), 0)
     return own.reshape(len(own), -1).amax(1)
 

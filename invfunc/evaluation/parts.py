@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._alike import alike
 from invfunc._torch.functorch import transforming, undispatched, unheard
 from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
 from invfunc._torch.values import same_values
@@ -77,7 +76,7 @@ class Parts:
             aux.clear()
             accumulators, total = fold.of_phase(k), torch.zeros(())
             quantities = [replace(t.quantity, reduction=t.reduction, give=self._giving(t)) for t in accumulators]
-            for part in alike(parts):
+            for part in parts:
                 found = self._of_part(part, several, kind, quantities, options, known)
                 if found is not None:
                     self._take(accumulators, found, part)
@@ -203,7 +202,7 @@ class Parts:
         graph = torch.is_grad_enabled() and (transforming() or any(x.requires_grad for x in problem.tensors))
         each = list[Any]()
         with undrawn(), torch.set_grad_enabled(graph):  # what f draws, it draws again
-            for part in alike(parts):
+            for part in parts:
                 one = self._part(part, kind)
                 each.append(hessian_of(one) if problem.loss is None else _outputs(one))
         if problem.loss is not None:

@@ -1,4 +1,4 @@
-"""What processes tell each other that compute one result, each of its own samples."""
+"""Messages of processes that compute one result, each of its own samples."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Processes:
 
     @classmethod
     def of(cls, group: Any) -> Processes:
-        """Those of a group of torch.distributed; without one, all that were started."""
+        """Processes of a group of torch.distributed; without one, all that were started."""
         if not _started():
             if group is not None:
                 raise ArgumentError("group is given, but torch.distributed.init_process_group was not called.")
@@ -51,7 +51,7 @@ class Processes:
         return dist.get_process_group_ranks(self.group) if self.size > 1 else [dist.get_rank() if _started() else 0]
 
     def told(self, at: str, work: Callable[[], tuple[T, M]]) -> tuple[T, list[M]]:
-        """What this process computes, and what each says of it; where one fails, or is `at` another step, all do."""
+        """Result of this process, and what each says of its own; where one fails, or is `at` another step, all do."""
         if self.size == 1:
             own, message = work()
             return own, [message]
@@ -87,7 +87,7 @@ class Processes:
         return found[0]
 
     def exchanged(self, exchanges: Sequence[Exchange]) -> list[State]:
-        """What comes of them, one step of all at a time, so that what they ask for travels together."""
+        """Results of exchanges, one step of all at a time, so that what they ask for travels together."""
         answers: list[Any] = [None] * len(exchanges)
         found: dict[int, State] = {}
         while len(found) < len(exchanges):
@@ -171,7 +171,7 @@ class Processes:
         return [parts[rank].view(own.shape) for rank in given]
 
     def heard(self, said: Any) -> list[Any]:
-        """What each says."""
+        """Messages of all processes."""
         if self.size == 1:
             return [said]
         each: list[Any] = [None] * self.size
@@ -181,7 +181,7 @@ class Processes:
 
 
 def failed_with(said: Any) -> str | None:
-    """What has failed in a process that is `told` of a step, in place of saying something else."""
+    """Text of the failure in a process that is `told` of a step, in place of saying something else."""
     return pickle.loads(said)[1] if isinstance(said, bytes) else None
 
 
@@ -190,7 +190,7 @@ ALONE = Processes()
 
 @dataclass
 class _Asked:
-    """What several exchanges ask for in one step."""
+    """Tensors that several exchanges ask for in one step."""
 
     places: list[int] = field(default_factory=list)
     """Which exchange each tensor is of."""

@@ -28,7 +28,7 @@ class Kept:
     quantity: int
     leaf: int
     place: int
-    """That of its parts, among those of all parameters that are divided."""
+    """Place of its parts, among those of all parameters that are divided."""
     state: State
     """On the meta device."""
 
@@ -91,7 +91,7 @@ class Rounds:
         return self._of.get(number_of(x))
 
     def takes(self, quantity: int, leaf: torch.Tensor) -> bool:
-        """Whether this process keeps its part of what all keep of a parameter."""
+        """Tells whether this process keeps its part of what all keep of a parameter."""
         known = 0 <= quantity < len(self.reductions) and self.reductions[quantity].entrywise
         return known and self.place_of(leaf) is not None
 
@@ -105,7 +105,7 @@ class Rounds:
         self._check()
 
     def whole(self, leaf: torch.Tensor, state: State) -> State:
-        """What is kept of a parameter, of the part that this process has of it: all ask for that at once."""
+        """State of a parameter, of the part that this process has of it: all ask for that at once."""
         like = self.own[self._of[number_of(leaf)]]
         with connected():
             self._check()
@@ -146,7 +146,7 @@ class Rounds:
             raise ProcessError(self._failed)
 
     def _round(self, own: int | Kept | None, state: State | None = None) -> tuple[list[Any], torch.Tensor | None]:
-        """What all ask for, and what this process wanted to read; all see to all of it."""
+        """Requests of all processes, and the tensor that this one wanted to read; all see to all requests."""
         each, found = self._said(own), None
         if self._failed:
             return each, None
@@ -177,7 +177,7 @@ class Rounds:
         self._states[key] = part if before is None else reduction.merge(before, part, "samples")
 
     def _dealt(self, own: State | None, each: Mapping[int, State], like: Any, along: int) -> Iterator[State]:
-        """What each of some processes has kept of the part of a parameter that this one has: no sum is formed of the
+        """States that some processes have kept of the part of a parameter that this one has: no sum is formed of the
         whole."""
         (first, *_), states = each.values(), [*each.values()]
         given, device = [*each], like.device
@@ -188,7 +188,7 @@ class Rounds:
         return zip(*found, strict=True)
 
     def _said(self, own: int | Kept | str | None) -> list[Any]:
-        """What all say; those that have failed say how."""
+        """Messages of all processes; those that have failed say how."""
         each = [failed_with(said) or said for said in self.processes.heard(own)]
         failed = [f"process {rank} failed with {said}" for rank, said in enumerate(each) if isinstance(said, str)]
         if failed:
@@ -264,7 +264,7 @@ def _absent(processes: Processes, name: str, x: Any) -> tuple[Any, list[Any], li
 
 
 def parts(results: Sequence[torch.Tensor], params: Sequence[torch.Tensor], lead: int = 0) -> list[torch.Tensor]:
-    """What this process has of results, as of the parameters in their places, with `lead` axes in front; these may be
+    """Parts of results that this process has, as of the parameters there, with `lead` axes in front; these may be
     its parts already."""
     pairs = zip(results, params, strict=True)
     return [of_part(local_part(x, p, lead), p, lead) if sharded(p) else x for x, p in pairs]

@@ -24,7 +24,7 @@ from invfunc.reductions.quantity import Accumulator
 
 
 class Sweep:
-    """What the batches seen so far have brought, joined in the fold of the last one.
+    """States of the batches seen so far, joined in the fold of the last one.
 
     What has to know something of all samples first, as the eigenvalues of `ekfac` their basis, is a phase of its own,
     for which the batches come again: a sweep after another.
@@ -32,7 +32,7 @@ class Sweep:
 
     def __init__(self, before: Sweep | None = None, learn: Learn | None = None) -> None:
         self.engine: Engine | None = None
-        """That of the last batch; nothing else of the others is in memory but what is kept of them."""
+        """Engine of the last batch; nothing else of the others is in memory but what is kept of them."""
         self.n = 0
         self.phase, self.weights = 0, Weights()
         self.told: list[Accumulator] = []
@@ -41,7 +41,7 @@ class Sweep:
         self.rounds: Rounds | None = None
         """Where parts of what is kept are kept, as those of the parameters are."""
         self._by: int | None = None
-        """What the loss of the last batch is multiplied with, once it is known."""
+        """Factor of the loss of the last batch, once it is known."""
         self.parts = set[tuple[int, int]]()
         """The quantities and parameters, by number, of which a part is kept in the end."""
         if before is not None:
@@ -106,7 +106,7 @@ class Sweep:
 
     @property
     def known(self) -> list[list[Any]]:
-        """What is known of the phases before."""
+        """Facts that are known of the phases before."""
         return [[t.known for t in of_all.line] for of_all in self.told]
 
     def add(self, engine: Engine, evaluated: Callable[[Engine], Any] = Engine.kept) -> Any:
@@ -128,7 +128,7 @@ class Sweep:
         return aux
 
     def _weight(self, engine: Engine) -> int:
-        """What the loss of a batch has to be multiplied with so that it is a sum over its samples."""
+        """Factor with which the loss of a batch is a sum over its samples."""
         if not engine.scalar:
             return 1
         self._by = self.weights.of_batch(engine.loss_part, engine.problem.n) if self._by is None else self._by
@@ -151,7 +151,7 @@ class Sweep:
         return self.engine.fold
 
     def results(self) -> list[Any]:
-        """What all batches give."""
+        """Results of all batches."""
         self.joined()
         assert self.engine is not None
         return self.engine.finished()
@@ -193,7 +193,7 @@ def check_number(n: int, expected: int | None) -> None:
 
 
 def other_outputs(known: tuple[Any, ...], there: str, own: tuple[Any, ...], here: str) -> ArgumentError:
-    """What is said where results with an axis of the outputs would be joined that are of other outputs."""
+    """The error where results with an axis of the outputs would be joined that are of other outputs."""
     (a, m), (b, n) = (
         (tree.unflatten([*map(tuple, shapes)], tree.flatten(places)[1]), sum(columns))
         for shapes, places, columns in (known, own)
@@ -208,7 +208,7 @@ def other_outputs(known: tuple[Any, ...], there: str, own: tuple[Any, ...], here
 
 
 def keeping(fold: Fold, phase: int) -> list[Accumulator]:
-    """What keeps something of the samples in a phase, with what has to know of each of them alone."""
+    """Accumulators that keep something of the samples in a phase, with what has to know of each of them alone."""
     found = fold.of_phase(phase)
     return [t for own in found for t in (own, own.before if own.reduction.apart else None) if t is not None]
 
@@ -240,17 +240,17 @@ def bring(engine: Engine, phase: int, found: Any) -> Any:
 
 @dataclass(frozen=True)
 class Brought:
-    """What a process says of its sweep: all but the numbers."""
+    """Description of a process's sweep: all but the numbers."""
 
     n: int
     mean: bool | None
-    """Whether its loss is a mean; None if that was not looked at."""
+    """Tells whether its loss is a mean; None if that was not looked at."""
     outputs: list[torch.Size]
     structure: Any
     by_column: tuple[Any, ...]
     columns: list[int]
     states: list[States]
-    """What each accumulator keeps, on the meta device."""
+    """States of the accumulators, on the meta device."""
 
     @classmethod
     def of(cls, sweep: Sweep) -> Brought:
@@ -284,7 +284,7 @@ def share(
 
 
 def bytes_given(sweep: Sweep, gather: bool) -> int:
-    """How many bytes a process gives to others that keep as much as it does, if none of them needs to be asked."""
+    """Number of bytes that a process gives to others that keep as much as it does, if none needs to be asked."""
     total = 0
     for exchange in _exchanges(sweep, sweep.n, [Brought.of(sweep)], gather).values():
         with suppress(StopIteration):
@@ -296,7 +296,7 @@ def bytes_given(sweep: Sweep, gather: bool) -> int:
 
 
 def _exchanges(sweep: Sweep, own: int, each: list[Brought], gather: bool) -> dict[tuple[int, int], Exchange]:
-    """Those of what is kept of so many own samples, by its place and that of the parameter."""
+    """Exchanges of the states of so many own samples, by place and parameter."""
     assert sweep.engine is not None
     exchanges: dict[tuple[int, int], Exchange] = {}
     kept, leaves = list(_kept(sweep)), sweep.engine.fold.problem.leaves
@@ -311,7 +311,7 @@ def _exchanges(sweep: Sweep, own: int, each: list[Brought], gather: bool) -> dic
 
 
 def _alike(each: list[Brought]) -> Brought:
-    """What the first process that has samples says; where columns are kept, those of all are of the same outputs."""
+    """Description by the first process with samples; where columns are kept, those of all are of the same outputs."""
     first = next((rank for rank, one in enumerate(each) if one.n), None)
     if first is None:
         raise no_samples()
@@ -323,14 +323,14 @@ def _alike(each: list[Brought]) -> Brought:
 
 
 def _exchange(t: Accumulator, place: int, leaf: torch.Tensor, own: int, each: list[tuple[int, States]]) -> Exchange:
-    """That of what is kept of a parameter, which the samples of some processes may not reach."""
+    """Exchange of the state of a parameter, which the samples of some processes may not reach."""
     init = t.reduction.init
     blanks = [states.get(place) or tree.map_tensors(_without_numbers, init(leaf, n, t.columns)) for n, states in each]
     return t.reduction.across(place, as_wide(t.states.get(place) or init(leaf, own, t.columns), blanks), blanks)
 
 
 def dealt(processes: Processes, reduction: Reduction, states: States, found: Found) -> Any:
-    """What is learned of a phase; where each parameter stands by itself, they are dealt out to the processes."""
+    """Facts learned of a phase; where each parameter stands by itself, they are dealt out to the processes."""
     if processes.size == 1 or type(reduction).learned is not Reduction.learned:
         return reduction.learned(states, found)
     places = sorted(states, key=partial(_size, states), reverse=True)[processes.rank :: processes.size]
@@ -348,7 +348,7 @@ def dealt(processes: Processes, reduction: Reduction, states: States, found: Fou
 
 
 def _kept(sweep: Sweep) -> Iterator[Accumulator]:
-    """What keeps something of all samples."""
+    """Accumulators that keep something of all samples."""
     assert sweep.engine is not None
     yield from keeping(sweep.engine.fold, sweep.phase)
 

@@ -1,4 +1,4 @@
-"""How much a batch counts beside others where the loss is one number for all of its samples."""
+"""Weights of batches where the loss is one number for all samples of a batch."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Weights:
 
     @property
     def seen(self) -> bool | None:
-        """Whether it is a mean; None if no batch has shown it."""
+        """Tells whether it is a mean; None if no batch has shown it."""
         return None if self.first is None else self.mean
 
     def of_batch(self, part: LossPart | None, n: int) -> int:
@@ -94,7 +94,7 @@ class Weights:
         return self.of(part)
 
     def of(self, part: LossPart) -> int:
-        """What the loss of a batch has to be multiplied with so that it is a sum over its samples."""
+        """Factor with which the loss of a batch is a sum over its samples."""
         first = self.first or part
         if first.shapes != part.shapes:  # beside itself, a sum counts as a whole, but a mean as any other one
             if self.mean:
@@ -126,7 +126,7 @@ class Weights:
 
 
 def _others(first: LossPart, part: LossPart) -> ArgumentError:
-    """What is said of batches that cannot be joined."""
+    """The error for batches that cannot be joined."""
     a, b = first.shapes, part.shapes
     name = next(name for name in {**a, **b} if a.get(name) != b.get(name))
     return ArgumentError(

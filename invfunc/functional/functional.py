@@ -131,20 +131,31 @@ class Functional:
             return result
 
     def _run(self, values: dict, state: dict, args: tuple, kwargs: dict) -> Any:
-        if self._on_copy and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            given = {name: value for name, (value, *_) in state.items()}
+            return torch.func.functional_call(self._root, given, args, kwargs, tie_weights=False)
+        if self._on_copy:
             known = {id(p): p for p in self.model.parameters()} | values
             return getattr(_copy(self.model, known), self.method)(*args, **kwargs)
-        return torch.func.functional_call(self._root, state, args, kwargs, tie_weights=False)
+        try:
+            for value, table, last, _ in state.values():
+                table[last] = value
+            return self._root(*args, **kwargs)
+        finally:
+            for _, table, last, x in state.values():
+                table[last] = x
 
-    def _state(self, params: Mapping[str, Any]) -> tuple[dict[int, Any], dict[str, Any], list[bool]]:
-        """The tensors that come in place of others, by the ids of these and by their names, and modes of modules."""
-        own, places, values, first, training = {}, {}, {}, {}, []
+    def _state(self, params: Mapping[str, Any]) -> tuple[dict[int, Any], dict[str, tuple], list[bool]]:
+        """The tensors that come in place of others, by the ids of these and by their names, with the dict of a module
+        and the key at which the other one is; and modes of modules."""
+        own, places, values, first, tables, training = {}, {}, {}, {}, {}, []
         for path, module in self._root.named_modules(remove_duplicate=False):
             training.append(module.training)
             for last, x in (*module._parameters.items(), *module._buffers.items()):
                 if x is not None:
                     name = f"{path}.{last}" if path else last
                     own[name] = x
+                    tables[name] = module._parameters if last in module._parameters else module._buffers, last, x
                     places.setdefault(id(x), {}).setdefault((id(module), last), name)
                     if module.training and last in module._buffers:
                         values[id(x)] = x.clone()
@@ -158,8 +169,8 @@ class Functional:
         for name in self._shards:
             if id(own[self._prefix + name]) not in values:
                 raise ArgumentError(f"{self!r}: params has no {name!r}, which is sharded: give it p.full_tensor().")
-        state = {n: value for i, value in values.items() for n in places[i].values() if value is not own[n]}
-        return values, state, training
+        new = [(n, value) for i, value in values.items() for n in places[i].values() if value is not own[n]]
+        return values, {n: (value, *tables[n]) for n, value in new}, training
 
 
 class _Method(nn.Module):

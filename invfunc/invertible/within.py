@@ -27,8 +27,7 @@ from invfunc.invertible.checkpoint import Checkpointed, Step, opened
 from invfunc.pairs.found import Automatic
 from invfunc.pairs.pair import behind
 from invfunc.pairs.training import Optimiser
-from invfunc.plans.draws import draws
-from invfunc.plans.facts import Operator, written
+from invfunc.plans.operators import Operator, draws, written
 
 
 def fits(steps: Sequence[Step]) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import chain
 
 import torch
 
@@ -244,7 +245,13 @@ class Kronecker:
     @property
     def _sizes(self) -> list[int]:
         shape = self.shape if self.blocks is None else blocks.part(self.shape, self.blocks)
-        return [math.prod([shape[d] for d in group]) for group in self.groups]
+        sizes = list[int]()
+        for group in self.groups:
+            size = 1
+            for d in group:
+                size *= shape[d]
+            sizes.append(size)
+        return sizes
 
     @property
     def _parts(self) -> list[torch.Tensor]:
@@ -253,8 +260,10 @@ class Kronecker:
 
     def _check(self) -> None:
         """Before every use, as there is an axis more in what a vmap returned."""
-        shape, dims = tuple(self.shape), sorted([d for group in self.groups for d in group])
-        ordered = dims == list(range(len(shape))) and all([list(group) == sorted(group) for group in self.groups])
+        shape, dims, wanted = tuple(self.shape), [*chain(*self.groups)], [*range(len(self.shape))]
+        ordered = dims == wanted or (
+            sorted(dims) == wanted and all([[*group] == sorted(group) for group in self.groups])
+        )
         if not ordered or not len(self.factors) == len(self.groups) > 0:
             raise ArgumentError(
                 f"Kronecker: {len(self.factors)} factors with groups {self.groups} came; wanted is a group for each, "
@@ -263,14 +272,17 @@ class Kronecker:
         if self.blocks is not None and not blocks.divide(self.blocks, shape):
             raise ArgumentError(f"Kronecker: blocks {self.blocks} came; wanted is a divisor of each dim of {shape}.")
         sizes, each = self._sizes, () if self.blocks is None else (math.prod(self.blocks),)
-        wanted = [((*each, k, k), (*each, k)) for k in sizes] + [((*each, *sizes),)] * (self.values is not None)
-        for i, (x, shapes) in enumerate(zip(self._parts, wanted, strict=True)):
-            if x.shape not in shapes:
-                name = f"factors[{i}]" if i < len(self.factors) else "values"
-                raise ArgumentError(
-                    f"Kronecker: {name} has shape {list(x.shape)}, but for groups {self.groups} of shape {shape} "
-                    f"it has to be {' or '.join([str([*s]) for s in shapes])}. Use what a vmap returned inside a vmap."
-                )
+        for i, (x, k) in enumerate(zip(self.factors, sizes, strict=True)):
+            if x.shape != (*each, k, k) and x.shape != (*each, k):
+                self._misfit(f"factors[{i}]", x, (*each, k, k), (*each, k))
+        if self.values is not None and self.values.shape != (*each, *sizes):
+            self._misfit("values", self.values, (*each, *sizes))
+
+    def _misfit(self, name: str, x: torch.Tensor, *shapes: tuple[int, ...]) -> None:
+        raise ArgumentError(
+            f"Kronecker: {name} has shape {list(x.shape)}, but for groups {self.groups} of shape {tuple(self.shape)} "
+            f"it has to be {' or '.join([str([*s]) for s in shapes])}. Use what a vmap returned inside a vmap."
+        )
 
 
 def dtype_of(matrix: Kronecker, *vectors: torch.Tensor) -> torch.dtype:

@@ -141,7 +141,7 @@ def outer(x: torch.Tensor, other: torch.Tensor | None = None, diagonal: bool = F
     b, k, r = x.shape
     plain = b * r < thresholds.MIRRORED_POSITIONS or x.device.type not in thresholds.MIRRORED_ON
     if plain and other is None and r < thresholds.ADDED_POSITIONS:
-        x = x.mT.reshape(b * r, k)
+        x = x[:, :, 0] if r == 1 else x.mT.reshape(b * r, k)
         return x.mT @ x
     plain = plain or x.requires_grad or transforming()
     if other is None and not plain and _as_gradient(x):

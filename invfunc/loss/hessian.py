@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import graph_of, innermost, version
 from invfunc._torch.graphs import node_of, nodes_below, nodes_of
-from invfunc._torch.values import anywhere, check, checked_at_once, decides
+from invfunc._torch.values import anywhere, check, checked_at_once
 from invfunc.errors import ArgumentError, ConvexityError, SplitError
 from invfunc.loss.square_root import Affine, Columns, Elementwise, General, Gradient, OutputCotangents, Softmax
 from invfunc.operations.losses import reduction
@@ -115,7 +115,6 @@ def _varies(scope: Scope, slope: torch.Tensor, roots: list[Output], nodes: set[A
         return False
     weights = torch.arange(1, slope.numel() + 1, device=slope.device).to(slope.dtype).cos().reshape(slope.shape)
     found = scope.grad([slope], [r.edge for r in roots], [weights], batched=False)
-    decides(slope, "whether the loss is curved beside its criterion")
     return any(g is not None and anywhere(g != 0) for g in found)
 
 

@@ -126,17 +126,21 @@ class Softmax:
     def block(self, start: int, stop: int, part: slice) -> Block:
         logits = self.logits[part]
         n, classes, positions = logits.shape
+        if positions == 1:
+            q = (logits[:, :, 0].log_softmax(1) / 2).exp()  # [n, C]
+            unit = torch.eye(classes, dtype=q.dtype, device=q.device)
+            rest = q * (q + unit[-1]) / (1 + q[:, -1:])
+            dense = torch.addcmul(q * unit[start:stop, None], q[:, start:stop].T[..., None], rest, value=-1)
+            weight = self.weight[part].T.expand(stop - start, n)
+            return Block({self.root: self.layout(dense.unsqueeze(3))}, weight=weight)
         rank = classes - 1
         v = torch.arange(start, stop, device=logits.device)
         at, column = v // rank, v % rank
         q = (logits[:, :, at].log_softmax(1) / 2).exp()  # [n, C, V]
         unit = (torch.arange(classes, device=v.device)[:, None] == column).to(q.dtype)
         root = self.columns(q, unit, torch.gather(q, 1, column.expand(n, 1, -1)))
-        if positions == 1:
-            dense = root.movedim(2, 0).unsqueeze(3)
-        else:
-            place = (at[:, None] == torch.arange(positions, device=v.device)).to(q.dtype)
-            dense = torch.einsum("ncv,vp->vncp", root, place)
+        place = (at[:, None] == torch.arange(positions, device=v.device)).to(q.dtype)
+        dense = torch.einsum("ncv,vp->vncp", root, place)
         return Block({self.root: self.layout(dense)}, weight=self.weight[part][:, at].T)
 
 

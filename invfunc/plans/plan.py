@@ -1,12 +1,14 @@
-"""A plan: the graph of a call, what it holds, and what has to be as it was."""
+"""A plan: the graph of a call, what it holds, what has to be as it was, and what runs it."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+import re
+from collections import defaultdict
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -14,112 +16,117 @@ import torch
 from torch import fx
 
 from invfunc import tree
-from invfunc._torch.functorch import FakeTensorMode, storage_of
 from invfunc._torch.generators import set_states, state_of
-from invfunc.budget.peak import Alive
-from invfunc.budget.size import told
-from invfunc.plans.key import signature
-from invfunc.plans.parts import Repeated, every, repeats
-from invfunc.plans.recorder import Guard, Missed, same_shape
+from invfunc.plans.recorder import Missed, same_shape
+
+BACKENDS = ("replay", "inductor", "cudagraphs")
+
+
+def signature(x: torch.Tensor) -> Hashable:
+    """All that operations know of a tensor without its numbers."""
+    own = type(x), x.dtype, x.device, x.shape, x.stride(), x.requires_grad
+    return *own, x.is_inference(), x.is_conj(), x.is_neg()
 
 
 @dataclass
 class Plan:
     """The operations of a call, which run again with other numbers."""
 
-    call: Callable[..., Any]
-    """What runs them."""
-    write: Callable[[], Any]
-    """Makes the graph of them."""
+    module: fx.GraphModule
     form: tree.Form
-    """That of the result."""
+    """The form of the result."""
     sources: list[Callable[[], Any]]
-    closed: list[tuple[ref[torch.Tensor], Any]]
-    """What it reads that is closed over, with what was known of it."""
-    guards: list[Guard]
-    expected: list[str]
-    """The numbers that were read, by their dtypes."""
+    """The sources of its inputs behind the arguments."""
+    closed: list[tuple[ref[torch.Tensor], Hashable]]
+    """The tensors that it reads beside the arguments, with what was known of them."""
+    guards: list[tuple[torch.Tensor, str]]
+    """The numbers that were read, and where."""
+    modules: list[torch.nn.Module]
+    """The modules that run, whose modes are compared."""
     drew: list[torch.Generator]
+    """The generators from which it draws, beside those that are given."""
+    draws: bool
     inference: bool
-    """Whether its results are tensors of inference mode."""
+    """True if its results are tensors of inference mode."""
+    call: Callable[..., Any] = field(init=False)
+    """The function that runs the graph."""
 
-    @cached_property
-    def module(self) -> fx.GraphModule:
-        """The graph, which is made where it is asked for."""
-        return self.write()
+    def __post_init__(self) -> None:
+        self.call, self.training = direct(self.module), [m.training for m in self.modules]
+        self.groups: dict[torch.dtype, list[int]] = defaultdict(list)
+        for i, (x, _) in enumerate(self.guards):
+            self.groups[x.dtype].append(i)
+        self.expected = self._numbers([x for x, _ in self.guards])
 
-    def told(self, tensors: list[torch.Tensor]) -> str:
-        """What it is, in words."""
-        sites = ", ".join(dict.fromkeys(guard.site for guard in self.guards))
-        shapes = sum(node.target is same_shape for node in self.module.graph.nodes)
-        said = f"a plan of {self.operations} operations"
-        for part, count in self.repeats.items():
-            said += f", of which one part of {len(part.nodes)} is called {count} times"
-        said += f" that compares {len(self.guards)} numbers, read at {sites}" if self.guards else ""
-        said += f"; {shapes} shapes depend on numbers" if shapes else ""
-        return f"{said}; {told(self.peak(tensors))} at once"
-
-    @property
-    def code(self) -> str:
-        """The operations, as Python."""
-        parts = [part.module.code.strip().replace("forward", part.__name__, 1) for part in self.repeats]
-        return "\n\n".join([*parts, self.module.code.strip()])
-
-    @property
-    def operations(self) -> int:
-        """How many there are."""
-        return sum(node.op == "call_function" for node in every(self.module.graph))
-
-    @property
-    def repeats(self) -> Counter[Repeated]:
-        """What is called for each of some parts, and how often."""
-        return repeats(self.module.graph)
-
-    def peak(self, tensors: list[torch.Tensor]) -> int:
-        """How many bytes are in use at once, beside the arguments and what is kept."""
-        given = (*tensors, *(source() for source in self.sources))
-        before, fake = [(g, state_of(g)) for g in self.drew], FakeTensorMode(allow_non_fake_inputs=True)
-        with computed(self.inference), fake, Alive() as alive:
-            self.module.forward(*tree.map_tensors(fake.from_tensor, given))
-        set_states(before)
-        return alive.most
-
-    def run(self, tensors: list[torch.Tensor]) -> Any:
-        """The result for other arguments of the same key."""
-        return self.form.join(self.checked(tensors, self.call))
-
-    def checked(self, tensors: list[torch.Tensor], call: Callable[..., Any]) -> list[torch.Tensor]:
-        """What a call of the inputs computes beside the numbers of the guards; an error, as `Missed` if something is
-        not as it was, leaves the generators as they were."""
-        before = [(g, state_of(g)) for g in self.drew]
+    def run(self, tensors: list[torch.Tensor], generators: list[torch.Generator]) -> Any:
+        """The result for other arguments of the same key. An error, as `Missed` if something is not as it was, leaves
+        the generators as they were."""
+        before = [(g, state_of(g)) for g in (*self.drew, *generators)]
         try:
-            return self._checked(tensors, call)
+            given = [*tensors, *generators, *[source() for source in self.sources]]
+            for known, own in self.closed:
+                if (x := known()) is None or signature(x) != own:
+                    raise Missed("a tensor that it closes over")
+            if [m.training for m in self.modules] != self.training:
+                raise Missed("the mode of a module")
+            with computed(self.inference):
+                results, read = self.call(*given)
+                if read and self._numbers(read) != self.expected:
+                    raise Missed(f"numbers that are read (at {', '.join(dict.fromkeys(at for _, at in self.guards))})")
         except Exception:
             set_states(before)
             raise
+        return self.form.join(results)
 
-    def _checked(self, tensors: list[torch.Tensor], call: Callable[..., Any]) -> list[torch.Tensor]:
-        given = [*tensors, *(source() for source in self.sources)]
-        if self.closed:
-            self.check_closed(tensors)
-        with computed(self.inference):
-            results, read = call(*given)
-            for numbers, expected, guards in zip(read, self.expected, grouped(self.guards), strict=True):
-                if repr(numbers.tolist()) != expected:
-                    raise Missed(f"numbers that are read (at {', '.join(dict.fromkeys(g.site for g in guards))})")
-        return results
+    def _numbers(self, read: list[torch.Tensor]) -> list[str]:
+        """Numbers that were read, as text, in which NaN is equal to itself, and -0 is not 0."""
+        groups = [[read[i].reshape(-1) for i in places] for places in self.groups.values()]
+        return [repr((torch.cat(xs) if len(xs) > 1 else xs[0]).tolist()) for xs in groups]
 
-    def check_closed(self, tensors: list[torch.Tensor]) -> None:
-        """An error if what it closes over is not as it was, or in the memory of arguments."""
-        memory = {*map(storage_of, tensors)}
-        for held, known in self.closed:
-            x = held()
-            if x is None or signature(x) != known or storage_of(x) in memory:
-                raise Missed("a tensor that it closes over")
+    @property
+    def operations(self) -> int:
+        """The number of its operations."""
+        return sum(node.op == "call_function" for node in self.module.graph.nodes) - self.sized
+
+    @property
+    def sized(self) -> int:
+        """The number of shapes in it that depend on numbers."""
+        return len(self.module.graph.find_nodes(op="call_function", target=same_shape))
+
+    def told(self) -> str:
+        """A description in words."""
+        sites = ", ".join(dict.fromkeys(at for _, at in self.guards))
+        said = f"a plan of {self.operations} operations"
+        said += f" that compares {len(self.guards)} numbers, read at {sites}" if self.guards else ""
+        return said + (f"; {self.sized} shapes depend on numbers" if self.sized else "")
+
+    def run_by(self, backend: str, say: Callable[[str], None]) -> None:
+        """Have a backend run it from now on, or say why it does not."""
+        if self.draws:
+            say(f"it runs by `replay`: random numbers of `{backend}` are others than those of torch.")
+        elif self.sized:
+            say(f"it runs by `replay`: `{backend}` takes no shapes that depend on numbers.")
+        else:
+            self.call = ByCompiler(self.module, backend, say)
+
+
+def direct(module: fx.GraphModule) -> Callable[..., Any]:
+    """The function of a graph, which calls operations as C has them: less than what they do in Python, in half the
+    time."""
+    code = module.graph.python_code("self")
+    world = dict(code.globals)
+
+    def known(found: re.Match) -> str:
+        name = found[1].replace(".", "_")
+        world[name] = attrgetter(found[1])(torch.ops)._op
+        return f"{name}("
+
+    exec(re.sub(r"torch\.ops\.([\w.]+)\(", known, code.src), world)
+    return partial(world["forward"], module)
 
 
 class computed(ExitStack):
-    """Where operations run as they were written down: below autograd and autocast."""
+    """A context in which operations run as they were written down: below autograd and autocast."""
 
     def __init__(self, inference: bool) -> None:
         super().__init__()
@@ -136,9 +143,23 @@ class computed(ExitStack):
         return self
 
 
-def grouped(guards: list[Guard]) -> list[list[Guard]]:
-    """Guards whose numbers are read at once."""
-    found: dict[Any, list[Guard]] = {}
-    for guard in guards:
-        found.setdefault((guard.value.dtype, guard.value.device), []).append(guard)
-    return list(found.values())
+class ByCompiler:
+    """A graph as torch.compile runs it, or where that fails, as it is."""
+
+    def __init__(self, module: fx.GraphModule, backend: str, say: Callable[[str], None]) -> None:
+        self.plainly, self.backend, self.say, self.works = module.forward, backend, say, False
+        self.call: Callable[..., Any] = torch.compile(module, fullgraph=True, dynamic=False, backend=backend)
+
+    def __call__(self, *given: Any) -> Any:
+        try:
+            found = self.call(*given)
+            self.works = True
+        except Exception as error:
+            if self.works:
+                raise
+            self.call = self.plainly
+            self.say(f"it runs by `replay`: `{self.backend}` fails ({str(error).strip().splitlines()[0]}).")
+            found = self.plainly(*given)
+        return (
+            tree.map_tensors(torch.clone, found) if self.backend == "cudagraphs" else found
+        )  # overwritten by the next

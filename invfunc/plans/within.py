@@ -1,4 +1,5 @@
-"""Calls within `torch.compile`: one operation of its graph, which makes the call with all its guards when that runs."""
+"""Calls within `torch.compile`, as one operation of its graph, which makes the call when that runs; and within
+`torch.export`, as the operations of a plan."""
 
 from __future__ import annotations
 
@@ -9,14 +10,15 @@ import torch
 from invfunc import tree
 from invfunc._torch.eager import as_called, constant, nonstrict, not_compiling
 from invfunc._torch.functorch import FakeTensorMode, undispatched
-from invfunc.errors import ReplayError
+from invfunc.errors import ArgumentError, ReplayError
 from invfunc.kronecker.origin import Origin
-from invfunc.plans.calls import CALLS, Calls, rewound
-from invfunc.plans.watch import Watch
+from invfunc.plans.calls import CALLS, Calls, call_of, described, described_by
+from invfunc.plans.plan import Plan
 from invfunc.reductions.noise import NoiseScale
 
+_ATEN = torch.ops.aten
 _FORMS: list[tree.Form] = []
-"""Those of the arguments, in each place where a graph has the operation."""
+"""Forms of the arguments, in each place where a graph has the operation."""
 _RESULTS: dict[int, tuple[tree.Form, list[tuple]]] = {}
 """The forms of the results there, with the sizes and types of their tensors."""
 
@@ -57,13 +59,13 @@ def _(number: int, place: int, tensors: list[torch.Tensor]) -> list[torch.Tensor
 
 
 def _made_up(calls: Calls, form: tree.Form, tensors: list[torch.Tensor]) -> Any:
-    """What a call gives for tensors of such sizes: without numbers, or where numbers decide, for ones and zeros."""
+    """The result of a call for tensors of such sizes: without numbers, or where numbers decide, for ones and zeros."""
 
     def like(x: torch.Tensor) -> torch.Tensor:
         size, stride = tuple(map(int, x.shape)), tuple(map(int, x.stride()))  # of one graph for each size
         return torch.empty_strided(size, stride, dtype=x.dtype, device=x.device).fill_(x.is_floating_point())
 
-    with torch.no_grad(), rewound(Watch([calls.t])):
+    with torch.no_grad(), calls.rewound(call_of(*form.join([*map(like, tensors)]))):
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 args, kwargs = form.join([*map(like, tensors)])
@@ -74,7 +76,7 @@ def _made_up(calls: Calls, form: tree.Form, tensors: list[torch.Tensor]) -> Any:
 
 
 def within(number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What the calls of a number give, as one operation, unless the graph is run as it is."""
+    """The result of the calls of a number, as one operation, unless the graph is run as it is."""
     return _named(_within(number, args, kwargs))
 
 
@@ -107,3 +109,49 @@ def _within(number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
     place = len(_FORMS) - 1
     found = torch.ops.invfunc.planned(number, place, tensors)
     return _plain(_RESULTS[place][0].join(found))
+
+
+class Program(torch.nn.Module):
+    """The operations of a plan, with what it closes over and the numbers of its guards as buffers."""
+
+    def __init__(self, plan: Plan, called: str) -> None:
+        super().__init__()
+        self.form, self.operations, self.guards = plan.form, plan.module, [at for _, at in plan.guards]
+        self.said = f"{called}: numbers that it reads (at {{}}) are others than in the call that was exported"
+        self.held = [f"held_{i}" for i in range(len(plan.sources))]
+        for name, source in zip(self.held, plan.sources, strict=True):
+            self.register_buffer(name, source().detach().clone())
+        for i, (x, _) in enumerate(plan.guards):
+            self.register_buffer(f"read_{i}", x)
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        held = [self.get_buffer(name) for name in self.held]
+        results, read = self.operations(*[x.detach() for x in tensors], *held)
+        for i, (x, at) in enumerate(zip(read, self.guards, strict=True)):
+            known = self.get_buffer(f"read_{i}")
+            _ATEN._assert_async.msg((x == known).all() | (x != x).all() & (known != known).all(), self.said.format(at))
+        return self.form.join(results)
+
+
+@torch.compiler.assume_constant_result
+def _program(calls: Calls, given: tuple) -> str:
+    """Have the operations of such a call kept; as which attribute, where the compiler finds a module."""
+    plans = [entry.plan for key, entry in calls.entries.items() if described_by(key) == given]
+    if not plans or plans[-1] is None:
+        raise ArgumentError(
+            f"{calls.called} within torch.export: there is no plan of arguments of these shapes and strides. Call it "
+            "once with such arguments before, within torch.no_grad(); the program has the operations of that call."
+        )
+    why = "draws random numbers" if plans[-1].draws else "has shapes that depend on numbers" if plans[-1].sized else ""
+    if why:
+        raise ArgumentError(f"{calls.called} within torch.export: it {why}, and a program cannot.")
+    with undispatched():
+        name = f"program_{id(plans[-1])}"
+        setattr(calls, name, Program(plans[-1], calls.called))
+    return name
+
+
+def exported(calls: Calls, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The result of a call, as operations of the program that is written."""
+    program = getattr(calls, _program(calls, described(args, kwargs)))
+    return program(*tree.tensors((args, kwargs)))

@@ -1,17 +1,83 @@
-"""Curvature matrices as linear maps: what is recorded once, and what each product evaluates."""
+"""Curvature matrices as linear maps: what is recorded once, and what each product evaluates.
+
+Among them square roots by their rows, and the Hessian with the second derivatives of the model's own operations made
+positive.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from invfunc.errors import SplitError, unreached
-from invfunc.products.given import Given
+from invfunc._torch.functorch import gradient_edge
+from invfunc._torch.graphs import node_of, nodes_of
+from invfunc.core.marks import Unsupported, named, option
+from invfunc.core.split import CRITERIA, MOVES, SCALES, Finder, named_node
+from invfunc.core.tables import POINTWISE
+from invfunc.errors import ArgumentError, SplitError, unreached
+from invfunc.loss.square_root import Columns
+from invfunc.products.given import Following, Given, Split
 from invfunc.products.maps import Kind, Linear, Pull, Steps, Vectors, Way
-from invfunc.products.rows import Rows
-from invfunc.products.split import Split
+
+
+class Rows:
+    """Columns `R[v, n]` at the outputs, and their products there; the losses of the samples have one, which is 1."""
+
+    def __init__(self, split: Split, columns: Sequence[Columns]) -> None:
+        self.n, self.values = split.n, [Kind.of(z) for z in split.values]
+        self.places = [(r.ordinal, r.axis) for r in split.roots]
+        self.blocks = [made.block(0, made.count, slice(None)).left for made in columns if made.count]
+        self.counts = [len(next(iter(left.values()))) for left in self.blocks] if self.places else [1]
+        kinds = [c.dtype for left in self.blocks for c in left.values()] + [z.dtype for z in self.values]
+        dtype = reduce(torch.promote_types, kinds)
+        self.kind = Kind(torch.Size([sum(self.counts), self.n]), dtype, self.values[0].device)
+        """The kind of a product with all of them."""
+
+    def along(self, t: Vectors, pull: Pull) -> Vectors:
+        """`R[v, n] . t[n]` of tangents at the outputs: `[V, N]`, or `[K, V, N]` of several."""
+        several = [x if x is None or pull.batched else x.unsqueeze(0) for x in t]
+        if not self.places:
+            found = [x.unsqueeze(1) for x in several if x is not None]
+        else:
+            given = [(i, axis, x) for (i, axis), x in zip(self.places, several, strict=True) if x is not None]
+            exposed = {i: self._flat(axis.expose(x, self.n, 1)) for i, axis, x in given}
+            along = [self._products(left, exposed) for left in self.blocks if exposed]
+            found = [torch.cat(along, 1)] if along else []
+        return [x if pull.batched else x.squeeze(0) for x in found] or [None]
+
+    def sent(self, u: Vectors, pull: Pull) -> Vectors:
+        """The transpose: the cotangents `sum_v u[v, n] R[v, n]` at the outputs."""
+        if u[0] is None:
+            return [None] * len(self.values)
+        each = u[0] if pull.batched else u[0].unsqueeze(0)
+        if not self.places:
+            whole = [each.squeeze(1).to(self.values[0].dtype)]
+        else:
+            found: dict[int, torch.Tensor] = {}
+            for left, part in zip(self.blocks, each.split(self.counts, 1), strict=True):
+                for i, s in left.items():
+                    x = torch.einsum("kmn,mnx->knx", part.to(self.kind.dtype), self._flat(s))
+                    x = x.reshape(len(x), *s.shape[1:])
+                    found[i] = found[i] + x if i in found else x
+            places = zip(self.places, self.values, strict=True)
+            whole = [axis.restore(found[i], self.n, 1).to(z.dtype) if i in found else None for (i, axis), z in places]
+        return [x if x is None or pull.batched else x.squeeze(0) for x in whole]
+
+    def _products(self, left: dict[int, torch.Tensor], exposed: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Products with one kind of columns."""
+        met = [torch.einsum("mnx,knx->kmn", self._flat(s), exposed[i]) for i, s in left.items() if i in exposed]
+        if met:
+            return torch.stack(met).sum(0)
+        one, other = next(iter(left.values())), next(iter(exposed.values()))
+        return other.new_zeros(len(other), len(one), self.n)
+
+    def _flat(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(*x.shape[:2], -1).to(self.kind.dtype)
 
 
 def of_hessian(given: Given, blocks: bool) -> Linear:
@@ -154,3 +220,101 @@ def check_reached(pulled: Vectors) -> None:
         if x is not None:
             return
     raise unreached()
+
+
+PIECES = (
+    "Relu LeakyRelu Hardtanh Threshold Abs Clamp ClampMin ClampMax Hardshrink Softshrink Maximum Minimum Where "
+    "MaskedFill Max Min Amax Amin Sort Topk AvgPool1D AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveAvgPool3D "
+    "MaxPool2DWithIndices MaxPool3DWithIndices Detach Sgn Constant UpsampleNearest2D"
+).split()
+"""Nodes of autograd that are linear piece by piece."""
+
+
+@dataclass
+class Bend:
+    """A nonlinear call of the model: what it read, the edge of the graph at its result, and how it is run again."""
+
+    name: str
+    input: torch.Tensor
+    edge: Any
+    again: Callable[[torch.Tensor], torch.Tensor] | None
+    """None where the call is not element by element."""
+
+
+class Bends(Following):
+    """A run that notes the calls that are nonlinear in what depends on samples and parameters."""
+
+    bends: list[Bend] | None = None
+
+    def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
+        active = {id(x): x for x, _ in (*found[0], *found[3], *found[4]) if x.requires_grad}
+        flat = func is F.batch_norm and not option(args, kwargs, 5, "training", False)
+        if not active or func in CRITERIA or flat:
+            return super().dispatched(func, args, kwargs, found)
+        x, copies = next(iter(active.values())), [y.clone() for y in active.values()]
+        self.bends = [] if self.bends is None else self.bends
+        before, starts = len(self.bends), {node_of(y).next_functions[0][0] for y in copies}
+        out = super().dispatched(func, args, kwargs, found)
+        if not isinstance(out, torch.Tensor) or not out.requires_grad or len(self.bends) > before:
+            return out
+        if not _leads(node_of(out), starts, {})[1]:
+
+            def again(y: torch.Tensor) -> torch.Tensor:
+                return func(*[y if a is x else a for a in args], **{k: y if a is x else a for k, a in kwargs.items()})
+
+            alone = func in POINTWISE and len(active) == 1
+            self.bends.append(Bend(named(func).strip("_"), copies[0], gradient_edge(out), again if alone else None))
+        return out
+
+
+def _leads(node: Any, starts: set[Any], known: dict[Any, tuple[bool, bool]]) -> tuple[bool, bool]:
+    """Tells whether a way leads from a node to one of the starts, and whether the node is linear in what is there."""
+    if node in starts or node is None:
+        return node is not None, True
+    if node not in known:
+        known[node] = False, True
+        below = [_leads(p, starts, known) for p, _ in node.next_functions]
+        ways, name = sum([leads for leads, _ in below]), named_node(node)
+        scaled = name in SCALES and ways == 1 and (name != "Div" or below[0][0])
+        straight = not ways or scaled or name in MOVES or name in PIECES
+        known[node] = ways > 0, straight and all([linear for _, linear in below])
+    return known[node]
+
+
+def of_positive_hessian(given: Given, blocks: bool, modify: str) -> Linear:
+    """`J^T H J v` of the outputs and of the inputs of all nonlinear calls."""
+    run = Bends(given.scope, given.n, Finder())
+    try:
+        split = given.split_in(run)
+    except Unsupported as error:
+        Jacobian.recorded(given, split_of(given))  # which tells what else is wrong
+        raise ArgumentError(f"the nonlinear operations of f are not seen: {error}.") from None
+    scope, roots, ends = given.scope, split.values, {node_of(z) for z in split.values}
+    bends = [b for b in run.bends or [] if ends.isdisjoint(nodes_of([b.input]))]
+    for bend in bends:
+        if bend.again is None:
+            raise ArgumentError(
+                f"`{bend.name}` is nonlinear and not element-wise, so its second derivative has no "
+                "sign to be changed. `ggnvp(f, loss, blocks=True)` does without it."
+            )
+    weights, ones = [], [torch.ones_like(split.result)]
+    with given.mode.back(split.result.device):
+        slopes = split.slopes()
+        split.check_convex(slopes)
+        pulled = scope.grad([split.result], [b.edge for b in bends], ones, batched=False)
+    for bend, slope in zip(bends, pulled, strict=True):
+        x = scope.enter(scope.leave(bend.input))
+        with given.mode:
+            y = bend.again(x.clone()) if bend.again else x
+        first = Pull(scope, graph=True)([y], [x], [slope])
+        (h,) = scope.grad(first, [x], [torch.ones_like(x)], batched=False)
+        if h is not None:
+            h = scope.leave(h)
+            weights.append((bend.input, h.abs() if modify == "abs" else h.clamp(min=0)))
+    split.values = [*roots, *(x for x, _ in weights)]
+
+    def middle(t: Vectors, pull: Pull) -> Vectors:
+        inner = [None if x is None else x * h for x, (_, h) in zip(t[len(roots) :], weights, strict=True)]
+        return [*pull(slopes, roots, t[: len(roots)]), *inner]
+
+    return sandwich(given, split, middle, blocks)

@@ -2,37 +2,346 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 
-from invfunc import thresholds
+from invfunc import thresholds, tree
 from invfunc._extras import ticking
-from invfunc._torch.functorch import transforming
+from invfunc._torch.functorch import innermost, transforming
 from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import anywhere, near
 from invfunc.arguments.problem import InDims, Problem
-from invfunc.budget.size import free_on, told
+from invfunc.budget.size import free_on
+from invfunc.budget.size import told as in_words
 from invfunc.callables import check_functions, describe
 from invfunc.column_options import fisher_columns
 from invfunc.core.evaluate import evaluated
-from invfunc.errors import ArgumentError
+from invfunc.errors import ArgumentError, InvFuncError
+from invfunc.kronecker.whole import Whole
+from invfunc.linear_algebra.low_rank import LowRank
+from invfunc.linear_algebra.symmetric import Damping, damped, wide
 from invfunc.loss.square_root import Columns, rooted
 from invfunc.plan import Options
-from invfunc.products.curvature import of_root, split_of_fisher
-from invfunc.products.given import Given, States
-from invfunc.products.maps import Kind, Linear
+from invfunc.products.curvature import Rows, of_root, split_of_fisher
+from invfunc.products.given import Given, Split, States
+from invfunc.products.maps import Kind, Linear, Way
 from invfunc.products.product import Space
-from invfunc.products.rows import Rows
-from invfunc.products.sample_space import Eigenpairs, gram
-from invfunc.products.split import Split
 from invfunc.reductions.quantity import ColumnKind, Drawing, Quantity
 from invfunc.reductions.squares import ProductsOfColumns
 from invfunc.report import Explanation
-from invfunc.transform import ArgumentNames, Transform
+from invfunc.transform import ArgumentNames, Transform, told
+
+RIGHT = 1e-4
+"""The part of a result that may be rounding, unless parameters in half precision have larger ones themselves."""
+
+
+class Eigenpairs(Whole):
+    """A symmetric positive semi-definite matrix over all parameters, `H = S^T S`, known by `S S^T = Q diag(l) Q^T`.
+
+        S = torch.cat([s.flatten(0, 1).flatten(1) for s in sqrt_ggn(f, loss)(params, x, y).values()], 1)   # [V N, P]
+        l, Q = torch.linalg.eigh(S @ S.T)                # as long as there are samples, not parameters
+        E = Q.T @ S / l.sqrt()[:, None]                  # the eigenvectors of H with eigenvalues that are not 0
+        v / damping - S.T @ Q @ ((Q.T @ S @ v) / (damping * (damping + l)))      # (H + damping)^-1 v
+
+    S is not formed: `S v` and `S^T u` are products with the Jacobian and its transpose. `eigenpairs` makes it.
+
+    `S S^T` and all that follows from it are in float64; products with J are in the dtype of the parameters, eps the
+    distance of 1 to the next number there. `values`, `vectors`, `slopes` and `curvatures` leave out eigenvalues below
+    `16 eps (l_max + sqrt(V N) d_max)`, with d_max the largest entry on the diagonal of `S S^T`: an eigenvector is right
+    to about `eps sqrt(l_max / l)`, in float32 to 1e-4 at that threshold. `solve`, `logdet` and `inverse` take all.
+
+    In float32 `solve` and `inverse` are right to 1e-4, or an error (to 6 % in bfloat16). What `solve` gives cancels
+    along large eigenvectors: `eps |v| / damping` is rounding, and an error where that is more than 5e-5 of the result,
+    as for a gradient with `l_max / damping` above some 1e4. Covariances with `inverse` are right up to
+    `eps sqrt(l_max / damping) / 2`, so for `l_max / damping` below 3e6. In-place writes to parameters and data are
+    errors, too, as long as they are not made through `.data`. Where a device has no float64, all of this is an error
+    unless `eps l_max / damping` is as small.
+
+    Composes with: `kronecker.solve` and `kronecker.logdet` in place of factors, `predictive_covariance` (`inverse`);
+    `torch.func.grad`, `vmap`, `jvp` around `solve` and `@` in v, around `solve`, `logdet` and `inverse` in damping.
+    There are no derivatives in the parameters and data. `torch.save` and `torch.load` keep it, with its vectors in
+    place of the graph that it holds: `k P` numbers.
+
+    Cost: `solve`, `@`: a product with J and one with J^T, about half of a gradient each, in the memory of the graph
+    that is kept; `solve` three times as much where rounding of the first product shows. `vectors`, `slopes`: one or two
+    such products for each vector, 16 at a time; `vectors` and `inverse` take `k P` numbers, and `inverse` `k^2 P`
+    multiplications in float64. `curvatures`, `values`, `logdet`: none.
+
+    Source: Dangel, Tatzel and Hennig, "ViViT", TMLR 2022; Woodbury (1950).
+    """
+
+    def __init__(
+        self,
+        shown: str,
+        space: Space,
+        root: Linear | Formed,
+        slope: Linear | torch.Tensor | None,
+        small: torch.Tensor,
+        of_columns: bool,
+    ) -> None:
+        """Of the rows S `[V, N, P]` as a map, those of the gradient as another, unless they are S, and in float64 of
+        S S^T `[V, N, V, N]`, or of S itself where it is smaller."""
+        self._shown, self._space, self._root, self._slope = shown, space, root, slope
+        if of_columns:
+            v, n, *_ = small.shape
+            kept, squares = min(v * n, self.size), (small := small.reshape(v * n, v * n)).diagonal()
+            values, vectors = (x.flip(-1)[..., :kept] for x in torch.linalg.eigh(small))
+        else:
+            v, n, kept = small.shape
+            rows = small.reshape(v * n, kept)
+            vectors, roots, _ = torch.linalg.svd(rows, full_matrices=False)
+            values, squares = roots.square(), rows.square().sum(1)
+        noise = values[:1].sum() + math.sqrt(v * n) * F.pad(squares, (0, 1)).amax()
+        self._kind = max((kind.dtype for kind in space.kinds), key=lambda dtype: torch.finfo(dtype).eps)
+        self._eps, self._dtype = torch.finfo(self._kind).eps, wide(self._kind)
+        self.rank: int = int((values > 16 * self._eps * noise).sum())
+        self._all, self._rows = values.clamp(min=0), vectors.T.reshape(kept, v, n)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Tensors, names and numbers alone: the map is written as its rows `Q^T S`, `[k, P]`."""
+        rows = self._joined(len(self._all), torch.ones_like(self._all))
+        state = {"values": self._all, "rows": self._rows, "images": self._space.tree(rows), "rank": self.rank}
+        slopes = None if self._slope is None else self.slopes()
+        return {**state, "slopes": slopes, "shown": self._shown, "name": self._space.name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        leaves, structure = tree.flatten(state["images"], none_is_leaf=False)
+        self._space = Space([state["name"]], structure, [Kind.of(x)._replace(shape=x.shape[1:]) for x in leaves])
+        self._shown, self.rank, self._slope = state["shown"], int(state["rank"]), state["slopes"]
+        self._all, self._rows, self._root = state["values"], state["rows"], Formed(state["rows"], leaves)
+        self._kind = max((kind.dtype for kind in self._space.kinds), key=lambda dtype: torch.finfo(dtype).eps)
+        self._eps, self._dtype = torch.finfo(self._kind).eps, wide(self._kind)
+
+    def __repr__(self) -> str:
+        return f"Eigenpairs({self._shown}, rank {self.rank} of {self.size})"
+
+    @property
+    def size(self) -> int:
+        """P, how many numbers the parameters have."""
+        return sum(kind.shape.numel() for kind in self._space.kinds)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The eigenvalues that are not 0, the largest first: `[k]`."""
+        return self._all[: self.rank].to(self._dtype)
+
+    def vectors(self, top: int | None = None) -> Any:
+        """The eigenvectors of the largest eigenvalues, by default of all that are not 0: a tree of tensors `[k, *p]`.
+
+        They are orthogonal and of length 1, over all parameters together.
+        """
+        return self._space.tree(self._joined(self._count("vectors", top), self._all.rsqrt()))
+
+    def slopes(self, top: int | None = None) -> torch.Tensor:
+        """The slope of each sample along the eigenvectors, `G[n] . e_k`: `[N, k]`, which sum to those of the loss."""
+        count = self._count("slopes", top)
+        if self._slope is None:  # S is the gradient
+            return (self._all[:count].sqrt()[:, None] * self._rows[:count, 0]).T.to(self._dtype)
+        if isinstance(self._slope, torch.Tensor):
+            return self._slope[:, :count]
+        found = [self._slope(block, 1)[0][:, 0] for block in self._blocks(count, self._all.rsqrt())]
+        return (torch.cat(found).T if found else self._all.new_zeros(self._rows.shape[2], 0)).to(self._dtype)
+
+    def curvatures(self, top: int | None = None) -> torch.Tensor:
+        """The curvature of each sample along the eigenvectors, `e_k^T H[n] e_k`: `[N, k]`, which sum to `values`."""
+        count = self._count("curvatures", top)
+        return (self._all[:count, None] * self._rows[:count].square().sum(1)).T.to(self._dtype)
+
+    def trace(self) -> torch.Tensor:
+        """The sum of the eigenvalues."""
+        return self._all.sum().to(self._dtype)
+
+    def __matmul__(self, v: Any) -> Any:
+        """The product with a tree of vectors `[*lead, *p]`."""
+
+        def product() -> Any:
+            vectors, lead = self._leaves(v)
+            return self._space.tree(self._root.transposed(self._root(vectors, lead), lead))
+
+        return self._told(" @ v", product)
+
+    def solve(self, v: Any, damping: Damping = 0.0) -> Any:
+        """The product of the inverse of `H + damping I` with a tree of vectors `[*lead, *p]`."""
+
+        def solved() -> Any:
+            vectors, lead = self._leaves(v)
+            shift = self._damping(damping)
+            found, least = self._solved(vectors, lead, shift), self._least(shift)
+            size = self._eps * _norms(vectors, lead) / least  # rounding of terms that cancel along large eigenvectors
+            more = (self._all[:1].sum() / least).sqrt()  # as much of S v
+            if anywhere(size * more > self._right * _norms(found, lead)):
+                images = self._root.transposed(self._root(found, lead), lead)
+                rest = [x - (y + (shift * z).to(z)) for x, y, z in zip(vectors, images, found, strict=True)]
+                found = [x + y for x, y in zip(found, self._solved(rest, lead, shift), strict=True)]
+                self._enough(2 * size / _norms(found, lead), shift)
+            return self._space.tree(found)
+
+        return self._told(".solve(v, damping)", solved)
+
+    def _solved(self, vectors: list[torch.Tensor], lead: int, shift: torch.Tensor) -> list[torch.Tensor]:
+        """Vectors times the inverse, with the rounding of `S v`, which a second step removes."""
+        (along,) = self._root(vectors, lead)
+        undamped = anywhere(shift == 0)
+        weights = self._all.square().reciprocal() if undamped else -1 / (shift * (shift + self._all))
+        inner = along.to(self._rows).flatten(-2) @ self._rows.flatten(1).T * weights
+        sent = torch.tensordot(inner, self._rows, 1).to(along.dtype)
+        images = self._root.transposed([sent], lead)
+        return images if undamped else [(x / shift).to(x) + y for x, y in zip(vectors, images, strict=True)]
+
+    def logdet(self, damping: Damping = 0.0) -> torch.Tensor:
+        """The logarithm of the determinant of `H + damping I`."""
+
+        def found() -> torch.Tensor:
+            total, others = (self._damping(damping) + self._all).log().sum(), self.size - len(self._all)
+            return (total + others * self._damping(damping).log() if others else total).to(self._dtype)
+
+        return self._told(".logdet(damping)", found)
+
+    def inverse(self, damping: Damping = 0.0, top: int | None = None) -> LowRank:
+        """The inverse of `H + damping I` as the covariance that it is in a Laplace approximation, in `k P` numbers.
+
+        Of the eigenvectors times the roots of their eigenvalues, T `[k, P]`, in the dtype of the parameters:
+
+            (I - T.T @ torch.linalg.inv(T @ T.T + damping * I) @ T) / damping
+
+        The weights are `[k, k]` in float64, from the rounded T, so that `predictive_covariance` is right along large
+        eigenvectors, too. Eigenvalues below eps of the damping change nothing and are left out. With `top`, of the
+        matrix of that many eigenvectors in place of H: the covariance along all others is that of the damping alone,
+        the prior. As a matrix it is right to eps of its largest eigenvalue: for a product with one vector take `solve`.
+        """
+
+        def inverted() -> LowRank:
+            count = len(self._all) if top is None else self._count("inverse", top)
+            shift = self._damping(damping, None if top is None else count)
+            self._enough(self._eps * (self._all[:1].sum() / self._least(shift)).sqrt() / 2, shift)
+            count = min(count, int((self._all > torch.finfo(self._dtype).eps * innermost(shift).amin()).sum()))
+            rows = self._joined(count, torch.ones_like(self._all))
+            values, vectors = torch.linalg.eigh(gram(rows, self._all.new_zeros(count, count)))
+            undamped = anywhere(shift == 0)
+            weights = values.square().reciprocal() if undamped else -1 / (shift * (shift + values))
+            scale = shift if undamped else shift.reciprocal()
+            return LowRank(self._space.tree(rows), (vectors * weights) @ vectors.T, scale)
+
+        return self._told(".inverse(damping)", inverted)
+
+    def _least(self, shift: torch.Tensor) -> torch.Tensor:
+        """The smallest eigenvalue of `H + damping I`."""
+        return shift + self._all[-1:].sum() if self.rank == self.size else shift
+
+    @property
+    def _right(self) -> float:
+        return max(RIGHT, 8 * self._eps)
+
+    def _enough(self, lost: torch.Tensor, shift: torch.Tensor) -> None:
+        """Damping with which this part of a result, which is rounding, is small."""
+        if anywhere(lost > self._right):
+            largest, most = (innermost(x).amax().item() for x in (self._all[:1], lost))
+            raise ArgumentError(
+                f"damping is {innermost(shift).amin().item():.3g}, and the largest eigenvalue {largest:.3g}: in "
+                f"{self._kind} rounding may be {most:.1e} of what is left, more than {self._right:.1e}. Pass more "
+                "damping, or parameters and data in a wider dtype."
+            )
+
+    def _damping(self, damping: Damping, rank: int | None = None) -> torch.Tensor:
+        """Damping, which may be 0 if there are as many eigenvectors as parameters."""
+        shift = damped(damping, "") + torch.zeros((), dtype=self._all.dtype, device=self._all.device)
+        rank = self.rank if rank is None else rank
+        if rank < self.size and anywhere(shift == 0):
+            raise ArgumentError(
+                f"damping is 0, but a matrix of rank {rank} over {self.size} parameters has no inverse without. Pass "
+                "damping."
+            )
+        if self._all.dtype is not torch.float64:
+            self._enough(self._eps * self._all[:1].sum() / self._least(shift), shift)
+        return shift
+
+    def _leaves(self, v: Any) -> tuple[list[torch.Tensor], int]:
+        """The leaves of vectors, and how many axes they have in front."""
+        first, kind = dict(tree.named_leaves(v)).get(self._space.paths[0]), self._space.kinds[0]
+        lead = max(0, first.ndim - len(kind.shape)) if isinstance(first, torch.Tensor) else 0
+        return self._space.leaves(v, "v", lead), lead
+
+    def _count(self, called: str, top: int | None) -> int:
+        if top is not None and (not isinstance(top, int) or isinstance(top, bool) or top < 1):
+            raise ArgumentError(f"{self!r}.{called}(top={top!r}): top has to be an int, 1 or more.")
+        return self.rank if top is None else min(top, self.rank)
+
+    def _blocks(self, count: int, scale: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+        """The rows of `Q^T S` times their scale, some at a time."""
+        for start in range(0, count, thresholds.DIRECTIONS):
+            part = slice(start, min(count, start + thresholds.DIRECTIONS))
+            sent = self._rows[part] * scale[part, None, None]
+            yield self._root.transposed([sent.to(self._root.there.into[0].dtype)], 1)
+
+    def _joined(self, count: int, scale: torch.Tensor) -> list[torch.Tensor]:
+        """The first rows of `Q^T S` times their scale."""
+        found, start = [kind.zeros(count) for kind in self._space.kinds], 0
+        for block in self._blocks(count, scale):
+            stop = start + len(block[0])
+            for whole, part in zip(found, block, strict=True):
+                whole[start:stop] = part
+            start = stop
+        return found
+
+    def _told(self, call: str, compute: Callable[[], Any]) -> Any:
+        try:
+            return compute()
+        except InvFuncError as error:
+            raise told(error, f"{self!r}{call}") from error.__cause__
+
+
+@dataclass(frozen=True, eq=False)
+class Formed:
+    """The map S, or its transpose, by its rows `Q^T S` in the space of the samples."""
+
+    rows: torch.Tensor
+    """Q^T, `[k, V, N]`."""
+    images: list[torch.Tensor]
+    """`[k, *p]` of each parameter."""
+    back: bool = False
+
+    @property
+    def transposed(self) -> Formed:
+        return replace(self, back=not self.back)
+
+    @property
+    def there(self) -> Way:
+        """A line that says what it gives."""
+        samples = Kind.of(self.images[0])._replace(shape=self.rows.shape[1:])
+        return Way(lambda *_: [], [Kind.of(x) for x in self.images] if self.back else [samples])
+
+    def __call__(self, vectors: list[torch.Tensor], lead: int = 0) -> list[torch.Tensor]:
+        """The image of a vector; `lead` axes in front count several of them."""
+        if self.back:
+            along = vectors[0].to(self.rows).flatten(lead) @ self.rows.flatten(1).T
+            return [torch.tensordot(along.to(x), x, 1) for x in self.images]
+        flat = [(v.reshape(*v.shape[:lead], -1), x.flatten(1)) for v, x in zip(vectors, self.images, strict=True)]
+        along = reduce(torch.add, [doubled(v) @ doubled(x).T for v, x in flat])
+        return [torch.tensordot(along.to(self.rows), self.rows, 1).to(vectors[0].dtype)]
+
+
+def _norms(vectors: list[torch.Tensor], lead: int) -> torch.Tensor:
+    """Lengths `[*lead]`."""
+    squares = [doubled(x.detach()).square().reshape(*x.shape[:lead], x.shape[lead:].numel()) for x in vectors]
+    return torch.cat(squares, -1).sum(-1).sqrt()
+
+
+def gram(rows: list[torch.Tensor], total: torch.Tensor) -> torch.Tensor:
+    """The products of vectors `[k, *p]` in float64, added to a total."""
+    for x in rows:
+        for some in x.reshape(len(x), x.shape[1:].numel()).split(thresholds.WIDENED // max(1, len(x)) + 1, 1):
+            total += (doubled(some) @ doubled(some).T).to(total)
+    return total
+
+
+torch.serialization.add_safe_globals([Eigenpairs])  # its state is of tensors, numbers and names only
 
 
 def eigenpairs(
@@ -184,12 +493,12 @@ class Decomposition(Transform):
         side, wanted = _decomposed(columns, size)
         if wanted > (there := free_on(device)):
             raise ArgumentError(
-                f"it decomposes {side}, in {told(wanted)}, but {told(int(there))} are free. Pass fewer samples, or "
-                "draw columns: fisher='mc'."
+                f"it decomposes {side}, in {in_words(wanted)}, but {in_words(int(there))} are free. Pass fewer "
+                "samples, or draw columns: fisher='mc'."
             )
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: ArgumentNames) -> Explanation:
-        """What it decomposes at these arguments, and in how much memory."""
+        """Explains what it decomposes at these arguments, and in how much memory."""
         with torch.no_grad():
             dims = self.in_dims, self.out_dims, self.has_aux
             given = Given(self.f, self.loss, args, kwargs, names, *dims, self.drawing)
@@ -199,7 +508,9 @@ class Decomposition(Transform):
             set_states(states)
         size = sum(p.numel() for p in given.leaves)
         side, wanted = _decomposed(v * n, size)
-        told_of = f"eigenpairs of {side}, of {v} columns of {n} samples and {size} parameters, in about {told(wanted)}"
+        told_of = (
+            f"eigenpairs of {side}, of {v} columns of {n} samples and {size} parameters, in about {in_words(wanted)}"
+        )
         return Explanation(repr(self), 0, 0, 0, wanted, 1.0, told_of, plan=" ")
 
     def _products(self, given: Problem, root: Linear, states: States, title: str) -> torch.Tensor:
@@ -241,7 +552,7 @@ class Decomposition(Transform):
 
 
 def _smaller(columns: int, size: int) -> bool:
-    """Whether the products of the columns are decomposed, and not the columns themselves."""
+    """True if the products of the columns are decomposed, and not the columns themselves."""
     return columns < 2 * size
 
 

@@ -16,8 +16,8 @@ from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.rounds import parts
 from invfunc.loss.drawn import by
 from invfunc.loss.square_root import safe_root
-from invfunc.products.along import along, check_product, names_of, space_of
 from invfunc.products.maps import Kind
+from invfunc.products.product import along, check_product, names_of, space_of
 from invfunc.reductions.estimate import Estimate
 from invfunc.transform import Transform
 
@@ -102,3 +102,95 @@ class Estimator(Transform):
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def estimate_diagonal(
+    product: Callable,
+    *,
+    probes: int,
+    generator: torch.Generator,
+    distribution: Literal["rademacher", "gaussian"] = "rademacher",
+    progress: bool = False,
+) -> Estimator:
+    """An unbiased estimate of the diagonal of a matrix, from its products with random vectors.
+
+        v = [randn_like(params) for i in range(probes)]      # "gaussian"; signs for "rademacher"
+        values = stack([v[i] * product(params, v[i], *batch) for i in range(probes)])
+        values.mean(0), values.std(0) / sqrt(probes)
+
+    Args:
+        product, probes, generator, distribution, progress: as in `estimate_trace`.
+
+    Returns:
+        A function `(params, *batch) -> Estimate(value, standard_error)`, a named tuple of two trees like the
+        parameters. The standard error of one probe is NaN.
+
+    Raises:
+        ArgumentError, ArgumentTypeError, MissingExtraError: as in `estimate_trace`.
+
+    Example:
+        >>> import torch, invfunc
+        >>> f = lambda w, x: (x * w).exp().sum()
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> estimate = invfunc.estimate_diagonal(invfunc.hvp(f), probes=1, generator=generator)
+        >>> estimate(torch.zeros(2), torch.tensor([1.0, 3.0])).value
+        tensor([1., 9.])
+
+    Composes with: `hvp`, `ggnvp`, these `streamed`, and products of one's own; `torch.func.grad`, `vmap`,
+    `jvp` around it.
+
+    Cost: that of `estimate_trace`, and the memory of a few trees like the parameters.
+
+    Source: Bekas, Kokiopoulou and Saad, "An estimator for the diagonal of a matrix", 2007.
+    """
+    return Estimator("diagonal", product, probes, generator, distribution, progress)
+
+
+def estimate_trace(
+    product: Callable,
+    *,
+    probes: int,
+    generator: torch.Generator,
+    distribution: Literal["rademacher", "gaussian"] = "rademacher",
+    progress: bool = False,
+) -> Estimator:
+    """An unbiased estimate of the trace of a matrix, from its products with random vectors.
+
+        v = [randn_like(params) for i in range(probes)]      # "gaussian"; signs for "rademacher"
+        values = stack([(v[i] * product(params, v[i], *batch)).sum() for i in range(probes)])
+        values.mean(), values.std() / sqrt(probes)
+
+    Args:
+        product: a function `(params, v, *batch) -> tree like params`, linear in v, as `hvp` and `ggnvp` make
+            them; their aux is dropped.
+        probes: how many vectors, at least 1.
+        generator: from which they are drawn, on the device of the parameters.
+        distribution: of their entries: "rademacher", signs, which is exact for a diagonal matrix and has the smaller
+            variance, or "gaussian".
+        progress: whether to show a bar.
+
+    Returns:
+        A function `(params, *batch) -> Estimate(value, standard_error)`, a named tuple of two tensors without
+        dimensions. The standard error of one probe is NaN.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: probes < 1, no generator, one on another device, or a product that is not a
+            tree like the parameters.
+        MissingExtraError: `progress` without tqdm: `pip install 'invfunc[progress]'`.
+
+    Example:
+        >>> import torch, invfunc
+        >>> f = lambda w, x: (x * w).exp().sum()
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> estimate = invfunc.estimate_trace(invfunc.hvp(f), probes=3, generator=generator)
+        >>> estimate(torch.zeros(2), torch.tensor([1.0, 3.0]))
+        Estimate(value=tensor(10.), standard_error=tensor(0.))
+
+    Composes with: `hvp`, `ggnvp`, these `streamed`, and products of one's own; `torch.func.grad`, `vmap`,
+    `jvp` around it.
+
+    Cost: one linearisation of a product that has `.linearize`, and `probes` products.
+
+    Source: Hutchinson, "A stochastic estimator of the trace of the influence matrix", 1990.
+    """
+    return Estimator("trace", product, probes, generator, distribution, progress)

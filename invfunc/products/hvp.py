@@ -10,8 +10,7 @@ from invfunc.arguments.problem import InDims
 from invfunc.callables import describe
 from invfunc.column_options import spelled
 from invfunc.errors import ArgumentError
-from invfunc.products.curvature import of_hessian
-from invfunc.products.positive import of_positive_hessian
+from invfunc.products.curvature import of_hessian, of_positive_hessian
 from invfunc.products.product import Product
 
 

@@ -43,7 +43,7 @@ class Scope:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         tensors, self.outside, self.wanted = list(tensors), torch.is_grad_enabled(), False
-        """Whether gradients are on, and whether the caller can differentiate the result by plain autograd."""
+        """Flags: gradients are on, and the caller can differentiate the result by plain autograd."""
         check_numbers(tensors)
         for x in tensors:
             self.wanted = self.wanted or (self.outside and x.requires_grad)
@@ -156,11 +156,11 @@ class Pull:
 
     scope: Scope
     batched: bool = False
-    """Whether there are several vectors, along a first axis."""
+    """True for several vectors, along a first axis."""
     graph: bool = False
-    """Whether the result is differentiated again."""
+    """True if the result is differentiated again."""
     keep: bool = True
-    """Whether the graph serves once more; without, it is freed on the way."""
+    """True if the graph serves once more; without, it is freed on the way."""
 
     def __call__(self, outputs: Sequence[torch.Tensor | None], inputs: list, cotangents: Vectors) -> Vectors:
         options = {"batched": self.batched, "create_graph": self.graph, "keep": self.keep}
@@ -172,7 +172,7 @@ Steps = Callable[[Vectors, Pull], Vectors]
 
 
 class Kind(NamedTuple):
-    """What is known of a tensor without its values."""
+    """Shape, dtype and device of a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype

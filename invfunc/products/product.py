@@ -1,21 +1,25 @@
-"""How a product is made: a function `(params, v, *batch)` that says what it is, and its linearisation."""
+"""Products, functions `(params, v, *batch)` that say what they are, with linearisations, and at fixed arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from invfunc import tree
+from invfunc._torch.sharded import sharded
 from invfunc._torch.weak import WeakIdMap
-from invfunc.arguments.problem import InDims
-from invfunc.callables import check_functions, describe
+from invfunc.arguments.problem import InDims, check_params
+from invfunc.callables import check_callable, check_functions, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
+from invfunc.evaluation.processes import ALONE, Processes, bits, same
+from invfunc.evaluation.rounds import Rounds, parted_beside, whole
 from invfunc.products.given import Given
 from invfunc.products.maps import Kind, Linear
 from invfunc.reductions.quantity import Drawing
+from invfunc.statistic import Statistic
 from invfunc.transform import ArgumentNames, Transform
 
 _REFUSED = WeakIdMap[bool]()
@@ -72,7 +76,7 @@ class Space:
 
     @staticmethod
     def _wrong(x: Any, kind: Kind, lead: int) -> tuple[type[InvFuncError], tuple[str, str]]:
-        """What is wrong with a leaf, and with which error to say it: what it is, and what it ought to be."""
+        """The error that a leaf calls for, with what it is and what it ought to be."""
         if not isinstance(x, torch.Tensor):
             return ArgumentTypeError, (f"is of type {type(x).__name__}", "is a tensor")
         if x.dtype != kind.dtype:
@@ -125,13 +129,13 @@ class Product(Transform):
     out_dims: int = 0
     has_aux: bool = False
     blocks: bool = False
-    """Whether the matrix is that of each parameter alone, with several vectors for each."""
+    """True if the matrix is that of each parameter alone, with several vectors for each."""
     degree: int = 1
     """The power of a factor of the loss that is in the product."""
     drawing: Drawing | None = None
-    """How columns are drawn, if they are."""
+    """The drawing of columns, if they are drawn."""
     forward: bool = False
-    """Whether it is `J^T (...) J v`, so that forward mode may compute J v."""
+    """True for `J^T (...) J v`, so that forward mode may compute J v."""
     spelled: str = ""
     """The options of the transform that make it another product of that name, as they stand in a call."""
 
@@ -173,7 +177,7 @@ class Product(Transform):
         return Linearised(shown, linear, space, space, self.vector, self.lead, (args, kwargs)), aux
 
     def names_of_f(self, count: int) -> ArgumentNames:
-        """What so many arguments are called that are all but the vector."""
+        """The names of so many arguments, which are all but the vector."""
         return ArgumentNames(self.f, count, self.loss is not None)
 
     def given(self, args: tuple, kwargs: dict[str, Any], names: ArgumentNames) -> tuple[Given, Space]:
@@ -215,3 +219,83 @@ class SummedProduct(Transform):
     @property
     def lead(self) -> int:
         return self.product.lead
+
+
+def check_product(name: str, product: Any) -> None:
+    """Check that a transform of products is given a product."""
+    check_callable(name, product)
+    if isinstance(getattr(product, "t", product), Statistic):
+        raise ArgumentTypeError(
+            f"{name}({product!r}): it is a statistic, but has to be a product (params, v, *batch), as `ggnvp(f)` is."
+        )
+
+
+def names_of(product: Callable, count: int) -> Sequence[str]:
+    """The names, in an error, of the arguments behind a transform of a product: all but the vector."""
+    known = getattr(product, "names_of_f", None)
+    if known is not None:
+        return known(count)
+    names = ArgumentNames(product, count + 1)
+    return [*names[:1], *names[2:]]
+
+
+def space_of(args: tuple, names: Sequence[str]) -> Space:
+    """The space of the parameters, which may be divided among processes."""
+    if not args:
+        raise ArgumentError("the parameters are missing.")
+    check_params(args[0], names, 0, whole=False)
+    leaves, structure = tree.flatten(args[0], none_is_leaf=False)
+    if not leaves:
+        raise ArgumentError(f"{names[0]} has no tensors in it.")
+    return Space(names, structure, [Kind.of(p) for p in leaves])
+
+
+@dataclass(frozen=True)
+class OfAll(Space):
+    """The space of vectors that several processes give, each the same."""
+
+    processes: Processes = ALONE
+    rounds: Rounds | None = None
+    """Rounds that bring parameters of which each process has a part, and such a vector beside them."""
+
+    def leaves(self, v: Any, name: str, lead: int = 0) -> list[torch.Tensor]:
+        def looked() -> tuple[list[torch.Tensor], dict[str, str]]:
+            found = super(OfAll, self).leaves(v, name, lead)
+            return found, bits(name, self.tree(found))
+
+        found, each = self.processes.told(name, looked)
+        same(each)
+        if self.rounds is None or lead:
+            return tree.tensors((whole(self.processes, name, self.tree(found)),))
+        return tree.tensors((parted_beside(self.rounds, name, self.tree(found)),))
+
+
+def along(
+    product: Callable, args: tuple, kwargs: dict[str, Any], space: Space, several: bool = False
+) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """From the leaves of a vector to those of its product, without aux; linearised once where that can be done. Of
+    `several` vectors, which an axis in front counts, to those of all."""
+    aux, linearize = getattr(product, "has_aux", False), getattr(product, "linearize", None)
+    if linearize is not None:
+        made = linearize(*args, **kwargs)
+        at = made[0] if aux else made
+    else:
+
+        def at(v: Any) -> Any:
+            result = product(args[0], v, *args[1:], **kwargs)
+            return result[0] if aux else result
+
+    def whole_of(found: Any, lead: int = 0) -> list[torch.Tensor]:
+        """The leaves of a product, as a whole."""
+        leaves: list[Any] = space.leaves(found, "product", lead)
+        return [x.full_tensor() if sharded(x) else x for x in leaves]
+
+    def of_one(v: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return whole_of(at(space.tree([*v])))
+
+    if not several:
+        return of_one
+    if isinstance(at, Linearised):
+        of_all = replace(at, lead=1)
+        return lambda v: whole_of(of_all(space.tree(v)), 1)
+    return lambda v: [torch.stack(x) for x in zip(*map(of_one, zip(*v, strict=True)), strict=True)]

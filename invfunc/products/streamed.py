@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,16 +18,82 @@ from invfunc.evaluation.sweep import one_scale
 from invfunc.evaluation.weights import Weights
 from invfunc.loss.drawn import key_of
 from invfunc.products.given import Given
-from invfunc.products.in_parts import InParts
+from invfunc.products.maps import Vectors
 from invfunc.products.product import Product
+from invfunc.reductions import Reduction
 from invfunc.reductions.exchange import Exchange
 from invfunc.reductions.exchange import Sums as OfAll
+
+
+class Summed(Reduction):
+    """A reduction that keeps the sum of the products of a parameter."""
+
+    entrywise = True
+
+
+class InParts:
+    """Takes what is pulled back to parameters that are nowhere as a whole: it is added up, and each process keeps its
+    part."""
+
+    def __init__(self, rounds: Rounds, takes: bool) -> None:
+        """Without `takes`, products are pulled back as a whole, as they are wanted in one file."""
+        self.rounds, self.takes, self.weight = rounds, takes, 1
+        """With what products are multiplied."""
+        rounds.reductions = [Summed()]
+
+    def takes_at(self, leaf: torch.Tensor) -> bool:
+        """True if the product with a parameter is taken."""
+        return self.takes and self.rounds.place_of(leaf) is not None
+
+    def through(self, inputs: Sequence[Any], graph: bool, pull: Callable[[], Vectors]) -> Vectors:
+        own = [graph and self.rounds.place_of(x) is not None or self.takes_at(x) for x in inputs]
+        arrived = _Blank.apply if graph else self._take
+        handles = [
+            x.register_hook(partial(arrived, x.detach())) for x, of_own in zip(inputs, own, strict=True) if of_own
+        ]
+        try:
+            found = pull()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found if graph else [None if of_own else x for x, of_own in zip(found, own, strict=True)]
+
+    def joined(self, leaves: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The sums at all parameters: the parts of this process, and, in their order, the `others`."""
+        kept, left = self.rounds.kept(0).get(0, {}), iter(others)
+
+        def one(leaf: torch.Tensor) -> torch.Tensor:
+            place = self.rounds.place_of(leaf) if self.takes else None
+            if place is None:
+                return next(left)
+            return kept[place][0] if place in kept else torch.zeros_like(self.rounds.own[place].to_local())
+
+        return [*map(one, leaves)]
+
+    def _take(self, leaf: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+        place = self.rounds.place_of(leaf)
+        assert place is not None
+        wide = product.to(torch.promote_types(product.dtype, torch.float32))
+        self.rounds.keep(0, place, leaf, (wide if self.weight == 1 else self.weight * wide,), 0)
+        return leaf.detach()
+
+
+class _Blank(torch.autograd.Function):
+    """A gradient of which the graph alone is wanted: a tensor without numbers is in its place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple:
+        return None, cotangents[0]
 
 
 def evaluated(
     product: Product, vectors: list[torch.Tensor], lead: int, args: tuple, kwargs: dict[str, Any], names: Any
 ) -> tuple[Given, list[torch.Tensor], Any]:
-    """What is given with a batch, the product with it, and aux."""
+    """The arguments with a batch, the product with it, and aux."""
     given, _ = product.given(args, kwargs, names)
     return given, *product.directly(given, vectors, lead)
 
@@ -65,9 +131,9 @@ class Sums:
         self.evaluated, self.reduction = plans or evaluated, reduction
         self.processes, self.before, self.divided = processes, before, divided
         self.n = counted
-        """How many samples there were the first time."""
+        """The number of samples the first time."""
         self.apart = False
-        """Whether f has been seen to keep samples apart."""
+        """True if f has been seen to keep samples apart."""
         self.aux: list[Any] = []
 
     def along(self, vectors: list[torch.Tensor], lead: int) -> list[torch.Tensor]:
@@ -140,7 +206,7 @@ class Products:
         return given.n
 
     def _of_batch(self, args: tuple, n: int) -> tuple[tuple[Given, list[torch.Tensor]], Any]:
-        """What is given behind n samples, and the product with it; aux."""
+        """The arguments behind n samples, and the product with it; aux."""
         product = self.of.behind(n)
 
         def compute(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[tuple[Given, list[torch.Tensor]], Any]:
@@ -162,7 +228,7 @@ class Products:
         kwargs: dict[str, Any],
         names: Any,
     ) -> tuple[Given, list[torch.Tensor], Any]:
-        """What is given, the product of one vector but for what `parts` take of it, and aux."""
+        """The arguments, the product of one vector but for what `parts` take of it, and aux."""
         given, _ = product.given(args, kwargs, names)
         given.scope.parts = parts
         linear, aux = product.recorded(given)
@@ -175,7 +241,7 @@ class Products:
         )
 
     def _weight(self, given: Given) -> int:
-        """What the loss of a batch has to be multiplied with so that it is a sum over its samples."""
+        """The factor by which the loss of a batch is a sum over its samples."""
         if given.losses.ndim:
             if self.weights.reduction is not None:
                 raise not_scalar(self.weights.reduction)
@@ -206,13 +272,13 @@ def keys_of(product: Product) -> list[int]:
 
 
 def options_of(product: Product) -> str:
-    """What tells a product from others, in every process."""
+    """A text that tells a product from others, in every process."""
     drawn = product.drawing and (product.drawing.count, product.drawing.sample)
     return f"{described(product)} {described([product.degree, drawn, product.in_dims, product.out_dims])}"
 
 
 def identity_of(product: Product, params: Any, v: Any, kwargs: dict[str, Any]) -> dict[str, str]:
-    """What a call has to have like one before that it goes on from, beside its batches."""
+    """The parts of a call that it has to share with one before that it goes on from, beside its batches."""
     given = {"the product": options_of(product), "keyword arguments": described(kwargs)}
     return {**given, **named("params", params), **named(product.vector, v)}
 

@@ -90,26 +90,28 @@ class KroneckerFactors(Block):
             dims, shape = tuple(range(kept.values.ndim)), kept.values.shape
             return [Kronecker((kept.values.flatten(),), (dims,), shape, origin=self._origin(kept, found))]
         origin = self._origin(kept, found)
-        return [nearest([self._matrix(factors, origin, found) for factors in kept.roles.values()])]
+        matrices = [self._matrix(factors, origin, found) for factors in kept.roles.values()]
+        return matrices if len(matrices) == 1 else [nearest(matrices)]
 
     def _origin(self, kept: Kept, found: Found) -> Origin:
         return Origin(kept.name, found.n if self.sums else None, degree=self.degree)
 
     def _matrix(self, found: Factors, origin: Origin, known: Found) -> Kronecker:
-        shape, dims, blocks = found.shape, [p.dims for p in found.places], found.blocks
+        shape, blocks, (first, *rest) = found.shape, found.blocks, found.places
+        b = found.b if blocks is None else _flat(found.b)
         if found.a is None:
-            return Kronecker((_flat(found.b),), (dims[0],), shape, None, blocks, origin)
+            return Kronecker((b,), (first.dims,), shape, None, blocks, origin)
         inputs = float(known.n if self.sharing == "backpack" else found.positions)  # it does not divide by positions
         a = found.a / (inputs or known.n)
         if found.bias:
-            joint = Joint(found.bias, shape, dims[0], dims[1], blocks or (1,) * len(shape))
+            joint = Joint(found.bias, shape, first.dims, rest[0].dims, blocks or (1,) * len(shape))
             origin = replace(origin, inputs=inputs, read=1, joint=joint)
             sizes = [math.prod(x.shape[:-1]) for x in (found.b, a)] if blocks else [len(found.b), len(a)]
             count = math.prod(blocks or (1,))
             shape, blocks = torch.Size([sizes[0], sizes[1] // count]), (count, 1) if blocks else None
-            return Kronecker((_flat(found.b), _flat(a)), ((0,), (1,)), shape, blocks=blocks, origin=origin)
-        groups, factors, read = (dims[0], dims[1]), (_flat(found.b), _flat(a)), 1
-        if dims[0] > dims[1]:
+            return Kronecker((b, _flat(a)), ((0,), (1,)), shape, blocks=blocks, origin=origin)
+        groups, factors, read = (first.dims, rest[0].dims), (b, a if found.blocks is None else _flat(a)), 1
+        if groups[0] > groups[1]:
             groups, factors, read = groups[::-1], factors[::-1], 0
         origin = Origin(origin.name, origin.n, inputs, read, origin.degree)
         return Kronecker(factors, groups, shape, None, blocks, origin)

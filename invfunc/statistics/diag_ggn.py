@@ -8,10 +8,12 @@ from typing import Literal
 import torch
 
 from invfunc.arguments.problem import Indices, InDims
-from invfunc.column_options import by_method, drawing
+from invfunc.callables import describe
+from invfunc.column_options import by_method, drawing, spelled
+from invfunc.errors import ArgumentError
 from invfunc.reductions.estimate import EstimatedSquares
 from invfunc.reductions.quantity import GGN
-from invfunc.reductions.squares import SumOfSquares
+from invfunc.reductions.squares import SquaresOfEach, SumOfSquares
 from invfunc.statistic import Statistic
 
 
@@ -25,6 +27,7 @@ def diag_ggn(
     sample: Callable | None = None,
     peel: int | str | None = None,
     with_error: bool = False,
+    per_sample: bool = False,
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
@@ -36,6 +39,7 @@ def diag_ggn(
         J = jacrev(f)(params, *inputs)                        # [N, C, P]
         H = hessian(lambda z: loss(z, target))(f(params, *inputs))
         torch.einsum("ncp,ncmd,mdp->p", J, H, J)
+        torch.einsum("ncp,ncnd,ndp->np", J, H, J)             # with per_sample=True
 
     The loss owns its scale: the H of a mean loss contains its 1/N, weights and ignored targets included. What is sent
     back through the model are columns, vectors r of outputs whose products sum to H: `sum r r^T == H`. A pullback
@@ -71,17 +75,19 @@ def diag_ggn(
             drawn columns of each sample, two or more, differ by; "auto" leaves half of them to be drawn for that. Where
             a few samples have most of what is left, it is itself uncertain: within two of it were 85 to 95 % of the
             entries of small classifiers.
+        per_sample: return the part of each sample, which has the scale of the whole and sums to it.
         samples: the indices of the samples whose columns are wanted, with the scale that they have in the whole batch.
         argnums, in_dims, has_aux: as in `batch_grad`; aux is that of f.
         out_dims: the sample axis of the outputs of a model function.
 
     Returns:
         A function `(params, *inputs, target) -> tree`, without `loss` `(params, *batch) -> tree`, with tensors shaped
-        like the parameters, in the unit of loss / parameter^2; an `Estimate` of two such trees `with_error`.
+        like the parameters, in the unit of loss / parameter^2; an `Estimate` of two such trees `with_error`; tensors
+        `[N, *p]` `per_sample`.
 
     Raises:
         ArgumentError: mc_samples of a loss without a known sampler; a number of columns to peel where samples
-            have several positions, or that leaves none to be drawn.
+            have several positions, or that leaves none to be drawn; with_error and per_sample.
         SplitError: no outputs are found, or a path from the parameters to the result goes around them.
         ConvexityError: the loss is not convex in the outputs.
         ArgumentError, SampleAxisError: as in `batch_grad`.
@@ -111,18 +117,23 @@ def diag_ggn(
     classes), in blocks that fit the cache. A loss without known structure: twice the pullbacks, and its Hessian. By
     structure a convolutional network takes as many pullbacks as its receptive field has pixels, at every image size;
     to find it takes one more forward pass, and one of a single sample. Where the result is differentiated every column
-    is pulled back.
+    is pulled back. With per_sample, the result itself.
     With mc_samples that many columns, whatever M is; `with_error` forms what each sample adds, block by block. What is
     drawn of T tokens that meet in a parameter has the error of T products of each with each, which no choice of columns
     takes away: of long sequences only many columns, or samples, do.
 
-    Source: Schraudolph (2002); BackPACK's DiagGGNExact and DiagGGNMC (Dangel, Kunstner and Hennig, ICLR 2020). To take
-    a class out of the softmax: Fast Gauss-Newton (arXiv 2605.06081).
+    Source: Schraudolph (2002); BackPACK's DiagGGNExact, BatchDiagGGNExact and DiagGGNMC (Dangel, Kunstner and Hennig,
+    ICLR 2020). To take a class out of the softmax: Fast Gauss-Newton (arXiv 2605.06081).
     """
+    if with_error and per_sample:
+        raise ArgumentError(
+            f"diag_ggn({describe(f)}, with_error=True, per_sample=True): an error is that of a sum over samples. Leave "
+            "one of the two out."
+        )
     return Statistic(
         "diag_ggn",
         f,
-        EstimatedSquares() if with_error else SumOfSquares(),
+        EstimatedSquares() if with_error else SquaresOfEach() if per_sample else SumOfSquares(),
         kind=GGN,
         loss=loss,
         argnums=argnums,
@@ -132,4 +143,5 @@ def diag_ggn(
         samples=samples,
         drawing=drawing("diag_ggn", mc_samples, generator, sample, peel, with_error),
         options=by_method("diag_ggn", f, method),
+        spelled=spelled(per_sample=per_sample),
     )

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Literal
 
 from invfunc.arguments.problem import Indices, InDims
-from invfunc.column_options import by_method
+from invfunc.column_options import by_method, spelled
 from invfunc.reductions.quantity import HESSIAN
-from invfunc.reductions.squares import SumOfSquares
+from invfunc.reductions.squares import SquaresOfEach, SumOfSquares
 from invfunc.statistic import Statistic
 
 
@@ -17,6 +17,7 @@ def diag_hessian(
     loss: Callable | None = None,
     *,
     method: Literal["auto", "dense"] = "auto",
+    per_sample: bool = False,
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
@@ -26,6 +27,7 @@ def diag_hessian(
     """The exact diagonal of the Hessian of a loss in the parameters.
 
         torch.func.hessian(f)(params, *batch).diagonal()      # of the sum, where f returns [N] losses
+        [torch.func.hessian(lambda p: f(p, *batch)[n])(params).diagonal() for n in range(N)]      # with per_sample=True
 
     It is the diagonal of the GGN and of second-order terms: each nonlinear operation of the model adds its own second
     derivative. Piecewise linear ones (ReLU, pooling, linear layers) add none, so a network of these costs what its GGN
@@ -39,15 +41,17 @@ def diag_hessian(
         method: "auto" has columns whose receptive fields are disjoint share a pullback, as in `diag_ggn`: those of the
             loss, and those of nonlinear operations inside of the model, if all of these are element-wise. "dense" pulls
             every column back.
+        per_sample: return the part of each sample, which has the scale of the whole and sums to it.
         samples: the indices of the samples whose part of the Hessian is wanted.
         argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
 
     Returns:
         A function `(params, *batch) -> tree`, with loss `(params, *inputs, target) -> tree`, with tensors shaped like
-        the parameters, in the unit of loss / parameter^2.
+        the parameters, in the unit of loss / parameter^2; tensors `[N, *p]` `per_sample`.
 
     Raises:
-        SampleAxisError: samples are mixed.
+        SampleAxisError: samples are mixed; or, per_sample, a parameter is read again by what depends on it, in a scalar
+            loss whose outputs are not found: return the `[N]` losses.
         RandomnessError: a nonlinear operation draws random numbers.
         ArgumentError: as in `diag_ggn`.
 
@@ -56,6 +60,9 @@ def diag_hessian(
         >>> f = lambda w, x: (x @ w).sin()
         >>> invfunc.diag_hessian(f)(torch.full((1,), torch.pi / 2), torch.tensor([[1.0], [3.0]]))
         tensor([8.])
+        >>> invfunc.diag_hessian(f, per_sample=True)(torch.full((1,), torch.pi / 2), torch.tensor([[1.0], [3.0]]))
+        tensor([[-1.],
+                [ 9.]])
 
     Composes with: `chunked` over outputs, samples and params; `torch.func.grad`, `vmap`, `jvp` around it.
 
@@ -66,8 +73,9 @@ def diag_hessian(
     for each entry that it is multiplied with there, one that is not read linearly (`exp(w)`, `weight_norm`) a second
     derivative for each of its entries.
 
-    Source: BackPACK's DiagHessian (Dangel, Kunstner and Hennig, ICLR 2020) for chains of modules.
+    Source: BackPACK's DiagHessian and BatchDiagHessian (Dangel, Kunstner and Hennig, ICLR 2020) for chains of modules.
     """
     how = by_method("diag_hessian", f, method)
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
-    return Statistic("diag_hessian", f, SumOfSquares(), kind=HESSIAN, loss=loss, options=how, **options)
+    reduction, options["spelled"] = SquaresOfEach() if per_sample else SumOfSquares(), spelled(per_sample=per_sample)
+    return Statistic("diag_hessian", f, reduction, kind=HESSIAN, loss=loss, options=how, **options)

@@ -298,7 +298,7 @@ def dense_diag_hessian(f: Callable, loss: Callable | None = None) -> Callable:
 
 
 def dense_batch_diag_hessian(f: Callable, loss: Callable | None = None) -> Callable:
-    """The oracle of `batch_diag_hessian`, sample by sample: of an `[N]`-valued f its entries, of a model function with
+    """The oracle of `diag_hessian(per_sample=True)`: of an `[N]`-valued f its entries, of a model function with
     its loss the loss as a function of the outputs of one sample, while the outputs of the others stay what they are."""
 
     def oracle(params: Any, *batch: Any, **kwargs: Any) -> Any:

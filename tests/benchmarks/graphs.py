@@ -43,7 +43,7 @@ STATISTICS: dict[str, Callable[[Problem], Callable]] = {
     "clipped_grad": lambda p: invfunc.clipped_grad(p.loss_fn, 1.0),
 }
 OF_FEW_OUTPUTS: dict[str, Callable[[Problem], Callable]] = {
-    "kflr": lambda p: invfunc.kfac(p.f, p.loss, fisher="exact"),
+    "kfac_exact": lambda p: invfunc.kfac(p.f, p.loss, fisher="exact"),
     "diag_ggn": lambda p: invfunc.diag_ggn(p.f, p.loss),
 }
 

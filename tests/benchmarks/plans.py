@@ -78,7 +78,7 @@ ROWS: Rows = {
     "variance": (lambda p: invfunc.variance(p.loss_fn), backpack("Variance")),
     "sum_grad_squared": (lambda p: invfunc.sum_grad_squared(p.loss_fn), backpack("SumGradSquared")),
     "diag_ggn": (lambda p: invfunc.diag_ggn(p.f, p.loss), backpack("DiagGGNExact")),
-    "kflr": (lambda p: invfunc.kfac(p.f, p.loss, fisher="exact"), backpack("KFLR")),
+    "kfac_exact": (lambda p: invfunc.kfac(p.f, p.loss, fisher="exact"), backpack("KFLR")),
     "kfac, drawn": (_drawn, backpack("KFAC")),
     "hvp": (lambda p: invfunc.hvp(p.f, p.loss), None),
 }

@@ -151,8 +151,8 @@ SECOND_ORDER: dict[str, dict[str, Peer]] = {
         FUNC: vmap_jacrev(),
         BACKPACK: backpack("DiagGGNExact"),
     },
-    "batch_diag_ggn": {
-        **_ours(lambda p: invfunc.batch_diag_ggn(p.f, p.loss)),
+    "diag_ggn_of_each": {
+        **_ours(lambda p: invfunc.diag_ggn(p.f, p.loss, per_sample=True)),
         FUNC: vmap_jacrev(over=(1,)),
         BACKPACK: backpack("BatchDiagGGNExact"),
     },
@@ -166,11 +166,11 @@ SECOND_ORDER: dict[str, dict[str, Peer]] = {
     },
     "kfac_expand": _drawn(lambda p, draws: invfunc.kfac(p.f, p.loss, **draws)),
     "ekfac": _drawn(lambda p, draws: invfunc.ekfac(p.f, p.loss, **draws)),
-    "kflr": {
+    "kfac_exact": {
         **_ours(lambda p: invfunc.kfac(p.f, p.loss, weight_sharing="backpack", fisher="exact")),
         BACKPACK: backpack("KFLR"),
     },
-    "kflr_expand": _ours(lambda p: invfunc.kfac(p.f, p.loss, fisher="exact")),
+    "kfac_exact_expand": _ours(lambda p: invfunc.kfac(p.f, p.loss, fisher="exact")),
     "hvp": {
         OURS: _times(lambda p: invfunc.hvp(p.f, p.loss)),
         FUNC: _unfused(_times(_func_hvp)),

@@ -51,7 +51,7 @@ def _in_chunks(n: int) -> dict[str, Peer]:
 _SHARES = "batch_l2_grad", "sum_grad_squared", "variance", "grad_and_variance", "clipped_grad", "batch_grad"
 _DRAWN = "diag_ggn_mc", "kfac"
 _QUICK = *_DRAWN, "kfac_expand", "ekfac", "hvp", "ggnvp"
-_EXACT = "diag_ggn", "batch_diag_ggn", "diag_hessian", "kflr"
+_EXACT = "diag_ggn", "diag_ggn_of_each", "diag_hessian", "kfac_exact"
 
 TABLES = {
     "autoencoder": Table(
@@ -63,7 +63,7 @@ TABLES = {
     "3c3d": Table(
         "statistics of 3c3d, 3x32x32, N = 32, cross entropy over 10 classes",
         three_c_three_d,
-        _rows(*_SHARES, *_QUICK, *_EXACT, "kflr_expand", "diag_ggn_and_variance", "diag_ggn_mc_and_variance"),
+        _rows(*_SHARES, *_QUICK, *_EXACT, "kfac_exact_expand", "diag_ggn_and_variance", "diag_ggn_mc_and_variance"),
     ),
     "all-cnn-c": Table(
         "curvature of All-CNN-C, 3x32x32, N = 8, cross entropy over 100 classes",

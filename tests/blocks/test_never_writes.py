@@ -16,7 +16,6 @@ ALLOWED = {
     ("loss/drawn.py", "manual_seed"),  # of generators of its own
     ("reductions/sketches.py", "manual_seed"),  # of generators of its own
     ("laplace.py", "manual_seed"),  # of a generator of its own
-    ("plans/reads.py", "storage"),  # the name of a call that hands out numbers
     ("certificates/loops.py", "manual_seed"),  # of a generator of its own
     ("core/probe.py", "manual_seed"),  # of a generator that is put back
     ("certificates/certified.py", "seed"),  # which the error tells

@@ -263,7 +263,7 @@ class TestListsOfArguments:
             held = params[0] if isinstance(params, tuple) else params
             held[0] = other.clone().requires_grad_()
             found.append(torch.autograd.grad(y[0].square().sum(), w))
-        assert_trees_close(*found, 1e-12)
+        assert_trees_close(found[0], found[1], 1e-12)
 
 
 class Scheduled(nn.Module):
@@ -307,4 +307,4 @@ def test_draws_that_a_schedule_begins(part, way):
             for _ in range(times):
                 y = one(y)
             found.append(torch.autograd.grad(y.square().sum(), [x, *weights], allow_unused=True))
-        assert_trees_close(*found, 1e-9)
+        assert_trees_close(found[0], found[1], 1e-9)

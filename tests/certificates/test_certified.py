@@ -1,6 +1,7 @@
 """certified: the result as it is, wrong numbers found as often as promised, no alarm for right ones."""
 
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ import invfunc
 from invfunc import (
     InvFuncError,
     batch_grad,
+    batch_jacobian,
     batch_l2_grad,
     certified,
     chunked,
@@ -111,6 +113,17 @@ class TestRightResults:
         t = together(diag_ggn(problem.f), variance(problem.f), batch_l2_grad(problem.f))
         args = (problem.model.params, *problem.batch)
         assert same(certified(t, generator=SEED)(*args), t(*args))
+
+    @pytest.mark.quick
+    def test_of_parameters_and_outputs_that_lie_in_another_order(self):
+        """Transposed in memory."""
+        f = lambda w, x: torch.tanh(x @ w).T  # noqa: E731  (as users write it)
+        w, x = torch.randn(2, 3).double().T, torch.randn(5, 3).double()
+        options = {"out_dims": 1}
+        for t in (batch_jacobian(f, **options), gram(f, **options)):
+            certified(t, generator=SEED)(w, x)
+        certified(diag_ggn(f, F.mse_loss, in_dims=(0, 1), **options), generator=SEED)(w, x, torch.zeros(2, 5).double())
+        certified(batch_grad(lambda w, x: (x @ w).square().sum(1)), generator=SEED)(w, x)
 
     def test_of_a_function_that_draws(self):
         def f(w, x, y):
@@ -345,7 +358,7 @@ class TestErrors:
     @pytest.mark.parametrize("fold", ["sum", "mean"])
     def test_do_not_come_of_sums_and_means(self, fold):
         f = lambda *a: getattr(self.F(*a), fold)()  # noqa: E731  (as users write it)
-        for t in (variance(f), batch_grad(f), invfunc.batch_diag_hessian(f), invfunc.clipped_grad(f, 0.1)):
+        for t in (variance(f), batch_grad(f), invfunc.diag_hessian(f, per_sample=True), invfunc.clipped_grad(f, 0.1)):
             certified(t, generator=0)(*self.ARGS)
 
     def test_of_the_statistic_are_its_own(self):
@@ -359,6 +372,6 @@ def test_no_alarm_where_a_softmax_is_sure(margin):
     """Both ways lose digits of `1 - p`."""
     w = torch.tensor([[margin, 0.0, 0.3], [0.1, 0.2, 0.0]], dtype=torch.float64)
     x = torch.tensor([[1.0, 0.5], [1.1, -0.2]], dtype=torch.float64)
-    for make in (diag_ggn, invfunc.batch_diag_ggn):
+    for make in (diag_ggn, partial(invfunc.diag_ggn, per_sample=True)):
         certified(make(lambda w, x: x @ w, F.cross_entropy), generator=SEED)(w, x, torch.tensor([0, 0]))
     certified(invfunc.ggnvp(lambda w, x: x @ w, F.cross_entropy), generator=SEED)(w, w, x, torch.tensor([0, 0]))

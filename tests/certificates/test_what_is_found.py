@@ -60,7 +60,13 @@ class TestNumbersThatAreNotFinite:
 
     @pytest.mark.parametrize("number", [float("nan"), float("inf")])
     @pytest.mark.parametrize(
-        "t", [batch_grad, invfunc.batch_diag_ggn, invfunc.batch_diag_hessian, invfunc.batch_jacobian]
+        "t",
+        [
+            batch_grad,
+            partial(invfunc.diag_ggn, per_sample=True),
+            partial(invfunc.diag_hessian, per_sample=True),
+            invfunc.batch_jacobian,
+        ],
     )
     def test_hide_nothing_of_other_samples(self, t, number):
         f, args = (squares, spoiled(number)) if t is batch_grad else (lambda p, x: torch.tanh(x @ p["w"]), ())
@@ -250,8 +256,8 @@ class TestRawErrorsOfOld:
         of = lambda z, y: F.cross_entropy(z, y, **options)  # noqa: E731  (as users write it)
         args = rand(3, 3), rand(6, 3), torch.tensor([0, 1, 2, 0, 1, 2])
         for t in (
-            invfunc.batch_diag_hessian(model, of),
-            invfunc.batch_diag_hessian(lambda w, x, y: of(model(w, x), y)),
+            invfunc.diag_hessian(model, of, per_sample=True),
+            invfunc.diag_hessian(lambda w, x, y: of(model(w, x), y), per_sample=True),
             invfunc.diag_hessian(model, of, samples=[0, 3]),
         ):
             certified(t, generator=SEED)(*args)

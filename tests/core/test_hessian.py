@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from invfunc import batch_diag_hessian, diag_hessian, functional, kfac, tree
+from invfunc import diag_hessian, functional, kfac, tree
 from invfunc.errors import SampleAxisError
 from invfunc.kronecker import kfra
 from invfunc.testing import assert_trees_close, dense_batch_diag_hessian, loop_kfra
@@ -40,7 +40,7 @@ def test_of_ordinary_programs(name, n):
             return reduce(losses(f)(p, x, y))
 
         wanted = tree.map_tensors(lambda d, scale=scale: d * scale, each)
-        assert_trees_close(batch_diag_hessian(loss, method="dense")(*args), wanted, EXACT, FLOOR)
+        assert_trees_close(diag_hessian(loss, method="dense", per_sample=True)(*args), wanted, EXACT, FLOOR)
         assert_trees_close(diag_hessian(loss, method="dense")(*args), whole(wanted), EXACT, FLOOR)
 
 
@@ -79,14 +79,14 @@ class TestOfTiedWeights:
     def test_of_chosen_samples(self, chosen):
         each = dense(lambda p, x, y: own(again(p, x), y), *self.args)
         each = each if chosen is None else tree.map_tensors(lambda d: d[chosen], each)
-        assert_trees_close(batch_diag_hessian(again, own, samples=chosen)(*self.args), each, EXACT)
+        assert_trees_close(diag_hessian(again, own, samples=chosen, per_sample=True)(*self.args), each, EXACT)
         scalar = diag_hessian(lambda p, x, y: own(again(p, x), y).sum(), samples=chosen)
         assert_trees_close(scalar(*self.args), whole(each), EXACT)
 
     @pytest.mark.parametrize("f", [in_one_call, written, added])
     def test_of_plain_functions(self, f):
         wanted = dense(lambda p, x, y: own(f(p, x), y), *self.args)
-        assert_trees_close(batch_diag_hessian(f, own)(*self.args), wanted, EXACT, FLOOR)
+        assert_trees_close(diag_hessian(f, own, per_sample=True)(*self.args), wanted, EXACT, FLOOR)
 
     def test_a_term_of_parameters_is_of_no_sample(self):
         """It counts in the sum alone."""
@@ -98,7 +98,7 @@ class TestOfTiedWeights:
         wanted = whole(each) | {"w": whole(each)["w"] + 12 * self.params["w"].square()}
         assert_trees_close(diag_hessian(f)(*self.args), wanted, EXACT)
         with pytest.raises(ValueError):
-            batch_diag_hessian(f)(*self.args)
+            diag_hessian(f, per_sample=True)(*self.args)
 
 
 def test_kfra_is_that_of_the_loop():

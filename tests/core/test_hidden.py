@@ -7,8 +7,6 @@ from torch.utils.checkpoint import checkpoint
 
 from invfunc import (
     InvFuncError,
-    batch_diag_ggn,
-    batch_diag_hessian,
     batch_grad,
     batch_jacobian,
     chunked,
@@ -197,7 +195,7 @@ class TestEqualsTheLoop:
         divided = (lambda t: t) if over is None else (lambda t: chunked(t, 2, over=over))
         wanted = dense_diag_ggn(f, F.cross_entropy)(PARAMS, X, Y)
         assert_trees_close(divided(diag_ggn(f, F.cross_entropy))(PARAMS, X, Y), wanted, EXACT, 1e-12)
-        each = divided(batch_diag_ggn(f, F.cross_entropy))(PARAMS, X, Y)
+        each = divided(diag_ggn(f, F.cross_entropy, per_sample=True))(PARAMS, X, Y)
         assert_trees_close(tree.map_leaves(lambda d: d.sum(0), each), wanted, EXACT, 1e-12)
         rows = divided(batch_jacobian(f))(PARAMS, X)
         assert_trees_close(rows, loop_batch_jacobian(f)(PARAMS, X), EXACT, 1e-12)
@@ -242,7 +240,7 @@ def test_diagonals_of_the_hessian(called):
         ]
         wanted[name] = torch.stack(rows).flatten(1).diagonal().reshape(leaf.shape)
     assert_trees_close(diag_hessian(f, F.cross_entropy)(PARAMS, X, Y), wanted, 1e-8, 1e-10)
-    each = batch_diag_hessian(f, F.cross_entropy)(PARAMS, X, Y)
+    each = diag_hessian(f, F.cross_entropy, per_sample=True)(PARAMS, X, Y)
     assert_trees_close(tree.map_leaves(lambda d: d.sum(0), each), wanted, 1e-8, 1e-10)
 
 

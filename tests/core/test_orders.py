@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import batch_diag_ggn, batch_grad, diag_hessian, kfac
+from invfunc import batch_grad, diag_ggn, diag_hessian, kfac
 from invfunc._ways import known_way
 from invfunc.core.order import Order
 from invfunc.core.uses import back, front
@@ -48,7 +48,7 @@ def test_statistics_are_those_of_the_jacobian(name):
     assert_trees_close(t(W, X, Y), shares, EXACT)
     assert known_way(loss, t.called) == 0  # no single samples are needed
     each = 2 * jacobian.square().sum(1) / Y.numel()
-    assert_trees_close(batch_diag_ggn(loss)(W, X, Y), each, EXACT)
+    assert_trees_close(diag_ggn(loss, per_sample=True)(W, X, Y), each, EXACT)
     hessian = torch.func.hessian(loss)(W, X, Y).flatten(0, 1).flatten(1).diagonal().view(3, 3)
     assert_trees_close(diag_hessian(loss)(W, X, Y), hessian, EXACT)
     found = torch.func.grad(lambda w: t(w, X, Y).square().sum())(W)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
-from invfunc import InvFuncError, batch_diag_hessian, batch_grad, diag_hessian
+from invfunc import InvFuncError, batch_grad, diag_hessian
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import FIRST_ORDER
 from tests.strategies import Numbers
@@ -126,7 +126,9 @@ def test_what_is_a_sum_needs_no_shares():
     lost, seen = f(lambda x: strange(x.roll(1, 0))), f(lambda x: x.roll(1, 0).sin())
     assert_trees_close(diag_hessian(lost)(P, X, Y), diag_hessian(seen)(P, X, Y), EXACT)
     assert_trees_close(diag_hessian(lambda p, x: p.pow(3).sum())(P, X), 6 * P, EXACT)
-    assert_trees_close(batch_diag_hessian(lost)(P, X, Y), batch_diag_hessian(seen)(P, X, Y), EXACT)
+    assert_trees_close(
+        diag_hessian(lost, per_sample=True)(P, X, Y), diag_hessian(seen, per_sample=True)(P, X, Y), EXACT
+    )
 
 
 def test_numbers_that_are_read_and_not_used():

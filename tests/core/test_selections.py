@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from invfunc import (
     InvFuncError,
-    batch_diag_ggn,
     batch_grad,
     batch_jacobian,
     batch_l2_grad,
@@ -144,7 +143,7 @@ def test_curvature_of_a_masked_loss(loss, n, c):
     args = (params, x, (y, mask))
     wanted = dense_diag_ggn(model, lambda z, t: (each(z, t[0]) * t[1]).sum() / t[1].sum())(*args)
     assert_trees_close(diag_ggn(model, loss)(*args), wanted, EXACT)
-    found = batch_diag_ggn(model, loss)(*args)
+    found = diag_ggn(model, loss, per_sample=True)(*args)
     assert_trees_close({k: d.sum(0) for k, d in found.items()}, wanted, EXACT)
 
 
@@ -275,10 +274,19 @@ def losses_by_experts(p, x, i):
         lambda: variance(losses_by_experts),
         lambda: clipped_grad(losses_by_experts, 0.1),
         lambda: batch_jacobian(by_experts),
-        lambda: batch_diag_ggn(lambda p, x, i: F.cross_entropy(by_experts(p, x, i), i)),
+        lambda: diag_ggn(lambda p, x, i: F.cross_entropy(by_experts(p, x, i), i), per_sample=True),
         lambda: sqrt_ggn(lambda p, x, i: F.cross_entropy(by_experts(p, x, i), i)),
     ],
-    ids=["batch_grad", "chosen", "batch_l2_grad", "variance", "clipped_grad", "jacobian", "batch_diag_ggn", "sqrt_ggn"],
+    ids=[
+        "batch_grad",
+        "chosen",
+        "batch_l2_grad",
+        "variance",
+        "clipped_grad",
+        "jacobian",
+        "diag_ggn of each",
+        "sqrt_ggn",
+    ],
 )
 @settings(max_examples=6)
 @given(experts=st.lists(st.integers(0, 2), min_size=4, max_size=6), size=st.integers(1, 4))
@@ -292,6 +300,8 @@ def test_blocks_of_samples_need_not_reach_every_parameter(monkeypatch):
     monkeypatch.setattr(thresholds, "CACHE", {"cpu": 1})
     rand, experts = Numbers(), torch.tensor([0, 0, 0, 0, 1, 1])
     args = [rand(5, 5) for _ in range(2)], rand(6, 5), experts, rand(6, 5)
-    each = [batch_diag_ggn(by_experts, F.mse_loss)(args[0], *(a[n : n + 1] for a in args[1:])) for n in range(6)]
+    each = [
+        diag_ggn(by_experts, F.mse_loss, per_sample=True)(args[0], *(a[n : n + 1] for a in args[1:])) for n in range(6)
+    ]
     wanted = [torch.cat(parts) / 6 for parts in zip(*each, strict=True)]
-    assert_trees_close(batch_diag_ggn(by_experts, F.mse_loss)(*args), wanted, EXACT)
+    assert_trees_close(diag_ggn(by_experts, F.mse_loss, per_sample=True)(*args), wanted, EXACT)

@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from invfunc import (
-    batch_diag_ggn,
     batch_grad,
     batch_jacobian,
     batch_l2_grad,
@@ -205,7 +204,7 @@ class Unbatched(torch.autograd.Function):
         return 2 * g if bool(g.isfinite().all()) else g
 
 
-@pytest.mark.parametrize("make", [partial(diag_ggn, method="dense"), diag_ggn, batch_diag_ggn])
+@pytest.mark.parametrize("make", [partial(diag_ggn, method="dense"), diag_ggn, partial(diag_ggn, per_sample=True)])
 def test_a_derivative_without_a_batching_rule_is_taken_column_by_column(make):
     op = operation(lambda x: Unbatched.apply(x))
     args = Numbers()(3, 4), Numbers(1)(5, 3), Numbers(2).below(4, 5)

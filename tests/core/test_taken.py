@@ -69,7 +69,7 @@ class TestExactColumns:
         numbers = {"all at once": 2**30, "one by one": 1, "in groups": 50_000}
         monkeypatch.setattr(invfunc.thresholds, "GROUPED", numbers[request.param])
 
-    @pytest.mark.parametrize("name", ["diag_ggn", "batch_diag_ggn", "ggn_trace", "sqrt_ggn", "kfac exact"])
+    @pytest.mark.parametrize("name", ["diag_ggn", "diag_ggn of each", "ggn_trace", "sqrt_ggn", "kfac exact"])
     def test_of_large_layers(self, grouped, name):
         f, params, x, y = images()
         statistic = ROWS[name].make(f, F.cross_entropy)

@@ -33,8 +33,8 @@ def test_every_statistic_with_a_sample_axis_is_here():
     assert names == {
         "batch_grad",
         "batch_l2_grad",
-        "batch_diag_ggn",
-        "batch_diag_hessian",
+        "diag_ggn",
+        "diag_hessian",
         "batch_jacobian",
         "predictive_covariance",
         "sketched_grad",
@@ -109,7 +109,7 @@ class TestPlaces:
         assert_trees_close(told[0], wanted, EXACT)
 
     def test_drawn_columns_are_those_of_the_samples(self, data):  # noqa: F811
-        make = partial(invfunc.batch_diag_ggn, linear, F.cross_entropy, mc_samples=2)
+        make = partial(invfunc.diag_ggn, linear, F.cross_entropy, mc_samples=2, per_sample=True)
         wanted = streamed(make(generator=seeded()))(data[0], [data[1:]])
         found = streamed(make(generator=seeded()), out=empty_like(wanted))(data[0], batches([2, 5], *data[1:]))
         assert_trees_close(found, wanted, EXACT)
@@ -190,7 +190,9 @@ class TestRefused:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("make", [invfunc.batch_diag_ggn, invfunc.sqrt_ggn], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [partial(invfunc.diag_ggn, per_sample=True), invfunc.sqrt_ggn], ids=["diagonals", "root"]
+)
 def test_memory_is_that_of_one_batch(make, reduction, tmp_path):
     rand = Numbers(0)
     model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Tanh(), torch.nn.Linear(40, CLASSES))

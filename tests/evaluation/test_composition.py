@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import invfunc
 from invfunc.testing import laws
+from invfunc.testing.laws.rows import ROWS
 from invfunc.testing.oracles import assert_trees_close, dense_diag_ggn
 from tests.networks import LOSSES, STATISTICS, network, plain, total
 from tests.strategies import Numbers
@@ -119,10 +120,10 @@ class TestTransformsInside:
         args = (Numbers()(3, 2), Numbers(1)(4, 3))
         holds(f, *args, Numbers(2)(*f(*args).shape), loss=F.mse_loss, only="the GGN equals its loop")
 
-    @pytest.mark.parametrize("name", ["diag_hessian", "batch_diag_hessian"])
+    @pytest.mark.parametrize("name", ["diag_hessian", "diag_hessian of each"])
     def test_in_the_hessian_under_vmap(self, name):
         """What is sent back to see that the backward pass of a custom Function has a derivative is of its level."""
-        t = getattr(invfunc, name)(INSIDE["autograd.Function"], F.mse_loss)
+        t = ROWS[name].make(INSIDE["autograd.Function"], F.mse_loss)
         w, x, y = Numbers()(2, 3, 2), Numbers(1)(4, 3), Numbers(2)(4, 2)
         assert_trees_close(vmap(t, (0, None, None))(w, x, y), torch.stack([t(each, x, y) for each in w]), EXACT)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from invfunc import ekfac, functional, kfac, kronecker, tree
 from invfunc.kronecker import Kronecker, LowRank, kfra
-from invfunc.products.sample_space import Eigenpairs
+from invfunc.products.eigenpairs import Eigenpairs
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

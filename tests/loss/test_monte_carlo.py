@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad, vmap
 
-from invfunc import batch_diag_ggn, chunked, diag_ggn, sqrt_ggn, tree
+from invfunc import chunked, diag_ggn, sqrt_ggn, tree
 from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close, dense_diag_ggn
 from invfunc.testing.laws.rows import generic, in_blocks
@@ -193,7 +193,7 @@ class TestOfNetworks:
         def each(make, of=lambda t: t):
             return of(make(net.f, loss, mc_samples=m, generator=seeded()))(*args)
 
-        root, batch, whole = each(sqrt_ggn), each(batch_diag_ggn), each(diag_ggn)
+        root, batch, whole = each(sqrt_ggn), each(partial(diag_ggn, per_sample=True)), each(diag_ggn)
         assert all(s.shape == (m, net.n, *p.shape) for s, p in zip(*map(tree.leaves, (root, net.params)), strict=True))
         assert_trees_close(tree.map_leaves(lambda s: s.square().sum(0), root), batch, EXACT)
         assert_trees_close(tree.map_leaves(lambda d: d.sum(0), batch), whole, EXACT)
@@ -206,7 +206,7 @@ class TestOfNetworks:
     def test_chunks(self, over, called, first_form):
         f, args = arranged(called, LOSSES[0])
         given = (composed(f, LOSSES[0]),) if first_form else (f, LOSSES[0])
-        for make in (diag_ggn, batch_diag_ggn, sqrt_ggn):
+        for make in (diag_ggn, partial(diag_ggn, per_sample=True), sqrt_ggn):
             one, other = seeded(), seeded()
             t = make(*given, mc_samples=5, generator=one)
             chunks = chunked(make(*given, mc_samples=5, generator=other), 3, over=over)
@@ -216,8 +216,8 @@ class TestOfNetworks:
 
     def test_of_some_samples(self):
         f, args = arranged("perceptron", LOSSES[1])
-        whole = batch_diag_ggn(f, LOSSES[1], mc_samples=3, generator=seeded())(*args)
-        chosen = batch_diag_ggn(f, LOSSES[1], mc_samples=3, generator=seeded(), samples=[2, 0, 0, -1])(*args)
+        whole = diag_ggn(f, LOSSES[1], mc_samples=3, generator=seeded(), per_sample=True)(*args)
+        chosen = diag_ggn(f, LOSSES[1], mc_samples=3, generator=seeded(), samples=[2, 0, 0, -1], per_sample=True)(*args)
         assert_trees_close(chosen, tree.map_leaves(lambda d: d[[2, 0, 0, -1]], whole), EXACT)
 
     @pytest.mark.parametrize("loss", LOSSES[:3], ids=repr)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import batch_diag_ggn, diag_ggn, ggn_trace, kfac, outputs, sqrt_ggn
+from invfunc import diag_ggn, ggn_trace, kfac, outputs, sqrt_ggn
 from invfunc.kronecker import kfra
 from invfunc.loss.square_root import Root
 from invfunc.testing import assert_trees_close
@@ -57,7 +57,9 @@ def flat(result):
     return found
 
 
-@pytest.mark.parametrize("make", [diag_ggn, batch_diag_ggn, ggn_trace, sqrt_ggn, partial(kfac, fisher="exact"), kfra])
+@pytest.mark.parametrize(
+    "make", [diag_ggn, partial(diag_ggn, per_sample=True), ggn_trace, sqrt_ggn, partial(kfac, fisher="exact"), kfra]
+)
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_statistic_in_both_forms(make, name):
     """And as its derivative, which is that of the loss that is given apart."""

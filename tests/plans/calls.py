@@ -1,4 +1,4 @@
-"""What the tests of plans share: a small statistic with its plans, and what they say and did."""
+"""A small statistic with its plans, and what they say and did, for the tests of plans."""
 
 import warnings
 
@@ -55,7 +55,7 @@ def other(args, k):
 
 
 def outcome(call, args):
-    """What comes of a call, and where it leaves torch's generator."""
+    """The result of a call, and where it leaves torch's generator."""
     torch.manual_seed(1)
     try:
         result = call(*args)

@@ -216,13 +216,11 @@ class TestWays:
         assert_trees_close(found, wanted, EXACT)
 
     def test_what_cannot_be(self):
-        statistic = invfunc.variance(loss)
-        with pytest.raises(
-            invfunc.errors.ArgumentTypeError, match=r"comes inside, as streamed\(compiled\(variance\(loss\)\)\)"
-        ):
-            compiled(streamed(statistic))
-        with pytest.raises(invfunc.errors.ArgumentTypeError, match=r"as distributed\(compiled\(hvp\(loss\)\)\)"):
-            compiled(distributed(invfunc.hvp(loss)))
+        for outer in (streamed(invfunc.variance(loss)), distributed(invfunc.hvp(loss))):
+            with pytest.raises(
+                invfunc.errors.ArgumentTypeError, match=r"what is in it, as in streamed\(compiled\(t\)\)"
+            ):
+                compiled(outer)
         with pytest.raises(
             invfunc.errors.ArgumentError, match=r"\(compiled\(gram\(loss\)\)\): of tiles no plan is made"
         ):

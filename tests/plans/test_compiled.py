@@ -1,5 +1,8 @@
 """Calls that are repeated by a plan give what they give without it, of other numbers: every statistic and product."""
 
+import copy
+import pickle
+import warnings
 from functools import partial
 
 import pytest
@@ -7,15 +10,17 @@ import torch
 import torch.nn.functional as F
 
 import invfunc
-from invfunc import compiled, tree
+from invfunc import chunked, compiled, explain, linear_operator, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing.laws.rows import CASES, MODEL
 from invfunc.testing.oracles import assert_trees_close
 from tests.networks import LOSSES, NETWORKS, network
-from tests.plans.calls import EXACT, hits, loss, other, outcome, quietly, whys
+from tests.plans.calls import EXACT, given, hits, loss, of, other, outcome, quietly, same, whys
 from tests.strategies import Numbers
 from tests.structures import always
 
 FAMILIES = list(NETWORKS)
+exact = partial(invfunc.kfac, fisher="exact")
 
 
 def called(row, form, family, seed=0):
@@ -45,7 +50,96 @@ def test_is_the_call_itself_at_other_numbers(case):
     assert refused or hits(c) > 0 or draws_by_itself, whys(c)
 
 
-@pytest.mark.parametrize("make", [invfunc.diag_ggn, invfunc.batch_diag_ggn, partial(invfunc.kfac, fisher="exact")])
+def transformer():
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+    return torch.nn.Sequential(layer, torch.nn.Flatten(), torch.nn.Linear(24, 5)), Numbers(3)(4, 3, 8)
+
+
+def batch_norm():
+    own = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Tanh(), torch.nn.Linear(6, 5))
+    return own.eval(), Numbers(3)(4, 4)
+
+
+@pytest.mark.parametrize("model", [transformer, batch_norm])
+@pytest.mark.parametrize("make", [invfunc.variance, invfunc.diag_ggn, exact, invfunc.hvp, invfunc.clipped_grad])
+def test_of_modules_sees_steps_of_an_optimiser_and_their_modes(model, make):
+    """Buffers and frozen weights are closed over; dropout draws the numbers of the call itself."""
+    torch.manual_seed(0)
+    (own, x), y = model(), torch.arange(4)
+    own = own.double()
+    *_, frozen = own.parameters()
+    frozen.requires_grad_(False)
+    f, params = invfunc.functional(own)
+
+    def losses(p, x, y):
+        return F.cross_entropy(f(p, x), y, reduction="none")
+
+    def made():
+        if make is invfunc.clipped_grad:
+            return make(losses, max_norm=1.0)
+        return make(losses) if make is invfunc.variance else make(f, F.cross_entropy)
+
+    t, c, more = made(), compiled(made()), ()
+    for k in range(6):
+        if make is invfunc.hvp:
+            more = (tree.map_tensors(torch.cos, params),)
+        torch.manual_seed(k)
+        wanted, after = t(params, *more, x, y), torch.rand(2)
+        torch.manual_seed(k)
+        assert_trees_close((c(params, *more, x, y), torch.rand(2)), (wanted, after), EXACT)
+        with torch.no_grad():
+            for p in (frozen, *params.values()):
+                p.mul_(1.1)
+        if k == 2:
+            own.train() if model is transformer and not own.training else own.eval()
+        if k == 4:
+            own.load_state_dict({name: 0.9 * x for name, x in own.state_dict().items()})
+    assert hits(c) >= 4 and c.calls.made <= 2, whys(c)
+
+
+PRODUCTS = {
+    "hvp": lambda f: invfunc.hvp(f, F.cross_entropy),
+    "ggnvp": lambda f: invfunc.ggnvp(f, F.cross_entropy),
+    "ggnvp empirical": lambda f: invfunc.ggnvp(f, F.cross_entropy, fisher="empirical"),
+    "ggnvp drawn": lambda f: invfunc.ggnvp(
+        f, F.cross_entropy, mc_samples=2, generator=torch.Generator().manual_seed(0), fisher="mc"
+    ),
+}
+
+
+@pytest.mark.parametrize("family", ["perceptron", "convolution"])
+@pytest.mark.parametrize("make", PRODUCTS.values(), ids=PRODUCTS)
+def test_products_are_the_call_itself(make, family):
+    """On fresh data, where a second derivative that was written down would be wrong; as operators, too."""
+    net, y = network(family, 4), Numbers(1).below(3, 4)
+    t, c = make(net.f), compiled(make(net.f))
+    for k in range(3):
+        params, x = other((net.params, net.x), k)
+        v = tree.map_tensors(torch.cos, params)
+        assert_trees_close(c(params, v, x, y), t(params, v, x, y), EXACT)
+        a, b = (product.linearize(params, x, y) for product in (c, t))
+        assert_trees_close(a(v), b(v), EXACT)
+        assert linear_operator(c)(params, x, y).shape == linear_operator(t)(params, x, y).shape
+    assert hits(c) == 2
+
+
+def second_order(w, x):
+    """Of gradients, inside of a function: a penalty on the slope in the inputs."""
+    slope = torch.func.vmap(torch.func.grad(lambda w, x: (x @ w).sin() * x[0], argnums=1), (None, 0))(w, x)
+    return slope.square().sum(1) + F.softplus(x @ w)
+
+
+@pytest.mark.parametrize("make", [invfunc.variance, invfunc.diag_hessian, invfunc.hvp])
+def test_second_derivatives_are_those_of_fresh_data(make):
+    t, c = make(second_order), compiled(make(second_order))
+    for k in range(4):
+        w, x = given(k)
+        more = (w.cos(),) if make is invfunc.hvp else ()
+        same(c, t, w, *more, x)
+    assert hits(c) == 3
+
+
+@pytest.mark.parametrize("make", [invfunc.diag_ggn, partial(invfunc.diag_ggn, per_sample=True), exact])
 def test_columns_by_structure_are_planned_where_they_are_checked_by_numbers(make):
     """Of a token head, which the loss transposes: that is looked at by numbers that are the same in each call."""
     sizes, rand = ((12, 24), (24, 3), (3, 24), (24, 40)), Numbers(0)
@@ -62,35 +156,85 @@ def test_columns_by_structure_are_planned_where_they_are_checked_by_numbers(make
     c, t = compiled(make(f, loss)), make(f, loss)
     with always():
         for k in range(3):
-            given = params | {"w0": params["w0"] + k}, rand(4, 6, 12), torch.arange(24).reshape(4, 6) + k
-            assert_trees_close(c(*given), t(*given), EXACT)
-            assert_trees_close(c(*given), make(f, loss, method="dense")(*given), 1e-10)
+            args = params | {"w0": params["w0"] + k}, rand(4, 6, 12), torch.arange(24).reshape(4, 6) + k
+            assert_trees_close(c(*args), t(*args), EXACT)
+            assert_trees_close(c(*args), make(f, loss, method="dense")(*args), 1e-10)
     assert hits(c) == 5
 
 
-PRODUCTS = {
-    "hvp": lambda f: invfunc.hvp(f, F.cross_entropy),
-    "ggnvp": lambda f: invfunc.ggnvp(f, F.cross_entropy),
-    "ggnvp empirical": lambda f: invfunc.ggnvp(f, F.cross_entropy, fisher="empirical"),
-    "ggnvp drawn": lambda f: invfunc.ggnvp(
-        f, F.cross_entropy, mc_samples=2, generator=torch.Generator().manual_seed(0), fisher="mc"
-    ),
-}
-
-
-@pytest.mark.parametrize("make", PRODUCTS.values(), ids=PRODUCTS)
-def test_products_are_the_call_itself(make):
-    net = network("perceptron", 4)
-    y = Numbers(1).below(3, 4)
-    t, c = make(net.f), compiled(make(net.f))
+@pytest.mark.parametrize("over", ["samples", "params"])
+def test_chunks_are_the_call_itself(over):
+    t = chunked(invfunc.variance(loss), 3, over=over)
+    c = compiled(t)
     for k in range(3):
-        params, x = other((net.params, net.x), k)
-        v = tree.map_tensors(torch.cos, params)
-        assert_trees_close(c(params, v, x, y), t(params, v, x, y), EXACT)
+        same(c, t, *given(k, 7))
     assert hits(c) == 2
 
 
-def test_a_call_within_a_budget_says_what_to_compile():
-    within = invfunc.chunked(invfunc.batch_grad(loss), memory="8MiB")
-    with pytest.raises(invfunc.errors.ArgumentTypeError, match=r"has no plan; .* compiled\(chunked\(t, n\)\)"):
-        compiled(within)
+def test_inductor_is_the_call_up_to_rounding():
+    t, c = invfunc.variance(loss), compiled(invfunc.variance(loss), backend="inductor")
+    for k in range(3):
+        assert_trees_close(c(*given(k)), t(*given(k)), 1e-9)
+    assert hits(c) == 2 and not c.calls.warned
+
+
+def test_inductor_draws_no_other_numbers():
+    c = compiled(invfunc.variance(lambda w, x: loss(w, F.dropout(x))), backend="inductor")
+    with pytest.warns(invfunc.InvFuncWarning, match="runs by `replay`: random numbers of `inductor` are others"):
+        c(*given())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_graphs_are_the_call_and_results_are_kept():
+    t, c = invfunc.variance(loss), compiled(invfunc.variance(loss), backend="cudagraphs")
+    args = [tree.map_tensors(torch.Tensor.cuda, given(k)) for k in range(4)]
+    found = [c(*each) for each in args]
+    for each, result in zip(args, found, strict=True):
+        assert_trees_close(result, t(*each), EXACT)
+
+
+@pytest.mark.quick
+class TestOptions:
+    def test_explain_tells_of_the_plan_and_draws_nothing(self):
+        def f(w, x):
+            return F.dropout(x @ w, 0.5) * (2 if x.sum() > 0 else 3)
+
+        c = compiled(invfunc.diag_ggn(f, F.cross_entropy))
+        args = Numbers()(3, 5), Numbers(1)(4, 3), torch.arange(4)
+        before = torch.get_rng_state()
+        found = explain(c)(*args)
+        assert torch.equal(before, torch.get_rng_state())
+        assert "a plan of" in str(found) and "numbers, read at plans/test_compiled.py" in found.plan
+        assert "torch.ops.aten" in found.code and found.name == "compiled(diag_ggn(f, cross_entropy))"
+        c(*args)
+        assert hits(c) == 1
+
+    def test_copies_and_pickles_have_plans_of_their_own(self):
+        c = compiled(invfunc.variance(loss))
+        c(*given()), c(*given())
+        for again in (copy.deepcopy(c), pickle.loads(pickle.dumps(c))):
+            assert not again.calls.entries and repr(again) == repr(c)
+            same(again, c, *given())
+
+    def test_many_shapes_are_told(self):
+        t, c = of(loss)
+        w, x = given(n=12)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for n in range(1, 9):
+                same(c, t, w, x[:n])
+        with pytest.warns(invfunc.InvFuncWarning, match="more than 8 shapes.*or pad"):
+            c(w, x[:9])
+
+    def test_what_cannot_be_compiled_is_told(self):
+        with pytest.raises(ArgumentTypeError, match=r"compiled\(loss\): it is of type function"):
+            compiled(loss)
+        with pytest.raises(ArgumentTypeError, match=r"of type BudgetedStatistic.* as in compiled\(chunked\(t, n\)\)"):
+            compiled(chunked(invfunc.batch_grad(loss), memory="8MiB"))
+        with pytest.raises(ArgumentTypeError, match="of type Compiled"):
+            compiled(compiled(invfunc.variance(loss)))
+        with pytest.raises(ArgumentError, match="'replay', 'inductor', 'cudagraphs'"):
+            compiled(invfunc.variance(loss), backend="fast")
+        if not torch.cuda.is_available():
+            with pytest.raises(ArgumentError, match="needs a CUDA device"):
+                compiled(invfunc.variance(loss), backend="cudagraphs")

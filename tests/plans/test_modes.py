@@ -145,22 +145,3 @@ class TestErrors:
         assert hits(c) == 1
         with pytest.raises(torch.linalg.LinAlgError):
             c(torch.zeros(3, 3), x)
-
-    def test_name_what_can_be_compiled(self):
-        with pytest.raises(invfunc.errors.ArgumentTypeError, match=r"compiled\(loss\): it is of type function"):
-            compiled(loss)
-        with pytest.raises(invfunc.errors.ArgumentTypeError, match="of type Streamed"):
-            compiled(invfunc.streamed(invfunc.diag_ggn(loss, F.mse_loss)))
-        for around in (
-            lambda c: invfunc.chunked(c, 2),
-            lambda c: invfunc.together(c, c),
-            lambda c: invfunc.reduced(c, torch.sum),
-            lambda c: invfunc.certified(c, generator=0),
-            compiled,
-        ):
-            with pytest.raises(invfunc.errors.ArgumentTypeError):
-                around(compiled(invfunc.variance(loss)))
-        with pytest.raises(invfunc.errors.ArgumentError, match="'replay', 'inductor', 'cudagraphs', 'auto'"):
-            compiled(invfunc.variance(loss), backend="fast")
-        with pytest.raises(invfunc.errors.ArgumentError, match="recheck"):
-            compiled(invfunc.variance(loss), recheck=-1)

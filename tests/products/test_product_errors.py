@@ -249,7 +249,8 @@ class TestOnceOnly:
             product(P, v, X, self.TARGET)
 
     @pytest.mark.parametrize(
-        "make", [invfunc.diag_ggn, invfunc.batch_diag_hessian, partial(invfunc.kfac, fisher="exact")]
+        "make",
+        [invfunc.diag_ggn, partial(invfunc.diag_hessian, per_sample=True), partial(invfunc.kfac, fisher="exact")],
     )
     def test_statistics_name_the_operation(self, make):
         with pytest.raises(ArgumentError, match=r"cannot differentiate .*multilabel_margin_loss_backward"):

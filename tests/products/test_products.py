@@ -117,7 +117,7 @@ class TestLosses:
         assert_near(matrices.of(ggnvp(lambda p, x, y: loss(outputs(f(p, x)), y)), *args), wanted, 1e-8)
 
     @pytest.mark.parametrize("loss", NOT_CONVEX.values(), ids=NOT_CONVEX)
-    @pytest.mark.parametrize("transform", [ggnvp, partial(ggnvp, blocks=True)], ids=str)
+    @pytest.mark.parametrize("transform", [ggnvp, partial(ggnvp, blocks=True)], ids=["whole", "blocks"])
     def test_one_that_is_not_convex_is_refused_and_has_a_hessian(self, transform, loss):
         f, params = model((3,))
         args = (params, Numbers(1)(4, 2), Numbers(2)(4, 3))
@@ -151,7 +151,9 @@ class TestStatistics:
 
 
 class TestVectors:
-    @pytest.mark.parametrize("product", [hvp, ggnvp, partial(ggnvp, fisher="empirical")], ids=str)
+    @pytest.mark.parametrize(
+        "product", [hvp, ggnvp, partial(ggnvp, fisher="empirical")], ids=["hvp", "ggnvp", "fisher"]
+    )
     def test_a_product_is_linear_and_the_same_for_several(self, product):
         net, loss = network("convolution", 4), LOSSES[0]
         args, rows = (net.params, net.x, loss.target(Numbers(1), 4)), vectors(net.params, 5)

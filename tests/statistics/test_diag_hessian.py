@@ -1,4 +1,4 @@
-"""diag_hessian and batch_diag_hessian against the dense Hessian: networks, layers, models and losses, in both forms."""
+"""diag_hessian, of all and of each sample, against the dense Hessian: networks, layers, models, losses, both forms."""
 
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from invfunc import batch_diag_hessian, diag_ggn, diag_hessian, outputs, tree
+from invfunc import diag_ggn, diag_hessian, outputs, tree
 from invfunc.testing import assert_trees_close, dense_batch_diag_hessian, dense_diag_hessian
 from invfunc.testing.laws.rows import generic, in_blocks
 from invfunc.testing.models import moved
@@ -62,7 +62,7 @@ def assert_exact(f, loss, args, path="fast", floor=FLOOR, **options):
         wanted = dense_batch_diag_hessian(f, loss)(*args)
     # a scalar loss that is not known does not say which part of it is of which sample
     marked = composed(f, loss if loss in LOSSES else lambda z, y: loss(outputs(z), y))
-    for t in (batch_diag_hessian(f, loss, **options), batch_diag_hessian(marked, **options)):
+    for t in (diag_hessian(f, loss, per_sample=True, **options), diag_hessian(marked, per_sample=True, **options)):
         assert_trees_close(on(t)(*args), wanted, EXACT, floor)
     for t in (diag_hessian(f, loss, **options), diag_hessian(composed(f, loss), **options)):
         assert_trees_close(on(t)(*args), whole(wanted), EXACT, floor)
@@ -93,7 +93,10 @@ def assert_case_exact(drawn, paths, device, dtype):
     with twice_differentiable():
         wanted = dense_batch_diag_hessian(f)(*args)
     floor = max(1.0, *(d.abs().max().item() for d in tree.leaves(wanted) if d.numel()))  # of what cancels
-    kinds = [batch_diag_hessian(f, **options), diag_hessian(drawn.f, lambda z, y: squares(z, y).sum(), **options)]
+    kinds = [
+        diag_hessian(f, per_sample=True, **options),
+        diag_hessian(drawn.f, lambda z, y: squares(z, y).sum(), **options),
+    ]
     for t, expected, path in zip(kinds, [wanted, whole(wanted)], paths, strict=True):
         found = PATHS[path](t)(*moved(args, dtype, device))
         assert_trees_close(found, expected, EXACT if dtype == torch.float64 else 1e-3, FLOOR * floor)
@@ -129,7 +132,7 @@ def test_of_bags_of_embeddings(mode):
 
     rand = Numbers()
     args = {"table": rand(4, 2), "head": rand(2, 3)}, rand.below(4, 3, 2), rand(3, 3)
-    found = batch_diag_hessian(bag, wave)(*args)
+    found = diag_hessian(bag, wave, per_sample=True)(*args)
     assert_trees_close(found, dense_batch_diag_hessian(embedded, wave)(*args), EXACT)
 
 
@@ -245,8 +248,8 @@ def test_time_first(path):
     each = dense_batch_diag_hessian(lambda p, x: f(p, x).transpose(0, 1), F.mse_loss)(params, x, y.transpose(0, 1))
     options = dict[str, Any](in_dims=1, out_dims=1)
     assert_trees_close(PATHS[path](diag_hessian(f, F.mse_loss, **options))(params, x, y), wanted, EXACT)
-    assert_trees_close(PATHS[path](batch_diag_hessian(f, F.mse_loss, **options))(params, x, y), each, EXACT)
-    alone = PATHS[path](batch_diag_hessian(composed(f, F.mse_loss), in_dims=1))
+    assert_trees_close(PATHS[path](diag_hessian(f, F.mse_loss, per_sample=True, **options))(params, x, y), each, EXACT)
+    alone = PATHS[path](diag_hessian(composed(f, F.mse_loss), in_dims=1, per_sample=True))
     assert_trees_close(alone(params, x, y), each, EXACT)
 
 
@@ -283,7 +286,7 @@ class TestLosses:
         wanted = dense_diag_hessian(f)(*self.args)
         assert_trees_close(diag_hessian(f)(*self.args), wanted, EXACT)
         each = dense_batch_diag_hessian(in_series, lambda z, y: reduce((z - y).cosh().sum(1)))(*self.args)
-        assert_trees_close(batch_diag_hessian(f)(*self.args), each, EXACT)
+        assert_trees_close(diag_hessian(f, per_sample=True)(*self.args), each, EXACT)
 
     def test_several_outputs(self):
         def f(p, x):

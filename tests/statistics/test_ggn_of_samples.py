@@ -1,13 +1,14 @@
-"""batch_diag_ggn and sqrt_ggn against the dense J^T H J of each sample: every network and loss, in both forms."""
+"""diag_ggn of each sample and sqrt_ggn against the dense J^T H J of each: every network and loss, in both forms."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import sqrt_ggn, tree
+from invfunc import diag_ggn, sqrt_ggn, tree
+from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close, loop_batch_jacobian
 from tests.networks import LOSSES, network, total
-from tests.strategies import Numbers
+from tests.strategies import Numbers, seeded
 
 EXACT = 1e-10
 
@@ -45,3 +46,11 @@ def test_a_target_that_is_ignored_has_a_root_with_a_derivative():
     net, y = network("perceptron", 3), torch.tensor([-100, 0, 1])
     slope = torch.func.grad(lambda p: total(sqrt_ggn(net.f, F.cross_entropy)(p, net.x, y)))(net.params)
     assert all(leaf.isfinite().all() for leaf in tree.leaves(slope))
+
+
+@pytest.mark.quick
+def test_each_is_an_option_that_the_result_tells():
+    t = diag_ggn(torch.mul, F.mse_loss, per_sample=True)
+    assert repr(t) == "diag_ggn(mul, mse_loss, per_sample=True)"
+    with pytest.raises(ArgumentError, match="with_error=True, per_sample=True.*Leave one of the two out"):
+        diag_ggn(torch.mul, F.mse_loss, mc_samples=2, generator=seeded(), with_error=True, per_sample=True)

@@ -157,7 +157,7 @@ OF_DIAGONALS = {
     "samples=": (lambda *f: invfunc.diag_ggn(*f, samples=[BAD, 0]), lambda D: summed({k: d[:3] for k, d in D.items()})),
     "together": (lambda *f: together(invfunc.diag_ggn(*f), invfunc.ggn_trace(*f)), lambda D: (summed(D), total(D))),
     "reduced": (
-        lambda *f: reduced(invfunc.batch_diag_ggn(*f), lambda path, d: d.flatten(1).sum(1)),
+        lambda *f: reduced(invfunc.diag_ggn(*f, per_sample=True), lambda path, d: d.flatten(1).sum(1)),
         lambda D: {k: d.flatten(1).sum(1) for k, d in D.items()},
     ),
 }
@@ -165,7 +165,7 @@ OF_DIAGONALS = {
 
 DRAWN = {
     "diag_ggn": (invfunc.diag_ggn, summed),
-    "batch_diag_ggn": (invfunc.batch_diag_ggn, lambda D: D),
+    "diag_ggn of each": (partial(invfunc.diag_ggn, per_sample=True), lambda D: D),
     "sqrt_ggn": (lambda *f, **o: lambda *args: squared_columns(invfunc.sqrt_ggn(*f, **o)(*args)), lambda D: D),
 }
 
@@ -245,7 +245,7 @@ class TestStatistics:
     @given(case=cases(values=(torch.nan,)))
     def test_of_the_hessian(self, case):
         f, loss, args = posed(case)
-        each, wanted = invfunc.batch_diag_hessian(f, loss)(*args), bent(f, loss)(*args)
+        each, wanted = invfunc.diag_hessian(f, loss, per_sample=True)(*args), bent(f, loss)(*args)
         of_sum = invfunc.diag_hessian(composed(f, loss))(*args)
         for name in wanted:
             assert not (each[name].isfinite() & ~wanted[name].isfinite()).any()  # columns that meet may spoil more
@@ -326,7 +326,7 @@ class TestStructure:
         x[BAD].view(-1)[0] = torch.nan
         with structures.always():
             assert invfunc.explain(invfunc.diag_ggn(f, loss))(params, x, y).passes < y[0].numel()
-            for make in (invfunc.diag_ggn, invfunc.batch_diag_ggn):
+            for make in (invfunc.diag_ggn, partial(invfunc.diag_ggn, per_sample=True)):
                 assert_spoiled_alike(make(f, loss)(params, x, y), make(f, loss, method="dense")(params, x, y))
 
     @pytest.mark.parametrize("loss", [F.binary_cross_entropy_with_logits, general], ids=["bce", "general"])
@@ -334,4 +334,4 @@ class TestStructure:
     def test_hides_no_loss_that_is_not_convex(self, loss, value):
         args = poisoned("dense", "input", value)
         with pytest.raises(ConvexityError):
-            invfunc.batch_diag_ggn(dense, lambda z, y: -loss(z, y))(*args)
+            invfunc.diag_ggn(dense, lambda z, y: -loss(z, y), per_sample=True)(*args)

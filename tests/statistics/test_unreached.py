@@ -105,7 +105,7 @@ class TestZerosStay:
         for f in (lambda w, x: x @ w, lambda w, x: (x @ w).sum()):
             assert not invfunc.hvp(f)(w, w, X).any()
             assert not invfunc.diag_hessian(f)(w, X).any()
-            assert not invfunc.batch_diag_hessian(f)(w, X).any()
+            assert not invfunc.diag_hessian(f, per_sample=True)(w, X).any()
 
     def test_of_a_loss_that_is_linear_in_the_outputs(self):
         assert not invfunc.diag_ggn(lambda w, x: x @ w, lambda z, y: z.sum())(torch.ones(4, 3).double(), X, Y).any()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from invfunc import batch_diag_ggn, diag_ggn, ggn_trace
+from invfunc import diag_ggn, ggn_trace
 from invfunc.structure import labels, plan
 from invfunc.structure.groups import Placed
 from invfunc.structure.narrow import Bottleneck, paths
@@ -68,7 +68,9 @@ COSTS = {
 
 
 @pytest.mark.parametrize("called", COSTS)
-@pytest.mark.parametrize("make", [diag_ggn, batch_diag_ggn, ggn_trace], ids=lambda t: t.__name__)
+@pytest.mark.parametrize(
+    "make", [diag_ggn, partial(diag_ggn, per_sample=True), ggn_trace], ids=["sum", "samples", "trace"]
+)
 @pytest.mark.parametrize("form", ["model", "loss"])
 def test_it_takes_fewer_multiplications(called, make, form):
     f, params, x, loss, times = COSTS[called]

@@ -21,7 +21,7 @@ EXACT, FLOOR = 1e-9, 1e-6
 NOTHING = torch.zeros(())
 STATISTICS = {
     "diag_ggn": invfunc.diag_ggn,
-    "batch_diag_ggn": invfunc.batch_diag_ggn,
+    "diag_ggn of each": partial(invfunc.diag_ggn, per_sample=True),
     "ggn_trace": invfunc.ggn_trace,
     "ggn_trace per parameter": partial(invfunc.ggn_trace, per_parameter=True),
     "exact kfac": partial(invfunc.kfac, fisher="exact"),

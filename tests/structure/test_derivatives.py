@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invfunc import batch_diag_ggn, chunked, diag_ggn, ggn_trace
+from invfunc import chunked, diag_ggn, ggn_trace
 from invfunc.testing import assert_trees_close
 from tests.around import COMPOSITIONS, differentiated
 from tests.laws import composed
@@ -18,7 +18,7 @@ from tests.structure.test_columns import arranged
 from tests.structures import NETWORKS, always
 
 EXACT, FLOOR = 1e-8, 1e-6
-MAKERS = {"diag_ggn": diag_ggn, "batch_diag_ggn": batch_diag_ggn, "ggn_trace": ggn_trace}
+MAKERS = {"diag_ggn": diag_ggn, "diag_ggn of each": partial(diag_ggn, per_sample=True), "ggn_trace": ggn_trace}
 
 
 def local(p, x):
@@ -56,7 +56,7 @@ def example(called, n=2):
 @settings(max_examples=3)
 @given(called=st.sampled_from(list(NETS)), make=st.sampled_from(list(MAKERS)), form=st.booleans(), data=st.data())
 def test_inside_other_transforms(composition, called, make, form, data):
-    make = "batch_diag_ggn" if composition == "vmap over the last axis" else make  # a number has no second axis
+    make = "diag_ggn of each" if composition == "vmap over the last axis" else make  # a number has no second axis
     f, args = NETS[called], example(called)
     few = composition in ("jacfwd", "vmap of vmap")  # what torch can do with the other losses there
     loss = data.draw(st.sampled_from([F.cross_entropy, *[F.mse_loss, F.binary_cross_entropy_with_logits] * (not few)]))

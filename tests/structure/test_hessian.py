@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from invfunc import batch_diag_hessian, diag_ggn, diag_hessian, functional
+from invfunc import diag_ggn, diag_hessian, functional
 from invfunc.testing import assert_trees_close, dense_batch_diag_hessian
 from tests.crossed import thresholds_at
 from tests.strategies import Numbers
 from tests.structure.test_columns import arranged, assert_as_dense
 from tests.structures import NETWORKS, always
 
-STATISTICS = {"of the batch": diag_hessian, "of each sample": batch_diag_hessian}
+STATISTICS = {"of the batch": diag_hessian, "of each sample": partial(diag_hessian, per_sample=True)}
 TURNED = {
     "as it is": lambda loss: loss,
     "concave": lambda loss: lambda z, y: -loss(z, y),
@@ -66,7 +66,7 @@ def test_columns_share_passes(layers, act, called):
         return LOSSES[called](z)
 
     with always():
-        found = batch_diag_hessian(f, loss)(*args)
+        found = diag_hessian(f, loss, per_sample=True)(*args)
         of_all = diag_hessian(f, loss)(*args)
     wanted = dense_batch_diag_hessian(f, loss)(*args)
     assert_trees_close(found, wanted, 1e-9, 1e-6)

@@ -15,7 +15,10 @@ from tests.crossed import thresholds_at
 from tests.structure.test_columns import STATISTICS, arranged, assert_as_dense
 from tests.structures import NETWORKS, always
 
-HESSIANS = {"diag_hessian": invfunc.diag_hessian, "batch_diag_hessian": invfunc.batch_diag_hessian}
+HESSIANS = {
+    "diag_hessian": invfunc.diag_hessian,
+    "diag_hessian of each": partial(invfunc.diag_hessian, per_sample=True),
+}
 
 
 class Ladder(nn.Module):
@@ -63,7 +66,7 @@ def test_it_is_that_of_all_columns(attention, n, called):
 
 @pytest.mark.parametrize("kind", NETWORKS)
 @settings(max_examples=3)
-@given(data=st.data(), called=st.sampled_from(["diag_ggn", "batch_diag_ggn", "diag_hessian", "exact kfac"]))
+@given(data=st.data(), called=st.sampled_from(["diag_ggn", "diag_ggn of each", "diag_hessian", "exact kfac"]))
 def test_of_any_network(kind, data, called):
     functions, args = arranged(data, data.draw(NETWORKS[kind]))
     with thresholds_at(NEAR=2.0**-60, TAKEN=2.0**60), always():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from invfunc import batch_diag_ggn, diag_ggn, explain, functional, kfac
+from invfunc import diag_ggn, explain, functional, kfac
 from tests.structure.test_columns import assert_as_dense
 from tests.structures import always
 
@@ -20,7 +20,11 @@ CELLS = {
     "both directions": partial(nn.GRU, bidirectional=True),
     "two layers": partial(nn.LSTM, num_layers=2, bias=False),
 }
-STATISTICS = {"diag_ggn": diag_ggn, "batch_diag_ggn": batch_diag_ggn, "exact kfac": partial(kfac, fisher="exact")}
+STATISTICS = {
+    "diag_ggn": diag_ggn,
+    "diag_ggn of each": partial(diag_ggn, per_sample=True),
+    "exact kfac": partial(kfac, fisher="exact"),
+}
 
 
 class Reader(nn.Module):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import invfunc
-from invfunc import batch_diag_ggn, diag_ggn, explain, functional
+from invfunc import diag_ggn, explain, functional
 from invfunc.testing import assert_trees_close, dense_diag_ggn, peak_memory
 from tests.laws import composed
 from tests.strategies import Numbers
@@ -96,7 +96,7 @@ def patches(repeated, joined, n, tokens=6):
 @pytest.mark.parametrize("repeated", ["expand", "repeat", "zeros and"])
 def test_the_structure_is_seen(repeated, joined, n):
     f, args = patches(repeated, joined, n)
-    for make in (diag_ggn(f, F.mse_loss), batch_diag_ggn(f, F.mse_loss), invfunc.ggn_trace(f, F.mse_loss)):
+    for make in (diag_ggn(f, F.mse_loss), diag_ggn(f, F.mse_loss, per_sample=True), invfunc.ggn_trace(f, F.mse_loss)):
         with always():
             told = explain(make)(*args)
         assert told.why == "by the structure of the function" and told.passes <= told.columns / 2

@@ -1,5 +1,6 @@
 """Exact columns by the structure of a function: the core takes it, with few passes, and the result is that of all."""
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -37,7 +38,11 @@ def auto_encoder(side):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("make", [diag_ggn, invfunc.batch_diag_ggn, invfunc.ggn_trace], ids=lambda t: t.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [diag_ggn, partial(invfunc.diag_ggn, per_sample=True), invfunc.ggn_trace],
+    ids=["sum", "samples", "trace"],
+)
 def test_passes_do_not_grow_with_an_image(make):
     passes = []
     for side in (8, 12):
@@ -90,7 +95,7 @@ def test_a_table_is_told_apart_by_the_rows_that_are_read():
     params = {"table": rand(7, 3), "places": rand(5, 3), "head": rand(2, 3, 3)}
     i = torch.tensor([[1, 2, 1, 0, 6], [3, 3, 3, 1, 2]])
     args = params, i, rand(2, 2, 5)
-    for make in (diag_ggn, invfunc.batch_diag_ggn):
+    for make in (diag_ggn, partial(invfunc.diag_ggn, per_sample=True)):
         result, ((way, _),) = ways_of(make(f, F.mse_loss), args)
         assert not way.dense
         assert_trees_close(result, make(f, F.mse_loss, method="dense")(*args), 1e-9)

@@ -8,7 +8,6 @@ import torch
 import invfunc
 from invfunc import thresholds, tree
 from invfunc._torch import functorch
-from invfunc.statistic import Statistic
 from invfunc.testing import laws
 from invfunc.testing.laws import problem as of_functions
 from invfunc.testing.laws.rows import ROWS
@@ -138,14 +137,14 @@ def given():
 def faulty(t, fault):
     """A statistic that computes with a fault."""
 
-    class Wrong(Statistic):
+    class Wrong(type(t)):
         owned = False  # else copies are made of what shares memory
 
         def compute(self, args, kwargs, names):
             result, aux = super().compute(args, kwargs, names)
             return fault(self, args, result), aux
 
-    return Wrong(**{f.name: getattr(t, f.name) for f in fields(t)})
+    return Wrong(**{f.name: getattr(t, f.name) for f in fields(t) if f.init})
 
 
 def planted(fault, name, monkeypatch):

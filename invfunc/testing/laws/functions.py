@@ -269,7 +269,7 @@ def hessian(problem: Problem) -> Iterator[Claim]:
 
 @law("statistics agree with each other", when=no_loss)
 def agreement(problem: Problem) -> Iterator[Claim]:
-    """ggn_trace == diag_ggn.sum(), batch_diag_ggn.sum(0) == diag_ggn, (sqrt_ggn ** 2).sum(0) == batch_diag_ggn, ..."""
+    """ggn_trace == diag_ggn.sum(), diag_ggn == that of each sample .sum(0), which is (sqrt_ggn ** 2).sum(0), ..."""
 
     def of(name: str) -> Made:
         return one(problem, name)
@@ -285,15 +285,15 @@ def agreement(problem: Problem) -> Iterator[Claim]:
 
     yield Claim("gram", diagonal, of("batch_l2_grad"), problem.n)
     yield Claim("sum_grad_squared", lambda: total("sum_grad_squared"), lambda: total("batch_l2_grad"), problem.n)
-    yield Claim("batch_diag_ggn", each(lambda d: d.sum(0), "batch_diag_ggn"), of("diag_ggn").itself, problem.n)
-    yield Claim("sqrt_ggn", each(lambda s: s.square().sum(0), "sqrt_ggn"), of("batch_diag_ggn").itself, problem.n)
+    yield Claim("diag_ggn of each", each(lambda d: d.sum(0), "diag_ggn of each"), of("diag_ggn").itself, problem.n)
+    yield Claim("sqrt_ggn", each(lambda s: s.square().sum(0), "sqrt_ggn"), of("diag_ggn of each").itself, problem.n)
     yield Claim("diag_ggn dense", of("diag_ggn dense").itself, of("diag_ggn").itself, problem.n)
     yield Claim("ggn_trace", of("ggn_trace").itself, lambda: total("diag_ggn"), problem.n)
     yield Claim(
         "ggn_trace per parameter", of("ggn_trace per parameter").itself, each(lambda d: d.sum(), "diag_ggn"), problem.n
     )
     yield Claim(
-        "batch_diag_hessian", each(lambda d: d.sum(0), "batch_diag_hessian"), of("diag_hessian").itself, problem.n
+        "diag_hessian of each", each(lambda d: d.sum(0), "diag_hessian of each"), of("diag_hessian").itself, problem.n
     )
     drawn = each(lambda s: s.square().sum((0, 1)), "sqrt_ggn drawn")
     yield Claim("diag_ggn drawn", of("diag_ggn drawn").itself, drawn, problem.n)
@@ -474,10 +474,10 @@ def samples(problem: Problem) -> Iterator[Claim]:
             if row.of_shares is not None and OF_THE_MODEL not in of.called:
                 return row.of_shares(picked("batch_grad"))
             if row.of_each is not None:
-                return row.of_each(picked("batch_diag_ggn"))
+                return row.of_each(picked("diag_ggn of each"))
             if row.picks is not None:
                 return row.picks(of.itself(), index)
-            return tree.map_tensors(lambda d: d.sum(0), picked("batch_diag_hessian"))
+            return tree.map_tensors(lambda d: d.sum(0), picked("diag_hessian of each"))
 
         known = row.of_shares or row.of_each or row.picks or row.hessian
         if known and not row.drawn:

@@ -130,7 +130,7 @@ class Products:
 
     def unit(self, leaf: int, place: int) -> Tensors:
         """The vector with a one at an entry of a leaf."""
-        v = [torch.zeros_like(p) for p in self.leaves]
+        v = [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in self.leaves]
         v[leaf].view(-1)[place] = 1
         return v
 

@@ -215,8 +215,10 @@ ROWS = {
         axes=("samples", "params"),
         drawn=True,
     ),
-    "batch_diag_ggn": GGN(invfunc.batch_diag_ggn, of_each=lambda diagonals: diagonals, picks=_picked),
-    "batch_diag_ggn drawn": GGN(_drawn(invfunc.batch_diag_ggn, mc_samples=2), drawn=True),
+    "diag_ggn of each": GGN(
+        partial(invfunc.diag_ggn, per_sample=True), of_each=lambda diagonals: diagonals, picks=_picked
+    ),
+    "diag_ggn of each drawn": GGN(_drawn(partial(invfunc.diag_ggn, per_sample=True), mc_samples=2), drawn=True),
     "sqrt_ggn": GGN(invfunc.sqrt_ggn, picks=partial(_picked, axis=1)),
     "sqrt_ggn drawn": GGN(_drawn(invfunc.sqrt_ggn, mc_samples=2), drawn=True),
     "ggn_trace": GGN(invfunc.ggn_trace, gives=WHOLE, of_each=_total),
@@ -227,7 +229,7 @@ ROWS = {
         _drawn(invfunc.ggn_trace, mc_samples=2, with_error=True), gives=TREES, axes=("samples", "params"), drawn=True
     ),
     "diag_hessian": GGN(invfunc.diag_hessian, hessian=True),
-    "batch_diag_hessian": GGN(invfunc.batch_diag_hessian, hessian=True, picks=_picked),
+    "diag_hessian of each": GGN(partial(invfunc.diag_hessian, per_sample=True), hessian=True, picks=_picked),
     "kfac": FACTORED(_drawn(invfunc.kfac), drawn=True),
     "kfac empirical": FACTORED(partial(invfunc.kfac, fisher="empirical"), axes=("samples", "params")),
     "kfac exact": FACTORED(partial(invfunc.kfac, fisher="exact")),

@@ -1,6 +1,6 @@
 """The faults: a file for each folder of the package, and for what goes `THROUGH` several of them.
 
-`budget` is also of `budgeted.py` and `_alike.py`.
+`budget` is also of `budgeted.py`.
 """
 
 from importlib import import_module

@@ -118,8 +118,8 @@ FAULTS = [
     Fault(
         "samples are summed without their weights",
         "core/uses.py",
-        "d = d if weights is None else d * weights.to(d.dtype)[:, None, None, None]",
-        "d = d",
+        "(d if weights is None else d * weights.to(d.dtype)[:, None]).mT @ a",
+        "d.mT @ a",
         f"{FIRST}[MLP-float64]",
     ),
     Fault(

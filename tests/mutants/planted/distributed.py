@@ -55,14 +55,14 @@ FAULTS = [
     ),
     Fault(
         "products that are taken are not weighted as the loss of their batch",
-        "products/in_parts.py",
+        "products/streamed.py",
         "wide if self.weight == 1 else self.weight * wide",
         "wide",
         ALL,
     ),
     Fault(
         "gradients of which the graph alone is wanted have numbers",
-        "products/in_parts.py",
+        "products/streamed.py",
         "_Blank.apply if graph else self._take",
         "(lambda leaf, gradient: None) if graph else self._take",
         MEMORY,
@@ -300,7 +300,7 @@ FAULTS = [
     ),
     Fault(
         "a vector is looked at by the process that has it, not by all",
-        "products/along.py",
+        "products/product.py",
         "found, each = self.processes.told(name, looked)",
         "found, each = ALONE.told(name, looked)",
         FAULTS,

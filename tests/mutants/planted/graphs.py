@@ -14,10 +14,10 @@ FAULTS = [
     ),
     Fault(
         "attention never draws in blocks and plans",
-        "plans/draws.py",
+        "plans/operators.py",
         "kwargs.get(_DROPOUT, 0.0)) != 0",
         "kwargs.get(_DROPOUT, 0.0)) is None",
-        "plans/test_draws.py",
+        "plans/test_operators.py",
     ),
     Fault(
         "blocks that write into what they close over are evaluated again",

@@ -47,8 +47,8 @@ FAULTS = [
     Fault(
         "the last column of the softmax points elsewhere",
         "loss/square_root.py",
-        "q * (unit - own * (q + last) / (1 + q[:, -1:]))",
-        "q * (unit - own * (q + last) / (1 + q[:, :1]))",
+        "q * (q + unit[-1]) / (1 + q[:, -1:])",
+        "q * (q + unit[-1]) / (1 + q[:, :1])",
         "statistics/test_diag_ggn.py::TestKnownLosses::test_cross_entropy "
         "loss/test_losses.py statistics/test_diag_ggn.py",
     ),

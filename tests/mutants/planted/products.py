@@ -9,28 +9,28 @@ FAULTS = [
     # Eigenpairs, and covariances of low rank
     Fault(
         "an inverse takes its rounded vectors for orthogonal",
-        "products/sample_space.py",
+        "products/eigenpairs.py",
         "torch.linalg.eigh(gram(rows, self._all.new_zeros(count, count)))",
         "(self._all[:count], torch.eye(count).to(self._all))",
         ILL_CONDITIONED + "::TestEigenpairs",
     ),
     Fault(
         "what is lost in a first product is not solved for again",
-        "products/sample_space.py",
+        "products/eigenpairs.py",
         "found = [x + y for x, y in zip(found, self._solved(rest, lead, shift), strict=True)]",
         "assert rest",
         ILL_CONDITIONED + "::TestEigenpairs",
     ),
     Fault(
         "eigenvalues that are rounding have eigenvectors",
-        "products/sample_space.py",
+        "products/eigenpairs.py",
         "16 * self._eps * noise",
         "0 * self._eps * noise",
         EIGENPAIRS + "::TestPairs",
     ),
     Fault(
         "what lies outside of the samples is not damped",
-        "products/sample_space.py",
+        "products/eigenpairs.py",
         "others * self._damping(damping).log()",
         "others * 0",
         EIGENPAIRS + "::TestPairs",
@@ -67,7 +67,7 @@ FAULTS = [
     ),
     Fault(
         "samples of a loss that mixes them are taken for apart",
-        "products/split.py",
+        "products/given.py",
         "not near(signed(x, d), y.detach(), x.detach().abs().amax())",
         "signs is None",
         "products/test_product_splits.py::TestSamples",
@@ -107,14 +107,14 @@ FAULTS = [
     ),
     Fault(
         "a Fisher product takes one of several outputs",
-        "products/rows.py",
+        "products/curvature.py",
         "torch.stack(met).sum(0)",
         "met[0]",
         "products/test_fisher_products.py::test_terms_in_two_orders products/test_fisher_products.py",
     ),
     Fault(
         "second derivatives are clipped where their size was asked for",
-        "products/positive.py",
+        "products/curvature.py",
         'h.abs() if modify == "abs" else h.clamp(min=0)',
         'h.abs() if modify == "clip" else h.clamp(min=0)',
         "products/test_pch.py::test_is_the_sum_of_its_parts products/test_pch.py",
@@ -135,7 +135,7 @@ FAULTS = [
     ),
     Fault(
         "a product of the user of several vectors is that of the first",
-        "products/along.py",
+        "products/product.py",
         "zip(*map(of_one, zip(*v, strict=True)), strict=True)",
         "zip(*[of_one([y[0] for y in v])] * len(v[0]), strict=True)",
         "products/test_operators_of_torch.py::TestOperator::test_of_a_product_of_the_user "

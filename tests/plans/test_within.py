@@ -1,11 +1,17 @@
-"""A compiled statistic within the user's own torch.compile: one operation of one graph, with the guards of its plan."""
+"""A compiled statistic within the user's own torch.compile, as one operation of one graph; and within torch.export."""
+
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import invfunc
 from invfunc import compiled, tree
+from invfunc.errors import ArgumentError, ReplayError
+from invfunc.kronecker.origin import Joint, Origin, read, written
 from invfunc.testing.oracles import assert_trees_close
 from tests.data_sets.test_streamed import linear, losses
 from tests.plans.calls import hits, loss, quietly
@@ -88,17 +94,16 @@ def test_products(data):
 
 
 def test_what_f_reads_is_that_of_now():
-    """A closure, a tensor in it, a branch on numbers: the graph is not compiled again, and the plan is."""
-    held, scale, graphs = torch.ones(3, dtype=torch.float64), {"by": 2.0}, []
+    """A tensor that is closed over, a branch on numbers: the graph is not compiled again, and the plan is."""
+    held, graphs = torch.ones(3, dtype=torch.float64), []
 
     def f(w, x):
-        return loss(w, x * held) * scale["by"] * (2.0 if x.sum() > 0 else 3.0)
+        return loss(w, x * held) * (2.0 if x.sum() > 0 else 3.0)
 
     t, c = invfunc.variance(f), compiled(invfunc.variance(f))
     ours = torch.compile(lambda w, x: c(w, x) * 1, fullgraph=True, backend=lambda g, _: graphs.append(g) or g)
-    for k in range(8):
-        scale["by"] = 2.0 + (k > 3)
-        held.fill_(1.0 + (k > 5))
+    for k in range(6):
+        held.fill_(1.0 + (k > 3))
         w, x = Numbers(k)(3), Numbers(k + 9)(4, 3)
         assert_trees_close(quietly(ours, w, x), t(w, x), EXACT)
     assert len(graphs) == 1
@@ -161,14 +166,12 @@ def test_factors_know_what_they_are_of_and_multiply_in_the_graph(data):
 
 
 def test_another_shape_of_the_result_is_told():
-    size = {"n": 3}
-    c = compiled(invfunc.batch_jacobian(lambda w, x: (x * w)[:, : size["n"]]))
+    c = compiled(invfunc.batch_jacobian(lambda w, x: (x * w)[:, : 3 if x.sum() > 0 else 2]))
     ours = torch.compile(lambda w, x: c(w, x) + 0, fullgraph=True, backend="aot_eager")
-    w, x = Numbers(0)(3), Numbers(1)(4, 3)
+    w, x = Numbers(0)(3), Numbers(1)(4, 3).abs()
     ours(w, x)
-    size["n"] = 2
-    with pytest.raises(invfunc.errors.ReplayError, match="other shapes or dtypes"):
-        ours(w, x)
+    with pytest.raises(ReplayError, match="other shapes or dtypes"):
+        ours(w, -x)
 
 
 @pytest.mark.parametrize("kind", ["factors", "aux", "reduced", "differentiable", "autocast"])
@@ -208,10 +211,105 @@ def test_inductor_takes_the_operation():
     assert hits(c) == 2
 
 
-def test_parameters_that_torch_compile_has_marked():
-    """It writes attributes of its own on those of modules that were compiled or exported."""
-    c, w = compiled(invfunc.variance(loss)), Numbers(0)(3)
-    torch._dynamo.mark_static_address(w)
+# Programs of torch.export
+
+
+class Calling(nn.Module):
+    """A module that calls a function of what it is given."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, *args):
+        return self.call(*args)
+
+
+def program(call, *args, strict=False):
+    """The program of a function, as a function."""
+    return torch.export.export(Calling(call), args, strict=strict).module()
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["plain", "strict"])
+@pytest.mark.parametrize("name", ["variance", "diag_ggn", "together", "chunked"])
+def test_a_program_is_the_statistic_of_other_numbers(name, strict, data):
+    params, x, y = data
+    c, t = compiled(MADE[name]()), MADE[name]()
+    c(params, x, y)
+    found = program(c, params, x, y, strict=strict)
     for k in range(3):
-        c(w, Numbers(k)(4, 3))
-    assert hits(c) == 2
+        at = {name: p + k for name, p in params.items()}, (x - k).cos(), (y + k) % 5
+        assert_trees_close(found(*at), t(*at), EXACT)
+
+
+def test_a_program_closes_over_tensors_as_they_were_and_asserts_numbers(data):
+    params, x, y = data
+    held = Numbers(3)(4, 7).t()
+
+    def made():
+        return invfunc.variance(lambda p, x, y: losses(p, x * held, y) * (2 if x.sum() > 0 else 3))
+
+    t, c = made(), compiled(made())
+    c(params, x.abs(), y)
+    found, wanted = program(c, params, x.abs(), y), t(params, x.abs() + 1, y)
+    held.zero_()
+    assert_trees_close(found(params, x.abs() + 1, y), wanted, EXACT)
+    with pytest.raises(RuntimeError, match=r"numbers that it reads \(at .*test_within.py:\d+\) are others"):
+        found(params, -x.abs(), y)
+
+
+WITHOUT_THIS_LIBRARY = """
+import sys, torch
+at, wanted, factors = torch.load("wanted.pt")
+found = torch.export.load("program.pt2").module()(*at)
+assert found.keys() == wanted.keys() and "invfunc" not in sys.modules
+assert all(torch.allclose(found[k], wanted[k], rtol=1e-12, atol=0) for k in wanted)
+import invfunc
+found = torch.export.load("factors.pt2").module()(*at)
+assert isinstance(found["w"], invfunc.kronecker.Kronecker)
+found = invfunc.tree.tensors(found)
+assert all(torch.allclose(a, b, rtol=1e-12, atol=0) for a, b in zip(found, factors, strict=True))
+"""
+
+
+def test_a_program_loads_in_a_process_without_this_library_and_objects_where_they_are_known(data, tmp_path):
+    made, at = {}, tuple(tree.map_tensors(lambda x: x + 1 if x.is_floating_point() else x, data))
+    for name in ("diag_ggn", "factors"):
+        made[name], c = MADE[name](), compiled(MADE[name]())
+        c(*data)
+        kept = tmp_path / ("program.pt2" if name == "diag_ggn" else "factors.pt2")
+        with torch.no_grad():
+            torch.export.save(torch.export.export(Calling(c), data, strict=False), kept)
+    torch.save((at, made["diag_ggn"](*at), tree.tensors(made["factors"](*at))), tmp_path / "wanted.pt")
+    code = [sys.executable, "-c", WITHOUT_THIS_LIBRARY]
+    done = subprocess.run(code, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_structure_of_factors_is_written_and_read():
+    whole = Joint("b", torch.Size([2, 3]), (0,), (1,), (1, 1))
+    for origin in (Origin(), Origin("w", 5, 2.0, 1, None, False, whole)):
+        rest = ("groups", ((0,), (1,))), ("shape", torch.Size([2, 3])), ("values", None), ("blocks", (1, 1))
+        structure = ("factors",), (*rest, ("origin", origin))
+        found = read(written(structure))
+        assert found == structure and repr(found) == repr(structure)
+
+
+def test_what_a_program_cannot_be_of_is_told(data):
+    params, x, y = data
+    c = compiled(invfunc.variance(losses))
+    with pytest.raises(ArgumentError, match="no plan of arguments of these shapes"):
+        program(c, params, x, y)
+    with pytest.raises(ArgumentError, match="no derivatives"):
+        program(c, tree.map_tensors(lambda p: p.clone().requires_grad_(), params), x, y)
+    with pytest.raises(ArgumentError, match="pads nothing"):
+        program(compiled(invfunc.variance(losses), pad=[8]), params, x, y)
+    for f, why in (
+        (lambda p, x, y: losses(p, F.dropout(x), y), "draws random numbers"),
+        (lambda p, x, y: losses(p, x, y) * x[x > 0].mean(), "shapes"),
+    ):
+        c = compiled(invfunc.hvp(lambda *a, f=f: f(*a).sum()))
+        v = tree.map_tensors(torch.cos, params)
+        c(params, v, x, y)
+        with pytest.raises(ArgumentError, match=why):
+            program(c, params, v, x, y)

@@ -1,9 +1,9 @@
-"""Which operations of a plan draw random numbers: attention's kernels do where they leave something out."""
+"""Operations that draw random numbers: attention's kernels do where they leave something out."""
 
 import pytest
 import torch
 
-from invfunc.plans.draws import draws
+from invfunc.plans.operators import draws
 
 ATEN = torch.ops.aten
 Q = torch.zeros(1, 1, 2, 4)

@@ -1,0 +1,217 @@
+"""Batches that are padded to a few sizes, so that few plans serve all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc.arguments.problem import batch_dims, batch_size
+from invfunc.errors import ArgumentError
+from invfunc.loss.drawn import joined
+from invfunc.products.product import Product
+from invfunc.reductions.gradients import CentredSquares, ClippedSum, EachSample, SumAndCentredSquares
+from invfunc.reductions.reduction import Reduction
+from invfunc.reductions.sketches import Sketches
+from invfunc.reductions.squares import InnerProducts, JacobianRows, MatrixTrace, SumOfSquares
+from invfunc.statistic import Statistic
+
+_SUMS = SumOfSquares, MatrixTrace, ClippedSum, CentredSquares
+_EACH = EachSample, JacobianRows, InnerProducts
+
+
+@dataclass(frozen=True, eq=False)
+class Masked:
+    """A function of `(params, mask, *batch)` whose samples have a derivative only where the mask is 1."""
+
+    f: Callable
+    losses: bool
+    """True if it returns the losses of the samples, and no outputs."""
+    axis: int
+    tells: bool
+    """True if the outputs come beside, as aux."""
+
+    def __call__(self, params: Any, mask: torch.Tensor, *batch: Any, **kwargs: Any) -> Any:
+        found = self.f(params, *batch, **kwargs)
+        if self.losses:
+            if not isinstance(found, torch.Tensor) or found.shape != mask.shape:
+                raise ArgumentError(
+                    f"with pad=, f has to return the losses [N] of the samples, as with reduction='none', of which the "
+                    f"padded ones are left out, but returns {tuple(getattr(found, 'shape', ()))} of {len(mask)}."
+                )
+            return found * mask.to(found.dtype)
+        outputs = tree.map_tensors(lambda z: self._of_outputs(z, mask), found)
+        return (outputs, found) if self.tells else outputs
+
+    def _of_outputs(self, z: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        by = mask.to(z.dtype).reshape([-1 if d == self.axis % z.ndim else 1 for d in range(z.ndim)])
+        return z * by + z.detach() * (1 - by)
+
+
+class Padding:
+    """The calls of a statistic or a product with batches that are padded with copies of a sample, which count nothing.
+
+    A padded sample has no gradient, and so nothing in a sum over the samples; results with a sample axis are cut.
+    """
+
+    def __init__(self, t: Statistic | Product, sizes: tuple[int, ...]) -> None:
+        self.t, self.sizes = t, tuple(sorted(sizes))
+        if why := _why_not(t):
+            raise ArgumentError(f"compiled({t!r}, pad={sizes!r}): {why}.")
+        self.rows: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        """For numbers of samples, the places that a padded batch takes its samples from, and its mask."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of a padded batch, with its mask in front of it."""
+        t, count = self.t, len(args) - self.lead
+        found, mask = _of_masked(t, (0, *self._dims(count).values()))(*args, **kwargs), args[self.lead]
+        if isinstance(t, Product):
+            return found
+        if not t.members:
+            return _centred(t, found, mask)
+        own = [_centred(m, x, mask) for m, x in zip(t.members, found, strict=False)]
+        return (*own, *found[len(own) :])
+
+    @property
+    def lead(self) -> int:
+        """The number of arguments before the batch."""
+        return 2 if isinstance(self.t, Product) else 1
+
+    def _dims(self, count: int) -> dict[int, int | None]:
+        """The sample dimensions of so many arguments behind the parameters, by their places."""
+        return batch_dims(self.t.in_dims, [*range(1, count)])
+
+    def padded(self, args: tuple, names: Any) -> tuple[tuple, int, int]:
+        """The arguments of a call with a mask in front of the batch, and how many samples there were and are."""
+        front, own = args[: self.lead], (args[0], *args[self.lead :])
+        dims = self._dims(len(own))
+        n, device = batch_size(own, dims, names), next(x.device for x in tree.tensors(own[1:]))
+        size = next((size for size in self.sizes if size >= n), None)
+        if size is None:
+            raise ArgumentError(f"there are {n} samples, more than the largest size of pad={self.sizes!r}.")
+        if (n, device) not in self.rows:
+            rows = torch.arange(size, device=device)
+            self.rows[n, device] = rows * (rows < n), rows < n
+        index, mask = self.rows[n, device]
+        batch = own[1:] if n == size else [_some(x, dims[i], index) for i, x in enumerate(own[1:], 1)]
+        return (*front, mask, *batch), n, size
+
+    def cut(self, found: Any, target: Any, n: int, size: int) -> Any:
+        """A result, with the outputs of the model where there is a loss apart, without what padded samples have."""
+        t, scale = self.t, 1.0
+        if t.loss is not None:
+            *results, z = found
+            found = tuple(results) if t.several else results[0]
+            if isinstance(t, Statistic) and t.options.plan.asked("samples"):
+                z = joined(z, t.out_dims)
+            scale = 1.0 if n == size else self._scale(z, target, n)
+        if isinstance(t, Product):
+            return found if scale == 1 else tree.map_tensors(lambda x: x * scale**t.degree, found)
+        if t.members:
+            return tuple(_cut(m, x, n, scale) for m, x in zip(t.members, found, strict=True))
+        return _cut(t, found, n, scale)
+
+    def _scale(self, outputs: Any, target: Any, n: int) -> float:
+        """The factor by which the gradient of the loss of n samples is that which they have in the padded batch."""
+        t, rows = self.t, slice(n)
+        dim = t.in_dims[-1] if isinstance(t.in_dims, Sequence) else t.in_dims
+        for shift in (0, 1):  # the loss may be at its minimum
+            z = tree.map_tensors(lambda x, shift=shift: x.detach() + shift, outputs)
+            padded = self._slope(z, target)
+            if padded is None:
+                return 1.0
+            alone = self._slope(_some(z, t.out_dims, rows), _some(target, dim, rows))
+            there = torch.cat([_some(x, t.out_dims, rows).flatten() for x in padded])
+            own = torch.cat([x.flatten() for x in alone or ()])
+            if (size := own @ own) > 0:
+                scale = size / (own @ there)
+                if (own - scale * there).abs().amax() <= torch.finfo(own.dtype).eps ** 0.75 * own.abs().amax():
+                    return float(scale)
+                raise ArgumentError(
+                    "with pad=, the loss has to be a sum or a mean over the samples, and changes in another way where "
+                    "others are added. Return the [N] losses of the samples, as with reduction='none'."
+                )
+        return 1.0
+
+    def _slope(self, outputs: Any, target: Any) -> list[torch.Tensor] | None:
+        """The gradient of the loss in the outputs; None where it has a loss for each sample."""
+        assert self.t.loss is not None
+        with torch.enable_grad():
+            own = tree.map_tensors(lambda x: x.requires_grad_() if x.is_floating_point() else x, outputs)
+            loss, inputs = self.t.loss(own, target), [x for x in tree.tensors((own,)) if x.requires_grad]
+            if loss.ndim:
+                return None
+            found = torch.autograd.grad(loss, inputs, allow_unused=True)
+        return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+
+
+def _some(argument: Any, dim: int | None, rows: slice | torch.Tensor) -> Any:
+    """An argument with some of its samples, or with copies behind them."""
+    if dim is None:
+        return argument
+    if isinstance(rows, torch.Tensor):
+        return tree.map_tensors(lambda x: x.index_select(dim, rows), argument)
+    return tree.map_tensors(lambda x: x.narrow(dim, 0, rows.stop), argument)
+
+
+def _why_not(t: Statistic | Product) -> str:
+    """The reason why batches cannot be padded; empty if they can."""
+    if t.has_aux:
+        return "with aux, which is of all samples, none can be left out. Leave has_aux or pad out"
+    if isinstance(t, Product):
+        return "what is drawn for a padded batch is another sequence. Leave pad out" if t.drawing is not None else ""
+    if t.options.reduce is not None or t.samples is not None or t.others is not None or t.argnums not in (0, (0,)):
+        return "with reduced, samples=, others= or argnums= batches are not padded. Leave pad out"
+    for m in t.members or (t,):
+        if m.drawing is not None or isinstance(m.reduction, Sketches):
+            return "what is drawn for a padded batch is another sequence. Leave pad out"
+        if not isinstance(m.reduction, (*_SUMS, *_EACH)):
+            return f"{m.name} is neither a sum over the samples, nor has it a sample axis. Leave pad out"
+    return ""
+
+
+def _of_masked(t: Any, in_dims: tuple) -> Any:
+    """A statistic or a product of a masked function."""
+    of_outputs = t.loss is not None or (isinstance(t, Statistic) and t.kind.of_model != "no")
+    f, tells = Masked(t.f, not of_outputs, t.out_dims, t.loss is not None), t.loss is not None
+    changed: dict[str, Any] = {"f": f, "in_dims": in_dims, "has_aux": tells}
+    if isinstance(t, Statistic):
+        changed["members"] = tuple(_of_masked(m, in_dims) for m in t.members)
+        if isinstance(t.reduction, CentredSquares):
+            changed["reduction"] = SumAndCentredSquares(0)
+    return replace(t, **changed)
+
+
+def _centred(t: Statistic, result: Any, mask: torch.Tensor) -> Any:
+    """A result of which padded samples are taken out of the variance, by the formula of Chan, Golub and LeVeque."""
+    if not isinstance(t.reduction, CentredSquares):
+        return result
+    total, spread = result
+    n, size = mask.sum(dtype=torch.float64), len(mask)
+    divisor = n - t.reduction.correction
+    scale, share = size / divisor, (n - size) / (size * n * divisor)
+    leaves, structure = tree.flatten(spread)
+    for i, (s, v) in enumerate(zip(tree.tensors((total,)), leaves, strict=True)):
+        leaves[i] = torch.addcmul(v * scale, s, s * share).clamp(min=0)
+    spread = tree.unflatten(leaves, structure)
+    return (total, spread) if isinstance(t.reduction, SumAndCentredSquares) else spread
+
+
+def _cut(t: Statistic, result: Any, n: int, scale: float) -> Any:
+    """A result of a statistic without the rows of padded samples."""
+    reduction: Reduction = t.reduction
+    if isinstance(reduction, CentredSquares) and n <= reduction.correction:
+        raise ArgumentError(f"correction={reduction.correction} leaves no divisor above 0 for {n} samples.")
+    if isinstance(reduction, ClippedSum):
+        return result[0], result[1][:n]
+    if isinstance(reduction, InnerProducts):
+        return tree.map_tensors(lambda x: x.narrow(0, 0, n).narrow(x.ndim // 2, 0, n), result)
+    if reduction.each:
+        result = _some(result, reduction.each[0], slice(n))
+    if scale == 1:
+        return result
+    by = t.quantity.factor(scale)
+    return tree.map_tensors(lambda x: reduction.scaled((x,), by)[0], result)
