@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from invfunc import batch_grad
 from invfunc.core import axes
 from invfunc.core.axes import numbers
 from invfunc.core.marks import SUMMED, Unsupported, tensors
 from invfunc.core.probe import probe
 from invfunc.core.tables import AXES, RULES
+from invfunc.testing import assert_trees_close, loop_batch_grad
+from tests.strategies import Numbers
 
 Tensor, DRAWS = torch.Tensor, 12
 
