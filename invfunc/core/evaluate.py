@@ -15,7 +15,6 @@ from invfunc import thresholds, tree
 from invfunc._extras import Ticks
 from invfunc._torch.functorch import hooked, transforming, versions
 from invfunc._torch.generators import same_state, set_states, state_of, states_of, torchs_own
-from invfunc._ways import known_way
 from invfunc.arguments.problem import Problem, check_numbers, whole
 from invfunc.budget.size import fits
 from invfunc.core.columns import Twice, columns_at, lost, single, split
@@ -30,7 +29,7 @@ from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.split import WHOLE, Axis, Finder, Output, marked_for
 from invfunc.core.uses import Use
-from invfunc.core.ways import Again, How, Met, Way, looked_at
+from invfunc.core.ways import REPLAYED, Again, How, Met, Way, looked_at
 from invfunc.errors import InvFuncError, ProcessError, ReplayError, unreached
 from invfunc.loss.square_root import Affine, Columns, Units, Weighted, joined_block
 from invfunc.operations.second_derivatives import TwiceDifferentiable
@@ -246,7 +245,7 @@ def ran_and(
         way = way if each else at_once
     twice = deep or kind.second_order or (kind.convex and problem.n == 1)  # for torch's batch norm of one sample
     frees = new is Run and not options.plan.splits and all(map(_streamed, quantities))
-    how = How(problem, way, deep, twice, frees, way is Problem.call and known_way(problem.f, "replays") > 0)
+    how = How(problem, way, deep, twice, frees, way is Problem.call and problem.f in REPLAYED)
     while True:
         run = new(problem.n, how.deep, chosen)
         run.grows = how.ambiguous is None
@@ -257,7 +256,9 @@ def ran_and(
         met = None
         try:
             given = problem, quantities, run, outside, options, known, ticks, phased, pullback
-            with Replays(how.twice or new is CallsRun) if how.replays else nullcontext():
+            if not how.replays:
+                return finish(run, *_evaluated(*given), outside)
+            with Replays(how.twice or new is CallsRun):
                 return finish(run, *_evaluated(*given), outside)
         except Met as error:
             met = error

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch.utils.checkpoint import CheckpointError
@@ -104,6 +106,10 @@ class Again(Exception):
     """Raised where the result has a derivative in what f closes over."""
 
 
+REPLAYED = WeakSet[Any]()
+"""Functions with checkpoints that have to be evaluated again as they were followed."""
+
+
 @dataclass
 class How:
     """How f is run, which changes with what a run meets."""
@@ -122,8 +128,9 @@ class How:
         if isinstance(error, (Again, Twice)):
             self.deep, self.twice = self.deep or isinstance(error, Again), True
         elif isinstance(error, (CheckpointError, Unreplayed)) and self.way is Problem.call and not self.replays:
-            note_way(self.problem.f, "replays", 1)  # a checkpoint is not evaluated again as it was followed
-            self.replays = True
+            self.replays = True  # a checkpoint is not evaluated again as it was followed
+            with suppress(TypeError):  # a function of a kind that has no weak references
+                REPLAYED.add(self.problem.f)
         elif isinstance(error, ReplayError) and run.frees:  # nor is a block
             self.frees = False
         elif isinstance(error, Unsupported) and not isinstance(error, Final) and not self.ambiguous and run.grew:
