@@ -82,11 +82,7 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "MOVED": (0, FAR),
     "CHECKED": (0, FAR),
     "TRIED_PASSES": (1, FAR),
-    "WATCHED": (0, FAR),
-    "WATCHED_BYTES": (0, FAR),
     "FOLDED": (0, FAR),
-    "REPEATED": (1, FAR),
-    "SAME_NUMBERS": (0, FAR),
     "COMPARED_NUMBERS": (0, FAR),
     "DIRECTIONS": (1, FAR),
     "OPERATIONS": (0, FAR),
@@ -94,7 +90,6 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "PLANS": (1, FAR),
     "SHAPES": (FAR, FAR),
     "MISSES": (1, FAR),
-    "TIMED": (1, 2),
 }
 """Of each threshold a value on its one side, where small things are treated as large ones, and one on the other."""
 LOWEST, HIGHEST = ({name: sides[i] for name, sides in SIDES.items()} for i in (0, 1))

@@ -101,9 +101,9 @@ def test_what_has_no_loss_never_waits(problem, name):
 
 
 @pytest.mark.parametrize("name", OF_THE_GGN)
-def test_all_checks_of_a_call_wait_once(problem, name):
+def test_all_checks_of_a_call_wait_once_at_most(problem, name):
     f, params, batch = problem
-    assert waits(OF_THE_GGN[name](f, F.cross_entropy), params, *batch) == 1
+    assert waits(OF_THE_GGN[name](f, F.cross_entropy), params, *batch) <= 1
 
 
 @pytest.mark.parametrize("name", HESSIAN)
