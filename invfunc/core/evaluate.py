@@ -15,11 +15,11 @@ from invfunc import thresholds, tree
 from invfunc._extras import Ticks
 from invfunc._torch.functorch import hooked, transforming, versions
 from invfunc._torch.generators import same_state, set_states, state_of, states_of, torchs_own
-from invfunc._ways import known_way, note_way
+from invfunc._ways import known_way
 from invfunc.arguments.problem import Problem, check_numbers, whole
 from invfunc.budget.size import fits
 from invfunc.core.columns import Twice, columns_at, lost, single, split
-from invfunc.core.composed import Replays, Unreplayed
+from invfunc.core.composed import Replays
 from invfunc.core.factors import partners
 from invfunc.core.hessian import CallsRun, Diagonal
 from invfunc.core.kfra import ChainRun, chain
@@ -30,7 +30,7 @@ from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.split import WHOLE, Axis, Finder, Output, marked_for
 from invfunc.core.uses import Use
-from invfunc.core.ways import Met, Way, looked_at
+from invfunc.core.ways import Again, How, Met, Way, looked_at
 from invfunc.errors import InvFuncError, ProcessError, ReplayError, unreached
 from invfunc.loss.square_root import Affine, Columns, Units, Weighted, joined_block
 from invfunc.operations.second_derivatives import TwiceDifferentiable
@@ -266,38 +266,6 @@ def ran_and(
             run.close()
         if met is not None:
             raise looked_at(met) from None
-
-
-@dataclass
-class How:
-    """How f is run, which changes with what a run meets."""
-
-    problem: Problem
-    way: Way
-    deep: bool
-    twice: bool
-    frees: bool
-    replays: bool
-    ambiguous: Unsupported | None = None
-    """What was met where a dim of the size N was taken for one of samples."""
-
-    def change(self, run: Run, error: Exception) -> None:
-        """Run f in another way after an error, which is raised where there is none."""
-        if isinstance(error, (Again, Twice)):
-            self.deep, self.twice = self.deep or isinstance(error, Again), True
-        elif isinstance(error, (CheckpointError, Unreplayed)) and self.way is Problem.call and not self.replays:
-            note_way(self.problem.f, "replays", 1)  # a checkpoint is not evaluated again as it was followed
-            self.replays = True
-        elif isinstance(error, ReplayError) and run.frees:  # nor is a block
-            self.frees = False
-        elif isinstance(error, Unsupported) and not isinstance(error, Final) and not self.ambiguous and run.grew:
-            self.ambiguous = error
-        else:
-            raise self.ambiguous or error from None
-
-
-class Again(Exception):
-    """Raised where the result has a derivative in what f closes over."""
 
 
 def _streamed(quantity: Quantity) -> bool:

@@ -39,7 +39,7 @@ def probe(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: lis
             try:
                 axes = _probed(n, func, args, kwargs, data, drawing)
                 break
-            except RuntimeError:  # it does not take all numbers
+            except (RuntimeError, IndexError):  # it does not take all numbers
                 pass
         else:
             raise Unsupported("it takes none of the numbers that are tried")
@@ -60,7 +60,7 @@ def _signature(func: Callable, args: tuple, kwargs: dict[str, Any], data: list[K
                 return None
             key.append((x.shape, x.dtype, axes.get(id(x))))
         else:
-            key.append((type(x), x))
+            key.append((type(x), repr(x) if isinstance(x, slice) else x))  # which has no hash
     whole = (func, n, str(structure), *key)
     try:
         hash(whole)
@@ -126,6 +126,8 @@ def _probed(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: l
         else:
             ones = flat
             others = [x.detach().roll(max(1, axes[id(x)][2]), axes[id(x)][0]) if id(x) in axes else x for x in flat]
+            if all([torch.equal(x, y) for x, y in zip(ones, others, strict=True) if isinstance(x, torch.Tensor)]):
+                raise Unsupported("samples that are all the same, of which an operation does not take others")
         base = call(number < 0)
         if turn == 0:
             there, absent = ([torch.zeros(t.shape, dtype=torch.long, device=device) for t in base] for _ in range(2))
@@ -144,9 +146,9 @@ def _drawn(x: Any, followed: bool, drawing: str, generator: torch.Generator) -> 
         return x
     if x.is_floating_point():
         return torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device)
-    if drawing == "floats":
-        return x
     entries = x.detach().reshape(-1)
+    if x.dtype != torch.bool and not bool((entries != entries[:1]).any()):  # else nothing would change
+        entries = torch.cat([entries, (entries[:1] == 0).to(x.dtype)])
     return entries[torch.randint(entries.numel(), x.shape, generator=generator, device=x.device)]
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from invfunc._torch.functorch import transforming
 from invfunc._ways import known_way, note_way
 from invfunc.arguments.problem import Problem
+from invfunc.core.columns import Twice
+from invfunc.core.composed import Unreplayed
 from invfunc.core.marks import Final, Unsupported
 from invfunc.core.refusals import refused_by
 from invfunc.core.resort import alone, by_rows
 from invfunc.core.run import Run
-from invfunc.errors import InvFuncError
+from invfunc.errors import InvFuncError, ReplayError
 
 Way = Callable[[Problem, Run, list[torch.Tensor], slice], tuple[Any, Any]]
 """A way of calling f, given the leaves of a run: the result, whose mark and uses the run knows then, and aux."""
@@ -94,3 +98,35 @@ def _last_file(error: Exception) -> str:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return "" if trace is None else trace.tb_frame.f_code.co_filename
+
+
+class Again(Exception):
+    """Raised where the result has a derivative in what f closes over."""
+
+
+@dataclass
+class How:
+    """How f is run, which changes with what a run meets."""
+
+    problem: Problem
+    way: Way
+    deep: bool
+    twice: bool
+    frees: bool
+    replays: bool
+    ambiguous: Unsupported | None = None
+    """What was met where a dim of the size N was taken for one of samples."""
+
+    def change(self, run: Run, error: Exception) -> None:
+        """Run f in another way after an error, which is raised where there is none."""
+        if isinstance(error, (Again, Twice)):
+            self.deep, self.twice = self.deep or isinstance(error, Again), True
+        elif isinstance(error, (CheckpointError, Unreplayed)) and self.way is Problem.call and not self.replays:
+            note_way(self.problem.f, "replays", 1)  # a checkpoint is not evaluated again as it was followed
+            self.replays = True
+        elif isinstance(error, ReplayError) and run.frees:  # nor is a block
+            self.frees = False
+        elif isinstance(error, Unsupported) and not isinstance(error, Final) and not self.ambiguous and run.grew:
+            self.ambiguous = error
+        else:
+            raise self.ambiguous or error from None

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from invfunc import batch_grad
 from invfunc.core import axes
 from invfunc.core.axes import numbers
 from invfunc.core.marks import SUMMED, Unsupported, tensors
 from invfunc.core.probe import probe
 from invfunc.core.tables import AXES, RULES
+from invfunc.testing import assert_trees_close, loop_batch_grad
+from tests.strategies import Numbers
 
 Tensor, DRAWS = torch.Tensor, 12
 
@@ -456,3 +459,10 @@ def test_rules_give_what_the_probe_sees(line, monkeypatch):
         return
     idle = {name for name, came in came_of(line).items() if not came & {"axis", "sum"}}
     assert idle <= UNCALLED.keys(), "calls of which the result has an axis are wanted"
+
+
+@pytest.mark.parametrize("i", [[0, 0, 0], [4, 4, 4], [1, 0, 3]], ids=str)
+def test_indices_behind_a_slice_are_followed_also_where_they_are_the_same(i):
+    w, c, i = Numbers()(2, 5, 5), Numbers(1)(2, 5), torch.tensor(i)
+    for f in (lambda w, i: w[:, i, i].T.tanh().sum(1), lambda w, i: (c[:, i] * w[:, :1, 0]).square().sum(0)):
+        assert_trees_close(batch_grad(lambda w, i, f=f: f(w, i).mean())(w, i), loop_batch_grad(f)(w, i) / 3, 1e-12)

@@ -323,3 +323,22 @@ def test_data_of_other_samples_are_constants():
         return (x @ (p["w"] + (x.T @ x)[:, :3] / len(x))).square().sum(1)
 
     assert_trees_close(batch_grad(losses)(W, ROWS), loop_batch_grad(losses)(W, ROWS), 1e-8)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_columns_at_the_criterion_that_a_function_ends_with(reduction):
+    """Of which the rest is not followed, as complex numbers."""
+    rand = torch.Generator().manual_seed(0)
+    w, x, y = (torch.randn(*n, generator=rand, dtype=torch.float64) for n in ((4, 3), (5, 4), (5, 3)))
+
+    def model(w, x):
+        return torch.fft.ifft(torch.fft.fft(x @ w) * torch.fft.fft(w[0])).real
+
+    def whole(w, x, y):
+        return F.cross_entropy(model(w, x), y.softmax(1), reduction=reduction)
+
+    how = "sum" if reduction == "none" else reduction
+    wanted = dense_diag_ggn(model, lambda z, y: F.cross_entropy(z, y.softmax(1), reduction=how))(w, x, y)
+    assert_trees_close(invfunc.diag_ggn(whole)(w, x, y), wanted, 1e-8)
+    with pytest.raises(InvFuncError):
+        invfunc.diag_ggn(lambda w, x, y: whole(w, x, y) * (w @ w.T).sum())(w, x, y)
