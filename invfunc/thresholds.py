@@ -44,6 +44,10 @@ have 0.2 to 2.2, and errors of 2e-7. Nobody waits for what is looked at on a CPU
 GHOST_PRODUCTS = 3
 """Tensors of such products that are there at once; no more memory than a per-sample gradient takes."""
 
+AT_ONCE = 2**20
+"""Multiplications that form all per-sample gradients below which their norms come of these: a few operations, where the
+choice of another way takes as long as 10 to 20 do. Here, of a GPT of width 32 with 16 tokens, half of the time."""
+
 HALVED = 64
 """Positions from which on such norms leave out the products of the first half with the last one, which are those of the
 last with the first: a quarter of all. Here 0.86 of the time at 64 positions, 0.75 to 0.85 from 96 to 256."""
@@ -197,6 +201,13 @@ all are computed. A limit of memory."""
 ENTRY = 2
 """Columns of a Hessian that take as long as an entry that is differentiated. Here an LSTM with 448 entries gains from
 these at 20 steps, with 1,920 columns, and loses at 5 steps, with 480."""
+
+# Columns that are drawn (loss/drawn.py)
+
+CLASSES = 64
+"""Classes up to which one running sum of probabilities finds the class of a random number, above which one of blocks
+does, and one in a block. Here a third of the operations."""
+
 
 # Losses without known structure (loss/hessian.py, products/curvature.py)
 

@@ -31,8 +31,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    short = not (config.getoption("--all") or config.getoption("--rest"))
-    settings.load_profile("few" if short else "all")
+    settings.load_profile("all" if whole(config) or config.getoption("--rest") else "few")
     if torch.device(config.getoption("--device")).type == "cuda":
         torch.backends.cudnn.allow_tf32 = False  # torch's default has three digits in float32
 
@@ -49,7 +48,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if isinstance(item, pytest.DoctestItem):
             item.add_marker("quick")
-    if config.getoption("--all"):
+    if whole(config):
         return
     taken = short_suite(items)
     with_more = {item for item in taken if examples(item) > FEW and not finds_a_fault(item)}
@@ -60,6 +59,12 @@ def pytest_collection_modifyitems(config, items):
     for item in with_more if not config.getoption("--rest") else ():
         law = item.function
         law._hypothesis_internal_use_settings = settings(law._hypothesis_internal_use_settings, max_examples=FEW)
+
+
+def whole(config):
+    """Tells whether nothing is left out: with `--all`, and of files and tests that are named."""
+    named = config.args_source is pytest.Config.ArgsSource.ARGS
+    return config.getoption("--all") or (named and not config.getoption("--rest"))
 
 
 def short_suite(items):

@@ -60,11 +60,11 @@ BOOK: dict[str, Law] = {}
 law = partial(of_book, book=BOOK)
 
 
-def check(f: Callable, params: Any, *batch: Any, only: str, seconds: float = 300, **options: Any) -> Table:
-    """`laws.check` of one of these laws."""
+def check(f: Callable, params: Any, *batch: Any, only: str | list[str], seconds: float = 300, **options: Any) -> Table:
+    """`laws.check` of some of these laws."""
     loss, in_dims = options.get("loss"), options.get("in_dims", 0)
     given = problem("check", f, params, batch, loss, in_dims, options.get("samples"), 0)
-    outcomes = tried([BOOK[only]], given, seconds)
+    outcomes = tried([BOOK[name] for name in ([only] if isinstance(only, str) else only)], given, seconds)
     return judged(Table(repr(given), tuple(outcomes)), given, again("check", "f, params, *batch", {}, 0), seconds)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -29,6 +30,7 @@ from invfunc.budget.size import free_on, told
 from invfunc.core.marks import LEAF, SUMMED, Final, Mark, Node, Unsupported, know, option, spelled, tensors, wide
 from invfunc.core.order import Order
 from invfunc.core.run import Run
+from invfunc.core.split import CRITERIA, KNOWN
 from invfunc.core.uses import Copies
 from invfunc.operations.axis import Axis
 
@@ -78,9 +80,9 @@ def _check(func: Any, args: tuple, kwargs: dict[str, Any], apart: bool = True) -
 
 def alone(problem: Problem, run: Run, leaves: list[Tensor], part: slice) -> tuple[Any, Any]:
     """f of each sample alone, as the whole batch has it; and aux of the whole batch."""
-    if run.criterion is not None and problem.loss is None:
-        raise Unsupported("columns at a criterion inside of a function that is not followed")
     copies = _copies(problem, run)
+    if run.criterion is not None and problem.loss is None:
+        return _at_criterion(problem, run, leaves, copies, part)
     if run.n == 1:
         out, aux, run.closed_over = _called(problem, run, [x[0] for x in copies], part, copies)
         return _known(problem, run, leaves, copies, out), aux
@@ -103,6 +105,60 @@ def alone(problem: Problem, run: Run, leaves: list[Tensor], part: slice) -> tupl
         if way is plain[-1]:
             break
     raise error
+
+
+class Caught(TorchFunctionMode):
+    """A mode that notes the criteria that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = list[Any]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if CRITERIA.get(func) in KNOWN:
+            self.calls.append((out, func, args, kwargs or {}))
+        return out
+
+
+def _at_criterion(problem: Problem, run: Run, leaves: list[Tensor], copies: list[Tensor], part: slice) -> Any:
+    """The criterion that f ends with, of the outputs and the target that it has of each sample alone; and aux."""
+    refused = Unsupported(
+        "columns at a criterion inside of a function that is not followed, which does not end with it"
+    )
+    before = _states()
+    whole, aux, run.closed_over = _called(problem, run, leaves, part, leaves)
+    whole, slopes = whole.detach(), _slopes(whole, leaves)
+    if any(x is not y for (_, x), (_, y) in zip(before, _states(), strict=True)):
+        raise refused
+    rest: list[Any] = []
+
+    def caught(call: Callable[[], Any]) -> tuple[Tensor, Tensor]:
+        with Caught() as mode:
+            out = call()
+        if len(mode.calls) != 1 or out is not mode.calls[0][0] or len(mode.calls[0][2]) < 2:
+            raise refused
+        rest[:] = mode.calls[0][1:]
+        return rest[1][0], rest[1][1]
+
+    z, target = _mapped(replace(problem, factor=None), run, copies, part, through=caught)
+    (func, args, kwargs), token = rest, run.token
+    for x in (z := z.flatten(0, 1), target := target.flatten(0, 1)):
+        if len(x) != run.n:
+            raise refused
+        know(x, Mark(token, (-x.ndim, 1, 1), x.requires_grad))
+    with run:
+        out = func(z, target, *args[2:], **kwargs)
+        out = out if problem.factor in (None, 1) else out * problem.factor
+    dtype = torch.promote_types(_precision(whole, copies), torch.float32)
+    if out.shape != whole.shape or not _near(out, whole, _sizes(whole), dtype):
+        raise refused
+    if not _same(_slopes(out, copies), slopes, dtype):
+        raise refused
+    for i, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
+        run.use(Copies(Node(token, i, LEAF), leaf), copy)
+    run.apart = True
+    return out, aux
 
 
 def _states() -> list[tuple[torch.Generator, Tensor]]:
@@ -151,9 +207,16 @@ def _known(problem: Problem, run: Run, leaves: Tensors, copies: Tensors, out: Te
 
 
 def _mapped(
-    problem: Problem, run: Run, copies: Tensors, part: slice, drawing: str = "different", graph: bool = False
-) -> Tensor:
-    """f under vmap, `[N, ...]`; where each sample draws, these are the numbers that the whole batch has drawn.
+    problem: Problem,
+    run: Run,
+    copies: Tensors,
+    part: slice,
+    drawing: str = "different",
+    graph: bool = False,
+    through: Callable[[Callable[[], Any]], Any] = lambda call: call(),
+) -> Any:
+    """f under vmap, `[N, ...]`, or what is seen `through` its call; where each sample draws, these are the numbers
+    that the whole batch has drawn.
 
     `graph`, at a level of torch.func at which f may take derivatives by torch.autograd.grad.
     """
@@ -164,7 +227,8 @@ def _mapped(
         samples = iter(mapped[len(copies) :])
         each = Given(lambda x, axis: next(samples).unsqueeze(axis.dim or 0))
         with graph_level() if graph else nullcontext((as_it_is, as_it_is)) as (enter, leave):
-            return leave(problem.call(each, [*map(enter, mapped[: len(copies)])], part)[0])
+            given = [*map(enter, mapped[: len(copies)])]
+            return tree.map_tensors(leave, through(lambda: problem.call(each, given, part)[0]))
 
     dims = (*[0] * len(copies), *[d for _, d in given])
     return torch.func.vmap(one, dims, randomness=drawing)(*copies, *[run.samples(x, Axis(d)) for x, d in given])

@@ -36,7 +36,7 @@ from invfunc.core import own
 from invfunc.core.axes import single
 from invfunc.core.columns import criterion_of, weighs
 from invfunc.core.composed import Unreplayed, composed
-from invfunc.core.copies import copied, expanded, grown
+from invfunc.core.copies import copied, expanded, grown, masked_attention
 from invfunc.core.marks import (
     DERIVED,
     HALF,
@@ -377,7 +377,7 @@ class Run(TorchFunctionMode):
         attention = params and func is torch.nn.functional.scaled_dot_product_attention
         if attention and any([x is option(args, kwargs, 3, "attn_mask") for x, _ in params]):
             with self:
-                return _attention(*args, **kwargs)
+                return masked_attention(*args, **kwargs)
         if params:
             return self.meet(func, rule, args, kwargs, data, params)
         return self.mark(rule, func, args, kwargs, data, func(*args, **kwargs))
@@ -740,23 +740,6 @@ def _grown(shape: Any, before: Any, n: int) -> int | None:
 def _repeated(args: tuple, kwargs: dict, x: Tensor) -> bool:
     """Whether tensors that are joined in front are one tensor each time, as in `torch.stack([p] * len(x))`."""
     return bool(args) and option(args, kwargs, 1, "dim", 0) == 0 and all([y is x for y in args[0]])
-
-
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: Any = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Scaled dot-product attention whose mask is a parameter, as a relative bias."""
-    if is_causal or enable_gqa or attn_mask is None:
-        raise Unsupported("attention of parameters that is causal or grouped")
-    products = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return torch.nn.functional.dropout((products + attn_mask).softmax(-1), dropout_p, dropout_p > 0) @ v
 
 
 def _form(out: Tensor, base: Tensor) -> tuple[list[int], list[int]]:

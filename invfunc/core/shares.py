@@ -205,6 +205,8 @@ class Shares:
         run, (p, o, k) = self.run, use.sizes(self.run)
         if self.small and p >= max(o, k):
             return self.norms_of_kept()
+        if p * use.size(run) * self.count < thresholds.AT_ONCE:
+            return use.formed(run)[0].flatten(1).square().sum(1)
         size = min(p * (o + k + 2 * p) * 2, use.size(run)) if p < max(o, k) else use.size(run)
         found, alone = [], isinstance(use, Convolution) and use.alone(run)
         for block in run.blocks([use], size):

@@ -110,19 +110,19 @@ class Functional:
             )
         if torch.compiler.is_compiling():
             if not self._special:
-                return self._run(*self._state(params)[:3], args, kwargs)
+                return self._run(*self._state(params)[:2], args, kwargs)
             from invfunc._torch.eager import eagerly  # imports the compiler, which takes a second
 
             return eagerly(lambda args, kwargs: self(params, *args, **kwargs), args, kwargs)
         with _SWAPPING, parametrized_anew():
-            values, state, tables, training = self._state(params)
+            values, state, training = self._state(params)
             mode = self._on_copy, torch.is_grad_enabled(), tuple(training), tuple(state)
             if mode in self._known:
-                return self._run(values, state, tables, args, kwargs)
+                return self._run(values, state, args, kwargs)
             random = {g: state_of(g) for g in torchs_own()}
             try:
                 with _FirstRun(self, values, args, kwargs):
-                    result = self._run(values, state, tables, args, kwargs)
+                    result = self._run(values, state, args, kwargs)
             except _CheckpointedError:
                 set_states(random.items())
                 self._on_copy = True
@@ -130,33 +130,32 @@ class Functional:
             self._known.add(mode)
             return result
 
-    def _run(self, values: dict, state: dict, tables: dict, args: tuple, kwargs: dict) -> Any:
+    def _run(self, values: dict, state: dict, args: tuple, kwargs: dict) -> Any:
         if torch.compiler.is_compiling():
-            return torch.func.functional_call(self._root, state, args, kwargs, tie_weights=False)
+            given = {name: value for name, (value, *_) in state.items()}
+            return torch.func.functional_call(self._root, given, args, kwargs, tie_weights=False)
         if self._on_copy:
             known = {id(p): p for p in self.model.parameters()} | values
             return getattr(_copy(self.model, known), self.method)(*args, **kwargs)
-        before = [(table, last, table[last]) for table, last in map(tables.__getitem__, state)]
         try:
-            for (table, last, _), value in zip(before, state.values(), strict=True):
+            for value, table, last, _ in state.values():
                 table[last] = value
             return self._root(*args, **kwargs)
         finally:
-            for table, last, x in before:
+            for _, table, last, x in state.values():
                 table[last] = x
 
-    def _state(self, params: Mapping[str, Any]) -> tuple[dict[int, Any], dict[str, Any], dict[str, Any], list[bool]]:
-        """The tensors that come in place of others, by the ids of these and by their names, the dicts of modules that
-        have these names, and modes of modules."""
+    def _state(self, params: Mapping[str, Any]) -> tuple[dict[int, Any], dict[str, tuple], list[bool]]:
+        """The tensors that come in place of others, by the ids of these and by their names, with the dict of a module
+        and the key at which the other one is; and modes of modules."""
         own, places, values, first, tables, training = {}, {}, {}, {}, {}, []
         for path, module in self._root.named_modules(remove_duplicate=False):
             training.append(module.training)
-            for table in (module._parameters, module._buffers):
-                for last, x in table.items():
-                    if x is None:
-                        continue
+            for last, x in (*module._parameters.items(), *module._buffers.items()):
+                if x is not None:
                     name = f"{path}.{last}" if path else last
-                    own[name], tables[name] = x, (table, last)
+                    own[name] = x
+                    tables[name] = module._parameters if last in module._parameters else module._buffers, last, x
                     places.setdefault(id(x), {}).setdefault((id(module), last), name)
                     if module.training and last in module._buffers:
                         values[id(x)] = x.clone()
@@ -170,8 +169,8 @@ class Functional:
         for name in self._shards:
             if id(own[self._prefix + name]) not in values:
                 raise ArgumentError(f"{self!r}: params has no {name!r}, which is sharded: give it p.full_tensor().")
-        state = {n: value for i, value in values.items() for n in places[i].values() if value is not own[n]}
-        return values, state, tables, training
+        new = [(n, value) for i, value in values.items() for n in places[i].values() if value is not own[n]]
+        return values, {n: (value, *tables[n]) for n, value in new}, training
 
 
 class _Method(nn.Module):

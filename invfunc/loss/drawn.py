@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from invfunc import tree
+from invfunc import thresholds, tree
 from invfunc._torch.functorch import plainly
 from invfunc.errors import ArgumentError
 from invfunc.loss.peeled import Peel, peeled
@@ -77,7 +77,7 @@ def _reached(p: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
     classes at which theirs does. None has the probability 0."""
     n, classes, positions = p.shape
     less = 1 - torch.finfo(p.dtype).eps
-    if classes <= _FEW:
+    if classes <= thresholds.CLASSES:
         below = p.cumsum(1)
         number = number.clamp(max=less) * below[:, -1:]
         return (below <= number).sum(2, keepdim=True).clamp(max=classes - 1)
@@ -92,10 +92,6 @@ def _reached(p: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
     rest = torch.minimum(number - before, inside[:, :, -1:] * less)
     target = block * size + (inside <= rest).sum(2, keepdim=True)
     return target.clamp(max=classes - 1)
-
-
-_FEW = 64
-"""Classes up to which one running sum is shorter than one of blocks."""
 
 
 def _normal(columns: Elementwise, count: int, source: Source) -> torch.Tensor:

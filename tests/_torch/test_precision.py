@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import invfunc
 from invfunc import tree
 from invfunc._torch import precision
+from tests.crossed import thresholds_at
 
 
 class Refused(TorchDispatchMode):
@@ -25,6 +26,12 @@ class Refused(TorchDispatchMode):
 def without(monkeypatch):
     monkeypatch.setattr(precision, "WITHOUT_FLOAT64", {"cpu"})
     return Refused
+
+
+@pytest.fixture(autouse=True)
+def no_shares_at_once():
+    with thresholds_at(AT_ONCE=0):
+        yield
 
 
 def assert_near(found, wanted, rtol):

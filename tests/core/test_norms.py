@@ -14,6 +14,12 @@ from tests.strategies import Numbers
 POSITIONS, WIDE = 24, 48
 
 
+@pytest.fixture(autouse=True)
+def no_shares_at_once():
+    with thresholds_at(AT_ONCE=0):
+        yield
+
+
 def paired(w, a, s):
     """Losses whose per-sample gradients are `sum_t a[t] s[t]^T`."""
     return ((a @ w) * s).sum((1, 2))

@@ -16,6 +16,7 @@ from torch import nn
 import invfunc
 from invfunc import functional, tree
 from invfunc.testing import laws
+from tests import ways
 from tests.laws import STATISTICS, arranged
 from tests.networks import LOSSES, Network, network, total
 from tests.strategies import Numbers
@@ -95,31 +96,35 @@ class TestRandomNumbers:
         "Jacobians equal their loop",
         "samples= picks",
     ]
-    DERIVATIVES = [name for name in laws.LAWS if "of a statistic is that of its loop" in name and "vmap" not in name]
+    DERIVATIVES = [name for name in (*laws.LAWS, *ways.BOOK) if "of a statistic is that of its loop" in name]
     PASSES = ["the generators end where f leaves them", "blocks do not matter", "chunks do not matter"]
 
     def holds(self, f, params, only):
         args = Numbers(2)(4, 3), Numbers(3).below(3, 4)
-        table = laws.check(f, params, *args, loss=F.cross_entropy, only=only, seconds=300)
-        states = {outcome.law.name: outcome.state for outcome in table.outcomes if outcome.state != "does not apply"}
-        assert {*states.values()} == {"holds"}, table
-        refused = {of for of in table.refused if not of.startswith("kf")}
-        assert all("over samples" in of for of in refused), table  # their blocks would draw in another order
-        return refused, table
+        refused, tables = set(), []
+        for check, book in (laws.check, laws.LAWS), (ways.check, ways.BOOK):
+            if not (names := [name for name in only if name in book and "vmap" not in name]):
+                continue
+            tables.append(table := check(f, params, *args, loss=F.cross_entropy, only=names, seconds=300))
+            states = {outcome.law.name: outcome.state for outcome in table.outcomes}
+            assert {*states.values()} - {"does not apply"} == {"holds"}, table
+            refused |= {of for of in table.refused if not of.startswith("kf")}
+        assert all("over samples" in of for of in refused), tables  # their blocks would draw in another order
+        return refused, tables
 
     @pytest.mark.parametrize("only", [VALUES, PASSES, DERIVATIVES], ids=["values", "passes", "derivatives"])
     def test_are_those_of_one_call(self, only):
         def noisy(p, x):
             return F.dropout(F.dropout(x @ p["a"], 0.4).tanh() @ p["b"], 0.4)
 
-        refused, table = self.holds(noisy, {"a": Numbers()(3, 5), "b": Numbers(1)(5, 3)}, only)
-        assert "which draws" in str(table) and not refused
+        refused, tables = self.holds(noisy, {"a": Numbers()(3, 5), "b": Numbers(1)(5, 3)}, only)
+        assert all("which draws" in str(table) for table in tables) and not refused
 
     @pytest.mark.parametrize("train", [True, False])
     def test_of_a_module_are_those_of_its_mode(self, train):
         model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.ReLU(inplace=True), nn.Linear(4, 3)).double()
-        _, table = self.holds(*functional(model.train(train)), [*self.VALUES[:2], *self.PASSES[:1]])
-        assert ("which draws" in str(table)) == train
+        _, tables = self.holds(*functional(model.train(train)), [*self.VALUES[:2], *self.PASSES[:1]])
+        assert all(("which draws" in str(table)) == train for table in tables)
         assert all(p.grad is None for p in model.parameters())
 
 

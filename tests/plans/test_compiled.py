@@ -20,7 +20,7 @@ from tests.strategies import Numbers
 from tests.structures import always
 
 FAMILIES = list(NETWORKS)
-kflr = partial(invfunc.kfac, fisher="exact")
+exact = partial(invfunc.kfac, fisher="exact")
 
 
 def called(row, form, family, seed=0):
@@ -61,7 +61,7 @@ def batch_norm():
 
 
 @pytest.mark.parametrize("model", [transformer, batch_norm])
-@pytest.mark.parametrize("make", [invfunc.variance, invfunc.diag_ggn, kflr, invfunc.hvp, invfunc.clipped_grad])
+@pytest.mark.parametrize("make", [invfunc.variance, invfunc.diag_ggn, exact, invfunc.hvp, invfunc.clipped_grad])
 def test_of_modules_sees_steps_of_an_optimiser_and_their_modes(model, make):
     """Buffers and frozen weights are closed over; dropout draws the numbers of the call itself."""
     torch.manual_seed(0)
@@ -139,7 +139,7 @@ def test_second_derivatives_are_those_of_fresh_data(make):
     assert hits(c) == 3
 
 
-@pytest.mark.parametrize("make", [invfunc.diag_ggn, partial(invfunc.diag_ggn, per_sample=True), kflr])
+@pytest.mark.parametrize("make", [invfunc.diag_ggn, partial(invfunc.diag_ggn, per_sample=True), exact])
 def test_columns_by_structure_are_planned_where_they_are_checked_by_numbers(make):
     """Of a token head, which the loss transposes: that is looked at by numbers that are the same in each call."""
     sizes, rand = ((12, 24), (24, 3), (3, 24), (24, 40)), Numbers(0)

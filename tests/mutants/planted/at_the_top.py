@@ -5,6 +5,13 @@ from tests.mutants.fault import Fault
 LAPLACE = "test_laplace.py"
 
 FAULTS = [
+    Fault(
+        "lists of arguments of a block are read as the program has changed them",
+        "tree.py",
+        "return tree if type(tree) in _PLAIN else _copied(tree)",
+        "return tree",
+        "blocks/test_ordinary.py::TestListsOfArguments",
+    ),
     # Products, chunks, sparsity
     Fault(
         "the mean of ragged chunks weighs them alike",
