@@ -46,8 +46,6 @@ Made = dict[Hashable, list[Columns]]
 """Columns of each kind, by the key that quantities share."""
 Reduce = Callable[[str, Any], Any]
 PLAIN, TICKS = Options(), Ticks()
-ONE = tree.flatten(0)[1]
-"""The structure of one tensor."""
 
 
 def of_each_kind(quantities: Sequence[Quantity]) -> list[list[int]]:
@@ -291,10 +289,9 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
         run.criterion = Finder(n=run.n)
     if convex and exact:
         run.states = states_of(torchs_own())
-    marks = marked_for(run.criterion)
     with (
         _autocast(device, True),
-        marks,
+        marked_for(run.criterion),
         TwiceDifferentiable() if run.twice or isinstance(run, CallsRun) else nullcontext(),
     ):
         out, aux = _called(problem, run, leaves, convex)
@@ -331,7 +328,7 @@ def _evaluated(
         None if rows or run.given or entries else _cotangent(run, out, "f" if problem.loss is None else "the loss")
     )
     n, dtype = run.count, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
-    found = Found(n, 1, [torch.Size()], ONE, dtype)
+    found = Found(n, 1, [torch.Size()], None, dtype)
     folds = [Fold(q.reduction, problem, found, options.reduce, phased, q.give) for q in quantities]
     paired = [phase for f in folds if f.reduction.paired for phase in f.reduction.phases]
     if any([getattr(phase, "joined", False) for phase in paired]):
@@ -727,9 +724,8 @@ class Fold:
         if type(reduction).aside is not Reduction.aside:
             found.aside[self.problem.paths[i]] = reduction.aside(state, found)
         results = reduction.finish(state, found)
-        for k, x in enumerate(results if reduction.rounded else ()):
-            if getattr(x, "dtype", None) is not leaf.dtype:
-                results[k] = _rounded(x, leaf.dtype)
+        if reduction.rounded:
+            results = [x if getattr(x, "dtype", None) is leaf.dtype else _rounded(x, leaf.dtype) for x in results]
         if self.reduce is not None:
             results = [x if x is None else self.reduce(self.problem.paths[i], _own(x)) for x in results]
         return results
@@ -758,7 +754,6 @@ def _rounded(x: Any, dtype: torch.dtype) -> Any:
     """A result in the precision of the parameter."""
     if isinstance(x, torch.Tensor):
         return x if x.dtype is dtype else x.to(dtype)
-    for y in tree.tensors(x):
-        if y.dtype is not dtype:
-            return tree.map_tensors(lambda y: y.to(dtype), x)
-    return x
+    if all([y.dtype is dtype for y in tree.tensors(x)]):
+        return x
+    return tree.map_tensors(lambda y: y.to(dtype), x)

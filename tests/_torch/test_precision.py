@@ -7,9 +7,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import invfunc
-from invfunc import tree
+from invfunc import thresholds, tree
 from invfunc._torch import precision
-from tests.crossed import thresholds_at
 
 
 class Refused(TorchDispatchMode):
@@ -25,13 +24,8 @@ class Refused(TorchDispatchMode):
 @pytest.fixture
 def without(monkeypatch):
     monkeypatch.setattr(precision, "WITHOUT_FLOAT64", {"cpu"})
+    monkeypatch.setattr(thresholds, "AT_ONCE", 0)
     return Refused
-
-
-@pytest.fixture(autouse=True)
-def no_shares_at_once():
-    with thresholds_at(AT_ONCE=0):
-        yield
 
 
 def assert_near(found, wanted, rtol):

@@ -171,6 +171,7 @@ def test_chunks_are_the_call_itself(over):
     assert hits(c) == 2
 
 
+@pytest.mark.slow
 def test_inductor_is_the_call_up_to_rounding():
     t, c = invfunc.variance(loss), compiled(invfunc.variance(loss), backend="inductor")
     for k in range(3):
