@@ -89,17 +89,18 @@ def looked_at(met: Met) -> Exception:
     except Exception as error:
         error.__context__ = None  # of the run
         return Raised(error)
-    if isinstance(met.error, FAULTS) and _last_file(met.error).startswith(PACKAGE):
+    if isinstance(met.error, FAULTS) and _is_ours(met.error):
         return met.error
     return Unsupported(f"{type(met.error).__name__}: {str(met.error).partition(chr(10))[0]}")
 
 
-def _last_file(error: Exception) -> str:
-    """The file whose code raised an error."""
+def _is_ours(error: Exception) -> bool:
+    """Tells whether the library's own code raised an error, and not an operation of f that a mode handed on."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return "" if trace is None else trace.tb_frame.f_code.co_filename
+    code = None if trace is None else trace.tb_frame.f_code
+    return code is not None and code.co_filename.startswith(PACKAGE) and code.co_name != "__torch_function__"
 
 
 class Again(Exception):
