@@ -125,7 +125,7 @@ def compiled(
             f"compiled({t!r}, backend='cudagraphs'): it needs a CUDA device, and torch sees none here. On a CPU, use "
             "'replay' or 'inductor'."
         )
-    if pad is not None and not (pad and all(type(size) is int and size > 0 for size in pad)):
+    if pad is not None and not (isinstance(pad, Sequence) and pad and all(type(n) is int and n > 0 for n in pad)):
         raise ArgumentError(f"compiled({t!r}, pad={pad!r}): pad are the sizes of batches, as (8, 16, 32).")
     padding = None if pad is None else Padding(t, tuple(pad))
     calls = Calls(t if padding is None else padding, f"compiled({t!r})", backend)

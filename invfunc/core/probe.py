@@ -146,6 +146,8 @@ def _drawn(x: Any, followed: bool, drawing: str, generator: torch.Generator) -> 
         return x
     if x.is_floating_point():
         return torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+    if drawing == "floats" and x.dtype == torch.bool:
+        return x
     entries = x.detach().reshape(-1)
     if x.dtype != torch.bool and not bool((entries != entries[:1]).any()):  # else nothing would change
         entries = torch.cat([entries, (entries[:1] == 0).to(x.dtype)])
