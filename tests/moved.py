@@ -202,8 +202,8 @@ def plain(steps, h, w, e):
 def steps_of(r: Random, depth: int, careless: bool, whole: bool) -> list:
     found: list = []
     for _ in range(r.choice([1, 1, 2, 2, 3])):
-        kinds = ["use", "moved", "mask", "loop"]
-        kind = r.choices(kinds, (3, 3, 0, 0) if whole else (3, 3, 1, 1))[0] if depth else "use"
+        kinds = ["use", "moved"] if whole else ["use", "moved"] * 3 + ["mask", "loop"]
+        kind = r.choice(kinds) if depth else "use"
         if kind == "use":
             found.append(r.choice(list(USES)))
         elif kind == "moved":
