@@ -218,11 +218,17 @@ def matmul(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> An
     return SUMMED if place is None else (place, outer, inner)
 
 
+def factors_of(args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors of `addmm`, `baddbmm`, and `addmv`."""
+    first = option(args, kwargs, 1, "mat1", kwargs.get("batch1", kwargs.get("mat")))
+    return first, option(args, kwargs, 2, "mat2", kwargs.get("batch2", kwargs.get("vec")))
+
+
 def addmm(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
     """`addmm(c, a, b)`."""
-    marks = {id(x): axis for x, axis in data}
-    factors = [(x, marks[id(x)]) for x in args[1:3] if id(x) in marks]
-    axis = matmul(n, factors, args[1:3], {}, out) if factors else marks[id(args[0])]
+    marks, given = {id(x): axis for x, axis in data}, factors_of(args, kwargs)
+    factors = [(x, marks[id(x)]) for x in given if id(x) in marks]
+    axis = matmul(n, factors, given, {}, out) if factors else marks[id(args[0])]
     if marks.get(id(args[0]), axis) != axis:
         raise Unsupported("operands have their samples in different dims")
     return axis

@@ -172,7 +172,7 @@ class CallsRun(Run):
         call = Call(func, args, kwargs, xs, [*map(gradient_edge, xs)], axes, len(self.uses))
         noted, counts = self.every or (bool(xs) and not _linear(func, args, kwargs, xs)), None
         if noted:
-            if id(args[0]) in inputs and _writes(func, args, kwargs):
+            if args and id(args[0]) in inputs and _writes(func, args, kwargs):
                 call.written = self.strip(args[0]).clone()
             counts = versions(call.reads)
         out = super().dispatched(func, args, kwargs, found)

@@ -50,6 +50,7 @@ from invfunc.core.marks import (
     Mark,
     Node,
     Unsupported,
+    by_place,
     know,
     named,
     option,
@@ -257,6 +258,8 @@ class Run(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in PLAIN:
             return func(*args, **kwargs)
+        if kwargs and not args:
+            args, kwargs = by_place(func, kwargs)
         if func in FILLED:
             return self.filled(func(*args, **kwargs))
         try:

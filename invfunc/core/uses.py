@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from invfunc import thresholds
 from invfunc._torch.functorch import version
-from invfunc.core.axes import letters, operands
+from invfunc.core.axes import factors_of, letters, operands
 from invfunc.core.marks import HALF, Axis, Node, Run, Unsupported, named, option, wide
 from invfunc.core.order import Order
 from invfunc.core.tables import called
@@ -607,11 +607,12 @@ def of_matmul(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis
 
 def of_addmm(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
     """`addmm(c, a, b)`."""
-    if kwargs or len(args) != 3:
+    if len(args) + len(kwargs) != 3 or kwargs.keys() - {"mat1", "mat2"}:
         return None
     uses: list[Use] = [Expanded(nodes[id(args[0])], args[0], axis)] if id(args[0]) in nodes else []
-    if id(args[1]) in nodes or id(args[2]) in nodes:
-        more = of_matmul(run, args[1:], {}, nodes, axes, axis, func)
+    a, b = factors_of(args, kwargs)
+    if id(a) in nodes or id(b) in nodes:
+        more = of_matmul(run, (a, b), {}, nodes, axes, axis, func)
         return None if more is None else uses + more
     return uses
 

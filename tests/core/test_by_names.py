@@ -1,0 +1,75 @@
+"""Operations that are called by the names of all their arguments have the statistics of those called by place."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from invfunc import batch_grad, diag_ggn, diag_hessian, kfac
+from invfunc.testing import assert_trees_close
+from tests.strategies import Numbers
+
+N, T, D = 5, 3, 4
+P = {"w": Numbers()(D, D), "b": Numbers(1)(D)}
+X, Y = Numbers(2)(N, T, D), Numbers(3).below(2, N)
+
+OPERATIONS = {
+    "linear": (
+        lambda p, x: F.linear(x, p["w"], p["b"]),
+        lambda p, x: F.linear(weight=p["w"], bias=p["b"], input=x),
+    ),
+    "matmul": (lambda p, x: torch.matmul(x, p["w"]), lambda p, x: torch.matmul(input=x, other=p["w"])),
+    "addmm": (
+        lambda p, x: torch.addmm(p["b"], x[:, 0], p["w"]),
+        lambda p, x: torch.addmm(input=p["b"], mat1=x[:, 0], mat2=p["w"]),
+    ),
+    "div": (lambda p, x: torch.div(x @ p["w"], p["b"]), lambda p, x: torch.div(input=x @ p["w"], other=p["b"])),
+    "conv1d": (
+        lambda p, x: F.conv1d(x.mT, p["w"][..., None], p["b"]),
+        lambda p, x: F.conv1d(input=x.mT, weight=p["w"][..., None], bias=p["b"]),
+    ),
+    "layer_norm": (
+        lambda p, x: F.layer_norm(x @ p["w"], (D,), p["b"]),
+        lambda p, x: F.layer_norm(input=x @ p["w"], normalized_shape=(D,), weight=p["b"]),
+    ),
+    "softmax": (lambda p, x: F.softmax(x @ p["w"], -1), lambda p, x: torch.softmax(input=x @ p["w"], dim=-1)),
+    "gelu": (lambda p, x: F.gelu(x @ p["w"]), lambda p, x: F.gelu(input=x @ p["w"])),
+    "cat": (
+        lambda p, x: torch.cat([x @ p["w"], x], -1),
+        lambda p, x: torch.cat(tensors=[x @ p["w"], x], dim=-1),
+    ),
+    "permute": (
+        lambda p, x: torch.permute(x @ p["w"], (0, 2, 1)),
+        lambda p, x: torch.permute(input=x @ p["w"], dims=(0, 2, 1)),
+    ),
+    "where": (
+        lambda p, x: torch.where(x > 0, x @ p["w"], x * p["b"]),
+        lambda p, x: torch.where(condition=x > 0, input=x @ p["w"], other=x * p["b"]),
+    ),
+    "attention": (
+        lambda p, x: F.scaled_dot_product_attention(x @ p["w"], x, x * p["b"]),
+        lambda p, x: F.scaled_dot_product_attention(query=x @ p["w"], key=x, value=x * p["b"]),
+    ),
+    "max_pool1d": (
+        lambda p, x: F.max_pool1d(x @ p["w"], 2),
+        lambda p, x: F.max_pool1d(input=x @ p["w"], kernel_size=2),
+    ),
+}
+STATISTICS = {
+    "batch_grad": batch_grad,
+    "diag_ggn": diag_ggn,
+    "diag_hessian": diag_hessian,
+    "kfac": lambda f: kfac(f, fisher="exact", unsupported="diagonal"),
+}
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_statistics_are_those_of_calls_by_place(operation, statistic):
+    found, wanted = (
+        STATISTICS[statistic](lambda p, x, y, g=g: F.cross_entropy(input=g(p, x).flatten(1), target=y))(P, X, Y)
+        for g in reversed(OPERATIONS[operation])
+    )
+    if statistic == "kfac":
+        assert repr(found) == repr(wanted)
+        found, wanted = ({k: v.dense() for k, v in each.items()} for each in (found, wanted))
+    assert_trees_close(found, wanted, 1e-10)
