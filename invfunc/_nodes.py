@@ -12,7 +12,7 @@ from invfunc.errors import ArgumentTypeError
 
 
 @dataclass(frozen=True)
-class Kept:
+class NodeWay:
     """The way a node becomes again what it was."""
 
     kind: type

@@ -53,7 +53,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Call:
+class BudgetedCall:
     """Arguments of a call: the batch axis of each, the number of samples, and the lengths of the axes to divide."""
 
     args: tuple
@@ -124,7 +124,7 @@ class Budgeted(Transform):
         chunks = self.choice(call).chunks(call.n) if call.n else {}
         return self.make(chunks, True).compute(args, kwargs, names)
 
-    def call(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Call:
+    def call(self, args: tuple, kwargs: dict[str, Any], names: Any) -> BudgetedCall:
         """The call, with the lengths of the axes along which it can be divided."""
         if transforming() or dispatched():
             raise ArgumentError(
@@ -134,14 +134,14 @@ class Budgeted(Transform):
         most = thresholds.TRIED_PASSES
         if not isinstance(self.f, Statistic):
             dims = batch_dims(self.in_dims, list(range(1, len(args))))
-            return Call(args, kwargs, names, dims, {"samples": batch_size(args, dims, names)})
+            return BudgetedCall(args, kwargs, names, dims, {"samples": batch_size(args, dims, names)})
         problem = self.f.problem(args, kwargs, names)
         drawn = [s.drawing.count if s.drawing else None for s in self.f.members or (self.f,)]
         columns = max([d or most for d in drawn])  # of columns that are not drawn nobody knows the number beforehand
         lengths: Chunks = {"samples": problem.n, "outputs": columns, "params": len(problem.leaves)}
-        return Call(args, kwargs, names, problem.dims, lengths)
+        return BudgetedCall(args, kwargs, names, problem.dims, lengths)
 
-    def choice(self, call: Call) -> Choice:
+    def choice(self, call: BudgetedCall) -> Choice:
         """Chunks within the budget: those that were chosen before, as long as they serve, or measured ones."""
         budget, key = in_bytes(self.size, call.device), call.key()
         known = self.choices.pop(key, None)
@@ -152,7 +152,7 @@ class Budgeted(Transform):
             self.choices.pop(next(iter(self.choices)))
         return known
 
-    def _measured(self, call: Call, budget: int) -> Choice:
+    def _measured(self, call: BudgetedCall, budget: int) -> Choice:
         """Chunks of the first axis that brings the call within the budget, on top of single entries of those before."""
         before, least, failed = Chunks(), list[tuple[int, Chunks]](), None
         for axis in [axis for axis in _ORDER if axis in self.axes]:
@@ -172,7 +172,7 @@ class Budgeted(Transform):
         need, sizes = min(least, key=lambda each: each[0])
         raise _too_little(budget, need, Choice(sizes, call.lengths, need, call.n).chunks(call.n))
 
-    def peak(self, call: Call, chunks: Chunks, n: int) -> int:
+    def peak(self, call: BudgetedCall, chunks: Chunks, n: int) -> int:
         """Bytes that the call takes in some chunks on its first n samples; random numbers come again behind it."""
         drawn = [d.generator for d in self.f.drawings] if isinstance(self.f, Statistic) else []
         before, f = [(g, state_of(g)) for g in (*torchs_own(), *drawn)], self.make(chunks, False)
@@ -190,7 +190,7 @@ class _Search:
     bytes that a third sample brings, as what is joined is there twice.
     """
 
-    def __init__(self, t: Budgeted, call: Call, axis: str, before: Chunks, room: float) -> None:
+    def __init__(self, t: Budgeted, call: BudgetedCall, axis: str, before: Chunks, room: float) -> None:
         self.t, self.call, self.axis, self.before, self.room = t, call, axis, before, room
         self.peaks: dict[int, float] = {}
         """Bytes that the call takes with chunks of a size."""

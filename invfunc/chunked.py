@@ -16,7 +16,7 @@ from invfunc.budget.size import size_of
 from invfunc.budgeted import Budgeted, BudgetedStatistic, Chunks
 from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
-from invfunc.plan import AxisName, Split
+from invfunc.plan import AxisName, ChunkSplit
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
 
@@ -191,7 +191,7 @@ def _parts(f: Callable, options: dict[str, Any], progress: bool, chunks: Chunks,
     return chunked(f, chunks.get("samples", 1), progress=shown and progress, **options)
 
 
-def _split(f: Callable, n: Any, size: Any) -> tuple[Split | None, str]:
+def _split(f: Callable, n: Any, size: Any) -> tuple[ChunkSplit | None, str]:
     """Check n and chunk_size; at most one of them is given."""
     if n is not None and size is not None:
         raise ArgumentError(f"chunked({describe(f)}, n={n}, chunk_size={size}): give n or chunk_size, not both.")
@@ -205,7 +205,7 @@ def _split(f: Callable, n: Any, size: Any) -> tuple[Split | None, str]:
             )
         if value < 1:
             raise ArgumentError(f"chunked({describe(f)}, {name}={value}): {name} has to be at least 1.")
-        return Split(n, size), f"{name}={value}"
+        return ChunkSplit(n, size), f"{name}={value}"
     return None, ""
 
 
@@ -214,7 +214,7 @@ class ChunkedFunction(Transform):
     """A plain function on chunks of its batch, with the results folded."""
 
     f: Callable
-    split: Split
+    split: ChunkSplit
     text: str
     fold: Any
     in_dims: InDims

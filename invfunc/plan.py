@@ -10,7 +10,7 @@ AxisName = Literal["outputs", "samples", "params"]
 
 
 @dataclass(frozen=True)
-class Split:
+class ChunkSplit:
     """Into `n` chunks of nearly equal size, or into chunks of `size`."""
 
     n: int | None = None
@@ -30,9 +30,9 @@ class Split:
 class Plan:
     """The splits that the caller asked for along each axis, outermost first; they nest."""
 
-    splits: dict[AxisName, tuple[Split, ...]] = field(default_factory=dict)
+    splits: dict[AxisName, tuple[ChunkSplit, ...]] = field(default_factory=dict)
 
-    def split(self, over: AxisName, by: Split) -> Plan:
+    def split(self, over: AxisName, by: ChunkSplit) -> Plan:
         return replace(self, splits={**self.splits, over: (by, *self.splits.get(over, ()))})
 
     def without(self, over: AxisName) -> Plan:
@@ -65,4 +65,4 @@ class Options:
 
 def even(length: int, size: int) -> list[tuple[int, int]]:
     """Chunks of nearly equal size, none above `size`."""
-    return [(0, length)] if length <= size else Split(n=-(-length // max(1, size))).ranges(0, length)
+    return [(0, length)] if length <= size else ChunkSplit(n=-(-length // max(1, size))).ranges(0, length)

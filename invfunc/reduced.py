@@ -81,7 +81,7 @@ def _without_path(fn: Callable, path: str, quantity: Any) -> Any:
 
 
 def _takes_two(fn: Callable) -> bool:
-    """Whether a function takes a path beside the quantity; those written in C do not say."""
+    """Tells whether a function takes a path beside the quantity; those written in C do not say."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):

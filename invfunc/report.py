@@ -10,7 +10,7 @@ from invfunc._shown import axes, table
 
 
 @dataclass(frozen=True)
-class Part:
+class ReportPart:
     """Some parameters that are handled together."""
 
     way: str
@@ -69,7 +69,7 @@ class Explanation:
     cost: float
     """The estimated time, as a fraction of that for pulling back every column."""
     why: str
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ReportPart, ...] = ()
     """What is done for which parameters, where not every column is simply pulled back."""
     params: tuple[Parameter, ...] = ()
     members: tuple[Explanation, ...] = ()

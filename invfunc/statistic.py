@@ -15,7 +15,7 @@ from invfunc._extras import ticking
 from invfunc._torch.generators import set_states, states_of, torchs_own
 from invfunc._torch.values import anywhere
 from invfunc.arguments.beside import beside
-from invfunc.arguments.problem import InDims, Problem, nothing, problem, with_aux
+from invfunc.arguments.problem import BoundProblem, InDims, nothing, problem, with_aux
 from invfunc.callables import check_functions, describe
 from invfunc.core.evaluate import evaluated
 from invfunc.core.explained import explained
@@ -112,10 +112,10 @@ class Statistic(Transform):
         """The evaluation at these arguments."""
         return self._engine(self.problem(args, kwargs, names))
 
-    def _engine(self, given: Problem) -> Engine:
+    def _engine(self, given: BoundProblem) -> Engine:
         return Engine(given, self.options, self._quantities(given), (*self.called, "in parts"))
 
-    def _directly(self, given: Problem) -> tuple[list[Any], Any]:
+    def _directly(self, given: BoundProblem) -> tuple[list[Any], Any]:
         """The results of all samples at once."""
         undo = self._undo()
         call = partial(evaluated, given, self._quantities(given), self.options, undo=undo)
@@ -130,10 +130,10 @@ class Statistic(Transform):
         """The evaluation of no samples, which has parameters only."""
         leaves, structure = tree.flatten([params], none_is_leaf=False)
         several, sizes = isinstance(self.argnums, tuple), (self.out_dims, leaves, structure)
-        given = Problem(self.f, self.loss, (params,), {}, (0,), several, self.has_aux, *sizes, dims={}, n=0)
+        given = BoundProblem(self.f, self.loss, (params,), {}, (0,), several, self.has_aux, *sizes, dims={}, n=0)
         return Engine(given, self.options, self._quantities(given))
 
-    def _quantities(self, given: Problem) -> list[Quantity]:
+    def _quantities(self, given: BoundProblem) -> list[Quantity]:
         """The quantities that it reduces, for the parameters of a problem."""
         found = list[Quantity]()
         for q in self._asked:
@@ -141,7 +141,7 @@ class Statistic(Transform):
             found.append(q if reduction is q.reduction else replace(q, reduction=reduction))
         return found
 
-    def problem(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Problem:
+    def problem(self, args: tuple, kwargs: dict[str, Any], names: Any) -> BoundProblem:
         """The arguments of a call, sorted."""
         dims, empty = (self.in_dims, self.out_dims), self._may_be_empty
         given = problem(self.f, self.loss, args, kwargs, self.argnums, *dims, self.has_aux, names, self.samples, empty)

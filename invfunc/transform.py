@@ -133,7 +133,7 @@ class Transform(ABC):
     outermost: bool = False
     """Whether no part of what it gives is computed by itself: `chunked` comes inside of it."""
     of_one_batch: str = ""
-    """Why it does not add up over batches, and what does; empty where that is said elsewhere."""
+    """The reason why it does not add up over batches, and what does; empty where that is said elsewhere."""
     budgeted: bool = False
     """Whether it chooses its chunks by the memory that one call may take."""
 
@@ -232,7 +232,7 @@ def _expanded(x: torch.Tensor) -> bool:
 
 
 def misfit(names: Sequence[str], args: tuple, kwargs: dict[str, Any]) -> str:
-    """Why a function does not take the arguments of a call; empty if it takes them, or does not say."""
+    """The reason why a function does not take the arguments of a call; empty if it takes them, or does not say."""
     if not isinstance(names, ArgumentNames):
         return ""
     args = (*args[:1], *args[2:]) if names.vector else args

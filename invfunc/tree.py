@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from invfunc._no_output import NoOutput
-from invfunc._nodes import NODES, NOTHING, Kept, built
+from invfunc._nodes import NODES, NOTHING, NodeWay, built
 
 Tree = Any
 Path = tuple[Any, ...]
@@ -133,28 +133,28 @@ def _parts(leaf: Any) -> dict[Any, Any] | None:
     return None
 
 
-class _Node:
+class _OpenedNode:
     """One opened."""
 
-    def __init__(self, kept: Kept, values: Sequence[Any]) -> None:
+    def __init__(self, kept: NodeWay, values: Sequence[Any]) -> None:
         self.kept, self.values = kept, list(values)
 
-    def with_keys(self) -> tuple[list, Kept]:
+    def with_keys(self) -> tuple[list, NodeWay]:
         key = pytree.MappingKey if issubclass(self.kept.kind, Mapping) else pytree.GetAttrKey
         return [(key(k), value) for k, value in zip(self.kept.keys, self.values, strict=True)], self.kept
 
 
 pytree.register_pytree_node(
-    _Node,
+    _OpenedNode,
     lambda node: (node.values, node.kept),
     lambda values, kept: kept.rebuilt(values),
-    flatten_with_keys_fn=_Node.with_keys,
+    flatten_with_keys_fn=_OpenedNode.with_keys,
 )
 
 
-def _constant(value: Any) -> _Node:
+def _constant(value: Any) -> _OpenedNode:
     """A node without leaves."""
-    return _Node(Kept(type(value), (), value), ())
+    return _OpenedNode(NodeWay(type(value), (), value), ())
 
 
 def _opened(
@@ -175,7 +175,7 @@ def _opened(
         parts = None if closed else _parts(leaf)
         if parts is None:
             return put(at, leaf)
-        node = _Node(Kept(type(leaf), tuple(parts), leaf), list(parts.values()))
+        node = _OpenedNode(NodeWay(type(leaf), tuple(parts), leaf), list(parts.values()))
         keys = [key for key, _ in node.with_keys()[0]]
         within = (*inside, id(leaf))
         node.values = [
@@ -357,7 +357,7 @@ def templates(structure: Any) -> bool:
     """Tells whether a structure has nodes that torch does not know, which keep what they were made of."""
     if type(structure) is tuple or structure is None:
         return False
-    return structure.type is _Node or any(map(templates, structure.children()))
+    return structure.type is _OpenedNode or any(map(templates, structure.children()))
 
 
 # Trees of plain containers and of nodes that are registered here need not go through torch's walk, which takes ten

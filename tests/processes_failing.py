@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 import invfunc
 from invfunc import distributed, streamed, tree
 from invfunc._torch.reading import absent
-from invfunc.data_sets.visits import Work
+from invfunc.data_sets.visits import VisitWork
 from invfunc.evaluation import rounds
 from invfunc.evaluation.processes import Processes
-from invfunc.products.streamed import Products
+from invfunc.products.streamed import BatchProducts
 from tests.data_sets.test_streamed import linear, losses
 from tests.many_processes import Example, composed, data, hold, mesh
 from tests.meter import Meter, nothing_collected
@@ -125,7 +125,7 @@ class Once:
         return self.batches
 
 
-def not_resumed(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor, of: Any = OF, work: Any = Work) -> Any:
+def not_resumed(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor, of: Any = OF, work: Any = VisitWork) -> Any:
     """All have a file, but one has no room for what is in it."""
     given = [params] * (2 if of is PRODUCT else 1)
     with TemporaryDirectory() as folder:
@@ -189,7 +189,9 @@ def of_parts(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Calls:
         "f fails beside parts": lambda: distributed(invfunc.variance(fails))(parts, x, y),
         "the loader fails beside parts": lambda: distributed(streamed(OF))(parts, lambda: late(x, y)),
         "a reduction fails beside parts": lambda: distributed(invfunc.reduced(OF, reduce))(parts, x, y),
-        "a file that cannot be gone on with beside parts": lambda: not_resumed(rank, parts, x, y, PRODUCT, Products),
+        "a file that cannot be gone on with beside parts": lambda: not_resumed(
+            rank, parts, x, y, PRODUCT, BatchProducts
+        ),
         "written beside parts": lambda: distributed(streamed(OF))(written, lambda: writing(written["w"])),
         "written by f": lambda: distributed(invfunc.variance(clamped))(parts, x, y),
         "the memory of a part": lambda: distributed(invfunc.variance(kernel))(parts, x, y),

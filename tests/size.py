@@ -53,7 +53,7 @@ CEILINGS = {
     "functional": Ceiling(
         ["invfunc/functional"], 165, 2, "messages, copies, and the swap of parameters, in half of torch's time"
     ),
-    "the tests": Ceiling(["tests"], 44_150, 355, "laws of what stands; wanted are 30,000"),
+    "the tests": Ceiling(["tests"], 44_250, 356, "laws of what stands; wanted are 30,000"),
 }
 """Who needs more takes away elsewhere, or states a better reason here."""
 

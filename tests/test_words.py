@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,18 @@ def test_old_words_are_noticed(text):
 @pytest.mark.parametrize("text", ["samples share it", "two backward passes", "f leaves them", "it is a pass-through"])
 def test_other_meanings_are_not(text):
     assert not dropped(text)
+
+
+FILES = [ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))]
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb():
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    texts = [ast.get_docstring(node) or "" for file in FILES for node in ast.walk(file) if isinstance(node, documented)]
+    begun = re.compile(r"(What|Whether|Those|That|How|Where|Which|Who|When|Why)\b")
+    assert len(texts) > 2000 and not [text for text in texts if begun.match(text)]
+
+
+def test_a_class_has_its_name_alone():
+    names = Counter(node.name for file in FILES for node in ast.walk(file) if isinstance(node, ast.ClassDef))
+    assert len(names) > 300 and not [name for name, times in names.items() if times > 1]

@@ -50,7 +50,7 @@ from invfunc.testing.laws.functions import (
     one,
     value,
 )
-from invfunc.testing.laws.problem import Problem, problem
+from invfunc.testing.laws.problem import LawProblem, problem
 from invfunc.testing.laws.run import Claim, Inapplicable, Law, Table, judged, tried
 from invfunc.testing.laws.run import call as again
 from invfunc.testing.laws.run import law as of_book
@@ -111,7 +111,7 @@ def loop_slope_along(t: Callable, at: float = 0.0) -> Callable:
     return call
 
 
-def in_float64(problem: Problem) -> Problem:
+def in_float64(problem: LawProblem) -> LawProblem:
     """The same in float64, if f takes it."""
     found = problem.double()
     try:
@@ -122,7 +122,7 @@ def in_float64(problem: Problem) -> Problem:
     return found
 
 
-def floats(problem: Problem) -> tuple[list[torch.Tensor], Callable]:
+def floats(problem: LawProblem) -> tuple[list[torch.Tensor], Callable]:
     """Those of the inputs, and the batch with others in their place."""
     tensors, form = tree.separate(problem.inputs)
     places = [i for i, x in enumerate(tensors) if x.is_floating_point()]
@@ -136,21 +136,21 @@ def floats(problem: Problem) -> tuple[list[torch.Tensor], Callable]:
 
 
 @law("no argument is written")
-def arguments(problem: Problem) -> Iterator[Claim]:
+def arguments(problem: LawProblem) -> Iterator[Claim]:
     """t(params, *batch) leaves values, versions, requires_grad and .grad of params and batch as they were"""
     for of in every(problem):
         yield Claim(of.called, lambda of=of: written(of, problem.args), lambda: state(problem.args))
 
 
 @law("results have memory of their own")
-def memory(problem: Problem) -> Iterator[Claim]:
+def memory(problem: LawProblem) -> Iterator[Claim]:
     """no two tensors of t(params, *batch) share memory, with each other or with params and batch"""
     for of in every(problem):
         yield Claim(of.called, lambda of=of: shared(of(), problem.args), list)
 
 
 @law("nothing stays alive")
-def life(problem: Problem) -> Iterator[Claim]:
+def life(problem: LawProblem) -> Iterator[Claim]:
     """when params, batch and result are deleted, their tensors are gone"""
 
     def all_of_them(given: tuple) -> list[Any]:
@@ -167,7 +167,7 @@ def life(problem: Problem) -> Iterator[Claim]:
 
 
 @law("the generators end where f leaves them")
-def random_numbers(problem: Problem) -> Iterator[Claim]:
+def random_numbers(problem: LawProblem) -> Iterator[Claim]:
     """torch's generators are after t(params, *batch) where they are after f(params, *batch)"""
 
     def after(call: Callable) -> list[torch.Tensor]:
@@ -183,7 +183,7 @@ def random_numbers(problem: Problem) -> Iterator[Claim]:
 
 
 @law("chunks within chunks do not matter")
-def nested_chunks(problem: Problem) -> Iterator[Claim]:
+def nested_chunks(problem: LawProblem) -> Iterator[Claim]:
     """chunked(chunked(t, n, over=a), m, over=b)(params, *batch) == t(params, *batch)"""
     for of in every(problem):
         axes = _divided(of)
@@ -203,19 +203,19 @@ WEIGHTS = 0.3
 
 
 @law("jacrev of a statistic is that of its loop", when=no_formulas)
-def jacobian(problem: Problem) -> Iterator[Claim]:
+def jacobian(problem: LawProblem) -> Iterator[Claim]:
     """jacrev(lambda p: stack([total(t(p, *batch)), other(t(p, *batch))]))(params) == the rows of the loop"""
     yield from _of_parameters(problem, {"": rows}, loop_rows)
 
 
 @law("jvp of a statistic is that of its loop", when=no_formulas)
-def forward(problem: Problem) -> Iterator[Claim]:
+def forward(problem: LawProblem) -> Iterator[Claim]:
     """total(jvp(t, (params,), (v,))[1]) == grad(total(loop))(params) . v"""
     yield from _of_parameters(problem, {"": slope_along}, loop_slope_along)
 
 
 @law("grad of chunks of some samples is that of its loop", when=no_formulas)
-def of_chunks(problem: Problem) -> Iterator[Claim]:
+def of_chunks(problem: LawProblem) -> Iterator[Claim]:
     """grad(lambda p: total(chunked(t(samples=s), 2, over=axis)(p, *batch)))(params) == the same of the loop"""
     n = problem.n
     chosen, ways = [2 % n, 0, 0], (slopes, loop_slopes)
@@ -236,12 +236,12 @@ def of_chunks(problem: Problem) -> Iterator[Claim]:
         yield Claim(f"{of.called} over {over}", found, expected, n, nearby=nearby)
 
 
-def _no_hessian(problem: Problem) -> str:
+def _no_hessian(problem: LawProblem) -> str:
     return no_loss(problem) or ("f draws" if problem.draws else "")
 
 
 @law("derivatives of the Hessian are those of its loop", when=_no_hessian)
-def of_hessian(problem: Problem) -> Iterator[Claim]:
+def of_hessian(problem: LawProblem) -> Iterator[Claim]:
     """c . grad(total of diag_hessian(f))(params) == (total(params + h c) - total(params - h c)) / 2h of the loop, and
     the second derivative along c; by differences in float64, as third derivatives of torch itself are wrong for some
     norms"""
@@ -259,13 +259,13 @@ def of_hessian(problem: Problem) -> Iterator[Claim]:
     def changes(t: Callable) -> Any:
         return jvp(t, (leaves,), (c,))[1]
 
-    def loop(at: Problem, h: float) -> torch.Tensor:
+    def loop(at: LawProblem, h: float) -> torch.Tensor:
         return total(loops.hessian_entries(moved(at, h, WEIGHTS)))
 
-    def first(at: Problem) -> torch.Tensor:
+    def first(at: LawProblem) -> torch.Tensor:
         return (loop(at, STEP) - loop(at, -STEP)) / (2 * STEP)
 
-    def second(at: Problem) -> torch.Tensor:
+    def second(at: LawProblem) -> torch.Tensor:
         return (loop(at, FAR) - 2 * loop(at, 0.0) + loop(at, -FAR)) / FAR**2
 
     ways: list[tuple[str, Callable, Callable]] = [
@@ -287,12 +287,12 @@ def of_hessian(problem: Problem) -> Iterator[Claim]:
         yield Claim(f"diag_hessian{called}", partial(way, diagonal), expected, problem.n, torch.float32, nearby)
 
 
-def _no_data(problem: Problem) -> str:
+def _no_data(problem: LawProblem) -> str:
     return no_formulas(problem) or ("" if floats(problem)[0] else "there are no floats among the inputs")
 
 
 @law("grad of a statistic in the data is that of its loop", when=_no_data)
-def differentiated_in_data(problem: Problem) -> Iterator[Claim]:
+def differentiated_in_data(problem: LawProblem) -> Iterator[Claim]:
     """grad(lambda x: total(t(params, x, *rest)))(x) == the same of the loop, by torch.autograd; so by
     autograd, and jvp"""
     own, batch = floats(problem)
@@ -338,7 +338,7 @@ def differentiated_in_data(problem: Problem) -> Iterator[Claim]:
 
 
 @law("grad of grad of a statistic is that of its loop", when=no_formulas)
-def differentiated_twice(problem: Problem) -> Iterator[Claim]:
+def differentiated_twice(problem: LawProblem) -> Iterator[Claim]:
     """grad(c . grad(total of t))(params, data) == (slope(params + h c) - slope(params - h c)) / 2h of the loop; so
     jvp of grad along c, and autograd twice
 
@@ -366,7 +366,7 @@ def differentiated_twice(problem: Problem) -> Iterator[Claim]:
     def own_part(found: list[torch.Tensor]) -> list[torch.Tensor]:
         return found[: len(leaves)]
 
-    def changes(formula: Formula, count: int, at: Problem) -> Any:
+    def changes(formula: Formula, count: int, at: LawProblem) -> Any:
         def beside(h: float) -> Any:
             return loop_slopes(whole(formula, count))([*tree.tensors(moved(at, h, WEIGHTS).params), *data])
 
@@ -400,7 +400,7 @@ def differentiated_twice(problem: Problem) -> Iterator[Claim]:
             yield Claim(f"{of.called}{called}", found, partial(expected, way), problem.n, torch.float32, nearby)
 
 
-def _draws(problem: Problem) -> str:
+def _draws(problem: LawProblem) -> str:
     if problem.draws:
         return "f draws"
     return "" if any(dim is not None for dim in problem.in_dims) else "all samples share the batch"
@@ -409,7 +409,7 @@ def _draws(problem: Problem) -> str:
 class _Sets:
     """The batch, and another one of the same samples, some of them twice."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: LawProblem) -> None:
         self.problem, self.both = problem, [problem, problem.part([max(0, i - 1) for i in range(problem.n)])]
         self.places = [i for i, dim in enumerate(problem.in_dims) if dim is not None]
         self.leaves, forms = zip(
@@ -464,7 +464,7 @@ WAYS: list[tuple[str, Callable, Callable]] = [
 
 
 @law("vmap over data sets is the loop", when=_draws)
-def batched_in_data(problem: Problem) -> Iterator[Claim]:
+def batched_in_data(problem: LawProblem) -> Iterator[Claim]:
     """vmap(t, (None, 0, ...))(params, *stack(sets)) == stack([t(params, *one) for one in sets]); of some statistics
     along the last axis, of others with parameters, or in vmap over these"""
     sets = _Sets(problem)
@@ -490,12 +490,12 @@ def batched_in_data(problem: Problem) -> Iterator[Claim]:
         yield Claim(f"{of.called}{called}", partial(way, statistic, problem.params, sets), expected, problem.n)
 
 
-def _no_formulas(problem: Problem) -> str:
+def _no_formulas(problem: LawProblem) -> str:
     return no_formulas(problem) or ("f draws" if problem.draws else "")
 
 
 @law("vmap of grad of a statistic is that of its loop", when=_no_formulas)
-def batched_slopes(problem: Problem) -> Iterator[Claim]:
+def batched_slopes(problem: LawProblem) -> Iterator[Claim]:
     """vmap(grad(total of t))(points) == that of the loop at each; grad(total of vmap(t))(params) == the sum of these"""
     orders = [
         (", vmap of grad", lambda t: at_points(slopes(t)), lambda t: loop_at_points(loop_slopes(t))),
@@ -524,7 +524,7 @@ def batched_slopes(problem: Problem) -> Iterator[Claim]:
             yield Claim(f"{of.called}{called}", found, expected, problem.n, nearby=nearby)
 
 
-def _closing(problem: Problem, c: torch.Tensor) -> Problem:
+def _closing(problem: LawProblem, c: torch.Tensor) -> LawProblem:
     """The same of an f with a scale of the parameters and a shift of the data that it closes over."""
     by, shift = c.to(problem.dtype).unbind()
 
@@ -537,7 +537,7 @@ def _closing(problem: Problem, c: torch.Tensor) -> Problem:
 
 
 @law("what f closes over is differentiated", when=no_formulas)
-def closed_over(problem: Problem) -> Iterator[Claim]:
+def closed_over(problem: LawProblem) -> Iterator[Claim]:
     """grad(lambda c: total(t(lambda p, x: f(c[0] * p, x + c[1]))(params, *batch)))(c) == the same of the loop; of some
     statistics by autograd, of others jvp and vmap"""
     c = torch.tensor([1.0, 0.0], dtype=problem.dtype, device=tree.tensors(problem.params)[0].device)
@@ -598,7 +598,7 @@ MODES: list[tuple[str, Callable[[Callable, tuple], Any]]] = [
 
 
 @law("modes do not matter")
-def modes(problem: Problem) -> Iterator[Claim]:
+def modes(problem: LawProblem) -> Iterator[Claim]:
     """t(params, *batch) is the same in no_grad and inference_mode, and requires grad where something of f does only"""
 
     @cache

@@ -34,7 +34,7 @@ def absent(like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [one(x) for x in like]
 
 
-class Reading(TorchDispatchMode):
+class AbsentReading(TorchDispatchMode):
     """Has operations, of a forward or a backward pass, read `absent` tensors: `bring` gives the one at a place.
 
     It `watches` also where other modes are switched off.
@@ -89,7 +89,7 @@ class Reading(TorchDispatchMode):
 class _Asked(TorchFunctionMode):
     """Tells the numbers of absent tensors to what is no operation of torch."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: AbsentReading) -> None:
         super().__init__()
         self.reading = reading
 

@@ -93,7 +93,7 @@ def undivided(module: nn.Module, attributes: Mapping[str, Any]) -> dict[str, Any
 
 
 def why_not_whole(module: nn.Module) -> str:
-    """Why f cannot compute what a module does to which `fully_shard` was applied; empty if it can."""
+    """The reason why f cannot compute what a module does to which `fully_shard` was applied; empty if it can."""
     kind = type(module)
     for state in _states(module) if divided(kind) else ():
         if not all(group.is_sharded for group in state._fsdp_param_groups):

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc.arguments.problem import Problem, batch_size
+from invfunc.arguments.problem import BoundProblem, batch_size
 from invfunc.errors import ArgumentError
 
 
-def beside(problem: Problem, others: tuple, names: Sequence[str]) -> Problem:
+def beside(problem: BoundProblem, others: tuple, names: Sequence[str]) -> BoundProblem:
     """The problem of both batches; the samples of the other one are all chosen, and the last."""
     at = [i for i, dim in problem.dims.items() if dim is not None]
     if len(others) != len(at):

@@ -32,7 +32,7 @@ class Watching(AbstractContextManager, Protocol):
 
 
 @dataclass
-class Problem:
+class BoundProblem:
     """`f(*args, **kwargs)` with the parameters at `argnums`; the last argument is `target` where a loss is given."""
 
     f: Callable
@@ -87,7 +87,7 @@ class Problem:
             except SystemError as error:  # torch's own code makes one of what we raise where it calls us
                 raise error if error.__cause__ is None else error.__cause__ from None
 
-    def chunk(self, part: slice | torch.Tensor, n: int, factor: float = 1) -> Problem:
+    def chunk(self, part: slice | torch.Tensor, n: int, factor: float = 1) -> BoundProblem:
         """The problem of n of the samples alone, whose loss is multiplied by a factor."""
         args = [some_samples(x, self.dims.get(i), part) for i, x in enumerate(self.args)]
         first = part.start if isinstance(part, slice) else 0
@@ -144,7 +144,7 @@ def some_samples(argument: Any, dim: int | None, part: slice | torch.Tensor) -> 
     )
 
 
-def whole(problem: Problem) -> Problem:
+def whole(problem: BoundProblem) -> BoundProblem:
     """A model and its loss as one function."""
     f, loss = problem.f, problem.loss
     assert loss is not None
@@ -176,7 +176,7 @@ def problem(
     names: Sequence[str],
     samples: Any = None,
     empty: bool = False,
-) -> Problem:
+) -> BoundProblem:
     """Check the arguments of a call and sort them; `empty` says that there may be no samples."""
     wanted = (argnums,) if isinstance(argnums, int) else argnums
     if not isinstance(wanted, tuple) or not all([isinstance(a, int) for a in wanted]):
@@ -198,7 +198,9 @@ def problem(
     n = batch_size(args, dims, names, empty)
     chosen = None if samples is None else _places(samples, n)
     several = wanted is argnums
-    return Problem(f, loss, args, kwargs, positions, several, has_aux, out_dims, leaves, structure, dims, n, chosen)
+    return BoundProblem(
+        f, loss, args, kwargs, positions, several, has_aux, out_dims, leaves, structure, dims, n, chosen
+    )
 
 
 def _places(samples: Any, n: int) -> list[int]:

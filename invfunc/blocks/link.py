@@ -16,7 +16,7 @@ from invfunc._torch import functorch
 from invfunc._torch.functorch import alive, function_of, is_wrapped, recorded, storage, storage_of, version
 from invfunc._torch.sharded import gathered_again, gathers
 from invfunc._torch.weak import WeakIdMap
-from invfunc.blocks.looks import Look
+from invfunc.blocks.looks import TensorLook
 from invfunc.blocks.surroundings import States, Surroundings, without_graphs
 from invfunc.callables import describe
 from invfunc.errors import InverseError, ModifiedError, ReplayError
@@ -256,7 +256,7 @@ class Link:
     """The tensors of the arguments, until the call has ended."""
     ids: frozenset[int] | set[int] = frozenset()
     """Their ids."""
-    looks: list[Look | None] | None = None
+    looks: list[TensorLook | None] | None = None
     hidden: tuple = ()
     kept: dict[int, Slot] = {}
     """The tensors of x that stay in memory, by their places."""

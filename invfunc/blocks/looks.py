@@ -26,7 +26,7 @@ HELPS = (
 )
 
 
-class Look:
+class TensorLook:
     """Entries and the sum of a tensor."""
 
     __slots__ = ("entries", "total")
@@ -40,13 +40,13 @@ class Look:
         self.entries = flat[:: (flat.numel() // ENTRIES) | 1].to(wide, copy=True)
         self.total = flat.sum(dtype=wide)
 
-    def near(self, now: Look, count: int, most: float) -> bool:
+    def near(self, now: TensorLook, count: int, most: float) -> bool:
         """Tells whether all is off by at most this, relative to the largest entry; for the CPU, in few operations."""
         size = torch.linalg.vector_norm(self.entries, torch.inf).item() * most
         off = torch.dist(now.entries, self.entries, torch.inf).item()
         return off <= size and abs(now.total.item() - self.total.item()) <= size * count**0.5
 
-    def error(self, now: Look, count: int, y: torch.Tensor) -> torch.Tensor:
+    def error(self, now: TensorLook, count: int, y: torch.Tensor) -> torch.Tensor:
         """The largest difference, of entries and of the sum of many roundings, and the size that it is relative to.
 
         Zeros, with which a sum begins (of log-determinants, say), are measured by what the block makes of them: y.
@@ -63,15 +63,19 @@ class Look:
         return torch.stack((off, size))
 
 
-def looked_at(xs: Sequence[torch.Tensor], without: Container[int] = ()) -> list[Look | None] | None:
+def looked_at(xs: Sequence[torch.Tensor], without: Container[int] = ()) -> list[TensorLook | None] | None:
     """Looks at tensors with numbers that are not whole, but for those at some places."""
     if dispatched() or any(x.is_meta or x.layout is not torch.strided for x in xs):
         return None
-    return [Look(x) if i not in without and differentiable(x) and x.numel() else None for i, x in enumerate(xs)]
+    return [TensorLook(x) if i not in without and differentiable(x) and x.numel() else None for i, x in enumerate(xs)]
 
 
 def compare(
-    block: Any, looks: Sequence[Look | None], xs: Sequence[torch.Tensor], names: Sequence[str], ys: list[torch.Tensor]
+    block: Any,
+    looks: Sequence[TensorLook | None],
+    xs: Sequence[torch.Tensor],
+    names: Sequence[str],
+    ys: list[torch.Tensor],
 ) -> None:
     """Warn or raise where a state did not come back; off the CPU when the backward pass has ended.
 
@@ -85,7 +89,9 @@ def compare(
     if dispatched():
         return
     others = ys if len(ys) == len(xs) > 1 else [torch.empty(0)] * len(xs)
-    pairs = [(a, Look(x), x, name, y) for a, x, name, y in zip(looks, xs, names, others, strict=True) if a is not None]
+    pairs = [
+        (a, TensorLook(x), x, name, y) for a, x, name, y in zip(looks, xs, names, others, strict=True) if a is not None
+    ]
     if not pairs:
         return
     precision = max([torch.finfo(x.dtype).eps for _, _, x, *_ in pairs])

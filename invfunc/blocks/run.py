@@ -38,7 +38,7 @@ from invfunc.blocks.surroundings import (
     surroundings_of,
 )
 from invfunc.core.composed import Composed
-from invfunc.core.run import Run as CoreRun
+from invfunc.core.run import Run
 from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
 from invfunc.transform import told
 
@@ -74,7 +74,7 @@ def _difference(found: list[tuple[torch.Size, torch.dtype]], like: list[tuple[to
     return f"a tensor of shape {list(shape)} {dtype}, where it was {list(then)} {of}"
 
 
-class Run(Holder):
+class BlockRun(Holder):
     """Blocks one after the other in one call.
 
     Args:
@@ -97,7 +97,7 @@ class Run(Holder):
 
     def __init__(self, level: int, seen: bool = False) -> None:
         self._level, self._watched = functorch.level_at(level), seen
-        self._forms = Composed if functorch.under(CoreRun) else None
+        self._forms = Composed if functorch.under(Run) else None
         self.links: list[Link] = []
         self._starts: list[int] = []
         self.like: list[tuple[torch.Size, torch.dtype]] = []
@@ -517,7 +517,7 @@ class _Shared:
 
     __slots__ = ("_run", "_link", "_given", "_enter", "_saved", "at", "results")
 
-    def __init__(self, run: Run, link: Link, given: Any, enter: Enter, saved: list | None) -> None:
+    def __init__(self, run: BlockRun, link: Link, given: Any, enter: Enter, saved: list | None) -> None:
         self._run, self._link, self._given, self._enter, self._saved = run, link, given, enter, saved
         self.at = len(link.evaluations)
         """Number of evaluations that are left."""

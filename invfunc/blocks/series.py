@@ -22,9 +22,9 @@ from invfunc._torch.values import differentiable
 from invfunc.blocks.held import HERE
 from invfunc.blocks.link import WRITTEN, Holder, Link, Slot, Step, depth_of, slot_of
 from invfunc.blocks.looks import compare, looked_at
-from invfunc.blocks.run import Run
+from invfunc.blocks.run import BlockRun
 from invfunc.blocks.surroundings import Closed, drew, states_of, surroundings_of, swapped
-from invfunc.core.run import Run as CoreRun
+from invfunc.core.run import Run
 from invfunc.errors import ModifiedError
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.pairs.value import read as there
@@ -54,7 +54,7 @@ def alike(steps: Sequence[Step], x: Any) -> bool:
     )
 
 
-def as_one(steps: Sequence[Step], before: Any, run: Run, x: Any) -> Any:
+def as_one(steps: Sequence[Step], before: Any, run: BlockRun, x: Any) -> Any:
     """The state behind some steps, of which the first one was a run; None if the others cannot be one node.
 
     Args:
@@ -77,7 +77,7 @@ def as_one(steps: Sequence[Step], before: Any, run: Run, x: Any) -> Any:
         found.around.undo()
         set_states(zip(run.generators, drawn, strict=True))
         return None
-    ys = list(_Node.apply(found, *found.xs, *found.needing)[: found.number])
+    ys = list(_StepsNode.apply(found, *found.xs, *found.needing)[: found.number])
     found.ends(ys)
     return form.join(ys)
 
@@ -231,7 +231,7 @@ def _gradients(outs: Sequence[torch.Tensor], inputs: list, gs: Sequence[Any], cr
     return functorch.gradients_of(outs, gs, inputs, create_graph)
 
 
-class _Node(torch.autograd.Function):
+class _StepsNode(torch.autograd.Function):
     """The state behind steps, and ghosts of that before them: zeros without memory, which stand for it where a gradient
     is differentiated."""
 
@@ -292,7 +292,7 @@ def in_series(steps: Sequence[Step], x: Any) -> tuple[Any, list[tuple]]:
     """The state behind some blocks, and what each of them hides; function modes see the calls of the blocks alone."""
     if not functorch.listening():
         return _in_series(steps, x, False)
-    if functorch.under(CoreRun, lambda run: not run.frees):  # it keeps what the blocks read
+    if functorch.under(Run, lambda run: not run.frees):  # it keeps what the blocks read
         return _in_series(steps, x, False)
     with functorch.unwatched():
         return _in_series(steps, x, True)
@@ -313,14 +313,14 @@ def _in_series(steps: Sequence[Step], x: Any, seen: bool) -> tuple[Any, list[tup
         differing = (i for i, (block, *_) in enumerate(rest) if i and _differs(block, rest[0][0]))
         count = 1 if len(rest) == 1 else next(differing, len(rest))
         one = level == 0 and count > MANY and alike(rest[1:count], x)
-        run = Run(level, seen)
+        run = BlockRun(level, seen)
         try:
             before, (x, more) = x, run.forward(rest[: 1 if one else count], x)
             hidden += more
             if one and (y := as_one(rest[:count], before, run, x)) is not None:
                 x, more = y, [()] * (count - 1)
             elif one:
-                run = Run(level, seen)
+                run = BlockRun(level, seen)
                 x, more = run.forward(rest[1:count], x)
             hidden += more if one else []
         except TypeError as error:
@@ -346,7 +346,7 @@ def _level(steps: Sequence[Step], x: Any) -> int | None:
     (block, args, kwargs), xs = steps[0], [x] if type(x) is torch.Tensor else tree.tensors(x)
     if not torch.is_grad_enabled() or block.known.uses_torch_func or torch.is_inference_mode_enabled():
         return None
-    if not xs or {*map(_LAYOUT, xs)} != _STRIDED or functorch.under(CoreRun, lambda run: not run.frees):
+    if not xs or {*map(_LAYOUT, xs)} != _STRIDED or functorch.under(Run, lambda run: not run.frees):
         return None
     if block.min_bytes and sum(t.nbytes for t in xs) < block.min_bytes:
         return None

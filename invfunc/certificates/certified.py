@@ -13,7 +13,7 @@ from invfunc import tree
 from invfunc._torch.functorch import innermost, levels, plainly
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc.callables import describe
-from invfunc.certificates.loops import LOOKS, PRODUCTS, Draw, Look, States, largest, looks_at, unit
+from invfunc.certificates.loops import LOOKS, PRODUCTS, Draw, EntryLook, States, largest, looks_at, unit
 from invfunc.errors import ArgumentError, ArgumentTypeError, CertificateError
 from invfunc.pairs.value import reached
 from invfunc.products.product import Product
@@ -240,7 +240,7 @@ class Certified(Transform):
             told = f"is {found:.9g}, but {look.other} it is {expected:.9g}; rounding explains {look.allowed:.1g}"
             raise _error(look.called(*at), told, draw.seed, found, expected)
 
-    def _in_float64(self, result: Any, args: tuple, kwargs: dict[str, Any], names: Any, draw: Draw) -> list[Look]:
+    def _in_float64(self, result: Any, args: tuple, kwargs: dict[str, Any], names: Any, draw: Draw) -> list[EntryLook]:
         """The same numbers by loops in float64; none where f has a dtype of its own."""
         args, kwargs = tree.map_tensors(lambda x: x.double() if x.is_floating_point() else x, (args, kwargs))
         try:

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from invfunc import tree
 from invfunc._torch.generators import set_states, state_of
-from invfunc.arguments.problem import Problem, problem, with_aux
+from invfunc.arguments.problem import BoundProblem, problem, with_aux
 from invfunc.core.split import Finder, marked_for
 from invfunc.errors import RandomnessError, SplitError
 from invfunc.operations.second_derivatives import TwiceDifferentiable
@@ -63,7 +63,7 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 class Loop:
     """One run of f from parameters to `z`, its outputs or losses, with derivatives of these and of their loss."""
 
-    def __init__(self, call: Call, z: Tensors, loss: torch.Tensor | None, n: int, dim: int = 0) -> None:
+    def __init__(self, call: CheckedCall, z: Tensors, loss: torch.Tensor | None, n: int, dim: int = 0) -> None:
         """`loss` is a function of z; None where z are losses themselves. Samples are along an axis of z."""
         self.leaves, self.mode, self.z, self.dim = call.leaves, call.mode, z, dim
         apart = all(-x.ndim <= dim < x.ndim and x.shape[dim] == n for x in z)
@@ -145,10 +145,10 @@ class Loop:
 
 
 @dataclass
-class Call:
+class CheckedCall:
     """A call of f, which is run anew for each way to look at it, with the same random numbers."""
 
-    problem: Problem
+    problem: BoundProblem
     before: States
     """The states of generators before the result was computed."""
     result: Any = None
@@ -238,7 +238,7 @@ class Call:
 
 
 @dataclass
-class Look:
+class EntryLook:
     """Numbers of a result, along axis 0 those of an entry each, and the same ones by plain loops."""
 
     found: torch.Tensor
@@ -300,7 +300,7 @@ class Certificate:
     """One statistic with its result, and what is looked at of it."""
 
     t: Statistic
-    call: Call
+    call: CheckedCall
     leaves: Tensors
     """The leaves of the result."""
     k: int
@@ -314,12 +314,14 @@ class Certificate:
         self.chosen = torch.arange(p.n) if p.samples is None else torch.tensor(p.samples)
         self.dtype = max((x.dtype for x in p.leaves), key=lambda d: torch.finfo(d).eps)
 
-    def looks(self) -> Iterator[Look]:
+    def looks(self) -> Iterator[EntryLook]:
         """Looks at the numbers that its reduction has."""
         return LOOKS[type(self.reduction)](self)
 
-    def look(self, found: torch.Tensor, expected: torch.Tensor, called: Callable[..., str], size: float = 0.0) -> Look:
-        return Look(wide(found), wide(expected), lambda *at: called(*at) + self.of, self.dtype, size)
+    def look(
+        self, found: torch.Tensor, expected: torch.Tensor, called: Callable[..., str], size: float = 0.0
+    ) -> EntryLook:
+        return EntryLook(wide(found), wide(expected), lambda *at: called(*at) + self.of, self.dtype, size)
 
     def samples(self, x: torch.Tensor) -> torch.Tensor:
         """The samples that were chosen, of what each of the batch has."""
@@ -349,7 +351,7 @@ class Certificate:
         sizes = [torch.stack([size(x, p) for x in leaves]).sum(0) for leaves, p in zip(each, self.params, strict=True)]
         return drawn(sizes, self.k, self.generator)
 
-    def at_entries(self, trees: Sequence[Tensors], numbers: Callable[[int, int], list]) -> Iterator[Look]:
+    def at_entries(self, trees: Sequence[Tensors], numbers: Callable[[int, int], list]) -> Iterator[EntryLook]:
         """Leaves `[*lead, *p]` of some trees at drawn entries; `numbers(leaf, place)` are `[*lead]` for each tree, with
         their size where they are sums."""
         for i, (p, at) in enumerate(zip(self.params, self.places(trees), strict=True)):
@@ -403,34 +405,34 @@ class Certificate:
 
     # Looks at a reduction
 
-    def each_sample(self) -> Iterator[Look]:
+    def each_sample(self) -> Iterator[EntryLook]:
         yield from self.at_entries([self.leaves], lambda *e: [self.share(*e)])
         sizes = [wide(x).square().sum(0) for x in self.leaves]
         yield from self.gradient([x.sum(0) for x in self.leaves], sizes, "the sum over the samples of ")
 
-    def gradient(self, sums: Tensors, squares: Tensors, what: str = "") -> Iterator[Look]:
+    def gradient(self, sums: Tensors, squares: Tensors, what: str = "") -> Iterator[EntryLook]:
         """All entries of the gradient, beside one backward pass."""
         loop, counts = self.call.losses, torch.bincount(self.chosen, minlength=self.problem.n)
         for i, (x, expected) in enumerate(zip(sums, loop.back(loop.weighed(counts)), strict=True)):
             called = lambda k, i=i: what + self.entry(i, k)  # noqa: E731
             yield self.look(x.flatten(), expected.flatten(), called, largest(squares[i]) ** 0.5)
 
-    def moments(self) -> Iterator[Look]:
+    def moments(self) -> Iterator[EntryLook]:
         yield from self.at_entries([self.leaves], lambda *e: [self.variance(*e)])
 
-    def sum_and_moments(self) -> Iterator[Look]:
+    def sum_and_moments(self) -> Iterator[EntryLook]:
         half, n = len(self.params), len(self.chosen)
         trees = [self.leaves[:half], self.leaves[half:]]
         yield from self.at_entries(trees, lambda *e: [self.summed_share(*e), self.variance(*e)])
         yield from self.gradient(trees[0], [s.square() / n + n * v for s, v in zip(*trees, strict=True)])
 
-    def diagonal(self) -> Iterator[Look]:
+    def diagonal(self) -> Iterator[EntryLook]:
         yield from self.at_entries([self.leaves], lambda *e: [self.squares(*e)])
 
-    def diagonals(self) -> Iterator[Look]:
+    def diagonals(self) -> Iterator[EntryLook]:
         yield from self.at_entries([self.leaves], lambda *e: [self.square(*e)])
 
-    def jacobian(self) -> Iterator[Look]:
+    def jacobian(self) -> Iterator[EntryLook]:
         loop, count = self.call.model, len(self.params)
         trees = [self.leaves[i : i + count] for i in range(0, len(self.leaves), count)]
 
@@ -439,7 +441,7 @@ class Certificate:
 
         yield from self.at_entries(trees, numbers)
 
-    def root(self) -> Iterator[Look]:
+    def root(self) -> Iterator[EntryLook]:
         """Products of the columns at pairs of entries: each with itself, and with the one that is drawn next."""
         places = [(i, place) for i, of in enumerate(self.places([self.leaves])) for place in of.tolist()]
         pairs = [*zip(places, places, strict=True), *zip(places, [*places[1:], *places[:1]], strict=True)]
@@ -455,10 +457,10 @@ class Certificate:
 
         yield self.look(found, torch.stack(expected), called)
 
-    def norms(self) -> Iterator[Look]:
+    def norms(self) -> Iterator[EntryLook]:
         yield from self.norms_of(self.leaves, torch.stack([wide(x) for x in self.leaves]).sum(0))
 
-    def norms_of(self, found: Tensors, sizes: torch.Tensor) -> Iterator[Look]:
+    def norms_of(self, found: Tensors, sizes: torch.Tensor) -> Iterator[EntryLook]:
         """Norms of shares `[n]`, each beside a backward pass of its sample alone; one is that of all parameters."""
         (at,), loop = drawn([sizes], self.k, self.generator), self.call.losses
         self.samples(torch.zeros(loop.n))
@@ -475,7 +477,7 @@ class Certificate:
         """Weights `[N]` that are 1 for one of the chosen samples."""
         return torch.nn.functional.one_hot(self.chosen[row], self.problem.n)
 
-    def clipped(self) -> Iterator[Look]:
+    def clipped(self) -> Iterator[EntryLook]:
         assert isinstance(self.reduction, ClippedSum)
         sums, norms = self.leaves[:-1], wide(self.leaves[-1])
         scales = (
@@ -486,7 +488,7 @@ class Certificate:
         yield from self.norms_of(self.leaves[-1:], norms.square())
         yield from self.at_entries([sums], lambda *e: [_summed(self.share(*e) * scales)])
 
-    def products(self) -> Iterator[Look]:
+    def products(self) -> Iterator[EntryLook]:
         """Rows of Gram matrices: what is pulled back of one sample, or of one output of it, sent along all."""
         assert isinstance(self.reduction, InnerProducts)
         whole, others = self.reduction.whole, self.reduction.others
@@ -533,7 +535,7 @@ class Certificate:
         return [along(found)] if whole else [along(v) for v in alone]
 
 
-LOOKS: dict[type, Callable[[Certificate], Iterator[Look]]] = {
+LOOKS: dict[type, Callable[[Certificate], Iterator[EntryLook]]] = {
     EachSample: Certificate.each_sample,
     CentredSquares: Certificate.moments,
     SumAndCentredSquares: Certificate.sum_and_moments,
@@ -553,7 +555,7 @@ PRODUCTS = (of_hessian, of_ggn, of_fisher)
 """The matrices of which products have loops."""
 
 
-def looks_at(t: Any, result: Any, args: tuple, kwargs: dict[str, Any], names: Any, draw: Draw) -> list[Look]:
+def looks_at(t: Any, result: Any, args: tuple, kwargs: dict[str, Any], names: Any, draw: Draw) -> list[EntryLook]:
     """The numbers of a result of t that are looked at, beside those of loops; those of f itself come last."""
     if isinstance(t, Product):
         call, looks = _of_product(t, result, args, kwargs, names, draw)
@@ -564,8 +566,8 @@ def looks_at(t: Any, result: Any, args: tuple, kwargs: dict[str, Any], names: An
 
 def _of_statistic(
     t: Statistic, result: Any, args: tuple, kwargs: dict[str, Any], names: Any, draw: Draw
-) -> tuple[Call, list[Look]]:
-    call, generator = Call(t.problem(args, kwargs, names), draw.before), torch.Generator().manual_seed(draw.seed)
+) -> tuple[CheckedCall, list[EntryLook]]:
+    call, generator = CheckedCall(t.problem(args, kwargs, names), draw.before), torch.Generator().manual_seed(draw.seed)
     if t.has_aux:
         result = result[:-1] if t.several else result[0]
     looks = []
@@ -577,7 +579,7 @@ def _of_statistic(
 
 def _of_product(
     t: Product, result: Any, args: tuple, kwargs: dict[str, Any], names: Any, draw: Draw
-) -> tuple[Call, list[Look]]:
+) -> tuple[CheckedCall, list[EntryLook]]:
     """All entries of a product with a Hessian, a GGN or an empirical Fisher matrix, or with blocks of these."""
     kind = t.record
     params, batch = args[0], (args[0], *args[2:])
@@ -585,8 +587,8 @@ def _of_product(
         given = problem(t.f, t.loss, batch, kwargs, 0, t.in_dims, t.out_dims, t.has_aux, names.without_vector)
     else:
         leaves, structure = tree.flatten([params], none_is_leaf=False)
-        given = Problem(t.f, t.loss, batch, kwargs, (0,), False, t.has_aux, t.out_dims, leaves, structure, {}, 1)
-    call = Call(given, draw.before)
+        given = BoundProblem(t.f, t.loss, batch, kwargs, (0,), False, t.has_aux, t.out_dims, leaves, structure, {}, 1)
+    call = CheckedCall(given, draw.before)
     loop = call.whole if kind is of_hessian else call.losses if kind is of_fisher else call.outputs
 
     def times(v: Vector) -> Tensors:
@@ -610,11 +612,11 @@ def _of_product(
         def called(k: int, *vector: int, path: str = path, shape: torch.Size = p.shape) -> str:
             return entry(names[0] + path, shape, k) + "".join(f" of vector {j}" for j in vector)
 
-        looks.append(Look(wide(x), wide(y), called, p.dtype))
+        looks.append(EntryLook(wide(x), wide(y), called, p.dtype))
     return call, looks
 
 
-def _values(call: Call) -> Iterator[Look]:
+def _values(call: CheckedCall) -> Iterator[EntryLook]:
     """The results of f as it is, beside those in the form in which it is differentiated."""
     form, result = call.mode, call.result
     after = [state_of(g) for g, _ in call.before]
@@ -626,4 +628,4 @@ def _values(call: Call) -> Iterator[Look]:
     for (path, x), y in zip(tree.named_leaves(plain), tree.leaves(result), strict=True):
         if isinstance(x, torch.Tensor) and x.is_floating_point():
             called = lambda *at, path=path: f"f{path}[{', '.join(map(str, at))}]" if at else f"f{path}"  # noqa: E731
-            yield Look(wide(x), wide(y), called, x.dtype, other="in the form in which it is differentiated")
+            yield EntryLook(wide(x), wide(y), called, x.dtype, other="in the form in which it is differentiated")

@@ -418,7 +418,7 @@ def alone(ndim: int, sample: torch.Tensor, n: int) -> Axis:
 
 
 def single(data: list[Known]) -> bool:
-    """Whether all tensors are of single samples."""
+    """Tells whether all tensors are of single samples."""
     return all([-axis[0] > x.ndim for x, axis in data])
 
 

@@ -13,7 +13,7 @@ from invfunc import tree
 from invfunc._torch.functorch import version
 from invfunc._torch.graphs import nodes_of
 from invfunc._torch.values import anywhere
-from invfunc.arguments.problem import Problem
+from invfunc.arguments.problem import BoundProblem
 from invfunc.core.marks import Axis as Marked
 from invfunc.core.marks import Mark, Run, Unsupported, know, wide
 from invfunc.core.refusals import check_outputs
@@ -22,7 +22,7 @@ from invfunc.core.split import (
     KNOWN,
     WHOLE,
     Axis,
-    Call,
+    CriterionCall,
     Finder,
     Output,
     Split,
@@ -128,7 +128,7 @@ def made(hessian: Sequence[Columns], quantity: Quantity, n: int) -> list[Columns
 
 
 def single(found: Split, columns: Sequence[Columns]) -> bool:
-    """Whether all columns are those of one criterion of one output, with the samples in front."""
+    """Tells whether all columns are those of one criterion of one output, with the samples in front."""
     (root, *others), known = found.roots, all([t.kind in KNOWN and t.at_root for t in found.terms]) or found.ordinary
     at = root.axis
     in_front = at.dim is None or (type(at) is Axis and at.dim == 0 and at.outer == 1)
@@ -138,7 +138,7 @@ def single(found: Split, columns: Sequence[Columns]) -> bool:
 # A loss that is given apart
 
 
-def lost(problem: Problem, run: Run, outputs: Any, known: bool = False) -> Any:
+def lost(problem: BoundProblem, run: Run, outputs: Any, known: bool = False) -> Any:
     """The loss of the outputs of a model that is given apart from it; None where the columns at these are known."""
     assert problem.loss is not None
     loss, (named, structure) = problem.loss, tree.outputs(outputs)
@@ -204,12 +204,12 @@ def _joined(parts: Sequence[Any]) -> Columns:
 
 
 def _count(columns: Any) -> int:
-    """How many samples columns are of."""
+    """The number of samples that columns are of."""
     return len(columns.hessian if isinstance(columns, General) else columns.logits)
 
 
 def weighs(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a criterion is a mean in which the targets weigh, which parts of the samples do not make up."""
+    """Tells whether a criterion is a mean in which the targets weigh, which parts of the samples do not make up."""
     if func not in (F.cross_entropy, F.nll_loss) or argument(func, args, kwargs, "reduction", "mean") != "mean":
         return False
     target, ignored = argument(func, args, kwargs, "target"), argument(func, args, kwargs, "ignore_index", -100)
@@ -229,7 +229,7 @@ def softmax_root(run: Run, func: Any, args: tuple, kwargs: dict, axis: Marked, s
     dim = 1 if soft else argument(func, args, kwargs, "dim")
     if x.ndim < 2 or dim is None or dim % x.ndim == 0 or (run.n > 1 and (axis[0] != -x.ndim or axis[1] != 1)):
         return None
-    call = Call("cross_entropy" if soft else "log_softmax", func, (x, *args[1:]), kwargs)
+    call = CriterionCall("cross_entropy" if soft else "log_softmax", func, (x, *args[1:]), kwargs)
     at = axis_of(x, axis, run.n)
     term = Term("softmax" if soft else "log_softmax", frozenset({0}), x, at, x, call, True, version(x))
     return columns(Stripped, term, slope, [], run.n, convex=False), at

@@ -15,12 +15,12 @@ from invfunc import thresholds, tree
 from invfunc._extras import Ticks
 from invfunc._torch.functorch import hooked, transforming, versions
 from invfunc._torch.generators import same_state, set_states, state_of, states_of, torchs_own
-from invfunc.arguments.problem import Problem, check_numbers, whole
+from invfunc.arguments.problem import BoundProblem, check_numbers, whole
 from invfunc.budget.size import fits
 from invfunc.core.columns import Twice, columns_at, lost, single, split
 from invfunc.core.composed import Replays
 from invfunc.core.factors import partners
-from invfunc.core.hessian import CallsRun, Diagonal
+from invfunc.core.hessian import CallsRun, HessianDiagonal
 from invfunc.core.kfra import ChainRun, chain
 from invfunc.core.marks import SUMMED, Final, Mark, Unsupported, know
 from invfunc.core.refusals import check_loss, check_outputs, check_room
@@ -38,8 +38,7 @@ from invfunc.reductions import Found, Reduction, State
 from invfunc.reductions.lots import Lot
 from invfunc.reductions.quantity import Quantity
 from invfunc.reductions.reduction import Shortcuts
-from invfunc.structure.plan import Structure
-from invfunc.structure.plan import Way as Shortcut
+from invfunc.structure.plan import Shortcut, Structure
 
 T = TypeVar("T")
 Made = dict[Hashable, list[Columns]]
@@ -60,8 +59,8 @@ def of_each_kind(quantities: Sequence[Quantity]) -> list[list[int]]:
 def by_kinds(
     quantities: Sequence[Quantity], way: Way, call: Callable[[list[Quantity], Way], T]
 ) -> Iterator[tuple[list[int], T]]:
-    """What each kind of quantities finds, for which f runs with the same random numbers; the second derivatives of a
-    function that is not followed there are those of single samples."""
+    """The results of each kind of quantities, for which f runs with the same random numbers; the second derivatives of
+    a function that is not followed there are those of single samples."""
     before = [(g, state_of(g)) for g in torchs_own()]
     for group in of_each_kind(quantities):
         some = [quantities[i] for i in group]
@@ -70,7 +69,7 @@ def by_kinds(
             found = call(some, way)
         except Unsupported as error:
             kind = some[0].kind
-            if way is not Problem.call or not kind.second_order or kind.averaged or any(q.give for q in some):
+            if way is not BoundProblem.call or not kind.second_order or kind.averaged or any(q.give for q in some):
                 raise
             set_states(before)
             try:
@@ -81,10 +80,10 @@ def by_kinds(
 
 
 def evaluated(
-    problem: Problem,
+    problem: BoundProblem,
     quantities: Sequence[Quantity],
     options: Options = PLAIN,
-    way: Way = Problem.call,
+    way: Way = BoundProblem.call,
     ticks: Ticks = TICKS,
     undo: Callable[[], Any] = bool,
 ) -> tuple[list[Any], Any]:
@@ -109,8 +108,8 @@ def evaluated(
 
 
 @dataclass
-class Kept:
-    """What some quantities keep of one run."""
+class RunStates:
+    """The states of some quantities in one run."""
 
     folds: list[Fold]
     count: int
@@ -123,25 +122,25 @@ class Kept:
 
 
 def kept(
-    problem: Problem,
+    problem: BoundProblem,
     quantities: Sequence[Quantity],
     options: Options,
     known: Made | None = None,
     ticks: Ticks = TICKS,
-    way: Way = Problem.call,
+    way: Way = BoundProblem.call,
     part: bool = False,
-) -> Kept:
-    """What some quantities keep of a run of one function, to be merged with what they keep of others.
+) -> RunStates:
+    """The states of some quantities in a run of one function, to be merged with those of others.
 
     A reduction of several phases is in one of them: only a phase that is of each sample alone comes before it. The
     columns may be `known`; `part` says that these are a part of the samples, whose losses have to add up.
     """
 
-    def left(run: Run, folds: list[Fold], out: Any, aux: Any, outside: bool) -> Kept:
+    def left(run: Run, folds: list[Fold], out: Any, aux: Any, outside: bool) -> RunStates:
         for fold in folds if run.deep else ():
             fold.states, fold.earlier = _left(run, (fold.states, fold.earlier), outside)
         aux = None if aux is None else _left(run, aux, outside)
-        return Kept(folds, run.count, aux, _left(run, out, outside), _left(run, run.outputs, outside))
+        return RunStates(folds, run.count, aux, _left(run, out, outside), _left(run, run.outputs, outside))
 
     if len(quantities) > 1 and len(of_each_kind(quantities)) > 1:
         every = [*by_kinds(quantities, way, lambda some, way: kept(problem, some, options, known, ticks, way, part))]
@@ -150,15 +149,15 @@ def kept(
     return ran_and(left, problem, quantities, replace(options, reduce=None), known, ticks, way, part, phased=True)
 
 
-def returned(problem: Problem, part: slice = slice(None), leaves: list[torch.Tensor] | None = None) -> Any:
-    """What f returns for some of the samples, perhaps at other parameters."""
+def returned(problem: BoundProblem, part: slice = slice(None), leaves: list[torch.Tensor] | None = None) -> Any:
+    """The result of f for some of the samples, perhaps at other parameters."""
     few = problem
     if part != slice(None):
         few = problem.chunk(part, part.stop - part.start)
     return few.call(Watched(lambda x, _: x), problem.leaves if leaves is None else leaves, slice(None))[0]
 
 
-def loss_of(problem: Problem) -> torch.Tensor:
+def loss_of(problem: BoundProblem) -> torch.Tensor:
     """The loss, which is seen to be one of each sample, or their mean or sum; or outputs of a model."""
     run = Run(problem.n, transforming())
     run.open()
@@ -171,7 +170,7 @@ def loss_of(problem: Problem) -> torch.Tensor:
         run.close()
 
 
-def columns_of_all(problem: Problem, outputs: Any, quantities: Sequence[Quantity]) -> tuple[Made, torch.Tensor]:
+def columns_of_all(problem: BoundProblem, outputs: Any, quantities: Sequence[Quantity]) -> tuple[Made, torch.Tensor]:
     """The columns at the outputs of a model, with a loss that is given apart, and the loss."""
     graph = torch.is_grad_enabled() and any(z.requires_grad for z in tree.tensors((outputs,)))
     run = Run(problem.n, transforming() or graph)
@@ -199,7 +198,7 @@ def check_kept(run: Run, columns: list[Columns]) -> list[Columns]:
     return columns
 
 
-def hessian_of(problem: Problem) -> list[Columns]:
+def hessian_of(problem: BoundProblem) -> list[Columns]:
     """The Hessian of the loss in the outputs that are found in f."""
     run = Run(problem.n, transforming() or (torch.is_grad_enabled() and any(x.requires_grad for x in problem.tensors)))
     run.open()
@@ -215,12 +214,12 @@ def hessian_of(problem: Problem) -> list[Columns]:
 
 def ran_and(
     finish: Callable[..., T],
-    problem: Problem,
+    problem: BoundProblem,
     quantities: Sequence[Quantity],
     options: Options,
     known: Made | None = None,
     ticks: Ticks = TICKS,
-    way: Way = Problem.call,
+    way: Way = BoundProblem.call,
     part: bool = False,
     phased: bool = False,
     undo: Callable[[], Any] = bool,
@@ -236,21 +235,21 @@ def ran_and(
     kind = quantities[0].kind
     new = ChainRun if kind.averaged else CallsRun if kind.second_order else Run
     each = chosen is not None or not kind.second_order or any([q.reduction.each for q in quantities])
-    if new is not Run and way is not Problem.call:
+    if new is not Run and way is not BoundProblem.call:
         if way is by_rows or kind.averaged:
             raise Final("second derivatives of a function whose operations are not followed")
         problem, new = problem if problem.loss is None else whole(problem), Run
         way = way if each else at_once
     twice = deep or kind.second_order or (kind.convex and problem.n == 1)  # for torch's batch norm of one sample
     frees = new is Run and not options.plan.splits and all(map(_streamed, quantities))
-    how = How(problem, way, deep, twice, frees, way is Problem.call and problem.f in REPLAYED)
+    how = How(problem, way, deep, twice, frees, way is BoundProblem.call and problem.f in REPLAYED)
     while True:
         run = new(problem.n, how.deep, chosen)
         run.grows = how.ambiguous is None
         run.part, run.way, run.twice, run.each = part, way, how.twice, each
         run.frees, run.replays = how.frees and not how.deep, how.replays
         run.given = known is not None and problem.loss is not None
-        run.open(way is Problem.call or transforming())
+        run.open(way is BoundProblem.call or transforming())
         met = None
         try:
             given = problem, quantities, run, outside, options, known, ticks, phased, pullback
@@ -270,13 +269,13 @@ def ran_and(
 
 
 def _streamed(quantity: Quantity) -> bool:
-    """Whether one vector is pulled back, and reduced as it comes."""
+    """Tells whether one vector is pulled back, and reduced as it comes."""
     one = quantity.kind.first_order or (quantity.drawing is not None and quantity.drawing.count == 1)
     return one and quantity.reduction.before is None and not quantity.reduction.keeps
 
 
-def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bool) -> tuple[Any, Any]:
-    """What f returns, and aux; the run knows then what f reads of the parameters."""
+def _ran(problem: BoundProblem, quantities: Sequence[Quantity], run: Run, outside: bool) -> tuple[Any, Any]:
+    """The result of f, and aux; the run knows then what f reads of the parameters."""
     device, given = problem.leaves[0].device.type, problem.tensors
     check_numbers(given)
     before = versions(given)
@@ -307,7 +306,7 @@ def _ran(problem: Problem, quantities: Sequence[Quantity], run: Run, outside: bo
 
 
 def _evaluated(
-    problem: Problem,
+    problem: BoundProblem,
     quantities: Sequence[Quantity],
     run: Run,
     outside: bool,
@@ -317,7 +316,7 @@ def _evaluated(
     phased: bool,
     pullback: Callable[..., Pullback],
 ) -> tuple[list[Fold], Any, Any]:
-    """What is kept of a run, what f has returned, and aux."""
+    """The states of a run, the result of f, and aux."""
     device = problem.leaves[0].device.type
     out, aux = _ran(problem, quantities, run, outside)
     of_model = {q.kind.of_model for q in quantities}
@@ -342,7 +341,7 @@ def _evaluated(
             _columns(way, quantities, out, options.dense, known)
         elif isinstance(run, CallsRun):
             with _undrawn():
-                way.hessian(Diagonal(run, problem.name, folds, *uses_of(run, run.uses)), out, cotangent)
+                way.hessian(HessianDiagonal(run, problem.name, folds, *uses_of(run, run.uses)), out, cotangent)
         elif quantities[0].kind.second_order:
             with TwiceDifferentiable():  # a checkpoint runs again as it did
                 way.entries(out)
@@ -371,10 +370,10 @@ def _autocast(device: str, enabled: bool) -> AbstractContextManager:
     return torch.autocast(device, torch.get_autocast_dtype(device), enabled, cache_enabled=False)
 
 
-def _called(problem: Problem, run: Run, leaves: list[torch.Tensor], convex: bool = False) -> tuple[Any, Any]:
-    """What f returns, or its loss of that, whose outputs are `convex` ones; and aux."""
+def _called(problem: BoundProblem, run: Run, leaves: list[torch.Tensor], convex: bool = False) -> tuple[Any, Any]:
+    """The result of f, or its loss of that, whose outputs are `convex` ones; and aux."""
     try:
-        out, aux = (run.way or Problem.call)(problem, run, leaves, slice(None))
+        out, aux = (run.way or BoundProblem.call)(problem, run, leaves, slice(None))
     except (Unsupported, ProcessError):
         raise
     except Exception as error:
@@ -440,10 +439,10 @@ def _rows(way: Pullback, out: Any) -> None:
 
 @dataclass
 class Pullback:
-    """How vectors are pulled back to the parameters, and reduced there."""
+    """The way vectors are pulled back to the parameters, and reduced there."""
 
     run: Run
-    problem: Problem
+    problem: BoundProblem
     folds: list[Fold]
     plan: Plan
     ticks: Ticks
@@ -451,12 +450,12 @@ class Pullback:
 
     @property
     def apart(self) -> bool:
-        """Whether a reduction has to know something of all parameters first."""
+        """Tells whether a reduction has to know something of all parameters first."""
         return any([f.first is not None for f in self.folds])
 
     @property
     def streams(self) -> bool:
-        """Whether a parameter is reduced as soon as the cotangents of its uses have come, which are freed then."""
+        """Tells whether a parameter is reduced, and the cotangents of its uses freed, as soon as these have come."""
         if self.run.deep or (self.run.numbers < thresholds.HOOKED and not self.run.freed):
             return False
         return not (self.apart or any([f.reduction.keeps for f in self.folds]))
@@ -575,7 +574,7 @@ class Pullback:
 
         return structure.taken(way, reduce)
 
-    def hessian(self, diagonal: Diagonal, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
+    def hessian(self, diagonal: HessianDiagonal, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
         """Reduce the columns of a Hessian: of the loss, and of each nonlinear operation."""
         diagonal.reduce(out, cotangent)
 
@@ -675,12 +674,12 @@ def _leaves(run: Run, use: Use) -> Sequence[int]:
 
 
 class Fold:
-    """What one reduction keeps of the parameters."""
+    """The states of one reduction, of all parameters."""
 
     def __init__(
         self,
         reduction: Reduction,
-        problem: Problem,
+        problem: BoundProblem,
         found: Found,
         reduce: Reduce | None = None,
         phased: bool = False,

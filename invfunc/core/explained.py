@@ -1,4 +1,4 @@
-"""How statistics are computed: f runs, and what would be done with its uses is told in place of being done."""
+"""Explanations of statistics: f runs, and what would be done with its uses is told in place of being done."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from invfunc import thresholds, tree
-from invfunc.arguments.problem import Problem
+from invfunc.arguments.problem import BoundProblem
 from invfunc.budget.size import bytes_of
 from invfunc.core.columns import columns_at
 from invfunc.core.evaluate import Fold, Pullback, by_kinds, of_each_kind, ran_and, uses_of
-from invfunc.core.hessian import Diagonal
+from invfunc.core.hessian import HessianDiagonal
 from invfunc.core.marks import spelled
 from invfunc.core.refusals import matrices
 from invfunc.core.run import Run
@@ -24,9 +24,8 @@ from invfunc.core.ways import WAYS, Way
 from invfunc.loss.square_root import Columns
 from invfunc.plan import Options
 from invfunc.reductions.quantity import Quantity
-from invfunc.report import Explanation, Parameter, Part
-from invfunc.structure.plan import Structure
-from invfunc.structure.plan import Way as Shortcut
+from invfunc.report import Explanation, Parameter, ReportPart
+from invfunc.structure.plan import Shortcut, Structure
 
 HOW = {
     WAYS[0]: "",
@@ -37,18 +36,18 @@ HOW = {
 
 @dataclass
 class Entry:
-    """What is done with the columns of one kind."""
+    """The steps that are taken with the columns of one kind."""
 
     columns: int = 0
     passes: int = 0
     pullbacks: int = 0
     cost: float = 1.0
     why: str = ""
-    parts: list[Part] = field(default_factory=list)
+    parts: list[ReportPart] = field(default_factory=list)
 
 
 @dataclass
-class Look(Pullback):
+class Teller(Pullback):
     """Tells how vectors would be pulled back."""
 
     notes: dict[int, Entry] = field(default_factory=dict)
@@ -56,7 +55,7 @@ class Look(Pullback):
 
     @property
     def entry(self) -> Entry:
-        """What is done for these folds."""
+        """The steps for these folds."""
         found = self.notes.setdefault(id(self.folds[0]), Entry())
         self.notes.update(dict.fromkeys(map(id, self.folds), found))
         return found
@@ -87,10 +86,10 @@ class Look(Pullback):
 
     @property
     def _most(self) -> int:
-        """How many columns are pulled back at once."""
+        """The number of columns that are pulled back at once."""
         return max(1, thresholds.GROUPED // max(1, self.run.numbers))
 
-    def _parts(self, way: Shortcut, columns: int) -> list[Part]:
+    def _parts(self, way: Shortcut, columns: int) -> list[ReportPart]:
         """The parts of a way, for so many columns."""
         found, given = self._part("closed form", way.closed, columns, 0), columns
         for stage in way.stages:
@@ -100,10 +99,10 @@ class Look(Pullback):
             given = given if stage.end is None else stage.end.rank * len(stage.end.places)
         return found + self._part("dense", way.dense, columns, columns)
 
-    def _part(self, how: str, leaves: frozenset[int], columns: int, passes: int) -> list[Part]:
-        return [Part(how, tuple(map(self.problem.name, sorted(leaves))), columns, passes)] if leaves else []
+    def _part(self, how: str, leaves: frozenset[int], columns: int, passes: int) -> list[ReportPart]:
+        return [ReportPart(how, tuple(map(self.problem.name, sorted(leaves))), columns, passes)] if leaves else []
 
-    def hessian(self, diagonal: Diagonal, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
+    def hessian(self, diagonal: HessianDiagonal, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
         entry = self.entry
         for part, uses in diagonal.sent(out, cotangent)[2]:
             entry.columns += part.count
@@ -125,9 +124,9 @@ class Look(Pullback):
 
 
 def explained(
-    problem: Problem, quantities: Sequence[Quantity], options: Options, way: Way, undo: Callable[[], Any]
+    problem: BoundProblem, quantities: Sequence[Quantity], options: Options, way: Way, undo: Callable[[], Any]
 ) -> list[Explanation]:
-    """How each of some quantities is computed, if f is called in a way; of chunks of samples, one is looked at."""
+    """The steps to each of some quantities, if f is called in a way; of chunks of samples, one is looked at."""
     if len(of_each_kind(quantities)) > 1:
         every = by_kinds(quantities, way, lambda some, way: explained(problem, some, options, way, undo))
         each = {i: e for group, found in every for i, e in zip(group, found, strict=True)}
@@ -161,12 +160,12 @@ def explained(
             )
         return found
 
-    look, plainly = partial(Look, notes=notes), replace(options, plan=plan, reduce=None, progress="")
+    look, plainly = partial(Teller, notes=notes), replace(options, plan=plan, reduce=None, progress="")
     return ran_and(told, first, quantities, plainly, None, way=way, undo=undo, pullback=look)
 
 
 def _why(run: Run, q: Quantity, options: Options, entry: Entry) -> str:
-    """Why every column is pulled back."""
+    """The reason why every column is pulled back."""
     if any(options.plan.splits.values()):
         return "because chunked asks for it"
     if q.kind.why:
@@ -183,8 +182,8 @@ def _why(run: Run, q: Quantity, options: Options, entry: Entry) -> str:
     return next((why for why, holds in reasons.items() if holds), "the structure would save nothing")
 
 
-def _parameter(problem: Problem, q: Quantity, i: int, uses: Sequence[Use]) -> Parameter:
-    """Where a parameter is read, and what is kept of it."""
+def _parameter(problem: BoundProblem, q: Quantity, i: int, uses: Sequence[Use]) -> Parameter:
+    """The places where a parameter is read, and the states that are kept of it."""
     names = {("f" if u.func is None else spelled(u.func)): isinstance(u, Copies) for u in uses}
     shapes = matrices(q.reduction, problem.leaves[i], uses)
     size = bytes_of(shapes, problem.leaves[i])

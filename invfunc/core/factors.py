@@ -22,7 +22,7 @@ from invfunc.core.marks import LEAF, SWAP, Final, Node
 from invfunc.core.order import Order
 from invfunc.core.run import Run
 from invfunc.core.transposed import Transposed
-from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Pair, Rows, Use, summed
+from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, ProductUse, TableRows, Use, summed
 from invfunc.kronecker.matrix import Kronecker
 from invfunc.kronecker.places import PART, Place, Unfactored, grid, rows
 from invfunc.linear_algebra.contract import joined, outer
@@ -64,7 +64,7 @@ class Sent:
 
     @property
     def flipped(self) -> bool:
-        """Whether the dims of what is read come before those of what is sent back."""
+        """Tells whether the dims of what is read come before those of what is sent back."""
         return len(self.places) > 1 and self.places[1].dims < self.places[0].dims
 
     def total(self, run: Run, use: Use) -> torch.Tensor:
@@ -145,7 +145,7 @@ def _of_layer(run: Run, leaf: torch.Tensor, use: Use, bias: str, again: bool, mo
         return None
     read, s = rows
     places = [Place((0,), len(leaf))]
-    if isinstance(use, Pair):
+    if isinstance(use, ProductUse):
         places = [*_whole(leaf.shape, use.of_w[1], use.of_w[2], False)]
     large = places[0].size > most
     key = "sent", large, id(use.edge)
@@ -188,14 +188,14 @@ def _added(
 
 
 def _orders(run: Run, use: Use, each: Sent) -> list[tuple[int, Order | None]]:
-    """How many positions there are in each sample of several uses that are one, and the orders of these."""
+    """The number of positions in each sample of several uses that are one, and the orders of these."""
     if isinstance(use, Joined):
         return [(u.sizes(run)[0], next(iter(u.orders), None)) for u in use.uses]
     return [(each.s.shape[3], next(iter(use.orders), None))]
 
 
 def _positions(run: Run, use: Use, each: Sent) -> float:
-    """How many positions a sample has; on average, where some have more than others."""
+    """The number of positions a sample has; on average, where some have more than others."""
     if not use.uses and not (run.ordered and use.orders):
         return each.s.shape[3]
     counts = _orders(run, use, each)
@@ -203,7 +203,7 @@ def _positions(run: Run, use: Use, each: Sent) -> float:
 
 
 def _even(run: Run, some: list[tuple[Use, Sent]]) -> bool:
-    """Whether all samples have the same number of positions in all uses together."""
+    """Tells whether all samples have the same number of positions in all uses together."""
     count = torch.zeros(run.n)
     for p, order in [pair for use, each in some for pair in _orders(run, use, each)]:
         if order is not None:
@@ -219,7 +219,7 @@ def _of_sent(run: Run, some: list[tuple[Use, Sent]], pooled: bool, diagonal: boo
     else:
         sent = [_scaled(each.s, each.reads**0.5) for _, each in some]
     if use.matrix is not None:
-        sent = [s[:, :1] for s in sent] if isinstance(use, Pair) else sent  # the same of all samples
+        sent = [s[:, :1] for s in sent] if isinstance(use, ProductUse) else sent  # the same of all samples
         return summed(_between(s, use.matrix, diagonal) for s in sent)
     if run.of_hessian:
         return summed(_of_hessian(s, diagonal) for s in sent)
@@ -235,12 +235,12 @@ def operands(run: Run, leaf: torch.Tensor, use: Use, joint: bool = False) -> Sen
     if (
         run.ordered
         and use.orders
-        and (joint or run.chosen is not None or not isinstance(use, Pair) or isinstance(use, Convolution))
+        and (joint or run.chosen is not None or not isinstance(use, ProductUse) or isinstance(use, Convolution))
     ):
         raise Unfactored("it reads samples that are picked or permuted")
-    if isinstance(use, Pair):
+    if isinstance(use, ProductUse):
         return _of_pair(run, leaf, use, joint)
-    if isinstance(use, Rows) and leaf.ndim > 1:
+    if isinstance(use, TableRows) and leaf.ndim > 1:
         return _of_rows(run, leaf, use)
     if isinstance(use, Expanded):
         return _of_expanded(run, leaf, use)
@@ -289,7 +289,7 @@ def _once(entries: torch.Tensor) -> torch.Tensor:
     return entries
 
 
-def _of_rows(run: Run, leaf: torch.Tensor, use: Rows) -> Sent:
+def _of_rows(run: Run, leaf: torch.Tensor, use: TableRows) -> Sent:
     """The operands of a table."""
     i, s = use.parts(run)
     if use.node.kind is LEAF:
@@ -307,7 +307,7 @@ def _of_rows(run: Run, leaf: torch.Tensor, use: Rows) -> Sent:
     return Sent(s[:, :, None], places, index=i)
 
 
-def _of_pair(run: Run, leaf: torch.Tensor, use: Pair, joint: bool) -> Sent:
+def _of_pair(run: Run, leaf: torch.Tensor, use: ProductUse, joint: bool) -> Sent:
     """The operands of a product."""
     s = use.sends(run)
     places, blocks = _places(leaf, use, s.shape[2] == 1)
@@ -325,8 +325,8 @@ def _key(use: Use) -> Any:
     return None if use.edge is None else id(use.edge)
 
 
-def _places(leaf: torch.Tensor, use: Pair, whole: bool) -> tuple[list[Place], tuple[int, ...] | None]:
-    """Where the factors of a product lie in the parameter, and into how many blocks its dims are divided."""
+def _places(leaf: torch.Tensor, use: ProductUse, whole: bool) -> tuple[list[Place], tuple[int, ...] | None]:
+    """The places of a product's factors in the parameter, and the number of blocks of its dims."""
     conv = isinstance(use, Convolution)
     g, o, k = ((0,), (0,), (*range(1, leaf.ndim),)) if conv else use.of_w
     sizes = [len(leaf), leaf[0].numel()] if conv else leaf.shape
@@ -408,7 +408,9 @@ def partners(of: list[list[Use]], leaves: list[torch.Tensor]) -> dict[int, tuple
     found: dict[int, tuple[str, int]] = {}
     for i, uses in enumerate(of):
         if not uses or any(
-            type(u) not in (Pair, Convolution, Transposed) or not getattr(u, "layer", False) or u.node.kind is not LEAF
+            type(u) not in (ProductUse, Convolution, Transposed)
+            or not getattr(u, "layer", False)
+            or u.node.kind is not LEAF
             for u in uses
         ):
             continue
@@ -453,10 +455,10 @@ class Turned(Use):
         return found if self.each.flipped else found.mT
 
 
-class TurnedPair(Turned, Pair):
+class TurnedPair(Turned, ProductUse):
     """One of a product."""
 
-    dense = Pair.dense  # pyright: ignore[reportAssignmentType]: this is a Pair
+    dense = ProductUse.dense  # pyright: ignore[reportAssignmentType]: this is a Pair
 
     def read(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         assert self.each.read is not None

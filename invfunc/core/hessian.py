@@ -31,9 +31,9 @@ from invfunc.core.uses import (
     Block,
     Expanded,
     Grown,
-    Pair,
-    Rows,
+    ProductUse,
     Shared,
+    TableRows,
     Use,
     back,
     front,
@@ -97,7 +97,7 @@ class Result:
 
 
 @dataclass(eq=False)
-class Call:
+class OperationCall:
     """An operation of samples, which can be run again on copies of its inputs: what it read that has a graph."""
 
     func: Any
@@ -150,8 +150,8 @@ class CallsRun(Run):
 
     def __init__(self, n: int, deep: bool, chosen: Tensor | None = None) -> None:
         super().__init__(n, deep, chosen)
-        self.calls: list[Call] = []
-        self.sums: list[Call] = []
+        self.calls: list[OperationCall] = []
+        self.sums: list[OperationCall] = []
         """Those that sum over the samples."""
         self.aliases: list[tuple[Tensor, Tensor]] = []
         """What was read of the parameters, and what an operation got in its place."""
@@ -169,7 +169,7 @@ class CallsRun(Run):
         entered, data = self.entered, [*found[0], *[(x, known.axis) for x, known in found[2]]]
         inputs = {id(x): (x, axis) for x, axis in data if x.requires_grad}
         xs, axes = [x for x, _ in inputs.values()], [axis for _, axis in inputs.values()]
-        call = Call(func, args, kwargs, xs, [*map(gradient_edge, xs)], axes, len(self.uses))
+        call = OperationCall(func, args, kwargs, xs, [*map(gradient_edge, xs)], axes, len(self.uses))
         noted, counts = self.every or (bool(xs) and not _linear(func, args, kwargs, xs)), None
         if noted:
             if args and id(args[0]) in inputs and _writes(func, args, kwargs):
@@ -187,7 +187,7 @@ class CallsRun(Run):
                     raise Unsupported("it writes what it reads")
         return out
 
-    def ended(self, call: Call, out: Any) -> bool:
+    def ended(self, call: OperationCall, out: Any) -> bool:
         """Note the results of an operation; says whether there are any with a graph."""
         results = [y for y in tensors(out) if y.is_floating_point() and y.requires_grad]
         if results:
@@ -199,7 +199,7 @@ class CallsRun(Run):
                 raise Unsupported("a nonlinear operation in a checkpoint, or that draws")
         return bool(results)
 
-    def annotate(self, call: Call, leaves: list[int | None]) -> None:
+    def annotate(self, call: OperationCall, leaves: list[int | None]) -> None:
         """Note the uses of an operation that is linear in each of the parameters that it reads, given their numbers."""
         func, apart = call.func, len(leaves) == 1 or (None not in leaves and len({*leaves}) == len(leaves))
         linear = func in ADDED or (apart and func in OF_PARAMETERS)
@@ -207,13 +207,15 @@ class CallsRun(Run):
             func in DIVIDE and len(leaves) == 1 and [u.value is call.args[0] for u in call.uses] == [True]
         )
         for use in call.uses if linear else [u for u in call.uses if isinstance(u, (Shared, Grown))]:
-            added = isinstance(use, (Shared, Grown, Rows)) or (func in ADDED and not isinstance(use, Pair))
-            met = [e for x, e in zip(call.inputs, call.edges, strict=True) if not isinstance(use, Pair) or x is use.a]
+            added = isinstance(use, (Shared, Grown, TableRows)) or (func in ADDED and not isinstance(use, ProductUse))
+            met = [
+                e for x, e in zip(call.inputs, call.edges, strict=True) if not isinstance(use, ProductUse) or x is use.a
+            ]
             self.reads[id(use)] = [] if added else met
 
 
 def _linear(func: Any, args: tuple, kwargs: dict, xs: list[Tensor]) -> bool:
-    """Whether an operation is known to be linear in its inputs."""
+    """Tells whether an operation is known to be linear in its inputs."""
     if func in JOINTLY:
         return True
     if len(xs) > 1 or sum([y is xs[0] for y in (*arguments(args), *arguments(kwargs.values()))]) > 1:
@@ -224,7 +226,7 @@ def _linear(func: Any, args: tuple, kwargs: dict, xs: list[Tensor]) -> bool:
 
 
 def _writes(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether an operation may write its first argument."""
+    """Tells whether an operation may write its first argument."""
     name = named(func)
     own = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
     return own or bool(kwargs.get("inplace")) or any([a is True for a in args[1:]])
@@ -234,7 +236,7 @@ def _writes(func: Any, args: tuple, kwargs: dict) -> bool:
 
 
 @dataclass
-class Part:
+class ColumnPart:
     """Columns of an operation: `sum_v weight[v, n] left[v] right[v]^T` at its inputs."""
 
     count: int
@@ -250,7 +252,7 @@ class Part:
 
 
 def units(x: Tensor, axis: Axis, n: int) -> tuple[int, Callable[[int, int], Tensor]]:
-    """How many entries a sample has, and what makes the unit columns of a range of them."""
+    """The number of entries of a sample, and what makes the unit columns of a range of them."""
     count = front(x, axis, n).numel() // n
     at = torch.arange(count, device=x.device)
 
@@ -261,7 +263,7 @@ def units(x: Tensor, axis: Axis, n: int) -> tuple[int, Callable[[int, int], Tens
     return count, made
 
 
-def parts(run: Run, call: Call, slopes: Sequence[Tensor | None]) -> list[Part]:
+def parts(run: Run, call: OperationCall, slopes: Sequence[Tensor | None]) -> list[ColumnPart]:
     """The columns of an operation, given the gradients at its results."""
     alone, n = len(call.inputs) == len(slopes) == 1, run.n
     if alone and (found := softmax_root(run, call.func, call.args, call.kwargs, call.axes[0], slopes[0])) is not None:
@@ -269,7 +271,7 @@ def parts(run: Run, call: Call, slopes: Sequence[Tensor | None]) -> list[Part]:
         kind, rank = call.inputs[0].dtype, max(1, made.logits.shape[1] - 1)
         weight = made.weight[:, torch.arange(made.count, device=made.weight.device) // rank].T
         return [
-            Part(
+            ColumnPart(
                 made.count,
                 lambda a, b: axis.restore(made.block(a, b, WHOLE).left[0], n, 1).to(kind),
                 call.edges,
@@ -290,12 +292,12 @@ def parts(run: Run, call: Call, slopes: Sequence[Tensor | None]) -> list[Part]:
         return []
     h, kind = run.strip(torch.where(first[0].isnan(), torch.nan, h)), call.inputs[0].dtype  # squares hide NaN
     weight, (count, unit) = front(h, call.axes[0], n).reshape(n, -1).T, units(h, call.axes[0], n)
-    return [Part(count, lambda a, b: unit(a, b).to(kind), call.edges, weight, h)]
+    return [ColumnPart(count, lambda a, b: unit(a, b).to(kind), call.edges, weight, h)]
 
 
-def _dense(run: Run, call: Call, copies: list[Tensor], first: dict[int, Tensor]) -> list[Part]:
+def _dense(run: Run, call: OperationCall, copies: list[Tensor], first: dict[int, Tensor]) -> list[ColumnPart]:
     """The columns of any Hessian, given the gradients: unit columns e, and H e; what is of two inputs counts twice."""
-    found, rest = list[Part](), [*range(len(copies))]
+    found, rest = list[ColumnPart](), [*range(len(copies))]
     for k in sorted(first, key=lambda k: copies[k].numel()):
         slope, others = first[k], rest
         if not run.deep:  # of any vector, H gives 0 only if it is 0
@@ -308,7 +310,9 @@ def _dense(run: Run, call: Call, copies: list[Tensor], first: dict[int, Tensor])
     return found
 
 
-def _between(run: Run, call: Call, copies: list[Tensor], slope: Tensor, k: int, others: list[int]) -> Part:
+def _between(
+    run: Run, call: OperationCall, copies: list[Tensor], slope: Tensor, k: int, others: list[int]
+) -> ColumnPart:
     """The columns of one input with those of some."""
     count, unit = units(run.strip(copies[k]), call.axes[k], run.n)
 
@@ -319,13 +323,13 @@ def _between(run: Run, call: Call, copies: list[Tensor], slope: Tensor, k: int, 
         rows = [zeros if r is None else run.strip(r) for r, zeros in zip(rows, blank, strict=True)]
         return [r if i == k else 2 * r for r, i in zip(rows, others, strict=True)]
 
-    return Part(count, unit, call.edges[k], right=right, right_edges=[call.edges[i] for i in others])
+    return ColumnPart(count, unit, call.edges[k], right=right, right_edges=[call.edges[i] for i in others])
 
 
 # Reductions
 
 
-class Products(Shares):
+class WeightedProducts(Shares):
     """Gradients of columns whose squares have weights, or that are multiplied with those of other columns."""
 
     weights: Tensor | None = None
@@ -363,7 +367,7 @@ class Near(Shares):
 def _squared(use: Use, h: Tensor) -> Use:
     """A use with the squares of what is read, to which a diagonal Hessian is sent."""
     use = copy.copy(use)
-    if isinstance(use, Pair):
+    if isinstance(use, ProductUse):
         if version(use.a) != use.version:
             raise Unsupported("what a parameter met was changed in place later")
         use.a = use.a.square()
@@ -377,7 +381,7 @@ def _squared(use: Use, h: Tensor) -> Use:
 class Crossed(Use):
     """A product with unit columns in the place of what was read: its derivative in that and in the parameter."""
 
-    def __init__(self, use: Pair, columns: Tensor, slope: Tensor) -> None:
+    def __init__(self, use: ProductUse, columns: Tensor, slope: Tensor) -> None:
         super().__init__(use.node, use.value)
         self.use, self.columns, self.d = copy.copy(use), columns, slope
         self.use.send(slope[None])
@@ -390,8 +394,8 @@ class Crossed(Use):
         return torch.stack(rows)
 
 
-class Diagonal:
-    """What some reductions keep of the Hessian of a run."""
+class HessianDiagonal:
+    """States that some reductions keep of the Hessian of a run."""
 
     def __init__(
         self, run: CallsRun, names: Callable[[int], str], folds: Sequence[Any], of: list[list[Use]], owners: Any
@@ -423,8 +427,10 @@ class Diagonal:
             cotangent = torch.ones_like(out) if cotangent is None else cotangent
             self.entries(*_roots(run, out, cotangent, slopes, [f.reduction for f in self.folds]))
 
-    def sent(self, out: Tensor, cotangent: Tensor | None) -> tuple[Any, Sequence[Any], list[tuple[Part, list[Use]]]]:
-        """What comes back from the result: to sums of operations, to products that count twice, and the columns of each
+    def sent(
+        self, out: Tensor, cotangent: Tensor | None
+    ) -> tuple[Any, Sequence[Any], list[tuple[ColumnPart, list[Use]]]]:
+        """Cotangents from the result: at sums of operations, to products that count twice, and the columns of each
         operation, with the uses to which they may come."""
         run, cotangent = self.run, torch.ones_like(out) if cotangent is None else cotangent
         results = [y for call in (*run.calls, *run.sums) for y in call.results]
@@ -439,7 +445,7 @@ class Diagonal:
         parts = [pair for call in run.calls for pair in self.parts(call, slopes)]
         return [*slopes], found[len(results) : len(edges)], parts
 
-    def parts(self, call: Call, slopes: Iterator[Tensor | None]) -> list[tuple[Part, list[Use]]]:
+    def parts(self, call: OperationCall, slopes: Iterator[Tensor | None]) -> list[tuple[ColumnPart, list[Use]]]:
         """The columns of an operation, and the uses of parameters to which they may come."""
         own = [next(slopes) for _ in call.results]
         uses = [u for u in self.run.uses[: call.before] if not self.straight.isdisjoint(self.owners[id(u)])]
@@ -460,7 +466,7 @@ class Diagonal:
         for fold in self.folds:
             fold.keep(i, fold.reduction.step(shares), last=False)
 
-    def near(self, part: Part, uses: list[Use]) -> list[Use]:
+    def near(self, part: ColumnPart, uses: list[Use]) -> list[Use]:
         """Reduce the uses whose results are the input of a diagonal Hessian, only moved; returns the others."""
         run, near = self.run, self.nearest(part, uses)
         if not near:
@@ -474,7 +480,7 @@ class Diagonal:
             self.add(use.node.leaf, Near(run, use.node.leaf, [_squared(use, h)], self.names))
         return [use for use in uses if use not in near]
 
-    def nearest(self, part: Part, uses: list[Use]) -> list[Any]:
+    def nearest(self, part: ColumnPart, uses: list[Use]) -> list[Any]:
         """The uses whose results are the input of a diagonal Hessian, only moved."""
         edges = {(u.edge.node, u.edge.output_nr): u.edge for u in uses if not isinstance(u.edge, Tensor)}
         if part.diagonal is None:
@@ -487,7 +493,7 @@ class Diagonal:
         of = [self.of[use.node.leaf or 0] for use in own]
         return [use for use, others in zip(own, of, strict=True) if [u for u in others if u in uses] == [use]]
 
-    def columns(self, part: Part, uses: list[Use]) -> None:
+    def columns(self, part: ColumnPart, uses: list[Use]) -> None:
         """Reduce columns, in groups that fit the memory."""
         run, most = self.run, max(1, thresholds.GROUPED // max(1, self.run.numbers))
         for start in range(0, part.count if uses else 0, most):
@@ -498,7 +504,7 @@ class Diagonal:
                 right = self.pulled(part.right_edges, part.right(start, stop), uses)
             for i, mine in left.items():
                 if right is None or i in right:
-                    shares = Products(run, i, mine, self.names)
+                    shares = WeightedProducts(run, i, mine, self.names)
                     shares.weights = None if part.weight is None else part.weight[start:stop]
                     shares.others = None if right is None else Shares(run, i, right[i], self.names)
                     self.add(i, shares)
@@ -514,7 +520,7 @@ class Diagonal:
                     found.setdefault(i, []).append(copy.copy(use))
         return found
 
-    def cross(self, i: int, use: Pair, slope: Tensor) -> None:
+    def cross(self, i: int, use: ProductUse, slope: Tensor) -> None:
         """Reduce the derivative of a product in a parameter and in what depends on that, which counts twice."""
         run, x, before = self.run, use.a, self.of[i][: self.of[i].index(use)]
         if version(x) != use.version:
@@ -525,13 +531,13 @@ class Diagonal:
             columns = unit(start, min(start + most, count))
             mine = self.pulled(run.reads[id(use)], columns, before).get(i)
             if mine:
-                shares = Products(run, i, mine, self.names)
+                shares = WeightedProducts(run, i, mine, self.names)
                 shares.weights = slope.new_full((len(columns), run.n), 2)
                 shares.others = Shares(run, i, [Crossed(use, columns, slope)], self.names)
                 self.add(i, shares)
 
 
-def _crossings(run: CallsRun, leaf: Tensor, uses: list[Use]) -> list[Pair] | None:
+def _crossings(run: CallsRun, leaf: Tensor, uses: list[Use]) -> list[ProductUse] | None:
     """The products of a parameter with what depends on it, too; None if it is read in a way that is not linear."""
     if not all([id(u) in run.reads for u in uses]):
         return None
@@ -544,12 +550,12 @@ def _crossings(run: CallsRun, leaf: Tensor, uses: list[Use]) -> list[Pair] | Non
         return []
     ends = {gradient_edge(u.edge).node if isinstance(u.edge, Tensor) else u.edge.node for u in uses}
     met = [u for u in uses if _reach(run.reads[id(u)], ends)]
-    products = [u for u in met if isinstance(u, Pair)]
+    products = [u for u in met if isinstance(u, ProductUse)]
     return products if len(products) == len(met) else None
 
 
 def _reach(edges: list[Any], ends: set[Any]) -> bool:
-    """Whether some edges come from nodes."""
+    """Tells whether some edges come from nodes."""
     todo, seen = [edge.node for edge in edges], set()
     while todo:
         node = todo.pop()
@@ -562,7 +568,7 @@ def _reach(edges: list[Any], ends: set[Any]) -> bool:
 
 
 def _depends(y: Tensor, leaf: Tensor) -> bool:
-    """Whether a tensor is computed from a parameter."""
+    """Tells whether a tensor is computed from a parameter."""
     if not y.requires_grad:
         return False
     return torch.autograd.grad(y, leaf, torch.ones_like(y), retain_graph=True, allow_unused=True)[0] is not None
@@ -572,7 +578,7 @@ def _depends(y: Tensor, leaf: Tensor) -> bool:
 
 
 def _roots(run: CallsRun, out: Tensor, cotangent: Tensor, slopes: list[Tensor | None], wanted: Sequence[Any]) -> Any:
-    """Where each entry is of one sample: edges, the gradients there, and the number of the sample of each entry."""
+    """The places where each entry is of one sample: edges, gradients there, and the number of each entry's sample."""
     if out.ndim or run.n == 1 or (run.chosen is None and not any([r.each for r in wanted])):
         return [out], [cotangent], [torch.arange(run.n if out.ndim else 1, device=out.device).view(out.shape)]
     if any([isinstance(use, Shared) for use in run.uses]):

@@ -10,7 +10,7 @@ import torch
 
 from invfunc._torch.functorch import gradient_edge
 from invfunc.core.columns import columns_at, split
-from invfunc.core.hessian import Call, CallsRun, Result, back
+from invfunc.core.hessian import CallsRun, OperationCall, Result, back
 from invfunc.core.marks import named
 from invfunc.core.shares import Shares
 from invfunc.core.tables import POINTWISE
@@ -99,7 +99,7 @@ def _reduce(
             fold.states[i] = fold.reduction.step(shares)
 
 
-def _through(run: ChainRun, call: Call, matrix: Tensor) -> Tensor:
+def _through(run: ChainRun, call: OperationCall, matrix: Tensor) -> Tensor:
     """The matrix at what an operation reads, given that at its result."""
     (copied,), (y,) = call.again(run)
     before, result = call.axes[0], call.results[0]
@@ -107,7 +107,7 @@ def _through(run: ChainRun, call: Call, matrix: Tensor) -> Tensor:
         raise not_a_chain(f"`{named(call.func)}` sums over the samples")
 
     def each(x: Tensor, lead: int = 0) -> Tensor:
-        """What is of each sample that was chosen, `[n, entries]`."""
+        """The part of each sample that was chosen, `[n, entries]`."""
         return run.taken(front(run.strip(x), before, run.n, lead), WHOLE, lead).flatten(1 + lead)
 
     with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""What a run knows of a tensor: where its samples are, or from which parameters it is computed."""
+"""Marks of a tensor in a run: the axis of its samples, or the parameters it is computed from."""
 
 from __future__ import annotations
 

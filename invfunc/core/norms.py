@@ -31,8 +31,11 @@ from invfunc.linear_algebra.contract import (
 
 
 def tried(terms: list[Term], output: str) -> bool:
-    """Whether norms may come from products of positions in float32, if these turn out not to cancel: where that is
-    cheaper than to form shares, takes no more memory, nobody waits for what is read, and nobody differentiates it."""
+    """Tells whether norms may come from products of positions in float32, if these turn out not to cancel.
+
+    That is where they are cheaper than shares and take no more memory, nobody waits for what is read, and nobody
+    differentiates it.
+    """
     x = terms[0][1]
     if not cancel(terms) or x.device.type not in thresholds.GHOST_ON or fake(x):
         return False
@@ -51,7 +54,7 @@ def _cheaper(terms: tuple[Shape, ...], output: str) -> bool:
 
 
 def _positions(terms: tuple[Shape, ...], output: str) -> int:
-    """How many positions are summed over."""
+    """The number of positions that are summed over."""
     return math.prod(size for c, size in _sizes(terms).items() if c not in "N" + output)
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from invfunc.arguments.problem import Problem
+from invfunc.arguments.problem import BoundProblem
 from invfunc.budget.size import bytes_of, free_on, told
 from invfunc.core.marks import SUMMED, Mark, Node, Run, Unsupported
-from invfunc.core.uses import Rows, Use
+from invfunc.core.uses import TableRows, Use
 from invfunc.errors import ArgumentError, SampleAxisError, unreached
 from invfunc.reductions import Reduction
 from invfunc.reductions.quantity import Quantity
@@ -117,7 +117,7 @@ def _axis(run: Run, x: torch.Tensor) -> Any:
     return known.axis
 
 
-def check_room(problem: Problem, quantities: Sequence[Quantity], of: Sequence[Sequence[Use]]) -> None:
+def check_room(problem: BoundProblem, quantities: Sequence[Quantity], of: Sequence[Sequence[Use]]) -> None:
     """Refuse matrices that take more than what is free, given the uses of each parameter."""
     there = free_on(problem.leaves[0].device)
     for q in quantities:
@@ -137,5 +137,5 @@ def matrices(reduction: Reduction, leaf: torch.Tensor, uses: Sequence[Use]) -> l
     if not uses:
         return []
     shapes = reduction.bound(leaf.shape)
-    picked = shapes and all(isinstance(use, Rows) for use in uses)  # the rows of a table have a diagonal
+    picked = shapes and all(isinstance(use, TableRows) for use in uses)  # the rows of a table have a diagonal
     return [shapes[0][:1], *shapes[1:]] if picked else shapes

@@ -25,7 +25,7 @@ from invfunc import tree
 from invfunc._torch.functorch import as_it_is, graph_level, graph_of
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import anywhere, near
-from invfunc.arguments.problem import Problem
+from invfunc.arguments.problem import BoundProblem
 from invfunc.budget.size import free_on, told
 from invfunc.core.marks import LEAF, SUMMED, Final, Mark, Node, Unsupported, know, option, spelled, tensors, wide
 from invfunc.core.order import Order
@@ -46,7 +46,7 @@ ROWS = 32
 """So many rows are pulled back at once."""
 
 
-class Given(TorchFunctionMode):
+class AsWritten(TorchFunctionMode):
     """A mode under which f runs as it is written, on what `samples(x, axis)` makes of the batch."""
 
     def __init__(self, samples: Callable[[Tensor, Axis], Tensor], apart: bool = True) -> None:
@@ -55,7 +55,7 @@ class Given(TorchFunctionMode):
         self._samples, self._apart, self.leaves = samples, apart, list[Tensor]()
 
     def samples(self, x: Tensor, axis: Axis) -> Tensor:
-        """What f gets in place of a tensor of the batch."""
+        """The tensor that f gets in place of a tensor of the batch."""
         return self._samples(x, axis)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,7 +78,7 @@ def _check(func: Any, args: tuple, kwargs: dict[str, Any], apart: bool = True) -
         raise Unsupported(f"{spelled(func)} with max_norm or scale_grad_by_freq depends on all samples")
 
 
-def alone(problem: Problem, run: Run, leaves: list[Tensor], part: slice) -> tuple[Any, Any]:
+def alone(problem: BoundProblem, run: Run, leaves: list[Tensor], part: slice) -> tuple[Any, Any]:
     """f of each sample alone, as the whole batch has it; and aux of the whole batch."""
     copies = _copies(problem, run)
     if run.criterion is not None and problem.loss is None:
@@ -121,7 +121,7 @@ class Caught(TorchFunctionMode):
         return out
 
 
-def _at_criterion(problem: Problem, run: Run, leaves: list[Tensor], copies: list[Tensor], part: slice) -> Any:
+def _at_criterion(problem: BoundProblem, run: Run, leaves: list[Tensor], copies: list[Tensor], part: slice) -> Any:
     """The criterion that f ends with, of the outputs and the target that it has of each sample alone; and aux."""
     refused = Unsupported(
         "columns at a criterion inside of a function that is not followed, which does not end with it"
@@ -165,9 +165,11 @@ def _states() -> list[tuple[torch.Generator, Tensor]]:
     return [(g, state_of(g)) for g in torchs_own()]
 
 
-def _called(problem: Problem, run: Run, params: list[Tensor], part: slice, leaves: Tensors) -> tuple[Tensor, Any, bool]:
+def _called(
+    problem: BoundProblem, run: Run, params: list[Tensor], part: slice, leaves: Tensors
+) -> tuple[Tensor, Any, bool]:
     """f of all samples, aux, and whether f reads a tensor from elsewhere that requires a gradient."""
-    given = Given(run.samples)
+    given = AsWritten(run.samples)
     out, aux = problem.call(given, params, part)
     if not isinstance(out, Tensor) or not out.requires_grad or (out.ndim and out.shape[_dim(problem, out)] != run.n):
         raise Unsupported("f returns neither a number nor a tensor with the samples, or none with a derivative")
@@ -175,13 +177,13 @@ def _called(problem: Problem, run: Run, params: list[Tensor], part: slice, leave
 
 
 def _closed_over(out: Tensor, own: Tensors) -> bool:
-    """Whether a result hangs on others than these leaves."""
+    """Tells whether a result hangs on others than these leaves."""
     ids = {*map(id, own)}
     read = (getattr(node, "variable", None) for node in graph_of(out))
     return any(x is not None and id(x) not in ids for x in read)
 
 
-def _copies(problem: Problem, run: Run) -> list[Tensor]:
+def _copies(problem: BoundProblem, run: Run) -> list[Tensor]:
     """The parameters for each sample, if their gradients may fit."""
     size = 2 * run.n * sum([p.nbytes for p in problem.leaves])
     if size > SMALL and size > free_on(problem.leaves[0].device):
@@ -189,12 +191,12 @@ def _copies(problem: Problem, run: Run) -> list[Tensor]:
     return [run.alias(p.expand(run.n, *p.shape)) for p in problem.leaves]
 
 
-def _dim(problem: Problem, out: Tensor) -> int:
+def _dim(problem: BoundProblem, out: Tensor) -> int:
     """The dim of the samples of a result."""
     return problem.out_dims % out.ndim if out.ndim > 1 else 0
 
 
-def _known(problem: Problem, run: Run, leaves: Tensors, copies: Tensors, out: Tensor) -> Tensor:
+def _known(problem: BoundProblem, run: Run, leaves: Tensors, copies: Tensors, out: Tensor) -> Tensor:
     """A result whose only uses of the parameters are copies of them, of which each sample has one."""
     run.apart = True
     for i, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
@@ -207,7 +209,7 @@ def _known(problem: Problem, run: Run, leaves: Tensors, copies: Tensors, out: Te
 
 
 def _mapped(
-    problem: Problem,
+    problem: BoundProblem,
     run: Run,
     copies: Tensors,
     part: slice,
@@ -225,7 +227,7 @@ def _mapped(
 
     def one(*mapped: Tensor) -> Tensor:
         samples = iter(mapped[len(copies) :])
-        each = Given(lambda x, axis: next(samples).unsqueeze(axis.dim or 0))
+        each = AsWritten(lambda x, axis: next(samples).unsqueeze(axis.dim or 0))
         with graph_level() if graph else nullcontext((as_it_is, as_it_is)) as (enter, leave):
             given = [*map(enter, mapped[: len(copies)])]
             return tree.map_tensors(leave, through(lambda: problem.call(each, given, part)[0]))
@@ -234,17 +236,17 @@ def _mapped(
     return torch.func.vmap(one, dims, randomness=drawing)(*copies, *[run.samples(x, Axis(d)) for x, d in given])
 
 
-def _looped(problem: Problem, run: Run, copies: Tensors, part: slice) -> Tensor:
+def _looped(problem: BoundProblem, run: Run, copies: Tensors, part: slice) -> Tensor:
     """f of one sample after the other, `[N, ...]`."""
     found = []
     for n, params in enumerate(zip(*[x.unbind() for x in copies], strict=True)):
-        each = Given(lambda x, axis, n=n: run.samples(x, axis).narrow(axis.dim or 0, n, 1))
+        each = AsWritten(lambda x, axis, n=n: run.samples(x, axis).narrow(axis.dim or 0, n, 1))
         found.append(problem.call(each, [*params], part)[0])
     return torch.stack(found)
 
 
-def _agreed(problem: Problem, each: Any, whole: Tensor, copies: Tensors, slopes: Tensors) -> Tensor | None:
-    """What samples alone make of the result of the whole batch, if that and its gradient agree."""
+def _agreed(problem: BoundProblem, each: Any, whole: Tensor, copies: Tensors, slopes: Tensors) -> Tensor | None:
+    """The result of samples alone in place of that of the batch, if both and their gradients agree."""
     if not isinstance(each, Tensor) or len(each) != problem.n or not each.requires_grad:
         return None
     dtype = _precision(whole, copies)
@@ -296,7 +298,7 @@ def _near(a: Tensor, b: Tensor, size: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _same(each: Tensors, whole: Tensors, dtype: torch.dtype) -> bool:
-    """Whether derivatives in the copies `[N, *p]` add up to those in the parameters."""
+    """Tells whether derivatives in the copies `[N, *p]` add up to those in the parameters."""
     sizes = [_sizes(x).sum(0).amax() for x in each]
     largest = FLOOR * reduce(torch.maximum, sizes)  # what cancels in one, as of a key's bias, is rounding of others
     return all(_near(x.sum(0), y, size + largest, dtype) for x, y, size in zip(each, whole, sizes, strict=True))
@@ -315,13 +317,13 @@ class Watched(AbstractContextManager):
         pass
 
     def samples(self, x: Tensor, axis: Axis) -> Tensor:
-        """What f gets in place of a tensor of the batch."""
+        """The tensor that f gets in place of a tensor of the batch."""
         return self._samples(x, axis)
 
 
-def at_once(problem: Problem, run: Run, leaves: list[Tensor], part: slice) -> tuple[Any, Any]:
+def at_once(problem: BoundProblem, run: Run, leaves: list[Tensor], part: slice) -> tuple[Any, Any]:
     """f of all samples, which are not told apart; and aux."""
-    out, aux = problem.call(Given(run.samples, apart=False), leaves, part)
+    out, aux = problem.call(AsWritten(run.samples, apart=False), leaves, part)
     if isinstance(out, Tensor) and out.ndim < 2:
         know(out, Mark(run.token, (-1, 1, 1) if out.ndim else SUMMED, out.requires_grad))
         run.closed_over = _closed_over(out, leaves)
@@ -345,7 +347,7 @@ def diagonals(run: Run, out: Tensor) -> Iterator[Tensor]:
         yield rows if run.chosen is None else rows[run.chosen]
 
 
-def check_twice(problem: Problem, run: Run, out: Tensor) -> None:
+def check_twice(problem: BoundProblem, run: Run, out: Tensor) -> None:
     """Check the second derivatives by differences of first ones, where a custom Function may have none."""
     if not any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in graph_of(out)):
         return
@@ -406,7 +408,7 @@ class Followed(Run):
                 todo += [up for up, _ in node.next_functions]
 
 
-def by_rows(problem: Problem, run: Run, leaves: list[Tensor], part: slice) -> tuple[Any, Any]:
+def by_rows(problem: BoundProblem, run: Run, leaves: list[Tensor], part: slice) -> tuple[Any, Any]:
     """Losses `[N]` whose derivatives are the rows of a Jacobian; and aux."""
     if run.criterion is not None:
         raise Unsupported("columns at a criterion inside of a function that is not followed")

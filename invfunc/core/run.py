@@ -87,7 +87,7 @@ from invfunc.core.tables import (
     VIEWS,
 )
 from invfunc.core.transposed import FACTORS
-from invfunc.core.uses import WHOLE, Block, Copies, Pair, Shared, Use
+from invfunc.core.uses import WHOLE, Block, Copies, ProductUse, Shared, Use
 from invfunc.core.written import into_view, set_derived, set_item, set_parameter, unchanged
 from invfunc.operations.recurrent import AT_ONCE, steps_at_once
 from invfunc.reductions.lots import Lot
@@ -187,7 +187,7 @@ class Run(TorchFunctionMode):
         self.uses, self.split, self.again = [], None, None  # which lead back to the run
 
     def leaf(self, i: int, p: Tensor) -> Tensor:
-        """What f gets in place of a parameter."""
+        """The tensor that f gets in place of a parameter."""
         p = p.clone() if p.is_inference() else p
         leaf = self.alias(p) if self.deep else p.detach().requires_grad_()
         vars(leaf)["_known"] = Node(self.token, i, LEAF)
@@ -195,7 +195,7 @@ class Run(TorchFunctionMode):
         return leaf
 
     def samples(self, x: Tensor, axis: Any) -> Tensor:
-        """What f gets in place of a tensor of the batch, whose samples are in a dim."""
+        """The tensor that f gets in place of a tensor of the batch, whose samples are in a dim."""
         x = x.clone() if x.is_inference() else x
         y = x.view_as(x) if self.deep else x.detach()
         vars(y)["_known"] = Mark(self.token, (axis.dim - y.ndim, 1, 1), y.requires_grad)
@@ -275,7 +275,7 @@ class Run(TorchFunctionMode):
             raise
 
     def whole(self, func: Any, args: tuple, kwargs: dict) -> bool:
-        """Whether f takes a derivative in tensors down to which the graph is whole."""
+        """Tells whether f takes a derivative in tensors down to which the graph is whole."""
         inputs = args[1] if func is torch.autograd.grad and len(args) > 1 else kwargs.get("inputs")
         known = [getattr(x, "_known", None) for x in ((inputs,) if isinstance(inputs, Tensor) else inputs or ())]
         return bool(known) and not any([type(x) is Node for x in known])
@@ -411,7 +411,7 @@ class Run(TorchFunctionMode):
         return out
 
     def inside(self, x: Tensor) -> bool:
-        """Whether a tensor is of a transform of torch.func that f uses."""
+        """Tells whether a tensor is of a transform of torch.func that f uses."""
         return (level_of(x) or 0) > (self.level or 0)
 
     def filled(self, out: Any) -> Any:
@@ -471,11 +471,11 @@ class Run(TorchFunctionMode):
         return -len(shape) if new and shape[0] == 1 else None
 
     def spread(self, index: Any) -> bool:
-        """Whether indices were expanded to all samples, as the types of tokens in BERT."""
+        """Tells whether indices were expanded to all samples, as the types of tokens in BERT."""
         return isinstance(index, Tensor) and index.ndim > 1 and len(index) == self.n > 1 and index.stride(0) == 0
 
     def kind_of(self, func: Any, args: tuple, params: list[Known]) -> str:
-        """What an operation of parameters makes of one: its transpose, a view, or something computed."""
+        """The kind of what an operation of parameters makes of one: its transpose, a view, or something computed."""
         known = params[0][1]
         view = len(params) == 1 and func in VIEWS and known.kind is not DERIVED
         if not view or (func in INDEXES and _picks(args[1])):
@@ -568,7 +568,7 @@ class Run(TorchFunctionMode):
         saves = self.frees and saving_hooks() is not None
         for use in uses:
             use.edge, use.end, use.count, use.form, use.func = edge, end, count, form, self.func
-            if saves and isinstance(use, Pair) and (again := given_back(use.a)) is not None:
+            if saves and isinstance(use, ProductUse) and (again := given_back(use.a)) is not None:
                 use.computed_again(again)
                 self.freed = True
         self.uses += uses
@@ -741,7 +741,7 @@ def _grown(shape: Any, before: Any, n: int) -> int | None:
 
 
 def _repeated(args: tuple, kwargs: dict, x: Tensor) -> bool:
-    """Whether tensors that are joined in front are one tensor each time, as in `torch.stack([p] * len(x))`."""
+    """Tells whether tensors that are joined in front are one tensor each time, as in `torch.stack([p] * len(x))`."""
     return bool(args) and option(args, kwargs, 1, "dim", 0) == 0 and all([y is x for y in args[0]])
 
 
@@ -755,5 +755,5 @@ def _form(out: Tensor, base: Tensor) -> tuple[list[int], list[int]]:
 
 
 def _picks(index: Any) -> bool:
-    """Whether some of an index are tensors or lists, which may pick an entry several times."""
+    """Tells whether some of an index are tensors or lists, which may pick an entry several times."""
     return any(isinstance(i, (Tensor, list, range)) for i in (index if isinstance(index, tuple) else (index,)))

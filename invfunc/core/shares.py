@@ -26,8 +26,8 @@ from invfunc.core.uses import (
     Convolution,
     Expanded,
     Joined,
-    Pair,
-    Rows,
+    ProductUse,
+    TableRows,
     Use,
     formed,
     outer,
@@ -74,7 +74,7 @@ class Shares:
     @property
     def apart(self) -> list[Use]:
         """Uses, of which only products are put together."""
-        pairs = [u for u in self.given if isinstance(u, Pair)]
+        pairs = [u for u in self.given if isinstance(u, ProductUse)]
         return [*together(pairs), *[u for u in self.given if u not in pairs]]
 
     def dense(self, block: Block = WHOLE) -> torch.Tensor:
@@ -125,7 +125,7 @@ class Shares:
             return None
         if (rows := use.rows(run)) is not None:
             return use, *rows
-        if not isinstance(use, Pair) or type(use) is Convolution or use.a.numel() != use.a.shape[-1] * run.n:
+        if not isinstance(use, ProductUse) or type(use) is Convolution or use.a.numel() != use.a.shape[-1] * run.n:
             return None
         a, d = use.read(run), use.sends(run)
         return (use, a[:, 0, 0], d[:, :, 0, 0]) if a.shape[1] == a.shape[2] == 1 else None
@@ -153,12 +153,12 @@ class Shares:
             return self.of_rows(use, None if a is None else a.square(), self.squares(use, d), each)
         if each:
             return joined([self.dense(block).square().sum(0) for block in self.blocks()])
-        use = self.single(Rows)
+        use = self.single(TableRows)
         if use is not None and not self.run.deep:
             _, i, sums, _ = use.touched(self.run)
             total = sums.new_zeros(use.shape[0], sums.shape[-1]).index_add(0, i, sums.square())
             return self.pulled(use, total.view(use.shape), 0)
-        fresh = not self.run.deep and self.single(Pair) is not None
+        fresh = not self.run.deep and self.single(ProductUse) is not None
         rows = (self.dense(block) for block in self.blocks())
         return summed(added_squares(x) if fresh else x.square().sum(1).sum(0) for x in rows)
 
@@ -177,9 +177,9 @@ class Shares:
             if (found := self.run.known.get(key)) is None:
                 self.run.known[key] = found = d[0].square().sum(1)
             return found if a is None else found * a.square().sum(1)
-        if (pair := self.single(Pair)) is not None:
+        if (pair := self.single(ProductUse)) is not None:
             return self.norms_of(pair)
-        rows = self.single(Rows)
+        rows = self.single(TableRows)
         if rows is not None and not self.run.deep:
             n, _, sums, _ = rows.touched(self.run)
             return sums.new_zeros(self.count).index_add(0, n, sums.square().sum(1))
@@ -192,7 +192,7 @@ class Shares:
 
     @property
     def small(self) -> bool:
-        """Whether the gradients take much less memory than the cotangents that they come from."""
+        """Tells whether the gradients take much less memory than the cotangents that they come from."""
         most = sum([u.d.numel() for u in self.uses if u.d is not None])
         return self.run.columns == 1 and self.leaf.numel() * self.count * thresholds.KEPT_SHARES <= most
 
@@ -200,7 +200,7 @@ class Shares:
         """The gradients of the only column as rows `[n, P]`."""
         return self.dense(block)[0].flatten(1) if self.leaf.ndim else self.dense(block)[0].unsqueeze(1)
 
-    def norms_of(self, use: Pair) -> torch.Tensor:
+    def norms_of(self, use: ProductUse) -> torch.Tensor:
         """Norms of products with many positions: from products of positions with positions where that is cheaper."""
         run, (p, o, k) = self.run, use.sizes(self.run)
         if self.small and p >= max(o, k):
@@ -247,12 +247,12 @@ class Shares:
             both = [x.to(self.leaf.dtype) for x in (total, spread)]
             both = [x.view(use.shape) if a is None else use.placed(x) for x in both]
             return self.pulled(use, both[0], 0), self.pulled(use, both[1], 0)
-        rows = self.single(Rows)
+        rows = self.single(TableRows)
         if rows is not None and not self.run.deep:
             return self.moments_of(rows)
         return shifted_moments(self.dense(block)[0] for block in self.blocks())
 
-    def moments_of(self, use: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    def moments_of(self, use: TableRows) -> tuple[torch.Tensor, torch.Tensor]:
         """Moments of a table: a row that a sample does not touch counts as a zero."""
         n, (_, i, sums, there) = self.count, use.touched(self.run)
         total = sums.new_zeros(use.shape[0], sums.shape[-1]).index_add(0, i, sums)
@@ -293,7 +293,7 @@ class Shares:
     def _rows(self, other: Shares) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradients of both as rows `[V, n, entries]`; of a table, in the rows that some sample touches."""
         each = [self, other] if other is not self else [self]
-        tables = [s.single(Rows) for s in each]
+        tables = [s.single(TableRows) for s in each]
         if dispatched() or any(
             t is None or s.run.deep or s.run.columns > 1 or t.node.kind is not LEAF
             for s, t in zip(each, tables, strict=True)
@@ -312,7 +312,7 @@ class Shares:
 
     def covariances(self, weight: torch.Tensor) -> torch.Tensor:
         """`sum_p weight[p] G[v, n, p] G[w, n, p]` of each sample: `[n, V, V]`."""
-        use, v = self.single(Pair), self.run.columns
+        use, v = self.single(ProductUse), self.run.columns
         if use is not None and use.node.kind is LEAF:
             found, (p, o, k) = [], use.sizes(self.run)
             given = use.parted(weight)
@@ -359,7 +359,7 @@ class Shares:
 
     def projected(self, vectors: torch.Tensor) -> torch.Tensor:
         """`sum_p G[v, n, p] vectors[k, p]` of each sample: `[n, V, k]`."""
-        use, found = self.single(Pair), []
+        use, found = self.single(ProductUse), []
         if use is not None and use.node.kind is LEAF:
             given, (p, o, k) = use.parted(vectors.movedim(0, -1)), use.sizes(self.run)
             for block in self.run.blocks([use], self.run.columns * p * max(o + k, o * len(vectors))):
@@ -380,7 +380,7 @@ class Shares:
 
     def sketches(self, sides: Any) -> torch.Tensor:
         """`first^T G[n] rest` of the only column: `[n, rows * columns]`."""
-        use = self.single(Pair)
+        use = self.single(ProductUse)
         if use is not None and use.node.kind is LEAF and len(self.leaf.shape) > 1 and use.of_w in _MATRICES:
             (_, o, k), (rows, columns) = use.sizes(self.run), (sides.first, sides.rest)
             of_d, of_a = (rows, columns) if use.of_w == _MATRICES[0] else (columns, rows)
@@ -448,14 +448,14 @@ def together(uses: Sequence[Use]) -> list[Use]:
     out: list[Use] = []
     groups: dict[Any, list[Any]] = {}
     for u in uses:
-        if type(u) is Pair:
+        if type(u) is ProductUse:
             groups.setdefault((id(u.value), u.of_w, None if u.of_a is None else id(u)), []).append(u)
         elif type(u) is Expanded and u.factor is None and u.view is None and isinstance(u.d, torch.Tensor):
             groups.setdefault((id(u.value), u.axis, u.d.shape), []).append(u)
         else:
             out.append(u)
     for group in groups.values():
-        if len(group) > 1 and type(group[0]) is Pair:
+        if len(group) > 1 and type(group[0]) is ProductUse:
             out.append(Joined(group))
         elif len(group) > 1:
             one = Expanded(group[0].node, group[0].value, group[0].axis)

@@ -1,4 +1,4 @@
-"""Where a function ends as a model and begins as a loss: at outputs that are marked, or that torch's criteria are of.
+"""The border between model and loss in a function: at outputs that are marked, or that torch's criteria are of.
 
 An output gets a node of its own in the graph of autograd, which says by itself whether the parameters reach the result
 in another way. So nothing has to be known of the operations of f but the criteria that it calls.
@@ -78,7 +78,7 @@ class Output:
         self.node, self.version = node_of(x), version(x)
 
     def views(self, x: torch.Tensor) -> bool:
-        """Whether a tensor has all entries of the output in their order."""
+        """Tells whether a tensor has all entries of the output in their order."""
         z = self.value
         if x.numel() != z.numel() or not x.is_contiguous() or not z.is_contiguous() or version(z) != self.version:
             return False
@@ -86,7 +86,7 @@ class Output:
 
 
 @dataclass
-class Call:
+class CriterionCall:
     """A call of a criterion."""
 
     name: str
@@ -107,7 +107,7 @@ class Term:
     input: torch.Tensor
     axis: Axis
     output: torch.Tensor
-    call: Call
+    call: CriterionCall
     at_root: bool
     version: int
 
@@ -179,7 +179,7 @@ class Finder(TorchFunctionMode):
             self.logarithms[node_of(out)] = min(roots or {0})
         others = [*args[1:], *kwargs.values()] if kwargs else args[1:]
         if roots and not any([isinstance(y, torch.Tensor) and y.requires_grad and y is not x for y in others]):
-            call = Call(NAMES.get(kind) or func.__name__, func, args, kwargs)
+            call = CriterionCall(NAMES.get(kind) or func.__name__, func, args, kwargs)
             structure = "elementwise" if kind == "logsigmoid" else kind
             self.terms.append(Term(structure, roots, x, axis, out, call, at_root, version(out)))
         return out
@@ -259,7 +259,7 @@ def _junction(nodes: Sequence[Any], own: Container[Any], ends: Container[Any]) -
 
 
 def own_free(node: Any, own: Container[Any]) -> bool:
-    """Whether none of some nodes lies at or below another one."""
+    """Tells whether none of some nodes lies at or below another one."""
     return not any([p in own for p in nodes_below([node], own)])
 
 

@@ -1,4 +1,4 @@
-"""What is known of each operation, by its name: a line for each family."""
+"""Facts about each operation, by its name: a line for each family."""
 
 from __future__ import annotations
 

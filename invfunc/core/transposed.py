@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from invfunc.core import uses as known
 from invfunc.core.marks import Axis, Node, Run, option
 from invfunc.core.tables import called
-from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Nodes, Pair, Use, each, patches
+from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Nodes, ProductUse, Use, each, patches
 
 
-class Transposed(Pair):
+class Transposed(ProductUse):
     """A transposed convolution: that of an input with zeros between its entries, with the mirrored kernel."""
 
     def __init__(

@@ -154,7 +154,7 @@ def weighted(rows: torch.Tensor, weights: torch.Tensor | None, block: Block) -> 
 Dims = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
-class Pair(Use):
+class ProductUse(Use):
     """A product with what was read: `G[v, n, g, o, k] = sum_p d[v, n, g, p, o] a[n, g, p, k]`.
 
     of_a, of_d: the dims (g, p, k) of a and (g, p, o) of d, from the right; None where all but the last are p.
@@ -196,18 +196,18 @@ class Pair(Use):
         self.version = version(self.a)
 
     def found(self, run: Run) -> torch.Tensor:
-        """What was read, if it is still the same."""
+        """The tensor that was read, if it is still the same."""
         if version(self.a) != self.version:
             raise Unsupported("what a parameter met was changed in place later")
         return run.strip(self.a if self.again is None else self.again())
 
     def inputs(self, run: Run, block: Block) -> torch.Tensor:
-        """What was read, as `[n, 1 or more, ...]`."""
+        """The tensor that was read, as `[n, 1 or more, ...]`."""
         return wide(run.taken(front(self.found(run), self.a_axis, run.n), block))
 
     def rows(self, run: Run, block: Block = WHOLE) -> tuple[torch.Tensor, torch.Tensor] | None:
         a = self.a
-        if type(self) is not Pair or self.of_a is not None or a.ndim != 2 or len(a) != run.n:
+        if type(self) is not ProductUse or self.of_a is not None or a.ndim != 2 or len(a) != run.n:
             return None
         if run.n > 1 and not (self.a_axis == self.axis == (-2, 1, 1)):
             return None
@@ -319,12 +319,12 @@ def product(d: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     return d.transpose(0, 1).flatten(1, 2).mT @ a.transpose(0, 1).flatten(1, 2)
 
 
-class Joined(Pair):
+class Joined(ProductUse):
     """Several uses of one tensor as one with more positions, as those of a recurrent net."""
 
-    uses: Sequence[Pair]
+    uses: Sequence[ProductUse]
 
-    def __init__(self, uses: Sequence[Pair]) -> None:
+    def __init__(self, uses: Sequence[ProductUse]) -> None:
         self.__dict__.update(uses[0].__dict__)
         self.uses = uses
 
@@ -344,7 +344,7 @@ def patches(x: torch.Tensor, kernel: tuple[int, ...], stride: Any, padding: Any,
     return autocorrelation.patches(x, kernel, tuple(stride), [(p, p) for p in padding], tuple(dilation)).mT
 
 
-class Convolution(Pair):
+class Convolution(ProductUse):
     """A convolution, whose windows are read block by block."""
 
     def __init__(
@@ -396,7 +396,7 @@ class Convolution(Pair):
         return torch.ops.aten.convolution_backward(d, a, *rest)[1]
 
     def alone(self, run: Run) -> bool:
-        """Whether the gradient of a sample is a backward pass of the convolution, too: of many multiplications."""
+        """Tells whether the gradient of a sample is a backward pass of the convolution: of many multiplications."""
         places, device = self.sizes(run)[0], self.value.device.type
         known = self.value.dtype in thresholds.TOTAL_DTYPES and device in thresholds.TOTAL_ON
         if run.deep or run.columns > 1 or not known or self.shape.numel() * places < thresholds.ALONE:
@@ -492,7 +492,7 @@ class Shared(Use):
         return run.taken((self.d / run.n).unsqueeze(1).expand(len(self.d), run.n, *self.shape), block, 1)
 
 
-class Rows(Use):
+class TableRows(Use):
     """A table whose rows are picked: `G[n, i]` is the sum of the d at the places where the index is i."""
 
     def __init__(
@@ -557,7 +557,7 @@ def of_linear(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis
     if id(w) in nodes:
         if w.ndim != 2:
             raise Unsupported("linear of a vector")
-        pair = Pair(nodes[id(w)], w, x, axes[id(x)], axis, None, None, ((), (0,), (1,)))
+        pair = ProductUse(nodes[id(w)], w, x, axes[id(x)], axis, None, None, ((), (0,), (1,)))
         pair.layer = True
         uses.append(pair)
     if b is not None and id(b) in nodes:
@@ -584,7 +584,7 @@ def _by_letters(
 
     of_a, of_d = (at(g, xs), at(p, xs), at(k, xs)), (at(g, outs), at(p, outs), at(o, outs))
     of_w = tuple(tuple(ws.index(c) for c in labels) for labels in (g, o, k))
-    return [Pair(nodes[id(w)], w, x, axes[id(x)], axis, of_a, of_d, of_w)]  # pyright: ignore[reportArgumentType]: three
+    return [ProductUse(nodes[id(w)], w, x, axes[id(x)], axis, of_a, of_d, of_w)]  # pyright: ignore[reportArgumentType]: three
 
 
 def of_matmul(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
@@ -599,7 +599,7 @@ def of_matmul(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis
     if id(x) not in axes:
         return None
     if w is b and b.ndim == 2 and axes[id(x)][0] != -1 and x.ndim > 1:
-        return [Pair(nodes[id(w)], w, x, axes[id(x)], axis, None, None, ((), (1,), (0,)))]
+        return [ProductUse(nodes[id(w)], w, x, axes[id(x)], axis, None, None, ((), (1,), (0,)))]
     if any(w.shape[i] != x.shape[i] for i in range(-min(w.ndim, x.ndim), -2)):
         return None
     return _by_letters(run, nodes, w, x, ws, xs, outs, axes, axis)
@@ -695,14 +695,14 @@ def of_embedding(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, a
         return None
     if padding is not None and padding < 0:
         padding += len(table)
-    return [Rows(nodes[id(table)], table, args[0], axes[id(args[0])], axis, padding)]
+    return [TableRows(nodes[id(table)], table, args[0], axes[id(args[0])], axis, padding)]
 
 
 def of_index(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
     """`w[i]`."""
     w, i = args[0], args[-1]
     if id(w) in nodes and isinstance(i, torch.Tensor) and id(i) in axes and i.dtype == torch.long and w.ndim > 0:
-        return [Rows(nodes[id(w)], w, i, axes[id(i)], axis, None)]
+        return [TableRows(nodes[id(w)], w, i, axes[id(i)], axis, None)]
     return None
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from invfunc._torch.functorch import transforming
 from invfunc._ways import known_way, note_way
-from invfunc.arguments.problem import Problem
+from invfunc.arguments.problem import BoundProblem
 from invfunc.core.columns import Twice
 from invfunc.core.composed import Unreplayed
 from invfunc.core.marks import Final, Unsupported
@@ -23,9 +23,9 @@ from invfunc.core.resort import alone, by_rows
 from invfunc.core.run import Run
 from invfunc.errors import InvFuncError, ReplayError
 
-Way = Callable[[Problem, Run, list[torch.Tensor], slice], tuple[Any, Any]]
+Way = Callable[[BoundProblem, Run, list[torch.Tensor], slice], tuple[Any, Any]]
 """A way of calling f, given the leaves of a run: the result, whose mark and uses the run knows then, and aux."""
-WAYS: tuple[Way, ...] = (Problem.call, alone, by_rows)
+WAYS: tuple[Way, ...] = (BoundProblem.call, alone, by_rows)
 """As it is, then the last resort."""
 FAULTS = AttributeError, IndexError, KeyError, NameError, TypeError, AssertionError
 """Errors of code, not of what it computes with."""
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def by_ways(f: Callable, what: Hashable, call: Callable[[Way], T], undo: Callable[[], None]) -> T:
-    """What a call finds by the first way that follows f; what is asked of f says which way that was before.
+    """The result of a call, by the first way that follows f; what is asked of f says which way that was before.
 
     An error of the library's own, or of f, is one of any way; else the error is that of the first.
     """
@@ -113,9 +113,9 @@ REPLAYED = WeakSet[Any]()
 
 @dataclass
 class How:
-    """How f is run, which changes with what a run meets."""
+    """The way f is run, which changes with what a run meets."""
 
-    problem: Problem
+    problem: BoundProblem
     way: Way
     deep: bool
     twice: bool
@@ -128,7 +128,7 @@ class How:
         """Run f in another way after an error, which is raised where there is none."""
         if isinstance(error, (Again, Twice)):
             self.deep, self.twice = self.deep or isinstance(error, Again), True
-        elif isinstance(error, (CheckpointError, Unreplayed)) and self.way is Problem.call and not self.replays:
+        elif isinstance(error, (CheckpointError, Unreplayed)) and self.way is BoundProblem.call and not self.replays:
             self.replays = True  # a checkpoint is not evaluated again as it was followed
             with suppress(TypeError):  # a function of a kind that has no weak references
                 REPLAYED.add(self.problem.f)

@@ -1,4 +1,4 @@
-"""What f writes in place: samples stay where they are, and parameters among samples are uses of them."""
+"""Writes of f in place: samples stay where they are, and parameters among samples are uses of them."""
 
 from __future__ import annotations
 
@@ -72,6 +72,6 @@ def unchanged(run: Run, x: Tensor, axis: Any) -> None:
 
 
 def into_view(x: Any) -> bool:
-    """Whether a tensor of which nothing was known is a view, so that writing it writes another one."""
+    """Tells whether a tensor of which nothing was known is a view, so that writing it writes another one."""
     known = getattr(x, "_known", None)
     return (known is None or type(known) is Filled) and isinstance(x, Tensor) and base_of(x) is not None

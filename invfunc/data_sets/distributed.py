@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 
 from invfunc.callables import describe
 from invfunc.compiled import Compiled, opened
-from invfunc.data_sets.part import Part
+from invfunc.data_sets.part import ProcessPart
 from invfunc.data_sets.product import StreamedProduct
 from invfunc.data_sets.streamed import Streamed, not_by_batches
 from invfunc.data_sets.tiled import Tiled
@@ -111,7 +111,7 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] =
         )
     t, plans = opened(t)
     alone = isinstance(t, (Streamed, StreamedProduct)) and t.part.alone
-    part = Part(None, getattr(t, "in_dims", 0), group=group)
+    part = ProcessPart(None, getattr(t, "in_dims", 0), group=group)
     if alone:
         part = replace(t.part, group=group, alone=False)
     if isinstance(t, Product) or (alone and isinstance(t, StreamedProduct)):

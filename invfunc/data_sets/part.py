@@ -48,7 +48,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Part:
+class ProcessPart:
     """The batches of this process: all there are, or those of one among a group."""
 
     feed: Feed | None

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc.data_sets.part import PARAMETERS, Asked, Begun, Part
+from invfunc.data_sets.part import PARAMETERS, Asked, Begun, ProcessPart
 from invfunc.evaluation.rounds import parts
 from invfunc.products.product import Linearised, OfAll, SummedProduct, space_of
-from invfunc.products.streamed import Evaluated, Sums, check_linearized, identity_of, keys_of
+from invfunc.products.streamed import DataSetMap, Evaluated, check_linearized, identity_of, keys_of
 
 
 @dataclass(frozen=True, repr=False)
 class StreamedProduct(SummedProduct):
     """A function `(params, v, loader) -> tree like params`, the sum of a product over batches, and over processes."""
 
-    part: Part
+    part: ProcessPart
     plans: Evaluated | None = None
     """Evaluates the product of a batch, if it is `compiled`."""
 
@@ -77,14 +77,14 @@ class StreamedProduct(SummedProduct):
         names: Any,
         identity: Callable[[], dict[str, str]] = dict,
         again: str = "",
-    ) -> tuple[Begun, Sums, OfAll]:
+    ) -> tuple[Begun, DataSetMap, OfAll]:
         """The beginning of all processes, the linear map, and the space of its vectors."""
         alike, keys = {"the product": f"{self.product!r} {self.product.degree}"}, keys_of(self.product)
         whole = bool(self.lead) or self.plans is not None
         begun = self.part.begun(Asked(args, own, names, alike, keys, identity, again, whole=whole))
         keys, p = begun.course.record.keys, begun.processes
         divided = None if begun.rounds is None else (begun.rounds, tree.tensors((begun.params,)))
-        sums = Sums(
+        sums = DataSetMap(
             self.product,
             kwargs,
             begun.batches,
@@ -98,5 +98,5 @@ class StreamedProduct(SummedProduct):
         )
         return begun, sums, OfAll(**vars(space_of(args[:1], names)), processes=p, rounds=begun.rounds)
 
-    def _aux(self, sums: Sums) -> Any:
+    def _aux(self, sums: DataSetMap) -> Any:
         return sums.aux if self.part.feed is not None else sums.aux[0] if sums.aux else None

@@ -1,4 +1,4 @@
-"""Where the rows of samples go that need not be in memory together: to tensors that are there, or to a function."""
+"""Destinations of rows of samples that need not be in memory together: to tensors that are there, or to a function."""
 
 from __future__ import annotations
 

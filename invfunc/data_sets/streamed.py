@@ -12,7 +12,7 @@ from invfunc import tree
 from invfunc._torch.sharded import sharded
 from invfunc.callables import describe
 from invfunc.compiled import Compiled, opened
-from invfunc.data_sets.part import PARAMETERS, Asked, Part
+from invfunc.data_sets.part import PARAMETERS, Asked, ProcessPart
 from invfunc.data_sets.product import StreamedProduct
 from invfunc.data_sets.tiled import Tiled
 from invfunc.data_sets.visits import exchanged, work_of
@@ -170,7 +170,7 @@ def streamed(
             "over the samples of the batch, and divide the result."
         )
     t, plans = opened(t)
-    part = Part(feed, getattr(t, "in_dims", 0), file, reduction=reduction, alone=True)
+    part = ProcessPart(feed, getattr(t, "in_dims", 0), file, reduction=reduction, alone=True)
     if isinstance(t, Product):
         if out is not None:
             raise ArgumentError(f"streamed({t!r}, out=...): a product has no sample axis. Leave out away.")
@@ -198,7 +198,7 @@ def streamed(
 
 
 def not_by_batches(t: Statistic, alone: bool) -> str:
-    """Why a statistic cannot be reduced batch by batch, alone or together with others; empty if it can."""
+    """The reason why a statistic cannot be reduced batch by batch, alone or together with others; empty if it can."""
     if t.samples is not None:
         return "has samples=, which are places in a batch: let the loader give those"
     if t.argnums not in (0, (0,)):
@@ -211,7 +211,7 @@ def not_by_batches(t: Statistic, alone: bool) -> str:
 
 
 def _no_rows(t: Statistic, file: Checkpoint | None) -> str:
-    """Why its result cannot be written batch by batch; empty if it can."""
+    """The reason why its result cannot be written batch by batch; empty if it can."""
     if file is not None:
         return "what is written there is not in a checkpoint, and lost where it is in memory. Leave one of them out"
     if t.options.reduce is not None:
@@ -225,7 +225,7 @@ class Streamed(Transform):
     """A function `(params, loader) -> result`, of all batches together, or `(params, *batch)` of all processes."""
 
     t: Statistic
-    part: Part
+    part: ProcessPart
     gather: bool = False
     """Tells whether results with a sample axis are those of all processes."""
     out: Any = None
@@ -324,6 +324,6 @@ def identity_of(t: Statistic, params: tuple, kwargs: dict[str, Any]) -> dict[str
 
 
 def twice(t: Statistic) -> str:
-    """Why the loader has to be gone through more than once; empty if it has not."""
+    """The reason why the loader has to be gone through more than once; empty if it has not."""
     times = "twice" if t.sweeps == 2 else f"{t.sweeps} times"
     return "" if t.sweeps == 1 else f"{t.name} looks at all samples {times}"

@@ -21,7 +21,7 @@ from invfunc.evaluation.batches import Batches, Feed, batches_of, check_loader, 
 from invfunc.evaluation.checkpoint import fingerprint
 from invfunc.evaluation.joined import Drew
 from invfunc.reductions import Reduction
-from invfunc.reductions.kept_shares import Kept, KeptShares, ProductsWithKept
+from invfunc.reductions.kept_shares import KeptShares, ProductsWithKept, SampleShares
 from invfunc.reductions.squares import InnerProducts
 from invfunc.report import Explanation
 from invfunc.statistic import Statistic
@@ -221,7 +221,7 @@ class Held:
     """A batch that others are to meet: its arguments and its shares."""
 
     args: tuple
-    shares: Kept
+    shares: SampleShares
 
 
 class Meetings:

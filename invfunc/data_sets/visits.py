@@ -24,7 +24,7 @@ from invfunc.evaluation.joined import Drew
 from invfunc.evaluation.processes import ALONE, Processes
 from invfunc.evaluation.rounds import Rounds, through
 from invfunc.evaluation.sweep import Sweep, bytes_given, check_number, dealt, one_scale, share
-from invfunc.evaluation.weights import Weights
+from invfunc.evaluation.weights import BatchWeights
 from invfunc.loss.drawn import key_of
 from invfunc.reductions.kept_shares import RowsWithKept
 from invfunc.statistic import Statistic
@@ -38,7 +38,7 @@ def _evaluated(t: Statistic, sweep: Sweep, args: tuple, kwargs: dict[str, Any], 
     return engine.kept()
 
 
-class Work:
+class VisitWork:
     """Joins what the batches bring."""
 
     def __init__(
@@ -49,7 +49,7 @@ class Work:
         self.empty: list[tuple] = []
         """The arguments of a batch without samples."""
         self.sweep, self.aux = Sweep(), list[Any]()
-        self.sweep.weights = Weights(reduction)
+        self.sweep.weights = BatchWeights(reduction)
         self.rounds: Rounds | None = None
         """Brings parameters that are not here."""
         drawings = dict.fromkeys(t.drawings)
@@ -175,7 +175,7 @@ class Work:
             self.sweep.weights = first.weights
 
 
-class RowByRow(Work):
+class RowByRow(VisitWork):
     """Writes the result of each batch, and keeps nothing of it."""
 
     def __init__(
@@ -227,12 +227,12 @@ def work_of(
     out: Any = None,
     plans: Evaluated | None = None,
     reduction: str | None = None,
-) -> Work:
+) -> VisitWork:
     """Work that joins the batches, or writes their rows to `out` if it is given; `plans` evaluate them if there are
     some, and `reduction` is the scale of a loss that is one number."""
     evaluated = plans or _evaluated
     if out is None:
-        return Work(t, kwargs, evaluated, reduction)
+        return VisitWork(t, kwargs, evaluated, reduction)
     return RowByRow(t, kwargs, evaluated, reduction, out)
 
 

@@ -60,7 +60,7 @@ class Feed:
             raise ArgumentError(f"streamed(t, device={device!r}): no device: {str(error).splitlines()[0]}.") from None
 
     def goal(self, params: Any) -> torch.device:
-        """Where batches go."""
+        """The destination of batches."""
         found = list(dict.fromkeys(p.device for p in tree.tensors((params,)))) or [torch.device("cpu")]
         if self.device is None:
             return found[0]

@@ -27,10 +27,10 @@ from invfunc.kronecker.matrix import Kronecker
 from invfunc.kronecker.origin import Joint, Origin
 from invfunc.kronecker.places import Place
 from invfunc.reductions import Reduction
-from invfunc.reductions.kept_factors import Diagonal, Factors, Kept, Refused
+from invfunc.reductions.kept_factors import DiagonalFactors, Factors, ParameterFactors, Refused
 from invfunc.reductions.sides import Sided
 
-_SAFE = [Diagonal, Factors, Joint, Kept, Kronecker, Origin, Place, Refused, Sided]
+_SAFE = [DiagonalFactors, Factors, Joint, ParameterFactors, Kronecker, Origin, Place, Refused, Sided]
 """Types that reductions keep beside tensors, numbers and names."""
 _FORMAT = "invfunc.streamed 3"
 State = Callable[[], dict[str, Any]]
@@ -227,7 +227,7 @@ def _loadable(x: Any) -> bool:
 # How a call goes through its batches
 
 
-class Work(Protocol):
+class StreamWork(Protocol):
     """Work that is done with the batches."""
 
     @property
@@ -255,7 +255,7 @@ class Work(Protocol):
 class Course:
     """Has a work see batches."""
 
-    work: Work
+    work: StreamWork
     keeps = False
     """Tells whether a file has to be there until the result is."""
 
@@ -266,7 +266,7 @@ class Course:
         """Go on from where all processes can, of whose records these are the heads."""
         self.record = self.record.agreed(each)
 
-    def begin(self, work: Work) -> None:
+    def begin(self, work: StreamWork) -> None:
         """Put it where it was when a call before ended."""
         self.work = work
 
@@ -296,7 +296,7 @@ class Log(Course):
         super().agree(each)
         self.several = len(each) > 1
 
-    def begin(self, work: Work) -> None:
+    def begin(self, work: StreamWork) -> None:
         super().begin(work)
         self._prints, self._known = [*self.record.prints], len(self.record.prints)
         if self.record.state is not None:

@@ -8,13 +8,13 @@ from typing import Any
 from invfunc._extras import ticking
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import checked_at_the_end
-from invfunc.arguments.problem import Problem
+from invfunc.arguments.problem import BoundProblem
 from invfunc.core.marks import Final
 from invfunc.core.ways import Way, by_ways
 from invfunc.errors import InvFuncError
-from invfunc.evaluation.fold import Fold
+from invfunc.evaluation.fold import JointFold
 from invfunc.evaluation.joined import check_batches
-from invfunc.evaluation.parts import Parts, alone, joins
+from invfunc.evaluation.parts import EvaluationParts, alone, joins
 from invfunc.evaluation.weights import LossPart
 from invfunc.plan import Options
 from invfunc.reductions.quantity import Quantity
@@ -24,11 +24,11 @@ class Engine:
     """One evaluation of one statistic, or of several of the same function together."""
 
     def __init__(
-        self, problem: Problem, options: Options, quantities: Sequence[Quantity], called: Hashable = None
+        self, problem: BoundProblem, options: Options, quantities: Sequence[Quantity], called: Hashable = None
     ) -> None:
         """`called` says what is asked of f, if that may be."""
         self.problem, self.quantities, self.called = problem, quantities, called
-        self.fold = Fold(problem, options, quantities)
+        self.fold = JointFold(problem, options, quantities)
         self.scalar = False
         """Whether f, or the loss, has returned one number for all samples."""
         self.joined = False
@@ -72,8 +72,8 @@ class Engine:
             for t, kept in zip(fold.accumulators, before[1], strict=True):
                 t.restore(kept)
 
-        def call(way: Way) -> tuple[Parts, Any]:
-            parts = Parts(self.problem, fold, way)
+        def call(way: Way) -> tuple[EvaluationParts, Any]:
+            parts = EvaluationParts(self.problem, fold, way)
             try:
                 return parts, parts.kept(self.joined)
             except Exception as error:

@@ -11,7 +11,7 @@ import torch
 
 from invfunc import tree
 from invfunc._extras import Ticks
-from invfunc.arguments.problem import Problem
+from invfunc.arguments.problem import BoundProblem
 from invfunc.plan import Options
 from invfunc.reductions import Found, Reduction, State, States
 from invfunc.reductions.quantity import Accumulator, Quantity
@@ -28,10 +28,10 @@ class Keeper(Protocol):
     def whole(self, number: int, leaf: int, state: State) -> State: ...  # of all, if what is kept is a part of it
 
 
-class Fold:
+class JointFold:
     """States that several quantities keep of some samples of one function."""
 
-    def __init__(self, problem: Problem, options: Options, quantities: Sequence[Quantity]) -> None:
+    def __init__(self, problem: BoundProblem, options: Options, quantities: Sequence[Quantity]) -> None:
         self.problem, self.options, self.ticks = problem, options, Ticks()
         self.accumulators = [Accumulator(q, q.reduction, options.reduce is None) for q in quantities]
         n = (problem.n if problem.samples is None else len(problem.samples)) - problem.others

@@ -12,7 +12,7 @@ import torch
 from invfunc import tree
 from invfunc._torch.functorch import innermost
 from invfunc._torch.values import anywhere, near, same_values
-from invfunc.arguments.problem import Problem
+from invfunc.arguments.problem import BoundProblem
 from invfunc.errors import ArgumentError, SampleAxisError
 
 
@@ -26,7 +26,7 @@ class SomeAlone(Protocol):
     def __call__(self, part: slice, *, elsewhere: bool = False) -> Any: ...
 
 
-def check_batches(problem: Problem, joined: torch.Tensor, alone: Callable[[slice], torch.Tensor] | None) -> None:
+def check_batches(problem: BoundProblem, joined: torch.Tensor, alone: Callable[[slice], torch.Tensor] | None) -> None:
     """Check that samples have the same losses or outputs in the joined batch as where f sees a batch alone, if there
     is need to look."""
     if not joined.ndim:
@@ -153,7 +153,7 @@ def _sizes(z: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _axis(z: torch.Tensor, dim: int) -> int:
-    """Where the samples are; losses have that axis alone."""
+    """The axis of the samples; losses have that axis alone."""
     return dim % z.ndim if z.ndim > 1 else 0
 
 

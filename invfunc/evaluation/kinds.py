@@ -1,4 +1,4 @@
-"""How what f gives for all samples is made up of what it gives for a part of them, if it is."""
+"""The way a result for all samples is made up of those for parts of them, if it is."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from invfunc import tree
 from invfunc._torch.values import anywhere, fake, near, same_values
 from invfunc._torch.weak import WeakIdMap
-from invfunc.arguments.problem import Problem
+from invfunc.arguments.problem import BoundProblem
 from invfunc.errors import RandomnessError, SampleAxisError
 
 Kind = Literal["each", "mean", "sum"]
 """One by one, as their mean or their sum."""
-Some = Callable[[Problem, list[int]], tuple[list[torch.Tensor], bool]]
+Some = Callable[[BoundProblem, list[int]], tuple[list[torch.Tensor], bool]]
 """What f gives for the samples at some places, `[k, ...]`, and whether it drew random numbers."""
 _KNOWN: WeakIdMap[dict[Hashable, Kind]] = WeakIdMap()
 _KEPT, FEW = 64, 8
@@ -27,8 +27,8 @@ _HALF = (torch.float16, torch.bfloat16)
 _GIVE = "What f has for each sample, such as a mask or indices, goes among its batch arguments."
 
 
-def kind_of(problem: Problem, size: int, some: Some, f: Callable, what: Hashable) -> Kind:
-    """How parts of at most so many samples make up what f gives, or an error; looked at once for what is asked of a
+def kind_of(problem: BoundProblem, size: int, some: Some, f: Callable, what: Hashable) -> Kind:
+    """The way parts of at most so many samples make up the result, or an error; looked at once for what is asked of a
     function, and arguments of these shapes."""
     key, known = (what, size, *_described(problem)), _KNOWN.get(f) or {}
     if key not in known:
@@ -41,13 +41,13 @@ def kind_of(problem: Problem, size: int, some: Some, f: Callable, what: Hashable
     return known[key]
 
 
-def _described(problem: Problem) -> Iterator[Hashable]:
+def _described(problem: BoundProblem) -> Iterator[Hashable]:
     yield from (problem.out_dims, *problem.dims.items())
     for x in tree.leaves((problem.args, problem.kwargs)):
         yield (x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x)
 
 
-def _kind(problem: Problem, size: int, some: Some) -> Kind:
+def _kind(problem: BoundProblem, size: int, some: Some) -> Kind:
     """A few samples from all over the batch, and either half of them alone.
 
     Where a parameter has the same numbers at two places, as zeros and ones have, values would not show that f reads it
@@ -66,7 +66,7 @@ def _kind(problem: Problem, size: int, some: Some) -> Kind:
 
 
 def _joined(whole: torch.Tensor, even: torch.Tensor, odd: torch.Tensor, *, k: int, drew: bool) -> Kind:
-    """How what f gives for k samples is made up of what it gives for the even and for the odd ones alone."""
+    """The way a result for k samples is made up of those for the even and for the odd ones alone."""
     if whole.ndim:
         if not drew and not (same_values(even, whole[::2]) and same_values(odd, whole[1::2])):
             raise SampleAxisError(
@@ -106,7 +106,7 @@ def neither() -> SampleAxisError:
     )
 
 
-def widened(problem: Problem) -> Problem:
+def widened(problem: BoundProblem) -> BoundProblem:
     """The problem with all that is in half precision in single precision."""
 
     def wide(x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def widened(problem: Problem) -> Problem:
     return replace(problem, leaves=leaves, args=args, kwargs=kwargs)
 
 
-def told_apart(problem: Problem) -> Problem:
+def told_apart(problem: BoundProblem) -> BoundProblem:
     """The problem with parameters near its own in place of those that have the same numbers at two places."""
     return replace(problem, leaves=[_told_apart(p.detach()) if _alike(p) else p.detach() for p in problem.leaves])
 

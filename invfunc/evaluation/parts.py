@@ -14,13 +14,13 @@ from invfunc import tree
 from invfunc._torch.functorch import transforming, undispatched, unheard
 from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
 from invfunc._torch.values import same_values
-from invfunc.arguments.problem import Problem, whole
+from invfunc.arguments.problem import BoundProblem, whole
 from invfunc.core.columns import joined, made
-from invfunc.core.evaluate import Kept, Made, columns_of_all, hessian_of, kept, loss_of, returned
+from invfunc.core.evaluate import Made, RunStates, columns_of_all, hessian_of, kept, loss_of, returned
 from invfunc.core.marks import Final, Unsupported
 from invfunc.core.ways import WAYS, Met, Way
 from invfunc.errors import InvFuncError
-from invfunc.evaluation.fold import Fold
+from invfunc.evaluation.fold import JointFold
 from invfunc.evaluation.joined import Drew, check_fewer, moved
 from invfunc.evaluation.kinds import Kind, kind_of, neither, not_in_parts
 from invfunc.loss.drawn import joined as joined_trees
@@ -30,10 +30,10 @@ from invfunc.reductions.quantity import Accumulator, Quantity
 Part = tuple[int, int]
 
 
-class Parts:
+class EvaluationParts:
     """One evaluation of some samples, in the parts that are asked for."""
 
-    def __init__(self, problem: Problem, fold: Fold, way: Way = Problem.call) -> None:
+    def __init__(self, problem: BoundProblem, fold: JointFold, way: Way = BoundProblem.call) -> None:
         """`way` calls f."""
         kinds = {t.quantity.kind for t in fold.accumulators}
         of_loss = any(kind.first_order or kind.second_order for kind in kinds)
@@ -112,7 +112,7 @@ class Parts:
 
     def _of_part(
         self, part: Part, several: bool, kind: Kind, quantities: list[Quantity], options: Any, known: Made | None
-    ) -> Kept | None:
+    ) -> RunStates | None:
         (a, b), chosen = part, self._chosen(part)
         problem = replace(self._part(part, kind) if several else self.problem, samples=chosen)
         self.fold.ticks.reach(b - a)
@@ -125,12 +125,12 @@ class Parts:
             own = {key: [Slice(c, slice(a, b)) for c in each] for key, each in known.items()}
         return kept(problem, quantities, options, own, self.fold.ticks, self.way, several)
 
-    def _part(self, part: Part, kind: Kind) -> Problem:
+    def _part(self, part: Part, kind: Kind) -> BoundProblem:
         """f of some samples alone, with the scale that their loss has among all of them."""
         (a, b), n = part, self.problem.n
         return self.problem.chunk(slice(a, b), b - a, (b - a) / n if kind == "mean" else 1)
 
-    def _take(self, accumulators: Sequence[Accumulator], found: Kept, part: Part) -> None:
+    def _take(self, accumulators: Sequence[Accumulator], found: RunStates, part: Part) -> None:
         """Merge what is kept of a part."""
         fold, whole = self.fold, part == (0, self.problem.n)
         room = 0 if whole else fold.found.n
@@ -166,10 +166,10 @@ class Parts:
         return give
 
     def _kind(self, size: int) -> Kind:
-        """How what f gives for parts of at most so many samples makes up what it gives for all of them."""
+        """The way results for parts of at most so many samples make up that for all of them."""
         problem = self.problem
 
-        def some(problem: Problem, places: list[int]) -> tuple[list[torch.Tensor], bool]:
+        def some(problem: BoundProblem, places: list[int]) -> tuple[list[torch.Tensor], bool]:
             few = problem.chunk(torch.tensor(places, device=problem.leaves[0].device), len(places))
             with undrawn() as drew, torch.enable_grad():
                 try:
@@ -212,8 +212,8 @@ class Parts:
         return {q.columns: made(joined(each), q, problem.n) for q in self.quantities}
 
 
-def valued(problem: Problem) -> Any:
-    """What f returns, without a graph where f itself takes no derivatives."""
+def valued(problem: BoundProblem) -> Any:
+    """The result of f, without a graph where f itself takes no derivatives."""
     try:
         with torch.no_grad():
             return returned(problem)
@@ -222,8 +222,8 @@ def valued(problem: Problem) -> Any:
             return tree.map_tensors(torch.Tensor.detach, returned(problem))
 
 
-def runs(problem: Problem) -> bool:
-    """Whether f takes some samples, as it is written."""
+def runs(problem: BoundProblem) -> bool:
+    """Tells whether f takes some samples, as it is written."""
     try:
         returned(problem)
     except Exception:
@@ -241,8 +241,8 @@ def undrawn() -> Iterator[Any]:
         set_states(before)
 
 
-def alone(problem: Problem, part: slice, *, elsewhere: bool = False) -> Any:
-    """What f returns for some samples alone, perhaps at other parameters."""
+def alone(problem: BoundProblem, part: slice, *, elsewhere: bool = False) -> Any:
+    """The result of f for some samples alone, perhaps at other parameters."""
     with undrawn() as drew, torch.enable_grad():
         found = returned(problem, part, moved(problem.leaves) if elsewhere else None)
         if drew():
@@ -250,9 +250,9 @@ def alone(problem: Problem, part: slice, *, elsewhere: bool = False) -> Any:
         return tree.map_tensors(torch.Tensor.detach, found)
 
 
-def joins(problem: Problem, found: Any = None) -> bool:
-    """Whether f was seen to give some samples alone what it gives them beside others, of which this was `found`; an
-    error if it does not."""
+def joins(problem: BoundProblem, found: Any = None) -> bool:
+    """Tells whether f was seen to give some samples alone what it gives them beside others, of which this was `found`;
+    an error if it does not."""
     with undispatched(), unheard():
         if found is None:
             with suppress(Exception):  # of which is told elsewhere
@@ -261,7 +261,7 @@ def joins(problem: Problem, found: Any = None) -> bool:
         return check_fewer(tree.tensors((found,)), problem.out_dims, problem.n, given, some)
 
 
-def _outputs(problem: Problem) -> Any:
+def _outputs(problem: BoundProblem) -> Any:
     """The outputs of a model, which may have lost the axis of a single sample."""
     return tree.map_tensors(lambda z: z if z.ndim else z.unsqueeze(0), returned(problem))
 

@@ -15,7 +15,7 @@ from invfunc import tree
 from invfunc._torch.sharded import pieces_of, sharded
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError, ProcessError
 from invfunc.reductions import State
-from invfunc.reductions.exchange import Exchange, Rows, Sums
+from invfunc.reductions.exchange import Exchange, ExchangedRows, Sums
 
 T = TypeVar("T")
 M = TypeVar("M")
@@ -91,7 +91,7 @@ class Processes:
         answers: list[Any] = [None] * len(exchanges)
         found: dict[int, State] = {}
         while len(found) < len(exchanges):
-            sums, rows = _Asked(), _Asked()
+            sums, rows = _AskedTogether(), _AskedTogether()
             for i, exchange in enumerate(exchanges):
                 if i in found:
                     continue
@@ -115,7 +115,7 @@ class Processes:
                 "we would like to know of, or their functions are different ones."
             )
 
-    def _summed(self, asked: _Asked) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    def _summed(self, asked: _AskedTogether) -> Iterator[tuple[int, list[torch.Tensor]]]:
         found = list(asked.tensors)
         if self.size > 1 and found:
             self._check([(x.dtype, x.shape) for x in found])
@@ -131,7 +131,7 @@ class Processes:
                     found[k] = part.view(found[k].shape)
         return asked.answers(found)
 
-    def _joined(self, asked: _Asked) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    def _joined(self, asked: _AskedTogether) -> Iterator[tuple[int, list[torch.Tensor]]]:
         found = list(asked.tensors)
         if self.size > 1 and found:
             self._check([(x.dtype, x.ndim) for x in found])
@@ -189,7 +189,7 @@ ALONE = Processes()
 
 
 @dataclass
-class _Asked:
+class _AskedTogether:
     """Tensors that several exchanges ask for in one step."""
 
     places: list[int] = field(default_factory=list)
@@ -197,11 +197,11 @@ class _Asked:
     tensors: list[torch.Tensor] = field(default_factory=list)
     axes: list[int] = field(default_factory=list)
 
-    def ask(self, place: int, request: Sums | Rows) -> None:
+    def ask(self, place: int, request: Sums | ExchangedRows) -> None:
         count = len(request.tensors)
         self.places += [place] * count
         self.tensors += [x.detach() for x in request.tensors]
-        self.axes += [request.axis if isinstance(request, Rows) else 0] * count
+        self.axes += [request.axis if isinstance(request, ExchangedRows) else 0] * count
 
     def answers(self, found: list[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
         for place in dict.fromkeys(self.places):

@@ -12,7 +12,7 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import number_of, version
-from invfunc._torch.reading import Reading, absent
+from invfunc._torch.reading import AbsentReading, absent
 from invfunc._torch.sharded import divided_along, gathered, local_part, of_part, sharded
 from invfunc.errors import ArgumentError, ProcessError
 from invfunc.evaluation.processes import Processes, bits, connected, failed_with, same, shown
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Kept:
+class ProcessState:
     """Says what a process has kept of a parameter: all but the numbers."""
 
     quantity: int
@@ -51,7 +51,7 @@ class Rounds:
         self.reductions: list[Reduction] = []
         """Of each quantity, what adds up what is kept of it."""
         self._params = len(own)
-        self._reading = Reading(places, self._bring)
+        self._reading = AbsentReading(places, self._bring)
         self._of, self._before = self._known()
         self._failed = ""
         self._states: dict[tuple[int, int, int], State] = {}
@@ -98,7 +98,7 @@ class Rounds:
     def keep(self, quantity: int, number: int, leaf: torch.Tensor, state: State, n: int) -> None:
         """Give away what was kept of a parameter, the one with a number, and n samples."""
         meta = tree.map_tensors(lambda x: torch.empty_like(x, device="meta"), state)
-        said = Kept(quantity, number, self._of[number_of(leaf)], meta)
+        said = ProcessState(quantity, number, self._of[number_of(leaf)], meta)
         self._check()
         self._round(said, state)
         self._seen[said.key] += n
@@ -145,7 +145,9 @@ class Rounds:
         if self._failed:
             raise ProcessError(self._failed)
 
-    def _round(self, own: int | Kept | None, state: State | None = None) -> tuple[list[Any], torch.Tensor | None]:
+    def _round(
+        self, own: int | ProcessState | None, state: State | None = None
+    ) -> tuple[list[Any], torch.Tensor | None]:
         """Requests of all processes, and the tensor that this one wanted to read; all see to all requests."""
         each, found = self._said(own), None
         if self._failed:
@@ -155,9 +157,9 @@ class Rounds:
                 one = gathered(self.own[place])
             found = one if place == own else found
             del one  # before the next one comes
-        given = {rank: said for rank, said in enumerate(each) if isinstance(said, Kept)}
+        given = {rank: said for rank, said in enumerate(each) if isinstance(said, ProcessState)}
         for key in dict.fromkeys(said.key for said in given.values()):
-            mine = state if isinstance(own, Kept) and own.key == key else None
+            mine = state if isinstance(own, ProcessState) and own.key == key else None
             self._join(key, mine, {rank: said.state for rank, said in given.items() if said.key == key})
         return each, found
 
@@ -187,7 +189,7 @@ class Rounds:
         ]
         return zip(*found, strict=True)
 
-    def _said(self, own: int | Kept | str | None) -> list[Any]:
+    def _said(self, own: int | ProcessState | str | None) -> list[Any]:
         """Messages of all processes; those that have failed say how."""
         each = [failed_with(said) or said for said in self.processes.heard(own)]
         failed = [f"process {rank} failed with {said}" for rank, said in enumerate(each) if isinstance(said, str)]

@@ -14,10 +14,10 @@ from invfunc import tree
 from invfunc.errors import ArgumentError
 from invfunc.evaluation.batches import no_samples, not_scalar
 from invfunc.evaluation.engine import Engine
-from invfunc.evaluation.fold import Fold, Learn
+from invfunc.evaluation.fold import JointFold, Learn
 from invfunc.evaluation.processes import Processes, on_cpu
 from invfunc.evaluation.rounds import Rounds, as_wide
-from invfunc.evaluation.weights import LossPart, Weights
+from invfunc.evaluation.weights import BatchWeights, LossPart
 from invfunc.reductions import Found, Reduction, State, States
 from invfunc.reductions.exchange import Exchange
 from invfunc.reductions.quantity import Accumulator
@@ -34,7 +34,7 @@ class Sweep:
         self.engine: Engine | None = None
         """Engine of the last batch; nothing else of the others is in memory but what is kept of them."""
         self.n = 0
-        self.phase, self.weights = 0, Weights()
+        self.phase, self.weights = 0, BatchWeights()
         self.told: list[Accumulator] = []
         self.refused: dict[str, str] = {}
         self.expected: int | None = None
@@ -51,7 +51,7 @@ class Sweep:
             fold.tell(self.phase, learn)
             self.told, self.refused = fold.accumulators, fold.found.refused
 
-    def enter(self, engine: Engine) -> Fold:
+    def enter(self, engine: Engine) -> JointFold:
         """Put an evaluation in the place of that of the last batch; its fold."""
         self.engine, fold = engine, engine.fold
         fold.phase = self.phase
@@ -141,7 +141,7 @@ class Sweep:
             self.engine.fold.accumulators[number].states.update(states)
             self.parts.update((number, leaf) for leaf in states)
 
-    def joined(self) -> Fold:
+    def joined(self) -> JointFold:
         """The fold of all batches, with the loss of all."""
         if self.engine is None:
             raise no_samples()
@@ -156,7 +156,7 @@ class Sweep:
         assert self.engine is not None
         return self.engine.finished()
 
-    def _scale(self, fold: Fold, by: float) -> None:
+    def _scale(self, fold: JointFold, by: float) -> None:
         for t in () if by == 1 else fold.of_phase(self.phase):
             t.scaled(by)
 
@@ -167,7 +167,7 @@ class Divided:
 
     rounds: Rounds
     parts: set[tuple[int, int]]
-    fold: Fold
+    fold: JointFold
     weight: Callable[[], int]
 
     def takes(self, number: int, leaf: int) -> bool:
@@ -207,7 +207,7 @@ def other_outputs(known: tuple[Any, ...], there: str, own: tuple[Any, ...], here
 # What the evaluation of a batch brings, apart from the evaluation: a tree of tensors and numbers
 
 
-def keeping(fold: Fold, phase: int) -> list[Accumulator]:
+def keeping(fold: JointFold, phase: int) -> list[Accumulator]:
     """Accumulators that keep something of the samples in a phase, with what has to know of each of them alone."""
     found = fold.of_phase(phase)
     return [t for own in found for t in (own, own.before if own.reduction.apart else None) if t is not None]
@@ -353,7 +353,7 @@ def _kept(sweep: Sweep) -> Iterator[Accumulator]:
     yield from keeping(sweep.engine.fold, sweep.phase)
 
 
-def one_scale(known: Weights, processes: Processes, each: Sequence[bool | None]) -> None:
+def one_scale(known: BatchWeights, processes: Processes, each: Sequence[bool | None]) -> None:
     """Check that the losses of all processes are sums, or all means, beside a batch of the first one that has any.
 
     `each` says of every process whether its loss is a mean; None if it has not seen that.
@@ -373,7 +373,7 @@ def one_scale(known: Weights, processes: Processes, each: Sequence[bool | None])
     def looked() -> tuple[None, None]:
         if own is not None:
             outputs, target = _moved(trees, own.outputs)
-            weights = Weights()
+            weights = BatchWeights()
             weights.of(replace(own, outputs=outputs, target=own.target if own.dim is None else target, n=n))
             weights.of(own)
         return None, None

@@ -10,7 +10,7 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.precision import doubled
-from invfunc.arguments.problem import Problem
+from invfunc.arguments.problem import BoundProblem
 from invfunc.errors import ArgumentError
 from invfunc.evaluation.batches import unscaled
 from invfunc.loss.drawn import joined
@@ -29,7 +29,7 @@ class LossPart:
     """The sample dimension of the target, if it has one."""
 
     @classmethod
-    def of(cls, problem: Problem, outputs: Any) -> LossPart:
+    def of(cls, problem: BoundProblem, outputs: Any) -> LossPart:
         assert problem.loss is not None
         place = len(problem.args) - 1
         outputs = tree.map_tensors(torch.Tensor.detach, outputs)
@@ -72,7 +72,7 @@ class LossPart:
         return [i for i in found if i is not None]
 
 
-class Weights:
+class BatchWeights:
     """Finds out whether a loss is a sum over the samples or their mean, of each batch beside the first one, unless the
     caller says that it is a sum."""
 

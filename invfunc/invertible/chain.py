@@ -14,7 +14,7 @@ from invfunc.blocks.series import in_series
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
 from invfunc.invertible.checkpoint import Checkpointed, Step, invertible_checkpoint, opened
 from invfunc.pairs.couplings import per_sample
-from invfunc.pairs.pair import Invertible, Law, as_pair, behind, invert, rewrapped
+from invfunc.pairs.pair import Invertible, PairLaw, as_pair, behind, invert, rewrapped
 from invfunc.pairs.value import Value
 
 
@@ -413,7 +413,7 @@ class _OfFirst(Value):
 
 
 @dataclass(frozen=True, eq=False)
-class _Halved(Law):
+class _Halved(PairLaw):
     """Divides the first tensor of a state into two; what the flows get beside it says nothing about that."""
 
     dim: int

@@ -15,7 +15,7 @@ from invfunc._shown import axes, table
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import differentiable
 from invfunc.blocks.looks import default_tolerance, relative_error
-from invfunc.blocks.run import Run
+from invfunc.blocks.run import BlockRun
 from invfunc.errors import InverseError, InvFuncError, InvFuncWarning
 from invfunc.invertible.chain import repeated
 from invfunc.invertible.checkpoint import Checkpointed
@@ -187,7 +187,7 @@ class _Trip:
 
     def __init__(self, pair: Invertible, x: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         self.pair, self.x = pair, x
-        self._run = Run(0)
+        self._run = BlockRun(0)
         with torch.no_grad():
             self.y, _ = self._run.forward([(Checkpointed(pair, check="off"), args, kwargs)], x)
 

@@ -95,7 +95,7 @@ Env = dict[fx.Node, Any]
 
 
 @dataclass
-class Part:
+class PartCall:
     """A function of tensors, as a call in the graph of the blocks."""
 
     body: Callable[..., Any]
@@ -114,11 +114,11 @@ class Part:
 
 
 @dataclass
-class Block:
+class GraphBlock:
     """One of them, with the nodes of x, those that the inverse gives for it, and the places of those that are kept."""
 
-    forth: Part
-    back: Part | None
+    forth: PartCall
+    back: PartCall | None
     x: list[fx.Node]
     came: list[fx.Node]
     kept: set[int]
@@ -137,22 +137,22 @@ class Block:
         return torch.cat([_seen(xs[i]) for i in self.looks])
 
 
-class Blocks:
+class GraphBlocks:
     """Blocks of a graph, in their order."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.inputs: list[fx.Node] = []
-        self.blocks: list[Block] = []
+        self.blocks: list[GraphBlock] = []
         self.outputs: list[fx.Node] = []
-        parts: list[Part] = []
-        by_node: dict[fx.Node, Part] = {}
+        parts: list[PartCall] = []
+        by_node: dict[fx.Node, PartCall] = {}
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 self.inputs.append(node)
             elif node.op == "output":
                 fx.map_arg(node.args[0], self.outputs.append)
             elif node.target is part:
-                parts.append(Part(getattr(module, node.args[0].target), node.args[1:]))
+                parts.append(PartCall(getattr(module, node.args[0].target), node.args[1:]))
                 by_node[node] = parts[-1]
             elif node.op == "call_function" and node.args and node.args[0] in by_node:
                 by_node[node.args[0]].results.append((node.args[1], node))
@@ -160,7 +160,7 @@ class Blocks:
                 x, came, kept, check, tolerance = node.args
                 if parts:  # and not the one that begins
                     forth, back = parts if len(parts) == 2 else (*parts, None)
-                    self.blocks.append(Block(forth, back, [*x], [*came], {*kept}, check, tolerance))
+                    self.blocks.append(GraphBlock(forth, back, [*x], [*came], {*kept}, check, tolerance))
                 parts = []
             elif node.op != "get_attr":
                 raise ReplayError(f"a chain within torch.compile: {node.format_node()} is between its blocks.")
@@ -186,10 +186,10 @@ class Blocks:
         return isinstance(x, torch.Tensor) and x.requires_grad and (x.is_leaf or node in self.rest)
 
     def _why_not(self) -> str:
-        """Why blocks cannot be evaluated again: looked at without numbers."""
+        """The reason why blocks cannot be evaluated again: looked at without numbers."""
         env = {node: node.meta["example_value"] for node in self.inputs}
         given = tensors_of(env.values())
-        look, modes = Look(given), [x.fake_mode for x in given if isinstance(x, FakeTensor)]
+        look, modes = OperationLook(given), [x.fake_mode for x in given if isinstance(x, FakeTensor)]
         for block in self.blocks:
             with modes[0] if modes else nullcontext(), look, torch.no_grad():
                 after = {**env, **block.forth.run(env)}
@@ -220,7 +220,7 @@ class Blocks:
 _PLACES = count()
 
 
-class Look(TorchDispatchMode):
+class OperationLook(TorchDispatchMode):
     """Looks at operations: whether one of them would do something else, or once too often, when it is done again."""
 
     def __init__(self, given: Iterable[torch.Tensor]) -> None:
@@ -278,11 +278,11 @@ def as_one_node(module: Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(module, fx.GraphModule):
         say_now(BROKEN)
         return module
-    blocks = Blocks(module)
+    blocks = GraphBlocks(module)
     if blocks.why:
         say_now(CHAIN.format(blocks.why))
         return blocks.plainly
-    return lambda *given: _Node.apply(blocks, *given)
+    return lambda *given: _ChainNode.apply(blocks, *given)
 
 
 class _Autocast(ExitStack):
@@ -301,11 +301,11 @@ class _Autocast(ExitStack):
         return self
 
 
-class _Node(torch.autograd.Function):
+class _ChainNode(torch.autograd.Function):
     """`(blocks, inputs) -> y`, of which y, what blocks read beside x, and what they keep of x is saved."""
 
     @staticmethod
-    def forward(ctx: Any, blocks: Blocks, *given: Any) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, blocks: GraphBlocks, *given: Any) -> tuple[torch.Tensor, ...]:
         env = dict(zip(blocks.inputs, given, strict=True))
         linked = [env[node] for node in blocks.linked]
         rest, kept, seen = {node: env[node] for node in blocks.rest}, [], []
@@ -343,7 +343,7 @@ class _Node(torch.autograd.Function):
 class _Back:
     """The way back through blocks, with what is kept of each, and what is seen where inverses come to an end."""
 
-    blocks: Blocks
+    blocks: GraphBlocks
     autocast: _Autocast
     rest: Env
     kept: list[torch.Tensor]
@@ -367,7 +367,7 @@ class _Back:
             _add(self.found, node, slope)
         return self.found
 
-    def _pulled_back(self, block: Block, xs: Sequence[torch.Tensor], slopes: Env) -> Env:
+    def _pulled_back(self, block: GraphBlock, xs: Sequence[torch.Tensor], slopes: Env) -> Env:
         """The gradients of x, from those of y; those of what is read beside it are added to what is found."""
         x = {node: _leaf(value, True) for node, value in zip(block.x, xs, strict=True)}
         with torch.enable_grad(), self.autocast:  # derivatives are not taken under autocast
@@ -383,7 +383,7 @@ class _Back:
             _add(self.found, node, came[node])
         return {node: came.get(node) for node in x}
 
-    def _compare(self, block: Block, xs: Sequence[torch.Tensor], slopes: Env, finite: torch.Tensor) -> None:
+    def _compare(self, block: GraphBlock, xs: Sequence[torch.Tensor], slopes: Env, finite: torch.Tensor) -> None:
         """Have it told if x does not come back, by an operation that the gradients go through."""
         then, now = self.seen.pop(), block.looked_at(xs)
         error = (now - then).abs().max() / then.abs().max().clamp(min=torch.finfo(then.dtype).tiny)

@@ -43,14 +43,14 @@ class Place:
 
 
 @dataclass
-class Grid:
+class FactorGrid:
     """The places of the factors, and into how many parts of its own factors each dim is divided, if it is."""
 
     places: list[Place]
     blocks: tuple[int, ...] | None = None
 
 
-def grid(entries: torch.Tensor, shape: torch.Size, factors: Sequence[Axes], shared: Axes) -> Grid:
+def grid(entries: torch.Tensor, shape: torch.Size, factors: Sequence[Axes], shared: Axes) -> FactorGrid:
     """Each factor is over the dims that its axes count; the `shared` axes count blocks that all of them have.
 
     Raises Unfactored where the entries are not such a product.
@@ -69,7 +69,7 @@ def grid(entries: torch.Tensor, shape: torch.Size, factors: Sequence[Axes], shar
     number = _flat(divided.blocks, divided.counts, _along(entries, shared)).flatten()
     if not torch.equal(found, entries) or not _in_order(number, math.prod(divided.counts)):
         raise Unfactored(PART)
-    return Grid(places, tuple(divided.counts) if math.prod(divided.counts) > 1 else None)
+    return FactorGrid(places, tuple(divided.counts) if math.prod(divided.counts) > 1 else None)
 
 
 @dataclass
@@ -127,7 +127,7 @@ def _flat(coordinates: Sequence[torch.Tensor], shape: Sequence[int], like: torch
 
 
 @dataclass
-class Rows:
+class RowLayout:
     """The layout of entries in the rows of a parameter: the axes along a row, the place in it, and the row."""
 
     along: list[int]
@@ -136,7 +136,7 @@ class Rows:
     """The row at all combinations of the other axes; one behind the last where there is none."""
 
 
-def rows(entries: torch.Tensor, count: int, width: int) -> Rows:
+def rows(entries: torch.Tensor, count: int, width: int) -> RowLayout:
     """The layout of entries, given by their numbers in a parameter `[count, width]`, in its rows; -1 is no entry."""
     read = entries >= 0
     column, row = torch.where(read, entries % width, -1), torch.where(read, entries // width, -1)
@@ -151,4 +151,4 @@ def rows(entries: torch.Tensor, count: int, width: int) -> Rows:
     if not torch.equal(whole, entries) or len(at.unique()) < len(at):
         raise Unfactored(PART)
     at = None if _in_order(at, width) else at
-    return Rows(along, Place((), width, at), torch.where(picked < 0, count, picked))
+    return RowLayout(along, Place((), width, at), torch.where(picked < 0, count, picked))

@@ -21,7 +21,7 @@ from invfunc.layers.common import (
     shape,
 )
 from invfunc.pairs.couplings import wide
-from invfunc.pairs.pair import Invertible, Law
+from invfunc.pairs.pair import Invertible, PairLaw
 
 
 def actnorm(eps: float = 1e-6) -> DataDependent:
@@ -64,12 +64,12 @@ def actnorm(eps: float = 1e-6) -> DataDependent:
     Source: Kingma and Dhariwal, "Glow: generative flow with invertible 1x1 convolutions", NeurIPS 2018.
     """
     need_number(f"actnorm(eps={eps!r})", "eps", eps)
-    law = _Scaled("actnorm()" if eps == 1e-6 else f"actnorm(eps={eps!r})", eps)
+    law = _ScaledChannels("actnorm()" if eps == 1e-6 else f"actnorm(eps={eps!r})", eps)
     return DataDependent(law.forward, law.inverse, log_det=law.log_det, name=law.called, law=law)
 
 
 @dataclass(frozen=True, eq=False)
-class _Scaled(Law):
+class _ScaledChannels(PairLaw):
     called: str
     eps: float
 
@@ -169,7 +169,7 @@ def batch_norm(eps: float = 1e-5, *, statistics: Statistics | None = None) -> In
 
 
 @dataclass(frozen=True, eq=False)
-class _OfBatch(Law):
+class _OfBatch(PairLaw):
     called: str
     eps: float
 
@@ -188,7 +188,7 @@ class _OfBatch(Law):
 
 
 @dataclass(frozen=True, eq=False)
-class _Given(Law):
+class _Given(PairLaw):
     called: str
     eps: float
     statistics: Statistics
@@ -284,7 +284,7 @@ def leaky_relu(negative_slope: float = 0.01) -> Invertible:
 
 
 @dataclass(frozen=True, eq=False)
-class _LeakyReLU(Law):
+class _LeakyReLU(PairLaw):
     called: str
     slope: float
 

@@ -26,7 +26,7 @@ from invfunc.layers.common import (
     weight_and_bias,
 )
 from invfunc.pairs.couplings import wide
-from invfunc.pairs.pair import Invertible, Law
+from invfunc.pairs.pair import Invertible, PairLaw
 
 
 def linear() -> Invertible:
@@ -198,7 +198,7 @@ def conv1x1(*, orthogonal: bool = False) -> Invertible:
 
 
 @dataclass(frozen=True, eq=False)
-class _Conv(Law):
+class _Conv(PairLaw):
     called: str
     name: str
     """The name of the parameter."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from invfunc.errors import ArgumentError
 from invfunc.layers.common import keeps_volume, need_axes, need_count, need_integers, need_tensor, shape
-from invfunc.pairs.pair import Invertible, Law
+from invfunc.pairs.pair import Invertible, PairLaw
 
 
 def identity() -> Invertible:
@@ -82,7 +82,7 @@ def flatten(start_dim: int = 1, end_dim: int = -1) -> Invertible:
 
 
 @dataclass(frozen=True, eq=False)
-class _Flatten(Law):
+class _Flatten(PairLaw):
     called: str
     start: int
     end: int
@@ -155,7 +155,7 @@ def unflatten(dim: int, sizes: Sequence[int]) -> Invertible:
 
 
 @dataclass(frozen=True, eq=False)
-class _Unflatten(Law):
+class _Unflatten(PairLaw):
     called: str
     dim: int
     sizes: tuple[int, ...]

@@ -15,7 +15,7 @@ from invfunc import thresholds, tree
 from invfunc._torch.functorch import plainly
 from invfunc.errors import ArgumentError
 from invfunc.loss.peeled import Peel, peeled
-from invfunc.loss.square_root import Affine, Block, Columns, Elementwise, Softmax, safe_root
+from invfunc.loss.square_root import Affine, ColumnBlock, Columns, Elementwise, Softmax, safe_root
 
 Source = torch.Generator | Sequence[torch.Generator]
 """Where random numbers come from: one generator for all samples, or one for each of them."""
@@ -33,8 +33,8 @@ class Drawn:
     def count(self) -> int:
         return len(next(iter(self.values.values())))
 
-    def block(self, start: int, stop: int, part: slice) -> Block:
-        return Block({i: columns[start:stop, part] for i, columns in self.values.items()})
+    def block(self, start: int, stop: int, part: slice) -> ColumnBlock:
+        return ColumnBlock({i: columns[start:stop, part] for i, columns in self.values.items()})
 
 
 def drawn(made: list[Columns], count: int, source: Source, peel: Peel | None = None) -> list[Columns]:

@@ -21,7 +21,7 @@ OutputCotangents = dict[int, torch.Tensor]
 
 
 @dataclass
-class Block:
+class ColumnBlock:
     """Some columns for some samples."""
 
     left: OutputCotangents
@@ -35,7 +35,7 @@ class Columns(Protocol):
     @property
     def count(self) -> int: ...
 
-    def block(self, start: int, stop: int, part: slice) -> Block: ...
+    def block(self, start: int, stop: int, part: slice) -> ColumnBlock: ...
 
 
 @dataclass
@@ -48,8 +48,8 @@ class Gradient:
     def count(self) -> int:
         return 1
 
-    def block(self, start: int, stop: int, part: slice) -> Block:
-        return Block({i: c[None, part] for i, c in self.cotangents.items()})
+    def block(self, start: int, stop: int, part: slice) -> ColumnBlock:
+        return ColumnBlock({i: c[None, part] for i, c in self.cotangents.items()})
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Units:
     def count(self) -> int:
         return sum(z[0].numel() for z in self.values.values())
 
-    def block(self, start: int, stop: int, part: slice) -> Block:
+    def block(self, start: int, stop: int, part: slice) -> ColumnBlock:
         left, offset = {}, 0
         for i, z in self.values.items():
             at = offset + torch.arange(z[0].numel(), device=z.device)
@@ -71,7 +71,7 @@ class Units:
             n = len(z[part])
             left[i] = unit.expand(-1, n, -1).reshape(stop - start, n, *z.shape[1:])
             offset += z[0].numel()
-        return Block(left)
+        return ColumnBlock(left)
 
 
 @dataclass
@@ -88,12 +88,12 @@ class Elementwise:
     def count(self) -> int:
         return self.diagonal[0].numel()
 
-    def block(self, start: int, stop: int, part: slice) -> Block:
+    def block(self, start: int, stop: int, part: slice) -> ColumnBlock:
         h = self.diagonal[part]
         at = torch.arange(self.count, device=h.device)
         unit = (at[start:stop, None] == at).to(h.dtype)[:, None].expand(-1, h.shape[0], -1)
         weight = h.reshape(h.shape[0], -1)[:, start:stop].T
-        return Block({self.root: unit.reshape(stop - start, *h.shape)}, weight=weight)
+        return ColumnBlock({self.root: unit.reshape(stop - start, *h.shape)}, weight=weight)
 
 
 @dataclass
@@ -123,7 +123,7 @@ class Softmax:
         last[:, -1] = 1
         return q * (unit - own * (q + last) / (1 + q[:, -1:]))
 
-    def block(self, start: int, stop: int, part: slice) -> Block:
+    def block(self, start: int, stop: int, part: slice) -> ColumnBlock:
         logits = self.logits[part]
         n, classes, positions = logits.shape
         if positions == 1:
@@ -132,7 +132,7 @@ class Softmax:
             rest = q * (q + unit[-1]) / (1 + q[:, -1:])
             dense = torch.addcmul(q * unit[start:stop, None], q[:, start:stop].T[..., None], rest, value=-1)
             weight = self.weight[part].T.expand(stop - start, n)
-            return Block({self.root: self.layout(dense.unsqueeze(3))}, weight=weight)
+            return ColumnBlock({self.root: self.layout(dense.unsqueeze(3))}, weight=weight)
         rank = classes - 1
         v = torch.arange(start, stop, device=logits.device)
         at, column = v // rank, v % rank
@@ -141,7 +141,7 @@ class Softmax:
         root = self.columns(q, unit, torch.gather(q, 1, column.expand(n, 1, -1)))
         place = (at[:, None] == torch.arange(positions, device=v.device)).to(q.dtype)
         dense = torch.einsum("ncv,vp->vncp", root, place)
-        return Block({self.root: self.layout(dense)}, weight=self.weight[part][:, at].T)
+        return ColumnBlock({self.root: self.layout(dense)}, weight=self.weight[part][:, at].T)
 
 
 @dataclass
@@ -158,10 +158,10 @@ class Affine:
     def count(self) -> int:
         return self.inner.count
 
-    def block(self, start: int, stop: int, part: slice) -> Block:
+    def block(self, start: int, stop: int, part: slice) -> ColumnBlock:
         whole = self.inner.block(start, stop, slice(None))
         weight = None if whole.weight is None else whole.weight[:, part]
-        return Block(self.pull(whole.left[self.root], part), weight=weight)
+        return ColumnBlock(self.pull(whole.left[self.root], part), weight=weight)
 
 
 @dataclass
@@ -175,11 +175,11 @@ class General:
     def count(self) -> int:
         return self.hessian.shape[-1]
 
-    def block(self, start: int, stop: int, part: slice) -> Block:
+    def block(self, start: int, stop: int, part: slice) -> ColumnBlock:
         h = self.hessian[part]
         right = h[:, :, start:stop].movedim(2, 0)
         left = torch.eye(self.count, dtype=h.dtype, device=h.device)[start:stop, None].expand_as(right)
-        return Block(self._split(left), self._split(right))
+        return ColumnBlock(self._split(left), self._split(right))
 
     def _split(self, flat: torch.Tensor) -> OutputCotangents:
         pieces = flat.split([math.prod(s) for s in self.shapes.values()], dim=2)
@@ -202,20 +202,20 @@ class Weighted:
     def count(self) -> int:
         return self.inner.count
 
-    def block(self, start: int, stop: int, part: slice) -> Block:
+    def block(self, start: int, stop: int, part: slice) -> ColumnBlock:
         block = self.inner.block(start, stop, part)
         if block.weight is None:
             return block
         root = safe_root(block.weight)
-        return Block({i: c * root.reshape(*root.shape, *[1] * (c.ndim - 2)) for i, c in block.left.items()})
+        return ColumnBlock({i: c * root.reshape(*root.shape, *[1] * (c.ndim - 2)) for i, c in block.left.items()})
 
 
 @dataclass
 class OfEigenvectors(General):
     """The columns of a square root in place of those of the Hessian."""
 
-    def block(self, start: int, stop: int, part: slice) -> Block:
-        return Block(self._split(self.hessian[part][:, :, start:stop].movedim(2, 0)))
+    def block(self, start: int, stop: int, part: slice) -> ColumnBlock:
+        return ColumnBlock(self._split(self.hessian[part][:, :, start:stop].movedim(2, 0)))
 
 
 def rooted(columns: Columns, which: str) -> Columns:
@@ -224,10 +224,10 @@ def rooted(columns: Columns, which: str) -> Columns:
         return columns
     if not isinstance(columns, General):
         return Weighted(columns)
-    return OfEigenvectors(columns.shapes, Root.apply(doubled(columns.hessian)).to(columns.hessian.dtype))
+    return OfEigenvectors(columns.shapes, MatrixRoot.apply(doubled(columns.hessian)).to(columns.hessian.dtype))
 
 
-class Root(torch.autograd.Function):
+class MatrixRoot(torch.autograd.Function):
     """The square root `S = U sqrt(L)` of `H = U L U^T`, `[n, M, M]`.
 
     Eigenvectors of equal eigenvalues have no derivatives. But with `T = S (S^T S)^+` and the projection `P = S T^T`
@@ -275,12 +275,14 @@ def _eigh(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values.masked_fill(wrong, torch.nan), vectors
 
 
-def joined_block(made: list[Columns], start: int, stop: int, part: slice, n: int, everywhere: bool = False) -> Block:
+def joined_block(
+    made: list[Columns], start: int, stop: int, part: slice, n: int, everywhere: bool = False
+) -> ColumnBlock:
     """The columns of a range over all kinds together; a kind that has no part in a column has zeros there.
 
     `everywhere` asks for zeros also at outputs at which only columns of other ranges are.
     """
-    found: list[Block] = []
+    found: list[ColumnBlock] = []
     offset = 0
     for kind in made:
         a, b = max(start - offset, 0), min(stop - offset, kind.count)
@@ -296,17 +298,17 @@ def joined_block(made: list[Columns], start: int, stop: int, part: slice, n: int
     weights = None
     if any(b.weight is not None for b in found):
         weights = torch.cat([_weight(b, n) for b in found])
-    return Block(left, right, weights)
+    return ColumnBlock(left, right, weights)
 
 
-def _none(block: Block) -> Block:
+def _none(block: ColumnBlock) -> ColumnBlock:
     """None of the columns of a block."""
     right = None if block.right is None else {i: c[:0] for i, c in block.right.items()}
     weight = None if block.weight is None else block.weight[:0]
-    return Block({i: c[:0] for i, c in block.left.items()}, right, weight)
+    return ColumnBlock({i: c[:0] for i, c in block.left.items()}, right, weight)
 
 
-def _weight(block: Block, n: int) -> torch.Tensor:
+def _weight(block: ColumnBlock, n: int) -> torch.Tensor:
     if block.weight is not None:
         return block.weight
     column = next(iter(block.left.values()))

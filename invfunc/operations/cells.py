@@ -13,7 +13,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass
-class Weights:
+class CellWeights:
     """The weights of a recurrent layer in one direction; `w_hr` projects the hidden state of an LSTM."""
 
     w_ih: torch.Tensor
@@ -43,14 +43,14 @@ class Cell:
     besides: bool = True
     """Whether the last part of the state is an input, the last one, other than by the gates."""
 
-    def of_input(self, x: torch.Tensor, w: Weights) -> Tensors:
+    def of_input(self, x: torch.Tensor, w: CellWeights) -> Tensors:
         """The part of the gates that comes from the input, at all time steps at once."""
         return self.divided(F.linear(x, w.w_ih, w.b_ih))
 
     def divided(self, x: torch.Tensor) -> Tensors:
         return x.chunk(self.parts, -1) if self.parts > 1 else (x,)
 
-    def step(self, x: Tensors, state: Tensors, w: Weights) -> Tensors:
+    def step(self, x: Tensors, state: Tensors, w: CellWeights) -> Tensors:
         """The next state."""
         h, *others = self.update(self.gates(x, F.linear(state[0], w.w_hh, w.b_hh)), state)
         return (h if w.w_hr is None else F.linear(h, w.w_hr), *others)

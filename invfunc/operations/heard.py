@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
 from invfunc.operations.naming import argument, default, function_name
-from invfunc.operations.operation import Operation, known
+from invfunc.operations.operation import OperationFacts, known
 
-_PLAIN = Operation()
+_PLAIN = OperationFacts()
 _IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()}
 _IN_PLACE.add("__setitem__")
 

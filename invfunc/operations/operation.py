@@ -13,7 +13,7 @@ Rule = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Operation:
+class OperationFacts:
     """Facts about an operation."""
 
     composed: Rule | None = None
@@ -40,8 +40,8 @@ class Operation:
     """Whether it takes derivatives of its first argument."""
 
 
-OPERATIONS: dict[str, Operation] = {}
-_PLAIN = Operation()
+OPERATIONS: dict[str, OperationFacts] = {}
+_PLAIN = OperationFacts()
 
 
 def define(names: str | Iterable[str], **facts: Any) -> None:
@@ -54,7 +54,7 @@ def define(names: str | Iterable[str], **facts: Any) -> None:
         OPERATIONS[name] = replace(entry, **facts)
 
 
-def known(name: str) -> Operation:
+def known(name: str) -> OperationFacts:
     """The facts about an operation, by its name."""
     return OPERATIONS.get(name, _PLAIN)
 

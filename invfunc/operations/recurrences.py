@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from invfunc.operations.cells import Cell, Tensors, Weights, like, resized
+from invfunc.operations.cells import Cell, CellWeights, Tensors, like, resized
 
 
 class Steps:
@@ -27,7 +27,7 @@ class Steps:
     outputs: torch.Tensor
     last: Tensors
 
-    def __init__(self, cell: Cell, w: Weights, backwards: bool, sizes: list[int] | None) -> None:
+    def __init__(self, cell: Cell, w: CellWeights, backwards: bool, sizes: list[int] | None) -> None:
         """`sizes` are how many of the samples, the first ones, have each step of a packed sequence."""
         self.cell, self.w, self.backwards, self.sizes = cell, w, backwards, sizes
 
@@ -128,7 +128,7 @@ def states_before(x: torch.Tensor, first: Tensors, steps: Steps) -> torch.Tensor
         return handle_torch_function(states_before, (x,), x, first, steps)
     with torch.no_grad():
         w, b = steps.w.w_hh.detach().to(x.dtype), steps.w.b_hh
-        steps.w = Weights(steps.w.w_ih, w, None, None if b is None else b.detach().to(x.dtype))
+        steps.w = CellWeights(steps.w.w_ih, w, None, None if b is None else b.detach().to(x.dtype))
         steps.run(x, first)
     return steps.before[0]
 
@@ -141,7 +141,7 @@ def states_after(gates: Tensors, first: Tensors, steps: Steps) -> Tensors:
 
 
 def at_once(
-    cell: Cell, x: torch.Tensor, state: Tensors, w: Weights, backwards: bool, sizes: list[int] | None
+    cell: Cell, x: torch.Tensor, state: Tensors, w: CellWeights, backwards: bool, sizes: list[int] | None
 ) -> tuple[torch.Tensor, Tensors]:
     """The outputs at all time steps and the last state, given the inputs at all steps and the first state."""
     added = F.linear(x, w.w_ih, w.b_ih)

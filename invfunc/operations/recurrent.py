@@ -12,20 +12,20 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import tree
-from invfunc.operations.cells import GRU, LSTM, RELU, TANH, Cell, Tensors, Weights, like, resized
+from invfunc.operations.cells import GRU, LSTM, RELU, TANH, Cell, CellWeights, Tensors, like, resized
 from invfunc.operations.operation import define
 from invfunc.operations.recurrences import at_once
 
 # Layers of cells
 
 
-Unroll = Callable[[Cell, torch.Tensor, Tensors, Weights, bool, list[int] | None], tuple[torch.Tensor, Tensors]]
+Unroll = Callable[[Cell, torch.Tensor, Tensors, CellWeights, bool, list[int] | None], tuple[torch.Tensor, Tensors]]
 """From the inputs, over time steps along axis 0 or over those of a packed sequence (`sizes`: how many of the samples,
 the first ones, have each step), and the first state to the outputs and the last state."""
 
 
 def _unrolled(
-    cell: Cell, x: torch.Tensor, state: Tensors, w: Weights, backwards: bool, sizes: list[int] | None
+    cell: Cell, x: torch.Tensor, state: Tensors, w: CellWeights, backwards: bool, sizes: list[int] | None
 ) -> tuple[torch.Tensor, Tensors]:
     """One step after the other."""
     if sizes is not None:
@@ -41,7 +41,7 @@ def _unrolled(
 
 
 def _unrolled_packed(
-    cell: Cell, x: torch.Tensor, state: Tensors, w: Weights, backwards: bool, sizes: list[int]
+    cell: Cell, x: torch.Tensor, state: Tensors, w: CellWeights, backwards: bool, sizes: list[int]
 ) -> tuple[torch.Tensor, Tensors]:
     added = cell.of_input(x, w)
     parts = [part.split(sizes) for part in added]
@@ -124,10 +124,10 @@ def _run(
     return (x, *(torch.stack(h) for h in zip(*last, strict=True)))
 
 
-def _weights(params: Sequence[torch.Tensor], has_biases: bool) -> Weights:
+def _weights(params: Sequence[torch.Tensor], has_biases: bool) -> CellWeights:
     w_ih, w_hh, *others = params
     biases = others[:2] if has_biases else (None, None)
-    return Weights(w_ih, w_hh, *biases, *others[2 if has_biases else 0 :])
+    return CellWeights(w_ih, w_hh, *biases, *others[2 if has_biases else 0 :])
 
 
 def _cell(name: str, cell: Cell) -> Callable[..., Any]:
@@ -139,7 +139,7 @@ def _cell(name: str, cell: Cell) -> Callable[..., Any]:
         b_ih: torch.Tensor | None = None,
         b_hh: torch.Tensor | None = None,
     ) -> Any:
-        weights = Weights(w_ih, w_hh, b_ih, b_hh)
+        weights = CellWeights(w_ih, w_hh, b_ih, b_hh)
         gates = cell.of_input(input, weights)
         state = cell.step(gates, like(gates, (hx,) if name != "lstm_cell" else hx), weights)
         return state if name == "lstm_cell" else state[0]

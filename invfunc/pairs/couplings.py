@@ -17,7 +17,7 @@ from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, ModifiedError
 from invfunc.functional.functional import Functional
 from invfunc.pairs.exact import Grid
-from invfunc.pairs.pair import Invertible, Law, needed
+from invfunc.pairs.pair import Invertible, PairLaw, needed
 from invfunc.pairs.value import Value
 
 
@@ -159,7 +159,7 @@ class Move(Value):
 
 
 @dataclass(frozen=True, eq=False)
-class Moves(Law):
+class Moves(PairLaw):
     """Moves, one after the other; the inverse undoes them from the last to the first."""
 
     call: str

@@ -276,7 +276,7 @@ def _recalling(results: list[Any], functions: list[Callable]) -> list[Callable]:
     return [lambda *args, **kwargs: next(left)] * len(functions)
 
 
-class Law(Value):
+class PairLaw(Value):
     """The two directions of a pair and its log-determinant as methods of a dataclass, for some options."""
 
     forward: Callable[..., Any]

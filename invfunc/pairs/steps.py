@@ -203,11 +203,11 @@ def reversible_step(increment: Callable[..., Any], coupling: float = 0.99) -> In
     if not isinstance(coupling, (int, float)) or not 0 < coupling <= 1:
         raise ArgumentError(f"{call}: coupling has to be above 0 and at most 1.")
     moves = Move(0, None, coupling, 1 - coupling), Move(0, 0), Move(1, 1, by=-1)
-    return _Steps(call, ("increment",), "yz", moves).pair(call, (increment,))
+    return _IncrementSteps(call, ("increment",), "yz", moves).pair(call, (increment,))
 
 
 @dataclass(frozen=True, eq=False)
-class _Steps(Moves):
+class _IncrementSteps(Moves):
     """Moves by the increments of the way there and of the way back."""
 
     def calls(self, functions: tuple, args: list[Any]) -> Calls:

@@ -12,7 +12,7 @@ from invfunc.evaluation.batches import size_of
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.sweep import Sweep, bring, brought
 from invfunc.plans.calls import Calls
-from invfunc.products.given import Given
+from invfunc.products.given import ProductArguments
 from invfunc.products.product import Product
 from invfunc.products.streamed import evaluated
 from invfunc.reductions.quantity import Drawing
@@ -99,7 +99,7 @@ class PlansOfProducts:
 
     def __call__(
         self, product: Product, vectors: list[torch.Tensor], lead: int, args: tuple, kwargs: dict[str, Any], names: Any
-    ) -> tuple[Given, list[torch.Tensor], Any]:
+    ) -> tuple[ProductArguments, list[torch.Tensor], Any]:
         given, _ = product.given(args, kwargs, names)
         each = _each([product.drawing] if product.drawing else [], given.n)
         found, (given.result, given.losses), aux = self.calls((vectors, lead, each, args, kwargs), {})

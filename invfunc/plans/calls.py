@@ -24,7 +24,7 @@ from invfunc._ways import straight
 from invfunc.budget.peak import settings
 from invfunc.errors import InvFuncWarning
 from invfunc.pairs.value import reached
-from invfunc.plans.plan import Plan, signature
+from invfunc.plans.plan import RecordedPlan, signature
 from invfunc.plans.recorder import Missed, Reads, Recorder, outside
 
 _PLAIN = {int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, type(...)}
@@ -33,7 +33,7 @@ _DIFFERENTIABLE = "the result is differentiable; call it on detached parameters,
 
 
 @dataclass(frozen=True)
-class Call:
+class PlannedCall:
     """The arguments of a call: its tensors and generators, what the key knows by its identity, and the key."""
 
     tensors: list[torch.Tensor]
@@ -44,7 +44,7 @@ class Call:
     """The reason why no plan can be made for such arguments."""
 
 
-def call_of(args: tuple, kwargs: dict[str, Any]) -> Call:
+def call_of(args: tuple, kwargs: dict[str, Any]) -> PlannedCall:
     """Sort the arguments of a call: those with the same key may share a plan."""
     leaves, structure = tree.flatten((args, kwargs))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
@@ -52,10 +52,10 @@ def call_of(args: tuple, kwargs: dict[str, Any]) -> Call:
     objects = [x for x in others if type(x) not in _VALUES]
     generators = [x for x in objects if isinstance(x, torch.Generator)]
     if not all([x.layout is torch.strided for x in tensors]):
-        return Call(tensors, generators, objects, None, "an argument is not a dense tensor")
+        return PlannedCall(tensors, generators, objects, None, "an argument is not a dense tensor")
     around = settings(), torch.get_default_device() if under(TorchFunctionMode) else None  # it is a mode
     known = tuple(map(signature, tensors)), _shared(tensors), tuple(map(_token, others))
-    return Call(tensors, generators, objects, (tree.hashable(structure), *known, around))
+    return PlannedCall(tensors, generators, objects, (tree.hashable(structure), *known, around))
 
 
 def described(args: tuple, kwargs: dict[str, Any]) -> tuple:
@@ -106,12 +106,12 @@ def _token(x: Any) -> Hashable:
 
 
 @dataclass
-class Entry:
+class KnownCalls:
     """Knowledge of the calls of one key."""
 
     why: str = ""
     """The reason why they run eagerly."""
-    plan: Plan | None = None
+    plan: RecordedPlan | None = None
     hits: int = 0
     misses: int = 0
     objects: list[Any] = field(default_factory=list)
@@ -136,10 +136,10 @@ class Calls:
     t: Callable[..., Any]
     called: str
     backend: str
-    entries: OrderedDict[Hashable, Entry] = field(default_factory=OrderedDict)
+    entries: OrderedDict[Hashable, KnownCalls] = field(default_factory=OrderedDict)
     warned: set[str] = field(default_factory=set)
     made: int = 0
-    last: Entry | None = None
+    last: KnownCalls | None = None
     lock: Any = field(default_factory=threading.RLock)
     number: int = field(default_factory=count().__next__)
     """By which graphs of torch.compile know them."""
@@ -184,15 +184,15 @@ class Calls:
             return f"no plan: {entry.why}", ""
         return entry.plan.told(), entry.plan.module.code.strip()
 
-    def known(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Call, Entry]:
+    def known(self, args: tuple, kwargs: dict[str, Any]) -> tuple[PlannedCall, KnownCalls]:
         """A call, and what is known of those like it."""
         call = call_of(args, kwargs)
         if call.why:
-            return call, Entry(call.why)
+            return call, KnownCalls(call.why)
         entry = self.entries.get(call.key)
         if entry is None or entry is not self.last:
             with self.lock:
-                entry = self.last = self.entries.setdefault(call.key, Entry())
+                entry = self.last = self.entries.setdefault(call.key, KnownCalls())
                 self.entries.move_to_end(call.key)
                 while len(self.entries) > thresholds.PLANS:
                     self.entries.popitem(last=False)
@@ -215,13 +215,13 @@ class Calls:
         functions = [f for m in members_of(self.t) for f in (getattr(m, "f", None), getattr(m, "loss", None)) if f]
         return [x for x in (*functions, *(inner for _, _, inner in reached(functions))) if isinstance(x, kind)]
 
-    def generators(self, call: Call) -> list[torch.Generator]:
+    def generators(self, call: PlannedCall) -> list[torch.Generator]:
         """The generators that a call may draw from."""
         drawn = [m.drawing.generator for m in members_of(self.t) if getattr(m, "drawing", None) is not None]
         return [*torchs_own(), *call.generators, *drawn, *self._held(torch.Generator)]
 
     @contextmanager
-    def rewound(self, call: Call) -> Iterator[None]:
+    def rewound(self, call: PlannedCall) -> Iterator[None]:
         """A context behind which the generators are as they were before it."""
         before = [(g, state_of(g)) for g in self.generators(call)]
         try:
@@ -234,7 +234,7 @@ class Calls:
         self.say(f"it runs eagerly, as without `compiled`: {why}.")
         return self.t(*args, **kwargs)
 
-    def written(self, call: Call, entry: Entry, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def written(self, call: PlannedCall, entry: KnownCalls, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of the call itself, which is written down meanwhile."""
         entry.why = _unfit(call.tensors) or _kept(tree.flatten((args, kwargs))[1])
         if entry.why:
@@ -276,7 +276,7 @@ class Calls:
         given = {*map(id, call.generators)}
         drew = [d.g for d in recorder.generators.values() if d.item is not None and id(d.g) not in given]
         inference = any(x.is_inference() for x in tensors)
-        plan = Plan(module, form, recorder.sources, closed, guards, [*modules], drew, recorder.draws, inference)
+        plan = RecordedPlan(module, form, recorder.sources, closed, guards, [*modules], drew, recorder.draws, inference)
         if self.backend != "replay":
             plan.run_by(self.backend, self.said)
         entry.plan, self.made = plan, self.made + 1

@@ -29,7 +29,7 @@ def signature(x: torch.Tensor) -> Hashable:
 
 
 @dataclass
-class Plan:
+class RecordedPlan:
     """The operations of a call, which run again with other numbers."""
 
     module: fx.GraphModule

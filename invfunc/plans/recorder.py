@@ -59,7 +59,7 @@ def put_back(g: torch.Generator, state: torch.Tensor) -> None:
     set_states([(g, state)])
 
 
-class Drawn:
+class RecordedGenerator:
     """A generator, as a call that is written down uses it.
 
     All states are known in which a draw has begun or ended. Where it is in another one than the draw before has left,
@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
         """Small results that depend on no input."""
         self.turns = False
         """True if something is made another view of its memory."""
-        self.generators = {same_generator(g): Drawn(self.graph, g) for g in others}
+        self.generators = {same_generator(g): RecordedGenerator(self.graph, g) for g in others}
         self._nodes: WeakIdMap[fx.Node] = WeakIdMap()
         self._written: WeakIdMap[bool] = WeakIdMap()
         self._last: fx.Node | None = None
@@ -234,7 +234,7 @@ class Recorder(TorchDispatchMode):
             return self._source(x).item
         return self.node(x) if isinstance(x, torch.Tensor) else x
 
-    def _drawn(self, args: tuple, kwargs: dict[str, Any], given: list[torch.Tensor]) -> Drawn | None:
+    def _drawn(self, args: tuple, kwargs: dict[str, Any], given: list[torch.Tensor]) -> RecordedGenerator | None:
         """The generator of a draw, where the plan has it."""
         g = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)), None)
         if g is None:
@@ -248,12 +248,12 @@ class Recorder(TorchDispatchMode):
             self.refuse("it sets the state of a generator itself, and draws from it")
         return own
 
-    def _source(self, g: torch.Generator) -> Drawn:
+    def _source(self, g: torch.Generator) -> RecordedGenerator:
         """A generator, as it is in the plan."""
         own = self.generators.get(same_generator(g))
         if own is None:  # whose state before the call is not known
             self.refuse("it draws from a generator that is not an argument, nor held where that can be seen")
-            own = self.generators[same_generator(g)] = Drawn(self.graph, g)
+            own = self.generators[same_generator(g)] = RecordedGenerator(self.graph, g)
         if own.item is None:
             self.sources.append(lambda: g)
             own.item = self._input()

@@ -13,7 +13,7 @@ from invfunc._torch.functorch import FakeTensorMode, undispatched
 from invfunc.errors import ArgumentError, ReplayError
 from invfunc.kronecker.origin import Origin
 from invfunc.plans.calls import CALLS, Calls, call_of, described, described_by
-from invfunc.plans.plan import Plan
+from invfunc.plans.plan import RecordedPlan
 from invfunc.reductions.noise import NoiseScale
 
 _ATEN = torch.ops.aten
@@ -114,7 +114,7 @@ def _within(number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
 class Program(torch.nn.Module):
     """The operations of a plan, with what it closes over and the numbers of its guards as buffers."""
 
-    def __init__(self, plan: Plan, called: str) -> None:
+    def __init__(self, plan: RecordedPlan, called: str) -> None:
         super().__init__()
         self.form, self.operations, self.guards = plan.form, plan.module, [at for _, at in plan.guards]
         self.said = f"{called}: numbers that it reads (at {{}}) are others than in the call that was exported"

@@ -21,14 +21,14 @@ from invfunc.core.split import CRITERIA, MOVES, SCALES, Finder, named_node
 from invfunc.core.tables import POINTWISE
 from invfunc.errors import ArgumentError, SplitError, unreached
 from invfunc.loss.square_root import Columns
-from invfunc.products.given import Following, Given, Split
-from invfunc.products.maps import Kind, Linear, Pull, Steps, Vectors, Way
+from invfunc.products.given import Following, ProductArguments, ScopedSplit
+from invfunc.products.maps import Direction, Kind, Linear, Pull, Steps, Vectors
 
 
-class Rows:
+class OutputRows:
     """Columns `R[v, n]` at the outputs, and their products there; the losses of the samples have one, which is 1."""
 
-    def __init__(self, split: Split, columns: Sequence[Columns]) -> None:
+    def __init__(self, split: ScopedSplit, columns: Sequence[Columns]) -> None:
         self.n, self.values = split.n, [Kind.of(z) for z in split.values]
         self.places = [(r.ordinal, r.axis) for r in split.roots]
         self.blocks = [made.block(0, made.count, slice(None)).left for made in columns if made.count]
@@ -80,7 +80,7 @@ class Rows:
         return x.reshape(*x.shape[:2], -1).to(self.kind.dtype)
 
 
-def of_hessian(given: Given, blocks: bool) -> Linear:
+def of_hessian(given: ProductArguments, blocks: bool) -> Linear:
     """`H v`, the gradient of `g . v`; with `blocks`, that of each parameter alone."""
     value, params = given.value(), given.params
     with given.mode.back(value.device):
@@ -95,7 +95,7 @@ def of_hessian(given: Given, blocks: bool) -> Linear:
     return _symmetric(given, steps)
 
 
-def of_ggn(given: Given, blocks: bool) -> Linear:
+def of_ggn(given: ProductArguments, blocks: bool) -> Linear:
     """`J^T H J v`, with the H of a convex loss; with `blocks`, in each parameter alone."""
     split = split_of(given)
     with given.mode.back(split.result.device):
@@ -104,22 +104,22 @@ def of_ggn(given: Given, blocks: bool) -> Linear:
     return sandwich(given, split, lambda t, pull: pull(slopes, split.values, t), blocks)
 
 
-def split_of(given: Given) -> Split:
+def split_of(given: ProductArguments) -> ScopedSplit:
     """A function split at its outputs, whose samples may be mixed."""
     return given.found_split(each=False) if given.loss is None else given.given_split(each=False)
 
 
-def of_fisher(given: Given, blocks: bool) -> Linear:
+def of_fisher(given: ProductArguments, blocks: bool) -> Linear:
     """`sum_mn S[m, n] (S[m, n] . v)`: S are the shares of the gradient, or of gradients at targets that are drawn."""
     split = split_of_fisher(given)
     if not split.roots:
         return sandwich(given, split, lambda t, pull: t, blocks)
     with given.mode.back(split.result.device):
-        rows = Rows(split, [split.gradient()] if given.drawing is None else split.drawn(given.drawing, "ggnvp"))
+        rows = OutputRows(split, [split.gradient()] if given.drawing is None else split.drawn(given.drawing, "ggnvp"))
     return sandwich(given, split, lambda t, pull: rows.sent(rows.along(t, pull), pull), blocks)
 
 
-def split_of_fisher(given: Given) -> Split:
+def split_of_fisher(given: ProductArguments) -> ScopedSplit:
     """A function split at its outputs, with the samples apart; `[N]` losses are taken as they are."""
     if given.loss is not None:
         return given.given_split(each=True)
@@ -130,7 +130,7 @@ def split_of_fisher(given: Given) -> Split:
         raise SplitError(f"{error}{more}") from None
 
 
-def of_root(given: Given, split: Split, rows: Rows) -> Linear:
+def of_root(given: ProductArguments, split: ScopedSplit, rows: OutputRows) -> Linear:
     """`v -> S v` `[V, N]` for the rows S of a square root of a matrix."""
     jacobian = Jacobian.recorded(given, split)
 
@@ -140,19 +140,19 @@ def of_root(given: Given, split: Split, rows: Rows) -> Linear:
     def back(u: Vectors, pull: Pull) -> Vectors:
         return jacobian.back(rows.sent(u, pull), pull)
 
-    return Linear(given.scope, given.mode, Way(forth, [rows.kind]), Way(back, given.kinds))
+    return Linear(given.scope, given.mode, Direction(forth, [rows.kind]), Direction(back, given.kinds))
 
 
-def of_jacobian(given: Given) -> tuple[Linear, list[torch.Tensor], Any]:
+def of_jacobian(given: ProductArguments) -> tuple[Linear, list[torch.Tensor], Any]:
     """`J v` with its transpose, the outputs and their structure."""
     values, structure = given.outputs()
     jacobian = Jacobian.recorded(given, values)
-    there = Way(jacobian.forth, [Kind.of(z) for z in values])
-    return Linear(given.scope, given.mode, there, Way(jacobian.back, given.kinds)), values, structure
+    there = Direction(jacobian.forth, [Kind.of(z) for z in values])
+    return Linear(given.scope, given.mode, there, Direction(jacobian.back, given.kinds)), values, structure
 
 
-def _symmetric(given: Given, steps: Steps) -> Linear:
-    way = Way(steps, given.kinds)
+def _symmetric(given: ProductArguments, steps: Steps) -> Linear:
+    way = Direction(steps, given.kinds)
     return Linear(given.scope, given.mode, way, way)
 
 
@@ -167,7 +167,7 @@ class Jacobian:
     """`J^T u` of the dummies u: what is linear in u has `v -> J v` for the transpose of its derivative."""
 
     @staticmethod
-    def recorded(given: Given, of: Split | list[torch.Tensor]) -> Jacobian:
+    def recorded(given: ProductArguments, of: ScopedSplit | list[torch.Tensor]) -> Jacobian:
         scope, values = given.scope, of if isinstance(of, list) else of.values
         dummies = [scope.enter(scope.leave(torch.ones_like(z))) for z in values]
         found = Jacobian(values, given.params, dummies, [])
@@ -187,7 +187,7 @@ class Jacobian:
         return replace(self, params=self.params[i : i + 1], rows=self.rows[i : i + 1])
 
 
-def sandwich(given: Given, split: Split, middle: Steps, blocks: bool) -> Linear:
+def sandwich(given: ProductArguments, split: ScopedSplit, middle: Steps, blocks: bool) -> Linear:
     """`J^T (...) J v`; with `blocks`, in each parameter alone."""
     pushed = given.pushed(split)
     if pushed is not None:  # of the one vector that there is
@@ -281,7 +281,7 @@ def _leads(node: Any, starts: set[Any], known: dict[Any, tuple[bool, bool]]) -> 
     return known[node]
 
 
-def of_positive_hessian(given: Given, blocks: bool, modify: str) -> Linear:
+def of_positive_hessian(given: ProductArguments, blocks: bool, modify: str) -> Linear:
     """`J^T H J v` of the outputs and of the inputs of all nonlinear calls."""
     run = Bends(given.scope, given.n, Finder())
     try:

@@ -17,7 +17,7 @@ from invfunc._torch.functorch import innermost, transforming
 from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import anywhere, near
-from invfunc.arguments.problem import InDims, Problem
+from invfunc.arguments.problem import BoundProblem, InDims
 from invfunc.budget.size import free_on
 from invfunc.budget.size import told as in_words
 from invfunc.callables import check_functions, describe
@@ -29,9 +29,9 @@ from invfunc.linear_algebra.low_rank import LowRank
 from invfunc.linear_algebra.symmetric import Damping, damped, wide
 from invfunc.loss.square_root import Columns, rooted
 from invfunc.plan import Options
-from invfunc.products.curvature import Rows, of_root, split_of_fisher
-from invfunc.products.given import Given, Split, States
-from invfunc.products.maps import Kind, Linear, Way
+from invfunc.products.curvature import OutputRows, of_root, split_of_fisher
+from invfunc.products.given import ProductArguments, ScopedSplit, States
+from invfunc.products.maps import Direction, Kind, Linear
 from invfunc.products.product import Space
 from invfunc.reductions.quantity import ColumnKind, Drawing, Quantity
 from invfunc.reductions.squares import ProductsOfColumns
@@ -312,10 +312,10 @@ class Formed:
         return replace(self, back=not self.back)
 
     @property
-    def there(self) -> Way:
+    def there(self) -> Direction:
         """A line that says what it gives."""
         samples = Kind.of(self.images[0])._replace(shape=self.rows.shape[1:])
-        return Way(lambda *_: [], [Kind.of(x) for x in self.images] if self.back else [samples])
+        return Direction(lambda *_: [], [Kind.of(x) for x in self.images] if self.back else [samples])
 
     def __call__(self, vectors: list[torch.Tensor], lead: int = 0) -> list[torch.Tensor]:
         """The image of a vector; `lead` axes in front count several of them."""
@@ -469,7 +469,7 @@ class Decomposition(Transform):
             )
         with torch.no_grad():
             dims = self.in_dims, self.out_dims, self.has_aux
-            given = Given(self.f, self.loss, args, kwargs, names, *dims, self.drawing)
+            given = ProductArguments(self.f, self.loss, args, kwargs, names, *dims, self.drawing)
             states = given.states
             with given.scope:
                 split = self._split(given)
@@ -501,7 +501,7 @@ class Decomposition(Transform):
         """Explains what it decomposes at these arguments, and in how much memory."""
         with torch.no_grad():
             dims = self.in_dims, self.out_dims, self.has_aux
-            given = Given(self.f, self.loss, args, kwargs, names, *dims, self.drawing)
+            given = ProductArguments(self.f, self.loss, args, kwargs, names, *dims, self.drawing)
             states = given.states
             with given.scope:
                 v, n = self._rows(given, self._split(given))[0].there.into[0].shape
@@ -513,7 +513,7 @@ class Decomposition(Transform):
         )
         return Explanation(repr(self), 0, 0, 0, wanted, 1.0, told_of, plan=" ")
 
-    def _products(self, given: Problem, root: Linear, states: States, title: str) -> torch.Tensor:
+    def _products(self, given: BoundProblem, root: Linear, states: States, title: str) -> torch.Tensor:
         """`S S^T` of the rows S of a map, `[V, N, V, N]` in float64: from each sample's share of them, if the core has
         these of the same numbers, or else from rows that are formed."""
         quantity, after = Quantity(ProductsOfColumns(), self.kind, self.drawing), [(g, state_of(g)) for g, _ in states]
@@ -535,17 +535,17 @@ class Decomposition(Transform):
         rows = _formed(root.transposed, [kind], v * n, title) if v else [given.leaves[0].new_zeros(0, 0)]
         return gram(rows, doubled(rows[0]).new_zeros(v * n, v * n)).reshape(v, n, v, n)
 
-    def _rows(self, given: Given, split: Split) -> tuple[Linear, Linear | None]:
+    def _rows(self, given: ProductArguments, split: ScopedSplit) -> tuple[Linear, Linear | None]:
         """The square root as a map, and the shares of the gradient as another."""
         with given.mode.back(split.result.device):
             slope: list[Columns] = [split.gradient()] if split.roots else []
             if self.kind.first_order:
-                return of_root(given, split, Rows(split, slope)), None
+                return of_root(given, split, OutputRows(split, slope)), None
             columns = [rooted(c, "all") for c in split.hessian()] if self.drawing is None else []
             columns = split.drawn(self.drawing, "eigenpairs") if self.drawing is not None else columns
-        return of_root(given, split, Rows(split, columns)), of_root(given, split, Rows(split, slope))
+        return of_root(given, split, OutputRows(split, columns)), of_root(given, split, OutputRows(split, slope))
 
-    def _split(self, given: Given) -> Split:
+    def _split(self, given: ProductArguments) -> ScopedSplit:
         if self.kind.first_order:
             return split_of_fisher(given)
         return given.found_split() if self.loss is None else given.given_split(each=True)

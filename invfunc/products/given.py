@@ -19,7 +19,7 @@ from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.graphs import nodes_of
 from invfunc._torch.opened import Uncompiled
 from invfunc._torch.values import near
-from invfunc.arguments.problem import InDims, Problem, batch_dims, batch_size, check_params, problem, with_aux
+from invfunc.arguments.problem import BoundProblem, InDims, batch_dims, batch_size, check_params, problem, with_aux
 from invfunc.core import split as core
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option
 from invfunc.core.refusals import refused_by
@@ -36,7 +36,7 @@ from invfunc.reductions.quantity import Drawing
 
 
 @dataclass
-class Split(core.Split):
+class ScopedSplit(core.Split):
     """The loss part of a function: `result` as a function of the outputs `roots`, whose `scope` is one of products."""
 
     dim: int = 0
@@ -97,7 +97,7 @@ States = list[tuple[torch.Generator, torch.Tensor]]
 """Random generators with their states."""
 
 
-class Given:
+class ProductArguments:
     """The arguments of one call, and the scope in which its derivatives are taken."""
 
     def __init__(
@@ -217,7 +217,7 @@ class Given:
         return batch_dims(self.in_dims, list(range(1, len(self.args))))
 
     @property
-    def problem(self) -> Problem:
+    def problem(self) -> BoundProblem:
         """The call as statistics see it."""
         dims = self.in_dims, self.out_dims
         return problem(self.f, self.loss, self.args, self.kwargs, 0, *dims, self.has_aux, self.names)
@@ -248,7 +248,7 @@ class Given:
 
     # Splits
 
-    def given_split(self, each: bool) -> Split:
+    def given_split(self, each: bool) -> ScopedSplit:
         """Split a model function from its loss. Only with `each` the loss has to keep the samples apart."""
         _, (values, structure) = self.dims, self.outputs()
         roots = self._roots(values)
@@ -260,14 +260,14 @@ class Given:
         own = [z.view_as(z) if z.requires_grad else scope.enter(scope.leave(z)) for z in values]
         return [*map(Output, range(len(own)), own)]
 
-    def _loss(self, roots: list[Output], structure: Any) -> Split:
+    def _loss(self, roots: list[Output], structure: Any) -> ScopedSplit:
         target, finder = tree.map_tensors(self.scope.alias, self.args[-1]), Finder(roots)
         with marked_for(None), finder:
             result = self.called(tree.unflatten([r.value for r in roots], structure), target)
         self._tell_constants(result, [*self.params, *(r.value for r in roots)])
-        return Split(self.scope, 1, checked_value(result, "the loss"), roots, finder.terms, dim=self.out_dims)
+        return ScopedSplit(self.scope, 1, checked_value(result, "the loss"), roots, finder.terms, dim=self.out_dims)
 
-    def found_split(self, losses: bool = False, each: bool = True) -> Split:
+    def found_split(self, losses: bool = False, each: bool = True) -> ScopedSplit:
         """Split a loss function at its outputs; with `losses`, `[N]` losses are taken as they are. Only with `each` f
         has to keep the samples apart."""
         before, n = self.states, self.n
@@ -278,9 +278,9 @@ class Given:
             self.watch = nullcontext()
             check_loss(result, n)
             if not each:
-                return Split(self.scope, 1, result, finder.found(result, self.params), finder.terms)
+                return ScopedSplit(self.scope, 1, result, finder.found(result, self.params), finder.terms)
             if result.ndim:
-                return Split(self.scope, n, result, [])
+                return ScopedSplit(self.scope, n, result, [])
             set_states(before)
         try:
             return self.split_in(Following(self.scope, n, Finder()))
@@ -288,7 +288,7 @@ class Given:
             set_states(before)
             raise refused_by([error]) from None
 
-    def split_in(self, run: Following) -> Split:
+    def split_in(self, run: Following) -> ScopedSplit:
         """Split a function in a run of the core; the loss that is given apart is no part of it."""
         given, finder = self.problem, run.finder
         self.params = [run.leaf(i, p) for i, p in enumerate(self.leaves)]
@@ -302,9 +302,9 @@ class Given:
         check_loss(result, given.n)
         run.check(result)
         roots = finder.found(result, self.params)
-        return Split(self.scope, given.n, result, roots, finder.terms)
+        return ScopedSplit(self.scope, given.n, result, roots, finder.terms)
 
-    def _followed_loss(self, roots: list[Output], structure: Any) -> Split:
+    def _followed_loss(self, roots: list[Output], structure: Any) -> ScopedSplit:
         """Split off the loss under a run of the core, which knows the samples."""
         given = self.problem
         for r in roots:
@@ -339,7 +339,7 @@ class Given:
         except Unsupported as error:
             set_states(before)
             raise refused_by([error]) from None
-        return Split(self.scope, given.n, result, roots, finder.terms, again)
+        return ScopedSplit(self.scope, given.n, result, roots, finder.terms, again)
 
     # Forward mode
 
@@ -370,7 +370,7 @@ class Given:
         set_states(before)
         return self.tangents is not None
 
-    def pushed(self, split: Split) -> list[torch.Tensor] | None:
+    def pushed(self, split: ScopedSplit) -> list[torch.Tensor] | None:
         """The derivatives of the outputs that were found, if they are known and nobody differentiates them."""
         wanted = [r.ordinal for r in split.roots] or [0]
         if self.tangents is None or self.scope.wanted or max(wanted) >= len(self.tangents):

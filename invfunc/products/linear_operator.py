@@ -13,7 +13,7 @@ from invfunc._extras import extra
 from invfunc.callables import check_functions, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, MissingExtraError
 from invfunc.products.curvature import of_jacobian
-from invfunc.products.given import Given
+from invfunc.products.given import ProductArguments
 from invfunc.products.product import Linearised, Space, along, check_product, names_of, space_of
 from invfunc.transform import ArgumentNames, Transform, own_memory
 
@@ -117,7 +117,7 @@ def _check_alike(space: Space, what: str) -> None:
 def _of_scipy() -> Callable[[Space, At], Any]:
     base = extra("scipy.sparse.linalg", "scipy").LinearOperator
 
-    class Curvature(base):
+    class SciPyCurvature(base):
         """The products of a symmetric matrix."""
 
         def __init__(self, space: Space, at: At) -> None:
@@ -143,13 +143,13 @@ def _of_scipy() -> Callable[[Space, At], Any]:
         def _transpose(self) -> Any:
             return self
 
-    return Curvature
+    return SciPyCurvature
 
 
 def _of_torch() -> Callable[[Space, At], Any]:
     base = _curvlinops()
 
-    class Curvature(base):
+    class TorchCurvature(base):
         """The products of a symmetric matrix."""
 
         SELF_ADJOINT = True
@@ -175,7 +175,7 @@ def _of_torch() -> Callable[[Space, At], Any]:
         def _adjoint(self) -> Any:
             return self
 
-    return Curvature
+    return TorchCurvature
 
 
 def _curvlinops() -> Any:
@@ -245,7 +245,7 @@ class Linearization(Transform):
         return f"linearize({describe(self.f)})"
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: ArgumentNames) -> tuple[tuple, Any]:
-        given = Given(self.f, None, args, kwargs, names, has_aux=self.has_aux)
+        given = ProductArguments(self.f, None, args, kwargs, names, has_aux=self.has_aux)
         with given.scope:
             there, values, structure = of_jacobian(given)
             outputs, aux = given.scope.result((values, given.aux))

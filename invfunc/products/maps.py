@@ -22,7 +22,7 @@ Vectors = list[torch.Tensor | None]
 """A tensor for each input, or for each output; None stands for zeros."""
 
 
-class Parts(Protocol):
+class DividedDerivatives(Protocol):
     """Takes derivatives in parameters as they come, where these are divided among processes."""
 
     def through(self, inputs: Sequence[Any], graph: bool, pull: Callable[[], Vectors]) -> Vectors:
@@ -39,7 +39,7 @@ class Scope:
     """
 
     twice = False
-    parts: Parts | None = None
+    parts: DividedDerivatives | None = None
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         tensors, self.outside, self.wanted = list(tensors), torch.is_grad_enabled(), False
@@ -186,7 +186,7 @@ class Kind(NamedTuple):
         return torch.zeros((*lead, *self.shape), dtype=self.dtype, device=self.device)
 
 
-class Way(NamedTuple):
+class Direction(NamedTuple):
     """A map in one direction, and what it gives."""
 
     steps: Steps
@@ -199,8 +199,8 @@ class Linear:
 
     scope: Scope
     mode: TwiceDifferentiable
-    there: Way
-    back: Way
+    there: Direction
+    back: Direction
     """The map in the other direction, which is the same one if the map is symmetric."""
 
     @property

@@ -16,7 +16,7 @@ from invfunc.callables import check_callable, check_functions, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.evaluation.processes import ALONE, Processes, bits, same
 from invfunc.evaluation.rounds import Rounds, parted_beside, whole
-from invfunc.products.given import Given
+from invfunc.products.given import ProductArguments
 from invfunc.products.maps import Kind, Linear
 from invfunc.reductions.quantity import Drawing
 from invfunc.statistic import Statistic
@@ -122,7 +122,7 @@ class Product(Transform):
 
     name: str
     f: Callable
-    record: Callable[[Given, bool], Linear]
+    record: Callable[[ProductArguments, bool], Linear]
     """The map at some arguments, of the whole matrix or of its blocks."""
     loss: Callable | None = None
     in_dims: InDims = 0
@@ -180,12 +180,16 @@ class Product(Transform):
         """The names of so many arguments, which are all but the vector."""
         return ArgumentNames(self.f, count, self.loss is not None)
 
-    def given(self, args: tuple, kwargs: dict[str, Any], names: ArgumentNames) -> tuple[Given, Space]:
+    def given(self, args: tuple, kwargs: dict[str, Any], names: ArgumentNames) -> tuple[ProductArguments, Space]:
         """The arguments of a call, and the space of the vectors."""
-        given = Given(self.f, self.loss, args, kwargs, names, self.in_dims, self.out_dims, self.has_aux, self.drawing)
+        given = ProductArguments(
+            self.f, self.loss, args, kwargs, names, self.in_dims, self.out_dims, self.has_aux, self.drawing
+        )
         return given, Space(names, given.structure, given.kinds)
 
-    def directly(self, given: Given, vectors: list[torch.Tensor], lead: int) -> tuple[list[torch.Tensor], Any]:
+    def directly(
+        self, given: ProductArguments, vectors: list[torch.Tensor], lead: int
+    ) -> tuple[list[torch.Tensor], Any]:
         """The product of vectors at these arguments, and aux."""
         pushes = self.forward and not lead and not _REFUSED.get(self)
         refused = pushes and not given.push(vectors, losses=self.degree == 2)
@@ -194,7 +198,7 @@ class Product(Transform):
             _REFUSED.set(self, True)
         return linear(vectors, lead, keep=False), aux
 
-    def recorded(self, given: Given) -> tuple[Linear, Any]:
+    def recorded(self, given: ProductArguments) -> tuple[Linear, Any]:
         """The map at these arguments, and aux."""
         with given.scope:
             linear = self.record(given, self.blocks)

@@ -15,14 +15,13 @@ from invfunc.evaluation.checkpoint import Checkpoint, Course, Record, State, che
 from invfunc.evaluation.processes import ALONE, Processes, bits, same
 from invfunc.evaluation.rounds import Rounds
 from invfunc.evaluation.sweep import one_scale
-from invfunc.evaluation.weights import Weights
+from invfunc.evaluation.weights import BatchWeights
 from invfunc.loss.drawn import key_of
-from invfunc.products.given import Given
+from invfunc.products.given import ProductArguments
 from invfunc.products.maps import Vectors
 from invfunc.products.product import Product
 from invfunc.reductions import Reduction
-from invfunc.reductions.exchange import Exchange
-from invfunc.reductions.exchange import Sums as OfAll
+from invfunc.reductions.exchange import Exchange, Sums
 
 
 class Summed(Reduction):
@@ -92,13 +91,13 @@ class _Blank(torch.autograd.Function):
 
 def evaluated(
     product: Product, vectors: list[torch.Tensor], lead: int, args: tuple, kwargs: dict[str, Any], names: Any
-) -> tuple[Given, list[torch.Tensor], Any]:
+) -> tuple[ProductArguments, list[torch.Tensor], Any]:
     """The arguments with a batch, the product with it, and aux."""
     given, _ = product.given(args, kwargs, names)
     return given, *product.directly(given, vectors, lead)
 
 
-Evaluated = Callable[[Product, list[torch.Tensor], int, tuple, dict[str, Any], Any], tuple[Given, list, Any]]
+Evaluated = Callable[[Product, list[torch.Tensor], int, tuple, dict[str, Any], Any], tuple[ProductArguments, list, Any]]
 
 
 Done = Callable[[str, Callable[[], list[torch.Tensor]]], list[torch.Tensor]]
@@ -109,7 +108,7 @@ def _done(at: str, step: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]
     return step()
 
 
-class Sums:
+class DataSetMap:
     """The linear map of a data set: its batches are gone through for each vector, or for several at once."""
 
     def __init__(
@@ -147,7 +146,7 @@ class Sums:
         through = partial(course.through, self.batches)
         rounds, leaves = self.divided or (None, vectors)
         parts = None if rounds is None else InParts(rounds, takes=not course.keeps)
-        work = Products(
+        work = BatchProducts(
             self, vectors, lead, [i for i, p in enumerate(leaves) if not (parts and parts.takes_at(p))], parts
         )
 
@@ -179,16 +178,16 @@ class Sums:
         return replace(self.product, drawing=replace(drawing, key=self.keys[0], first=self.before + n))
 
 
-class Products:
+class BatchProducts:
     """Adds up the products of the batches with some vectors."""
 
     phase = 0
 
     def __init__(
-        self, of: Sums, vectors: list[torch.Tensor], lead: int, places: list[int], parts: InParts | None = None
+        self, of: DataSetMap, vectors: list[torch.Tensor], lead: int, places: list[int], parts: InParts | None = None
     ) -> None:
         """At these places sums are kept here, at others by `parts`."""
-        self.of, self.vectors, self.lead, self.weights = of, vectors, lead, Weights(of.reduction)
+        self.of, self.vectors, self.lead, self.weights = of, vectors, lead, BatchWeights(of.reduction)
         self.places, self.parts = places, parts
         own = [vectors[i] for i in places]
         self.sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in own]
@@ -205,11 +204,13 @@ class Products:
         self.aux.append(aux if self.parts is None else self.parts.rounds.present(aux))
         return given.n
 
-    def _of_batch(self, args: tuple, n: int) -> tuple[tuple[Given, list[torch.Tensor]], Any]:
+    def _of_batch(self, args: tuple, n: int) -> tuple[tuple[ProductArguments, list[torch.Tensor]], Any]:
         """The arguments behind n samples, and the product with it; aux."""
         product = self.of.behind(n)
 
-        def compute(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[tuple[Given, list[torch.Tensor]], Any]:
+        def compute(
+            args: tuple, kwargs: dict[str, Any], names: Any
+        ) -> tuple[tuple[ProductArguments, list[torch.Tensor]], Any]:
             evaluated = self.of.evaluated if self.parts is None else partial(self._in_parts, self.parts)
             given, found, aux = evaluated(product, self.vectors, self.lead, args, kwargs, names)
             if not self.of.apart and given.n > 1:
@@ -227,7 +228,7 @@ class Products:
         args: tuple,
         kwargs: dict[str, Any],
         names: Any,
-    ) -> tuple[Given, list[torch.Tensor], Any]:
+    ) -> tuple[ProductArguments, list[torch.Tensor], Any]:
         """The arguments, the product of one vector but for what `parts` take of it, and aux."""
         given, _ = product.given(args, kwargs, names)
         given.scope.parts = parts
@@ -240,7 +241,7 @@ class Products:
             aux,
         )
 
-    def _weight(self, given: Given) -> int:
+    def _weight(self, given: ProductArguments) -> int:
         """The factor by which the loss of a batch is a sum over its samples."""
         if given.losses.ndim:
             if self.weights.reduction is not None:
@@ -294,4 +295,4 @@ def check_linearized(file: Checkpoint | None) -> None:
 
 
 def _summed(tensors: list[torch.Tensor]) -> Exchange:
-    return tuple((yield OfAll(tensors)))
+    return tuple((yield Sums(tensors)))

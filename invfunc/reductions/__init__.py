@@ -1,4 +1,4 @@
-"""What a statistic keeps of per-sample gradients, and how it folds over samples, columns and parameters."""
+"""States that statistics keep of per-sample gradients, folded over samples, columns and parameters."""
 
 from invfunc.reductions.reduction import Found, Reduction, State, States
 

@@ -13,7 +13,7 @@ from invfunc.kronecker.origin import Origin
 from invfunc.reductions.reduction import Found, Reduction, State
 
 
-class Block(Reduction):
+class KroneckerReduction(Reduction):
     """A reduction whose result is a `Kronecker` for each parameter."""
 
     most: float = math.inf

@@ -12,7 +12,7 @@ import torch
 from invfunc import tree
 from invfunc.kronecker.matrix import Kronecker, decomposed, rounded
 from invfunc.kronecker.places import Unfactored
-from invfunc.reductions.block import Block
+from invfunc.reductions.block import KroneckerReduction
 from invfunc.reductions.exchange import Exchange, Sums, filled
 from invfunc.reductions.kronecker_factors import KroneckerFactors
 from invfunc.reductions.reduction import Found, Over, State, States
@@ -30,7 +30,7 @@ def _filled(matrix: Kronecker, where: torch.Tensor, value: float) -> Kronecker:
     return tree.map_leaves(lambda x: x.masked_fill(where, value), matrix)
 
 
-class InEigenbasis(Block):
+class InEigenbasis(KroneckerReduction):
     """`sum_vn (Q^T G[v, n])^2` for the eigenvectors Q of the factors, which the phase before finds."""
 
     paired = squares = True

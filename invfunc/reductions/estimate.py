@@ -11,7 +11,7 @@ from invfunc import tree
 from invfunc._shown import table
 from invfunc._torch.precision import double_on, doubled
 from invfunc.loss.square_root import safe_root
-from invfunc.reductions.exchange import Exchange, Rows
+from invfunc.reductions.exchange import Exchange, ExchangedRows
 from invfunc.reductions.lots import Drawn, variances
 from invfunc.reductions.reduction import Found, Over, Reduction, State
 
@@ -91,7 +91,7 @@ class EstimatedTrace(EstimatedSquares):
 
     def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
         (norms, drawn), lots = own, dict.fromkeys(lot for _, known in each for lot in known)
-        joined, *which = yield Rows([norms, *(_which(drawn, lot, norms) for lot in lots)], 1)
+        joined, *which = yield ExchangedRows([norms, *(_which(drawn, lot, norms) for lot in lots)], 1)
         return joined, dict(zip(lots, which, strict=True))
 
     def finish(self, state: State, found: Found) -> list[Any]:
@@ -100,6 +100,6 @@ class EstimatedTrace(EstimatedSquares):
 
 
 def _which(drawn: Drawn, lot: tuple[int, int], norms: torch.Tensor) -> torch.Tensor:
-    """Which columns of a lot are drawn for each sample; none where no column reaches a parameter."""
+    """The columns of a lot that are drawn for each sample; none where no column reaches a parameter."""
     start, stop = lot
     return drawn[lot] if lot in drawn else torch.zeros_like(norms[start:stop], dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What a process asks of the others, so that each keeps what all have kept."""
+"""Exchanges between processes, so that each has the state of all."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ExchangedRows:
     """Asks for the tensors of all processes, one behind the other along an axis."""
 
     tensors: list[torch.Tensor]
     axis: int
 
 
-Exchange = Generator[Sums | Rows, list[torch.Tensor], tuple[Any, ...]]
+Exchange = Generator[Sums | ExchangedRows, list[torch.Tensor], tuple[Any, ...]]
 """Asks for tensors, again and again, and returns what all processes keep."""
 
 

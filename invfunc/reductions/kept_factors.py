@@ -1,4 +1,4 @@
-"""What is kept of the Kronecker factors of a parameter, before they are divided by the number of samples."""
+"""States of the Kronecker factors of a parameter, before they are divided by the number of samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from invfunc.kronecker.places import Place
 @tree.register("b", "a")
 @dataclass
 class Factors:
-    """What is known of the factors of one parameter in one role: sums of outer products, in the order of its dims."""
+    """The factors of one parameter in one role: sums of outer products, in the order of its dims."""
 
     b: torch.Tensor
     a: torch.Tensor | None
@@ -38,48 +38,48 @@ class Factors:
 
 @tree.register("roles")
 @dataclass
-class Kept:
-    """What is kept of one parameter: its factors in each of the roles in which operations read it."""
+class ParameterFactors:
+    """The state of one parameter: its factors in each of the roles in which operations read it."""
 
     name: str
     roles: dict[Hashable, Factors]
 
-    def joined(self, other: Kept, samples: bool) -> Kept:
+    def joined(self, other: ParameterFactors, samples: bool) -> ParameterFactors:
         if type(other) is not type(self):
             return Refused(self.name, {}, "part of its gradient comes from operations with factors, part from others")
         return self.merged(other, samples)
 
-    def merged(self, other: Any, samples: bool) -> Kept:
+    def merged(self, other: Any, samples: bool) -> ParameterFactors:
         found = dict(self.roles)
         for role, factors in other.roles.items():
             found[role] = found[role].joined(factors, samples) if role in found else factors
         return replace(self, roles=found)
 
-    def scaled(self, by: float) -> Kept:
+    def scaled(self, by: float) -> ParameterFactors:
         """With B, or the diagonal, so many times as large."""
         return replace(self, roles={role: replace(f, b=f.b * by) for role, f in self.roles.items()})
 
 
 @tree.register("values")
 @dataclass
-class Diagonal(Kept):
+class DiagonalFactors(ParameterFactors):
     """The diagonal of the block, kept in place of factors."""
 
     values: torch.Tensor
 
-    def merged(self, other: Any, samples: bool) -> Kept:
+    def merged(self, other: Any, samples: bool) -> ParameterFactors:
         return replace(self, values=self.values + other.values)
 
-    def scaled(self, by: float) -> Kept:
+    def scaled(self, by: float) -> ParameterFactors:
         return replace(self, values=self.values * by)
 
 
 @tree.register()
 @dataclass
-class Refused(Kept):
+class Refused(ParameterFactors):
     """A parameter that has no factors, and why."""
 
     why: str
 
-    def joined(self, other: Kept, samples: bool) -> Kept:
+    def joined(self, other: ParameterFactors, samples: bool) -> ParameterFactors:
         return self

@@ -14,7 +14,7 @@ from invfunc.reductions.squares import InnerProducts
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class SampleShares:
     """The shares of the samples of one run."""
 
     shares: list[Any]
@@ -40,13 +40,13 @@ class KeptShares(Reduction):
         return tuple(state[0] for state in states)
 
     def finish(self, state: State, found: Found) -> list[Any]:
-        return [Kept(list(state), found.n, found.columns, found.outputs)]
+        return [SampleShares(list(state), found.n, found.columns, found.outputs)]
 
 
 class ProductsWithKept(InnerProducts):
     """`sum_p G[v, n, p] H[w, m, p]`, of the shares G that were kept with those of another run."""
 
-    def __init__(self, per_parameter: bool, kept: Kept) -> None:
+    def __init__(self, per_parameter: bool, kept: SampleShares) -> None:
         super().__init__(per_parameter)
         self.kept = kept
 

@@ -14,14 +14,14 @@ from invfunc import tree
 from invfunc.kronecker.matrix import Kronecker
 from invfunc.kronecker.origin import Joint, Origin
 from invfunc.kronecker.places import Place, Unfactored
-from invfunc.reductions.block import Block
+from invfunc.reductions.block import KroneckerReduction
 from invfunc.reductions.exchange import Exchange, Sums, filled, of_triangle, triangle
-from invfunc.reductions.kept_factors import Diagonal, Factors, Kept, Refused
+from invfunc.reductions.kept_factors import DiagonalFactors, Factors, ParameterFactors, Refused
 from invfunc.reductions.nearest import nearest
 from invfunc.reductions.reduction import Found, Over, Shortcuts, State
 
 
-class KroneckerFactors(Block):
+class KroneckerFactors(KroneckerReduction):
     """B, the sum over columns and samples of `s s^T`, and A, the mean over samples of `a a^T`."""
 
     rooted = "known"  # so that products are symmetric
@@ -46,21 +46,21 @@ class KroneckerFactors(Block):
             return (None,)
         name, shape = shares.name(shares.place), shares.leaf.shape
         try:
-            return (Kept(name, shares.kronecker(self.sharing, self.joined, self.most)),)
+            return (ParameterFactors(name, shares.kronecker(self.sharing, self.joined, self.most)),)
         except Unfactored as why:
             if sum(n != 1 for n in shape) < 2:  # its block is no larger than a factor of a matrix
                 places = [Place(tuple(range(len(shape))), shape.numel())]
                 block = shares.square_sum().flatten() if shape.numel() > self.most else shares.outer()
                 whole = Factors(block, None, 1.0, places, "", shape)
-                return (Kept(name, {"whole": whole}),)
+                return (ParameterFactors(name, {"whole": whole}),)
             if self.unsupported == "skip":
                 return (None,)
             if self.unsupported == "diagonal":
-                return (Diagonal(name, {}, shares.square_sum()),)
+                return (DiagonalFactors(name, {}, shares.square_sum()),)
             return (Refused(name, {}, str(why)),)
 
     def scaled(self, state: State, by: float) -> State:
-        return (state[0].scaled(by**2) if isinstance(state[0], Kept) else state[0],)
+        return (state[0].scaled(by**2) if isinstance(state[0], ParameterFactors) else state[0],)
 
     def merge(self, a: State, b: State, over: Over) -> State:
         if a[0] is None or b[0] is None:
@@ -72,28 +72,28 @@ class KroneckerFactors(Block):
     def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
         """Of symmetric matrices, a triangle says all."""
         whole = reduce(partial(self.merge, over="samples"), each)
-        if not isinstance(whole[0], Kept) or isinstance(whole[0], Refused):
+        if not isinstance(whole[0], ParameterFactors) or isinstance(whole[0], Refused):
             return own if isinstance(whole[0], Kronecker) else whole
         numbers, form = tree.separate(filled(whole, own))
-        symmetric = not isinstance(whole[0], Diagonal)
+        symmetric = not isinstance(whole[0], DiagonalFactors)
         sums = yield Sums([triangle(x) for x in numbers] if symmetric else numbers)
         return form.join(map(of_triangle, sums, numbers) if symmetric else sums)
 
     def finish(self, state: State, found: Found) -> list[Any]:
-        kept: Kept | Kronecker | None = state[0]
+        kept: ParameterFactors | Kronecker | None = state[0]
         if isinstance(kept, Refused):
             found.refused[kept.name] = kept.why
             return [None]
         if kept is None or isinstance(kept, Kronecker):
             return [kept]
-        if isinstance(kept, Diagonal):
+        if isinstance(kept, DiagonalFactors):
             dims, shape = tuple(range(kept.values.ndim)), kept.values.shape
             return [Kronecker((kept.values.flatten(),), (dims,), shape, origin=self._origin(kept, found))]
         origin = self._origin(kept, found)
         matrices = [self._matrix(factors, origin, found) for factors in kept.roles.values()]
         return matrices if len(matrices) == 1 else [nearest(matrices)]
 
-    def _origin(self, kept: Kept, found: Found) -> Origin:
+    def _origin(self, kept: ParameterFactors, found: Found) -> Origin:
         return Origin(kept.name, found.n if self.sums else None, degree=self.degree)
 
     def _matrix(self, found: Factors, origin: Origin, known: Found) -> Kronecker:

@@ -1,4 +1,4 @@
-"""How far a sum over drawn columns may be from that over all columns: what the draws of each sample differ by."""
+"""Errors of sums over drawn columns: the spread between the draws of each sample."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Lot:
 
 
 def drawn(lots: list[Lot], part: slice | torch.Tensor, values: torch.Tensor) -> Drawn:
-    """Which columns are drawn for the samples of a part, of which there are values `[V, n, ...]`."""
+    """The columns that are drawn for the samples of a part, of which there are values `[V, n, ...]`."""
     found: Drawn = {}
     for lot in lots:
         v = torch.arange(lot.stop - lot.start, device=values.device)[:, None]

@@ -1,4 +1,4 @@
-"""How much of a gradient is noise, of which samples were drawn."""
+"""The noise of a gradient whose samples were drawn."""
 
 from __future__ import annotations
 

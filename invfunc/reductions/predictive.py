@@ -83,11 +83,11 @@ class PredictiveCovariance(EachSample):
 
     @property
     def _rank(self) -> int:
-        """How many vectors the shares are kept along."""
+        """The number of vectors that the shares are kept along."""
         return self.low_rank.rank if self.dense is None else len(self.dense)
 
     def of(self, name: str, shape: torch.Size) -> Covariance:
-        """What is given of a parameter alone."""
+        """The covariance of a parameter alone."""
         if not isinstance(self.covariance, dict):
             return self.covariance
         path = _place(self.covariance, name)
@@ -104,7 +104,7 @@ class PredictiveCovariance(EachSample):
 
     @property
     def joined(self) -> bool:
-        """Whether the matrix of some weight is that of it and its bias together."""
+        """Tells whether the matrix of some weight is that of it and its bias together."""
         return any([isinstance(x, Kronecker) and x.origin.joint is not None for x in _given(self.covariance)])
 
     def vectors_of(self, name: str, shape: torch.Size) -> torch.Tensor:
@@ -121,7 +121,7 @@ class PredictiveCovariance(EachSample):
         return found
 
     def _of_its_own(self, shares: Any) -> torch.Tensor:
-        """What it is with the matrix of one parameter."""
+        """The result with the matrix of one parameter."""
         given = self.of(shares.name(shares.place), shares.leaf.shape)
         if given is None:
             columns = shares.run.columns
@@ -135,7 +135,7 @@ class PredictiveCovariance(EachSample):
         return shares.covariances(given.expand(shares.leaf.shape))
 
     def _in_eigenbasis(self, shares: Any, basis: Kronecker) -> torch.Tensor:
-        """That of a matrix with eigenvalues: from the operands of the layers, if it is of these."""
+        """The result of a matrix with eigenvalues: from the operands of the layers, if it is of these."""
         assert basis.values is not None
         joint = basis.origin.joint
         if joint is None and len(basis.factors) == 1 and basis.is_diagonal(0):

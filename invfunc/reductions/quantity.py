@@ -1,4 +1,4 @@
-"""What is asked of a function: a reduction of some columns, and what is known of it so far."""
+"""Quantities: reductions of some columns, and the facts about them so far."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Drawing:
     """Those generators, where they are made already."""
 
     def source(self, n: int) -> Source:
-        """What draws for n samples."""
+        """The source of draws for n samples."""
         if self.each:
             return self.each
         if self.key is None:
@@ -83,14 +83,14 @@ class Quantity:
         return self.kind, self.drawing, self.reduction.rooted if self.drawing is None else None
 
     def factor(self, by: float) -> float:
-        """How many times as large its columns are where the loss is `by` times as large: those other than its gradient
-        are of a square root of its Hessian."""
+        """The factor of its columns where the loss is `by` times as large: those other than its
+        gradient are of a square root of its Hessian."""
         return by if self.kind.first_order else by**0.5
 
 
 @dataclass
 class Accumulator:
-    """What a reduction has kept so far."""
+    """The state of a reduction so far."""
 
     quantity: Quantity
     reduction: Reduction
@@ -117,7 +117,7 @@ class Accumulator:
 
     @property
     def pooled(self) -> bool:
-        """Whether what it keeps of all parameters is one state, that of the first."""
+        """Tells whether what it keeps of all parameters is one state, that of the first."""
         return self.whole and self.reduction.whole and self.reduction.pooled
 
     @property

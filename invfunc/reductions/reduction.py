@@ -1,4 +1,4 @@
-"""What a reduction is: what a statistic keeps of the shares, and how that folds over samples, columns and
+"""Reductions: the state that a statistic keeps of the shares, and the fold of it over samples, columns and
 parameters."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from invfunc.plan import AxisName
-from invfunc.reductions.exchange import Exchange, Rows, Sums
+from invfunc.reductions.exchange import Exchange, ExchangedRows, Sums
 
 State = tuple[Any, ...]
 """What a reduction keeps of one parameter and one block, unrounded: tensors, or objects of its own."""
@@ -23,7 +23,7 @@ Shortcuts = Literal["no", "narrow", "positions", "all"]
 
 @dataclass(frozen=True)
 class Found:
-    """What is known once all shares are reduced."""
+    """Facts that are known once all shares are reduced."""
 
     n: int
     """How many samples were reduced."""
@@ -101,8 +101,8 @@ class Reduction:
 
     @property
     def apart(self) -> bool:
-        """Whether the phase before keeps what is of each sample alone: then the second can follow at once, before other
-        samples are seen."""
+        """Tells whether the phase before keeps what is of each sample alone: then the second can follow at once,
+        before other samples are seen."""
         return self.before is not None and bool(self.before.each)
 
     @property
@@ -112,16 +112,16 @@ class Reduction:
 
     @property
     def sweeps(self) -> int:
-        """How many times all samples have to be seen."""
+        """The number of times all samples have to be seen."""
         return 1 if self.before is None or self.apart else self.before.sweeps + 1
 
     def learned(self, states: States, found: Found) -> Any:
-        """What it has to know of what the phase before has kept of the parameters that influence the result: in tensors
+        """The facts it needs from the phase before about the parameters that influence the result: in tensors
         and numbers, so that it can be written down."""
         return self.learned_apart(states, found)
 
     def learned_apart(self, states: States, found: Found) -> dict[int, Any]:
-        """What it has to know of each of some parameters, where each stands by itself."""
+        """The facts it needs about each of some parameters, where each stands alone."""
         raise NotImplementedError  # only where there is something before
 
     def knowing(self, learned: Any) -> Reduction:
@@ -129,15 +129,15 @@ class Reduction:
         raise NotImplementedError  # only where there is something before
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
-        """What is kept of n samples that a parameter has no influence on."""
+        """The state of n samples that a parameter has no influence on."""
         return (torch.zeros_like(leaf),)
 
     def step(self, shares: Any) -> State:
-        """What is kept of one parameter and one block, given its `Shares`."""
+        """The state of one parameter and one block, given its `Shares`."""
         raise NotImplementedError  # each statistic says it
 
     def directly(self, rows: torch.Tensor) -> State:
-        """What is kept where entries are known one by one: `[samples, *p]`, or the sum over the samples `[1, *p]` if
+        """The state where entries are known one by one: `[samples, *p]`, or the sum over the samples `[1, *p]` if
         the result has no sample axis."""
         raise NotImplementedError  # only where columns are squared
 
@@ -150,7 +150,7 @@ class Reduction:
         return []
 
     def merge(self, a: State, b: State, over: Over) -> State:
-        """What is kept of two blocks of samples, of columns, or, for a result of all together, of two parameters."""
+        """The state of two blocks of samples, of columns, or, for a result of all together, of two parameters."""
         if over == "samples" and self.row_axis is not None:
             return tuple(torch.cat(pair, self.row_axis) for pair in zip(a, b, strict=True))
         return tuple(x + y for x, y in zip(a, b, strict=True))
@@ -160,16 +160,16 @@ class Reduction:
         states[leaf] = self.merge(states[leaf], state, over) if leaf in states else state
 
     def scaled(self, state: State, by: float) -> State:
-        """What is kept of columns that are `by` times as large."""
+        """The state of columns that are `by` times as large."""
         raise NotImplementedError  # only of the columns of a loss that is given apart
 
     def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
-        """What all processes keep of one parameter: of what this one keeps, and, of each, what that would be without
+        """The state of all processes of one parameter: from that of this one, and, of each, what that would be without
         its numbers (on the meta device)."""
-        return tuple((yield Sums(list(own)) if self.row_axis is None else Rows(list(own), self.row_axis)))
+        return tuple((yield Sums(list(own)) if self.row_axis is None else ExchangedRows(list(own), self.row_axis)))
 
     def together(self, states: Iterable[State]) -> State:
-        """What is kept of several parameters."""
+        """The state of several parameters."""
         return reduce(partial(self.merge, over="params"), states)
 
     def finish(self, state: State, found: Found) -> list[Any]:
@@ -177,7 +177,9 @@ class Reduction:
         return [state[0]]
 
     def aside(self, state: State, found: Found) -> Any:
-        """What a number of all parameters takes of one, beside the results that each has; it is not rounded."""
+        """The part of a number of all parameters that comes of one, beside the results that each has; it is not
+        rounded.
+        """
         return None
 
     def sample_axes(self, found: Found) -> tuple[int, ...]:
@@ -185,5 +187,5 @@ class Reduction:
         return self.each
 
     def assemble(self, results: list[Any], found: Found) -> Any:
-        """What the caller gets: of trees like the parameters, or of what all have together."""
+        """The result for the caller: trees like the parameters, or one of all together."""
         return results[0]

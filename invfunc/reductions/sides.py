@@ -11,7 +11,7 @@ import torch
 from invfunc import tree
 from invfunc.kronecker.matrix import Kronecker
 from invfunc.kronecker.origin import Origin
-from invfunc.reductions.block import Block
+from invfunc.reductions.block import KroneckerReduction
 from invfunc.reductions.exchange import Exchange, Sums, of_triangle, triangle
 from invfunc.reductions.reduction import Found, Over, State, States
 
@@ -34,7 +34,7 @@ class Sided:
         return replace(self, matrix=summed[0], other=summed[1] if summed[1:] else self.other)
 
 
-class Sides(Block):
+class Sides(KroneckerReduction):
     """A reduction that keeps a matrix for each side of a parameter."""
 
     rooted, forms, squares, shortcuts = "all", "blocks", True, "narrow"
@@ -53,7 +53,7 @@ class Sides(Block):
         return (Sided(shares.square_sum().flatten() if large else shares.outer(), None, shape),)
 
     def side(self, shares: Any, last: bool, other: torch.Tensor | None = None) -> torch.Tensor:
-        """That of the first dim, or the last ones, or its diagonal."""
+        """The factor of the first dim, or of the last ones, or its diagonal."""
         size = shares.leaf.shape[1:].numel() if last else len(shares.leaf)
         return shares.side(last, other, diagonal=size > self.most)
 
@@ -122,7 +122,7 @@ class OneSide(Sides):
 
     @property
     def first(self) -> bool:
-        """Whether it is of the first dim."""
+        """Tells whether it is of the first dim."""
         return self.phase % 2 == 0
 
     def learned_apart(self, states: States, found: Found) -> dict[int, torch.Tensor]:
@@ -159,7 +159,7 @@ class OneSide(Sides):
 
 
 def is_vector(shape: Sequence[int]) -> bool:
-    """Whether a parameter has one side only."""
+    """Tells whether a parameter has one side only."""
     return sum(size != 1 for size in shape) < 2
 
 

@@ -19,7 +19,7 @@ from invfunc.reductions.reduction import State
 
 @dataclass(frozen=True)
 class Projection:
-    """What a parameter `[O, I]` is multiplied with: `first^T G rest`. Of a vector the rest is `[1, 1]`."""
+    """The matrices that a parameter `[O, I]` is multiplied with: `first^T G rest`. Of a vector the rest is `[1, 1]`."""
 
     first: torch.Tensor
     """`[O, rows]`"""

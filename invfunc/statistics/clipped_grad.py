@@ -14,7 +14,7 @@ from invfunc._torch.functorch import dispatched, innermost, transforming
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import anywhere
 from invfunc._torch.weak import WeakIdMap
-from invfunc.arguments.problem import Indices, InDims, Problem
+from invfunc.arguments.problem import BoundProblem, Indices, InDims
 from invfunc.callables import describe, valued
 from invfunc.errors import ArgumentError, InvFuncWarning
 from invfunc.reductions.gradients import ClippedSum
@@ -110,8 +110,8 @@ _TOLD: WeakIdMap[bool] = WeakIdMap()
 """The functions that were looked at."""
 
 
-def _is_mean(f: Callable, given: Problem) -> bool:
-    """Whether the loss of the first two samples is the mean of their own, and not their sum."""
+def _is_mean(f: Callable, given: BoundProblem) -> bool:
+    """Tells whether the loss of the first two samples is the mean of their own, and not their sum."""
 
     def loss(start: int, stop: int) -> torch.Tensor:
         args = list(given.args)

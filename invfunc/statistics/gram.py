@@ -120,7 +120,7 @@ def gram(
 
 
 def _count(others: tuple, in_dims: InDims) -> int:
-    """How many samples the first tensor of another batch has; a call checks the rest."""
+    """The number of samples the first tensor of another batch has; a call checks the rest."""
     dims = [in_dims] * len(others) if in_dims is None or isinstance(in_dims, int) else in_dims
     given = zip(others, (d for d in dims if d is not None), strict=False)
     sizes = (x.shape[d] for other, d in given for x in tree.tensors(other) if -x.ndim <= d < x.ndim)

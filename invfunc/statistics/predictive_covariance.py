@@ -1,4 +1,4 @@
-"""How sure a model is, where its parameters are known up to a covariance."""
+"""Covariances of a model's outputs, where its parameters are known up to a covariance."""
 
 from __future__ import annotations
 

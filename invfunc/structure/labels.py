@@ -95,7 +95,7 @@ class Region:
         return rows.as_strided(shape, strides, rows.storage_offset() + x.storage_offset())
 
 
-class Root(NamedTuple):
+class LabelRows(NamedTuple):
     """Rows of labels."""
 
     number: int
@@ -114,7 +114,7 @@ class Labels(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.height = 0
-        self.roots: list[Root] = []
+        self.roots: list[LabelRows] = []
         self.regions: dict[int, Region] = {}
 
     @classmethod
@@ -122,26 +122,26 @@ class Labels(TorchDispatchMode):
         """A hook of torch: what asks the compiler to leave us alone would import it, which takes two seconds."""
         return False
 
-    def root(self, axes: int) -> Root:
+    def root(self, axes: int) -> LabelRows:
         """A new root, before anything has labels."""
-        self.roots.append(root := Root(len(self.roots), self.height, axes))
+        self.roots.append(root := LabelRows(len(self.roots), self.height, axes))
         self.height += 2 * axes
         return root
 
-    def of(self, x: torch.Tensor, root: Root) -> torch.Tensor | None:
+    def of(self, x: torch.Tensor, root: LabelRows) -> torch.Tensor | None:
         """The labels `[2, axes, *x.shape]`; None if nothing in its memory has any."""
         with unwatched(), torch.no_grad():
             region = self.regions.get(_key(x))
             return None if region is None else region.of(x)[root.rows].unflatten(0, (2, root.axes))
 
-    def set(self, x: torch.Tensor, root: Root, rows: torch.Tensor, fresh: bool = False) -> None:
+    def set(self, x: torch.Tensor, root: LabelRows, rows: torch.Tensor, fresh: bool = False) -> None:
         """Write `[2, axes, *x.shape]` as the labels of x; `fresh` if x is what they are coordinates of."""
         with unwatched(), torch.no_grad():
             region = self.write(x, {root: rows})
             if fresh and x.is_contiguous() and x.numel() * region.itemsize == region.size:
                 region.affine |= 1 << root.number
 
-    def write(self, x: torch.Tensor, found: dict[Root, torch.Tensor]) -> Region:
+    def write(self, x: torch.Tensor, found: dict[LabelRows, torch.Tensor]) -> Region:
         """Write labels of several roots."""
         key = _key(x)
         if key not in self.regions:
@@ -154,7 +154,7 @@ class Labels(TorchDispatchMode):
         region.write(x, shrunk(torch.cat([*parts, before[start:]])))
         return region
 
-    def affine(self, x: torch.Tensor, root: Root) -> bool:
+    def affine(self, x: torch.Tensor, root: LabelRows) -> bool:
         """True for a tensor that is known to be affine in a root."""
         region = self.regions.get(_key(x))
         return region is None or bool(region.affine >> root.number & 1)

@@ -15,15 +15,15 @@ import torch.nn.functional as F
 
 from invfunc import thresholds
 from invfunc._torch.functorch import undispatched, unwatched
-from invfunc.arguments.problem import Problem
+from invfunc.arguments.problem import BoundProblem
 from invfunc.core.columns import lost, split
 from invfunc.core.marks import DERIVED, Known, Node
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.split import Finder, marked_for
-from invfunc.core.uses import WHOLE, Block, Expanded, Grown, Pair, Rows, Use, summed
+from invfunc.core.uses import WHOLE, Block, Expanded, Grown, ProductUse, TableRows, Use, summed
 from invfunc.linear_algebra.contract import joined
-from invfunc.structure.labels import Labels, Root, coordinates
+from invfunc.structure.labels import LabelRows, Labels, coordinates
 from invfunc.structure.rules import NONE, core
 
 
@@ -38,9 +38,9 @@ def sent(use: Use, run: Run, block: Block = WHOLE, read: bool = True) -> torch.T
 
     With `read`, that of a scale is multiplied with what it scales.
     """
-    if isinstance(use, Pair):
+    if isinstance(use, ProductUse):
         return use.sends(run, block)
-    if isinstance(use, Rows):
+    if isinstance(use, TableRows):
         d = use.sent(run, block)
         return d.reshape(*d.shape[:2], 1, -1, use.shape[1:].numel())
     if not isinstance(use, Expanded):
@@ -62,10 +62,10 @@ class Frame:
 
     def __init__(
         self,
-        root: Root,
+        root: LabelRows,
         sites: frozenset[int],
         first: frozenset[int],
-        base: Root,
+        base: LabelRows,
         hulls: bool = True,
         one: bool = False,
     ) -> None:
@@ -113,14 +113,14 @@ def _over_outs(rows: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
     return flat.view(rows.shape)
 
 
-class Look:
+class StructureLook:
     """A look at a run of one sample."""
 
     def __init__(self) -> None:
         self.labels = Labels()
         self.inputs = self.labels.root(3)
         self.frames: list[Frame] = []
-        self.starts: dict[int, Root] = {}
+        self.starts: dict[int, LabelRows] = {}
         """The roots that start at what an operation reads, by the number of its first use."""
         self.layouts: dict[int, torch.Tensor | None] = {}
         """The entries of the result of its operation at each position of a use, `[outs, positions]`."""
@@ -128,17 +128,17 @@ class Look:
         self.output: torch.Tensor
         """The output of the model."""
 
-    def frame(self, sites: frozenset[int], first: frozenset[int], base: Root, **options: bool) -> Frame:
+    def frame(self, sites: frozenset[int], first: frozenset[int], base: LabelRows, **options: bool) -> Frame:
         """Add a frame."""
         axes = 3 if options.get("hulls", True) else 1
         self.frames.append(found := Frame(self.labels.root(axes), sites, first, base, **options))
         return found
 
-    def at(self, use: int) -> Root:
+    def at(self, use: int) -> LabelRows:
         """Add a root at what an operation reads."""
         return self.starts.setdefault(use, self.labels.root(3))
 
-    def of(self, problem: Problem, uses: Sequence[Use]) -> None:
+    def of(self, problem: BoundProblem, uses: Sequence[Use]) -> None:
         """Run the function on the first sample; `uses` are those of all."""
         own = problem.chunk(slice(0, 1), 1)
         self.run = run = One(self, uses)
@@ -161,7 +161,7 @@ class Look:
         if found:
             self.labels.write(out, found)
 
-    def rows(self, x: torch.Tensor, root: Root) -> torch.Tensor:
+    def rows(self, x: torch.Tensor, root: LabelRows) -> torch.Tensor:
         """The labels of the entries of a tensor of the run, `[2, k, entries]`."""
         rows = self.labels.of(x, root)
         return x.new_full((2, root.axes, x.numel()), NONE, dtype=torch.float32) if rows is None else rows.flatten(2)
@@ -170,7 +170,7 @@ class Look:
 class One(Run):
     """A run of one sample, of which a look is taken."""
 
-    def __init__(self, look: Look, uses: Sequence[Use]) -> None:
+    def __init__(self, look: StructureLook, uses: Sequence[Use]) -> None:
         """`uses` are those of all samples."""
         super().__init__(1, deep=False)
         self.look_taken, self.read, self.edges = look, dict[int, torch.Tensor](), dict[int, int]()
@@ -234,7 +234,7 @@ class Told(Shares):
 
     def square_sum(self, each: bool = False) -> torch.Tensor:
         use = self.use
-        if isinstance(use, Rows):
+        if isinstance(use, TableRows):
             return self._of_rows(use, each)
         if self.index is None:
             found = (self._of(d, a, each) for d, a in self._positions(use))
@@ -267,7 +267,7 @@ class Told(Shares):
     def _shaped(self, rows: torch.Tensor, lead: int) -> torch.Tensor:
         """`[..., g, o, k]`, or `[..., 1, o]` of a shift, as what was read."""
         use = self.use
-        return use.shaped(rows) if isinstance(use, Pair) else rows.reshape(*rows.shape[:lead], *use.shape)
+        return use.shaped(rows) if isinstance(use, ProductUse) else rows.reshape(*rows.shape[:lead], *use.shape)
 
     def _pulled(self, squares: torch.Tensor, each: bool) -> torch.Tensor:
         return self.pulled(self.use, self._shaped(squares, int(each)), int(each))
@@ -278,7 +278,7 @@ class Told(Shares):
         for block in run.blocks([use], use.size(run)):
             d = sent(use, run, block)
             assert d is not None
-            a = use.read(run, block) if isinstance(use, Pair) else None
+            a = use.read(run, block) if isinstance(use, ProductUse) else None
             yield d.permute(1, 3, 0, 2, 4).unsqueeze(2), None if a is None else a.transpose(1, 2).unsqueeze(2)
 
     def _cells(self, use: Use) -> Iterator[Iterator[tuple[torch.Tensor, torch.Tensor | None]]]:
@@ -290,7 +290,7 @@ class Told(Shares):
         turned = d.new_zeros(n, p + 1, classes, v, g, o)
         turned[:, :-1].copy_(d.unflatten(0, (classes, v)).permute(2, 4, 0, 1, 3, 5))
         read, k = None, 1
-        if isinstance(use, Pair):
+        if isinstance(use, ProductUse):
             found = use.read(self.run)
             k = found.shape[3]
             read = found.new_zeros(n, p + 1, g * k)
@@ -308,7 +308,7 @@ class Told(Shares):
 
         return (of(i) for i in range(n))
 
-    def _of_rows(self, use: Rows, each: bool) -> torch.Tensor:
+    def _of_rows(self, use: TableRows, each: bool) -> torch.Tensor:
         """The squares of a table: each cell picks some of its rows."""
         i, d = use.parts(self.run)  # [n, p], [K V, n, p, dim]
         n, p = i.shape

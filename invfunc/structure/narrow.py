@@ -17,7 +17,7 @@ from invfunc import thresholds
 from invfunc._torch.functorch import gradient_edge, version
 from invfunc._torch.generators import uniform
 from invfunc.core.run import Run
-from invfunc.core.uses import Pair, Use
+from invfunc.core.uses import ProductUse, Use
 from invfunc.errors import ArgumentError
 from invfunc.linear_algebra.contract import joined
 from invfunc.plan import even
@@ -106,9 +106,9 @@ def _sorted(top: Any) -> tuple[dict[Any, list[tuple[Any, int]]], list[Any]]:
 
 def _bottlenecks(z: torch.Tensor, run: Run, parents: dict, order: list, lower: dict) -> list[Bottleneck]:
     """The bottlenecks of the graph. Walk down with all edges that are reached but not passed: a single one is one."""
-    candidates: dict[Any, tuple[int, Pair]] = {}
+    candidates: dict[Any, tuple[int, ProductUse]] = {}
     for i, use in enumerate(run.uses):
-        if not isinstance(use, Pair) or not use.a.requires_grad or version(use.a) != use.version:
+        if not isinstance(use, ProductUse) or not use.a.requires_grad or version(use.a) != use.version:
             continue
         if run.n == 1 or use.a_axis[1:] == (1, 1):
             candidates.setdefault(gradient_edge(use.a).node, (i, use))
@@ -188,7 +188,7 @@ class Check:
 
 
 @dataclass
-class Blocks:
+class BottleneckBlocks:
     """Blocks of the entries of a bottleneck, and the groups of columns that reach each of them."""
 
     bottleneck: Bottleneck
@@ -232,7 +232,7 @@ class Blocks:
 class Narrowed(Groups):
     """The columns that are left of others at a bottleneck: a triangle for each block of its entries."""
 
-    def __init__(self, source: Groups, z: torch.Tensor, n: int, one: Any, blocks: Blocks) -> None:
+    def __init__(self, source: Groups, z: torch.Tensor, n: int, one: Any, blocks: BottleneckBlocks) -> None:
         """`source` are the columns above, at z; `one` is that of one sample, with what it has at the bottleneck."""
         self.source, self.z, self.n, self.one, self.blocks = source, z, n, one, blocks
         self.rank = self.rows = blocks.rank

@@ -12,17 +12,17 @@ import torch
 
 from invfunc import thresholds
 from invfunc._torch.generators import set_states, state_of, torchs_own
-from invfunc.arguments.problem import Problem
+from invfunc.arguments.problem import BoundProblem
 from invfunc.core.marks import DERIVED, LEAF, SWAP
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
-from invfunc.core.uses import Expanded, Pair, Use
+from invfunc.core.uses import Expanded, ProductUse, Use
 from invfunc.loss.square_root import Columns
 from invfunc.plan import even
 from invfunc.reductions.reduction import Shortcuts
 from invfunc.structure.groups import Colouring, Groups, Placed, grouped, hulls, members_of, positions_of
-from invfunc.structure.look import Frame, Look, Told, sites_of
-from invfunc.structure.narrow import Blocks, Bottleneck, Narrowed, operations, paths
+from invfunc.structure.look import Frame, StructureLook, Told, sites_of
+from invfunc.structure.narrow import Bottleneck, BottleneckBlocks, Narrowed, operations, paths
 from invfunc.structure.rules import NONE
 
 
@@ -55,12 +55,12 @@ class Stage:
 
     reaches: list[Reach]
     cost: float
-    end: Blocks | None = None
+    end: BottleneckBlocks | None = None
     """The blocks at the bottleneck, where fewer columns are left."""
 
 
 @dataclass
-class Way:
+class Shortcut:
     """A way: the last operation with parameters by itself, stages, and parameters that take every column."""
 
     closed: frozenset[int]
@@ -78,13 +78,15 @@ Reduce = Callable[[int, Shares], None]
 class Structure:
     """Looks at a run and at the columns that are sent back through it."""
 
-    look: Look
+    look: StructureLook
     above: list[list[int]]
     """The sites through which a path from the outputs to each site may lead."""
     at: dict[Bottleneck, Any]
     frames: dict[Bottleneck, Frame]
 
-    def __init__(self, problem: Problem, run: Run, columns: Columns, of: list[list[Use]], shortcuts: Shortcuts) -> None:
+    def __init__(
+        self, problem: BoundProblem, run: Run, columns: Columns, of: list[list[Use]], shortcuts: Shortcuts
+    ) -> None:
         """`of` are the uses of each parameter."""
         assert run.split is not None
         self.problem, self.run, self.x, self.of, self.shortcuts = problem, run, run.split.roots[0].source, of, shortcuts
@@ -102,7 +104,7 @@ class Structure:
         look *= thresholds.LOOK_ON.get(self.x.device.type, 1)
         return bool(self.everything) and self._pays(thresholds.LOOKS * look)
 
-    def way(self) -> Way | None:
+    def way(self) -> Shortcut | None:
         """The cheapest way, or None if that is to take every column."""
         if not self.worth:
             return None
@@ -134,7 +136,7 @@ class Structure:
 
     def _prepare(self, bottlenecks: list[Bottleneck]) -> None:
         """Set what is looked for: labels at each bottleneck, and frames where positions may be told apart."""
-        self.look = look = Look()
+        self.look = look = StructureLook()
         self.at = {b: look.at(b.use) for b in bottlenecks}
         self.whole = self.last = None
         self.near: dict[int, Frame] = {}
@@ -149,7 +151,7 @@ class Structure:
         top = frozenset({max(self.everything)})
         if self.shortcuts != "narrow":
             self.last = look.frame(top, top, look.inputs, hulls=False)
-        if all(p == 1 for use, p in zip(self.run.uses, self.positions, strict=True) if isinstance(use, Pair)):
+        if all(p == 1 for use, p in zip(self.run.uses, self.positions, strict=True) if isinstance(use, ProductUse)):
             return  # then all that is read is read together
         self.whole = frame(self.everything, look.inputs)
         self.frames = {b: frame(own, self.at[b]) for b in bottlenecks if (own := self.everything - b.below)}
@@ -201,12 +203,12 @@ class Structure:
             for rest in self._ways(self.everything - bottleneck.below, below, bottlenecks[k + 1 :]):
                 yield [stage, *rest]
 
-    def _way(self, stages: list[Stage]) -> Way:
+    def _way(self, stages: list[Stage]) -> Shortcut:
         closed = self.closed if self.closed is not None else frozenset[int]()
         dense = frozenset(self.sites) - closed.union(*(r.leaves for stage in stages for r in stage.reaches))
         touched = frozenset[int]().union(*(self.sites[i] for i in dense))
         cost = sum(s.cost for s in stages) + self.total * self.n * sum(self.work[s] for s in touched)
-        return Way(closed, stages, dense, cost / self.all_cost)
+        return Shortcut(closed, stages, dense, cost / self.all_cost)
 
     def _stage(self, source: Source, crossed: frozenset[int], frame: Frame | None) -> Stage:
         leaves = frozenset(i for i, own in self.sites.items() if own <= crossed) - (self.closed or frozenset())
@@ -263,7 +265,7 @@ class Structure:
         found = hulls(self.look.rows(source.x, frame.root), source.ids)
         return torch.nn.functional.pad(found, (0, source.count - found.shape[2]), value=NONE)
 
-    def _blocks(self, source: Source, bottleneck: Bottleneck, first: bool) -> Blocks:
+    def _blocks(self, source: Source, bottleneck: Bottleneck, first: bool) -> BottleneckBlocks:
         """Blocks of the entries at a bottleneck, with their rows."""
         root = self.at[bottleneck]
         shared = first and self.look.labels.affine(self.look.output, root)
@@ -272,10 +274,10 @@ class Structure:
             rows = self.look.rows(self.look.run.read[bottleneck.use], root)
             places = members_of(found.placed(rows).cells(range(1))[0], len(found.codes), bottleneck.width)
             members = members_of(found.box, len(found.codes), -1)
-            return Blocks(bottleneck, places, members, members.shape[1] * source.rows, shared)
+            return BottleneckBlocks(bottleneck, places, members, members.shape[1] * source.rows, shared)
         device = self.x.device
         places, groups = (torch.arange(size, device=device)[None] for size in (bottleneck.width, source.count))
-        return Blocks(bottleneck, places, groups, source.rows * source.count, shared)
+        return BottleneckBlocks(bottleneck, places, groups, source.rows * source.count, shared)
 
     # Sites
 
@@ -311,7 +313,7 @@ class Structure:
         found = []
         for use, s in zip(self.run.uses, self.numbers, strict=True):
             size, outs = self.sizes[s], 1
-            if isinstance(use, Pair):
+            if isinstance(use, ProductUse):
                 outs = math.prod(use.shape[i] for dims in use.of_w[:2] for i in dims)
             elif isinstance(use, Expanded):
                 outs = min(size, use.shape.numel())
@@ -360,11 +362,11 @@ class Structure:
         """True for a parameter that is read as it is, or transposed, as a matrix or a vector."""
         use = self.of[leaf][0]
         vector = isinstance(use, Expanded) and sum(size != 1 for size in use.view or use.shape) < 2
-        return use.node.kind in (LEAF, SWAP) and (vector or isinstance(use, Pair))
+        return use.node.kind in (LEAF, SWAP) and (vector or isinstance(use, ProductUse))
 
     # Taking a way
 
-    def taken(self, way: Way, reduce: Reduce) -> bool:
+    def taken(self, way: Shortcut, reduce: Reduce) -> bool:
         """Reduce all parameters; False, before anything is reduced, if columns at a bottleneck cannot be had."""
         ready, groups, x, one = [], self.groups, self.x, self.look.output
         for stage in way.stages:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from invfunc import budgeted
 from invfunc.budget.peak import peak_of
 from invfunc.budget.size import free, in_bytes, size_of, told
-from invfunc.budgeted import RESERVE, Call, needed
+from invfunc.budgeted import RESERVE, BudgetedCall, needed
 
 CPU = torch.device("cpu")
 
@@ -75,7 +75,7 @@ def searched(peak, lengths, budget, axes=None):
         return peak(chunks, n)
 
     t.peak = measured
-    call = Call((torch.zeros(2), torch.zeros(size)), {}, None, {1: 0}, {"samples": 8, **lengths})
+    call = BudgetedCall((torch.zeros(2), torch.zeros(size)), {}, None, {1: 0}, {"samples": 8, **lengths})
     return budgeted.Budgeted._measured(t, call, budget), seen  # pyright: ignore[reportArgumentType]
 
 

@@ -117,7 +117,7 @@ def test_hooks_of_blocks_are_not_compiled_with_their_parts():
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
     from invfunc._torch.functorch import memory_of
-    from invfunc.blocks.run import Run, _Collected
+    from invfunc.blocks.run import BlockRun, _Collected
 
     torch._dynamo.reset()
     found = []
@@ -129,5 +129,5 @@ def test_hooks_of_blocks_are_not_compiled_with_their_parts():
             torch.stack(block(block((x.sin(), x.cos())))).square().sum().backward()
         found.append([x.grad, *(p.grad for part in parts for p in part.parameters())])
     assert_trees_close(*found, 1e-5)
-    ours = Run.pack, Run.unpack, _Collected.pack, memory_of
+    ours = BlockRun.pack, BlockRun.unpack, _Collected.pack, memory_of
     assert not any(_debug_get_cache_entry_list(fn.__code__) for fn in ours)

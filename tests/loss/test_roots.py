@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from invfunc import diag_ggn, ggn_trace, kfac, outputs, sqrt_ggn
 from invfunc.kronecker import kfra
-from invfunc.loss.square_root import Root
+from invfunc.loss.square_root import MatrixRoot
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
@@ -38,7 +38,7 @@ def test_derivatives_of_any_order(rank):
         return b @ b.mT
 
     def through(a):
-        s = Root.apply(hessian(a))
+        s = MatrixRoot.apply(hessian(a))
         return s @ s.mT
 
     for derivative in (torch.func.jacrev, lambda f: torch.func.jacrev(torch.func.jacrev(f))):

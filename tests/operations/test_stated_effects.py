@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc.operations.cells import TANH, Weights
+from invfunc.operations.cells import TANH, CellWeights
 from invfunc.operations.heard import Function, Listener, function_of
-from invfunc.operations.operation import OPERATIONS, Operation
+from invfunc.operations.operation import OPERATIONS, OperationFacts
 from invfunc.operations.recurrences import Steps, states_before
 from tests.strategies import Numbers
 
@@ -24,7 +24,7 @@ Call = Callable[[Tensor], Any]
 
 def having(fact: str) -> frozenset[str]:
     """The names of the operations whose entries state a fact."""
-    plain = getattr(Operation(), fact)
+    plain = getattr(OperationFacts(), fact)
     return frozenset(name for name, entry in OPERATIONS.items() if getattr(entry, fact) != plain)
 
 
@@ -60,7 +60,7 @@ def written_behind(x: Tensor) -> None:
 
 
 def one_step(weight: Tensor) -> Steps:
-    return Steps(TANH, Weights(weight, weight), False, None)
+    return Steps(TANH, CellWeights(weight, weight), False, None)
 
 
 ARGUMENTS: dict[str, Callable[[Tensor], tuple]] = {

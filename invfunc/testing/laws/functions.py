@@ -32,7 +32,7 @@ from invfunc.testing.laws.compare import (
     total,
     zipped,
 )
-from invfunc.testing.laws.problem import BOTH, LOSSES, MODEL, SCALAR, Problem, options, problem
+from invfunc.testing.laws.problem import BOTH, LOSSES, MODEL, SCALAR, LawProblem, options, problem
 from invfunc.testing.laws.rows import BOTH as MODEL_AND_LOSS
 from invfunc.testing.laws.rows import FACTORS, LOSS, ROWS, Row, in_blocks
 from invfunc.testing.laws.rows import MODEL as OF_MODEL
@@ -62,7 +62,7 @@ class Made:
     row: Row
     make: Callable
     args: tuple
-    problem: Problem
+    problem: LawProblem
 
     def __call__(self, **options: Any) -> Any:
         return self.make(**options)(*self.args)
@@ -74,13 +74,13 @@ class Made:
             known[self.called] = self.problem.steady(self)()
         return known[self.called]
 
-    def again(self, problem: Problem) -> Made:
+    def again(self, problem: LawProblem) -> Made:
         """The same of another problem of the kind."""
         known = made(problem, self.called.removesuffix(OF_THE_MODEL))
         return next(one for one in known if one.called == self.called)
 
 
-def made(problem: Problem, name: str, f: Callable | None = None) -> list[Made]:
+def made(problem: LawProblem, name: str, f: Callable | None = None) -> list[Made]:
     """A statistic by the name of its row, in the forms that fit the problem, which has to have samples enough; `f` in
     place of its function."""
     row, found = ROWS[name], []
@@ -105,23 +105,23 @@ def _maker(row: Row, in_dims: tuple, *functions: Any) -> Callable:
     return lambda **options: row.make(*functions, in_dims=in_dims, **options)
 
 
-def every(problem: Problem) -> list[Made]:
+def every(problem: LawProblem) -> list[Made]:
     """All statistics of a problem."""
     return [one for name in ROWS for one in made(problem, name)]
 
 
-def one(problem: Problem, name: str) -> Made:
+def one(problem: LawProblem, name: str) -> Made:
     """The statistic of a loss."""
     return made(problem, name)[0]
 
 
-def no_loss(problem: Problem) -> str:
-    """Why there are no statistics of a loss, if there are none."""
+def no_loss(problem: LawProblem) -> str:
+    """The reason why there are no statistics of a loss, if there are none."""
     return "f is no loss function; give loss=" if problem.kind == MODEL else ""
 
 
 @law("per-sample gradients sum to the gradient", when=no_loss)
-def shares_sum(problem: Problem) -> Iterator[Claim]:
+def shares_sum(problem: LawProblem) -> Iterator[Claim]:
     """sum_n batch_grad(f)(params, *batch)[n] == grad(lambda p: f(p, *batch).sum())(params)"""
 
     def found(t: Made, of: Callable) -> Callable:
@@ -135,14 +135,14 @@ def shares_sum(problem: Problem) -> Iterator[Claim]:
     yield Claim("grad_and_variance", found(one(problem, "grad_and_variance"), lambda r: r[0]), expected, problem.n)
 
 
-def _without_draws(problem: Problem) -> str:
+def _without_draws(problem: LawProblem) -> str:
     if problem.draws:
         return "f draws"
     return "" if problem.n > 1 else "there is one sample"
 
 
 @law("samples do not mix", when=_without_draws, of_f=True)
-def apart(problem: Problem) -> Iterator[Claim]:
+def apart(problem: LawProblem) -> Iterator[Claim]:
     """f(params, *batch)[n], and loss(z, y)[n], stay what they are when the other samples become copies of sample n; a
     scalar loss is a sum: its gradient in z[n] is of the same direction then, and the same for other z[m]"""
     if problem.kind == SCALAR:
@@ -157,7 +157,7 @@ def apart(problem: Problem) -> Iterator[Claim]:
             yield Claim("loss, direction", lambda: _directions(problem), lambda: _directions_alone(problem))
 
 
-def _mixes(problem: Problem) -> str:
+def _mixes(problem: LawProblem) -> str:
     """Tells what mixes the samples of a scalar loss, which is not the sum or mean of its values for each of them."""
     try:
         one(problem, "batch_grad").itself()
@@ -168,12 +168,12 @@ def _mixes(problem: Problem) -> str:
     return ""
 
 
-def _values(problem: Problem) -> Any:
+def _values(problem: LawProblem) -> Any:
     with torch.no_grad():
         return tree.map_tensors(lambda z: z.detach().clone(), problem.f(problem.params, *problem.inputs))
 
 
-def _copies(problem: Problem) -> list[Problem]:
+def _copies(problem: LawProblem) -> list[LawProblem]:
     """For each sample a batch that is made of it alone."""
     return [problem.part([n] * problem.n) for n in range(problem.n)]
 
@@ -183,11 +183,11 @@ def _own(trees: list[Any]) -> Any:
     return zipped(torch.stack, [tree.map_tensors(lambda z, n=n: z[n], z) for n, z in enumerate(trees)])
 
 
-def _alone(problem: Problem) -> Any:
+def _alone(problem: LawProblem) -> Any:
     return _own([_values(part) for part in _copies(problem)])
 
 
-def _loss(problem: Problem) -> torch.Tensor:
+def _loss(problem: LawProblem) -> torch.Tensor:
     """The loss of the outputs, which draws nothing."""
     assert problem.loss is not None
     with torch.no_grad():
@@ -198,32 +198,32 @@ def _loss(problem: Problem) -> torch.Tensor:
     return value
 
 
-def _losses_alone(problem: Problem) -> torch.Tensor:
+def _losses_alone(problem: LawProblem) -> torch.Tensor:
     return torch.stack([_loss(part)[n] for n, part in enumerate(_copies(problem))])
 
 
-def _slopes(problem: Problem) -> Any:
+def _slopes(problem: LawProblem) -> Any:
     """The gradient of the loss in the outputs."""
     _loss(problem)
     return _slopes_at(problem, tree.tensors(_values(problem)))
 
 
-def _slopes_at(problem: Problem, z: list[torch.Tensor]) -> list[torch.Tensor]:
+def _slopes_at(problem: LawProblem, z: list[torch.Tensor]) -> list[torch.Tensor]:
     with torch.enable_grad():
         return loops.loss_slope(problem, z)
 
 
-def _slopes_beside_others(problem: Problem) -> Any:
+def _slopes_beside_others(problem: LawProblem) -> Any:
     """Each row of it where all other outputs are those of this sample, and the targets what they are."""
     z = tree.tensors(_values(problem))
     return _own([_slopes_at(problem, [x[n].expand_as(x) for x in z]) for n in range(problem.n)])
 
 
-def _directions(problem: Problem) -> Any:
+def _directions(problem: LawProblem) -> Any:
     return [_directed(x) for x in _slopes(problem)]
 
 
-def _directions_alone(problem: Problem) -> Any:
+def _directions_alone(problem: LawProblem) -> Any:
     return _own([_directions(part) for part in _copies(problem)])
 
 
@@ -234,7 +234,7 @@ def _directed(slope: torch.Tensor) -> torch.Tensor:
 
 
 @law("per-sample gradients equal their loop", when=loops.no_shares)
-def first_order(problem: Problem) -> Iterator[Claim]:
+def first_order(problem: LawProblem) -> Iterator[Claim]:
     """batch_grad(f)(params, *batch)[n] == grad(lambda p: f(p, *batch)[n])(params), and what is made of these"""
     shares = cache(lambda: loops.shares(problem))
     for name, row in ROWS.items():
@@ -245,7 +245,7 @@ def first_order(problem: Problem) -> Iterator[Claim]:
 
 
 @law("the GGN equals its loop", when=loops.no_outputs)
-def ggn(problem: Problem) -> Iterator[Claim]:
+def ggn(problem: LawProblem) -> Iterator[Claim]:
     """diag_ggn(f, loss)(params, *batch)[i] == sum_n (J[n] e_i)^T H[n] (J[n] e_i)"""
     diagonals = cache(lambda: loops.ggn_entries(problem))
     for name, row in ROWS.items():
@@ -260,7 +260,7 @@ def ggn(problem: Problem) -> Iterator[Claim]:
 
 
 @law("the Hessian equals its loop", when=no_loss)
-def hessian(problem: Problem) -> Iterator[Claim]:
+def hessian(problem: LawProblem) -> Iterator[Claim]:
     """diag_hessian(f)(params, *batch)[i] == e_i^T (grad(grad(f)) e_i)"""
     of = one(problem, "diag_hessian")
     expected = cache(lambda: loops.hessian_entries(problem))
@@ -268,7 +268,7 @@ def hessian(problem: Problem) -> Iterator[Claim]:
 
 
 @law("statistics agree with each other", when=no_loss)
-def agreement(problem: Problem) -> Iterator[Claim]:
+def agreement(problem: LawProblem) -> Iterator[Claim]:
     """ggn_trace == diag_ggn.sum(), diag_ggn == that of each sample .sum(0), which is (sqrt_ggn ** 2).sum(0), ..."""
 
     def of(name: str) -> Made:
@@ -303,15 +303,15 @@ VECTORS = 2
 """The number of vectors that are multiplied: numbers in all entries, and a one at one of the entries."""
 
 
-def vectors(problem: Problem) -> list[Any]:
+def vectors(problem: LawProblem) -> list[Any]:
     """Trees like the parameters."""
-    products = loops.Products(problem)
+    products = loops.LoopProducts(problem)
     leaf = max(range(len(products.leaves)), key=lambda i: products.leaves[i].numel())
     unit = products.unit(leaf, int(problem.entries[leaf][-1]))
     return [directions(problem.params), products.form.join(unit)]
 
 
-def _of_product(problem: Problem, called: str, product: Any, expected: Any) -> Iterator[Claim]:
+def _of_product(problem: LawProblem, called: str, product: Any, expected: Any) -> Iterator[Claim]:
     """By itself, and by its linearisation."""
     for turn, v in enumerate(vectors(problem)):
         dense = cache(lambda v=v: expected(v))
@@ -321,9 +321,9 @@ def _of_product(problem: Problem, called: str, product: Any, expected: Any) -> I
 
 
 @law("products equal those of the matrix", when=no_loss)
-def of_matrices(problem: Problem) -> Iterator[Claim]:
+def of_matrices(problem: LawProblem) -> Iterator[Claim]:
     """hvp(f)(params, v, *batch) == H v, ggnvp(f, loss) is J^T H (J v), with fisher="empirical" sum_n G[n] (G[n] . v)"""
-    products = loops.Products(problem)
+    products = loops.LoopProducts(problem)
     given = (problem.f,) if problem.loss is None else (problem.f, problem.loss)
 
     def hessian(v: Any) -> Any:
@@ -345,14 +345,14 @@ def of_matrices(problem: Problem) -> Iterator[Claim]:
         yield from _of_product(problem, "ggnvp empirical", empirical, fisher)
 
 
-def _no_model(problem: Problem) -> str:
+def _no_model(problem: LawProblem) -> str:
     return "" if problem.kind in (MODEL, BOTH, LOSSES) else "f returns one number"
 
 
 @law("Jacobians equal their loop", when=_no_model)
-def jacobians(problem: Problem) -> Iterator[Claim]:
+def jacobians(problem: LawProblem) -> Iterator[Claim]:
     """linearize(f)(params, *inputs) == f, v -> J v, c -> J^T c; batch_jacobian(f) times v is J v, its gram J J^T c"""
-    products = loops.Products(problem)
+    products = loops.LoopProducts(problem)
     inputs, v = (problem.params, *problem.inputs), directions(problem.params)
     forth = cache(lambda: products.jacobian(tree.tensors(v)))
 
@@ -393,7 +393,7 @@ def _times(rows: list[torch.Tensor], v: Any) -> torch.Tensor:
 
 
 @law("K-factors of one sample are its block", when=no_loss)
-def factors(problem: Problem) -> Iterator[Claim]:
+def factors(problem: LawProblem) -> Iterator[Claim]:
     """kfac(f, fisher="empirical")(params, *one) @ v == G (G . v), where G is read at one position of the sample"""
     alone = problem.part([0])
     every = [(path, p) for path, p in tree.named_leaves(problem.params) if p is not None]
@@ -425,7 +425,7 @@ def _kroneckers(result: Any) -> list[invfunc.kronecker.Kronecker]:
     return [x for x in found if x is not None]
 
 
-def _in_any_order(problem: Problem) -> str:
+def _in_any_order(problem: LawProblem) -> str:
     if problem.draws:
         return "f draws, by the places of the samples"
     if problem.n < 2:
@@ -442,7 +442,7 @@ def _in_any_order(problem: Problem) -> str:
 
 
 @law("the order of the samples does not matter", when=_in_any_order)
-def order(problem: Problem) -> Iterator[Claim]:
+def order(problem: LawProblem) -> Iterator[Claim]:
     """t(params, *(x[order] for x in batch)) == t(params, *batch), or its [order] where it has samples"""
     index = [*range(1, problem.n), 0]
     turned = problem.part(index)
@@ -458,7 +458,7 @@ def order(problem: Problem) -> Iterator[Claim]:
 
 
 @law("samples= picks", when=no_loss)
-def samples(problem: Problem) -> Iterator[Claim]:
+def samples(problem: LawProblem) -> Iterator[Claim]:
     """batch_grad(f, samples=s)(params, *batch) == batch_grad(f)(params, *batch)[s], and what is made of these"""
     n = problem.n
     chosen = [2 % n, 0, 0, n - 1]
@@ -485,7 +485,7 @@ def samples(problem: Problem) -> Iterator[Claim]:
 
 
 @law("together is the same", when=no_loss)
-def several(problem: Problem) -> Iterator[Claim]:
+def several(problem: LawProblem) -> Iterator[Claim]:
     """together(t1, t2, ...)(params, *batch) == (t1(params, *batch), t2(params, *batch), ...)"""
     known = {of.called: of.row for of in every(problem)}
     whole = {name: row for name, row in known.items() if LOSS in row.forms and row.form != OF_MODEL}
@@ -502,14 +502,14 @@ def several(problem: Problem) -> Iterator[Claim]:
 
 
 @law("blocks do not matter")
-def blocks(problem: Problem) -> Iterator[Claim]:
+def blocks(problem: LawProblem) -> Iterator[Claim]:
     """t(params, *batch) is the same whatever fits the cache, and with it the samples and columns of one pass"""
     for of in every(problem):
         yield Claim(of.called, lambda of=of: in_blocks(of.make())(*of.args), of.itself, problem.n)
 
 
 @law("fast equals generic")
-def generic(problem: Problem) -> Iterator[Claim]:
+def generic(problem: LawProblem) -> Iterator[Claim]:
     """t(params, *batch) is the same by rules of operations, and by the path that every operation can take"""
     for of in every(problem):
         if of.row.gives == FACTORS:  # K-factors are of operations with a rule
@@ -523,7 +523,7 @@ def _divided(of: Made) -> tuple[AxisName, ...]:
 
 
 @law("chunks do not matter")
-def chunks(problem: Problem) -> Iterator[Claim]:
+def chunks(problem: LawProblem) -> Iterator[Claim]:
     """chunked(t, n, over="samples" | "outputs" | "params")(params, *batch) == t(params, *batch), for every n"""
     for of in every(problem):
         for turn, over in enumerate(_divided(of)):
@@ -543,18 +543,18 @@ Formula = Callable[..., Any]
 """`(params, *batch)`, of the batch that the statistic takes."""
 
 
-def no_formulas(problem: Problem) -> str:
-    """Why there are none, if there are none."""
+def no_formulas(problem: LawProblem) -> str:
+    """The reason why there are none, if there are none."""
     if problem.kind == MODEL:
         return f"its Jacobian has more than {DENSE} numbers" if _large(problem) else ""
     return loops.no_shares(problem)
 
 
-def _large(problem: Problem) -> bool:
+def _large(problem: LawProblem) -> bool:
     return sum(p.numel() for p in tree.tensors(problem.params)) * problem.n > DENSE
 
 
-def formulas(problem: Problem, samples: list[int] | None = None) -> Iterator[tuple[Made, Formula]]:
+def formulas(problem: LawProblem, samples: list[int] | None = None) -> Iterator[tuple[Made, Formula]]:
     """All that there are, of some samples."""
 
     def shares(params: Any, *batch: Any) -> Any:
@@ -581,19 +581,19 @@ def formulas(problem: Problem, samples: list[int] | None = None) -> Iterator[tup
         )
 
 
-def _one_output(problem: Problem) -> bool:
+def _one_output(problem: LawProblem) -> bool:
     with torch.no_grad():
         return len(tree.tensors(problem.f(problem.params, *problem.inputs))) == 1
 
 
-def value(problem: Problem) -> Callable:
+def value(problem: LawProblem) -> Callable:
     """One number of what f gives, as a function of `(params, *batch)`."""
     if problem.kind == MODEL:
         return lambda params, *batch: total(problem.f(params, *batch))
     return lambda params, *batch: problem.losses(params, *batch).sum()
 
 
-def moved(problem: Problem, by: float = 0.1, at: float = 0.0) -> Problem:
+def moved(problem: LawProblem, by: float = 0.1, at: float = 0.0) -> LawProblem:
     """At other parameters: at those that training starts from a derivative may be zero, and its rounding is not."""
     return replace(problem, params=tree.map_tensors(lambda p: p + by * fixed(p.shape, p, at), problem.params))
 
@@ -601,7 +601,7 @@ def moved(problem: Problem, by: float = 0.1, at: float = 0.0) -> Problem:
 Way = Callable[[Callable], Callable]
 
 
-def _of_parameters(problem: Problem, ways: dict[str, Way], loop: Way) -> Iterator[Claim]:
+def _of_parameters(problem: LawProblem, ways: dict[str, Way], loop: Way) -> Iterator[Claim]:
     """All statistics, each in some ways that one loop is expected of."""
     possible = cache(lambda: [way(slopes(value(problem)))(problem.params, *problem.batch) for way in ways.values()])
     for of, formula in formulas(problem):
@@ -624,13 +624,13 @@ def _of_parameters(problem: Problem, ways: dict[str, Way], loop: Way) -> Iterato
 
 
 @law("grad of a statistic is that of its loop", when=no_formulas)
-def differentiated(problem: Problem) -> Iterator[Claim]:
+def differentiated(problem: LawProblem) -> Iterator[Claim]:
     """grad(lambda p: total(t(p, *batch)))(params) == the same of the loop, by torch.autograd; so of t by autograd"""
     yield from _of_parameters(problem, {"": slopes, " by autograd": loop_slopes}, loop_slopes)
 
 
 @law("vmap over parameters is the loop")
-def batched(problem: Problem) -> Iterator[Claim]:
+def batched(problem: LawProblem) -> Iterator[Claim]:
     """vmap(t, (0, None, ...))(stack(points), *batch) == stack([t(p, *batch) for p in points])"""
 
     @cache

@@ -9,14 +9,14 @@ from torch.autograd import functional
 
 from invfunc import tree
 from invfunc.testing.laws.compare import zipped
-from invfunc.testing.laws.problem import BOTH, LOSSES, MODEL, SCALAR, Problem
+from invfunc.testing.laws.problem import BOTH, LOSSES, MODEL, SCALAR, LawProblem
 from invfunc.testing.oracles import loop_batch_grad
 
 Tensors = list[torch.Tensor]
 
 
-def no_shares(problem: Problem) -> str:
-    """Why there is no loop for the shares, if there is none."""
+def no_shares(problem: LawProblem) -> str:
+    """The reason why there is no loop for the shares, if there is none."""
     if problem.kind == MODEL:
         return "f is no loss function; give loss="
     if problem.kind == SCALAR and not problem.fold:
@@ -24,7 +24,7 @@ def no_shares(problem: Problem) -> str:
     return ""
 
 
-def shares(problem: Problem, params: Any = None) -> Any:
+def shares(problem: LawProblem, params: Any = None) -> Any:
     """`G[n]`, one by one; differentiable in `params` and the batch where these require grad."""
     params = problem.params if params is None else params
     if problem.kind == SCALAR:
@@ -38,7 +38,7 @@ def shares(problem: Problem, params: Any = None) -> Any:
     return _by_outputs(problem, params)
 
 
-def _by_outputs(problem: Problem, params: Any) -> Any:
+def _by_outputs(problem: LawProblem, params: Any) -> Any:
     """Of a scalar loss of outputs: the pullback of its slope in those of sample n alone."""
     deep = any(x.requires_grad for x in tree.tensors((params, problem.batch)))
     leaves, form = fresh(params)
@@ -63,7 +63,7 @@ def fresh(params: Any) -> tuple[Tensors, Any]:
     return [p.view_as(p) if p.requires_grad else p.detach().requires_grad_() for p in leaves], form
 
 
-def loss_of_outputs(problem: Problem, z: Tensors, *given: torch.Tensor) -> torch.Tensor:
+def loss_of_outputs(problem: LawProblem, z: Tensors, *given: torch.Tensor) -> torch.Tensor:
     """The loss, summed, of leaves of the outputs; `given` in place of z."""
     assert problem.loss is not None
     with torch.no_grad():
@@ -71,14 +71,14 @@ def loss_of_outputs(problem: Problem, z: Tensors, *given: torch.Tensor) -> torch
     return problem.steady(problem.loss)(form.join(given or z), problem.batch[-1]).sum()
 
 
-def loss_slope(problem: Problem, z: Tensors, deep: bool = False) -> Tensors:
+def loss_slope(problem: LawProblem, z: Tensors, deep: bool = False) -> Tensors:
     """The gradient of the loss in the outputs."""
     at = z if deep else [x.detach().requires_grad_() for x in z]
     value = loss_of_outputs(problem, at)
     return list(torch.autograd.grad(value, at, create_graph=deep, materialize_grads=True))
 
 
-def gradient(problem: Problem) -> Any:
+def gradient(problem: LawProblem) -> Any:
     """The gradient of the loss, by torch.autograd."""
     leaves, form = fresh(problem.params)
     with torch.enable_grad():
@@ -86,10 +86,10 @@ def gradient(problem: Problem) -> Any:
     return form.join(list(torch.autograd.grad(value, leaves, materialize_grads=True)))
 
 
-class Products:
+class LoopProducts:
     """Products of a vector with the Jacobian, the Hessian and the GGN of a problem at its parameters."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: LawProblem) -> None:
         self.problem = problem
         leaves, self.form = tree.separate(problem.params)
         self.leaves = tuple(p.detach() for p in leaves)
@@ -135,14 +135,14 @@ class Products:
         return v
 
 
-def no_outputs(problem: Problem) -> str:
-    """Why there is no loop for the GGN, if there is none."""
+def no_outputs(problem: LawProblem) -> str:
+    """The reason why there is no loop for the GGN, if there is none."""
     return "" if problem.kind == BOTH else "its loop needs the outputs; give a model with loss="
 
 
-def ggn_entries(problem: Problem) -> Any:
+def ggn_entries(problem: LawProblem) -> Any:
     """The diagonals `J[n]^T H[n] J[n]` at the entries of the problem: a tree of `[N, entries]`."""
-    products = Products(problem)
+    products = LoopProducts(problem)
 
     def each(leaf: int, place: int) -> torch.Tensor:
         there, curved = products.ggn(products.unit(leaf, place))
@@ -155,9 +155,9 @@ def ggn_entries(problem: Problem) -> Any:
     return products.form.join(rows)
 
 
-def hessian_entries(problem: Problem) -> Any:
+def hessian_entries(problem: LawProblem) -> Any:
     """The diagonal of the Hessian of the loss at the entries of the problem."""
-    products = Products(problem)
+    products = LoopProducts(problem)
     rows = [
         torch.stack([products.hessian(products.unit(i, int(k)))[i].reshape(-1)[k] for k in places])
         if len(places)
@@ -167,7 +167,7 @@ def hessian_entries(problem: Problem) -> Any:
     return products.form.join(rows)
 
 
-def at_entries(problem: Problem, result: Any) -> Any:
+def at_entries(problem: LawProblem, result: Any) -> Any:
     """A result with leaves `[*lead, *p]`, at the entries of the problem."""
     found, form = tree.separate(result)
     rows = []

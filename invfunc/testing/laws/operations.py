@@ -22,7 +22,7 @@ from invfunc.testing.laws.compare import (
     written,
 )
 from invfunc.testing.laws.pairs import floats, live
-from invfunc.testing.laws.problem import Problem, problem
+from invfunc.testing.laws.problem import LawProblem, problem
 from invfunc.testing.laws.run import (
     FUNCTION,
     OPERATION,
@@ -327,7 +327,7 @@ def _check_output(given: OperationProblem) -> None:
         raise ArgumentError(f"{told}: it returns shape {list(out.shape)} for {n} samples, but has to return [N, ...].")
 
 
-def _as_model(given: OperationProblem, argument: str | int) -> Problem:
+def _as_model(given: OperationProblem, argument: str | int) -> LawProblem:
     f, p, rest, dims = given.model(argument)
     target = fixed(given.op(*given.args).shape, p, 0.1)
     batch, dims = (*rest, target), (*dims, 0)

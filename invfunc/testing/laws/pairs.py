@@ -131,7 +131,7 @@ def gradients(h: Callable, problem: PairProblem, twice: bool = False) -> list[to
 
 
 def no_floats(problem: PairProblem) -> str:
-    """Why there are no gradients, if there are none."""
+    """The reason why there are no gradients, if there are none."""
     return "" if floats((problem.x, problem.args)) else "nothing in x has a gradient"
 
 

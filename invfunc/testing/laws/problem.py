@@ -25,7 +25,7 @@ ENTRIES = 24
 
 
 @dataclass(frozen=True, repr=False)
-class Problem:
+class LawProblem:
     """`f(params, *batch)`, or `loss(f(params, *batch[:-1]), batch[-1])`."""
 
     f: Callable
@@ -49,13 +49,13 @@ class Problem:
         dtypes = " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in tree.tensors(self.params)}))
         return f"{describe(self.f)}{loss}, {self.kind}{drawing}, N = {self.n}, {dtypes}"
 
-    def part(self, samples: Sequence[int]) -> Problem:
+    def part(self, samples: Sequence[int]) -> LawProblem:
         """The same of these samples of the batch."""
         given = tuple(_taken(x, dim, samples) for x, dim in zip(self.batch, self.in_dims, strict=True))
         own = tuple(self.samples[n] for n in samples)
         return replace(self, batch=given, n=len(samples), samples=own)
 
-    def double(self) -> Problem:
+    def double(self) -> LawProblem:
         """The same in float64."""
         return replace(self, params=cast(self.params, torch.float64), batch=cast(self.batch, torch.float64))
 
@@ -127,7 +127,7 @@ class Problem:
                 continue
         return 1e-6 * min(max(sizes), max(sizes) ** 2)
 
-    def _steepness(self, at: Problem) -> float:
+    def _steepness(self, at: LawProblem) -> float:
         leaves, form = tree.separate(at.params)
         leaves = [p.detach().requires_grad_() for p in leaves]
         with torch.enable_grad():
@@ -161,7 +161,7 @@ def _taken(argument: Any, dim: int | None, samples: Sequence[int]) -> Any:
 
 def problem(
     call: str, f: Callable, params: Any, batch: tuple, loss: Callable | None, in_dims: InDims, samples: Any, seed: int
-) -> Problem:
+) -> LawProblem:
     """Find out what f is, by one call."""
     check_functions(call, f, loss)
     places = list(range(1, len(batch) + 1))
@@ -174,7 +174,7 @@ def problem(
         _check_params(params)
     except InvFuncError as error:
         raise type(error)(f"{call}({describe(f)}, ...): {error}") from None
-    given = Problem(f, params, batch, loss, tuple(dims[i] for i in places), seed, LOSSES, n, False, tuple(range(n)))
+    given = LawProblem(f, params, batch, loss, tuple(dims[i] for i in places), seed, LOSSES, n, False, tuple(range(n)))
     if samples is not None:
         given = given.part(picked(call, samples, n))
     draws, result = _called(call, given)
@@ -199,7 +199,7 @@ def _check_params(params: Any) -> None:
         raise ArgumentError("params has no tensors.")
 
 
-def _called(call: str, given: Problem) -> tuple[bool, Any]:
+def _called(call: str, given: LawProblem) -> tuple[bool, Any]:
     """Calls f: returns whether it draws, and what the loss or the model gives."""
     own = tree.map_tensors(torch.clone, (given.params, *given.inputs))
     with seeded(given.seed), torch.no_grad():
@@ -216,7 +216,7 @@ def _called(call: str, given: Problem) -> tuple[bool, Any]:
     return draws, result
 
 
-def _lost(call: str, given: Problem, outputs: Any) -> Any:
+def _lost(call: str, given: LawProblem, outputs: Any) -> Any:
     """The loss of outputs, which may not fit the target."""
     assert given.loss is not None
     try:
@@ -231,7 +231,7 @@ def _lost(call: str, given: Problem, outputs: Any) -> Any:
         ) from error
 
 
-def _kind(call: str, given: Problem, result: Any) -> str:
+def _kind(call: str, given: LawProblem, result: Any) -> str:
     told, kind = f"{call}({describe(given.f)}, ...)", SCALAR
     if _has_nan(result):
         alone = [given.samples[i] for i in range(given.n) if _has_nan(_alone(given.part([i])))]
@@ -258,7 +258,7 @@ def _has_nan(result: Any) -> bool:
     return any(bool(x.isnan().any()) for x in tree.tensors(result) if x.is_floating_point())
 
 
-def _alone(given: Problem) -> Any:
+def _alone(given: LawProblem) -> Any:
     """The result of a sample by itself; nothing where f wants several."""
     try:
         with seeded(given.seed), torch.no_grad():
@@ -286,7 +286,7 @@ def _shown(x: Any) -> str:
     return f"shape {list(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
 
 
-def options(given: Problem, in_dims: InDims) -> dict[str, Any]:
+def options(given: LawProblem, in_dims: InDims) -> dict[str, Any]:
     """The options by which a loss and in_dims were given."""
     loss = {} if given.loss is None else {"loss": "loss"}
     return loss | ({} if in_dims == 0 else {"in_dims": in_dims})

@@ -128,11 +128,11 @@ class Outcome:
     error: float = 0.0
     seconds: float = 0.0
     why_not: str = ""
-    """Why it does not apply."""
+    """The reason why it does not apply."""
     refused: dict[str, str] = field(default_factory=dict)
     """The errors of this library, by what they are said of."""
     inapplicable: dict[str, str] = field(default_factory=dict)
-    """Why it does not apply to some: torch cannot do it even without this library, or it is not said of them."""
+    """The reason why it does not apply to some: torch cannot do it alone, or it is not said of them."""
     left: int = 0
     """Claims for which there was no time."""
     failures: list[Failure] = field(default_factory=list)

@@ -33,7 +33,7 @@ from invfunc.testing.laws.compare import (
     written,
     zipped,
 )
-from invfunc.testing.laws.problem import Problem, options, problem
+from invfunc.testing.laws.problem import LawProblem, options, problem
 from invfunc.testing.laws.rows import generic, in_blocks
 from invfunc.testing.laws.run import (
     LEAST_SECONDS,
@@ -57,7 +57,7 @@ class TransformProblem:
 
     maker: Callable
     loop: Callable
-    one: Problem
+    one: LawProblem
     called: str
     rtol = None
 
