@@ -488,10 +488,11 @@ class BlockRun(Holder):
         pack, unpack = (collected.pack, collected.__getitem__) if differentiates else (collected.append, _nothing)
         was = functorch.push_hooks(pack, unpack)
         try:
-            if self._forms is None:
+            if self._forms is None and link.around.learned:
                 out = fn(*args, **kwargs)
-            else:
-                with self._forms():
+            else:  # parts that are compiled ran as they are written under the mode of the first evaluation
+                forms = self._forms() if self._forms is not None else nullcontext()
+                with forms, nullcontext() if link.around.learned else Reading():
                     out = fn(*args, **kwargs)
         finally:
             functorch.pop_hooks(was)

@@ -185,7 +185,7 @@ class TestCheck:
 
     def test_what_rounding_does_in_float32_is_no_failure_and_more_is_one(self, monkeypatch):
         """An attention of one sample, whose norm makes much of the rounding of few terms."""
-        of = Problem(Model("attention", n=1, seed=10, dtype=torch.float32), Loss("cross_entropy"))
+        of = Problem(Model("attention", n=1, seed=18, dtype=torch.float32), Loss("cross_entropy"))
         right, law = invfunc.hvp, "products equal those of the matrix"
         assert laws.check(*of.args, **of.options, only=law).outcomes[0].state == "holds"
         monkeypatch.setattr(invfunc, "hvp", lambda *f: lambda *a: tree.map_leaves(lambda v: 1.2 * v, right(*f)(*a)))
