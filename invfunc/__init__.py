@@ -83,7 +83,7 @@ from invfunc.statistics.sum_grad_squared import sum_grad_squared
 from invfunc.statistics.variance import variance
 from invfunc.together import together
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "InvFuncError",
