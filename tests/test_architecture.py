@@ -188,10 +188,17 @@ assert state() == before, [(a, b) for a, b in zip(before, state()) if a != b]
         assert run.returncode == 0 and run.stdout == "", run.stdout + run.stderr
 
     def test_take_little_time(self):
-        """Of the processor, beyond torch's own; 0.3 s on a quiet machine."""
-        code = "import time, torch, opt_einsum; start = time.process_time(); import invfunc; print(time.process_time() - start)"
+        """Of the processor: 0.3 of torch's own import on a quiet machine, about a half on a busy one."""
+        code = """
+import time
+start = time.process_time()
+import torch, opt_einsum
+between = time.process_time()
+import invfunc
+print((time.process_time() - between) / (between - start))
+"""
         runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True) for _ in range(3)]
-        assert min(float(run.stdout) for run in runs) < 0.4
+        assert min(float(run.stdout) for run in runs) < 0.8
 
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
