@@ -18,11 +18,10 @@ from invfunc import (
     diag_ggn,
     gram,
     sum_grad_squared,
-    thresholds,
     variance,
 )
 from invfunc.errors import SampleAxisError
-from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
+from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
 EXACT = 1e-10
@@ -65,25 +64,6 @@ def test_parts_that_are_asked_for_are_refused(form):
                 chunked(statistic, n, over="samples")(*args)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_blocks_are_not_taken(form, monkeypatch):
-    (p, x, y), (model, _) = drawn(), given(form)
-    wanted = dense_diag_ggn(model, F.cross_entropy)(p, x, y)
-    monkeypatch.setattr(thresholds, "CACHE", {"cpu": 8})
-    assert_trees_close(diag_ggn(model, F.cross_entropy)(p, x, y), wanted, EXACT)
-    assert_trees_close(diag_ggn(lambda p, x, y: F.cross_entropy(model(p, x), y))(p, x, y), wanted, EXACT)
-
-
-def test_indices_that_are_a_batch_argument_are_the_way_out():
-    p, x, y = drawn()
-
-    def f(p, x, i, y):
-        return F.cross_entropy((x + p["z"][i]) @ p["w"], y, reduction="none")
-
-    i = torch.arange(N)
-    assert_trees_close(chunked(batch_grad(f), 3)(p, x, i, y), loop_batch_grad(f)(p, x, i, y), EXACT)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_parameters_that_are_the_same_for_all_run_in_parts(dtype):
     """Zeros, ones and expanded tokens, as layers have them at first."""
@@ -98,23 +78,6 @@ def test_parameters_that_are_the_same_for_all_run_in_parts(dtype):
 
     found = chunked(batch_grad(f), 3)(p, x, y)
     assert_trees_close(found, batch_grad(f)(p, x, y), 1e-5 if dtype == torch.float32 else 0.05)
-
-
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16, None])
-def test_half_precision_hides_nothing(low):
-    """A large bias leaves few digits for what depends on the length of the batch."""
-    rand = Numbers()
-    dtype = torch.float32 if low is None else low
-    params, x = (rand(3, 2).to(dtype), 20 * rand(2).abs().to(dtype)), rand(5, 3).to(dtype)
-
-    def scaled(p, x):
-        return x / len(x) @ p[0] + p[1]
-
-    with torch.autocast("cpu", torch.bfloat16, enabled=low is None):
-        with pytest.raises(SampleAxisError, match="the length"):
-            chunked(batch_jacobian(scaled), 3, over="samples")(params, x)
-        found = chunked(batch_jacobian(lambda p, x: x @ p[0] + p[1]), 3, over="samples")(params, x)
-        assert_trees_close(found, batch_jacobian(lambda p, x: x @ p[0] + p[1])(params, x), 1e-2)
 
 
 MIXED = {
@@ -182,13 +145,3 @@ def test_statistics_of_an_entry_for_each_sample_where_all_sizes_are_equal(form, 
     scale = (norms.mean() / norms).sqrt().clamp(max=1)
     clipped, _ = clipped_grad(losses, norms.mean().sqrt().item(), samples=samples)(w, x, y)
     assert_trees_close(clipped, torch.tensordot(scale, rows, 1), EXACT)
-
-
-def test_squares_of_an_entry_for_each_sample_with_as_many_positions_as_samples():
-    w, x = Numbers(1)(2, 1), Numbers(2)(2, 2)
-
-    def losses(w, x):
-        return (w * x).sin().sum(1)
-
-    wanted = torch.func.jacrev(losses)(w, x).square().sum(0)
-    assert_trees_close(sum_grad_squared(losses)(w, x), wanted, EXACT)

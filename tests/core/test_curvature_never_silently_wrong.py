@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import grad, jacrev, vjp, vmap
+from torch.func import jacrev
 
 from invfunc import (
     InvFuncError,
@@ -77,25 +77,6 @@ def test_a_loss_of_a_loss():
     assert_trees_close(found.detach(), diag_ggn(f)(square, X, t), 1e-12)
 
 
-@pytest.mark.parametrize("sharing", ["expand", "reduce", "backpack"])
-@pytest.mark.parametrize(
-    "f",
-    [
-        lambda w, x: (x @ w[:, :2]).tanh(),
-        lambda w, x: torch.cat([x @ part for part in w.chunk(2, 1)], 1).tanh(),
-        lambda w, x: (x[:, :2] @ w[:2]).sin(),
-    ],
-    ids=["columns", "all columns", "rows"],
-)
-def test_factors_of_parts_of_a_weight(f, sharing):
-    """Of one sample and position they are exact where the weight is read."""
-    x = X[:1]
-    J = jacrev(f)(W, x).reshape(-1, W.numel())
-    found = kfac(f, squares, weight_sharing=sharing, fisher="exact")(W, x, torch.zeros_like(f(W, x))).dense()
-    wanted = 2 * J.T @ J
-    assert_trees_close(torch.where(wanted == 0, 0, found), wanted, 1e-10)
-
-
 @pytest.mark.parametrize("make", [diag_hessian, partial(diag_hessian, per_sample=True)])
 @pytest.mark.parametrize(
     "f",
@@ -112,50 +93,6 @@ def test_a_parameter_with_an_entry_for_each_sample_that_is_read_again(f, make):
     with suppress(SampleAxisError):
         found = make(f, squares)(p, X, torch.zeros(5, 3).double())
         assert_trees_close(found if make is diag_hessian else found.sum(0), wanted, 1e-10)
-
-
-def test_the_second_derivative_of_a_diagonal_through_a_norm():
-    def f(w, x):
-        return F.layer_norm(x @ w, (4,))
-
-    def slope(w):
-        return grad(lambda w: (diag_ggn(f, squares)(w, X, torch.zeros(5, 4).double()) * W.cos()).sum())(w)
-
-    along, step = W.sin(), 1e-4
-    found = vjp(slope, W)[1](along)[0]
-    ends = [slope(W + k * step * along) for k in (-2, -1, 1, 2)]
-    wanted = (ends[0] - 8 * ends[1] + 8 * ends[2] - ends[3]) / (12 * step)
-    assert_trees_close(found, wanted, 1e-6)
-
-
-def test_a_chain_with_views():
-    def f(p, x):
-        h = F.conv2d(x, p[0]).relu().flatten(1)
-        return h.view(len(x), -1) @ p[1]
-
-    params, x, y = [Numbers(1)(2, 1, 2, 2), Numbers(2)(8, 3)], Numbers(3)(1, 1, 3, 3), Numbers(4)(1, 3)
-    found = kfra(f, F.mse_loss, weight_sharing="reduce")(params, x, y)
-    wanted = kfac(f, F.mse_loss, weight_sharing="reduce", fisher="exact")(params, x, y)
-    assert_trees_close([k.dense() for k in found], [k.dense() for k in wanted], 1e-10)
-
-
-@pytest.mark.parametrize("joint", [False, True])
-def test_a_bias_that_all_outputs_share(joint):
-    def f(p, x):
-        return F.linear(x, p["w"], p["b"])
-
-    found = kfac(f, squares, joint=joint, fisher="exact")({"w": W.T, "b": Numbers(6)(1)}, X, Numbers(7)(5, 4))
-    assert found["w"].shape == (4, 3) and found["b"].shape == (1,)
-
-
-@pytest.mark.parametrize("make", [diag_ggn, diag_hessian, partial(diag_hessian, per_sample=True)])
-def test_prelu_under_vmap_over_parameters(make):
-    f, params = functional(nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Linear(4, 2)).double())
-    several = [{name: p + 0.1 * k for name, p in params.items()} for k in range(4)]
-    stacked = {name: torch.stack([p[name] for p in several]) for name in params}
-    t, y = make(f, F.mse_loss), Numbers(8)(5, 2)
-    found = vmap(lambda p: t(p, X, y))(stacked)
-    assert_trees_close({name: found[name][1] for name in params}, t(several[1], X, y), 1e-10)
 
 
 def test_a_product_through_logcumsumexp():

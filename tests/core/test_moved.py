@@ -16,12 +16,10 @@ from invfunc import (
     chunked,
     diag_ggn,
     kfac,
-    variance,
 )
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import FIRST_ORDER
-from tests import moved
-from tests.moved import D, arguments, program
+from tests.moved import arguments, program
 
 EXACT = 1e-9
 
@@ -112,72 +110,3 @@ def test_few_programs_are_refused():
 
 
 # One weight that is read elementwise and by rows that are looked up, which data put in another order
-
-TWICE = {
-    "embedding": lambda w, i: F.embedding(i, w),
-    "index": lambda w, i: w[i],
-    "one-hot": lambda w, i: F.one_hot(i, D).to(w.dtype) @ w,
-}
-BACK = ["index_add", "scatter", "inverse", "loop", "stack"]
-
-
-def twice(look_up, back):
-    def losses(w, x, i, k):
-        q = k.argsort()
-        h = x * w[0]
-        return moved.BACK[back](h, q, h[q] + TWICE[look_up](w, i[q])).square().sum(1)
-
-    return losses
-
-
-def args_of(i):
-    r = torch.Generator().manual_seed(0)
-    w, x = (torch.randn(n, D, generator=r, dtype=torch.float64) for n in (D, 3))
-    return w, x, torch.tensor(i), torch.tensor([1.57, -0.97, -0.95])
-
-
-@pytest.mark.parametrize("back", BACK)
-@pytest.mark.parametrize("look_up", TWICE)
-@pytest.mark.parametrize("i", [[1, 0, 0], [3, 0, 3], [3, 1, 2]], ids=str)
-def test_rows_that_are_looked_up_belong_to_the_samples_they_are_added_to(i, look_up, back):
-    losses, args = twice(look_up, back), args_of(i)
-    assert_trees_close(batch_grad(losses)(*args), shares_of(losses, args), EXACT)
-    assert_trees_close(batch_grad(lambda *a: losses(*a).sum())(*args), shares_of(losses, args), EXACT)
-
-
-def test_outputs_of_samples_that_come_in_the_order_of_their_keys():
-    def model(w, x, i, k):
-        h = torch.zeros_like(x)
-        for _ in range(2):
-            h = torch.tanh(h @ w + x * w[0])
-        q = sorted(range(len(h)), key=lambda n: k[n].item())
-        z, o = h[q] + F.embedding(i[torch.tensor(q)], w), torch.zeros_like(h)
-        for j, n in enumerate(q):
-            o[n] = z[j]
-        return o
-
-    args = args_of([3, 0, 3])
-    assert_trees_close(batch_jacobian(model)(*args), torch.func.jacrev(model)(*args), EXACT)
-
-
-@pytest.mark.parametrize("reduction", [torch.clone, torch.sum], ids=["losses", "sum"])
-def test_parts_of_what_is_sorted_are_written_by_masks(reduction):
-    def losses(w, x, i, k):
-        q = k.argsort()
-        h, own = (x @ w)[q], i[q]
-        z = torch.zeros_like(h)
-        for c in range(D):
-            z[own == c] = h[own == c] * w[c]
-        return z[q.argsort()].square().sum(1)
-
-    args = args_of([3, 0, 3])
-    assert_trees_close(batch_grad(lambda *a: reduction(losses(*a)))(*args), shares_of(losses, args), EXACT)
-
-
-def test_what_is_known_of_rows_outlives_transforms():
-    losses, (w, *args) = twice("embedding", "loop"), args_of([3, 0, 3])
-    small = variance(losses)
-    want = torch.func.jacrev(lambda w: shares_of(losses, (w, *args)).var(0, correction=0))(w)
-    assert_trees_close(torch.func.jacfwd(lambda w: small(w, *args))(w), want, EXACT)
-    assert_trees_close(torch.func.jacrev(lambda w: small(w, *args))(w), want, EXACT)
-    assert_trees_close(small(w, *args), shares_of(losses, (w, *args)).var(0, correction=0), EXACT)

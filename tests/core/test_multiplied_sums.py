@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import batch_grad, batch_l2_grad, clipped_grad, sum_grad_squared, variance
+from invfunc import batch_grad
 from invfunc.errors import SampleAxisError
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
@@ -98,23 +98,6 @@ def test_shares_are_what_samples_add(name, product):
     assert_trees_close(found, torch.func.jacrev(each)(P), EXACT)
 
 
-@pytest.mark.parametrize("make", [batch_l2_grad, sum_grad_squared, variance, lambda f: clipped_grad(f, 0.1)])
-def test_of_every_statistic(make):
-    f, each = programs(PRODUCTS["task weight"], "mse", "soft targets")
-    found = make(f)(P, X, Y, C)
-    assert_trees_close(found, make(lambda p, x: each(p) + 0 * x[:, 0])(P, X), EXACT)
-
-
-def test_is_differentiable():
-    f, each = programs(PRODUCTS["deviation"], "mse", "soft targets")
-
-    def through(shares):
-        return lambda p: sum(g.square().sum() for g in shares(p).values())
-
-    found = torch.func.grad(through(lambda p: batch_grad(f)(p, X, Y, C)))(P)
-    assert_trees_close(found, torch.func.grad(through(torch.func.jacrev(each)))(P), EXACT)
-
-
 @pytest.mark.parametrize(
     "bent",
     [
@@ -126,21 +109,3 @@ def test_is_differentiable():
 def test_what_is_not_linear_in_the_sum_is_refused(bent):
     with pytest.raises(SampleAxisError):
         batch_grad(lambda p, x, y: bent(F.mse_loss(model(p, x), y), p))(P, X, Y)
-
-
-@pytest.mark.parametrize("rows", [(N, 3), (N, 1)])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_a_variance_that_is_a_parameter(rows, reduction):
-    """Expanded to the batch."""
-    p = {"w": P["w"], "v": P["v"][0, : rows[1]]}
-
-    def f(p, x, y):
-        variance = p["v"].exp().expand(len(x), *rows[1:])
-        found = F.gaussian_nll_loss(x @ p["w"], y, variance, reduction=reduction)
-        return found.sum(1) if reduction == "none" else found
-
-    def one(p, x, y):
-        return f(p, x[None], y[None]).sum() / (N if reduction == "mean" else 1)
-
-    wanted = torch.vmap(torch.func.grad(one), (None, 0, 0))(p, X, Y)
-    assert_trees_close(batch_grad(f)(p, X, Y), wanted, EXACT)

@@ -10,7 +10,6 @@ from torch.func import functional_call, grad, jacfwd, jacrev, jvp, linearize, vj
 
 from invfunc import InvFuncError, batch_grad, diag_hessian
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import FIRST_ORDER
 from tests.strategies import Numbers
 
 EXACT = 1e-9
@@ -111,33 +110,6 @@ def test_shares_are_those_of_the_loop_or_refused(way, loss):
         assert way not in FOUND
         return
     assert_trees_close(found, loop(f, P, X, Y), EXACT)
-
-
-@pytest.mark.parametrize("row", FIRST_ORDER.values(), ids=FIRST_ORDER)
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_every_statistic(row, n):
-    f, batch = LOSSES["beside a term that is seen"](strange), (Numbers(4)(3, 3)[:n], Y[:n])
-    if n >= row.fewest:
-        assert_trees_close(row.make(f)(P, *batch), row.of_shares(loop(f, P, *batch)), EXACT)
-
-
-def test_what_is_a_sum_needs_no_shares():
-    f = LOSSES["alone"]
-    lost, seen = f(lambda x: strange(x.roll(1, 0))), f(lambda x: x.roll(1, 0).sin())
-    assert_trees_close(diag_hessian(lost)(P, X, Y), diag_hessian(seen)(P, X, Y), EXACT)
-    assert_trees_close(diag_hessian(lambda p, x: p.pow(3).sum())(P, X), 6 * P, EXACT)
-    assert_trees_close(
-        diag_hessian(lost, per_sample=True)(P, X, Y), diag_hessian(seen, per_sample=True)(P, X, Y), EXACT
-    )
-
-
-def test_numbers_that_are_read_and_not_used():
-    def f(p, x, y):
-        assert float(x[0, 0]) < 100
-        return F.cross_entropy(x @ p, y) + p.square().sum()
-
-    wanted = batch_grad(lambda p, x, y: F.cross_entropy(x @ p, y) + p.square().sum())(P, X, Y)
-    assert_trees_close(batch_grad(f)(P, X, Y), wanted, EXACT)
 
 
 def test_random_numbers_are_those_of_one_call():

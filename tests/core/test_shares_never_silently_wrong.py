@@ -17,10 +17,9 @@ from invfunc import (
     gram,
     operation,
     sum_grad_squared,
-    thresholds,
 )
 from invfunc.errors import ArgumentError
-from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad, loop_batch_jacobian, loop_gram
+from invfunc.testing import assert_trees_close, loop_batch_grad, loop_batch_jacobian, loop_gram
 from tests.strategies import Numbers
 
 W, X = Numbers()(3, 3), Numbers(1)(4, 3)
@@ -33,21 +32,6 @@ def assert_shares(f, *args):
     assert_trees_close(batch_grad(f)(*args), shares, EXACT)
     assert_trees_close(sum_grad_squared(f)(*args), shares.square().sum(0), EXACT)
     assert_trees_close(batch_l2_grad(f)(*args), shares.flatten(1).square().sum(1), EXACT)
-
-
-@pytest.mark.parametrize("chosen", [[0, 1, 2], [25], [29, 3, 3]], ids=str)
-def test_samples_where_the_batch_is_cut_into_blocks(chosen, monkeypatch):
-    x, y = Numbers(1)(30, 3), Numbers(2).below(3, 30)
-    monkeypatch.setattr(thresholds, "CACHE", {"cpu": 8})
-
-    def f(w, x):
-        return (x @ w).tanh() @ w
-
-    def total(z, y):
-        return F.cross_entropy(z, y, reduction="sum")
-
-    expected = dense_diag_ggn(f, total)(W, x[chosen], y[chosen])
-    assert_trees_close(diag_ggn(f, total, samples=chosen)(W, x, y), expected, EXACT)
 
 
 class TestTheSameParameterAtCallsThatOnlyLookAlike:

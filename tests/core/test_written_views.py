@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import batch_grad, diag_ggn, diag_hessian, variance
-from invfunc.errors import ArgumentError, InvFuncError
-from invfunc.kronecker import kfra
+from invfunc.errors import InvFuncError
 from invfunc.testing import assert_trees_close, dense_diag_ggn, dense_diag_hessian, loop_batch_grad, loop_variance
 from tests.strategies import Numbers
 
@@ -129,10 +128,6 @@ class TestWrittenViews:
         assert_trees_close(diag_ggn(f, F.cross_entropy)(P, X, Y), wanted, rtol=1e-10)
         each = diag_ggn(f, F.cross_entropy, per_sample=True)(P, X, Y)
         assert_trees_close({k: v.sum(0) for k, v in each.items()}, wanted, rtol=1e-10)
-
-    def test_is_no_step_of_a_chain(self, view, write):
-        with pytest.raises(ArgumentError, match="not a chain of layers: "):
-            kfra(model(view, write), F.cross_entropy)(P, X, Y)
 
     def test_hessian(self, view, write):
         f = model(view, write)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import batch_grad, batch_l2_grad, variance
+from invfunc import batch_grad
 from invfunc.errors import SampleAxisError
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
@@ -79,27 +79,3 @@ def test_shares_are_those_of_the_loop(way, nodes, edges, seed):
     assert_trees_close(batch_grad(f)(P, *data), wanted, EXACT)
     with nullcontext() if nodes % N else suppress(SampleAxisError):
         assert_trees_close(batch_grad(lambda *a: f(*a).mean())(P, *data), {k: v / N for k, v in wanted.items()}, EXACT)
-
-
-@pytest.mark.parametrize("make", [batch_l2_grad, variance])
-@pytest.mark.parametrize("way", WAYS)
-def test_of_other_statistics(make, way):
-    f, data = losses(WAYS[way]), graphs(3, 2, 0)
-    one_by_one = make(lambda p, x, e, y: torch.cat([f(p, *(t[i : i + 1] for t in (x, e, y))) for i in range(N)]))
-    assert_trees_close(make(f)(P, *data), one_by_one(P, *data), EXACT)
-
-
-@pytest.mark.parametrize("length", [1, 2])
-def test_where_it_writes_may_be_said_by_no_sample(length):
-    """As many places as there are samples, of which each could be of one of these: the losses are taken alone."""
-
-    def padded(p, x, y):
-        def one(x, y):
-            h, z = x @ p["a"], x.new_zeros(N, D)
-            z[:length] = h[:length]
-            return F.cross_entropy(torch.tanh(h + z).sum(0) @ p["b"], y)
-
-        return torch.stack([one(x[i], y[i]) for i in range(len(x))])
-
-    x, _, y = graphs(N, 0, 0)
-    assert_trees_close(batch_grad(padded)(P, x, y), torch.func.jacrev(padded)(P, x, y), EXACT)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import invfunc
-from invfunc import batch_grad, chunked, diag_ggn, functional, outputs, sum_grad_squared, variance
+from invfunc import batch_grad, chunked, diag_ggn, functional, sum_grad_squared, variance
 from invfunc import errors as family
 from invfunc.errors import (
     ArgumentError,
@@ -22,8 +22,6 @@ from invfunc.errors import (
     SampleAxisError,
     SplitError,
 )
-from invfunc.testing.oracles import assert_trees_close
-from tests.networks import STATISTICS, network, plain
 from tests.strategies import Numbers
 
 W, X, Y = Numbers()(4, 3), Numbers(1)(5, 4), Numbers(2).below(3, 5)
@@ -315,42 +313,3 @@ class TestFamily:
         ]:
             with pytest.raises(InvFuncError):
                 t(*args)
-
-
-class TestNotANumber:
-    """NaN and inf in the data pass through as torch passes them: only what they reach is lost."""
-
-    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    @pytest.mark.parametrize("statistic", STATISTICS)
-    def test_passes_through(self, statistic, value):
-        net, y = network("perceptron", 4), Numbers(1).below(3, 4)
-
-        def loss(z, y, reduction):
-            return F.cross_entropy(z, y, reduction=reduction)
-
-        x = net.x.clone()
-        x[1, 0] = value
-        found = STATISTICS[statistic](net.f, loss)(net.params, x, y)
-        wanted = plain(statistic)(net.f, loss)(net.params, x, y)
-        if statistic == "batch_grad":  # there torch itself would spread it to all samples
-            alone = [plain(statistic)(net.f, loss)(net.params, x[n : n + 1], y[n : n + 1]) for n in range(4)]
-            wanted = invfunc.tree.map_leaves(lambda *shares: torch.cat(shares), *alone)
-        for ours, theirs in zip(invfunc.tree.leaves(found), invfunc.tree.leaves(wanted), strict=True):
-            if "hessian" not in statistic:  # torch loses more of it
-                assert torch.equal(ours.isfinite(), theirs.isfinite())
-            assert torch.allclose(ours[theirs.isfinite()], theirs[theirs.isfinite()])
-
-    def test_of_one_sample_stays_with_its_share(self):
-        x = X.clone()
-        x[2] = float("nan")
-        shares = batch_grad(loss)(P, x, Y)["w"]
-        others = torch.arange(5) != 2
-        assert shares[2].isnan().all()
-        assert_trees_close(shares[others], batch_grad(loss)(P, X, Y)["w"][others], 1e-12)
-
-    def test_in_parameters(self):
-        w = W.clone()
-        w[0, 0] = float("nan")
-        assert batch_grad(loss)({"w": w}, X, Y)["w"].isnan().all()
-        assert diag_ggn(loss)({"w": w}, X, Y)["w"].isnan().all()
-        assert diag_ggn(lambda p, x, y: (outputs(model(p, x)).cosh()).sum())({"w": w}, X, Y)["w"].isnan()[:, 0].all()

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from invfunc import batch_grad, batch_l2_grad, chunked, diag_ggn, functional, ggnvp, hvp, outputs
+from invfunc import batch_grad, diag_ggn, functional, ggnvp, hvp
 from invfunc.errors import ArgumentError, ArgumentTypeError, SampleAxisError
-from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
 P, X, Y = {"w": Numbers()(3, 2)}, Numbers(1)(4, 3), Numbers(2).below(2, 4)
@@ -93,56 +92,6 @@ def test_a_slip_in_a_call(slip, text):
 def test_sizes_that_differ(slip, text):
     with pytest.raises(ArgumentError, match=matching(text)):
         slip()
-
-
-@pytest.mark.quick
-def test_the_ways_out_that_sizes_name_are_ones():
-    a, w, x = torch.ones(3).double(), Numbers()(3, 2), X
-    assert batch_grad(scaled, argnums=1, in_dims=(None, 0))(a, w, x).shape == (4, 3, 2)
-
-
-@pytest.mark.quick
-def test_type_errors_of_the_function_pass_through():
-    def broken(params, x):
-        raise TypeError("mine")
-
-    for call in (lambda: batch_grad(broken)(P, X), lambda: hvp(broken)(P, P, X)):
-        with pytest.raises(TypeError, match="^mine$") as caught:
-            call()
-        assert caught.value.__cause__ is None
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("chosen", [slice(1, 3), slice(None, None, -2), range(1, 3)], ids=str)
-def test_samples_by_slices(chosen):
-    places = list(range(4)[chosen]) if isinstance(chosen, slice) else list(chosen)
-    expected = batch_grad(loss, samples=places)(P, X, Y)
-    assert_trees_close(batch_grad(loss, samples=chosen)(P, X, Y), expected, 0.0)
-
-
-@pytest.mark.quick
-def test_chunks_of_a_scalar_loss():
-    p, x, y = Numbers()(3, 2), Numbers(1)(4, 3), Numbers(2)(4, 2)
-
-    def in_chunks(f):
-        return chunked(batch_l2_grad(f), 2, over="samples")(p, x, y)
-
-    with pytest.raises(SampleAxisError, match=r"neither the mean nor the sum.*Return the \[N\] losses"):
-        in_chunks(lambda p, x, y: (x @ p - y).square().mean() / x.sum())
-    wanted = batch_l2_grad(lambda p, x, y: (x @ p - y).square().mean())(p, x, y)
-    assert_trees_close(in_chunks(lambda p, x, y: (x @ p - y).square().mean()), wanted, 1e-9)
-    assert_trees_close(in_chunks(lambda p, x, y: F.mse_loss(x @ p, y)), wanted, 1e-9)
-    assert_trees_close(in_chunks(lambda p, x, y: (outputs(x @ p) - y).square().mean()), wanted, 1e-9)
-    assert_trees_close(in_chunks(lambda p, x, y: (x @ p - y).square().mean(1) / 4), wanted, 1e-9)
-
-
-@pytest.mark.quick
-def test_scripted_parts_are_right():
-    p, x = Numbers()(3, 2), Numbers(1)(4, 3)
-    part = torch.jit.trace(nn.Tanh(), x @ p)
-    wanted = batch_grad(lambda p, x: (x @ p).tanh().mean())(p, x)
-    for f in (lambda p, x: part(x @ p).mean(), lambda p, x: part(x @ p).mean(1) / 4):
-        assert_trees_close(batch_grad(f)(p, x), wanted, 1e-9)
 
 
 @pytest.mark.quick

@@ -10,48 +10,9 @@ from hypothesis import strategies as st
 from torch.func import grad, jvp
 
 from invfunc import batch_grad, chunked, diag_ggn, diag_hessian, ggnvp, hvp
-from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.testing import assert_trees_close
-from tests.matrices import assert_near
 from tests.networks import total
 from tests.strategies import Numbers
-
-FUSED = {
-    "layer_norm": lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b),
-    "batch_norm": lambda x, w, b: F.batch_norm(x.mT, None, None, w, b, training=True),
-    "group_norm": lambda x, w, b: F.group_norm(x.mT, 5, w, b),
-    "instance_norm": lambda x, w, b: F.instance_norm(x.mT, weight=w, bias=b),
-}
-
-
-@pytest.mark.parametrize("norm", FUSED.values(), ids=FUSED)
-@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cast", [False, True], ids=["low", "autocast"])
-def test_norms_have_the_precision_of_torch(device, norm, low, cast):
-    rand = Numbers()
-    x, w, b = rand(4, 3, 5).to(device, low), rand(5).to(device), rand(5).to(device)
-    w, b = (w.float(), b.float()) if cast else (w.to(low), b.to(low))
-    with torch.autocast(device.type, low, enabled=cast):
-        wanted = norm(x, w, b)
-        with TwiceDifferentiable():
-            found = norm(x, w, b)
-        exact = norm(x.double(), w.double(), b.double())
-        product = ggnvp(lambda w, x, b: norm(x, w, b).float(), F.mse_loss)(w, b, x, b, torch.zeros_like(exact).float())
-    assert found.dtype == wanted.dtype and product.dtype == w.dtype and product.isfinite().all()
-    assert_near(found, exact, 4 * torch.finfo(low).eps)
-
-
-def test_running_statistics_are_written_as_by_one_call():
-    x, w = Numbers()(5, 3), Numbers(1)(3, 3)
-
-    def run(call):
-        mean, var = torch.zeros(3).double(), torch.ones(3).double()
-        call(lambda w, x: F.batch_norm(x @ w, mean, var, training=True).cosh().log().sum())
-        return torch.stack([mean, var])
-
-    wanted = run(lambda f: f(w, x))
-    assert_near(run(lambda f: hvp(f)(w, w, x)), wanted, 1e-12)
-    assert wanted[0].any()
 
 
 def standard(h, mean, variance):

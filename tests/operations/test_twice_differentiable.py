@@ -10,17 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import grad, vmap
-from torch.utils.checkpoint import checkpoint
 
-from invfunc import diag_hessian, functional, ggnvp, hvp, tree
-from invfunc.errors import SampleAxisError
+from invfunc import functional, ggnvp, hvp, tree
 from invfunc.operations.heard import function_of
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.testing import assert_trees_close
 from tests import matrices
 from tests.around import differentiated
-from tests.laws import FLOOR
 from tests.matrices import assert_near, directions, flat
 from tests.networks import total
 from tests.operations.test_stated_effects import having
@@ -190,36 +187,6 @@ def test_every_form_in_which_it_is_right_has_a_model():
 
 @models
 @pytest.mark.parametrize("product", [hvp, ggnvp], ids=lambda p: p.__name__)
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_a_checkpoint_runs_the_same_again(device, called, product, requires_grad):
-    f, params, x, y = arranged(called, device)
-    along = directions(params)
-    wanted = matrices.of(product(f, F.mse_loss), params, x, y, along=along)
-    params = tree.map_leaves(lambda p: p.clone().requires_grad_(requires_grad), params)
-
-    def again(p, x):
-        return checkpoint(f, p, x, use_reentrant=False)
-
-    assert_near(matrices.of(product(again, F.mse_loss), params, x, y, along=along), wanted, 1e-12)
-
-
-@models
-def test_a_checkpoint_runs_the_same_again_in_a_diagonal(device, called):
-    f, params, x, y = arranged(called, device)
-
-    def again(p, x):
-        return checkpoint(f, p, x, use_reentrant=False)
-
-    try:
-        found = diag_hessian(again, F.mse_loss)(params, x, y)
-    except SampleAxisError as error:
-        assert "checkpoint" in str(error) or "train mode" in str(error)  # followed in steps
-        return
-    assert_trees_close(found, diag_hessian(f, F.mse_loss)(params, x, y), 1e-12, FLOOR)
-
-
-@models
-@pytest.mark.parametrize("product", [hvp, ggnvp], ids=lambda p: p.__name__)
 def test_derivatives_of_several_products_at_once(device, called, product):
     """Those under vmap are where torch's norms are wrong; one after the other, differences are the oracle."""
     f, params, x, y = arranged(called, device)
@@ -241,33 +208,3 @@ def test_derivatives_of_several_products_at_once(device, called, product):
     for at in (direct, linearised):
         assert_near(along @ flat(grad(lambda p, at=at: total(at(p)))(params)), wanted, 1e-6)
     assert_near(along @ flat(differentiated(linearised, (params,), [0])), wanted, 1e-6)
-
-
-def test_bags_of_different_lengths_stay_with_torch():
-    words, starts, w = torch.tensor([0, 1, 1, 2]), torch.tensor([0, 3]), Numbers()(3, 2)
-    with TwiceDifferentiable():
-        found = F.embedding_bag(words, w, starts)
-    assert torch.equal(found, F.embedding_bag(words, w, starts))
-
-
-POWERS = {"abs": lambda z: z.abs(), "squares": lambda z: abs(z).square(), "torch.absolute": torch.absolute}
-
-
-@pytest.mark.parametrize("of", POWERS.values(), ids=POWERS)
-def test_complex_zeros_have_the_derivatives_of_torch(of):
-    """Which are 0, as of the absolute value of a real number; a sample that is masked out is like any other."""
-    p, x = Numbers()(3, 2), torch.complex(Numbers(1)(4, 3), Numbers(2)(4, 3))
-    x[1] = 0
-
-    def each(p, x, weight):
-        return of(x @ p.to(x.dtype)).sum(1) * weight
-
-    def of_one(n, weight, p):
-        return each(p, x, weight)[n]
-
-    for weight in (torch.ones(4), torch.tensor([1.0, 0, 1, 1])):
-        wanted = torch.stack(
-            [torch.autograd.functional.hessian(partial(of_one, n, weight), p).view(6, 6).diagonal() for n in range(4)]
-        )
-        assert_trees_close(diag_hessian(each, per_sample=True)(p, x, weight).flatten(1), wanted, 1e-9)
-        assert_trees_close(diag_hessian(each)(p, x, weight).flatten(), wanted.sum(0), 1e-9)
