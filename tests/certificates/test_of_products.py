@@ -56,14 +56,6 @@ def test_wrong_ones_are_found(name):
 
 
 @pytest.mark.quick
-def test_of_a_model_that_mixes_samples():
-    f = lambda w, x: (x @ w).softmax(0)  # noqa: E731  (as users write it)
-    args = torch.randn(3, 2), torch.randn(3, 2), torch.randn(5, 3), torch.randn(5, 2)
-    for product in (invfunc.ggnvp, invfunc.hvp):
-        certified(product(f, F.mse_loss), generator=SEED)(*args)
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_linearised(name, has_aux):
@@ -90,16 +82,3 @@ def test_errors():
         certified(invfunc.hvp(f, F.mse_loss, blocks=True, modify="abs"), generator=SEED)
     with pytest.raises(ArgumentTypeError, match="computed in one way only"):
         explain(certified(invfunc.hvp(f), generator=SEED))(torch.ones(2), torch.ones(2), torch.ones(1, 2))
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("name", NAMES)
-def test_of_vectors_in_another_order(name):
-    """A dict is a tree by its keys."""
-    f = lambda p, x: (x @ p["a"]).tanh() @ p["b"]  # noqa: E731  (as users write it)
-    loss = lambda z, y: (z - y).square().sum(1)  # noqa: E731
-    rand = strategies.Numbers()
-    t = PRODUCTS[name](f, loss)
-    lead = [1] * t.lead
-    params, v = {"a": rand(2, 2), "b": rand(2, 2)}, {"b": rand(*lead, 2, 2), "a": rand(*lead, 2, 2)}
-    certified(t, generator=SEED)(params, v, rand(4, 2), rand(4, 2))

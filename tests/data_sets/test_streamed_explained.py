@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc
-from invfunc import distributed, explain, streamed
-from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc import explain, streamed
+from invfunc.errors import ArgumentTypeError
 from tests.data_sets.test_streamed import batches, data, linear, losses  # noqa: F401
 from tests.strategies import seeded
 
@@ -35,12 +35,6 @@ def test_it_is_that_of_the_first_batch(called, data):  # noqa: F811
     assert second == f"  {['1 sweep', '2 sweeps'][sweeps - 1]} over 4 batches; for the first batch, in all:"
 
 
-def test_one_that_does_not_say_how_many_there_are(data):  # noqa: F811
-    params, *rest = data
-    found = explain(streamed(invfunc.variance(losses)))(params, lambda: (part for part in batches([3], *rest)))
-    assert found.batches is None and "1 sweep over the batches; for" in str(found)
-
-
 def test_nothing_is_drawn_and_nothing_is_taken_away(data):  # noqa: F811
     params, *rest = data
     generator = seeded()
@@ -53,33 +47,3 @@ def test_nothing_is_drawn_and_nothing_is_taken_away(data):  # noqa: F811
     with pytest.raises(ArgumentTypeError, match=r"^explain\(streamed\(.*gives its batches once"):
         explain(t)(params, once)
     assert len(list(once)) == 2
-
-
-def test_of_processes(data):  # noqa: F811
-    """This one alone: it says what it would give to others."""
-    params, *rest = data
-    generator, parts = seeded(), batches([2, 5], *rest)
-    t = invfunc.kfac(linear, F.cross_entropy, generator=generator)
-    before = torch.get_rng_state(), generator.get_state()
-    found, alone = explain(distributed(streamed(t)))(params, parts), explain(streamed(t))(params, parts)
-    size = (10 + 6 + 6) * params["w"].element_size()  # triangles of A and B of w, and of B of b
-    called = repr(distributed(streamed(t)))
-    assert found == replace(alone, name=called, processes=1, exchanged=size)
-    assert str(found).splitlines()[1] == f"  1 process, which would exchange {size} bytes with others; in this one:"
-    at_once = explain(distributed(t))(params, *parts[0])
-    assert (at_once.sweeps, at_once.exchanged) == (0, size)
-    assert torch.equal(torch.get_rng_state(), before[0]) and torch.equal(generator.get_state(), before[1])
-
-    def decides(params, x, y):
-        return losses(params, x, y) if x.sum() < 1e9 else losses(params, x, y)
-
-    found = explain(distributed(invfunc.variance(decides)))(params, *rest)
-    assert found.exchanged is None and "as many bytes as numbers decide" in str(found)
-
-
-def test_without_samples(data):  # noqa: F811
-    params, x, y = data
-    with pytest.raises(ArgumentError, match="no samples"):
-        explain(streamed(invfunc.variance(losses)))(params, [(x[:0], y[:0])])
-    with pytest.raises(ArgumentTypeError, match="has to be a statistic"):
-        explain(streamed(invfunc.hvp(losses)))

@@ -1,6 +1,5 @@
 """streamed: where batches are moved, and the bar that shows how many have come."""
 
-import builtins
 import io
 import sys
 
@@ -10,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import invfunc
 from invfunc import streamed
-from invfunc.errors import ArgumentError, MissingExtraError
+from invfunc.errors import ArgumentError
 from invfunc.evaluation.batches import Feed, batches_of
 from tests.data_sets.test_streamed import batches, data, losses  # noqa: F401
 
@@ -68,25 +67,3 @@ class TestProgress:
         shown = sys.stderr.getvalue().split("\r")[-1]
         assert shown.startswith("streamed(sum_grad_squared(square)): ") and " samples/s]" in shown
         assert ("4/4 [" in shown) == (kind == "loader") and "4batch" in shown.replace("4/4", "4batch")
-
-    def test_of_every_vector(self, data, monkeypatch):  # noqa: F811
-        monkeypatch.setattr(sys, "stderr", Terminal())
-        at = streamed(PRODUCT, progress=True).linearize(data[0], batches([2, 4], *data[1:]))
-        at(data[0]), at(data[0])
-        assert sys.stderr.getvalue().count("3/3 [") == 2
-
-    def test_none_is_shown_but_where_somebody_looks(self, data, capsys, monkeypatch):  # noqa: F811
-        t, loader = invfunc.variance(losses), batches([2], *data[1:])
-        streamed(t, progress=True)(data[0], loader)
-        assert capsys.readouterr().err == ""
-        monkeypatch.setattr(builtins, "__IPYTHON__", True, raising=False)
-        streamed(t)(data[0], loader)
-        assert capsys.readouterr().err == ""
-        streamed(t, progress=True)(data[0], loader)
-        assert "2/2 [" in capsys.readouterr().err
-
-    def test_without_tqdm(self, data, monkeypatch):  # noqa: F811
-        monkeypatch.setitem(sys.modules, "tqdm", None)
-        with pytest.raises(MissingExtraError, match=r"^streamed\(variance.*tqdm is missing: .*invfunc\[progress\]"):
-            streamed(invfunc.variance(losses), progress=True)(data[0], batches([2], *data[1:]))
-        streamed(invfunc.variance(losses))(data[0], batches([2], *data[1:]))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -63,29 +61,6 @@ def test_factors_are_loaded_as_they_were(made):
     found = torch.load(file, map_location="cpu")["factors"]
     assert_trees_close(found, factors, 0)
     assert forms(found) == forms(factors)
-
-
-@pytest.mark.slow
-def test_and_in_a_process_that_imports_invfunc(tmp_path):
-    factors = MADE["exact kfac, joint"]()
-    more = kronecker.eigen(factors)
-    torch.save({"factors": factors, "eigen": more}, tmp_path / "factors.pt")
-    v = {name: torch.ones(shape).double() for name, shape in SHAPES.items()}
-    torch.save([v, kronecker.solve(factors, v, 0.1)], tmp_path / "solved.pt")
-    code = """
-import sys, torch, invfunc
-found, (v, wanted) = torch.load(sys.argv[1] + "/factors.pt"), torch.load(sys.argv[1] + "/solved.pt")
-for factors in (found["factors"], found["eigen"]):
-    for name, x in invfunc.kronecker.solve(factors, v, 0.1).items():
-        assert torch.allclose(x, wanted[name], 1e-10)
-merged = invfunc.kronecker.merge(found["factors"], found["factors"], reduction="sum")
-assert merged["0.weight"].origin.n == 10
-"""
-    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-
-
-SHAPES = {"0.weight": (3, 2), "0.bias": (3,), "2.weight": (2, 3), "2.bias": (2,)}
 
 
 def test_nothing_else_becomes_safe():

@@ -13,13 +13,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.func import grad, vmap
+from torch.func import grad
 
-from invfunc import chunked, diag_ggn, sqrt_ggn, tree
+from invfunc import diag_ggn, sqrt_ggn, tree
 from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close, dense_diag_ggn
 from invfunc.testing.laws.rows import generic, in_blocks
-from invfunc.testing.models import moved
 from tests.criteria import ELEMENTWISE, after_logarithms, cross_entropies, elementwise
 from tests.laws import composed
 from tests.networks import LOSSES, network, networks, total
@@ -76,66 +75,6 @@ def test_every_elementwise_loss(name):
     given = {key: value(rand(*shapes[key])) if callable(value) else value for key, value in options.items()}
     one = partial(loss, **given)
     assert_average_to_the_hessian(*columns_of(one, (2,), made(rand(3, 2)), mc_samples=DRAWS, generator=seeded()))
-
-
-WEIGHT = Numbers(7)(4).exp()
-CLASSES = {
-    "labels": (torch.tensor([0, 3, 2]), {}),
-    "weights": (torch.tensor([0, 3, 2]), {"weight": WEIGHT}),
-    "ignored": (torch.tensor([0, -100, 2]), {"weight": WEIGHT}),
-    "smoothed": (torch.tensor([0, 3, 2]), {"weight": WEIGHT, "label_smoothing": 0.3}),
-    "probabilities": (Numbers(6)(3, 4).softmax(1), {"weight": WEIGHT}),
-}
-
-
-class TestPredictives:
-    """What the targets are drawn from."""
-
-    @pytest.mark.parametrize("target, options", CLASSES.values(), ids=CLASSES)
-    def test_of_cross_entropy_they_are_classes(self, target, options):
-        """Each column is sqrt(sum_k w_k t_k) (p - onehot), at every class as often as the model says."""
-        s, _ = columns_of(
-            lambda z, y: F.cross_entropy(z, y, reduction="sum", **options),
-            (4,),
-            target,
-            mc_samples=DRAWS,
-            generator=seeded(),
-        )
-        p = (0.7 * Numbers(8)(3, 4)).softmax(1)
-        t = target
-        if not t.is_floating_point():
-            t = F.one_hot(target.clamp(min=0), 4).double() * (target >= 0)[:, None]
-        smooth = options.get("label_smoothing", 0.0)
-        t = ((1 - smooth) * t + smooth / 4) * options.get("weight", torch.ones(4)) * (t.sum(1, keepdim=True) > 0)
-        scale = t.sum(1).sqrt()[:, None]
-        points = scale[:, None] * (p[:, None] - torch.eye(4))  # [n, y, C]
-        apart = (s[:, :, None] - points).abs().amax(-1)  # [v, n, y]
-        assert (apart.amin(-1) < 1e-9).all()
-        if bool((scale > 0).all()):
-            often = F.one_hot(apart.argmin(-1), 4).double()
-            assert near(often.mean(0), (p * (1 - p)).sqrt(), p, DRAWS)
-
-    def test_of_mean_squares_they_are_normal(self):
-        s, _ = columns_of(F.mse_loss, (2,), torch.zeros(3, 2).double(), mc_samples=DRAWS, generator=seeded())
-        s = s / math.sqrt(2 / 6)  # 2 c (f - y) / sqrt(c) with c = 1/6 and y of variance 1/2
-        for power, moment in {1: 0.0, 2: 1.0, 3: 0.0, 4: 3.0}.items():
-            x = s**power
-            assert near(x.mean(0), x.std(0), torch.full((3, 2), moment).double(), DRAWS)
-
-    def test_of_binary_cross_entropy_they_are_zeros_and_ones(self):
-        loss, target = partial(F.binary_cross_entropy_with_logits, reduction="sum"), Numbers(2)(3, 2).sigmoid()
-        s, _ = columns_of(loss, (2,), target, mc_samples=DRAWS, generator=seeded())
-        p = (0.7 * Numbers(8)(3, 2)).sigmoid()
-        ones = (s - (p - 1)).abs() < 1e-9
-        assert ((s - p).abs() < 1e-9).logical_xor(ones).all()
-        assert near(ones.double().mean(0), (p * (1 - p)).sqrt(), p, DRAWS)
-
-    def test_of_other_losses_they_are_signs(self):
-        loss = partial(F.poisson_nll_loss, reduction="sum")
-        s, hessian = columns_of(loss, (2,), torch.ones(3, 2).double(), mc_samples=DRAWS, generator=seeded())
-        h = hessian.diagonal(dim1=1, dim2=2)
-        assert_trees_close(s.square(), h.expand_as(s), EXACT)
-        assert near((s > 0).double().mean(0), 0.5, torch.full((3, 2), 0.5).double(), DRAWS)
 
 
 def arranged(called, loss, n=4):
@@ -200,37 +139,6 @@ class TestOfNetworks:
         assert_trees_close(each(diag_ggn, path), whole, EXACT)
         assert_trees_close(each(sqrt_ggn, path), root, EXACT)
 
-    @pytest.mark.parametrize("over", ["outputs", "samples", "params"])
-    @pytest.mark.parametrize("called", ["perceptron", "convolution", "tied"])
-    @pytest.mark.parametrize("first_form", [True, False])
-    def test_chunks(self, over, called, first_form):
-        f, args = arranged(called, LOSSES[0])
-        given = (composed(f, LOSSES[0]),) if first_form else (f, LOSSES[0])
-        for make in (diag_ggn, partial(diag_ggn, per_sample=True), sqrt_ggn):
-            one, other = seeded(), seeded()
-            t = make(*given, mc_samples=5, generator=one)
-            chunks = chunked(make(*given, mc_samples=5, generator=other), 3, over=over)
-            for _ in range(2):
-                assert_trees_close(chunks(*args), t(*args), EXACT)
-            assert torch.equal(one.get_state(), other.get_state())
-
-    def test_of_some_samples(self):
-        f, args = arranged("perceptron", LOSSES[1])
-        whole = diag_ggn(f, LOSSES[1], mc_samples=3, generator=seeded(), per_sample=True)(*args)
-        chosen = diag_ggn(f, LOSSES[1], mc_samples=3, generator=seeded(), samples=[2, 0, 0, -1], per_sample=True)(*args)
-        assert_trees_close(chosen, tree.map_leaves(lambda d: d[[2, 0, 0, -1]], whole), EXACT)
-
-    @pytest.mark.parametrize("loss", LOSSES[:3], ids=repr)
-    def test_float32(self, loss):
-        f, args = arranged("convolution", loss)
-        low = moved(args, torch.float32, torch.device("cpu"))
-        root = sqrt_ggn(f, loss, mc_samples=1000, generator=seeded())(*low)
-        exact = dense_diag_ggn(f, loss)(*args)
-        for s, wanted in zip(*map(tree.leaves, (root, exact)), strict=True):
-            assert s.dtype == torch.float32
-            draws = 1000 * s.double().square().sum(1)
-            assert near(draws.mean(0), draws.std(0) + 1e-4, wanted, 1000)
-
 
 class TestGenerator:
     @pytest.mark.parametrize("loss", LOSSES[:4], ids=repr)
@@ -259,12 +167,3 @@ class TestGenerator:
         wanted = (ends[0] - ends[1]) / 2e-5
         found = sum((g * a).sum() for g, a in zip(*map(tree.leaves, (slope, along)), strict=True))
         assert_trees_close(found, wanted, 1e-6)
-
-    def test_under_vmap_every_call_has_the_same_draws(self):
-        f, (params, x, y) = arranged("perceptron", LOSSES[0])
-        several = [tree.map_leaves(lambda p, k=k: p + 0.1 * k, params) for k in range(3)]
-        stacked = tree.map_leaves(lambda *leaves: torch.stack(leaves), *several)
-        t = diag_ggn(f, LOSSES[0], mc_samples=2, generator=seeded())
-        each = [diag_ggn(f, LOSSES[0], mc_samples=2, generator=seeded())(p, x, y) for p in several]
-        wanted = tree.map_leaves(lambda *d: torch.stack(d), *each)
-        assert_trees_close(vmap(t, in_dims=(0, None, None))(stacked, x, y), wanted, EXACT)

@@ -4,10 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import chunked, diag_ggn, outputs, sqrt_ggn, tree
+from invfunc import diag_ggn, outputs, sqrt_ggn, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close, dense_diag_ggn
-from invfunc.testing.laws.rows import generic, in_blocks
 from tests.criteria import model
 from tests.laws import composed
 from tests.loss.test_monte_carlo import EXACT, near, shifted
@@ -69,42 +68,6 @@ class TestLossesOfTheUser:
         for s, wanted in zip(*map(tree.leaves, (root, exact)), strict=True):
             draws = 2000 * s.square().sum(1)
             assert near(draws.mean(0), draws.std(0), wanted, 2000)
-
-    def test_each_column_is_a_slope_at_a_drawn_target(self, f, params, loss, sample, y):
-        s = sqrt_ggn(f, loss, mc_samples=3, generator=seeded(), sample=sample)(params, X, y)
-        generator = seeded()
-        z = tree.map_leaves(torch.Tensor.detach, f(params, X))
-        targets = [sample(z, generator) for _ in range(3)]
-        for v, target in enumerate(targets):
-            shares = torch.func.jacrev(lambda p, target=target: loss(f(p, X), target))(params)
-            found = tree.map_leaves(lambda s, v=v: s[v], s)
-            assert_trees_close(found, tree.map_leaves(lambda g: g / 3**0.5, shares), EXACT)
-
-    def test_one_seed_gives_one_set_of_numbers(self, f, params, loss, sample, y):
-        options = {"mc_samples": 4, "sample": sample}
-        root = sqrt_ggn(f, loss, generator=seeded(), **options)(params, X, y)
-        batch = tree.map_leaves(lambda s: s.square().sum(0), root)
-        whole = tree.map_leaves(lambda d: d.sum(0), batch)
-        for of in (lambda t: t, in_blocks, generic):
-            assert_trees_close(
-                of(diag_ggn(f, loss, generator=seeded(), per_sample=True, **options))(params, X, y), batch, EXACT
-            )
-        for over in ("outputs", "samples", "params"):
-            chunks = chunked(diag_ggn(f, loss, generator=seeded(), **options), 3, over=over)
-            assert_trees_close(chunks(params, X, y), whole, EXACT)
-        state = torch.get_rng_state()
-        t = diag_ggn(f, loss, generator=seeded(), **options)
-        assert any((a != b).any() for a, b in zip(*map(tree.leaves, (t(params, X, y), t(params, X, y))), strict=True))
-        assert torch.equal(state, torch.get_rng_state())
-
-    def test_targets_do_not_matter(self, f, params, loss, sample, y):
-        """They are drawn, not read."""
-        other = tree.map_leaves(torch.zeros_like, y)
-        found = [
-            diag_ggn(f, loss, mc_samples=2, generator=seeded(), sample=sample)(params, X, target)
-            for target in (y, other)
-        ]
-        assert_trees_close(found[0], found[1], 0)
 
 
 def test_a_sampler_goes_before_what_is_known():

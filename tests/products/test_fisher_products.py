@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import batch_grad, diag_ggn, ggnvp, tree
-from invfunc.testing import assert_trees_close
+from invfunc import batch_grad, diag_ggn, ggnvp
 from invfunc.testing.models import moved
 from tests import matrices
 from tests.laws import composed
@@ -101,22 +100,6 @@ class TestDrawn:
             assert ((mean - wanted).abs() <= 8 * error + 1e-12).all()
             assert_near(mean, wanted, 0.3)
 
-    def test_with_a_sampler_of_the_user(self):
-        """Of a normal distribution with deviation 2, whose Fisher matrix is J^T J / 4."""
-        net = network("affine", 3)
-        args, generator = (net.params, net.x, Numbers(1)(3, 3)), seeded()
-
-        def sample(z, generator):
-            assert not z.requires_grad
-            return z + 2 * torch.randn(z.shape, dtype=z.dtype, generator=generator)
-
-        product = ggnvp(net.f, self.negative_log, mc_samples=100, generator=generator, sample=sample, fisher="mc")
-        along, rows = directions(net.params), matrices.jacobian(net.f, *args[:2])
-        mean, error = self.mean_and_error(product, along, *args)
-        wanted = rows.T @ rows @ along.T / 4
-        assert ((mean - wanted).abs() <= 8 * error + 1e-12).all()
-        assert_near(mean, wanted, 0.1)
-
     @staticmethod
     def negative_log(z, y):
         return (z - y).square().sum(1) / 8
@@ -129,46 +112,3 @@ class TestDrawn:
         for given_as in ((net.f, loss), (composed(net.f, loss),)):
             product = ggnvp(*given_as, generator=seeded(1), fisher="mc", **drawn)
             assert_near(matrices.of(product, *args).diagonal(), flat(diagonal), 1e-10)
-
-    def test_a_linearisation_draws_once(self):
-        net = network("affine", 3)
-        args, generator = (net.params, net.x, Numbers(1)(3, 3)), seeded()
-        product, v = (
-            ggnvp(net.f, F.mse_loss, mc_samples=1, generator=generator, fisher="mc"),
-            tree.map_leaves(torch.cos, net.params),
-        )
-        at = product.linearize(*args)
-        state = generator.get_state()
-        assert_trees_close(at(v), at(v), 0)
-        assert torch.equal(generator.get_state(), state)
-        a, b = product(net.params, v, *args[1:]), product(net.params, v, *args[1:])
-        assert not torch.allclose(flat(a), flat(b))
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("loss", [F.mse_loss, F.binary_cross_entropy_with_logits])
-@pytest.mark.parametrize("steps", [1, 3])
-def test_of_several_steps_is_that_of_the_sample(loss, reduction, steps):
-    """And the one of each step by itself, which curvlinops has, is the sum of theirs."""
-    w, v, x = Numbers()(4, 2), Numbers(1)(4, 2), Numbers(2)(5, steps, 4)
-    y = Numbers(3)(5, steps, 2).sigmoid()
-    count = y.numel() if reduction == "mean" else 1
-
-    def f(w, x):
-        return (x @ w).tanh()
-
-    def of_step(t):
-        return lambda w, x, y: loss(f(w, x), y, reduction="none")[:, t].sum(-1)
-
-    shares = [torch.func.jacrev(of_step(t))(w, x, y) for t in range(steps)]
-    whole, ours = (
-        sum(shares) / count,
-        ggnvp(f, lambda z, y: loss(z, y, reduction=reduction), fisher="empirical")(w, v, x, y),
-    )
-    assert_trees_close(ours, torch.einsum("nij,nkl,kl->ij", whole, whole, v), 1e-10)
-    theirs = sum(torch.einsum("nij,nkl,kl->ij", g, g, v) for g in shares) / count
-    assert_trees_close(
-        sum(ggnvp(of_step(t), fisher="empirical")(w, v, x, y) for t in range(steps)) / count, theirs, 1e-10
-    )
-    if steps == 1:
-        assert_trees_close(count * ours, theirs, 1e-10)

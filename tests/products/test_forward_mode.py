@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import functional, ggnvp, hvp, outputs, tree
-from invfunc.testing import assert_trees_close
+from invfunc import functional, ggnvp, outputs, tree
 from invfunc.testing.memory import peak_memory
 from tests import matrices
 from tests.matrices import assert_near, flat
@@ -119,17 +118,6 @@ def test_an_output_that_no_parameter_reaches():
         assert not any(g.requires_grad for g in tree.leaves(found))
 
 
-def test_a_compiled_part_has_its_derivative():
-    part = torch.compile(lambda h: h.tanh(), backend="aot_eager")
-
-    def f(p, x):
-        return part(x @ p["a"]) @ p["b"] + x
-
-    v = vectors(P)
-    wanted = matrices.ggn(lambda p, x: plain(p, x) + x, F.mse_loss, P, X, X) @ flat(v)
-    assert_near(flat(ggnvp(f, F.mse_loss)(P, v, X, X)), wanted, 1e-9)
-
-
 def test_memory_is_less_than_that_of_a_linearisation():
     """Which is that of two gradients."""
     layers = [m for _ in range(8) for m in (torch.nn.Linear(64, 64), torch.nn.Tanh())]
@@ -141,17 +129,3 @@ def test_memory_is_less_than_that_of_a_linearisation():
         return min(peak_memory(call)[1] for _ in range(3))
 
     assert peak(lambda: product(params, v, x, y)) < 0.8 * peak(lambda: product.linearize(params, x, y)(v))
-
-
-def test_rows_of_padding_have_no_part_in_products():
-    """Torch's forward mode has them, where its gradients have none."""
-    table, w, index = Numbers(0)(5, 3), Numbers(1)(3, 2), torch.tensor([[1, 2, 0], [3, 0, 0], [4, 1, 2]])
-
-    def f(p, index):
-        return F.embedding(index, p["table"], padding_idx=0).tanh().mean(1) @ p["w"]
-
-    params, y = {"table": table, "w": w}, torch.tensor([0, 1, 1])
-    v = {"table": Numbers(2)(5, 3), "w": Numbers(3)(3, 2)}
-    without = {**v, "table": v["table"] * (torch.arange(5) > 0)[:, None]}
-    for t in (ggnvp(f, F.cross_entropy), hvp(lambda p, x, y: F.cross_entropy(f(p, x), y))):
-        assert_trees_close(t(params, v, index, y), t(params, without, index, y), 1e-12)

@@ -147,37 +147,3 @@ class TestCurvlinops:
                 torch.manual_seed(0)
                 found.append(getattr(curvlinops, name)(matrix, 12))
             assert_near(*found, 1e-10)
-
-    def test_finds_the_spectral_density_of_the_dense_matrix(self, given):
-        import curvlinops
-        from curvlinops.examples import TensorLinearOperator
-
-        operator, dense = given
-        ends, found = tuple(torch.linalg.eigvalsh(dense)[[0, -1]].tolist()), []
-        for matrix in (operator, TensorLinearOperator(dense)):
-            torch.manual_seed(0)
-            made = curvlinops.lanczos_approximate_spectrum(matrix, 5, num_points=50, num_repeats=2, boundaries=ends)
-            found.append(torch.as_tensor(made[1]))
-        assert_near(*found, 1e-6)
-
-    @pytest.mark.parametrize("given", ["at once"], indirect=True)
-    def test_solves_equations(self, given):
-        import curvlinops
-
-        operator, dense = given
-        right = Numbers(3)(len(dense))
-        wanted, scale = torch.linalg.solve(dense, right), 1 / torch.linalg.eigvalsh(dense)[-1].item()
-        for inverse in (
-            curvlinops.CGInverseLinearOperator(operator, eps=0, tolerance=1e-8, max_iter=100),
-            curvlinops.LSMRInverseLinearOperator(operator, atol=1e-12, btol=1e-12, maxiter=200),
-            curvlinops.NeumannInverseLinearOperator(operator, num_terms=300, scale=scale),
-        ):
-            assert_near(inverse @ right, wanted, 1e-6)
-
-    def test_takes_lists_of_tensors_and_goes_to_scipy(self, given):
-        operator, dense = given
-        columns = [Numbers(k)(*shape, 3) for k, shape in enumerate(operator._in_shape)]
-        whole = torch.cat([x.flatten(end_dim=-2) for x in columns])
-        assert_near(torch.cat([x.flatten(end_dim=-2) for x in operator @ columns]), dense @ whole, 1e-12)
-        assert_near(torch.tensor(operator.to_scipy() @ whole.numpy()), dense @ whole, 1e-12)
-        assert_near((operator @ operator) @ whole, dense @ dense @ whole, 1e-12)

@@ -5,11 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import invfunc
-from invfunc import certified, chunked, gram, reduced, together, tree
-from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc import chunked, gram, tree
+from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close, loop_gram
-from tests.networks import LOSSES, NETWORKS, network, networks, samples_loss
+from tests.networks import LOSSES, NETWORKS, network, samples_loss
 from tests.strategies import Numbers
 
 EXACT = 1e-10
@@ -49,10 +48,6 @@ class TestBetweenBatches:
         found = gram(net.f, others=others)(net.params, net.x)
         assert_trees_close(found, loop_gram(net.f, others=others)(net.params, net.x), EXACT)
 
-    @given(networks(sequences=True))
-    def test_with_the_batch_itself_is_gram(self, net):
-        assert_trees_close(gram(net.f, others=(net.x,))(net.params, net.x), gram(net.f)(net.params, net.x), EXACT)
-
     @given(names, losses, st.lists(st.integers(-3, 2), min_size=1, max_size=4))
     def test_samples_are_those_of_the_call(self, called, loss, samples):
         f, params, batch, others = batches(called, loss, 3, 2)
@@ -65,12 +60,6 @@ class TestBetweenBatches:
         t = gram(f, others=others)
         for divided in (chunked(t, k, over="params"), chunked(lambda *args: t(*args), k)):
             assert_trees_close(divided(params, *batch), t(params, *batch), EXACT, 1e-12)
-
-    def test_keeps_what_samples_share_and_axes_of_trees(self):
-        w, x, other = Numbers()(3, 2), {"a": Numbers(1)(3, 4)}, {"a": Numbers(2)(3, 5)}
-        t = gram(lambda x, w, s: (x["a"].T @ w) * s, others=(other,), argnums=1, in_dims=(1, None))
-        wanted = loop_gram(lambda w, x, s: (x["a"].T @ w) * s, others=(other, 2.0))(w, x, 2.0)
-        assert_trees_close(t(x, w, 2.0), wanted, EXACT)
 
     def test_is_differentiable_in_both_batches_and_maps_over_either(self):
         f, params, x, u = classifier()
@@ -86,27 +75,6 @@ class TestBetweenBatches:
         many = torch.stack([u, 2 * u])
         mapped = torch.vmap(lambda u: t(params, x, u))(many)
         assert_trees_close(mapped, torch.stack([loop(params, x, u) for u in many]), EXACT)
-
-    def test_reduced_together_and_certified(self):
-        f, params, x, u = classifier()
-        t, others = gram(f, others=(u,)), (u,)
-        each = gram(f, others=others, per_parameter=True)
-        wanted = t(params, x)
-        sums = reduced(each, torch.sum)(params, x)
-        assert_trees_close(sum(tree.leaves(sums)), wanted.sum(), EXACT)
-        both = together(gram(f, others=others), each)
-        assert_trees_close(both(params, x), (wanted, each(params, x)), EXACT)
-        for statistic in (t, each, gram(f, others=others, samples=[2, 0])):
-            certified(statistic, generator=0)(params, x)
-        with pytest.raises(ArgumentError, match="different others"):
-            together(t, gram(f))
-
-    def test_a_certificate_sees_a_wrong_product(self, monkeypatch):
-        f, params, x, u = classifier()
-        right = invfunc.core.shares.Shares.products_with
-        monkeypatch.setattr(invfunc.core.shares.Shares, "products_with", lambda *a: right(*a).roll(1, -1))
-        with pytest.raises(invfunc.errors.CertificateError, match="the product of sample"):
-            certified(gram(f, others=(u,)), generator=0)(params, x)
 
 
 class TestWithoutTheShares:
@@ -124,23 +92,6 @@ class TestWithoutTheShares:
         with Sizes():
             t(w, Numbers(3)(4, 1024))
         assert largest and max(largest) < 2**15
-
-    def test_chosen_outputs_take_one_column(self):
-        """Products of one logit of each sample, without those of the other logits."""
-        f, params, x, u = classifier()
-        y, v, seen = torch.arange(4), torch.arange(3), []
-
-        def z(p, x):
-            z = f(p, x) + 0
-            if z.requires_grad:
-                z.register_hook(lambda g: seen.append(g.shape) and None)
-            return z
-
-        t = gram(lambda p, x, y: z(p, x).gather(1, y[:, None])[:, 0], others=(u, v))
-        found = t(params, x, y)
-        assert seen == [(7, 5)]
-        kernel = loop_gram(f, others=(u,))(params, x)
-        assert_trees_close(found, kernel[torch.arange(4)[:, None], y[:, None], torch.arange(3), v], EXACT)
 
 
 class TestErrors:
@@ -164,20 +115,8 @@ class TestErrors:
         with pytest.raises(ArgumentError, match=f"gram.*{text}"):
             gram(self.f, others=others)(self.params, self.x)
 
-    def test_wants_a_tuple(self):
-        with pytest.raises(ArgumentTypeError, match=r"others is of type Tensor.*others=\(x,\)"):
-            gram(self.f, others=self.u)
-
     @pytest.mark.parametrize("scalar", [torch.sum, torch.mean])
     def test_refuses_a_loss_of_both_batches_together(self, scalar):
         t = gram(lambda p, x: scalar(self.f(p, x)), others=(self.u,))
         with pytest.raises(ArgumentError, match=r"scaled in each.*Return the losses \[N\]"):
             t(self.params, self.x)
-
-    @pytest.mark.parametrize("held", [lambda n: torch.linspace(1, 2, n), torch.arange], ids=["number", "place"])
-    def test_refuses_what_depends_on_the_other_samples(self, held):
-        def f(p, x):
-            return self.f(p, x) * (1 + held(len(x)))[:, None]
-
-        with pytest.raises(ArgumentError, match="where both batches are joined"):
-            gram(f, others=(self.u,))(self.params, self.x)

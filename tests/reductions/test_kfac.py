@@ -177,17 +177,6 @@ def test_convolutions(case, sharing, joint):
     assert_factors(kfac(f, F.mse_loss, weight_sharing=sharing, joint=joint, fisher="exact")(*args), wanted)
 
 
-@sharings
-def test_embeddings(sharing):
-    """The factor over the tokens is diagonal where no positions are averaged."""
-    module = nn.Sequential(nn.Embedding(4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(6, 3)).double()
-    f, params = functional(module)
-    args = ({name: Numbers(2)(*p.shape) for name, p in params.items()}, Numbers(3).below(4, 5, 3), Numbers(1)(5, 3))
-    found = kfac(f, F.mse_loss, weight_sharing=sharing, fisher="exact")(*args)
-    assert_factors(found, loop_kfac(module, F.mse_loss, weight_sharing=sharing)(*args))
-    assert (found["0.weight"].factors[0].ndim == 1) == (sharing != "reduce")
-
-
 W, V, X, Y = Numbers(1)(3, 2), Numbers(2)(2, 3), Numbers(3)(4, 2, 3), Numbers(4)(4, 2, 3)
 READINGS = {
     "x @ w": (lambda x, w: x @ w, (1, 0), lambda w: w),
@@ -222,87 +211,3 @@ def test_functional_code(read, order, of, sharing):
     found = kfac(f, F.mse_loss, weight_sharing=sharing, fisher="exact")({"w": of(W), "v": V}, X, Y)
     assert_factors(found, {"w": tuple((a, b)[1 - i] for i in order), "v": (d, c)})
     assert found["w"].shape == of(W).shape and found["w"].groups == ((0,), (1,))
-
-
-class TestConventions:
-    """Beside those of curvlinops, written out as it defines them."""
-
-    @pytest.mark.parametrize("reduction", ["mean", "sum"])
-    @pytest.mark.parametrize("loss", [F.mse_loss, F.binary_cross_entropy_with_logits])
-    def test_empirical_factors_are_those_of_each_loss_but_for_their_number(self, loss, reduction):
-        w, x, y = Numbers()(2, 4), Numbers(1)(5, 3, 4), Numbers(2)(5, 3, 2).sigmoid()
-        K = kfac(lambda w, x: x @ w.T, lambda z, y: loss(z, y, reduction=reduction), fisher="empirical")(w, x, y)
-        count = y.numel() if reduction == "mean" else 1
-        rows, at = (x @ w.T).requires_grad_(), x.flatten(0, 1)
-        slopes = torch.autograd.grad(loss(rows, y, reduction="sum"), rows)[0].flatten(0, 1)
-        assert_trees_close(count * K.factors[0], slopes.T @ slopes / count, 1e-10)
-        assert_trees_close(K.factors[1], at.T @ at / len(at), 1e-10)
-
-
-class TestModulesOfTorch:
-    """What torch computes in one call, against the same of linear layers."""
-
-    @sharings
-    def test_attention(self, sharing):
-        layer = nn.MultiheadAttention(4, 2, batch_first=True)
-        rand, x, y = Numbers(5), Numbers(3)(3, 2, 4), Numbers(6)(3, 2, 4)
-
-        def by_hand(m, x):
-            q, k, v = (y.unflatten(-1, (2, 2)).transpose(1, 2) for y in m["qkv"](x).chunk(3, -1))
-            return m["out"]((q @ k.mT / 2**0.5).softmax(-1).matmul(v).transpose(1, 2).flatten(-2))
-
-        module = Applied(by_hand, qkv=nn.Linear(4, 12), out=nn.Linear(4, 4))
-        names = {"in_proj_weight": "layers.qkv.weight", "in_proj_bias": "layers.qkv.bias"}
-        names |= {f"out_proj.{k}": f"layers.out.{k}" for k in ("weight", "bias")}
-        f, params = functional(Applied(lambda m, x: m["a"](x, x, x, need_weights=False)[0], a=layer))
-        given = {name: rand(*p.shape) for name, p in params.items()}
-        same = {names[name.removeprefix("layers.a.")]: p for name, p in given.items()}
-        wanted = loop_kfac(module, F.mse_loss, weight_sharing=sharing)(same, x, y)
-        found = kfac(f, F.mse_loss, weight_sharing=sharing, fisher="exact")(given, x, y)
-        assert_factors({names[name.removeprefix("layers.a.")]: k for name, k in found.items()}, wanted)
-
-    @sharings
-    def test_recurrence(self, sharing):
-        f, params = functional(Applied(lambda m, x: m["a"](x)[0][:, -1], a=nn.RNN(3, 3, batch_first=True)))
-        rand, x, y = Numbers(5), Numbers(3)(4, 2, 3), Numbers(6)(4, 3)
-        given = {name: rand(*p.shape) for name, p in params.items()}
-        module, *_ = built("recurrence")
-        names = {f"layers.a.{k}_{h}_l0": f"layers.{h}.{k}" for k in ("weight", "bias") for h in ("ih", "hh")}
-        wanted = loop_kfac(module, F.mse_loss, weight_sharing=sharing)(
-            {names[name]: p for name, p in given.items()}, x, y
-        )
-        found = kfac(f, F.mse_loss, weight_sharing=sharing, fisher="exact")(given, x, y)
-        assert_factors({names[name]: k for name, k in found.items()}, wanted)
-
-    @pytest.mark.parametrize("train", [True, False])
-    def test_a_transformer_runs(self, train):
-        layer = nn.TransformerEncoderLayer(4, 2, 3, dropout=0.0, batch_first=True).double().train(train)
-        f, params = functional(layer)
-        x, y = Numbers(3)(2, 3, 4), Numbers(4)(2, 3, 4)
-        for k in kfac(f, F.mse_loss, fisher="exact")(params, x, y).values():
-            values = torch.linalg.eigvalsh(k.dense())
-            assert values.min() > -1e-10 * values.max()
-        traced = {name: k.trace() for name, k in kfac(f, F.mse_loss, fisher="exact")(params, x[:1], y[:1]).items()}
-        assert all(t > 0 for name, t in traced.items() if "in_proj" not in name)
-
-
-def test_a_parameter_without_influence():
-    f, params = functional(nn.Linear(2, 3).double())
-    found = kfac(lambda p, x: f(p["f"], x), F.mse_loss, fisher="exact")(
-        {"f": params, "none": torch.ones(2, 2).double()}, X[:, 0, :2], Y[:, 0]
-    )
-    assert not found["none"].dense().any()
-    assert_factors(found["f"], loop_kfac(nn.Linear(2, 3).double(), F.mse_loss)(params, X[:, 0, :2], Y[:, 0]))
-
-
-@sharings
-def test_b_is_symmetric(sharing):
-    """Also that of a loss of unknown structure, whose columns are products of two, in float32."""
-    torch.manual_seed(0)
-    f, params = functional(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4)))
-    x, y = Numbers()(7, 3, 5).float(), torch.zeros(7)
-    found = kfac(f, lambda z, y: (z.logsumexp(-1) + 3).square().mean(), weight_sharing=sharing, fisher="exact")(
-        params, x, y
-    )
-    for kronecker in found.values():
-        assert_trees_close(kronecker.factors[0], kronecker.factors[0].mT, 1e-6)

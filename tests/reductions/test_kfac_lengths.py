@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import chunked, kfac
+from invfunc import kfac
 from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import in_blocks
@@ -76,22 +76,3 @@ def test_are_of_the_positions_that_are_there(pick, sharing, lengths):
                     assert "samples have different numbers of rows" in str(error) or "picked or permuted" in str(error)
                     continue
                 assert_trees_close(found["wb" if layer == "column" else "w"].factors, wanted, EXACT, FLOOR)
-
-
-@pytest.mark.parametrize("repeated", ["repeat", "expand"])
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_a_parameter_that_is_repeated_for_the_samples_in_chunks(repeated, n):
-    params = {"W": Numbers()(3, 3), "b": Numbers(1)(3), "V": Numbers(2)(3, 3)}
-    x, y = Numbers(3)(4, 2, 3), Numbers(4)(4, 3)
-
-    def f(p, x):
-        b = {
-            "repeat": lambda: p["b"].repeat(len(x), 1),
-            "expand": lambda: p["b"].expand(len(x), -1),
-        }[repeated]()
-        return torch.tanh(x @ p["W"] + b[:, None]).mean(1) @ p["V"]
-
-    statistic = kfac(f, F.mse_loss, fisher="exact")
-    whole, parts = statistic(params, x, y), chunked(statistic, n, over="samples")(params, x, y)
-    for name in params:
-        assert_trees_close(parts[name].dense(), whole[name].dense(), 1e-9)

@@ -3,7 +3,6 @@
 from functools import partial
 from unittest import mock
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -15,7 +14,7 @@ from invfunc import functional
 from invfunc.structure import narrow
 from invfunc.testing import assert_trees_close
 from tests.crossed import thresholds_at
-from tests.structure.test_columns import EXACT, FLOOR, STATISTICS, arranged, assert_as_dense
+from tests.structure.test_columns import EXACT, FLOOR, arranged, assert_as_dense
 from tests.structures import NETWORKS, always
 
 SMALL = st.sampled_from([{"cpu": 1}, {"cpu": 64}, {"cpu": 2**20}])
@@ -51,28 +50,6 @@ def test_blocks_give_what_all_at_once_gives(data, moved, small):
         found = make()(*args)
     with thresholds_at(FACTORED_COST=0.0), always():
         assert_trees_close(found, make()(*args), EXACT, FLOOR)
-
-
-@pytest.mark.parametrize("statistic", list(STATISTICS))
-@pytest.mark.parametrize("attention", [False, True])
-def test_a_head_of_tokens_in_blocks_of_positions(statistic, attention):
-    f, args = read(19, attention)
-    with thresholds_at(MOVED=8 * 19 * 2, CACHE={"cpu": 8 * 19}, FACTORED_COST=0.0):
-        assert_as_dense(partial(STATISTICS[statistic], f, F.cross_entropy), args)
-
-
-@settings(max_examples=7)
-@given(scale=st.sampled_from([-2.0, 0.5]), cut=st.integers(0, 3), order=st.permutations(range(6)))
-def test_positions_that_the_loss_moves_and_drops(scale, cut, order):
-    """Its input is the outputs scaled, some of them dropped, the others in another order."""
-    f, (params, x, y) = read(19)
-    order = order[cut:]
-
-    def loss(z, y):
-        return F.cross_entropy(scale * z[..., order], y[..., order])
-
-    with thresholds_at(MOVED=8 * 19 * 2, CACHE={"cpu": 8 * 19}, FACTORED_COST=0.0):
-        assert_as_dense(partial(invfunc.diag_ggn, f, loss), (params, x, y))
 
 
 def test_a_wrong_derivative_is_noticed_in_every_block():

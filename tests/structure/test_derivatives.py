@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invfunc import chunked, diag_ggn, ggn_trace
+from invfunc import diag_ggn, ggn_trace
 from invfunc.testing import assert_trees_close
-from tests.around import COMPOSITIONS, differentiated
-from tests.laws import composed
+from tests.around import differentiated
 from tests.networks import total
 from tests.strategies import Numbers
 from tests.structure.test_columns import arranged
@@ -52,28 +51,6 @@ def example(called, n=2):
     return params, x, rand(*z.shape).softmax(1)
 
 
-@pytest.mark.parametrize("composition", COMPOSITIONS)
-@settings(max_examples=3)
-@given(called=st.sampled_from(list(NETS)), make=st.sampled_from(list(MAKERS)), form=st.booleans(), data=st.data())
-def test_inside_other_transforms(composition, called, make, form, data):
-    make = "diag_ggn of each" if composition == "vmap over the last axis" else make  # a number has no second axis
-    f, args = NETS[called], example(called)
-    few = composition in ("jacfwd", "vmap of vmap")  # what torch can do with the other losses there
-    loss = data.draw(st.sampled_from([F.cross_entropy, *[F.mse_loss, F.binary_cross_entropy_with_logits] * (not few)]))
-    loss = partial(loss, reduction="sum")  # torch 2.13 has no jvp of the second derivative of a mean
-    functions = (f, loss) if form else (composed(f, loss),)
-    over = data.draw(st.sampled_from([None, "samples", "params", "outputs"]))
-
-    def t(method):
-        made = MAKERS[make](*functions, method=method)
-        return made if over is None else chunked(made, 2, over=over)
-
-    wanted = COMPOSITIONS[composition](t("dense"), *args)
-    with always():
-        found = COMPOSITIONS[composition](t("auto"), *args)
-    assert_trees_close(found, wanted, EXACT, FLOOR)
-
-
 @pytest.mark.parametrize("kind", ["1d", "u-net", "auto-encoder", "perceptron", "sequence"])
 @settings(max_examples=7)
 @given(data=st.data(), make=st.sampled_from(list(MAKERS)))
@@ -84,16 +61,6 @@ def test_the_gradient_of_the_sum(kind, make, data):
     with always():
         found = differentiated(MAKERS[make](*functions), args, [0])
     assert_trees_close(found, wanted, EXACT, FLOOR)
-
-
-@pytest.mark.parametrize("called", NETS)
-@pytest.mark.parametrize("wanted", [[0], [1], [0, 1]], ids=["params", "inputs", "both"])
-def test_second_derivatives(called, wanted):
-    args = example(called)
-    slopes = differentiated(diag_ggn(NETS[called], F.cross_entropy, method="dense"), args, wanted, twice=True)
-    with always():
-        found = differentiated(diag_ggn(NETS[called], F.cross_entropy), args, wanted, twice=True)
-    assert_trees_close(found, slopes, EXACT, FLOOR)
 
 
 @pytest.mark.quick
