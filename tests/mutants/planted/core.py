@@ -15,7 +15,7 @@ FAULTS = [
         "core/order.py",
         "        if self.ragged and fill:\n",
         "        if False:\n",
-        "core/test_orders.py",
+        "core/test_places.py",
     ),
     Fault(
         "samples may pick in the rows of a parameter that is copied for each",
