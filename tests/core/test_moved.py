@@ -115,9 +115,6 @@ def test_few_programs_are_refused():
     assert refused <= 5
 
 
-# One weight that is read elementwise and by rows that are looked up, which data put in another order
-
-
 # Whatever function of torch brings entries of data to other places: each share is that of their sample
 
 X, C = Numbers()(4, 3), Numbers(1)(4, 3)

@@ -220,9 +220,6 @@ def test_samples_are_followed_to_where_they_are_computed(f):
     assert_trees_close(batch_l2_grad(f)(P, X, Y), norms, EXACT)
 
 
-# Models that compute their samples one by one, or somewhere else, and put them back
-
-
 # Samples that are picked, permuted, repeated, or computed one by one are followed, and are right
 
 N_ORDERS, EXACT_ORDERS = 5, 1e-9

@@ -1,4 +1,4 @@
-"""Sums over the samples: those of groups, and those that a parameter multiplies; each sample has the share of what it adds."""
+"""Sums over the samples, of groups and times a parameter: each sample has the share of what it adds."""
 
 from __future__ import annotations
 

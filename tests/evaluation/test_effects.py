@@ -1,13 +1,19 @@
 """What the transforms leave as it was: arguments, modes, random numbers, and the module that `functional` takes."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.func import grad
 
 import invfunc
+from invfunc import tree
 from invfunc.testing.oracles import assert_trees_close
-from tests.networks import LOSSES, STATISTICS, chunkings, network, plain, total
+from tests.laws import STATISTICS as KINDS
+from tests.laws import arranged
+from tests.networks import LOSSES, STATISTICS, Network, chunkings, network, plain, total
 from tests.strategies import Numbers
 
 EXACT = 1e-10
@@ -135,3 +141,41 @@ def plain_once(statistic, generator=torch.default_generator):
         return formula
 
     return make
+
+
+# What derivatives of statistics leave behind
+
+
+def tensors_alive():
+    return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())  # isinstance wakes lazy modules
+
+
+@pytest.mark.parametrize("statistic", KINDS)
+class TestNothingStays:
+    def test_of_the_tensors_of_an_evaluation(self, statistic):
+        """Neither of what is forgotten nor, in a cycle, until the garbage collector comes."""
+        net, hidden = network("perceptron", 3), []
+
+        def f(p, x):
+            z = net.f(p, x)
+            hidden.append(weakref.ref(z))
+            return z
+
+        kind, functions, (params, *batch) = arranged(statistic, Network("", f, net.params, net.x, 3), LOSSES[1])
+        t = kind.make(*functions)
+        params = tree.map_leaves(lambda leaf: leaf.clone().requires_grad_(), params)
+
+        def step():
+            torch.autograd.grad(total(t(params, *batch)), tree.leaves(params), materialize_grads=True)
+
+        step()
+        gc.collect()
+        gc.disable()
+        try:
+            before = tensors_alive()
+            for _ in range(3):
+                step()
+            assert tensors_alive() == before and hidden and all(ref() is None for ref in hidden)
+        finally:
+            gc.enable()
+        assert all(leaf.grad is None and not leaf._backward_hooks for leaf in tree.leaves(params))

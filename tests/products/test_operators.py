@@ -1,17 +1,20 @@
 """Curvature matrices as operators of scipy, against dense ones of numpy."""
 
-from functools import partial
+import importlib.util
+import sys
+from functools import cache, partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse.linalg import LinearOperator
 
 import invfunc
-from invfunc import ggnvp, hvp, linear_operator
-from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc import ggnvp, hvp, linear_operator, streamed, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError, MissingExtraError
 from invfunc.testing.models import moved
 from tests import matrices
 from tests.matrices import assert_near
@@ -89,3 +92,134 @@ class TestRefusals:
 
 def loss_of_two(params, x):
     return (params["a"] * params["b"] * x).sum()
+
+
+# Curvature matrices as operators of torch's tensors, against dense ones; curvlinops' estimators and solvers take
+# them
+
+RTOL = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+class Base:
+    """What curvlinops' base class does, as far as it is used: a matrix as a list of `[*p, K]` and as one tensor."""
+
+    def __init__(self, in_shape, out_shape):
+        self._in_shape, self._out_shape = in_shape, out_shape
+        self.shape = tuple(sum(np.prod(s, dtype=int) for s in shapes) for shapes in (out_shape, in_shape))
+
+    def __matmul__(self, x):
+        parts = x.split([int(np.prod(s)) for s in self._in_shape])
+        count = x.shape[1] if x.ndim > 1 else 1
+        columns = [part.reshape(*s, count) for part, s in zip(parts, self._in_shape, strict=True)]
+        return torch.cat([y.reshape(-1, count) for y in self._matmat(columns)]).reshape(x.shape)
+
+
+@pytest.fixture(scope="class")
+def base():
+    """A module of its name, so that what is made of its class is tested without it."""
+    kind = type("HessianLinearOperator", (type("PyTorchLinearOperator", (Base,), {}),), {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "curvlinops", SimpleNamespace(HessianLinearOperator=kind))
+        yield
+
+
+def of_torch(product):
+    return linear_operator(product, kind="torch")
+
+
+@pytest.mark.quick
+@pytest.mark.usefixtures("base")
+class TestOperatorTorch:
+    @settings(max_examples=20)
+    @given(net=networks(), loss=st.sampled_from(LOSSES), called=st.sampled_from(list(PRODUCTS)))
+    def test_is_the_matrix(self, device, dtype, net, loss, called):
+        product, args = arranged(called, net, loss)
+        args = moved(args, dtype, device)
+        wanted, operator = matrices.of(product, *args), of_torch(product)(*args)
+        assert operator.shape == wanted.shape and operator.dtype == wanted.dtype and operator.device == wanted.device
+        columns = Numbers(4)(len(wanted), 3).to(wanted)
+        assert_near(operator @ torch.eye(len(wanted)).to(wanted), wanted, RTOL[dtype])
+        assert_near(operator @ columns, wanted @ columns, 10 * RTOL[dtype])
+        assert_near(operator @ columns[:, 0], wanted @ columns[:, 0], 10 * RTOL[dtype])
+        assert (operator @ columns).is_contiguous() and operator._adjoint() is operator and operator.SELF_ADJOINT
+
+    @pytest.mark.parametrize("called", PRODUCTS)
+    def test_of_a_loader_goes_through_it_once_for_all_columns(self, called):
+        net, ways = network("convolution", 5), []
+        product, args = arranged(called, net)
+
+        class Loader:
+            def __iter__(self):
+                ways.append(1)
+                return zip(*(x.split(2) for x in args[1:]), strict=True)
+
+        wanted = matrices.of(product, *args)
+        operator = of_torch(streamed(product))(args[0], Loader())
+        ways.clear()
+        assert_near(operator @ torch.eye(len(wanted)).to(wanted), wanted, 1e-12)
+        assert len(ways) == 1
+
+    def test_of_a_product_of_the_user(self):
+        def shifted(params, v, x, *, by):
+            return tree.map_leaves(lambda p, v: x.sum() * v + by * p.new_ones(()) * v, params, v)
+
+        params = {"a": torch.ones(2).bfloat16(), "b": [torch.ones(1, 3).bfloat16().requires_grad_()]}
+        operator = of_torch(shifted)(params, torch.ones(4).bfloat16(), by=0.5)
+        found = operator @ torch.eye(5).bfloat16()
+        assert torch.equal(found, 4.5 * torch.eye(5).bfloat16()) and not found.requires_grad
+        assert repr(of_torch(shifted)) == "linear_operator(shifted, kind='torch')"
+
+    def test_refuses_what_is_not_of_one_kind(self):
+        a, b = torch.ones(2), torch.ones(2).double()
+        with pytest.raises(ArgumentError, match=r"params\['b'\] has dtype torch.float64, but params\['a'\] has .*32"):
+            of_torch(PRODUCTS["hvp"](loss_of_two))({"a": a, "b": b}, a)
+        with pytest.raises(ArgumentError, match=r"params\['b'\] is on meta, but .* on cpu; .* one device"):
+            of_torch(lambda params, v, x: v)({"a": a, "b": torch.ones(2, device="meta")}, a)
+        with pytest.raises(ArgumentTypeError, match=r"x\['a'\] has dtype torch.float64, but params\['a'\] has .*32"):
+            of_torch(PRODUCTS["hvp"](loss_of_two))({"a": a, "b": a}, a) @ torch.ones(4, 2).double()
+        with pytest.raises(ArgumentError, match=r"kind='numpy'\): it is one of 'scipy', 'torch'"):
+            linear_operator(PRODUCTS["hvp"](loss_of_two), kind="numpy")
+
+
+def test_curvlinops_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "curvlinops", None)
+    operator = of_torch(PRODUCTS["hvp"](loss_of_two))
+    with pytest.raises(MissingExtraError, match=r"kind='torch'\).*curvlinops is missing: .*curvlinops-for-pytorch"):
+        operator({"a": torch.ones(2), "b": torch.ones(2)}, torch.ones(2))
+
+
+@cache
+def why_not():
+    """Why there is no curvlinops; empty if there is."""
+    names = ("curvlinops", "backpack", "einconv", "linear_operator", "einops", "scipy", "tqdm")
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    return f"{', '.join(missing)} not installed: pip install curvlinops-for-pytorch" if missing else ""
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+class TestCurvlinops:
+    """What it estimates and solves with our products."""
+
+    @pytest.fixture(params=["at once", "streamed"])
+    def given(self, request):
+        """The operator of a GGN, damped, and the matrix."""
+        from curvlinops.examples import IdentityLinearOperator
+
+        product, (params, *batch) = arranged("ggnvp", network("convolution", 5))
+        wanted = matrices.of(product, params, *batch)
+        if request.param == "streamed":
+            product, batch = streamed(product), [[*zip(*(x.split(3) for x in batch), strict=True)]]
+        operator = of_torch(product)(params, *batch)
+        shift = 0.1 * IdentityLinearOperator([p.shape for p in tree.leaves(params)], operator.device, operator.dtype)
+        return operator + shift, wanted + 0.1 * torch.eye(len(wanted)).to(wanted)
+
+    def test_estimates_as_of_the_dense_matrix(self, given):
+        """From the same draws."""
+        import curvlinops
+
+        for name in ("hutchpp_trace", "xtrace", "hutchinson_trace", "hutchinson_squared_fro", "xdiag"):
+            found = []
+            for matrix in given:
+                torch.manual_seed(0)
+                found.append(getattr(curvlinops, name)(matrix, 12))
+            assert_near(*found, 1e-10)
