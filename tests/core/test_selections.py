@@ -273,3 +273,16 @@ def test_shares_are_those_of_the_dense_mixture(product, dtype, exact, back, n, l
     assert_trees_close(variance(each)(params, x, y), spread, exact, 1e-7 if n == 1 else 0)
     diagonal = diag_ggn(lambda p, x: dense(p, x, many), F.cross_entropy)(params, x, y)
     assert_trees_close(diag_ggn(lambda p, x: model(p, x, many), F.cross_entropy)(params, x, y), diagonal, exact)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_an_index_of_samples_picks_in_rows_of_a_parameter(moved):
+    """Those of its own samples, also where the rows are sums over data."""
+    rand, i = Numbers(), torch.tensor([0, 1, 1])
+    w, x = rand(3, 2), rand(3, 2)
+
+    def f(w, x, i):
+        rows = (torch.eye(3).flip(0).to(x) @ x) * w if moved else w
+        return rows.gather(1, i[:, None])[:, 0] * x[:, 0]
+
+    assert_trees_close(batch_grad(f)(w, x, i), torch.func.jacrev(f)(w, x, i), EXACT)

@@ -231,6 +231,19 @@ class TestScale:
             t(data[0], batches([2], *data[1:]))
         assert error.value.__notes__ == ["This is batch 0 of the loader."]
 
+    @pytest.mark.parametrize("by", [1e6, 1e-9])
+    def test_with_a_factor_are_refused_beyond_the_range_of_half_precision(self, data, by):
+        params, *rest = data
+        params, rest = tree.map_tensors(torch.Tensor.half, params), [rest[0].half(), rest[1]]
+
+        def f(params, *batch, factor):
+            lost = by * losses(params, *batch).float()
+            return lost / len(batch[0]) if factor else lost
+
+        streamed(invfunc.batch_l2_grad(partial(f, factor=False)))(params, batches([5], *rest))
+        with pytest.raises(SampleAxisError, match="a factor that depends"):
+            streamed(invfunc.batch_l2_grad(partial(f, factor=True)))(params, batches([5], *rest))
+
 
 def test_losses_that_draw_are_not_compared_with_those_of_half_a_batch(data):
     def f(params, x, y):

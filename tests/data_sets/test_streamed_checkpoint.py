@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from io import BytesIO
@@ -376,6 +377,19 @@ class TestAnotherOne:
                 streamed(invfunc.variance(losses), checkpoint="state", every=every)
         with pytest.raises(ArgumentError, match="Give checkpoint="):
             streamed(invfunc.variance(losses), every=5)
+
+    def test_several_calls_with_one_file(self, data, file):  # noqa: F811
+        """Each writes it as a whole, and has its own result."""
+        params, *rest = data
+        t, parts = invfunc.variance(losses), batches(range(1, 9), *rest)
+
+        def one(_):
+            return streamed(t, checkpoint=file, every=0)(params, parts)
+
+        with ThreadPoolExecutor(4) as pool:
+            for found in pool.map(one, range(8)):
+                assert_trees_close(found, t(*data), 1e-12)
+        assert not any(file.parent.iterdir())
 
 
 class TestFingerprint:

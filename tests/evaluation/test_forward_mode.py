@@ -27,6 +27,27 @@ def f(params, x):
 
 
 V = {name: Numbers(5)(*p.shape) for name, p in PARAMS.items()}
+LOSSES = {
+    "mse": F.mse_loss,
+    "mse, by keywords": lambda z, y: 3 * F.mse_loss(target=y, input=z, reduction="mean"),
+    "huber, none": lambda z, y: F.huber_loss(z, y, "none", 0.7).sum(1),
+    "soft margin": F.soft_margin_loss,
+    "cross entropy": lambda z, y: F.cross_entropy(z, y.softmax(1)),
+}
+
+
+@pytest.mark.parametrize("make", [invfunc.variance, invfunc.diag_hessian, invfunc.hvp], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_jvp_is_the_derivative(make, loss):
+    t = make(lambda params, x, y: loss(f(params, x), y))
+    vectors = (V,) if make is invfunc.hvp else ()
+
+    def value(params):
+        return total(tree.leaves(t(params, *vectors, X, Y)))
+
+    slopes, (got, along) = grad(value)(PARAMS), jvp(value, (PARAMS,), (V,))
+    wanted = sum((slopes[k] * V[k]).sum() for k in V)
+    assert_trees_close((got, along), (value(PARAMS), wanted), 1e-9, 1e-6)
 
 
 def product(make, **options):

@@ -149,6 +149,16 @@ class TestEstimates:
         inside = ((value - exact).abs() <= 2 * error).double().mean()
         assert 0.83 <= inside <= 0.97, inside
 
+    def test_the_trace_has_the_error_of_all_parameters_at_once(self):
+        f, *args = of_classes(1.0)
+        exact = invfunc.ggn_trace(f, F.cross_entropy)(*args)
+
+        def of(**more):
+            return invfunc.ggn_trace(f, F.cross_entropy, mc_samples=4, peel="auto", **more)
+
+        value, error = repeated(of, args, 100)
+        assert 0.9 <= ((value - exact).abs() <= 2 * error).double().mean() <= 0.99
+
 
 class TestOptions:
     def test_what_is_wrong_with_them(self):

@@ -164,7 +164,7 @@ def test_the_hessian_is_the_derivative_of_the_gradient(device, called):
 
 
 FORWARD_MODE = {"mse_loss", "huber_loss", "soft_margin_loss"}
-"""Losses whose law is in `tests/test_forward_mode.py`."""
+"""Losses whose law is in `tests/evaluation/test_forward_mode.py`."""
 FORMS = having("twice")
 SPELLED = {"__abs__", "absolute"}
 """Other names of abs, whose law is below."""

@@ -12,7 +12,7 @@ import invfunc
 from invfunc import compiled
 from invfunc.plans.operators import draws
 from invfunc.testing.oracles import assert_trees_close
-from tests.plans.calls import EXACT, given, hits, loss, of, same
+from tests.plans.calls import EXACT, given, hits, loss, of, quietly, same
 from tests.strategies import Numbers
 
 
@@ -92,6 +92,14 @@ class TestModes:
             thread.join()
         assert_trees_close(found, wanted, EXACT)
 
+    def test_closed_over_tensors_that_begin_to_want_gradients(self):
+        held = torch.ones(3, dtype=torch.float64)
+        t, c = of(lambda w, x: loss(w * held, x))
+        c(*given()), c(*given())
+        assert hits(c) == 1
+        held.requires_grad_()
+        assert quietly(c, *given()).requires_grad == t(*given()).requires_grad
+
 
 @pytest.mark.quick
 class TestErrors:
@@ -120,6 +128,14 @@ class TestErrors:
             with pytest.raises(invfunc.errors.ConvexityError):
                 call(w, -x, y)
         same(c, t, w, 2 * x, y)
+
+    def test_of_singular_matrices(self):
+        c = compiled(invfunc.variance(lambda w, x: (x @ torch.linalg.inv(w)).square().sum(1)))
+        w, x = torch.eye(3) + 0.1, torch.ones(4, 3)
+        c(w, x), c(w, x)
+        assert hits(c) == 1
+        with pytest.raises(torch.linalg.LinAlgError):
+            c(torch.zeros(3, 3), x)
 
 
 # Operations that draw random numbers: attention's kernels do where they leave something out

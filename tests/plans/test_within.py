@@ -10,7 +10,7 @@ from torch import nn
 
 import invfunc
 from invfunc import compiled, tree
-from invfunc.errors import ArgumentError
+from invfunc.errors import ArgumentError, ReplayError
 from invfunc.testing.oracles import assert_trees_close
 from tests.data_sets.test_streamed import linear, losses
 from tests.plans.calls import hits, loss, quietly
@@ -264,3 +264,12 @@ def test_what_a_program_cannot_be_of_is_told(data):
         c(params, v, x, y)
         with pytest.raises(ArgumentError, match=why):
             program(c, params, v, x, y)
+
+
+def test_another_shape_of_the_result_is_told():
+    c = compiled(invfunc.batch_jacobian(lambda w, x: (x * w)[:, : 3 if x.sum() > 0 else 2]))
+    ours = torch.compile(lambda w, x: c(w, x) + 0, fullgraph=True, backend="aot_eager")
+    w, x = Numbers(0)(3), Numbers(1)(4, 3).abs()
+    ours(w, x)
+    with pytest.raises(ReplayError, match="other shapes or dtypes"):
+        ours(w, -x)

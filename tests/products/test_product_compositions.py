@@ -239,3 +239,18 @@ class TestSamples:
         wanted = matrices.fisher(each, params, x, y)
         summed = ggnvp(last, lambda z, y: F.mse_loss(z, y, reduction="sum"), fisher="empirical", **dims)
         assert_near(matrices.of(summed, *args), wanted, 1e-8)
+
+    @pytest.mark.parametrize("make", [batch_grad, diag_ggn, partial(kfac, fisher="exact")])
+    def test_of_a_contrastive_loss_are_mixed_and_the_error_says_what_there_is(self, make):
+        f, params = model((3,))
+        x, y = Numbers(1)(4, 2), torch.arange(4)
+
+        def similarities(p, x):
+            return f(p, x) @ f(p, x.flip(1)).T
+
+        loss = composed(similarities, F.cross_entropy)
+        with pytest.raises(SampleAxisError, match=r"products of samples.*`hvp\(f\)` and `ggnvp\(f, loss\)`"):
+            make(loss)(params, x, y)
+        assert_near(matrices.of(hvp(loss), params, x, y), matrices.hessian(loss, params, x, y), 1e-8)
+        wanted = matrices.ggn(similarities, F.cross_entropy, params, x, y)
+        assert_near(matrices.of(ggnvp(similarities, F.cross_entropy), params, x, y), wanted, 1e-8)
