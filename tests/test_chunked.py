@@ -70,12 +70,6 @@ class TestStatistics:
         with suppress(invfunc.errors.SampleAxisError):  # a mean that divides by weights
             assert_trees_close(divided(data.draw, t, ["samples", "params"])(*args), t(*args), EXACT)
 
-    def test_marked_outputs_split_any_scalar_loss(self):
-        net, y = network("perceptron", 5), Numbers(1)(5, 3)
-        for transform in FIRST_ORDER:
-            t = transform(lambda p, x, y: (invfunc.outputs(net.f(p, x)) - y).abs().pow(1.5).mean())
-            assert_trees_close(chunked(t, 2)(net.params, net.x, y), t(net.params, net.x, y), EXACT)
-
     @pytest.mark.parametrize("transform", FIRST_ORDER)
     def test_losses_that_count_the_batch_are_refused(self, transform):
         """Unmarked, f itself runs on parts of the batch: it has to return there what it returns on the whole."""
@@ -180,10 +174,6 @@ class TestChunksAlone:
         assert_trees_close(ours(invfunc.variance(drawing)), (spread, shares[1]), EXACT)
         assert_trees_close(ours(diag_ggn(model, total)), looped(diag_ggn(model, total), sum), EXACT)
 
-    def test_one_number_of_an_f_that_draws_is_refused(self):
-        with pytest.raises(invfunc.errors.RandomnessError, match=r"Return the \[N\] losses"):
-            chunked(invfunc.variance(lambda *args: drawing(*args).mean()), 2)(*case())
-
     @pytest.mark.quick
     @pytest.mark.parametrize("loss", MASKED.values(), ids=MASKED)
     @pytest.mark.parametrize("n", [2, 3, 6])
@@ -205,18 +195,6 @@ class TestChunksAlone:
         with suppress(invfunc.errors.SampleAxisError):
             found = chunked(t, n)(params, x, y)
             assert_trees_close(found, t(params, x, y), EXACT)
-
-    @pytest.mark.parametrize("n", [2, 6])
-    def test_means_over_the_positions_of_a_sample_are_its_own(self, n):
-        params, x, y = case()
-        y = torch.stack([y, y.where(y > 0, -100)], 1)
-
-        def f(p, x, y):
-            z = logits(p, x)
-            return torch.stack([F.cross_entropy(torch.stack([a, a.sin()]), b) for a, b in zip(z, y, strict=True)])
-
-        t = invfunc.batch_grad(f)
-        assert_trees_close(chunked(t, n)(params, x, y), t(params, x, y), EXACT)
 
     @pytest.mark.parametrize("n", [2, 6])
     def test_samples_that_meet_are_refused(self, n):
@@ -275,14 +253,6 @@ class TestPasses:
         chunked(t, n, over=over)(*args)
         assert len(passes) == min(n, length)
 
-    @pytest.mark.parametrize("n", [1, 2, 3, 100])
-    @pytest.mark.parametrize("over, length", [("samples", N), ("params", 4)])
-    @pytest.mark.parametrize("transform", FIRST_ORDER)
-    def test_of_first_order_statistics_are_exactly_n(self, transform, over, length, n):
-        f, args, calls, passes = self.counting()
-        chunked(transform(lambda p, x, y: F.cross_entropy(f(p, x), y)), n, over=over)(*args)
-        assert len(passes) == min(n, length)
-
     @pytest.mark.parametrize("over, length", [("outputs", CLASSES - 1), ("samples", N), ("params", 4)])
     @pytest.mark.parametrize("size", [1, 2, 3])
     @pytest.mark.parametrize("n", [2, 3])
@@ -294,11 +264,6 @@ class TestPasses:
         assert len(passes) == sum(-(-(b - a) // size) for a, b in zip(edges, edges[1:], strict=False))
         assert_trees_close(found, t(*args), EXACT)
 
-    def test_over_outputs_keep_one_forward_pass(self):
-        f, args, calls, passes = self.counting()
-        chunked(diag_ggn(f, F.cross_entropy), 3)(*args)
-        assert calls == [self.N]
-
     def test_over_samples_see_a_part_of_them_only(self):
         f, args, calls, passes = self.counting()
         chunked(diag_ggn(f, F.cross_entropy), 3, over="samples")(*args)
@@ -307,12 +272,6 @@ class TestPasses:
 
 
 class TestWriting:
-    def test_without_a_number_it_is_the_identity(self):
-        t = diag_ggn(F.linear, F.mse_loss)
-        assert chunked(t) is t and chunked(t, None, chunk_size=None, over="samples") is t
-        assert chunked(F.linear, chunk_size=None) is F.linear
-        assert chunked(n=None)(t) is t
-
     @pytest.mark.parametrize("options", [{"n": 2}, {"chunk_size": 2}, {"n": 2, "over": "samples"}], ids=str)
     def test_decorator(self, options):
         net, y = network("affine", 5), Numbers(1).below(3, 5)
@@ -330,14 +289,6 @@ class TestWriting:
             return F.cross_entropy(net.f(p, x), y, reduction="sum")
 
         assert torch.allclose(g(*args), F.cross_entropy(net.f(*args[:2]), y, reduction="sum"))
-
-    def test_says_what_it_is(self):
-        t = diag_ggn(F.linear, F.mse_loss)
-        assert repr(chunked(t, 3)) == "chunked(diag_ggn(linear, mse_loss), n=3, over='outputs')"
-        inner = chunked(invfunc.variance(F.linear), chunk_size=4)
-        assert repr(inner) == "chunked(variance(linear), chunk_size=4, over='samples')"
-        assert repr(chunked(inner, 2, over="params")) == f"chunked({inner!r}, n=2, over='params')"
-        assert repr(chunked(F.linear, 3)) == "chunked(linear, n=3)"
 
 
 class TestPlainFunctions:
@@ -393,22 +344,3 @@ class TestPlainFunctions:
     def test_keyword_arguments_are_constants(self):
         found = chunked(lambda p, x, *, k: x * k[:2], 2)({}, torch.ones(4), k=torch.arange(3.0))
         assert torch.equal(found, torch.tensor([0.0, 1, 0, 1]))
-
-    @given(networks(low=2), numbers_of_passes)
-    def test_gradients_and_chunks_may_be_swapped(self, net, n):
-        y = Numbers(1).below(3, net.n)
-
-        def f(p, x, y):
-            return F.cross_entropy(net.f(p, x), y)
-
-        wanted = torch.func.grad(f)(net.params, net.x, y)
-        inside = torch.func.grad(chunked(f, n, fold="mean"))(net.params, net.x, y)
-        outside = chunked(torch.func.grad(f), n, fold="mean")(net.params, net.x, y)
-        assert_trees_close(inside, wanted, EXACT)
-        assert_trees_close(outside, wanted, EXACT)
-
-    def test_statistics_that_sum_over_samples_are_functions_too(self):
-        net, y = network("affine", 5), Numbers(1).below(3, 5)
-        t = invfunc.sum_grad_squared(lambda p, x, y: F.cross_entropy(net.f(p, x), y, reduction="none"))
-        plain = chunked(lambda *args: t(*args), 2, fold="sum")
-        assert_trees_close(plain(net.params, net.x, y), t(net.params, net.x, y), EXACT)

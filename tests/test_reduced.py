@@ -96,12 +96,6 @@ class TestCalls:
         shapes = [tuple(x.shape) for x in tree.leaves(self.made(called)[0](*args))]
         assert [found[i][j] for i, layer in enumerate(args[0]) for j in range(len(layer))] == shapes
 
-    def test_a_function_of_the_tensor_alone(self, called):
-        for fn in (torch.sum, torch.linalg.vector_norm, lambda tensor: tensor.sum(), torch.Tensor.sum):
-            t, args = self.made(called)
-            wanted = expected(self.made(called)[0], lambda path, tensor, fn=fn: fn(tensor), args)
-            assert_trees_close(reduced(t, fn)(*args), wanted, EXACT)
-
     def test_what_was_given_is_gone_when_the_next_is_formed(self, called):
         """Whoever keeps a small number of each parameter never pays for the tensors of two of them."""
         t, args = self.made(called)
@@ -128,15 +122,6 @@ class TestResults:
             found = reduced(invfunc.batch_grad(self.loss), lambda path, tensor, made=made: made)(*self.args)
             assert repr(found) == repr({"b": made, "a": [made, made]})
 
-    def test_of_a_parameter_without_influence_it_is_that_of_zeros(self):
-        found = reduced(invfunc.batch_grad(self.loss), lambda path, tensor: (path, tensor.shape, tensor.any().item()))
-        assert found(*self.args)["a"][1] == ("['a'][1]", (4, 2), False)
-
-    def test_of_several_results_it_is_called_with_each(self):
-        t = invfunc.grad_and_variance(self.loss)
-        wanted = tree.map_leaves(torch.sum, t(*self.args))
-        assert_trees_close(reduced(t, torch.sum)(*self.args), wanted, EXACT)
-
     def test_what_is_summed_over_parameters_comes_for_each(self):
         functions = (lambda p, x: (x @ p["b"]).tanh() * p["a"][0]), F.mse_loss
         wanted = tree.map_leaves(lambda x: 2 * x, invfunc.ggn_trace(*functions, per_parameter=True)(*self.args))
@@ -147,12 +132,6 @@ class TestResults:
     @staticmethod
     def loss_of_each(p, x, y):
         return ((x @ p["b"]).tanh() * p["a"][0] - y).square().sum(1)
-
-    def test_aux_stays(self):
-        t = invfunc.batch_grad(lambda p, x, y: (self.loss(p, x, y), "aux"), has_aux=True)
-        found, aux = reduced(t, torch.sum)(*self.args)
-        assert aux == "aux"
-        assert_trees_close(found, expected(invfunc.batch_grad(self.loss), lambda _, g: g.sum(), self.args), EXACT)
 
 
 class TestRefusals:

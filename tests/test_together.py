@@ -1,7 +1,6 @@
 """together: several statistics from one forward pass, each as it is alone."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import chunked, reduced, together, tree
+from invfunc import chunked, reduced, together
 from invfunc.core.evaluate import of_each_kind
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
@@ -166,30 +165,11 @@ class TestOptions:
             found = chunked(together(*of_losses), 2, over=over)(W, X, Y)
             assert_trees_close(found, tuple(t(W, X, Y) for t in of_losses), EXACT)
 
-    def test_reduced(self):
-        t = invfunc.batch_grad(loss), invfunc.diag_ggn(loss, per_sample=True), invfunc.sqrt_ggn(loss)
-        assert_trees_close(reduced(together(*t), torch.sum)(W, X, Y), tuple(one(W, X, Y).sum() for one in t), EXACT)
-
-    def test_of_all(self):
-        def f(x, w, v):
-            return (x.T @ w * v).tanh()
-
-        options = dict[str, Any](argnums=(2, 1), in_dims=(1, 0))
-        t = invfunc.diag_ggn(f, F.mse_loss, **options), invfunc.diag_hessian(f, F.mse_loss, **options)
-        args = (X.T, W, V, Y)
-        assert_trees_close(together(*t)(*args), tuple(one(*args) for one in t), EXACT)
-
 
 class TestRefusals:
     def test_other_functions(self):
         with pytest.raises(ArgumentError, match=r"together\(.*f"):
             together(invfunc.batch_grad(loss), invfunc.variance(lambda w, x, y: loss(w, x, y)))
-
-    def test_other_losses(self):
-        with pytest.raises(ArgumentError, match=r"together\(.*loss"):
-            together(invfunc.diag_ggn(model, F.mse_loss), invfunc.diag_ggn(model, F.huber_loss))
-        with pytest.raises(ArgumentError, match=r"together\(.*loss"):
-            together(invfunc.diag_ggn(model, F.mse_loss), invfunc.batch_jacobian(model))
 
     @pytest.mark.parametrize(
         "option", [{"argnums": 1}, {"in_dims": (0, None)}, {"has_aux": True}], ids=lambda option: next(iter(option))
@@ -197,14 +177,6 @@ class TestRefusals:
     def test_other_options(self, option):
         with pytest.raises(ArgumentError, match=rf"together\(.*{next(iter(option))}"):
             together(invfunc.batch_grad(loss), invfunc.variance(loss, **option))
-
-    def test_other_samples(self):
-        with pytest.raises(ArgumentError, match=r"together\(.*samples"):
-            together(invfunc.batch_grad(loss), invfunc.variance(loss, samples=[0]))
-
-    def test_statistics_of_a_model_beside_those_of_a_loss(self):
-        with pytest.raises(ArgumentError, match=r"together\(.*gram"):
-            together(invfunc.batch_grad(loss), invfunc.gram(loss))
 
     @pytest.mark.parametrize(
         "composed",
@@ -220,21 +192,10 @@ class TestRefusals:
         with pytest.raises(ArgumentTypeError, match="together"):
             together(invfunc.batch_grad(loss), other)
 
-    def test_nothing(self):
-        with pytest.raises(ArgumentError, match="together"):
-            together()
-
     def test_a_bad_argument_is_told_once(self):
         with pytest.raises(ArgumentError, match="5.*4|4.*5") as told:
             together(invfunc.batch_grad(loss), invfunc.variance(loss))(W, torch.ones(5, 3).double(), Y)
         assert "together(batch_grad(loss), variance(loss))(w, x, y)" in str(told.value)
-
-
-def test_says_what_it_is():
-    assert (
-        repr(together(invfunc.batch_grad(loss), invfunc.diag_ggn(loss))) == "together(batch_grad(loss), diag_ggn(loss))"
-    )
-    assert len(tree.leaves(together(invfunc.batch_grad(loss))(W, X, Y))) == 1
 
 
 def test_factors_that_share_positions_otherwise_are_not_each_others():

@@ -1,7 +1,6 @@
 """certified: the result as it is, wrong numbers found as often as promised, no alarm for right ones."""
 
 from contextlib import contextmanager
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -9,19 +8,17 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.func import grad, jvp, vmap
+from torch.func import vmap
 
 import invfunc
 from invfunc import (
     InvFuncError,
     batch_grad,
-    batch_jacobian,
     batch_l2_grad,
     certified,
     chunked,
     diag_ggn,
     explain,
-    gram,
     kfac,
     operation,
     reduced,
@@ -30,13 +27,15 @@ from invfunc import (
     variance,
 )
 from invfunc.certificates.certified import needed
-from invfunc.errors import ArgumentError, ArgumentTypeError, CertificateError, RandomnessError, SplitError
+from invfunc.errors import ArgumentError, ArgumentTypeError, CertificateError, SplitError
 from invfunc.kronecker import kfra
+from invfunc.products.product import Linearised, Product
 from invfunc.statistic import Statistic
 from invfunc.testing import strategies
-from invfunc.testing.laws.rows import LOSS, MODEL
+from invfunc.testing.laws.rows import LOSS, MODEL, PRODUCTS
 from invfunc.testing.models import Loss, Model, Problem
-from tests.alarms.calls import CERTIFIED
+from tests.alarms.calls import CERTIFIED, NAMES
+from tests.strategies import Numbers
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 rows = st.sampled_from(list(CERTIFIED.values()))
@@ -97,15 +96,6 @@ class TestRightResults:
             return
         certified(plain, generator=SEED)(*args)
 
-    def test_of_several_parameters_and_of_several_statistics(self):
-        def f(x, v, w, y):
-            return (torch.tanh(x @ w) @ v - y).square()
-
-        x, v, w, y = torch.randn(5, 3), torch.randn(2), torch.randn(3, 2), torch.randn(5)
-        for argnums in ((2, 1), (1,), 2):
-            t = batch_grad(f, argnums=argnums, in_dims=(0, 0) if argnums == (2, 1) else (0, None, 0))
-            assert same(certified(t, generator=SEED)(x, v, w, y), t(x, v, w, y))
-
     @given(strategies.problems(["affine", "perceptron", "convolution"]))
     def test_of_several_statistics(self, problem):
         if problem.loss.called == "log cosh of outputs":
@@ -113,17 +103,6 @@ class TestRightResults:
         t = together(diag_ggn(problem.f), variance(problem.f), batch_l2_grad(problem.f))
         args = (problem.model.params, *problem.batch)
         assert same(certified(t, generator=SEED)(*args), t(*args))
-
-    @pytest.mark.quick
-    def test_of_parameters_and_outputs_that_lie_in_another_order(self):
-        """Transposed in memory."""
-        f = lambda w, x: torch.tanh(x @ w).T  # noqa: E731  (as users write it)
-        w, x = torch.randn(2, 3).double().T, torch.randn(5, 3).double()
-        options = {"out_dims": 1}
-        for t in (batch_jacobian(f, **options), gram(f, **options)):
-            certified(t, generator=SEED)(w, x)
-        certified(diag_ggn(f, F.mse_loss, in_dims=(0, 1), **options), generator=SEED)(w, x, torch.zeros(2, 5).double())
-        certified(batch_grad(lambda w, x: (x @ w).square().sum(1)), generator=SEED)(w, x)
 
     def test_of_a_function_that_draws(self):
         def f(w, x, y):
@@ -136,33 +115,6 @@ class TestRightResults:
         torch.manual_seed(1)
         assert same(certified(variance(f), generator=SEED)(*args), plain)
         assert torch.equal(torch.get_rng_state(), state)
-
-    def test_of_operations_without_forward_mode(self):
-        """Embedding bags and attention with a mask; `gram` of losses."""
-
-        def f(p, tokens, mask, y):
-            z = F.embedding_bag(tokens, p["table"])
-            h = z[:, None] + p["places"]
-            h = F.scaled_dot_product_attention(h @ p["q"], h, h, mask[:, None])
-            return (h.mean(1) - y).square().sum(1)
-
-        r = strategies.Numbers(0)
-        params = {"table": r(5, 3), "places": r(4, 3), "q": r(3, 3)}
-        args = params, r.below(5, 2, 3), r(2, 4), r(2, 3)
-        for t in (gram(f), gram(f, per_parameter=True), batch_l2_grad(f), variance(f)):
-            certified(t, generator=SEED)(*args)
-
-    def test_of_what_is_differentiated(self):
-        f = Problem(Model("perceptron", n=3), Loss("mse_loss", "none"))
-        args = f.model.params, *f.batch
-        t = variance(f.f)
-
-        def total(of):
-            return lambda p: sum(x.sum() for x in tree.tensors(of(p, *args[1:])))
-
-        checked = certified(t, generator=SEED)
-        assert same(grad(total(checked))(args[0]), grad(total(t))(args[0]))
-        assert same(jvp(total(checked), args[:1], args[:1]), jvp(total(t), args[:1], args[:1]))
 
     @pytest.mark.parametrize("drawing", ["generator", "seed"])
     def test_draw_from_the_callers_generator(self, drawing):
@@ -237,21 +189,6 @@ class TestWrongResults:
         assert (error.path, error.found, error.expected, error.seed) == ("params['w'] of sample 1", 109, 108, 5)
         assert isinstance(error, RuntimeError)
 
-    def test_are_found_again_by_the_seed(self):
-        problem = Problem(Model("convolution", n=3), Loss("mse_loss"))
-        args = problem.model.params, *problem.batch
-
-        def change(result):
-            return tree.map_tensors(lambda x: x + 1, result)
-
-        t = diag_ggn(problem.f)
-        with planted(change):
-            with pytest.raises(CertificateError) as first:
-                certified(t, generator=torch.Generator().manual_seed(2))(*args)
-            with pytest.raises(CertificateError) as again:
-                certified(t, generator=first.value.seed)(*args)
-        assert again.value.path == first.value.path and again.value.found == first.value.found
-
     def test_of_a_wrong_rule_are_found(self):
         """That of a user's own operation."""
 
@@ -276,13 +213,6 @@ class TestNumberOfEntries:
     def test_is_computed(self, confidence, share, k):
         assert needed(confidence, share) == k
         assert (1 - share) ** k <= 1 - confidence + 1e-12 < (1 - share) ** (k - 1)
-
-    @pytest.mark.parametrize("asked", [{"share": 1e-320}, {"share": 1e-18}, {"confidence": 1 - 2**-53}])
-    def test_is_all_where_so_much_is_asked_for(self, asked):
-        f = lambda w, x: (x @ w).square()  # noqa: E731  (as users write it)
-        checked = certified(variance(f), generator=SEED, **asked)
-        checked(torch.ones(3), torch.rand(4, 3))
-        assert "all 3 entries" in str(explain(checked)(torch.ones(3), torch.rand(4, 3)))
 
     def test_and_evaluations_are_told(self):
         calls = []
@@ -351,27 +281,74 @@ class TestErrors:
         with pytest.raises(SplitError, match=r"^certified\(.*neither the sum nor the mean"):
             certified(variance(lambda w, x, y: self.F(w, x, y).sum() / (len(x) + 1)), generator=0)(*self.ARGS)
 
-    def test_of_a_scalar_that_draws(self):
-        with pytest.raises(RandomnessError, match="would draw others"):
-            certified(variance(lambda w, x, y: F.dropout((x @ w - y).square()).sum()), generator=0)(*self.ARGS)
-
-    @pytest.mark.parametrize("fold", ["sum", "mean"])
-    def test_do_not_come_of_sums_and_means(self, fold):
-        f = lambda *a: getattr(self.F(*a), fold)()  # noqa: E731  (as users write it)
-        for t in (variance(f), batch_grad(f), invfunc.diag_hessian(f, per_sample=True), invfunc.clipped_grad(f, 0.1)):
-            certified(t, generator=0)(*self.ARGS)
-
     def test_of_the_statistic_are_its_own(self):
         with pytest.raises(ArgumentError, match=r"^variance\("):
             certified(variance(self.F), generator=0)(self.ARGS[0], self.ARGS[1], torch.zeros(5))
 
 
+# certified, of products with matrices
+
+names = st.sampled_from(NAMES)
+
+
+def made_of_products(name, problem, alone):
+    """A product with its arguments."""
+    functions = (problem.f,) if alone else (problem.model.f, problem.loss)
+    t, r = PRODUCTS[name](*functions, in_dims=problem.in_dims), Numbers(5)
+    params = problem.model.params
+    v = tree.map_tensors(lambda p: r(*[2] * t.lead, *p.shape).to(p), params)
+    return t, (params, v, *problem.batch)
+
+
+@given(names, strategies.problems(dtype=torch.float32), st.booleans())
+def test_right_ones_are_given_as_they_are(name, problem, alone):
+    t, args = made_of_products(name, problem, alone)
+    found, plain = certified(t, generator=SEED)(*args), t(*args)
+    assert all(torch.equal(x, y) for x, y in zip(tree.tensors(found), tree.tensors(plain), strict=True))
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("margin", [5.0, 10.0])
-def test_no_alarm_where_a_softmax_is_sure(margin):
-    """Both ways lose digits of `1 - p`."""
-    w = torch.tensor([[margin, 0.0, 0.3], [0.1, 0.2, 0.0]], dtype=torch.float64)
-    x = torch.tensor([[1.0, 0.5], [1.1, -0.2]], dtype=torch.float64)
-    for make in (diag_ggn, partial(invfunc.diag_ggn, per_sample=True)):
-        certified(make(lambda w, x: x @ w, F.cross_entropy), generator=SEED)(w, x, torch.tensor([0, 0]))
-    certified(invfunc.ggnvp(lambda w, x: x @ w, F.cross_entropy), generator=SEED)(w, w, x, torch.tensor([0, 0]))
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_ones_are_found(name):
+    problem = strategies.Problem(strategies.Model("perceptron", n=3), strategies.Loss("cross_entropy", "none"))
+    t, args = made_of_products(name, problem, alone=False)
+    compute = Product.compute
+
+    def wrong(self, *given):
+        result, aux = compute(self, *given)
+        return tree.map_tensors(lambda x: 2 * x, result), aux
+
+    with (
+        mock.patch.object(Product, "compute", wrong),
+        pytest.raises(CertificateError, match=rf"^certified\({name.split()[0]}\("),
+    ):
+        certified(t, generator=SEED)(*args)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_linearised(name, has_aux):
+    """Each product is checked; the probes of estimates and scipy's operators take it."""
+    problem = strategies.Problem(strategies.Model("perceptron", n=3), strategies.Loss("mse_loss", "none"))
+    f = (lambda *args: (problem.model.f(*args), "aux")) if has_aux else problem.model.f
+    t = PRODUCTS[name](f, problem.loss, has_aux=has_aux)
+    params, v, *batch = made_of_products(name, problem, alone=False)[1]
+    found = certified(t, generator=SEED).linearize(params, *batch)
+    found, aux = found if has_aux else (found, "aux")
+    plain = t(params, v, *batch)
+    plain = plain[0] if has_aux else plain
+    assert aux == "aux"
+    torch.testing.assert_close(found(v), plain)
+    wrong = mock.patch.object(Linearised, "compute", lambda self, args, *given: (args[0], None))
+    with wrong, pytest.raises(CertificateError, match=rf"^certified\({name.split()[0]}\("):
+        found(v)
+
+
+@pytest.mark.quick
+def test_errors():
+    f = lambda w, x: (x @ w).square()  # noqa: E731  (as users write it)
+    with pytest.raises(ArgumentError, match="Certify the product with the GGN"):
+        certified(invfunc.hvp(f, F.mse_loss, blocks=True, modify="abs"), generator=SEED)
+    with pytest.raises(ArgumentTypeError, match="computed in one way only"):
+        explain(certified(invfunc.hvp(f), generator=SEED))(torch.ones(2), torch.ones(2), torch.ones(1, 2))

@@ -1065,6 +1065,8 @@ PROGRAMS |= {
     "custom function of data alone": lambda p, x, y: rows(Scaled.apply(x, torch.ones(4).double()) @ p["w"]),
     "checkpoint": checkpointed(False),
     "checkpoint, reentrant": checkpointed(True),
+    "columns that repeat": lambda p, x, y: rows(x @ p["w"][:, [0, 0, 1]]),
+    "columns that repeat by an index": lambda p, x, y: rows(x @ p["w"][:, torch.tensor([2, 2])]),
     "roll of samples": lambda p, x, y: rows((x @ p["w"]).roll(1, 0) * y),
     "roll of all": lambda p, x, y: rows((x @ p["w"]).roll(1) * y),
     "sum of both": lambda p, x, y: rows(x @ p["w"]) + (x @ p["w"]).sum(),

@@ -33,6 +33,10 @@ def losses(z, y):
     return F.cross_entropy(z, y, reduction="none")
 
 
+def labels(x):
+    return x.argmax(1) % 3
+
+
 def surprise(of):
     """Minus the logarithms of the probabilities of samples of a distribution."""
     each = -of.log_prob(of.sample())
@@ -121,6 +125,10 @@ GROUPS = {
     "topk": thresholds,
     "ranks": lambda p, x: z(p, x)[:, 0] * x[:, 0].argsort().argsort(),
     "a baseline": lambda p, x: z(p, x)[:, 0] * (x[:, 0] - x[:, 0].mean()) / x[:, 0].std(),
+    "counted classes": lambda p, x: losses(z(p, x), labels(x)) / torch.bincount(labels(x))[labels(x)].to(x.dtype),
+    "a histogram": lambda p, x: losses(z(p, x), labels(x)) * torch.histc(labels(x).to(x.dtype), 3, 0, 2)[labels(x)],
+    "unique": lambda p, x: losses(z(p, x), labels(x)) / torch.unique(labels(x), return_counts=True)[1].sum(),
+    "a covariance": lambda p, x: z(p, x)[:, 0] * (x @ torch.cov(x.T)).square().sum(1),
     "a number": lambda p, x: z(p, x)[:, 0] / x.abs().max().item(),
 }
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 import invfunc
 import invfunc.core.ways as ways
-from invfunc import diag_ggn, kfac, tree, variance
+from invfunc import diag_ggn, tree, variance
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
 from invfunc.testing.laws.rows import FIRST_ORDER
 from tests.core.programs import MODULES, losses, mlp, of_module
@@ -58,17 +55,6 @@ def test_the_diagonal_of_the_ggn_is_the_dense_one(name):
         wanted = dense_diag_ggn(f, loss)(*args)
         assert_trees_close(diag_ggn(f, loss)(*args), wanted, EXACT[torch.float64], FLOOR)
         assert_trees_close(diag_ggn(lambda p, x, y, loss=loss: loss(f(p, x), y))(*args), wanted, 1e-8, FLOOR)
-
-
-@pytest.mark.parametrize("name", ["MLP", "ResNet"])
-def test_k_factors_of_one_sample_and_linear_layers_are_the_ggn(name):
-    """`A x B` of the last layer of one sample; of more samples it is an approximation."""
-    f, params, x, y = of_module(name, 1)
-    last = [path for path in params if path.endswith("weight")][-1]
-    factors = invfunc.kfac(f, F.cross_entropy, fisher="exact")(params, x, y)[last]
-    wanted = dense_diag_ggn(f, F.cross_entropy)(params, x, y)[last]
-    assert_trees_close(factors.dense().diag().view_as(wanted), wanted, 1e-8)
-    kfac(f, F.cross_entropy, mc_samples=1, generator=torch.Generator())(params, x, y)
 
 
 WAYS = {
@@ -160,30 +146,3 @@ def test_a_variance_beside_a_large_mean_keeps_its_digits():
     params, x = torch.ones(4, 1), 1e3 + torch.rand(50, 4)
     wanted = x.double().var(0, correction=0)[:, None]
     assert_trees_close(variance(lambda p, x: (x @ p)[:, 0])(params, x), wanted, 1e-4)
-
-
-def test_checkpoints_are_evaluated_again_as_they_were_followed():
-    """Where parameters are scales, and fused norms are differentiated twice."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.PReLU(4), nn.Linear(4, 3)).double()
-    f, params = invfunc.functional(model)
-    generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(4, 3, generator=generator, dtype=torch.float64), torch.arange(4) % 3
-
-    def checkpointed(p, x):
-        return checkpoint(f, p, x, use_reentrant=False)
-
-    for n in (1, 4):
-        for make in (kfac_of_all, diag_ggn_of_both, partial(invfunc.diag_ggn, per_sample=True)):
-            found = make(checkpointed, F.cross_entropy)(params, x[:n], y[:n])
-            assert_trees_close(found, make(f, F.cross_entropy)(params, x[:n], y[:n]), 1e-10)
-
-
-def kfac_of_all(f, loss):
-    return kfac(f, loss, fisher="empirical")
-
-
-def diag_ggn_of_both(f, loss):
-    def whole(p, x, y):
-        return loss(f(p, x), y)
-
-    return invfunc.together(diag_ggn(whole), variance(whole))

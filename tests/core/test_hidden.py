@@ -1,8 +1,12 @@
-"""What torch tells no one of: custom autograd.Functions, derivatives and checkpoints inside of f."""
+"""What torch tells no one of: custom autograd.Functions, derivatives, checkpoints and vmap inside of f."""
+
+import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from invfunc import (
@@ -13,13 +17,12 @@ from invfunc import (
     diag_ggn,
     diag_hessian,
     gram,
-    kfac,
     reduced,
     together,
     tree,
     variance,
 )
-from invfunc.errors import SampleAxisError, SplitError
+from invfunc.errors import SampleAxisError
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad, loop_batch_jacobian, loop_gram
 from invfunc.testing.laws.rows import FIRST_ORDER
 from tests.strategies import Numbers
@@ -202,47 +205,6 @@ class TestEqualsTheLoop:
         if over in (None, "params"):
             assert_trees_close(divided(gram(f))(PARAMS, X), loop_gram(f)(PARAMS, X), EXACT, 1e-12)
 
-    def test_where_outputs_have_to_be_found_the_way_out_is_to_give_them_apart(self, called):
-        f = HIDDEN[called]
-        for form in (mean(f), losses(f)):
-            scale = 1 if form(PARAMS, X, Y).ndim == 0 else N
-            wanted = dense_diag_ggn(f, lambda z, y, scale=scale: scale * F.cross_entropy(z, y))(PARAMS, X, Y)
-            try:
-                found = diag_ggn(form)(PARAMS, X, Y)
-            except (SampleAxisError, SplitError) as error:
-                assert called not in {*SEEN, "checkpoint of recurrent layers"}
-                assert "not kept apart" in str(error) or "give the model and the loss apart" in str(error)
-            else:
-                assert_trees_close(found, wanted, EXACT, 1e-12)
-
-    def test_k_factors_are_refused_by_the_name_of_the_parameter(self, called):
-        t = kfac(HIDDEN[called], F.cross_entropy, fisher="exact")
-        if called in SEEN:
-            plain = kfac(lambda p, x: (x @ p["w"]).tanh() @ p["v"], F.cross_entropy, fisher="exact")
-            assert {*t(PARAMS, X, Y)} == {*plain(PARAMS, X, Y)}
-            return
-        with pytest.raises(InvFuncError, match=r"params\['[wv]'\]|the samples are not kept apart"):
-            t(PARAMS, X, Y)
-
-
-@pytest.mark.parametrize("called", SMOOTH)
-def test_diagonals_of_the_hessian(called):
-    f = SMOOTH[called]
-    wanted, params = {}, {k: p.clone().requires_grad_() for k, p in PARAMS.items()}
-    for name, leaf in params.items():
-        loss = F.cross_entropy(f(params, X), Y)
-        (slope,) = torch.autograd.grad(loss, leaf, create_graph=True, allow_unused=True, materialize_grads=True)
-        rows = [
-            torch.autograd.grad(s, leaf, retain_graph=True, allow_unused=True, materialize_grads=True)[0]
-            if s.requires_grad
-            else torch.zeros_like(leaf)
-            for s in slope.flatten()
-        ]
-        wanted[name] = torch.stack(rows).flatten(1).diagonal().reshape(leaf.shape)
-    assert_trees_close(diag_hessian(f, F.cross_entropy)(PARAMS, X, Y), wanted, 1e-8, 1e-10)
-    each = diag_hessian(f, F.cross_entropy, per_sample=True)(PARAMS, X, Y)
-    assert_trees_close(tree.map_leaves(lambda d: d.sum(0), each), wanted, 1e-8, 1e-10)
-
 
 def test_a_backward_that_is_not_differentiable_is_told():
     with pytest.raises(SampleAxisError, match="the samples are not kept apart"):
@@ -281,33 +243,122 @@ def slope(x, tree_, **options):
     return list(torch.autograd.grad(x, list(tree_.values()), **options))
 
 
-@hidden
-def test_derivatives_of_the_result(called):
-    f, params = losses(HIDDEN[called]), {k: p.clone().requires_grad_() for k, p in PARAMS.items()}
-    found = batch_grad(f)(params, X, Y)
-    each = [slope(loss, params, create_graph=True) for loss in f(params, X, Y)]
-    for i, ours in enumerate(found.values()):
-        theirs = torch.stack([g[i] for g in each])
-        assert_trees_close(ours.detach(), theirs.detach(), EXACT, 1e-12)
-        assert_trees_close(slope(ours.square().sum(), params), slope(theirs.square().sum(), params), 1e-8, 1e-10)
+# Samples that go where function modes do not see them: shares of a scalar loss are those of the loop, or refused
+
+EXACT_LOST = 1e-9
+P, X_LOST, Y_LOST = Numbers()(3, 3), Numbers(1)(4, 3), torch.tensor([0, 2, 1, 2])
+LAYER = nn.Linear(3, 3).double().requires_grad_(False)
 
 
-def test_a_constant_from_outside_that_requires_a_gradient():
-    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.square()
 
-    def f(p, x):
-        return head(Rounded.apply(x @ p["w"], 4.0) * scale, p)
+    @staticmethod
+    def backward(ctx, g):
+        return g
 
-    found = batch_grad(losses(f))(PARAMS, X, Y)["w"]
-    (slope,) = torch.autograd.grad(found.square().sum(), scale)
 
-    def by_hand(s):
-        w = PARAMS["w"].clone().requires_grad_()
-        each = [
-            torch.autograd.grad(loss, w, create_graph=True)[0]
-            for loss in losses(lambda p, x: head(Rounded.apply(x @ w, 4.0) * s, p))(PARAMS, X, Y)
-        ]
-        return torch.stack(each).square().sum()
+@torch.library.custom_op("invfunc_tests::lost", mutates_args=())
+def own_op(x: torch.Tensor) -> torch.Tensor:
+    return x.square()
 
-    assert_trees_close(slope, torch.autograd.grad(by_hand(scale), scale)[0], EXACT)
-    assert not batch_grad(losses(HIDDEN["autograd.grad"]))(PARAMS, X, Y)["w"].requires_grad
+
+def differentiated(x):
+    x = x.detach().clone().requires_grad_()
+    return torch.autograd.grad(x.pow(3).sum(), x)[0]
+
+
+def backward(x):
+    x = x.detach().clone().requires_grad_()
+    x.pow(3).sum().backward()
+    return x.grad
+
+
+def strange(x):
+    return torch.vmap(torch.sin)(x)
+
+
+FOUND = {
+    "vmap": vmap(torch.sin),
+    "vmap of a layer": vmap(lambda row: LAYER(row).tanh()),
+    "vmap, samples last": lambda x: vmap(torch.sin, 0, -1)(x).T,
+    "vmap over features": vmap(torch.sin, 1, 1),
+    "grad": grad(lambda x: x.pow(3).sum()),
+    "vmap of grad": vmap(grad(lambda x: x.pow(3).sum())),
+    "jvp": lambda x: jvp(torch.sin, (x,), (torch.ones_like(x),))[1],
+    "jacrev": lambda x: jacrev(lambda x: x.sin().sum(0))(x).sum(0),
+    "parameter": lambda x: nn.Parameter(x, requires_grad=False),
+    "buffer": nn.Buffer,
+    "autograd.Function": Squares.apply,
+    "functional_call": lambda x: functional_call(LAYER, dict(LAYER.named_parameters()), (x,)),
+    "deepcopy": copy.deepcopy,
+    "data": lambda x: x.data.clone(),
+}
+"""What is followed."""
+WAYS = FOUND | {
+    "vmap in chunks": lambda x: vmap(torch.sin, chunk_size=2)(x),
+    "vjp": lambda x: vjp(torch.sin, x)[1](torch.ones_like(x))[0],
+    "jacfwd": lambda x: jacfwd(lambda x: x.sin().sum(0))(x).sum(0),
+    "linearize": lambda x: linearize(torch.sin, x)[1](torch.ones_like(x)),
+    "autograd.grad": differentiated,
+    "backward": backward,
+    "jagged": lambda x: torch.nested.as_nested_tensor(list(x), layout=torch.jagged).values().view(x.shape),
+    "sparse": lambda x: x.to_sparse().to_dense(),
+    "custom op": own_op,
+    "mean": lambda x: strange(x).mean(0).expand(x.shape),
+    "roll": lambda x: strange(x.roll(1, 0)),
+    "next": lambda x: strange(torch.cat([x[1:], x[-1:]])),
+}
+"""Functions of torch alone, of a batch `[N, 3]`."""
+LOSSES = {
+    "alone": lambda g: lambda p, x, y: (g(x) @ p).tanh().square().mean(),
+    "with a target": lambda g: lambda p, x, y: F.cross_entropy(g(x) @ p, y),
+    "beside what is seen": lambda g: lambda p, x, y: ((g(x) @ p).tanh() - x).square().mean(),
+    "beside a term that is seen": lambda g: (
+        lambda p, x, y: F.cross_entropy(x @ p, y) + (g(x) @ p).tanh().square().mean()
+    ),
+}
+"""Means over the samples, of what a way gives."""
+
+
+def loop(f, p, *batch):
+    """The plain loop: f on each sample alone."""
+    n, shares = len(batch[0]), []
+    for i in range(n):
+        q = p.clone().requires_grad_()
+        shares.append(torch.autograd.grad(f(q, *(x[i : i + 1].clone() for x in batch)), q)[0] / n)
+    return torch.stack(shares)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_shares_are_those_of_the_loop_or_refused(way, loss):
+    f = loss(WAYS[way])
+    try:
+        found = batch_grad(f)(P, X_LOST, Y_LOST)
+    except InvFuncError:
+        assert way not in FOUND
+        return
+    assert_trees_close(found, loop(f, P, X_LOST, Y_LOST), EXACT_LOST)
+
+
+def test_random_numbers_are_those_of_one_call():
+    """However often f runs, the generator ends where one call leaves it, and the masks are those of one call."""
+    runs = []
+
+    def f(p, x, y):
+        runs.append(1)
+        return F.cross_entropy(strange(F.dropout(x)) @ p, y)
+
+    for statistic in (batch_grad, diag_hessian):
+        torch.manual_seed(3)
+        wanted, after = torch.func.grad(f)(P, X_LOST, Y_LOST), torch.rand(2)
+        torch.manual_seed(3)
+        found = statistic(f)(P, X_LOST, Y_LOST)
+        assert torch.equal(torch.rand(2), after)
+        if statistic is batch_grad:
+            assert_trees_close(found.sum(0), wanted, EXACT_LOST)
+    assert len(runs) > 2

@@ -1,6 +1,9 @@
-"""Samples that are moved by their data, around any uses of one parameter: each share is right, or is refused."""
+"""Samples that are moved, by their data or by any function of torch: each share is right, or is refused."""
 
+import warnings
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from random import Random
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.overrides import get_overridable_functions
 
 from invfunc import (
     InvFuncError,
@@ -16,12 +20,12 @@ from invfunc import (
     chunked,
     diag_ggn,
     kfac,
-    variance,
 )
+from invfunc.errors import SampleAxisError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import FIRST_ORDER
-from tests import moved
-from tests.moved import D, arguments, program
+from tests.moved import arguments, program
+from tests.strategies import Numbers
 
 EXACT = 1e-9
 
@@ -111,73 +115,55 @@ def test_few_programs_are_refused():
     assert refused <= 5
 
 
-# One weight that is read elementwise and by rows that are looked up, which data put in another order
+# Whatever function of torch brings entries of data to other places: each share is that of their sample
 
-TWICE = {
-    "embedding": lambda w, i: F.embedding(i, w),
-    "index": lambda w, i: w[i],
-    "one-hot": lambda w, i: F.one_hot(i, D).to(w.dtype) @ w,
-}
-BACK = ["index_add", "scatter", "inverse", "loop", "stack"]
+X, C = Numbers()(4, 3), Numbers(1)(4, 3)
+ARGUMENTS = [(), (0,), (1,), ((0,),), ((0, 1),), (0, 1), (1, 0), (1, (0, 1)), (2,), (2, 0)]
+KNOWN = {"flip", "roll", "flipud", "rot90", "fft_fftshift", "fft_ifftshift", "unsqueeze_", "t_", "transpose_", "msort"}
 
 
-def twice(look_up, back):
-    def losses(w, x, i, k):
-        q = k.argsort()
-        h = x * w[0]
-        return moved.BACK[back](h, q, h[q] + TWICE[look_up](w, i[q])).square().sum(1)
-
-    return losses
+def functions() -> list[Callable]:
+    groups = get_overridable_functions()
+    return [f for group in (torch, torch.Tensor, torch.fft, torch.nn.functional) for f in groups[group]]
 
 
-def args_of(i):
-    r = torch.Generator().manual_seed(0)
-    w, x = (torch.randn(n, D, generator=r, dtype=torch.float64) for n in (D, 3))
-    return w, x, torch.tensor(i), torch.tensor([1.57, -0.97, -0.95])
+def origins(out: object) -> torch.Tensor | None:
+    """Of which sample each entry of a result is; None if some are of none, or of several."""
+    if not isinstance(out, torch.Tensor) or out.layout != torch.strided or out.is_meta or out.dtype != X.dtype:
+        return None
+    same = out.reshape(-1, 1) == X.reshape(1, -1)
+    return same.int().argmax(1).view(out.shape) // 3 if out.numel() and bool((same.sum(1) == 1).all()) else None
 
 
-@pytest.mark.parametrize("back", BACK)
-@pytest.mark.parametrize("look_up", TWICE)
-@pytest.mark.parametrize("i", [[1, 0, 0], [3, 0, 3], [3, 1, 2]], ids=str)
-def test_rows_that_are_looked_up_belong_to_the_samples_they_are_added_to(i, look_up, back):
-    losses, args = twice(look_up, back), args_of(i)
-    assert_trees_close(batch_grad(losses)(*args), shares_of(losses, args), EXACT)
-    assert_trees_close(batch_grad(lambda *a: losses(*a).sum())(*args), shares_of(losses, args), EXACT)
+def moves() -> Iterator[tuple[str, Callable, torch.Tensor]]:
+    """The functions that permute all entries of data, with arguments, and of which sample each entry then is."""
+    for func, args in product(functions(), ARGUMENTS):
+        try:
+            samples = origins(func(X.clone(), *args))
+        except Exception:  # these are not arguments of it
+            continue
+        if samples is None or samples.numel() != X.numel():
+            continue
+        own = torch.arange(4).view(-1, 1).expand(4, 3)
+        if samples.shape != own.shape or not torch.equal(samples, own):
+            yield func.__name__, lambda x, func=func, args=args: func(x.clone(), *args), samples
 
 
-def test_outputs_of_samples_that_come_in_the_order_of_their_keys():
-    def model(w, x, i, k):
-        h = torch.zeros_like(x)
-        for _ in range(2):
-            h = torch.tanh(h @ w + x * w[0])
-        q = sorted(range(len(h)), key=lambda n: k[n].item())
-        z, o = h[q] + F.embedding(i[torch.tensor(q)], w), torch.zeros_like(h)
-        for j, n in enumerate(q):
-            o[n] = z[j]
-        return o
-
-    args = args_of([3, 0, 3])
-    assert_trees_close(batch_jacobian(model)(*args), torch.func.jacrev(model)(*args), EXACT)
-
-
-@pytest.mark.parametrize("reduction", [torch.clone, torch.sum], ids=["losses", "sum"])
-def test_parts_of_what_is_sorted_are_written_by_masks(reduction):
-    def losses(w, x, i, k):
-        q = k.argsort()
-        h, own = (x @ w)[q], i[q]
-        z = torch.zeros_like(h)
-        for c in range(D):
-            z[own == c] = h[own == c] * w[c]
-        return z[q.argsort()].square().sum(1)
-
-    args = args_of([3, 0, 3])
-    assert_trees_close(batch_grad(lambda *a: reduction(losses(*a)))(*args), shares_of(losses, args), EXACT)
-
-
-def test_what_is_known_of_rows_outlives_transforms():
-    losses, (w, *args) = twice("embedding", "loop"), args_of([3, 0, 3])
-    small = variance(losses)
-    want = torch.func.jacrev(lambda w: shares_of(losses, (w, *args)).var(0, correction=0))(w)
-    assert_trees_close(torch.func.jacfwd(lambda w: small(w, *args))(w), want, EXACT)
-    assert_trees_close(torch.func.jacrev(lambda w: small(w, *args))(w), want, EXACT)
-    assert_trees_close(small(w, *args), shares_of(losses, (w, *args)).var(0, correction=0), EXACT)
+@pytest.mark.filterwarnings("ignore")
+def test_moved_entries():
+    w, found, right = torch.tensor(0.7, dtype=X.dtype), set(), 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, move, samples in moves():
+            found.add(name)
+            weights, c = w.expand(samples.shape).clone().requires_grad_(), C.reshape(samples.shape)
+            (each,) = torch.autograd.grad(((move(X) * weights).tanh() * c).sum(), weights)
+            wanted = torch.stack([each[samples == n].sum() for n in range(4)])
+            try:
+                came = batch_grad(lambda w, x, move=move, c=c: ((move(x) * w).tanh() * c).sum())(w, X)
+            except SampleAxisError:
+                continue
+            assert_trees_close(came, wanted, rtol=1e-10)
+            right += 1
+    assert found >= KNOWN
+    assert right > 50

@@ -1,10 +1,26 @@
-"""Chunks and batches give what the whole batch gives."""
+"""Chunks and batches give what the whole batch gives; functions that read parameters by place are refused."""
 
+from contextlib import suppress
+
+import hypothesis
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 
 import invfunc
+from invfunc import (
+    batch_grad,
+    batch_jacobian,
+    batch_l2_grad,
+    chunked,
+    clipped_grad,
+    diag_ggn,
+    gram,
+    sum_grad_squared,
+    variance,
+)
+from invfunc.errors import SampleAxisError
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
@@ -94,3 +110,129 @@ def test_a_penalty_of_slopes_runs_in_parts_of_one():
     t = invfunc.batch_l2_grad(f)
     found = invfunc.chunked(t, chunk_size=2, over="samples")(P, X[:5])
     assert_trees_close({k: found[k] for k in "wv"}, {k: t(P, X[:5])[k] for k in "wv"}, 1e-8)
+
+
+# A function that reads its parameters by the place of a sample gives other shares on a part of the batch, although
+# the outputs may be the same there: it does not run in parts unless somebody asks, and then there is an error
+
+EXACT = 1e-10
+N_PLACE = 7
+FORMS = {
+    "slice": lambda z, x: x + z[: len(x)],
+    "indices": lambda z, x: x + z[torch.arange(len(x))],
+    "rows": lambda z, x: torch.stack([x[i] + z[i] for i in range(len(x))]),
+    "factor": lambda z, x: x * (1 + z[: len(x)]),
+    "length": lambda z, x: x + len(x) * z[0],
+    "the first": lambda z, x: torch.cat([x[:1] + z[:1], x[1:]]),
+}
+
+
+def drawn():
+    rand = Numbers()
+    return {"z": torch.zeros(N_PLACE, 3).double(), "w": rand(3, 3)}, rand(N_PLACE, 3), Numbers(1).below(3, N_PLACE)
+
+
+def given(form):
+    def model(p, x):
+        return FORMS[form](p["z"], x) @ p["w"]
+
+    return model, lambda p, x, y: F.cross_entropy(model(p, x), y, reduction="none")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parts_that_are_asked_for_are_refused(form):
+    (p, x, y), (model, losses) = drawn(), given(form)
+    asked = [
+        (batch_grad(losses), (p, x, y)),
+        (batch_grad(lambda *args: losses(*args).mean()), (p, x, y)),
+        (batch_grad(lambda p, x, y: F.cross_entropy(model(p, x), y)), (p, x, y)),
+        (batch_jacobian(model), (p, x)),
+        (diag_ggn(model, F.cross_entropy), (p, x, y)),
+    ]
+    for statistic, args in asked:
+        for n in (2, N_PLACE):
+            with pytest.raises(SampleAxisError, match=r"by the place|not kept apart|neither the mean nor the sum"):
+                chunked(statistic, n, over="samples")(*args)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parameters_that_are_the_same_for_all_run_in_parts(dtype):
+    """Zeros, ones and expanded tokens, as layers have them at first."""
+    rand = Numbers()
+    p = {"b": torch.zeros(N_PLACE), "g": torch.ones(N_PLACE), "token": torch.zeros(1, N_PLACE), "w": rand(N_PLACE, 3)}
+    p = {name: v.to(dtype) for name, v in p.items()}
+    x, y = rand(N_PLACE, N_PLACE).to(dtype), Numbers(1).below(3, N_PLACE)
+
+    def f(p, x, y):
+        h = torch.cat([p["token"].expand(len(x), -1), F.layer_norm(x, (N_PLACE,), p["g"], p["b"])], 1)
+        return F.cross_entropy((h[:, :N_PLACE] + h[:, N_PLACE:]) @ p["w"], y, reduction="none")
+
+    found = chunked(batch_grad(f), 3)(p, x, y)
+    assert_trees_close(found, batch_grad(f)(p, x, y), 1e-5 if dtype == torch.float32 else 0.05)
+
+
+MIXED = {
+    "next": lambda x: torch.cat([x[1:], x[-1:]]),
+    "previous": lambda x: torch.cat([x[:1], x[:-1]]),
+    "roll": lambda x: x.roll(1, 0),
+    "roll back": lambda x: x.roll(-1, 0),
+    "flip": lambda x: x.flip(0),
+    "pairs": lambda x: x[torch.arange(len(x)).bitwise_xor(1).clamp(max=len(x) - 1)],
+    "mean": lambda x: x - x.mean(0),
+    "total": lambda x: x / len(x),
+    "first": lambda x: x - x[:1],
+    "last": lambda x: x - x[-1:],
+}
+
+
+@pytest.mark.parametrize("mixed", MIXED)
+@hypothesis.given(total=st.integers(1, 7), size=st.integers(1, 6))
+def test_samples_that_are_mixed_unseen_are_not_divided(mixed, total, size):
+    """vmap hides what it gives: nothing is known of it but its values."""
+    p, x = Numbers()(3, 2), Numbers(1)(total, 3)
+
+    def f(p, x):
+        return (torch.vmap(torch.sin)(MIXED[mixed](x)) @ p).tanh()
+
+    with suppress(SampleAxisError):
+        found = chunked(batch_jacobian(f), chunk_size=size, over="samples")(p, x)
+        assert_trees_close(found, torch.func.jacrev(f)(p, x), EXACT)
+
+
+ENTRIES = {
+    "rows": (lambda w, x: x * w, (3, 1)),
+    "matrix": (lambda w, x: x + w, (3, 3)),
+    "columns": (lambda w, x: (x.T * w).T, (3,)),
+    "positions": (lambda w, x: (x[:, None] * w).sum(1), (3, 3, 1)),
+    "turned": (lambda w, x: (x[:, None].transpose(0, 1) * w)[0], (3, 1)),
+    "flipped": (lambda w, x: (x.flip(0) * w).flip(0), (3, 1)),
+    "table": (lambda w, x: x * F.embedding(torch.arange(3), w), (3, 3)),
+    "stacked": (lambda w, x: (x[:, None] @ torch.stack([w] * 3))[:, 0], (3, 3)),
+}
+
+
+@pytest.mark.parametrize("form", ENTRIES)
+@pytest.mark.parametrize("samples", [None, [2, 0]])
+def test_statistics_of_an_entry_for_each_sample_where_all_sizes_are_equal(form, samples):
+    """So that no shortcut tells them by their sizes."""
+    of, shape = ENTRIES[form]
+    w, x, y = Numbers(1)(*shape), Numbers(2)(3, 3), Numbers(3)(3, 3)
+    rows = torch.func.jacrev(lambda w: (of(w, x).tanh() - y).square().sum(1))(w)
+    rows = rows if samples is None else rows[samples]
+
+    def losses(w, x, y):
+        return (of(w, x).tanh() - y).square().sum(1)
+
+    norms = rows.flatten(1).square().sum(1)
+    wanted = {
+        batch_grad: rows,
+        batch_l2_grad: norms,
+        sum_grad_squared: rows.square().sum(0),
+        variance: rows.var(0, correction=0),
+        gram: rows.flatten(1) @ rows.flatten(1).T,
+    }
+    for t, right in wanted.items():
+        assert_trees_close(t(losses, samples=samples)(w, x, y), right, EXACT)
+    scale = (norms.mean() / norms).sqrt().clamp(max=1)
+    clipped, _ = clipped_grad(losses, norms.mean().sqrt().item(), samples=samples)(w, x, y)
+    assert_trees_close(clipped, torch.tensordot(scale, rows, 1), EXACT)

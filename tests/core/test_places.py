@@ -10,10 +10,15 @@ from invfunc import (
     batch_grad,
     batch_l2_grad,
     diag_ggn,
+    diag_hessian,
+    kfac,
     outputs,
 )
+from invfunc._ways import known_way
+from invfunc.core.order import Order
+from invfunc.core.uses import back, front
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import FIRST_ORDER, HESSIANS, OF_DIAGONALS
+from invfunc.testing.laws.rows import OF_DIAGONALS
 from tests.strategies import Numbers
 
 N = 4
@@ -75,10 +80,6 @@ WAYS = {
     "topk": lambda p, x, y, r: F.mse_loss(model(p, x[r][x[r][:, 0].topk(len(r))[1]]), y[r][x[r][:, 0].topk(len(r))[1]]),
     "twice": lambda p, x, y, r: F.mse_loss(model(p, torch.cat([x[r], x[r]])), y[r].repeat(2, 1)),
 }
-STATISTICS = {
-    **{name: row.make for name, row in (FIRST_ORDER | HESSIANS).items()},
-    "chosen": lambda f: batch_grad(f, samples=[3, 0, 3]),
-}
 CURVATURE = {name: row.make for name, row in OF_DIAGONALS.items()}
 CURVATURE |= {"ggn of one": lambda f: diag_ggn(f, samples=[1])}
 PLACES = st.lists(st.integers(0, N - 1), min_size=1, max_size=6)
@@ -98,22 +99,6 @@ def counts(r):
 def test_shares_are_summed_over_the_places_of_a_sample(way, r):
     wanted = batch_grad(weighted)(P, X, Y, counts(r))
     assert_trees_close(batch_grad(lambda p, x, y: way(p, x, y, r))(P, X, Y), wanted, EXACT)
-
-
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("make", STATISTICS.values(), ids=STATISTICS)
-def test_of_every_statistic(make, way):
-    r = [2, 0, 2, 3]
-    wanted = make(weighted)(P, X, Y, counts(r))
-    assert_trees_close(make(lambda p, x, y: way(p, x, y, r))(P, X, Y), wanted, EXACT)
-
-
-@pytest.mark.parametrize("way", [name for name in WAYS if name not in ("losses", "sum", "losses stacked")])
-@pytest.mark.parametrize("make", CURVATURE.values(), ids=CURVATURE)
-def test_of_curvature(make, way):
-    r = [2, 0, 2, 3]
-    wanted = make(weighted)(P, X, Y, counts(r))
-    assert_trees_close(make(lambda p, x, y: WAYS[way](p, x, y, r))(P, X, Y), wanted, EXACT)
 
 
 # Of all samples, each computed where it belongs
@@ -217,12 +202,6 @@ def the_best_is_not_counted(p, x, y):
     return losses.sum() - losses[losses.argmin()].detach()
 
 
-def one_row(p, x, y):
-    """One of the selected samples has a term of its own."""
-    z = model(p, x)
-    return z[y[:, 0] > -100][0].square().sum() + z[1:].sum()
-
-
 PROGRAMS = [by_experts, by_two_experts, by_experts_that_are_hit, into_places, experts_written, views]
 PROGRAMS += [views_in_another_order, chunks, pairs_of_terms, both_orders, batches_of_one, any_operation, repeated]
 PROGRAMS += [repeated_side_by_side, the_best_is_not_counted]
@@ -241,24 +220,63 @@ def test_samples_are_followed_to_where_they_are_computed(f):
     assert_trees_close(batch_l2_grad(f)(P, X, Y), norms, EXACT)
 
 
-def test_one_of_the_selected_samples():
-    def apart(p):
-        z = model(p, X)
-        return torch.cat([z[:1].square().sum(1), z[1:].sum(1)])
+# Samples that are picked, permuted, repeated, or computed one by one are followed, and are right
 
-    assert_trees_close(batch_grad(one_row)(P, X, Y), torch.func.jacrev(apart)(P), EXACT)
+N_ORDERS, EXACT_ORDERS = 5, 1e-9
+W, X_ORDERS, Y_ORDERS = Numbers()(3, 3), Numbers(1)(N_ORDERS, 3), Numbers(2)(N_ORDERS, 3)
+ORDER, BAG = torch.tensor([3, 1, 4, 0, 2]), torch.tensor([0, 0, 1, 3, 3, 3, 2])
+MODELS = {
+    "permuted": lambda w, x: (x[ORDER] @ w).sin()[ORDER.argsort()],
+    "chunks": lambda w, x: torch.cat([(part @ w).sin() for part in x.split(2)]),
+    "one by one": lambda w, x: torch.stack([(x[i] @ w).sin() for i in range(len(x))]),
+    "by a mask": lambda w, x: torch.zeros_like(x).index_put(((x[:, 0] > 0),), (x[x[:, 0] > 0] @ w).sin()),
+    "sums of a bag": lambda w, x: torch.zeros_like(x).index_add(0, BAG, (x[BAG] @ w).sin()),
+    "entries": lambda w, x: (x[ORDER] * w[0] + w[1]).sin()[ORDER.argsort()],
+    "sorted by data": lambda w, x: (x[x[:, 0].argsort()] @ w).sin()[x[:, 0].argsort().argsort()],
+}
 
 
-# Models that compute their samples one by one, or somewhere else, and put them back
+@pytest.mark.parametrize("rows", [ORDER, BAG, torch.tensor([2])], ids=["order", "bag", "one"])
+def test_what_is_in_front_goes_back(rows):
+    order, x = Order(rows, N_ORDERS), Numbers(3)(2, len(rows), 3)
+    exposed = front(x, (-2, order, 0), N_ORDERS, 1)
+    assert exposed.shape == (2, N_ORDERS, order.width, 3)
+    assert torch.equal(back(exposed.flatten(2), x.shape[1:], (-2, order, 0), N_ORDERS), x)
+    for n in range(N_ORDERS):
+        assert torch.equal(exposed[:, n].sum(1), x[:, rows == n].sum(1))
 
 
-def test_a_derivative_that_is_nan_is_that_of_its_sample():
-    p, x = torch.tensor([0.0, 1, 2]), X.clone()
-    x[2, 0] = 0
+@pytest.mark.parametrize("name", MODELS)
+def test_statistics_are_those_of_the_jacobian(name):
+    f = MODELS[name]
+    jacobian = torch.func.jacrev(f)(W, X_ORDERS)  # [N, 3, *w]
 
-    def loss(p, x):
-        return sum(torch.hypot(p.expand_as(x), x).sum() for x in x)
+    def loss(w, x, y):
+        return F.mse_loss(f(w, x), y)
 
-    shares = batch_grad(loss)(p, x)
-    assert shares[2, 0].isnan()
-    assert shares.isnan().sum() == 1
+    t = batch_grad(loss)
+    shares = torch.einsum("nc,nc...->n...", 2 * (f(W, X_ORDERS) - Y_ORDERS) / Y_ORDERS.numel(), jacobian)
+    assert_trees_close(t(W, X_ORDERS, Y_ORDERS), shares, EXACT_ORDERS)
+    assert known_way(loss, t.called) == 0  # no single samples are needed
+    each = 2 * jacobian.square().sum(1) / Y_ORDERS.numel()
+    assert_trees_close(diag_ggn(loss, per_sample=True)(W, X_ORDERS, Y_ORDERS), each, EXACT_ORDERS)
+    hessian = torch.func.hessian(loss)(W, X_ORDERS, Y_ORDERS).flatten(0, 1).flatten(1).diagonal().view(3, 3)
+    assert_trees_close(diag_hessian(loss)(W, X_ORDERS, Y_ORDERS), hessian, EXACT_ORDERS)
+    found = torch.func.grad(lambda w: t(w, X_ORDERS, Y_ORDERS).square().sum())(W)
+    wanted = torch.func.grad(
+        lambda w: (
+            torch.func.jacrev(lambda w: (f(w, X_ORDERS) - Y_ORDERS).square().sum(1) / Y_ORDERS.numel())(w)
+            .square()
+            .sum()
+        )
+    )(W)
+    assert_trees_close(found, wanted, EXACT_ORDERS)
+
+
+def test_k_factors_of_permuted_samples():
+    found = kfac(lambda w, x, y: F.mse_loss((x[ORDER] @ w).sin(), y[ORDER]), fisher="exact")(W, X_ORDERS, Y_ORDERS)
+    assert_trees_close(
+        found.dense(),
+        kfac(lambda w, x, y: F.mse_loss((x @ w).sin(), y), fisher="exact")(W, X_ORDERS, Y_ORDERS).dense(),
+        EXACT_ORDERS,
+    )

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence, unpad_sequence
 
-from invfunc import InvFuncError, batch_grad, diag_ggn, functional, variance
+from invfunc import batch_grad, diag_ggn, functional, variance
 from invfunc.errors import SampleAxisError
-from invfunc.operations.operation import known
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
@@ -163,58 +162,6 @@ def test_padded_rows_are_those_of_their_samples(pad, lengths, seed):
     check(model, padded(lambda h, m: h.sum(1)), lengths, seed)
 
 
-@given(
-    lengths=LENGTHS, side=st.sampled_from(["left", "right"]), first=st.booleans(), value=st.sampled_from([0.0, -1.5])
-)
-def test_pad_sequence_is_that_of_torch(lengths, side, first, value):
-    rows = [Numbers(i)(length, 2) for i, length in enumerate(lengths)]
-    wanted = pad_sequence(rows, first, value, side)
-    assert torch.equal(known("pad_sequence").composed(rows, first, value, side), wanted)
-    assert torch.equal(known("pad_sequence").composed([a[:, 0] for a in rows], first, value, side), wanted[..., 0])
-
-
-@settings(max_examples=6)
-@given(lengths=LENGTHS, seed=SEEDS)
-def test_samples_may_be_sorted_by_their_lengths(lengths, seed):
-    assume(min(lengths) > 0)  # an empty row tells nothing of its sample
-
-    def model(params, x, lengths):
-        by = lengths.argsort(descending=True)
-        x, lengths = x[by], lengths[by]
-        own, context = torch.repeat_interleave(lengths), (x[:, 0] @ params["c"]).sin()
-        h = (x[mask_of(x, lengths)] @ params["a"] + context[own]).tanh()
-        return (h.new_zeros(len(x), H).index_add(0, own, h) @ params["b"])[by.argsort()]
-
-    check(model, padded(lambda h, m: h.sum(1)), lengths, seed)
-
-
-@pytest.mark.parametrize("wrong", [0, 1, 2, 3])
-@settings(max_examples=6)
-@given(lengths=LENGTHS, seed=SEEDS)
-def test_what_is_not_in_that_order_is_right_or_refused(wrong, lengths, seed):
-    """The lengths, labels, inputs or numbers stay in the order of the batch."""
-    rand, n = Numbers(seed), len(lengths)
-    params, x, y, of = {"a": rand(2, H), "b": rand(H, 2)}, rand(n, MOST, 2), rand.below(2, n), torch.tensor(lengths)
-
-    def terms(params, x, lengths, y):
-        by = lengths.argsort()
-        x, y = x if wrong == 2 else x[by], y if wrong == 1 else y[by]
-        own = (by if wrong == 3 else numbered(x)).repeat_interleave(lengths if wrong == 0 else lengths[by])
-        h = (x[mask_of(x, lengths[by])] @ params["a"]).tanh()
-        return losses(h.new_zeros(len(x), H).index_add(0, own, h) @ params["b"], y) * numbered(x).cos()
-
-    reads = torch.func.jacrev(terms, 1)(params, x, of, y).flatten(2).abs().sum(2) > 0
-    slopes = torch.func.jacrev(terms)(params, x, of, y)
-    for loss in (terms, lambda *args: terms(*args).sum()):
-        try:
-            found = batch_grad(loss)(params, x, of, y)
-        except InvFuncError:
-            continue
-        assert loss is terms or (reads.sum(1) <= 1).all()
-        wanted = {name: torch.einsum("tn,t...->n...", reads.to(x), g) for name, g in slopes.items()}
-        assert_trees_close(found, slopes if loss is terms else wanted, EXACT)
-
-
 @pytest.mark.parametrize(
     ("wrong", "at"),
     [
@@ -285,30 +232,3 @@ def test_packed_sequences_are_those_of_their_samples(use, lengths, options):
     diagonals = [diag_ggn(each)(params, x[i], of[i], y[i]) for i in numbered(x)[:, None]]
     total = {name: sum(d[name] for d in diagonals) for name in params}
     assert_trees_close(diag_ggn(f, partial(F.cross_entropy, reduction="sum"))(params, x, of, y), total, EXACT)
-
-
-@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
-def test_a_recurrent_layer_runs_on_each_sample_by_itself(kind):
-    rand, of = Numbers(), torch.tensor([3, 1, 4])
-    f, params = functional(kind(2, 2, batch_first=True).double())
-    x = rand(3, MOST, 2)
-
-    def by_itself(p, x, of):
-        return torch.stack([f(p, own[None])[0].sum() for own in sequences(x, of)])
-
-    def masked(p, x, of):
-        return (f(p, x)[0] * mask_of(x, of)[..., None]).sum((1, 2))
-
-    wanted = batch_grad(masked)(params, x, of)
-    assert_trees_close(batch_grad(by_itself)(params, x, of), wanted, EXACT)
-    assert_trees_close(batch_grad(lambda *args: by_itself(*args).sum())(params, x, of), wanted, EXACT)
-
-
-def test_a_packed_sequence_has_the_lengths_that_torch_takes():
-    x, of = Numbers()(3, MOST, 2), torch.tensor([1, 3, 2])
-    for lengths, sort in ((of, True), (of - 1, False), (of - 1, True)):
-        model = lambda p, x, of, s=sort: pack_padded_sequence(x, of, True, s)[0].sum() * p  # noqa: E731
-        with pytest.raises(RuntimeError, match="decreasing order|greater than 0|positive"):
-            model(torch.ones(()), x, lengths)
-        with pytest.raises(RuntimeError, match="decreasing order|greater than 0|positive"):
-            batch_grad(model)(torch.ones(()), x, lengths)

@@ -159,14 +159,6 @@ def test_single_samples_are_those_of_the_loop(name, reduction, dtype):
             assert_trees_close(found, shares, EXACT[dtype], 1e-2)
 
 
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["jacrev", "custom Function"])
-def test_losses_in_half_precision(name, low):
-    wanted = loop_batch_grad(PROGRAMS[name])(P, X)
-    found = batch_grad(PROGRAMS[name])(*tree.map_tensors(lambda z: z.to(low), (P, X)))
-    assert_trees_close(tree.map_tensors(torch.Tensor.double, found), wanted, 0.1)
-
-
 @pytest.mark.parametrize("name", ["WGAN-GP", "jacrev", "straight through"])
 def test_all_statistics_are_of_these_shares(name):
     torch.manual_seed(3)
@@ -261,13 +253,6 @@ def test_zeros_do_not_say_whether_they_are_a_mean_or_a_sum():
     assert not any(g.any() for g in found.values())
 
 
-def test_gradients_that_do_not_fit_are_not_formed(monkeypatch):
-    monkeypatch.setattr(resort, "SMALL", 1)
-    monkeypatch.setattr(resort, "free_on", lambda device: 1)
-    with pytest.raises(InvFuncError):
-        batch_grad(physics)(P, X)
-
-
 GROUP = torch.tensor([0, 0, 1, 1, 1, 2])
 ADJACENT = torch.eye(6).roll(1, 0).double() + torch.eye(6).double()
 W = {"w": X[:4, :3].clone(), "b": X[4, :3].clone()}
@@ -314,31 +299,3 @@ def test_rows_of_samples_that_mix_are_refused():
 @torch.jit.script
 def swish_of_sums(x):
     return x * torch.sigmoid(x.sum(0))
-
-
-def test_data_of_other_samples_are_constants():
-    """Of `[N]` losses."""
-
-    def losses(p, x):
-        return (x @ (p["w"] + (x.T @ x)[:, :3] / len(x))).square().sum(1)
-
-    assert_trees_close(batch_grad(losses)(W, ROWS), loop_batch_grad(losses)(W, ROWS), 1e-8)
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_columns_at_the_criterion_that_a_function_ends_with(reduction):
-    """Of which the rest is not followed, as complex numbers."""
-    rand = torch.Generator().manual_seed(0)
-    w, x, y = (torch.randn(*n, generator=rand, dtype=torch.float64) for n in ((4, 3), (5, 4), (5, 3)))
-
-    def model(w, x):
-        return torch.fft.ifft(torch.fft.fft(x @ w) * torch.fft.fft(w[0])).real
-
-    def whole(w, x, y):
-        return F.cross_entropy(model(w, x), y.softmax(1), reduction=reduction)
-
-    how = "sum" if reduction == "none" else reduction
-    wanted = dense_diag_ggn(model, lambda z, y: F.cross_entropy(z, y.softmax(1), reduction=how))(w, x, y)
-    assert_trees_close(invfunc.diag_ggn(whole)(w, x, y), wanted, 1e-8)
-    with pytest.raises(InvFuncError):
-        invfunc.diag_ggn(lambda w, x, y: whole(w, x, y) * (w @ w.T).sum())(w, x, y)

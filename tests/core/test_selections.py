@@ -1,5 +1,7 @@
 """Samples and entries that are selected: each has the share of what was selected of it, and none if nothing was."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,10 +19,8 @@ from invfunc import (
     gram,
     kfac,
     sqrt_ggn,
-    thresholds,
     variance,
 )
-from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
 from tests.strategies import Numbers
 
@@ -84,31 +84,6 @@ LOSSES = {
     "-log_softmax[arange, y]": lambda z, t: -z.log_softmax(1)[numbered(z), t[0]][t[1]].mean(),
     "logsumexp - z[range, y]": lambda z, t: (z.logsumexp(1) - z[range(len(z)), t[0].long()])[t[1]].mean(),
 }
-
-
-PICKED = {
-    "max": (torch.max, torch.argmax),
-    "amax": (torch.amax, torch.argmax),
-    "min": (torch.min, torch.argmin),
-    "amin": (torch.amin, torch.argmin),
-    "median": (torch.median, lambda z: z.median(0).indices),
-    "nanmedian": (torch.nanmedian, lambda z: z.nanmedian(0).indices),
-}
-
-
-@pytest.mark.parametrize("name", PICKED)
-def test_an_entry_that_is_picked_over_all_samples_is_refused(name):
-    pick, _ = PICKED[name]
-    params, x, y, _ = drawn(5, 3)
-    with pytest.raises(SampleAxisError, match="the samples are not kept apart"):
-        batch_grad(lambda p, x, y: pick(each(model(p, x), y)))(params, x, y)
-
-
-def test_what_is_of_one_sample_is_its_share_however_often_it_is_read():
-    params, x, y, _ = drawn(4, 3)
-    shares = batch_grad(lambda p, x: model(p, x[:1].expand(x.shape)).square().mean())(params, x)
-    alone = batch_grad(lambda p, x: model(p, x).square().mean())(params, x[:1])
-    assert_trees_close(shares, {k: torch.cat([g, torch.zeros(3, *g.shape[1:]).to(g)]) for k, g in alone.items()}, EXACT)
 
 
 PERM = torch.tensor([2, 0, 3, 1])
@@ -181,74 +156,6 @@ def test_entries_that_are_picked_by_samples(index, n, c):
     assert_trees_close(*kernels, EXACT)
 
 
-def test_losses_in_another_order_are_not_those_of_the_samples():
-    for index in ([2, 0, 1], torch.tensor([True, True, True]), [0, 0, 1]):
-
-        def program(p, x, y, m, index=index):
-            return each(model(p, x), y)[index]
-
-        if isinstance(index, torch.Tensor):
-            batch_grad(program)(*drawn(3, 2))
-            continue
-        with pytest.raises(ArgumentError, match="entries are not those of the 3 samples"):
-            batch_grad(program)(*drawn(3, 2))
-        with pytest.raises(ArgumentError, match="selected or moved"):
-            batch_jacobian(lambda p, x, index=index: model(p, x)[index])(*drawn(3, 2)[:2])
-
-
-@pytest.mark.parametrize("index", [lambda y: y.squeeze(), lambda y: y[0], lambda y: (Ellipsis, y.squeeze())])
-def test_an_only_sample_may_look_up_by_an_index_without_dimensions(index):
-    w, x, y = Numbers()(4), Numbers(1)(1, 1), torch.tensor([2])
-    found = batch_grad(lambda w, x, y: (w.log_softmax(0)[index(y)] * x).sum())(w, x, y)
-    assert_trees_close(found, loop_batch_grad(lambda w, x, y: w.log_softmax(0)[y] * x[:, 0])(w, x, y), EXACT)
-    again = batch_grad(lambda w, x, y: (w.log_softmax(0)[index(y)] * x).sum(), samples=[0, 0])(w, x, y)
-    assert_trees_close(again, found.expand(2, -1), EXACT)
-    looked_up = batch_grad(lambda w, x, y: (w[index(y)] * x).sum(), samples=[0, 0])(w, x, y)
-    assert_trees_close(looked_up, (F.one_hot(y, 4) * x).expand(2, -1), EXACT)
-
-
-@pytest.mark.parametrize("written", [False, True], ids=["index_add", "setitem"])
-@settings(max_examples=10)
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=6))
-def test_experts_may_get_one_sample_or_none(written, experts):
-    """The layers are so wide that the axis of an empty selection could be taken for one of all samples."""
-    rand, n = Numbers(), len(experts)
-    params, x = {"w": rand(60, 60), "v": rand(3, 60)}, Numbers(1)(n, 60)
-
-    def f(params, x):
-        h = (x @ params["w"] / 60).tanh()
-        z = torch.zeros_like(h)
-        for e in range(3):
-            (at,) = torch.where(torch.tensor(experts)[: len(x)] == e)
-            if written:
-                z[at] = h[at] * params["v"][e]
-            else:
-                z = z.index_add(0, at, (h[at] * params["v"][e]) @ params["w"])
-        return z.square().sum()
-
-    def loop(params):
-        return torch.stack([f_of_one(params, x[i : i + 1], e) for i, e in enumerate(experts)])
-
-    def f_of_one(params, x, e):
-        z = (x @ params["w"] / 60).tanh() * params["v"][e]
-        return (z if written else z @ params["w"]).square().sum()
-
-    assert_trees_close(batch_grad(f)(params, x), torch.func.jacrev(loop)(params), EXACT)
-
-
-@pytest.mark.parametrize("moved", [False, True])
-def test_an_index_of_samples_picks_in_rows_of_a_parameter(moved):
-    """Those of its own samples, also where the rows are sums over data."""
-    rand, i = Numbers(), torch.tensor([0, 1, 1])
-    w, x = rand(3, 2), rand(3, 2)
-
-    def f(w, x, i):
-        rows = (torch.eye(3).flip(0).to(x) @ x) * w if moved else w
-        return rows.gather(1, i[:, None])[:, 0] * x[:, 0]
-
-    assert_trees_close(batch_grad(f)(w, x, i), torch.func.jacrev(f)(w, x, i), EXACT)
-
-
 # Parts of a batch that do not reach every parameter
 
 
@@ -296,12 +203,86 @@ def test_chunks_need_not_reach_every_parameter(make, experts, size):
     assert_trees_close(chunked(make(), size, over="samples")(*args), make()(*args), EXACT)
 
 
-def test_blocks_of_samples_need_not_reach_every_parameter(monkeypatch):
-    monkeypatch.setattr(thresholds, "CACHE", {"cpu": 1})
-    rand, experts = Numbers(), torch.tensor([0, 0, 0, 0, 1, 1])
-    args = [rand(5, 5) for _ in range(2)], rand(6, 5), experts, rand(6, 5)
-    each = [
-        diag_ggn(by_experts, F.mse_loss, per_sample=True)(args[0], *(a[n : n + 1] for a in args[1:])) for n in range(6)
-    ]
-    wanted = [torch.cat(parts) / 6 for parts in zip(*each, strict=True)]
-    assert_trees_close(diag_ggn(by_experts, F.mse_loss, per_sample=True)(*args), wanted, EXACT)
+# Tokens that are sorted by their experts, as mixtures of experts compute on them: each is still of its sample
+
+EXPERTS, D = 3, 4
+
+
+def routed(p, x, many):
+    """The tokens of all samples, their experts, and how much each of these counts."""
+    tokens = x.flatten(0, 1)
+    weights, experts = (tokens @ p["router"]).softmax(1).topk(many, 1)
+    return tokens, weights, experts
+
+
+def dense(p, x, many):
+    tokens, weights, experts = routed(p, x, many)
+    share = weights.new_zeros(len(tokens), EXPERTS).scatter_add(1, experts, weights)
+    h = torch.einsum("td,edk->tek", tokens, p["up"]).tanh()
+    return ((h * share[..., None]).sum(1) @ p["head"]).unflatten(0, x.shape[:2]).mean(1)
+
+
+def by_sorting(product, back):
+    def model(p, x, many):
+        tokens, weights, experts = routed(p, x, many)
+        experts, order = experts.flatten().sort()
+        counts = experts.to(x.dtype).histc(EXPERTS, 0, EXPERTS - 1)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        h = product(tokens[order // many], p["up"], ends).tanh() * weights.flatten()[order][:, None]
+        return (back(h, order, len(tokens), many) @ p["head"]).unflatten(0, x.shape[:2]).mean(1)
+
+    return model
+
+
+def split(rows, weights, ends):
+    return torch.cat([a @ w for a, w in zip(rows.tensor_split(ends[:-1].tolist()), weights, strict=True)])
+
+
+def grouped(rows, weights, ends):
+    return F.grouped_mm(rows, weights, offs=ends)
+
+
+BACK = {
+    "inverse": lambda h, order, count, many: h[order.argsort()].view(count, many, D).sum(1),
+    "written": lambda h, order, count, many: torch.zeros_like(h).index_put((order,), h).view(count, many, D).sum(1),
+    "index_add": lambda h, order, count, many: h.new_zeros(count, D).index_add(0, order // many, h),
+}
+
+
+def losses(z, y):
+    return F.cross_entropy(z, y, reduction="none")
+
+
+@pytest.mark.parametrize("back", BACK)
+@pytest.mark.parametrize(("product", "dtype", "exact"), [(split, torch.float64, 1e-9), (grouped, torch.float32, 1e-4)])
+@settings(max_examples=6)
+@given(n=st.integers(1, 3), length=st.integers(1, 3), many=st.integers(1, 2), seed=st.integers(0, 99))
+def test_shares_are_those_of_the_dense_mixture(product, dtype, exact, back, n, length, many, seed):
+    rand, model = Numbers(seed), by_sorting(product, BACK[back])
+    params = {"router": rand(D, EXPERTS), "up": rand(EXPERTS, D, D), "head": rand(D, 2)}
+    params = {name: p.to(dtype) for name, p in params.items()}
+    x, y = rand(n, length, D).to(dtype), rand.below(2, n)
+
+    def each(p, x, y, model=model):
+        return losses(model(p, x, many), y)
+
+    wanted = batch_grad(lambda p, x, y: each(p, x, y, dense))(params, x, y)
+    assert_trees_close(batch_grad(each)(params, x, y), wanted, exact)
+    assert_trees_close(batch_grad(lambda *args: each(*args).sum())(params, x, y), wanted, exact)
+    spread = {name: g.var(0, correction=0) for name, g in wanted.items()}
+    assert_trees_close(variance(each)(params, x, y), spread, exact, 1e-7 if n == 1 else 0)
+    diagonal = diag_ggn(lambda p, x: dense(p, x, many), F.cross_entropy)(params, x, y)
+    assert_trees_close(diag_ggn(lambda p, x: model(p, x, many), F.cross_entropy)(params, x, y), diagonal, exact)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_an_index_of_samples_picks_in_rows_of_a_parameter(moved):
+    """Those of its own samples, also where the rows are sums over data."""
+    rand, i = Numbers(), torch.tensor([0, 1, 1])
+    w, x = rand(3, 2), rand(3, 2)
+
+    def f(w, x, i):
+        rows = (torch.eye(3).flip(0).to(x) @ x) * w if moved else w
+        return rows.gather(1, i[:, None])[:, 0] * x[:, 0]
+
+    assert_trees_close(batch_grad(f)(w, x, i), torch.func.jacrev(f)(w, x, i), EXACT)

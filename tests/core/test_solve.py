@@ -90,24 +90,3 @@ def test_systems_with_samples_as_right_hand_sides(called, n):
 
     ours = invfunc.diag_ggn(f, torch.nn.functional.mse_loss)
     assert_trees_close(grad(size(ours))(p), grad(size(ggn))(p), EXACT)
-
-
-@pytest.mark.quick
-def test_distances_of_one_sample():
-    """torch's derivative of cdist is wrong under vmap, and there is no second one."""
-    rand = Numbers()
-    p, x, y = {"w": rand(5, 4), "u": rand(3, 4)}, rand(1, 3), rand(1, 5)
-
-    def f(p, x):
-        return torch.cdist((x @ p["u"]).tanh(), p["w"])
-
-    shares, jacobian, ggn, curved = oracles(lambda p, x: ((x @ p["u"]).tanh() - p["w"]).norm(dim=1)[None])
-    assert_trees_close(invfunc.batch_grad(lambda *args: 5 / 4 * loss_of_one(f, *args))(p, x, y), shares(p, x, y), EXACT)
-    assert_trees_close(invfunc.batch_jacobian(f)(p, x), jacobian(p, x, y), EXACT)
-    assert_trees_close(invfunc.diag_hessian(f, loss)(p, x, y), curved(p, x, y), EXACT)
-    found = tree.map_leaves(lambda d: d * 5 / 4, invfunc.diag_ggn(f, torch.nn.functional.mse_loss)(p, x, y))
-    assert_trees_close(found, ggn(p, x, y), EXACT)
-
-
-def loss_of_one(f, p, x, y):
-    return loss(f(p, x), y)

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.func import grad, jvp
+from torch.func import grad
 
-from invfunc import batch_grad, batch_l2_grad, clipped_grad, sum_grad_squared, variance
+from invfunc import clipped_grad
 from invfunc.testing import assert_trees_close
 from tests.crossed import thresholds_at
 from tests.strategies import Numbers
@@ -51,55 +51,6 @@ def test_are_those_of_the_loop(problem, most, side):
     with thresholds_at(TOTAL_POSITIONS=side):
         found = clipped_grad(losses, most)(w, x)
     assert_trees_close(found, looped(losses, w, x, most), 1e-10)
-
-
-def of_samples(losses, w, x):
-    """The per-sample gradients, and what statistics make of them, by a loop."""
-    each = torch.stack([grad(lambda w, k=k: losses(w, x[k : k + 1]).sum())(w) for k in range(len(x))])
-    return [each, each.square().sum(0), each.var(0, correction=0), each.flatten(1).square().sum(1)]
-
-
-def found_of_samples(losses, w, x):
-    return [t(losses)(w, x) for t in (batch_grad, sum_grad_squared, variance, batch_l2_grad)]
-
-
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-@given(problem=convolutions(), alone=st.sampled_from([0, 2**60]))
-def test_shares_by_themselves_are_those_of_the_loop(problem, alone):
-    with thresholds_at(TOTAL_POSITIONS=0, ALONE=alone):
-        found = found_of_samples(*problem)
-    assert_trees_close(found, of_samples(*problem), 1e-10)
-
-
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-@given(problem=convolutions(), tile=st.sampled_from([1, 7, 2**60]), cache=st.sampled_from([16, 2**24]))
-def test_large_shares_by_some_rows_are_those_of_the_loop(problem, tile, cache):
-    with thresholds_at(TOTAL_POSITIONS=2**40, CACHE={"cpu": cache}):
-        found = found_of_samples(*problem)
-    assert_trees_close(found, of_samples(*problem), 1e-10)
-
-
-def example():
-    rand = Numbers(3)
-    return lambda w, x: F.conv2d(x, w, padding=1).sin().flatten(1).sum(1), rand(2, 1, 3, 3), rand(3, 1, 4, 5)
-
-
-@pytest.mark.parametrize("side", [0, 2**40])
-def test_have_the_derivatives_of_the_loop(side):
-    losses, w, x = example()
-
-    def total(sums):
-        return lambda w: (sums(w)[0] * w).sum()
-
-    pairs = [
-        (total(lambda w: clipped_grad(losses, 2.0)(w, x)), total(lambda w: looped(losses, w, x, 2.0))),
-        (lambda w: sum(z.sin().sum() for z in found_of_samples(losses, w, x)),)
-        + (lambda w: sum(z.sin().sum() for z in of_samples(losses, w, x)),),
-    ]
-    with thresholds_at(TOTAL_POSITIONS=side, ALONE=side):
-        for ours, theirs in pairs:
-            assert_trees_close(grad(ours)(w), grad(theirs)(w), 1e-9)
-            assert_trees_close(jvp(ours, (w,), (w.cos(),)), jvp(theirs, (w,), (w.cos(),)), 1e-9)
 
 
 @pytest.mark.parametrize("side", [0, 2**40])

@@ -9,7 +9,6 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -166,26 +165,6 @@ class TestBrokenOff:
             t(params, [*parts[:2], (parts[2][0], parts[2][1] + 99)])
         same(t(params, parts), streamed(invfunc.variance(losses))(params, parts))
 
-    def test_several_times(self, data, file):  # noqa: F811
-        params, *rest = data
-        t, parts = invfunc.kfac(linear, F.cross_entropy, fisher="exact"), batches(range(1, 9), *rest)
-        for at in (3, 4, 9, 2):
-            with pytest.raises(Lost):
-                streamed(t, checkpoint=file)(params, breaking(parts, at))
-        assert_trees_close(streamed(t, checkpoint=file)(params, parts), t(*data), 1e-12)
-
-    def test_before_the_first_batch_there_is_nothing_to_keep(self, data, file):  # noqa: F811
-        with pytest.raises(Lost):
-            streamed(invfunc.variance(losses), checkpoint=file)(data[0], breaking([], 0))
-        assert not file.exists()
-
-    def test_every_so_many_seconds_it_is_written(self, data, file, monkeypatch):  # noqa: F811
-        clock, count = iter(range(0, 1000, 2)), []
-        monkeypatch.setattr(checkpoint.time, "monotonic", lambda: next(clock))
-        monkeypatch.setattr(checkpoint.Checkpoint, "write", lambda self, record: count.append(len(record.prints)))
-        streamed(invfunc.variance(losses), checkpoint=file, every=5)(data[0], batches(range(1, 9), *data[1:]))
-        assert count == [3, 6, 9]
-
     def test_aux_comes_back(self, data, file):  # noqa: F811
         params, *rest = data
         make = partial(invfunc.variance, lambda *args: (losses(*args), {"n": len(args[1]), "x": args[1]}), has_aux=True)
@@ -193,34 +172,6 @@ class TestBrokenOff:
         found, aux = gone_on(make, params, parts, file, 3)
         same((found, aux), streamed(make())(params, parts))
         assert [one["n"] for one in aux] == [2, 2, 1, 4]
-
-    def test_aux_that_cannot_be_kept(self, data, file):  # noqa: F811
-        t = invfunc.variance(lambda *args: (losses(*args), object()), has_aux=True)
-        with pytest.raises(ArgumentError, match="aux is kept in the checkpoint"):
-            streamed(t, checkpoint=file)(data[0], batches([2], *data[1:]))
-
-    def test_outputs_in_classes_of_the_callers(self, data, file):  # noqa: F811
-        """They are not written, but computed again."""
-        params, *rest = data
-
-        class Both(NamedTuple):
-            z: torch.Tensor
-
-        make = partial(
-            invfunc.diag_ggn, lambda params, x: Both(linear(params, x)), lambda z, y: F.cross_entropy(z.z, y)
-        )
-        parts = batches([2, 4], *rest)
-        assert_trees_close(gone_on(make, params, parts, file, 2), make()(*data), 1e-12)
-
-    def test_outputs_that_cannot_be_kept(self, data, file):  # noqa: F811
-        """Where the result has their tree."""
-
-        class Both(NamedTuple):
-            z: torch.Tensor
-
-        t = invfunc.batch_jacobian(lambda params, x: Both(linear(params, x)))
-        with pytest.raises(ArgumentError, match="the tree of the outputs is kept in the checkpoint"):
-            streamed(t, checkpoint=file)(data[0], batches([2], data[1]))
 
     def test_the_generator_is_drawn_from_once_a_call(self, data, file):  # noqa: F811
         generators = seeded(), seeded()
@@ -272,13 +223,6 @@ class TestProducts:
         with pytest.raises(ArgumentError, match=r"another value of the product: hvp.* and not none"):
             streamed(invfunc.variance(losses), checkpoint=file)(params, parts)
         same(t(params, v, parts), streamed(invfunc.hvp(losses))(params, v, parts))
-
-    def test_aux_comes_back(self, data, file):  # noqa: F811
-        params, *rest = data
-        t = invfunc.hvp(lambda *args: (losses(*args), len(args[1])), has_aux=True)
-        with pytest.raises(Lost):
-            streamed(t, checkpoint=file)(params, params, breaking(batches([2, 4], *rest), 2))
-        assert streamed(t, checkpoint=file)(params, params, batches([2, 4], *rest))[1] == [2, 2, 5]
 
 
 class TestTwoSweeps:
@@ -335,19 +279,6 @@ class TestTwoSweeps:
         with pytest.raises(ArgumentError, match="gave 11 samples the second time, and 9 the first time"):
             t(params, lambda: next(each))
 
-    def test_the_eigenvectors_are_those_of_the_file(self, data, file):  # noqa: F811
-        """Another machine may find other ones, with other signs, in which the eigenvalues so far do not count."""
-        params, *rest = data
-        t, parts = streamed(invfunc.ekfac(losses, generator=seeded()), checkpoint=file), batches([2, 4], *rest)
-        with pytest.raises(Lost):
-            t(params, sweeps(parts, 1, 1))
-        found = torch.load(file, weights_only=False)
-        for one in found["state"]["kept"][0]["known"].values():
-            one.factors[0].mul_(-1)
-        torch.save(found, file)
-        vectors = t(params, parts)["w"].factors[0]
-        assert torch.equal(vectors, -streamed(invfunc.ekfac(losses, generator=seeded()))(params, parts)["w"].factors[0])
-
 
 class TestAnotherOne:
     """What does not go on from the file of something else says what it is."""
@@ -385,10 +316,6 @@ class TestAnotherOne:
         with pytest.raises(ArgumentError, match=r"another value of params\['b'\]: .*, and not none"):
             t({"w": params["w"]}, batches([2, 4], *rest))
 
-    def test_keyword_argument(self, data, broken):  # noqa: F811
-        with pytest.raises(ArgumentError, match="another value of keyword arguments"):
-            streamed(invfunc.variance(losses, correction=1), checkpoint=broken)(data[0], [data[1:]], scale=2)
-
     @pytest.mark.parametrize("number", [0, 1])
     def test_batch(self, data, broken, number):  # noqa: F811
         params, x, y = data
@@ -421,19 +348,6 @@ class TestAnotherOne:
         with pytest.raises(ArgumentError, match="cannot be read"):
             streamed(invfunc.variance(losses, correction=1), checkpoint=broken)(data[0], batches([2, 4], *data[1:]))
 
-    def test_several_calls_with_one_file(self, data, file):  # noqa: F811
-        """Each writes it as a whole, and has its own result."""
-        params, *rest = data
-        t, parts = invfunc.variance(losses), batches(range(1, 9), *rest)
-
-        def one(_):
-            return streamed(t, checkpoint=file, every=0)(params, parts)
-
-        with ThreadPoolExecutor(4) as pool:
-            for found in pool.map(one, range(8)):
-                assert_trees_close(found, t(*data), 1e-12)
-        assert not any(file.parent.iterdir())
-
     def test_what_a_killed_process_has_left(self, data, file):  # noqa: F811
         """The file that it was writing goes; that of a process beside it, and others of the caller's, stay."""
         left = file.with_name(f"{file.name}.{'0a' * 16}.part")
@@ -449,27 +363,6 @@ class TestAnotherOne:
         streamed(invfunc.variance(losses), checkpoint=file)(data[0], read())
         assert set(file.parent.iterdir()) == others
 
-    def test_what_cannot_be_written(self, data, file, monkeypatch):  # noqa: F811
-        params, *rest = data
-        t = streamed(invfunc.variance(losses), checkpoint=file, every=0)
-
-        def full(_):
-            raise OSError(28, "No space left on device")
-
-        with monkeypatch.context() as patched, pytest.raises(ArgumentError, match="cannot be written: .*No space left"):
-            patched.setattr(checkpoint.os, "fsync", full)
-            t(params, batches([2], *rest))
-        assert not any(file.parent.iterdir())
-        with monkeypatch.context() as patched, pytest.raises(ArgumentError, match="may not write there"):
-            patched.setattr(checkpoint.os, "access", lambda *_: False)
-            t(params, breaking(batches([2], *rest), 0))
-
-    def test_folder(self, data, tmp_path):  # noqa: F811
-        with pytest.raises(ArgumentError, match="it is a folder. Give the name of a file in it"):
-            streamed(invfunc.variance(losses), checkpoint=tmp_path)(data[0], [data[1:]])
-        with pytest.raises(ArgumentError, match="there is no folder"):
-            streamed(invfunc.variance(losses), checkpoint=tmp_path / "a" / "b")(data[0], [data[1:]])
-
     def test_what_takes_none(self, data):  # noqa: F811
         params, *rest = data
         estimate = partial(invfunc.estimate_trace, probes=1, generator=seeded())
@@ -484,6 +377,19 @@ class TestAnotherOne:
                 streamed(invfunc.variance(losses), checkpoint="state", every=every)
         with pytest.raises(ArgumentError, match="Give checkpoint="):
             streamed(invfunc.variance(losses), every=5)
+
+    def test_several_calls_with_one_file(self, data, file):  # noqa: F811
+        """Each writes it as a whole, and has its own result."""
+        params, *rest = data
+        t, parts = invfunc.variance(losses), batches(range(1, 9), *rest)
+
+        def one(_):
+            return streamed(t, checkpoint=file, every=0)(params, parts)
+
+        with ThreadPoolExecutor(4) as pool:
+            for found in pool.map(one, range(8)):
+                assert_trees_close(found, t(*data), 1e-12)
+        assert not any(file.parent.iterdir())
 
 
 class TestFingerprint:

@@ -1,18 +1,25 @@
 """streamed: where batches are moved, and the bar that shows how many have come."""
 
-import builtins
 import io
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import invfunc
-from invfunc import streamed
-from invfunc.errors import ArgumentError, MissingExtraError
+from invfunc import explain, streamed
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.batches import Feed, batches_of
-from tests.data_sets.test_streamed import batches, data, losses  # noqa: F401
+from tests.data_sets.test_streamed import (  # noqa: F401
+    batches,
+    data,
+    linear,
+    losses,
+)
+from tests.strategies import seeded
 
 PRODUCT = invfunc.hvp(losses)
 
@@ -69,24 +76,40 @@ class TestProgress:
         assert shown.startswith("streamed(sum_grad_squared(square)): ") and " samples/s]" in shown
         assert ("4/4 [" in shown) == (kind == "loader") and "4batch" in shown.replace("4/4", "4batch")
 
-    def test_of_every_vector(self, data, monkeypatch):  # noqa: F811
-        monkeypatch.setattr(sys, "stderr", Terminal())
-        at = streamed(PRODUCT, progress=True).linearize(data[0], batches([2, 4], *data[1:]))
-        at(data[0]), at(data[0])
-        assert sys.stderr.getvalue().count("3/3 [") == 2
 
-    def test_none_is_shown_but_where_somebody_looks(self, data, capsys, monkeypatch):  # noqa: F811
-        t, loader = invfunc.variance(losses), batches([2], *data[1:])
-        streamed(t, progress=True)(data[0], loader)
-        assert capsys.readouterr().err == ""
-        monkeypatch.setattr(builtins, "__IPYTHON__", True, raising=False)
-        streamed(t)(data[0], loader)
-        assert capsys.readouterr().err == ""
-        streamed(t, progress=True)(data[0], loader)
-        assert "2/2 [" in capsys.readouterr().err
+# explain(streamed(t)): how often the loader is gone through, and what is done with its first batch
 
-    def test_without_tqdm(self, data, monkeypatch):  # noqa: F811
-        monkeypatch.setitem(sys.modules, "tqdm", None)
-        with pytest.raises(MissingExtraError, match=r"^streamed\(variance.*tqdm is missing: .*invfunc\[progress\]"):
-            streamed(invfunc.variance(losses), progress=True)(data[0], batches([2], *data[1:]))
-        streamed(invfunc.variance(losses))(data[0], batches([2], *data[1:]))
+STATISTICS = {
+    "variance": lambda: invfunc.variance(losses),
+    "diag_ggn": lambda: invfunc.chunked(invfunc.diag_ggn(linear, F.cross_entropy), 2),
+    "drawn": lambda: invfunc.diag_ggn(linear, F.cross_entropy, mc_samples=2, generator=seeded()),
+    "together": lambda: invfunc.together(invfunc.batch_grad(losses), invfunc.diag_hessian(losses)),
+    "reduced": lambda: invfunc.reduced(invfunc.batch_grad(losses), torch.sum),
+    "ekfac": lambda: invfunc.ekfac(linear, F.cross_entropy, generator=seeded()),
+}
+
+
+@pytest.mark.parametrize("called", STATISTICS)
+def test_it_is_that_of_the_first_batch(called, data):  # noqa: F811
+    params, *rest = data
+    t, parts = STATISTICS[called](), batches([0, 2, 5], *rest)
+    found, alone = explain(streamed(t))(params, parts), explain(t)(params, *parts[1])
+    sweeps = 2 if called == "ekfac" else 1
+    assert found == replace(alone, name=repr(streamed(t)), sweeps=sweeps, batches=4)
+    first, second, *others = str(found).splitlines()
+    assert first == f"{streamed(t)!r}: {found.why}" and others == str(alone).splitlines()[1:]
+    assert second == f"  {['1 sweep', '2 sweeps'][sweeps - 1]} over 4 batches; for the first batch, in all:"
+
+
+def test_nothing_is_drawn_and_nothing_is_taken_away(data):  # noqa: F811
+    params, *rest = data
+    generator = seeded()
+    t = streamed(invfunc.diag_ggn(linear, F.cross_entropy, mc_samples=1, generator=generator))
+    loader = DataLoader(TensorDataset(*rest), batch_size=4, shuffle=True)
+    before = torch.get_rng_state(), generator.get_state()
+    assert explain(t)(params, loader).batches == 3
+    assert torch.equal(torch.get_rng_state(), before[0]) and torch.equal(generator.get_state(), before[1])
+    once = iter(batches([3], *rest))
+    with pytest.raises(ArgumentTypeError, match=r"^explain\(streamed\(.*gives its batches once"):
+        explain(t)(params, once)
+    assert len(list(once)) == 2

@@ -89,41 +89,11 @@ class TestPlaces:
         again = torch.from_file(str(tmp_path / "b"), size=b.size, dtype=wanted["b"].dtype).view(wanted["b"].shape)
         assert_trees_close({"w": w, "b": again}, tree.map_tensors(torch.Tensor.cpu, wanted), EXACT)
 
-    def test_more_room_than_there_are_samples(self, data):  # noqa: F811
-        wanted = invfunc.batch_grad(losses)(*data)
-        out = tree.map_tensors(lambda x: torch.full_like(x, torch.nan).repeat(2, *[1] * (x.ndim - 1)), wanted)
-        found = streamed(invfunc.batch_grad(losses), out=out)(data[0], (part for part in batches([2], *data[1:])))
-        assert_trees_close(found, wanted, EXACT)
-        assert all(x[9:].isnan().all() for x in out.values())
-
-    def test_of_several(self, data):  # noqa: F811
-        t = invfunc.together(invfunc.batch_l2_grad(losses), invfunc.sqrt_ggn(losses))
-        wanted = t(*data)
-        out = empty_like(wanted)
-        found = streamed(t, out=out)(data[0], batches([2], *data[1:]))
-        assert_trees_close(found, wanted, EXACT)
-        with pytest.raises(ArgumentTypeError, match="tuple of 2"):
-            streamed(t, out=out[0])(data[0], batches([2], *data[1:]))
-        told = []
-        streamed(t, out=lambda start, rows: told.append(rows))(data[0], [data[1:]])
-        assert_trees_close(told[0], wanted, EXACT)
-
     def test_drawn_columns_are_those_of_the_samples(self, data):  # noqa: F811
         make = partial(invfunc.diag_ggn, linear, F.cross_entropy, mc_samples=2, per_sample=True)
         wanted = streamed(make(generator=seeded()))(data[0], [data[1:]])
         found = streamed(make(generator=seeded()), out=empty_like(wanted))(data[0], batches([2, 5], *data[1:]))
         assert_trees_close(found, wanted, EXACT)
-
-    def test_aux(self, data):  # noqa: F811
-        t = invfunc.batch_grad(lambda *args: (losses(*args), len(args[1])), has_aux=True)
-        assert streamed(t, out=lambda start, rows: None)(data[0], batches([2], *data[1:])) == (None, [2, 7])
-
-    def test_rows_of_a_function_are_its_own(self, data):  # noqa: F811
-        kept = []
-        t = streamed(invfunc.batch_grad(lambda w, x: x @ w), out=lambda start, rows: kept.append(rows.mul_(0)))
-        x = data[1].clone()
-        t(torch.ones(4).to(x), [x])
-        assert torch.equal(x, data[1]) and not kept[0].any()
 
 
 class TestRefused:
@@ -161,14 +131,6 @@ class TestRefused:
         for wrong in ({"w": x[:9], "b": x[9:18]}, {"w": x[:9], "b": params["b"]}):
             with pytest.raises(ArgumentError, match="no memory of its own|shape"):
                 streamed(t, out=wrong)(params, [rest])
-
-    def test_a_generator_that_gives_more_than_there_is_room_for(self, data):  # noqa: F811
-        params, *rest = data
-        out = tree.map_tensors(lambda x: torch.full_like(x[:8], torch.nan), invfunc.batch_grad(losses)(*data))
-        with pytest.raises(ArgumentError, match="room for 8 samples, but there are at least 9") as error:
-            streamed(invfunc.batch_grad(losses), out=out)(params, iter(batches([3], *rest)))
-        assert error.value.__notes__ == ["This is batch 1 of the loader."]
-        assert out["w"][:3].isfinite().all() and out["w"][3:].isnan().all()
 
     def test_what_has_no_rows(self, tmp_path):
         out = {"w": torch.ones(1)}

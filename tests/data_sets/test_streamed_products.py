@@ -2,14 +2,11 @@
 
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.sparse.linalg import eigsh
-from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc
 from invfunc import InvFuncError, streamed, tree
@@ -87,59 +84,6 @@ def test_however_the_data_are_divided_the_same_columns_are_drawn(net, loss, redu
     assert_trees_close(found, wanted, EXACT, FLOOR)
 
 
-class TestMatrices:
-    @each_product
-    def test_of_a_data_set(self, data, make):
-        params, x, y = data
-        t, parts = make(linear, F.cross_entropy), batches([2, 2, 3], x, y)
-        wanted = invfunc.linear_operator(t)(*data)
-        for loader in (parts, lambda: iter(parts), DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True)):
-            found = invfunc.linear_operator(streamed(t))(params, loader)
-            v = np.linspace(-1, 1, found.shape[0])
-            assert np.allclose(found @ v, wanted @ v, EXACT, EXACT)
-            assert np.allclose(eigsh(found, 1)[0], eigsh(wanted, 1)[0], 1e-9)
-
-    def test_estimates(self, data):
-        params, *rest = data
-        t = invfunc.ggnvp(linear, F.cross_entropy)
-        for make in (invfunc.estimate_trace, invfunc.estimate_diagonal):
-            found = make(streamed(t), probes=3, generator=seeded())(params, batches([4], *rest))
-            assert_trees_close(found, make(t, probes=3, generator=seeded())(*data), EXACT)
-
-    def test_are_drawn_once(self, data):
-        params, *rest = data
-        t = streamed(invfunc.ggnvp(linear, F.cross_entropy, mc_samples=1, generator=seeded(), fisher="mc"))
-        product, v = t.linearize(params, batches([4], *rest)), vector(params)
-        assert_trees_close(product(v), product(v), EXACT)
-        assert (t.linearize(params, batches([4], *rest))(v)["w"] - product(v)["w"]).abs().max() > 1e-3
-
-    def test_need_the_batches_for_each_vector(self, data):
-        params, *rest = data
-        t = streamed(invfunc.hvp(losses))
-        seen = []
-        once = (seen.append(part) or part for part in batches([4], *rest))
-        for make in (t.linearize, invfunc.linear_operator(t)):
-            with pytest.raises(ArgumentTypeError, match=r"gives its batches once.*the function that makes"):
-                make(params, once)
-        assert not seen
-        t(params, vector(params), once)
-        with pytest.raises(ArgumentError, match="used up before"):
-            t(params, vector(params), once)
-
-    def test_need_the_same_samples_for_each_vector(self, data):
-        params, *rest = data
-        sizes = iter([9, 5])
-
-        def loader():
-            n = next(sizes)
-            yield tuple(x[:n] for x in rest)
-
-        product = streamed(invfunc.hvp(losses)).linearize(params, loader)
-        product(vector(params))
-        with pytest.raises(ArgumentError, match="gave 5 samples, and 9 before"):
-            product(vector(params))
-
-
 class TestWhatIsRefused:
     @each_product
     def test_a_number_that_does_not_say_its_scale(self, data, make):
@@ -192,14 +136,6 @@ class TestWhatIsRefused:
         with pytest.raises(SampleAxisError, match="a factor that depends on how many there are"):
             of(True)
 
-    def test_derivatives(self, data):
-        params, *rest = data
-        t, v = streamed(invfunc.hvp(losses)), vector(params)
-        product = t.linearize(params, [rest])
-        for of in (product, lambda v: t(params, v, [rest])):
-            with pytest.raises(ArgumentError, match=r"torch\.func"):
-                torch.func.jvp(of, (v,), (v,))
-
     def test_wrong_arguments(self, data):
         params, *rest = data
         t, v = streamed(invfunc.hvp(losses)), vector(params)
@@ -212,23 +148,6 @@ class TestWhatIsRefused:
         with pytest.raises(ArgumentError, match=r"v\['w'\] has shape"):
             t(params, {**v, "w": v["w"][:1]}, [rest])
         assert repr(t) == "streamed(hvp(losses))"
-
-
-def test_what_draws_is_not_taken_for_mixed(data):
-    def f(params, x, y):
-        return F.cross_entropy(F.dropout(linear(params, x)), y, reduction="none")
-
-    found = streamed(invfunc.hvp(f))(data[0], vector(data[0]), batches([4], *data[1:]))
-    assert all(x.isfinite().all() for x in tree.tensors(found))
-
-
-def test_aux_is_a_list(data):
-    t = streamed(invfunc.hvp(lambda *args: (losses(*args), len(args[1])), has_aux=True))
-    parts, v = batches([2, 2, 4], *data[1:]), vector(data[0])
-    product, none = t.linearize(data[0], parts)
-    found, aux = t(data[0], v, parts)
-    assert (aux, none) == ([2, 2, 5], [])
-    assert_trees_close(product(v), found, EXACT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

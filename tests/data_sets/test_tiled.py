@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc
-from invfunc import distributed, explain, gram, streamed, tree
-from invfunc.data_sets import tiled
+from invfunc import distributed, gram, streamed, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.loss.drawn import joined
 from invfunc.testing import assert_trees_close
@@ -108,25 +107,6 @@ class TestOut:
 
 @pytest.mark.quick
 class TestComposes:
-    def test_chunks_are_of_a_tile(self, data):  # noqa: F811
-        for size in (1, 2):
-            t = invfunc.chunked(gram(losses), size, over="params")
-            assert_trees_close(streamed(t)(data[0], batches([2, 5], *data[1:])), gram(losses)(*data), EXACT)
-
-    def test_reduced_runs_after_the_last_tile(self, data):  # noqa: F811
-        seen, parts = [], batches([2, 4], *data[1:])
-        for loaders in ([parts], [parts, parts]):
-            t = invfunc.reduced(gram(losses), lambda path, x: seen.append(path) or x.trace())
-            assert_trees_close(streamed(t)(data[0], *loaders), t(*data), EXACT)
-        assert sorted(seen) == sorted(["['w']", "['b']"] * 4)
-
-    def test_aux_is_a_list_and_of_two_loaders_a_pair(self, data):  # noqa: F811
-        t = gram(lambda *args: (losses(*args), len(args[1])), has_aux=True)
-        parts = batches([0, 2, 4], *data[1:])
-        assert streamed(t)(data[0], parts)[1] == [2, 2, 5]
-        assert streamed(t)(data[0], parts, batches([3], *data[1:]))[1] == ([2, 2, 5], [3, 6])
-        assert streamed(t, out=lambda *what: None)(data[0], parts) == (None, [2, 2, 5])
-
     def test_axes_of_samples_and_what_they_share(self):
         w, x = Numbers()(3, 2), Numbers(1)(3, 7)
         t = gram(lambda w, x, s: ((x.T @ w) * s).T, in_dims=(1, None), out_dims=1)
@@ -171,14 +151,6 @@ class TestComposes:
                 f = lambda w, x, one=one, other=other: (one if len(x) > 3 else other)(w, x)  # noqa: E731
                 assert_trees_close(streamed(gram(f))(w, data.split(4)), wanted, EXACT)
 
-    def test_it_is_of_everything(self, data):  # noqa: F811
-        t = streamed(gram(losses))
-        with pytest.raises(ArgumentTypeError, match="Chunk what is in it"):
-            invfunc.chunked(t, 2)
-        with pytest.raises(ArgumentError, match=r"torch\.func"):
-            torch.func.grad(lambda p: t(p, [data[1:]]).sum())(data[0])
-        assert repr(t) == "streamed(gram(losses))"
-
 
 @pytest.mark.quick
 class TestLoaders:
@@ -222,14 +194,6 @@ class TestLoaders:
             for out in (None, print):
                 with pytest.raises(ArgumentError, match="no samples"):
                     streamed(gram(losses), out=out)(params, *loaders)
-
-    def test_each_is_told_of_in_errors(self, data):  # noqa: F811
-        params, x, y = data
-        with pytest.raises(ArgumentError, match=r"^gram\(losses\).*has 3 samples but") as error:
-            streamed(gram(losses))(params, [(x, y), (x[:3], y[:2])])
-        assert error.value.__notes__ == ["This is batch 1 of the loader."]
-        with pytest.raises(ArgumentTypeError, match="two of them, and got 4 positional"):
-            streamed(gram(losses))(params, [], [], [])
 
 
 @pytest.mark.quick
@@ -289,14 +253,6 @@ class TestRefused:
 
 @pytest.mark.quick
 class TestWork:
-    def test_others_are_evaluated_once_beside_a_look(self, data):  # noqa: F811
-        sizes, others, parts = [], tuple(x[:6] for x in data[1:]), batches([2, 5], *data[1:])
-        t = gram(lambda *args: sizes.append(len(args[1])) or losses(*args), others=others)
-        for call in (lambda: streamed(t)(data[0], parts), lambda: distributed(streamed(t))(data[0], parts)):
-            assert_trees_close(call(), gram(losses, others=others)(*data), EXACT)
-            assert sizes.count(6) == 2 and sizes.count(2 + 6) == 1 and max(sizes) == 8
-            sizes.clear()
-
     def test_half_of_the_tiles_and_a_look(self, data):  # noqa: F811
         """Each tile evaluates one batch; beside them, two are looked at joined and alone."""
         sizes, parts = [], batches([2, 5], *data[1:])
@@ -306,31 +262,6 @@ class TestWork:
         sizes.clear()
         streamed(t)(data[0], parts, [data[1:]])
         assert sorted(sizes) == sorted([9, 2, 3, 4] + [9 + 2, 9, 2])
-
-    @pytest.mark.parametrize(
-        ("columns", "out", "sweeps", "tiles"), [(0, None, 4, 6), (2, None, 3, 6), (0, print, 7, 9), (2, print, 4, 6)]
-    )
-    def test_explained(self, data, columns, out, sweeps, tiles):  # noqa: F811
-        parts = batches([0, 2, 5], *data[1:])
-        loaders = [parts, batches([3], *data[1:])][: 1 + bool(columns)]
-        found = explain(streamed(gram(losses), out=out))(data[0], *loaders)
-        assert (found.sweeps, found.batches, found.tiles) == (sweeps, 3, tiles)
-        assert f"{sweeps} sweeps over 3 batches, for {tiles} tiles; for the first batch, in all:" in str(found)
-        seen = []
-
-        def counted():
-            seen.append(0)
-            yield from parts
-
-        out = None if out is None else lambda *what: None
-        streamed(gram(losses), out=out)(data[0], counted, *loaders[1:])
-        assert len(seen) == sweeps
-
-    def test_a_bar_counts_tiles(self, data, monkeypatch):  # noqa: F811
-        told = []
-        monkeypatch.setattr(tiled, "told_of_parts", partial(_telling, told))
-        streamed(gram(losses), progress=True)(data[0], batches([2, 5], *data[1:]))
-        assert told == [("streamed(gram(losses))", 6, "tile"), *zip(range(1, 7), [2, 3, 4, 3, 4, 4], strict=True)]
 
     @pytest.mark.parametrize("form", ["one", "two", "others", "out"])
     def test_memory_is_that_of_two_batches(self, form, tmp_path):
@@ -356,17 +287,3 @@ class TestWork:
         rows = 6 * n * n * params["0.bias"].itemsize if form in ("out", "others") else 0  # whole rows, or those before
         assert many <= 1.1 * few + rows
         assert few < 0.5 * 3 * n * sum(p.nbytes for p in tree.tensors((params,)))
-
-
-class _telling:
-    """In the place of a progress bar."""
-
-    def __init__(self, told, title, parts, unit):
-        self.told = told
-        told.append((title, len(parts), unit))
-
-    def __enter__(self):
-        return lambda *what: self.told.append(what)
-
-    def __exit__(self, *error):
-        pass

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import invfunc
-from invfunc import batch_grad, chunked, diag_ggn, functional, outputs, sum_grad_squared, variance
+from invfunc import batch_grad, chunked, diag_ggn, functional, ggnvp, hvp, sum_grad_squared, variance
 from invfunc import errors as family
 from invfunc.errors import (
     ArgumentError,
@@ -22,8 +22,6 @@ from invfunc.errors import (
     SampleAxisError,
     SplitError,
 )
-from invfunc.testing.oracles import assert_trees_close
-from tests.networks import STATISTICS, network, plain
 from tests.strategies import Numbers
 
 W, X, Y = Numbers()(4, 3), Numbers(1)(5, 4), Numbers(2).below(3, 5)
@@ -317,40 +315,89 @@ class TestFamily:
                 t(*args)
 
 
-class TestNotANumber:
-    """NaN and inf in the data pass through as torch passes them: only what they reach is lost."""
+# Common slips in a call: each gets an error that says what to write
 
-    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    @pytest.mark.parametrize("statistic", STATISTICS)
-    def test_passes_through(self, statistic, value):
-        net, y = network("perceptron", 4), Numbers(1).below(3, 4)
+PS, XS, YS = {"w": Numbers()(3, 2)}, Numbers(1)(4, 3), Numbers(2).below(2, 4)
+NET = nn.Linear(3, 2).double()
+G, Q = functional(NET)
 
-        def loss(z, y, reduction):
-            return F.cross_entropy(z, y, reduction=reduction)
 
-        x = net.x.clone()
-        x[1, 0] = value
-        found = STATISTICS[statistic](net.f, loss)(net.params, x, y)
-        wanted = plain(statistic)(net.f, loss)(net.params, x, y)
-        if statistic == "batch_grad":  # there torch itself would spread it to all samples
-            alone = [plain(statistic)(net.f, loss)(net.params, x[n : n + 1], y[n : n + 1]) for n in range(4)]
-            wanted = invfunc.tree.map_leaves(lambda *shares: torch.cat(shares), *alone)
-        for ours, theirs in zip(invfunc.tree.leaves(found), invfunc.tree.leaves(wanted), strict=True):
-            if "hessian" not in statistic:  # torch loses more of it
-                assert torch.equal(ours.isfinite(), theirs.isfinite())
-            assert torch.allclose(ours[theirs.isfinite()], theirs[theirs.isfinite()])
+def of_module(params, x, y):
+    return F.cross_entropy(G(params, x), y)
 
-    def test_of_one_sample_stays_with_its_share(self):
-        x = X.clone()
-        x[2] = float("nan")
-        shares = batch_grad(loss)(P, x, Y)["w"]
-        others = torch.arange(5) != 2
-        assert shares[2].isnan().all()
-        assert_trees_close(shares[others], batch_grad(loss)(P, X, Y)["w"][others], 1e-12)
 
-    def test_in_parameters(self):
-        w = W.clone()
-        w[0, 0] = float("nan")
-        assert batch_grad(loss)({"w": w}, X, Y)["w"].isnan().all()
-        assert diag_ggn(loss)({"w": w}, X, Y)["w"].isnan().all()
-        assert diag_ggn(lambda p, x, y: (outputs(model(p, x)).cosh()).sum())({"w": w}, X, Y)["w"].isnan()[:, 0].all()
+def scaled(a, w, x):
+    return (x @ w * a.sum()).square().sum(1)
+
+
+# fmt: off
+SLIPS = {
+    "forgotten target": (lambda: diag_ggn(model, F.cross_entropy)(PS, XS),
+        "diag_ggn(model, cross_entropy)(params, target): the target is missing. It is called as (params, x, target)."),
+    "forgotten target of a product": (lambda: ggnvp(model, F.cross_entropy)(PS, PS, XS), "the target is missing"),
+    "target by keyword": (lambda: diag_ggn(model, F.cross_entropy)(PS, XS, target=YS),
+        "target is passed by keyword, but has to be the last positional argument ... (params, x, target)"),
+    "a list of arguments": (lambda: batch_grad(loss)(PS, [XS, YS]),
+        "x is one list of 2, which are arguments of their own. It is called as (params, x, y)."),
+    "a list of arguments and target": (lambda: diag_ggn(model, F.cross_entropy)(PS, [XS, YS]),
+        "target is one list of 2, which are arguments of their own. It is called as (params, x, target)."),
+    "a target without a loss": (lambda: batch_grad(model)(PS, XS, YS),
+        "f takes (params, x), and got 3 positional arguments. If the last one is a target, give the loss"),
+    "a keyword that f does not have": (lambda: batch_grad(loss)(PS, XS, target=YS),
+        "f takes (params, x, y), and got 2 positional arguments and target=."),
+    "an option at the call": (lambda: diag_ggn(model, F.cross_entropy)(PS, XS, YS, generator=torch.Generator()),
+        "and got 2 positional arguments and generator=. What is an option of the transform is given where it is made"),
+    "too few": (lambda: hvp(loss)(PS, PS, XS), "f takes (params, x, y), and got 2 positional arguments"),
+    "arrays": (lambda: batch_grad(loss)(PS, XS.numpy(), YS.numpy()), "x is a numpy array ... torch.from_numpy(x)"),
+    "an array in a tree": (lambda: batch_grad(lambda params, d: model(params, d["x"]).sum(1))(PS, {"x": XS.numpy()}),
+        "d['x'] is a numpy array ... torch.from_numpy(d['x'])"),
+    "a list of parameters": (lambda: batch_grad(of_module)(list(NET.parameters()), XS, YS),
+        "params is of type list, but has to be the dict ... dict(model.named_parameters())"),
+    "a generator": (lambda: batch_grad(of_module)(NET.parameters(), XS, YS),
+        "params is of type generator, but parameters are tensors ... dict(model.named_parameters())"),
+    "a module for parameters": (lambda: batch_grad(of_module)(NET, XS, YS),
+        "params is of type Linear ... f, params = functional(model)"),
+    "the class of a loss": (lambda: diag_ggn(model, nn.CrossEntropyLoss), "is the class CrossEntropyLoss ... Loss()"),
+    "the class, of a product": (lambda: ggnvp(model, nn.MSELoss), "loss is the class MSELoss ... MSELoss()"),
+    "the class of a model": (lambda: batch_grad(nn.Linear), "f is the class Linear ... functional(Linear(...))"),
+    "swapped": (lambda: diag_ggn(F.cross_entropy, model), "diag_ggn(cross_entropy, model): f is a loss, but the model"),
+    "swapped, a module": (lambda: ggnvp(nn.MSELoss(), G), "f is a loss, but the model comes first: ggnvp(f, loss)"),
+    "a model for a loss": (lambda: diag_ggn(model, G), "loss is a model, functional(Linear)"),
+}
+SIZES = {
+    "of two": (lambda: batch_grad(scaled, argnums=1)(torch.ones(3), torch.ones(3, 2), XS.float()),
+        "a has 3 samples but x has 4 ... in_dims=(0, None) to hold x fixed, or in_dims=(None, 0) to hold a fixed."),
+    "of three": (lambda: batch_grad(lambda p, a, b, c: scaled(a, p, b))(torch.ones(3, 2), torch.ones(7), XS, XS),
+        "a has 7 samples but b has 4 ... pass in_dims=(None, 0, 0) to hold a fixed."),
+    "in one tree": (lambda: batch_grad(lambda p, d: d)(PS, {"a": XS, "b": XS[:2]}),
+        "d['a'] has 4 samples but d['b'] has"),
+}
+# fmt: on
+
+
+def matching(text):
+    return ".*".join(re.escape(part) for part in text.split(" ... "))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("slip, text", SLIPS.values(), ids=SLIPS)
+def test_a_slip_in_a_call(slip, text):
+    with pytest.raises(ArgumentTypeError, match=matching(text)):
+        slip()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("slip, text", SIZES.values(), ids=SIZES)
+def test_sizes_that_differ(slip, text):
+    with pytest.raises(ArgumentError, match=matching(text)):
+        slip()
+
+
+@pytest.mark.quick
+def test_shapes_of_samples_that_do_not_meet_are_told():
+    p, x, y = Numbers()(3, 1), Numbers(1)(4, 3), Numbers(2)(4)
+    with pytest.raises(
+        SampleAxisError, match=r"along axis 0 of a tensor \[4, 1\] with .* along axis 0 of a tensor \[4\]"
+    ):
+        batch_grad(lambda p, x, y: (x @ p - y).square().mean())(p, x, y)
+    batch_grad(lambda p, x, y: ((x @ p)[:, 0] - y).square().mean())(p, x, y)

@@ -5,28 +5,21 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import grad, jacfwd, jvp
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import grad, jvp
+from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
 import invfunc
 from invfunc import tree
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import FIRST_ORDER, LOSS, ROWS
+from invfunc.testing.laws.rows import CASES, LOSS, ROWS
+from tests.meter import Meter, nothing_collected
 from tests.networks import total
 from tests.strategies import Numbers, seeded
 
 X, Y = Numbers(1)(4, 3), Numbers(2)(4, 2).sign()
 PARAMS = {"w": Numbers(3)(3, 2), "b": Numbers(4)(2)}
-LOSSES = {
-    "mse": F.mse_loss,
-    "mse, by keywords": lambda z, y: 3 * F.mse_loss(target=y, input=z, reduction="mean"),
-    "mse, sum": lambda z, y: F.mse_loss(z, y, reduction="sum"),
-    "nn.MSELoss": torch.nn.MSELoss(),
-    "huber": lambda z, y: F.huber_loss(z, y, delta=0.7),
-    "huber, none": lambda z, y: F.huber_loss(z, y, "none", 0.7).sum(1),
-    "soft margin": F.soft_margin_loss,
-    "cross entropy": lambda z, y: F.cross_entropy(z, y.softmax(1)),
-}
 
 
 def f(params, x):
@@ -34,6 +27,27 @@ def f(params, x):
 
 
 V = {name: Numbers(5)(*p.shape) for name, p in PARAMS.items()}
+LOSSES = {
+    "mse": F.mse_loss,
+    "mse, by keywords": lambda z, y: 3 * F.mse_loss(target=y, input=z, reduction="mean"),
+    "huber, none": lambda z, y: F.huber_loss(z, y, "none", 0.7).sum(1),
+    "soft margin": F.soft_margin_loss,
+    "cross entropy": lambda z, y: F.cross_entropy(z, y.softmax(1)),
+}
+
+
+@pytest.mark.parametrize("make", [invfunc.variance, invfunc.diag_hessian, invfunc.hvp], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_jvp_is_the_derivative(make, loss):
+    t = make(lambda params, x, y: loss(f(params, x), y))
+    vectors = (V,) if make is invfunc.hvp else ()
+
+    def value(params):
+        return total(tree.leaves(t(params, *vectors, X, Y)))
+
+    slopes, (got, along) = grad(value)(PARAMS), jvp(value, (PARAMS,), (V,))
+    wanted = sum((slopes[k] * V[k]).sum() for k in V)
+    assert_trees_close((got, along), (value(PARAMS), wanted), 1e-9, 1e-6)
 
 
 def product(make, **options):
@@ -48,34 +62,6 @@ TRANSFORMS = {
     "ggnvp drawn": lambda *f: product(invfunc.ggnvp, fisher="mc", mc_samples=2, generator=seeded())(*f),
     "estimate_trace": lambda *f: invfunc.estimate_trace(invfunc.hvp(*f), probes=2, generator=seeded()),
 }
-NO_GGN = ("soft margin",)  # of which no outputs are known
-
-
-MET = [
-    (name, loss, (i + k) % 2 == 1 and name not in FIRST_ORDER)
-    for i, name in enumerate(TRANSFORMS)
-    for k, loss in enumerate(LOSSES)
-    if loss not in NO_GGN or name in (*FIRST_ORDER, "hvp", "diag_hessian")
-]
-"""Each transform with each loss: a loss function, or a model and its loss, by turns."""
-
-
-@pytest.mark.parametrize(("name", "loss", "apart"), MET)
-def test_jvp_is_the_derivative(name, loss, apart):
-    def value(params):
-        forms = (f, LOSSES[loss]) if apart else (lambda params, x, y: LOSSES[loss](f(params, x), y),)
-        return total(tree.leaves(TRANSFORMS[name](*forms)(params, X, Y)))
-
-    slopes, (got, along) = grad(value)(PARAMS), jvp(value, (PARAMS,), (V,))
-    wanted = sum((slopes[k] * V[k]).sum() for k in V)
-    assert_trees_close((got, along), (value(PARAMS), wanted), 1e-9, 1e-6)
-
-
-def test_columns_of_a_jacobian():
-    def value(params):
-        return invfunc.diag_ggn(f, F.mse_loss)(params, X, Y)["w"]
-
-    assert_trees_close(jacfwd(value)(PARAMS), torch.func.jacrev(value)(PARAMS), 1e-9, 1e-6)
 
 
 def in_parts(part):
@@ -123,3 +109,44 @@ def test_reverse_over_forward_where_there_are_eigenvectors(name):
 
     forward = grad(lambda p: jvp(of, (p,), (V,))[1])(PARAMS)
     assert_trees_close(forward, jvp(grad(of), (PARAMS,), (V,))[1], 1e-9)
+
+
+# FakeTensorMode, in which tensors have no numbers: shapes as outside of it, to find out what a statistic takes
+
+N = 4
+NUMBERS = 4 * 8
+"""Bytes of the single numbers that FakeTensorMode keeps a little longer: fewer than the smallest parameter has."""
+
+
+def model(p, x):
+    return F.linear(torch.tanh(F.linear(x, p["w"], p["b"])), p["v"])
+
+
+def loss(p, x, y):
+    return F.cross_entropy(model(p, x), y)
+
+
+def given():
+    rand = Numbers()
+    return {"w": rand(5, 3), "b": rand(5), "v": rand(3, 5)}, rand(N, 3), torch.arange(N) % 3
+
+
+def shapes_and_bytes(t):
+    """The shapes of a result, and the most bytes that were alive on the way."""
+    args = given()
+    with nothing_collected(), Meter() as meter:
+        leaves = _pytree.tree_leaves(t(*args))
+    return [tuple(x.shape) for x in leaves if isinstance(x, torch.Tensor)], meter.peak()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shapes_and_bytes_are_those_of_numbers(case):
+    row, form = CASES[case]
+    t = row.of(model, F.cross_entropy, form)
+    chunks = [invfunc.chunked(t, 2)] if getattr(t, "axes", ()) else []
+    for some in (t, *chunks):
+        shapes, peak = shapes_and_bytes(some)
+        with FakeTensorMode():
+            found, predicted = shapes_and_bytes(some)
+        assert found == shapes
+        assert peak <= predicted <= peak + NUMBERS, some

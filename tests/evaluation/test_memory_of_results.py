@@ -1,7 +1,5 @@
 """Each tensor of a result has memory of its own: it can be written, or added up over machines, without the others."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,10 +8,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import invfunc
-from invfunc import chunked, functional, together, tree
+from invfunc import functional, tree
 from invfunc.testing.laws.compare import shared
 from invfunc.testing.laws.rows import BOTH, CASES, PRODUCTS
-from tests.strategies import Numbers, seeded
+from tests.strategies import Numbers
 
 
 def squares(z, y):
@@ -64,14 +62,6 @@ def test_of_statistics(case, problem):
         assert_apart(row.of(f, F.mse_loss if form == BOTH else squares, form)(*args), args)
 
 
-@settings(max_examples=4)
-@given(problem=problems())
-def test_of_jacobians(problem):
-    f, params, x, _ = problem
-    assert_apart(invfunc.batch_jacobian(f)(params, x), (params, x))
-    assert_apart(invfunc.batch_jacobian(lambda p, x: [f(p, x), f(p, x)])(params, x), (params, x))
-
-
 @pytest.mark.parametrize("name", ["hvp", "ggnvp", "ggnvp empirical"])
 @settings(max_examples=4)
 @given(problem=problems())
@@ -83,36 +73,12 @@ def test_of_products(name, problem):
     assert_apart(of.linearize(params, *batch)(v), (params, v, batch))
 
 
-@settings(max_examples=4)
-@given(problem=problems())
-def test_of_blocks_and_estimates(problem):
-    f, params, *batch = problem
-    vs = tree.map_leaves(lambda p: torch.ones(2, *p.shape).to(p), params)
-    for block in (partial(invfunc.ggnvp, blocks=True), partial(invfunc.hvp, blocks=True)):
-        assert_apart(block(f, F.mse_loss)(params, vs, *batch), (params, vs, batch))
-    of = invfunc.estimate_diagonal(invfunc.ggnvp(f, F.mse_loss), probes=3, generator=seeded())
-    assert_apart(tuple(of(params, *batch)), (params, batch))
-
-
 def test_of_linearize():
     """Also of linear maps that give back what they are given."""
     p, x = torch.ones(2), torch.ones(3, 2)
     _, pushed, pulled = invfunc.linearize(lambda p, x: [p, p, x])(p, x)
     assert_apart(pushed(p), (p, x))
     assert_apart(pulled([p, p, x]), (p, x))
-
-
-@settings(max_examples=4)
-@given(problem=problems())
-def test_of_several_together_and_in_chunks(problem):
-    f, *args = problem
-    of = [
-        invfunc.kfac(f, F.mse_loss, fisher="exact"),
-        invfunc.kfac(f, F.mse_loss, joint=True, fisher="exact"),
-        invfunc.diag_ggn(f, F.mse_loss),
-    ]
-    assert_apart(together(*of)(*args), args)
-    assert_apart(chunked(together(*of), 2)(*args), args)
 
 
 def test_of_a_bias_and_its_weight():

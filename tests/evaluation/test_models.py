@@ -5,14 +5,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from invfunc import batch_grad, diag_ggn, functional, sum_grad_squared, variance
+from invfunc import batch_grad, diag_ggn, sum_grad_squared, variance
 from invfunc.errors import ArgumentError, SampleAxisError
-from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
+from invfunc.testing import assert_trees_close, dense_diag_ggn
 from tests.laws import assert_every_path_equals_the_loop, composed
-from tests.modules import MODELS, Rectified
-from tests.strategies import SIZES, Case, Numbers
+from tests.modules import MODELS
+from tests.strategies import SIZES, Numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:enable_nested_tensor")
 EXACT = 1e-10
@@ -61,26 +60,6 @@ class TestSampleAxis:
         assert_trees_close(diag_ggn(f, F.mse_loss, in_dims=1, out_dims=1)(params, *args), expected, EXACT)
         assert_trees_close(diag_ggn(f, F.mse_loss, in_dims=-2, out_dims=-2)(params, *args), expected, EXACT)
 
-    @given(n=SIZES, classes=st.integers(2, 4))
-    def test_samples_last(self, n, classes):
-        rand = Numbers()
-        w, x, label = rand(classes, 3), rand(3, n), rand.below(classes, n)
-
-        def f(w, x):  # [3, N] -> [C, N]
-            return (w @ x).sin()
-
-        def loss(z, label):
-            return F.cross_entropy(z.mT, label)
-
-        found = diag_ggn(f, loss, in_dims=(1, 0), out_dims=1)(w, x, label)
-        assert_trees_close(found, dense_diag_ggn(f, loss)(w, x, label), EXACT)
-
-    def test_shared_arguments(self):
-        rand = Numbers()
-        w, x, shared, y = rand(3, 2), rand(4, 3), rand(4, 3), rand(4, 2)
-        found = diag_ggn(lambda w, x, s: (x * s.sum()) @ w, F.mse_loss, in_dims=(0, None, 0))(w, x, shared, y)
-        assert_trees_close(found, dense_diag_ggn(lambda w, x: (x * shared.sum()) @ w, F.mse_loss)(w, x, y), EXACT)
-
     def test_an_axis_of_the_same_length_is_not_taken_for_it(self):
         w, x, y = torch.ones(3, 2), torch.ones(4, 4, 3), torch.ones(4, 4, 2)
         with pytest.raises(ArgumentError, match="samples along axis 1, not 0; pass out_dims"):
@@ -127,145 +106,3 @@ class TestMixedSamples:
             diag_ggn(lambda w, x: mix(x @ w), F.mse_loss)(*self.args)
         with pytest.raises(SampleAxisError, match=f"`_?{operation}_?`"):
             diag_ggn(lambda w, x, y: F.mse_loss(mix(x @ w), y))(*self.args)
-
-
-def test_mixing_data_alone_is_no_mixing():
-    """What is computed from the inputs alone belongs to the sample into whose output it enters."""
-    w, x, y = TestMixedSamples.args
-
-    def standardised(x):
-        return (x - x.mean(0)) / x.std(0)
-
-    found = batch_grad(lambda w, x, y: (standardised(x) @ w - y).square().mean())(w, x, y)
-    expected = batch_grad(lambda w, x, y: (x @ w - y).square().mean())(w, standardised(x), y)
-    assert_trees_close(found, expected, EXACT)
-
-
-class Cube(torch.autograd.Function):
-    """An operation that only autograd sees, w^3 x."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(w, x):
-        return w**3 * x
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, grad):
-        w, x = ctx.saved_tensors
-        return (grad * 3 * w**2 * x).sum_to_size(w.shape), grad * w**3
-
-
-UNKNOWN = {
-    "einsum of a diagonal": lambda w, x: torch.einsum("ni,ii,io->no", x, w @ w.mT, w),
-    "custom Function": lambda w, x: Cube.apply(w.sum(1), x),
-}
-
-
-@pytest.mark.parametrize("operation", UNKNOWN.values(), ids=UNKNOWN)
-class TestOperationWithoutRule:
-    """Functions are evaluated one sample at a time."""
-
-    @settings(max_examples=3)
-    @given(n=SIZES)
-    def test_every_path_equals_the_loop(self, operation, n, device, dtype):
-        rand = Numbers()
-        case = Case("f", operation, rand(3, 2), (rand(n, 3),), (0,))
-        assert_every_path_equals_the_loop(case, device, dtype, scalar=False)
-
-    def test_of_a_scalar(self, operation):
-        w, x = Numbers()(3, 2), Numbers(1)(4, 3)
-        each = loop_batch_grad(lambda w, x: operation(w, x).square().flatten(1).mean(1) / 4)(w, x)
-        assert_trees_close(batch_grad(lambda w, x: operation(w, x).square().mean())(w, x), each, 1e-10)
-
-
-class Refused(Cube):
-    """What torch.vmap refuses."""
-
-    generate_vmap_rule = False
-
-
-def test_what_vmap_refuses_is_evaluated_one_by_one():
-    w, x, y = torch.ones(3), torch.rand(4, 3), torch.ones(4, 3)
-
-    def losses(w, x):
-        return Refused.apply(w, x).square().sum(1)
-
-    assert_trees_close(batch_grad(losses)(w, x), loop_batch_grad(losses)(w, x), 1e-6)
-    assert_trees_close(
-        diag_ggn(Refused.apply, F.mse_loss)(w, x, y), dense_diag_ggn(Refused.apply, F.mse_loss)(w, x, y), 1e-6
-    )
-
-
-class TestNothingIsLeftBehind:
-    """Models are read, not touched, and do not know of each other."""
-
-    def models(self):
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            shared = nn.Linear(3, 3)
-            one = nn.Sequential(shared, nn.ReLU(inplace=True), nn.BatchNorm1d(3).eval(), Rectified(3, 2))
-            other = nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(3, 2))
-        return one.double(), other.double()
-
-    def everything(self, *models):
-        """Whatever a module, its parameters and its buffers have: attributes, hooks, numbers, gradients, versions."""
-        found = []
-        for module in (m for model in models for m in model.modules()):
-            found.append({name: (type(v), dict(v) if isinstance(v, dict) else v) for name, v in vars(module).items()})
-            for x in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-                found.append((id(x), x.tolist(), x.grad, x._version, x.requires_grad, dict(vars(x)), x._backward_hooks))
-        return str(found)
-
-    def test_module_and_inputs(self):
-        one, other = self.models()
-        x, y = Numbers()(4, 3).requires_grad_(), Numbers(1)(4, 2)
-        before = self.everything(one, other)
-        alone = []
-        for model in (one, other):
-            f, params = functional(model)
-            alone.append((diag_ggn(f, F.mse_loss)(params, x, y), dense_diag_ggn(f, F.mse_loss)(params, x, y)))
-        assert self.everything(one, other) == before
-        assert x.grad is None and x._version == 0 and not x._backward_hooks
-        for found, expected in alone:
-            assert_trees_close(found, expected, EXACT)
-
-    def test_two_models_at_once(self):
-        (f, p), (g, q) = map(functional, self.models())
-        x, y = Numbers()(4, 3), Numbers(1)(4, 2)
-
-        def both(params, x):
-            return f(params["f"], x) * g(params["g"], x)
-
-        params = {"f": p, "g": q}
-        found = diag_ggn(both, F.mse_loss)(params, x, y)
-        assert_trees_close(found, dense_diag_ggn(both, F.mse_loss)(params, x, y), EXACT)
-
-
-class TestParametersThatAreExpandedOverTheSamples:
-    """They have an entry for each sample, and their shares are the sums of what each entry gets."""
-
-    @given(n=st.integers(1, 3), reads=st.sampled_from(["query", "key and value"]))
-    def test_in_attention(self, n, reads, device, dtype):
-        w, x = Numbers()(1, 2, 3, 4), Numbers(1)(n, 2, 3, 4)
-
-        def f(w, x):
-            learned = w.expand(len(x), -1, -1, -1)
-            if reads == "query":
-                return F.scaled_dot_product_attention(learned, x, x.sin())
-            return F.scaled_dot_product_attention(x, learned, learned.sin())
-
-        assert_every_path_equals_the_loop(Case(reads, f, w, (x,), (0,)), device, dtype)
-
-    @given(n=st.integers(1, 3))
-    def test_in_grid_sample(self, n, device, dtype):
-        image, grid = Numbers()(1, 2, 4, 4), Numbers(1)(n, 3, 3, 2).tanh()
-
-        def f(image, grid):
-            return F.grid_sample(image.expand(len(grid), -1, -1, -1), grid, align_corners=False)
-
-        assert_every_path_equals_the_loop(Case("grid_sample", f, image, (grid,), (0,)), device, dtype)

@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.func import grad, vmap
+from torch.func import grad
 
-from invfunc import chunked, ekfac, functional, kfac, kronecker, streamed, tree
+from invfunc import chunked, ekfac, functional, kfac, kronecker, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.kronecker import Kronecker, kfra
+from invfunc.kronecker import kfra
 from invfunc.testing import assert_trees_close
 from invfunc.testing.models import moved
 from invfunc.testing.strategies import problems, splits
-from tests.kronecker.test_matrix import EXACT, small
+from tests.kronecker.test_matrix import EXACT
 from tests.laws import RTOL
 from tests.networks import total
 from tests.strategies import Numbers
@@ -85,15 +85,6 @@ class TestMerge:
         assert_trees_close(A, rows.mT @ rows / len(rows), EXACT)
         assert_trees_close(B, sum(one(w, *batch).factors[1] for batch in batches), EXACT)
 
-    def test_drawn_columns_weigh_by_samples(self):
-        f, params, x, y = perceptron(5)
-        one = kfac(f, F.mse_loss, generator=torch.Generator().manual_seed(0))
-        a, b = (one(params, *part)["0.weight"].factors for part in parts((x, y), [2, 3]))
-        one = kfac(f, F.mse_loss, generator=torch.Generator().manual_seed(0))
-        found = kronecker.merge(*(one(params, *part) for part in parts((x, y), [2, 3])), reduction="mean")
-        wanted = tuple((2 * p + 3 * q) / 5 for p, q in zip(a, b, strict=True))
-        assert_trees_close(found["0.weight"].factors, wanted, EXACT)
-
     @pytest.mark.parametrize("joint", [False, True])
     @pytest.mark.parametrize("first", [False, True])
     def test_a_batch_that_does_not_reach_a_parameter_counts(self, joint, first):
@@ -116,25 +107,6 @@ class TestMerge:
             assert_trees_close(found["always"].factors, one(params, x, y)["always"].factors, EXACT)
             assert (found["b"] is None) == joint
 
-    def test_experts_that_a_batch_does_not_ask(self):
-        """Of all samples at once, A is the mean over those that an expert reads."""
-        params = {name: Numbers(i)(4, 3) for i, name in enumerate(("all", "above", "below"))}
-
-        def f(params, x):
-            z = x @ params["all"]
-            for name, which in (("above", x[:, 0] > 0), ("below", x[:, 0] <= 0)):
-                i = which.nonzero()[:, 0]
-                z = z.index_add(0, i, x[i] @ params[name]) if len(i) else z
-            return z
-
-        x, y = Numbers(4)(6, 4), Numbers(5)(6, 3)
-        x[:2, 0], x[2:, 0] = 1, -1
-        one = kfac(f, lambda z, y: F.mse_loss(z, y, reduction="sum"), fisher="exact")
-        whole, each = one(params, x, y), list(parts((x, y), [2, 4]))
-        assert_trees_close(kronecker.merge(*(one(params, *part) for part in each), reduction="sum"), whole, EXACT)
-        assert_trees_close(chunked(one, 6, over="samples")(params, x, y), whole, EXACT)
-        assert_trees_close(streamed(one)(params, each), whole, EXACT)
-
     def test_is_that_of_chunks_and_has_derivatives(self):
         f, params, x, y = perceptron(4)
         one = kfac(f, F.cross_entropy, fisher="exact")
@@ -149,15 +121,6 @@ class TestMerge:
         found = grad(lambda params: total(merged(params)))(params)
         assert_trees_close(found, grad(lambda params: total(one(params, x, y)))(params), 1e-9)
 
-    @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
-    def test_of_half_precision_is_rounded_once(self, half):
-        f, params, x, y = perceptron(8)
-        one = kfac(f, lambda z, y: F.mse_loss(z, y, reduction="sum"), fisher="exact")
-        found = [moved(one(params, *part), half, torch.device("cpu")) for part in parts((x, y), [1] * 8)]
-        merged = kronecker.merge(*found, reduction="sum")
-        wide = kronecker.merge(*moved(found, torch.float32, torch.device("cpu")), reduction="sum")
-        assert_trees_close(merged, moved(wide, half, torch.device("cpu")), 0)
-
 
 @pytest.mark.quick
 class TestAverage:
@@ -170,26 +133,6 @@ class TestAverage:
         assert_trees_close(found, wanted, EXACT)
         v = {name: torch.ones_like(p) for name, p in params.items()}
         assert_trees_close(kronecker.solve(found, v, 0.1), kronecker.solve(wanted, v, 0.1), EXACT)
-
-    def test_of_products_is_not_the_product_of_averages(self):
-        """What the site says: with decay 1/2 the mean matrix of 1 x 1 and 3 x 3 is 5, and that of mean factors 4."""
-        old, new = ({"w": diagonal(c)} for c in (1.0, 3.0))
-        found = kronecker.ema(old, new, 0.5)["w"].dense()
-        assert found.item() == 4.0 != (old["w"].dense() + new["w"].dense()).item() / 2 == 5.0
-
-    def test_takes_a_tensor_and_has_derivatives(self):
-        old, new = {"w": small("dense", "diagonal")}, {"w": small("dense", "diagonal", seed=1)}
-        decay = torch.tensor(0.3, dtype=torch.float64)
-        assert_trees_close(kronecker.ema(old, new, decay), kronecker.ema(old, new, 0.3), EXACT)
-        slope = grad(lambda d: total(kronecker.ema(old, new, d)))(decay)
-        assert_trees_close(slope, total(old) - total(new), 1e-9)
-        each = [kronecker.ema(old, new, d)["w"].trace() for d in (0.3, 0.6)]
-        found = vmap(lambda d: kronecker.ema(old, new, d)["w"].trace())(torch.tensor([0.3, 0.6], dtype=torch.float64))
-        assert_trees_close(found, torch.stack(each), EXACT)
-
-
-def diagonal(c):
-    return Kronecker((torch.tensor([c]), torch.tensor([c])), ((0,), (1,)), torch.Size([1, 1]))
 
 
 def perceptron(n):
@@ -252,12 +195,3 @@ WRONG = {
 def test_errors_name_the_place(wrong, kind, text):
     with pytest.raises(kind, match=".*".join(map(re.escape, text.split(" ... ")))):
         wrong()
-
-
-def test_selected_samples_of_a_sum_merge():
-    f, params, x, y = perceptron(5)
-    one = kfac(f, lambda z, y: F.mse_loss(z, y, reduction="sum"), samples=[0, 2], fisher="exact")
-    found = kronecker.merge(one(params, x, y), one(params, x[1:], y[1:]), reduction="sum")
-    chosen = [0, 2, 1, 3]
-    wanted = kfac(f, lambda z, y: F.mse_loss(z, y, reduction="sum"), fisher="exact")(params, x[chosen], y[chosen])
-    assert_trees_close(found, wanted, EXACT)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import UserDict
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import Kronecker, kfra
 from invfunc.testing import assert_trees_close
 from invfunc.testing.models import moved
-from invfunc.testing.strategies import models, parameters
+from invfunc.testing.strategies import models
 from tests.kronecker.test_matrix import EXACT, small
 from tests.laws import RTOL
 from tests.networks import total
@@ -122,13 +120,6 @@ class TestSolve:
         found = kronecker.solve(factors, v, **options) if factors else {}
         assert_trees_close(found, {name: K.solve(v[name], **options) for name, K in factors.items()}, 0)
 
-    def test_of_a_block_that_is_not_known_is_none(self):
-        factors = kfac(exponential, F.mse_loss, unsupported="skip", fisher="exact")(*EXPONENTIAL)
-        v = tree.map_leaves(torch.ones_like, EXPONENTIAL[0])
-        found = kronecker.solve(factors, v, 1.0)
-        assert factors["scale"] is None and found["scale"] is None
-        assert_trees_close(found["w"], factors["w"].solve(v["w"], 1.0), 0)
-
 
 def two_layers(made, bias=True, **options):
     """The factors of a small perceptron, positive definite."""
@@ -136,13 +127,6 @@ def two_layers(made, bias=True, **options):
     rand = Numbers(2)
     params = {name: rand(*p.shape) for name, p in params.items()}
     return made(f, **options)(params, Numbers(3)(9, 2), Numbers(4)(9, 2))
-
-
-def exponential(params, x):
-    return x @ params["w"] * params["scale"].exp()
-
-
-EXPONENTIAL = {"w": Numbers(1)(2, 3), "scale": Numbers(2)(4, 3)}, Numbers(3)(4, 2), Numbers(4)(4, 3)
 
 
 class TestOthers:
@@ -159,71 +143,8 @@ class TestOthers:
         wanted = factors["0.weight"].logdet(DAMPING) + factors["2.weight"].logdet(DAMPING)
         assert_trees_close(kronecker.logdet(factors, DAMPING), wanted, EXACT)
 
-    def test_a_split_leaves_a_bias_all_of_its_damping(self):
-        factors = two_layers(MADE["exact kfac"])
-        v = {name: Numbers(5)(*K.shape) for name, K in factors.items()}
-        wanted = {n: K.solve(v[n], 0.1, "pi" if len(K.factors) == 2 else None) for n, K in factors.items()}
-        assert_trees_close(kronecker.solve(factors, v, 0.1, "pi"), wanted, EXACT)
-
-    @pytest.mark.parametrize("joint", [False, True])
-    def test_factors_are_decomposed_once(self, joint):
-        factors = two_layers(MADE["exact kfac"], joint=joint)
-        v = tree.map_leaves(torch.ones_like, functional(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)))[1])
-        dense = [f.shape for f in tree.tensors(factors) if f.ndim == 2]
-        for fn in (lambda K: kronecker.solve(K, v, 0.1), lambda K: kronecker.logdet(K, 0.1), kronecker.eigen):
-            with patch("torch.linalg.eigh", wraps=torch.linalg.eigh) as seen:
-                fn(factors)
-            assert sum(call.args[0].shape[:-2].numel() for call in seen.call_args_list) == len(dense) > 0
-            assert seen.call_count == len({*dense})  # those of one shape together
-        with patch("torch.linalg.eigh", wraps=torch.linalg.eigh) as seen:
-            decomposed = kronecker.eigen(factors)
-            found = [kronecker.solve(decomposed, v, damping) for damping in (0.1, 1.0)]
-        assert seen.call_count == len({*dense})
-        assert_trees_close(found, [kronecker.solve(factors, v, damping) for damping in (0.1, 1.0)], EXACT)
-
 
 class TestTrees:
-    @given(drawn=parameters(tied=False))
-    def test_of_any_form(self, drawn):
-        rand, params = Numbers(1), drawn.tree
-        leaves, structure = tree.flatten(params)
-        matrices = [None if p is None else diagonal(rand(*p.shape).exp()) for p in leaves]
-        factors = tree.unflatten(matrices, structure)
-        pairs = list(zip(leaves, matrices, strict=True))
-        wanted = [None if K is None else p / (K.factors[0].reshape(p.shape) + DAMPING) for p, K in pairs]
-        assert_trees_close(kronecker.solve(factors, params, DAMPING), tree.unflatten(wanted, structure), EXACT)
-        same = kronecker.ema(factors, factors, 0.5)
-        assert_trees_close(same, factors, EXACT)
-
-    @pytest.mark.parametrize("kind", [dict, UserDict], ids=["dict", "UserDict"])
-    def test_of_mappings_in_any_order(self, kind):
-        factors = kind(two_layers(MADE["exact kfac"], joint=True))
-        v = {name: Numbers(5)(*s) for name, s in SHAPES.items()}
-        other = kind(reversed(v.items()))
-        wanted, found = kronecker.solve(factors, v, 0.1), kronecker.solve(factors, other, 0.1)
-        assert type(found) is kind and list(found) == list(v)[::-1]
-        assert_trees_close(dict(sorted(found.items())), dict(sorted(wanted.items())), 0)
-        turned = kind(reversed(list(factors.items())))
-        assert_trees_close(kronecker.solve(turned, v, 0.1), wanted, 0)
-        assert type(kronecker.eigen(factors)) is kind
-
-    def test_of_several_arguments_and_of_a_part(self):
-        rand = Numbers(1)
-        args = rand(3, 2), rand(3), rand(4, 2), rand(4, 3)
-
-        def f(w, b, x):
-            return F.linear(x, w, b)
-
-        factors = kfac(f, F.mse_loss, argnums=(0, 1), joint=True, fisher="exact")(*args)
-        assert factors[1] is None
-        v = rand(3, 2), rand(3)
-        found = kronecker.solve(factors, v, DAMPING)
-        assert type(found) is tuple
-        assert_trees_close(list(found), solved(factors[0], *v), EXACT)
-        nested = kfac(lambda p, x: f(*p["deep"]["layer"], x), F.mse_loss, joint=True, fisher="exact")
-        nested = nested({"deep": {"layer": args[:2]}}, *args[2:])
-        assert_trees_close(kronecker.solve(nested["deep"], {"layer": v}, DAMPING), {"layer": found}, EXACT)
-
     def test_goes_through_vmap(self):
         factors = two_layers(MADE["exact kfac"], joint=True)
         v = {name: Numbers(5)(4, *s) for name, s in SHAPES.items()}
@@ -265,10 +186,6 @@ class TestTrees:
 
 
 SHAPES = {"0.weight": (3, 2), "0.bias": (3,), "2.weight": (2, 3), "2.bias": (2,)}
-
-
-def diagonal(values):
-    return Kronecker((values.flatten(),), (tuple(range(values.ndim)),), values.shape)
 
 
 ONE = {"w": small("dense", "dense")}

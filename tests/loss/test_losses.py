@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import batch_grad, chunked, outputs, variance
-from invfunc.errors import ArgumentError, SampleAxisError
+from invfunc import batch_grad, outputs
 from invfunc.kronecker import Kronecker
 from invfunc.testing import assert_trees_close, loop_batch_grad
 from invfunc.testing.laws.rows import BOTH, LOSS, MODEL, ROWS
@@ -110,6 +109,15 @@ OF_WEIGHTED = {name: row for name, row in ROWS.items() if row.forms != (MODEL,) 
 del OF_WEIGHTED["kfra"]  # it takes layers alone
 
 
+def comparable(called, result):
+    """Products of square roots and of factors, of which there are several."""
+    if called == "sqrt_ggn":
+        return [torch.einsum("vni,vnj->nij", s.flatten(2), s.flatten(2)) for s in result]
+    if isinstance(result, list) and isinstance(result[0], Kronecker):
+        return [k.dense() for k in result]
+    return result
+
+
 def weighted(target, weight, label_smoothing=0.0, ignore_index=-100):
     """The mean cross entropy with weights of classes as its formula says, of outputs that are marked."""
     if target.is_floating_point():
@@ -150,21 +158,6 @@ def test_a_mean_over_weighted_classes_is_that_of_its_formula(called, kind):
             assert_trees_close(found, wanted, 1e-9, 1e-6)
 
 
-def comparable(called, result):
-    """Products of square roots and of factors, of which there are several."""
-    if called == "sqrt_ggn":
-        return [torch.einsum("vni,vnj->nij", s.flatten(2), s.flatten(2)) for s in result]
-    if isinstance(result, list) and isinstance(result[0], Kronecker):
-        return [k.dense() for k in result]
-    return result
-
-
-def test_rows_that_are_no_samples_are_not_taken_for_them():
-    """A vector of all samples is compared as a whole."""
-    with pytest.raises(SampleAxisError):
-        batch_grad(lambda w, x: F.cosine_embedding_loss(x @ w, x.sum(1), torch.tensor(1)))(W[0], X)
-
-
 def routed(place):
     """A mixture of two of three experts."""
 
@@ -191,17 +184,3 @@ def routed(place):
 )
 def test_of_entries_that_are_picked(losses):
     assert_shares(losses, lambda how: lambda *args: getattr(losses(*args), how)(), W, X, Y)
-
-
-def test_losses_of_each_sample_need_no_split_to_be_chunked():
-    def losses(w, x, y):
-        z = x @ w
-        return F.binary_cross_entropy_with_logits(z, y.sigmoid(), reduction="none").sum(1) + z.square().sum(1)
-
-    assert_trees_close(chunked(batch_grad(losses), 2)(W, X, Y), loop_batch_grad(losses)(W, X, Y), EXACT)
-
-
-@pytest.mark.parametrize("correction", [4, 5])
-def test_a_variance_needs_a_divisor(correction):
-    with pytest.raises(ArgumentError, match="correction"):
-        variance(lambda w, x: (x @ w).sum(1), correction=correction)(W, X)

@@ -4,6 +4,7 @@ The numbers come from fixed seeds. By the central limit theorem a right program 
 seed with a probability of about `RATE`: that is shared by all its entries (Bonferroni), and gives the `z` in `near`.
 """
 
+import inspect
 import math
 from functools import partial
 from statistics import NormalDist
@@ -13,14 +14,17 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.func import grad, vmap
+from torch.func import grad
 
-from invfunc import chunked, diag_ggn, sqrt_ggn, tree
-from invfunc.errors import ArgumentError
+import invfunc
+from invfunc import diag_ggn, outputs, sqrt_ggn, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.kronecker import kfoc
+from invfunc.loss.drawn import by
 from invfunc.testing import assert_trees_close, dense_diag_ggn
 from invfunc.testing.laws.rows import generic, in_blocks
 from invfunc.testing.models import moved
-from tests.criteria import ELEMENTWISE, after_logarithms, cross_entropies, elementwise
+from tests.criteria import ELEMENTWISE, after_logarithms, cross_entropies, elementwise, model
 from tests.laws import composed
 from tests.networks import LOSSES, network, networks, total
 from tests.strategies import Numbers, seeded
@@ -76,66 +80,6 @@ def test_every_elementwise_loss(name):
     given = {key: value(rand(*shapes[key])) if callable(value) else value for key, value in options.items()}
     one = partial(loss, **given)
     assert_average_to_the_hessian(*columns_of(one, (2,), made(rand(3, 2)), mc_samples=DRAWS, generator=seeded()))
-
-
-WEIGHT = Numbers(7)(4).exp()
-CLASSES = {
-    "labels": (torch.tensor([0, 3, 2]), {}),
-    "weights": (torch.tensor([0, 3, 2]), {"weight": WEIGHT}),
-    "ignored": (torch.tensor([0, -100, 2]), {"weight": WEIGHT}),
-    "smoothed": (torch.tensor([0, 3, 2]), {"weight": WEIGHT, "label_smoothing": 0.3}),
-    "probabilities": (Numbers(6)(3, 4).softmax(1), {"weight": WEIGHT}),
-}
-
-
-class TestPredictives:
-    """What the targets are drawn from."""
-
-    @pytest.mark.parametrize("target, options", CLASSES.values(), ids=CLASSES)
-    def test_of_cross_entropy_they_are_classes(self, target, options):
-        """Each column is sqrt(sum_k w_k t_k) (p - onehot), at every class as often as the model says."""
-        s, _ = columns_of(
-            lambda z, y: F.cross_entropy(z, y, reduction="sum", **options),
-            (4,),
-            target,
-            mc_samples=DRAWS,
-            generator=seeded(),
-        )
-        p = (0.7 * Numbers(8)(3, 4)).softmax(1)
-        t = target
-        if not t.is_floating_point():
-            t = F.one_hot(target.clamp(min=0), 4).double() * (target >= 0)[:, None]
-        smooth = options.get("label_smoothing", 0.0)
-        t = ((1 - smooth) * t + smooth / 4) * options.get("weight", torch.ones(4)) * (t.sum(1, keepdim=True) > 0)
-        scale = t.sum(1).sqrt()[:, None]
-        points = scale[:, None] * (p[:, None] - torch.eye(4))  # [n, y, C]
-        apart = (s[:, :, None] - points).abs().amax(-1)  # [v, n, y]
-        assert (apart.amin(-1) < 1e-9).all()
-        if bool((scale > 0).all()):
-            often = F.one_hot(apart.argmin(-1), 4).double()
-            assert near(often.mean(0), (p * (1 - p)).sqrt(), p, DRAWS)
-
-    def test_of_mean_squares_they_are_normal(self):
-        s, _ = columns_of(F.mse_loss, (2,), torch.zeros(3, 2).double(), mc_samples=DRAWS, generator=seeded())
-        s = s / math.sqrt(2 / 6)  # 2 c (f - y) / sqrt(c) with c = 1/6 and y of variance 1/2
-        for power, moment in {1: 0.0, 2: 1.0, 3: 0.0, 4: 3.0}.items():
-            x = s**power
-            assert near(x.mean(0), x.std(0), torch.full((3, 2), moment).double(), DRAWS)
-
-    def test_of_binary_cross_entropy_they_are_zeros_and_ones(self):
-        loss, target = partial(F.binary_cross_entropy_with_logits, reduction="sum"), Numbers(2)(3, 2).sigmoid()
-        s, _ = columns_of(loss, (2,), target, mc_samples=DRAWS, generator=seeded())
-        p = (0.7 * Numbers(8)(3, 2)).sigmoid()
-        ones = (s - (p - 1)).abs() < 1e-9
-        assert ((s - p).abs() < 1e-9).logical_xor(ones).all()
-        assert near(ones.double().mean(0), (p * (1 - p)).sqrt(), p, DRAWS)
-
-    def test_of_other_losses_they_are_signs(self):
-        loss = partial(F.poisson_nll_loss, reduction="sum")
-        s, hessian = columns_of(loss, (2,), torch.ones(3, 2).double(), mc_samples=DRAWS, generator=seeded())
-        h = hessian.diagonal(dim1=1, dim2=2)
-        assert_trees_close(s.square(), h.expand_as(s), EXACT)
-        assert near((s > 0).double().mean(0), 0.5, torch.full((3, 2), 0.5).double(), DRAWS)
 
 
 def arranged(called, loss, n=4):
@@ -200,37 +144,6 @@ class TestOfNetworks:
         assert_trees_close(each(diag_ggn, path), whole, EXACT)
         assert_trees_close(each(sqrt_ggn, path), root, EXACT)
 
-    @pytest.mark.parametrize("over", ["outputs", "samples", "params"])
-    @pytest.mark.parametrize("called", ["perceptron", "convolution", "tied"])
-    @pytest.mark.parametrize("first_form", [True, False])
-    def test_chunks(self, over, called, first_form):
-        f, args = arranged(called, LOSSES[0])
-        given = (composed(f, LOSSES[0]),) if first_form else (f, LOSSES[0])
-        for make in (diag_ggn, partial(diag_ggn, per_sample=True), sqrt_ggn):
-            one, other = seeded(), seeded()
-            t = make(*given, mc_samples=5, generator=one)
-            chunks = chunked(make(*given, mc_samples=5, generator=other), 3, over=over)
-            for _ in range(2):
-                assert_trees_close(chunks(*args), t(*args), EXACT)
-            assert torch.equal(one.get_state(), other.get_state())
-
-    def test_of_some_samples(self):
-        f, args = arranged("perceptron", LOSSES[1])
-        whole = diag_ggn(f, LOSSES[1], mc_samples=3, generator=seeded(), per_sample=True)(*args)
-        chosen = diag_ggn(f, LOSSES[1], mc_samples=3, generator=seeded(), samples=[2, 0, 0, -1], per_sample=True)(*args)
-        assert_trees_close(chosen, tree.map_leaves(lambda d: d[[2, 0, 0, -1]], whole), EXACT)
-
-    @pytest.mark.parametrize("loss", LOSSES[:3], ids=repr)
-    def test_float32(self, loss):
-        f, args = arranged("convolution", loss)
-        low = moved(args, torch.float32, torch.device("cpu"))
-        root = sqrt_ggn(f, loss, mc_samples=1000, generator=seeded())(*low)
-        exact = dense_diag_ggn(f, loss)(*args)
-        for s, wanted in zip(*map(tree.leaves, (root, exact)), strict=True):
-            assert s.dtype == torch.float32
-            draws = 1000 * s.double().square().sum(1)
-            assert near(draws.mean(0), draws.std(0) + 1e-4, wanted, 1000)
-
 
 class TestGenerator:
     @pytest.mark.parametrize("loss", LOSSES[:4], ids=repr)
@@ -260,11 +173,189 @@ class TestGenerator:
         found = sum((g * a).sum() for g, a in zip(*map(tree.leaves, (slope, along)), strict=True))
         assert_trees_close(found, wanted, 1e-6)
 
-    def test_under_vmap_every_call_has_the_same_draws(self):
-        f, (params, x, y) = arranged("perceptron", LOSSES[0])
-        several = [tree.map_leaves(lambda p, k=k: p + 0.1 * k, params) for k in range(3)]
-        stacked = tree.map_leaves(lambda *leaves: torch.stack(leaves), *several)
-        t = diag_ggn(f, LOSSES[0], mc_samples=2, generator=seeded())
-        each = [diag_ggn(f, LOSSES[0], mc_samples=2, generator=seeded())(p, x, y) for p in several]
-        wanted = tree.map_leaves(lambda *d: torch.stack(d), *each)
-        assert_trees_close(vmap(t, in_dims=(0, None, None))(stacked, x, y), wanted, EXACT)
+
+# mc_samples of a loss that is not known: `sample` draws its targets. And what is refused
+
+
+def categorical(z, y):
+    """The cross entropy, not as one of torch's losses."""
+    return z.logsumexp(1) - z.gather(1, y[:, None])[:, 0]
+
+
+def draw_class(z, generator):
+    return torch.multinomial(z.softmax(1), 1, generator=generator)[:, 0]
+
+
+def poisson(z, y):
+    return (z.exp() - y * z).flatten(1).sum(1)
+
+
+def draw_count(z, generator):
+    return torch.poisson(z.exp(), generator=generator)
+
+
+def both(z, y):
+    return categorical(z["class"], y["class"]) + 3 * poisson(z["count"], y["count"])
+
+
+def draw_both(z, generator):
+    """With three counts for each, as the loss counts them thrice."""
+    counts = sum(draw_count(z["count"], generator) for _ in range(3)) / 3
+    return {"class": draw_class(z["class"], generator), "count": counts}
+
+
+def heads(p, x):
+    z = (x @ p["w"] + p["b"]).sin()
+    return {"class": z[:, :3], "count": z[:, 3:].unflatten(1, (1, 2))}
+
+
+CASES = {
+    "categorical": (*model((3,)), categorical, draw_class, Numbers(2).below(3, 4)),
+    "poisson": (*model((2, 2)), poisson, draw_count, Numbers(2)(4, 2, 2).exp().floor()),
+    "several outputs": (
+        heads,
+        model((5,))[1],
+        both,
+        draw_both,
+        {"class": Numbers(2).below(3, 4), "count": Numbers(3)(4, 1, 2).exp().floor()},
+    ),
+}
+X = Numbers(1)(4, 2)
+
+
+@pytest.mark.parametrize("f, params, loss, sample, y", CASES.values(), ids=CASES)
+class TestLossesOfTheUser:
+    def test_the_columns_average_to_the_exact_ones(self, f, params, loss, sample, y):
+        """The model's predictive is of the exponential family, so that the Hessian is the variance of the slope."""
+        root = sqrt_ggn(f, loss, mc_samples=2000, generator=seeded(), sample=sample)(params, X, y)
+        exact = dense_diag_ggn(f, loss)(params, X, y)
+        for s, wanted in zip(*map(tree.leaves, (root, exact)), strict=True):
+            draws = 2000 * s.square().sum(1)
+            assert near(draws.mean(0), draws.std(0), wanted, 2000)
+
+
+def test_a_sampler_goes_before_what_is_known():
+    """Of a loss that is known, too: here its targets are always the same."""
+    target = Numbers(4)(4, 3)
+
+    def loss(z, y):
+        return F.mse_loss(z, y, reduction="none").sum(1)
+
+    z, y = Numbers(8)(4, 3), Numbers(2)(4, 3)
+    t = sqrt_ggn(shifted, loss, mc_samples=2, generator=seeded(), sample=lambda z, g: target)
+    found = t(torch.zeros(3).double(), z, y)
+    assert_trees_close(found, (2 * (z - target) / 2**0.5).expand(2, 4, 3), EXACT)
+
+
+MAKERS = [diag_ggn, sqrt_ggn]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+class TestRefusals:
+    f = staticmethod(model((3,))[0])
+    args = model((3,))[1], X, Numbers(2)(4, 3)
+
+    @pytest.mark.parametrize("m", [0, -2], ids=str)
+    def test_too_few(self, make, m):
+        with pytest.raises(ArgumentError, match=rf"{make.__name__}.*mc_samples.*{m}"):
+            make(self.f, F.mse_loss, mc_samples=m, generator=seeded())(*self.args)
+
+    @pytest.mark.parametrize("m", [1.5, "2", True], ids=repr)
+    def test_no_number(self, make, m):
+        with pytest.raises(ArgumentTypeError, match=rf"{make.__name__}.*mc_samples.*{type(m).__name__}"):
+            make(self.f, F.mse_loss, mc_samples=m, generator=seeded())(*self.args)
+
+    def test_no_generator(self, make):
+        with pytest.raises(ArgumentTypeError, match=rf"{make.__name__}.*missing.*torch\.Generator"):
+            make(self.f, F.mse_loss, mc_samples=2)(*self.args)
+
+    @pytest.mark.parametrize("generator", [0, "cpu", torch.Generator], ids=["a seed", "a device", "the class"])
+    def test_what_is_no_generator(self, make, generator):
+        with pytest.raises(ArgumentTypeError, match=rf"{make.__name__}.*generator.*{type(generator).__name__}"):
+            make(self.f, F.mse_loss, mc_samples=2, generator=generator)(*self.args)
+
+    @pytest.mark.parametrize("sample", [3, "normal"], ids=repr)
+    def test_a_sampler_that_is_no_function(self, make, sample):
+        with pytest.raises(ArgumentTypeError, match=rf"{make.__name__}.*sample.*{type(sample).__name__}"):
+            make(self.f, poisson, mc_samples=2, generator=seeded(), sample=sample)(*self.args)
+
+    @pytest.mark.parametrize(
+        "loss",
+        [
+            poisson,
+            lambda z, y: F.mse_loss(z, y, reduction="none").sum(1).exp(),
+        ],
+        ids=["not known", "a function of losses"],
+    )
+    def test_a_loss_without_a_known_predictive(self, make, loss):
+        options = {"mc_samples": 2, "generator": seeded()}
+        with pytest.raises(ArgumentError, match="sample="):
+            make(self.f, loss, **options)(*self.args)
+        with pytest.raises(ArgumentError, match="sample="):
+            make(lambda p, x, y: loss(outputs(self.f(p, x)), y), **options)(*self.args)
+
+    def test_a_sampler_without_a_loss(self, make):
+        with pytest.raises(ArgumentError, match=rf"{make.__name__}.*loss"):
+            f = composed(self.f, lambda z, y: poisson(outputs(z), y))
+            make(f, mc_samples=2, generator=seeded(), sample=draw_count)(*self.args)
+
+    @pytest.mark.parametrize("reduce", [torch.sum, torch.mean], ids=["sum", "mean"])
+    def test_a_sampler_with_a_scalar_loss(self, make, reduce):
+        """Its scale is not known: the column is its root times the slope of the loss of one sample."""
+
+        def loss(z, y):
+            return reduce(poisson(z, y))
+
+        with pytest.raises(ArgumentError, match=r"\[N\]"):
+            make(self.f, loss, mc_samples=2, generator=seeded(), sample=draw_count)(*self.args)
+
+
+# Random numbers come from an explicit generator: on any device, and only where something is drawn
+
+PARAMS, X_GENERATOR, Y = {"w": Numbers()(3, 2), "b": Numbers(1)(2)}, Numbers(2)(4, 3), Numbers(3)(4, 2).sigmoid()
+FUNCTIONS = {name: f for name, f in vars(invfunc).items() if inspect.isfunction(f)} | {"kfoc": kfoc}
+DRAWING = [name for name, f in FUNCTIONS.items() if {"generator", "sample"} <= set(inspect.signature(f).parameters)]
+ALWAYS = {"kfac", "kfoc", "ekfac"}  # unless another Fisher matrix is asked for
+LOSSES_GENERATOR = {
+    "mse": F.mse_loss,
+    "bce": F.binary_cross_entropy_with_logits,
+    "poisson": F.poisson_nll_loss,
+    "cross entropy": F.cross_entropy,
+}
+
+
+def f(params, x):
+    return (x @ params["w"]).tanh() + params["b"]
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_is_refused_where_nothing_is_drawn(name):
+    make = FUNCTIONS[name]
+    cases = [{"fisher": "exact"}, {"fisher": "empirical"}] if name in ALWAYS else [{}]
+    for options in cases:
+        with pytest.raises(ArgumentError, match=rf"{name}\(.*nothing is drawn"):
+            make(f, F.mse_loss, generator=seeded(3), **options)
+
+
+@pytest.mark.parametrize("loss", LOSSES_GENERATOR)
+@pytest.mark.parametrize("name", DRAWING)
+def test_of_the_cpu_draws_the_same_numbers_everywhere(name, loss, device):
+    def found(*args):
+        drawn = {"fisher": "mc"} if name in ("eigenpairs", "ggnvp") else {}
+        t = FUNCTIONS[name](f, LOSSES_GENERATOR[loss], mc_samples=3, generator=seeded(3), **drawn)
+        result = t(args[0], *args[:1] * (name == "ggnvp"), *args[1:])
+        return result.values if name == "eigenpairs" else result
+
+    args = PARAMS, X_GENERATOR, Y
+    there = found(*moved(args, torch.float64, device))
+    assert all(leaf.device.type == device.type for leaf in tree.leaves(there))
+    if name != "ekfac":  # whose eigenvectors have signs of their own
+        assert_trees_close(moved(there, torch.float64, torch.device("cpu")), found(*args), 1e-9)
+
+
+@pytest.mark.parametrize("draw", [torch.rand, torch.randn], ids=["rand", "randn"])
+def test_draws_where_it_is(draw):
+    there = by(seeded(3), draw, (2, 3), torch.float32, torch.device("meta"))
+    assert there.is_meta and there.shape == (2, 3) and there.dtype == torch.float32
+    here = by(seeded(3), draw, (2, 3), torch.float32, torch.device("cpu"))
+    assert torch.equal(here, draw(2, 3, generator=seeded(3)))

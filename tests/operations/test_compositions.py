@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,14 +16,12 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc.errors import SampleAxisError
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.recurrent import steps_at_once
 from invfunc.testing import assert_trees_close
 from invfunc.testing.models import moved
-from tests.laws import assert_every_path_equals_the_loop
 from tests.operations.test_stated_effects import having
-from tests.strategies import SIZES, Case, Numbers
+from tests.strategies import SIZES, Numbers
 
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-4}
 LAYERS = {
@@ -254,99 +251,4 @@ def test_every_composition_has_a_law():
     assert {*LAYERS, *CELLS, *OTHERS, "embedding_bag", "_grouped_mm", "bilinear"} == set(COMPOSITIONS)
 
 
-def test_dropout_draws(device):
-    """The law of the layers cannot pass because nothing is drawn."""
-    x, module = Numbers()(3, 2, 4).to(device), nn.LSTM(4, 4, num_layers=2, dropout=0.5).double().to(device)
-    with torch.random.fork_rng(), WrittenOut():
-        torch.manual_seed(0)
-        one, same, other = (module(x)[0] for seed in (0, 0, 1) if torch.manual_seed(seed))
-    assert torch.equal(one, same) and not torch.equal(one, other)
-
-
-class TestSamplesAreFollowed:
-    """Every path through a composition gives the shares of the plain loop."""
-
-    @pytest.mark.parametrize("name", LAYERS)
-    @settings(max_examples=2)
-    @given(data=st.data())
-    def test_in_layers(self, name, data, device, dtype):
-        rand, several = Numbers(), name == "lstm"
-        n, steps, width, hidden, number = (data.draw(st.integers(1, 3)) for _ in range(5))
-        two, first, bias = (data.draw(st.booleans()) for _ in range(3))
-        options = LAYERS[name][1] | ({"proj_size": data.draw(st.integers(0, hidden - 1))} if several else {})
-        module = LAYERS[name][0](width, hidden, number, bias=bias, bidirectional=two, **options)
-        at = [rand(*p.shape) for p in module._flat_weights]
-        x = rand(*((n, steps) if first else (steps, n)), width)
-        sizes = [options.get("proj_size") or hidden, hidden][: 1 + several]
-        states = [rand(number * (1 + two), n, size) for size in sizes]
-
-        def f(weights: Any, x: torch.Tensor, *hx: torch.Tensor) -> torch.Tensor:
-            state = hx if several else hx[0]
-            y, *last = COMPOSITIONS[name](x, state, weights, bias, number, 0.0, True, two, first)
-            ours = [y if first else y.transpose(0, 1), *(h.transpose(0, 1) for h in last)]
-            return torch.cat([z.flatten(1) for z in ours], 1)
-
-        case = Case(f"{module}", f, at, (x, *states), (0 if first else 1, *[1] * len(states)))
-        assert_every_path_equals_the_loop(case, device, dtype, drawn=True)
-
-    @pytest.mark.parametrize("name", CELLS)
-    @settings(max_examples=2)
-    @given(n=SIZES, width=SIZES, hidden=SIZES, bias=st.booleans())
-    def test_in_cells(self, name, n, width, hidden, bias, device, dtype):
-        rand, several = Numbers(), name == "lstm_cell"
-        module = CELLS[name][0](width, hidden, bias=bias, **CELLS[name][1])
-        weights = [rand(*p.shape) for p in module.parameters()]
-
-        def f(weights: Any, x: torch.Tensor, *hx: torch.Tensor) -> torch.Tensor:
-            out = COMPOSITIONS[name](x, hx if several else hx[0], *weights)
-            return torch.cat(out, 1) if several else out
-
-        inputs = (rand(n, width), *(rand(n, hidden) for _ in range(1 + several)))
-        assert_every_path_equals_the_loop(
-            Case(f"{module}", f, weights, inputs, (0,) * len(inputs)), device, dtype, drawn=True
-        )
-
-    @pytest.mark.parametrize("mode", MODES)
-    @settings(max_examples=5)
-    @given(n=SIZES, length=SIZES, padding=st.none() | st.integers(-3, 2))
-    def test_in_bags(self, mode, n, length, padding, device, dtype):
-        rand, weighted = Numbers(), mode == "weighted"
-
-        def f(weight: torch.Tensor, words: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
-            options = {"mode": "sum" if weighted else mode, "padding_idx": padding}
-            return COMPOSITIONS["embedding_bag"](words, weight, per_sample_weights=(*scales, None)[0], **options)
-
-        inputs = (rand.below(3, n, length), *([rand(n, length)] if weighted else []))
-        case = Case(f"{mode} of bags", f, rand(3, 2), inputs, (0,) * len(inputs))
-        assert_every_path_equals_the_loop(case, device, dtype, drawn=True)
-
-
 WORDS, TABLE = torch.zeros(2, 3, dtype=torch.long), torch.ones(4, 2)
-REFUSED = {
-    "offsets": ({"input": WORDS[0], "offsets": torch.tensor([0, 2])}, "different lengths ... [N, L] ... padding_idx"),
-    "nested": ({"input": torch.nested.nested_tensor([WORDS[0]], layout=torch.jagged)}, "different lengths ... [N, L]"),
-    "max_norm": ({"max_norm": 1.0}, "max_norm depends on which indices the whole batch has"),
-    "scale_grad_by_freq": ({"scale_grad_by_freq": True}, "scale_grad_by_freq depends on which indices"),
-}
-
-
-class TestErrors:
-    @pytest.mark.parametrize("options, text", REFUSED.values(), ids=REFUSED)
-    def test_bags_that_mix_samples_are_refused(self, options, text):
-        pattern = ".*".join(re.escape(words) for words in f"`embedding_bag`:  ... {text}".split(" ... "))
-        with WrittenOut(), pytest.raises(SampleAxisError, match=pattern):
-            F.embedding_bag(**{"input": WORDS, "weight": TABLE, "mode": "sum"} | options)
-
-    @pytest.mark.parametrize("options", [{"mode": "median"}, {"mode": "max", "per_sample_weights": TABLE}])
-    def test_options_that_torch_refuses(self, options):
-        with WrittenOut(), pytest.raises(ValueError, match=f"embedding_bag: mode is '{options['mode']}'"):
-            F.embedding_bag(WORDS, TABLE, **options)
-
-    @pytest.mark.parametrize("x, h", [((3, 2), (1, 1, 3)), ((5, 4, 2), (1, 1, 3)), ((5, 4, 2), (1, 3))])
-    def test_shapes_that_torch_refuses(self, x, h):
-        weights = nn.GRU(2, 3)._flat_weights
-        with pytest.raises(
-            ValueError,
-            match=re.escape(f"gru: the input has three dimensions and one state for each sample; got {x}, {h}"),
-        ):
-            COMPOSITIONS["gru"](torch.ones(x), torch.ones(h), weights, True, 1, 0.0, False, False, False)

@@ -1,7 +1,5 @@
 """Recurrent layers at all time steps at once: where they are, and that nothing else shows."""
 
-import gc
-import weakref
 from unittest import mock
 
 import pytest
@@ -9,13 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.func import grad, vmap
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from invfunc import batch_grad, batch_l2_grad, diag_hessian, functional, gram, tree, variance
-from invfunc.errors import SampleAxisError
+from invfunc import batch_grad, batch_l2_grad, functional, gram, tree, variance
 from invfunc.operations.recurrences import Steps
-from invfunc.testing import assert_trees_close, loop_batch_grad
+from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import generic
 from tests.strategies import Numbers
 
@@ -54,53 +50,6 @@ def many(call) -> int:
 
 X = Numbers(1)(N, STEPS, WIDTH)
 ENCODER = Numbers(2)(WIDTH, UNITS)
-
-
-@kinds
-def test_nothing_is_left_of_a_call(kind):
-    """Not even until the next collection of what holds itself."""
-    f, params = layers(kind)
-    held, run = list[weakref.ref](), Steps.run
-
-    def seen(steps, *args):
-        held.append(weakref.ref(steps))
-        run(steps, *args)
-
-    gc.disable()
-    try:
-        with mock.patch.object(Steps, "run", seen):
-            batch_grad(lambda p, x: energies(f(p, x)))(params, X)
-        assert held and all(ref() is None for ref in held)
-    finally:
-        gc.enable()
-
-
-class TestWhere:
-    """The steps are at once where nothing but first derivatives is taken."""
-
-    @kinds
-    def test_once_for_each_layer_and_direction(self, kind):
-        f, params = layers(kind, num_layers=2, bidirectional=True)
-        for statistic in (batch_grad, batch_l2_grad, variance):
-            assert many(lambda t=statistic: t(lambda p, x: energies(f(p, x)))(params, X)) == 4
-
-    @kinds
-    def test_not_where_the_caller_or_the_statistic_differentiates_again(self, kind):
-        f, params = layers(kind)
-        norms = batch_l2_grad(lambda p, x: energies(f(p, x)))
-        total = lambda p: sum(x.sum() for x in tree.tensors(norms(p, X)))  # noqa: E731
-        assert many(lambda: grad(total)(params)) == 0
-        assert many(lambda: vmap(total)({name: torch.stack([p, p]) for name, p in params.items()})) == 0
-        assert many(lambda: total({name: p.clone().requires_grad_() for name, p in params.items()})) == 0
-        assert many(lambda: diag_hessian(lambda p, x: energies(f(p, x)))(params, X)) == 0
-
-    def test_not_of_first_states_that_are_parameters_nor_of_projections(self):
-        f, params = layers(nn.GRU)
-        learned = lambda p, x: energies(f(p["layer"], x, p["h"].expand(1, len(x), UNITS)))  # noqa: E731
-        given = {"layer": params, "h": Numbers(3)(1, 1, UNITS)}
-        assert_trees_close(batch_grad(learned)(given, X), loop_batch_grad(learned)(given, X), EXACT)
-        f, params = layers(nn.LSTM, proj_size=2, bias=False, bidirectional=True)
-        assert many(lambda: batch_grad(lambda p, x: energies(f(p, x)))(params, X)) == 0
 
 
 @st.composite
@@ -155,18 +104,6 @@ def test_what_is_closed_over_is_differentiated(kind, before):
     slopes = [torch.autograd.grad(sum(x.sum() for x in tree.tensors(s(params, X))), w)[0] for s in (t, generic(t))]
     assert_trees_close(*slopes, EXACT)
     assert (many(lambda: t(params, X)) == 0) is before
-
-
-@kinds
-def test_states_of_other_samples_are_refused(kind):
-    f, params = layers(kind)
-
-    def loss(p, x):
-        h = (x[:, 0] @ p["encoder"]).flip(0)[None]
-        return energies(f(p["layer"], x, given_to(kind, h))).sum()
-
-    with pytest.raises(SampleAxisError, match="kept apart"):
-        batch_grad(loss)({"layer": params, "encoder": ENCODER}, X)
 
 
 @kinds

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
 from invfunc.operations.cells import TANH, CellWeights
-from invfunc.operations.heard import Function, Listener, function_of
+from invfunc.operations.heard import Function, function_of
 from invfunc.operations.operation import OPERATIONS, OperationFacts
 from invfunc.operations.recurrences import Steps, states_before
 from tests.strategies import Numbers
@@ -117,24 +117,6 @@ def test_what_asks_knows_no_values(name):
     assert not isinstance(before, Tensor)
 
 
-@pytest.mark.parametrize("name", stated("asks", "form"))
-def test_what_asks_for_a_form_goes_by_and_all_else_is_heard(name):
-    class All(Listener):
-        def __init__(self):
-            super().__init__()
-            self.names = []
-
-        def heard(self, function, args, kwargs):
-            self.names.append(function.name)
-            return function.func(*args, **kwargs)
-
-    x = numbers()
-    with All() as mode:
-        call(name)(x)
-        x.sin()
-    assert mode.names == ["sin"]
-
-
 @pytest.mark.parametrize("name", stated("reads"))
 def test_what_reads_no_values_of_others_does_not_depend_on_them(name):
     with Heard() as heard:
@@ -206,31 +188,3 @@ class TestWhatWritesByAFlag:
     def test_and_else_nothing(self, name, at):
         said, seen, _ = self.called(name, at, False)
         assert said == seen == set()
-
-
-def test_a_flag_that_is_left_out_is_as_the_function_has_it():
-    given = (IMAGE["input"], *RUNNING.values())
-    assert len(function_of(F.instance_norm).written(given, {})) == 2
-    assert function_of(F.batch_norm).written(given, {}) == []
-
-
-@pytest.mark.parametrize("name", stated("keeps"))
-def test_what_keeps_the_values_writes_none_in_place(name):
-    x = numbers()
-    before, version = x.clone(), x._version
-    getattr(x, name + "_")()
-    assert torch.equal(x, before)
-    assert x._version == version
-    assert function_of(getattr(Tensor, name + "_")).written((x,), {}) == []
-
-
-@pytest.mark.parametrize("name", "add __ilshift__ __ixor__ __iand__ __ior__ __irshift__".split())
-def test_what_works_in_place_writes_its_first_argument(name):
-    x = torch.tensor([1, 2, 7])
-    before = x.clone()
-    func = getattr(Tensor, name if name.startswith("_") else name + "_")
-    func(x, torch.tensor(5))
-    assert not torch.equal(x, before)
-    function = function_of(func)
-    assert function.writes((x, 5), {})
-    assert function.written((x, 5), {})[0] is x

@@ -12,38 +12,26 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from invfunc import (
-    batch_l2_grad,
-    diag_ggn,
-    diag_hessian,
     functional,
-    gram,
     kfac,
     thresholds,
-    variance,
 )
 from invfunc.linear_algebra.autocorrelation import patches, patches_gram
 from invfunc.linear_algebra.contract import contract, joined, outer, summed
 from invfunc.testing import (
     assert_trees_close,
-    dense_diag_ggn,
-    dense_diag_hessian,
-    loop_batch_l2_grad,
-    loop_gram,
     loop_kfac,
-    loop_variance,
 )
-from invfunc.testing.laws.rows import generic
 from invfunc.testing.models import moved
-from tests.crossed import FAR, GATES_OF_PATCHES, HIGHEST, LOWEST, SIDES, sides, thresholds_at
-from tests.laws import RTOL, Expectation, composed, expectations, squares
+from tests.crossed import GATES_OF_PATCHES, HIGHEST, LOWEST, SIDES, sides, thresholds_at
+from tests.laws import RTOL, Expectation, expectations
 from tests.modules import of_module
-from tests.networks import LOSSES, total
+from tests.networks import LOSSES
 from tests.reductions.test_kfac import SHARINGS, assert_factors
 from tests.strategies import Numbers
 from tests.test_architecture import FILES, parsed
@@ -148,77 +136,11 @@ class TestStatistics:
             assert_all(called, [torch.float32, torch.float64][turn % 2])
 
     @programs
-    @both
-    def test_equal_the_loop_on_the_generic_path(self, called, at):
-        with thresholds_at(**at):
-            assert_all(called, torch.float64, generic)
-
-    @programs
     @settings(max_examples=3)
     @given(at=sides(), kind=KINDS)
     def test_equal_the_loop_with_each_threshold_on_a_side(self, called, at, kind):
         with thresholds_at(**at):
             assert_all(called, kind)
-
-    @programs
-    @both
-    @pytest.mark.parametrize("kind", RTOL, ids=str)
-    def test_of_second_order_equal_the_dense_one(self, called, at, kind):
-        module, x = built(called)
-        f, params = functional(module)
-        args = (params, x, Numbers(1)(*f(params, x).shape))
-        wanted = dense_diag_hessian(f, F.mse_loss)(*args)
-        with thresholds_at(**at):
-            for t in (diag_hessian(f, F.mse_loss), diag_hessian(composed(f, F.mse_loss))):
-                assert_trees_close(t(*moved(args, kind, "cpu")), wanted, 10 * RTOL[kind], 1e-2)
-
-    @pytest.mark.parametrize("at", [LOWEST, HIGHEST, LOWEST | {"KEPT_READ": FAR}], ids=["lowest", "highest", "kept"])
-    @pytest.mark.parametrize("kind", RTOL, ids=str)
-    @pytest.mark.parametrize("called", ["pixels", "line"])
-    def test_with_a_softmax_at_each_pixel_equal_the_loop(self, called, at, kind):
-        module, x = built(called)
-        f, params = functional(module)
-        args = (params, x, Numbers(1).below(3, len(x), *x.shape[2:]))
-        wanted = dense_diag_ggn(f, F.cross_entropy)(*args)
-        with thresholds_at(**at):
-            for t in (diag_ggn(f, F.cross_entropy), diag_ggn(composed(f, F.cross_entropy))):
-                assert_trees_close(t(*moved(args, kind, "cpu")), wanted, RTOL[kind])
-
-    @programs
-    @both
-    def test_have_the_derivatives_of_the_loop(self, called, at):
-        module, x = built(called)
-        f, params = functional(module)
-        y = Numbers(1)(*f(params, x).shape)
-        pairs = (variance, loop_variance), (batch_l2_grad, loop_batch_l2_grad)
-        wanted = [slopes(loop(composed(f, squares)), params, x, y) for _, loop in pairs]
-        wanted += [slopes(dense_diag_ggn(f, F.mse_loss), params, x, y)]
-        with thresholds_at(**at):
-            found = [slopes(t(composed(f, squares)), params, x, y) for t, _ in pairs]
-            found += [slopes(diag_ggn(f, F.mse_loss), params, x, y)]
-        assert_trees_close(found, wanted, 1e-9)
-
-    @pytest.mark.parametrize("formed", SIDES["FORMED"], ids=["formed", "not formed"])
-    def test_keep_their_digits_in_float32_where_positions_cancel(self, formed):
-        x = 1000 + Numbers()(4, 2, 24)  # as few positions as are cheaper to pair than to sum
-        signs = torch.tensor([1.0, -1.0])[:, None].double()
-
-        def f(w, x, signs):
-            return (F.linear(x, w) * signs).sum((1, 2))
-
-        args = Numbers(1)(16, 24), x, signs
-        for t, loop in (batch_l2_grad, loop_batch_l2_grad), (variance, loop_variance), (gram, loop_gram):
-            wanted = loop(f)(*args)
-            with thresholds_at(FORMED=formed):
-                found = t(f, in_dims=(0, None))(*moved(args, torch.float32, "cpu"))
-            assert_trees_close(found, wanted, 1e-3)
-
-
-def slopes(statistic: Any, params: Any, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
-    """The derivatives of a function of its result, by plain autograd."""
-    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
-    total(statistic(leaves, x, y)).backward()
-    return [torch.zeros(()) if p.grad is None else p.grad for p in leaves.values()]
 
 
 @cache

@@ -8,19 +8,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
-from torch.func import grad, vmap
-from torch.utils.checkpoint import checkpoint
+from torch.func import grad, jvp, vmap
 
-from invfunc import diag_hessian, functional, ggnvp, hvp, tree
-from invfunc.errors import SampleAxisError
+from invfunc import batch_grad, chunked, diag_ggn, diag_hessian, functional, ggnvp, hvp, tree
 from invfunc.operations.heard import function_of
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.testing import assert_trees_close
 from tests import matrices
 from tests.around import differentiated
-from tests.laws import FLOOR
 from tests.matrices import assert_near, directions, flat
 from tests.networks import total
 from tests.operations.test_stated_effects import having
@@ -165,7 +164,7 @@ def test_the_hessian_is_the_derivative_of_the_gradient(device, called):
 
 
 FORWARD_MODE = {"mse_loss", "huber_loss", "soft_margin_loss"}
-"""Losses whose law is in `tests/test_forward_mode.py`."""
+"""Losses whose law is in `tests/evaluation/test_forward_mode.py`."""
 FORMS = having("twice")
 SPELLED = {"__abs__", "absolute"}
 """Other names of abs, whose law is below."""
@@ -186,36 +185,6 @@ def test_every_form_in_which_it_is_right_has_a_model():
             f, params, x, y = arranged(called)
             hvp(f, F.mse_loss)(params, params, x, y)
     assert FORMS - FORWARD_MODE - SPELLED - met == set()
-
-
-@models
-@pytest.mark.parametrize("product", [hvp, ggnvp], ids=lambda p: p.__name__)
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_a_checkpoint_runs_the_same_again(device, called, product, requires_grad):
-    f, params, x, y = arranged(called, device)
-    along = directions(params)
-    wanted = matrices.of(product(f, F.mse_loss), params, x, y, along=along)
-    params = tree.map_leaves(lambda p: p.clone().requires_grad_(requires_grad), params)
-
-    def again(p, x):
-        return checkpoint(f, p, x, use_reentrant=False)
-
-    assert_near(matrices.of(product(again, F.mse_loss), params, x, y, along=along), wanted, 1e-12)
-
-
-@models
-def test_a_checkpoint_runs_the_same_again_in_a_diagonal(device, called):
-    f, params, x, y = arranged(called, device)
-
-    def again(p, x):
-        return checkpoint(f, p, x, use_reentrant=False)
-
-    try:
-        found = diag_hessian(again, F.mse_loss)(params, x, y)
-    except SampleAxisError as error:
-        assert "checkpoint" in str(error) or "train mode" in str(error)  # followed in steps
-        return
-    assert_trees_close(found, diag_hessian(f, F.mse_loss)(params, x, y), 1e-12, FLOOR)
 
 
 @models
@@ -243,31 +212,93 @@ def test_derivatives_of_several_products_at_once(device, called, product):
     assert_near(along @ flat(differentiated(linearised, (params,), [0])), wanted, 1e-6)
 
 
-def test_bags_of_different_lengths_stay_with_torch():
-    words, starts, w = torch.tensor([0, 1, 1, 2]), torch.tensor([0, 3]), Numbers()(3, 2)
-    with TwiceDifferentiable():
-        found = F.embedding_bag(words, w, starts)
-    assert torch.equal(found, F.embedding_bag(words, w, starts))
+# Norms, differentiated twice: in the precision of torch, in any order in memory, and where torch is wrong
 
 
-POWERS = {"abs": lambda z: z.abs(), "squares": lambda z: abs(z).square(), "torch.absolute": torch.absolute}
+def standard(h, mean, variance):
+    return (h - mean) * (variance + 1e-5).rsqrt()
 
 
-@pytest.mark.parametrize("of", POWERS.values(), ids=POWERS)
-def test_complex_zeros_have_the_derivatives_of_torch(of):
-    """Which are 0, as of the absolute value of a real number; a sample that is masked out is like any other."""
-    p, x = Numbers()(3, 2), torch.complex(Numbers(1)(4, 3), Numbers(2)(4, 3))
-    x[1] = 0
+def of_each(h):
+    return standard(h, h.mean((2, 3), keepdim=True), h.var((2, 3), keepdim=True, correction=0))
 
-    def each(p, x, weight):
-        return of(x @ p.to(x.dtype)).sum(1) * weight
 
-    def of_one(n, weight, p):
-        return each(p, x, weight)[n]
+MEAN, VARIANCE = Numbers(7)(3), Numbers(8)(3).square() + 0.5
+ALONE = {
+    "batch norm": lambda h: F.batch_norm(h, MEAN, VARIANCE),
+    "batch norm in train mode": lambda h: F.batch_norm(h, None, None, training=True),
+    "instance norm": F.instance_norm,
+    "instance norm of running statistics": lambda h: F.instance_norm(h, MEAN, VARIANCE, use_input_stats=False),
+}
 
-    for weight in (torch.ones(4), torch.tensor([1.0, 0, 1, 1])):
-        wanted = torch.stack(
-            [torch.autograd.functional.hessian(partial(of_one, n, weight), p).view(6, 6).diagonal() for n in range(4)]
-        )
-        assert_trees_close(diag_hessian(each, per_sample=True)(p, x, weight).flatten(1), wanted, 1e-9)
-        assert_trees_close(diag_hessian(each)(p, x, weight).flatten(), wanted.sum(0), 1e-9)
+
+def ordered(h, order):
+    """The same tensor, with its dimensions in this order in memory."""
+    return h.permute(order).contiguous().permute(*torch.tensor(order).argsort().tolist())
+
+
+@given(data=st.data(), n=st.integers(1, 3), size=st.lists(st.integers(1, 2), min_size=0, max_size=3))
+@pytest.mark.parametrize("called", ["batch norm", "instance norm of running statistics"])
+def test_what_is_normalised_may_lie_in_memory_in_any_order(called, data, n, size):
+    """Torch's own derivative depends on it where a size is one."""
+    size = size if "batch" in called else [*size, 2][:3]
+    orders = [data.draw(st.permutations(range(2 + len(size)))) for _ in range(2)]
+
+    def model(norm, p, x):
+        z = norm(ordered(torch.tanh(x * p["w"].view(3, *[1] * len(size))), orders[0]))
+        return ordered(z * z.detach().cos(), orders[1]).tanh().transpose(0, 1).sin().transpose(0, 1)
+
+    def written_out(h):
+        return standard(h, *(t.view(3, *[1] * len(size)) for t in (MEAN, VARIANCE)))
+
+    rand = Numbers()
+    params, x, y = {"w": rand(3)}, rand(n, 3, *size), rand(n, 3, *size)
+    f, g = partial(model, ALONE[called]), partial(model, written_out)
+    for make in (diag_ggn, diag_hessian):
+        assert_trees_close(make(f, F.mse_loss)(params, x, y), make(g, F.mse_loss)(params, x, y), 1e-9)
+    for make in (ggnvp, hvp):
+        v = {"w": rand(3)}
+        assert_trees_close(make(f, F.mse_loss)(params, v, x, y), make(g, F.mse_loss)(params, v, x, y), 1e-9)
+
+
+@pytest.mark.parametrize("called", ALONE)
+def test_a_sample_that_is_normalised_by_itself(called):
+    """Torch's own derivative is wrong where the sample and what is sent back lie in memory in different orders."""
+
+    def model(norm, p, x):
+        h = torch.tanh(F.conv2d(x, p["w"])).permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1)
+        z = torch.einsum("nchw,kc->nkhw", norm(h), p["u"])
+        return z.tanh().flatten(1)
+
+    def written_out(h):
+        each = called.endswith(("train mode", "instance norm"))
+        return of_each(h) if each else standard(h, MEAN[:, None, None], VARIANCE[:, None, None])
+
+    rand, n = Numbers(), 1 if "train" in called else 3
+    args = {"w": rand(3, 2, 2, 2), "u": rand(2, 3)}, rand(n, 2, 4, 3), rand(n, 12)
+    f = partial(model, ALONE[called])
+    wanted = diag_ggn(partial(model, written_out), F.mse_loss)(*args)
+    for each in (diag_ggn(f, F.mse_loss), chunked(diag_ggn(f, F.mse_loss), n, over="samples")):
+        assert_trees_close(each(*args), wanted, 1e-10)
+
+
+NORMS = {
+    "layer_norm": lambda x, w: F.layer_norm(x, (6,), w),
+    "rms_norm": lambda x, w: F.rms_norm(x, (6,), w),
+    "group_norm": lambda x, w: F.group_norm(x, 2, w),
+    "instance_norm": lambda x, w: F.instance_norm(x.unflatten(1, (2, 3)), weight=w[:2]).flatten(1),
+    "batch_norm": lambda x, w: F.batch_norm(x, x.new_ones(6), x.new_full((6,), 2.0), w),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_the_scale_of_a_norm_has_one_second_derivative(norm):
+    """Of its per-sample gradients, forward over reverse and reverse over forward: torch's fused norms have two."""
+    rand = Numbers(3)
+    params, v, x = {"w": rand(6), "v": rand(4, 6)}, {"w": rand(6), "v": rand(4, 6)}, rand(3, 4)
+
+    def value(params):
+        return total(batch_grad(lambda p, x: norm(x @ p["v"], p["w"]).sin().sum(-1))(params, x))
+
+    ahead = jvp(grad(value), (params,), (v,))[1]
+    assert_trees_close(grad(lambda p: jvp(value, (p,), (v,))[1])(params), ahead, 1e-10)

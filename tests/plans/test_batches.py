@@ -1,7 +1,5 @@
 """Plans of the batches of a data set: the result is that of the data set without plans, to the last place."""
 
-import copy
-import pickle
 import threading
 import warnings
 
@@ -16,7 +14,7 @@ from invfunc.testing.laws.rows import CASES, MODEL
 from invfunc.testing.oracles import assert_trees_close
 from tests.data_sets.test_streamed import AT_ONCE, batches, linear, losses
 from tests.networks import LOSSES, NETWORKS, network
-from tests.plans.calls import hits, loss, quietly, whys
+from tests.plans.calls import hits, quietly, whys
 from tests.strategies import Numbers, seeded
 
 EXACT = 1e-12
@@ -136,14 +134,6 @@ class TestWays:
         assert_trees_close(out, t(params, *args), EXACT)
         assert hits(c.of_batches) == 2  # the plans of all that is made of c
 
-    def test_losses_without_and_with_aux(self, data):
-        params, *args = data
-        t = invfunc.variance(lambda p, x, y: (losses(p, x, y), {"mean": x.mean(), "n": len(x)}), has_aux=True)
-        c = streamed(compiled(t))
-        for _ in range(2):
-            assert_trees_close(c(params, batches(EDGES, *args)), streamed(t)(params, batches(EDGES, *args)), EXACT)
-        assert hits(c.plans) == 6
-
     def test_what_has_no_plan_runs_without_and_says_so_once(self, data):
         params, *args = data
         t = invfunc.variance(lambda p, x, y: losses(p, x, y) * float(x.detach().numpy().shape[1]))
@@ -165,13 +155,6 @@ class TestWays:
                     with pytest.raises(invfunc.errors.SampleAxisError):
                         c(params, *v, batches(EDGES, *args))
 
-    def test_a_weighted_mean_is_refused(self, data):
-        params, *args = data
-        t = invfunc.diag_ggn(linear, lambda z, y: F.cross_entropy(z, y, ignore_index=0))
-        for _ in range(2):
-            with pytest.raises(invfunc.errors.ArgumentError, match=r"neither the sum .*ignore_index"):
-                streamed(compiled(t))(params, batches(EDGES, *args))
-
     def test_explain_tells_of_the_plan_of_the_first_batch(self, data):
         params, *args = data
         c = streamed(compiled(invfunc.kfac(linear, F.cross_entropy, generator=seeded(3))))
@@ -180,14 +163,6 @@ class TestWays:
         assert torch.equal(c.t.drawing.generator.get_state(), before)
         assert found.name == "streamed(compiled(kfac(linear, cross_entropy)))"
         assert "a plan of" in str(found) and "torch.ops.aten" in found.code
-
-    def test_copies_have_plans_of_their_own(self, data):
-        params, *args = data
-        c = streamed(compiled(invfunc.diag_ggn(linear, F.cross_entropy)))
-        wanted = c(params, batches(EDGES, *args))
-        for again in (copy.deepcopy(c), pickle.loads(pickle.dumps(c))):
-            assert not again.plans.calls.entries and repr(again) == repr(c)
-            assert_trees_close(again(params, batches(EDGES, *args)), wanted, EXACT)
 
     def test_threads_draw_each_by_itself(self, data):
         params, *args = data
@@ -214,27 +189,3 @@ class TestWays:
         for k in range(4):
             work(k)
         assert_trees_close(found, wanted, EXACT)
-
-    def test_what_cannot_be(self):
-        for outer in (streamed(invfunc.variance(loss)), distributed(invfunc.hvp(loss))):
-            with pytest.raises(
-                invfunc.errors.ArgumentTypeError, match=r"what is in it, as in streamed\(compiled\(t\)\)"
-            ):
-                compiled(outer)
-        with pytest.raises(
-            invfunc.errors.ArgumentError, match=r"\(compiled\(gram\(loss\)\)\): of tiles no plan is made"
-        ):
-            streamed(compiled(invfunc.gram(loss)))
-        with pytest.raises(invfunc.errors.ArgumentError, match="a product has no sample axis"):
-            streamed(compiled(invfunc.hvp(loss)), out=print)
-
-    def test_a_plan_of_too_many_passes_is_one_of_a_batch(self, data, monkeypatch):
-        monkeypatch.setattr("invfunc.thresholds.OPERATIONS", 200)
-        params, *batch = data
-        statistic = invfunc.variance(losses)
-        with pytest.warns(invfunc.InvFuncWarning, match="more than 200 operations.*loader to streamed"):
-            wanted = compiled(invfunc.chunked(statistic, 7))(params, *batch)
-        by_parts = streamed(compiled(statistic))
-        found = by_parts(params, [*zip(*(x.split(1) for x in batch), strict=True)])
-        assert_trees_close(found, wanted, EXACT)
-        assert by_parts.plans is not None and by_parts.plans.calls.made == 1

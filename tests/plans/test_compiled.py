@@ -1,7 +1,5 @@
 """Calls that are repeated by a plan give what they give without it, of other numbers: every statistic and product."""
 
-import copy
-import pickle
 import warnings
 from functools import partial
 
@@ -11,7 +9,6 @@ import torch.nn.functional as F
 
 import invfunc
 from invfunc import chunked, compiled, explain, linear_operator, tree
-from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing.laws.rows import CASES, MODEL
 from invfunc.testing.oracles import assert_trees_close
 from tests.networks import LOSSES, NETWORKS, network
@@ -179,12 +176,6 @@ def test_inductor_is_the_call_up_to_rounding():
     assert hits(c) == 2 and not c.calls.warned
 
 
-def test_inductor_draws_no_other_numbers():
-    c = compiled(invfunc.variance(lambda w, x: loss(w, F.dropout(x))), backend="inductor")
-    with pytest.warns(invfunc.InvFuncWarning, match="runs by `replay`: random numbers of `inductor` are others"):
-        c(*given())
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_graphs_are_the_call_and_results_are_kept():
     t, c = invfunc.variance(loss), compiled(invfunc.variance(loss), backend="cudagraphs")
@@ -210,13 +201,6 @@ class TestOptions:
         c(*args)
         assert hits(c) == 1
 
-    def test_copies_and_pickles_have_plans_of_their_own(self):
-        c = compiled(invfunc.variance(loss))
-        c(*given()), c(*given())
-        for again in (copy.deepcopy(c), pickle.loads(pickle.dumps(c))):
-            assert not again.calls.entries and repr(again) == repr(c)
-            same(again, c, *given())
-
     def test_many_shapes_are_told(self):
         t, c = of(loss)
         w, x = given(n=12)
@@ -226,16 +210,3 @@ class TestOptions:
                 same(c, t, w, x[:n])
         with pytest.warns(invfunc.InvFuncWarning, match="more than 8 shapes.*or pad"):
             c(w, x[:9])
-
-    def test_what_cannot_be_compiled_is_told(self):
-        with pytest.raises(ArgumentTypeError, match=r"compiled\(loss\): it is of type function"):
-            compiled(loss)
-        with pytest.raises(ArgumentTypeError, match=r"of type BudgetedStatistic.* as in compiled\(chunked\(t, n\)\)"):
-            compiled(chunked(invfunc.batch_grad(loss), memory="8MiB"))
-        with pytest.raises(ArgumentTypeError, match="of type Compiled"):
-            compiled(compiled(invfunc.variance(loss)))
-        with pytest.raises(ArgumentError, match="'replay', 'inductor', 'cudagraphs'"):
-            compiled(invfunc.variance(loss), backend="fast")
-        if not torch.cuda.is_available():
-            with pytest.raises(ArgumentError, match="needs a CUDA device"):
-                compiled(invfunc.variance(loss), backend="cudagraphs")

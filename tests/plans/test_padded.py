@@ -123,22 +123,6 @@ def test_other_axes_and_what_all_samples_share():
     assert hits(c) == 1
 
 
-def test_derivatives_are_those_of_the_batch():
-    """Within a transform, and of parameters that require grad, where calls have no plan."""
-    t, c = (wrap(invfunc.diag_ggn(model, F.cross_entropy)) for wrap in (lambda t: t, partial(compiled, pad=[4])))
-    x, y = Numbers(1)(3, 4), torch.arange(3)
-
-    def total(of, p):
-        return sum(leaf.sum() for leaf in of(p, x, y).values())
-
-    wanted = torch.func.grad(partial(total, t))(PARAMS)
-    assert_trees_close(torch.func.grad(partial(total, c))(PARAMS), wanted, 1e-12)
-    params = tree.map_tensors(lambda p: p.clone().requires_grad_(), PARAMS)
-    with pytest.warns(invfunc.InvFuncWarning, match="differentiable"):
-        found = torch.autograd.grad(total(c, params), [*params.values()])
-    assert_trees_close([*found], [*wanted.values()], 1e-12)
-
-
 REFUSED = {
     "aux": lambda: invfunc.variance(lambda *a: (losses(*a), None), has_aux=True),
     "drawn": lambda: invfunc.diag_ggn(model, F.cross_entropy, mc_samples=2, generator=seeded(0)),

@@ -11,7 +11,6 @@ from torch import nn
 import invfunc
 from invfunc import compiled, tree
 from invfunc.errors import ArgumentError, ReplayError
-from invfunc.kronecker.origin import Joint, Origin, read, written
 from invfunc.testing.oracles import assert_trees_close
 from tests.data_sets.test_streamed import linear, losses
 from tests.plans.calls import hits, loss, quietly
@@ -73,15 +72,6 @@ def test_is_one_operation_of_one_graph(make, data):
     assert len(graphs) == 2 and hits(c) == 3
 
 
-def test_names_of_results_are_there(data):
-    params, *args = data
-    c = compiled(invfunc.noise_scale(losses))
-    _, noise = torch.compile(lambda *a: c(*a), fullgraph=True, backend="aot_eager")(params, *args)
-    wanted = invfunc.noise_scale(losses)(params, *args)[1]
-    assert type(noise) is type(wanted)
-    assert_trees_close(noise.scale, wanted.scale, EXACT)
-
-
 def test_products(data):
     params, *args = data
     t, c = invfunc.hvp(losses), compiled(invfunc.hvp(losses))
@@ -106,17 +96,6 @@ def test_what_f_reads_is_that_of_now():
         w, x = Numbers(k)(3), Numbers(k + 9)(4, 3)
         assert_trees_close(quietly(ours, w, x), t(w, x), EXACT)
     assert len(graphs) == 1
-
-
-def test_inference_mode(data):
-    params, *args = data
-    t, c = invfunc.diag_ggn(linear, F.cross_entropy), compiled(invfunc.diag_ggn(linear, F.cross_entropy))
-    ours = torch.compile(lambda *a: c(*a)["w"] * 2, fullgraph=True, backend="aot_eager")
-    for k in range(2):
-        at = {name: p + k for name, p in params.items()}
-        with torch.inference_mode():
-            assert_trees_close(ours({name: p + k for name, p in params.items()}, *args), 2 * t(at, *args)["w"], EXACT)
-    assert_trees_close(ours(params, *args), 2 * t(params, *args)["w"], EXACT)
 
 
 def test_draws_are_those_of_the_calls(data):
@@ -164,15 +143,6 @@ def test_factors_know_what_they_are_of_and_multiply_in_the_graph(data):
         )
 
 
-def test_another_shape_of_the_result_is_told():
-    c = compiled(invfunc.batch_jacobian(lambda w, x: (x * w)[:, : 3 if x.sum() > 0 else 2]))
-    ours = torch.compile(lambda w, x: c(w, x) + 0, fullgraph=True, backend="aot_eager")
-    w, x = Numbers(0)(3), Numbers(1)(4, 3).abs()
-    ours(w, x)
-    with pytest.raises(ReplayError, match="other shapes or dtypes"):
-        ours(w, -x)
-
-
 @pytest.mark.parametrize("kind", ["factors", "aux", "reduced", "differentiable", "autocast"])
 def test_what_is_no_tree_of_tensors_is_a_graph_break(kind, data):
     params, *args = data
@@ -199,15 +169,6 @@ def test_what_is_no_tree_of_tensors_is_a_graph_break(kind, data):
         with torch.no_grad():
             one = torch.compile(lambda *a: c(*a), fullgraph=True, backend="aot_eager")
             assert_trees_close(one(params, *args), t(params, *args), EXACT)
-
-
-def test_inductor_takes_the_operation():
-    t, c = invfunc.variance(loss), compiled(invfunc.variance(loss))
-    ours = torch.compile(lambda w, x: c(w * 2, x).sin(), fullgraph=True)
-    for k in range(3):
-        w, x = Numbers(k)(3), Numbers(k + 9)(4, 3)
-        assert_trees_close(ours(w, x), t(w * 2, x).sin(), 1e-9)
-    assert hits(c) == 2
 
 
 # Programs of torch.export
@@ -285,15 +246,6 @@ def test_a_program_loads_in_a_process_without_this_library_and_objects_where_the
     assert done.returncode == 0, done.stderr
 
 
-def test_the_structure_of_factors_is_written_and_read():
-    whole = Joint("b", torch.Size([2, 3]), (0,), (1,), (1, 1))
-    for origin in (Origin(), Origin("w", 5, 2.0, 1, None, False, whole)):
-        rest = ("groups", ((0,), (1,))), ("shape", torch.Size([2, 3])), ("values", None), ("blocks", (1, 1))
-        structure = ("factors",), (*rest, ("origin", origin))
-        found = read(written(structure))
-        assert found == structure and repr(found) == repr(structure)
-
-
 def test_what_a_program_cannot_be_of_is_told(data):
     params, x, y = data
     c = compiled(invfunc.variance(losses))
@@ -312,3 +264,12 @@ def test_what_a_program_cannot_be_of_is_told(data):
         c(params, v, x, y)
         with pytest.raises(ArgumentError, match=why):
             program(c, params, v, x, y)
+
+
+def test_another_shape_of_the_result_is_told():
+    c = compiled(invfunc.batch_jacobian(lambda w, x: (x * w)[:, : 3 if x.sum() > 0 else 2]))
+    ours = torch.compile(lambda w, x: c(w, x) + 0, fullgraph=True, backend="aot_eager")
+    w, x = Numbers(0)(3), Numbers(1)(4, 3).abs()
+    ours(w, x)
+    with pytest.raises(ReplayError, match="other shapes or dtypes"):
+        ours(w, -x)

@@ -139,12 +139,6 @@ class TestPairs:
                 pairs.slopes().sum(0), rows(pairs.vectors()) @ flat(grad(lambda p: loss(f(p, x), y))(params)), 1e-11
             )
 
-    def test_of_a_model_that_mixes_samples(self):
-        w, x, y, v = Numbers(0)(4, 3), Numbers(1)(5, 4), Numbers(2).below(3, 5), Numbers(3)(12)
-        of = (lambda w, x: F.batch_norm(x @ w, None, None, training=True)), F.cross_entropy
-        wanted = torch.linalg.solve(damped(matrices.ggn(*of, w, x, y)), v)
-        assert_near(flat(eigenpairs(*of)(w, x, y).solve(v.view(4, 3), DAMPING)), wanted, 1e-10)
-
     def test_of_the_largest_eigenvalues(self):
         loss, net = LOSSES[0], network("convolution", 5)
         args = net.params, net.x, loss.target(Numbers(1), 5)
@@ -171,25 +165,6 @@ class TestPairs:
             v = Numbers(5)(4, 3)
             wanted = torch.linalg.solve(damped(matrix), v.flatten())
             assert_near(pairs.solve(v, DAMPING).flatten(), wanted, 1e-10)
-
-    def test_of_one_class_are_none(self):
-        w, x, y = Numbers(0)(4, 1), Numbers(1)(5, 4), torch.zeros(5, dtype=torch.long)
-        pairs = eigenpairs(lambda w, x: x @ w, F.cross_entropy)(w, x, y)
-        assert pairs.rank == 0 and pairs.slopes().shape == pairs.curvatures().shape == (5, 0)
-        assert len(pairs.vectors()) == 0 and not (pairs @ w).any() and pairs.trace() == 0
-        assert_near(pairs.solve(w, DAMPING), w / DAMPING, 1e-12)
-        assert_near(pairs.logdet(DAMPING), torch.tensor(4 * math.log(DAMPING)), 1e-6)
-
-    def test_need_no_damping_where_they_are_all(self):
-        w, x, y = Numbers(0)(4, 2), Numbers(1)(9, 4), Numbers(2)(9, 2)
-        loss = nn.MSELoss(reduction="sum")
-        pairs, matrix = eigenpairs(lambda w, x: x @ w, loss)(w, x, y), torch.kron(2 * x.T @ x, torch.eye(2).double())
-        v = Numbers(3)(4, 2)
-        assert pairs.rank == pairs.size == 8
-        wanted = torch.linalg.solve(matrix, v.flatten())
-        assert_near(pairs.solve(v).flatten(), wanted, 1e-10)
-        assert_near((pairs.inverse() @ v).flatten(), wanted, 1e-10)
-        assert_near(pairs.logdet(), torch.logdet(matrix), 1e-12)
 
     def test_form_no_rows(self):
         """Those of 48 samples with 9 columns would have 440 MiB, the matrix 260 GiB."""
@@ -250,64 +225,6 @@ class TestSolve:
             with pytest.raises(ArgumentError, match=r"is 1e-09, and the largest eigenvalue .* in torch.float32"):
                 lost()
         assert pairs.logdet(1e-9).isfinite()
-
-    def test_of_nothing(self):
-        """No sample bends the loss, so that the inverse is that of the damping."""
-        args = torch.zeros(3, 1), torch.randn(4, 3), torch.zeros(4, 1)
-        pairs = eigenpairs(lambda w, x: torch.relu(x @ w - 9), F.mse_loss)(*args)
-        v = torch.ones(3, 1)
-        assert not pairs.rank
-        for found in pairs.solve(v, 0.5), pairs.inverse(0.5) @ v:
-            assert_near(found, 2 * v, 1e-6)
-
-    def test_of_half_precision(self):
-        f, params = invfunc.functional(nn.Linear(4, 3).bfloat16())
-        x, y = Numbers(1)(5, 4).bfloat16(), Numbers(2).below(3, 5)
-        pairs = eigenpairs(f, F.cross_entropy)(params, x, y)
-        matrix = matrices.ggn(f, F.cross_entropy, *moved((params, x, y), torch.float64, "cpu"))
-        v = tree.map_tensors(torch.ones_like, params)
-        found = pairs.solve(v, 1.0)
-        assert all(x.dtype == torch.bfloat16 for x in tree.leaves(found))
-        assert_near(flat(found), torch.linalg.solve(damped(matrix, 1.0), torch.ones(15).double()), 0.03)
-
-
-def digits(count, classes=3):
-    """Images of the first few digits, their pixels between 0 and 1, and which they are."""
-    from sklearn.datasets import load_digits
-
-    x, y = map(torch.tensor, load_digits(n_class=classes, return_X_y=True))
-    return x[:count].double() / 16, y[:count].long()
-
-
-class TestInfluence:
-    """What leaving a digit out does: by solving, and by training anew."""
-
-    def test_of_ridge_regression_is_exact(self):
-        """Leverages in the batch give what is predicted without a sample; a Newton step gives its parameters."""
-        x, y = digits(40)
-        y, prior = F.one_hot(y, 3).double(), 2.0
-
-        def f(w, x):
-            return x @ w
-
-        def loss(z, y):
-            return (z - y).square().sum() / 2
-
-        def trained(x, y):
-            return torch.linalg.solve(x.T @ x + prior * torch.eye(64).double(), x.T @ y)
-
-        w = trained(x, y)
-        squares = nn.MSELoss(reduction="sum")  # twice the loss, so that damping is twice the prior
-        pairs = eigenpairs(f, squares)(w, x, y)
-        rows = F.one_hot(torch.tensor(0), 3) * x[..., None]  # of the Jacobian, those of the first output
-        leverage = 2 * (rows * pairs.solve(rows, 2 * prior)).sum((1, 2))
-        for n in (0, 7, 39):
-            rest = torch.arange(40) != n
-            without = trained(x[rest], y[rest])
-            assert_near((y - x @ w)[n] / (1 - leverage[n]), (y - x @ without)[n], 1e-9)
-            own = grad(lambda w, n=n: loss(f(w, x[n]), y[n]))(w)
-            step = eigenpairs(f, squares)(w, x[rest], y[rest]).solve(own, 2 * prior)
-            assert_near(w + 2 * step, without, 1e-9)
 
 
 class TestRuns:
@@ -421,29 +338,6 @@ class TestTheSmallerSide:
         monkeypatch.setattr("invfunc.products.eigenpairs.free_on", lambda device: 100)
         with pytest.raises(ArgumentError, match=r"decomposes a symmetric matrix \[9, 9\], in .*but .* are free"):
             eigenpairs(f, F.mse_loss)(Numbers()(2, 3), Numbers(1)(3, 2), Numbers(2)(3, 3))
-
-    def test_a_bar_is_shown_if_asked(self, monkeypatch):
-        shown = []
-        monkeypatch.setattr("invfunc._extras._bar", lambda title, total, unit: shown.append(title) or Bar())
-        f = lambda w, x: x @ w  # noqa: E731
-        for n in (2, 40):
-            eigenpairs(f, F.mse_loss, progress=True)(Numbers()(2, 3), Numbers(1)(n, 2), Numbers(2)(n, 3))
-        assert shown == ["eigenpairs(<lambda>, mse_loss)"] * 2
-
-
-class Bar:
-    """A bar that shows nothing."""
-
-    total, disable = None, False
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        return None
-
-    def update(self, count=1):
-        return None
 
 
 class TestSaved:

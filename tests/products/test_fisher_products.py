@@ -5,8 +5,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.func import grad, hessian, jacrev
 
-from invfunc import batch_grad, diag_ggn, ggnvp, tree
+from invfunc import batch_grad, diag_ggn, ggnvp, hvp
+from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.models import moved
 from tests import matrices
@@ -101,22 +103,6 @@ class TestDrawn:
             assert ((mean - wanted).abs() <= 8 * error + 1e-12).all()
             assert_near(mean, wanted, 0.3)
 
-    def test_with_a_sampler_of_the_user(self):
-        """Of a normal distribution with deviation 2, whose Fisher matrix is J^T J / 4."""
-        net = network("affine", 3)
-        args, generator = (net.params, net.x, Numbers(1)(3, 3)), seeded()
-
-        def sample(z, generator):
-            assert not z.requires_grad
-            return z + 2 * torch.randn(z.shape, dtype=z.dtype, generator=generator)
-
-        product = ggnvp(net.f, self.negative_log, mc_samples=100, generator=generator, sample=sample, fisher="mc")
-        along, rows = directions(net.params), matrices.jacobian(net.f, *args[:2])
-        mean, error = self.mean_and_error(product, along, *args)
-        wanted = rows.T @ rows @ along.T / 4
-        assert ((mean - wanted).abs() <= 8 * error + 1e-12).all()
-        assert_near(mean, wanted, 0.1)
-
     @staticmethod
     def negative_log(z, y):
         return (z - y).square().sum(1) / 8
@@ -130,45 +116,100 @@ class TestDrawn:
             product = ggnvp(*given_as, generator=seeded(1), fisher="mc", **drawn)
             assert_near(matrices.of(product, *args).diagonal(), flat(diagonal), 1e-10)
 
-    def test_a_linearisation_draws_once(self):
-        net = network("affine", 3)
-        args, generator = (net.params, net.x, Numbers(1)(3, 3)), seeded()
-        product, v = (
-            ggnvp(net.f, F.mse_loss, mc_samples=1, generator=generator, fisher="mc"),
-            tree.map_leaves(torch.cos, net.params),
-        )
-        at = product.linearize(*args)
-        state = generator.get_state()
-        assert_trees_close(at(v), at(v), 0)
-        assert torch.equal(generator.get_state(), state)
-        a, b = product(net.params, v, *args[1:]), product(net.params, v, *args[1:])
-        assert not torch.allclose(flat(a), flat(b))
+
+# Products with the positive-curvature Hessian: each operation that bends adds its own part, made positive
+
+POSITIVE = {"abs": torch.abs, "clip": lambda h: h.clamp(min=0)}
+ACTIVATIONS = [torch.tanh, torch.sigmoid, F.softplus, F.gelu, F.silu, torch.relu, torch.sin, torch.square]
+LOSSES_PCH = {
+    "cross entropy": (F.cross_entropy, torch.tensor([0, 2, 1, 1])),
+    "mean of squares": (F.mse_loss, Numbers(9)(4, 3)),
+    "squares": (lambda z, y: (z - y).square().sum(), Numbers(9)(4, 3)),
+}
+PARAMS = {"a": Numbers(1)(3, 4), "b": Numbers(2)(4), "c": Numbers(3)(4, 4), "d": Numbers(4)(4, 3)}
+X = Numbers(5)(4, 3)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("loss", [F.mse_loss, F.binary_cross_entropy_with_logits])
-@pytest.mark.parametrize("steps", [1, 3])
-def test_of_several_steps_is_that_of_the_sample(loss, reduction, steps):
-    """And the one of each step by itself, which curvlinops has, is the sum of theirs."""
-    w, v, x = Numbers()(4, 2), Numbers(1)(4, 2), Numbers(2)(5, steps, 4)
-    y = Numbers(3)(5, steps, 2).sigmoid()
-    count = y.numel() if reduction == "mean" else 1
+def network_of_pch(activation):
+    """And the inputs of its activations."""
 
-    def f(w, x):
-        return (x @ w).tanh()
+    def bent(p, x):
+        first = x @ p["a"] + p["b"]
+        return [first, activation(first) @ p["c"]]
 
-    def of_step(t):
-        return lambda w, x, y: loss(f(w, x), y, reduction="none")[:, t].sum(-1)
+    def f(p, x):
+        return activation(bent(p, x)[1]) @ p["d"]
 
-    shares = [torch.func.jacrev(of_step(t))(w, x, y) for t in range(steps)]
-    whole, ours = (
-        sum(shares) / count,
-        ggnvp(f, lambda z, y: loss(z, y, reduction=reduction), fisher="empirical")(w, v, x, y),
-    )
-    assert_trees_close(ours, torch.einsum("nij,nkl,kl->ij", whole, whole, v), 1e-10)
-    theirs = sum(torch.einsum("nij,nkl,kl->ij", g, g, v) for g in shares) / count
-    assert_trees_close(
-        sum(ggnvp(of_step(t), fisher="empirical")(w, v, x, y) for t in range(steps)) / count, theirs, 1e-10
-    )
-    if steps == 1:
-        assert_trees_close(count * ours, theirs, 1e-10)
+    return f, bent
+
+
+def dense(activation, loss, target, positive):
+    """The blocks, from the Jacobians of the outputs and of the inputs of the activations."""
+    f, bent = network_of_pch(activation)
+    outputs, inputs = f(PARAMS, X), bent(PARAMS, X)
+
+    def rest(u, k):
+        """The loss as a function of what activation k returns."""
+        h = u if k == 1 else activation(u @ PARAMS["c"])
+        return loss(h @ PARAMS["d"], target)
+
+    jacobians = [jacrev(f)(PARAMS, X), *({name: J[name] for name in PARAMS} for J in jacrev(bent)(PARAMS, X))]
+    curved = hessian(loss)(outputs, target).reshape(outputs.numel(), -1)
+    found = {}
+    for name, p in PARAMS.items():
+        rows = [J[name].reshape(-1, p.numel()) for J in jacobians]
+        block = rows[0].T @ curved @ rows[0]
+        for k, u in enumerate(inputs):
+            slope = grad(rest)(activation(u), k)
+            second = grad(lambda x: grad(lambda x: activation(x).sum())(x).sum())(u)
+            block = block + rows[1 + k].T @ (positive(slope * second).reshape(-1, 1) * rows[1 + k])
+        found[name] = block
+    return found
+
+
+def units():
+    """As many vectors for all parameters as the largest has entries."""
+    count = max(p.numel() for p in PARAMS.values())
+    return {name: torch.eye(count, p.numel()).double().reshape(count, *p.shape) for name, p in PARAMS.items()}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("modify", POSITIVE)
+@pytest.mark.parametrize("kind", LOSSES_PCH)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.__name__)
+def test_is_the_sum_of_its_parts(activation, kind, modify):
+    (f, _), (loss, target) = network_of_pch(activation), LOSSES_PCH[kind]
+    wanted = dense(activation, loss, target, POSITIVE[modify])
+    for t in (hvp(f, loss, modify=modify, blocks=True), hvp(composed(f, loss), modify=modify, blocks=True)):
+        if t.loss is None and kind == "squares":
+            continue  # a loss whose outputs cannot be found
+        found = t(PARAMS, units(), X, target)
+        found = {name: v.reshape(len(v), -1)[: v[0].numel()] for name, v in found.items()}
+        assert_trees_close(found, wanted, 1e-10, 1e-3)
+
+
+def test_is_the_hessian_where_nothing_is_negative():
+    """Of exponentials with positive weights behind them, and a loss with positive slopes."""
+
+    def f(p, x):
+        return torch.exp(x @ p["a"]).exp().sum(1)
+
+    def loss(z, y):
+        return (z * y).square().sum()
+
+    params, V = {"a": PARAMS["a"] / 3}, {"a": Numbers(7)(2, 3, 4)}
+    args = (params, V, X / 3, torch.ones(4).double())
+    assert_trees_close(hvp(f, loss, blocks=True, modify="abs")(*args), hvp(f, loss, blocks=True)(*args), 1e-10)
+
+
+def test_what_is_not_element_wise_is_refused():
+    V, y = {"a": Numbers(7)(2, 3, 4)}, torch.tensor([0, 2, 1, 1])
+    for bent, named in ((lambda z: z.softmax(1), "softmax"), (lambda z: F.layer_norm(z, (4,)), "layer_norm")):
+
+        def f(p, x, bent=bent):
+            return bent(x @ p["a"]).sin()
+
+        with pytest.raises(ArgumentError, match=named):
+            hvp(f, F.cross_entropy, blocks=True, modify="abs")({"a": PARAMS["a"]}, V, X, y)
+    with pytest.raises(ArgumentError, match="modify='square'.*'abs', 'clip'"):
+        hvp(F.linear, F.mse_loss, modify="square", blocks=True)

@@ -1,22 +1,23 @@
 """Curvature matrices as operators of scipy, against dense ones of numpy."""
 
+import importlib.util
 import sys
-from functools import partial
+from functools import cache, partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.sparse.linalg import LinearOperator, aslinearoperator, cg, eigsh, lobpcg, minres
+from scipy.sparse.linalg import LinearOperator
 
 import invfunc
-from invfunc import ggnvp, hvp, linear_operator, tree
+from invfunc import ggnvp, hvp, linear_operator, streamed, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, MissingExtraError
 from invfunc.testing.models import moved
 from tests import matrices
-from tests.matrices import assert_near, flat, shaped
+from tests.matrices import assert_near
 from tests.networks import LOSSES, network, networks
 from tests.strategies import Numbers
 
@@ -66,58 +67,6 @@ class TestOperator:
         operator @ np.eye(operator.shape[0])
         assert len(calls) == 1
 
-    def test_of_a_product_of_the_user(self):
-        def shifted(params, v, x, *, by):
-            return tree.map_leaves(lambda p, v: x.sum() * v + by * p.new_ones(()) * v, params, v)
-
-        params = {"a": torch.ones(2), "b": [torch.ones(1, 3)]}
-        operator = linear_operator(shifted)(params, torch.ones(4), by=0.5)
-        assert operator.dtype == np.float32 and np.allclose(operator @ np.eye(5), 4.5 * np.eye(5))
-        assert repr(linear_operator(shifted)) == "linear_operator(shifted)"
-        assert repr(linear_operator(hvp(F.linear))) == "linear_operator(hvp(linear))"
-
-    def test_drops_aux_and_keeps_no_graph(self):
-        net = network("affine")
-        tracked = tree.map_leaves(lambda p: p.clone().requires_grad_(), net.params)
-        y = LOSSES[0].target(Numbers(1), net.n)
-        product = ggnvp(lambda p, x: (net.f(p, x), "aux"), LOSSES[0], has_aux=True)
-        wanted = matrices.of(ggnvp(net.f, LOSSES[0]), net.params, net.x, y)
-        found = linear_operator(product)(tracked, net.x, y) @ np.eye(len(wanted))
-        assert_near(torch.tensor(found), wanted, 1e-12)
-
-
-class TestSolvers:
-    """In float64 on any device."""
-
-    @pytest.mark.parametrize("called", PRODUCTS)
-    def test_eigsh_and_lobpcg_find_the_eigenvalues(self, device, called):
-        product, args = arranged(called, network("convolution", 5))
-        args = moved(args, torch.float64, device)
-        operator, dense = linear_operator(product)(*args), matrices.of(product, *args).cpu()
-        wanted = torch.linalg.eigvalsh(dense)
-        values, vectors = eigsh(operator, 3, which="LA", v0=np.ones(len(dense)))
-        assert_near(torch.tensor(values), wanted[-3:], 1e-8)
-        assert_near(dense @ torch.tensor(vectors), torch.tensor(vectors * values), 1e-7)
-        smallest = eigsh(operator, 1, which="SA", v0=np.ones(len(dense)), return_eigenvectors=False)
-        assert_near(torch.tensor(smallest), wanted[:1], 1e-8, floor=wanted.abs().max().item())
-        if called != "empirical":  # of a rank that lobpcg exhausts
-            values, _ = lobpcg(operator, Numbers(2)(len(dense), 2).numpy(), largest=True, tol=1e-9, maxiter=300)
-            assert_near(torch.tensor(np.sort(values)), wanted[-2:], 1e-8)
-
-    @pytest.mark.parametrize("solver", [cg, minres], ids=lambda s: s.__name__)
-    def test_solve_damped_systems(self, device, solver):
-        product, args = arranged("ggnvp", network("convolution", 5))
-        args = moved(args, torch.float64, device)
-        gradient = torch.func.grad(lambda p: LOSSES[0](network("convolution", 5).f(p, args[1]), args[2]))(args[0])
-        right = flat(gradient).cpu()
-        operator, dense = linear_operator(product)(*args), matrices.of(product, *args).cpu()
-        damped = operator + 0.1 * aslinearoperator(np.eye(len(dense)))
-        step, info = solver(damped, right.numpy(), rtol=1e-12, maxiter=1000)
-        assert info == 0
-        wanted = torch.linalg.solve(dense + 0.1 * torch.eye(len(dense)).double(), right)
-        assert_near(torch.tensor(step), wanted, 1e-8)
-        assert tree.flatten(shaped(torch.tensor(step), args[0]))[1] == tree.flatten(args[0])[1]
-
 
 class TestRefusals:
     def test_dtypes(self):
@@ -140,12 +89,137 @@ class TestRefusals:
         with pytest.raises(ArgumentError, match="params are missing|parameters are missing"):
             linear_operator(hvp(loss_of_two))()
 
-    def test_scipy_is_missing(self, monkeypatch):
-        monkeypatch.setitem(sys.modules, "scipy.sparse.linalg", None)
-        operator = linear_operator(hvp(loss_of_two))
-        with pytest.raises(MissingExtraError, match=r"linear_operator\(.*scipy.* is missing: .*'invfunc\[scipy\]'"):
-            operator({"a": torch.ones(2), "b": torch.ones(2)}, torch.ones(2))
-
 
 def loss_of_two(params, x):
     return (params["a"] * params["b"] * x).sum()
+
+
+# Curvature matrices as operators of torch's tensors, against dense ones; curvlinops' estimators and solvers take
+# them
+
+RTOL = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+class Base:
+    """What curvlinops' base class does, as far as it is used: a matrix as a list of `[*p, K]` and as one tensor."""
+
+    def __init__(self, in_shape, out_shape):
+        self._in_shape, self._out_shape = in_shape, out_shape
+        self.shape = tuple(sum(np.prod(s, dtype=int) for s in shapes) for shapes in (out_shape, in_shape))
+
+    def __matmul__(self, x):
+        parts = x.split([int(np.prod(s)) for s in self._in_shape])
+        count = x.shape[1] if x.ndim > 1 else 1
+        columns = [part.reshape(*s, count) for part, s in zip(parts, self._in_shape, strict=True)]
+        return torch.cat([y.reshape(-1, count) for y in self._matmat(columns)]).reshape(x.shape)
+
+
+@pytest.fixture(scope="class")
+def base():
+    """A module of its name, so that what is made of its class is tested without it."""
+    kind = type("HessianLinearOperator", (type("PyTorchLinearOperator", (Base,), {}),), {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "curvlinops", SimpleNamespace(HessianLinearOperator=kind))
+        yield
+
+
+def of_torch(product):
+    return linear_operator(product, kind="torch")
+
+
+@pytest.mark.quick
+@pytest.mark.usefixtures("base")
+class TestOperatorTorch:
+    @settings(max_examples=20)
+    @given(net=networks(), loss=st.sampled_from(LOSSES), called=st.sampled_from(list(PRODUCTS)))
+    def test_is_the_matrix(self, device, dtype, net, loss, called):
+        product, args = arranged(called, net, loss)
+        args = moved(args, dtype, device)
+        wanted, operator = matrices.of(product, *args), of_torch(product)(*args)
+        assert operator.shape == wanted.shape and operator.dtype == wanted.dtype and operator.device == wanted.device
+        columns = Numbers(4)(len(wanted), 3).to(wanted)
+        assert_near(operator @ torch.eye(len(wanted)).to(wanted), wanted, RTOL[dtype])
+        assert_near(operator @ columns, wanted @ columns, 10 * RTOL[dtype])
+        assert_near(operator @ columns[:, 0], wanted @ columns[:, 0], 10 * RTOL[dtype])
+        assert (operator @ columns).is_contiguous() and operator._adjoint() is operator and operator.SELF_ADJOINT
+
+    @pytest.mark.parametrize("called", PRODUCTS)
+    def test_of_a_loader_goes_through_it_once_for_all_columns(self, called):
+        net, ways = network("convolution", 5), []
+        product, args = arranged(called, net)
+
+        class Loader:
+            def __iter__(self):
+                ways.append(1)
+                return zip(*(x.split(2) for x in args[1:]), strict=True)
+
+        wanted = matrices.of(product, *args)
+        operator = of_torch(streamed(product))(args[0], Loader())
+        ways.clear()
+        assert_near(operator @ torch.eye(len(wanted)).to(wanted), wanted, 1e-12)
+        assert len(ways) == 1
+
+    def test_of_a_product_of_the_user(self):
+        def shifted(params, v, x, *, by):
+            return tree.map_leaves(lambda p, v: x.sum() * v + by * p.new_ones(()) * v, params, v)
+
+        params = {"a": torch.ones(2).bfloat16(), "b": [torch.ones(1, 3).bfloat16().requires_grad_()]}
+        operator = of_torch(shifted)(params, torch.ones(4).bfloat16(), by=0.5)
+        found = operator @ torch.eye(5).bfloat16()
+        assert torch.equal(found, 4.5 * torch.eye(5).bfloat16()) and not found.requires_grad
+        assert repr(of_torch(shifted)) == "linear_operator(shifted, kind='torch')"
+
+    def test_refuses_what_is_not_of_one_kind(self):
+        a, b = torch.ones(2), torch.ones(2).double()
+        with pytest.raises(ArgumentError, match=r"params\['b'\] has dtype torch.float64, but params\['a'\] has .*32"):
+            of_torch(PRODUCTS["hvp"](loss_of_two))({"a": a, "b": b}, a)
+        with pytest.raises(ArgumentError, match=r"params\['b'\] is on meta, but .* on cpu; .* one device"):
+            of_torch(lambda params, v, x: v)({"a": a, "b": torch.ones(2, device="meta")}, a)
+        with pytest.raises(ArgumentTypeError, match=r"x\['a'\] has dtype torch.float64, but params\['a'\] has .*32"):
+            of_torch(PRODUCTS["hvp"](loss_of_two))({"a": a, "b": a}, a) @ torch.ones(4, 2).double()
+        with pytest.raises(ArgumentError, match=r"kind='numpy'\): it is one of 'scipy', 'torch'"):
+            linear_operator(PRODUCTS["hvp"](loss_of_two), kind="numpy")
+
+
+def test_curvlinops_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "curvlinops", None)
+    operator = of_torch(PRODUCTS["hvp"](loss_of_two))
+    with pytest.raises(MissingExtraError, match=r"kind='torch'\).*curvlinops is missing: .*curvlinops-for-pytorch"):
+        operator({"a": torch.ones(2), "b": torch.ones(2)}, torch.ones(2))
+
+
+@cache
+def why_not():
+    """Why there is no curvlinops; empty if there is."""
+    names = ("curvlinops", "backpack", "einconv", "linear_operator", "einops", "scipy", "tqdm")
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    return f"{', '.join(missing)} not installed: pip install curvlinops-for-pytorch" if missing else ""
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+class TestCurvlinops:
+    """What it estimates and solves with our products."""
+
+    @pytest.fixture(params=["at once", "streamed"])
+    def given(self, request):
+        """The operator of a GGN, damped, and the matrix."""
+        from curvlinops.examples import IdentityLinearOperator
+
+        product, (params, *batch) = arranged("ggnvp", network("convolution", 5))
+        wanted = matrices.of(product, params, *batch)
+        if request.param == "streamed":
+            product, batch = streamed(product), [[*zip(*(x.split(3) for x in batch), strict=True)]]
+        operator = of_torch(product)(params, *batch)
+        shift = 0.1 * IdentityLinearOperator([p.shape for p in tree.leaves(params)], operator.device, operator.dtype)
+        return operator + shift, wanted + 0.1 * torch.eye(len(wanted)).to(wanted)
+
+    def test_estimates_as_of_the_dense_matrix(self, given):
+        """From the same draws."""
+        import curvlinops
+
+        for name in ("hutchpp_trace", "xtrace", "hutchinson_trace", "hutchinson_squared_fro", "xdiag"):
+            found = []
+            for matrix in given:
+                torch.manual_seed(0)
+                found.append(getattr(curvlinops, name)(matrix, 12))
+            assert_near(*found, 1e-10)

@@ -4,18 +4,22 @@ from functools import cache
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.func import grad, jacrev, jvp, vmap
 
 from invfunc import ggnvp, hvp, linearize, tree
+from invfunc.errors import ConvexityError
 from invfunc.testing import assert_trees_close
 from tests import matrices
 from tests.around import COMPOSITIONS, SMOOTH, differentiated
-from tests.evaluation.test_effects import DRAWS, rng, shaken
-from tests.matrices import MAKING, READING, flat, loss_of, summed
-from tests.networks import LOSSES, NETWORKS, network, total
+from tests.criteria import model
+from tests.laws import composed
+from tests.matrices import MAKING, READING, assert_near, flat
+from tests.networks import LOSSES, network, total
+from tests.products.test_products import vectors
 from tests.strategies import Numbers
 
 EXACT = 1e-8
@@ -123,116 +127,130 @@ def test_a_linearisation_may_be_composed_later(how, requires_grad, product):
 class TestDerivatives:
     """Of what a product depends on."""
 
-    @pytest.mark.parametrize("make", [hvp, ggnvp])
-    @pytest.mark.parametrize("by", [grad, lambda f: lambda p: differentiated(f, (p,), [0])], ids=["func", "autograd"])
-    def test_of_blocks(self, make, by):
-        net, loss = network("perceptron", 3), LOSSES[0]
-        batch, like = (net.x, loss.target(Numbers(1), 3)), net.params
-        rows = tree.map_leaves(lambda p: Numbers(3)(2, *p.shape), like)
-
-        def dense(p):
-            matrix = hessian(p) if make is hvp else gauss_newton(p)
-            parts = zip(matrices.blocks(matrix, like), tree.leaves(rows), strict=True)
-            return [(x.flatten(1) @ b.T).view_as(x) for b, x in parts]
-
-        def hessian(p):
-            return torch.func.hessian(lambda q: loss_of(net.f, loss)(matrices.shaped(q, like), *batch))(flat(p))
-
-        def gauss_newton(p):
-            rows = jacrev(lambda q: net.f(matrices.shaped(q, like), net.x).flatten())(flat(p))
-            z = net.f(p, net.x).flatten()
-            return rows.T @ torch.func.hessian(lambda z: loss(z.view(3, -1), batch[1], "sum"))(z) @ rows
-
-        found = by(lambda p: total(make(net.f, summed(loss), blocks=True)(p, rows, *batch)))(like)
-        wanted = by(lambda p: total(dense(p)))(like)
-        assert_trees_close(tree.leaves(found), tree.leaves(wanted), EXACT, 1e-2)
-
     @products
-    @pytest.mark.parametrize("seen", [True, False], ids=["operation", "autograd.Function"])
-    def test_of_closed_over_tensors(self, product, seen):
+    def test_of_closed_over_tensors(self, product):
         """A frozen encoder below: its parameters require grad and are not parameters of f."""
         encoder, net, y = nn.Linear(2, 2).double(), network("perceptron", 3), Numbers(1).below(3, 3)
-        encode = encoder if seen else (lambda x: Product.apply(x, encoder.weight.T) + encoder.bias)
         v = tree.map_leaves(lambda p: Numbers(3)(*p.shape), net.params)
-        if not seen and product in ("ggnvp of f", "empirical of f"):
-            return  # what cannot be seen is followed in models that are given apart, and in losses of the samples
 
         def slopes(make):
-            found = make(lambda p, x: net.f(p, encode(x).tanh()), LOSSES[0])(net.params, v, net.x, y)
+            found = make(lambda p, x: net.f(p, encoder(x).tanh()), LOSSES[0])(net.params, v, net.x, y)
             return torch.autograd.grad(total(found), list(encoder.parameters()))
 
         make, formula = MAKING[product]
         assert_trees_close(slopes(make), slopes(formula), EXACT)
         assert_trees_close(slopes(lambda f, loss: READING["linearised"](make(f, loss))), slopes(formula), EXACT)
 
-    @products
-    def test_require_grad_only_where_something_did(self, product):
-        net, y = network("affine", 3), Numbers(1).below(3, 3)
-        t, v = MAKING[product][0](net.f, LOSSES[0]), tree.map_leaves(torch.cos, network("affine", 3).params)
-        tracked = tree.map_leaves(lambda p: p.clone().requires_grad_(), net.params)
-        for params, vector, wanted in [(net.params, v, False), (tracked, v, True), (net.params, tracked, True)]:
-            for make in READING.values():
-                assert all(r.requires_grad == wanted for r in tree.leaves(make(t)(params, vector, net.x, y)))
-                with torch.no_grad():
-                    assert not any(r.requires_grad for r in tree.leaves(make(t)(params, vector, net.x, y)))
+
+# Products of functions whose samples are mixed, moved or pooled, and where a loss function is split
 
 
-class Product(torch.autograd.Function):
-    """A function of the user that no mode of torch sees."""
-
-    generate_vmap_rule = True
+class TestSamples:
+    """What the samples have to be for which product."""
 
     @staticmethod
-    def forward(x, w):
-        return x @ w
+    def normalised(p, x):
+        return F.batch_norm((x @ p["w"]).tanh(), None, None, p["scale"], p["shift"], training=True)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
+    def args():
+        rand = Numbers()
+        params = {"w": rand(2, 3), "scale": rand(3), "shift": rand(3)}
+        return params, rand(5, 2), rand.below(3, 5)
 
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return Product.apply(g, w.mT), Product.apply(x.mT, g)
+    def test_may_be_mixed_by_a_model(self):
+        args, f = self.args(), self.normalised
+        assert_near(
+            matrices.of(hvp(f, F.cross_entropy), *args), matrices.hessian(composed(f, F.cross_entropy), *args), 1e-8
+        )
+        wanted = matrices.ggn(f, F.cross_entropy, *args)
+        for product in (ggnvp(f, F.cross_entropy), ggnvp(composed(f, F.cross_entropy))):
+            assert_near(matrices.of(product, *args), wanted, 1e-8)
+            v = vectors(args[0])
+            assert_near(flat(product(args[0], v, *args[1:])), wanted @ flat(v), 1e-8)
+        each = composed(f, lambda z, y: F.cross_entropy(z, y, reduction="none"))
+        assert_near(matrices.of(ggnvp(each, fisher="empirical"), *args), matrices.fisher(each, *args), 1e-8)
 
-    @staticmethod
-    def jvp(ctx, dx, dw):
-        raise NotImplementedError  # as in most functions of one's own: products take reverse mode only
+    @pytest.mark.parametrize(
+        "loss",
+        [
+            lambda z, y: (z - z.mean(0)).square().sum(),
+            lambda z, y: (z - z.mean(0)).square().sum(1),
+            lambda z, y: F.cross_entropy(z @ z.detach().T, torch.arange(len(z))),
+            lambda z, y: (z[:, None] - z[None]).square().sum() + F.mse_loss(z.sum(0), y),
+        ],
+        ids=["centred", "centred losses", "contrastive", "pairs"],
+    )
+    def test_may_be_mixed_by_a_convex_loss(self, loss):
+        f, params = model((3,))
+        x, y = Numbers(1)(4, 2), Numbers(2)(3)
+        wanted = matrices.ggn(f, loss, params, x, y)
+        assert_near(matrices.of(ggnvp(f, loss, in_dims=(0, None)), params, x, y), wanted, 1e-8)
+        assert_near(matrices.of(ggnvp(f, loss), params, x, y), wanted, 1e-8)  # 4 samples and 3: none are told apart
 
+    def test_are_mixed_by_a_loss_that_draws_as_one_call_of_it_does(self):
+        f, params = model((3,))
+        x, v = Numbers(1)(4, 2), vectors(params)
 
-@products
-class TestLeavesAsTheyWere:
-    @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
-    @pytest.mark.parametrize("read", READING.values(), ids=READING)
-    def test_arguments_modes_and_the_generator(self, product, mode, read):
-        for called in NETWORKS:
-            net, y = network(called, 4), Numbers(1).below(3, 4)
-            params, v = (tree.map_leaves(lambda p: p.clone().requires_grad_(), net.params) for _ in range(2))
-            args = tree.tensors((params, v, net.x, y))
-            before = [(x.clone(), x._version, x.requires_grad) for x in args]
-            with mode():
-                modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), rng()
-                read(MAKING[product][0](net.f, LOSSES[0]))(params, v, net.x, y)
-                assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), rng()) == modes
-            assert torch._C._len_torch_function_stack() == 0
-            for x, (value, version, requires_grad) in zip(args, before, strict=True):
-                assert torch.equal(x, value) and x._version == version
-                assert x.requires_grad == requires_grad and x.grad is None
+        def loss(z, y):
+            return F.dropout((z - z.mean(0)).square(), 0.5).sum()
 
-    @pytest.mark.parametrize("noise", DRAWS.values(), ids=DRAWS)
-    def test_random_numbers_are_those_of_one_call(self, product, noise):
-        f, params, x, y = shaken(noise)
-        v = tree.map_leaves(torch.cos, params)
-        torch.manual_seed(3)
-        f(params, x)
-        after, (make, formula) = rng(), MAKING[product]
+        torch.manual_seed(0)
+        drawn = F.dropout(torch.ones(4, 3).double(), 0.5)
+        after = torch.get_rng_state()
+        torch.manual_seed(0)
+        found = ggnvp(f, loss)(params, v, x, None)
+        assert torch.equal(torch.get_rng_state(), after)
+        wanted = matrices.ggn(f, lambda z, y: ((z - z.mean(0)).square() * drawn).sum(), params, x, None)
+        assert_near(flat(found), wanted @ flat(v), 1e-8)
 
-        def again(p, x):
-            torch.manual_seed(3)
-            return f(p, x)
+    @pytest.mark.parametrize("factor", [1, -1])
+    def test_may_have_been_pooled(self, factor):
+        """Three outputs of eight samples, with a loss of known structure."""
 
-        wanted = formula(again, LOSSES[0])(params, v, x, y)
-        for read in READING.values():
-            torch.manual_seed(3)
-            assert_trees_close(read(make(f, LOSSES[0]))(params, v, x, y), wanted, EXACT)
-            assert rng() == after
+        def f(p, x):
+            return (x @ p["w"]).tanh()[:6].unflatten(0, (3, 2)).mean(1)
+
+        def loss(z, y):
+            return factor * F.cross_entropy(z, y, reduction="none")
+
+        args = ({"w": Numbers()(2, 4)}, Numbers(1)(8, 2), Numbers(2).below(4, 3))
+        if factor > 0:
+            assert_near(matrices.of(ggnvp(f, loss), *args), matrices.ggn(f, loss, *args), 1e-8)
+        for reduced in (loss, lambda z, y: loss(z, y).sum()) if factor < 0 else ():
+            with pytest.raises(ConvexityError):
+                ggnvp(f, reduced).linearize(*args)
+
+    @given(order=st.permutations(range(3)), other=st.integers(0, 1))
+    def test_may_lie_along_other_axes(self, order, other):
+        f, params = model((2, 3))
+        x, y = Numbers(1)(4, 2), Numbers(2)(4, 2, 3)
+        at, back = order.index(0), [order.index(d) for d in range(3)]
+
+        def last(p, x):
+            return f(p, x.movedim(other, 0)).permute(order)
+
+        args, dims = (params, x.movedim(0, other), y.permute(order)), {"in_dims": (other, at), "out_dims": at}
+        wanted = matrices.ggn(f, F.mse_loss, params, x, y)
+        assert_near(matrices.of(ggnvp(last, F.mse_loss, **dims), *args), wanted, 1e-8)
+        alone = ggnvp(lambda p, x, y: F.mse_loss(last(p, x).permute(back), y.permute(back)), in_dims=(other, at))
+        assert_near(matrices.of(alone, *args), wanted, 1e-8)
+        each = composed(f, lambda z, y: F.mse_loss(z, y, reduction="none").flatten(1).sum(1))
+        wanted = matrices.fisher(each, params, x, y)
+        summed = ggnvp(last, lambda z, y: F.mse_loss(z, y, reduction="sum"), fisher="empirical", **dims)
+        assert_near(matrices.of(summed, *args), wanted, 1e-8)
+
+    @pytest.mark.parametrize("make", [batch_grad, diag_ggn, partial(kfac, fisher="exact")])
+    def test_of_a_contrastive_loss_are_mixed_and_the_error_says_what_there_is(self, make):
+        f, params = model((3,))
+        x, y = Numbers(1)(4, 2), torch.arange(4)
+
+        def similarities(p, x):
+            return f(p, x) @ f(p, x.flip(1)).T
+
+        loss = composed(similarities, F.cross_entropy)
+        with pytest.raises(SampleAxisError, match=r"products of samples.*`hvp\(f\)` and `ggnvp\(f, loss\)`"):
+            make(loss)(params, x, y)
+        assert_near(matrices.of(hvp(loss), params, x, y), matrices.hessian(loss, params, x, y), 1e-8)
+        wanted = matrices.ggn(similarities, F.cross_entropy, params, x, y)
+        assert_near(matrices.of(ggnvp(similarities, F.cross_entropy), params, x, y), wanted, 1e-8)

@@ -11,7 +11,6 @@ from invfunc import (
     chunked,
     distributed,
     ekfac,
-    explain,
     functional,
     kfac,
     sqrt_ggn,
@@ -98,25 +97,6 @@ class TestEqualTheDiagonals:
         assert_trees_close(own(part), diagonals(whole), EXACT, 1e-6)
         assert any(K.is_diagonal(i) for K in part.values() if K is not None for i in range(len(K.factors)))
 
-    def test_of_a_block_that_is_its_own_factor(self):
-        def f(p, x):
-            return (x * p.exp()).sum(1, keepdim=True)
-
-        args = Numbers(1)(3), Numbers(2)(4, 3), Numbers(3)(4, 1)
-        whole, part = (kfac(f, F.mse_loss, max_factor_dim=most, fisher="exact")(*args) for most in (None, MOST))
-        assert_trees_close(part.factors, (whole.factors[0].diagonal(),), EXACT)
-
-    def test_of_a_loss_whose_columns_are_products_of_two(self):
-        f, params, x, _ = case("perceptron")
-
-        def loss(z, y):
-            return (z.logsumexp(-1) + 3).square().mean()
-
-        whole, part = (
-            kfac(f, loss, max_factor_dim=most, fisher="exact")(params, x, torch.zeros(4)) for most in (None, MOST)
-        )
-        assert_trees_close(own(part), diagonals(whole), EXACT, 1e-6)
-
     def test_a_weight_in_two_roles_has_the_nearest_product_of_diagonals(self):
         f, params, x, y = case("tied embedding")
         K = kfac(f, F.mse_loss, max_factor_dim=4, fisher="exact")(params, x, y)["layers.words.weight"]
@@ -147,33 +127,6 @@ class TestEqualTheDiagonals:
                 assert_trees_close(
                     [K.dense() for K in found.values()], [K.dense() for K in whole.values()], EXACT, 1e-6
                 )
-
-
-class TestEigenvalues:
-    @pytest.mark.parametrize("called", ["perceptron", "embedding", "convolution", "groups"])
-    def test_are_squares_in_the_basis_of_the_factors(self, called):
-        f, *args = case(called)
-        found = ekfac(f, F.mse_loss, fisher="exact", max_factor_dim=MOST)(*args)
-        for name, G in sqrt_ggn(f, F.mse_loss)(*args).items():
-            K = found[name]
-            assert_trees_close(K.trace(), G.square().sum(), EXACT)
-            dense = torch.einsum("vnp,vnq->pq", G.flatten(2), G.flatten(2))
-            vectors = type(K)(K.factors, K.groups, K.shape, torch.ones_like(K.values), K.blocks)
-            units = torch.eye(len(dense)).double().reshape(-1, *K.shape)
-            assert_trees_close((vectors @ units).flatten(1), units.flatten(1), EXACT)
-            if K.blocks is None:
-                Q = type(K)(K.factors, K.groups, K.shape).dense()
-                assert_trees_close((Q.T @ dense @ Q).diagonal(), self.laid_out(K), EXACT, 1e-6)
-
-    @staticmethod
-    def laid_out(K):
-        """The eigenvalues in the order of the entries."""
-        order = [d for group in K.groups for d in group]
-        return (
-            K.values.reshape([K.shape[d] for d in order])
-            .permute(sorted(range(len(order)), key=order.__getitem__))
-            .flatten()
-        )
 
 
 class TestTheBestProductWithADiagonal:
@@ -210,15 +163,6 @@ class TestTheBestProductWithADiagonal:
 
 
 class TestWhatIsTold:
-    @pytest.mark.parametrize("of", [of for of in STATISTICS if of != "joint"])
-    @pytest.mark.parametrize("called", [c for c in CASES if c not in ("RMS norm", "groups", "transposed convolution")])
-    def test_explain_gives_the_shapes_of_the_factors(self, called, of):
-        f, *args = case(called)
-        t = STATISTICS[of](f, F.mse_loss, max_factor_dim=MOST)
-        told = {p.name: sorted(p.matrices) for p in explain(t)(*args).params}
-        wanted = {f"params['{k}']": sorted(tuple(f.shape) for f in K.factors) for k, K in t(*args).items() if K}
-        assert told == {name: wanted.get(name, []) for name in told}
-
     def test_what_does_not_fit_is_an_error_before_it_is_computed(self, monkeypatch):
         f, params = functional(nn.Sequential(nn.Linear(2, 9_000), nn.Linear(9_000, 1)))
         for module in (size, refusals):

@@ -1,6 +1,7 @@
 """K-factors against plain loops over hooks, for each layer and way of sharing weights; and where they are exact."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,13 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from invfunc import functional, kfac
+from invfunc import chunked, diag_ggn, ekfac, functional, kfac, reduced
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.kronecker import kfra
 from invfunc.testing import assert_trees_close, loop_kfac
 from invfunc.testing.laws.rows import in_blocks
 from invfunc.testing.models import moved
 from tests.laws import composed
 from tests.networks import LOSSES
-from tests.strategies import Numbers
+from tests.strategies import Numbers, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel", "ignore:enable_nested_tensor")
 EXACT, FLOOR = 1e-10, 1e-3
@@ -177,17 +180,6 @@ def test_convolutions(case, sharing, joint):
     assert_factors(kfac(f, F.mse_loss, weight_sharing=sharing, joint=joint, fisher="exact")(*args), wanted)
 
 
-@sharings
-def test_embeddings(sharing):
-    """The factor over the tokens is diagonal where no positions are averaged."""
-    module = nn.Sequential(nn.Embedding(4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(6, 3)).double()
-    f, params = functional(module)
-    args = ({name: Numbers(2)(*p.shape) for name, p in params.items()}, Numbers(3).below(4, 5, 3), Numbers(1)(5, 3))
-    found = kfac(f, F.mse_loss, weight_sharing=sharing, fisher="exact")(*args)
-    assert_factors(found, loop_kfac(module, F.mse_loss, weight_sharing=sharing)(*args))
-    assert (found["0.weight"].factors[0].ndim == 1) == (sharing != "reduce")
-
-
 W, V, X, Y = Numbers(1)(3, 2), Numbers(2)(2, 3), Numbers(3)(4, 2, 3), Numbers(4)(4, 2, 3)
 READINGS = {
     "x @ w": (lambda x, w: x @ w, (1, 0), lambda w: w),
@@ -224,85 +216,84 @@ def test_functional_code(read, order, of, sharing):
     assert found["w"].shape == of(W).shape and found["w"].groups == ((0,), (1,))
 
 
-class TestConventions:
-    """Beside those of curvlinops, written out as it defines them."""
+# kfac and its relatives: their options, in chunks, under transforms of torch.func, and what they refuse
 
-    @pytest.mark.parametrize("reduction", ["mean", "sum"])
-    @pytest.mark.parametrize("loss", [F.mse_loss, F.binary_cross_entropy_with_logits])
-    def test_empirical_factors_are_those_of_each_loss_but_for_their_number(self, loss, reduction):
-        w, x, y = Numbers()(2, 4), Numbers(1)(5, 3, 4), Numbers(2)(5, 3, 2).sigmoid()
-        K = kfac(lambda w, x: x @ w.T, lambda z, y: loss(z, y, reduction=reduction), fisher="empirical")(w, x, y)
-        count = y.numel() if reduction == "mean" else 1
-        rows, at = (x @ w.T).requires_grad_(), x.flatten(0, 1)
-        slopes = torch.autograd.grad(loss(rows, y, reduction="sum"), rows)[0].flatten(0, 1)
-        assert_trees_close(count * K.factors[0], slopes.T @ slopes / count, 1e-10)
-        assert_trees_close(K.factors[1], at.T @ at / len(at), 1e-10)
+EXACT_REFUSED, DERIVED = 1e-9, 1e-7
 
 
-class TestModulesOfTorch:
-    """What torch computes in one call, against the same of linear layers."""
-
-    @sharings
-    def test_attention(self, sharing):
-        layer = nn.MultiheadAttention(4, 2, batch_first=True)
-        rand, x, y = Numbers(5), Numbers(3)(3, 2, 4), Numbers(6)(3, 2, 4)
-
-        def by_hand(m, x):
-            q, k, v = (y.unflatten(-1, (2, 2)).transpose(1, 2) for y in m["qkv"](x).chunk(3, -1))
-            return m["out"]((q @ k.mT / 2**0.5).softmax(-1).matmul(v).transpose(1, 2).flatten(-2))
-
-        module = Applied(by_hand, qkv=nn.Linear(4, 12), out=nn.Linear(4, 4))
-        names = {"in_proj_weight": "layers.qkv.weight", "in_proj_bias": "layers.qkv.bias"}
-        names |= {f"out_proj.{k}": f"layers.out.{k}" for k in ("weight", "bias")}
-        f, params = functional(Applied(lambda m, x: m["a"](x, x, x, need_weights=False)[0], a=layer))
-        given = {name: rand(*p.shape) for name, p in params.items()}
-        same = {names[name.removeprefix("layers.a.")]: p for name, p in given.items()}
-        wanted = loop_kfac(module, F.mse_loss, weight_sharing=sharing)(same, x, y)
-        found = kfac(f, F.mse_loss, weight_sharing=sharing, fisher="exact")(given, x, y)
-        assert_factors({names[name.removeprefix("layers.a.")]: k for name, k in found.items()}, wanted)
-
-    @sharings
-    def test_recurrence(self, sharing):
-        f, params = functional(Applied(lambda m, x: m["a"](x)[0][:, -1], a=nn.RNN(3, 3, batch_first=True)))
-        rand, x, y = Numbers(5), Numbers(3)(4, 2, 3), Numbers(6)(4, 3)
-        given = {name: rand(*p.shape) for name, p in params.items()}
-        module, *_ = built("recurrence")
-        names = {f"layers.a.{k}_{h}_l0": f"layers.{h}.{k}" for k in ("weight", "bias") for h in ("ih", "hh")}
-        wanted = loop_kfac(module, F.mse_loss, weight_sharing=sharing)(
-            {names[name]: p for name, p in given.items()}, x, y
-        )
-        found = kfac(f, F.mse_loss, weight_sharing=sharing, fisher="exact")(given, x, y)
-        assert_factors({names[name]: k for name, k in found.items()}, wanted)
-
-    @pytest.mark.parametrize("train", [True, False])
-    def test_a_transformer_runs(self, train):
-        layer = nn.TransformerEncoderLayer(4, 2, 3, dropout=0.0, batch_first=True).double().train(train)
-        f, params = functional(layer)
-        x, y = Numbers(3)(2, 3, 4), Numbers(4)(2, 3, 4)
-        for k in kfac(f, F.mse_loss, fisher="exact")(params, x, y).values():
-            values = torch.linalg.eigvalsh(k.dense())
-            assert values.min() > -1e-10 * values.max()
-        traced = {name: k.trace() for name, k in kfac(f, F.mse_loss, fisher="exact")(params, x[:1], y[:1]).items()}
-        assert all(t > 0 for name, t in traced.items() if "in_proj" not in name)
+NOT_LINEAR = {
+    "exp(w) @ x": lambda p, x: x @ p["w"].exp(),
+    "w * w": lambda p, x: x @ (p["w"] * p["w"]),
+    "masked": lambda p, x: x @ p["w"].tril(),
+    "low rank": lambda p, x: x @ (p["w"] @ p["w"].T),
+}
 
 
-def test_a_parameter_without_influence():
-    f, params = functional(nn.Linear(2, 3).double())
-    found = kfac(lambda p, x: f(p["f"], x), F.mse_loss, fisher="exact")(
-        {"f": params, "none": torch.ones(2, 2).double()}, X[:, 0, :2], Y[:, 0]
+class TestRefusals:
+    x, y = Numbers(1)(4, 3), Numbers(2)(4, 3)
+
+    @pytest.mark.parametrize("f", NOT_LINEAR.values(), ids=NOT_LINEAR)
+    @pytest.mark.parametrize(
+        "make", [partial(kfac, fisher="exact"), partial(ekfac, fisher="exact")], ids=["exact", "ekfac"]
     )
-    assert not found["none"].dense().any()
-    assert_factors(found["f"], loop_kfac(nn.Linear(2, 3).double(), F.mse_loss)(params, X[:, 0, :2], Y[:, 0]))
+    def test_a_parameter_that_no_operation_is_linear_in(self, make, f):
+        with pytest.raises(ArgumentError, match=r"\['w'\]"):
+            make(f, F.mse_loss)({"w": Numbers(3)(3, 3)}, self.x, self.y)
 
-
-@sharings
-def test_b_is_symmetric(sharing):
-    """Also that of a loss of unknown structure, whose columns are products of two, in float32."""
-    torch.manual_seed(0)
-    f, params = functional(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4)))
-    x, y = Numbers()(7, 3, 5).float(), torch.zeros(7)
-    found = kfac(f, lambda z, y: (z.logsumexp(-1) + 3).square().mean(), weight_sharing=sharing, fisher="exact")(
-        params, x, y
+    @pytest.mark.parametrize(
+        "make",
+        [partial(kfac, fisher="exact"), partial(ekfac, fisher="exact"), kfra],
+        ids=["exact", "ekfac", "kfra"],
     )
-    for kronecker in found.values():
-        assert_trees_close(kronecker.factors[0], kronecker.factors[0].mT, 1e-6)
+    def test_name_all_parameters_at_once(self, make):
+        def f(p, x):
+            return (x @ p["w"].exp()).tanh() @ p["fine"] @ p["v"].tril()
+
+        params = {name: Numbers(i)(3, 3) for i, name in enumerate(("w", "fine", "v"))}
+        with pytest.raises(ArgumentError, match=r"\['w'\]: .*; .*\['v'\]: .*'diagonal'.*'skip'") as error:
+            make(f, F.mse_loss)(params, self.x, self.y)
+        assert "fine" not in str(error.value)
+
+    @pytest.mark.parametrize("f", NOT_LINEAR.values(), ids=NOT_LINEAR)
+    @pytest.mark.parametrize("loss", LOSSES[:3], ids=repr)
+    def test_or_have_the_diagonal_of_their_block(self, f, loss):
+        args = {"w": Numbers(3)(3, 3)}, self.x, loss.target(Numbers(1), 4)
+        wanted = diag_ggn(f, loss)(*args)["w"]
+        for make in (partial(kfac, fisher="exact"), partial(ekfac, fisher="exact")):
+            found = make(f, loss, unsupported="diagonal")(*args)["w"]
+            assert_trees_close(found.dense(), wanted.flatten().diag(), EXACT_REFUSED)
+            assert_trees_close(found.solve(found @ args[0]["w"] + args[0]["w"], 1.0), args[0]["w"], EXACT_REFUSED)
+        drawn = kfac(f, loss, mc_samples=2, generator=seeded(), unsupported="diagonal")(*args)["w"]
+        same = diag_ggn(f, loss, mc_samples=2, generator=seeded())(*args)["w"]
+        assert_trees_close(drawn.dense(), same.flatten().diag(), EXACT_REFUSED)
+
+    @pytest.mark.parametrize("over", ["outputs", "samples", "params"])
+    def test_or_are_left_out(self, over):
+        def f(p, x):
+            return x @ p["w"].exp() @ p["v"]
+
+        args = {"w": Numbers(3)(3, 3), "v": Numbers(2)(3, 3)}, self.x, self.y
+        v = matrices(kfac(lambda v, x: f(args[0] | {"v": v}, x), F.mse_loss, fisher="exact")(args[0]["v"], *args[1:]))
+        for unsupported in ("skip", "diagonal"):
+            t = chunked(kfac(f, F.mse_loss, unsupported=unsupported, fisher="exact"), 2, over=over)
+            found = t(*args)
+            assert (found["w"] is None) == (unsupported == "skip")
+            assert_trees_close(matrices(found["v"]), v, EXACT_REFUSED)
+            named = reduced(t, lambda path, k: k.trace())(*args)
+            assert (named["w"] is None) == (unsupported == "skip")
+        with pytest.raises(ArgumentError, match="'w'"):
+            chunked(kfac(f, F.mse_loss, fisher="exact"), 2, over=over)(*args)
+        with pytest.raises(ArgumentError, match="'w'"):
+            reduced(kfac(f, F.mse_loss, fisher="exact"), lambda path, k: k.trace())(*args)
+
+    @pytest.mark.parametrize("make", [kfac, ekfac], ids=["kfac", "ekfac"])
+    def test_options_of_the_columns(self, make):
+        name = make.__name__
+        with pytest.raises(ArgumentError, match=rf"{name}.*fisher='true'"):
+            make(F.linear, F.mse_loss, fisher="true", generator=seeded())
+        with pytest.raises(ArgumentTypeError, match=rf"{name}.*generator"):
+            make(F.linear, F.mse_loss)
+        with pytest.raises(ArgumentTypeError, match=rf"{name}.*generator.*int"):
+            make(F.linear, F.mse_loss, generator=3)
+        with pytest.raises(ArgumentError, match=rf"{name}.*mc_samples.*0"):
+            make(F.linear, F.mse_loss, mc_samples=0, generator=seeded())

@@ -13,7 +13,6 @@ from torch import nn
 from invfunc import (
     InvFuncError,
     batch_grad,
-    diag_ggn,
     ekfac,
     functional,
     ggn_trace,
@@ -25,12 +24,10 @@ from invfunc import (
 from invfunc.errors import ArgumentError
 from invfunc.kronecker import kfra
 from invfunc.testing import assert_trees_close, dense_ggn, loop_kfra
-from invfunc.testing.laws.rows import in_blocks
 from tests.laws import composed
-from tests.loss.test_monte_carlo import near
 from tests.modules import MODELS
 from tests.networks import CLASSES, LOSSES
-from tests.reductions.test_kfac import FLOOR, MODULES, SHARINGS, Applied, built, matrices
+from tests.reductions.test_kfac import FLOOR, MODULES, SHARINGS, built, matrices
 from tests.strategies import Numbers, seeded
 from tests.torch_layers import LAYERS
 
@@ -116,65 +113,6 @@ class TestExactness:
             assert found[f"{name}.bias"] is None
             assert_trees_close(found[f"{name}.weight"].dense(), dense_ggn(joined, LOSSES[0])(both, *args[1:]), EXACT)
 
-    def test_expand_of_deep_linear_networks_with_a_loss_for_each_position(self):
-        x = Numbers(4)(3, 2, 2)
-        f, (params, _, _) = arranged(deep_linear(), x, LOSSES[1])
-        y = Numbers(5)(3, 2, CLASSES)
-        wanted = dense_ggn(f, F.mse_loss)(params, x, y)
-        assert_trees_close(
-            dense(kfac(f, F.mse_loss, weight_sharing="expand", fisher="exact")(params, x, y)), wanted, EXACT
-        )
-
-    def test_reduce_of_deep_linear_networks_with_a_mean_over_positions(self):
-        net = Applied(lambda m, x: m["net"](x).mean(1), net=deep_linear())
-        f, args = arranged(net, Numbers(4)(3, 2, 2), LOSSES[1])
-        wanted = dense_ggn(f, F.mse_loss)(*args)
-        assert_trees_close(dense(kfac(f, F.mse_loss, weight_sharing="reduce", fisher="exact")(*args)), wanted, EXACT)
-
-
-class TestDraws:
-    """Their expectation is the exact factor; the error rate of a comparison is that of tests/test_monte_carlo.py."""
-
-    @pytest.mark.parametrize("loss", LOSSES[:3], ids=repr)
-    def test_they_average_to_the_exact_factors(self, loss):
-        module = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, CLASSES), nn.Sigmoid())  # far from what is rare
-        f, args = arranged(module, Numbers(4)(3, 2), loss)
-        draws, t = 200, kfac(f, loss, mc_samples=5, generator=seeded(2))
-        found, exact = [t(*args) for _ in range(draws)], kfac(f, loss, fisher="exact")(*args)
-        for name, k in exact.items():
-            factors = torch.stack([drawn[name].factors[0] for drawn in found])
-            assert near(factors.mean(0), factors.std(0), k.factors[0], draws)
-            for drawn in found[:3]:
-                assert_trees_close(drawn[name].factors[1:], k.factors[1:], EXACT)
-
-    @sharings
-    def test_one_seed_gives_one_set_of_numbers(self, sharing):
-        _, f, params, x = built("convolution")
-        args = (params, x, LOSSES[0].target(Numbers(1), len(x)))
-        options = {"mc_samples": 3, "weight_sharing": sharing}
-        first, state = kfac(f, LOSSES[0], generator=seeded(), **options)(*args), torch.get_rng_state()
-        generator = seeded()
-        t = in_blocks(kfac(f, LOSSES[0], generator=generator, **options))
-        assert_trees_close(t(*args), first, EXACT)
-        assert (dense(t(*args))["0.bias"] != dense(first)["0.bias"]).any()
-        assert torch.equal(state, torch.get_rng_state())
-        assert not torch.equal(generator.get_state(), seeded().get_state())
-
-    def test_of_a_loss_of_the_user(self):
-        _, f, params, x = built("perceptron")
-
-        def loss(z, y):
-            return (z.exp() - y * z).sum(1)
-
-        def sample(z, generator):
-            return torch.poisson(z.exp(), generator=generator)
-
-        args = (params, x, torch.ones(4, 3).double())
-        found = kfac(f, loss, mc_samples=4000, generator=seeded(), sample=sample)(*args)
-        assert_trees_close(
-            dense(found), dense(kfac(f, loss, fisher="exact")(*args)), 0.15
-        )  # more than five standard errors
-
 
 COLUMNS = {"exact": {}, "mc": {"mc_samples": 3}, "empirical": {}}
 
@@ -208,15 +146,6 @@ class TestEkfac:
             for i, q in enumerate(matrices(k), 1):
                 rows = (rows.movedim(i, -1) @ q).movedim(-1, i)
             assert_trees_close(k.values, rows.square().sum(0), EXACT, FLOOR)
-
-    def test_its_trace_is_that_of_the_block(self, called):
-        _, f, params, x = built(called)
-        args = (params, x, LOSSES[0].target(Numbers(1), len(x)))
-        traces = {name: k.trace() for name, k in ekfac(f, LOSSES[0], fisher="exact")(*args).items()}
-        assert_trees_close(traces, ggn_trace(f, LOSSES[0], per_parameter=True)(*args), EXACT)
-        diagonal = diag_ggn(f, LOSSES[0], mc_samples=2, generator=seeded())(*args)
-        drawn = ekfac(f, LOSSES[0], mc_samples=2, generator=seeded())(*args)
-        assert_trees_close({n: k.trace() for n, k in drawn.items()}, tree.map_leaves(torch.sum, diagonal), EXACT)
 
 
 WITHOUT_FACTORS = {"weight_norm", "spectral_norm", "orthogonal", "language"}
@@ -263,19 +192,6 @@ class TestKfra:
         for t in (kfra(f, loss), kfra(composed(f, loss))):
             assert_trees_close({name: matrices(k) for name, k in t(*args).items()}, wanted, EXACT)
 
-    def test_of_plain_functions(self):
-        module = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, CLASSES))
-        _, (params, x, y) = arranged(module, Numbers(4)(4, 2), LOSSES[0])
-        w, b, v, c = params.values()
-
-        def f(p, x):
-            return torch.addmm(p["c"], (x @ p["w"] + p["b"]).tanh(), p["v"].T)
-
-        found = kfra(f, LOSSES[0])({"w": w.T.clone(), "b": b, "v": v, "c": c}, x, y)
-        wanted = loop_kfra(module, LOSSES[0])(params, x, y)
-        assert_trees_close(matrices(found["w"]), wanted["0.weight"][::-1], EXACT)
-        assert_trees_close([matrices(found[k]) for k in "bvc"], [wanted[n] for n in list(params)[1:]], EXACT)
-
     def test_a_weight_with_its_bias(self):
         module = perceptron(nn.Sigmoid)
         f, args = arranged(module, Numbers(4)(4, 2), LOSSES[1])
@@ -292,21 +208,6 @@ class TestKfra:
         _, f, params, x = built(called)
         with pytest.raises(InvFuncError, match="chain"):
             kfra(f, F.mse_loss)(params, x, torch.zeros(4, 3).double())
-
-    def test_a_weight_that_is_used_twice(self):
-        _, f, params, x = built("a layer used twice")
-        with pytest.raises(ArgumentError, match="layers.a"):
-            kfra(f, F.mse_loss)(params, x, torch.zeros(4, 3).double())
-
-
-def test_a_bias_of_groups_has_a_factor_of_all_channels():
-    """Also where the kernels of their weight have one entry."""
-    rand = Numbers()
-    x, w, b, target = rand(1, 2, 1), rand(2, 2, 1), rand(4), rand(1, 4, 1)
-    found = kfac(lambda p, x: F.conv_transpose1d(x, p[0], p[1], groups=2), F.mse_loss, fisher="exact")(
-        (w, b), x, target
-    )[1]
-    assert_trees_close(found.dense(), torch.eye(4).to(x) / 2, EXACT)
 
 
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])

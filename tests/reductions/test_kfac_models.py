@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from invfunc import ekfac, functional, ggn_trace, kfac
+from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close, dense_ggn, peak_memory
 from invfunc.testing.laws.rows import in_blocks
 from tests.crossed import GATES_OF_PATCHES, sides, thresholds_at
@@ -117,16 +118,6 @@ class TestModels:
             assert_trees_close(k.solve(k @ v + 0.1 * v, 0.1), v, 1e-6)
             assert (torch.linalg.eigvalsh(k.dense()) > -1e-9).all()
 
-    @pytest.mark.parametrize("called", ["ViT", "CLIP", "MobileNet"])
-    def test_have_single_factors_that_are_their_blocks(self, called):
-        """A vector that one position reads, whatever reads it: a class token, a temperature."""
-        f, args = arranged(called, 3)
-        blocks = dense_ggn(f, F.cross_entropy)(*args)
-        found = kfac(f, F.cross_entropy, fisher="exact")(*args)
-        for name in ("token", "temperature", "9.bias"):
-            if name in found:
-                assert_trees_close(found[name].dense(), blocks[name], EXACT)
-
 
 PICKS = {
     "all": lambda p: p[:3],
@@ -171,42 +162,6 @@ class TestLookups:
             assert_trees_close(matrices(k), matrices(wanted[name]), EXACT)
         assert (found["p"].factors[0].ndim == 1) == (sharing != "reduce")
 
-    @sharings
-    def test_at_several_places_count_as_positions_of_one(self, sharing):
-        """Also where one of them is a product with unit vectors, whose factor is not a diagonal."""
-        p, x, y = Numbers(1)(5, 2), Numbers(2)(3, 3, 2), Numbers(3)(3, 3, 2)
-        first, second = (torch.eye(5).double()[i].expand(3, -1, -1) for i in ([0, 1, 2], [4, 4, 1]))
-
-        def added(p, x):
-            return ((x + p[:3]).sin() + p[torch.tensor([4, 4, 1])]).cos()
-
-        def both(p, x, unit):
-            return ((x + p[:3]).sin() + unit @ p).cos()
-
-        def multiplied(p, x, unit, other):
-            return ((x + unit @ p).sin() + other @ p).cos()
-
-        wanted = kfac(multiplied, F.mse_loss, weight_sharing=sharing, fisher="exact")(p, x, first, second, y)
-        for f, args in ((added, (p, x, y)), (both, (p, x, second, y))):
-            assert_trees_close(
-                kfac(f, F.mse_loss, weight_sharing=sharing, fisher="exact")(*args).dense(), wanted.dense(), EXACT
-            )
-            found = ekfac(f, F.mse_loss, fisher="exact", weight_sharing=sharing)(*args)
-            assert_trees_close(found.trace(), dense_ggn(f, F.mse_loss)(*args).trace(), EXACT)
-
-    @sharings
-    def test_leave_a_row_of_padding_out(self, sharing):
-        """As an embedding of tokens that are data does."""
-        tokens, params = torch.tensor([[2, 0, 1]]), {"p": Numbers(1)(4, 2), "w": Numbers(2)(6, 2)}
-        x, y = Numbers(3)(3, 3, 2), Numbers(4)(3, 2)
-
-        def f(p, x, i):
-            return (x + F.embedding(i, p["p"], padding_idx=0)).tanh().flatten(1) @ p["w"]
-
-        found = kfac(lambda p, x: f(p, x, tokens), F.mse_loss, weight_sharing=sharing, fisher="exact")(params, x, y)
-        wanted = kfac(f, F.mse_loss, weight_sharing=sharing, fisher="exact")(params, x, tokens.expand(3, -1), y)
-        assert_trees_close(found, wanted, EXACT)
-
     @pytest.mark.parametrize("read", [torch.add, torch.mul, lambda x, p: F.layer_norm(x, p.shape, p)])
     def test_never_have_a_matrix_over_all_entries(self, read):
         t, d = 150, 40
@@ -219,13 +174,6 @@ class TestLookups:
             _, peak = peak_memory(lambda make=make: make(f, F.mse_loss)(*args))
             assert peak < 40 * 2**20 < 4 * (t * d) ** 2
             assert make(f, F.mse_loss)(*args).factors[0].shape == (t,)
-
-    def test_of_one_row_are_the_block(self):
-        def f(p, x):
-            return ((x + p).sin() * p.exp()).cos()
-
-        args = Numbers(1)(1, 3), Numbers(2)(4, 3), Numbers(3)(4, 3)
-        assert_trees_close(kfac(f, F.mse_loss, fisher="exact")(*args).dense(), dense_ggn(f, F.mse_loss)(*args), EXACT)
 
 
 @st.composite
@@ -273,33 +221,6 @@ class TestGroups:
         block = dense_ggn(whole, F.mse_loss)(params, x, y)["w"]
         assert_trees_close(found.trace(), block.trace(), EXACT)
 
-    @pytest.mark.parametrize("groups", [2, 4])
-    def test_have_a_bias_that_may_be_joined(self, groups):
-        module = nn.Sequential(nn.Conv1d(4, 4, 2, groups=groups), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)).double()
-        f, params = functional(module)
-        args = params, Numbers(1)(3, 4, 3), Numbers(2)(3, 3)
-        joint, apart = (
-            kfac(f, F.mse_loss, joint=True, fisher="exact")(*args),
-            kfac(f, F.mse_loss, fisher="exact")(*args),
-        )
-        (b, a), k = joint["0.weight"].factors, apart["0.weight"]
-        assert joint["0.weight"].shape == (4, 2 * 4 // groups + 1) and joint["0.bias"] is None
-        assert_trees_close((b, a[:, :-1, :-1]), k.factors, EXACT)
-        assert_trees_close(a[:, -1, -1], torch.ones(groups).double(), EXACT)
-        assert apart["0.bias"].factors[0].shape == (4, 4)
-
-    def test_of_a_batched_product(self):
-        def f(p, x):
-            return torch.einsum("nhd,hde->nhe", x, p["w"]).tanh().sum(1) @ p["v"]
-
-        params = {"w": Numbers(1)(2, 3, 2), "v": Numbers(2)(2, 2)}
-        found = kfac(f, F.mse_loss, fisher="exact")(params, Numbers(3)(1, 2, 3), Numbers(4)(1, 2))["w"]
-        block = dense_ggn(f, F.mse_loss)(params, Numbers(3)(1, 2, 3), Numbers(4)(1, 2))["w"]
-        assert found.blocks == (2, 1, 1)
-        for at in (slice(0, 6), slice(6, 12)):  # of one sample, exact within a group
-            assert_trees_close(found.dense()[at, at], block[at, at], EXACT)
-        assert not found.dense()[:6, 6:].any()
-
 
 ROLES = {
     "an embedding as the head": (
@@ -338,10 +259,69 @@ class TestRoles:
         for factor in matrices(found):
             assert torch.linalg.eigvalsh(factor).min() > -1e-9
 
-    @pytest.mark.parametrize("called", ROLES)
-    def test_in_one_of_which_nothing_is_sent_back_have_the_factors_of_the_other(self, called):
-        f, inputs, loss, target = ROLES[called]
-        w, args = Numbers(2)(4, 2), (inputs(Numbers(3), 3), target(Numbers(4), 3))
-        found = kfac(lambda p, x: f(0 * p.detach(), p, x) + 0 * f(p, p.detach(), x), loss, fisher="exact")(w, *args)
-        wanted = kfac(lambda p, x: f(0 * p.detach(), p, x), loss, fisher="exact")(w, *args)
-        assert_trees_close(found.dense(), wanted.dense(), EXACT)
+
+# K-factors of samples with different numbers of positions, some perhaps with none, against their definition
+
+EXACT_LENGTHS, READ, K = 1e-10, 2, 3
+PICK = {
+    "a mask": lambda x, there: x[there],
+    "indices": lambda x, there: x[there.nonzero(as_tuple=True)],
+    "a flat list": lambda x, there: x.flatten(0, 1)[there.flatten().nonzero()[:, 0]],
+}
+APPLY = {
+    "linear": lambda p, rows: F.linear(rows, p["w"], p["b"]),
+    "product": lambda p, rows: F.linear(rows, p["w"]) + p["b"],
+    "column": lambda p, rows: F.linear(F.pad(rows, (0, 1), value=1.0), p["wb"]),
+}
+"""A layer; in the last, its bias is a column of its weight."""
+
+
+def model(pick, layer):
+    """The sum, for each sample, of what a layer makes of its positions."""
+
+    def f(p, x, there):
+        rows, owner = PICK[pick](x, there), there.nonzero()[:, 0]
+        return x.new_zeros(len(x), K).index_add(0, owner, APPLY[layer](p, rows).tanh())
+
+    return f
+
+
+def looped(w, b, x, there, sharing):
+    """`B (x) A` of the weight and of the weight with its bias, sample by sample."""
+    n, samples = len(x), [a[own] for a, own in zip(x, there, strict=True)]
+    B, A, with_positions = x.new_zeros(K, K), x.new_zeros(READ + 1, READ + 1), 0
+    for a in samples:
+        if not len(a):
+            continue
+        sent = (2 / (n * K)) ** 0.5 * torch.diag_embed(1 - F.linear(a, w, b).tanh().square())  # [R, V, K]
+        read = torch.cat([a, torch.ones_like(a[:, :1])], 1)
+        with_positions += 1
+        B += (sent.mT @ sent).sum(0) if sharing == "expand" else sent.sum(0).T @ sent.sum(0)
+        A += torch.outer(read.mean(0), read.mean(0)) if sharing == "reduce" else read.T @ read
+    A /= {"expand": there.sum(), "reduce": with_positions, "backpack": n}[sharing]
+    return (B, A[:-1, :-1]), (B, A)
+
+
+@pytest.mark.parametrize("pick", PICK)
+@pytest.mark.parametrize("sharing", SHARINGS)
+@given(lengths=st.lists(st.integers(0, 3), min_size=1, max_size=4).filter(lambda found: sum(map(bool, found)) > 1))
+def test_are_of_the_positions_that_are_there(pick, sharing, lengths):
+    """Also those of a bias that is one more input, which is 1 where there is a position. Other numbers of positions for
+    each sample have no factors where positions are summed first, or with a bias."""
+    rand, steps = Numbers(), max(lengths)
+    x, y, w, b = rand(len(lengths), steps, READ), rand(len(lengths), K), rand(K, READ), rand(K)
+    there = torch.arange(steps) < torch.tensor(lengths)[:, None]
+    apart, joint = looped(w, b, x, there, sharing)
+    for layer in APPLY:
+        p = {"wb": torch.cat([w, b[:, None]], 1)} if layer == "column" else {"w": w, "b": b}
+        for together in (False, True):
+            wanted = joint if layer == "column" or (together and layer == "linear") else apart
+            t = kfac(model(pick, layer), F.mse_loss, weight_sharing=sharing, joint=together, fisher="exact")
+            for of in (t, in_blocks(t)):
+                try:
+                    found = of(p, x, there, y)
+                except ArgumentError as error:
+                    assert len({*lengths}) > 1 and (sharing != "expand" or together)
+                    assert "samples have different numbers of rows" in str(error) or "picked or permuted" in str(error)
+                    continue
+                assert_trees_close(found["wb" if layer == "column" else "w"].factors, wanted, EXACT_LENGTHS, FLOOR)

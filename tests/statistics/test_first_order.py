@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import chunked, tree
+from invfunc import chunked, clipped_grad, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.testing.oracles import assert_trees_close, loop_batch_grad, loop_sum_grad_squared
+from invfunc.testing.oracles import assert_trees_close, loop_batch_grad, loop_clipped_grad, loop_sum_grad_squared
 from tests.laws import OF_LOSSES
 from tests.networks import LOSSES, networks, samples_loss
 from tests.strategies import Numbers
@@ -54,13 +54,6 @@ class TestShares:
         wanted = tree.map_leaves(lambda g, p: g + p / net.n, plain, args[0])
         assert_trees_close(invfunc.batch_grad(penalised)(*args), wanted, EXACT)
 
-    def test_of_a_term_in_the_parameters_in_each_loss_are_whole(self):
-        def f(w, x):
-            return (x @ w).square() + w.square().sum()
-
-        args = (Numbers()(3), Numbers(1)(4, 3))
-        assert_trees_close(invfunc.batch_grad(f)(*args), loop_batch_grad(f)(*args), EXACT)
-
     def test_of_the_parameters_alone_are_not_defined(self):
         with pytest.raises(invfunc.errors.SampleAxisError, match="from the parameters alone"):
             invfunc.batch_grad(lambda w, x: w.square().sum())(Numbers()(3), Numbers(1)(4, 3))
@@ -73,95 +66,6 @@ class TestEveryStatistic:
             with pytest.raises(ArgumentError, match=f"over='{over}'.*{', '.join(map(repr, kind.axes))}"):
                 chunked(kind.make(F.mse_loss), 2, over=over)
         assert repr(chunked(kind.make(F.mse_loss), 2)).endswith(f"over='{kind.axes[0]}')")
-
-    def test_is_zero_where_a_parameter_has_no_influence(self, kind):
-        rand = Numbers()
-        params = {"used": rand(3), "unused": rand(2, 2), "cut": rand(3), "rounded": rand(3)}
-        params["selected"] = rand(2, 3)
-
-        def f(p, x):
-            z = x @ (p["used"] + p["cut"].detach() + p["rounded"].sign()) + x @ p["selected"][1]
-            return z.square()
-
-        args = (params, rand(4, 3))
-        found = kind.make(f)(*args)
-        assert_trees_close(found, kind.loop(f)(*args), EXACT)
-        for part in found if isinstance(found, tuple) else (found,):
-            if isinstance(part, dict) and {*part} == {*params}:
-                assert not any(part[name].any() for name in ("unused", "cut", "rounded"))
-                assert part["selected"].any()
-
-    @pytest.mark.parametrize(
-        "aux",
-        ["a string", None, 3, (), {"deep": [None, "string", (1.5,)]}, [torch.ones(2), {"t": torch.arange(3)}]],
-        ids=repr,
-    )
-    def test_hands_on_any_aux_as_the_last(self, kind, aux):
-        def f(w, x):
-            return (x @ w).square(), aux
-
-        args = (Numbers()(3), Numbers(1)(4, 3))
-        *result, found = kind.make(f, has_aux=True)(*args)
-        wanted = kind.loop(lambda *a: f(*a)[0])(*args)
-        assert_trees_close(tuple(result) if isinstance(wanted, tuple) else result[0], wanted, EXACT)
-        assert tree.flatten(found)[1] == tree.flatten(aux)[1]
-        for ours, theirs in zip(tree.leaves(found), tree.leaves(aux), strict=True):
-            assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs
-
-    def test_hands_on_aux_that_it_computed(self, kind):
-        def f(w, x):
-            z = x @ w
-            return z.square().mean(), {"outputs": z, "sum": z.sum()}
-
-        w, x = Numbers()(3), Numbers(1)(4, 3)
-        *_, aux = kind.make(f, has_aux=True)(w, x)
-        assert_trees_close(aux, f(w, x)[1], EXACT)
-        assert not any(a.requires_grad for a in aux.values())
-
-    @pytest.mark.parametrize("argnums", [0, 1, -2, (0, 1), (1, 0), (-3,)], ids=str)
-    def test_takes_its_parameters_from_argnums(self, kind, argnums):
-        rand = Numbers()
-        args = ({"w": rand(3, 2)}, [rand(2), rand(2)], rand(5, 3))
-
-        def f(a, b, x):
-            return ((x @ a["w"]).tanh() * b[0] + b[1]).square().sum(1)
-
-        wanted = [a % 3 for a in (argnums if isinstance(argnums, tuple) else (argnums,))]
-        fixed = tuple(None for i in range(2) if i not in wanted)
-
-        def of(params, x):
-            given = dict(zip(wanted, params if isinstance(argnums, tuple) else [params], strict=True))
-            return f(*(given.get(i, args[i]) for i in range(2)), x)
-
-        params = tuple(args[a] for a in wanted) if isinstance(argnums, tuple) else args[argnums]
-        found = kind.make(f, argnums=argnums, in_dims=(*fixed, 0))(*args)
-        assert_trees_close(found, kind.loop(of)(params, args[2]), EXACT)
-
-    @given(st.permutations(range(3)), st.integers(0, 2), st.booleans())
-    def test_finds_its_samples_along_in_dims(self, kind, order, other, negative):
-        rand = Numbers()
-        w, x, y, scale = rand(3), rand(4, 2, 3), rand(4, 2, 2), rand(2)
-
-        def f(w, x, y, scale):
-            return ((x @ w) * scale - y[..., 0]).square().sum(1)
-
-        back = [order.index(d) for d in range(3)]
-
-        def moved(w, x, y, scale):
-            return f(w, x.permute(back), y.movedim(other, 0), scale)
-
-        at = order.index(0)
-        in_dims = (at - 3 if negative else at, other, None)
-        found = kind.make(moved, in_dims=in_dims)(w, x.permute(order), y.movedim(0, other), scale)
-        assert_trees_close(found, kind.loop(f)(w, x, y, scale), EXACT)
-
-    def test_keeps_keyword_arguments_constant(self, kind):
-        def f(w, x, *, scale, name):
-            assert name == "constant"
-            return (x @ w * scale).square()
-
-        args, kwargs = (Numbers()(3), Numbers(1)(4, 3)), {"scale": Numbers(2)(4), "name": "constant"}
-        assert_trees_close(kind.make(f)(*args, **kwargs), kind.loop(f)(*args, **kwargs), EXACT)
 
     @pytest.mark.parametrize("leaf", ["tensor", "tuple", "list", "nested"])
     def test_is_shaped_like_the_parameters(self, kind, leaf):
@@ -188,9 +92,6 @@ class TestEveryStatistic:
             kept = [x.dtype for x in tree.tensors((part,))]
             like = isinstance(part, dict) and {*part} == {*params}
             assert kept == ([dtype, torch.float64] if like else [torch.float64] * len(kept))
-
-    def test_says_what_it_is(self, kind, request):
-        assert repr(kind.make(F.mse_loss)).startswith(request.node.callspec.id.split()[0] + "(mse_loss")
 
     def test_refuses_a_module_and_parameters_that_are_not_real(self, kind):
         with pytest.raises(ArgumentTypeError, match=r"\(f.*Linear.*functional\(model\)"):
@@ -269,3 +170,46 @@ class TestLowPrecision:
         found = kind.make(low)((w, v), x, y)
         assert all(leaf.dtype == torch.float32 for leaf in tree.leaves(found))
         assert_trees_close(found, kind.loop(f)((w, v), x, y), 5e-2)
+
+
+# clipped_grad and the norms of shares: bounds, no bound, shares of zero, what cancels, a bad bound
+
+
+@pytest.mark.quick
+class TestClipping:
+    @given(networks(), losses, reductions, st.floats(0.3, 1.5))
+    def test_bounds_each_share_and_no_other(self, net, loss, reduction, part):
+        f, args = samples_loss(net, loss), drawn(net, loss)
+        scaled = (lambda *a: f(*a) / net.n) if reduction is torch.mean else f
+        bound = part * loop_clipped_grad(scaled, torch.inf)(*args)[1].mean().item()
+        clipped, norms = clipped_grad(reduced(f, reduction), bound)(*args)
+        assert_trees_close((clipped, norms), loop_clipped_grad(scaled, bound)(*args), EXACT)
+        assert sum(g.square().sum() for g in tree.leaves(clipped)).sqrt() <= net.n * bound * (1 + EXACT)
+        squared = sum(tree.leaves(invfunc.batch_l2_grad(scaled)(*args)))
+        assert_trees_close(norms.square(), squared, EXACT)
+
+    @pytest.mark.parametrize("bound", [1.0, torch.inf])
+    def test_of_a_zero_share_is_zero_and_so_is_its_slope(self, bound):
+        """The norm has no slope at zero: that of its square is taken, and nothing is NaN."""
+        w, x = Numbers()(3, 2), Numbers(1)(4, 3)
+        x[1] = 0
+
+        def f(w, x):
+            return (x @ w).sin().sum(1)
+
+        def slopes(make):
+            given = w.clone().requires_grad_(), x.clone().requires_grad_()
+            clipped, norms = make(f, bound)(*given)
+            return torch.autograd.grad(clipped.cos().sum() + norms.sum(), given)
+
+        found = slopes(clipped_grad)
+        assert clipped_grad(f, bound)(w, x)[1][1] == 0
+        assert_trees_close(found, slopes(loop_clipped_grad), EXACT)
+        assert all(g.isfinite().all() for g in found)
+
+    bad_tensors = [torch.zeros(()), torch.tensor(torch.nan), torch.ones(1), torch.tensor(True), torch.tensor(1j)]
+
+    @pytest.mark.parametrize("bound", [0, -1.0, float("nan"), -torch.inf, "1", None, [1.0], *bad_tensors], ids=repr)
+    def test_refuses_a_bound_that_is_none(self, bound):
+        with pytest.raises((ArgumentError, ArgumentTypeError), match=r"clipped_grad\(mse_loss.*max_norm"):
+            clipped_grad(F.mse_loss, bound)

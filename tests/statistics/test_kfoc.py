@@ -9,15 +9,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.func import grad
 
-from invfunc import chunked, kfac, kronecker, sqrt_ggn, streamed, together, tree
+from invfunc import kfac, kronecker, sqrt_ggn, streamed, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import Kronecker, kfoc
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import generic, in_blocks
-from invfunc.testing.oracles import loop_batch_grad
-from tests.networks import LOSSES, network, networks, samples_loss, total
+from tests.networks import LOSSES, network, networks, total
 from tests.strategies import Numbers
 
 EXACT, FLOOR = 1e-9, 1e-6
@@ -65,13 +63,6 @@ def test_is_the_loop_of_the_columns(net, loss, sweeps):
         assert_trees_close(dense(path(t)(*args)), wanted, EXACT, FLOOR)
 
 
-@drawn
-def test_of_the_gradient_is_the_loop_of_its_shares(net, loss, sweeps):
-    f, args = samples_loss(net, loss), (net.params, net.x, loss.target(Numbers(1), net.n))
-    wanted = [looped(s[None], sweeps) for s in tree.leaves(loop_batch_grad(f)(*args))]
-    assert_trees_close(dense(kfoc(f, fisher="empirical", sweeps=sweeps)(*args)), wanted, EXACT, FLOOR)
-
-
 @pytest.mark.parametrize("called", ["sequence", "convolution"])
 def test_comes_to_the_best_product_and_is_nearer_than_k_fac(called):
     """The error falls with each sweep; K-FAC leaves out what positions have in common."""
@@ -98,69 +89,7 @@ def test_comes_to_the_best_product_and_is_nearer_than_k_fac(called):
         assert errors[2] < (factors[path].dense().reshape(block.shape) - block).norm()
 
 
-class TestTransforms:
-    net = network("convolution", 5)
-    args = net.params, net.x, LOSSES[0].target(Numbers(1), 5)
-
-    @pytest.mark.parametrize("over", ["outputs", "samples", "params"])
-    @pytest.mark.parametrize("sweeps", [1, 3])
-    def test_chunks(self, over, sweeps):
-        t = kfoc(self.net.f, LOSSES[0], fisher="exact", sweeps=sweeps)
-        assert_trees_close(dense(chunked(t, 2, over=over)(*self.args)), dense(t(*self.args)), EXACT)
-
-    @pytest.mark.parametrize("sweeps", [1, 2, 4])
-    def test_streamed_in_as_many_sweeps(self, sweeps):
-        params, x, y = self.args
-        batches = [(x[:1], y[:1]), (x[1:4], y[1:4]), (x[4:], y[4:])]
-        t, passes = kfoc(self.net.f, LOSSES[0], fisher="exact", sweeps=sweeps), []
-
-        def loader():
-            passes.append(1)
-            return iter(batches)
-
-        assert_trees_close(dense(streamed(t)(params, loader)), dense(t(*self.args)), EXACT)
-        assert len(passes) == sweeps
-
-    def test_samples_and_together(self):
-        one, other = kfoc(self.net.f, LOSSES[0], fisher="exact"), kfac(self.net.f, LOSSES[0], fisher="exact")
-        both = together(one, other)(*self.args)
-        assert_trees_close(dense(both), dense((one(*self.args), other(*self.args))), EXACT)
-        chosen = kfoc(self.net.f, LOSSES[0], fisher="exact", samples=[2, 0, 0])(*self.args)
-        shares = tree.leaves(sqrt_ggn(self.net.f, LOSSES[0], samples=[2, 0, 0])(*self.args))
-        assert_trees_close(dense(chosen), [looped(s, 3) for s in shares], EXACT)
-
-    def test_derivative(self):
-        net = network("perceptron", 3)
-        _, x, y = net.params, net.x, LOSSES[0].target(Numbers(1), 3)
-
-        def plain(p):
-            return sum(looped(s, 2).square().sum() for s in tree.leaves(sqrt_ggn(net.f, LOSSES[0])(p, x, y)))
-
-        def found(p):
-            return sum(d.square().sum() for d in dense(kfoc(net.f, LOSSES[0], fisher="exact", sweeps=2)(p, x, y)))
-
-        assert_trees_close(grad(found)(net.params), grad(plain)(net.params), 1e-8, FLOOR)
-
-
 class TestResult:
-    def test_both_factors_have_one_trace_and_solve(self):
-        f, params = (lambda p, x: x @ p["w"].mT), {"w": Numbers()(3, 4)}
-        args = params, Numbers(1)(5, 4), Numbers(2)(5, 3)
-        found = kfoc(f, F.mse_loss, fisher="exact")(*args)
-        b, a = found["w"].factors
-        assert b.shape == (3, 3) and a.shape == (4, 4)
-        assert_trees_close(b.trace(), a.trace(), EXACT)
-        direction = kronecker.solve(found, params, damping=0.1)["w"].flatten()
-        block = found["w"].dense().reshape(12, 12) + 0.1 * torch.eye(12).double()
-        assert_trees_close(block @ direction, params["w"].flatten(), 1e-8)
-
-    def test_a_parameter_without_influence_is_zero(self):
-        params = {"w": Numbers()(3, 2), "none": Numbers(1)(2, 2)}
-        args = params, Numbers(1)(4, 3), Numbers(2)(4, 2)
-        for sweeps in (1, 2):
-            found = kfoc(lambda p, x: x @ p["w"], F.mse_loss, fisher="exact", sweeps=sweeps)(*args)
-            assert not found["none"].dense().any() and found["w"].dense().any()
-
     def test_two_batches_are_not_merged(self):
         f, args = (lambda w, x: x @ w), (Numbers()(4, 3), Numbers(1)(5, 4), Numbers(2)(5, 3))
         one = kfoc(f, F.mse_loss, fisher="exact")(*args)
@@ -173,13 +102,6 @@ class TestResult:
     def test_sweeps_have_to_be_some(self, sweeps, error):
         with pytest.raises(error, match=rf"kfoc\(sweeps={sweeps!r}\)"):
             kfoc(F.linear, F.mse_loss, sweeps=sweeps)
-
-    def test_half_precision_adds_up_in_single(self):
-        f, args = (lambda w, x: x @ w), (Numbers()(4, 3), Numbers(1)(2000, 4), Numbers(2)(2000, 3))
-        wanted = dense(kfoc(f, F.mse_loss, fisher="exact")(*args))
-        found = kfoc(f, F.mse_loss, fisher="exact")(*(x.bfloat16() for x in args))
-        assert {x.dtype for x in found.factors} == {torch.bfloat16}
-        assert_trees_close([x.double() for x in dense(found)], wanted, 0.03)
 
 
 @pytest.mark.parametrize("positions", [4, 64])

@@ -1,20 +1,18 @@
 """A number that is none spoils what it spoils in the plain loop, and nothing else: it is never dropped."""
 
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.func import hessian, jacrev, vmap
+from torch.func import hessian, jacrev
 
 import invfunc
 from invfunc import chunked, reduced, together, tree
-from invfunc.errors import ConvexityError
-from invfunc.testing.laws.rows import FACTORS, FIRST_ORDER, OF_DIAGONALS, ROWS, rows
-from tests import structures
-from tests.strategies import Numbers, seeded
+from invfunc.testing.laws.rows import FIRST_ORDER, OF_DIAGONALS
+from tests.strategies import Numbers
 
 N, BAD = 6, 2
 
@@ -163,17 +161,6 @@ OF_DIAGONALS = {
 }
 
 
-DRAWN = {
-    "diag_ggn": (invfunc.diag_ggn, summed),
-    "diag_ggn of each": (partial(invfunc.diag_ggn, per_sample=True), lambda D: D),
-    "sqrt_ggn": (lambda *f, **o: lambda *args: squared_columns(invfunc.sqrt_ggn(*f, **o)(*args)), lambda D: D),
-}
-
-
-def squared_columns(S):
-    return {name: s.square().sum(0) for name, s in S.items()}
-
-
 def spoiled(result):
     """Which leaves hold something that is not a number, of results for each sample in which of their rows."""
     return [
@@ -229,19 +216,6 @@ class TestStatistics:
         forms = (composed(f, loss),) if found and loss is not general else (f, loss)
         assert_spoiled_alike(make(*forms)(*args), of(expected(squares, case)))
 
-    @pytest.mark.parametrize("name", DRAWN)
-    @given(case=cases(losses=("mse", "cross entropy", "bce", "huber", "poisson")))
-    def test_of_drawn_columns(self, name, case):
-        f, loss, args = posed(case)
-        make, of = DRAWN[name]
-        got = make(f, loss, mc_samples=8, generator=seeded())(*args)
-        assert_spoiled_alike(got, of(expected(squares, case)))
-
-    @given(case=cases())
-    def test_sqrt_ggn(self, case):
-        f, loss, args = posed(case)
-        assert_spoiled_alike(squared_columns(invfunc.sqrt_ggn(f, loss)(*args)), expected(squares, case))
-
     @given(case=cases(values=(torch.nan,)))
     def test_of_the_hessian(self, case):
         f, loss, args = posed(case)
@@ -252,86 +226,3 @@ class TestStatistics:
             assert not (of_sum[name].isfinite() & ~wanted[name].isfinite().all(0)).any()
             if case[2] != "parameter":
                 assert each[name].isfinite().flatten(1).all(1).tolist() >= [n != BAD for n in range(N)]
-
-
-class TestFactors:
-    @pytest.mark.parametrize("name", rows(FACTORS))
-    @pytest.mark.parametrize("loss", LOSSES)
-    def test_of_a_sample_that_is_none(self, name, loss):
-        if loss != "general" or not ROWS[name].drawn:
-            args = poisoned("dense", "input", torch.nan)
-            for K in ROWS[name].make(dense, LOSSES[loss])(*args).values():
-                assert K.factors[-1].isnan().all()
-                assert K.dense().isnan().all()
-
-    def test_of_one_batch_among_several(self):
-        params, x, y = poisoned("dense", "input", torch.nan)
-        several = torch.stack([x, Numbers(3)(*x.shape)])
-        K = vmap(lambda x: invfunc.ekfac(dense, F.mse_loss, fisher="exact")(params, x, y))(several)
-        for leaf in tree.leaves(K):
-            assert leaf[0].isnan().all()
-            assert leaf[1].isfinite().all()
-
-
-PRODUCTS = {
-    "hvp": invfunc.hvp,
-    "ggnvp": invfunc.ggnvp,
-    "ggnvp empirical": partial(invfunc.ggnvp, fisher="empirical"),
-    "ggnvp drawn": lambda *f: invfunc.ggnvp(*f, mc_samples=2, generator=seeded(), fisher="mc"),
-}
-
-
-class TestProducts:
-    @pytest.mark.parametrize("name", PRODUCTS)
-    @pytest.mark.parametrize("loss", ["mse", "cross entropy", "bce", "huber", "poisson"])
-    def test_their_estimates_have_no_standard_error(self, name, loss):
-        args, product = poisoned("dense", "input", torch.nan), PRODUCTS[name](dense, LOSSES[loss])
-        for estimate in (invfunc.estimate_trace, invfunc.estimate_diagonal):
-            for leaf in tree.leaves(estimate(product, probes=3, generator=seeded())(*args)):
-                assert leaf.isnan().all()
-
-    def test_of_blocks(self):
-        args, v = poisoned("dense", "input", torch.nan), MODELS["dense"][1]
-        V = {name: p[None] for name, p in v.items()}
-        for make in (
-            partial(invfunc.ggnvp, blocks=True),
-            partial(invfunc.hvp, blocks=True),
-            partial(invfunc.hvp, blocks=True, modify="abs"),
-        ):
-            product = make(dense, F.binary_cross_entropy_with_logits)
-            assert all(leaf.isnan().all() for leaf in product(args[0], V, *args[1:]).values())
-
-
-def images(params, x):
-    return F.conv2d(F.conv2d(x, params["w"], padding=1).tanh(), params["v"], padding=1)
-
-
-def waist(params, x):
-    return ((x @ params["w"]).tanh() @ params["v"]).tanh()
-
-
-STRUCTURED = {
-    "local": (images, numbers(0, w=(2, 1, 3, 3), v=(1, 2, 3, 3)), (N, 1, 9, 9)),
-    "narrow": (waist, numbers(0, w=(40, 3), v=(3, 40)), (N, 40)),
-}
-
-
-class TestStructure:
-    @pytest.mark.parametrize("loss", ["mse", "bce", "huber", "poisson"])
-    @pytest.mark.parametrize("name", STRUCTURED)
-    def test_spoils_what_dense_columns_do(self, name, loss):
-        (f, params, shape), loss = STRUCTURED[name], LOSSES[loss]
-        x = Numbers(5)(*shape)
-        y = f(params, x).sigmoid()
-        x[BAD].view(-1)[0] = torch.nan
-        with structures.always():
-            assert invfunc.explain(invfunc.diag_ggn(f, loss))(params, x, y).passes < y[0].numel()
-            for make in (invfunc.diag_ggn, partial(invfunc.diag_ggn, per_sample=True)):
-                assert_spoiled_alike(make(f, loss)(params, x, y), make(f, loss, method="dense")(params, x, y))
-
-    @pytest.mark.parametrize("loss", [F.binary_cross_entropy_with_logits, general], ids=["bce", "general"])
-    @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-    def test_hides_no_loss_that_is_not_convex(self, loss, value):
-        args = poisoned("dense", "input", value)
-        with pytest.raises(ConvexityError):
-            invfunc.diag_ggn(dense, lambda z, y: -loss(z, y), per_sample=True)(*args)

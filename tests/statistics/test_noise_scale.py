@@ -13,13 +13,10 @@ import invfunc
 from invfunc import noise_scale, streamed, tree
 from invfunc.core.shares import Shares
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.reductions.noise import NoiseScale
-from invfunc.testing.oracles import assert_trees_close, loop_noise_scale
+from invfunc.testing.oracles import assert_trees_close
 from tests.networks import LOSSES, network, networks, samples_loss
-from tests.statistics.test_first_order import EXACT, drawn, losses, reduced, reductions
+from tests.statistics.test_first_order import EXACT, drawn, losses
 from tests.strategies import Numbers
-
-GROUPS = st.sampled_from([None, lambda path: path, lambda path: "weights" if "weight" in path else "others"])
 
 
 def linear(params, x):
@@ -29,20 +26,6 @@ def linear(params, x):
 
 @pytest.mark.quick
 class TestParts:
-    @given(networks(low=2), losses, reductions, GROUPS)
-    def test_are_what_they_are_defined_as(self, net, loss, reduction, groups):
-        f, args = samples_loss(net, loss), drawn(net, loss)
-        scaled = (lambda *a: f(*a) / net.n) if reduction is torch.mean else f
-        found = noise_scale(reduced(f, reduction), groups=groups)(*args)
-        wanted = loop_noise_scale(scaled, groups)(*args)
-        assert_trees_close(found, wanted, EXACT, floor=1e-3)
-
-    @given(networks(low=2), losses)
-    def test_have_a_ratio_that_no_factor_of_the_loss_changes(self, net, loss):
-        f, args = samples_loss(net, loss), drawn(net, loss)
-        scales = [noise_scale(reduced(f, r))(*args)[1].scale for r in (None, torch.sum, torch.mean)]
-        assert_trees_close(scales[1:], scales[:1] * 2, 1e-6)
-
     @settings(max_examples=8)
     @given(networks(low=3), losses, st.integers(2, 3))
     def test_are_unbiased(self, net, loss, size):
@@ -67,11 +50,6 @@ class TestParts:
             parts = [torch.stack(x).sum() for x in zip(*(each[p] for p in paths if names[p] == name), strict=True)]
             assert_trees_close(list(noise), parts, EXACT, floor=1e-3)
         assert_trees_close(list(whole), [sum(x) for x in zip(*each.values(), strict=True)], EXACT, floor=1e-3)
-
-    def test_are_negative_where_a_batch_says_so(self):
-        params, x = {"a": torch.ones(()), "b": torch.ones(())}, torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
-        assert noise_scale(linear)(params, x)[1] == NoiseScale(torch.tensor(-1.0), torch.tensor(2.0))
-        assert noise_scale(linear)(params, x)[1].scale == -2
 
 
 class TestComposed:

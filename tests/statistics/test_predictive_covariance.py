@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import chunked, eigenpairs, kronecker, predictive_covariance, tree
+from invfunc import chunked, kronecker, predictive_covariance, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import Kronecker, LowRank
 from invfunc.testing import assert_trees_close
@@ -53,28 +53,6 @@ class TestFactors:
         if not joint:
             assert_trees_close(generic(t)(net.params, net.x), wanted, EXACT, EXACT)
 
-    def test_of_groups_that_no_layer_has(self):
-        """The matrix is of all entries of the parameter: J is formed."""
-        half, w, x = Numbers(0)(6, 6), Numbers(1)(2, 3), Numbers(2)(4, 3)
-        matrix = Kronecker((half @ half.T,), ((0, 1),), w.shape)
-        found = predictive_covariance(lambda w, x: x @ w.T, matrix)(w, x)
-        j = invfunc.batch_jacobian(lambda w, x: x @ w.T)(w, x).flatten(2)
-        assert_trees_close(found, j @ half @ half.T @ j.mT, EXACT)
-
-    @pytest.mark.quick
-    def test_are_those_of_gram_in_one_sample(self):
-        """Between samples it is `gram` of the outputs as a function of standard normal numbers."""
-        half, w, x = Numbers(0)(3, 3), Numbers(1)(3, 2), Numbers(2)(4, 3)
-        matrix = Kronecker((half @ half.T, torch.eye(2).double()), ((0,), (1,)), w.shape)
-        root = matrix.sqrt()
-
-        def f(w, x):
-            return torch.tanh(x @ w)
-
-        both = invfunc.gram(lambda z, x: f(w + root @ z, x))(torch.zeros_like(w), x)
-        each = torch.stack([both[n, :, n] for n in range(4)])
-        assert_trees_close(predictive_covariance(f, matrix)(w, x), each, EXACT)
-
     def test_form_no_jacobian(self):
         """Of 64 samples with 10 outputs it would have 640 MiB."""
         w, x = torch.randn(512, 512), torch.randn(64, 512)
@@ -83,31 +61,6 @@ class TestFactors:
             t = predictive_covariance(lambda w, x: torch.tanh(x @ w)[:, :10], s)
             t(w, x)
             assert peak_memory(lambda t=t: t(w, x))[1] < 80 * 2**20
-
-
-class TestCovariance:
-    def test_none_is_of_what_is_known(self):
-        params, x = {"w": Numbers(0)(3, 2), "b": Numbers(1)(2)}, Numbers(2)(4, 3)
-        variances = Numbers(3)(2).square()
-        found = predictive_covariance(lambda p, x: x @ p["w"] + p["b"], {"w": None, "b": variances})(params, x)
-        assert_trees_close(found, variances.diag().expand(4, 2, 2), EXACT)
-
-    def test_comes_in_another_order(self):
-        params, x = {"w": Numbers(0)(3, 2), "b": Numbers(1)(2)}, Numbers(2)(4, 3)
-        given = {"b": torch.zeros(2), "w": torch.ones(3, 2)}
-        found = predictive_covariance(lambda p, x: x @ p["w"] + p["b"], given)(params, x)
-        assert_trees_close(found, x.square().sum(1)[:, None, None] * torch.eye(2).double(), EXACT)
-
-    def test_is_differentiated(self):
-        w, x, variances = Numbers(0)(3, 2), Numbers(1)(4, 3), Numbers(2)(3, 2).square()
-
-        def total(s):
-            return predictive_covariance(lambda w, x: torch.tanh(x @ w), s)(w, x).sum()
-
-        j = invfunc.batch_jacobian(lambda w, x: torch.tanh(x @ w))(w, x)
-        wanted = j.sum(1).square().sum(0)
-        assert_trees_close(torch.func.grad(total)(variances), wanted, EXACT)
-        assert_trees_close(torch.autograd.grad(total(s := variances.requires_grad_()), s)[0], wanted, EXACT)
 
 
 class TestLowRank:
@@ -124,25 +77,6 @@ class TestLowRank:
         for each in (t, in_blocks(t), generic(t), chunked(t, 2), chunked(t, 2, over="params")):
             found = each(net.params, net.x)
             assert_trees_close(found.reshape(wanted.shape), wanted, EXACT, EXACT)
-
-    @settings(max_examples=8)
-    @given(net=networks(), loss=st.sampled_from(LOSSES))
-    def test_is_that_of_laplaces_approximation(self, net, loss):
-        pairs = eigenpairs(net.f, loss)(net.params, net.x, loss.target(Numbers(1), net.n))
-        found = predictive_covariance(net.f, pairs.inverse(0.1))(net.params, net.x)
-        solved = pairs.solve(invfunc.batch_jacobian(net.f)(net.params, net.x), 0.1)
-        wanted = (
-            jacobian(net)
-            @ torch.cat([x.flatten(2) if x.ndim > 2 else x[..., None] for x in tree.tensors(solved)], 2).mT
-        )
-        assert_trees_close(found, wanted, 1e-8, 1e-8)
-
-    def test_forms_no_jacobian(self):
-        """Of 64 samples with 10 outputs it would have 640 MiB."""
-        w, x = torch.randn(512, 512), torch.randn(64, 512)
-        t = predictive_covariance(lambda w, x: torch.tanh(x @ w)[:, :10], LowRank(torch.randn(4, 512, 512), scale=1.0))
-        t(w, x)
-        assert peak_memory(lambda: t(w, x))[1] < 80 * 2**20
 
     def test_refuses_other_shapes(self):
         params, x = {"w": torch.ones(3, 2)}, torch.ones(4, 3)
@@ -163,12 +97,6 @@ def jacobian(net):
     found = invfunc.batch_jacobian(net.f)(net.params, net.x)
     pairs = zip(tree.tensors(found), tree.tensors(net.params), strict=True)
     return torch.cat([j.reshape(net.n, -1, p.numel()) for j, p in pairs], 2)
-
-
-def test_one_variance_has_all_digits():
-    w, x = Numbers(0)(3, 2), Numbers(1)(4, 3)
-    found = predictive_covariance(lambda w, x: x @ w, 0.1)(w, x)
-    assert_trees_close(found, 0.1 * x.square().sum(1)[:, None, None] * torch.eye(2).double(), 1e-14)
 
 
 def test_refusals():

@@ -7,12 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import chunked, diag_ggn, tree
+from invfunc import chunked, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, SampleAxisError
-from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
+from invfunc.testing import assert_trees_close
 from tests.laws import FLOOR, OF_LOSSES, STATISTICS, arranged
 from tests.networks import LOSSES, network, networks
-from tests.strategies import Numbers
 
 EXACT = 1e-10
 N = 4
@@ -71,13 +70,6 @@ class TestScale:
         scaled = (lambda *a: each(*a) / net.n) if reduction == "mean" else each
         assert_trees_close(found, kind.loop(scaled, samples=plain(chosen))(*args), EXACT, FLOOR)
 
-    @given(st.data(), networks(), losses)
-    def test_of_a_ggn_is_that_in_the_whole_batch(self, data, net, loss):
-        chosen, args = data.draw(choices(net.n)), (net.params, net.x, loss.target(Numbers(1), net.n))
-        wanted = dense_diag_ggn(net.f, loss, samples=plain(chosen))(*args)
-        found = diag_ggn(lambda p, x, y: loss(net.f(p, x), y), samples=chosen)(*args)
-        assert_trees_close(found, wanted, EXACT, FLOOR)
-
     def test_of_weighted_and_ignored_targets_stays(self):
         net, y = network("perceptron", 5), torch.tensor([0, -100, 2, 1, -100])
         weight = torch.tensor([1.0, 2, 3]).double()
@@ -111,12 +103,3 @@ def test_what_is_no_choice_is_refused(statistic, chosen):
     name = (statistic.split()[0] if statistic[:3] != "NTK" else "gram") + r"\("
     with pytest.raises((ArgumentError, ArgumentTypeError), match=f"{name}.*samples"):
         kind.make(*functions, samples=chosen)(*args)
-
-
-def test_scales_do_not_depend_on_what_else_is_chosen():
-    """What data-parallel code does: each part of the batch by itself, put together again."""
-    net, loss = network("convolution", 5), LOSSES[0]
-    _, (f,), args = arranged("batch_grad", net, loss)
-    parts = [invfunc.batch_grad(lambda *a: f(*a).mean(), samples=s)(*args) for s in ([0, 1], [2, 3, 4])]
-    wanted = tree.map_leaves(lambda g: g / net.n, loop_batch_grad(f)(*args))
-    assert_trees_close(tree.map_leaves(lambda *g: torch.cat(g), *parts), wanted, EXACT, FLOOR)

@@ -3,8 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 
 import invfunc
 from invfunc import chunked, sketched_grad, streamed, tree
@@ -14,7 +12,6 @@ from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import generic, in_blocks, sketching
 from invfunc.testing.memory import peak_memory
 from tests.laws import EVERY
-from tests.networks import LOSSES, networks, samples_loss
 from tests.strategies import Numbers
 
 EXACT = 1e-12
@@ -95,23 +92,8 @@ class TestFactors:
         t(w, x)
         assert peak_memory(lambda: t(w, x))[1] < 64 * 2**20
 
-    def test_of_convolutions_form_no_patches(self):
-        """Of 16 samples the patches would have 88 MiB, beside the 78 of what is kept."""
-        w, x = torch.randn(64, 16, 5, 5), torch.randn(16, 16, 64, 64)
-        t = sketched_grad(lambda w, x: F.conv2d(x, w).square().sum((1, 2, 3)), rows=4, columns=4, generator=seeded())
-        t(w, x)
-        assert peak_memory(lambda: t(w, x))[1] < 100 * 2**20
-
 
 class TestInnerProducts:
-    @given(net=networks(), loss=st.sampled_from(LOSSES))
-    def test_are_exact_where_the_sides_suffice(self, net, loss):
-        f, args = samples_loss(net, loss), (net.params, net.x, loss.target(Numbers(1), net.n))
-        most = max(p.numel() for p in tree.leaves(net.params))
-        found = sketched_grad(f, rows=most, columns=most, generator=seeded())(*args)
-        products = tree.map_tensors(lambda s: s @ s.T, found)
-        assert_trees_close(products, invfunc.gram(f, per_parameter=True)(*args), 1e-10, 1e-10)
-
     @pytest.mark.parametrize(
         "rows, columns, kind", [(4, 5, "signs"), (16, 1, "signs"), (1, 16, "sparse"), (8, 30, "sparse")]
     )

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import invfunc
-from invfunc import chunked, compiled, reduced, streamed, together
 from invfunc.errors import ArgumentError
 from invfunc.testing.laws.rows import CASES
 from invfunc.testing.oracles import assert_trees_close, loop_batch_grad
@@ -73,43 +72,7 @@ class TestProducts:
                 refused(product.linearize, PARAMS, X, Y)
 
 
-class TestAround:
-    def test_all_that_takes_a_statistic(self):
-        reduce = partial(reduced, fn=torch.sum)
-        for f, reduction in WAYS:
-            t, curvature = invfunc.variance(loss_of(f, reduction)), invfunc.diag_ggn(f, F.cross_entropy)
-            for around in (partial(chunked, n=2), compiled, reduce):
-                refused(around(t), PARAMS, X, Y)
-                refused(around(curvature), PARAMS, X, Y)
-            refused(together(t, invfunc.batch_l2_grad(t.f)), PARAMS, X, Y)
-            for t in (invfunc.sum_grad_squared(loss_of(f)), curvature):
-                refused(streamed(t), PARAMS, [(X, Y)])
-
-    def test_a_loss_that_does_not_read_the_outputs(self):
-        def loss(z, y):
-            return z.detach().square().mean()
-
-        for t in (invfunc.diag_ggn, partial(invfunc.kfac, fisher="exact"), invfunc.diag_hessian):
-            refused(t(F_, loss), PARAMS, X, Y)
-        for product in (invfunc.hvp, invfunc.ggnvp, partial(invfunc.ggnvp, fisher="empirical")):
-            refused(product(F_, loss), PARAMS, PARAMS, X, Y)
-
-    def test_no_parameters_at_all_are_refused_too(self):
-        with pytest.raises(ArgumentError, match="p has no tensors in it"):
-            invfunc.variance(lambda p, x: MODULE(x).sum(1))({}, X)
-
-
 class TestZerosStay:
-    def test_of_the_second_derivative_of_a_linear_function(self):
-        w = torch.ones(4).double()
-        for f in (lambda w, x: x @ w, lambda w, x: (x @ w).sum()):
-            assert not invfunc.hvp(f)(w, w, X).any()
-            assert not invfunc.diag_hessian(f)(w, X).any()
-            assert not invfunc.diag_hessian(f, per_sample=True)(w, X).any()
-
-    def test_of_a_loss_that_is_linear_in_the_outputs(self):
-        assert not invfunc.diag_ggn(lambda w, x: x @ w, lambda z, y: z.sum())(torch.ones(4, 3).double(), X, Y).any()
-
     @pytest.mark.parametrize("f", [
         lambda w, x: (x @ w - 100).relu(),
         lambda w, x: (x @ w).clamp(100, 200),
@@ -126,15 +89,6 @@ class TestZerosStay:
             assert not invfunc.linearize(f)(w, X)[1](w).any()
         assert not invfunc.diag_ggn(f, F.cross_entropy)(w, X, Y).any()
         assert not invfunc.ggnvp(f, F.cross_entropy)(w, w, X, Y).any()
-
-    def test_where_no_target_counts_or_there_is_one_class(self):
-        none = torch.full((N,), -100)
-        loss = loss_of(F_, "sum")
-        for t in (invfunc.variance(loss), invfunc.diag_ggn(F_, partial(F.cross_entropy, reduction="sum"))):
-            assert not any(x.any() for x in t(PARAMS, X, none).values())
-        w, y = torch.ones(4, 1).double(), torch.zeros(N, dtype=torch.long)
-        assert not invfunc.diag_ggn(lambda w, x: x @ w, F.cross_entropy)(w, X, y).any()
-        assert not invfunc.variance(lambda w, x, y: F.cross_entropy(x @ w, y))(w, X, y).any()
 
     def test_of_one_parameter_among_others(self):
         """A head is trained on frozen features, beside a term that is detached."""

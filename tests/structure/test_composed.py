@@ -7,32 +7,17 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from invfunc import chunked, diag_ggn, functional, tree
+from invfunc import chunked, diag_ggn, ggn_trace, tree
 from invfunc.testing import assert_trees_close
-from invfunc.testing.models import moved
-from tests.laws import RTOL, composed
+from tests.around import differentiated
+from tests.laws import composed
+from tests.networks import total
 from tests.strategies import Numbers
-from tests.structure.test_columns import EXACT, FLOOR, STATISTICS, arranged, assert_as_dense
-from tests.structure_layers import FEW
+from tests.structure.test_columns import STATISTICS, arranged, assert_as_dense
 from tests.structures import MOVED, NETWORKS, always
 
 ANY = st.one_of(*NETWORKS.values())
-
-
-class Code(nn.Module):
-    """An auto-encoder that gives its code, too, and another head on it."""
-
-    def __init__(self, code, wide):
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Conv1d(1, 2, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(2 * wide, code))
-        self.decoder = nn.Sequential(nn.Linear(code, 2 * wide), nn.Unflatten(1, (2, -1)), nn.Conv1d(2, 1, 3, padding=1))
-        self.head = nn.Linear(code, 3)
-
-    def forward(self, x):
-        h = self.encoder(x)
-        return self.decoder(h.tanh()), self.head(h), h
 
 
 @settings(max_examples=9)
@@ -50,39 +35,6 @@ def test_in_chunks(over, data):
     assert_as_dense(divided, args, refusable=net.called in MOVED or weighed)
 
 
-REPEATED = {
-    "bmm(x, W.expand)": lambda w, x: torch.bmm(x, w.expand(len(x), -1, -1)),
-    "bmm(x, W.repeat)": lambda w, x: torch.bmm(x, w.repeat(len(x), 1, 1)),
-    "bmm(x, stack)": lambda w, x: torch.bmm(x, torch.stack([w] * len(x))),
-    "baddbmm": lambda w, x: torch.baddbmm(x, x, w.expand(len(x), -1, -1)),
-    "einsum": lambda w, x: torch.einsum("nts,nsd->ntd", x, w.expand(len(x), -1, -1)),
-    "queries": lambda w, x: F.scaled_dot_product_attention(w.expand(len(x), -1, -1), x, x),
-    "x * W.expand": lambda w, x: x * w.expand(len(x), -1, -1),
-    "x + W[0].repeat": lambda w, x: x + w[0].repeat(len(x), 1)[:, None],
-    "cat([W.expand, x])": lambda w, x: torch.cat([w[:1].expand(len(x), -1, -1), x], 1),
-}
-
-
-@settings(max_examples=9)
-@given(how=st.sampled_from(list(REPEATED)), n=st.integers(1, 6), parts=st.integers(1, 6), width=st.integers(1, 4))
-@pytest.mark.parametrize("make", [name for name in STATISTICS if not name.startswith("exact kfac")])
-def test_a_parameter_that_is_repeated_for_the_samples_in_chunks_of_any_length(make, how, n, parts, width):
-    """In a chunk of one sample it is read elsewhere than in a chunk of several."""
-    rand = Numbers(7)
-    params, x = {"W": rand(width, width), "V": rand(width, width)}, rand(n, width, width)
-
-    def f(p, x):
-        return torch.tanh(REPEATED[how](p["W"], x)) @ p["V"]
-
-    def divided(method):
-        return chunked(STATISTICS[make](f, F.mse_loss, method=method), parts, over="samples")
-
-    args = (params, x, rand(*f(params, x).shape))
-    assert_as_dense(divided, args)
-    with always():
-        assert_trees_close(divided("auto")(*args), STATISTICS[make](f, F.mse_loss)(*args), EXACT, FLOOR)
-
-
 @settings(max_examples=9)
 @given(data=st.data())
 def test_some_samples(data):
@@ -91,30 +43,6 @@ def test_some_samples(data):
     make = STATISTICS[data.draw(st.sampled_from(list(STATISTICS)))]
     chosen = data.draw(st.lists(st.integers(-len(net.inputs[0]), len(net.inputs[0]) - 1), min_size=1, max_size=3))
     assert_as_dense(partial(make, *functions, samples=chosen), args)
-
-
-@settings(max_examples=9)
-@given(data=st.data())
-def test_in_single_precision(data):
-    functions, args = arranged(data, data.draw(ANY))
-    args = moved(args, torch.float32, args[-1].device)
-    assert_as_dense(partial(diag_ggn, *functions), args, RTOL[torch.float32], 1e-2)
-
-
-@settings(max_examples=13)
-@given(data=st.data())
-def test_samples_along_other_axes(data):
-    net = data.draw(st.one_of(NETWORKS["1d"], NETWORKS["2d"], NETWORKS["u-net"], NETWORKS["sequence"]))
-    (x,), z = net.inputs, net.f(net.params, *net.inputs)
-    at, to = data.draw(st.integers(0, x.ndim - 1)), data.draw(st.integers(0, z.ndim - 1))
-
-    def f(p, x):
-        return net.f(p, x.movedim(at, 0)).movedim(0, to)
-
-    args = (net.params, x.movedim(0, at), Numbers(1)(*z.shape).movedim(0, to))
-    assert_as_dense(partial(diag_ggn, f, F.mse_loss, in_dims=(at, to), out_dims=to), args)
-    alone = partial(diag_ggn, lambda p, x, y: F.mse_loss(f(p, x).movedim(to, 0), y.movedim(to, 0)), in_dims=(at, to))
-    assert_as_dense(alone, args)
 
 
 class TestSeveralOutputs:
@@ -139,17 +67,66 @@ class TestSeveralOutputs:
         assert_as_dense(partial(diag_ggn, f, loss), args)
         assert_as_dense(partial(diag_ggn, composed(f, loss)), args)
 
-    @given(code=st.integers(1, 3), wide=st.integers(3, 9), parts=st.sets(st.integers(0, 2), min_size=1), n=FEW)
-    def test_at_a_narrow_layer_and_above_it(self, code, wide, parts, n):
-        rand, (model, shapes) = Numbers(), functional(Code(code, wide))
-        params, x = {name: rand(*p.shape) for name, p in shapes.items()}, rand(n, 1, wide)
 
-        def f(p, x):
-            return tuple(z for i, z in enumerate(model(p, x)) if i in parts)
+# Derivatives of the exact GGN by structure, and other transforms around it, are those of the one by all columns
 
-        def loss(z, y):
-            return sum(F.mse_loss(a, b, reduction="sum") for a, b in zip(z, y, strict=True))
+EXACT, FLOOR = 1e-8, 1e-6
+MAKERS = {"diag_ggn": diag_ggn, "diag_ggn of each": partial(diag_ggn, per_sample=True), "ggn_trace": ggn_trace}
 
-        args = (params, x, tuple(rand(*z.shape) for z in f(params, x)))
-        assert_as_dense(partial(diag_ggn, f, loss), args)
-        assert_as_dense(partial(diag_ggn, composed(f, loss)), args)
+
+def local(p, x):
+    h = F.conv1d(x, p[0], p[1], padding=1).tanh()
+    return F.conv1d(h + F.conv1d(h, p[2], padding=1).sigmoid(), p[3])
+
+
+def u_net(p, x):
+    h = F.conv1d(x, p[0], p[1], padding=1).tanh()
+    low = F.conv1d(F.avg_pool1d(h, 2), p[2], padding=1).tanh()
+    return F.conv1d(h * F.interpolate(low, scale_factor=2), p[3])
+
+
+def narrow(p, x):
+    h = F.linear(F.linear(x.flatten(1), p[4]).tanh(), p[5]).sigmoid()
+    return local(p, F.linear(h, p[4].mT).unflatten(1, (1, -1)))
+
+
+def tied(p, x):
+    return F.linear((x.flatten(1) @ p[4].mT).tanh() * p[1][0], p[4].mT).unflatten(1, (1, -1)) + 0 * local(p, x)
+
+
+NETS = {f.__name__: f for f in (local, u_net, narrow, tied)}
+
+
+def example(called, n=2):
+    rand = Numbers(8)
+    params = [rand(2, 1, 3), rand(2), rand(2, 2, 3), rand(2 if called != "tied" else 1, 2, 1), rand(2, 12), rand(2, 2)]
+    x = rand(n, 1, 12)
+    z = NETS[called](params, x)
+    return params, x, rand(*z.shape).softmax(1)
+
+
+@pytest.mark.parametrize("kind", ["1d", "u-net", "auto-encoder", "perceptron", "sequence"])
+@settings(max_examples=7)
+@given(data=st.data(), make=st.sampled_from(list(MAKERS)))
+def test_the_gradient_of_the_sum(kind, make, data):
+    """By autograd, of networks with kinks, pools and norms too."""
+    functions, args = arranged(data, data.draw(NETWORKS[kind]))
+    wanted = differentiated(MAKERS[make](*functions, method="dense"), args, [0])
+    with always():
+        found = differentiated(MAKERS[make](*functions), args, [0])
+    assert_trees_close(found, wanted, EXACT, FLOOR)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("called", NETS)
+def test_what_f_closes_over_is_differentiated(called):
+    """A scale of the parameters, of the inputs and of the targets."""
+    params, x, y = example(called)
+    found = {}
+    for method in ("dense", "auto"):
+        c = torch.tensor([1.1, 0.9, 1.2], dtype=x.dtype, requires_grad=True)
+        f = partial(lambda c, p, x: c[1] * NETS[called]([c[0] * q for q in p], x), c)
+        with always():
+            t = diag_ggn(f, lambda z, y, c=c: c[2] * F.mse_loss(z, y), method=method)
+            (found[method],) = torch.autograd.grad(total(t(params, x, y)), c)
+    assert_trees_close(found["auto"], found["dense"], EXACT)

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from invfunc import diag_ggn, diag_hessian, functional
+from invfunc import diag_hessian, functional
 from invfunc.testing import assert_trees_close, dense_batch_diag_hessian
 from tests.crossed import thresholds_at
-from tests.strategies import Numbers
 from tests.structure.test_columns import arranged, assert_as_dense
 from tests.structures import NETWORKS, always
 
@@ -71,54 +70,3 @@ def test_columns_share_passes(layers, act, called):
     wanted = dense_batch_diag_hessian(f, loss)(*args)
     assert_trees_close(found, wanted, 1e-9, 1e-6)
     assert_trees_close(of_all, {name: x.sum(0) for name, x in wanted.items()}, 1e-9, 1e-6)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "f",
-    [
-        lambda p, x: F.conv1d(F.conv1d(x, p["a"]).tanh(), p["a"]),
-        lambda p, x: F.conv1d(F.conv1d(x, p["a"].exp()).tanh(), p["b"]),
-        lambda p, x: F.conv1d(F.layer_norm(F.conv1d(x, p["a"]), (12,)), p["b"]),
-        lambda p, x: F.conv1d(x, p["a"]) * F.conv1d(x, p["b"]),
-    ],
-    ids=["in series", "raised", "a norm", "a product"],
-)
-def test_what_takes_every_column(f):
-    rand = Numbers(2)
-    args = ({"a": rand(1, 1, 3), "b": rand(1, 1, 3)}, rand(2, 1, 14), rand(2))
-
-    def loss(z, y):
-        return F.mse_loss(z, torch.ones_like(z))
-
-    assert_as_dense(partial(diag_hessian, f, loss), args)
-
-
-def test_a_loss_whose_samples_bend_in_other_calls():
-    """Of the first block of samples a call has no second derivative, as nothing comes back to it."""
-    rand = Numbers(2)
-    x = rand(8, 1, 14)
-    x[:4] = 0
-
-    def f(p, x):
-        return F.conv1d(F.conv1d(x, p["a"]).tanh(), p["b"])
-
-    args = ({"a": rand(1, 1, 3), "b": rand(1, 1, 3)}, x, torch.zeros(8, 1, 10).double())
-    with thresholds_at(CACHE={"cpu": 16}):
-        for make in STATISTICS.values():
-            assert_as_dense(partial(make, f, partial(F.mse_loss, reduction="sum")), args)
-
-
-@pytest.mark.parametrize("make", [diag_ggn, diag_hessian])
-def test_a_loss_over_one_class_beside_another(make):
-    """It has no columns, whose groups were looked for."""
-    rand = Numbers(2)
-
-    def f(p, x):
-        return F.conv1d(F.conv1d(x, p["a"]).tanh(), p["b"])
-
-    def loss(z, y):
-        return F.cross_entropy(z[0] / 2, y) + F.mse_loss(z[1], z[1].detach() * 0)
-
-    args = ({"a": rand(1, 1, 3), "b": rand(1, 1, 3)}, rand(2, 1, 14), torch.zeros(2, 10, dtype=torch.long))
-    assert_as_dense(partial(make, lambda p, x: (f(p, x), f(p, x)), loss), args)

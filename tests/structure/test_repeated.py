@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 import invfunc
-from invfunc import diag_ggn, explain, functional
-from invfunc.testing import assert_trees_close, dense_diag_ggn, peak_memory
+from invfunc import diag_ggn, explain
+from invfunc.testing import peak_memory
 from tests.laws import composed
 from tests.strategies import Numbers
 from tests.structure.test_columns import STATISTICS, assert_as_dense
@@ -102,34 +101,6 @@ def test_the_structure_is_seen(repeated, joined, n):
         assert told.why == "by the structure of the function" and told.passes <= told.columns / 2
 
 
-@pytest.mark.parametrize("repeated", [*REPEATED])
-def test_it_is_that_of_the_loop_where_it_is_seen(repeated):
-    f, args = patches(repeated, "masked", 3)
-    with always():
-        found = diag_ggn(f, F.mse_loss)(*args)
-    assert_trees_close(found, dense_diag_ggn(f, F.mse_loss)(*args), 1e-9)
-
-
-def test_a_parameter_that_is_an_expanded_view_itself():
-    p, x = torch.ones(1, 2).expand(3, 2), torch.arange(6.0).reshape(3, 2)
-    found = invfunc.batch_grad(lambda p, x: (p * x).sum(1))(p, x)
-    assert torch.equal(found, torch.eye(3)[:, :, None] * x)
-
-
-def test_positions_of_patches_of_an_image_lie_where_these_do():
-    rand = Numbers(1)
-
-    def f(p, x):
-        h = F.conv2d(x, p["e"], stride=2).flatten(2).mT + p["t"].expand(len(x), -1, -1)
-        return (h @ p["a"]).tanh() @ p["b"]
-
-    params = {"e": rand(2, 1, 2, 2), "t": rand(1, 16, 2), "a": rand(2, 2), "b": rand(2, 4)}
-    args = params, rand(2, 1, 8, 8), rand(2, 16, 4)
-    with always():
-        assert explain(diag_ggn(f, F.mse_loss))(*args).passes <= 32
-    assert_as_dense(partial(diag_ggn, f, F.mse_loss), args)
-
-
 def test_no_sample_has_the_tokens_of_all():
     """The shares of a repeated parameter take the memory of one entry for each sample, not of one for each pair."""
     n, shape = 32, (1, 16, 8)
@@ -138,48 +109,3 @@ def test_no_sample_has_the_tokens_of_all():
     make(p, x)
     peak = peak_memory(lambda: make(p, x))[1]
     assert peak < 4 * 12 * n * p.numel(), peak
-
-
-class Patches(nn.Module):
-    """A vision transformer of one block without a mixer of tokens, or with attention, which predicts patches."""
-
-    def __init__(self, attention):
-        super().__init__()
-        self.embed, self.head = nn.Linear(12, 4), nn.Linear(4, 12)
-        self.token, self.places = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(1, 7, 4))
-        self.norm, self.attention = nn.LayerNorm(4), nn.MultiheadAttention(4, 2, batch_first=True)
-        self.mlp, self.attends = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), attention
-
-    def forward(self, x):
-        h = torch.cat([self.token.expand(len(x), -1, -1), self.embed(x)], 1) + self.places
-        if self.attends:
-            y = self.norm(h)
-            h = h + self.attention(y, y, y, need_weights=False)[0]
-        return self.head(h + self.mlp(h))[:, 1:]
-
-
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize(("attention", "passes"), [(False, 4), (True, 4 * 6)])
-def test_a_vision_transformer(attention, passes, n):
-    """Without attention tokens share passes; with it, each has as many columns as it is wide, in place of a patch's."""
-    torch.manual_seed(0)
-    f, params = functional(Patches(attention).double())
-    args = params, torch.randn(n, 6, 12).double(), torch.randn(n, 6, 12).double()
-    with always():
-        told = explain(diag_ggn(f, F.mse_loss))(*args)
-    assert (told.passes, told.columns) == (passes, 6 * 12)
-    assert_as_dense(partial(diag_ggn, f, F.mse_loss), args)
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_a_row_that_is_expanded_over_the_tokens(n):
-    """Each entry is read at several tokens, whose columns may not share a pass."""
-    rand = Numbers(1)
-
-    def f(p, x):
-        return (x + p["u"][:, :1].expand(-1, x.shape[1], -1)).tanh() @ p["b"]
-
-    args = {"u": rand(1, 4, 2), "b": rand(2, 1)}, rand(n, 4, 2), rand(n, 4, 1)
-    with always():
-        found = diag_ggn(f, F.mse_loss)(*args)
-    assert_trees_close(found, dense_diag_ggn(f, F.mse_loss)(*args), 1e-9)

@@ -101,34 +101,6 @@ def test_a_table_is_told_apart_by_the_rows_that_are_read():
         assert_trees_close(result, make(f, F.mse_loss, method="dense")(*args), 1e-9)
 
 
-def test_few_columns_are_not_looked_at():
-    f, args = auto_encoder(3)
-    make = diag_ggn(f, F.mse_loss)
-    with mock.patch.object(Structure, "way", side_effect=AssertionError):
-        make(*args)
-
-
-class Words(nn.Module):
-    """A head of many classes at each of several tokens, which know of each other."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 12)
-
-    def forward(self, x):
-        return self.head(x + self.attention(x, x, x, need_weights=False)[0]).mT
-
-
-def test_one_sample_may_lie_in_memory_as_several_do_not():
-    """torch computes the same by other operations there."""
-    torch.manual_seed(0)
-    f, params = invfunc.functional(Words().double())
-    args = params, Numbers(1)(3, 5, 4), torch.arange(15).view(3, 5) % 12
-    result, ((way, _),) = ways_of(diag_ggn(f, F.cross_entropy), args)
-    assert way is not None and [len(stage.end.places) for stage in way.stages if stage.end] == [5]
-    assert_trees_close(result, testing.dense_diag_ggn(f, F.cross_entropy)(*args), 1e-9)
-
-
 def test_factors_of_a_vector_with_an_entry_for_each_place():
     """Its entries meet at one position, where columns of one group are to be alone."""
 

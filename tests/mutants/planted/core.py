@@ -15,7 +15,7 @@ FAULTS = [
         "core/order.py",
         "        if self.ragged and fill:\n",
         "        if False:\n",
-        "core/test_orders.py",
+        "core/test_places.py",
     ),
     Fault(
         "samples may pick in the rows of a parameter that is copied for each",
@@ -303,7 +303,7 @@ FAULTS = [
         "return total + n * shift, centred",
         "return total, centred",
         "operations/test_thresholds.py::TestStatistics::test_equal_the_loop[lowest-positions] "
-        "testing/test_laws_hold.py statistics/test_first_order.py statistics/test_clipped_grad.py "
+        "testing/test_laws_hold.py statistics/test_first_order.py statistics/test_first_order.py "
         "operations/test_thresholds.py",
     ),
 ]

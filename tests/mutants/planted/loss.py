@@ -3,7 +3,7 @@
 from tests.mutants.fault import Fault
 
 PEELED = "loss/test_peeled.py"
-DRAWN = "loss/test_monte_carlo.py loss/test_monte_carlo_sample.py"
+DRAWN = "loss/test_monte_carlo.py loss/test_monte_carlo.py"
 
 FAULTS = [
     Fault(
@@ -57,16 +57,16 @@ FAULTS = [
         "loss/square_root.py",
         "values).sqrt().unsqueeze(1)",
         "values).sqrt().unsqueeze(2)",
-        "statistics/test_ggn_of_samples.py::test_the_products_of_a_root_are_the_matrix "
-        "statistics/test_ggn_of_samples.py testing/test_laws_hold.py loss statistics reductions",
+        "statistics/test_diag_ggn.py::test_the_products_of_a_root_are_the_matrix "
+        "statistics/test_diag_ggn.py testing/test_laws_hold.py loss statistics reductions",
     ),
     Fault(
         "eigenvalues that round below zero have a root",
         "loss/square_root.py",
         "torch.where(values <= least, 0 * values, values).sqrt()",
         "values.sqrt()",
-        "statistics/test_ggn_of_samples.py::test_the_products_of_a_root_are_the_matrix "
-        "statistics/test_ggn_of_samples.py testing/test_laws_hold.py loss statistics reductions",
+        "statistics/test_diag_ggn.py::test_the_products_of_a_root_are_the_matrix "
+        "statistics/test_diag_ggn.py testing/test_laws_hold.py loss statistics reductions",
     ),
     Fault(
         "a root has half of its derivative",
@@ -115,7 +115,7 @@ FAULTS = [
         "loss/drawn.py",
         "none = variance <= 0\n    noise",
         "none = variance < 0\n    noise",
-        "loss/test_diag_ggn_extremes.py::TestExtremes::test_what_is_drawn_of_a_sure_prediction_is_what_there_is_of_it "
+        "loss/test_roots.py::TestExtremes::test_what_is_drawn_of_a_sure_prediction_is_what_there_is_of_it "
         + DRAWN
         + " statistics/test_nan.py loss",
     ),

@@ -56,21 +56,21 @@ FAULTS = [
         "products/given.py",
         "if func is set_graph:",
         "if func is None:",
-        "products/test_forward_mode.py::test_products_are_those_of_the_matrices",
+        "products/test_products.py::test_products_are_those_of_the_matrices",
     ),
     Fault(
         "tangents of one run are taken for those of another",
         "products/given.py",
         "z.shape != y.shape or (y.numel() and not near(z, y, y.detach().abs().amax()))",
         "z.shape != y.shape",
-        "products/test_forward_mode.py::test_one_that_draws_from_its_own_generator_is_of_one_run",
+        "products/test_products.py::test_one_that_draws_from_its_own_generator_is_of_one_run",
     ),
     Fault(
         "samples of a loss that mixes them are taken for apart",
         "products/given.py",
         "not near(signed(x, d), y.detach(), x.detach().abs().amax())",
         "signs is None",
-        "products/test_product_splits.py::TestSamples",
+        "products/test_product_compositions.py::TestSamples",
     ),
     # Products
     Fault(
@@ -117,7 +117,7 @@ FAULTS = [
         "products/curvature.py",
         'h.abs() if modify == "abs" else h.clamp(min=0)',
         'h.abs() if modify == "clip" else h.clamp(min=0)',
-        "products/test_pch.py::test_is_the_sum_of_its_parts products/test_pch.py",
+        "products/test_fisher_products.py::test_is_the_sum_of_its_parts products/test_fisher_products.py",
     ),
     Fault(
         "an operator takes the conjugate of a complex vector",
@@ -131,15 +131,14 @@ FAULTS = [
         "products/linear_operator.py",
         "y.detach().movedim(0, -1) for y",
         "y.detach() for y",
-        "products/test_operators_of_torch.py::TestOperator::test_is_the_matrix products/test_operators_of_torch.py",
+        "products/test_operators.py::TestOperatorTorch::test_is_the_matrix products/test_operators.py",
     ),
     Fault(
         "a product of the user of several vectors is that of the first",
         "products/product.py",
         "zip(*map(of_one, zip(*v, strict=True)), strict=True)",
         "zip(*[of_one([y[0] for y in v])] * len(v[0]), strict=True)",
-        "products/test_operators_of_torch.py::TestOperator::test_of_a_product_of_the_user "
-        "products/test_operators_of_torch.py",
+        "products/test_operators.py::TestOperatorTorch::test_of_a_product_of_the_user products/test_operators.py",
     ),
     Fault(
         "an estimate adds in half precision",

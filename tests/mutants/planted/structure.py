@@ -2,7 +2,7 @@
 
 from tests.mutants.fault import Fault
 
-DRAWN, TAKEN = "structure/test_drawn.py::test_it_is_that_of_all_columns", "structure/test_taken.py"
+DRAWN, TAKEN = "structure/test_columns.py::test_it_is_that_of_all_columns_drawn", "structure/test_taken.py"
 
 FAULTS = [
     Fault(
@@ -59,7 +59,7 @@ FAULTS = [
         "structure/narrow.py",
         "return joined(found, 1) if check.right else None",
         "return joined(found, 1)",
-        "structure/test_blocks.py::test_a_wrong_derivative_is_noticed_in_every_block structure",
+        "structure/test_columns.py::test_a_wrong_derivative_is_noticed_in_every_block structure",
     ),
     Fault(
         "a bottleneck is one though another path goes around it",
@@ -94,7 +94,7 @@ FAULTS = [
         "structure/groups.py",
         "others = torch.where(largest > 0, (p * (1 - largest)).sum(1, keepdim=True), 1 - p)",
         "others = 1 - p",
-        "structure/test_found.py::test_saturated_pixels_in_closed_form_and_single_precision structure",
+        "structure/test_columns.py::test_saturated_pixels_in_closed_form_and_single_precision structure",
     ),
     Fault(
         "samples are alike whose losses are not",

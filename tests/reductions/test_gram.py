@@ -1,18 +1,78 @@
-"""gram between two batches: the loop, the block of the joined batch, compositions, memory, and what is refused."""
+"""gram and batch_jacobian, of losses and of models: against plain loops, torch.func and each other."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import invfunc
-from invfunc import certified, chunked, gram, reduced, together, tree
-from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.testing import assert_trees_close, loop_gram
+from invfunc import batch_jacobian, chunked, gram, tree
+from invfunc.errors import ArgumentError
+from invfunc.testing import assert_trees_close, loop_batch_jacobian, loop_gram
+from tests.laws import OF_MODELS
 from tests.networks import LOSSES, NETWORKS, network, networks, samples_loss
+from tests.statistics.test_first_order import EXACT
 from tests.strategies import Numbers
 
-EXACT = 1e-10
+of_models = pytest.mark.parametrize("kind", OF_MODELS.values(), ids=OF_MODELS)
+
+
+@of_models
+class TestOfModels:
+    @given(networks(sequences=True))
+    def test_equals_the_loop(self, kind, net):
+        assert_trees_close(kind.make(net.f)(net.params, net.x), kind.loop(net.f)(net.params, net.x), EXACT)
+
+    @given(st.data(), networks(sequences=True))
+    def test_does_not_depend_on_chunks(self, kind, data, net):
+        t = divided = kind.make(net.f)
+        for over in data.draw(st.lists(st.sampled_from(kind.axes), min_size=1, max_size=3)):
+            divided = chunked(divided, data.draw(st.integers(1, 6)), over=over)
+        assert_trees_close(divided(net.params, net.x), t(net.params, net.x), EXACT)
+
+
+def forked(p, x):
+    """A tree of outputs of several sizes: an [N], an image for each sample, one of the data alone."""
+    z = (x @ p["w"]).tanh()
+    return {"sum": z.sum(1) * p["s"], "more": [z[:, :, None] * p["v"], (x[:, :2],)]}
+
+
+FORK = {"w": Numbers()(3, 2), "v": Numbers(1)(4), "s": Numbers(2)()}
+
+
+class TestJacobian:
+    @pytest.mark.parametrize("over", [None, "outputs", "samples", "params"])
+    @pytest.mark.parametrize("n", [1, 4])
+    def test_of_a_tree_of_outputs_is_a_tree_of_these(self, over, n):
+        x = Numbers(3)(n, 3)
+        t = batch_jacobian(forked) if over is None else chunked(batch_jacobian(forked), 2, over=over)
+        assert_trees_close(t(FORK, x), torch.func.jacrev(forked)(FORK, x), EXACT)
+        assert_trees_close(t(FORK, x), loop_batch_jacobian(forked)(FORK, x), EXACT)
+
+
+class TestErrors:
+    w, x = Numbers()(3, 2), Numbers(1)(4, 3)
+
+    @pytest.mark.parametrize(
+        "returned", [lambda z: z.sum(), lambda z: (z, z.mean()), lambda z: z.T, lambda z: z.argmax(1), lambda z: None]
+    )
+    def test_jacobian_refuses_what_no_model_returns(self, returned):
+        t = batch_jacobian(lambda w, x: returned(x @ w))
+        with pytest.raises(ArgumentError, match=r"batch_jacobian\(<lambda>\)\(w, x\): f returned"):
+            t(self.w, self.x)
+
+    def test_jacobian_of_a_loss_function_says_so(self):
+        with pytest.raises(ArgumentError, match=r"shape \(\) for N = 4.*loss function.*model function"):
+            batch_jacobian(lambda w, x: (x @ w).sum())(self.w, self.x)
+
+    @pytest.mark.parametrize("returned", [lambda z: (z, z), lambda z: {"z": z}, lambda z: z.sum(0), lambda z: None])
+    def test_gram_refuses_what_is_neither_losses_nor_one_output(self, returned):
+        with pytest.raises(ArgumentError, match=r"gram\(<lambda>\)\(w, x\): f returned"):
+            gram(lambda w, x: returned(x @ w))(self.w, self.x)
+
+
+# gram between two batches: the loop, the block of the joined batch, compositions, memory, and what is refused
+
+EXACT_BETWEEN = 1e-10
 names, losses, sizes = st.sampled_from(sorted({*NETWORKS} - {"module"})), st.sampled_from(LOSSES), st.integers(1, 4)
 
 
@@ -40,37 +100,27 @@ class TestBetweenBatches:
         f, params, batch, others = batches(called, loss, n, m)
         found = gram(f, others=others, per_parameter=per_parameter)(params, *batch)
         assert_trees_close(
-            found, loop_gram(f, others=others, per_parameter=per_parameter)(params, *batch), EXACT, 1e-12
+            found, loop_gram(f, others=others, per_parameter=per_parameter)(params, *batch), EXACT_BETWEEN, 1e-12
         )
 
     @given(names, sizes, sizes)
     def test_of_a_model_equals_the_loop(self, called, n, m):
         net, others = network(called, n), (network(called, m, seed=1).x,)
         found = gram(net.f, others=others)(net.params, net.x)
-        assert_trees_close(found, loop_gram(net.f, others=others)(net.params, net.x), EXACT)
-
-    @given(networks(sequences=True))
-    def test_with_the_batch_itself_is_gram(self, net):
-        assert_trees_close(gram(net.f, others=(net.x,))(net.params, net.x), gram(net.f)(net.params, net.x), EXACT)
+        assert_trees_close(found, loop_gram(net.f, others=others)(net.params, net.x), EXACT_BETWEEN)
 
     @given(names, losses, st.lists(st.integers(-3, 2), min_size=1, max_size=4))
     def test_samples_are_those_of_the_call(self, called, loss, samples):
         f, params, batch, others = batches(called, loss, 3, 2)
         found = gram(f, others=others, samples=samples)(params, *batch)
-        assert_trees_close(found, gram(f, others=others)(params, *batch)[samples], EXACT, 1e-12)
+        assert_trees_close(found, gram(f, others=others)(params, *batch)[samples], EXACT_BETWEEN, 1e-12)
 
     @given(names, losses, sizes)
     def test_does_not_depend_on_passes_over_parameters_or_tiles(self, called, loss, k):
         f, params, batch, others = batches(called, loss, 4, 3)
         t = gram(f, others=others)
         for divided in (chunked(t, k, over="params"), chunked(lambda *args: t(*args), k)):
-            assert_trees_close(divided(params, *batch), t(params, *batch), EXACT, 1e-12)
-
-    def test_keeps_what_samples_share_and_axes_of_trees(self):
-        w, x, other = Numbers()(3, 2), {"a": Numbers(1)(3, 4)}, {"a": Numbers(2)(3, 5)}
-        t = gram(lambda x, w, s: (x["a"].T @ w) * s, others=(other,), argnums=1, in_dims=(1, None))
-        wanted = loop_gram(lambda w, x, s: (x["a"].T @ w) * s, others=(other, 2.0))(w, x, 2.0)
-        assert_trees_close(t(x, w, 2.0), wanted, EXACT)
+            assert_trees_close(divided(params, *batch), t(params, *batch), EXACT_BETWEEN, 1e-12)
 
     def test_is_differentiable_in_both_batches_and_maps_over_either(self):
         f, params, x, u = classifier()
@@ -81,32 +131,11 @@ class TestBetweenBatches:
         wanted = torch.autograd.grad((loop(params | {"w": given[0]}, *given[1:]) * c).sum(), given)
         plain = torch.autograd.grad((t(params | {"w": given[0]}, *given[1:]) * c).sum(), given)
         of_func = torch.func.grad(lambda w, x, u: (t(params | {"w": w}, x, u) * c).sum(), (0, 1, 2))(params["w"], x, u)
-        assert_trees_close(plain, wanted, EXACT)
-        assert_trees_close(of_func, wanted, EXACT)
+        assert_trees_close(plain, wanted, EXACT_BETWEEN)
+        assert_trees_close(of_func, wanted, EXACT_BETWEEN)
         many = torch.stack([u, 2 * u])
         mapped = torch.vmap(lambda u: t(params, x, u))(many)
-        assert_trees_close(mapped, torch.stack([loop(params, x, u) for u in many]), EXACT)
-
-    def test_reduced_together_and_certified(self):
-        f, params, x, u = classifier()
-        t, others = gram(f, others=(u,)), (u,)
-        each = gram(f, others=others, per_parameter=True)
-        wanted = t(params, x)
-        sums = reduced(each, torch.sum)(params, x)
-        assert_trees_close(sum(tree.leaves(sums)), wanted.sum(), EXACT)
-        both = together(gram(f, others=others), each)
-        assert_trees_close(both(params, x), (wanted, each(params, x)), EXACT)
-        for statistic in (t, each, gram(f, others=others, samples=[2, 0])):
-            certified(statistic, generator=0)(params, x)
-        with pytest.raises(ArgumentError, match="different others"):
-            together(t, gram(f))
-
-    def test_a_certificate_sees_a_wrong_product(self, monkeypatch):
-        f, params, x, u = classifier()
-        right = invfunc.core.shares.Shares.products_with
-        monkeypatch.setattr(invfunc.core.shares.Shares, "products_with", lambda *a: right(*a).roll(1, -1))
-        with pytest.raises(invfunc.errors.CertificateError, match="the product of sample"):
-            certified(gram(f, others=(u,)), generator=0)(params, x)
+        assert_trees_close(mapped, torch.stack([loop(params, x, u) for u in many]), EXACT_BETWEEN)
 
 
 class TestWithoutTheShares:
@@ -125,25 +154,8 @@ class TestWithoutTheShares:
             t(w, Numbers(3)(4, 1024))
         assert largest and max(largest) < 2**15
 
-    def test_chosen_outputs_take_one_column(self):
-        """Products of one logit of each sample, without those of the other logits."""
-        f, params, x, u = classifier()
-        y, v, seen = torch.arange(4), torch.arange(3), []
 
-        def z(p, x):
-            z = f(p, x) + 0
-            if z.requires_grad:
-                z.register_hook(lambda g: seen.append(g.shape) and None)
-            return z
-
-        t = gram(lambda p, x, y: z(p, x).gather(1, y[:, None])[:, 0], others=(u, v))
-        found = t(params, x, y)
-        assert seen == [(7, 5)]
-        kernel = loop_gram(f, others=(u,))(params, x)
-        assert_trees_close(found, kernel[torch.arange(4)[:, None], y[:, None], torch.arange(3), v], EXACT)
-
-
-class TestErrors:
+class TestErrorsBetween:
     f, params, x, u = classifier()
     f = staticmethod(f)
 
@@ -164,20 +176,8 @@ class TestErrors:
         with pytest.raises(ArgumentError, match=f"gram.*{text}"):
             gram(self.f, others=others)(self.params, self.x)
 
-    def test_wants_a_tuple(self):
-        with pytest.raises(ArgumentTypeError, match=r"others is of type Tensor.*others=\(x,\)"):
-            gram(self.f, others=self.u)
-
     @pytest.mark.parametrize("scalar", [torch.sum, torch.mean])
     def test_refuses_a_loss_of_both_batches_together(self, scalar):
         t = gram(lambda p, x: scalar(self.f(p, x)), others=(self.u,))
         with pytest.raises(ArgumentError, match=r"scaled in each.*Return the losses \[N\]"):
             t(self.params, self.x)
-
-    @pytest.mark.parametrize("held", [lambda n: torch.linspace(1, 2, n), torch.arange], ids=["number", "place"])
-    def test_refuses_what_depends_on_the_other_samples(self, held):
-        def f(p, x):
-            return self.f(p, x) * (1 + held(len(x)))[:, None]
-
-        with pytest.raises(ArgumentError, match="where both batches are joined"):
-            gram(f, others=(self.u,))(self.params, self.x)
