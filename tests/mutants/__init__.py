@@ -2,6 +2,6 @@
 
     python -m tests.mutants [--part 1/4] [--only WORD] [--processes 2] [--all]
 
-`fault` says what a fault is and runs it; `planted` has a list of them for each folder of the package.
+`fault` says what a fault is and runs it; `planted` has lists of them, one for each mechanism.
 The tests are those that `python -m pytest` runs; with `--all` they are all, which also find what is marked slow.
 """
