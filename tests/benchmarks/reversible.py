@@ -75,11 +75,6 @@ SMALL_TIMES = [
     Row(GRAD, ways.PLAIN),
     *[Row(GRAD, way, 3) for way in (ways.MERGED, ways.GENERIC, ways.CHAINED)],
 ]
-WIDE_TIMES = [
-    *[Row(BACKWARD, way) for way in (ways.PLAIN, ways.PLAIN_ONE, ways.CHECKPOINT, ways.MEMCNN, ways.INVTORCH)],
-    Row(BACKWARD, ways.MERGED, 1.3),
-    *[Row(BACKWARD, way, 1.4) for way in (ways.MERGED_ONE, ways.GENERIC, ways.CHAINED)],
-]
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,6 @@ class Timed:
 TIMED = {
     "chain": Timed(TIMES, WIDTH, ROWS),
     "small_chain": Timed(SMALL_TIMES, 64, 32, 64),
-    "wide_chain": Timed(WIDE_TIMES, 1024, 512, 8),
 }
 MEMORY = [
     Row(BACKWARD, ways.PLAIN),
