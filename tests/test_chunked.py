@@ -70,12 +70,6 @@ class TestStatistics:
         with suppress(invfunc.errors.SampleAxisError):  # a mean that divides by weights
             assert_trees_close(divided(data.draw, t, ["samples", "params"])(*args), t(*args), EXACT)
 
-    def test_marked_outputs_split_any_scalar_loss(self):
-        net, y = network("perceptron", 5), Numbers(1)(5, 3)
-        for transform in FIRST_ORDER:
-            t = transform(lambda p, x, y: (invfunc.outputs(net.f(p, x)) - y).abs().pow(1.5).mean())
-            assert_trees_close(chunked(t, 2)(net.params, net.x, y), t(net.params, net.x, y), EXACT)
-
     @pytest.mark.parametrize("transform", FIRST_ORDER)
     def test_losses_that_count_the_batch_are_refused(self, transform):
         """Unmarked, f itself runs on parts of the batch: it has to return there what it returns on the whole."""
@@ -205,18 +199,6 @@ class TestChunksAlone:
         with suppress(invfunc.errors.SampleAxisError):
             found = chunked(t, n)(params, x, y)
             assert_trees_close(found, t(params, x, y), EXACT)
-
-    @pytest.mark.parametrize("n", [2, 6])
-    def test_means_over_the_positions_of_a_sample_are_its_own(self, n):
-        params, x, y = case()
-        y = torch.stack([y, y.where(y > 0, -100)], 1)
-
-        def f(p, x, y):
-            z = logits(p, x)
-            return torch.stack([F.cross_entropy(torch.stack([a, a.sin()]), b) for a, b in zip(z, y, strict=True)])
-
-        t = invfunc.batch_grad(f)
-        assert_trees_close(chunked(t, n)(params, x, y), t(params, x, y), EXACT)
 
     @pytest.mark.parametrize("n", [2, 6])
     def test_samples_that_meet_are_refused(self, n):
@@ -366,13 +348,6 @@ class TestPlainFunctions:
         chunked(lambda p, x: sizes.append(len(x)) or x, n)({}, torch.zeros(length))
         assert len(sizes) == min(n, length) and sum(sizes) == length and max(sizes) - min(sizes) <= 1
 
-    @given(st.integers(1, 7), numbers_of_passes)
-    def test_calls_of_a_size_leave_the_rest_to_the_last(self, length, size):
-        sizes = []
-        chunked(lambda p, x: sizes.append(len(x)) or x, chunk_size=size)({}, torch.zeros(length))
-        whole, rest = divmod(length, size)
-        assert sizes == [size] * whole + [rest] * (rest > 0)
-
     @given(numbers_of_passes, st.integers(0, 1), st.sampled_from([0, 1, -1]))
     def test_samples_along_other_axes(self, n, first, out):
         w, x, y, shared = Numbers()(3, 2), Numbers(1)(5, 3), Numbers(2)(5, 2), Numbers(3)(2)
@@ -390,10 +365,6 @@ class TestPlainFunctions:
         result, found = chunked(lambda p, x: (x.sum(), aux), 2, fold="sum", has_aux=True)({}, torch.ones(5))
         assert result == 5 and found == [aux, aux]
 
-    def test_keyword_arguments_are_constants(self):
-        found = chunked(lambda p, x, *, k: x * k[:2], 2)({}, torch.ones(4), k=torch.arange(3.0))
-        assert torch.equal(found, torch.tensor([0.0, 1, 0, 1]))
-
     @given(networks(low=2), numbers_of_passes)
     def test_gradients_and_chunks_may_be_swapped(self, net, n):
         y = Numbers(1).below(3, net.n)
@@ -406,9 +377,3 @@ class TestPlainFunctions:
         outside = chunked(torch.func.grad(f), n, fold="mean")(net.params, net.x, y)
         assert_trees_close(inside, wanted, EXACT)
         assert_trees_close(outside, wanted, EXACT)
-
-    def test_statistics_that_sum_over_samples_are_functions_too(self):
-        net, y = network("affine", 5), Numbers(1).below(3, 5)
-        t = invfunc.sum_grad_squared(lambda p, x, y: F.cross_entropy(net.f(p, x), y, reduction="none"))
-        plain = chunked(lambda *args: t(*args), 2, fold="sum")
-        assert_trees_close(plain(net.params, net.x, y), t(net.params, net.x, y), EXACT)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import weakref
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -67,16 +66,6 @@ class TestResults:
         wanted = row.of(model, F.cross_entropy, form)(*given())
         assert_trees_close(chunked(t, memory="1GiB")(*given()), wanted, 1e-10)
 
-    @pytest.mark.parametrize(
-        "make",
-        [partial(invfunc.kfac, fisher="exact"), partial(invfunc.kfac, fisher="empirical")],
-        ids=["exact", "kfac"],
-    )
-    def test_of_an_embedding(self, make):
-        f, params = functional(torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10)).double())
-        t, batch = make(f, F.cross_entropy), (torch.arange(6) % 4, torch.arange(6))
-        assert_trees_close(chunked(t, memory="1GiB")(params, *batch), t(params, *batch), 1e-12)
-
     @pytest.mark.quick
     def test_of_a_loss_whose_classes_have_weights(self):
         def weighted(z, y):
@@ -89,17 +78,6 @@ class TestResults:
         ):
             assert_trees_close(chunked(t, memory="1GiB")(*given()), t(*given()), 1e-10)
 
-    @pytest.mark.quick
-    @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-    def test_of_recurrent_layers(self, kind):
-        class Last(nn.Module):
-            def forward(self, x):
-                return x[0][:, -1]
-
-        f, params = functional(nn.Sequential(kind(3, 4, batch_first=True), Last(), nn.Linear(4, 3)).double())
-        t, batch = invfunc.diag_ggn(f, F.cross_entropy), (Numbers()(N, 5, 3), torch.arange(N) % 3)
-        assert_trees_close(chunked(t, memory="1GiB")(params, *batch), t(params, *batch), 1e-10)
-
     def test_do_not_depend_on_the_budget(self):
         t, args = invfunc.diag_ggn(model, F.cross_entropy), wide(64)
         wanted, least, whys = t(*args), least_of(t, args), set()
@@ -108,13 +86,6 @@ class TestResults:
             whys.add(explain(within)(*args).why.split(",")[0])
             assert_trees_close(within(*args), wanted, 1e-10)
         assert len(whys) > 1 and "in one piece" in whys
-
-    def test_of_what_depends_on_numbers(self):
-        def f(p, x, y):
-            return F.cross_entropy(model(p, x).masked_fill(x.sum(1, keepdim=True) > 0, 0.0), y, reduction="none")
-
-        t = invfunc.variance(f)
-        assert_trees_close(chunked(t, memory=least_of(t, wide()))(*wide()), t(*wide()), 1e-10)
 
     def test_of_drawn_columns_are_those_of_one_call(self):
         def drawn():
@@ -126,11 +97,6 @@ class TestResults:
         assert_trees_close(chunked(t, memory="1GiB")(*given()), plain(*given()), 1e-10)
         assert torch.equal(one.get_state(), other.get_state())
         assert torch.equal(before, torch.random.get_rng_state())
-
-    @pytest.mark.quick
-    def test_of_several_statistics_come_together(self):
-        t = invfunc.together(invfunc.diag_ggn(loss), invfunc.variance(loss))
-        assert_trees_close(chunked(t, memory="1GiB")(*given()), t(*given()), 1e-10)
 
     @pytest.mark.quick
     def test_of_plain_functions_are_folded(self):
@@ -270,22 +236,6 @@ class TestWhatCannotBePromised:
         t = chunked(invfunc.variance(loss), memory="1GiB")
         with pytest.raises(ArgumentError, match="torch.func"):
             torch.func.grad(lambda p: t(p, x, y)["w"].sum())(p)
-
-    def test_calls_a_function_of_the_caller(self):
-        with pytest.raises(ArgumentError, match="in measurements"):
-            chunked(invfunc.reduced(invfunc.variance(loss), lambda name, x: x), memory="1GiB")
-
-    def test_is_within_a_transform_of_its_own(self):
-        within = chunked(invfunc.variance(loss), memory="1GiB")
-        reduced = lambda t: invfunc.reduced(t, lambda name, x: x)  # noqa: E731
-        for around in (invfunc.streamed, invfunc.distributed, invfunc.together, reduced):
-            with pytest.raises(ArgumentTypeError, match=r"a budget covers one call alone.*chunked\(t, n\)"):
-                around(within)
-        loader = invfunc.streamed(invfunc.variance(loss))
-        for inner in (within, loader, invfunc.distributed(invfunc.variance(loss))):
-            for options in ({"n": 2}, {"memory": 0.5}):
-                with pytest.raises(ArgumentTypeError, match="of the whole batch. Chunk what is in it"):
-                    chunked(inner, **options)
 
     def test_is_an_error_of_the_call_as_it_was_written(self):
         with pytest.raises(InvFuncError, match=r"^chunked\(batch_jacobian\(model\), memory='1GiB'\)\("):

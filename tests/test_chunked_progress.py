@@ -2,7 +2,6 @@
 
 import re
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch.nn.functional as F
 
 import invfunc
 from invfunc import chunked
-from invfunc._extras import Ticks
 from invfunc.errors import MissingExtraError
 from invfunc.testing import assert_trees_close
 from tests.data_sets.test_streamed import data, linear, losses  # noqa: F401
@@ -44,24 +42,6 @@ def test_it_ends_with_the_passes_that_were_made(called, data, monkeypatch):  # n
     assert passes is None or int(done) == passes
     assert int(done) == invfunc.explain(chunked(make(), **options))(*data).pullbacks
     assert_trees_close(found, chunked(make(), **options)(*data), 1e-12)
-
-
-def test_what_is_left_is_known_after_the_first_run():
-    bar = SimpleNamespace(total=None, update=lambda: None)
-    ticks, totals = Ticks(bar, samples=9), []
-    for n in (3, 3, 2, 1):
-        ticks.reach(n)
-        for _ in range(2):  # of two kinds of columns
-            ticks.expect(2)
-            totals.append(bar.total)
-    assert totals == [6, 12, 9, 12, 11, 14, 14, 16]
-
-
-def test_of_chunks_of_chunks_the_outer_one_says_what_it_is(data, monkeypatch):  # noqa: F811
-    shown = terminal(monkeypatch)
-    inner = chunked(invfunc.diag_ggn(linear, F.cross_entropy), 3, over="samples", progress=True)
-    chunked(inner, 2, over="outputs")(*data)
-    assert "chunked(diag_ggn" in shown() and "6/6 [" in shown()
 
 
 def test_of_a_plain_function(data, monkeypatch):  # noqa: F811

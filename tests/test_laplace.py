@@ -1,9 +1,7 @@
 """The backends for the Laplace library: against dense matrices, with a stand-in for it, and against its own."""
 
-import pickle
 import sys
 from dataclasses import dataclass
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +11,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, vmap
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc.laplace
 from invfunc.errors import ArgumentError, MissingExtraError
@@ -252,17 +248,6 @@ class TestBackends:
             for a, b in zip(many, found(exact), strict=True):
                 assert (a - b).norm() < 0.1 * b.norm()
 
-    def test_read_the_parameters_as_they_are(self):
-        """As Laplace puts samples of the posterior into the model."""
-        (x, y), model = data_of("regression"), model_of("perceptron")
-        backend = backend_of("InvFuncGGN", model, "regression")
-        at = parameters_to_vector(model.parameters()).detach()
-        before = backend.diag(x, y)[1]
-        vector_to_parameters(2 * at, model.parameters())
-        changed = backend.diag(x, y)[1]
-        assert_trees_close(changed, backend_of("InvFuncGGN", model, "regression").diag(x, y)[1], RTOL)
-        assert not torch.allclose(before, changed)
-
     @pytest.mark.parametrize("scope", ["all", "last layer"])
     def test_are_differentiable_if_asked(self, scope):
         case = Case("perceptron", "regression", scope, 5)
@@ -282,53 +267,6 @@ class TestBackends:
         groups = nn.Sequential(nn.Unflatten(1, (4, 1)), nn.Conv1d(4, 4, 1, groups=2), nn.Flatten(), nn.Linear(4, C))
         with pytest.raises(ArgumentError, match=r"kron: 1\.weight has Kronecker.*hessian_structure='diag'"):
             backend_of("InvFuncGGN", groups.double(), "classification").kron(x, y, N=5)
-
-    def test_refuse_options_that_they_have_not(self):
-        with pytest.raises(TypeError, match="kfac_aprox"):
-            backend_of("InvFuncEF", model_of("perceptron"), "regression").kron(*data_of("regression"), 5, kfac_aprox="")
-
-    def test_are_named_as_they_are_found(self):
-        made = invfunc.laplace.InvFuncGGN
-        assert made is invfunc.laplace.InvFuncGGN and made.__name__ == "InvFuncGGN"
-        assert pickle.loads(pickle.dumps(made)) is made
-        with pytest.raises(AttributeError, match="has no attribute 'InvFuncGgn'"):
-            _ = invfunc.laplace.InvFuncGgn
-
-
-class TestLaplace:
-    """What it makes of our curvature is what it makes of its own."""
-
-    @pytest.fixture(autouse=True)
-    def its_own(self):
-        if isinstance(sys.modules["laplace"], SimpleNamespace):
-            pytest.skip("a stand-in has no posterior")
-        torch.set_default_dtype(torch.float64)  # in which it makes some of its tensors, whatever the model has
-        yield
-        torch.set_default_dtype(torch.float32)
-
-    @pytest.mark.parametrize("likelihood", LIKELIHOODS)
-    @pytest.mark.parametrize(
-        ("weights", "structure"),
-        [*product(["all", "last_layer"], ["full", "diag", "kron"]), ("subnetwork", "full"), ("subnetwork", "diag")],
-    )
-    @pytest.mark.parametrize("kind", ["GGN", "EF"])
-    def test_posterior_evidence_and_predictive(self, likelihood, structure, weights, kind):
-        from laplace import Laplace
-        from laplace.curvature import BackPackEF, CurvlinopsEF, CurvlinopsGGN
-
-        own = CurvlinopsGGN if kind == "GGN" else CurvlinopsEF
-        if (own, weights, structure) == (CurvlinopsEF, "last_layer", "diag"):
-            own = BackPackEF  # that of curvlinops is zero
-        (x, y), found = data_of(likelihood, 7), []
-        loader = DataLoader(TensorDataset(x, y), batch_size=3)
-        options = {"subnetwork_indices": torch.tensor([7, 2, 3])} if weights == "subnetwork" else {}
-        for backend in (getattr(invfunc.laplace, f"InvFunc{kind}"), own):
-            posterior = Laplace(model_of("convolution"), likelihood, weights, structure, backend=backend, **options)
-            posterior.fit(loader)
-            precision = posterior.posterior_precision
-            precision = precision.to_matrix() if structure == "kron" else precision
-            found.append([precision, posterior.log_marginal_likelihood().detach(), posterior(x + 1)])
-        assert_trees_close(*found, 1e-9)
 
 
 def test_laplace_is_missing(monkeypatch):

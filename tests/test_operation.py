@@ -179,24 +179,6 @@ class TestItself:
         assert torch.equal(op(self.args[0], bias=self.args[2], weight=self.args[1]), affine(*self.args))
         assert "affine" in op.__name__ and op.__doc__ == affine.__doc__ and "affine" in repr(op)
 
-    @pytest.mark.parametrize("name", ["linear", "relu", "matmul", "detach", "sum"])
-    def test_does_not_take_the_place_of_a_function_of_torch_with_its_name(self, name):
-        def fn(x, weight):
-            return (x @ weight.square()).flip(1)
-
-        fn.__name__ = fn.__qualname__ = name
-        op = operation(fn)
-
-        @op.share_of("weight")
-        def _(delta, x, weight):
-            return "vno,ni,io->io", delta.flip(2), x, 2 * weight
-
-        def model(op):
-            return lambda p, x: torch.matmul(F.linear(F.relu(op(x, p["a"])), p["b"]), p["a"]).square().sum(1)
-
-        args = ({"a": Numbers()(3, 3), "b": Numbers(1)(3, 3)}, Numbers(2)(4, 3))
-        assert_trees_close(batch_grad(model(op))(*args), loop_batch_grad(model(fn))(*args), EXACT)
-
 
 class TestCheck:
     """check_operation is the law of a rule."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import invfunc
 from invfunc import chunked, reduced, together, tree
 from invfunc.core.evaluate import of_each_kind
-from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import BOTH, FACTORS, FIRST_ORDER, MODEL, ROWS, in_blocks, rows
 from tests.laws import composed
@@ -198,10 +198,6 @@ class TestRefusals:
         with pytest.raises(ArgumentError, match=rf"together\(.*{next(iter(option))}"):
             together(invfunc.batch_grad(loss), invfunc.variance(loss, **option))
 
-    def test_other_samples(self):
-        with pytest.raises(ArgumentError, match=r"together\(.*samples"):
-            together(invfunc.batch_grad(loss), invfunc.variance(loss, samples=[0]))
-
     def test_statistics_of_a_model_beside_those_of_a_loss(self):
         with pytest.raises(ArgumentError, match=r"together\(.*gram"):
             together(invfunc.batch_grad(loss), invfunc.gram(loss))
@@ -214,20 +210,6 @@ class TestRefusals:
     def test_compositions(self, composed):
         with pytest.raises(ArgumentError, match="chunked"):
             together(invfunc.batch_grad(loss), composed(invfunc.batch_grad(loss)))
-
-    @pytest.mark.parametrize("other", [loss, 3, None, torch.func.grad(loss)], ids=["f", "3", "None", "grad"])
-    def test_what_is_no_statistic(self, other):
-        with pytest.raises(ArgumentTypeError, match="together"):
-            together(invfunc.batch_grad(loss), other)
-
-    def test_nothing(self):
-        with pytest.raises(ArgumentError, match="together"):
-            together()
-
-    def test_a_bad_argument_is_told_once(self):
-        with pytest.raises(ArgumentError, match="5.*4|4.*5") as told:
-            together(invfunc.batch_grad(loss), invfunc.variance(loss))(W, torch.ones(5, 3).double(), Y)
-        assert "together(batch_grad(loss), variance(loss))(w, x, y)" in str(told.value)
 
 
 def test_says_what_it_is():

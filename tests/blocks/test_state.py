@@ -5,12 +5,9 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.func import grad
 
-from invfunc import Invertible, additive_coupling, functional, invertible_checkpoint
+from invfunc import Invertible, additive_coupling, invertible_checkpoint
 from invfunc.errors import ModifiedError
-from invfunc.pairs import state_first
-from invfunc.testing import assert_trees_close
 from tests.invertible_same import f, f_inv, gradients, leaves
 
 
@@ -116,63 +113,6 @@ class TestState:
 
             with pytest.raises(ModifiedError, match="writes into y|an argument has been modified"):
                 same(run, f, invertible_checkpoint(f, write))
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("when", ["after", "before, and back"])
-def test_a_module_whose_mode_changes_after_the_backward_is_right(same, when):
-    """The way out of the error above, and a validation in between."""
-
-    def run(wrap, x, w):
-        norm = nn.BatchNorm1d(3).to(x)
-        g, x0 = (
-            wrap(additive_coupling(lambda b: norm(b.sin()) * b, lambda a: norm(a.sin()) * a)),
-            torch.cat([x, x.cos()]),
-        )
-        y = g((x0 * w, x0))
-        if when != "after":
-            norm.eval()
-            with torch.no_grad():
-                g((x0, x0))
-            norm.train()
-        found = gradients(y, x, w)
-        norm.eval()
-        return found, g((x0, x0)), list(norm.buffers())
-
-    same(run, lambda pair: pair, invertible_checkpoint)
-
-
-class OfFunctional(nn.Module):
-    """A coupling of `functional(module)`, a part that writes running statistics."""
-
-    def __init__(self, wrap):
-        super().__init__()
-        torch.manual_seed(0)
-        self.part = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh())
-        part = state_first(functional(self.part)[0])
-        self.block = wrap(additive_coupling(part, part, split_dim=1))
-
-    def forward(self, x):
-        params = dict(self.part.named_parameters())
-        return self.block(self.block(x, (params, params)), (params, params))
-
-
-@pytest.mark.parametrize("order", [1, 2])
-def test_within_functional_of_functional(order, dtype, device):
-    """What is written there is dropped, and is no tensor that needs a gradient."""
-    x = torch.linspace(-1, 2, 12, dtype=dtype, device=device).reshape(3, 4)
-
-    def gradients_of(wrap):
-        f, params = functional(OfFunctional(wrap).to(device, dtype))
-
-        def slope(params):
-            return grad(lambda p: f(p, x).sin().sum())(params)
-
-        if order == 1:
-            return slope(params)
-        return grad(lambda p: sum(g.square().sum() for g in slope(p).values()))(params)
-
-    assert_trees_close(gradients_of(invertible_checkpoint), gradients_of(lambda pair: pair), 1e-6, 1e-2)
 
 
 class Remembering(nn.Module):

@@ -36,7 +36,7 @@ from invfunc.statistic import Statistic
 from invfunc.testing import strategies
 from invfunc.testing.laws.rows import LOSS, MODEL
 from invfunc.testing.models import Loss, Model, Problem
-from tests.alarms.calls import CERTIFIED
+from tests.alarms import CERTIFIED
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 rows = st.sampled_from(list(CERTIFIED.values()))

@@ -14,7 +14,7 @@ from invfunc.errors import ArgumentError, ArgumentTypeError, CertificateError
 from invfunc.products.product import Linearised, Product
 from invfunc.testing import strategies
 from invfunc.testing.laws.rows import PRODUCTS
-from tests.alarms.calls import NAMES
+from tests.alarms import NAMES
 from tests.strategies import Numbers
 
 SEED = 7

@@ -12,7 +12,7 @@ from invfunc import batch_grad, batch_l2_grad, certified, gram, operation, tree,
 from invfunc.errors import CertificateError
 from invfunc.testing.laws.rows import MODEL
 from invfunc.testing.models import Loss, Model, Problem
-from tests.alarms.calls import CERTIFIED
+from tests.alarms import CERTIFIED
 from tests.certificates.test_certified import made, planted, same
 
 quick = pytest.mark.quick

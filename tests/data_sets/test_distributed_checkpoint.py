@@ -2,15 +2,13 @@
 
 import pytest
 import torch
-from torch.multiprocessing.spawn import start_processes
 
 import invfunc
 from invfunc import distributed, streamed
 from invfunc.errors import ArgumentError
 from tests.data_sets.test_streamed import batches, data, losses  # noqa: F401
 from tests.data_sets.test_streamed_checkpoint import Lost, breaking, same
-from tests.many_processes import forked, start
-from tests.processes_killed import killed
+from tests.many_processes import start
 from tests.processes_resumed import all_of_it
 
 pytestmark = pytest.mark.slow
@@ -35,8 +33,3 @@ def test_one_alone_has_the_file_of_the_first(data, tmp_path):  # noqa: F811
     torch.save({**written, "identity": {**written["identity"], "the process": "0 of 2"}}, tmp_path / "state.0")
     with pytest.raises(ArgumentError, match="another value of the process: 0 of 2, and not 0 of 1"):
         distributed(streamed(t, checkpoint=file))(params, parts)
-
-
-def test_killed_at_any_moment(tmp_path):
-    """One of two processes ends at a random moment, and both begin anew, until the result is there."""
-    start_processes(killed, (str(tmp_path), 4), nprocs=1, start_method=forked())

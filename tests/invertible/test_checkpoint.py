@@ -6,12 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.func import grad, vmap
-from torch.utils.checkpoint import checkpoint
 
-from invfunc import additive_coupling, chain, invertible_checkpoint
+from invfunc import additive_coupling, invertible_checkpoint
 from invfunc.pairs import leapfrog
-from invfunc.testing import assert_trees_close
-from tests.invertible_same import assert_same, f, f_inv, g, gradients, leaves, squares
+from tests.invertible_same import assert_same, f, g, gradients, leaves, squares
 from tests.strategies import Numbers
 
 
@@ -44,49 +42,6 @@ class TestFunctions:
             return gradients(h(h(x, w), w), x, w), inside
 
         same(run, forward, invertible_checkpoint(forward, back))
-
-    @pytest.mark.parametrize("reentrant", [True, False])
-    @pytest.mark.parametrize("where", ["around", "inside", "around g and inside of f"])
-    def test_beside_torchs_checkpoint(self, same, reentrant, where):
-        torchs = partial(checkpoint, use_reentrant=reentrant)
-        inner = invertible_checkpoint(partial(torchs, f) if "inside" in where else f, f_inv)
-
-        def run(h, x, w):
-            call = partial(torchs, h) if h is inner and "around" in where else h
-            squares(call(call(x * 1, w), w)).backward()
-            return x.grad, w.grad
-
-        same(run, f, inner)
-
-    @pytest.mark.parametrize("inner", [g, invertible_checkpoint(f, None)], ids=["inverse", "checkpoint"])
-    def test_that_are_checkpointed_inside(self, same, inner):
-        def make(h):
-            return lambda x, w: h(h(x, w).sinh(), w.sin())
-
-        def back(y, w):
-            return f_inv(f_inv(y, w.sin()).asinh(), w)
-
-        def run(h, x, w):
-            first = gradients(h(h(x * 0.1, w), w), x, w, create_graph=True)
-            inside = grad(lambda w: squares(h(h(x.detach() * 0.1, w), w)))(w.detach())
-            return first, gradients(first, w), inside
-
-        same(run, make(f), invertible_checkpoint(make(inner), back), lambda x, w: chain(make(inner))(x, [w]), rtol=1e-5)
-
-    @pytest.mark.parametrize("of", ["level", "leaf"])
-    def test_that_read_tensors_of_outside_in_torch_func(self, of):
-        """They are made arguments."""
-        x, w = leaves()
-        found = []
-        for wrap in (lambda f, f_inv: f, invertible_checkpoint):
-
-            def loss(x, w, wrap=wrap):
-                return squares(wrap(lambda x: f(x, w), lambda y: f_inv(y, w))(x))
-
-            each = grad(loss, argnums=(0, 1) if of == "level" else 0)(x, w)
-            in_w = gradients(each, w)
-            found.append((each, in_w, vmap(grad(loss), (0, None))(x.detach(), w)))
-        assert_trees_close(found[1], found[0], 1e-9)
 
     @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit])
     @pytest.mark.parametrize("when", [1, 2, 3])
@@ -189,15 +144,6 @@ class TestManyBlocks:
         same(run, f, g)
 
 
-def test_modules_without_an_inverse_are_blocks_of_chains():
-    layer = nn.Sequential(nn.Linear(3, 3), nn.ReLU()).double()
-    chained = chain(layer, nn.Tanh())
-    x = Numbers(5)(4, 3).requires_grad_()
-    inputs = [x, *layer.parameters()]
-    found = torch.autograd.grad(chained(x, [None, None]).square().sum(), inputs)
-    assert_trees_close(found, torch.autograd.grad(layer(x).tanh().square().sum(), inputs), rtol=1e-9)
-
-
 @pytest.mark.parametrize("block", [lambda step: step, invertible_checkpoint])
 def test_what_has_no_influence_has_no_gradient(block):
     """The last bias of an energy of which only the gradient matters: an optimiser is to leave it alone."""
@@ -209,19 +155,3 @@ def test_what_has_no_influence_has_no_gradient(block):
     state[0].square().sum().backward()
     assert energy[2].bias.grad is None
     assert all(p.grad is not None for p in (energy[0].weight, energy[0].bias, energy[2].weight))
-
-
-@pytest.mark.parametrize("keep", [False, True, (0,), (1,)])
-def test_a_tensor_may_be_both_parts_of_a_state(keep):
-    """One of which is kept, and the other one is not."""
-
-    def run(first, second):
-        numbers = Numbers()
-        weights = [numbers(2, 2).requires_grad_() for _ in range(4)]
-        a, b = first((numbers(3, 2), numbers(3, 2)), weights[:2])
-        y = second((a, a), weights[2:])
-        return torch.autograd.grad(torch.cat((*y, 1 * b), 1).square().sum(), weights)
-
-    pair = additive_coupling(lambda b, p: (b @ p).tanh(), lambda a, q: (a @ q).sin())
-    found = run(invertible_checkpoint(pair), invertible_checkpoint(pair, keep=keep))
-    assert_trees_close(found, run(pair, pair), rtol=1e-9)

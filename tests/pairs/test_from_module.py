@@ -14,7 +14,7 @@ import torch
 import zuko
 from torch import nn
 
-from invfunc import chain, functional, invert, invertible_checkpoint, tree
+from invfunc import chain, functional, invert, invertible_checkpoint
 from invfunc import with_log_det as carrying
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.pairs import from_module, multiscale
@@ -205,14 +205,3 @@ class TestDeepModels:
         (shallow, plain, _), (deep, more, _) = glow(2), glow(6)
         assert peak(deep) <= 1.1 * peak(shallow)
         assert peak(more) >= 2 * peak(plain)
-
-
-def test_the_parameters_of_a_deep_model_may_be_given():
-    """A list for each scale, of a dict for each step."""
-    _, _, flow = glow(1)
-    x = Numbers()(3, 4, 4, 4).float()
-    with pytest.raises(ArgumentError, match="2 blocks"):
-        flow((x, x.new_zeros(3)), [None])
-    out, s = flow((x, x.new_zeros(3)), [[None], [None]])
-    assert [tuple(z.shape) for z in out] == [(3, 2, 4, 4), (3, 2, 4, 4)] and s.shape == (3,)
-    assert tree.tensors(invert(flow)((out, s), [[None], [None]]))[0].shape == x.shape

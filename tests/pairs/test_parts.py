@@ -9,16 +9,11 @@ from torch import nn
 from invfunc import (
     additive_coupling,
     affine_coupling,
-    chain,
-    check_inverse,
     functional,
-    invert,
     invertible_checkpoint,
-    layers,
-    repeated,
     tree,
 )
-from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.errors import ArgumentError
 from invfunc.pairs import Grid, fixed_point, leapfrog, momentum
 from invfunc.testing import assert_trees_close
 from tests.pairs.test_pairs_are_values import WIDTH, halves, layer, modules, weight
@@ -53,29 +48,6 @@ class TestModulesAsParts:
         wanted = torch.func.grad(lambda p: loss(swapped, p))(given_)
         assert_trees_close(found, wanted, 1e-10)
         assert all(p.grad is None for m in parts for p in m.parameters())
-
-    def test_further_inputs_stand_behind_the_parameters(self):
-        class Scaled(nn.Linear):
-            def forward(self, b, by):
-                return super().forward(b) * by
-
-        m, x = Scaled(2, 2), (torch.ones(1, 2), torch.ones(1, 2))
-        for pair, none in ((additive_coupling(m, m), (None, None)), (momentum(m), None)):
-            assert_trees_close(pair(x, None, 0.0), pair(x, none, 0.0), 0)
-            assert not torch.equal(pair(x, None, 1.0)[0], pair(x, None, 0.0)[0])
-        with pytest.raises(ArgumentTypeError, match="of the module Scaled are of type Tensor.*behind them"):
-            momentum(m)(x, torch.ones(1, 2))
-        with pytest.raises(ArgumentError, match="Scaled.*params has 'w', which is not a parameter or buffer"):
-            momentum(m)(x, {"w": torch.ones(2, 2)})
-
-    def test_chains_need_no_parameters(self):
-        parts, x = modules(Numbers(1)), halves(Numbers(2))
-        g = invertible_checkpoint(chain(additive_coupling(*parts), layers.identity(), momentum(parts[0])))
-        assert_trees_close(g(x), g(x, [None] * 3), 0)
-        assert_trees_close(invert(g.pair)(g(x)), x, 1e-10)
-        with pytest.raises(ArgumentError, match=r"params says how often.*\[None\] \* n"):
-            repeated(momentum(parts[0]))(x)
-        check_inverse(repeated(momentum(parts[0])), x, [None] * 3)
 
 
 @pytest.mark.quick

@@ -1,4 +1,4 @@
-"""The faults: of the core, of the statistics over it, of what is chunked, streamed or planned, of invertible functions."""
+"""The faults: of the core, the statistics, what is chunked, streamed or planned, and invertible functions."""
 
 from tests.mutants.planted import core, invertible, scale, statistics
 
