@@ -313,14 +313,6 @@ class TestWriting:
 
         assert torch.allclose(g(*args), F.cross_entropy(net.f(*args[:2]), y, reduction="sum"))
 
-    def test_says_what_it_is(self):
-        t = diag_ggn(F.linear, F.mse_loss)
-        assert repr(chunked(t, 3)) == "chunked(diag_ggn(linear, mse_loss), n=3, over='outputs')"
-        inner = chunked(invfunc.variance(F.linear), chunk_size=4)
-        assert repr(inner) == "chunked(variance(linear), chunk_size=4, over='samples')"
-        assert repr(chunked(inner, 2, over="params")) == f"chunked({inner!r}, n=2, over='params')"
-        assert repr(chunked(F.linear, 3)) == "chunked(linear, n=3)"
-
 
 class TestPlainFunctions:
     @staticmethod
@@ -364,16 +356,3 @@ class TestPlainFunctions:
     def test_aux_is_a_list_of_that_of_the_chunks(self, aux):
         result, found = chunked(lambda p, x: (x.sum(), aux), 2, fold="sum", has_aux=True)({}, torch.ones(5))
         assert result == 5 and found == [aux, aux]
-
-    @given(networks(low=2), numbers_of_passes)
-    def test_gradients_and_chunks_may_be_swapped(self, net, n):
-        y = Numbers(1).below(3, net.n)
-
-        def f(p, x, y):
-            return F.cross_entropy(net.f(p, x), y)
-
-        wanted = torch.func.grad(f)(net.params, net.x, y)
-        inside = torch.func.grad(chunked(f, n, fold="mean"))(net.params, net.x, y)
-        outside = chunked(torch.func.grad(f), n, fold="mean")(net.params, net.x, y)
-        assert_trees_close(inside, wanted, EXACT)
-        assert_trees_close(outside, wanted, EXACT)

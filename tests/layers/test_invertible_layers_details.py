@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
-from torch.func import grad, vmap
+from torch.func import grad
 
 from invfunc import layers, tree
 from invfunc.layers.common import rotation
 from invfunc.testing import assert_trees_close
-from tests.layers.test_invertible_layers import FLOOR, LAYERS, RTOL, SQUARE, TALL, and_back, of_each, placed, there
+from tests.layers.test_invertible_layers import FLOOR, LAYERS, SQUARE, TALL, and_back, of_each, placed, there
 from tests.strategies import Numbers
 
 few = settings(max_examples=4)
@@ -65,26 +65,6 @@ class TestTransforms:
 
         assert gradcheck(slanted, tensors, check_forward_ad=True)
         assert gradgradcheck(slanted, tensors)
-
-    @of_each
-    @given(data=st.data())
-    def test_vmap_is_the_loop(self, device, dtype, cases, data):
-        """Over x alone along some axis, and over x with the parameters; both directions and the log-determinant."""
-        case = placed(cases, data, dtype, device)
-        volume = case.pair.log_det if case.pair.log_det and cases not in TALL.values() else lambda x, *args: x
-
-        def all_of(x, *args):
-            return case.pair(x, *args), and_back(case.pair, x, args), volume(x, *args)
-
-        f, tensors = opened(all_of, case.x, *case.args)
-        axis = data.draw(st.integers(0, case.x.ndim))
-        each = [[t * s for t in tensors] for s in (1.0, 0.75, 1.25)]
-        for dims in ((axis, *[None] * (len(tensors) - 1)), (axis, *[0] * (len(tensors) - 1))):
-            rows = [[t if d is not None else own for t, own, d in zip(r, tensors, dims, strict=True)] for r in each]
-            looped = tree.map_leaves(lambda *ys: torch.stack(ys), *[f(*r) for r in rows])
-            columns = zip(zip(*rows, strict=True), dims, strict=True)
-            stacked = [column[0] if d is None else torch.stack(column, d) for column, d in columns]
-            assert_trees_close(vmap(f, dims)(*stacked), looped, 10 * RTOL[dtype], FLOOR)
 
 
 class TestExtremes:

@@ -245,6 +245,3 @@ class TestMemory:
             return meter.peak()
 
         assert peak(12) == peak(4)
-
-
-# Attention of a coupling
