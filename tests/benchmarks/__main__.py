@@ -126,7 +126,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="TABLE", help=", ".join(names))
     parser.add_argument("--device", type=_device, default="cpu", help="cpu or a CUDA device (default: cpu)")
     parser.add_argument("--repeats", type=_count("rounds"), default=7, help="rounds of each median (default: 7)")
-    parser.add_argument("--depth", type=_count("blocks"), default=8, help="blocks of the table chain (default: 8)")
     parser.add_argument("--readme", action="store_true", help="measure README's numbers alone, and write them there")
     parser.add_argument("--no-memory", action="store_true", help="measure seconds only")
     parser.add_argument("--memory-case", type=_case, help=argparse.SUPPRESS)
