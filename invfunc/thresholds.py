@@ -1,8 +1,7 @@
 """The numbers that choose between two ways to one result: what is on either side, and what was measured of it.
 
-`python -m tests.benchmarks --only thresholds` times both ways of several sizes on the present device and prints from
-which size on the second is faster. The values come from an earlier machine; "here" below tells what the command said on
-one core of a Xeon (Sapphire Rapids, 260 MiB of shared cache, torch 2.13), in float32 where nothing else is told.
+The values come from an earlier machine; "here" below tells from which size on the second way was faster on one core of
+a Xeon (Sapphire Rapids, 260 MiB of shared cache, torch 2.13), in float32 where nothing else is told.
 Each is read when it is used, so that `tests/crossed.py` can set all of them: laws hold on both sides.
 
 Not here are tolerances of rounding, and that half precision is added up in float32, which is always done.

@@ -1,7 +1,6 @@
 """Modules that reach each other and their parameters in any way, for the laws of `functional`."""
 
 import functools
-import weakref
 
 import pytest
 import torch
@@ -71,57 +70,6 @@ class Methods(Scaled):
         return self.act(self.a(x)) + self.partly(x)
 
 
-class Closures(Scaled):
-    def start(self):
-        def again(x, depth=2):
-            return x if depth == 0 else again(self.a(x).tanh(), depth - 1)
-
-        self.act, self.times = again, lambda x: F.linear(x, self.b.weight)
-
-    def forward(self, x):
-        return self.times(self.act(x))
-
-
-class Helper:
-    def __init__(self, owner):
-        self.owner, self.scale = owner, 2.0
-
-    def __call__(self, x):
-        return self.owner.b(self.owner.a(x)) * self.scale
-
-
-class Helped(Scaled):
-    def start(self):
-        self.helper, self.parent = Helper(self), weakref.ref(self)
-
-    def forward(self, x):
-        return self.helper(x) + self.parent().a(x)
-
-
-class Far(Helper):
-    def __init__(self, owner):
-        self.next, self.scale = Helper(owner), 2.0
-
-    def __call__(self, x):
-        return self.next(x).sin()
-
-
-class FarAway(Scaled):
-    def start(self):
-        self.helper = Far(self)
-
-    def forward(self, x):
-        return self.helper(x)
-
-
-class ByName(Scaled):
-    def forward(self, x):
-        return BY_NAME.b(self.a(x))
-
-
-BY_NAME = ByName()
-
-
 class Own(Scaled):
     def start(self):
         self.weights = nn.ParameterList([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, 3))])
@@ -158,10 +106,6 @@ KINDS = {
     "containers": InAList,
     "of another": OfAnother,
     "methods": Methods,
-    "closures": Closures,
-    "objects": Helped,
-    "far objects": FarAway,
-    "global name": lambda: BY_NAME,
     "parameter list, a module twice": Own,
     "hooks": hooked,
     "frozen": frozen,

@@ -6,17 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 import invfunc
 from invfunc import distributed, streamed, tree
-from invfunc.evaluation.processes import Processes
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
-from tests.data_sets.test_streamed import AT_ONCE, EXACT, batches, linear, losses
+from tests.data_sets.test_streamed import EXACT, batches, linear, losses
 from tests.strategies import Numbers
 
 SIZES = [[2, 3, 0, 1, 2], [1, 4], []]
@@ -254,56 +251,5 @@ def rows(folder: str) -> list[str]:
     return told.wrong
 
 
-def explained(folder: str) -> list[str]:
-    """What is exchanged is what was told before."""
-    (params, _), wrong, travels = data(), list[str](), list[int]()
-    x, y = Numbers(dist.get_rank())(5, 4), torch.arange(5) % 3
-    real = {name: getattr(dist, name) for name in ("all_reduce", "all_gather")}
-    told = Processes.told
-
-    def of_all(self: Processes, at: str, work: Any) -> Any:
-        own, each = told(self, at, work)
-        if at == "parameters":  # of which each has dealt with some
-            travels.extend(x.nbytes for x in tree.tensors(each))
-        return own, each
-
-    def noted(name: str) -> Callable:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            travels.append(args[-1].nbytes)
-            return real[name](*args, **kwargs)
-
-        return call
-
-    def compare(what: str, t: Any, call: tuple) -> None:
-        travels.clear()
-        found = invfunc.explain(t)(*call)
-        asked = list(travels)
-        t(*call)
-        if asked or (found.processes, found.exchanged) != (dist.get_world_size(), sum(travels)):
-            wrong.append(f"{what}: {found.exchanged} bytes, but {sum(travels)}")
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Processes, "told", of_all)
-        for name in real:
-            patched.setattr(dist, name, noted(name))
-        for name, row in ROWS.items():
-            for form in row.forms if name not in AT_ONCE and "gram" not in name else ():  # which has tiles
-                functions = {LOSS: (losses,), BOTH: (linear, F.cross_entropy)}.get(form, (linear,))
-                call = (params, x, y) if form in (LOSS, BOTH) else (params, x)
-                for each in ("local", "gather"):
-                    compare(f"{name} {form} {each}", distributed(row.make(*functions), each=each), call)
-        parts = [(x, y)]
-        compare(
-            "streamed", distributed(streamed(invfunc.kfac(linear, F.cross_entropy, fisher="exact"))), (params, parts)
-        )
-        out = {name: p.new_empty(5, *p.shape) for name, p in params.items()}
-        compare("out", distributed(streamed(invfunc.batch_grad(losses), out=out)), (params, parts))
-    if dist.get_rank() == 1:  # alone
-        found = invfunc.explain(distributed(invfunc.variance(losses)))(params, x, y)
-        if found.exchanged != 256:
-            wrong.append("one that asks alone")
-    return wrong
-
-
 def all_of_it(folder: str) -> list[str]:
-    return go_on(folder) + lose(folder) + rows(folder) + explained(folder)
+    return go_on(folder) + lose(folder) + rows(folder)

@@ -317,13 +317,6 @@ class TestPlainFunctions:
         chunked(lambda p, x: sizes.append(len(x)) or x, n)({}, torch.zeros(length))
         assert len(sizes) == min(n, length) and sum(sizes) == length and max(sizes) - min(sizes) <= 1
 
-    @given(st.integers(1, 7), numbers_of_passes)
-    def test_calls_of_a_size_leave_the_rest_to_the_last(self, length, size):
-        sizes = []
-        chunked(lambda p, x: sizes.append(len(x)) or x, chunk_size=size)({}, torch.zeros(length))
-        whole, rest = divmod(length, size)
-        assert sizes == [size] * whole + [rest] * (rest > 0)
-
     @given(numbers_of_passes, st.integers(0, 1), st.sampled_from([0, 1, -1]))
     def test_samples_along_other_axes(self, n, first, out):
         w, x, y, shared = Numbers()(3, 2), Numbers(1)(5, 3), Numbers(2)(5, 2), Numbers(3)(2)
@@ -340,7 +333,3 @@ class TestPlainFunctions:
     def test_aux_is_a_list_of_that_of_the_chunks(self, aux):
         result, found = chunked(lambda p, x: (x.sum(), aux), 2, fold="sum", has_aux=True)({}, torch.ones(5))
         assert result == 5 and found == [aux, aux]
-
-    def test_keyword_arguments_are_constants(self):
-        found = chunked(lambda p, x, *, k: x * k[:2], 2)({}, torch.ones(4), k=torch.arange(3.0))
-        assert torch.equal(found, torch.tensor([0.0, 1, 0, 1]))

@@ -1,9 +1,386 @@
-"""A little of `python -m tests.machine`, with the same programs each time."""
+"""Random compositions of transforms, compared with the plain loop after each step.
+
+What is put around a composition is that of the public laws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule
+from torch.func import grad, jvp, vjp
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
-from tests.machine.compositions import Compositions
+import invfunc
+from invfunc import certified, chunked, explain, reduced, together, tree
+from invfunc.errors import InvFuncError
+from invfunc.kronecker import Kronecker
+from invfunc.testing import assert_trees_close
+from invfunc.testing.laws.compare import at_points, directions, loop_at_points, loop_slopes, slopes
+from invfunc.testing.laws.rows import BOTH, LEAVES, LOSS, MODEL, ROWS, Row
+from tests.networks import LOSSES, NETWORKS, Loss, network
+from tests.strategies import Numbers
+from tests.ways import loop_slope_along, slope_along
+
+
+@dataclass(frozen=True, repr=False)
+class Built:
+    """`make()` is a function of `(params, x, y)[:arguments]`, and `oracle()` another one that should give the same.
+
+    Both are made anew for each call, so that what is drawn starts from the same seed.
+    """
+
+    text: str
+    make: Callable[[], Callable]
+    oracle: Callable[[], Callable]
+    arguments: int = 3
+    least: int = 1
+    """The fewest samples that it takes."""
+    axes: tuple[str, ...] = ()
+    """What it can be chunked over; none unless it is a statistic."""
+    drawn: bool = False
+    by_parameter: bool = False
+    """Whether the result is a tree like the parameters."""
+    within_func: bool = True
+    """Whether torch.func may be around it; torch refuses its checkpoint, `torch.autograd` and broken graphs there."""
+    smooth: bool = True
+    """Whether it has derivatives."""
+    batched: bool = False
+    """Whether there is a vmap in it; of several, torch's own losses fail."""
+    depth: int = 0
+    """Derivatives and vmaps in it."""
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def around(self, text: str, transform: Callable) -> Built:
+        """What should not change the result."""
+        return replace(self, text=text, make=lambda: transform(self.make()))
+
+    def mapped(self, text: str, transform: Callable, loop: Callable, **changed: Any) -> Built:
+        """What changes the result as a loop changes the oracle's."""
+        made = {"make": lambda: transform(self.make()), "oracle": lambda: loop(self.oracle())}
+        return replace(self, text=text, **made, **changed)
+
+
+def shown(result: Any) -> Any:
+    """A result with the matrices that K-factors stand for: their eigenvectors have signs of their own."""
+    return tree_map(
+        lambda x: x.dense() if isinstance(x, Kronecker) else x, result, is_leaf=lambda x: isinstance(x, Kronecker)
+    )
+
+
+def compiled(t: Callable) -> Callable:
+    """Seen through by dynamo; the backend would only compile what is not ours."""
+    torch._dynamo.reset()
+    return torch.compile(lambda *args: t(*args), backend="eager")
+
+
+def loop_hvp(f: Callable, loss: Callable) -> Callable:
+    """The Hessian times v, by torch.func."""
+
+    def call(params: Any, v: Any, x: Any, y: torch.Tensor) -> Any:
+        return vjp(grad(lambda p: loss(f(p, x), y)), params)[1](v)[0]
+
+    return call
+
+
+def loop_ggnvp(f: Callable, loss: Callable) -> Callable:
+    """The GGN times v, by torch.func."""
+
+    def call(params: Any, v: Any, x: Any, y: torch.Tensor) -> Any:
+        z, along = jvp(lambda p: f(p, x), (params,), (v,))
+        curved = vjp(grad(lambda z: loss(z, y)), z)[1](along)[0]
+        return vjp(lambda p: f(p, x), params)[1](curved)[0]
+
+    return call
+
+
+EXACT, FLOOR = 1e-8, 1e-2
+REFUSED = (
+    "a nonlinear operation in a checkpoint",  # of kfra, and of columns that are read where f is followed
+    "a checkpoint, whose second run is not followed, where the result is differentiated",
+)
+"""What is told of checkpointed functions of which something is not known."""
+DEEPEST = 2
+"""Derivatives and vmaps of a composition."""
+
+
+def _checkpointed(f: Callable) -> Callable:
+    return lambda p, x: checkpoint(f, p, x, use_reentrant=False)
+
+
+def _recomputed(f: Callable) -> Callable:
+    block = invfunc.invertible_checkpoint(lambda x, p: f(p, x), None)
+    return lambda p, x: block(x, p)
+
+
+AS_IT_IS, CHECKPOINTED = "f", "checkpointed f"
+WAYS: dict[str, Callable] = {AS_IT_IS: lambda f: f, CHECKPOINTED: _checkpointed, "f as a block": _recomputed}
+"""Functions that give what f gives."""
+
+
+def _written_out(p: Any, x: Any) -> torch.Tensor:
+    """The network "generic" without torch's layer norm, whose third derivative is wrong."""
+    x = F.embedding(x["tokens"], p["table"]).mean(1) + x["more"][0] / (1 + p["scale"].square())
+    spread = x.var(1, correction=0, keepdim=True)
+    return (x - x.mean(1, keepdim=True)) / (spread + 1e-5).sqrt() * p["norm"]
+
+
+ways, rows = st.sampled_from(list(WAYS)), st.sampled_from(list(ROWS))
+AXES = ("outputs", "samples", "params")
+PRODUCTS = {"hvp": invfunc.hvp, "ggnvp": invfunc.ggnvp}
+LOOPS = {"hvp": loop_hvp, "ggnvp": loop_ggnvp}
+TOGETHER = [name for name, row in ROWS.items() if MODEL not in row.forms]
+
+
+class Compositions(RuleBasedStateMachine):
+    """Each step makes a composition, or calls one with other numbers, and compares it with its loop."""
+
+    compositions = Bundle("compositions")
+
+    @initialize(name=st.sampled_from(list(NETWORKS)), n=st.integers(1, 4), loss=st.sampled_from(LOSSES))
+    def begin(self, name: str, n: int, loss: Loss) -> None:
+        self.name, self.loss, self.compiled = name, loss, False
+        self._take(n, 0)
+        self.models = {way: make(self.net.f) for way, make in WAYS.items()}
+        self.f = _written_out if name == "generic" else self.net.f
+        self.of_outputs = {how: lambda z, y, how=how: loss(z, y, how) for how in ("sum", "mean")}
+        self.losses = {
+            (way, how): lambda p, x, y, f=f, how=how: self._loss(f, how)(p, x, y)
+            for way, f in self.models.items()
+            for how in ("none", "mean")
+        }
+
+    def _take(self, n: int, seed: int) -> None:
+        self.net = network(self.name, n, seed)
+        self.args = (self.net.params, self.net.x, self.loss.target(Numbers(seed + 1), n))
+        self.random = torch.get_rng_state()
+
+    def _loss(self, f: Callable, how: str) -> Callable:
+        """The losses of the samples, or their mean."""
+
+        def losses(p: Any, x: Any, y: torch.Tensor) -> torch.Tensor:
+            found = self.loss(f(p, x), y, how)
+            return found if found.ndim < 2 else found.sum(1)
+
+        return losses
+
+    def _parts(self, p: Any, x: Any, y: torch.Tensor) -> torch.Tensor:
+        """What the samples add to the mean."""
+        found = self.loss(self.f(p, x), y, "none")
+        return found.reshape(len(found), -1).sum(1) / found.numel()
+
+    def _agree(self, built: Built) -> Built:
+        """The law: a composition gives what its loop gives, and leaves its arguments and the generator as they were."""
+        given = self._given(built)
+        before = [x.clone() for x in tree.tensors(given)]
+        try:
+            found = shown(built.make()(*given))
+        except InvFuncError as error:
+            assert CHECKPOINTED in str(built) and any(why in str(error) for why in REFUSED), f"{built}: {error}"
+            assume(False)
+            raise
+        assert all(torch.equal(x, y) for x, y in zip(tree.tensors(given), before, strict=True)), f"{built}: arguments"
+        assert torch.equal(self.random, torch.get_rng_state()), f"{built}: the global generator"
+        assert_trees_close(found, shown(built.oracle()(*given)), EXACT, FLOOR)
+        return built
+
+    def _given(self, built: Built) -> tuple:
+        """The arguments that there are now, if it takes them."""
+        assume(built.least <= self.net.n)
+        return self.args[: built.arguments]
+
+    # What a composition begins with
+
+    @rule(target=compositions, name=rows, way=ways, form=st.integers(0, 1), mean=st.booleans(), some=st.booleans())
+    def statistic(self, name: str, way: str, form: int, mean: bool, some: bool) -> Built:
+        row, how = ROWS[name], "mean" if mean else "sum"
+        of, samples = row.forms[form % len(row.forms)], [self.net.n - 1, 0, 0] if some else None
+        functions, options = self._functions(of, way, how), {"samples": samples} if some else {}
+        return self._begun(
+            Built(
+                f"{name}, {of}, {how} of {way}" + f", samples={samples}" * some,
+                lambda: row.make(*functions, **options),
+                self._oracle(row, of, how, samples),
+                arguments=2 if of == MODEL else 3,
+                least=self.net.n if some else row.fewest,
+                axes=row.axes,
+                drawn=row.drawn,
+                by_parameter=row.gives == LEAVES,
+                smooth=self._smooth([name], way),
+                within_func=way != CHECKPOINTED,
+            )
+        )
+
+    @rule(
+        target=compositions,
+        names=st.lists(st.sampled_from(TOGETHER), min_size=2, max_size=3),
+        way=ways,
+        form=st.integers(0, 1),
+        mean=st.booleans(),
+    )
+    def several(self, names: list[str], way: str, form: int, mean: bool) -> Built:
+        members, how = [ROWS[name] for name in names], "mean" if mean else "sum"
+        of = BOTH if form and all(BOTH in row.forms for row in members) else LOSS
+        functions, oracles = self._functions(of, way, how), [self._oracle(row, of, how, None) for row in members]
+        return self._begun(
+            Built(
+                f"together({', '.join(names)}), {of}, {how} of {way}",
+                lambda: together(*(row.make(*functions) for row in members)),
+                lambda: lambda *args: tuple(oracle()(*args) for oracle in oracles),
+                least=max(row.fewest for row in members),
+                axes=tuple(axis for axis in AXES if all(axis in row.axes for row in members)),
+                drawn=any(row.drawn for row in members),
+                smooth=self._smooth(names, way),
+                within_func=way != CHECKPOINTED,
+            )
+        )
+
+    @rule(target=compositions, name=st.sampled_from(list(PRODUCTS)), way=ways, mean=st.booleans())
+    def product(self, name: str, way: str, mean: bool) -> Built:
+        """With a matrix from `torch.func` or a loop beside it."""
+        how = "mean" if mean else "sum"
+        make, functions = PRODUCTS[name], self._functions(BOTH, way, how)
+        return self._begun(
+            Built(
+                f"{name}, {how} of {way}",
+                lambda: lambda p, x, y: make(*functions)(p, directions(p), x, y),
+                lambda: lambda p, x, y: LOOPS[name](self.f, self.of_outputs[how])(p, directions(p), x, y),
+                by_parameter=True,
+                smooth=self._smooth([], way),
+                within_func=way != CHECKPOINTED,
+            )
+        )
+
+    def _smooth(self, names: list[str], way: str) -> bool:
+        """Whether it has derivatives: eigenvectors have none where eigenvalues are equal, and torch's checkpoint runs
+        fused norms again, in place of what can be differentiated twice, when the statistic is done."""
+        return not (way == CHECKPOINTED and self.name == "generic") and not any("ekfac" in name for name in names)
+
+    def _functions(self, of: str, way: str, how: str) -> tuple[Callable, ...]:
+        if of == MODEL:
+            return (self.models[way],)
+        if of == BOTH:
+            return self.models[way], self.of_outputs[how]
+        return (self.losses[way, "none" if how == "sum" else how],)
+
+    def _oracle(self, row: Row, of: str, how: str, samples: list[int] | None) -> Callable[[], Callable]:
+        """Its loop; where it has none, itself, of f as it is."""
+        if row.loop is None:
+            functions, options = self._functions(of, AS_IT_IS, how), {} if samples is None else {"samples": samples}
+            return lambda: row.make(*functions, **options)
+        if of == MODEL:
+            functions = (self.f,)
+        elif BOTH in row.forms:
+            functions = self.f, self.of_outputs[how]
+        else:
+            functions = (self._loss(self.f, "none") if how == "sum" else self._parts,)
+        loop = row.loop
+        return lambda: loop(*functions, samples=samples)
+
+    def _begun(self, built: Built) -> Built:
+        """Not every function has K-factors, not every loss a sampler: what is refused of f as it is is not begun."""
+        try:
+            built.oracle()(*self.args[: built.arguments])
+        except InvFuncError:
+            assume(False)
+        return self._agree(built)
+
+    # What is put around it
+
+    @rule(target=compositions, built=compositions, n=st.integers(1, 6), by_size=st.booleans(), axis=st.integers(0, 2))
+    def chunk(self, built: Built, n: int, by_size: bool, axis: int) -> Built:
+        assume(built.axes)
+        over, length = built.axes[axis % len(built.axes)], {"chunk_size": n} if by_size else {"n": n}
+        return self._agree(
+            built.around(f"chunked({built}, {length}, {over})", lambda t: chunked(t, **length, over=over))
+        )
+
+    @rule(target=compositions, built=compositions)
+    def reduce(self, built: Built) -> Built:
+        assume(built.by_parameter and built.axes)
+        return self._agree(
+            built.mapped(
+                f"reduced({built}, square)",
+                lambda t: reduced(t, torch.square),
+                lambda t: lambda *args: tree.map_leaves(torch.square, t(*args)),
+                by_parameter=False,
+            )
+        )
+
+    @rule(target=compositions, built=compositions)
+    def compile(self, built: Built) -> Built:
+        """Once in a program, as it takes its time. Torch refuses a graph that breaks within its own transforms."""
+        assume(not self.compiled and not built.depth)
+        self.compiled = True
+        around = built.around(f"compiled({built})", compiled)
+        return self._agree(replace(around, axes=(), by_parameter=False, within_func=False))
+
+    @rule(target=compositions, built=compositions)
+    def differentiate(self, built: Built) -> Built:
+        assume(built.smooth)
+        return self._by_func(built, "slopes", slopes, loop_slopes)
+
+    @rule(target=compositions, built=compositions)
+    def differentiate_forward(self, built: Built) -> Built:
+        assume(built.smooth)
+        return self._by_func(built, "slope along a tangent", slope_along, loop_slope_along)
+
+    @rule(target=compositions, built=compositions)
+    def vmap(self, built: Built) -> Built:
+        assume(not built.drawn and not built.batched)  # torch does not say which of the draws each point gets
+        return self._by_func(built, "at two points", at_points, loop_at_points, batched=True)
+
+    @rule(target=compositions, built=compositions)
+    def differentiate_by_autograd(self, built: Built) -> Built:
+        assume(built.smooth)
+        return self._deeper(built, "slopes by autograd", loop_slopes, loop_slopes, within_func=False)
+
+    def _by_func(self, built: Built, *what: Any, **changed: Any) -> Built:
+        assume(built.within_func)
+        return self._deeper(built, *what, **changed)
+
+    def _deeper(self, built: Built, text: str, transform: Callable, loop: Callable, **changed: Any) -> Built:
+        assume(built.depth < DEEPEST)
+        changed |= {"axes": (), "by_parameter": False, "depth": built.depth + 1}
+        return self._agree(built.mapped(f"{text} of ({built})", transform, loop, **changed))
+
+    # What is done with it
+
+    @rule(built=compositions, seed=st.integers(1, 3), n=st.integers(1, 5))
+    def call_with_other_numbers(self, built: Built, seed: int, n: int) -> None:
+        assume(built.least <= n)
+        self._take(n, seed)
+        self._agree(built)
+
+    @rule(built=compositions, seed=st.integers(0, 9))
+    def certify(self, built: Built, seed: int) -> None:
+        """What is right has a certificate."""
+        assume(built.axes and built.depth == 0)
+        t, args = built.make(), self._given(built)
+        try:
+            checked = certified(t, generator=seed)
+        except InvFuncError:  # K-factors, drawn columns, and what is reduced
+            assume(False)
+        assert_trees_close(shown(checked(*args)), shown(built.make()(*args)), 0, 0)
+        assert torch.equal(self.random, torch.get_rng_state())
+
+    @rule(built=compositions)
+    def say_how(self, built: Built) -> None:
+        """`explain` computes nothing that is seen."""
+        assume(built.axes)
+        assert str(explain(built.make())(*self._given(built)))
+        assert torch.equal(self.random, torch.get_rng_state())
+
 
 TestCompositions = pytest.mark.slow(Compositions.TestCase)
 TestCompositions.settings = settings(

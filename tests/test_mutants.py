@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.mutants.fault import ROOT
-from tests.mutants.planted import FAULTS, THROUGH, by_file
+from tests.mutants.planted import FAULTS
 
 pytestmark = pytest.mark.quick
 
@@ -24,17 +24,3 @@ def test_can_be_planted(fault):
 def test_have_names_of_their_own():
     names = {fault.name for fault in FAULTS}
     assert len(names) == len(FAULTS)
-
-
-def test_stand_in_the_file_of_their_folder():
-    for name, faults in by_file().items():
-        if name not in THROUGH:
-            wrong = {fault.name: fault.file for fault in faults if file_of(fault) != name}
-            assert not wrong, name
-
-
-def file_of(fault):
-    """The name of the file that a fault belongs in."""
-    if fault.file in ("budgeted.py", "_alike.py"):
-        return "budget"
-    return fault.package if "/" in fault.file else "at_the_top"

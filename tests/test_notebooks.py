@@ -7,13 +7,11 @@ import io
 import re
 from multiprocessing import forkserver
 
-import matplotlib
-import matplotlib.pyplot as plt
 import nbformat
 import pytest
 from PIL import Image
 
-from tests.lessons import AXES_HAVE_NAMES, NOTEBOOKS, pictures, run
+from tests.lessons import NOTEBOOKS, pictures, run
 
 CHECKS = {"assert_equal", "assert_close"}
 lessons = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -90,46 +88,3 @@ def test_pictures_are_sharp_and_nothing_else_of_matplotlib_is_printed(path):
     for cell in code(lesson):  # which `tests.lessons.AXES_HAVE_NAMES` looks at
         drawn = any(name in cell.source for name in ("plt.subplots(", "plt.figure("))
         assert not drawn or "\nplt.show()" in cell.source
-
-
-class TestChecks:
-    """Each finds what it is for."""
-
-    def test_an_axis_without_a_name(self, monkeypatch):
-        monkeypatch.setattr(plt, "show", lambda: None)
-        with matplotlib.rc_context({"backend": "agg"}):
-            exec(AXES_HAVE_NAMES, {})
-            _, (left, right) = plt.subplots(1, 2, sharey=True)
-            left.plot([1, 2])
-            left.set_xlabel("step")
-            left.set_ylabel("loss")
-            right.bar(["a", "b"], [1, 2])
-            plt.show()  # the right one has names in place of numbers, and shares the other axis
-            left.set_xlabel("")
-            with pytest.raises(AssertionError, match="the x axis of '' has no name"):
-                plt.show()
-            plt.close("all")
-
-    @pytest.mark.parametrize("fault", ["unfolded", "72 dpi", "stray", "warning"])
-    def test_a_fault_in_a_lesson(self, fault, tmp_path):
-        lesson = nbformat.read(NOTEBOOKS[-1], as_version=4)
-        first = code(lesson)[0]
-        match fault:
-            case "unfolded":
-                first.source += "\nassert True"
-                test = test_what_a_lesson_checks_is_folded
-            case "72 dpi":
-                data, file = pictures(lesson)[0], io.BytesIO()
-                Image.open(io.BytesIO(base64.b64decode(data["image/png"]))).save(file, "PNG", dpi=(72, 72))
-                data["image/png"] = base64.b64encode(file.getvalue()).decode()
-                test = test_pictures_are_sharp_and_nothing_else_of_matplotlib_is_printed
-            case "stray":
-                legend = nbformat.v4.new_output("execute_result", {"text/plain": "<Legend>"}, execution_count=1)
-                first.outputs.append(legend)
-                test = test_pictures_are_sharp_and_nothing_else_of_matplotlib_is_printed
-            case "warning":
-                first.outputs.append(nbformat.v4.new_output("stream", name="stderr", text="UserWarning: here"))
-                test = test_lesson_is_numbered_small_and_shown_with_its_results
-        nbformat.write(lesson, tmp_path / NOTEBOOKS[-1].name)
-        with pytest.raises(AssertionError):
-            test(tmp_path / NOTEBOOKS[-1].name)

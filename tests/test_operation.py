@@ -6,12 +6,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from invfunc import batch_grad, chunked, diag_ggn, operation
 from invfunc.errors import ArgumentError, ArgumentTypeError, SampleAxisError
-from invfunc.testing import assert_trees_close, check_operation, dense_diag_ggn, laws, loop_batch_grad
+from invfunc.testing import assert_trees_close, dense_diag_ggn, laws, loop_batch_grad
 from tests.laws import FLOOR, STATISTICS, arranged
 from tests.networks import LOSSES
 from tests.own_operations import affine, of_no_rule, of_rules, of_tied_rules, spectrum, with_rules
@@ -178,56 +176,6 @@ class TestItself:
         assert torch.equal(op(*self.args), affine(*self.args))
         assert torch.equal(op(self.args[0], bias=self.args[2], weight=self.args[1]), affine(*self.args))
         assert "affine" in op.__name__ and op.__doc__ == affine.__doc__ and "affine" in repr(op)
-
-    @pytest.mark.parametrize("name", ["linear", "relu", "matmul", "detach", "sum"])
-    def test_does_not_take_the_place_of_a_function_of_torch_with_its_name(self, name):
-        def fn(x, weight):
-            return (x @ weight.square()).flip(1)
-
-        fn.__name__ = fn.__qualname__ = name
-        op = operation(fn)
-
-        @op.share_of("weight")
-        def _(delta, x, weight):
-            return "vno,ni,io->io", delta.flip(2), x, 2 * weight
-
-        def model(op):
-            return lambda p, x: torch.matmul(F.linear(F.relu(op(x, p["a"])), p["b"]), p["a"]).square().sum(1)
-
-        args = ({"a": Numbers()(3, 3), "b": Numbers(1)(3, 3)}, Numbers(2)(4, 3))
-        assert_trees_close(batch_grad(model(op))(*args), loop_batch_grad(model(fn))(*args), EXACT)
-
-
-class TestCheck:
-    """check_operation is the law of a rule."""
-
-    args = Numbers()(4, 2, 3), Numbers(1)(5, 3), Numbers(2)(5)
-
-    @pytest.mark.slow
-    @settings(max_examples=3)  # seconds each
-    @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
-    def test_passes_right_rules(self, n, positions, width):
-        check_operation(with_rules(affine), Numbers()(n, positions, width), Numbers(1)(2, width), Numbers(2)(2))
-
-    @pytest.mark.parametrize(
-        "rule",
-        [
-            lambda delta, x, weight, bias: ("vnpo,npi->oi", 2 * delta, x),
-            lambda delta, x, weight, bias: ("vnpo,npi->oi", delta, x.flip(0)),
-            lambda delta, x, weight, bias: ("vnpo,npi->oi", delta, x.square()),
-            lambda delta, x, weight, bias: ("vnpo,npi,oi->oi", delta, x, weight),
-        ],
-        ids=["factor", "other samples", "other numbers", "other equation"],
-    )
-    def test_names_the_operation_and_the_argument_of_a_wrong_one(self, rule):
-        op = with_rules(affine)
-        op.share_of("weight")(rule)
-        with pytest.raises(AssertionError, match="affine(.|\n)*weight"):
-            check_operation(op, *self.args)
-
-    def test_refuses_a_function_that_is_no_operation(self):
-        with pytest.raises((ArgumentError, ArgumentTypeError), match="check_operation"):
-            check_operation(affine, *self.args)
 
 
 class TestWhatIsRefused:

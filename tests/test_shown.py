@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import invfunc
-from invfunc import additive_coupling, chain, check_inverse, compiled, explain, kfac, together
+from invfunc import additive_coupling, chain, check_inverse, explain, kfac, together
 from invfunc.pairs import drift
-from invfunc.reductions.estimate import Estimate
 
 matplotlib.use("agg")
 
@@ -55,25 +54,10 @@ class TestTables:
         found = explain(both)(params, X, Y)
         assert [row[0] for row in cells(found)[1:]] == [m.name for m in found.members]
 
-    def test_of_a_plan_say_what_it_is(self, params):
-        found = explain(compiled(invfunc.ggnvp(f, F.cross_entropy)))(params, params, X, Y)
-        assert "a plan of" in found._repr_html_() and not cells(found)
-
     def test_of_an_inverse_have_both_errors_of_each_tensor(self):
         report = check_inverse(additive_coupling(half, half), (X[:, :3], X[:, 3:]), (torch.rand(3, 3),) * 2)
         assert [row[1] for row in cells(report)[1:]] == [*report.x, *report.y]
         assert f"{report.condition:.3g} times" in report._repr_html_()
-
-    @pytest.mark.parametrize(("depth", "rows"), [(1, [1]), (2, [1, 2]), (20, [1, 2, 4, 8, 16, 20])])
-    def test_of_a_drift_end_with_all_blocks(self, depth, rows):
-        found = drift(additive_coupling(half, half), (X[:, :3], X[:, 3:]), [(torch.rand(3, 3),) * 2] * depth)
-        assert [int(row[0]) for row in cells(found)[1:]] == rows and len(found) == depth
-
-    def test_of_an_estimate_have_what_may_be_off(self, params, generator):
-        found = invfunc.estimate_trace(invfunc.ggnvp(f, F.cross_entropy), probes=3, generator=generator)(params, X, Y)
-        assert cells(found)[1] == ["value", "number", f"{float(found.value):.3g}", f"{float(found.standard_error):.3g}"]
-        tree = Estimate({"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, 0.8])})
-        assert cells(tree)[1] == ["['w']", "[2]", "5", "1"]
 
     def test_of_factors_have_each(self, params, generator):
         found = kfac(f, F.cross_entropy, generator=generator)(params, X, Y)["second"]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from invfunc._tour import _headline, main
+from invfunc._tour import main
 
 
 @pytest.mark.slow
@@ -66,18 +66,3 @@ def test_missing_package_names_the_extra(package, monkeypatch):
         main([])
     (line,) = left.value.code.splitlines()  # which Python prints, and ends with code 1
     assert package in line and "pip install 'invfunc[notebooks]'" in line
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "measured, said",
-    [
-        ((1.0, 13.2, 2.0, 56.0, 1e-6), "13 times faster, 28 times less memory, the same numbers (to 1e-06)"),
-        ((3.0, 1.0, 2.0, 2.0, 1e-6), "3.0 times the time, as much memory, the same numbers (to 1e-06)"),
-        ((1.0, 2.0, float("nan"), float("nan"), 1e-6), "2 times faster, the same numbers (to 1e-06)"),
-        ((1.0, 2.0, 1.0, 2.0, 0.1), "2 times faster, 2 times less memory, OTHER NUMBERS"),
-        ((1.0, 2.0, 1.0, 2.0, float("nan")), "2 times faster, 2 times less memory, OTHER NUMBERS"),
-    ],
-)
-def test_headline_says_what_was_measured(measured, said):
-    assert _headline(*measured) == said

@@ -24,11 +24,10 @@ from .report import announce, cells, difference_cell, mebibytes, print_table
 from .reversible import MEMORY_CASES, MEMORY_TABLE, REVERSIBLE, activation_memory
 from .second_order import DRAWN
 from .tables import GRADIENT, TABLES, Case, Table
-from .thresholds import THRESHOLDS, measured
 
 _EXPECTED = "Full backward hook is firing", "There is a performance drop"  # BackPACK's first layer; vmap of attention
 _FAILS = "Extension saving to"  # BackPACK leaves out a module that it does not know
-_OTHERS = REVERSIBLE | {THRESHOLDS: measured, MODULE_BLOCKS: module_blocks, PLANS: plans, GRAPHS: graphs}
+_OTHERS = REVERSIBLE | {MODULE_BLOCKS: module_blocks, PLANS: plans, GRAPHS: graphs}
 _OTHERS |= {README_TABLE: numbers}
 _OF_ONE_CASE = {MEMORY_TABLE: activation_memory, README_TABLE: peak}
 
@@ -127,8 +126,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="TABLE", help=", ".join(names))
     parser.add_argument("--device", type=_device, default="cpu", help="cpu or a CUDA device (default: cpu)")
     parser.add_argument("--repeats", type=_count("rounds"), default=7, help="rounds of each median (default: 7)")
-    parser.add_argument("--depth", type=_count("blocks"), default=8, help="blocks of the table chain (default: 8)")
-    parser.add_argument("--inductor", action="store_true", help="of plans, every case by inductor, not one model's")
     parser.add_argument("--readme", action="store_true", help="measure README's numbers alone, and write them there")
     parser.add_argument("--no-memory", action="store_true", help="measure seconds only")
     parser.add_argument("--memory-case", type=_case, help=argparse.SUPPRESS)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 import invfunc
 
@@ -38,17 +37,6 @@ def _one_by_one(block: Callable[[State, Block], State]) -> Callable[[Sequence[Bl
 
 def _checkpointed(x: State, block: Block) -> State:
     return checkpoint(couple, x, block, use_reentrant=False)
-
-
-def _sequential(blocks: Sequence[Block]) -> Run:
-    """Checkpoints at every sqrt(depth)-th block."""
-    parts = round(math.sqrt(len(blocks)))
-
-    def run(x: State, blocks: Sequence[Block]) -> State:
-        functions = [lambda x, block=block: couple(x, block) for block in blocks]
-        return checkpoint_sequential(functions, parts, x, use_reentrant=False)
-
-    return run
 
 
 def _modules(blocks: Sequence[Block], module: Callable[[nn.Module, nn.Module], Callable]) -> Run:
@@ -139,16 +127,9 @@ def _ours(name: str, g: Callable[[], Callable], enter: Callable[[Tensor], State]
     return Way(name, lambda blocks: _one_by_one(g())(blocks), enter, ours=True)
 
 
-def _exact(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The halves on the grid."""
-    a, b = x.chunk(2, -1)
-    return invfunc.pairs.Grid().enter(a), invfunc.pairs.Grid().enter(b)
-
-
 PLAIN = Way("plain, pair", _one_by_one(couple))
 PLAIN_ONE = Way("plain, one tensor", _one_by_one(of_one_tensor(couple)), one_tensor)
 CHECKPOINT = Way("torch checkpoint, pair", _one_by_one(_checkpointed))
-SEQUENTIAL = Way("checkpoint_sequential, pair", _sequential)
 MEMCNN = Way("MemCNN, one tensor", _memcnn, one_tensor, needs=_MEMCNN)
 INVTORCH = Way("invtorch, one tensor", _invtorch, one_tensor, needs=_INVTORCH)
 MERGED = _ours("merged, pair", _merged)
@@ -156,11 +137,5 @@ MERGED_ONE = _ours("merged, one tensor", lambda: _merged(split_dim=-1), one_tens
 GENERIC = _ours("generic, pair", lambda: invfunc.invertible_checkpoint(couple, uncouple))
 MODULES = Way("merged, modules", _of_modules, ours=True)
 GENERIC_MODULES = Way("generic, modules", _closing_over, ours=True)
-GENERIC_ONE = _ours(
-    "generic, one tensor",
-    lambda: invfunc.invertible_checkpoint(of_one_tensor(couple), of_one_tensor(uncouple)),
-    one_tensor,
-)
 REPEATED = Way("repeated, pair", lambda blocks: invfunc.repeated(_merged()), ours=True)
 CHAINED = Way("chain, pair", lambda blocks: invfunc.chain(*[_merged()] * len(blocks)), ours=True)
-EXACT = _ours("exact, pair", lambda: _merged(exact=True), _exact)

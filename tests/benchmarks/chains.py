@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad, jacrev, vmap
+from torch.func import grad
 from torch.nn import functional as F
 
 from .peers import Call
@@ -21,9 +21,6 @@ Block = tuple[Weights, Weights]
 State = Any
 """One tensor `[N, width]`, or a pair of its halves."""
 Run = Callable[[State, Sequence[Block]], State]
-
-GROUPS = 4
-"""In how many parts the kinds with `vmap` see the batch."""
 
 
 class Chain:
@@ -119,12 +116,6 @@ class Kind:
 
     name: str
     build: Callable[[Way, Chain], Call]
-    parts: bool = False
-    """Whether it gives parts, stacked, whose sum is the gradient."""
-
-    def gradient(self, result: Any) -> list[Tensor]:
-        """What a call gave as one gradient, leaf by leaf."""
-        return [leaf.sum(0) if self.parts else leaf for leaf in leaves(result)]
 
 
 def loss(y: State) -> Tensor:
@@ -151,40 +142,13 @@ def _backward(way: Way, chain: Chain) -> Call:
     return call
 
 
-def _transformed(transform: Callable[[Callable], Callable], of_output: Callable[[State], Tensor] = loss):
-    """A transform of the function of the weights that torch.func takes."""
-
-    def build(way: Way, chain: Chain) -> Call:
-        weights = chain.detached()
-        run = way.build(weights)
-
-        def f(weights: list[Block], x: Tensor) -> Tensor:
-            return of_output(run(way.enter(x), weights))
-
-        derivative = transform(f)
-        return lambda: derivative(weights, chain.x)
-
-    return build
-
-
-def _vmap_grad(f: Callable) -> Callable:
-    """The gradients of the groups."""
-    gradients = vmap(grad(lambda weights, x: f(weights, x) / GROUPS), in_dims=(None, 0))
-    return lambda weights, x: gradients(weights, _grouped(x))
-
-
-def _grad_vmap(f: Callable) -> Callable:
-    """The gradient of the groups' mean loss."""
-    losses = vmap(f, in_dims=(None, 0))
-    return grad(lambda weights, x: losses(weights, _grouped(x)).mean())
-
-
-def _grouped(x: Tensor) -> Tensor:
-    return x.unflatten(0, (GROUPS, -1))
+def _of_func(way: Way, chain: Chain) -> Call:
+    """The gradient of the function of the weights that torch.func takes."""
+    weights = chain.detached()
+    run = way.build(weights)
+    gradient = grad(lambda weights, x: loss(run(way.enter(x), weights)))
+    return lambda: gradient(weights, chain.x)
 
 
 BACKWARD = Kind(".backward()", _backward)
-GRAD = Kind("torch.func.grad", _transformed(grad))
-VMAP_GRAD = Kind("vmap(grad)", _transformed(_vmap_grad), parts=True)
-GRAD_VMAP = Kind("grad(vmap)", _transformed(_grad_vmap))
-JACREV = Kind("jacrev", _transformed(jacrev, halves), parts=True)
+GRAD = Kind("torch.func.grad", _of_func)

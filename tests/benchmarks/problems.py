@@ -42,29 +42,6 @@ def transformer() -> Problem:
     return Problem(model, F.cross_entropy, torch.randn(16, 64, 128), torch.randint(10, (16,)))
 
 
-def tokens() -> Problem:
-    """The same encoder, with a class for each position: outputs `[N, classes, positions]`."""
-    torch.manual_seed(0)
-    model = nn.Sequential(_encoder(), nn.Linear(128, 10), _ClassesSecond())
-    return Problem(model, F.cross_entropy, torch.randn(16, 64, 128), torch.randint(10, (16, 64)))
-
-
-def all_cnn_c(samples: int = 8) -> Problem:
-    """DeepOBS's All-CNN-C for CIFAR-100, without dropout: nine convolutions, the last one's pixels averaged."""
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    channels = 3
-    for width, size, stride, padding in (
-        *((96, 3, 1, 1), (96, 3, 1, 1), (96, 3, 2, 1)),
-        *((192, 3, 1, 1), (192, 3, 1, 1), (192, 3, 2, 1)),
-        *((192, 3, 1, 0), (192, 1, 1, 0), (100, 1, 1, 0)),
-    ):
-        layers += [nn.Conv2d(channels, width, size, stride, padding), nn.ReLU()]
-        channels = width
-    model = nn.Sequential(*layers, nn.AvgPool2d(6), nn.Flatten())
-    return Problem(model, F.cross_entropy, torch.rand(samples, 3, 32, 32), torch.randint(100, (samples,)))
-
-
 def lstm() -> Problem:
     """A classifier: the last state of an LSTM of 64 units, in the layout that BackPACK takes."""
     torch.manual_seed(0)
@@ -106,11 +83,6 @@ def _encoder() -> nn.Module:
 class _Mean(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(1)
-
-
-class _ClassesSecond(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mT
 
 
 class _Residual(nn.Module):

@@ -14,7 +14,7 @@ from invfunc.testing import peak_memory, return_freed_memory
 
 from . import chain_ways as ways
 from .chain_ways import missing
-from .chains import BACKWARD, GRAD, GRAD_VMAP, JACREV, VMAP_GRAD, Chain, Kind, Way, leaves, one_tensor
+from .chains import BACKWARD, GRAD, Chain, Kind, Way, leaves, one_tensor
 from .measure import difference, medians, peak_in_a_process
 from .report import Cells, announce, difference_cell, mebibytes, number, over, print_table, verdict
 
@@ -50,23 +50,6 @@ class Row:
         return f"{self.kind.name} {plain.name}"
 
 
-TIMES = [
-    Row(BACKWARD, ways.PLAIN),
-    Row(BACKWARD, ways.PLAIN_ONE),
-    Row(BACKWARD, ways.CHECKPOINT),
-    Row(BACKWARD, ways.SEQUENTIAL),
-    Row(BACKWARD, ways.MEMCNN),
-    Row(BACKWARD, ways.INVTORCH),
-    Row(BACKWARD, ways.MERGED, 1.33),
-    Row(BACKWARD, ways.MERGED_ONE, 1.3),
-    Row(BACKWARD, ways.GENERIC, 1.75),
-    Row(BACKWARD, ways.GENERIC_ONE),
-    Row(BACKWARD, ways.CHAINED),
-    Row(BACKWARD, ways.EXACT, 1.6),
-    Row(GRAD, ways.PLAIN),
-    Row(GRAD, ways.MERGED, 1.5),
-    Row(GRAD, ways.GENERIC),
-]
 SMALL_TIMES = [
     *[Row(BACKWARD, way) for way in (ways.PLAIN, ways.PLAIN_ONE, ways.CHECKPOINT, ways.MEMCNN, ways.INVTORCH)],
     *[Row(BACKWARD, way, 2.4) for way in (ways.MERGED, ways.MERGED_ONE, ways.MODULES)],
@@ -74,11 +57,6 @@ SMALL_TIMES = [
     *[Row(BACKWARD, way, 2.2) for way in (ways.CHAINED, ways.REPEATED)],
     Row(GRAD, ways.PLAIN),
     *[Row(GRAD, way, 3) for way in (ways.MERGED, ways.GENERIC, ways.CHAINED)],
-]
-WIDE_TIMES = [
-    *[Row(BACKWARD, way) for way in (ways.PLAIN, ways.PLAIN_ONE, ways.CHECKPOINT, ways.MEMCNN, ways.INVTORCH)],
-    Row(BACKWARD, ways.MERGED, 1.3),
-    *[Row(BACKWARD, way, 1.4) for way in (ways.MERGED_ONE, ways.GENERIC, ways.CHAINED)],
 ]
 
 
@@ -89,30 +67,21 @@ class Timed:
     rows: list[Row]
     width: int
     batch: int
-    depth: int | None = None
-    """None where the command line says it."""
+    depth: int
 
 
 TIMED = {
-    "chain": Timed(TIMES, WIDTH, ROWS),
     "small_chain": Timed(SMALL_TIMES, 64, 32, 64),
-    "wide_chain": Timed(WIDE_TIMES, 1024, 512, 8),
 }
 MEMORY = [
     Row(BACKWARD, ways.PLAIN),
     Row(BACKWARD, ways.CHECKPOINT),
-    Row(BACKWARD, ways.SEQUENTIAL),
     Row(BACKWARD, ways.MEMCNN),
     Row(BACKWARD, ways.INVTORCH),
     Row(BACKWARD, ways.MERGED_ONE, 60),
     *[Row(BACKWARD, way) for way in (ways.MERGED, ways.GENERIC, ways.CHAINED, ways.MODULES)],
     Row(GRAD, ways.PLAIN, deep=False),
     *[Row(GRAD, way, 85) for way in (ways.MERGED, ways.CHAINED)],
-    *[
-        row
-        for kind in (VMAP_GRAD, GRAD_VMAP, JACREV)
-        for row in (Row(kind, ways.PLAIN, deep=False), Row(kind, ways.MERGED), Row(kind, ways.CHAINED))
-    ],
 ]
 MEMORY_CASES = {(row.name, str(d)): row for d in (DEEP, SHALLOW) for row in MEMORY if row.deep or d == SHALLOW}
 """The long ones first."""
@@ -176,7 +145,7 @@ def _compare(name: str, rows: Sequence[Row], chain: Chain) -> Compared:
         if row.way.needs in absent:
             continue
         try:
-            gradient = row.kind.gradient(row.kind.build(row.way, chain)())
+            gradient = [*leaves(row.kind.build(row.way, chain)())]
         except Exception as error:
             if row.way.ours:
                 raise
@@ -205,7 +174,7 @@ def _seconds(name: str, compared: Compared, chain: Chain, rounds: int, device: t
 def _times(name: str, options: argparse.Namespace) -> None:
     """Seconds of a chain, as multiples of the plain way."""
     timed, device, calls = TIMED[name], options.device, options.repeats
-    depth, width, batch = timed.depth or options.depth, timed.width, timed.batch
+    depth, width, batch = timed.depth, timed.width, timed.batch
     compared = _compare(name, timed.rows, Chain(SMALL[0], width, min(batch, SMALL[2]), device))
     seconds = _seconds(name, compared, Chain(depth, width, batch, device), calls, device)
     title = f"{depth} additive couplings, width {width}, N = {batch}"
@@ -220,7 +189,7 @@ def _times(name: str, options: argparse.Namespace) -> None:
         lines.append(cells | compared.cell(row))
     print_table(lines)
     compared.print_rest(
-        "over plain: of the same kind and state; checkpoint_sequential: in sqrt(depth) parts",
+        "over plain: of the same kind and state",
         f"gradients are compared on {SMALL[0]} blocks and at most {SMALL[2]} rows",
     )
 

@@ -10,7 +10,7 @@ import invfunc
 
 from .first_order import FIRST_ORDER
 from .peers import BACKPACK, FUNC, OURS, Peer, Problem, backpack_diag_ggn, plain_gradient, transformed, vmap_jacrev
-from .problems import all_cnn_c, autoencoder, gpt, lstm, resnet_18, three_c_three_d, tiny, tokens, transformer
+from .problems import autoencoder, gpt, lstm, resnet_18, three_c_three_d, tiny, transformer
 from .second_order import SECOND_ORDER
 
 Case = tuple[str, str]
@@ -64,16 +64,6 @@ TABLES = {
         "statistics of 3c3d, 3x32x32, N = 32, cross entropy over 10 classes",
         three_c_three_d,
         _rows(*_SHARES, *_QUICK, *_EXACT, "kfac_exact_expand", "diag_ggn_and_variance", "diag_ggn_mc_and_variance"),
-    ),
-    "all-cnn-c": Table(
-        "curvature of All-CNN-C, 3x32x32, N = 8, cross entropy over 100 classes",
-        all_cnn_c,
-        _rows(*_QUICK) | _rows(*_EXACT, without=[FUNC]),
-    ),
-    "tokens": Table(
-        "curvature of the transformer with a class for each of 64 positions, N = 16, cross entropy over 10 classes",
-        tokens,
-        _rows(*_QUICK),
     ),
     "transformer": Table(
         "a classifier of 4 layers nn.TransformerEncoder, d = 128, 4 heads, 64 positions, N = 16",

@@ -198,46 +198,6 @@ def _write(f):
     f[0].weight.mul_(2)
 
 
-def _replace_parameter(f):
-    f[0].weight = nn.Parameter(2 * f[0].weight.detach())
-
-
-def _freeze(f):
-    f[0].weight.requires_grad_(False)
-
-
-def _add_hook(f):
-    f[0].register_forward_hook(lambda module, given, result: 2 * result)
-
-
-def _parametrize(f):
-    parametrize.register_parametrization(f[0], "weight", nn.Tanh())
-
-
-def _replace_module(f):
-    f[1] = nn.Tanh()
-
-
-def _dropout(f):
-    f.append(nn.Dropout(0.5))
-
-
-CHANGES = {
-    change.__name__.strip("_"): change
-    for change in (_write, _replace_parameter, _freeze, _add_hook, _parametrize, _replace_module, _dropout)
-}
-
-
-@each_kind
-@pytest.mark.parametrize("change", CHANGES)
-def test_changes_between_calls(change, kind):
-    f, g = made()
-    h = known(kind, f, g)
-    CHANGES[change](f)
-    for _ in range(2):
-        assert_close(slope(h, f, g), slope(plain(f, g), f, g))
-
-
 @each_kind
 def test_a_weight_that_is_written_before_the_backward_pass_is_an_error(kind):
     f, g = made()
@@ -255,15 +215,6 @@ def test_a_mode_that_changes_before_the_backward_pass_is_that_of_the_call(name, 
     y, ps = loss(block_of(kind, f, g)), parameters(f, g)
     f.eval()
     assert_close(torch.autograd.grad(y, ps), wanted)
-
-
-def test_copies_are_of_their_own_modules():
-    f, g = made()
-    module = nn.ModuleDict({"f": f, "g": g})
-    module.block = known("coupling", f, g)
-    other: Any = copy.deepcopy(module)
-    _write(other["f"])
-    assert_close(slope(other.block, other), slope(plain(other["f"], other["g"]), other))
 
 
 @given(

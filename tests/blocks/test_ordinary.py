@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from invfunc import Invertible, additive_coupling, chain, invertible_checkpoint, repeated, with_log_det
-from invfunc.pairs import from_module, momentum
+from invfunc import Invertible, additive_coupling, invertible_checkpoint, repeated
+from invfunc.pairs import momentum
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
@@ -166,31 +166,6 @@ class TestReadByALaterCallAlone:
             y.sum().backward()
 
 
-class Searched(nn.Module):
-    """A monotone function whose inverse is found up to some digits."""
-
-    def forward(self, x):
-        return 2 * x + x.sin(), (2 + x.cos()).log().sum(-1)
-
-    def inverse(self, y):
-        x = y / 2
-        for _ in range(14):
-            x = (y - x.sin()) / 2
-        return x, -(2 + x.cos()).log().sum(-1)
-
-
-@pytest.mark.filterwarnings("ignore::invfunc.errors.InexactWarning")
-def test_a_log_determinant_that_begins_with_zeros_is_not_compared():
-    """Nothing but further sums is computed from it, and its own size says nothing of its error."""
-    found = []
-    for wrap in (lambda pair: pair, invertible_checkpoint):
-        x = state()
-        y, total = wrap(with_log_det(from_module(Searched())))((x, torch.zeros(3).double()))
-        (y.square().sum() - total.sum()).backward()
-        found.append(x.grad)
-    assert_trees_close(found[1], found[0], 1e-4)
-
-
 def force(x):
     """Minus the slope of an energy."""
     with torch.enable_grad():
@@ -264,47 +239,3 @@ class TestListsOfArguments:
             held[0] = other.clone().requires_grad_()
             found.append(torch.autograd.grad(y[0].square().sum(), w))
         assert_trees_close(found[0], found[1], 1e-12)
-
-
-class Scheduled(nn.Module):
-    """Dropout whose probability the program changes, as a schedule does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.p = nn.Linear(4, 4).double(), 0.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.dropout(self.layer(x), self.p, self.training)
-
-
-class Skipped(nn.Module):
-    """A layer that is left out at random."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.p = nn.Linear(4, 4).double(), 0.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) if torch.rand(()).item() >= self.p else torch.zeros_like(x)
-
-
-@pytest.mark.parametrize("part", [Scheduled, Skipped])
-@pytest.mark.parametrize("way", [invertible_checkpoint, lambda pair: chain(*[pair] * 3)], ids=["blocks", "chain"])
-def test_draws_that_a_schedule_begins(part, way):
-    """A block that drew nothing in its first calls is replayed with its random numbers from then on."""
-    torch.manual_seed(0)
-    f, g = part(), part()
-    pair = additive_coupling(f, g, split_dim=1)
-    block, weights = way(pair), [*f.parameters(), *g.parameters()]
-    repeats = 1 if hasattr(block, "composition") and block.composition is not None else 3
-    for p in (0.0, 0.0, 0.5, 0.5, 0.0):
-        f.p = g.p = p
-        found = []
-        for one, times in ((block, repeats), (pair, 3)):
-            torch.manual_seed(7)
-            x = state()
-            y = x * 1
-            for _ in range(times):
-                y = one(y)
-            found.append(torch.autograd.grad(y.square().sum(), [x, *weights], allow_unused=True))
-        assert_trees_close(found[0], found[1], 1e-9)

@@ -2,25 +2,19 @@
 
 import warnings
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import grad, vmap
+from torch.func import grad, grad_and_value, vmap
 
 from invfunc import (
     additive_coupling,
-    chain,
-    diag_ggn,
-    functional,
     invertible_checkpoint,
-    layers,
     tree,
-    variance,
-    with_log_det,
 )
 from invfunc.errors import ArgumentTypeError, InverseError
+from invfunc.pairs import momentum
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
@@ -47,19 +41,6 @@ def test_parts_of_a_narrower_dtype_than_they_become():
     assert_trees_close(*found, 1e-5)
 
 
-def test_what_all_of_a_batch_share_is_compared_as_such():
-    """Statistics of an x that is the same for all of a vmap are those of each, however often they are computed."""
-    x = Numbers(2)(6, 3)
-    weights = Numbers(3)(2, 3).exp()
-
-    def loss(check):
-        block = invertible_checkpoint(layers.batch_norm(), check=check)
-        return lambda w: (block(x, (w, w)) * x.sin()).sum()
-
-    found, wanted = (vmap(grad(loss(check)))(weights) for check in (True, "off"))
-    assert_trees_close(found, wanted, EXACT)
-
-
 @pytest.mark.parametrize("inplace", [False, True])
 def test_what_an_operation_saves_before_it_fills_it_is_filled(inplace):
     """`rrelu` saves its noise, and draws it then."""
@@ -75,37 +56,6 @@ def test_what_an_operation_saves_before_it_fills_it_is_filled(inplace):
         a, b = wrap(additive_coupling(part, torch.sin))((x, x.cos()))
         y = wrap(lambda x: x + part(x), None)(x) if wrap is invertible_checkpoint else x + part(x)
         found.append(torch.autograd.grad((a.sin() * b).sum() + (y * y).sum(), x))
-    assert_trees_close(*found, EXACT)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_log_determinant_that_is_nothing_but_rounding_comes_back(dtype):
-    """That of a rotation is some 1e-16 beside a state of size 1."""
-    Q = torch.linalg.qr(Numbers(5)(4, 4))[0].to(dtype)
-    flow = with_log_det(chain(*[p for _ in range(3) for p in (layers.linear(), layers.leaky_relu(0.9))]))
-    x = X.to(dtype, copy=True).requires_grad_()
-    params = [p for _ in range(3) for p in (Q, None)]
-    y, s = invertible_checkpoint(flow, check="error")((x, torch.full((3,), 1e-17, dtype=dtype)), params)
-    found = torch.autograd.grad(y.square().sum() + s.sum(), x)
-    z = x
-    for _ in range(3):
-        z = nn.functional.leaky_relu(z @ Q.mT, 0.9)
-    assert_trees_close(found, torch.autograd.grad(z.square().sum(), x), EXACT if dtype == torch.float64 else 1e-4)
-
-
-@pytest.mark.parametrize("draws", [False, True])
-def test_an_expanded_input_is_expanded_when_it_is_computed_again(draws):
-    """Kernels and what they save, and the order in which `rand_like` draws, are those of its strides."""
-    found = []
-    for wrap in (invertible_checkpoint, as_it_is):
-        torch.manual_seed(0)
-        base = Numbers(6)(1, 5, 8).requires_grad_()
-        F, G = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
-        block = wrap(
-            additive_coupling(lambda b, F=F: F(b) * (torch.rand_like(b) if draws else b), lambda a, G=G: G(a).tanh())
-        )
-        a, b = block(tuple((base.expand(3, 5, 8)).chunk(2, -1)))
-        found.append(torch.autograd.grad((a.sin() * b).sum(), [base, *F.parameters(), *G.parameters()]))
     assert_trees_close(*found, EXACT)
 
 
@@ -144,21 +94,6 @@ def test_a_loss_in_an_attribute_has_its_gradient_beside_that_of_the_net(way):
     assert_trees_close(gradients(invertible_checkpoint), gradients(lambda f, f_inv=None: f), EXACT)
 
 
-def test_a_loss_that_is_returned_beside_y():
-    def returned(x, _):
-        a, b = x
-        return (a + b.sin(), b), b.sin().square().mean()
-
-    def back(y, _):
-        return (y[0][0] - y[0][1].sin(), y[0][1])
-
-    def loss(x, g):
-        (a, b), extra = g((x, x.cos()), None)
-        return (a * b).sum() + extra
-
-    assert_trees_close(grad(loss)(X, invertible_checkpoint(returned, back)), grad(loss)(X, returned), EXACT)
-
-
 @pytest.mark.parametrize("given", [lambda a: (a, a), lambda a: (a, a * 1)], ids=["once", "twice"])
 def test_the_same_tensor_in_several_places(given):
     """When it is computed again each is a tensor of its own; a part may give back what it is given."""
@@ -170,123 +105,6 @@ def test_the_same_tensor_in_several_places(given):
         return torch.autograd.grad(y.square().sum(), (x, w))
 
     assert_trees_close(run(invertible_checkpoint(pair)), run(pair), EXACT)
-
-
-@pytest.mark.parametrize("number", [lambda x: x.std().item(), lambda x: x.abs().mean(0).tolist()[0]])
-def test_numbers_of_data_may_have_rounding_errors(number):
-    """They come from an x that the inverse gives back."""
-    pair = additive_coupling(lambda x: (x * number(x.detach())).sin() * number(x.detach().cos()), torch.cos)
-
-    def run(block):
-        x = (10 * X).requires_grad_()
-        return torch.autograd.grad(torch.stack(block(block((x * 1, x.cos())))).sin().sum(), x)
-
-    block = invertible_checkpoint(pair)
-    assert_trees_close((run(block), run(block)), (run(pair), run(pair)), 1e-7)
-
-
-def test_an_array_of_numpy_stays_as_it_is():
-    mask, order = np.arange(4) % 2 == 0, np.array([2, 0, 1, 3])
-
-    def f(x):
-        return x.tanh()[..., order] * torch.as_tensor(mask)
-
-    def run(f):
-        x = X.clone().requires_grad_()
-        return torch.autograd.grad(f(x).square().sum(), x), grad(lambda x: f(x).square().sum())(X)
-
-    assert_trees_close(run(invertible_checkpoint(f, None)), run(f), 0)
-
-
-def test_what_f_saved_and_then_wrote_is_refused_as_by_torch():
-    def f(x, w):
-        h = x.tanh()
-        h.mul_(2)
-        return h @ w
-
-    x, w = (torch.randn(3, 3, dtype=torch.float64, requires_grad=True) for _ in "xw")
-    for call in (f, invertible_checkpoint(f, None)):
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            call(x, w).sum().backward()
-
-
-class Reversible(nn.Module):
-    """Its coupling closes over its own layers."""
-
-    def __init__(self, wrap, kind="linear"):
-        super().__init__()
-        parts = {
-            "linear": lambda: nn.Linear(3, 3),
-            "norm": lambda: nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 3)),
-            "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
-            "recurrent": lambda: Recurrent(),
-        }
-        torch.manual_seed(0)
-        self.a, self.b = parts[kind](), parts[kind]()
-        self.block = wrap(additive_coupling(lambda b: self.a(b).tanh(), lambda a: self.b(a).tanh()))
-        self.to(torch.float64)
-
-    def forward(self, x):
-        u, v = self.block(x.chunk(2, 1))
-        return torch.cat(self.block((v, u)), 1)
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.LSTM(1, 1, batch_first=True)
-
-    def forward(self, b):
-        return self.inner(b[:, :, None])[0][:, :, 0]
-
-
-def moved(params):
-    """Other parameters than those of the module."""
-    return {name: p.detach() + 0.3 for name, p in params.items()}
-
-
-def data(n=5):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(n, 6, generator=generator, dtype=torch.float64)
-    return x, torch.arange(n) % 6
-
-
-class TestModules:
-    @pytest.mark.parametrize("kind", ["linear", "norm", "weight norm", "recurrent"])
-    @pytest.mark.parametrize("needs", [False, True])
-    def test_statistics(self, kind, needs):
-        x, y = data()
-
-        def run(wrap, statistic):
-            f, params = functional(Reversible(wrap, kind))
-            params = {name: p.requires_grad_(needs) for name, p in moved(params).items()}
-            return tree.map_tensors(torch.Tensor.detach, statistic(f)(params, x, y))
-
-        def spread(f):
-            return variance(lambda params, x, y: F.cross_entropy(f(params, x), y))
-
-        def curvature(f):
-            return diag_ggn(f, F.cross_entropy)
-
-        for statistic in (spread, curvature):
-            assert_trees_close(run(invertible_checkpoint, statistic), run(as_it_is, statistic), EXACT)
-
-
-def test_random_numbers_of_a_first_attempt_are_taken_back():
-    """An f that uses torch.func is evaluated in another way, once that is known."""
-
-    def run(wrap):
-        generator = torch.Generator().manual_seed(2)
-        x = data()[0][:, :3].requires_grad_()
-
-        def part(b):
-            mask = torch.rand(b.shape, generator=generator, dtype=b.dtype)
-            return torch.func.grad(lambda c: (c.sin() * mask).sum())(b)
-
-        out = wrap(additive_coupling(part, part))((x, x.cos()))
-        return [*torch.autograd.grad((out[0] * out[1]).sum(), x), generator.get_state()]
-
-    assert_trees_close(run(invertible_checkpoint), run(as_it_is), EXACT)
 
 
 @pytest.mark.parametrize("n", [4, 5])
@@ -371,3 +189,99 @@ def test_a_sparse_matrix_is_read_as_without_blocks(where, layout):
         return first, second, grad(loss, (0, 1))(x, w.detach()) if layout is torch.sparse_coo else ()
 
     assert_trees_close(found(invertible_checkpoint(pair)), found(pair), EXACT)
+
+
+# Parts without a gradient, backward passes in inference mode, and parameters that data initialises.
+
+START = Numbers()(2, 3), Numbers(1)(2, 3)
+W = Numbers(2)(3, 3)
+
+
+def hard(z, w):
+    """A part without a gradient, as those of quantisers."""
+    with torch.no_grad():
+        rounded = (z @ w).round()
+    return rounded + 0.3 * z @ w
+
+
+def value(step, w, frozen=False):
+    """Of blocks one after the other, of which one may need nothing that is saved."""
+    q = w.detach() if frozen else w
+    a, b = step(step(step(START, w), q), w)
+    return (a * b).sin().sum()
+
+
+PAIRS = {
+    "coupling": lambda f: additive_coupling(f, f),
+    "momentum": lambda f: momentum(f, 0.9),
+}
+each_pair = pytest.mark.parametrize("pair", PAIRS)
+
+
+def made(pair, f):
+    """A step of both parts with one weight."""
+    step = PAIRS[pair](f)
+    blocks = [step, invertible_checkpoint(step), invertible_checkpoint(step, keep=True)]
+    return [lambda x, w, g=g: g(x, (w, w) if pair == "coupling" else w) for g in blocks]
+
+
+@each_pair
+def test_parts_without_a_gradient(pair):
+    def found(step):
+        w = W.clone().requires_grad_()
+        plain = [torch.autograd.grad(value(step, w, frozen), w)[0] for frozen in (False, True)]
+        of = grad_and_value(lambda w: value(step, w))
+        return plain, of(W), vmap(of)(W[None])
+
+    plain, *blocks = (found(step) for step in made(pair, hard))
+    for block in blocks:
+        assert_trees_close(block, plain, 1e-9)
+
+
+@each_pair
+def test_the_backward_pass_may_be_in_inference_mode(pair):
+    """As that of torch."""
+
+    def found(step, mode):
+        w = W.clone().requires_grad_()
+        loss = value(step, w)
+        with mode():
+            torch.autograd.grad(loss, w, retain_graph=True)
+            return torch.autograd.grad(loss, w)[0].clone()
+
+    plain, *blocks = made(pair, lambda z, w: (z @ w).tanh())
+    for block in blocks:
+        assert_trees_close(found(block, torch.inference_mode), found(plain, torch.enable_grad), 1e-9)
+
+
+class ActNorm(torch.nn.Module):
+    """Glow's, whose first batch gives it its scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(3, dtype=W.dtype))
+        self.register_buffer("done", torch.tensor(False))
+
+    def forward(self, x):
+        if not self.done:
+            with torch.no_grad():
+                self.scale.copy_(1 / x.std(0))
+                self.done.fill_(True)
+        return x * self.scale
+
+    def inverse(self, y):
+        return y / self.scale
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["at once", "by a call without gradients"])
+def test_parameters_that_are_initialised_by_data_are_so_once(before):
+    plain, norm = ActNorm(), ActNorm()
+    (wanted,) = torch.autograd.grad(plain(START[0]).sin().sum(), plain.scale)
+    block = invertible_checkpoint(norm, norm.inverse)
+    if before:
+        with torch.no_grad():
+            block(START[0])
+    x = START[0].clone().requires_grad_()
+    (found,) = torch.autograd.grad(block(x * 1).sin().sum(), norm.scale)
+    assert_trees_close(found, wanted, 1e-12)
+    assert norm.done and torch.allclose(norm.scale, plain.scale)

@@ -1,5 +1,6 @@
 """What is evaluated again draws the same random numbers."""
 
+import threading
 from functools import partial
 
 import pytest
@@ -11,7 +12,8 @@ from torch.func import grad, jacrev, vjp, vmap
 
 from invfunc import additive_coupling, invertible_checkpoint, tree
 from invfunc.errors import InverseError
-from tests.invertible_same import f, f_inv, gradients, leaves, squares
+from tests.invertible_same import gradients, leaves, squares
+from tests.strategies import Numbers
 
 
 def masked(b):
@@ -166,20 +168,6 @@ class TestTransformsOfTheGradient:
 
 
 @pytest.mark.quick
-def test_without_preserving_the_state_an_f_that_draws_nothing_is_the_same(same):
-    h = invertible_checkpoint(f, f_inv, preserve_rng_state=False)
-
-    def run(h, x, w):
-        y = h(h(x, w), w)
-        before = torch.get_rng_state()
-        found = gradients(y, x, w)
-        assert torch.equal(torch.get_rng_state(), before)
-        return found
-
-    same(run, f, h)
-
-
-@pytest.mark.quick
 def test_without_preserving_the_state_an_f_that_draws_draws_again():
     def moves(preserve):
         h = invertible_checkpoint(drawn, None, preserve_rng_state=preserve, check="off")
@@ -200,3 +188,71 @@ def test_fake_tensors_go_through():
         block = invertible_checkpoint(additive_coupling(lambda b: F.dropout(layer(b)).tanh(), lambda a: layer(a).sin()))
         gradients(block(block((x * 1, x * 2))), x, layer.weight)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# Graphs that are made and run backwards in several threads.
+
+
+def in_threads(*runs):
+    """The results of functions that run at the same time."""
+    results, barrier = {}, threading.Barrier(len(runs))
+
+    def one(i, run):
+        barrier.wait()
+        try:
+            results[i] = run()
+        except BaseException as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=one, args=item) for item in enumerate(runs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results.values():
+        if isinstance(result, BaseException):
+            raise result
+    return [results[i] for i in range(len(runs))]
+
+
+class TestThreads:
+    def test_forward_in_one_and_backward_in_another(self, same):
+        def run(h, x, w):
+            (y,) = in_threads(lambda: h(h(x, w), w))
+            return in_threads(lambda: gradients(y, x, w))
+
+        same(run)
+
+    def test_each_with_its_own_graph(self, same):
+        def run(h, x, w):
+            def own():
+                return [gradients(h(h(x.sin(), w), w), x, w) for _ in range(20)]
+
+            return in_threads(own, own, own)
+
+        same(run)
+
+    def test_all_with_one_graph(self, same):
+        def run(h, x, w):
+            y = h(h(h(x.sin(), w), w), w)
+            return in_threads(*[lambda: [gradients(y, x, w, retain_graph=True) for _ in range(20)]] * 3)
+
+        same(run)
+
+    def test_random_numbers_of_one_are_not_those_of_another(self):
+        """Where each has a generator; the global one goes to whoever comes first."""
+
+        def drawn(x, w, generator):
+            return x + (torch.rand(x.shape, generator=generator, dtype=x.dtype) < 0.5) * (x * w).tanh()
+
+        h = invertible_checkpoint(drawn, None)
+
+        def own(seed):
+            x, w = Numbers(seed)(50, 50).requires_grad_(), Numbers(1)(50).requires_grad_()
+            found = []
+            for call in (h, drawn):
+                generator = torch.Generator().manual_seed(seed)
+                found.append([gradients(call(call(x, w, generator), w, generator), w)[0] for _ in range(20)])
+            return sum(not torch.allclose(ours, plain) for ours, plain in zip(*found, strict=True))
+
+        assert in_threads(*(partial(own, i) for i in range(3))) == [0, 0, 0]

@@ -7,11 +7,9 @@ import torch
 from torch import nn
 from torch.func import grad
 
-from invfunc import Invertible, additive_coupling, functional, invertible_checkpoint
+from invfunc import Invertible, additive_coupling, invertible_checkpoint
 from invfunc.errors import ModifiedError
-from invfunc.pairs import state_first
-from invfunc.testing import assert_trees_close
-from tests.invertible_same import f, f_inv, gradients, leaves
+from tests.invertible_same import f, f_inv, g, gradients, leaves, squares
 
 
 class Quantising(nn.Module):
@@ -118,63 +116,6 @@ class TestState:
                 same(run, f, invertible_checkpoint(f, write))
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("when", ["after", "before, and back"])
-def test_a_module_whose_mode_changes_after_the_backward_is_right(same, when):
-    """The way out of the error above, and a validation in between."""
-
-    def run(wrap, x, w):
-        norm = nn.BatchNorm1d(3).to(x)
-        g, x0 = (
-            wrap(additive_coupling(lambda b: norm(b.sin()) * b, lambda a: norm(a.sin()) * a)),
-            torch.cat([x, x.cos()]),
-        )
-        y = g((x0 * w, x0))
-        if when != "after":
-            norm.eval()
-            with torch.no_grad():
-                g((x0, x0))
-            norm.train()
-        found = gradients(y, x, w)
-        norm.eval()
-        return found, g((x0, x0)), list(norm.buffers())
-
-    same(run, lambda pair: pair, invertible_checkpoint)
-
-
-class OfFunctional(nn.Module):
-    """A coupling of `functional(module)`, a part that writes running statistics."""
-
-    def __init__(self, wrap):
-        super().__init__()
-        torch.manual_seed(0)
-        self.part = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh())
-        part = state_first(functional(self.part)[0])
-        self.block = wrap(additive_coupling(part, part, split_dim=1))
-
-    def forward(self, x):
-        params = dict(self.part.named_parameters())
-        return self.block(self.block(x, (params, params)), (params, params))
-
-
-@pytest.mark.parametrize("order", [1, 2])
-def test_within_functional_of_functional(order, dtype, device):
-    """What is written there is dropped, and is no tensor that needs a gradient."""
-    x = torch.linspace(-1, 2, 12, dtype=dtype, device=device).reshape(3, 4)
-
-    def gradients_of(wrap):
-        f, params = functional(OfFunctional(wrap).to(device, dtype))
-
-        def slope(params):
-            return grad(lambda p: f(p, x).sin().sum())(params)
-
-        if order == 1:
-            return slope(params)
-        return grad(lambda p: sum(g.square().sum() for g in slope(p).values()))(params)
-
-    assert_trees_close(gradients_of(invertible_checkpoint), gradients_of(lambda pair: pair), 1e-6, 1e-2)
-
-
 class Remembering(nn.Module):
     """A layer of a flow whose inverse reads what forward has put into buffers: the statistics of the batch."""
 
@@ -232,3 +173,82 @@ def test_an_inverse_that_iterates_reads_the_norm_of_the_call(same, norm):
         return gradients(block(block(x * w)), x, w, *linear.parameters()), [*linear.buffers()]
 
     same(run, lambda pair: pair.forward, invertible_checkpoint)
+
+
+# What is written between forward and backward is told, or has no effect.
+
+
+def closed(f, w):
+    return lambda x, unused: f(x, w)
+
+
+@pytest.mark.quick
+class TestWrittenSince:
+    """Parameters that are written between forward and backward: an error, never a number of the new ones."""
+
+    @pytest.mark.parametrize("where", ["argument", "closed over", "shared", "of a dropped block", "kept"])
+    @pytest.mark.parametrize("partial", [False, True], ids=["at once", "after a partial gradient"])
+    def test_is_an_error(self, where, partial):
+        x, w = leaves()
+        h, args = g, (w,)
+        if where == "closed over":
+            h, args = invertible_checkpoint(closed(f, w), closed(f_inv, w)), (None,)
+        elif where == "kept":
+            h = invertible_checkpoint(f, None)
+        elif where == "shared":
+            coupling = additive_coupling(lambda b, p: (b * p).tanh(), lambda a, q: (a * q).sin())
+            h, args = invertible_checkpoint(coupling), ((w, w),)
+        y = h((x * 1, x * 2) if where == "shared" else x * 1, *args)
+        if where == "of a dropped block":
+            h(y, *args)
+        s = squares(y)
+        del y
+        if partial:
+            torch.autograd.grad(s, w, retain_graph=True)
+        with torch.no_grad():
+            w.mul_(3)
+        with pytest.raises((ModifiedError, RuntimeError), match="modified by an inplace operation"):
+            torch.autograd.grad(s, (x, w))
+
+    def test_is_an_error_where_a_part_closes_over_what_is_left_of_a_partial_gradient(self):
+        x, w = leaves()
+        left, right = invertible_checkpoint(lambda x: (x * w, x * w.detach()), None)(x * 1)
+        torch.autograd.grad(left.sum(), w, retain_graph=True)
+        with torch.no_grad():
+            w.mul_(3)
+        with pytest.raises(ModifiedError, match="modified by an inplace operation"):
+            torch.autograd.grad(right.sum(), x)
+
+    @pytest.mark.parametrize("wrap", [lambda f, f_inv: f, invertible_checkpoint], ids=["plain", "block"])
+    def test_is_an_error_where_an_optimiser_writes_it_in_the_backward_pass(self, wrap):
+        """As soon as its gradient is there; what reads it without one still needs what it held."""
+        x, w = leaves()
+
+        def step(w):
+            with torch.no_grad():
+                w.sub_(w.grad)
+
+        w.register_post_accumulate_grad_hook(step)
+        y = wrap(lambda x: (x * w.detach()).tanh() * w, None)(x * 1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+    @pytest.mark.parametrize("write", [lambda y: y.add_(1), lambda y: y[0].zero_(), lambda y: y.detach().mul_(2)])
+    @pytest.mark.parametrize("inside", [False, True])
+    def test_outputs_that_are_written_before_the_next_block(self, same, write, inside):
+        """Without a gradient, so that the graph stays as it is; also inside of torch.func."""
+
+        def run(h, x, w):
+            if inside:
+                return grad(lambda w: squares(self.twice(h, x.detach(), w, write)))(w.detach())
+            return gradients(self.twice(h, x * 1, w, write), w)
+
+        with pytest.raises(ModifiedError, match="modified by an inplace operation"):
+            same(run)
+
+    @staticmethod
+    def twice(h, x, w, write):
+        y = h(x, w)
+        with torch.no_grad():
+            write(y)
+        return h(y, w)

@@ -102,19 +102,6 @@ class TestStates:
 
         same(run, scaled, invertible_checkpoint(scaled, unscaled))
 
-    def test_of_the_same_tensor_twice(self, same):
-        def both(x, w):
-            return x[0] * w.exp(), x[1] * w.cosh()
-
-        def back(y, w):
-            return y[0] * (-w).exp(), y[1] / w.cosh()
-
-        def run(h, x, w):
-            t = h((x.sin(), x), w)[0]
-            return gradients(h((t, t), w), x, w), grad(lambda x: squares(h((x, x), w.detach())))(x.detach())
-
-        same(run, both, invertible_checkpoint(both, back))
-
     def test_that_pass_through(self, same):
         """As they are, in another place, or as a view."""
 

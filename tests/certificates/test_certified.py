@@ -34,7 +34,7 @@ from invfunc.statistic import Statistic
 from invfunc.testing import strategies
 from invfunc.testing.laws.rows import LOSS, MODEL, PRODUCTS
 from invfunc.testing.models import Loss, Model, Problem
-from tests.alarms.calls import CERTIFIED, NAMES
+from tests.alarms import CERTIFIED, NAMES
 from tests.strategies import Numbers
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -11,7 +11,7 @@ import invfunc
 from invfunc import batch_grad, batch_l2_grad, certified, gram, tree, variance
 from invfunc.errors import CertificateError
 from invfunc.testing.models import Loss, Model, Problem
-from tests.alarms.calls import CERTIFIED
+from tests.alarms import CERTIFIED
 from tests.certificates.test_certified import made, planted
 
 each_row = pytest.mark.parametrize("row", CERTIFIED.values(), ids=CERTIFIED)

@@ -4,11 +4,16 @@ import copy
 import inspect
 import io
 import pickle
+import sys
+import threading
+import time
+from functools import cached_property
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 from invfunc import batch_grad, functional
 from invfunc.errors import ArgumentError, ArgumentTypeError
@@ -294,3 +299,110 @@ class TestErrors:
     def test_a_class_of_modules(self):
         with pytest.raises(ArgumentTypeError, match=r"functional\(Linear\(\.\.\.\)\)"):
             functional(nn.Linear)
+
+
+# `functional(model)` in threads: each call has its own parameters.
+
+
+@kinds
+def test_in_threads(kind):
+    """Calls of one function at different parameters, in threads that switch often."""
+    f, params = functional(made(kind).eval())
+    x, points = Numbers()(4, 3), [numbers(params, seed) for seed in range(3)]
+    wanted = [f(p, x) for p in points]
+    wrong, calls, interval = [], [], sys.getswitchinterval()
+    end = time.perf_counter() + 0.1
+
+    def work(p, expected):
+        while time.perf_counter() < end and not wrong:
+            calls.append(1)
+            if not torch.equal(f(p, x), expected):
+                wrong.append(expected)
+
+    threads = [threading.Thread(target=work, args=job) for job in zip(points, wanted, strict=True)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong and len(calls) > 20
+
+
+# What a module computes once and keeps is computed of the parameters of each call.
+
+
+class Cached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.raw = nn.Parameter(Numbers()(3, 2))
+
+    @cached_property
+    def weight(self):
+        return self.raw.exp()
+
+    def forward(self, x):
+        return (x @ self.weight).tanh() @ self.weight.mT
+
+
+class Within(Cached):
+    def __init__(self):
+        super().__init__()
+        self.part = Cached()
+
+    def forward(self, x):
+        return self.part(x) @ self.weight
+
+
+each_kind = pytest.mark.parametrize("kind", [Cached, Within], ids=lambda kind: kind.__name__)
+X = Numbers(1)(4, 3)
+
+
+def others(params):
+    return {name: p + 0.5 for name, p in params.items()}
+
+
+def plain(kind, params):
+    model = kind().double()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(params[name])
+    return model(X).detach()
+
+
+@each_kind
+@pytest.mark.parametrize("before", [False, True], ids=["fresh", "after a call of the module"])
+def test_each_call_has_its_own_and_that_of_the_module_is_left_alone(kind, before):
+    model = kind().double()
+    if before:
+        model(X)
+    kept = vars(model).get("weight")
+    f, params = functional(model)
+    for given in (params, others(params), params):
+        assert_trees_close(f(given, X), plain(kind, given), EXACT)
+        assert_trees_close(torch.compile(f, backend="eager")(given, X), plain(kind, given), EXACT)
+    assert vars(model).get("weight") is kept
+
+
+@each_kind
+def test_derivatives_reach_the_parameters(kind):
+    f, params = functional(kind().double())
+
+    def loss(params, x):
+        return f(params, x).square().sum()
+
+    first = torch.func.grad(loss)(params, X)
+    assert all(g.any() for g in first.values())
+    assert_trees_close(torch.func.grad(loss)(params, X), first, EXACT)
+    assert_trees_close({k: g.sum(0) for k, g in batch_grad(loss)(params, X).items()}, first, EXACT)
+
+
+def test_weights_that_torch_remembers():
+    f, params = functional(made(lambda: parametrizations.orthogonal(nn.Linear(3, 3))))
+    points, x = [params, numbers(params), numbers(params, 2)], Numbers()(4, 3)
+    wanted = [f(p, x) for p in points]
+    with parametrize.cached():
+        found = [f(p, x) for p in points]
+    assert_trees_close(found, wanted, EXACT)

@@ -166,26 +166,6 @@ class TestChain:
         assert_trees_close(y, case.plain(x, params), RTOL[dtype], FLOOR)
         assert_trees_close(case.block.inverse(y, *hidden, params), x, 100 * RTOL[dtype])
 
-    def test_hands_further_arguments_to_all_blocks(self):
-        seen = []
-
-        def spy(x, *given, **named):
-            seen.append((given, named))
-            return x
-
-        one = Invertible(spy, spy)
-        net, params = chain(one, one, chain(one, one)), [1, None, [None, "p"]]
-        net(torch.ones(2), params, 7, mask="m")
-        wanted = [((p, 7), {"mask": "m"}) for p in (1, None, None, "p")]
-        assert seen == wanted
-        seen.clear()
-        invert(net)(torch.ones(2), params, 7, mask="m")
-        assert seen == wanted[::-1]
-
-    def test_says_what_it_is(self):
-        assert repr(chain(AFFINE, torch.sin)) == f"chain({AFFINE!r}, sin, None)"
-        assert repr(repeated(layers.leaky_relu(0.5))) == f"repeated({layers.leaky_relu(0.5)!r})"
-
     def test_checks_its_blocks(self):
         wrong = Invertible(lambda x, p: x * p, lambda y, p: y / p + 1)
         for net, params in ((chain(wrong), [2.0]), (repeated(wrong), [2.0]), (chain(chain(wrong)), [[2.0]])):

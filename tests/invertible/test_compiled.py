@@ -97,20 +97,6 @@ class TestCompiledParts:
             wanted = self.of_parameters(net, pair(pair(x)))
         assert_trees_close(found, wanted, 1e-9)
 
-    @pytest.mark.parametrize("transform", [torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f))])
-    def test_inside_of_torch_func(self, transform):
-        part = torch.compile(lambda b, w: (b @ w).tanh(), backend="aot_eager")
-        pair = additive_coupling(part, part, split_dim=-1)
-        block, w = invertible_checkpoint(pair), torch.randn(4, 4, dtype=torch.float64)
-        x = torch.randn(3, 5, 8, dtype=torch.float64)
-
-        def run(g):
-            return transform(lambda x: g(g(x, (w, w)), (w, w.T)).sin().sum())(x)
-
-        with torch.compiler.set_stance("force_eager"):
-            wanted = run(pair)
-        assert_trees_close(run(block), wanted, 1e-9)
-
 
 def test_hooks_of_blocks_are_not_compiled_with_their_parts():
     """Parts that are compiled by themselves run with our hooks around; torch would compile these for each tensor."""

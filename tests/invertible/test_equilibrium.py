@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 from torch.func import grad, vmap
 
 from invfunc import InvFuncWarning, invertible_checkpoint, repeated, tree
@@ -67,12 +66,6 @@ class TestValue:
         assert_trees_close(fixed_point(torch.neg)((y, z)), (y, z), 1e-12)
         with pytest.warns(InvFuncWarning, match="residual is 2.0e.00"):
             assert equilibrium(torch.neg, max_steps=100)(ZERO + 1).residual == pytest.approx(2)
-
-    def test_states_are_any_trees(self):
-        solve = equilibrium(lambda x, w: {"a": (x["b"][0] @ w).cos(), "b": [x["a"].sin() / 2]}, tolerance=1e-9)
-        value = solve({"a": ZERO, "b": [ZERO]}, W).value
-        assert_trees_close(value["a"], (value["b"][0] @ W).cos(), 1e-8)
-        assert_trees_close(value["b"][0], value["a"].sin() / 2, 1e-8)
 
     @pytest.mark.parametrize("bad", ["far", "nan", "grows"])
     def test_what_has_not_arrived_is_told(self, bad):
@@ -155,19 +148,6 @@ class TestGradient:
                 warnings.simplefilter("ignore")
                 errors.append((grad(loss_of(solve))(W, U) - grad(loss_of(looped(layer, 0.5, 30)))(W, U)).abs().max())
         assert errors[0] < 1e-12 and errors[1] > 10 * errors[0]
-
-    def test_modules_keep_their_parameters(self):
-        module = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
-        with torch.no_grad():
-            module[0].weight.copy_(W)
-        own, solve = list(module.parameters()), equilibrium(module, tolerance=1e-6)
-        assert repr(solve) == "equilibrium(Sequential, beta=0.5)"
-        steps = solve(U).evaluations // 2
-        found, wanted = (
-            torch.autograd.grad((x.value if isinstance(x, Equilibrium) else x).sin().sum(), own)
-            for x in (solve(U), looped(module, 0.5, steps)(U))
-        )
-        assert_trees_close(found, wanted, 1e-9)
 
 
 class TestRelaxed:

@@ -6,12 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.func import grad
 
 from invfunc import additive_coupling, chain, invertible_checkpoint, layers, tree
 from invfunc.pairs import held_states
-from tests.invertible.test_memory import WAYS, live, network, peak
+from tests.invertible.test_memory import live
 from tests.invertible_cases import FORMS, Sizes, squash, twins, unsquash
 from tests.meter import nothing_collected
 from tests.networks import total
@@ -146,17 +145,6 @@ class TestHeld:
     def test_what_is_held_is_told_and_nothing_else(self, program):
         self.check(program)
 
-    @given(programs())
-    def test_and_behind_the_backward_pass(self, program):
-        program.within, w = False, program.w.clone().requires_grad_()
-        with nothing_collected():
-            with held_states() as found:
-                y = program.run(w)
-                total(y).backward()
-            program.check(found)
-            program.lets_go(found)
-            del y
-
     @pytest.mark.parametrize("form", FORMS)
     def test_blocks_hold_nothing_themselves(self, form):
         """Whether the calls are watched or not, and small tensors wait to be looked at together."""
@@ -170,29 +158,6 @@ class TestHeld:
                 total(y).backward()
                 del y
             assert found.held == found.kept == []
-
-    @pytest.mark.parametrize(
-        "way", ["backward twice, retained", "vmap of grad", "grad of vmap", "torch's checkpoint around"]
-    )
-    def test_nor_do_steps_with_their_gradients(self, way):
-        net = network("additive", 4)
-        for _ in range(2):
-            with nothing_collected(), held_states() as found:
-                WAYS[way](net.g, net.x, net.params)
-                assert found.held == []
-
-    def test_a_hook_in_a_chain(self):
-        seen, parts = [], [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
-        parts[4].register_forward_hook(lambda module, args, y: seen.append(args[0][:1]))
-        net = chain(*[additive_coupling(f, g) for f, g in zip(parts[::2], parts[1::2], strict=True)])
-        with held_states() as found:
-            y = net((torch.ones(FEW, WIDTH), torch.ones(FEW, WIDTH)))
-        (state,) = found.held
-        assert (state.number, state.output, state.shape) == (1, "y[1]", (FEW, WIDTH))
-        assert {(s.number, s.output) for s in found.kept} == {(2, "y[0]"), (2, "y[1]")}
-        total(y).backward()
-        seen.clear()
-        assert found.held == []
 
     def test_blocks_within_a_block(self):
         """Those of the last one within are those of the block around it."""
@@ -209,16 +174,6 @@ class TestHeld:
         assert found.held == []
         assert y.grad_fn is not None
 
-    def test_where_nothing_is_saved(self):
-        """Then autograd keeps no block, and no slot is there to be taken over."""
-        double = invertible_checkpoint(lambda x: 2 * x, lambda y: y / 2)
-        states = [Numbers(7)(FEW, WIDTH).requires_grad_()]
-        with held_states() as found:
-            for _ in range(4):
-                states.append(double(states[-1]))
-        assert [s.number for s in found.held] == [0, 1, 2]
-        assert [s.number for s in found.kept] == [3]
-
 
 class TestKept:
     def test_states_that_anchors_keep(self):
@@ -228,20 +183,6 @@ class TestKept:
         assert [s.number for s in found.kept] == [2, 5, 6]
         assert found.kept.bytes == 3 * y.nbytes
         assert found.held == []
-
-
-def test_memory_is_what_it_is_without():
-    net = network("additive", 12)
-
-    def noted(way):
-        def run(h, x, p):
-            with held_states():
-                return way(h, x, p)
-
-        return run
-
-    for way in (WAYS["backward"], WAYS["grad"]):
-        assert peak(net.g, net, noted(way)) == peak(net.g, net, way)
 
 
 def test_contexts_note_the_blocks_that_are_called_in_them_by_their_own_thread():
@@ -268,15 +209,3 @@ def test_nothing_is_told_where_no_memory_is_saved():
         BLOCKS["tensor"](Numbers(7)(FEW, WIDTH), Numbers(5)(WIDTH, WIDTH))
     assert repr(found) == "no block that saves memory was called"
     assert found.held == found.kept == []
-
-
-def test_a_long_list_is_cut_short():
-    w, states = Numbers(5)(WIDTH, WIDTH).requires_grad_(), [Numbers(7)(2**17 // WIDTH, WIDTH)]
-    with held_states() as found:
-        for _ in range(31):
-            states.append(BLOCKS["tensor"](states[-1], w))
-    lines = repr(found).splitlines()
-    assert lines[0] == "held by somebody, though blocks let go of them: 30 tensors, 30.00MiB"
-    assert lines[3] == "  block 2: y, [32768, 4] torch.float64, 1.00MiB, of squashed, unsquashed"
-    assert lines[21:] == ["10 more of them", "kept, as no block took them over: 1 tensor, 1.00MiB"]
-    assert all(part in found._repr_html_() for part in (lines[0], "<td>[32768, 4]</td>", *lines[21:]))

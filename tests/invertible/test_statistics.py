@@ -44,10 +44,6 @@ def of_loss(f: Callable) -> Callable:
     return lambda params, x, y: loss(f(params, x), y)
 
 
-def of_losses(f: Callable) -> Callable:
-    return lambda params, x, y: F.cross_entropy(f(params, x), y, reduction="none")
-
-
 def along(product: Callable) -> Callable:
     """A product with a matrix, as a function of the parameters and the batch."""
     return lambda params, *batch: product(params, turned(params), *batch)

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
-from torch.func import grad, vmap
+from torch.func import grad
 
 from invfunc import layers, tree
 from invfunc.layers.common import rotation
 from invfunc.testing import assert_trees_close
-from tests.layers.test_invertible_layers import FLOOR, LAYERS, RTOL, SQUARE, TALL, and_back, of_each, placed, there
+from tests.layers.test_invertible_layers import FLOOR, LAYERS, SQUARE, TALL, and_back, of_each, placed, there
 from tests.strategies import Numbers
 
 few = settings(max_examples=4)
@@ -65,26 +65,6 @@ class TestTransforms:
 
         assert gradcheck(slanted, tensors, check_forward_ad=True)
         assert gradgradcheck(slanted, tensors)
-
-    @of_each
-    @given(data=st.data())
-    def test_vmap_is_the_loop(self, device, dtype, cases, data):
-        """Over x alone along some axis, and over x with the parameters; both directions and the log-determinant."""
-        case = placed(cases, data, dtype, device)
-        volume = case.pair.log_det if case.pair.log_det and cases not in TALL.values() else lambda x, *args: x
-
-        def all_of(x, *args):
-            return case.pair(x, *args), and_back(case.pair, x, args), volume(x, *args)
-
-        f, tensors = opened(all_of, case.x, *case.args)
-        axis = data.draw(st.integers(0, case.x.ndim))
-        each = [[t * s for t in tensors] for s in (1.0, 0.75, 1.25)]
-        for dims in ((axis, *[None] * (len(tensors) - 1)), (axis, *[0] * (len(tensors) - 1))):
-            rows = [[t if d is not None else own for t, own, d in zip(r, tensors, dims, strict=True)] for r in each]
-            looped = tree.map_leaves(lambda *ys: torch.stack(ys), *[f(*r) for r in rows])
-            columns = zip(zip(*rows, strict=True), dims, strict=True)
-            stacked = [column[0] if d is None else torch.stack(column, d) for column, d in columns]
-            assert_trees_close(vmap(f, dims)(*stacked), looped, 10 * RTOL[dtype], FLOOR)
 
 
 class TestExtremes:
@@ -173,11 +153,6 @@ class TestAgreement:
         assert torch.equal(layers.pixel_unshuffle(2)(x[0]), F.pixel_unshuffle(x[0], 2))
         assert torch.equal(layers.pad((1, 0, 2, 3), 0.5)(x), F.pad(x, (1, 0, 2, 3), value=0.5))
 
-    def test_identity_takes_a_tree(self):
-        x = {"a": torch.ones(2, 3), "b": (torch.zeros(2), None)}
-        assert layers.identity()(x) is x and layers.identity().inverse(x) is x
-        assert torch.equal(layers.identity().log_det(x), torch.zeros(2))
-
     def test_haar(self):
         """Means and differences as they are defined, and an orthonormal matrix."""
         x = Numbers()(2, 3, 4, 6)
@@ -200,18 +175,6 @@ class TestRotation:
         assert_trees_close(q @ q.T, one, 1e-13)
         assert_trees_close(torch.linalg.det(q), torch.ones(()).double(), 1e-13)
         assert scale or torch.equal(q, one)
-
-    @given(n=st.integers(1, 6))
-    def test_is_any(self, n):
-        q = torch.linalg.qr(Numbers()(n, n))[0]
-        q[:, 0] *= torch.linalg.det(q).sign()
-        a, left = torch.zeros_like(q), -q
-        for i in range(n):  # the reflection that gives the first column of what is left
-            below = left[i + 1 :, i] / (left[i, i] - 1)
-            v = torch.cat([torch.zeros(i), torch.ones(1), below])
-            a[:, i] = v
-            left = left - 2 * v.outer(v @ left) / v.dot(v)
-        assert_trees_close(rotation(a), q, 1e-11)
 
 
 class TestHalfPrecision:

@@ -34,223 +34,98 @@ REFUSED = {
         (lambda: LINEAR(X, None), "params is of type NoneType, but has to be W, (W, b) or (W, None)"),
         (lambda: LINEAR(X, (W,)), "params has 1 entries, but has to be W, (W, b) or (W, None)"),
         (lambda: LINEAR(X, (1.0, None)), "W is of type float, but has to be a tensor"),
-        (lambda: LINEAR(X, (W, 1.0)), "b is of type float, but has to be a tensor"),
-        (lambda: LINEAR([1.0], W), "x is of type list, but has to be a tensor"),
         (lambda: LINEAR(X, X[0]), "W has shape (3,), but has to be [out, in]"),
-        (lambda: LINEAR(X[0, 0], W), "x has shape (), but has to be [..., in]"),
         (lambda: LINEAR(X, (W, ONE[0][:1])), "b has shape (1,), but has to have shape (3,) beside W of shape (3, 3)"),
         (lambda: LINEAR(X, X), f"W has shape (2, 3): {HALFWAY}"),
         (lambda: LINEAR(X.T, W), f"x has shape (3, 2), but the last axis has to have size 3, {GIVEN}"),
     ],
-    "linear().inverse(y, params)": [
-        (
-            lambda: LINEAR.inverse(X, TALL),
-            "y has shape (2, 3), but the last axis has to have size 4, as W has shape (4, 3)",
-        ),
-        (lambda: LINEAR.inverse(X, X), f"W has shape (2, 3): {HALFWAY}"),
-    ],
-    "linear().log_det(x, params)": [
-        (lambda: LINEAR.log_det(X, TALL), f"W has shape (4, 3): {MORE}"),
-        (lambda: LINEAR.log_det(X[0], W), "x has shape (3,), but has to be [N, ..., in]"),
-        (lambda: LINEAR.log_det(X.T, W), f"x has shape (3, 2), but the last axis has to have size 3, {GIVEN}"),
-    ],
+    "linear().log_det(x, params)": [(lambda: LINEAR.log_det(X, TALL), f"W has shape (4, 3): {MORE}")],
     "orthogonal_linear()(x, params)": [
         (lambda: TURN(X, TALL), "A has shape (4, 3), but has to be square"),
         (lambda: TURN(X, None), "params is of type NoneType, but has to be A, (A, b) or (A, None)"),
-        (lambda: TURN(X.T, W), "x has shape (3, 2), but the last axis has to have size 3, as A has shape (3, 3)"),
-    ],
-    "orthogonal_linear().inverse(y, params)": [
-        (
-            lambda: TURN.inverse(X.T, W),
-            "y has shape (3, 2), but the last axis has to have size 3, as A has shape (3, 3)",
-        ),
-    ],
-    "orthogonal_linear().log_det(x)": [
-        (lambda: TURN.log_det(X[0], W), "x has shape (3,), but has to be [N, ..., C]"),
     ],
     "conv1x1()(x, params)": [
-        (lambda: CONV(CUBE, TALL), "W has shape (4, 3), but has to be square"),
-        (lambda: CONV(CUBE, W[..., None, None]), "W has shape (3, 3, 1, 1), but has to be [C, C]"),
         (lambda: CONV(X, W), f"x has shape (2, 3), but has to be {FORM}"),
         (lambda: CONV(CUBE.mT.movedim(1, 2), W), f"x has shape (2, 5, 3, 4), but axis 1 has to have size 3, {GIVEN}"),
     ],
-    "conv1x1().inverse(y, params)": [
-        (lambda: CONV.inverse(X, W), f"y has shape (2, 3), but has to be {FORM}"),
-    ],
-    "conv1x1().log_det(x, params)": [
-        (lambda: CONV.log_det(X, W), f"x has shape (2, 3), but has to be {FORM}"),
-    ],
-    "conv1x1(orthogonal=True)(x, params)": [
-        (lambda: layers.conv1x1(orthogonal=True)(CUBE, TALL), "A has shape (4, 3), but has to be square"),
-    ],
     "patch_conv()(x, params)": [
         (lambda: PATCH(CUBE, W), "W has shape (3, 3), but has to be [out, in, *k] with one to three axes k"),
-        (
-            lambda: PATCH(CUBE, torch.ones(2, 3, 1, 1)),
-            f"W has shape (2, 3, 1, 1): {HALFWAY}",
-        ),
         (lambda: PATCH(X, KERNEL), "x has shape (2, 3), but has to be [N, in, *size] with 2 axes of size"),
-        (
-            lambda: PATCH(CUBE[:, :2], KERNEL),
-            "x has shape (2, 2, 4, 5), but axis 1 has to have size 3, as W has shape (6, 3, 2, 1)",
-        ),
         (
             lambda: PATCH(CUBE[:, :, :3], KERNEL),
             "x has size (3, 5), which the kernel (2, 1) does not divide. Pad x, by layers.pad",
         ),
     ],
-    "patch_conv().inverse(y, params)": [
-        (lambda: PATCH.inverse(X, KERNEL), "y has shape (2, 3), but has to be [N, out, *size] with 2 axes of size"),
-        (
-            lambda: PATCH.inverse(CUBE, KERNEL),
-            "y has shape (2, 3, 4, 5), but axis 1 has to have size 6, as W has shape (6, 3, 2, 1)",
-        ),
-    ],
-    "patch_conv().log_det(x, params)": [
-        (lambda: PATCH.log_det(CUBE, TALL[..., None, None]), f"W has shape (4, 3, 1, 1): {MORE}"),
-    ],
     "batch_norm(eps=0)": [(lambda: layers.batch_norm(0), f"eps {ABOVE}")],
     "batch_norm(statistics=...)": [
-        (lambda: layers.batch_norm(statistics=X), "statistics is of type Tensor, but has to be (mean, var), both [C]"),
-        (lambda: layers.batch_norm(statistics=(X, X)), "mean has shape (2, 3), but has to be [C]"),
-    ],
-    "actnorm()(x, params)": [
-        (lambda: ACT(X, None), "params is of type NoneType, but has to be (log_scale, bias), both [C]"),
-        (lambda: ACT(X, TWO), "bias has shape (2,), but axis 0 has to have size 3, as x has shape (2, 3)"),
-        (lambda: ACT(X[0], ONE), "x has shape (3,), but has to be [N, C, ...]"),
-    ],
-    "actnorm().inverse(y, params)": [
-        (
-            lambda: ACT.inverse(X.T, ONE),
-            "log_scale has shape (3,), but axis 0 has to have size 2, as y has shape (3, 2)",
-        ),
+        (lambda: layers.batch_norm(statistics=X), "statistics is of type Tensor, but has to be (mean, var), both [C]")
     ],
     "actnorm().start(x)": [
         (
             lambda: ACT.start(X[:1]),
             "x has shape (1, 3), at most one number a channel, which has no variance. Give more samples",
-        ),
-        (lambda: ACT.start(1.0), "x is of type float, but has to be a tensor"),
+        )
     ],
-    "actnorm(eps=0)": [(lambda: layers.actnorm(0), f"eps {ABOVE}")],
     "batch_norm()(x, params)": [
-        (lambda: NORM(X[0]), "x has shape (3,), but has to be [N, C, ...]"),
         (lambda: NORM(X[:1]), f"x has shape (1, 3), {NO_BATCH}"),
-        (lambda: NORM(X, X), "params is of type Tensor, but has to be (weight, bias), both [C]"),
         (lambda: NORM(X, (W,)), "params has 1 entries, but has to be (weight, bias), both [C]"),
-        (lambda: NORM(X, (ONE[0], None)), "bias is of type NoneType, but has to be a tensor"),
-        (lambda: NORM(X, TWO), "bias has shape (2,), but axis 0 has to have size 3, as x has shape (2, 3)"),
-    ],
-    "batch_norm().inverse(y, statistics, params)": [
-        (lambda: NORM.inverse(X, None), "statistics is of type NoneType, but has to be (mean, var), both [C]"),
-        (lambda: NORM.inverse(X, TWO), "var has shape (2,), but axis 0 has to have size 3, as y has shape (2, 3)"),
-    ],
-    "batch_norm().log_det(x, params)": [(lambda: NORM.log_det(X[:1]), f"x has shape (1, 3), {NO_BATCH}")],
-    "batch_norm(eps=0.1, statistics=...)(x, params)": [
-        (
-            lambda: layers.batch_norm(0.1, statistics=ONE)(X.T),
-            "mean has shape (3,), but axis 0 has to have size 2, as x has shape (3, 2)",
-        ),
-    ],
-    "leaky_relu(0)": [(lambda: layers.leaky_relu(0), f"negative_slope {ABOVE}")],
-    "leaky_relu(-0.1)": [(lambda: layers.leaky_relu(-0.1), f"negative_slope {ABOVE}")],
-    "leaky_relu(nan)": [(lambda: layers.leaky_relu(float("nan")), f"negative_slope {ABOVE}")],
-    "leaky_relu()(x)": [(lambda: RELU(1.0), "x is of type float, but has to be a tensor")],
-    "leaky_relu().log_det(x)": [(lambda: RELU.log_det(X[0, 0]), "x has shape (), but has to be [N, ...]")],
-    "identity().log_det(x)": [
-        (lambda: layers.identity().log_det(1.0), "x is of type float, but has to be a tensor"),
-        (lambda: layers.identity().log_det(X[0, 0]), "x has shape (), but has to be [N, ...]"),
     ],
     "flatten(2, 1)(x)": [
         (
             lambda: layers.flatten(2, 1)(CUBE),
             "x has shape (2, 3, 4, 5), which has no axes from 2 to 1. Give start_dim and end_dim in this order and "
             "among those of x",
-        ),
+        )
     ],
     "flatten().inverse(y, shape)": [
         (
             lambda: layers.flatten().inverse(X, (2, 2)),
             "y has shape (2, 3), which does not have the numbers of shape (2, 2)",
-        ),
+        )
     ],
     "flatten(0).log_det(x)": [
         (
             lambda: layers.flatten(0).log_det(X),
             "the leading axis is flattened too, and the samples with it. Start at 1",
-        ),
+        )
     ],
-    "unflatten(1, 3)": [
-        (lambda: layers.unflatten(1, 3), "sizes is of type int, but has to be a tuple of integers"),
-    ],
-    "unflatten(1, ())": [
-        (lambda: layers.unflatten(1, ()), "sizes has to have at least one entry, and at most one -1"),
-    ],
-    "unflatten(1, (-1, -1))": [
-        (lambda: layers.unflatten(1, (-1, -1)), "sizes has to have at least one entry, and at most one -1"),
-    ],
+    "unflatten(1, 3)": [(lambda: layers.unflatten(1, 3), "sizes is of type int, but has to be a tuple of integers")],
+    "unflatten(1, ())": [(lambda: layers.unflatten(1, ()), "sizes has to have at least one entry, and at most one -1")],
     "unflatten(1, (-2, 3))": [
-        (lambda: layers.unflatten(1, (-2, 3)), "-2 in sizes, whose entries have to be integers of at least -1"),
+        (lambda: layers.unflatten(1, (-2, 3)), "-2 in sizes, whose entries have to be integers of at least -1")
     ],
     "unflatten(1, (2, -1))(x)": [
-        (lambda: layers.unflatten(1, (2, -1))(X), "x has shape (2, 3), which has no axis 1 to split as (2, -1)"),
-    ],
-    "unflatten(2, (2, -1))(x)": [
-        (lambda: layers.unflatten(2, (2, -1))(X), "x has shape (2, 3), which has no axis 2 to split as (2, -1)"),
+        (lambda: layers.unflatten(1, (2, -1))(X), "x has shape (2, 3), which has no axis 1 to split as (2, -1)")
     ],
     "unflatten(1, (2, 2)).inverse(y)": [
-        (lambda: layers.unflatten(1, (2, 2)).inverse(X), "y has shape (2, 3), whose axes 1 to 2 are not (2, 2)"),
-    ],
-    "unflatten(-1, (2, 4)).inverse(y)": [
-        (
-            lambda: layers.unflatten(-1, (2, 4)).inverse(CUBE),
-            "y has shape (2, 3, 4, 5), whose axes -2 to -1 are not (2, 4)",
-        ),
+        (lambda: layers.unflatten(1, (2, 2)).inverse(X), "y has shape (2, 3), whose axes 1 to 2 are not (2, 2)")
     ],
     "unflatten(0, (1, 2)).log_det(x)": [
-        (lambda: layers.unflatten(0, (1, 2)).log_det(X), "the leading axis is split, and the samples with it"),
+        (lambda: layers.unflatten(0, (1, 2)).log_det(X), "the leading axis is split, and the samples with it")
     ],
     "pixel_shuffle(0)": [(lambda: layers.pixel_shuffle(0), f"r {COUNT}")],
-    "pixel_unshuffle(2.0)": [(lambda: layers.pixel_unshuffle(2.0), f"r {COUNT}")],
     "pixel_shuffle(2)(x)": [
-        (lambda: layers.pixel_shuffle(2)(CUBE), "x has shape (2, 3, 4, 5): 4 does not divide its 3 channels"),
-        (lambda: layers.pixel_shuffle(2)(X), "x has shape (2, 3), but has to be [*, C, H, W]"),
+        (lambda: layers.pixel_shuffle(2)(CUBE), "x has shape (2, 3, 4, 5): 4 does not divide its 3 channels")
     ],
     "pixel_shuffle(2).inverse(y)": [
         (
             lambda: layers.pixel_shuffle(2).inverse(CUBE),
             "y has shape (2, 3, 4, 5): 2 does not divide its size (4, 5). Pad it, by layers.pad",
-        ),
-    ],
-    "pixel_unshuffle(2)(x)": [
-        (
-            lambda: layers.pixel_unshuffle(2)(CUBE),
-            "x has shape (2, 3, 4, 5): 2 does not divide its size (4, 5). Pad it, by layers.pad",
-        ),
-    ],
-    "pixel_unshuffle(2).log_det(x)": [
-        (lambda: layers.pixel_unshuffle(2).log_det(CUBE[0]), "x has shape (3, 4, 5), but has to be [N, C, H, W]"),
+        )
     ],
     "pad((1,))": [(lambda: layers.pad((1,)), "padding has 1 entries, but has to have two for each axis")],
-    "pad((1, -1))": [
-        (lambda: layers.pad((1, -1)), "-1 in padding, whose entries have to be integers of at least 0"),
-    ],
-    "pad(2)": [(lambda: layers.pad(2), "padding is of type int, but has to be a tuple of integers")],
+    "pad((1, -1))": [(lambda: layers.pad((1, -1)), "-1 in padding, whose entries have to be integers of at least 0")],
     "pad((1, 1, 1, 1))(x)": [
-        (lambda: layers.pad((1, 1, 1, 1))(X[0]), "x has shape (3,), but has to be of at least 2 axes"),
+        (lambda: layers.pad((1, 1, 1, 1))(X[0]), "x has shape (3,), but has to be of at least 2 axes")
     ],
     "pad((2, 2)).inverse(y)": [
         (
             lambda: layers.pad((2, 2)).inverse(X),
             "y has shape (2, 3), which is smaller along axis -1 than its margins",
-        ),
+        )
     ],
     "haar()(x)": [
-        (lambda: layers.haar()(CUBE), "x has shape (2, 3, 4, 5), but H and W have to be even. Pad it, by layers.pad"),
-        (lambda: layers.haar()(X), "x has shape (2, 3), but has to be [*, C, H, W]"),
-    ],
-    "haar().inverse(y)": [
-        (lambda: layers.haar().inverse(CUBE), "y has shape (2, 3, 4, 5): 4 does not divide its 3 channels"),
+        (lambda: layers.haar()(CUBE), "x has shape (2, 3, 4, 5), but H and W have to be even. Pad it, by layers.pad")
     ],
 }
 EACH = [(call, fn, reason) for call, cases in REFUSED.items() for fn, reason in cases]

@@ -75,25 +75,6 @@ def test_pays_for_a_large_layer(pads, of):
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=bound * wanted.abs().max().item())
 
 
-@pytest.mark.parametrize(
-    "problem",
-    [
-        ((8, 64, 16, 16), (1, 1), [(0, 0)] * 2, (1, 1)),
-        ((8, 64, 3, 3), (3, 3), [(0, 0)] * 2, (1, 1)),
-        ((8, 64, 2, 2), (5, 5), [(2, 2)] * 2, (1, 1)),
-        ((8, 64, 16, 16), (3, 3), [(0, 0)] * 2, (6, 6)),
-        ((1, 1, 5), (3,), [(1, 1)], (1,)),
-        ((8, 64, 2, 2), (3, 3), [(0, 0)] * 2, (1, 1)),  # no position
-        ((8, 64, 2, 2), (3, 3), [(-2, 9)] * 2, (1, 1)),  # nothing of the input is read
-        ((0, 64, 16, 16), (3, 3), [(1, 1)] * 2, (1, 1)),
-    ],
-    ids=str,
-)
-def test_leaves_to_the_patches_what_does_not_pay(problem):
-    shape, *options = problem
-    assert patches_gram(torch.zeros(shape), *options) is None
-
-
 def test_leaves_to_the_patches_what_is_differentiated():
     shape, *options = LARGE
     x = Numbers()(*shape)
@@ -109,17 +90,3 @@ def test_leaves_to_the_patches_what_is_differentiated():
     with forward_ad.dual_level():
         look(forward_ad.make_dual(x, x))
     assert seen == [None] * 4 and patches_gram(x, *options) is not None
-
-
-@pytest.mark.parametrize("of", [torch.float16, torch.bfloat16, torch.complex64], ids=str)
-def test_leaves_other_dtypes_to_the_patches(of):
-    shape, *options = LARGE
-    assert patches_gram(torch.zeros(shape, dtype=of), *options) is None
-
-
-def test_leaves_its_input_alone():
-    shape, *options = LARGE
-    x = Numbers()(*shape)
-    before = x.clone()
-    patches_gram(x, *options)
-    assert torch.equal(x, before)

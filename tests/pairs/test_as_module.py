@@ -10,7 +10,6 @@ from torch import nn
 import invfunc
 from invfunc import additive_coupling, affine_coupling, chain, invertible_checkpoint
 from invfunc.pairs import momentum
-from tests.process_group import alone
 
 
 class Attend(nn.Linear):
@@ -105,15 +104,3 @@ def test_without_modules_is_an_error():
     layer = nn.Linear(2, 2)
     with pytest.raises(invfunc.errors.ArgumentError, match="no part is a module"):
         affine_coupling(lambda b: layer(b).chunk(2, 1), torch.sin).module()
-
-
-def test_of_several_processes():
-    if not torch.distributed.is_available():
-        return
-    module = chain(*[additive_coupling(nn.Linear(2, 2), nn.Linear(2, 2), split_dim=1) for _ in range(2)]).module()
-    x = torch.randn(3, 4)
-    with alone():
-        nn.parallel.DistributedDataParallel(module)(x).square().sum().backward()
-    found = [p.grad for p in module.parameters()]
-    wanted = torch.autograd.grad(module(x).square().sum(), [*module.parameters()])
-    torch.testing.assert_close(found, [*wanted])

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.func import grad, jacrev, vmap
+from torch.func import grad, jacrev
 
 from invfunc import (
     Invertible,
@@ -179,27 +179,6 @@ class TestDerivatives:
         else:
             loss(tree.map_tensors(lambda t: t.requires_grad_(), case.x), *case.args).backward()
         assert len(calls) == 2 * case.functions
-
-    @of_each
-    @few
-    @given(data=st.data())
-    def test_vmap_is_the_loop(self, device, dtype, cases, data):
-        """Over the state alone, and with the parameters; both directions and the log-determinant."""
-        case = placed(data.draw(cases), dtype, device)
-        pair, args = case.pair, case.args
-
-        def all_of(x, *args):
-            return tree.leaves((pair(x, *args), invert(pair)(x, *args), volume(pair, x, *args)))
-
-        each = [tree.map_tensors(lambda t, s=s: s * t, (case.x, *args)) for s in (1.0, 0.5)]
-        stacked = tree.map_leaves(lambda *ts: torch.stack(ts) if isinstance(ts[0], torch.Tensor) else ts[0], *each)
-        dims = tree.map_leaves(lambda t: 0 if isinstance(t, torch.Tensor) else None, stacked)
-        for behind in (tree.map_leaves(lambda _: None, dims[1:]), dims[1:]):
-            batched = behind == dims[1:]
-            given = stacked[1:] if batched else args
-            looped = [all_of(one[0], *(one[1:] if batched else args)) for one in each]
-            wanted = [torch.stack(rows) for rows in zip(*looped, strict=True)]
-            assert_trees_close(vmap(all_of, (dims[0], *behind))(stacked[0], *given), wanted, RTOL[dtype], FLOOR)
 
 
 class TestLogDeterminant:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +13,11 @@ import torch
 import zuko
 from torch import nn
 
-from invfunc import chain, functional, invert, invertible_checkpoint, tree
+from invfunc import functional, invert, invertible_checkpoint
 from invfunc import with_log_det as carrying
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.pairs import from_module, multiscale
+from invfunc.pairs import from_module
 from invfunc.testing import assert_trees_close, laws
-from tests.meter import Meter, nothing_collected
 from tests.strategies import Numbers
 
 EXACT = 1e-10
@@ -150,69 +148,3 @@ class TestInterface:
 
 
 # Deep models
-
-
-def glow(depth: int) -> tuple[Callable, Callable, Any]:
-    """Two scales of steps of normflows, once in constant memory and once as they are."""
-    torch.manual_seed(0)
-    x = Numbers()(128, 4, 8, 8).float()
-    scales, states = [], x
-    for channels in (4, 2):
-        steps = [normflows.flows.GlowBlock(channels, 4) for _ in range(depth)]
-        for step in steps:
-            states = step(states)[0].detach()  # its norms start from a first batch
-        states = states[:, : channels // 2]
-        scales.append(steps)
-    flow = carrying(multiscale(*(chain(*map(from_module, steps)) for steps in scales)))
-
-    def plain(state: Any) -> Any:
-        (x, s), left = state, []
-        for i, steps in enumerate(scales):
-            for step in steps:
-                x, more = step(x)
-                s = s + more
-            if i + 1 < len(scales):
-                x, half = x.chunk(2, 1)
-                left.append(half)
-        return (x, *reversed(left)), s
-
-    own = [p for steps in scales for step in steps for p in step.parameters() if p.requires_grad]
-
-    def gradient(f: Callable) -> list[torch.Tensor]:
-        out, s = f((x, x.new_zeros(len(x))))
-        loss = sum((z.square().sum() for z in out), -s.sum())
-        return [*torch.autograd.grad(loss, own, materialize_grads=True)]
-
-    return (lambda: gradient(flow)), (lambda: gradient(plain)), flow
-
-
-def peak(call: Callable) -> int:
-    call()  # what is made once
-    with nothing_collected(), Meter() as meter:
-        found = call()
-        return meter.peak(without=found)
-
-
-class TestDeepModels:
-    def test_have_their_own_gradients(self):
-        there, plain, _ = glow(3)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            assert_trees_close(there(), plain(), 1e-3)
-
-    @pytest.mark.filterwarnings("ignore::invfunc.errors.InexactWarning")
-    def test_take_memory_that_does_not_grow_with_depth(self):
-        (shallow, plain, _), (deep, more, _) = glow(2), glow(6)
-        assert peak(deep) <= 1.1 * peak(shallow)
-        assert peak(more) >= 2 * peak(plain)
-
-
-def test_the_parameters_of_a_deep_model_may_be_given():
-    """A list for each scale, of a dict for each step."""
-    _, _, flow = glow(1)
-    x = Numbers()(3, 4, 4, 4).float()
-    with pytest.raises(ArgumentError, match="2 blocks"):
-        flow((x, x.new_zeros(3)), [None])
-    out, s = flow((x, x.new_zeros(3)), [[None], [None]])
-    assert [tuple(z.shape) for z in out] == [(3, 2, 4, 4), (3, 2, 4, 4)] and s.shape == (3,)
-    assert tree.tensors(invert(flow)((out, s), [[None], [None]]))[0].shape == x.shape

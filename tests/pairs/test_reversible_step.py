@@ -4,11 +4,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import nn
 
-from invfunc import check_inverse, invert, invertible_checkpoint, repeated, tree
+from invfunc import invert, invertible_checkpoint, repeated
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.pairs import drift, reversible_step, runge_kutta
 from invfunc.testing import assert_trees_close
@@ -160,35 +157,6 @@ class TestBackwards:
                 ends.append(repeated(reversible_step(euler_heun))((X, X), along, TURN)[0])
         coarse, half = ((t - ends[-1]).abs().max() for t in ends[:2])
         assert coarse / half > 2.5 and half < 0.05
-
-    @settings(max_examples=5)
-    @given(st.integers(1, 3))
-    def test_states_are_any_trees(self, n):
-        x = {"q": Numbers(n)(n, 2), "p": [Numbers(n + 1)(n, 3)]}
-        step = reversible_step(runge_kutta(lambda x, t: {"q": -x["q"], "p": [x["p"][0].sin() + t]}, "heun"))
-        y, z = solved(step, 5, x)
-        parts = [solved(reversible_step(runge_kutta(f, "heun")), 5, part) for f, part in (
-            (lambda q, t: -q, x["q"]), (lambda p, t: p.sin() + t, x["p"][0])
-        )]  # fmt: skip
-        assert_trees_close(tree.leaves(y), [parts[0][0], parts[1][0]], 1e-14)
-        assert_trees_close(tree.leaves(z), [parts[0][1], parts[1][1]], 1e-14)
-        check_inverse(step, (x, x), (0.0, 0.5))
-
-    def test_modules_are_fields(self):
-        class Field(nn.Linear):
-            def forward(self, x, t):
-                return super().forward(x).tanh() * t
-
-        module = Field(2, 2).double()
-        own = list(module.parameters())
-        found, wanted = (
-            torch.autograd.grad(sum(t.sin().sum() for t in solved(h, 4)), own)
-            for h in (
-                invertible_checkpoint(reversible_step(runge_kutta(f))) for f in (module, lambda x, t: module(x, t))
-            )
-        )
-        assert_trees_close(found, wanted, 1e-14)
-        assert repr(reversible_step(runge_kutta(module))) == "reversible_step(runge_kutta(Field, 'rk4'), coupling=0.99)"
 
 
 SOLVER, RK4 = reversible_step(runge_kutta(torch.sin)), runge_kutta(torch.sin)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import invfunc
 from invfunc import tree
-from invfunc.testing import assert_trees_close, laws, loop_batch_grad, strategies
-from invfunc.testing.models import FAMILIES, PAIRS
+from invfunc.testing import assert_trees_close, loop_batch_grad, strategies
+from invfunc.testing.models import FAMILIES
 
 DRAWN = {
     "models": strategies.models([*FAMILIES]),
@@ -86,34 +86,6 @@ def test_splits_and_chunkings_fit(data):
     t = invfunc.batch_grad(lambda p, x: model.f(p, x).square().sum(1))
     found = invfunc.chunked(t, **data.draw(strategies.chunkings()))(model.params, model.x)
     assert_trees_close(found, t(model.params, model.x), 1e-12)
-
-
-LAWS = [name for name, law in laws.LAWS.items() if law.subject == "a function"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_laws_hold_for_each_family(family):
-    """Some laws of each, all laws of some."""
-    at = [*FAMILIES].index(family)
-    called = "mse_loss" if family == "sequence" else ["mse_loss", "cross_entropy"][at % 2]
-    loss = strategies.Loss(called, ["mean", "none"][at % 2])
-    problem = strategies.Problem(strategies.Model(family, n=3, seed=at), loss)
-    table = laws.check(*problem.args, **problem.options, only=[*LAWS[:5], *LAWS[5 + at % 3 :: 6]])
-    assert not table.failed and table.outcomes[0].state == "holds"
-
-
-@pytest.mark.parametrize("called", PAIRS)
-def test_laws_hold_for_each_pair(called):
-    of, some = strategies.Pair(called), ["the inverse restores", "a checkpoint has the plain gradients"]
-    table = laws.check_pair(of.pair, of.x, *of.args, only=some)
-    assert {outcome.state for outcome in table.outcomes} == {"holds"}
-
-
-def test_names_that_there_are():
-    for made in (strategies.Model("dens"), strategies.Pair("dens")):
-        with pytest.raises(invfunc.errors.ArgumentError, match="there is no .* 'dens'; there are"):
-            made.x  # noqa: B018
 
 
 @pytest.mark.slow

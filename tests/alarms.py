@@ -1,4 +1,4 @@
-"""Calls of certified transforms that are right: each prints as a line of code that makes it again."""
+"""Drawn calls of certified transforms that are right: each prints as a line of code that makes it again."""
 
 from __future__ import annotations
 
