@@ -204,7 +204,7 @@ FAULTS = [
         "plans/operators.py",
         "kwargs.get(_DROPOUT, 0.0)) != 0",
         "kwargs.get(_DROPOUT, 0.0)) is None",
-        "plans/test_operators.py",
+        "plans/test_modes.py",
     ),
     Fault(
         "blocks that write into what they close over are evaluated again",
