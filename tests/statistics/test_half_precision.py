@@ -6,7 +6,9 @@ import torch.nn.functional as F
 
 import invfunc
 from invfunc import tree
+from invfunc.kronecker import kfra
 from invfunc.testing import assert_trees_close
+from tests.strategies import Numbers
 
 HALF = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 READ = {
@@ -89,3 +91,19 @@ def test_a_parameter_without_dims_in_a_term_of_its_own():
 
     found, _ = invfunc.clipped_grad(f, 1000.0)(params, x)
     assert_trees_close(found, torch.func.grad(f)(params, x), 1e-2)
+
+
+@HALF
+@pytest.mark.parametrize("between", [torch.tanh, lambda h: h.softmax(-1)], ids=["elementwise", "general"])
+def test_a_chain_is_that_of_float32(dtype, between):
+    """KFRA of rounded numbers is that of these numbers in float32, up to the rounding of its pullbacks."""
+
+    def f(p, x, y):
+        return F.cross_entropy(between(x @ p["w"]) @ p["v"], y)
+
+    params, x, y = {"w": Numbers()(4, 5), "v": Numbers(1)(5, 3)}, Numbers(2)(6, 4), Numbers(3).below(3, 6)
+    low = tree.map_tensors(lambda z: z.to(dtype), (params, x))
+    found, wanted = (kfra(f)(*of, y) for of in (low, tree.map_tensors(lambda z: z.float(), low)))
+    for name, block in found.items():
+        assert all(x.dtype == dtype for x in block.factors)
+        assert_trees_close([x.float() for x in block.factors], [*wanted[name].factors], 0.03)

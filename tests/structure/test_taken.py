@@ -10,6 +10,7 @@ from torch import nn
 
 import invfunc
 from invfunc import diag_ggn, testing
+from invfunc.structure.look import Frame
 from invfunc.structure.plan import Structure
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
@@ -106,6 +107,12 @@ def test_few_columns_are_not_looked_at():
     make = diag_ggn(f, F.mse_loss)
     with mock.patch.object(Structure, "way", side_effect=AssertionError):
         make(*args)
+
+
+def test_a_fault_of_the_look_is_not_taken_for_a_refusal_of_f():
+    f, args = auto_encoder(6)
+    with always(), mock.patch.object(Frame, "used", None), pytest.raises(TypeError, match="not callable"):
+        diag_ggn(f, F.mse_loss)(*args)
 
 
 class Words(nn.Module):

@@ -43,13 +43,6 @@ FAULTS = [
         LONG,
     ),
     Fault(
-        "bfloat16 is not widened",
-        "linear_algebra/contract.py",
-        "low = (torch.float16, torch.bfloat16)",
-        "low = ()",
-        "statistics/test_half_precision.py::TestSquaresOfSmallShares::test_make_norms statistics",
-    ),
-    Fault(
         "a sum over one tensor alone is left out of a product",
         "linear_algebra/pairwise.py",
         '[_reduced(f"{left}->{first}", x), _reduced(f"{right}->{second}", y)]',
