@@ -25,7 +25,7 @@ from invfunc.core.columns import softmax_root
 from invfunc.core.marks import SUMMED, Axis, Unsupported, arguments, named, option, tensors, wide
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
-from invfunc.core.tables import DIVIDE, EXPANDS, LIKE, LINEAR, MOVES, MULTIPLY, POINTWISE, VIEWS, called
+from invfunc.core.tables import DIVIDE, EXPANDS, LIKE, LINEAR, MOVING, MULTIPLY, PLACING, POINTWISE, VIEWS, called
 from invfunc.core.uses import (
     WHOLE,
     Block,
@@ -46,18 +46,19 @@ from invfunc.operations.second_derivatives import TwiceDifferentiable
 Tensor = torch.Tensor
 POOLS = [f"{kind}_pool{k}d" for kind in ("avg", "max", "adaptive_avg", "adaptive_max") for k in (1, 2, 3)]
 CONVOLUTIONS = " ".join(f"conv{k}d" for k in (1, 2, 3))
-JOINTLY = LINEAR | VIEWS | EXPANDS | MOVES | LIKE
+JOINTLY = LINEAR | VIEWS | EXPANDS | MOVING | LIKE | (PLACING - called("scatter_reduce"))
 JOINTLY |= called(
     "abs relu relu6 leaky_relu threshold hardtanh hardsigmoid hardshrink softshrink rrelu clamp clip clamp_min "
     "clamp_max maximum minimum fmax fmin where masked_fill dropout dropout1d dropout2d dropout3d alpha_dropout "
-    "feature_alpha_dropout positive nansum nanmean amax amin max min sort topk cummax cummin cumsum pad flip roll tril "
-    "triu diag diagonal diag_embed unfold fold interpolate pixel_shuffle pixel_unshuffle channel_shuffle hstack vstack "
-    "concat concatenate ravel detach copy_ fill zero type l1_loss nan_to_num masked_select repeat_interleave setitem "
-    f"max_pool2d_with_indices {' '.join(POOLS)}"
+    "feature_alpha_dropout positive nansum nanmean amax amin max min cummax cummin cumsum pad tril triu diag "
+    "diag_embed trace diff fold interpolate upsample pixel_shuffle pixel_unshuffle channel_shuffle detach copy_ fill "
+    f"zero type half bfloat16 l1_loss nan_to_num setitem max_pool2d_with_indices {' '.join(POOLS)}"
 )
 """Operations that are linear, perhaps piece by piece, in all that they read together."""
 EACH = MULTIPLY | called(f"matmul mm bmm mv dot linear einsum outer inner bilinear prelu embedding {CONVOLUTIONS}")
-EACH |= called("conv_transpose1d conv_transpose2d conv_transpose3d")
+PLUS = called("addcmul addmm addmv addr addbmm baddbmm")
+"""Operations that add a product to the first tensor."""
+EACH |= PLUS | called("conv_transpose1d conv_transpose2d conv_transpose3d lerp tensordot kron cross")
 """Operations that are linear in each tensor that they read."""
 FIRST = DIVIDE | called("nll_loss kl_div")
 """Operations that are linear in the first."""
@@ -70,8 +71,8 @@ ADDED = called(f"add sub subtract rsub radd cat stack concat where masked_fill l
 """Operations to which parameters are added, except for weights."""
 OF_PARAMETERS = ADDED | EACH | EXPANDS | called("getitem addmm layer_norm rms_norm group_norm batch_norm instance_norm")
 """Operations that are linear in each parameter that they read."""
-MOVING = "View UnsafeView Transpose Permute T Alias Unsqueeze Squeeze ReshapeAlias Clone"
-MOVING = {f"{name}Backward0" for name in MOVING.split()}
+_MOVING = "View UnsafeView Transpose Permute T Alias Unsqueeze Squeeze ReshapeAlias Clone"
+MOVING_NODES = {f"{name}Backward0" for name in _MOVING.split()}
 """Nodes of the graph that move entries."""
 
 
@@ -83,7 +84,7 @@ class Result:
         self.own = gradient_edge(y)
         self.edge = self.own if base is None else gradient_edge(base)
         self.axis: Any = getattr(getattr(y, "_known", None), "axis", None)
-        self.shape, self.form = y.shape, None
+        self.shape, self.dtype, self.form = y.shape, y.dtype, None
         if base is not None:
             self.form = y.shape, y.stride(), y.storage_offset() - base.storage_offset()
         self.gaps = base is not None and not base.is_contiguous()
@@ -170,7 +171,7 @@ class CallsRun(Run):
         inputs = {id(x): (x, axis) for x, axis in data if x.requires_grad}
         xs, axes = [x for x, _ in inputs.values()], [axis for _, axis in inputs.values()]
         call = OperationCall(func, args, kwargs, xs, [*map(gradient_edge, xs)], axes, len(self.uses))
-        noted, counts = self.every or (bool(xs) and not _linear(func, args, kwargs, xs)), None
+        noted, counts = self.every or (bool(xs) and not linear(func, args, kwargs, xs)), None
         if noted:
             if args and id(args[0]) in inputs and _writes(func, args, kwargs):
                 call.written = self.strip(args[0]).clone()
@@ -214,15 +215,24 @@ class CallsRun(Run):
             self.reads[id(use)] = [] if added else met
 
 
-def _linear(func: Any, args: tuple, kwargs: dict, xs: list[Tensor]) -> bool:
+def linear(func: Any, args: tuple, kwargs: dict, xs: list[Tensor]) -> bool:
     """Tells whether an operation is known to be linear in its inputs."""
     if func in JOINTLY:
         return True
-    if len(xs) > 1 or sum([y is xs[0] for y in (*arguments(args), *arguments(kwargs.values()))]) > 1:
+    if func in PLUS:
+        args = args[1:]
+        factors = [*arguments(args), *arguments(kwargs.values())]
+        xs = [x for x in xs if any(x is y for y in factors)]
+    if len(xs) > 1 or xs and sum([y is xs[0] for y in (*arguments(args), *arguments(kwargs.values()))]) > 1:
         return False
     if func in FIRST:
         return bool(args) and xs[0] is args[0] and not kwargs.get("rounding_mode")
-    return func in EACH or (func is F.batch_norm and not option(args, kwargs, 5, "training", False))
+    return (
+        not xs
+        or func in EACH
+        or func in PLUS
+        or (func is F.batch_norm and not option(args, kwargs, 5, "training", False))
+    )
 
 
 def _writes(func: Any, args: tuple, kwargs: dict) -> bool:
@@ -487,7 +497,7 @@ class HessianDiagonal:
             return []
         (edge,) = part.edges
         at = edge.node, edge.output_nr
-        while at not in edges and at[0] is not None and at[0].name() in MOVING:
+        while at not in edges and at[0] is not None and at[0].name() in MOVING_NODES:
             at = at[0].next_functions[0]
         own = [u for u in uses if at in edges and u.edge is edges[at] and u.node.leaf is not None]
         of = [self.of[use.node.leaf or 0] for use in own]

@@ -11,7 +11,7 @@ import torch
 from invfunc._torch.functorch import gradient_edge
 from invfunc.core.columns import columns_at, split
 from invfunc.core.hessian import CallsRun, OperationCall, Result, back
-from invfunc.core.marks import named
+from invfunc.core.marks import named, wide
 from invfunc.core.shares import Shares
 from invfunc.core.tables import POINTWISE
 from invfunc.core.uses import WHOLE, Use, front
@@ -52,7 +52,7 @@ def chain(
     if not count:  # as of outputs without entries
         return
     left = joined_block(each, 0, count, WHOLE, run.n).left[roots[0].ordinal]
-    left = run.taken(left.to(z.dtype), WHOLE, 1).flatten(2)
+    left = run.taken(wide(left.to(z.dtype)), WHOLE, 1).flatten(2)
     matrix = torch.einsum("vni,vnj->ij", left, left)
     waiting = {id(u): (i, u) for i, uses in enumerate(of) for u in uses}
     edge, calls = gradient_edge(z), [*run.calls]
@@ -88,7 +88,7 @@ def _reduce(
     if not len(matrix):  # a layer without entries
         return
     eye = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-    columns = back(eye[:, None].expand(-1, run.n, -1), y.shape, y.axis, run.n)
+    columns = back(eye[:, None].expand(-1, run.n, -1), y.shape, y.axis, run.n).to(y.dtype)
     with torch.enable_grad():
         run.pull_columns(y.own, columns, [u for _, u in own])
     for i, use in own:
@@ -108,7 +108,7 @@ def _through(run: ChainRun, call: OperationCall, matrix: Tensor) -> Tensor:
 
     def each(x: Tensor, lead: int = 0) -> Tensor:
         """The part of each sample that was chosen, `[n, entries]`."""
-        return run.taken(front(run.strip(x), before, run.n, lead), WHOLE, lead).flatten(1 + lead)
+        return run.taken(front(wide(run.strip(x)), before, run.n, lead), WHOLE, lead).flatten(1 + lead)
 
     with torch.enable_grad():
         if call.func in POINTWISE and copied.shape == y.shape:
@@ -117,11 +117,11 @@ def _through(run: ChainRun, call: OperationCall, matrix: Tensor) -> Tensor:
 
         def pulled(columns: Tensor) -> Tensor:
             """`J[n]^T columns[v, n]`."""
-            given = back(columns, y.shape, result.axis, run.n)
+            given = back(columns, y.shape, result.axis, run.n).to(y.dtype)
             (found,) = run.rows(y, [copied], [given], run.deep) if len(given) else [None]
             return found if found is not None else torch.zeros_like(copied).expand(len(given), *copied.shape)
 
-        once = front(run.strip(pulled(matrix[:, None].expand(-1, run.n, -1))), before, run.n, 1).flatten(2)
+        once = front(wide(run.strip(pulled(matrix[:, None].expand(-1, run.n, -1)))), before, run.n, 1).flatten(2)
         return each(pulled(once.permute(2, 1, 0)), 1).mean(1)
 
 

@@ -42,11 +42,11 @@ from invfunc.linear_algebra.contract import (
     crosses,
     joined,
     present,
+    promoted,
     side_by_side,
     squares_directly,
     squeezed,
     twice,
-    widened,
 )
 from invfunc.reductions.kept_factors import Factors
 from invfunc.reductions.lots import Drawn, drawn, variances
@@ -323,7 +323,7 @@ class Shares:
                     break  # that costs more than the gradients
                 pair = side_by_side(terms, "gok")
                 pair = [(labels, doubled(x)) for labels, x in pair] if cancel(pair) and crosses(pair, "gok") else pair
-                terms = squeezed(widened([*pair, ("gok", given)]))
+                terms = squeezed(promoted([*pair, ("gok", given)]))
                 found.append(contract(terms, present("NVW", terms)).to(given.dtype).reshape(-1, v, v))
             else:
                 return joined(found)
@@ -364,7 +364,7 @@ class Shares:
             given, (p, o, k) = use.parted(vectors.movedim(0, -1)), use.sizes(self.run)
             for block in self.run.blocks([use], self.run.columns * p * max(o + k, o * len(vectors))):
                 d, a = use.operands(self.run, block)
-                terms = squeezed(widened([("VNgpo", d), ("Ngpk", a), ("gokK", given)]))
+                terms = squeezed(promoted([("VNgpo", d), ("Ngpk", a), ("gokK", given)]))
                 rows = contract(terms, present("NVK", terms))
                 found.append(rows.reshape(-1, self.run.columns, len(vectors)))
             return joined(found)

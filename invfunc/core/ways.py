@@ -89,17 +89,17 @@ def looked_at(met: Met) -> Exception:
     except Exception as error:
         error.__context__ = None  # of the run
         return Raised(error)
-    if isinstance(met.error, FAULTS) and _is_ours(met.error):
+    if is_fault(met.error):
         return met.error
     return Unsupported(f"{type(met.error).__name__}: {str(met.error).partition(chr(10))[0]}")
 
 
-def _is_ours(error: Exception) -> bool:
-    """Tells whether the library's own code raised an error, and not an operation of f that a mode handed on."""
+def is_fault(error: Exception) -> bool:
+    """Tells whether an error is one of the library's own code, and not of an operation of f that a mode handed on."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    code = None if trace is None else trace.tb_frame.f_code
+    code = None if trace is None or not isinstance(error, FAULTS) else trace.tb_frame.f_code
     return code is not None and code.co_filename.startswith(PACKAGE) and code.co_name != "__torch_function__"
 
 

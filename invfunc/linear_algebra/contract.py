@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, TypeVar
 
 import opt_einsum
@@ -218,16 +218,10 @@ def present(labels: str, terms: Sequence[tuple[str, Any]]) -> str:
     return "".join([c for c in labels if c in found])
 
 
-def widened(terms: list[Term]) -> list[Term]:
-    """Half precision accumulates in float32."""
-    kinds = {x.dtype for _, x in terms}
-    low = (torch.float16, torch.bfloat16)
-    if len(kinds) == 1 and not kinds & set(low):
-        return terms
-    wide = torch.float32 if all(x.dtype in low for _, x in terms) else None
-    if wide is None:
-        wide = max((x.dtype for _, x in terms), key=lambda d: torch.finfo(d).bits)
-    return [(labels, x.to(wide)) for labels, x in terms]
+def promoted(terms: list[Term]) -> list[Term]:
+    """The terms in the dtype that holds all of them."""
+    dtype = reduce(torch.promote_types, [x.dtype for _, x in terms])
+    return [(labels, x.to(dtype)) for labels, x in terms]
 
 
 def narrowed(terms: list[Term], label: str, start: int, stop: int) -> list[Term]:

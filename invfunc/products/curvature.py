@@ -12,12 +12,12 @@ from functools import reduce
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from invfunc._torch.functorch import gradient_edge
 from invfunc._torch.graphs import node_of, nodes_of
-from invfunc.core.marks import Unsupported, named, option
-from invfunc.core.split import CRITERIA, MOVES, SCALES, Finder, named_node
+from invfunc.core.hessian import linear
+from invfunc.core.marks import Unsupported, named, tensors
+from invfunc.core.split import CRITERIA, Finder
 from invfunc.core.tables import POINTWISE
 from invfunc.errors import ArgumentError, SplitError, unreached
 from invfunc.loss.square_root import Columns
@@ -222,14 +222,6 @@ def check_reached(pulled: Vectors) -> None:
     raise unreached()
 
 
-PIECES = (
-    "Relu LeakyRelu Hardtanh Threshold Abs Clamp ClampMin ClampMax Hardshrink Softshrink Maximum Minimum Where "
-    "MaskedFill Max Min Amax Amin Sort Topk AvgPool1D AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveAvgPool3D "
-    "MaxPool2DWithIndices MaxPool3DWithIndices Detach Sgn Constant UpsampleNearest2D"
-).split()
-"""Nodes of autograd that are linear piece by piece."""
-
-
 @dataclass
 class Bend:
     """A nonlinear call of the model: what it read, the edge of the graph at its result, and how it is run again."""
@@ -245,40 +237,27 @@ class Bends(Following):
     """A run that notes the calls that are nonlinear in what depends on samples and parameters."""
 
     bends: list[Bend] | None = None
+    entered = 0
 
     def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
         active = {id(x): x for x, _ in (*found[0], *found[3], *found[4]) if x.requires_grad}
-        flat = func is F.batch_norm and not option(args, kwargs, 5, "training", False)
-        if not active or func in CRITERIA or flat:
+        self.entered += 1
+        if not active or func in CRITERIA or linear(func, args, kwargs, [*active.values()]):
             return super().dispatched(func, args, kwargs, found)
-        x, copies = next(iter(active.values())), [y.clone() for y in active.values()]
-        self.bends = [] if self.bends is None else self.bends
-        before, starts = len(self.bends), {node_of(y).next_functions[0][0] for y in copies}
+        x, entered = next(iter(active.values())), self.entered
+        before = x.clone()
         out = super().dispatched(func, args, kwargs, found)
-        if not isinstance(out, torch.Tensor) or not out.requires_grad or len(self.bends) > before:
+        bent = [y for y in tensors(out) if y.requires_grad]
+        if not bent or self.entered > entered:  # then the operations that it is composed of were noted
             return out
-        if not _leads(node_of(out), starts, {})[1]:
 
-            def again(y: torch.Tensor) -> torch.Tensor:
-                return func(*[y if a is x else a for a in args], **{k: y if a is x else a for k, a in kwargs.items()})
+        def again(y: torch.Tensor) -> torch.Tensor:
+            return func(*[y if a is x else a for a in args], **{k: y if a is x else a for k, a in kwargs.items()})
 
-            alone = func in POINTWISE and len(active) == 1
-            self.bends.append(Bend(named(func).strip("_"), copies[0], gradient_edge(out), again if alone else None))
+        alone = func in POINTWISE and len(active) == 1
+        bend = Bend(named(func).strip("_"), before, gradient_edge(bent[0]), again if alone else None)
+        self.bends = [*(self.bends or []), bend]
         return out
-
-
-def _leads(node: Any, starts: set[Any], known: dict[Any, tuple[bool, bool]]) -> tuple[bool, bool]:
-    """Tells whether a way leads from a node to one of the starts, and whether the node is linear in what is there."""
-    if node in starts or node is None:
-        return node is not None, True
-    if node not in known:
-        known[node] = False, True
-        below = [_leads(p, starts, known) for p, _ in node.next_functions]
-        ways, name = sum([leads for leads, _ in below]), named_node(node)
-        scaled = name in SCALES and ways == 1 and (name != "Div" or below[0][0])
-        straight = not ways or scaled or name in MOVES or name in PIECES
-        known[node] = ways > 0, straight and all([linear for _, linear in below])
-    return known[node]
 
 
 def of_positive_hessian(given: ProductArguments, blocks: bool, modify: str) -> Linear:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc._torch.functorch import plainly
-from invfunc.linear_algebra.contract import contract, present, squeezed, widened
+from invfunc.linear_algebra.contract import contract, present, promoted, squeezed
 from invfunc.reductions.gradients import EachSample
 from invfunc.reductions.reduction import State
 
@@ -29,7 +29,7 @@ class Projection:
     def of(self, share: torch.Tensor) -> torch.Tensor:
         """The sketches `[b, rows * columns]` of shares `[b, *p]` that are there."""
         matrices = share.reshape(len(share), len(self.first), len(self.rest))
-        terms = squeezed(widened([("Noi", matrices), ("oR", self.first), ("iC", self.rest)]))
+        terms = squeezed(promoted([("Noi", matrices), ("oR", self.first), ("iC", self.rest)]))
         return contract(terms, present("NRC", terms)).reshape(len(share), -1)
 
 

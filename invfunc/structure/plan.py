@@ -17,6 +17,7 @@ from invfunc.core.marks import DERIVED, LEAF, SWAP
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.uses import Expanded, ProductUse, Use
+from invfunc.core.ways import is_fault
 from invfunc.loss.square_root import Columns
 from invfunc.plan import even
 from invfunc.reductions.reduction import Shortcuts
@@ -166,7 +167,9 @@ class Structure:
         try:
             set_states(self.run.states)
             self.look.of(self.problem, self.run.uses)
-        except Exception:  # whatever one sample alone leads to
+        except Exception as error:  # whatever one sample alone leads f to
+            if is_fault(error):
+                raise
             return False
         finally:
             set_states(after)

@@ -202,9 +202,35 @@ def test_is_the_hessian_where_nothing_is_negative():
     assert_trees_close(hvp(f, loss, blocks=True, modify="abs")(*args), hvp(f, loss, blocks=True)(*args), 1e-10)
 
 
+STRAIGHT = {
+    "interpolate": lambda z: F.interpolate(z.view(-1, 1, 2, 2), size=(4, 4), mode="bilinear").flatten(1),
+    "addcmul": lambda z: torch.addcmul(z, X[:, :1], z.flip(1), value=0.5),
+    "addmm": lambda z: torch.addmm(z, z, Numbers(6)(4, 4)),
+    "lerp": lambda z: torch.lerp(X[:, :1], z, 0.3),
+    "scatter": lambda z: torch.zeros(4, 6).double().scatter_add(1, torch.tensor([[0, 2, 2, 5]]).expand(4, -1), z),
+    "pieces": lambda z: torch.cat([z.relu().chunk(2, 1)[0].cumsum(1), z.clamp(-1, 1).topk(2, 1).values], 1),
+    "moved": lambda z: z.swapdims(0, 1).ravel().view(4, 4).T.to(torch.float64).tril(),
+}
+"""Functions of outputs in which nothing bends."""
+
+
+@pytest.mark.parametrize("name", STRAIGHT)
+def test_what_does_not_bend_is_the_ggn(name):
+    def f(p, x):
+        return STRAIGHT[name](x @ p["a"])
+
+    params, V, y = {"a": PARAMS["a"]}, {"a": Numbers(7)(2, 3, 4)}, torch.tensor([0, 2, 1, 1])
+    found = hvp(f, F.cross_entropy, blocks=True, modify="abs")(params, V, X, y)
+    assert_trees_close(found, ggnvp(f, F.cross_entropy, blocks=True)(params, V, X, y), 1e-10)
+
+
+BOTH = (lambda z: torch.stack([*torch.var_mean(z, 1), z[:, 0]], 1), "var_mean")
+"""An operation with two results."""
+
+
 def test_what_is_not_element_wise_is_refused():
     V, y = {"a": Numbers(7)(2, 3, 4)}, torch.tensor([0, 2, 1, 1])
-    for bent, named in ((lambda z: z.softmax(1), "softmax"), (lambda z: F.layer_norm(z, (4,)), "layer_norm")):
+    for bent, named in ((lambda z: z.softmax(1), "softmax"), (lambda z: F.layer_norm(z, (4,)), "layer_norm"), BOTH):
 
         def f(p, x, bent=bent):
             return bent(x @ p["a"]).sin()

@@ -5,7 +5,10 @@ import torch
 import torch.nn.functional as F
 
 import invfunc
+from invfunc import tree
+from invfunc.kronecker import kfra
 from invfunc.testing import assert_trees_close
+from tests.strategies import Numbers
 
 HALF = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 READ = {
@@ -57,3 +60,19 @@ def test_drawn_columns_of_rare_outcomes_average_to_the_hessian(dtype, logit):
     generator = torch.Generator().manual_seed(0)
     found = invfunc.diag_ggn(f, F.binary_cross_entropy_with_logits, mc_samples=2000, generator=generator)(*args)
     assert_trees_close(found, (p * (1 - p)).reshape(1), 0.5)
+
+
+@HALF
+@pytest.mark.parametrize("between", [torch.tanh, lambda h: h.softmax(-1)], ids=["elementwise", "general"])
+def test_a_chain_is_that_of_float32(dtype, between):
+    """KFRA of rounded numbers is that of these numbers in float32, up to the rounding of its pullbacks."""
+
+    def f(p, x, y):
+        return F.cross_entropy(between(x @ p["w"]) @ p["v"], y)
+
+    params, x, y = {"w": Numbers()(4, 5), "v": Numbers(1)(5, 3)}, Numbers(2)(6, 4), Numbers(3).below(3, 6)
+    low = tree.map_tensors(lambda z: z.to(dtype), (params, x))
+    found, wanted = (kfra(f)(*of, y) for of in (low, tree.map_tensors(lambda z: z.float(), low)))
+    for name, block in found.items():
+        assert all(x.dtype == dtype for x in block.factors)
+        assert_trees_close([x.float() for x in block.factors], [*wanted[name].factors], 0.03)

@@ -10,6 +10,7 @@ from torch import nn
 
 import invfunc
 from invfunc import diag_ggn, testing
+from invfunc.structure.look import Frame
 from invfunc.structure.plan import Structure
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
@@ -99,6 +100,12 @@ def test_a_table_is_told_apart_by_the_rows_that_are_read():
         result, ((way, _),) = ways_of(make(f, F.mse_loss), args)
         assert not way.dense
         assert_trees_close(result, make(f, F.mse_loss, method="dense")(*args), 1e-9)
+
+
+def test_a_fault_of_the_look_is_not_taken_for_a_refusal_of_f():
+    f, args = auto_encoder(6)
+    with always(), mock.patch.object(Frame, "used", None), pytest.raises(TypeError, match="not callable"):
+        diag_ggn(f, F.mse_loss)(*args)
 
 
 def test_factors_of_a_vector_with_an_entry_for_each_place():

@@ -25,13 +25,6 @@ FAULTS = [
         "operations/test_thresholds.py::TestKFactors",
     ),
     Fault(
-        "bfloat16 is not widened",
-        "linear_algebra/contract.py",
-        "low = (torch.float16, torch.bfloat16)",
-        "low = ()",
-        "statistics/test_half_precision.py::TestSquaresOfSmallShares::test_make_norms",
-    ),
-    Fault(
         "vectors of a covariance have no weights",
         "linear_algebra/low_rank.py",
         "return along @ weights if weights.ndim == 2 else along * weights",
