@@ -11,7 +11,16 @@ from invfunc._torch.functorch import transforming
 from invfunc._torch.sharded import sharded
 from invfunc.arguments.problem import InDims
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.batches import Batches, Feed, batches_of, check_loader, counted, samples_of, size_of
+from invfunc.evaluation.batches import (
+    GIVES_BATCHES,
+    Batches,
+    Feed,
+    batches_of,
+    check_loader,
+    counted,
+    samples_of,
+    size_of,
+)
 from invfunc.evaluation.checkpoint import Checkpoint, Course, Head, course_of
 from invfunc.evaluation.processes import ALONE, Processes, bits, same
 from invfunc.evaluation.rounds import Rounds, parted, through, whole
@@ -78,7 +87,7 @@ class ProcessPart:
         """The loader behind its own arguments, which gives its batches more than once if there is a reason."""
         if len(args) != len(own) + 1:
             given = f"{len(args)} positional arguments"
-            raise ArgumentTypeError(f"it takes {', '.join(own)} and a loader, and got {given}.")
+            raise ArgumentTypeError(f"it takes {', '.join(own)} and a loader, and got {given}: {GIVES_BATCHES}")
         check_loader(args[-1], sweeps=sweeps)
         return args[-1]
 

@@ -23,6 +23,9 @@ Batches = Callable[[Visit, Numbered], int]
 """Has all batches seen; returns how many samples there were."""
 
 
+GIVES_BATCHES = "a loader gives batches, as a DataLoader does, or the list [(x, y)] of one batch."
+
+
 def check_loader(loader: Any, sweeps: str = "") -> None:
     """Check that there are batches in it, and, if it has to be gone through more than once, say for what, that it can
     be."""
@@ -106,6 +109,8 @@ def batches_of(loader: Any, params: Any, in_dims: InDims, feed: Feed, empty: lis
                         raise ArgumentError("f writes into its batch in place, which may come again. Let it copy it.")
                 except Exception as error:
                     error.add_note(f"This is batch {number} of the loader.")
+                    if isinstance(error, ArgumentTypeError) and isinstance(batch, torch.Tensor):
+                        error.args = (f"{error} Each batch of the loader is one tensor: {GIVES_BATCHES}",)
                     raise
                 n += own
                 tell(number + 1, own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from invfunc import tree
 from invfunc.arguments.problem import batch_dims, batch_size
+from invfunc.callables import describe
 from invfunc.errors import ArgumentError
 from invfunc.loss.drawn import joined
 from invfunc.products.product import Product
@@ -33,6 +35,18 @@ class Masked:
     axis: int
     tells: bool
     """True if the outputs come beside, as aux."""
+
+    @property
+    def __name__(self) -> str:
+        return describe(self.f)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The names of f's arguments, with that of the mask; which of them it takes, f itself says."""
+        names = [p.name for p in inspect.signature(self.f).parameters.values() if p.kind < p.VAR_POSITIONAL]
+        kind, names = inspect.Parameter, [*names[:1], "mask", *names[1:]]
+        named = [kind(name, kind.POSITIONAL_OR_KEYWORD, default=None) for name in names]
+        return inspect.Signature([*named, kind("args", kind.VAR_POSITIONAL), kind("kwargs", kind.VAR_KEYWORD)])
 
     def __call__(self, params: Any, mask: torch.Tensor, *batch: Any, **kwargs: Any) -> Any:
         found = self.f(params, *batch, **kwargs)

@@ -72,6 +72,7 @@ SIZES = {
         "a has 3 samples but x has 4 ... in_dims=(0, None) to hold x fixed, or in_dims=(None, 0) to hold a fixed."),
     "of three": (lambda: batch_grad(lambda p, a, b, c: scaled(a, p, b))(torch.ones(3, 2), torch.ones(7), X, X),
         "a has 7 samples but b has 4 ... pass in_dims=(None, 0, 0) to hold a fixed."),
+    "data before the parameters": (lambda: batch_grad(scaled)(X, P, X), "argument 2, a dict ... parameters come first"),
     "in one tree": (lambda: batch_grad(lambda p, d: d)(P, {"a": X, "b": X[:2]}), "d['a'] has 4 samples but d['b'] has"),
 }
 # fmt: on
@@ -99,6 +100,16 @@ def test_sizes_that_differ(slip, text):
 def test_the_ways_out_that_sizes_name_are_ones():
     a, w, x = torch.ones(3).double(), Numbers()(3, 2), X
     assert batch_grad(scaled, argnums=1, in_dims=(None, 0))(a, w, x).shape == (4, 3, 2)
+
+
+@pytest.mark.quick
+def test_errors_of_f_that_got_the_data_before_the_parameters_have_a_note():
+    with pytest.raises(Exception) as caught:  # whatever f makes of it
+        batch_grad(lambda x, params: x @ params)(X, {"w": X})
+    assert "parameters come first" in caught.value.__notes__[0]
+    with pytest.raises(Exception) as caught:
+        batch_grad(lambda x, params: model(params, x), argnums=1)(X[:, :2], P)
+    assert not hasattr(caught.value, "__notes__")
 
 
 @pytest.mark.quick
