@@ -12,7 +12,7 @@ from invfunc import tree
 from invfunc._torch.sharded import sharded
 from invfunc.callables import describe
 from invfunc.compiled import Compiled, opened
-from invfunc.data_sets.part import PARAMETERS, Asked, ProcessPart
+from invfunc.data_sets.part import PARAMETERS, ProcessPart
 from invfunc.data_sets.product import StreamedProduct
 from invfunc.data_sets.tiled import Tiled
 from invfunc.data_sets.visits import exchanged, work_of
@@ -256,9 +256,9 @@ class Streamed(Transform):
         work = work_of(self.t, kwargs, self.out, self.plans, self.part.reduction)
         identity = partial(identity_of, self.t, args[:1], kwargs)
         alike = {"the statistic": options_of(self.t), "each": "gather" if self.gather else "local"}
-        keys, planned = [*work.keys.values()], self.plans is not None
-        asked = Asked(args, PARAMETERS, names, alike, keys, identity, twice(self.t), work.check, planned, work.empty)
-        begun = self.part.begun(asked)
+        keys, options = [*work.keys.values()], {"whole_first": self.plans is not None, "empty": work.empty}
+        again = twice(self.t)
+        begun = self.part.begun(args, PARAMETERS, names, alike, keys, identity, again, work.check, **options)
         work.at(begun.params, begun.rounds, parts=self.out is None and not begun.course.keeps)
         with begun.course as course:
             work.draw_by(course.record.keys, begun.before, begun.counted)

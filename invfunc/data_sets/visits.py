@@ -18,7 +18,7 @@ from invfunc.data_sets.rows import Rows
 from invfunc.data_sets.tiled import Meetings
 from invfunc.errors import ArgumentError
 from invfunc.evaluation.batches import no_samples, size_of
-from invfunc.evaluation.checkpoint import State, check_loadable
+from invfunc.evaluation.checkpoint import StreamWork, check_loadable
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.joined import Drew
 from invfunc.evaluation.processes import ALONE, Processes
@@ -38,7 +38,7 @@ def _evaluated(t: Statistic, sweep: Sweep, args: tuple, kwargs: dict[str, Any], 
     return engine.kept()
 
 
-class VisitWork:
+class VisitWork(StreamWork):
     """Joins what the batches bring."""
 
     def __init__(
@@ -58,10 +58,11 @@ class VisitWork:
         """Number of samples of the processes before this one."""
         self.expected: int | None = None
         """Number of samples of all processes, if they were counted."""
-        self.kept: Statistic | None = None
+        self.with_others: Statistic | None = None
         """The statistic with the per-sample gradients of its other batch, once they are known."""
-        self.weighed = self.looked = False
-        """Tells whether the first batch was seen, and whether f was seen to give samples the same beside fewer ones."""
+        self.looked = False
+        """Tells whether f was seen to give samples the same beside fewer ones."""
+        self.has_aux = t.has_aux
 
     def draw_by(self, keys: Sequence[int], first: int = 0, of_all: int | None = None) -> None:
         """Take these keys, and places behind so many samples, of the number that all processes have counted."""
@@ -72,8 +73,12 @@ class VisitWork:
         """Look for what is wrong before the first batch, if there will be so many samples."""
 
     @property
-    def phase(self) -> int:
+    def phase(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.sweep.phase
+
+    @property
+    def weights(self) -> BatchWeights:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.sweep.weights
 
     def visit(self, args: tuple, n: int) -> int:
         sweep, before = self.sweep, self.sweep.n
@@ -97,8 +102,8 @@ class VisitWork:
         """
         if t.others is None or self.rounds is not None or self.evaluated is not _evaluated:
             return t
-        if self.kept is None:
-            self.kept = t
+        if self.with_others is None:
+            self.with_others = t
 
             def looked(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[None, None]:
                 return t.engine(args, kwargs, names).check_others(), None
@@ -109,8 +114,8 @@ class VisitWork:
                 dims = batch_dims(t.in_dims, [*range(1, len(args))])
                 given = (args[0], *(args[i] if dim is None else next(others) for i, dim in dims.items()))
                 held, _ = Meetings(alone, self.kwargs).held(given)
-                self.kept = replace(alone, reduction=RowsWithKept(not t.reduction.whole, held.shares))
-        return self.kept
+                self.with_others = replace(alone, reduction=RowsWithKept(not t.reduction.whole, held.shares))
+        return self.with_others
 
     def computed(self, through: Callable[[], Any], processes: Processes = ALONE, gather: bool = False) -> None:
         """Go `through` all batches, once for each phase that is left, and share what they have brought."""
@@ -155,24 +160,20 @@ class VisitWork:
 
     # In a checkpoint
 
-    def state(self) -> State:
-        kept, count, weighed = self.sweep.state(), len(self.aux), self.sweep.weights.first is not None
-        if count == 1:
+    def kept(self) -> dict[str, Any]:
+        kept = self.sweep.state()
+        if len(self.aux) == 1:
             check_loadable("the tree of the outputs", kept["outputs"])
-        if self.t.has_aux:
-            check_loadable("aux", self.aux[-1:])
-        return lambda: {**kept, "weighed": weighed, "aux": self.aux[:count]}
+        return kept
 
-    def resume(self, state: dict[str, Any]) -> None:
-        weights, self.sweep = self.sweep.weights, Sweep.resumed(state, self.without_samples())
-        self.sweep.weights, self.aux = weights, state["aux"]
-        self.weighed = state["weighed"]
+    def keep(self, kept: dict[str, Any]) -> None:
+        weights, self.sweep = self.weights, Sweep.resumed(kept, self.without_samples())
+        self.sweep.weights = weights
 
-    def weigh(self, args: tuple) -> None:
-        if self.weighed and self.sweep.weights.first is None:
-            first = Sweep()
-            first.add(self.t.keyed(self.keys, 0).engine(args, self.kwargs, self.t.names(len(args))))
-            self.sweep.weights = first.weights
+    def weigh_first(self, args: tuple) -> None:
+        first = Sweep()
+        first.add(self.t.keyed(self.keys, 0).engine(args, self.kwargs, self.t.names(len(args))))
+        self.sweep.weights = first.weights
 
 
 class RowByRow(VisitWork):

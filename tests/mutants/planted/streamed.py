@@ -129,14 +129,14 @@ FAULTS = [
     ),
     Fault(
         "the mean of a loss is once in an empirical Fisher matrix",
-        "products/streamed.py",
+        "data_sets/product.py",
         "** self.of.product.degree",
         "** 1",
         PRODUCTS,
     ),
     Fault(
         "samples that products mix are joined",
-        "products/streamed.py",
+        "data_sets/product.py",
         "self.of.apart = given.check_apart()",
         "self.of.apart = True",
         "data_sets/test_streamed_products.py::TestWhatIsRefused",
@@ -164,14 +164,14 @@ FAULTS = [
     ),
     Fault(
         "products are added in the precision of the parameters",
-        "products/streamed.py",
+        "data_sets/product.py",
         "torch.promote_types(x.dtype, torch.float32)",
         "x.dtype",
         "data_sets/test_streamed_products.py::test_sums_are_kept_in_more_digits_than_halves_have",
     ),
     Fault(
         "each vector has columns of its own",
-        "products/streamed.py",
+        "data_sets/product.py",
         "key=self.keys[0],",
         "key=key_of(drawing.generator),",
         "data_sets/test_streamed_products.py",
@@ -234,7 +234,7 @@ FAULTS = [
     ),
     Fault(
         "a checkpoint is of any vector",
-        "products/streamed.py",
+        "data_sets/product.py",
         ", **named(product.vector, v)}",
         "}",
         "data_sets/test_streamed_checkpoint.py::TestProducts",
