@@ -112,7 +112,7 @@ class BatchWeights:
 
 
 def ratio(first: LossPart, part: LossPart) -> torch.Tensor | None:
-    """The factor by which the gradient of a batch's loss changes where the first is joined to it; None if it is zero."""
+    """The factor by which the gradient of a batch's loss changes where the first joins it; None if it is zero."""
     for shift in (0, 1):  # the loss may be at its minimum
         alone, joined = part.gradient(shift=shift), part.gradient(first, shift)
         wide = torch.promote_types(alone.dtype, torch.float32)
