@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 
 from invfunc import tree
 from invfunc._torch.sharded import sharded
 from invfunc.callables import describe
-from invfunc.compiled import Compiled, opened
+from invfunc.compiled import opened
 from invfunc.data_sets.part import PARAMETERS, ProcessPart
 from invfunc.data_sets.product import StreamedProduct
 from invfunc.data_sets.tiled import Tiled
@@ -27,27 +27,6 @@ from invfunc.statistic import Statistic
 from invfunc.transform import Transform, check_adds_up
 
 
-@overload
-def streamed(
-    t: Statistic | Compiled,
-    *,
-    device: Any = None,
-    progress: bool = False,
-    checkpoint: Any = None,
-    every: float = 60,
-    out: Any = None,
-    reduction: Literal["sum"] | None = None,
-) -> Streamed | Tiled: ...
-@overload
-def streamed(
-    t: Product,
-    *,
-    device: Any = None,
-    progress: bool = False,
-    checkpoint: Any = None,
-    every: float = 60,
-    reduction: Literal["sum"] | None = None,
-) -> StreamedProduct: ...
 def streamed(
     t: Any,
     *,
