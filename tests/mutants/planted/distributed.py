@@ -104,8 +104,8 @@ FAULTS = [
     ),
     Fault(
         "the columns of all passes are added up before parts are kept",
-        "evaluation/parts.py",
-        "if keeper is None or self.given.loss is not None:",
+        "evaluation/engine.py",
+        "if keeper is None or self.problem.loss is not None:",
         "if True:",
         MEMORY,
     ),

@@ -6,7 +6,7 @@ FAULTS = [
     # Chunks of samples
     Fault(
         "the mean over a chunk keeps its scale",
-        "evaluation/parts.py",
+        "evaluation/engine.py",
         '(b - a) / n if kind == "mean" else 1',
         "1",
         "test_chunked.py::TestChunksAlone::test_a_chunk_is_one_call_of_f test_chunked.py",
@@ -22,7 +22,7 @@ FAULTS = [
     ),
     Fault(
         "samples that were chosen are counted from the start of each block",
-        "evaluation/parts.py",
+        "evaluation/engine.py",
         "sorted(i - part[0] for i in chosen if part[0] <= i < part[1])",
         "sorted(i for i in chosen if i < part[1] - part[0])",
         "statistics/test_samples.py::TestEveryStatistic::test_does_not_depend_on_chunks "
@@ -30,21 +30,21 @@ FAULTS = [
     ),
     Fault(
         "columns of a chunk are the first ones",
-        "evaluation/parts.py",
+        "evaluation/engine.py",
         "[Slice(c, slice(a, b)) for c in each]",
         "[Slice(c, slice(0, b - a)) for c in each]",
         "core/test_parts.py::test_are_those_of_the_whole core/test_parts.py",
     ),
     Fault(
         "another phase draws others",
-        "evaluation/parts.py",
+        "evaluation/engine.py",
         "set_states(before)  # each phase sees the same",
         "pass",
         "test_chunked_memory.py::TestResults::test_are_those_of_the_statistic",
     ),
     Fault(
         "samples that stand alone do not show that their data weigh them",
-        "evaluation/parts.py",
+        "evaluation/engine.py",
         "if not same_values(total.to(found), found):",
         "if False:",
         "test_chunked.py::TestChunksAlone test_chunked.py",

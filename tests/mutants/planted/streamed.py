@@ -66,9 +66,9 @@ FAULTS = [
     ),
     Fault(
         "a batch in which all losses are zero tells that f has no factor",
-        "evaluation/parts.py",
-        "self.joined = not joins(self.given",
-        "self.joined = None is joins(self.given",
+        "evaluation/engine.py",
+        "self.joined = not joins(self.problem if apart",
+        "self.joined = None is joins(self.problem if apart",
         "data_sets/test_streamed.py::TestScale",
     ),
     Fault(
@@ -130,15 +130,15 @@ FAULTS = [
     Fault(
         "the mean of a loss is once in an empirical Fisher matrix",
         "data_sets/product.py",
-        "** self.of.product.degree",
-        "** 1",
+        "by = self._weight(given) ** self.product.degree",
+        "by = self._weight(given) ** 1",
         PRODUCTS,
     ),
     Fault(
         "samples that products mix are joined",
         "data_sets/product.py",
-        "self.of.apart = given.check_apart()",
-        "self.of.apart = True",
+        "self.apart = given.check_apart()",
+        "self.apart = True",
         "data_sets/test_streamed_products.py::TestWhatIsRefused",
     ),
     Fault(
@@ -172,8 +172,8 @@ FAULTS = [
     Fault(
         "each vector has columns of its own",
         "data_sets/product.py",
-        "key=self.keys[0],",
-        "key=key_of(drawing.generator),",
+        "key=key, first=first",
+        "key=key_of(drawing.generator), first=first",
         "data_sets/test_streamed_products.py",
     ),
     Fault(
@@ -207,8 +207,8 @@ FAULTS = [
     Fault(
         "a checkpoint forgets which loss it has seen to be a mean",
         "data_sets/visits.py",
-        "            self.sweep.weights = first.weights",
-        "            pass",
+        "        self.sweep.weights = first.weights",
+        "        pass",
         "data_sets/test_streamed_checkpoint.py::test_every_statistic_goes_on_as_if_nothing_had_happened",
     ),
     Fault(
