@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from invfunc import tree
-from invfunc._torch.functorch import transforming
 from invfunc._torch.sharded import sharded
 from invfunc.arguments.problem import InDims
-from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.errors import ArgumentTypeError
 from invfunc.evaluation.batches import (
     GIVES_BATCHES,
     Batches,
     Feed,
     batches_of,
     check_loader,
+    check_not_transforming,
     counted,
     samples_of,
     size_of,
@@ -91,11 +91,7 @@ class ProcessPart:
         processes, params, counts = self.processes(), args[:1], bool(keys) and not self.alone
 
         def looked() -> tuple[tuple[At, Course], tuple[dict[str, str], Head, int]]:
-            if transforming():
-                raise ArgumentError(
-                    "within a transform of torch.func, as it is not differentiated. Apply the transform to the "
-                    "function, or to what is computed of each batch."
-                )
+            check_not_transforming()
             space_of(args, names)
             scale = {} if self.reduction is None else {"reduction": self.reduction}
             if self.feed is None:

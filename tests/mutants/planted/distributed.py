@@ -27,7 +27,7 @@ FAULTS = [
     ),
     Fault(
         "what is kept of parts is not scaled as the loss of its batch",
-        "evaluation/sweep.py",
+        "evaluation/fold.py",
         "state if by == 1 else t.reduction.scaled(state, by)",
         "state",
         ALL,
@@ -111,7 +111,7 @@ FAULTS = [
     ),
     Fault(
         "a result of a parameter is told of a part of it",
-        "evaluation/sweep.py",
+        "evaluation/fold.py",
         "self.rounds.whole(self.fold.problem.leaves[leaf], state) if (number, leaf) in self.parts else state",
         "state",
         PARTS,
@@ -280,15 +280,15 @@ FAULTS = [
     Fault(
         "replicas of a parameter may differ",
         "evaluation/rounds.py",
-        "    same(said)  # replicas may differ\n",
+        '    same(processes.told(f"the whole {name}", lambda: (None, said))[1])  # replicas may differ\n',
         "",
         FAULTS,
     ),
     Fault(
         "a mesh may have other processes than the group",
         "evaluation/rounds.py",
-        "    _check_meshes(processes, each)\n    said = dict",
-        "    said = dict",
+        "    _check_meshes(processes, each)\n    said, found",
+        "    said, found",
         FAULTS,
     ),
     Fault(
