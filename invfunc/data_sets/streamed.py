@@ -14,12 +14,14 @@ from invfunc.callables import describe
 from invfunc.compiled import opened
 from invfunc.data_sets.part import PARAMETERS, ProcessPart
 from invfunc.data_sets.product import StreamedProduct
+from invfunc.data_sets.rows import Rows
 from invfunc.data_sets.tiled import Tiled
-from invfunc.data_sets.visits import exchanged, work_of
+from invfunc.data_sets.visits import RowByRow, VisitWork, exchanged
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.batches import Feed, first
 from invfunc.evaluation.checkpoint import Checkpoint, described, named
 from invfunc.evaluation.rounds import parts
+from invfunc.loss.drawn import key_of
 from invfunc.plans.batches import PlansOfBatches
 from invfunc.products.product import Product
 from invfunc.report import Explanation
@@ -232,17 +234,27 @@ class Streamed(Transform):
 
     @torch.no_grad()
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        work = work_of(self.t, kwargs, self.out, self.plans, self.part.reduction)
-        identity = partial(identity_of, self.t, args[:1], kwargs)
-        alike = {"the statistic": options_of(self.t), "each": "gather" if self.gather else "local"}
-        keys, options = [*work.keys.values()], {"whole_first": self.plans is not None, "empty": work.empty}
-        again = twice(self.t)
-        begun = self.part.begun(args, PARAMETERS, names, alike, keys, identity, again, work.check, **options)
-        work.at(begun.params, begun.rounds, parts=self.out is None and not begun.course.keeps)
+        t, empty = self.t, list[tuple]()
+        rows = None if self.out is None else Rows(self.out, [m.quantity for m in t.members or (t,)], bool(t.members))
+        begun = self.part.begun(
+            args,
+            PARAMETERS,
+            names,
+            alike={"the statistic": options_of(t), "each": "gather" if self.gather else "local"},
+            keys=[key_of(d.generator) for d in dict.fromkeys(t.drawings)],
+            identity=partial(identity_of, t, args[:1], kwargs),
+            again=twice(t),
+            check=None if rows is None else rows.check,
+            whole_first=self.plans is not None,
+            empty=empty,
+        )
+        given = t, kwargs, begun, self.plans, self.part.reduction, empty
+        work = VisitWork(*given) if rows is None else RowByRow(rows, *given)
+        if begun.rounds is not None and rows is None and not begun.course.keeps:
+            work.divide(begun.rounds)
         with begun.course as course:
-            work.draw_by(course.record.keys, begun.before, begun.counted)
             begun.told("checkpoint", partial(course.begin, work))
-            work.computed(begun.through, begun.processes, self.gather)
+            work.computed(self.gather)
             results, aux = begun.told("result", work.results)
             results = self._laid_out(results, args[0])
         return results, aux if self.part.feed is not None else aux[0] if aux else None

@@ -14,6 +14,7 @@ from invfunc import tree
 from invfunc._torch.functorch import FakeTensorMode
 from invfunc._torch.generators import set_states, state_of
 from invfunc.arguments.problem import batch_dims
+from invfunc.data_sets.part import Begun
 from invfunc.data_sets.rows import Rows
 from invfunc.data_sets.tiled import Meetings
 from invfunc.errors import ArgumentError
@@ -21,11 +22,9 @@ from invfunc.evaluation.batches import no_samples, size_of
 from invfunc.evaluation.checkpoint import StreamWork, check_loadable
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.joined import Drew
-from invfunc.evaluation.processes import ALONE, Processes
 from invfunc.evaluation.rounds import Rounds, through
 from invfunc.evaluation.sweep import Sweep, bytes_given, check_number, dealt, one_scale, share
 from invfunc.evaluation.weights import BatchWeights
-from invfunc.loss.drawn import key_of
 from invfunc.reductions.kept_shares import RowsWithKept
 from invfunc.statistic import Statistic
 from invfunc.transform import own_memory
@@ -42,35 +41,26 @@ class VisitWork(StreamWork):
     """Joins what the batches bring."""
 
     def __init__(
-        self, t: Statistic, kwargs: dict[str, Any], evaluated: Evaluated, reduction: str | None = None
+        self,
+        t: Statistic,
+        kwargs: dict[str, Any],
+        begun: Begun,
+        plans: Evaluated | None = None,
+        reduction: str | None = None,
+        empty: Sequence[tuple] = (),
     ) -> None:
-        self.t, self.kwargs, self.evaluated = t, kwargs, evaluated
-        self.params: Any = None
-        self.empty: list[tuple] = []
-        """The arguments of a batch without samples."""
-        self.sweep, self.aux = Sweep(), list[Any]()
+        """`plans` evaluate batches if there are some, `reduction` is the scale of a loss that is one number, and
+        `empty` has the arguments of a batch without samples, where there was one."""
+        self.t, self.kwargs, self.begun, self.evaluated = t, kwargs, begun, plans or _evaluated
+        self.empty, self.has_aux, self.aux = empty, t.has_aux, list[Any]()
+        self.sweep = Sweep()
         self.sweep.weights = BatchWeights(reduction)
-        self.rounds: Rounds | None = None
-        """Brings parameters that are not here."""
-        drawings = dict.fromkeys(t.drawings)
-        self.keys = {d: key_of(d.generator) for d in drawings}
-        self.first = 0
-        """Number of samples of the processes before this one."""
-        self.expected: int | None = None
-        """Number of samples of all processes, if they were counted."""
+        self.sweep.expected = begun.counted
+        self.keys = dict(zip(dict.fromkeys(t.drawings), begun.course.record.keys, strict=True))
         self.with_others: Statistic | None = None
         """The statistic with the per-sample gradients of its other batch, once they are known."""
         self.looked = False
         """Tells whether f was seen to give samples the same beside fewer ones."""
-        self.has_aux = t.has_aux
-
-    def draw_by(self, keys: Sequence[int], first: int = 0, of_all: int | None = None) -> None:
-        """Take these keys, and places behind so many samples, of the number that all processes have counted."""
-        self.keys, self.first = dict(zip(self.keys, keys, strict=True)), first
-        self.expected = self.sweep.expected = of_all
-
-    def check(self, known: int, params: Any) -> None:
-        """Look for what is wrong before the first batch, if there will be so many samples."""
 
     @property
     def phase(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -90,9 +80,9 @@ class VisitWork(StreamWork):
             self.looked = self.looked or several and not engine.joined
             return None, aux
 
-        t = self._with_kept(self.t.keyed(self.keys, self.first + n), args)
+        t = self._with_kept(self.t.keyed(self.keys, self.begun.before + n), args)
         aux = t.told(add, t.names, args, self.kwargs)[1]
-        self.aux.append(aux if self.rounds is None else self.rounds.present(aux))
+        self.aux.append(aux if (rounds := self.begun.rounds) is None else rounds.present(aux))
         return sweep.n - before
 
     def _with_kept(self, t: Statistic, args: tuple) -> Statistic:
@@ -100,7 +90,7 @@ class VisitWork(StreamWork):
 
         Where that cannot be (of an f that draws, of parameters in parts, by plans) both batches are joined each time.
         """
-        if t.others is None or self.rounds is not None or self.evaluated is not _evaluated:
+        if t.others is None or self.begun.rounds is not None or self.evaluated is not _evaluated:
             return t
         if self.with_others is None:
             self.with_others = t
@@ -117,39 +107,36 @@ class VisitWork(StreamWork):
                 self.with_others = replace(alone, reduction=RowsWithKept(not t.reduction.whole, held.shares))
         return self.with_others
 
-    def computed(self, through: Callable[[], Any], processes: Processes = ALONE, gather: bool = False) -> None:
-        """Go `through` all batches, once for each phase that is left, and share what they have brought."""
-        self.share(through, processes, gather)
+    def computed(self, gather: bool) -> None:
+        """Go through all batches, once for each phase that is left, and share what they have brought."""
+        self.share(gather)
         while self.phase + 1 < self.t.sweeps:
-            self.sweep, self.aux = Sweep(self.sweep, partial(dealt, processes)), []
-            self.share(through, processes, gather)
+            self.sweep, self.aux = Sweep(self.sweep, partial(dealt, self.begun.processes)), []
+            self.share(gather)
 
-    def at(self, params: Any, rounds: Rounds | None, parts: bool) -> None:
-        """Take these parameters, which `rounds` bring where they are divided; keep `parts` of what is kept of them."""
-        self.params, self.rounds = params, rounds
-        if rounds is None or not parts:
-            return
+    def divide(self, rounds: Rounds) -> None:
+        """Keep parts of what is kept of the parameters that `rounds` bring."""
         self.sweep.rounds = rounds
         rounds.reductions = [m.quantity.reduction for m in self.t.members or (self.t,)]
 
-    def share(self, seen: Callable[[], Any], processes: Processes, gather: bool) -> None:
+    def share(self, gather: bool) -> None:
         own = 0
 
         def counted() -> None:
             nonlocal own
-            seen()
+            self.begun.through()
             own = self.sweep.n
 
-        if processes.size == 1:
+        if self.begun.processes.size == 1:
             counted()
         else:
-            share(self.sweep, counted, processes, gather, self.without_samples)
+            share(self.sweep, counted, self.begun.processes, gather, self.without_samples)
         if self.sweep.rounds is not None:
             self.sweep.take(self.sweep.rounds.kept(own))
 
     def without_samples(self) -> Engine:
         """The evaluation of no samples."""
-        return self.t.keyed(self.keys, 0).without_samples(self.params)
+        return self.t.keyed(self.keys, 0).without_samples(self.begun.params)
 
     def results(self) -> tuple[Any, Any]:
         if self.sweep.engine is None and self.empty:  # zeros, or the reason why not
@@ -179,16 +166,10 @@ class VisitWork(StreamWork):
 class RowByRow(VisitWork):
     """Writes the result of each batch, and keeps nothing of it."""
 
-    def __init__(
-        self, t: Statistic, kwargs: dict[str, Any], evaluated: Evaluated, reduction: str | None, out: Any
-    ) -> None:
-        super().__init__(t, kwargs, evaluated, reduction)
-        self.rows = Rows(out, [m.quantity for m in t.members or (t,)], bool(t.members))
-        self.n = self.of_all = 0
+    def __init__(self, rows: Rows, *given: Any) -> None:
+        super().__init__(*given)
+        self.rows, self.n, self.of_all = rows, 0, 0
         """Numbers of samples of this process, and of all."""
-
-    def check(self, known: int, params: Any) -> None:
-        self.rows.check(params, known)
 
     def visit(self, args: tuple, n: int) -> int:
         weights, self.sweep = self.sweep.weights, Sweep()
@@ -207,34 +188,19 @@ class RowByRow(VisitWork):
         self.n += own
         return own
 
-    def share(self, through: Callable[[], Any], processes: Processes, gather: bool) -> None:
-        weights = self.sweep.weights
-        _, each = processes.told("samples", lambda: (through(), (self.n, weights.seen)))
+    def share(self, gather: bool) -> None:
+        weights, processes = self.sweep.weights, self.begun.processes
+        _, each = processes.told("samples", lambda: (self.begun.through(), (self.n, weights.seen)))
         self.of_all = sum(n for n, _ in each)
         one_scale(weights, processes, [mean for _, mean in each])
 
     def results(self) -> tuple[Any, Any]:
         if not self.of_all:
             raise no_samples()
-        check_number(self.of_all, self.expected)
+        check_number(self.of_all, self.begun.counted)
         if self.sweep.weights.mean:
             self.rows.scaled(self.n, 1 / self.of_all)
         return self.rows.result(self.n), self.aux
-
-
-def work_of(
-    t: Statistic,
-    kwargs: dict[str, Any],
-    out: Any = None,
-    plans: Evaluated | None = None,
-    reduction: str | None = None,
-) -> VisitWork:
-    """Work that joins the batches, or writes their rows to `out` if it is given; `plans` evaluate them if there are
-    some, and `reduction` is the scale of a loss that is one number."""
-    evaluated = plans or _evaluated
-    if out is None:
-        return VisitWork(t, kwargs, evaluated, reduction)
-    return RowByRow(t, kwargs, evaluated, reduction, out)
 
 
 def exchanged(t: Statistic, args: tuple, kwargs: dict[str, Any], gather: bool) -> int | None:

@@ -42,7 +42,7 @@ FAULTS = [
     Fault(
         "aux is a parameter without numbers",
         "data_sets/visits.py",
-        "aux if self.rounds is None else self.rounds.present(aux)",
+        "aux if (rounds := self.begun.rounds) is None else rounds.present(aux)",
         "aux",
         PARTS,
     ),
@@ -125,16 +125,16 @@ FAULTS = [
     ),
     Fault(
         "a process does not know how many samples come before its own",
-        "data_sets/streamed.py",
-        "work.draw_by(course.record.keys, begun.before, begun.counted)",
-        "work.draw_by(course.record.keys, 0, begun.counted)",
+        "data_sets/visits.py",
+        "self.begun.before + n",
+        "n",
         ALL,
     ),
     Fault(
         "numbers that are counted before may not come",
-        "data_sets/streamed.py",
-        "work.draw_by(course.record.keys, begun.before, begun.counted)",
-        "work.draw_by(course.record.keys, begun.before)",
+        "data_sets/visits.py",
+        "        self.sweep.expected = begun.counted\n",
+        "",
         FAULTS,
     ),
     Fault(
