@@ -73,15 +73,15 @@ class VisitWork(StreamWork):
     def visit(self, args: tuple, n: int) -> int:
         sweep, before = self.sweep, self.sweep.n
 
-        def add(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[None, Any]:
-            engine, several = t.engine(args, kwargs, names), size_of(args, t.in_dims) > 1
+        def add(engine: Engine) -> Any:
             engine.joined = several and not self.looked
-            aux = sweep.add(engine, partial(self.evaluated, t, sweep, args, kwargs))
+            aux = sweep.add(engine, partial(self.evaluated, t, sweep, args, self.kwargs))
             self.looked = self.looked or several and not engine.joined
-            return None, aux
+            return aux
 
+        several = size_of(args, self.t.in_dims) > 1
         t = self._with_kept(self.t.keyed(self.keys, self.begun.before + n), args)
-        aux = t.told(add, t.names, args, self.kwargs)[1]
+        aux = t.evaluating(args, self.kwargs, add)
         self.aux.append(aux if (rounds := self.begun.rounds) is None else rounds.present(aux))
         return sweep.n - before
 
@@ -95,11 +95,8 @@ class VisitWork(StreamWork):
         if self.with_others is None:
             self.with_others = t
 
-            def looked(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[None, None]:
-                return t.engine(args, kwargs, names).check_others(), None
-
             with suppress(Drew):
-                t.told(looked, t.names, args, self.kwargs)
+                t.evaluating(args, self.kwargs, Engine.check_others)
                 others, alone = iter(t.others), replace(t, others=None)
                 dims = batch_dims(t.in_dims, [*range(1, len(args))])
                 given = (args[0], *(args[i] if dim is None else next(others) for i, dim in dims.items()))
