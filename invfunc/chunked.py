@@ -51,7 +51,7 @@ def chunked(
     Args:
         f: a statistic of this library, or a function `f(params, *batch)`. Left out, a decorator is returned:
             `@chunked(n=16)`. f is pure in torch.func's sense (see the conventions).
-        n: the number of chunks, at least 1, and at most as many as the axis is long. The last ones may be smaller.
+        n: the number of chunks, at least 1, of nearly equal size; of an axis shorter than n, each entry is a chunk.
         chunk_size: in place of n, the length of a chunk. With neither (or None), f is returned unchanged.
         memory: in place of n, what a call may take over what is in use before it, its result included: bytes, a text as
             `"512MiB"`, or a float, the fraction of what is free. Samples are divided; where a single one is too much,

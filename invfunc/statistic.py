@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +27,8 @@ from invfunc.reductions import Reduction
 from invfunc.reductions.quantity import GRADIENT, ColumnKind, Drawing, Quantity
 from invfunc.report import Explanation, joined
 from invfunc.transform import Transform
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,6 +113,10 @@ class Statistic(Transform):
     def engine(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Engine:
         """The evaluation at these arguments."""
         return self._engine(self.problem(args, kwargs, names))
+
+    def evaluating(self, args: tuple, kwargs: dict[str, Any], work: Callable[[Engine], T]) -> T:
+        """The result of what is done with the evaluation at these arguments; an error says which call it is of."""
+        return self.told(lambda *call: (work(self.engine(*call)), None), self.names, args, kwargs)[0]
 
     def _engine(self, given: BoundProblem) -> Engine:
         return Engine(given, self.options, self._quantities(given), (*self.called, "in parts"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -189,12 +189,16 @@ class Transform(ABC):
             with checked_at_the_end(own=True):
                 return compute(args, kwargs, called)
         except InvFuncError as error:
-            raise told(error, f"{self!r}{method}({', '.join(called)})") from error.__cause__
-        except TypeError as error:
-            why = misfit(called, args, kwargs)
-            if not why:
-                raise
-            raise told(ArgumentTypeError(why), f"{self!r}{method}({', '.join(called)})") from error
+            raise told(error, f"{self!r}{method}({', '.join(called)})", data_first(self, args)) from error.__cause__
+        except Exception as error:
+            why = misfit(called, args, kwargs) if isinstance(error, TypeError) else ""
+            if why:
+                raise told(
+                    ArgumentTypeError(why), f"{self!r}{method}({', '.join(called)})", data_first(self, args)
+                ) from error
+            if hint := data_first(self, args):
+                error.add_note(hint)
+            raise
 
 
 _ALL = 99
@@ -279,11 +283,21 @@ def _takes(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) ->
     return True
 
 
-def told(error: InvFuncError, call: str) -> InvFuncError:
-    """The error with the call as it was written; the innermost transform that fails says it."""
+def data_first(t: Transform, args: tuple) -> str:
+    """A hint where the first argument is a tensor, and one behind it looks like the parameters; else empty."""
+    if not args or not isinstance(args[0], torch.Tensor) or getattr(t, "argnums", 0) not in (0, (0,)):
+        return ""
+    for i, x in enumerate(args[1:], 2):
+        if isinstance(x, Mapping) and x and all(isinstance(p, torch.Tensor) for p in x.values()):
+            return f"If argument {i}, a {type(x).__name__} of tensors, is the parameters: parameters come first."
+    return ""
+
+
+def told(error: InvFuncError, call: str, hint: str = "") -> InvFuncError:
+    """The error with the call as it was written, and a hint; the innermost transform that fails says it."""
     if error.told:
         return error
-    said = type(error)(f"{call}: {error}")
+    said = type(error)(f"{call}: {error}{hint and f' {hint}'}")
     said.__dict__.update(error.__dict__)
     said.told = True
     return said

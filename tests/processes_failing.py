@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 import invfunc
 from invfunc import distributed, streamed, tree
 from invfunc._torch.reading import absent
+from invfunc.data_sets.product import SumOfProducts
 from invfunc.data_sets.visits import VisitWork
 from invfunc.evaluation import rounds
 from invfunc.evaluation.processes import Processes
-from invfunc.products.streamed import BatchProducts
 from tests.data_sets.test_streamed import linear, losses
 from tests.many_processes import Example, composed, data, hold, mesh
 from tests.meter import Meter, nothing_collected
@@ -190,7 +190,7 @@ def of_parts(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Calls:
         "the loader fails beside parts": lambda: distributed(streamed(OF))(parts, lambda: late(x, y)),
         "a reduction fails beside parts": lambda: distributed(invfunc.reduced(OF, reduce))(parts, x, y),
         "a file that cannot be gone on with beside parts": lambda: not_resumed(
-            rank, parts, x, y, PRODUCT, BatchProducts
+            rank, parts, x, y, PRODUCT, SumOfProducts
         ),
         "written beside parts": lambda: distributed(streamed(OF))(written, lambda: writing(written["w"])),
         "written by f": lambda: distributed(invfunc.variance(clamped))(parts, x, y),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from invfunc.callables import describe
-from invfunc.compiled import Compiled, opened
+from invfunc.compiled import opened
 from invfunc.data_sets.part import ProcessPart
 from invfunc.data_sets.product import StreamedProduct
 from invfunc.data_sets.streamed import Streamed, not_by_batches
@@ -17,12 +17,6 @@ from invfunc.statistic import Statistic
 from invfunc.transform import check_adds_up
 
 
-@overload
-def distributed(
-    t: Statistic | Streamed | Compiled, group: Any = None, *, each: Literal["local", "gather"] = "local"
-) -> Streamed: ...
-@overload
-def distributed(t: Product | StreamedProduct, group: Any = None) -> StreamedProduct: ...
 def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] = "local") -> Any:
     """Compute a statistic of the samples of all processes, or a product, in each of them.
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from invfunc import tree
-from invfunc._torch.functorch import transforming
 from invfunc._torch.sharded import sharded
 from invfunc.arguments.problem import InDims
-from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.batches import Batches, Feed, batches_of, check_loader, counted, samples_of, size_of
-from invfunc.evaluation.checkpoint import Checkpoint, Course, Head, course_of
+from invfunc.errors import ArgumentTypeError
+from invfunc.evaluation.batches import (
+    GIVES_BATCHES,
+    Batches,
+    Feed,
+    batches_of,
+    check_loader,
+    check_not_transforming,
+    counted,
+    samples_of,
+    size_of,
+)
+from invfunc.evaluation.checkpoint import Checkpoint, Course, Head, Record
 from invfunc.evaluation.processes import ALONE, Processes, bits, same
 from invfunc.evaluation.rounds import Rounds, parted, through, whole
 from invfunc.products.product import space_of
@@ -21,30 +30,6 @@ T = TypeVar("T")
 PARAMETERS = ("the parameters",)
 At = Callable[[Any], Batches]
 """From the whole parameters to the batches at them."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """Arguments of a call, and what has to be known of it before the first batch is seen."""
-
-    args: tuple
-    own: tuple[str, ...]
-    """Names of the arguments in front of the batch; the first are the parameters."""
-    names: Any
-    alike: dict[str, str]
-    """Descriptions that have to be the same in all processes, beside the parameters."""
-    keys: list[int]
-    """Keys of drawn columns."""
-    identity: Callable[[], dict[str, str]] = dict
-    """Descriptions that a checkpoint has to have."""
-    again: str = ""
-    """Reason for which batches are seen twice, if they are."""
-    check: Callable[[int, Any], None] | None = None
-    """Looks for what is wrong if there will be so many samples, with these parameters."""
-    whole: bool = True
-    """Tells whether parameters are gathered before the first batch, and not where they are read."""
-    empty: list[tuple] = field(default_factory=list)
-    """Takes the arguments of a batch without samples."""
 
 
 @dataclass(frozen=True)
@@ -78,64 +63,81 @@ class ProcessPart:
         """The loader behind its own arguments, which gives its batches more than once if there is a reason."""
         if len(args) != len(own) + 1:
             given = f"{len(args)} positional arguments"
-            raise ArgumentTypeError(f"it takes {', '.join(own)} and a loader, and got {given}.")
+            raise ArgumentTypeError(f"it takes {', '.join(own)} and a loader, and got {given}: {GIVES_BATCHES}")
         check_loader(args[-1], sweeps=sweeps)
         return args[-1]
 
-    def begun(self, asked: Asked) -> Begun:
-        """Facts about all processes before the first batch is seen."""
-        processes, params = self.processes(), asked.args[:1]
+    def begun(
+        self,
+        args: tuple,
+        own: tuple[str, ...],
+        names: Any,
+        alike: dict[str, str],
+        keys: list[int],
+        identity: Callable[[], dict[str, str]] = dict,
+        again: str = "",
+        check: Callable[[int, Any], None] | None = None,
+        whole_first: bool = True,
+        empty: list[tuple] | None = None,
+    ) -> Begun:
+        """Facts about all processes before the first batch is seen.
+
+        The arguments have their `own` names in front of the batch, of which the first are the parameters. What is
+        `alike` has to be the same in all processes, and `identity` in a checkpoint, too; by `keys` columns are drawn.
+        Batches are seen twice for the reason `again`; `check` looks for what is wrong if there will be so many samples,
+        with these parameters, which are gathered `whole_first`, or where they are read. `empty` takes the arguments of
+        a batch without samples.
+        """
+        processes, params, counts = self.processes(), args[:1], bool(keys) and not self.alone
 
         def looked() -> tuple[tuple[At, Course], tuple[dict[str, str], Head, int]]:
-            if transforming():
-                raise ArgumentError(
-                    "within a transform of torch.func, as it is not differentiated. Apply the transform to the "
-                    "function, or to what is computed of each batch."
-                )
-            space_of(asked.args, asked.names)
-            at, count = (self._of_batch if self.feed is None else self._of_loader)(asked, processes)
-            course = self._course(processes, asked)
-            alike = {**asked.alike, **self._scale(), **bits("params", params[0])} if processes.size > 1 else {}
-            return (at, course), (alike, course.record.head, count)
+            check_not_transforming()
+            space_of(args, names)
+            scale = {} if self.reduction is None else {"reduction": self.reduction}
+            if self.feed is None:
+                at, count = self._of_batch(args[len(own) :], args[0])
+            else:
+                drawn = "each sample draws by how many came before, so that they are counted first" if counts else ""
+                loader = self.loader(args, own, again or drawn)
+                if check is not None:
+                    check(counted(loader, self.in_dims), args[0])
+                at = self._of_loader(loader, empty if self.alone else None)
+                count = samples_of(loader, self.in_dims) if counts else 0
+            course = self._course(processes, args[0], keys, lambda: {**scale, **identity()})
+            said = {**alike, **scale, **bits("params", args[0])} if processes.size > 1 else {}
+            return (at, course), (said, course.record.head, count)
 
         (at, course), each = processes.told("arguments", looked)
         same([alike for alike, _, _ in each])
         course.agree([head for _, head, _ in each])
-        given, rounds = params[0], None
+        given, rounds = args[0], None
         if not self.alone and any(map(sharded, tree.tensors(params))):
-            if asked.whole:
+            if whole_first:
                 given = whole(processes, "params", given)
             else:
                 given, rounds = parted(processes, "params", given)
-        counts = [n for _, _, n in each]
-        total = sum(counts) if asked.keys and not self.alone else None
-        return Begun(processes, given, rounds, at(given), course, sum(counts[: processes.rank]), total)
+        numbers = [n for _, _, n in each]
+        total = sum(numbers) if counts else None
+        return Begun(processes, given, rounds, at(given), course, sum(numbers[: processes.rank]), total)
 
-    def _course(self, processes: Processes, asked: Asked) -> Course:
-        """The course of this process; of several, each has a file of its own."""
-        file, place = self.file, {} if self.alone else {"the process": f"{processes.rank} of {processes.size}"}
-        if file is not None and not self.alone:
-            file = file.of_process(processes.rank)
-        device = (self.feed or Feed()).goal(asked.args[0])
-        return course_of(file, lambda: {**place, **self._scale(), **asked.identity()}, asked.keys, device)
+    def _course(
+        self, processes: Processes, params: Any, keys: list[int], identity: Callable[[], dict[str, str]]
+    ) -> Course:
+        """The course of this process, which draws by these keys unless it goes on; of several, each has its file."""
+        if self.file is None:
+            return Course(Record({}, keys))
+        file, place = self.file, {}
+        if not self.alone:
+            file, place = file.of_process(processes.rank), {"the process": f"{processes.rank} of {processes.size}"}
+        return Course(file.record({**place, **identity()}, keys, (self.feed or Feed()).goal(params)), file)
 
-    def _scale(self) -> dict[str, str]:
-        return {} if self.reduction is None else {"reduction": self.reduction}
-
-    def _of_batch(self, asked: Asked, processes: Processes) -> tuple[At, int]:
-        batch = asked.args[len(asked.own) :]
-        n = size_of((asked.args[0], *batch), self.in_dims)
+    def _of_batch(self, batch: tuple, params: Any) -> tuple[At, int]:
+        n = size_of((params, *batch), self.in_dims)
         return lambda params: lambda visit, _: visit((params, *batch), 0) if n else 0, n
 
-    def _of_loader(self, asked: Asked, processes: Processes) -> tuple[At, int]:
-        counts = bool(asked.keys) and not self.alone
-        drawn = "each sample draws by how many came before, so that they are counted first" if counts else ""
-        loader, feed = self.loader(asked.args, asked.own, asked.again or drawn), self.feed or Feed()
-        if asked.check is not None:
-            asked.check(counted(loader, self.in_dims), asked.args[0])
-        empty = asked.empty if self.alone else None
-        count = samples_of(loader, self.in_dims) if counts else 0
-        return lambda params: batches_of(loader, params, self.in_dims, feed, empty), count
+    def _of_loader(self, loader: Any, empty: list[tuple] | None) -> At:
+        feed = self.feed or Feed()
+        return lambda params: batches_of(loader, params, self.in_dims, feed, empty)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class Rows:
         self.out, self.quantities, self.several, self.most = out, quantities, several, 0
         self.calls = callable(out)
 
-    def check(self, params: Any, known: int) -> None:
+    def check(self, known: int, params: Any) -> None:
         """Look for what is wrong before the first batch, if there will be so many samples."""
         if self.calls:
             return

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 
 from invfunc import tree
 from invfunc._torch.sharded import sharded
 from invfunc.callables import describe
-from invfunc.compiled import Compiled, opened
-from invfunc.data_sets.part import PARAMETERS, Asked, ProcessPart
+from invfunc.compiled import opened
+from invfunc.data_sets.part import PARAMETERS, ProcessPart
 from invfunc.data_sets.product import StreamedProduct
+from invfunc.data_sets.rows import Rows
 from invfunc.data_sets.tiled import Tiled
-from invfunc.data_sets.visits import exchanged, work_of
+from invfunc.data_sets.visits import RowByRow, VisitWork, exchanged
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.batches import Feed, first
 from invfunc.evaluation.checkpoint import Checkpoint, described, named
 from invfunc.evaluation.rounds import parts
+from invfunc.loss.drawn import key_of
 from invfunc.plans.batches import PlansOfBatches
 from invfunc.products.product import Product
 from invfunc.report import Explanation
@@ -27,27 +29,6 @@ from invfunc.statistic import Statistic
 from invfunc.transform import Transform, check_adds_up
 
 
-@overload
-def streamed(
-    t: Statistic | Compiled,
-    *,
-    device: Any = None,
-    progress: bool = False,
-    checkpoint: Any = None,
-    every: float = 60,
-    out: Any = None,
-    reduction: Literal["sum"] | None = None,
-) -> Streamed | Tiled: ...
-@overload
-def streamed(
-    t: Product,
-    *,
-    device: Any = None,
-    progress: bool = False,
-    checkpoint: Any = None,
-    every: float = 60,
-    reduction: Literal["sum"] | None = None,
-) -> StreamedProduct: ...
 def streamed(
     t: Any,
     *,
@@ -253,17 +234,27 @@ class Streamed(Transform):
 
     @torch.no_grad()
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        work = work_of(self.t, kwargs, self.out, self.plans, self.part.reduction)
-        identity = partial(identity_of, self.t, args[:1], kwargs)
-        alike = {"the statistic": options_of(self.t), "each": "gather" if self.gather else "local"}
-        keys, planned = [*work.keys.values()], self.plans is not None
-        asked = Asked(args, PARAMETERS, names, alike, keys, identity, twice(self.t), work.check, planned, work.empty)
-        begun = self.part.begun(asked)
-        work.at(begun.params, begun.rounds, parts=self.out is None and not begun.course.keeps)
+        t, empty = self.t, list[tuple]()
+        rows = None if self.out is None else Rows(self.out, [m.quantity for m in t.members or (t,)], bool(t.members))
+        begun = self.part.begun(
+            args,
+            PARAMETERS,
+            names,
+            alike={"the statistic": options_of(t), "each": "gather" if self.gather else "local"},
+            keys=[key_of(d.generator) for d in dict.fromkeys(t.drawings)],
+            identity=partial(identity_of, t, args[:1], kwargs),
+            again=twice(t),
+            check=None if rows is None else rows.check,
+            whole_first=self.plans is not None,
+            empty=empty,
+        )
+        given = t, kwargs, begun, self.plans, self.part.reduction, empty
+        work = VisitWork(*given) if rows is None else RowByRow(rows, *given)
+        if begun.rounds is not None and rows is None and not begun.course.keeps:
+            work.divide(begun.rounds)
         with begun.course as course:
-            work.draw_by(course.record.keys, begun.before, begun.counted)
             begun.told("checkpoint", partial(course.begin, work))
-            work.computed(begun.through, begun.processes, self.gather)
+            work.computed(self.gather)
             results, aux = begun.told("result", work.results)
             results = self._laid_out(results, args[0])
         return results, aux if self.part.feed is not None else aux[0] if aux else None

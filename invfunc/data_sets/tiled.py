@@ -19,6 +19,7 @@ from invfunc.data_sets.rows import check_own
 from invfunc.errors import ArgumentError, ArgumentTypeError, RandomnessError
 from invfunc.evaluation.batches import Batches, Feed, batches_of, check_loader, first, no_samples, size_of, unscaled
 from invfunc.evaluation.checkpoint import fingerprint
+from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.joined import Drew
 from invfunc.reductions import Reduction
 from invfunc.reductions.kept_shares import KeptShares, ProductsWithKept, SampleShares
@@ -261,29 +262,25 @@ class Meetings:
                 )
         t = replace(self.t, others=tuple(others[i] for i, dim in dims.items() if dim is not None))
 
-        def looked(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[None, None]:
-            try:
-                return t.engine(args, kwargs, names).check_others(), None
-            except Drew:
-                raise RandomnessError(
-                    "f draws random numbers (dropout?), and would draw others for a batch each time it meets another "
-                    "one. Use eval mode, or pass the numbers as a batch argument."
-                ) from None
-
-        t.told(looked, t.names, args, self.kwargs)
+        try:
+            t.evaluating(args, self.kwargs, Engine.check_others)
+        except Drew:
+            raise RandomnessError(
+                "f draws random numbers (dropout?), and would draw others for a batch each time it meets another one. "
+                "Use eval mode, or pass the numbers as a batch argument."
+            ) from None
         self.looked = True
 
     def _found(self, args: tuple, *reductions: Reduction) -> tuple[list[Any], Any]:
         t = replace(self.t, members=tuple(replace(self.t, reduction=r) for r in reductions))
 
-        def found(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[list[Any], Any]:
-            engine = t.engine(args, kwargs, names)
+        def found(engine: Engine) -> tuple[list[Any], Any]:
             aux = engine.kept()
             if engine.scalar:
                 raise unscaled(engine.problem.n)
             return engine.finished(), aux
 
-        return t.told(found, t.names, args, self.kwargs)
+        return t.evaluating(args, self.kwargs, found)
 
 
 class _Matrix:

@@ -14,18 +14,17 @@ from invfunc import tree
 from invfunc._torch.functorch import FakeTensorMode
 from invfunc._torch.generators import set_states, state_of
 from invfunc.arguments.problem import batch_dims
+from invfunc.data_sets.part import Begun
 from invfunc.data_sets.rows import Rows
 from invfunc.data_sets.tiled import Meetings
 from invfunc.errors import ArgumentError
 from invfunc.evaluation.batches import no_samples, size_of
-from invfunc.evaluation.checkpoint import State, check_loadable
+from invfunc.evaluation.checkpoint import StreamWork, check_loadable
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.joined import Drew
-from invfunc.evaluation.processes import ALONE, Processes
 from invfunc.evaluation.rounds import Rounds, through
 from invfunc.evaluation.sweep import Sweep, bytes_given, check_number, dealt, one_scale, share
 from invfunc.evaluation.weights import BatchWeights
-from invfunc.loss.drawn import key_of
 from invfunc.reductions.kept_shares import RowsWithKept
 from invfunc.statistic import Statistic
 from invfunc.transform import own_memory
@@ -38,56 +37,52 @@ def _evaluated(t: Statistic, sweep: Sweep, args: tuple, kwargs: dict[str, Any], 
     return engine.kept()
 
 
-class VisitWork:
+class VisitWork(StreamWork):
     """Joins what the batches bring."""
 
     def __init__(
-        self, t: Statistic, kwargs: dict[str, Any], evaluated: Evaluated, reduction: str | None = None
+        self,
+        t: Statistic,
+        kwargs: dict[str, Any],
+        begun: Begun,
+        plans: Evaluated | None = None,
+        reduction: str | None = None,
+        empty: Sequence[tuple] = (),
     ) -> None:
-        self.t, self.kwargs, self.evaluated = t, kwargs, evaluated
-        self.params: Any = None
-        self.empty: list[tuple] = []
-        """The arguments of a batch without samples."""
-        self.sweep, self.aux = Sweep(), list[Any]()
+        """`plans` evaluate batches if there are some, `reduction` is the scale of a loss that is one number, and
+        `empty` has the arguments of a batch without samples, where there was one."""
+        self.t, self.kwargs, self.begun, self.evaluated = t, kwargs, begun, plans or _evaluated
+        self.empty, self.has_aux, self.aux = empty, t.has_aux, list[Any]()
+        self.sweep = Sweep()
         self.sweep.weights = BatchWeights(reduction)
-        self.rounds: Rounds | None = None
-        """Brings parameters that are not here."""
-        drawings = dict.fromkeys(t.drawings)
-        self.keys = {d: key_of(d.generator) for d in drawings}
-        self.first = 0
-        """Number of samples of the processes before this one."""
-        self.expected: int | None = None
-        """Number of samples of all processes, if they were counted."""
-        self.kept: Statistic | None = None
+        self.sweep.expected = begun.counted
+        self.keys = dict(zip(dict.fromkeys(t.drawings), begun.course.record.keys, strict=True))
+        self.with_others: Statistic | None = None
         """The statistic with the per-sample gradients of its other batch, once they are known."""
-        self.weighed = self.looked = False
-        """Tells whether the first batch was seen, and whether f was seen to give samples the same beside fewer ones."""
-
-    def draw_by(self, keys: Sequence[int], first: int = 0, of_all: int | None = None) -> None:
-        """Take these keys, and places behind so many samples, of the number that all processes have counted."""
-        self.keys, self.first = dict(zip(self.keys, keys, strict=True)), first
-        self.expected = self.sweep.expected = of_all
-
-    def check(self, known: int, params: Any) -> None:
-        """Look for what is wrong before the first batch, if there will be so many samples."""
+        self.looked = False
+        """Tells whether f was seen to give samples the same beside fewer ones."""
 
     @property
-    def phase(self) -> int:
+    def phase(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.sweep.phase
+
+    @property
+    def weights(self) -> BatchWeights:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.sweep.weights
 
     def visit(self, args: tuple, n: int) -> int:
         sweep, before = self.sweep, self.sweep.n
 
-        def add(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[None, Any]:
-            engine, several = t.engine(args, kwargs, names), size_of(args, t.in_dims) > 1
+        def add(engine: Engine) -> Any:
             engine.joined = several and not self.looked
-            aux = sweep.add(engine, partial(self.evaluated, t, sweep, args, kwargs))
+            aux = sweep.add(engine, partial(self.evaluated, t, sweep, args, self.kwargs))
             self.looked = self.looked or several and not engine.joined
-            return None, aux
+            return aux
 
-        t = self._with_kept(self.t.keyed(self.keys, self.first + n), args)
-        aux = t.told(add, t.names, args, self.kwargs)[1]
-        self.aux.append(aux if self.rounds is None else self.rounds.present(aux))
+        several = size_of(args, self.t.in_dims) > 1
+        t = self._with_kept(self.t.keyed(self.keys, self.begun.before + n), args)
+        aux = t.evaluating(args, self.kwargs, add)
+        self.aux.append(aux if (rounds := self.begun.rounds) is None else rounds.present(aux))
         return sweep.n - before
 
     def _with_kept(self, t: Statistic, args: tuple) -> Statistic:
@@ -95,56 +90,50 @@ class VisitWork:
 
         Where that cannot be (of an f that draws, of parameters in parts, by plans) both batches are joined each time.
         """
-        if t.others is None or self.rounds is not None or self.evaluated is not _evaluated:
+        if t.others is None or self.begun.rounds is not None or self.evaluated is not _evaluated:
             return t
-        if self.kept is None:
-            self.kept = t
-
-            def looked(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[None, None]:
-                return t.engine(args, kwargs, names).check_others(), None
+        if self.with_others is None:
+            self.with_others = t
 
             with suppress(Drew):
-                t.told(looked, t.names, args, self.kwargs)
+                t.evaluating(args, self.kwargs, Engine.check_others)
                 others, alone = iter(t.others), replace(t, others=None)
                 dims = batch_dims(t.in_dims, [*range(1, len(args))])
                 given = (args[0], *(args[i] if dim is None else next(others) for i, dim in dims.items()))
                 held, _ = Meetings(alone, self.kwargs).held(given)
-                self.kept = replace(alone, reduction=RowsWithKept(not t.reduction.whole, held.shares))
-        return self.kept
+                self.with_others = replace(alone, reduction=RowsWithKept(not t.reduction.whole, held.shares))
+        return self.with_others
 
-    def computed(self, through: Callable[[], Any], processes: Processes = ALONE, gather: bool = False) -> None:
-        """Go `through` all batches, once for each phase that is left, and share what they have brought."""
-        self.share(through, processes, gather)
+    def computed(self, gather: bool) -> None:
+        """Go through all batches, once for each phase that is left, and share what they have brought."""
+        self.share(gather)
         while self.phase + 1 < self.t.sweeps:
-            self.sweep, self.aux = Sweep(self.sweep, partial(dealt, processes)), []
-            self.share(through, processes, gather)
+            self.sweep, self.aux = Sweep(self.sweep, partial(dealt, self.begun.processes)), []
+            self.share(gather)
 
-    def at(self, params: Any, rounds: Rounds | None, parts: bool) -> None:
-        """Take these parameters, which `rounds` bring where they are divided; keep `parts` of what is kept of them."""
-        self.params, self.rounds = params, rounds
-        if rounds is None or not parts:
-            return
+    def divide(self, rounds: Rounds) -> None:
+        """Keep parts of what is kept of the parameters that `rounds` bring."""
         self.sweep.rounds = rounds
         rounds.reductions = [m.quantity.reduction for m in self.t.members or (self.t,)]
 
-    def share(self, seen: Callable[[], Any], processes: Processes, gather: bool) -> None:
+    def share(self, gather: bool) -> None:
         own = 0
 
         def counted() -> None:
             nonlocal own
-            seen()
+            self.begun.through()
             own = self.sweep.n
 
-        if processes.size == 1:
+        if self.begun.processes.size == 1:
             counted()
         else:
-            share(self.sweep, counted, processes, gather, self.without_samples)
+            share(self.sweep, counted, self.begun.processes, gather, self.without_samples)
         if self.sweep.rounds is not None:
             self.sweep.take(self.sweep.rounds.kept(own))
 
     def without_samples(self) -> Engine:
         """The evaluation of no samples."""
-        return self.t.keyed(self.keys, 0).without_samples(self.params)
+        return self.t.keyed(self.keys, 0).without_samples(self.begun.params)
 
     def results(self) -> tuple[Any, Any]:
         if self.sweep.engine is None and self.empty:  # zeros, or the reason why not
@@ -155,39 +144,29 @@ class VisitWork:
 
     # In a checkpoint
 
-    def state(self) -> State:
-        kept, count, weighed = self.sweep.state(), len(self.aux), self.sweep.weights.first is not None
-        if count == 1:
+    def kept(self) -> dict[str, Any]:
+        kept = self.sweep.state()
+        if len(self.aux) == 1:
             check_loadable("the tree of the outputs", kept["outputs"])
-        if self.t.has_aux:
-            check_loadable("aux", self.aux[-1:])
-        return lambda: {**kept, "weighed": weighed, "aux": self.aux[:count]}
+        return kept
 
-    def resume(self, state: dict[str, Any]) -> None:
-        weights, self.sweep = self.sweep.weights, Sweep.resumed(state, self.without_samples())
-        self.sweep.weights, self.aux = weights, state["aux"]
-        self.weighed = state["weighed"]
+    def keep(self, kept: dict[str, Any]) -> None:
+        weights, self.sweep = self.weights, Sweep.resumed(kept, self.without_samples())
+        self.sweep.weights = weights
 
-    def weigh(self, args: tuple) -> None:
-        if self.weighed and self.sweep.weights.first is None:
-            first = Sweep()
-            first.add(self.t.keyed(self.keys, 0).engine(args, self.kwargs, self.t.names(len(args))))
-            self.sweep.weights = first.weights
+    def weigh_first(self, args: tuple) -> None:
+        first = Sweep()
+        first.add(self.t.keyed(self.keys, 0).engine(args, self.kwargs, self.t.names(len(args))))
+        self.sweep.weights = first.weights
 
 
 class RowByRow(VisitWork):
     """Writes the result of each batch, and keeps nothing of it."""
 
-    def __init__(
-        self, t: Statistic, kwargs: dict[str, Any], evaluated: Evaluated, reduction: str | None, out: Any
-    ) -> None:
-        super().__init__(t, kwargs, evaluated, reduction)
-        self.rows = Rows(out, [m.quantity for m in t.members or (t,)], bool(t.members))
-        self.n = self.of_all = 0
+    def __init__(self, rows: Rows, *given: Any) -> None:
+        super().__init__(*given)
+        self.rows, self.n, self.of_all = rows, 0, 0
         """Numbers of samples of this process, and of all."""
-
-    def check(self, known: int, params: Any) -> None:
-        self.rows.check(params, known)
 
     def visit(self, args: tuple, n: int) -> int:
         weights, self.sweep = self.sweep.weights, Sweep()
@@ -206,34 +185,19 @@ class RowByRow(VisitWork):
         self.n += own
         return own
 
-    def share(self, through: Callable[[], Any], processes: Processes, gather: bool) -> None:
-        weights = self.sweep.weights
-        _, each = processes.told("samples", lambda: (through(), (self.n, weights.seen)))
+    def share(self, gather: bool) -> None:
+        weights, processes = self.sweep.weights, self.begun.processes
+        _, each = processes.told("samples", lambda: (self.begun.through(), (self.n, weights.seen)))
         self.of_all = sum(n for n, _ in each)
         one_scale(weights, processes, [mean for _, mean in each])
 
     def results(self) -> tuple[Any, Any]:
         if not self.of_all:
             raise no_samples()
-        check_number(self.of_all, self.expected)
+        check_number(self.of_all, self.begun.counted)
         if self.sweep.weights.mean:
             self.rows.scaled(self.n, 1 / self.of_all)
         return self.rows.result(self.n), self.aux
-
-
-def work_of(
-    t: Statistic,
-    kwargs: dict[str, Any],
-    out: Any = None,
-    plans: Evaluated | None = None,
-    reduction: str | None = None,
-) -> VisitWork:
-    """Work that joins the batches, or writes their rows to `out` if it is given; `plans` evaluate them if there are
-    some, and `reduction` is the scale of a loss that is one number."""
-    evaluated = plans or _evaluated
-    if out is None:
-        return VisitWork(t, kwargs, evaluated, reduction)
-    return RowByRow(t, kwargs, evaluated, reduction, out)
 
 
 def exchanged(t: Statistic, args: tuple, kwargs: dict[str, Any], gather: bool) -> int | None:

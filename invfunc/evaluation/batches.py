@@ -23,6 +23,9 @@ Batches = Callable[[Visit, Numbered], int]
 """Has all batches seen; returns how many samples there were."""
 
 
+GIVES_BATCHES = "a loader gives batches, as a DataLoader does, or the list [(x, y)] of one batch."
+
+
 def check_loader(loader: Any, sweeps: str = "") -> None:
     """Check that there are batches in it, and, if it has to be gone through more than once, say for what, that it can
     be."""
@@ -36,6 +39,11 @@ def check_loader(loader: Any, sweeps: str = "") -> None:
             f"loader is of type {type(loader).__name__}, which gives its batches once, but {sweeps}. Give what can be "
             "gone through again: a list, a DataLoader, or the function that makes the generator, without calling it."
         )
+    check_not_transforming()
+
+
+def check_not_transforming() -> None:
+    """Check that no transform of torch.func is around a call that is not differentiated."""
     if transforming():
         raise ArgumentError(
             "within a transform of torch.func, as it is not differentiated. Apply the transform to the function, or to "
@@ -83,15 +91,12 @@ def batches_of(loader: Any, params: Any, in_dims: InDims, feed: Feed, empty: lis
 
     def check() -> None:
         if _written(params) != known:
-            raise ArgumentError(
-                "the parameters were written in place meanwhile (an optimizer beside the loader?), but a result is of "
-                "the same ones for all samples. Pass copies: {name: p.clone() for name, p in params.items()}."
-            )
+            raise written_meanwhile()
 
     def batches(visit: Visit, numbered: Numbered) -> int:
         check_loader(loader)
         n, device = 0, feed.goal(params)
-        given = loader if isinstance(loader, Iterable) else loader()
+        given = _opened(loader)
         with told_of_parts(feed.progress, given) as tell:
             for number, batch in numbered(given):
                 check()
@@ -106,6 +111,8 @@ def batches_of(loader: Any, params: Any, in_dims: InDims, feed: Feed, empty: lis
                         raise ArgumentError("f writes into its batch in place, which may come again. Let it copy it.")
                 except Exception as error:
                     error.add_note(f"This is batch {number} of the loader.")
+                    if isinstance(error, ArgumentTypeError) and isinstance(batch, torch.Tensor):
+                        error.args = (f"{error} Each batch of the loader is one tensor: {GIVES_BATCHES}",)
                     raise
                 n += own
                 tell(number + 1, own)
@@ -124,7 +131,7 @@ def first(loader: Any, params: Any, in_dims: InDims, feed: Feed) -> tuple[tuple,
     """The arguments of the first batch with samples, and how many batches there are, if they are counted."""
     device = feed.goal(params)
     with torch.random.fork_rng([]):  # a DataLoader draws numbers when it begins
-        batches = loader if isinstance(loader, Iterable) else loader()
+        batches = _opened(loader)
         count = length_hint(batches, 0) or None
         for batch in batches:
             args = (params, *_arguments(batch, device))
@@ -135,6 +142,13 @@ def first(loader: Any, params: Any, in_dims: InDims, feed: Feed) -> tuple[tuple,
 
 def no_samples() -> ArgumentError:
     return ArgumentError("the loader gave no samples: it is empty, or a generator that was used up before.")
+
+
+def written_meanwhile() -> ArgumentError:
+    return ArgumentError(
+        "the parameters were written in place meanwhile (an optimizer beside the loader?), but a result is of the same "
+        "ones for all samples. Pass copies: {name: p.clone() for name, p in params.items()}."
+    )
 
 
 def not_scalar(reduction: str) -> ArgumentError:
@@ -174,8 +188,7 @@ def size_of(args: tuple, in_dims: InDims) -> int:
 def samples_of(loader: Any, in_dims: InDims) -> int:
     """Number of samples that a loader gives, which is gone through for that."""
     with torch.random.fork_rng([]):  # a DataLoader draws numbers when it begins
-        batches = loader if isinstance(loader, Iterable) else loader()
-        return sum(size_of((None, *_parts(batch)), in_dims) for batch in batches)
+        return sum(size_of((None, *_parts(batch)), in_dims) for batch in _opened(loader))
 
 
 def counted(loader: Any, in_dims: InDims) -> int:
@@ -183,6 +196,10 @@ def counted(loader: Any, in_dims: InDims) -> int:
     batches = loader if isinstance(loader, (list, tuple)) else ()
     sizes = (_sizes((None, *_parts(batch)), in_dims) - {None} for batch in batches)
     return sum(min(each, default=0) for each in sizes)
+
+
+def _opened(loader: Any) -> Iterable[Any]:
+    return loader if isinstance(loader, Iterable) else loader()
 
 
 def _parts(batch: Any) -> tuple:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from glob import escape
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 from uuid import uuid4
 from zipfile import BadZipFile, ZipFile
 
@@ -23,6 +24,7 @@ from invfunc import tree
 from invfunc._torch.sharded import sharded
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.batches import Batches
+from invfunc.evaluation.weights import BatchWeights
 from invfunc.kronecker.matrix import Kronecker
 from invfunc.kronecker.origin import Joint, Origin
 from invfunc.kronecker.places import Place
@@ -227,82 +229,84 @@ def _loadable(x: Any) -> bool:
 # How a call goes through its batches
 
 
-class StreamWork(Protocol):
-    """Work that is done with the batches."""
+class StreamWork(ABC):
+    """Work that is done with the batches, whose state can be saved."""
 
-    @property
-    def phase(self) -> int:
-        """For which they come now."""
-        ...
+    phase = 0
+    """For which the batches come now."""
+    has_aux = False
+    aux: list[Any]
+    """Those of the batches that were seen."""
+    weights: BatchWeights
+    weighed = False
+    """Tells whether the loss of the first batch was seen, from which a call before has gone on."""
 
+    @abstractmethod
     def visit(self, args: tuple, n: int) -> int:
         """See the next batch, behind n samples; how many it has."""
-        ...
+
+    @abstractmethod
+    def kept(self) -> dict[str, Any]:
+        """All that is known by now, but aux."""
+
+    @abstractmethod
+    def keep(self, kept: dict[str, Any]) -> None:
+        """Go on from what was known."""
+
+    @abstractmethod
+    def weigh_first(self, args: tuple) -> None:
+        """See the first batch once more, for what its loss weighs."""
 
     def state(self) -> State:
         """All that is known by now."""
-        ...
+        if self.has_aux:
+            check_loadable("aux", self.aux[-1:])
+        kept, count, weighed = self.kept(), len(self.aux), self.weights.first is not None
+        return lambda: {**kept, "weighed": weighed, "aux": self.aux[:count]}
 
     def resume(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
-        ...
+        self.weighed, self.aux = state["weighed"], state["aux"]
+        self.keep(state)
 
     def weigh(self, args: tuple) -> None:
         """See the first batch once more, which is no part of a state: a loss is compared with what it is there."""
-        ...
+        if self.weighed and self.weights.first is None:
+            self.weigh_first(args)
 
 
 class Course:
-    """Has a work see batches."""
+    """Has a work see the batches that are not done: with a file, what they have brought is there when it is left too
+    early."""
 
     work: StreamWork
-    keeps = False
-    """Tells whether a file has to be there until the result is."""
 
-    def __init__(self, record: Record) -> None:
-        self.record = record
+    def __init__(self, record: Record, file: Checkpoint | None = None) -> None:
+        self.record, self.several = record, False
+        self.file: Any = file
+        self._done = self._n = self._number = self._known = 0
+        self._prints, self._new, self._written = list[int](), False, time.monotonic()
+
+    @property
+    def keeps(self) -> bool:
+        """Tells whether a file has to be there until the result is."""
+        return self.file is not None
 
     def agree(self, each: Sequence[Head]) -> None:
         """Go on from where all processes can, of whose records these are the heads."""
-        self.record = self.record.agreed(each)
+        self.record, self.several = self.record.agreed(each), len(each) > 1
 
     def begin(self, work: StreamWork) -> None:
         """Put it where it was when a call before ended."""
-        self.work = work
-
-    def through(self, batches: Batches) -> None:
-        """Have the batches seen, for the phase that the work is in."""
-        batches(self.work.visit, enumerate)
-
-    def __enter__(self) -> Course:
-        return self
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        return
-
-
-class Log(Course):
-    """Has a work see those that are not done: what they have brought is in a file when it is left too early."""
-
-    keeps = True
-
-    def __init__(self, file: Checkpoint, record: Record) -> None:
-        super().__init__(record)
-        self.file, self.several = file, False
-        self._done = self._n = self._number = 0
-        self._new, self._written = False, time.monotonic()
-
-    def agree(self, each: Sequence[Head]) -> None:
-        super().agree(each)
-        self.several = len(each) > 1
-
-    def begin(self, work: StreamWork) -> None:
-        super().begin(work)
-        self._prints, self._known = [*self.record.prints], len(self.record.prints)
+        self.work, self._prints, self._known = work, [*self.record.prints], len(self.record.prints)
         if self.record.state is not None:
             work.resume(self.record.state())
 
     def through(self, batches: Batches) -> None:
+        """Have the batches seen, for the phase that the work is in."""
+        if not self.keeps:
+            batches(self.work.visit, enumerate)
+            return
         if self.work.phase > self.record.phase:
             self._known = len(self._prints)
             self._note(phase=self.work.phase, done=0, n=0)
@@ -311,8 +315,11 @@ class Log(Course):
         batches(self._visit, self._remaining)
         self._before_others()
 
+    def __enter__(self) -> Course:
+        return self
+
     def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is None:
+        if self.keeps and kind is None:
             self.file.remove()
         elif self._new:
             self._write()
@@ -362,18 +369,6 @@ class Log(Course):
     def _write(self) -> None:
         self.file.write(replace(self.record, prints=self._prints[: max(self._known, self.record.done)]))
         self._new, self._written = False, time.monotonic()
-
-
-def course_of(
-    file: Checkpoint | None, identity: Callable[[], dict[str, str]], keys: list[int], device: torch.device
-) -> Course:
-    """Course of a call which draws by these keys, unless it goes on with a file, if it has one; states are on a device.
-
-    `identity` says by name what has to be the same as before, beside the batches.
-    """
-    if file is None:
-        return Course(Record({}, keys))
-    return Log(file, file.record(identity(), keys, device))
 
 
 # What tells values from others, also in another process

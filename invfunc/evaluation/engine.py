@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
+
+from invfunc import tree
 from invfunc._extras import ticking
-from invfunc._torch.generators import set_states, state_of, torchs_own
-from invfunc._torch.values import checked_at_the_end
-from invfunc.arguments.problem import BoundProblem
-from invfunc.core.marks import Final
-from invfunc.core.ways import Way, by_ways
+from invfunc._torch.functorch import transforming, undispatched, unheard
+from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
+from invfunc._torch.values import checked_at_the_end, same_values
+from invfunc.arguments.problem import BoundProblem, whole
+from invfunc.core.columns import joined, made
+from invfunc.core.evaluate import Made, RunStates, columns_of_all, hessian_of, kept, loss_of, returned
+from invfunc.core.marks import Final, Unsupported
+from invfunc.core.ways import WAYS, Met, Way, by_ways
 from invfunc.errors import InvFuncError
 from invfunc.evaluation.fold import JointFold
-from invfunc.evaluation.joined import check_batches
-from invfunc.evaluation.parts import EvaluationParts, alone, joins
+from invfunc.evaluation.joined import Drew, check_batches, check_fewer, moved
+from invfunc.evaluation.kinds import Kind, kind_of, neither, not_in_parts
 from invfunc.evaluation.weights import LossPart
+from invfunc.loss.drawn import joined as joined_trees
 from invfunc.plan import Options
-from invfunc.reductions.quantity import Quantity
+from invfunc.reductions import State
+from invfunc.reductions.quantity import Accumulator, Quantity
+
+Part = tuple[int, int]
 
 
 class Engine:
@@ -27,12 +40,25 @@ class Engine:
         self, problem: BoundProblem, options: Options, quantities: Sequence[Quantity], called: Hashable = None
     ) -> None:
         """`called` says what is asked of f, if that may be."""
-        self.problem, self.quantities, self.called = problem, quantities, called
+        self.problem, self.called = problem, called
         self.fold = JointFold(problem, options, quantities)
+        kinds, apart = [q.kind for q in quantities], problem.loss is not None
+        self.run = whole(problem) if apart and any(k.first_order or k.second_order for k in kinds) else problem
+        """The problem as it is run: where the gradient of the loss is pulled back, f and the loss are one."""
+        self.model = self.run.loss is not None or any(kind.of_model == "yes" for kind in kinds)
+        """Whether f returns outputs."""
+        self.way: Way = BoundProblem.call
+        """The way in which f is called."""
         self.scalar = False
         """Whether f, or the loss, has returned one number for all samples."""
         self.joined = False
         """Whether its results are joined with others, and f has not been seen to allow it."""
+        self.gave = False
+        """Whether something was given away, so that it cannot be tried in another way."""
+        self.loss: torch.Tensor | None = None
+        """That of all samples, where it is given apart: parts take its columns from there."""
+        self.outputs: Any = None
+        """Those of a model that is given apart from its loss, where this is such a number."""
         self.loss_part: LossPart | None = None
 
     def result(self) -> tuple[list[Any], Any]:
@@ -64,25 +90,265 @@ class Engine:
 
     def _run(self) -> Any:
         """Run f on all samples, and keep what is wanted of them; aux."""
-        fold, sources = self.fold, [q.drawing.generator for q in self.quantities if q.drawing is not None]
-        before = [(g, state_of(g)) for g in (*torchs_own(), *sources)], [t.saved() for t in fold.accumulators]
+        fold, sources, joined = self.fold, self._generators, self.joined
+        before = [(g, state_of(g)) for g in sources], [t.saved() for t in fold.accumulators]
 
         def undo() -> None:
             set_states(before[0])
-            for t, kept in zip(fold.accumulators, before[1], strict=True):
-                t.restore(kept)
+            for t, saved in zip(fold.accumulators, before[1], strict=True):
+                t.restore(saved)
 
-        def call(way: Way) -> tuple[EvaluationParts, Any]:
-            parts = EvaluationParts(self.problem, fold, way)
+        def call(way: Way) -> Any:
+            self.way, self.scalar, self.joined, self.gave = way, False, False, False
+            self.loss = self.outputs = None
             try:
-                return parts, parts.kept(self.joined)
+                return self._in_parts(joined)
             except Exception as error:
-                if parts.gave and not isinstance(error, InvFuncError):
+                if self.gave and not isinstance(error, InvFuncError):
                     raise Final(str(error)) from error
                 raise
 
-        parts, aux = by_ways(self.problem.f, self.called, call, undo)
-        self.scalar, self.joined = parts.scalar, parts.joined
-        if parts.outputs is not None:
-            self.loss_part = LossPart.of(self.problem, parts.outputs)
+        aux = by_ways(self.problem.f, self.called, call, undo)
+        if self.outputs is not None:
+            self.loss_part = LossPart.of(self.problem, self.outputs)
         return aux
+
+    @property
+    def quantities(self) -> list[Quantity]:
+        """The results that are wanted."""
+        return [t.quantity for t in self.fold.accumulators]
+
+    @property
+    def _generators(self) -> list[torch.Generator]:
+        """The generators that are drawn from."""
+        return [*torchs_own(), *(q.drawing.generator for q in self.quantities if q.drawing is not None)]
+
+    def _in_parts(self, joined: bool) -> Any:
+        """aux, in a list where there are parts; `joined` says that results are joined with those of other batches."""
+        fold, plan = self.fold, self.fold.options.plan
+        parts = plan.ranges("samples", self.run.n)
+        several = len(parts) > 1
+        single = any(b - a == 1 for a, b in parts)
+        if several and self.way is WAYS[2]:
+            raise Final("parts of the samples, of which nothing says what they are in the whole batch")
+        if several and any(q.kind.averaged for q in self.quantities):
+            raise Final("a matrix that is averaged over all samples at each layer, of parts of them")
+        options = replace(fold.options, plan=plan.without("samples"))
+        kind = self._kind(max(b - a for a, b in parts)) if several else "each"
+        known = self._made(parts, kind) if several else None
+        before, aux, seen = [(g, state_of(g)) for g in self._generators], list[Any](), None
+        for k in range(fold.sweeps) if fold.phase is None else [fold.phase]:
+            if k and fold.phase is None:
+                fold.tell(k)
+                set_states(before)  # each phase sees the same
+            aux.clear()
+            accumulators, total = fold.of_phase(k), torch.zeros(())
+            quantities = [replace(t.quantity, reduction=t.reduction, give=self._giving(t)) for t in accumulators]
+            for part in parts:
+                found = self._of_part(part, several, kind, quantities, options, known)
+                if found is not None:
+                    self._take(accumulators, found, part)
+                    aux.append(found.aux)
+                    total = total + found.result.detach() if self.scalar and single and self.loss is None else total
+                    if not several:
+                        seen, self.outputs = found.result, found.apart
+                    del found  # before the next one is made
+        if single and several and self.scalar and self.run.loss is None:
+            found = valued(self.run)
+            for part in parts:
+                if self._chosen(part) == []:  # it is in the loss, too
+                    total = total + valued(self._part(part, kind))
+            if not same_values(total.to(found), found):
+                raise neither()  # samples that stand alone do not show that their data weigh them
+        self._look(seen, joined and not several)
+        return aux if plan.asked("samples") else aux[0]
+
+    def _look(self, seen: Any, joined: bool) -> None:
+        """See what those who join batches have to know, of which f has returned what was `seen`."""
+        if self.scalar and self.outputs is None and self.problem.loss is not None:
+            with undrawn():
+                self.outputs = valued(self.problem)
+        if joined:
+            apart = self.outputs is not None
+            self.joined = not joins(self.problem if apart else self.run, self.outputs if apart else seen)
+        if not self.scalar:
+            self.outputs = None
+
+    def _chosen(self, part: Part) -> list[int] | None:
+        chosen = self.run.samples
+        return None if chosen is None else sorted(i - part[0] for i in chosen if part[0] <= i < part[1])
+
+    def _of_part(
+        self, part: Part, several: bool, kind: Kind, quantities: list[Quantity], options: Any, known: Made | None
+    ) -> RunStates | None:
+        (a, b), chosen = part, self._chosen(part)
+        problem = replace(self._part(part, kind) if several else self.run, samples=chosen)
+        self.fold.ticks.reach(b - a)
+        if chosen is not None and not chosen:
+            if problem.has_aux:
+                raise Unsupported("aux of a part of which no sample is chosen")
+            return None
+        own: Made | None = None
+        if known is not None:
+            own = {key: [Slice(c, slice(a, b)) for c in each] for key, each in known.items()}
+        return kept(problem, quantities, options, own, self.fold.ticks, self.way, several)
+
+    def _part(self, part: Part, kind: Kind) -> BoundProblem:
+        """f of some samples alone, with the scale that their loss has among all of them."""
+        (a, b), n = part, self.run.n
+        return self.run.chunk(slice(a, b), b - a, (b - a) / n if kind == "mean" else 1)
+
+    def _take(self, accumulators: Sequence[Accumulator], found: RunStates, part: Part) -> None:
+        """Merge what is kept of a part."""
+        fold, whole = self.fold, part == (0, self.run.n)
+        room = 0 if whole else fold.found.n
+        for t, own in zip(accumulators, found.folds, strict=True):
+            t.columns = own.found.columns
+            if t.before is not None and t.reduction.apart:
+                for i, state in own.earlier.items():
+                    t.before.add(i, state)
+            for i, state in own.states.items():
+                t.add(i, state, n=room)
+        first = found.folds[0].found
+        fold.found = replace(fold.found, outputs=first.outputs, structure=first.structure)
+        for t in accumulators if not whole else ():
+            t.end(self.run.leaves, found.count, room=room)
+        result = found.result if self.loss is None else self.loss
+        self.scalar = isinstance(result, torch.Tensor) and not result.ndim
+
+    def _giving(self, t: Accumulator) -> Callable[[int, State, int], bool] | None:
+        """Gives what is kept of parameters that are divided among processes away at once; where nothing is known yet
+        of the weight of a batch, that comes in the end."""
+        keeper, number = self.fold.keeper, self.fold.number(t)
+        if keeper is None or self.problem.loss is not None:
+            return None
+
+        def give(i: int, state: State, n: int) -> bool:
+            if not keeper.takes(number, i):
+                return False
+            self.gave = True
+            keeper.keep(number, i, state, n)
+            t.added.add(i)
+            return True
+
+        return give
+
+    def _kind(self, size: int) -> Kind:
+        """The way results for parts of at most so many samples make up that for all of them."""
+        problem = self.run
+
+        def some(problem: BoundProblem, places: list[int]) -> tuple[list[torch.Tensor], bool]:
+            few = problem.chunk(torch.tensor(places, device=problem.leaves[0].device), len(places))
+            with undrawn() as drew, torch.enable_grad():
+                try:
+                    plain = _outputs if self.model else returned
+                    found = plain(few) if self.model or self.way is not WAYS[0] else loss_of(few)
+                except (InvFuncError, Unsupported):
+                    raise
+                except Exception as error:
+                    met = error
+                else:
+                    met = None
+                if met is not None:
+                    returned(self.run)  # whose errors are the user's own
+                    if isinstance(met, Met) and runs(few):
+                        raise Unsupported(str(met))
+                    raise not_in_parts(met.error if isinstance(met, Met) else met) from None
+                drawn = drew()
+            values = [z.detach() for z in tree.tensors((found,))]
+            return [z if z.ndim < 2 else z.movedim(problem.out_dims, 0) for z in values], drawn
+
+        return kind_of(problem, size, some, self.problem.f, (self.problem.loss, WAYS.index(self.way), self.model))
+
+    def _made(self, parts: list[Part], kind: Kind) -> Made | None:
+        """The columns of all samples, where those of a part alone would be others: drawn ones, and those of a loss
+        that is given apart."""
+        problem = self.run
+        drawn = any(q.drawing is not None for q in self.quantities)
+        if not any(q.kind.convex for q in self.quantities) or (problem.loss is None and not drawn):
+            return None
+        graph = torch.is_grad_enabled() and (transforming() or any(x.requires_grad for x in problem.tensors))
+        each = list[Any]()
+        with undrawn(), torch.set_grad_enabled(graph):  # what f draws, it draws again
+            for part in parts:
+                one = self._part(part, kind)
+                each.append(hessian_of(one) if problem.loss is None else _outputs(one))
+        if problem.loss is not None:
+            self.outputs = joined_trees(each, problem.out_dims)
+            found, self.loss = columns_of_all(problem, self.outputs, self.quantities)
+            return found
+        return {q.columns: made(joined(each), q, problem.n) for q in self.quantities}
+
+
+def valued(problem: BoundProblem) -> Any:
+    """The result of f, without a graph where f itself takes no derivatives."""
+    try:
+        with torch.no_grad():
+            return returned(problem)
+    except RuntimeError:
+        with torch.enable_grad():
+            return tree.map_tensors(torch.Tensor.detach, returned(problem))
+
+
+def runs(problem: BoundProblem) -> bool:
+    """Tells whether f takes some samples, as it is written."""
+    try:
+        returned(problem)
+    except Exception:
+        return False
+    return True
+
+
+@contextmanager
+def undrawn() -> Iterator[Any]:
+    """A context whose random numbers come again behind it; says whether any were drawn."""
+    before = [(g, state_of(g)) for g in torchs_own()]
+    try:
+        yield lambda: not all(same_state(state, state_of(g)) for g, state in before)
+    finally:
+        set_states(before)
+
+
+def alone(problem: BoundProblem, part: slice, *, elsewhere: bool = False) -> Any:
+    """The result of f for some samples alone, perhaps at other parameters."""
+    with undrawn() as drew, torch.enable_grad():
+        found = returned(problem, part, moved(problem.leaves) if elsewhere else None)
+        if drew():
+            raise Drew
+        return tree.map_tensors(torch.Tensor.detach, found)
+
+
+def joins(problem: BoundProblem, found: Any = None) -> bool:
+    """Tells whether f was seen to give some samples alone what it gives them beside others, of which this was `found`;
+    an error if it does not."""
+    with undispatched(), unheard():
+        if found is None:
+            with suppress(Exception):  # of which is told elsewhere
+                found = alone(problem, slice(0, problem.n))
+        given, some = problem.tensors, partial(alone, problem)
+        return check_fewer(tree.tensors((found,)), problem.out_dims, problem.n, given, some)
+
+
+def _outputs(problem: BoundProblem) -> Any:
+    """The outputs of a model, which may have lost the axis of a single sample."""
+    return tree.map_tensors(lambda z: z if z.ndim else z.unsqueeze(0), returned(problem))
+
+
+class Slice:
+    """The columns of some of the samples."""
+
+    def __init__(self, columns: Any, part: slice) -> None:
+        self.columns, self.part = columns, part
+
+    @property
+    def count(self) -> int:
+        return self.columns.count
+
+    @property
+    def exact(self) -> torch.Tensor | None:
+        exact = getattr(self.columns, "exact", None)
+        return None if exact is None else exact[self.part]
+
+    def block(self, start: int, stop: int, part: slice) -> Any:
+        assert part == slice(None)
+        return self.columns.block(start, stop, self.part)

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from invfunc import tree
 from invfunc._extras import Ticks
 from invfunc.arguments.problem import BoundProblem
+from invfunc.evaluation.rounds import Rounds
 from invfunc.plan import Options
 from invfunc.reductions import Found, Reduction, State, States
 from invfunc.reductions.quantity import Accumulator, Quantity
 
 Learn = Callable[[Reduction, States, Found], Any]
 """Something that a reduction has to know of what the phase before has kept."""
-
-
-class Keeper(Protocol):
-    """Keeps parts of what quantities have kept of parameters, both by number, where these are divided."""
-
-    def takes(self, number: int, leaf: int) -> bool: ...
-    def keep(self, number: int, leaf: int, state: State, n: int) -> None: ...
-    def whole(self, number: int, leaf: int, state: State) -> State: ...  # of all, if what is kept is a part of it
 
 
 class JointFold:
@@ -39,7 +32,7 @@ class JointFold:
         self.found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
         self.phase: int | None = None
         """The only one, where the batches come again for each."""
-        self.keeper: Keeper | None = None
+        self.keeper: Divided | None = None
         """Keeps parts of what is kept of parameters that are divided among processes."""
 
     @property
@@ -129,3 +122,25 @@ class JointFold:
             return x.to(dtype) if reduction.rounded else x
 
         return [tree.map_tensors(delivered, result) for result in results]
+
+
+@dataclass
+class Divided:
+    """Keeps parts of what the fold of a batch has kept."""
+
+    rounds: Rounds
+    parts: set[tuple[int, int]]
+    fold: JointFold
+    weight: Callable[[], int]
+
+    def takes(self, number: int, leaf: int) -> bool:
+        return self.rounds.takes(number, self.fold.problem.leaves[leaf])
+
+    def keep(self, number: int, leaf: int, state: State, n: int) -> None:
+        t = self.fold.accumulators[number]
+        by = t.quantity.factor(self.weight())
+        state = state if by == 1 else t.reduction.scaled(state, by)
+        self.rounds.keep(number, leaf, self.fold.problem.leaves[leaf], state, n)
+
+    def whole(self, number: int, leaf: int, state: State) -> State:
+        return self.rounds.whole(self.fold.problem.leaves[leaf], state) if (number, leaf) in self.parts else state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from invfunc import tree
 from invfunc._torch.sharded import pieces_of, sharded
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError, ProcessError
 from invfunc.reductions import State
-from invfunc.reductions.exchange import Exchange, ExchangedRows, Sums
+from invfunc.reductions.exchange import Exchange, ExchangedRows
 
 T = TypeVar("T")
 M = TypeVar("M")
@@ -91,7 +91,7 @@ class Processes:
         answers: list[Any] = [None] * len(exchanges)
         found: dict[int, State] = {}
         while len(found) < len(exchanges):
-            sums, rows = _AskedTogether(), _AskedTogether()
+            asked = list[tuple[int, torch.Tensor, int | None]]()
             for i, exchange in enumerate(exchanges):
                 if i in found:
                     continue
@@ -100,45 +100,38 @@ class Processes:
                 except StopIteration as stop:
                     found[i] = stop.value
                     continue
-                answers[i] = []
-                (sums if isinstance(request, Sums) else rows).ask(i, request)
-            for i, tensors in (*self._summed(sums), *self._joined(rows)):
-                answers[i] = tensors
+                axis = request.axis if isinstance(request, ExchangedRows) else None
+                asked += [(i, x.detach(), axis) for x in request.tensors]
+            answers = [[] for _ in exchanges]
+            for (i, *_), x in zip(asked, self._together([(x, axis) for _, x, axis in asked]), strict=True):
+                answers[i].append(x)
         return [found[i] for i in range(len(exchanges))]
 
-    def _check(self, kinds: list[Any]) -> None:
-        """Check that all processes are about to exchange the same: torch would mix up, or end them."""
-        _, each = self.told("exchange", lambda: (None, kinds))
-        if any(one != kinds for one in each):
+    def _together(self, asked: list[tuple[torch.Tensor, int | None]]) -> list[torch.Tensor]:
+        """The sums of tensors over all processes, or those of all one behind the other along an axis."""
+        found = [x for x, _ in asked]
+        if self.size == 1 or not found:
+            return found
+        _, each = self.told("exchange", lambda: (None, [(x.dtype, x.shape, axis) for x, axis in asked]))
+        known = [[(dtype, shape if axis is None else len(shape), axis) for dtype, shape, axis in one] for one in each]
+        if any(one != known[0] for one in known):  # torch would mix up, or end them
             raise ProcessError(
                 "the processes have kept tensors of different shapes or dtypes, which is a fault of this library that "
                 "we would like to know of, or their functions are different ones."
             )
-
-    def _summed(self, asked: _AskedTogether) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        found = list(asked.tensors)
-        if self.size > 1 and found:
-            self._check([(x.dtype, x.shape) for x in found])
-            kinds: dict[Any, list[int]] = {}
-            for k, x in enumerate(found):
-                kinds.setdefault((x.dtype, x.device), []).append(k)
-            for places in kinds.values():
-                flat = torch.cat([found[k].reshape(-1) for k in places])
-                with connected():
-                    dist.all_reduce(flat, group=self.group)
-                parts = flat.split([found[k].numel() for k in places])
-                for k, part in zip(places, parts, strict=True):
-                    found[k] = part.view(found[k].shape)
-        return asked.answers(found)
-
-    def _joined(self, asked: _AskedTogether) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        found = list(asked.tensors)
-        if self.size > 1 and found:
-            self._check([(x.dtype, x.ndim) for x in found])
-            _, shapes = self.told("rows", lambda: (None, [x.shape for x in asked.tensors]))
-            for k, (x, axis) in enumerate(zip(asked.tensors, asked.axes, strict=True)):
-                found[k] = self._rows(x, axis, [each[k] for each in shapes])
-        return asked.answers(found)
+        sums: dict[Any, list[int]] = {}
+        for k, (x, axis) in enumerate(asked):
+            if axis is None:
+                sums.setdefault((x.dtype, x.device), []).append(k)
+            else:
+                found[k] = self._rows(x, axis, [one[k][1] for one in each])
+        for places in sums.values():
+            flat = torch.cat([found[k].reshape(-1) for k in places])
+            with connected():
+                dist.all_reduce(flat, group=self.group)
+            for k, part in zip(places, flat.split([found[k].numel() for k in places]), strict=True):
+                found[k] = part.view(found[k].shape)
+        return found
 
     def _rows(self, x: torch.Tensor, axis: int, shapes: list[torch.Size]) -> torch.Tensor:
         """A tensor of each process, as bytes (not all dtypes travel) and as long as the longest."""
@@ -186,26 +179,6 @@ def failed_with(said: Any) -> str | None:
 
 
 ALONE = Processes()
-
-
-@dataclass
-class _AskedTogether:
-    """Tensors that several exchanges ask for in one step."""
-
-    places: list[int] = field(default_factory=list)
-    """Which exchange each tensor is of."""
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    axes: list[int] = field(default_factory=list)
-
-    def ask(self, place: int, request: Sums | ExchangedRows) -> None:
-        count = len(request.tensors)
-        self.places += [place] * count
-        self.tensors += [x.detach() for x in request.tensors]
-        self.axes += [request.axis if isinstance(request, ExchangedRows) else 0] * count
-
-    def answers(self, found: list[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        for place in dict.fromkeys(self.places):
-            yield place, [x for p, x in zip(self.places, found, strict=True) if p == place]
 
 
 @contextmanager

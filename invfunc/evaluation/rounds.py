@@ -15,6 +15,7 @@ from invfunc._torch.functorch import number_of, version
 from invfunc._torch.reading import AbsentReading, absent
 from invfunc._torch.sharded import divided_along, gathered, local_part, of_part, sharded
 from invfunc.errors import ArgumentError, ProcessError
+from invfunc.evaluation.batches import written_meanwhile
 from invfunc.evaluation.processes import Processes, bits, connected, failed_with, same, shown
 from invfunc.reductions import Reduction, State, States
 
@@ -132,10 +133,7 @@ class Rounds:
     def _bring(self, place: int) -> torch.Tensor:
         self._check()
         if self._versions() != self._before:
-            raise ArgumentError(
-                "the parameters were written in place meanwhile (an optimizer beside the loader?), but a result is of "
-                "the same ones for all samples. Pass copies: {name: p.clone() for name, p in params.items()}."
-            )
+            raise written_meanwhile()
         found = self._round(place)[1]
         self._check()
         assert found is not None
@@ -225,13 +223,8 @@ def whole(processes: Processes, name: str, x: Any) -> Any:
     """A tree, the same in all processes, whose tensors they have as a whole: DTensors are gathered, one by one."""
     if not any(map(sharded, tree.tensors((x,)))):
         return x
-    _, each = processes.told(f"the parts of {name}", lambda: (None, _meshes(name, x)))
-    _check_meshes(processes, each)
-    with connected():
-        found = tree.map_tensors(lambda y: gathered(y) if sharded(y) else y, x)
-    _, said = processes.told(f"the whole {name}", lambda: (None, bits(name, found)))
-    same(said)  # replicas may differ
-    return found
+    found = iter(_gathered(processes, name, x, keep=True))
+    return tree.map_tensors(lambda y: next(found) if sharded(y) else y, x)
 
 
 def parted(processes: Processes, name: str, x: Any) -> tuple[Any, Rounds]:
@@ -250,19 +243,27 @@ def parted_beside(rounds: Rounds, name: str, x: Any) -> Any:
 
 def _absent(processes: Processes, name: str, x: Any) -> tuple[Any, list[Any], list[torch.Tensor]]:
     """A tree with tensors without numbers in the places of DTensors, these, and those."""
-    own = {path: y for path, y in tree.named_leaves(x) if sharded(y)}
+    _gathered(processes, name, x, keep=False)
+    own = [y for y in tree.tensors((x,)) if sharded(y)]
+    places = absent(own)
+    like = iter(places)
+    return tree.map_tensors(lambda y: next(like) if sharded(y) else y, x), own, places
+
+
+def _gathered(processes: Processes, name: str, x: Any, keep: bool) -> list[torch.Tensor]:
+    """The DTensors of a tree as a whole, one by one, which have to be the same ones in all processes; none, unless they
+    are kept."""
     _, each = processes.told(f"the parts of {name}", lambda: (None, _meshes(name, x)))
     _check_meshes(processes, each)
-    said = dict[str, str]()
-    for path, y in own.items():
-        with connected():
-            found = gathered(y)
-        said |= bits(name + path, found)
-    _, said_by_all = processes.told(f"the whole {name}", lambda: (None, said))
-    same(said_by_all)  # replicas may differ
-    places = absent([*own.values()])
-    like = iter(places)
-    return tree.map_tensors(lambda y: next(like) if sharded(y) else y, x), [*own.values()], places
+    said, found = dict[str, str](), list[torch.Tensor]()
+    for path, y in tree.named_leaves(x):
+        if sharded(y):
+            with connected():
+                whole = gathered(y)
+            said |= bits(name + path, whole)
+            found += [whole] * keep
+    same(processes.told(f"the whole {name}", lambda: (None, said))[1])  # replicas may differ
+    return found
 
 
 def parts(results: Sequence[torch.Tensor], params: Sequence[torch.Tensor], lead: int = 0) -> list[torch.Tensor]:

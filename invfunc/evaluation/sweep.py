@@ -14,11 +14,11 @@ from invfunc import tree
 from invfunc.errors import ArgumentError
 from invfunc.evaluation.batches import no_samples, not_scalar
 from invfunc.evaluation.engine import Engine
-from invfunc.evaluation.fold import JointFold, Learn
+from invfunc.evaluation.fold import Divided, JointFold, Learn
 from invfunc.evaluation.processes import Processes, on_cpu
 from invfunc.evaluation.rounds import Rounds, as_wide
 from invfunc.evaluation.weights import BatchWeights, LossPart
-from invfunc.reductions import Found, Reduction, State, States
+from invfunc.reductions import Found, Reduction, States
 from invfunc.reductions.exchange import Exchange
 from invfunc.reductions.quantity import Accumulator
 
@@ -159,28 +159,6 @@ class Sweep:
     def _scale(self, fold: JointFold, by: float) -> None:
         for t in () if by == 1 else fold.of_phase(self.phase):
             t.scaled(by)
-
-
-@dataclass
-class Divided:
-    """Keeps parts of what the fold of a batch has kept."""
-
-    rounds: Rounds
-    parts: set[tuple[int, int]]
-    fold: JointFold
-    weight: Callable[[], int]
-
-    def takes(self, number: int, leaf: int) -> bool:
-        return self.rounds.takes(number, self.fold.problem.leaves[leaf])
-
-    def keep(self, number: int, leaf: int, state: State, n: int) -> None:
-        t = self.fold.accumulators[number]
-        by = t.quantity.factor(self.weight())
-        state = state if by == 1 else t.reduction.scaled(state, by)
-        self.rounds.keep(number, leaf, self.fold.problem.leaves[leaf], state, n)
-
-    def whole(self, number: int, leaf: int, state: State) -> State:
-        return self.rounds.whole(self.fold.problem.leaves[leaf], state) if (number, leaf) in self.parts else state
 
 
 def check_number(n: int, expected: int | None) -> None:

@@ -101,7 +101,7 @@ class BatchWeights:
                 raise _others(first, part)
             first = part
         both = first.n + part.n
-        ratios = [(self._ratio(first, part), part.n / both), (self._ratio(part, first), first.n / both)]
+        ratios = [(_seen(first, part), part.n / both), (_seen(part, first), first.n / both)]
         if self.first is None:
             self.first, self.mean = part.own(), bool(ratios[0][0] < 0.75)  # joined with itself: 1/2 or 1
         for r, share in ratios:  # that of the smaller one tells with more digits what it weighs
@@ -110,19 +110,26 @@ class BatchWeights:
                 raise _neither(f"counts {float(r):.4g} of itself")
         return part.n if self.mean else 1
 
-    def _ratio(self, first: LossPart, part: LossPart) -> torch.Tensor:
-        """By how much the gradient of a batch's loss changes where the first batch is joined to it."""
-        for shift in (0, 1):  # the loss may be at its minimum
-            alone, joined = part.gradient(shift=shift), part.gradient(first, shift)
-            wide = torch.promote_types(alone.dtype, torch.float32)
-            if alone.any():
-                r = (doubled(joined) @ doubled(alone) / doubled(alone).square().sum()).to(wide)
-                off = (joined - r * alone).abs().amax() / joined.abs().amax()
-                eps = torch.finfo(alone.dtype).eps
-                if not off <= eps**0.75:
-                    raise _neither("changes in another way than by a factor")
-                return r.to(alone.dtype)
+
+def ratio(first: LossPart, part: LossPart) -> torch.Tensor | None:
+    """The factor by which the gradient of a batch's loss changes where the first joins it; None if it is zero."""
+    for shift in (0, 1):  # the loss may be at its minimum
+        alone, joined = part.gradient(shift=shift), part.gradient(first, shift)
+        wide = torch.promote_types(alone.dtype, torch.float32)
+        if alone.any():
+            r = (doubled(joined) @ doubled(alone) / doubled(alone).square().sum()).to(wide)
+            off = (joined - r * alone).abs().amax() / joined.abs().amax()
+            if not off <= torch.finfo(alone.dtype).eps ** 0.75:
+                raise _neither("changes in another way than by a factor")
+            return r.to(alone.dtype)
+    return None
+
+
+def _seen(first: LossPart, part: LossPart) -> torch.Tensor:
+    found = ratio(first, part)
+    if found is None:
         raise _neither("has no gradient")
+    return found
 
 
 def _others(first: LossPart, part: LossPart) -> ArgumentError:

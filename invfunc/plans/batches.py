@@ -14,7 +14,6 @@ from invfunc.evaluation.sweep import Sweep, bring, brought
 from invfunc.plans.calls import Calls
 from invfunc.products.given import ProductArguments
 from invfunc.products.product import Product
-from invfunc.products.streamed import evaluated
 from invfunc.reductions.quantity import Drawing
 from invfunc.statistic import Statistic
 
@@ -73,6 +72,14 @@ class PlansOfBatches:
         return self.calls.explained((0, [], _each(drawings, size_of(args, t.in_dims)), args, kwargs), {})
 
 
+def product_of_batch(
+    product: Product, vectors: list[torch.Tensor], lead: int, args: tuple, kwargs: dict[str, Any], names: Any
+) -> tuple[ProductArguments, list[torch.Tensor], Any]:
+    """The arguments with a batch, the product with it, and aux."""
+    given, _ = product.given(args, kwargs, names)
+    return given, *product.directly(given, vectors, lead)
+
+
 @dataclass(frozen=True, eq=False)
 class ProductOfBatch:
     """The function that gives the product of a batch with some vectors, what f and the loss return, and aux."""
@@ -83,7 +90,7 @@ class ProductOfBatch:
         product = self.t
         if product.drawing is not None:
             product = replace(product, drawing=replace(product.drawing, each=each[0]))
-        given, found, aux = evaluated(product, vectors, lead, args, kwargs, product.names_of_f(len(args)))
+        given, found, aux = product_of_batch(product, vectors, lead, args, kwargs, product.names_of_f(len(args)))
         return found, tree.map_tensors(torch.Tensor.detach, (given.result, given.losses)), aux
 
 

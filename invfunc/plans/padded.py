@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 
 from invfunc import tree
 from invfunc.arguments.problem import batch_dims, batch_size
+from invfunc.callables import describe
 from invfunc.errors import ArgumentError
+from invfunc.evaluation.weights import LossPart, ratio
 from invfunc.loss.drawn import joined
 from invfunc.products.product import Product
 from invfunc.reductions.gradients import CentredSquares, ClippedSum, EachSample, SumAndCentredSquares
@@ -33,6 +36,18 @@ class Masked:
     axis: int
     tells: bool
     """True if the outputs come beside, as aux."""
+
+    @property
+    def __name__(self) -> str:
+        return describe(self.f)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The names of f's arguments, with that of the mask; which of them it takes, f itself says."""
+        names = [p.name for p in inspect.signature(self.f).parameters.values() if p.kind < p.VAR_POSITIONAL]
+        kind, names = inspect.Parameter, [*names[:1], "mask", *names[1:]]
+        named = [kind(name, kind.POSITIONAL_OR_KEYWORD, default=None) for name in names]
+        return inspect.Signature([*named, kind("args", kind.VAR_POSITIONAL), kind("kwargs", kind.VAR_KEYWORD)])
 
     def __call__(self, params: Any, mask: torch.Tensor, *batch: Any, **kwargs: Any) -> Any:
         found = self.f(params, *batch, **kwargs)
@@ -107,54 +122,36 @@ class Padding:
             found = tuple(results) if t.several else results[0]
             if isinstance(t, Statistic) and t.options.plan.asked("samples"):
                 z = joined(z, t.out_dims)
-            scale = 1.0 if n == size else self._scale(z, target, n)
+            scale = 1.0 if n == size else self._scale(z, target, n, size)
         if isinstance(t, Product):
             return found if scale == 1 else tree.map_tensors(lambda x: x * scale**t.degree, found)
         if t.members:
             return tuple(_cut(m, x, n, scale) for m, x in zip(t.members, found, strict=True))
         return _cut(t, found, n, scale)
 
-    def _scale(self, outputs: Any, target: Any, n: int) -> float:
+    def _scale(self, outputs: Any, target: Any, n: int, size: int) -> float:
         """The factor by which the gradient of the loss of n samples is that which they have in the padded batch."""
-        t, rows = self.t, slice(n)
+        t = self.t
+        assert t.loss is not None
         dim = t.in_dims[-1] if isinstance(t.in_dims, Sequence) else t.in_dims
-        for shift in (0, 1):  # the loss may be at its minimum
-            z = tree.map_tensors(lambda x, shift=shift: x.detach() + shift, outputs)
-            padded = self._slope(z, target)
-            if padded is None:
+        with torch.no_grad():
+            if t.loss(outputs, target).ndim:  # one for each sample
                 return 1.0
-            alone = self._slope(_some(z, t.out_dims, rows), _some(target, dim, rows))
-            there = torch.cat([_some(x, t.out_dims, rows).flatten() for x in padded])
-            own = torch.cat([x.flatten() for x in alone or ()])
-            if (size := own @ own) > 0:
-                scale = size / (own @ there)
-                if (own - scale * there).abs().amax() <= torch.finfo(own.dtype).eps ** 0.75 * own.abs().amax():
-                    return float(scale)
-                raise ArgumentError(
-                    "with pad=, the loss has to be a sum or a mean over the samples, and changes in another way where "
-                    "others are added. Return the [N] losses of the samples, as with reduction='none'."
-                )
-        return 1.0
-
-    def _slope(self, outputs: Any, target: Any) -> list[torch.Tensor] | None:
-        """The gradient of the loss in the outputs; None where it has a loss for each sample."""
-        assert self.t.loss is not None
-        with torch.enable_grad():
-            own = tree.map_tensors(lambda x: x.requires_grad_() if x.is_floating_point() else x, outputs)
-            loss, inputs = self.t.loss(own, target), [x for x in tree.tensors((own,)) if x.requires_grad]
-            if loss.ndim:
-                return None
-            found = torch.autograd.grad(loss, inputs, allow_unused=True)
-        return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+        own, others = (
+            LossPart(t.loss, _some(outputs, t.out_dims, rows), _some(target, dim, rows), len(rows), t.out_dims, dim)
+            for rows in (range(n), range(n, size))
+        )
+        scale = ratio(others, own)
+        return 1.0 if scale is None else 1 / float(scale)
 
 
-def _some(argument: Any, dim: int | None, rows: slice | torch.Tensor) -> Any:
+def _some(argument: Any, dim: int | None, rows: range | torch.Tensor) -> Any:
     """An argument with some of its samples, or with copies behind them."""
     if dim is None:
         return argument
     if isinstance(rows, torch.Tensor):
         return tree.map_tensors(lambda x: x.index_select(dim, rows), argument)
-    return tree.map_tensors(lambda x: x.narrow(dim, 0, rows.stop), argument)
+    return tree.map_tensors(lambda x: x.narrow(dim, rows.start, len(rows)), argument)
 
 
 def _why_not(t: Statistic | Product) -> str:
@@ -210,7 +207,7 @@ def _cut(t: Statistic, result: Any, n: int, scale: float) -> Any:
     if isinstance(reduction, InnerProducts):
         return tree.map_tensors(lambda x: x.narrow(0, 0, n).narrow(x.ndim // 2, 0, n), result)
     if reduction.each:
-        result = _some(result, reduction.each[0], slice(n))
+        result = _some(result, reduction.each[0], range(n))
     if scale == 1:
         return result
     by = t.quantity.factor(scale)

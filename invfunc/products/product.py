@@ -205,26 +205,6 @@ class Product(Transform):
             return linear, None if given.aux is None else given.scope.result(given.aux)
 
 
-@dataclass(frozen=True, repr=False)
-class SummedProduct(Transform):
-    """The sum of a product over batches."""
-
-    product: Product
-    outermost = True
-
-    @property
-    def has_aux(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.product.has_aux
-
-    @property
-    def vector(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.product.vector
-
-    @property
-    def lead(self) -> int:
-        return self.product.lead
-
-
 def check_product(name: str, product: Any) -> None:
     """Check that a transform of products is given a product."""
     check_callable(name, product)

@@ -348,6 +348,12 @@ class TestLoaders:
         with pytest.raises(ArgumentTypeError, match="got 3 positional"):
             t(*data)
 
+    @pytest.mark.parametrize("given", [lambda x, y: ((x, y),), lambda x, y: ([x, y],), lambda x, y: (x, y)])
+    def test_a_batch_is_none(self, data, given):
+        params, *batch = data
+        with pytest.raises(ArgumentTypeError, match=r"a loader gives batches, .* \[\(x, y\)\] of one batch"):
+            streamed(invfunc.variance(losses))(params, *given(*batch))
+
     def test_an_error_says_which_batch(self, data):
         parts = [*batches([3], *data[1:]), (data[1][:3], data[2][:2])]
         with pytest.raises(ArgumentError, match="has 3 samples but") as error:

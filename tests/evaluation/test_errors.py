@@ -369,6 +369,8 @@ SIZES = {
         "a has 3 samples but x has 4 ... in_dims=(0, None) to hold x fixed, or in_dims=(None, 0) to hold a fixed."),
     "of three": (lambda: batch_grad(lambda p, a, b, c: scaled(a, p, b))(torch.ones(3, 2), torch.ones(7), XS, XS),
         "a has 7 samples but b has 4 ... pass in_dims=(None, 0, 0) to hold a fixed."),
+    "data before the parameters": (lambda: batch_grad(scaled)(XS, PS, XS),
+        "argument 2, a dict ... parameters come first"),
     "in one tree": (lambda: batch_grad(lambda p, d: d)(PS, {"a": XS, "b": XS[:2]}),
         "d['a'] has 4 samples but d['b'] has"),
 }
@@ -401,3 +403,13 @@ def test_shapes_of_samples_that_do_not_meet_are_told():
     ):
         batch_grad(lambda p, x, y: (x @ p - y).square().mean())(p, x, y)
     batch_grad(lambda p, x, y: ((x @ p)[:, 0] - y).square().mean())(p, x, y)
+
+
+@pytest.mark.quick
+def test_errors_of_f_that_got_the_data_before_the_parameters_have_a_note():
+    with pytest.raises(Exception) as caught:  # whatever f makes of it
+        batch_grad(lambda x, params: x @ params)(XS, {"w": XS})
+    assert "parameters come first" in caught.value.__notes__[0]
+    with pytest.raises(Exception) as caught:
+        batch_grad(lambda x, params: x @ params["w"][:, :1], argnums=1)(XS[:, :1], PS)
+    assert not hasattr(caught.value, "__notes__")

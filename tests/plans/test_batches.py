@@ -9,7 +9,10 @@ import torch.nn.functional as F
 
 import invfunc
 from invfunc import compiled, distributed, explain, streamed, tree
-from invfunc.data_sets.visits import work_of
+from invfunc.data_sets.part import Begun
+from invfunc.data_sets.visits import VisitWork
+from invfunc.evaluation.checkpoint import Course, Record
+from invfunc.evaluation.processes import ALONE
 from invfunc.testing.laws.rows import CASES, MODEL
 from invfunc.testing.oracles import assert_trees_close
 from tests.data_sets.test_streamed import AT_ONCE, batches, linear, losses
@@ -173,8 +176,8 @@ class TestWays:
         def work(k):
             at = tree.map_tensors(lambda p: (k + 1) * p, params)
             for _ in range(3):
-                seen = work_of(c.t, {}, None, c.of_batches)
-                seen.draw_by([7])
+                begun = Begun(ALONE, at, None, None, Course(Record({}, [7])), 0, None)
+                seen = VisitWork(c.t, {}, begun, c.of_batches)
                 n = 0
                 for part in parts:
                     n += seen.visit((at, *part), n)

@@ -117,9 +117,9 @@ FAULTS = [
     ),
     Fault(
         "a process does not know how many samples come before its own",
-        "data_sets/streamed.py",
-        "work.draw_by(course.record.keys, begun.before, begun.counted)",
-        "work.draw_by(course.record.keys, 0, begun.counted)",
+        "data_sets/visits.py",
+        "self.begun.before + n",
+        "n",
         "data_sets/test_distributed.py::test_all_processes_give_what_all_samples_at_once_do[2]",
     ),
     Fault(
@@ -215,7 +215,7 @@ FAULTS = [
     ),
     Fault(
         "the mean over a chunk keeps its scale",
-        "evaluation/parts.py",
+        "evaluation/engine.py",
         '(b - a) / n if kind == "mean" else 1',
         "1",
         "test_chunked.py::TestChunksAlone::test_a_chunk_is_one_call_of_f",
@@ -229,21 +229,21 @@ FAULTS = [
     ),
     Fault(
         "samples that were chosen are counted from the start of each block",
-        "evaluation/parts.py",
+        "evaluation/engine.py",
         "sorted(i - part[0] for i in chosen if part[0] <= i < part[1])",
         "sorted(i for i in chosen if i < part[1] - part[0])",
         "statistics/test_samples.py::TestEveryStatistic::test_does_not_depend_on_chunks",
     ),
     Fault(
         "another phase draws others",
-        "evaluation/parts.py",
+        "evaluation/engine.py",
         "set_states(before)  # each phase sees the same",
         "pass",
         "test_chunked_memory.py::TestResults::test_are_those_of_the_statistic",
     ),
     Fault(
         "samples that stand alone do not show that their data weigh them",
-        "evaluation/parts.py",
+        "evaluation/engine.py",
         "if not same_values(total.to(found), found):",
         "if False:",
         "test_chunked.py::TestChunksAlone",
