@@ -41,10 +41,9 @@ def certified(
         return result
 
     The other path are the plain loops of `testing`: f runs once more, and torch.autograd pulls one vector back at a
-    time, along single entries or of single samples, without rules of operations and shortcuts by structure. Whole
-    results are compared where that costs no more: `batch_grad` and `grad_and_variance` with the gradient, the matrix of
-    `gram` with its transpose, products with those of plain backward passes. And what f gives there is compared with
-    what it gives when it is called as it is, as some operations are replaced by forms that have a second derivative.
+    time, along single entries or of single samples, without rules of operations and shortcuts by structure. Products
+    are compared whole. Where some operations of f are replaced by forms that have a second derivative, what f gives
+    then is compared with what it gives without these.
 
     What it promises: a fault in a `share` of the entries that is larger than the tolerance is found with at least this
     `confidence`, in each call, by `k = log(1 - confidence) / log(1 - share)` entries that are drawn evenly (90). An
@@ -73,8 +72,8 @@ def certified(
 
     Raises:
         CertificateError: numbers are further apart than rounding explains, or f gives others when it is called again.
-            It has the `path` of the entry, with the sample whose number it is, the two numbers `found` and `expected`,
-            and the `seed`.
+            It has the `path` of the number in the result, as in `result['w'][3, 0]`, both numbers, `found` and
+            `expected`, and the `seed`.
         SplitError: f is a scalar loss whose outputs are not known, and neither the sum nor the mean of its values for
             single samples; RandomnessError: it would be, but draws random numbers.
         ArgumentError: a statistic that has no such entries, a share or a confidence that is not between 0 and 1; within
@@ -90,11 +89,11 @@ def certified(
     Composes with: `chunked`, `together` inside; `explain` around it, which tells the cost; `torch.func.grad`, `jvp`
     around it, which differentiate t. What is certified is the result, not its derivative.
 
-    Cost: f twice more, and for each of up to 2 k entries two backward passes of the batch; for `gram` and norms one or
-    two for each of up to 2 k samples, for Hessians three for each entry. A scalar f without known outputs runs for
-    each sample alone. It does not depend on what t costs. A smaller confidence (or a larger share) makes it cheaper:
-    `confidence=0.5, share=0.1` takes 7 entries in place of 90. Where numbers are further apart than the tolerance, all
-    of it twice.
+    Cost: f once more, twice where forms of its operations are compared, and for each of up to 2 k entries two backward
+    passes of the batch; for `gram` and norms one or two for each of up to 2 k samples, for Hessians three for each
+    entry. A scalar f without known outputs runs for each sample alone. It does not depend on what t costs. A smaller
+    confidence (or a larger share) makes it cheaper: `confidence=0.5, share=0.1` takes 7 entries in place of 90. Where
+    numbers are further apart than the tolerance, all of it twice.
 
     Source: this library; `python -m tests.alarms` certifies what is right.
     """

@@ -395,8 +395,8 @@ PRODUCTS = (of_hessian, of_ggn, of_fisher)
 
 def looks_at(t: Any, result: Any, args: tuple, kwargs: dict[str, Any], names: Any, draw: Draw) -> list[Look]:
     """The numbers of a result of t that are looked at, beside those of loops; those of f itself come last."""
-    of = _of_product if isinstance(t, Product) else _of_statistic
-    call, looks = of(t, result, args, kwargs, names, draw)
+    given = result, args, kwargs, names, draw
+    call, looks = _of_product(t, *given) if isinstance(t, Product) else _of_statistic(t, *given)
     return [*looks, *_values(call)]
 
 

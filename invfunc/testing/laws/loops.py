@@ -93,7 +93,7 @@ def of_model(problem: LawProblem) -> tuple[Loop, Any]:
 
 
 def of_outputs(problem: LawProblem) -> tuple[Loop, Any]:
-    """Those of the model function and of its loss."""
+    """Derivatives of the model function and of its loss."""
     leaves, form = fresh(problem.params)
     assert problem.loss is not None
     with torch.enable_grad():
@@ -103,7 +103,7 @@ def of_outputs(problem: LawProblem) -> tuple[Loop, Any]:
 
 
 def of_loss(problem: LawProblem) -> tuple[Loop, Any]:
-    """Those of the loss as one number."""
+    """Derivatives of the loss as one number."""
     leaves, form = fresh(problem.params)
     with torch.enable_grad():
         value = problem.steady(problem.losses)(form.join(leaves), *problem.batch).sum()
