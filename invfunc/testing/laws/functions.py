@@ -269,34 +269,29 @@ def hessian(problem: LawProblem) -> Iterator[Claim]:
 
 @law("statistics agree with each other", when=no_loss)
 def agreement(problem: LawProblem) -> Iterator[Claim]:
-    """ggn_trace == diag_ggn.sum(), diag_ggn == that of each sample .sum(0), which is (sqrt_ggn ** 2).sum(0), ..."""
+    """what is made of the diagonals of each sample is that: diag_ggn == diag_ggn(per_sample=True).sum(0), ..."""
 
-    def of(name: str) -> Made:
-        return one(problem, name)
+    def each(name: str) -> Any:
+        return one(problem, name).itself()
 
-    def each(fn: Callable, name: str) -> Callable:
-        return lambda: tree.map_tensors(fn, of(name).itself())
+    def squares(name: str, *axes: int) -> Any:
+        return tree.map_tensors(lambda s: s.square().sum(axes), each(name))
 
-    def total(name: str) -> Any:
-        return sum(x.sum() for x in tree.tensors(of(name).itself()))
+    for name, row in ROWS.items():
+        of_each = row.of_each
+        if of_each is not None and name != "diag_ggn of each":
 
-    def diagonal() -> Any:
-        return tree.map_tensors(lambda g: g.diagonal(), of("gram per parameter").itself())
+            def expected(of_each: Callable = of_each) -> Any:
+                return of_each(each("diag_ggn of each"))
 
-    yield Claim("gram", diagonal, of("batch_l2_grad"), problem.n)
-    yield Claim("sum_grad_squared", lambda: total("sum_grad_squared"), lambda: total("batch_l2_grad"), problem.n)
-    yield Claim("diag_ggn of each", each(lambda d: d.sum(0), "diag_ggn of each"), of("diag_ggn").itself, problem.n)
-    yield Claim("sqrt_ggn", each(lambda s: s.square().sum(0), "sqrt_ggn"), of("diag_ggn of each").itself, problem.n)
-    yield Claim("diag_ggn dense", of("diag_ggn dense").itself, of("diag_ggn").itself, problem.n)
-    yield Claim("ggn_trace", of("ggn_trace").itself, lambda: total("diag_ggn"), problem.n)
-    yield Claim(
-        "ggn_trace per parameter", of("ggn_trace per parameter").itself, each(lambda d: d.sum(), "diag_ggn"), problem.n
-    )
-    yield Claim(
-        "diag_hessian of each", each(lambda d: d.sum(0), "diag_hessian of each"), of("diag_hessian").itself, problem.n
-    )
-    drawn = each(lambda s: s.square().sum((0, 1)), "sqrt_ggn drawn")
-    yield Claim("diag_ggn drawn", of("diag_ggn drawn").itself, drawn, problem.n)
+            yield Claim(name, one(problem, name).itself, expected, problem.n)
+    yield Claim("sqrt_ggn", lambda: squares("sqrt_ggn", 0), lambda: each("diag_ggn of each"), problem.n)
+    yield Claim("diag_ggn drawn", lambda: each("diag_ggn drawn"), lambda: squares("sqrt_ggn drawn", 0, 1), problem.n)
+
+    def summed() -> Any:
+        return tree.map_tensors(lambda d: d.sum(0), each("diag_hessian of each"))
+
+    yield Claim("diag_hessian of each", summed, lambda: each("diag_hessian"), problem.n)
 
 
 VECTORS = 2
