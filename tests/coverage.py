@@ -39,7 +39,7 @@ Each cell says how today's code computes a quantity for a layer: **fast** is one
 parameter of it, **generic** is right but slower, for at least one parameter, and
 **refused** is an error that names the operation or the parameter. With w a parameter and x data, the lines with
 operations in place of layers are those without a fast rule. Cases that are not refused are tested against plain loops
-over the samples, with options of the layer that are drawn (`tests/layers.py`, `tests/forms.py`).
+over the samples, with options of the layer that are drawn (`tests/torch_layers.py`, `tests/forms.py`).
 `python -m tests.coverage` writes this section.
 """
 

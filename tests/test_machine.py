@@ -23,8 +23,8 @@ import invfunc
 from invfunc import certified, chunked, explain, reduced, together, tree
 from invfunc.errors import InvFuncError
 from invfunc.kronecker import Kronecker
-from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.compare import at_points, directions, loop_at_points, loop_slopes, slopes
+from invfunc.testing import assert_trees_close, dense_batch_diag_hessian, dense_diag_ggn
+from invfunc.testing.laws.compare import at_points, directions, loop_at_points, loop_slopes, slopes, zipped
 from invfunc.testing.laws.rows import BOTH, LEAVES, LOSS, MODEL, ROWS, Row
 from tests.networks import LOSSES, NETWORKS, Loss, network
 from tests.strategies import Numbers
@@ -140,6 +140,27 @@ AXES = ("outputs", "samples", "params")
 PRODUCTS = {"hvp": invfunc.hvp, "ggnvp": invfunc.ggnvp}
 LOOPS = {"hvp": loop_hvp, "ggnvp": loop_ggnvp}
 TOGETHER = [name for name, row in ROWS.items() if MODEL not in row.forms]
+
+
+def loop_of_diagonals(row: Row) -> Callable | None:
+    """The oracle of a statistic that is made of exact diagonals of each sample; None for others."""
+    if row.drawn or not (row.of_each or row.hessian):
+        return None
+
+    def loop(f: Callable, loss: Callable, samples: list[int] | None) -> Callable:
+        def oracle(p: Any, x: Any, y: torch.Tensor) -> Any:
+            chosen = list(range(len(y))) if samples is None else samples
+            if row.hessian:
+                each = tree.map_tensors(lambda d: d[chosen], dense_batch_diag_hessian(f, loss)(p, x, y))
+            else:
+                each = zipped(torch.stack, [dense_diag_ggn(f, loss, samples=[n])(p, x, y) for n in chosen])
+            if row.of_each:
+                return row.of_each(each)
+            return each if row.picks else tree.map_tensors(lambda d: d.sum(0), each)
+
+        return oracle
+
+    return loop
 
 
 class Compositions(RuleBasedStateMachine):
@@ -275,7 +296,8 @@ class Compositions(RuleBasedStateMachine):
 
     def _oracle(self, row: Row, of: str, how: str, samples: list[int] | None) -> Callable[[], Callable]:
         """Its loop; where it has none, itself, of f as it is."""
-        if row.loop is None:
+        loop = row.loop or loop_of_diagonals(row)
+        if loop is None:
             functions, options = self._functions(of, AS_IT_IS, how), {} if samples is None else {"samples": samples}
             return lambda: row.make(*functions, **options)
         if of == MODEL:
@@ -284,7 +306,6 @@ class Compositions(RuleBasedStateMachine):
             functions = self.f, self.of_outputs[how]
         else:
             functions = (self._loss(self.f, "none") if how == "sum" else self._parts,)
-        loop = row.loop
         return lambda: loop(*functions, samples=samples)
 
     def _begun(self, built: Built) -> Built:

@@ -13,7 +13,7 @@ from invfunc import tree
 from invfunc._torch.functorch import innermost, levels, plainly
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc.callables import describe
-from invfunc.certificates.loops import LOOKS, PRODUCTS, Draw, EntryLook, States, largest, looks_at, unit
+from invfunc.certificates.loops import LOOKS, PRODUCTS, Draw, Look, States, largest, looks_at, unit
 from invfunc.errors import ArgumentError, ArgumentTypeError, CertificateError
 from invfunc.pairs.value import reached
 from invfunc.products.product import Product
@@ -41,10 +41,9 @@ def certified(
         return result
 
     The other path are the plain loops of `testing`: f runs once more, and torch.autograd pulls one vector back at a
-    time, along single entries or of single samples, without rules of operations and shortcuts by structure. Whole
-    results are compared where that costs no more: `batch_grad` and `grad_and_variance` with the gradient, the matrix of
-    `gram` with its transpose, products with those of plain backward passes. And what f gives there is compared with
-    what it gives when it is called as it is, as some operations are replaced by forms that have a second derivative.
+    time, along single entries or of single samples, without rules of operations and shortcuts by structure. Products
+    are compared whole. Where some operations of f are replaced by forms that have a second derivative, what f gives
+    then is compared with what it gives without these.
 
     What it promises: a fault in a `share` of the entries that is larger than the tolerance is found with at least this
     `confidence`, in each call, by `k = log(1 - confidence) / log(1 - share)` entries that are drawn evenly (90). An
@@ -73,8 +72,8 @@ def certified(
 
     Raises:
         CertificateError: numbers are further apart than rounding explains, or f gives others when it is called again.
-            It has the `path` of the entry, with the sample whose number it is, the two numbers `found` and `expected`,
-            and the `seed`.
+            It has the `path` of the number in the result, as in `result['w'][3, 0]`, both numbers, `found` and
+            `expected`, and the `seed`.
         SplitError: f is a scalar loss whose outputs are not known, and neither the sum nor the mean of its values for
             single samples; RandomnessError: it would be, but draws random numbers.
         ArgumentError: a statistic that has no such entries, a share or a confidence that is not between 0 and 1; within
@@ -90,11 +89,11 @@ def certified(
     Composes with: `chunked`, `together` inside; `explain` around it, which tells the cost; `torch.func.grad`, `jvp`
     around it, which differentiate t. What is certified is the result, not its derivative.
 
-    Cost: f twice more, and for each of up to 2 k entries two backward passes of the batch; for `gram` and norms one or
-    two for each of up to 2 k samples, for Hessians three for each entry. A scalar f without known outputs runs for
-    each sample alone. It does not depend on what t costs. A smaller confidence (or a larger share) makes it cheaper:
-    `confidence=0.5, share=0.1` takes 7 entries in place of 90. Where numbers are further apart than the tolerance, all
-    of it twice.
+    Cost: f once more, twice where forms of its operations are compared, and for each of up to 2 k entries two backward
+    passes of the batch; for `gram` and norms one or two for each of up to 2 k samples, for Hessians three for each
+    entry. A scalar f without known outputs runs for each sample alone. It does not depend on what t costs. A smaller
+    confidence (or a larger share) makes it cheaper: `confidence=0.5, share=0.1` takes 7 entries in place of 90. Where
+    numbers are further apart than the tolerance, all of it twice.
 
     Source: this library; `python -m tests.alarms` certifies what is right.
     """
@@ -219,9 +218,6 @@ class Certified(Transform):
         infinite = infinite or not all(bool(x.isfinite().all()) for x in tree.tensors(result))
         whole = max((largest(look.expected) for look in looks), default=0.0)
         for look in looks:
-            if look.found.shape != look.expected.shape:
-                counts = f"{list(look.found.shape)} numbers, but by plain loops among {list(look.expected.shape)}"
-                raise _error(look.called(*[0] * look.expected.ndim), f"is among {counts}", draw.seed)
             if infinite:  # loops may multiply by 0
                 look.expected = look.expected.where(~look.expected.isnan(), look.found)
             look.allowed = max(unit(look.dtype) * max(largest(look.expected), look.size), LOST * whole)
@@ -235,12 +231,11 @@ class Certified(Transform):
                 continue
             off = torch.where(apart, (look.found - look.expected).abs().nan_to_num(float("inf")), -1)
             worst = int(off.argmax())
-            at = (int(i) for i in torch.unravel_index(torch.tensor(worst), apart.shape))
             found, expected = (float(x.flatten()[worst]) for x in (look.found, look.expected))
-            told = f"is {found:.9g}, but {look.other} it is {expected:.9g}; rounding explains {look.allowed:.1g}"
-            raise _error(look.called(*at), told, draw.seed, found, expected)
+            told = f"is {found:.9g}, but by plain loops it is {expected:.9g}; rounding explains {look.allowed:.1g}"
+            raise _error(look.called(worst), told, draw.seed, found, expected)
 
-    def _in_float64(self, result: Any, args: tuple, kwargs: dict[str, Any], names: Any, draw: Draw) -> list[EntryLook]:
+    def _in_float64(self, result: Any, args: tuple, kwargs: dict[str, Any], names: Any, draw: Draw) -> list[Look]:
         """The same numbers by loops in float64; none where f has a dtype of its own."""
         args, kwargs = tree.map_tensors(lambda x: x.double() if x.is_floating_point() else x, (args, kwargs))
         try:

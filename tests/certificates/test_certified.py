@@ -166,9 +166,8 @@ class TestWrongResults:
             return faults
 
         expected = 1 - (1 - share) ** needed(confidence, share)
-        off = found(invfunc.batch_jacobian(lambda w, x: (x @ w)[:, None])) / calls - expected
+        off = found(batch_grad(f)) / calls - expected
         assert abs(off) < 4 * (expected * (1 - expected) / calls) ** 0.5
-        assert found(batch_grad(f)) == calls  # the sum over the samples is the gradient, which is looked at everywhere
 
     def test_are_told(self):
         f = lambda p, x, y: (x @ p["w"] + p["b"] - y).square()  # noqa: E731  (as users write it)
@@ -181,12 +180,12 @@ class TestWrongResults:
         t = certified(batch_l2_grad(f), generator=5)
         with (
             planted(change),
-            pytest.raises(CertificateError, match=r"params\['w'\] of sample 1 is 109, .* 108;") as told,
+            pytest.raises(CertificateError, match=r"result\['w'\]\[1\] is 109, .* 108;") as told,
         ):
             t(*args)
         error = told.value
         assert str(error).startswith("certified(batch_l2_grad(<lambda>))(p, x, y): ")
-        assert (error.path, error.found, error.expected, error.seed) == ("params['w'] of sample 1", 109, 108, 5)
+        assert (error.path, error.found, error.expected, error.seed) == ("result['w'][1]", 109, 108, 5)
         assert isinstance(error, RuntimeError)
 
     def test_of_a_wrong_rule_are_found(self):

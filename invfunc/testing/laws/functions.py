@@ -269,34 +269,29 @@ def hessian(problem: LawProblem) -> Iterator[Claim]:
 
 @law("statistics agree with each other", when=no_loss)
 def agreement(problem: LawProblem) -> Iterator[Claim]:
-    """ggn_trace == diag_ggn.sum(), diag_ggn == that of each sample .sum(0), which is (sqrt_ggn ** 2).sum(0), ..."""
+    """what is made of the diagonals of each sample is that: diag_ggn == diag_ggn(per_sample=True).sum(0), ..."""
 
-    def of(name: str) -> Made:
-        return one(problem, name)
+    def each(name: str) -> Any:
+        return one(problem, name).itself()
 
-    def each(fn: Callable, name: str) -> Callable:
-        return lambda: tree.map_tensors(fn, of(name).itself())
+    def squares(name: str, *axes: int) -> Any:
+        return tree.map_tensors(lambda s: s.square().sum(axes), each(name))
 
-    def total(name: str) -> Any:
-        return sum(x.sum() for x in tree.tensors(of(name).itself()))
+    for name, row in ROWS.items():
+        of_each = row.of_each
+        if of_each is not None and name != "diag_ggn of each":
 
-    def diagonal() -> Any:
-        return tree.map_tensors(lambda g: g.diagonal(), of("gram per parameter").itself())
+            def expected(of_each: Callable = of_each) -> Any:
+                return of_each(each("diag_ggn of each"))
 
-    yield Claim("gram", diagonal, of("batch_l2_grad"), problem.n)
-    yield Claim("sum_grad_squared", lambda: total("sum_grad_squared"), lambda: total("batch_l2_grad"), problem.n)
-    yield Claim("diag_ggn of each", each(lambda d: d.sum(0), "diag_ggn of each"), of("diag_ggn").itself, problem.n)
-    yield Claim("sqrt_ggn", each(lambda s: s.square().sum(0), "sqrt_ggn"), of("diag_ggn of each").itself, problem.n)
-    yield Claim("diag_ggn dense", of("diag_ggn dense").itself, of("diag_ggn").itself, problem.n)
-    yield Claim("ggn_trace", of("ggn_trace").itself, lambda: total("diag_ggn"), problem.n)
-    yield Claim(
-        "ggn_trace per parameter", of("ggn_trace per parameter").itself, each(lambda d: d.sum(), "diag_ggn"), problem.n
-    )
-    yield Claim(
-        "diag_hessian of each", each(lambda d: d.sum(0), "diag_hessian of each"), of("diag_hessian").itself, problem.n
-    )
-    drawn = each(lambda s: s.square().sum((0, 1)), "sqrt_ggn drawn")
-    yield Claim("diag_ggn drawn", of("diag_ggn drawn").itself, drawn, problem.n)
+            yield Claim(name, one(problem, name).itself, expected, problem.n)
+    yield Claim("sqrt_ggn", lambda: squares("sqrt_ggn", 0), lambda: each("diag_ggn of each"), problem.n)
+    yield Claim("diag_ggn drawn", lambda: each("diag_ggn drawn"), lambda: squares("sqrt_ggn drawn", 0, 1), problem.n)
+
+    def summed() -> Any:
+        return tree.map_tensors(lambda d: d.sum(0), each("diag_hessian of each"))
+
+    yield Claim("diag_hessian of each", summed, lambda: each("diag_hessian"), problem.n)
 
 
 VECTORS = 2
@@ -305,10 +300,11 @@ VECTORS = 2
 
 def vectors(problem: LawProblem) -> list[Any]:
     """Trees like the parameters."""
-    products = loops.LoopProducts(problem)
-    leaf = max(range(len(products.leaves)), key=lambda i: products.leaves[i].numel())
-    unit = products.unit(leaf, int(problem.entries[leaf][-1]))
-    return [directions(problem.params), products.form.join(unit)]
+    leaves, form = tree.separate(problem.params)
+    unit = [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in leaves]
+    leaf = max(range(len(leaves)), key=lambda i: leaves[i].numel())
+    unit[leaf].view(-1)[int(problem.entries[leaf][-1])] = 1
+    return [directions(problem.params), form.join(unit)]
 
 
 def _of_product(problem: LawProblem, called: str, product: Any, expected: Any) -> Iterator[Claim]:
@@ -323,14 +319,15 @@ def _of_product(problem: LawProblem, called: str, product: Any, expected: Any) -
 @law("products equal those of the matrix", when=no_loss)
 def of_matrices(problem: LawProblem) -> Iterator[Claim]:
     """hvp(f)(params, v, *batch) == H v, ggnvp(f, loss) is J^T H (J v), with fisher="empirical" sum_n G[n] (G[n] . v)"""
-    products = loops.LoopProducts(problem)
     given = (problem.f,) if problem.loss is None else (problem.f, problem.loss)
 
     def hessian(v: Any) -> Any:
-        return products.form.join(products.hessian(tree.tensors(v)))
+        loop, form = loops.of_loss(problem)
+        return form.join(loop.pulled(loop.rows, loop.leaves, tree.tensors(v)))
 
     def ggn(v: Any) -> Any:
-        return products.transposed(products.ggn(tree.tensors(v))[1])
+        loop, form = loops.of_outputs(problem)
+        return form.join(loop.back(loop.bent(loop.forth(tree.tensors(v)))))
 
     def fisher(v: Any) -> Any:
         shares = loops.shares(problem)
@@ -352,26 +349,29 @@ def _no_model(problem: LawProblem) -> str:
 @law("Jacobians equal their loop", when=_no_model)
 def jacobians(problem: LawProblem) -> Iterator[Claim]:
     """linearize(f)(params, *inputs) == f, v -> J v, c -> J^T c; batch_jacobian(f) times v is J v, its gram J J^T c"""
-    products = loops.LoopProducts(problem)
     inputs, v = (problem.params, *problem.inputs), directions(problem.params)
-    forth = cache(lambda: products.jacobian(tree.tensors(v)))
+    run = cache(lambda: loops.of_model(problem))
+    linearized = cache(lambda: invfunc.linearize(problem.f)(*inputs))
+
+    def values() -> list[torch.Tensor]:
+        return [z.detach() for z in run()[0].z]
 
     def cotangents() -> list[torch.Tensor]:
-        return [fixed(z.shape, z, 0.2) for z in products.outputs(*products.leaves)]
+        return [fixed(z.shape, z, 0.2) for z in values()]
 
-    def like_outputs(tensors: list[torch.Tensor]) -> Any:
-        return tree.separate(problem.f(*inputs))[1].join(tensors)
+    def forth() -> list[torch.Tensor]:
+        return run()[0].forth(tree.tensors(v))
 
-    @cache
-    def linearized() -> Any:
-        return invfunc.linearize(problem.f)(*inputs)
+    def back() -> Any:
+        loop, form = run()
+        return form.join(loop.back(cotangents()))
 
-    back = cache(lambda: products.transposed(cotangents()))
-    yield Claim(
-        "linearize, values", lambda: tree.tensors(linearized()[0]), lambda: list(products.outputs(*products.leaves))
-    )
+    def pulled() -> Any:
+        return linearized()[2](tree.separate(problem.f(*inputs))[1].join(cotangents()))
+
+    yield Claim("linearize, values", lambda: tree.tensors(linearized()[0]), values)
     yield Claim("linearize, J v", lambda: tree.tensors(linearized()[1](v)), forth, problem.n)
-    yield Claim("linearize, J^T c", lambda: linearized()[2](like_outputs(cotangents())), back, problem.n)
+    yield Claim("linearize, J^T c", pulled, back, problem.n)
     for of in made(problem, "batch_jacobian"):
 
         def along(of: Any = of) -> list[torch.Tensor]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd import functional
 
 from invfunc import tree
+from invfunc.certificates.loop import Loop, Tensors
 from invfunc.testing.laws.compare import zipped
 from invfunc.testing.laws.problem import BOTH, LOSSES, MODEL, SCALAR, LawProblem
 from invfunc.testing.oracles import loop_batch_grad
-
-Tensors = list[torch.Tensor]
 
 
 def no_shares(problem: LawProblem) -> str:
@@ -63,12 +61,12 @@ def fresh(params: Any) -> tuple[Tensors, Any]:
     return [p.view_as(p) if p.requires_grad else p.detach().requires_grad_() for p in leaves], form
 
 
-def loss_of_outputs(problem: LawProblem, z: Tensors, *given: torch.Tensor) -> torch.Tensor:
-    """The loss, summed, of leaves of the outputs; `given` in place of z."""
+def loss_of_outputs(problem: LawProblem, z: Tensors) -> torch.Tensor:
+    """The loss, summed, of leaves of the outputs."""
     assert problem.loss is not None
     with torch.no_grad():
         form = tree.separate(problem.steady(problem.f)(problem.params, *problem.inputs))[1]
-    return problem.steady(problem.loss)(form.join(given or z), problem.batch[-1]).sum()
+    return problem.steady(problem.loss)(form.join(z), problem.batch[-1]).sum()
 
 
 def loss_slope(problem: LawProblem, z: Tensors, deep: bool = False) -> Tensors:
@@ -86,53 +84,30 @@ def gradient(problem: LawProblem) -> Any:
     return form.join(list(torch.autograd.grad(value, leaves, materialize_grads=True)))
 
 
-class LoopProducts:
-    """Products of a vector with the Jacobian, the Hessian and the GGN of a problem at its parameters."""
+def of_model(problem: LawProblem) -> tuple[Loop, Any]:
+    """Derivatives of the model function alone, and the structure of the parameters."""
+    leaves, form = fresh(problem.params)
+    with torch.enable_grad():
+        z = tree.tensors(problem.steady(problem.f)(form.join(leaves), *problem.inputs))
+        return Loop(leaves, z, None, problem.n), form
 
-    def __init__(self, problem: LawProblem) -> None:
-        self.problem = problem
-        leaves, self.form = tree.separate(problem.params)
-        self.leaves = tuple(p.detach() for p in leaves)
 
-    def outputs(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The outputs of f, as a function of the leaves."""
-        f = self.problem.steady(self.problem.f)
-        return tuple(tree.tensors(f(self.form.join(list(leaves)), *self.problem.inputs)))
+def of_outputs(problem: LawProblem) -> tuple[Loop, Any]:
+    """Derivatives of the model function and of its loss."""
+    leaves, form = fresh(problem.params)
+    assert problem.loss is not None
+    with torch.enable_grad():
+        outputs = problem.steady(problem.f)(form.join(leaves), *problem.inputs)
+        loss = problem.steady(problem.loss)(outputs, problem.batch[-1]).sum()
+        return Loop(leaves, tree.tensors(outputs), loss, problem.n), form
 
-    def jacobian(self, v: Tensors) -> Tensors:
-        """`J v`, by a double backward pass, one tensor for each of the outputs."""
-        return list(functional.jvp(self.outputs, self.leaves, tuple(v))[1])
 
-    def transposed(self, cotangent: Tensors) -> Any:
-        """`J^T c`, a tree like the parameters."""
-        found = functional.vjp(self.outputs, self.leaves, tuple(cotangent))[1]
-        return self.form.join(list(found))
-
-    def of_loss(self, at: Tensors, v: Tensors) -> Tensors:
-        """The Hessian of the loss in the outputs times v."""
-        return list(functional.hvp(lambda *z: loss_of_outputs(self.problem, at, *z), tuple(at), tuple(v))[1])
-
-    def ggn(self, v: Tensors) -> tuple[Tensors, Tensors]:
-        """`J v` and `H J v`."""
-        with torch.no_grad():
-            z = list(self.outputs(*self.leaves))
-        there = self.jacobian(v)
-        return there, self.of_loss(z, there)
-
-    def hessian(self, v: Tensors) -> Tensors:
-        """The Hessian of the loss in the parameters times v."""
-        losses = self.problem.steady(self.problem.losses)
-
-        def value(*leaves: torch.Tensor) -> torch.Tensor:
-            return losses(self.form.join(list(leaves)), *self.problem.batch).sum()
-
-        return list(functional.hvp(value, self.leaves, tuple(v))[1])
-
-    def unit(self, leaf: int, place: int) -> Tensors:
-        """The vector with a one at an entry of a leaf."""
-        v = [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in self.leaves]
-        v[leaf].view(-1)[place] = 1
-        return v
+def of_loss(problem: LawProblem) -> tuple[Loop, Any]:
+    """Derivatives of the loss as one number."""
+    leaves, form = fresh(problem.params)
+    with torch.enable_grad():
+        value = problem.steady(problem.losses)(form.join(leaves), *problem.batch).sum()
+        return Loop(leaves, [value.reshape(1)], None, 1), form
 
 
 def no_outputs(problem: LawProblem) -> str:
@@ -142,29 +117,16 @@ def no_outputs(problem: LawProblem) -> str:
 
 def ggn_entries(problem: LawProblem) -> Any:
     """The diagonals `J[n]^T H[n] J[n]` at the entries of the problem: a tree of `[N, entries]`."""
-    products = LoopProducts(problem)
-
-    def each(leaf: int, place: int) -> torch.Tensor:
-        there, curved = products.ggn(products.unit(leaf, place))
-        return sum(((a * b).reshape(problem.n, -1).sum(1) for a, b in zip(there, curved, strict=True)), torch.tensor(0))
-
-    rows = [
-        torch.stack([each(i, int(k)) for k in places], 1) if len(places) else p.new_zeros(problem.n, 0)
-        for i, (p, places) in enumerate(zip(products.leaves, problem.entries, strict=True))
-    ]
-    return products.form.join(rows)
+    loop, form = of_outputs(problem)
+    rows = [[loop.ggn(loop.unit(i, int(k))) for k in places] for i, places in enumerate(problem.entries)]
+    return form.join([torch.stack(row, 1) if row else torch.zeros(problem.n, 0) for row in rows])
 
 
 def hessian_entries(problem: LawProblem) -> Any:
     """The diagonal of the Hessian of the loss at the entries of the problem."""
-    products = LoopProducts(problem)
-    rows = [
-        torch.stack([products.hessian(products.unit(i, int(k)))[i].reshape(-1)[k] for k in places])
-        if len(places)
-        else p.new_zeros(0)
-        for i, (p, places) in enumerate(zip(products.leaves, problem.entries, strict=True))
-    ]
-    return products.form.join(rows)
+    loop, form = of_loss(problem)
+    rows = [[loop.hessian(i, int(k)) for k in places] for i, places in enumerate(problem.entries)]
+    return form.join([torch.cat(row) if row else torch.zeros(0) for row in rows])
 
 
 def at_entries(problem: LawProblem, result: Any) -> Any:

@@ -261,7 +261,7 @@ def _is_floating(x: Any) -> bool:
 
 
 def smallest(law: Law, subject: Any, failure: Failure, seconds: float) -> tuple[Any, Failure]:
-    """The fewest samples for which the same claim of a law fails, and how."""
+    """The fewest samples, up to three, for which the same claim of a law fails, and how; else all."""
     deadline = time.perf_counter() + max(seconds, LEAST_SECONDS)
 
     def fails(samples: Sequence[int]) -> tuple[Any, Failure] | None:
@@ -275,7 +275,7 @@ def smallest(law: Law, subject: Any, failure: Failure, seconds: float) -> tuple[
         return (part, found) if isinstance(found, Failure) and type(found.error) is type(failure.error) else None
 
     found = next(filter(None, map(fails, _until(deadline, _few(subject.n)))), None)
-    return found or _reduced(fails, list(range(subject.n)), deadline) or (subject, failure)
+    return found or (subject, failure)
 
 
 def _few(n: int) -> Iterator[tuple[int, ...]]:
@@ -289,20 +289,6 @@ def _until(deadline: float, found: Iterable[Any]) -> Iterator[Any]:
         if time.perf_counter() > deadline:
             return
         yield one
-
-
-def _reduced(fails: Callable, samples: list[int], deadline: float) -> Any:
-    """Leave out parts, halves first, as long as the rest still fails."""
-    best, size = None, len(samples) // 2
-    while size:
-        for start in _until(deadline, range(0, len(samples), size)):
-            rest = samples[:start] + samples[start + size :]
-            if rest and (found := fails(rest)):
-                best, samples = found, rest
-                break
-        else:
-            size //= 2
-    return best
 
 
 WIDTH, SHOWN, REFUSED = 120, 2, 6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ import invfunc
 from invfunc import tree
 from invfunc.arguments.problem import InDims
 from invfunc.callables import check_callable, describe
-from invfunc.errors import InvFuncError, MissingExtraError
+from invfunc.errors import InvFuncError
 from invfunc.plan import AxisName, Options
 from invfunc.statistic import Statistic
 from invfunc.testing import models
@@ -36,7 +35,6 @@ from invfunc.testing.laws.compare import (
 from invfunc.testing.laws.problem import LawProblem, options, problem
 from invfunc.testing.laws.rows import generic, in_blocks
 from invfunc.testing.laws.run import (
-    LEAST_SECONDS,
     TRANSFORM,
     Claim,
     Inapplicable,
@@ -205,8 +203,6 @@ def effects(subject: TransformProblem) -> Iterator[Claim]:
 
 
 CALL = "laws.check_transform"
-EXAMPLES = 20
-"""The number of functions that are drawn."""
 
 
 def check_transform(
@@ -231,10 +227,9 @@ def check_transform(
     Args:
         t: makes the statistic of a function, `t(f)` or `t(f, loss)`, as `functools.partial(invfunc.diag_ggn)` does.
         oracle: makes its plain loop. If its result can be differentiated at all, then it has to be right there.
-        f, params, batch, loss, in_dims, seconds, only, samples, seed: as in `check`. Without f, functions are drawn
-            from `invfunc.testing.strategies`, and made smaller where a law fails; where hypothesis is missing, one of
-            each family of `invfunc.testing.models` is taken. They are `[N]` losses, or a model and its loss if oracle
-            takes two functions.
+        f, params, batch, loss, in_dims, seconds, only, samples, seed: as in `check`. Without f, one function
+            of each family of `invfunc.testing.models` is taken: `[N]` losses, or a model and its loss if oracle takes
+            two functions.
 
     Returns:
         A `Table`, which prints as a line for each law.
@@ -258,7 +253,7 @@ def check_transform(
     check_callable(CALL, oracle)
     laws = chosen(CALL, TRANSFORM, only)
     if f is None:
-        return _of_drawn(t, oracle, laws, seconds, seed)
+        return _of_families(t, oracle, laws, seconds, seed)
     one = problem(CALL, f, params, batch, loss, in_dims, samples, seed)
     subject = TransformProblem(t, oracle, one, describe(f))
     outcomes = tried(laws, subject, seconds)
@@ -266,58 +261,19 @@ def check_transform(
     return judged(Table(f"{describe(t)} of {one!r}", tuple(outcomes)), subject, again, seconds)
 
 
-def _of_drawn(t: Callable, oracle: Callable, laws: list[Law], seconds: float, seed: int) -> Table:
-    """The laws on functions that are drawn, or on one of each family."""
-    deadline, seen, two = time.perf_counter() + seconds, [Outcome(law) for law in laws], _takes_two(oracle)
+def _of_families(t: Callable, oracle: Callable, laws: list[Law], seconds: float, seed: int) -> Table:
+    """The laws on one function of each family."""
+    deadline, outcomes, two = time.perf_counter() + seconds, [Outcome(law) for law in laws], _takes_two(oracle)
     form = "p.model.f, p.model.params, *p.batch, loss=p.loss" if two else "p.f, p.model.params, *p.batch"
-
-    def tried_on(given: models.Problem) -> None:
-        f, loss = (given.model.f, given.loss) if two else (given.f, None)
-        one = problem(CALL, f, given.model.params, given.batch, loss, given.in_dims, None, seed)
-        subject = TransformProblem(t, oracle, one, given.model.family)
-        found = tried(laws, subject, max(LEAST_SECONDS, deadline - time.perf_counter()))
-        for whole, outcome in zip(seen, found, strict=True):
+    for name in models.FAMILIES:
+        p = models.Problem(models.Model(name), models.Loss("mse_loss", "mean" if two else "none"))
+        f, loss = (p.model.f, p.loss) if two else (p.f, None)
+        subject = TransformProblem(t, oracle, problem(CALL, f, p.model.params, p.batch, loss, 0, None, seed), name)
+        found = tried(laws, subject, max(0, deadline - time.perf_counter()))
+        for whole, outcome in zip(outcomes, found, strict=True):
             whole.add(outcome)
-        judged(Table(f"p = {given!r}", tuple(found)), subject, call(CALL, f"t, oracle, {form}", {}, seed), seconds)
-
-    loss = models.Loss("mse_loss", "mean" if two else "none")
-    try:
-        how = _drawn(tried_on, loss, deadline, seed)
-    except MissingExtraError:
-        how = f"one function of each of {len(models.FAMILIES)} families (hypothesis is missing)"
-        for name in models.FAMILIES:
-            tried_on(models.Problem(models.Model(name), loss))
-    return Table(f"{describe(t)} of {how}", tuple(seen))
-
-
-def _drawn(tried_on: Callable[[models.Problem], None], loss: models.Loss, deadline: float, seed: int) -> str:
-    """Examples of hypothesis, which makes one that fails smaller."""
-    strategies: Any = importlib.import_module("invfunc.testing.strategies")
-    hypothesis, count, failed = importlib.import_module("hypothesis"), 0, False
-    phases = hypothesis.Phase.generate, hypothesis.Phase.shrink
-
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=EXAMPLES,
-        deadline=None,
-        database=None,
-        print_blob=False,
-        phases=phases,
-        report_multiple_bugs=False,  # one after the other
-    )
-    @hypothesis.given(strategies.models())
-    def test(model: models.Model) -> None:
-        nonlocal count, failed
-        if failed or time.perf_counter() < deadline:  # one that fails fails again, whatever the time
-            count += 1
-            try:
-                tried_on(models.Problem(model, loss))
-            except AssertionError:
-                failed = True
-                raise
-
-    test()
-    return f"{count} functions that hypothesis drew"
+        judged(Table(f"p = {p!r}", tuple(found)), subject, call(CALL, f"t, oracle, {form}", {}, seed), seconds)
+    return Table(f"{describe(t)} of one function of each of {len(models.FAMILIES)} families", tuple(outcomes))
 
 
 def _takes_two(oracle: Callable) -> bool:
