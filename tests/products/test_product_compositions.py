@@ -1,6 +1,6 @@
 """Products inside other transforms, and what they leave as it was."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import grad, jacrev, jvp, vmap
 
-from invfunc import ggnvp, hvp, linearize, tree
-from invfunc.errors import ConvexityError
+from invfunc import batch_grad, diag_ggn, ggnvp, hvp, kfac, linearize, tree
+from invfunc.errors import ConvexityError, SampleAxisError
 from invfunc.testing import assert_trees_close
 from tests import matrices
 from tests.around import COMPOSITIONS, SMOOTH, differentiated

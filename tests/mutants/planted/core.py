@@ -303,7 +303,7 @@ FAULTS = [
         "return total + n * shift, centred",
         "return total, centred",
         "operations/test_thresholds.py::TestStatistics::test_equal_the_loop[lowest-positions] "
-        "testing/test_laws_hold.py statistics/test_first_order.py statistics/test_first_order.py "
+        "testing/test_laws_hold.py statistics/test_first_order.py "
         "operations/test_thresholds.py",
     ),
 ]

@@ -3,7 +3,7 @@
 from tests.mutants.fault import Fault
 
 PEELED = "loss/test_peeled.py"
-DRAWN = "loss/test_monte_carlo.py loss/test_monte_carlo.py"
+DRAWN = "loss/test_monte_carlo.py"
 
 FAULTS = [
     Fault(

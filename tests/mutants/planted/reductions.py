@@ -2,7 +2,7 @@
 
 from tests.mutants.fault import Fault
 
-FIRST = "testing/test_laws_hold.py statistics/test_first_order.py statistics/test_first_order.py"
+FIRST = "testing/test_laws_hold.py statistics/test_first_order.py"
 KFAC = "reductions/test_kfac.py reductions/test_kfac_exact.py reductions/test_kfac_models.py"
 PEELED = "loss/test_peeled.py"
 NOISE = "statistics/test_noise_scale.py"
