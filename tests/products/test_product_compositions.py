@@ -254,3 +254,8 @@ class TestSamples:
         assert_near(matrices.of(hvp(loss), params, x, y), matrices.hessian(loss, params, x, y), 1e-8)
         wanted = matrices.ggn(similarities, F.cross_entropy, params, x, y)
         assert_near(matrices.of(ggnvp(similarities, F.cross_entropy), params, x, y), wanted, 1e-8)
+
+    def test_a_mixing_loss_that_is_not_convex_is_refused(self):
+        f, params = model((3,))
+        with pytest.raises(ConvexityError):
+            ggnvp(f, lambda z, y: -z.var(0).sum()).linearize(params, Numbers(1)(4, 2), None)
