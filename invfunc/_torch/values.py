@@ -1,4 +1,4 @@
-"""Questions about the numbers in tensors, where there may be none."""
+"""Questions about the numbers in tensors, where there may be none, and the precision of sums of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from contextvars import ContextVar
 import torch
 
 from invfunc._torch.functorch import FakeTensor, innermost
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """A tensor in the precision in which sums are accumulated, and probabilities taken: at least float32."""
+    return x.float() if x.dtype in HALF else x
 
 
 def differentiable(tensor: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from invfunc._torch.functorch import after_backward, backward_pass, batch_first, dispatched, innermost
 from invfunc._torch.precision import double_on
-from invfunc._torch.values import differentiable
+from invfunc._torch.values import HALF, differentiable
 from invfunc.errors import InexactWarning, InverseError
 from invfunc.transform import told
 
@@ -125,7 +125,7 @@ def tell(block: Any, error: float, precision: float, name: str, dtype: torch.dty
     if error <= most:
         return
     text = f"the inverse gives {name} back with an error of {error:.1e}, where up to {most:.1e} is rounding. "
-    if dtype in (torch.bfloat16, torch.float16):
+    if dtype in HALF:
         text += (
             f"The state is in {dtype}, whose rounding errors are large: keep it in float32, as by `stem(x).float()` "
             "before the first block; what is added to it may be in half precision. "

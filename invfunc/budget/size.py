@@ -116,7 +116,5 @@ def bytes_of(shapes: list[list[int]], leaf: torch.Tensor) -> int:
 
 def fits(reduction: Reduction, leaves: list[torch.Tensor]) -> bool:
     """Tells whether the matrices that a reduction keeps take no more than what is free, at most."""
-    if type(reduction).bound is Reduction.bound:
-        return True
     most = sum([bytes_of(reduction.bound(leaf.shape), leaf) for leaf in leaves])
     return most <= SMALL or most <= free_on(leaves[0].device)

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from invfunc import tree
 from invfunc._torch.functorch import version
 from invfunc._torch.graphs import nodes_of
-from invfunc._torch.values import anywhere
+from invfunc._torch.values import anywhere, wide
 from invfunc.arguments.problem import BoundProblem
 from invfunc.core.marks import Axis as Marked
-from invfunc.core.marks import Mark, Run, Unsupported, know, wide
+from invfunc.core.marks import Mark, Run, Unsupported, know
 from invfunc.core.refusals import check_outputs
 from invfunc.core.split import (
     CRITERIA,
@@ -123,7 +123,7 @@ def made(hessian: Sequence[Columns], quantity: Quantity, n: int) -> list[Columns
     """The columns of a quantity, given the Hessian of the loss."""
     drawing = quantity.drawing
     if drawing is None:
-        return [rooted(part, "all") for part in hessian]
+        return [rooted(part) for part in hessian]
     return drawn([*hessian], drawing.count, drawing.source(n), drawing.peel)
 
 

@@ -290,7 +290,7 @@ def _ran(problem: BoundProblem, quantities: Sequence[Quantity], run: Run, outsid
         run.states = states_of(torchs_own())
     with (
         _autocast(device, True),
-        marked_for(run.criterion),
+        nullcontext() if run.criterion is None else marked_for(run.criterion),
         TwiceDifferentiable() if run.twice or isinstance(run, CallsRun) else nullcontext(),
     ):
         out, aux = _called(problem, run, leaves, convex)
@@ -300,7 +300,7 @@ def _ran(problem: BoundProblem, quantities: Sequence[Quantity], run: Run, outsid
         raise Unsupported("f writes into its arguments in place")
     if hooked(leaves):
         raise Unsupported("a hook may change what is sent back")
-    if not all([fits(q.reduction, problem.leaves) for q in quantities]):
+    if not all([fits(q.reduction, problem.leaves) for q in quantities if q.reduction.squares]):
         check_room(problem, quantities, uses_of(run, run.uses)[0])
     return out, aux
 

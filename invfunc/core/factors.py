@@ -22,10 +22,10 @@ from invfunc.core.marks import LEAF, SWAP, Final, Node
 from invfunc.core.order import Order
 from invfunc.core.run import Run
 from invfunc.core.transposed import Transposed
-from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, ProductUse, TableRows, Use, summed
+from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, ProductUse, TableRows, Use
 from invfunc.kronecker.matrix import Kronecker
 from invfunc.kronecker.places import PART, Place, Unfactored, grid, rows
-from invfunc.linear_algebra.contract import joined, outer
+from invfunc.linear_algebra.contract import joined, outer, summed
 from invfunc.reductions.block import added
 from invfunc.reductions.kept_factors import Factors
 

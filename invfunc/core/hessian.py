@@ -19,27 +19,15 @@ import torch.nn.functional as F
 
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import base_of, checkpointing, gradient_edge, version, versions
-from invfunc._torch.values import anywhere, fake
+from invfunc._torch.values import anywhere, fake, wide
 from invfunc.core.axes import numbers
 from invfunc.core.columns import softmax_root
-from invfunc.core.marks import SUMMED, Axis, Unsupported, arguments, named, option, tensors, wide
+from invfunc.core.marks import SUMMED, Axis, Unsupported, arguments, named, option, tensors
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.tables import DIVIDE, EXPANDS, LIKE, LINEAR, MOVING, MULTIPLY, PLACING, POINTWISE, VIEWS, called
-from invfunc.core.uses import (
-    WHOLE,
-    Block,
-    Expanded,
-    Grown,
-    ProductUse,
-    Shared,
-    TableRows,
-    Use,
-    back,
-    front,
-    summed,
-)
-from invfunc.linear_algebra.contract import joined
+from invfunc.core.uses import WHOLE, Block, Expanded, Grown, ProductUse, Shared, TableRows, Use, back, front
+from invfunc.linear_algebra.contract import joined, summed
 from invfunc.loss.hessian import pulled_back
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 

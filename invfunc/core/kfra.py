@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from invfunc._torch.functorch import gradient_edge
+from invfunc._torch.values import wide
 from invfunc.core.columns import columns_at, split
 from invfunc.core.hessian import CallsRun, OperationCall, Result, back
-from invfunc.core.marks import named, wide
+from invfunc.core.marks import named
 from invfunc.core.shares import Shares
 from invfunc.core.tables import POINTWISE
 from invfunc.core.uses import WHOLE, Use, front

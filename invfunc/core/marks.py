@@ -19,14 +19,6 @@ SUMMED = "summed"
 """The axis of what the samples were summed to, which is used linearly from there on."""
 
 
-HALF = (torch.float16, torch.bfloat16)
-
-
-def wide(x: torch.Tensor) -> torch.Tensor:
-    """A tensor in the precision in which sums are accumulated."""
-    return x.float() if x.dtype in HALF else x
-
-
 class Unsupported(Exception):
     """Something that the core does not follow; the message says what, and where it is in the user's f."""
 

@@ -9,8 +9,9 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import base_of, version
+from invfunc._torch.values import wide
 from invfunc.core.copies import copied
-from invfunc.core.marks import Known, Mark, Node, Run, Unsupported, know, replaced, wide
+from invfunc.core.marks import Known, Mark, Node, Run, Unsupported, know, replaced
 from invfunc.core.uses import WHOLE, Block, Use
 from invfunc.errors import SampleAxisError
 

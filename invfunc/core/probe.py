@@ -15,8 +15,9 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import dispatched, innermost, plainly, transforming, undispatched, unheard, unseen
+from invfunc._torch.values import wide
 from invfunc.core.axes import alone, found, numbers, read, single
-from invfunc.core.marks import SUMMED, Known, Run, Unsupported, arguments, named, option, replaced, tensors, wide
+from invfunc.core.marks import SUMMED, Known, Run, Unsupported, arguments, named, option, replaced, tensors
 from invfunc.core.order import Order
 from invfunc.core.tables import GROUPED, MOVES, MOVING, PLACING, SORTS, SUMS
 

@@ -24,10 +24,10 @@ from torch.overrides import TorchFunctionMode
 from invfunc import tree
 from invfunc._torch.functorch import as_it_is, graph_level, graph_of
 from invfunc._torch.generators import set_states, state_of, torchs_own
-from invfunc._torch.values import anywhere, near
+from invfunc._torch.values import anywhere, near, wide
 from invfunc.arguments.problem import BoundProblem
 from invfunc.budget.size import free_on, told
-from invfunc.core.marks import LEAF, SUMMED, Final, Mark, Node, Unsupported, know, option, spelled, tensors, wide
+from invfunc.core.marks import LEAF, SUMMED, Final, Mark, Node, Unsupported, know, option, spelled, tensors
 from invfunc.core.order import Order
 from invfunc.core.run import Run
 from invfunc.core.split import CRITERIA, KNOWN

@@ -32,6 +32,7 @@ from invfunc._torch.functorch import (
     levels,
     saving_hooks,
 )
+from invfunc._torch.values import HALF, wide
 from invfunc.core import own
 from invfunc.core.axes import single
 from invfunc.core.columns import criterion_of, weighs
@@ -39,7 +40,6 @@ from invfunc.core.composed import Unreplayed, composed
 from invfunc.core.copies import copied, expanded, grown, masked_attention
 from invfunc.core.marks import (
     DERIVED,
-    HALF,
     LEAF,
     SUMMED,
     SWAP,
@@ -57,7 +57,6 @@ from invfunc.core.marks import (
     replaced,
     spelled,
     tensors,
-    wide,
 )
 from invfunc.core.probe import axes_of
 from invfunc.core.split import Finder, Split
@@ -89,6 +88,7 @@ from invfunc.core.tables import (
 from invfunc.core.transposed import FACTORS
 from invfunc.core.uses import WHOLE, Block, Copies, ProductUse, Shared, Use
 from invfunc.core.written import into_view, set_derived, set_item, set_parameter, unchanged
+from invfunc.loss.hessian import pulled_rows
 from invfunc.operations.recurrent import AT_ONCE, steps_at_once
 from invfunc.reductions.lots import Lot
 
@@ -636,30 +636,17 @@ class Run(TorchFunctionMode):
         self, out: Any, inputs: Sequence[Any], columns: Sequence[Tensor], graph: bool, apart: bool = False
     ) -> list[Any]:
         """The gradients of several vectors, a tensor `[V, ...]` for each of several tensors; `apart`, in lists."""
-        holes = list[bool]()
+        outs = out if isinstance(out, (list, tuple)) else [out]
 
         def pull(column: Sequence[Tensor]) -> Sequence[Tensor | None]:
-            return torch.autograd.grad(out, inputs, column, create_graph=graph, retain_graph=True, allow_unused=True)
-
-        def one(*column: Tensor) -> list[Tensor]:
-            found = pull(column)
-            holes[:] = [g is None for g in found]
-            return [g for g in found if g is not None]
+            return torch.autograd.grad(outs, inputs, column, create_graph=graph, retain_graph=True, allow_unused=True)
 
         if len(columns[0]) == 1:
             return [None if g is None else g[None] for g in pull([c[0] for c in columns])]
         if apart:
             each = [*zip(*[pull(column) for column in zip(*columns, strict=True)], strict=True)]
             return [None if g[0] is None else [wide(self.strip(d)) for d in g] for g in each]
-        if self.deep:
-            got = iter(torch.func.vmap(one)(*columns))
-            return [None if hole else next(got) for hole in holes]
-        options = {"retain_graph": True, "create_graph": graph, "allow_unused": True, "is_grads_batched": True}
-        try:  # torch.func does not know this older vmap, which needs less memory
-            return [*torch.autograd.grad(out, inputs, columns, **options)]
-        except RuntimeError:  # an operation whose backward pass has no batching rule
-            each = [*zip(*[pull(column) for column in zip(*columns, strict=True)], strict=True)]
-            return [None if g[0] is None else torch.stack(g) for g in each]
+        return pulled_rows(outs, inputs, columns, graph, not self.deep)
 
     def stream(self, out: Any, cotangent: Any, arrived: Callable[[Use], None]) -> None:
         """Pull one vector back, and hand each use over as its cotangent comes; it is freed then."""

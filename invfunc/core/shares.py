@@ -14,8 +14,9 @@ import torch
 from invfunc import thresholds
 from invfunc._torch.functorch import dispatched
 from invfunc._torch.precision import doubled, has_float64
+from invfunc._torch.values import HALF, wide
 from invfunc.core.factors import kronecker, rotated
-from invfunc.core.marks import DERIVED, HALF, LEAF, SWAP, wide
+from invfunc.core.marks import DERIVED, LEAF, SWAP
 from invfunc.core.norms import narrow_norms, tried
 from invfunc.core.run import Run
 from invfunc.core.sides import formed as sided
@@ -31,7 +32,6 @@ from invfunc.core.uses import (
     Use,
     formed,
     outer,
-    summed,
     weighted,
 )
 from invfunc.kronecker.matrix import Kronecker
@@ -46,6 +46,7 @@ from invfunc.linear_algebra.contract import (
     side_by_side,
     squares_directly,
     squeezed,
+    summed,
     twice,
 )
 from invfunc.reductions.kept_factors import Factors

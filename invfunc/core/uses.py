@@ -7,9 +7,7 @@ samples, `[V, n, *shape]`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import reduce
-from operator import add
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +15,13 @@ import torch.nn.functional as F
 
 from invfunc import thresholds
 from invfunc._torch.functorch import version
+from invfunc._torch.values import HALF, wide
 from invfunc.core.axes import factors_of, letters, operands
-from invfunc.core.marks import HALF, Axis, Node, Run, Unsupported, named, option, wide
+from invfunc.core.marks import Axis, Node, Run, Unsupported, named, option
 from invfunc.core.order import Order
 from invfunc.core.tables import called
 from invfunc.linear_algebra import autocorrelation
+from invfunc.linear_algebra.contract import summed
 from invfunc.linear_algebra.pairwise import room_for
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 
@@ -43,11 +43,6 @@ def front(x: torch.Tensor, axis: Axis, n: int, lead: int = 0) -> torch.Tensor:
         return x.unsqueeze(at + 1)
     x = x.unflatten(at, (outer, n, inner)).movedim(at + 1, lead)
     return x.flatten(at + 1, at + 2)
-
-
-def summed(parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """A sum that does not begin with zero."""
-    return reduce(add, parts)
 
 
 def back(x: torch.Tensor, shape: Sequence[int], axis: Axis, n: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from invfunc import tree
-from invfunc._torch.values import anywhere, fake, near, same_values
+from invfunc._torch.values import HALF, anywhere, fake, near, same_values, wide
 from invfunc._torch.weak import WeakIdMap
 from invfunc.arguments.problem import BoundProblem
 from invfunc.errors import RandomnessError, SampleAxisError
@@ -22,7 +22,6 @@ Some = Callable[[BoundProblem, list[int]], tuple[list[torch.Tensor], bool]]
 _KNOWN: WeakIdMap[dict[Hashable, Kind]] = WeakIdMap()
 _KEPT, FEW = 64, 8
 """Of how many calls it is known, and how many samples are looked at."""
-_HALF = (torch.float16, torch.bfloat16)
 """Which show few digits."""
 _GIVE = "What f has for each sample, such as a mask or indices, goes among its batch arguments."
 
@@ -56,7 +55,7 @@ def _kind(problem: BoundProblem, size: int, some: Some) -> Kind:
     n, k = problem.n, min(problem.n, max(2, min(size, FEW)))
     places, device = [n * i // k for i in range(k)], problem.leaves[0].device.type
     casts, apart, found = torch.is_autocast_enabled(device), told_apart(problem), list[tuple[list, bool]]()
-    if casts or any(x.dtype in _HALF for x in problem.tensors):
+    if casts or any(x.dtype in HALF for x in problem.tensors):
         with suppress(Exception), torch.autocast(device, enabled=False) if casts else nullcontext():
             found = [some(widened(apart), each) for each in (places, places[::2], places[1::2])]
     found = found or [some(apart, each) for each in (places, places[::2], places[1::2])]
@@ -108,10 +107,6 @@ def neither() -> SampleAxisError:
 
 def widened(problem: BoundProblem) -> BoundProblem:
     """The problem with all that is in half precision in single precision."""
-
-    def wide(x: torch.Tensor) -> torch.Tensor:
-        return x.float() if x.dtype in _HALF else x
-
     leaves, args, kwargs = tree.map_tensors(wide, (problem.leaves, problem.args, problem.kwargs))
     return replace(problem, leaves=leaves, args=args, kwargs=kwargs)
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import plainly
+from invfunc._torch.values import wide
 from invfunc.errors import ArgumentError
 from invfunc.loss.peeled import Peel, peeled
 from invfunc.loss.square_root import Affine, ColumnBlock, Columns, Elementwise, Softmax, safe_root
@@ -65,8 +66,8 @@ def _categorical(columns: Softmax, count: int, source: Source) -> torch.Tensor:
     """`sqrt(k / M) (p - onehot(y))` with y from p: `[M, n, C, positions]`."""
     p = columns.logits.softmax(1)
     n, _, positions = p.shape
-    number = _uniform((count, n, 1, positions), _wide(p.detach()[:1, :1]), source)
-    target = _reached(_wide(p.detach()), number)
+    number = _uniform((count, n, 1, positions), wide(p.detach()[:1, :1]), source)
+    target = _reached(wide(p.detach()), number)
     found = p.expand(count, *p.shape)
     found = found.scatter(2, target, found.gather(2, target) - 1)
     return found * (safe_root(columns.weight) * count**-0.5).unsqueeze(1)
@@ -102,7 +103,7 @@ def _normal(columns: Elementwise, count: int, source: Source) -> torch.Tensor:
 def _bernoulli(columns: Elementwise, count: int, source: Source) -> torch.Tensor:
     """`(p - y) / sqrt(p (1 - p))`, which has variance 1; 0 where p is 0 or 1 up to rounding."""
     assert columns.logits is not None
-    p = _wide(columns.logits).sigmoid()
+    p = wide(columns.logits).sigmoid()
     number = _uniform((count, *p.shape), p, source)
     variance = p * (1 - p)
     none = variance <= 0
@@ -116,11 +117,6 @@ def _signs(columns: Elementwise, count: int, source: Source) -> torch.Tensor:
 
 
 _NOISE = {"normal": _normal, "bernoulli": _bernoulli, "signs": _signs}
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """Half precision has few random numbers near 0, and none near most probabilities."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _uniform(shape: tuple[int, ...], like: torch.Tensor, source: Source) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,14 +14,13 @@ import torch.nn.functional as F
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import graph_of, innermost, version
 from invfunc._torch.graphs import node_of, nodes_below, nodes_of
-from invfunc._torch.values import anywhere, check, checked_at_once
+from invfunc._torch.values import HALF, anywhere, check, checked_at_once, wide
 from invfunc.errors import ArgumentError, ConvexityError, SplitError
 from invfunc.loss.square_root import Affine, Columns, Elementwise, General, Gradient, OutputCotangents, Softmax
 from invfunc.operations.losses import reduction
 from invfunc.operations.operation import known
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 
-HALF = (torch.float16, torch.bfloat16)
 Scope = Any
 """A context that takes derivatives (`grad`) and gives values to the outside (`leave`)."""
 Output = Any
@@ -37,6 +37,31 @@ def pulled_back(
         return torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, **options)
     except RuntimeError as error:
         raise once_only(error, outputs) from error
+
+
+def pulled_rows(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[Any], columns: Sequence[torch.Tensor], graph: bool, plain: bool
+) -> list[torch.Tensor | None]:
+    """Pull several vectors back, `[V, *output]` at each output; outside of torch.func (`plain`) by an older vmap, which
+    that does not know, and which needs less memory."""
+    pull = partial(pulled_back, outputs, inputs, retain_graph=True, create_graph=graph)
+    missing = list[bool]()
+
+    def one(*column: torch.Tensor) -> list[torch.Tensor]:
+        found = pull(column)
+        missing[:] = [g is None for g in found]
+        return [g for g in found if g is not None]
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")  # of vmap, about an operation in f
+        try:
+            if plain:
+                return [*pull(columns, is_grads_batched=True)]
+            found = iter(torch.vmap(one)(*columns))  # which can return nothing but tensors
+            return [None if none else next(found) for none in missing]
+        except RuntimeError:  # no batching rule for a derivative
+            each = [*zip(*[pull(column) for column in zip(*columns, strict=True)], strict=True)]
+            return [None if g[0] is None else torch.stack(g) for g in each]
 
 
 def once_only(error: RuntimeError, outputs: Sequence[Any]) -> Exception:
@@ -166,7 +191,7 @@ def _closed(term: Term, slope: torch.Tensor, scope: Scope) -> torch.Tensor | Non
     k = slope / x.numel() if reduction(call) == "mean" else slope
     if call.func is F.mse_loss:
         return None if weight is not None else (2 * k).expand(x.shape)
-    p, more = scope.leave(x.float() if x.dtype in HALF else x).sigmoid(), call.arg("pos_weight")
+    p, more = scope.leave(wide(x)).sigmoid(), call.arg("pos_weight")
     h = p * (1 - p) if more is None else p * (1 - p) * (1 + (more - 1) * target)
     return (k * h if weight is None else k * h * weight).expand(x.shape)
 
@@ -177,10 +202,10 @@ def _wide(term: Term) -> tuple[torch.Tensor, torch.Tensor]:
         return term.input, term.output
     low, x = term.input, term.input.float()
 
-    def wide(a: torch.Tensor) -> torch.Tensor:
+    def single(a: torch.Tensor) -> torch.Tensor:
         return x if a is low else a.float() if a.is_floating_point() else a
 
-    args, kwargs = tree.map_tensors(wide, (term.call.args, term.call.kwargs))
+    args, kwargs = tree.map_tensors(single, (term.call.args, term.call.kwargs))
     with TwiceDifferentiable():
         return x, term.call.func(*args, **kwargs)
 
@@ -231,7 +256,7 @@ def _softmax(scope: Scope, term: Term, weight: torch.Tensor, n: int, convex: boo
     if convex:
         check_sign(weight, term.call.name)
     x = scope.leave(term.input)
-    logits = axis.expose(x.float() if x.dtype in HALF else x, n)
+    logits = axis.expose(wide(x), n)
     if axis.dim is None:
         positions = axis
     else:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from invfunc._torch.values import wide
 from invfunc.errors import ArgumentError
 from invfunc.loss.square_root import Elementwise, Softmax, safe_root
 
@@ -65,7 +66,7 @@ def _of_classes(columns: Softmax) -> _Ordered:
     With R_j the probability of all classes behind the j-th, column j is `sqrt(p_j R_j / R_(j-1))` at class j, and that
     times `-p_i / R_j` at each class i behind it.
     """
-    p, order = _wide(columns.logits).softmax(1).sort(1, descending=True)
+    p, order = wide(columns.logits).softmax(1).sort(1, descending=True)
     since = p.flip(1).cumsum(1).flip(1)
     behind = torch.cat([since[:, 1:], torch.zeros_like(since[:, :1])], 1)
     size, weight = safe_root(p * behind / _not_zero(since)), safe_root(columns.weight).unsqueeze(1)
@@ -135,7 +136,3 @@ def _coefficients(signs: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 def _not_zero(x: torch.Tensor) -> torch.Tensor:
     """A divisor, where the quotient does not matter if it is zero."""
     return torch.where(x == 0, 1, x)
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

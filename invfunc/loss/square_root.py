@@ -218,10 +218,8 @@ class OfEigenvectors(General):
         return ColumnBlock(self._split(self.hessian[part][:, :, start:stop].movedim(2, 0)))
 
 
-def rooted(columns: Columns, which: str) -> Columns:
-    """Columns S with `S S^T` the Hessian: those of a known loss with their weights, else ("all") its eigenvectors."""
-    if which == "no" or (which == "known" and isinstance(columns, General)):
-        return columns
+def rooted(columns: Columns) -> Columns:
+    """Columns S with `S S^T` the Hessian: those of a known loss with their weights, else its eigenvectors."""
     if not isinstance(columns, General):
         return Weighted(columns)
     return OfEigenvectors(columns.shapes, MatrixRoot.apply(doubled(columns.hessian)).to(columns.hessian.dtype))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from invfunc._torch.values import wide
 from invfunc.operations.operation import define, not_torchs
 
 # The batch axis
@@ -75,16 +76,12 @@ def _misread(func: Callable, input: torch.Tensor) -> bool:
     return func is F.instance_norm or 1 in (input.shape[0], *input.shape[2:])
 
 
-def _low(x: torch.Tensor) -> bool:
-    return x.dtype in (torch.float16, torch.bfloat16)
-
-
 def _standard(
     x: torch.Tensor, along: list[int], eps: float, weight: Any, bias: Any, moments: Any = None
 ) -> torch.Tensor:
     """x brought to mean 0 and variance 1, its own or those given, then scaled and shifted; computed in float32 at
     least."""
-    x = x.float() if _low(x) else x
+    x = wide(x)
     mean, variance = moments or (x.mean(along, keepdim=True), None)
     x = x - mean
     x = x * ((x.square().mean(along, keepdim=True) if variance is None else variance) + eps).rsqrt()

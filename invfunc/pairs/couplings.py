@@ -13,6 +13,7 @@ from torch import nn
 
 from invfunc import tree
 from invfunc._torch.functorch import unseen_versions
+from invfunc._torch.values import wide
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, ModifiedError
 from invfunc.functional.functional import Functional
@@ -119,11 +120,6 @@ def combined(fn: Callable, first: Any, *others: Any) -> Any:
 def per_sample(t: torch.Tensor) -> torch.Tensor:
     """The sum over all axes but the leading one, at least in float32."""
     return wide(t).flatten(1).sum(1) if t.dim() > 1 else wide(t)
-
-
-def wide(t: torch.Tensor) -> torch.Tensor:
-    """At least in float32."""
-    return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 Calls = list[tuple[Callable, tuple]]

@@ -541,7 +541,7 @@ class Decomposition(Transform):
             slope: list[Columns] = [split.gradient()] if split.roots else []
             if self.kind.first_order:
                 return of_root(given, split, OutputRows(split, slope)), None
-            columns = [rooted(c, "all") for c in split.hessian()] if self.drawing is None else []
+            columns = [rooted(c) for c in split.hessian()] if self.drawing is None else []
             columns = split.drawn(self.drawing, "eigenpairs") if self.drawing is not None else columns
         return of_root(given, split, OutputRows(split, columns)), of_root(given, split, OutputRows(split, slope))
 

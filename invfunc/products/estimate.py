@@ -11,6 +11,7 @@ import torch
 
 from invfunc import tree
 from invfunc._extras import extra
+from invfunc._torch.values import wide
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.rounds import parts
@@ -73,7 +74,7 @@ class Estimator(Transform):
         at, mean, spread = along(self.product, args, kwargs, space), [], []
         for i in rounds:
             v = [self._drawn(kind) for kind in space.kinds]
-            found = [_wide(x) * _wide(y) for x, y in zip(v, at(v), strict=True)]
+            found = [wide(x) * wide(y) for x, y in zip(v, at(v), strict=True)]
             if self.of == "trace":
                 first, *others = [x.sum() for x in found]
                 found = [sum(others, first)]
@@ -98,10 +99,6 @@ class Estimator(Transform):
             by(self.generator, partial(torch.randint, 0, 2), kind.shape, torch.int64, kind.device).to(kind.dtype) * 2
             - 1
         )
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def estimate_diagonal(

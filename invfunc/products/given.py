@@ -24,8 +24,7 @@ from invfunc.core import split as core
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option
 from invfunc.core.refusals import refused_by
 from invfunc.core.run import Run
-from invfunc.core.split import CRITERIA, SURE, WHOLE, Axis, Finder, Output, axis_of, marked_for
-from invfunc.core.tables import RULES
+from invfunc.core.split import CRITERIA, SURE, WHOLE, Axis, Finder, Output, marked_for
 from invfunc.errors import ArgumentError, unreached
 from invfunc.evaluation.joined import check_fewer, moved
 from invfunc.evaluation.weights import LossPart
@@ -137,11 +136,7 @@ class ProductArguments:
     def run(self) -> Any:
         """The result of f, without aux."""
         self.params = self.scope.entered(self.leaves)
-        return self._at(self.args[1:])
-
-    def _at(self, batch: Sequence[Any]) -> Any:
-        """The result of f for a batch, with the target of the loss at its end."""
-        inputs = tree.map_tensors(self.scope.alias, batch[: len(batch) - (self.loss is not None)])
+        inputs = tree.map_tensors(self.scope.alias, self.args[1 : len(self.args) - (self.loss is not None)])
         with self.mode, self.watch:
             result = self.f(tree.unflatten(self.params, self.structure), *inputs, **self.kwargs)
         if self.has_aux:
@@ -152,17 +147,10 @@ class ProductArguments:
 
     def value(self) -> torch.Tensor:
         """The loss; of `[N]` losses the sum."""
-        return self._valued(self.run())
-
-    def value_of(self, batch: Sequence[Any]) -> torch.Tensor:
-        """The loss of another batch, at the parameters of the last run."""
-        return self._valued(self._at(batch), batch[-1])
-
-    def _valued(self, result: Any, target: Any = None) -> torch.Tensor:
+        result = self.run()
         if self.loss is None:
             return checked_value(result, "f").sum()
-        target = tree.map_tensors(self.scope.alias, self.args[-1]) if target is None else target
-        result = self.called(result, target)
+        result = self.called(result, tree.map_tensors(self.scope.alias, self.args[-1]))
         self._tell_constants(result, self.params)
         return checked_value(result, "the loss").sum()
 
@@ -423,7 +411,8 @@ class Following(Run):
 
     def __init__(self, scope: Scope, n: int, finder: Finder) -> None:
         super().__init__(n, False)
-        self.scope, self.finder, self.level, self.alone = scope, finder, scope.level or None, False
+        self.scope, self.level, self.alone = scope, scope.level or None, False
+        self.criterion = self.finder = finder
         finder.n = n
 
     def leaf(self, i: int, p: torch.Tensor) -> torch.Tensor:
@@ -442,16 +431,6 @@ class Following(Run):
 
     def meet(self, func: Any, rule: Any, args: tuple, kwargs: dict, data: list, params: list) -> Any:
         return self.mark(rule, func, args, kwargs, data, func(*args, **kwargs))
-
-    def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
-        if func not in CRITERIA or not found[0] or found[3] or found[4]:
-            return super().dispatched(func, args, kwargs, found)
-        x: Any = args[0] if args else kwargs.get("input")
-        at = next((axis for y, axis in found[0] if y is x), None)
-        if at is None:
-            raise Unsupported("the criterion is not of samples")
-        out = self.finder.criterion(CRITERIA[func], func, args, kwargs, axis_of(x, at, self.n))
-        return self.mark(RULES.get(func), func, args, kwargs, found[0], out)
 
     def check(self, result: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Check that a result has the losses of the samples, or adds up what each of them has."""

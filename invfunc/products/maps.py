@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from invfunc import tree
 from invfunc._torch.functorch import grad_level, level_of, levels, transforming
 from invfunc.arguments.problem import check_numbers
-from invfunc.loss.hessian import pulled_back
+from invfunc.loss.hessian import pulled_back, pulled_rows
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 
 Vectors = list[torch.Tensor | None]
@@ -123,31 +122,9 @@ class Scope:
         if not ys or not inputs or (batched and not len(columns[0])):
             return [None] * len(inputs)
         graph = self.wanted or not self.plain if create_graph is None else create_graph
-        pull = partial(pulled_back, ys, inputs, retain_graph=keep or batched or graph, create_graph=graph)
         if not batched:
-            return list(pull(columns))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "There is a performance drop")  # of vmap, about an operation in f
-            try:
-                if self.plain and not graph:  # torch.func does not know this older vmap, which needs less memory
-                    return list(pull(columns, is_grads_batched=True))
-                return _at_once(pull, columns)
-            except RuntimeError:  # no batching rule for a derivative
-                parts = zip(*(pull(column) for column in zip(*columns, strict=True)), strict=True)
-                return [None if grads[0] is None else torch.stack(grads) for grads in parts]
-
-
-def _at_once(pull: Callable, columns: list[torch.Tensor]) -> Vectors:
-    """Pull all columns back in one call of vmap, which can return nothing but tensors."""
-    missing: list[bool] = []
-
-    def pulled(*column: torch.Tensor) -> list[torch.Tensor]:
-        grads = pull(column)
-        missing[:] = [g is None for g in grads]
-        return [g for g in grads if g is not None]
-
-    found = iter(torch.vmap(pulled)(*columns))
-    return [None if none else next(found) for none in missing]
+            return [*pulled_back(ys, inputs, columns, retain_graph=keep or graph, create_graph=graph)]
+        return pulled_rows(ys, inputs, columns, graph, self.plain and not graph)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from invfunc.reductions.reduction import Found, Reduction, State
 class KroneckerReduction(Reduction):
     """A reduction whose result is a `Kronecker` for each parameter."""
 
+    squares = True
     most: float = math.inf
     """The largest dimension of a factor that is kept whole."""
 
@@ -26,13 +27,8 @@ class KroneckerReduction(Reduction):
         return (Kronecker(zeros, groups, leaf.shape, origin=Origin(n=n, reached=False)),)
 
     def bound(self, shape: torch.Size) -> list[list[int]]:
-        if shape.count(1) < len(shape) - 1:
-            return [self.form(shape[0]), self.form(shape[1:].numel())]
-        return [self.form(shape.numel())]
-
-    def form(self, size: int) -> list[int]:
-        """The shape of a factor of this dimension: a matrix, or its diagonal."""
-        return [size] if size > self.most else [size, size]
+        sizes = [shape[0], shape[1:].numel()] if shape.count(1) < len(shape) - 1 else [shape.numel()]
+        return [[size] if size > self.most else [size, size] for size in sizes]
 
     def assemble(self, results: list[Any], found: Found) -> Any:
         if found.refused:

@@ -33,8 +33,7 @@ def _filled(matrix: Kronecker, where: torch.Tensor, value: float) -> Kronecker:
 class InEigenbasis(KroneckerReduction):
     """`sum_vn (Q^T G[v, n])^2` for the eigenvectors Q of the factors, which the phase before finds."""
 
-    paired = squares = True
-    forms = "blocks"
+    paired = True
     rooted = KroneckerFactors.rooted
 
     def __init__(self, factors: KroneckerFactors, bases: dict[int, Kronecker | None] | None = None) -> None:

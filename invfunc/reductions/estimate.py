@@ -42,7 +42,7 @@ class EstimatedSquares(Reduction):
     """`sum_vn G[v, n]^2`, and its variance, which is the sum of those of the samples, as each has draws of its own."""
 
     axes = ("samples", "params")  # a variance is of all columns of a sample
-    forms, trees, entrywise = "blocks", 2, True
+    trees, entrywise = 2, True
     several = True
 
     def step(self, shares: Any) -> State:

@@ -18,7 +18,6 @@ class EachSample(Reduction):
     """The shares themselves, one sample after the other."""
 
     each, row_axis = (0,), 0
-    forms = "all"
 
     def step(self, shares: Any) -> State:
         return (shares.dense().squeeze(0),)
@@ -39,8 +38,6 @@ class EachSample(Reduction):
 class SquaredNorms(EachSample):
     """`sum_p G[n, p]^2` of each sample."""
 
-    forms = "no"
-
     def step(self, shares: Any) -> State:
         return (shares.norms(),)
 
@@ -60,7 +57,7 @@ class Norms(SquaredNorms):
 class CentredSquares(Reduction):
     """`sum_n (G[n] - mean G)^2 / (n - correction)`, merged by the formula of Chan, Golub and LeVeque (1979)."""
 
-    forms, trees, entrywise = "blocks", 1, True
+    trees, entrywise = 1, True
 
     def __init__(self, correction: float) -> None:
         self.correction = correction

@@ -24,8 +24,8 @@ from invfunc.reductions.reduction import Found, Over, Shortcuts, State
 class KroneckerFactors(KroneckerReduction):
     """B, the sum over columns and samples of `s s^T`, and A, the mean over samples of `a a^T`."""
 
-    rooted = "known"  # so that products are symmetric
-    paired = thin = squares = counts = True
+    rooted = "known"
+    paired = True
     sums = True  # of n samples each on its own
 
     def __init__(self, sharing: str, joint: bool, unsupported: str, most: float, degree: int | None = 1) -> None:
@@ -86,15 +86,12 @@ class KroneckerFactors(KroneckerReduction):
             return [None]
         if kept is None or isinstance(kept, Kronecker):
             return [kept]
+        origin = Origin(kept.name, found.n if self.sums else None, degree=self.degree)
         if isinstance(kept, DiagonalFactors):
             dims, shape = tuple(range(kept.values.ndim)), kept.values.shape
-            return [Kronecker((kept.values.flatten(),), (dims,), shape, origin=self._origin(kept, found))]
-        origin = self._origin(kept, found)
+            return [Kronecker((kept.values.flatten(),), (dims,), shape, origin=origin)]
         matrices = [self._matrix(factors, origin, found) for factors in kept.roles.values()]
         return matrices if len(matrices) == 1 else [nearest(matrices)]
-
-    def _origin(self, kept: ParameterFactors, found: Found) -> Origin:
-        return Origin(kept.name, found.n if self.sums else None, degree=self.degree)
 
     def _matrix(self, found: Factors, origin: Origin, known: Found) -> Kronecker:
         shape, blocks, (first, *rest) = found.shape, found.blocks, found.places

@@ -27,7 +27,7 @@ class PredictiveCovariance(EachSample):
     """`sum_pq J[n, c, p] S[p, q] J[n, d, q]`, over all parameters."""
 
     axes = ("samples", "params")
-    forms, whole, paired = "no", True, True
+    whole = paired = True
 
     def __init__(self, covariance: float | dict[str, Covariance] | LowRank) -> None:
         """One variance for all entries of all parameters, what is of each, by its key path, or a matrix over all."""

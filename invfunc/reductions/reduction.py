@@ -63,19 +63,12 @@ class Reduction:
     entrywise: ClassVar[bool] = False
     """Whether all that is kept of a parameter are numbers of its entries, each folded by itself, and sums or counts
     that have no dimension."""
-    rooted: ClassVar[Literal["no", "known", "all"]] = "no"
-    """The losses whose columns have to be those of a square root of the Hessian, without weights beside them: none,
-    those of known structure, or all."""
-    thin: ClassVar[bool] = False
-    """Whether large columns come best one by one, of all samples at once."""
     keeps: ClassVar[bool] = False
     """Whether it keeps the shares themselves."""
-    forms: ClassVar[Literal["no", "blocks", "all"]] = "no"
-    """Whether it forms the shares of each sample: of some at a time, or of all, which are the result."""
+    rooted: ClassVar[Literal["no", "known", "all"]] = "no"
+    """The square roots that it is made for: exact columns are shared, in one pullback, by those of one kind."""
     squares: ClassVar[bool] = False
-    """Whether it keeps matrices that are as wide as the sides of a parameter."""
-    counts: ClassVar[bool] = False
-    """Whether columns count that are zero at a parameter, or what an operation reads where they are zero at it."""
+    """Whether it keeps matrices that are as wide as the sides of a parameter, of shapes in `bound`."""
     by_column: ClassVar[bool] = False
     """Whether it keeps something of each column, so that those of all samples have to be of the same outputs."""
     pooled: ClassVar[bool] = False

@@ -37,7 +37,7 @@ class Sided:
 class Sides(KroneckerReduction):
     """A reduction that keeps a matrix for each side of a parameter."""
 
-    rooted, forms, squares, shortcuts = "all", "blocks", True, "narrow"
+    rooted, shortcuts = "all", "narrow"
     summed: ClassVar[int]
     """How many of the matrices, the first ones, are sums over samples and columns."""
 

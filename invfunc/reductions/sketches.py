@@ -36,8 +36,6 @@ class Projection:
 class Sketches(EachSample):
     """`P^T G[n] Q` of each sample, with P and Q that a key and the number of the parameter make."""
 
-    forms = "no"
-
     def __init__(self, rows: int, columns: int, projection: str, key: int) -> None:
         self.rows, self.columns, self.projection, self.key = rows, columns, projection, key
 

@@ -17,7 +17,7 @@ from invfunc.reductions.reduction import Found, Over, Reduction, State
 class SquaresOfEach(EachSample):
     """`sum_v G[v, n]^2` of each sample."""
 
-    forms, shortcuts = "no", "all"
+    shortcuts = "all"
 
     def step(self, shares: Any) -> State:
         return (shares.square_sum(each=True),)
@@ -129,8 +129,7 @@ class JacobianRows(Reduction):
     """The columns themselves, one after the other."""
 
     each, row_axis = (0,), 1
-    forms = "all"
-    counts = by_column = True
+    by_column = True
 
     def step(self, shares: Any) -> State:
         return (shares.dense(),)

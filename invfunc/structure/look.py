@@ -21,8 +21,8 @@ from invfunc.core.marks import DERIVED, Known, Node
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.split import Finder, marked_for
-from invfunc.core.uses import WHOLE, Block, Expanded, Grown, ProductUse, TableRows, Use, summed
-from invfunc.linear_algebra.contract import joined
+from invfunc.core.uses import WHOLE, Block, Expanded, Grown, ProductUse, TableRows, Use
+from invfunc.linear_algebra.contract import joined, summed
 from invfunc.structure.labels import LabelRows, Labels, coordinates
 from invfunc.structure.rules import NONE, core
 
