@@ -12,7 +12,7 @@ import invfunc
 from invfunc import errors, kronecker, layers, pairs
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws import LAWS
-from tests import coverage, where
+from tests import coverage, versions, where
 from tests.test_architecture import FLOORS
 
 PAGES = [coverage.SITE.parent / "index.md", *sorted(coverage.SITE.rglob("*.md"))]
@@ -70,6 +70,17 @@ class TestTables:
         """If not, `python -m tests.coverage` brings the table up to date."""
         page = coverage.PAGE.read_text()
         assert page == coverage.rewritten(page)
+
+    def test_of_versions_and_private_names_are_those_of_today(self):
+        """If not, `python -m tests.versions` brings the names up to date, and with a version as argument its line."""
+        page = versions.PAGE.read_text()
+        assert page == versions.rewritten(page, [])
+        table = page.partition(versions.BEGIN)[2].partition(versions.END)[0]
+        allowed = re.search(r'"torch>=(\d+\.\d+),<(\d+)\.(\d+)"', (versions.ROOT / "pyproject.toml").read_text())
+        assert allowed is not None
+        for first in (allowed[1], f"{allowed[2]}.{int(allowed[3]) - 1}"):
+            assert f"| {first}." in table
+        assert "passed" in table and "failed" not in table and "error" not in table
 
     @pytest.mark.slow
     def test_of_where_statistics_work_is_that_of_todays_code(self):
