@@ -1,8 +1,8 @@
 """The site's table of versions on which the default suite was run; `python -m tests.versions 2.14.1` adds to it.
 
 It also writes the list of the private names of torch that the package uses. Each version of torch gets an environment,
-which takes gigabytes and some minutes: in a folder that `--keep` names, and that the next call finds, or else for as long
-as it is needed. `--python` says which interpreter makes it.
+which takes gigabytes and some minutes: in a folder that `--keep` names, where the next call finds it, or else for as
+long as it is needed. `--python` says which interpreter makes it.
 """
 
 from __future__ import annotations
