@@ -130,7 +130,10 @@ def kronecker(
     roles: dict[Any, list[tuple[Use, Sent]]] = {}
     for use in uses:
         each = operands(run, leaf, use, bool(bias))
-        roles.setdefault(each.role, []).append((use, each))
+        if each is not None:
+            roles.setdefault(each.role, []).append((use, each))
+    if not roles:
+        raise Unfactored("none of its entries is read")
     if len(roles) > 1 and len({(frozenset(role[:-1]), role[-1]) for role in roles}) > 1:
         raise Unfactored("operations that read it divide its dimensions differently")
     return {role: _added(run, leaf, some, sharing, bias, again, most) for role, some in roles.items()}
@@ -230,8 +233,8 @@ def _scaled(x: torch.Tensor, by: float) -> torch.Tensor:
     return x if by == 1 else by * x
 
 
-def operands(run: Run, leaf: torch.Tensor, use: Use, joint: bool = False) -> Sent:
-    """The operands of a use; `joint`, with one more input that is always 1."""
+def operands(run: Run, leaf: torch.Tensor, use: Use, joint: bool = False) -> Sent | None:
+    """The operands of a use; `joint`, with one more input that is always 1. None if it reads no entry (`zeros @ w`)."""
     if (
         run.ordered
         and use.orders
@@ -351,7 +354,7 @@ def _whole(shape: torch.Size, o: tuple[int, ...], k: tuple[int, ...], swapped: b
     return Place(o, math.prod(shape[i] for i in o)), Place(k, math.prod(shape[i] for i in k))
 
 
-def _of_expanded(run: Run, leaf: torch.Tensor, use: Expanded) -> Sent:
+def _of_expanded(run: Run, leaf: torch.Tensor, use: Expanded) -> Sent | None:
     """The operands of a scale or shift: one of several dims is a table, whose rows are picked at their positions."""
     view = list(use.view or use.shape)
     s = use.sent(run)
@@ -372,6 +375,8 @@ def _of_expanded(run: Run, leaf: torch.Tensor, use: Expanded) -> Sent:
     with _numbered(leaf):
         if not whole:
             entries = (_entries(leaf, use) if entries is None else entries).reshape([view[i] for i in wide] or [1])
+            if bool((entries < 0).all()):
+                return None
             if several:
                 return _in_rows(leaf, s, entries)
             numbers = entries.flatten()
@@ -471,6 +476,8 @@ def rotated(shares: Any, basis: Kronecker, joint: bool) -> Any:
     turned: list[Use] = []
     for use in shares.apart:
         each = operands(shares.run, shares.leaf, use, joint)
+        if each is None:
+            continue
         if not joint and (sorted(p.dims for p in each.places) != sorted(basis.groups) or each.blocks != basis.blocks):
             raise Unfactored("its block is of other factors")
         turned.append((Turned if each.read is None else TurnedPair)(use, each, basis))

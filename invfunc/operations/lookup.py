@@ -50,7 +50,7 @@ def embedding_bag(
     if offsets is not None or input.ndim != 2 or input.is_nested:
         raise SampleAxisError(
             "`embedding_bag`: bags of different lengths lie one behind the other, where they cannot be followed. Give "
-            "[N, L] indices, padded with padding_idx."
+            "[N, L] indices, padded with padding_idx"
         )
     _refuse("embedding_bag", max_norm=max_norm is not None, scale_grad_by_freq=scale_grad_by_freq)
     if mode not in ("sum", "mean", "max") or (per_sample_weights is not None and mode != "sum"):

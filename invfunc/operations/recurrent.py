@@ -117,6 +117,10 @@ def _run(
         outputs = []
         for backwards in (False, True)[:directions]:
             weights, begun = _weights(params[len(last) * width :][:width], has_biases), first[len(last)]
+            if (
+                sizes is None and len(first) == x.shape[1]
+            ):  # the axis of the layers may be taken for that of the samples
+                begun = tuple(_paired(h, x[0]) for h in begun)
             output, state = unroll(cell, x, begun, weights, backwards, sizes)
             outputs.append(output)
             last.append(state)

@@ -219,3 +219,27 @@ def test_ekfac_of_a_parameter_without_curvature_has_eigenvectors_and_eigenvalues
     for name, p in params.items():  # one class has no curvature at all
         assert found[name].values is not None and not found[name].values.any()
         assert_trees_close(found[name].solve(p, damping=0.5), 2 * p, EXACT)
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_recurrent_layers_have_factors_with_as_many_layers_as_samples(n):
+    """The first state is `[layers * directions, N, H]`, of which both may be 4."""
+    f, params = functional(nn.Sequential(nn.LSTM(3, 2, num_layers=2, bidirectional=True, batch_first=True)))
+    args = params, torch.randn(n, 3, 3), torch.randn(n, 4)
+    exact = diag_ggn(last := lambda p, x: f(p, x)[0][:, -1], F.mse_loss)(*args)
+    for name, factors in ekfac(last, F.mse_loss, fisher="exact")(*args).items():
+        torch.testing.assert_close(factors.trace(), exact[name].sum())
+
+
+@pytest.mark.parametrize("first", [lambda x: torch.zeros(3), lambda x: x.new_zeros(len(x), 3)])
+def test_a_weight_that_meets_a_first_state_of_zeros_has_factors(first):
+    def f(w, x):
+        h = first(x)
+        for row in x.unbind(1):
+            h = torch.tanh(row + h @ w)
+        return h
+
+    args = torch.randn(3, 3), torch.randn(4, 2, 3), torch.randn(4, 3)
+    torch.testing.assert_close(
+        ekfac(f, F.mse_loss, fisher="exact")(*args).trace(), diag_ggn(f, F.mse_loss)(*args).sum()
+    )
