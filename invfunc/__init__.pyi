@@ -69,7 +69,7 @@ class _OfVector(Product):
 class _Estimator(Estimator):
     def __call__(self, params: Any, /, *batch: Any, **constants: Any) -> Estimate: ...
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "InvFuncError",
     "InvFuncWarning",
