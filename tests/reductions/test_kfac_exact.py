@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from invfunc import (
+from invfunc import diag_ggn, (
     InvFuncError,
     batch_grad,
     ekfac,
