@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from invfunc import diag_ggn, (
+from invfunc import (
     InvFuncError,
     batch_grad,
+    diag_ggn,
     ekfac,
     functional,
     ggn_trace,
