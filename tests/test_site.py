@@ -81,6 +81,8 @@ class TestTables:
         for first in (allowed[1], f"{allowed[2]}.{int(allowed[3]) - 1}"):
             assert f"| {first}." in table
         assert "passed" in table and "failed" not in table and "error" not in table
+        ended = "FAILED tests/a.py\n1 failed, 12 passed, 3 skipped, 4 warnings in 5.06s\n"
+        assert versions.counts(ended) == "1 failed, 12 passed, 3 skipped" and "no result" in versions.counts("")
 
     @pytest.mark.slow
     def test_of_where_statistics_work_is_that_of_todays_code(self):

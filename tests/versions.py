@@ -39,11 +39,15 @@ def line(python: Path) -> tuple[str, str, str]:
     settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     versions = subprocess.run([python, "-c", PROBE], check=True, capture_output=True, text=True, env=settings)
     torch, interpreter = versions.stdout.split()
-    done = subprocess.run([python, "-m", "pytest", "-q"], cwd=ROOT, capture_output=True, text=True, env=settings)
+    done = subprocess.run([python, "-m", "pytest"], cwd=ROOT, capture_output=True, text=True, env=settings)
     print(done.stdout, file=sys.stderr)
-    ended = done.stdout.strip().splitlines()[-1]
-    counts = re.findall(r"\d+ (?:failed|passed|skipped|error\w*)", ended)
-    return torch, interpreter, ", ".join(counts) or ended
+    return torch, interpreter, counts(done.stdout)
+
+
+def counts(output: str) -> str:
+    """The numbers of tests that failed, passed and were skipped, from what pytest prints."""
+    *_, last = output.strip().splitlines() or [""]
+    return ", ".join(re.findall(r"\d+ (?:failed|passed|skipped|error\w*)", last)) or f"no result: {last}"
 
 
 def private(file: Path) -> set[str]:

@@ -118,8 +118,8 @@ def replaced(x: Any, by: dict[int, torch.Tensor]) -> Any:
     return type(x)([replaced(y, by) for y in x]) if type(x) in (list, tuple) else x
 
 
-FIRST = ("condition", "input", "tensors", "tensor", "query", "input1", "x", "A")
-"""Names of first arguments of torch's builtin functions."""
+FIRST = ("sorted_sequence", "condition", "input", "tensors", "tensor", "query", "input1", "A")
+"""Names of first arguments of torch's builtin functions; not x, which comes second in `trapezoid`."""
 
 
 def option(args: tuple, kwargs: dict[str, Any], place: int, name: str, default: Any = None) -> Any:

@@ -46,6 +46,14 @@ OPERATIONS = {
         lambda p, x: torch.where(x > 0, x @ p["w"], x * p["b"]),
         lambda p, x: torch.where(condition=x > 0, input=x @ p["w"], other=x * p["b"]),
     ),
+    "trapezoid": (
+        lambda p, x: torch.trapezoid(x @ p["w"], torch.arange(4.0).double()),
+        lambda p, x: torch.trapezoid(y=x @ p["w"], x=torch.arange(4.0).double()),
+    ),
+    "searchsorted": (
+        lambda p, x: x @ p["w"] * torch.searchsorted(p["b"].detach().sort().values, x),
+        lambda p, x: x @ p["w"] * torch.searchsorted(sorted_sequence=p["b"].detach().sort().values, input=x),
+    ),
     "attention": (
         lambda p, x: F.scaled_dot_product_attention(x @ p["w"], x, x * p["b"]),
         lambda p, x: F.scaled_dot_product_attention(query=x @ p["w"], key=x, value=x * p["b"]),
