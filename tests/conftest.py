@@ -1,6 +1,7 @@
 """The short suite and `--all`, `--device` and `--dtype` for the laws, and examples that are the same on every run."""
 
 import gc
+import sys
 from collections import defaultdict
 from contextlib import nullcontext
 from functools import partial
@@ -114,6 +115,13 @@ def settled():
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def unsaid():
+    """What is said once a process is said once a test, whichever came first."""
+    if (eager := sys.modules.get("invfunc._torch.eager")) is not None:
+        eager._said.cache_clear()
 
 
 @pytest.fixture(scope="session")
