@@ -173,7 +173,7 @@ def batch_norm(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -
     """Batch norm, which mixes samples in train mode."""
     if option(args, kwargs, 5, "training", False):
         raise Unsupported(
-            "in train mode it computes with all samples (functional(model, train=False) runs in eval mode; or take GroupNorm)"
+            "it computes with all samples in train mode (take functional(model, train=False), or GroupNorm)"
         )
     return first(n, data, args, kwargs, out)
 
