@@ -22,6 +22,7 @@ EXACT = 1e-4
 PEERS = {"BackPACK": "backpack", "Opacus": "opacus", "curvlinops": "curvlinops", "Laplace": "laplace"}
 PEERS |= {"torch.func": "torch", "MemCNN": "memcnn", "invtorch": "invtorch", "FrEIA": "FrEIA"}
 PEERS |= {"torchdiffeq": "torchdiffeq", "transformers": "transformers", "Lightning": "lightning"}
+PEERS |= {"linear_operator": "linear_operator"}
 
 
 def blocks(page):
