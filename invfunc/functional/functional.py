@@ -40,8 +40,8 @@ def functional(model: Any, *, train: bool | None = None) -> tuple[Callable[..., 
         without (or with None); train or eval mode and hooks are those of the module when `f` is called. Parameters of
         the module are never changed; what it writes into its buffers in train mode (running statistics) is dropped. A
         `functools.cached_property` is computed by each call; another attribute that forward sets is left on the module,
-        so that a later call reads what an earlier one has computed from its parameters. `f` has the signature of
-        forward, copies and pickles as the module does.
+        so that a later call reads what an earlier one has computed from its parameters; where it does not read the
+        parameter then, it warns. `f` has the signature of forward, copies and pickles as the module does.
 
     Raises:
         ArgumentTypeError: `model` is not an `nn.Module`; of `f`, its `params` are not a dict.
