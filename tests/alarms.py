@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from invfunc import certified, chunked, together, tree
 from invfunc.errors import CertificateError
 from invfunc.testing import strategies
-from invfunc.testing.laws.rows import BOTH, FACTORS, LOSS, MODEL, PRODUCTS, ROWS
 from invfunc.testing.strategies import Loss, Model, Numbers, Problem
+from tests.rows import BOTH, FACTORS, LOSS, MODEL, PRODUCTS, ROWS
 
 __all__ = ["Call", "Loss", "Model", "Problem", "drawn", "torch"]
 NAMES = [name for name in PRODUCTS if "positive" not in name]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import invfunc
 from invfunc import kronecker, pairs
-from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
+from tests.rows import BOTH, LOSS, ROWS
 from tests.size import CALLS, CEILINGS, NAMES, code_lines, cost
 
 ROOT = Path(__file__).parents[1]

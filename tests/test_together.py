@@ -13,9 +13,9 @@ from invfunc import chunked, reduced, together
 from invfunc.core.evaluate import of_each_kind
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import BOTH, FACTORS, FIRST_ORDER, MODEL, ROWS, in_blocks, rows
 from tests.laws import composed
 from tests.networks import LOSSES, network, networks, samples_loss
+from tests.rows import BOTH, FACTORS, FIRST_ORDER, MODEL, ROWS, in_blocks, rows
 from tests.strategies import Numbers
 
 EXACT, FLOOR = 1e-9, 1e-6

@@ -24,30 +24,6 @@ def test_tour_prints_a_table_and_saves_a_picture(tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "options, reason",
-    [
-        (["--chunks", "0"], "from 1 to 1024"),
-        (["--chunks", "4", "many"], "'many'"),
-        (["--chunks", "1025"], "from 1 to 1024"),
-        (["--device", "nowhere"], "torch cannot compute on 'nowhere'"),
-        (["--device", "meta"], "torch cannot compute on 'meta'"),
-        (["--output", "missing/directory.png"], "cannot write 'missing/directory.png'"),
-        (["--output", "picture.pdf"], "ends in .png"),
-        (["--speed"], "--speed"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_option_is_one_line_and_code_2(options, reason, capsys):
-    with pytest.raises(SystemExit) as left:
-        main(options)
-    out, err = capsys.readouterr()
-    assert left.value.code == 2
-    assert out == ""
-    assert err.count("\n") == 1 and reason in err
-
-
-@pytest.mark.quick
 def test_help_names_every_option(capsys):
     with pytest.raises(SystemExit) as left:
         main(["--help"])

@@ -398,27 +398,29 @@ def _crossed(rand: Numbers, width: int) -> tuple[Any, Any]:
     return _weights(rand, width + 1, width), _weights(rand, width, width + 1)
 
 
-def additive(rand: Numbers, n: int, width: int) -> BuiltPair:
-    """A coupling of two parts of different width."""
-    return invfunc.additive_coupling(layer, layer), _halves(rand, n, width), (_crossed(rand, width),)
-
-
 def affine_coupling(rand: Numbers, n: int, width: int) -> BuiltPair:
-    """The same with a scale."""
+    """A coupling of two parts of different width, with scales."""
     params = zip(_crossed(rand, width), _crossed(rand, width), strict=True)
     return invfunc.affine_coupling(_both, _both), _halves(rand, n, width), (tuple(params),)
 
 
-def momentum(rand: Numbers, n: int, width: int) -> BuiltPair:
-    """A residual network with momentum."""
-    x = rand(n, width), rand(n, width)
-    return invfunc.pairs.momentum(layer, 0.7), x, (_weights(rand, width, width),)
+def couplings(make: Callable, count: int) -> Callable:
+    """So many additive ones, one after the other."""
+
+    def built(rand: Numbers, n: int, width: int) -> BuiltPair:
+        params = [_crossed(rand, width) for _ in range(count)]
+        return make(invfunc.additive_coupling(layer, layer)), _halves(rand, n, width), (params,)
+
+    return built
 
 
-def leapfrog(rand: Numbers, n: int, width: int) -> BuiltPair:
-    """A residual network of second order."""
-    x = rand(n, width), rand(n, width)
-    return invfunc.pairs.leapfrog(layer, 0.6), x, (_weights(rand, width, width),)
+def residual(make: Callable, number: float) -> Callable:
+    """A residual network of two states."""
+
+    def built(rand: Numbers, n: int, width: int) -> BuiltPair:
+        return make(layer, number), (rand(n, width), rand(n, width)), (_weights(rand, width, width),)
+
+    return built
 
 
 def reversible_step(rand: Numbers, n: int, width: int) -> BuiltPair:
@@ -434,12 +436,6 @@ def reversible_step(rand: Numbers, n: int, width: int) -> BuiltPair:
         x,
         (ends, _weights(rand, width, width)),
     )
-
-
-def fixed_point(rand: Numbers, n: int, width: int) -> BuiltPair:
-    """A step towards a fixed point."""
-    x = rand(n, width), rand(n, width)
-    return invfunc.pairs.fixed_point(layer, 0.4), x, (_weights(rand, width, width),)
 
 
 def squash(rand: Numbers, n: int, width: int) -> BuiltPair:
@@ -458,40 +454,27 @@ def squash(rand: Numbers, n: int, width: int) -> BuiltPair:
     return Invertible(f, f_inv, log_det=log_det), rand(n, width), ({"s": rand(width) / 4, "c": rand(width) / 2},)
 
 
-def leaky_relu(rand: Numbers, n: int, width: int) -> BuiltPair:
-    """A layer without parameters."""
-    return layers.leaky_relu(), rand(n, width), ()
-
-
 def batch_norm(rand: Numbers, n: int, width: int) -> BuiltPair:
     """A layer that mixes samples, and hides their statistics."""
     return layers.batch_norm(), rand(n + 1, width), ((1 + rand(width) / 4, rand(width)),)
 
 
-def chain(rand: Numbers, n: int, width: int) -> BuiltPair:
-    """Couplings one after the other."""
-    pair = invfunc.additive_coupling(layer, layer)
-    return invfunc.chain(pair, pair), _halves(rand, n, width), ([_crossed(rand, width) for _ in range(2)],)
-
-
-def repeated(rand: Numbers, n: int, width: int) -> BuiltPair:
-    """One coupling, three times."""
-    pair = invfunc.additive_coupling(layer, layer)
-    return invfunc.repeated(pair), _halves(rand, n, width), ([_crossed(rand, width) for _ in range(3)],)
-
-
 PAIRS: dict[str, Callable[[Numbers, int, int], BuiltPair]] = {
-    "leaky_relu": leaky_relu,
+    "leaky_relu": lambda rand, n, width: (layers.leaky_relu(), rand(n, width), ()),
     "squash": squash,
-    "additive": additive,
+    "additive": lambda rand, n, width: (
+        invfunc.additive_coupling(layer, layer),
+        _halves(rand, n, width),
+        (_crossed(rand, width),),
+    ),
     "affine": affine_coupling,
-    "momentum": momentum,
-    "leapfrog": leapfrog,
+    "momentum": residual(invfunc.pairs.momentum, 0.7),
+    "leapfrog": residual(invfunc.pairs.leapfrog, 0.6),
     "reversible_step": reversible_step,
-    "fixed_point": fixed_point,
+    "fixed_point": residual(invfunc.pairs.fixed_point, 0.4),
     "batch_norm": batch_norm,
-    "chain": chain,
-    "repeated": repeated,
+    "chain": couplings(lambda pair: invfunc.chain(pair, pair), 2),
+    "repeated": couplings(invfunc.repeated, 3),
 }
 
 

@@ -14,8 +14,8 @@ from invfunc._ways import known_way
 from invfunc.core import resort
 from invfunc.statistic import Statistic
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
-from invfunc.testing.laws.rows import FIRST_ORDER
 from tests.core.hostile import Sums
+from tests.rows import FIRST_ORDER
 
 EXACT = {torch.float64: 1e-8, torch.float32: 1e-3}
 
