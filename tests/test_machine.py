@@ -106,7 +106,7 @@ def loop_slope_along(t: Callable) -> Callable:
 
 def in_data(way: Callable) -> Callable:
     """The same of the argument behind the parameters."""
-    return lambda t: lambda p, x, *y: way(lambda x: t(p, x, *y))(x)
+    return lambda t: lambda p, x, *y: way(lambda x, p, *y: t(p, x, *y))(x, p, *y)
 
 
 def loop_hvp(f: Callable, loss: Callable) -> Callable:
