@@ -33,14 +33,15 @@ def drawing(
                     f"{name}({option}=...): nothing is drawn without mc_samples; pass mc_samples={least}."
                 )
         return None
-    check_count(f"{name}(", "mc_samples", mc_samples, least=2 if with_error else 1)
+    call, least = (f"{name}(with_error=True, ", 2) if with_error else (f"{name}(", 1)
+    check_count(call, "mc_samples", mc_samples, least)
     check_generator(f"{name}(mc_samples={mc_samples}, ", generator, "what is drawn comes")
     if sample is not None and not callable(sample):
         kind = type(sample).__name__
         raise ArgumentTypeError(
             f"{name}(sample=...): sample is of type {kind}, but has to be a function (outputs, generator) -> target."
         )
-    return Drawing(mc_samples, generator, sample, _peel(name, mc_samples, sample, peel, 2 if with_error else 1))
+    return Drawing(mc_samples, generator, sample, _peel(name, mc_samples, sample, peel, least))
 
 
 def projecting(name: str, rows: Any, columns: Any, projection: Any, generator: Any) -> Sketches:

@@ -225,7 +225,7 @@ FAULTS = [
         "evaluation/fold.py",
         "torch.tensor(sorted(order, key=order.__getitem__), device",
         "torch.tensor(order, device",
-        "statistics/test_samples.py::TestEveryStatistic::test_is_that_of_the_shares_that_were_chosen",
+        "statistics/test_samples.py::TestEveryStatistic::test_does_not_depend_on_chunks",
     ),
     Fault(
         "samples that were chosen are counted from the start of each block",
