@@ -392,7 +392,8 @@ PRODUCTS = (of_hessian, of_ggn, of_fisher)
 
 def looks_at(t: Any, result: Any, args: tuple, kwargs: dict[str, Any], names: Any, draw: Draw) -> list[Look]:
     """The numbers of a result of t that are looked at, beside those of loops."""
-    return (_of_product if isinstance(t, Product) else _of_statistic)(t, result, args, kwargs, names, draw)
+    given = result, args, kwargs, names, draw
+    return _of_product(t, *given) if isinstance(t, Product) else _of_statistic(t, *given)
 
 
 def _named(result: Any) -> dict[str, torch.Tensor]:
