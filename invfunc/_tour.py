@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +30,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         from sklearn.datasets import load_digits
         from tqdm import tqdm
-
-        from invfunc._tour_picture import save_picture
     except ModuleNotFoundError as missing:
         sys.exit(f"python -m invfunc: {missing.name} is missing: python -m pip install 'invfunc[notebooks]'")
 
@@ -68,11 +65,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("{:<44}{:>9.3f}{:>11.1f}{:>13.0e}".format(line.label, *row))
     print("\n* the largest, relative to the largest entry: of the plain ways from the line by structure, of per-sample")
     print("  statistics from vmap(grad), of the reversible chain from plain autograd")
-    images = torch.stack([x[:, 0], f(params, x).unflatten(1, (SIDE, SIDE))]).cpu()
-    costs = {"seconds": seconds[: n + 1], "peak memory [MiB]": mebibytes[: n + 1]}
-    title = f"Exact curvature by structure: {headline}"
-    save_picture(options.output, title, images, results[0], results[n + 1], options.chunks, costs)
-    print(f"picture: {options.output}")
     if not all(difference <= TOLERANCE for difference in differences):  # false for nan, too
         sys.exit("python -m invfunc: the results disagree")
 
@@ -201,5 +193,4 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add, ways = parser.add_argument, "how many chunks the outputs are divided into the plain way, default: 1 4 16 64"
     add("--device", type=torch.device, default="cpu", help="torch device, default: %(default)s")
     add("--chunks", type=int, nargs="+", default=[1, 4, 16, 64], metavar="N", help=ways)
-    add("--output", type=Path, default="invfunc-tour.png", metavar="PNG", help="picture, default: %(default)s")
     return parser.parse_args(argv)

@@ -53,7 +53,7 @@ FLOORS = [
     {"invertible"},
     {"layers", "laplace"},
     {"__init__"},
-    {"testing", "_tour", "_tour_picture", "__main__"},
+    {"testing", "_tour", "__main__"},
 ]
 NAMESPACES = {"invfunc.kronecker.__init__", "invfunc.layers.__init__", "invfunc.pairs.__init__"}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -94,7 +94,7 @@ def certified(
     confidence (or a larger share) makes it cheaper: `confidence=0.5, share=0.1` takes 7 entries in place of 90. Where
     numbers are further apart than the tolerance, all of it twice.
 
-    Source: this library; `python -m tests.alarms` certifies what is right.
+    Source: this library.
     """
     if not isinstance(t, (Statistic, Product)):
         raise ArgumentTypeError(

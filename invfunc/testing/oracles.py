@@ -174,26 +174,6 @@ def loop_gram(
     return oracle
 
 
-def loop_predictive_covariance(
-    f: Callable, covariance: float | list[torch.Tensor], *, out_dims: int = 0, samples: Samples = None
-) -> Callable:
-    """The oracle of `predictive_covariance`: `J S J^T` of each sample, with the whole J. The covariance is a number, or
-    a matrix `[P, P]` for each parameter."""
-
-    def oracle(params: Any, *inputs: Any, **kwargs: Any) -> Any:
-        leaves, _ = tree.separate(params)
-        each = tree.tensors(loop_batch_jacobian(f, out_dims=out_dims, samples=samples)(params, *inputs, **kwargs))
-        found = []
-        for k, (j, p) in enumerate(zip(each, leaves, strict=True)):
-            shape = j.shape[: j.ndim - p.ndim]
-            rows = j.reshape(shape[0], shape[1:].numel(), p.numel())
-            s = covariance * torch.eye(p.numel()).to(p) if isinstance(covariance, (int, float)) else covariance[k].to(p)
-            found.append((rows @ s @ rows.mT).reshape(*shape, *shape[1:]))
-        return sum(found)
-
-    return oracle
-
-
 def dense_diag_ggn(f: Callable, loss: Callable, *, samples: Samples = None) -> Callable:
     """The oracle of `diag_ggn(f, loss)`: the diagonal of `J^T H J` with the whole J and H of the batch, row by row.
 

@@ -176,12 +176,8 @@ def hessian(problem: LawProblem) -> Iterator[Claim]:
     yield Claim("diag_hessian", lambda: loops.at_entries(problem, of()), expected, problem.n)
 
 
-VECTORS = 2
-"""The number of vectors that are multiplied: numbers in all entries, and a one at one of the entries."""
-
-
 def vectors(problem: LawProblem) -> list[Any]:
-    """Trees like the parameters."""
+    """Trees like the parameters: numbers in all entries, and a one at one of the entries."""
     leaves, form = tree.separate(problem.params)
     unit = [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in leaves]
     leaf = max(range(len(leaves)), key=lambda i: leaves[i].numel())
