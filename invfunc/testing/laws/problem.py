@@ -11,9 +11,9 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import version
-from invfunc.arguments.problem import InDims, batch_dims, batch_size
+from invfunc.arguments.problem import InDims, batch_dims, batch_size, check_params
 from invfunc.callables import check_functions, describe
-from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
+from invfunc.errors import ArgumentError, InvFuncError
 from invfunc.testing.laws.compare import cast, fixed, generators, seeded
 from invfunc.testing.laws.run import Subject, coarsest
 from invfunc.transform import ArgumentNames
@@ -175,8 +175,10 @@ def problem(
             wanted = "(f, params, *batch)" if loss is None else "(f, params, *inputs, target, loss=loss)"
             raise ArgumentError(f"there are no samples; the call is {call}{wanted}.")
         dims = batch_dims(in_dims, places)
-        n = batch_size((params, *batch), dims, ArgumentNames(f, 1 + len(batch), loss is not None))
-        _check_params(params)
+        names = ArgumentNames(f, 1 + len(batch), loss is not None)
+        n = batch_size((params, *batch), dims, names)
+        if not check_params(params, names, 0)[0]:
+            raise ArgumentError(f"{names[0]} has no tensors.")
     except InvFuncError as error:
         raise type(error)(f"{call}({describe(f)}, ...): {error}") from None
     given = {"f": f, "params": params, "batch": batch, "loss": loss, "in_dims": tuple(dims[i] for i in places)}
@@ -193,16 +195,6 @@ def picked(call: str, samples: Iterable[int], n: int) -> list[int]:
     if not places or any(isinstance(i, bool) or not isinstance(i, int) or not -n <= i < n for i in places):
         raise ArgumentError(f"{call}(..., samples={places}): give some of the samples 0 to {n - 1} of the batch.")
     return [range(n)[i] for i in places]
-
-
-def _check_params(params: Any) -> None:
-    leaves = [(path, p) for path, p in tree.named_leaves(params) if p is not None]
-    for path, p in leaves:
-        if not (isinstance(p, torch.Tensor) and p.is_floating_point()):
-            kind = p.dtype if isinstance(p, torch.Tensor) else type(p).__name__
-            raise ArgumentTypeError(f"params{path} is of type {kind}, but has to be a floating-point tensor.")
-    if not leaves:
-        raise ArgumentError("params has no tensors.")
 
 
 def _called(call: str, given: LawProblem) -> tuple[bool, Any]:
@@ -226,10 +218,10 @@ def _kind(call: str, given: LawProblem, result: Any) -> str:
     told, kind = f"{call}({describe(given.f)}, ...)", SCALAR
     if any(bool(x.isnan().any()) for x in tree.tensors(result) if x.is_floating_point()):
         rows = [x.isnan().reshape(given.n, -1).any(1) for x in tree.tensors(result) if x.ndim and len(x) == given.n]
-        of = [given.samples[i] for i in torch.stack(rows).any(0).nonzero().flatten()] if rows else "all together"
+        of = [given.samples[i] for i in torch.stack(rows).any(0).nonzero()] if rows else []
         raise ArgumentError(
-            f"{told}: it gives NaN of samples {of}, which is equal to nothing, and plain loops take it from one sample "
-            "to others (0 times NaN). Look at the samples where all is a number, by samples=[...]."
+            f"{told}: it gives NaN of samples {of or 'all together'}, which is equal to nothing, and plain loops take it "
+            "from one sample to others (0 times NaN). Look at the samples where all is a number, by samples=[...]."
         )
     if given.loss is not None:
         outputs, value = result
