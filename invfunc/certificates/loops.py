@@ -275,9 +275,6 @@ class Certificate:
         else:
             yield from self.norms(leaves)
 
-    def look(self, path: str, at: torch.Tensor, expected: torch.Tensor, size: float = 0.0) -> Look:
-        return Look(path, self.leaves[path], at, wide(expected), self.dtype, size)
-
     def samples(self, x: torch.Tensor) -> torch.Tensor:
         """The samples that were chosen, of what each of the batch has."""
         if len(x) < self.problem.n:
@@ -351,7 +348,7 @@ class Certificate:
         expected = [squares.sum(0).sqrt()] if whole_norm else squares
         for path, y in zip(results, expected, strict=True):
             self.check_shape(path, results[path], (len(self.chosen),))
-            yield self.look(path, at, y)
+            yield Look(path, results[path], at, wide(y), self.dtype)
 
     def products(self) -> Iterator[Look]:
         """Rows of Gram matrices: what is pulled back of one sample, or of one output of it, sent along all."""
@@ -365,7 +362,8 @@ class Certificate:
         rows = zip(*(self.row(int(k), outputs, reduction.whole) for k in at), strict=True)
         for path, x, expected in zip(self.leaves, flat, rows, strict=True):
             width = x.shape[1]
-            yield self.look(path, at[:, None] * width + torch.arange(width), torch.stack(expected)[:, -width:])
+            places = at[:, None] * width + torch.arange(width)
+            yield Look(path, self.leaves[path], places, wide(torch.stack(expected)[:, -width:]), self.dtype)
 
     def row(self, k: int, outputs: torch.Size, whole: bool) -> Tensors:
         """The products of row k with all, in all parameters, or in each."""
