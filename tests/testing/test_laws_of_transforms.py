@@ -75,12 +75,13 @@ class TestTransforms:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_statistic_leaves_all_as_it_was(case):
+def test_every_statistic_leaves_all_as_it_was_and_may_be_chunked(case):
     row, form = CASES[case]
     t, net = partial(made_of, row, form=form), network("perceptron", 3)
     args = net.f, net.params, net.x, LOSSES[0].target(Numbers(1), 3)
-    table = laws.check_transform(t, t, *args, loss=LOSSES[0], only="it leaves all as it was", seconds=300)
-    assert table.outcomes[0].state == "holds" and not table.refused
+    only = ["it leaves all as it was", "chunks do not matter"]
+    table = laws.check_transform(t, t, *args, loss=LOSSES[0], only=only, seconds=300)
+    assert table.outcomes[-1].state == "holds" and not table.refused
 
 
 def product(rule, fn=lambda x, weight: x @ weight):
