@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +30,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         from sklearn.datasets import load_digits
         from tqdm import tqdm
-
-        from invfunc._tour_picture import save_picture
     except ModuleNotFoundError as missing:
         sys.exit(f"python -m invfunc: {missing.name} is missing: python -m pip install 'invfunc[notebooks]'")
 
@@ -69,11 +65,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("{:<44}{:>9.3f}{:>11.1f}{:>13.0e}".format(line.label, *row))
     print("\n* the largest, relative to the largest entry: of the plain ways from the line by structure, of per-sample")
     print("  statistics from vmap(grad), of the reversible chain from plain autograd")
-    images = torch.stack([x[:, 0], f(params, x).unflatten(1, (SIDE, SIDE))]).cpu()
-    costs = {"seconds": seconds[: n + 1], "peak memory [MiB]": mebibytes[: n + 1]}
-    title = f"Exact curvature by structure: {headline}"
-    save_picture(options.output, title, images, results[0], results[n + 1], options.chunks, costs)
-    print(f"picture: {options.output}")
     if not all(difference <= TOLERANCE for difference in differences):  # false for nan, too
         sys.exit("python -m invfunc: the results disagree")
 
@@ -192,58 +183,14 @@ def _difference(result: Params, expected: Params) -> float:
     return max(((got - wanted).abs().max() / wanted.abs().max()).item() for got, wanted in pairs)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")  # one line, without the usage in front
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog="python -m invfunc",
         description="Trains a small convolutional auto-encoder on handwritten digits, then takes the exact "
         "GGN diagonal of its reconstruction error by structure and the plain way, two statistics of its per-sample "
         "gradients, and the gradient of a deep reversible network. Prints what each costs, and if they agree.",
     )
-    add = parser.add_argument
-    add("--device", type=_device, default="cpu", help="torch device, default: %(default)s")
-    add(
-        "--chunks",
-        type=_chunks,
-        nargs="+",
-        default=[1, 4, 16, 64],
-        metavar="N",
-        help="how many chunks the outputs are divided into the plain way, default: 1 4 16 64",
-    )
-    add(
-        "--output",
-        type=_picture,
-        default="invfunc-tour.png",
-        metavar="PNG",
-        help="picture, default: %(default)s",
-    )
-    options = parser.parse_args(argv)
-    options.chunks = sorted(set(options.chunks))
-    return options
-
-
-def _chunks(text: str) -> int:
-    if not (text.isdecimal() and 1 <= int(text) <= OUTPUTS):
-        raise argparse.ArgumentTypeError(f"a number of chunks from 1 to {OUTPUTS} is wanted, not {text!r}")
-    return int(text)
-
-
-def _device(text: str) -> torch.device:
-    try:
-        torch.zeros(1, device=text).item()  # some names parse, but are absent here or hold no data ("meta")
-    except (RuntimeError, AssertionError, NotImplementedError):
-        raise argparse.ArgumentTypeError(f"torch cannot compute on {text!r} here") from None
-    return torch.device(text)
-
-
-def _picture(text: str) -> Path:
-    path = Path(text)
-    if path.suffix.lower() != ".png":
-        raise argparse.ArgumentTypeError(f"a name that ends in .png is wanted, not {text!r}")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"cannot write {text!r}")
-    return path
+    add, ways = parser.add_argument, "how many chunks the outputs are divided into the plain way, default: 1 4 16 64"
+    add("--device", type=torch.device, default="cpu", help="torch device, default: %(default)s")
+    add("--chunks", type=int, nargs="+", default=[1, 4, 16, 64], metavar="N", help=ways)
+    return parser.parse_args(argv)

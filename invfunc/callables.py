@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
-from invfunc.errors import ArgumentTypeError
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.functional.functional import Functional
 
 
@@ -63,6 +64,31 @@ def describe(f: Any) -> str:
     if isinstance(f, nn.Module):
         return type(f).__name__
     return getattr(f, "__name__", None) or repr(f)
+
+
+def check_count(call: str, name: str, value: Any, least: int = 1) -> None:
+    """A number of something, in a call that begins so."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        kind = type(value).__name__
+        raise ArgumentTypeError(f"{call}{name}={value!r}): {name} is of type {kind}, but has to be an int.")
+    if value < least:
+        raise ArgumentError(f"{call}{name}={value}): {name} has to be at least {least}.")
+
+
+def check_choice(call: str, name: str, value: Any, known: Iterable[Any]) -> None:
+    """One of some values."""
+    if value not in [*known]:
+        raise ArgumentError(f"{call}{name}={value!r}): {name} is one of {', '.join(map(repr, known))}.")
+
+
+def check_generator(call: str, generator: Any, what: str) -> None:
+    """A generator, from which something is drawn."""
+    if not isinstance(generator, torch.Generator):
+        given = "missing" if generator is None else f"of type {type(generator).__name__}"
+        raise ArgumentTypeError(
+            f"{call}generator=...): generator is {given}, but {what} from an explicit torch.Generator: pass "
+            "generator=torch.Generator().manual_seed(0)."
+        )
 
 
 class WithValue:

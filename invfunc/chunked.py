@@ -14,7 +14,7 @@ from invfunc._extras import told_of_parts
 from invfunc.arguments.problem import InDims, batch_dims, batch_size, some_samples, with_aux
 from invfunc.budget.size import size_of
 from invfunc.budgeted import Budgeted, BudgetedStatistic, Chunks
-from invfunc.callables import check_callable, describe
+from invfunc.callables import check_callable, check_choice, check_count, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.plan import AxisName, ChunkSplit
 from invfunc.statistic import Statistic
@@ -152,10 +152,7 @@ def chunked(
     if over not in (None, "samples"):
         raise ArgumentError(f"chunked({describe(f)}, over={over!r}): a plain function has the axis 'samples' only.")
     for name in tree.leaves(fold):
-        if name not in _FOLDS:
-            raise ArgumentError(
-                f"chunked({describe(f)}, fold={name!r}): a fold is one of {', '.join(map(repr, _FOLDS))}."
-            )
+        check_choice(f"chunked({describe(f)}, ", "fold", name, _FOLDS)
     return ChunkedFunction(f, split, text, fold, in_dims, out_dims, has_aux, progress)
 
 
@@ -198,13 +195,7 @@ def _split(f: Callable, n: Any, size: Any) -> tuple[ChunkSplit | None, str]:
     for name, value in (("n", n), ("chunk_size", size)):
         if value is None:
             continue
-        if not isinstance(value, int) or isinstance(value, bool):
-            kind = type(value).__name__
-            raise ArgumentTypeError(
-                f"chunked({describe(f)}, {name}={value!r}): {name} is of type {kind}, but has to be an int."
-            )
-        if value < 1:
-            raise ArgumentError(f"chunked({describe(f)}, {name}={value}): {name} has to be at least 1.")
+        check_count(f"chunked({describe(f)}, ", name, value)
         return ChunkSplit(n, size), f"{name}={value}"
     return None, ""
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc.callables import describe
+from invfunc.callables import check_choice, check_count, check_generator, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker.matrix import Kronecker
 from invfunc.linear_algebra.low_rank import LowRank
@@ -33,45 +33,23 @@ def drawing(
                     f"{name}({option}=...): nothing is drawn without mc_samples; pass mc_samples={least}."
                 )
         return None
-    if not isinstance(mc_samples, int) or isinstance(mc_samples, bool):
-        kind = type(mc_samples).__name__
-        raise ArgumentTypeError(
-            f"{name}(mc_samples={mc_samples!r}): mc_samples is of type {kind}, but has to be an int."
-        )
-    if mc_samples < 1:
-        raise ArgumentError(f"{name}(mc_samples={mc_samples}): mc_samples has to be at least 1.")
-    if not isinstance(generator, torch.Generator):
-        given = "missing" if generator is None else f"of type {type(generator).__name__}"
-        raise ArgumentTypeError(
-            f"{name}(mc_samples={mc_samples}): generator is {given}, but what is drawn comes from an explicit "
-            "torch.Generator: pass generator=torch.Generator().manual_seed(0)."
-        )
+    call, least = (f"{name}(with_error=True, ", 2) if with_error else (f"{name}(", 1)
+    check_count(call, "mc_samples", mc_samples, least)
+    check_generator(f"{name}(mc_samples={mc_samples}, ", generator, "what is drawn comes")
     if sample is not None and not callable(sample):
         kind = type(sample).__name__
         raise ArgumentTypeError(
             f"{name}(sample=...): sample is of type {kind}, but has to be a function (outputs, generator) -> target."
         )
-    if with_error and mc_samples < 2:
-        raise ArgumentError(f"{name}(mc_samples=1, with_error=True): an error needs mc_samples of at least 2.")
-    return Drawing(mc_samples, generator, sample, _peel(name, mc_samples, sample, peel, 2 if with_error else 1))
+    return Drawing(mc_samples, generator, sample, _peel(name, mc_samples, sample, peel, least))
 
 
 def projecting(name: str, rows: Any, columns: Any, projection: Any, generator: Any) -> Sketches:
     """Check the sizes and the kind of random matrices, and draw the number that they are made of."""
     for option, value in (("rows", rows), ("columns", columns)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            kind = type(value).__name__
-            raise ArgumentTypeError(f"{name}({option}={value!r}): {option} is of type {kind}, but has to be an int.")
-        if value < 1:
-            raise ArgumentError(f"{name}({option}={value}): {option} has to be at least 1.")
-    if projection not in [*PROJECTIONS]:
-        kinds = ", ".join(map(repr, PROJECTIONS))
-        raise ArgumentError(f"{name}(projection={projection!r}): projection has to be one of {kinds}.")
-    if not isinstance(generator, torch.Generator):
-        raise ArgumentTypeError(
-            f"{name}(generator=...): generator is of type {type(generator).__name__}, but the matrices are drawn from "
-            "an explicit torch.Generator: pass generator=torch.Generator().manual_seed(0)."
-        )
+        check_count(f"{name}(", option, value)
+    check_choice(f"{name}(", "projection", projection, PROJECTIONS)
+    check_generator(f"{name}(", generator, "the matrices are drawn")
     return Sketches(rows, columns, projection, key_of(generator))
 
 
@@ -115,8 +93,7 @@ def fisher_columns(
 ) -> dict[str, Any]:
     """The columns that a Fisher matrix is made of, as fields of a `Statistic`."""
     kinds = {"mc": GGN, "exact": GGN, "empirical": GRADIENT}
-    if fisher not in kinds:
-        raise ArgumentError(f"{name}(fisher={fisher!r}): fisher is one of 'mc', 'exact', 'empirical'.")
+    check_choice(f"{name}(", "fisher", fisher, kinds)
     if fisher == "mc":
         if mc_samples is None:
             raise ArgumentError(f"{name}(mc_samples=None): fisher='mc' needs mc_samples, 1 at least.")
@@ -136,8 +113,7 @@ def spelled(**options: Any) -> str:
 
 def by_method(name: str, f: Any, method: str) -> Options:
     """Check how exact columns are to be pulled back."""
-    if method not in ("auto", "dense"):
-        raise ArgumentError(f"{name}({describe(f)}, method={method!r}): a method is one of 'auto', 'dense'.")
+    check_choice(f"{name}({describe(f)}, ", "method", method, ("auto", "dense"))
     return Options(dense=method == "dense")
 
 
@@ -145,22 +121,11 @@ def most_of(name: str, max_factor_dim: int | None) -> float:
     """Check up to which dimension a factor is kept whole."""
     if max_factor_dim is None:
         return math.inf
-    if not isinstance(max_factor_dim, int) or isinstance(max_factor_dim, bool):
-        kind = type(max_factor_dim).__name__
-        raise ArgumentTypeError(
-            f"{name}(max_factor_dim={max_factor_dim!r}): it is of type {kind}, but has to be an int, or None."
-        )
-    if max_factor_dim < 0:
-        raise ArgumentError(f"{name}(max_factor_dim={max_factor_dim}): max_factor_dim has to be 0 or more, or None.")
+    check_count(f"{name}(", "max_factor_dim", max_factor_dim, least=0)
     return max(1, max_factor_dim)  # a matrix of one entry is its diagonal
 
 
 def check_factors(name: str, weight_sharing: str, unsupported: str) -> None:
     """Check how positions share a weight, and what to do with parameters that have no factors."""
-    options = {
-        "weight_sharing": (weight_sharing, ("expand", "reduce", "backpack")),
-        "unsupported": (unsupported, ("error", "diagonal", "skip")),
-    }
-    for option, (given, known) in options.items():
-        if given not in known:
-            raise ArgumentError(f"{name}({option}={given!r}): {option} is one of {', '.join(map(repr, known))}.")
+    check_choice(f"{name}(", "weight_sharing", weight_sharing, ("expand", "reduce", "backpack"))
+    check_choice(f"{name}(", "unsupported", unsupported, ("error", "diagonal", "skip"))

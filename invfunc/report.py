@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from invfunc._shown import axes, table
-
 
 @dataclass(frozen=True)
 class ReportPart:
@@ -99,56 +97,6 @@ class Explanation:
 
     __repr__ = __str__
 
-    def _repr_html_(self) -> str:
-        title, below = f"{self.name}: {self.why}", (self.plan, self.checked)
-        above = [self._processes(), self._sweeps(), "" if self.plan and not self.columns else self._passes()]
-        if self.members:
-            rows = [(m.name, m.columns, m.passes, m.why) for m in self.members]
-            return table(title, ["statistic", "columns", "passes", "how"], rows, *above, self._cost(), *below)
-        ways = {name: part.way for part in self.parts for name in part.params}
-        rows = [
-            (
-                p.name,
-                ways.get(p.name, "all"),
-                f"{p.way} rule" * bool(p.operations),
-                ", ".join(p.generic or p.operations),
-                p._matrices(),
-            )
-            for p in self.params
-        ]
-        return table(
-            title, ["parameter", "columns", "per sample", "read by", "factors"], rows, *above, *self._of_parts(), *below
-        )
-
-    def plot(self, ax: Any = None) -> Any:
-        """Draw for each part, or each of several statistics, its columns and the backward passes that they take.
-
-        Args:
-            ax: the axes of matplotlib to draw into; by default those of a new figure.
-
-        Returns:
-            The axes.
-
-        Raises:
-            MissingExtraError: without matplotlib: `pip install 'invfunc[notebooks]'`.
-        """
-        shown = [(m.name, m.columns, m.passes) for m in self.members]
-        shown = shown or [(f"{p.way}: {', '.join(p.params)}", p.columns, p.passes) for p in self.parts]
-        shown = shown or [("all parameters", self.columns, self.passes)]
-        ax, places = axes(ax, 1.2 + 0.5 * len(shown)), range(len(shown))
-        for name, heights, color, at in (
-            ("columns of a sample", [columns for _, columns, _ in shown], "#c9c9c9", 0.2),
-            ("backward passes", [passes for *_, passes in shown], "#2f6db3", -0.2),
-        ):
-            bars = ax.barh([i + at for i in places], heights, height=0.38, color=color, label=name)
-            ax.bar_label(bars, padding=3, fontsize=8)
-        ax.set_yticks(places, [_short(name) for name, *_ in shown])
-        ax.set_xlabel("how many")
-        ax.margins(x=0.12)
-        ax.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-        ax.spines[["top", "right"]].set_visible(False)
-        return ax
-
     def _processes(self) -> str:
         if not self.processes:
             return ""
@@ -179,10 +127,6 @@ class Explanation:
 
     def _cost(self) -> str:
         return f"about {self.bytes / 2**20:.1f} MiB for the result, {self.cost:.1%} of the work without structure"
-
-
-def _short(name: str, most: int = 40) -> str:
-    return name if len(name) <= most else name[: most - 1] + "\u2026"
 
 
 def _counted(count: int, what: str) -> str:

@@ -14,8 +14,7 @@ from invfunc import tree
 from invfunc._extras import ticking
 from invfunc._torch.generators import set_states, states_of, torchs_own
 from invfunc._torch.values import anywhere
-from invfunc.arguments.beside import beside
-from invfunc.arguments.problem import BoundProblem, InDims, nothing, problem, with_aux
+from invfunc.arguments.problem import BoundProblem, InDims, beside, nothing, problem, with_aux
 from invfunc.callables import check_functions, describe
 from invfunc.core.evaluate import evaluated
 from invfunc.core.explained import explained

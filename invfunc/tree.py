@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
-from invfunc._no_output import NoOutput
-from invfunc._nodes import NODES, NOTHING, NodeWay, built
+from invfunc._nodes import NODES, NOTHING, NodeWay, NoOutput, built
 
 Tree = Any
 Path = tuple[Any, ...]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from invfunc import certified, chunked, together, tree
 from invfunc.errors import CertificateError
 from invfunc.testing import strategies
-from invfunc.testing.laws.rows import BOTH, FACTORS, LOSS, MODEL, PRODUCTS, ROWS
 from invfunc.testing.strategies import Loss, Model, Numbers, Problem
+from tests.rows import BOTH, FACTORS, LOSS, MODEL, PRODUCTS, ROWS
 
 __all__ = ["Call", "Loss", "Model", "Problem", "drawn", "torch"]
 NAMES = [name for name in PRODUCTS if "positive" not in name]
@@ -60,8 +60,12 @@ class Call:
         return params, tree.map_tensors(lambda p: numbers(*lead, *p.shape).to(p), params), *batch
 
     def check(self) -> None:
-        """The certified call."""
-        certified(self.t, generator=self.seed)(*self.args)
+        """The certified call, which gives what the call gives, and leaves torch's generator where it was."""
+        before = torch.get_rng_state()
+        found, plain = certified(self.t, generator=self.seed)(*self.args), self.t(*self.args)
+        pairs = zip(tree.tensors(found), tree.tensors(plain), strict=True)
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+        assert torch.equal(torch.get_rng_state(), before)
 
     def outcome(self) -> tuple[str, str]:
         """What comes of it ("right", "alarm", "refused", perhaps "by the certificate" alone), and what it says."""

@@ -26,9 +26,9 @@ from invfunc import (
 )
 from invfunc.kronecker import Kronecker
 from invfunc.testing import assert_trees_close, loop_batch_grad, loop_batch_jacobian
-from invfunc.testing.laws.rows import BOTH, FIRST_ORDER, MODEL, Row, clipping, generic, in_blocks, rows
 from invfunc.testing.models import moved
 from tests.networks import Loss, Network, samples_loss
+from tests.rows import BOTH, FIRST_ORDER, MODEL, Row, clipping, generic, in_blocks, rows
 from tests.strategies import Case, Numbers
 
 RTOL = {torch.float64: 1e-10, torch.float32: 1e-4}

@@ -23,9 +23,9 @@ import invfunc
 from invfunc import compiled, distributed, streamed, tree
 from invfunc.evaluation.processes import bits
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import LEAVES, LOSS, MODEL, PRODUCTS, ROWS, TREES
 from tests.data_sets.test_streamed import EXACT, FLOOR, batches, dense, linear, losses
 from tests.networks import LOSSES, network, samples_loss
+from tests.rows import LEAVES, LOSS, MODEL, PRODUCTS, ROWS, TREES, picks
 from tests.strategies import Numbers
 
 
@@ -86,10 +86,10 @@ def wrongly_laid(e: Example, found: Any, params: Any) -> str:
     if row is None:
         like, rest = [found], []
     elif row.gives == TREES and "trace" not in e.name:
-        trees = 1 if row.picks is not None or "noise" in e.name else 2
+        trees = 1 if picks(e.name.removesuffix(" drawn")) is not None or "noise" in e.name else 2
         like, rest = found[:trees], found[trees:]
     else:
-        entries = row.gives == LEAVES and row.picks is None and "trace" not in e.name
+        entries = row.gives == LEAVES and picks(e.name.removesuffix(" drawn")) is None and "trace" not in e.name
         like, rest = ([found], []) if entries else ([], [found])
     leaves = tree.tensors((params,))
     for x, p in zip(tree.tensors(tuple(like)), leaves * len(like), strict=True):
@@ -184,15 +184,14 @@ def _held(e: Example) -> tuple[str, str, dict[str, str]]:
     if wrong := wrongly_laid(e, found, params):
         return wrong, refused, {}
     found = full(found)
-    row = ROWS.get(e.name.removesuffix(" drawn"))
-    picks = None if row is None else row.picks
-    if picks is not None and not e.gather:
-        wanted = picks(wanted, place)
+    picked = picks(e.name.removesuffix(" drawn"))
+    if picked is not None and not e.gather:
+        wanted = picked(wanted, place)
     try:
         assert_trees_close(dense(found), dense(wanted), EXACT, FLOOR)
     except AssertionError as error:
         return f"{error}", refused, {}
-    return "right", refused, {} if picks is not None else bits("", found)
+    return "right", refused, {} if picked is not None else bits("", found)
 
 
 def _lead(t: Any) -> list[int]:

@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from invfunc import tree
 from invfunc.statistic import Statistic
-from invfunc.testing.laws.rows import LOSS
 from tests.alarms import Call, Loss, Model, Problem, drawn
+from tests.rows import LOSS
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import invfunc
 from invfunc import kronecker, pairs
-from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
+from tests.rows import BOTH, LOSS, ROWS
 from tests.size import CALLS, CEILINGS, NAMES, code_lines, cost
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +25,7 @@ PACKAGE = ROOT / "invfunc"
 SITE = ROOT / "notebooks" / "site"
 FLOORS = [
     {"thresholds"},
-    {"errors", "tree", "_torch", "_alike", "_ways", "_extras", "_no_output", "_nodes", "_shown", "report"},
+    {"errors", "tree", "_torch", "_extras", "_nodes", "_shown", "report"},
     {"linear_algebra"},
     {"kronecker", "plan"},
     {"operations"},
@@ -53,7 +53,7 @@ FLOORS = [
     {"invertible"},
     {"layers", "laplace"},
     {"__init__"},
-    {"testing", "_tour", "_tour_picture", "__main__"},
+    {"testing", "_tour", "__main__"},
 ]
 NAMESPACES = {"invfunc.kronecker.__init__", "invfunc.layers.__init__", "invfunc.pairs.__init__"}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -17,9 +17,9 @@ import invfunc
 from invfunc import budgeted, chunked, explain, functional
 from invfunc.errors import ArgumentError, ArgumentTypeError, BudgetError, InvFuncError
 from invfunc.statistic import Statistic
-from invfunc.testing.laws.rows import CASES
 from invfunc.testing.oracles import assert_trees_close
 from tests.meter import Meter, nothing_collected
+from tests.rows import CASES, made_of
 from tests.strategies import Numbers
 
 ROOT = Path(__file__).parents[1]
@@ -56,14 +56,14 @@ class TestResults:
     @pytest.mark.parametrize("case", CASES)
     def test_are_those_of_the_statistic(self, case):
         row, form = CASES[case]
-        t = row.of(model, F.cross_entropy, form)
+        t = made_of(row, model, F.cross_entropy, form)
         if isinstance(t, Statistic) and not t.axes:
             with pytest.raises(ArgumentError, match="cannot be computed in parts"):
                 chunked(t, memory="1GiB")
             return
         if not isinstance(t, Statistic):  # a function of one
             return
-        wanted = row.of(model, F.cross_entropy, form)(*given())
+        wanted = made_of(row, model, F.cross_entropy, form)(*given())
         assert_trees_close(chunked(t, memory="1GiB")(*given()), wanted, 1e-10)
 
     def test_do_not_depend_on_the_budget(self):

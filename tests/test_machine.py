@@ -24,11 +24,10 @@ from invfunc import certified, chunked, explain, reduced, together, tree
 from invfunc.errors import InvFuncError
 from invfunc.kronecker import Kronecker
 from invfunc.testing import assert_trees_close, dense_batch_diag_hessian, dense_diag_ggn
-from invfunc.testing.laws.compare import at_points, directions, loop_at_points, loop_slopes, slopes, zipped
-from invfunc.testing.laws.rows import BOTH, LEAVES, LOSS, MODEL, ROWS, Row
+from invfunc.testing.laws.compare import at_points, directions, loop_at_points, loop_slopes, slopes, total, zipped
 from tests.networks import LOSSES, NETWORKS, Loss, network
+from tests.rows import BOTH, HESSIANS, LEAVES, LOSS, MODEL, ROWS
 from tests.strategies import Numbers
-from tests.ways import loop_slope_along, slope_along
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,6 +81,32 @@ def compiled(t: Callable) -> Callable:
     """Seen through by dynamo; the backend would only compile what is not ours."""
     torch._dynamo.reset()
     return torch.compile(lambda *args: t(*args), backend="eager")
+
+
+def slope_along(t: Callable) -> Callable:
+    """The derivative of its total along a fixed tangent of the first argument, in forward mode."""
+
+    def call(first: Any, *rest: Any) -> torch.Tensor:
+        leaves, form = tree.separate(first)
+        of = lambda own: total(t(form.join(own), *rest))  # noqa: E731
+        return jvp(of, (leaves,), (tree.tensors(directions(first, 0.4)),))[1]
+
+    return call
+
+
+def loop_slope_along(t: Callable) -> Callable:
+    """The same as the product of the gradient with the tangent, by torch.autograd."""
+
+    def call(first: Any, *rest: Any) -> torch.Tensor:
+        pairs = zip(tree.tensors(loop_slopes(t)(first, *rest)), tree.tensors(directions(first, 0.4)), strict=True)
+        return torch.stack([(g * v).sum() for g, v in pairs]).sum()
+
+    return call
+
+
+def in_data(way: Callable) -> Callable:
+    """The same of the argument behind the parameters."""
+    return lambda t: lambda p, x, *y: way(lambda x, p, *y: t(p, x, *y))(x, p, *y)
 
 
 def loop_hvp(f: Callable, loss: Callable) -> Callable:
@@ -142,21 +167,22 @@ LOOPS = {"hvp": loop_hvp, "ggnvp": loop_ggnvp}
 TOGETHER = [name for name, row in ROWS.items() if MODEL not in row.forms]
 
 
-def loop_of_diagonals(row: Row) -> Callable | None:
+def loop_of_diagonals(name: str) -> Callable | None:
     """The oracle of a statistic that is made of exact diagonals of each sample; None for others."""
-    if row.drawn or not (row.of_each or row.hessian):
+    row, hessian = ROWS[name], name in HESSIANS
+    if row.drawn or not (row.of_each or hessian):
         return None
 
     def loop(f: Callable, loss: Callable, samples: list[int] | None) -> Callable:
         def oracle(p: Any, x: Any, y: torch.Tensor) -> Any:
             chosen = list(range(len(y))) if samples is None else samples
-            if row.hessian:
+            if hessian:
                 each = tree.map_tensors(lambda d: d[chosen], dense_batch_diag_hessian(f, loss)(p, x, y))
             else:
                 each = zipped(torch.stack, [dense_diag_ggn(f, loss, samples=[n])(p, x, y) for n in chosen])
             if row.of_each:
                 return row.of_each(each)
-            return each if row.picks else tree.map_tensors(lambda d: d.sum(0), each)
+            return each if "of each" in name else tree.map_tensors(lambda d: d.sum(0), each)
 
         return oracle
 
@@ -231,7 +257,7 @@ class Compositions(RuleBasedStateMachine):
             Built(
                 f"{name}, {of}, {how} of {way}" + f", samples={samples}" * some,
                 lambda: row.make(*functions, **options),
-                self._oracle(row, of, how, samples),
+                self._oracle(name, of, how, samples),
                 arguments=2 if of == MODEL else 3,
                 least=self.net.n if some else row.fewest,
                 axes=row.axes,
@@ -252,7 +278,7 @@ class Compositions(RuleBasedStateMachine):
     def several(self, names: list[str], way: str, form: int, mean: bool) -> Built:
         members, how = [ROWS[name] for name in names], "mean" if mean else "sum"
         of = BOTH if form and all(BOTH in row.forms for row in members) else LOSS
-        functions, oracles = self._functions(of, way, how), [self._oracle(row, of, how, None) for row in members]
+        functions, oracles = self._functions(of, way, how), [self._oracle(name, of, how, None) for name in names]
         return self._begun(
             Built(
                 f"together({', '.join(names)}), {of}, {how} of {way}",
@@ -294,9 +320,10 @@ class Compositions(RuleBasedStateMachine):
             return self.models[way], self.of_outputs[how]
         return (self.losses[way, "none" if how == "sum" else how],)
 
-    def _oracle(self, row: Row, of: str, how: str, samples: list[int] | None) -> Callable[[], Callable]:
+    def _oracle(self, name: str, of: str, how: str, samples: list[int] | None) -> Callable[[], Callable]:
         """Its loop; where it has none, itself, of f as it is."""
-        loop = row.loop or loop_of_diagonals(row)
+        row = ROWS[name]
+        loop = row.loop or loop_of_diagonals(name)
         if loop is None:
             functions, options = self._functions(of, AS_IT_IS, how), {} if samples is None else {"samples": samples}
             return lambda: row.make(*functions, **options)
@@ -360,6 +387,18 @@ class Compositions(RuleBasedStateMachine):
     def vmap(self, built: Built) -> Built:
         assume(not built.drawn and not built.batched)  # torch does not say which of the draws each point gets
         return self._by_func(built, "at two points", at_points, loop_at_points, batched=True)
+
+    @rule(target=compositions, built=compositions, way=st.sampled_from([0, 1, 2]))
+    def of_data(self, built: Built, way: int) -> Built:
+        """A derivative, a vmap, or one by autograd, with the inputs of the model in place of its parameters."""
+        assume(all(x.is_floating_point() for x in tree.tensors(self.args[1])))
+        assume(built.smooth if way else not built.drawn and not built.batched)
+        transform = [at_points, slopes, loop_slopes][way]
+        loop = [loop_at_points, loop_slopes, loop_slopes][way]
+        changed = {"batched": True} if way == 0 else {"within_func": False} if way == 2 else {}
+        step = self._deeper if way == 2 else self._by_func
+        text = ["at two points of", "slopes in", "slopes by autograd in"][way]
+        return step(built, f"{text} the data", in_data(transform), in_data(loop), **changed)
 
     @rule(target=compositions, built=compositions)
     def differentiate_by_autograd(self, built: Built) -> Built:

@@ -13,9 +13,9 @@ import invfunc
 from invfunc import reduced, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import BOTH, LEAVES, MODEL, in_blocks, rows
 from tests.laws import composed
 from tests.networks import CLASSES, LOSSES, network, networks, samples_loss
+from tests.rows import BOTH, LEAVES, MODEL, in_blocks, rows
 from tests.strategies import Numbers
 
 EXACT, FLOOR = 1e-9, 1e-6

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import invfunc
-from invfunc import additive_coupling, chain, check_inverse, explain, kfac, together
+from invfunc import additive_coupling, chain, check_inverse, kfac
 from invfunc.pairs import drift
 
 matplotlib.use("agg")
@@ -44,16 +44,6 @@ def cells(shown):
 
 
 class TestTables:
-    def test_of_an_explanation_name_parameters(self, params):
-        (_, first, second) = cells(explain(invfunc.diag_ggn(f, F.cross_entropy))(params, X, Y))
-        assert (first[0], second[0]) == ("params['first <b>']", "params['second']")
-        assert first[2:4] == ["fast rule", "matmul"]
-
-    def test_of_several_statistics_have_a_row_each(self, params):
-        both = together(invfunc.diag_ggn(f, F.cross_entropy), kfac(f, F.cross_entropy, fisher="empirical"))
-        found = explain(both)(params, X, Y)
-        assert [row[0] for row in cells(found)[1:]] == [m.name for m in found.members]
-
     def test_of_an_inverse_have_both_errors_of_each_tensor(self):
         report = check_inverse(additive_coupling(half, half), (X[:, :3], X[:, 3:]), (torch.rand(3, 3),) * 2)
         assert [row[1] for row in cells(report)[1:]] == [*report.x, *report.y]
@@ -66,14 +56,6 @@ class TestTables:
 
 
 class TestPictures:
-    def test_of_an_explanation_have_its_columns_and_passes(self, params):
-        for t in (invfunc.diag_ggn(f, F.cross_entropy), invfunc.variance(lambda *args: f(*args).sum(1))):
-            found = explain(t)(params, X, *([Y] if t.loss else []))
-            columns, passes = found.plot().containers
-            parts = found.parts or [found]
-            assert [bar.get_width() for bar in columns] == [p.columns for p in parts]
-            assert [bar.get_width() for bar in passes] == [p.passes for p in parts]
-
     def test_of_a_drift_have_its_errors_also_where_some_are_zero(self):
         third = invfunc.Invertible(lambda x, c: x / c, lambda y, c: y * c)
         found = drift(third, torch.rand(5), [3.0, 1.0, 7.0])

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import invfunc
@@ -13,16 +13,14 @@ from invfunc import chunked, reduced, together
 from invfunc.core.evaluate import of_each_kind
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import BOTH, FACTORS, FIRST_ORDER, MODEL, ROWS, in_blocks, rows
 from tests.laws import composed
-from tests.networks import LOSSES, network, networks, samples_loss
+from tests.networks import LOSSES, network, networks
+from tests.rows import BOTH, FIRST_ORDER, MODEL, in_blocks, rows
 from tests.strategies import Numbers
 
 EXACT, FLOOR = 1e-9, 1e-6
 FIRST = {name: row.make for name, row in FIRST_ORDER.items() if MODEL not in row.forms}
 SECOND = {name: row.make for name, row in rows(form=BOTH).items()}
-DIVISIBLE = {name: make for name, make in SECOND.items() if ROWS[name].gives != FACTORS and not ROWS[name].drawn}
-"""Which take any network and loss."""
 OF_MODELS = {name: row.make for name, row in rows(form=MODEL).items()}
 LINEAR = ["affine", "perceptron", "convolution", "module"]
 """Networks that have K-factors."""
@@ -63,14 +61,6 @@ PATHS = st.sampled_from([lambda t: t, in_blocks])
 
 class TestEqualsEachAlone:
     @settings(max_examples=12)
-    @given(net=networks(), loss=st.sampled_from(LOSSES), called=some(FIRST | DIVISIBLE), of=PATHS)
-    def test_of_the_losses_of_samples(self, net, loss, called, of):
-        args = (net.params, net.x, loss.target(Numbers(1), net.n))
-        makers = [(FIRST | DIVISIBLE)[name] for name in called if ROWS[name].fewest <= net.n]
-        assume(makers)
-        assert_as_alone(makers, (samples_loss(net, loss),), args, of)
-
-    @settings(max_examples=12)
     @given(
         called=st.sampled_from(LINEAR),
         names=some(FIRST | SECOND),
@@ -89,12 +79,10 @@ class TestEqualsEachAlone:
         assert_as_alone([OF_MODELS[name] for name in names], (net.f,), (net.params, net.x), of)
 
     @pytest.mark.quick
-    @pytest.mark.parametrize("names", [[*FIRST, *SECOND]], ids=["all"])
-    def test_all_at_once(self, names):
+    def test_all_at_once(self):
         net = network("perceptron", 3)
-        makers = [(FIRST | SECOND)[name] for name in names]
         args = (net.params, net.x, LOSSES[0].target(Numbers(1), 3))
-        assert_as_alone(makers, (composed(net.f, LOSSES[0]),), args)
+        assert_as_alone([*(FIRST | SECOND).values()], (composed(net.f, LOSSES[0]),), args)
 
 
 W, V, X, Y = Numbers()(3, 2), Numbers(3)(2), Numbers(1)(4, 3), Numbers(2)(4, 2)
@@ -106,23 +94,6 @@ def model(w, x):
 
 def loss(w, x, y):
     return F.mse_loss(model(w, x), y)
-
-
-def test_one_forward_pass_for_each_kind():
-    calls = []
-
-    def counted(w, x):
-        calls.append(1)
-        return model(w, x)
-
-    def counted_loss(w, x, y):
-        return F.mse_loss(counted(w, x), y)
-
-    together(*[make(counted, F.mse_loss) for make in SECOND.values()])(W, X, Y)
-    assert len(calls) <= 4
-    calls.clear()
-    together(invfunc.batch_grad(counted_loss), invfunc.variance(counted_loss))(W, X, Y)
-    assert len(calls) == 1
 
 
 def test_it_draws_what_one_call_draws():
@@ -143,11 +114,6 @@ def test_it_draws_what_one_call_draws():
 
 
 class TestOptions:
-    @pytest.mark.parametrize("chosen", [None, [2, 0, 0, -1]], ids=str)
-    def test_of_some_samples(self, chosen):
-        t = [make(loss, samples=chosen) for make in (invfunc.batch_grad, invfunc.variance, invfunc.sqrt_ggn)]
-        assert_trees_close(together(*t)(W, X, Y), tuple(one(W, X, Y) for one in t), EXACT)
-
     @pytest.mark.parametrize("over", ["outputs", "samples", "params"])
     def test_in_chunks(self, over):
         makers = [

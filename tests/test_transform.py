@@ -11,8 +11,8 @@ import torch.nn.functional as F
 import invfunc
 from invfunc import chunked, compiled, distributed, explain, functional, linear_operator, reduced, streamed, together
 from invfunc.statistic import Statistic
-from invfunc.testing.laws.rows import LOSS, MODEL, ROWS
 from invfunc.testing.oracles import assert_trees_close
+from tests.rows import LOSS, MODEL, ROWS
 
 
 def model(params, x):

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import invfunc
 from invfunc import InvFuncError, InvFuncWarning, compiled, distributed, streamed, tree
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import BOTH, LOSS, MODEL, ROWS
 from tests.coverage import SITE, WIDTH
 from tests.data_sets.test_streamed import EXACT, FLOOR, dense, linear, losses
 from tests.many_processes import PRODUCTS, full
 from tests.process_group import alone
+from tests.rows import BOTH, LOSS, MODEL, ROWS
 from tests.strategies import Numbers
 
 PAGE = SITE / "where.md"

@@ -42,8 +42,7 @@ def certified(
 
     The other path are the plain loops of `testing`: f runs once more, and torch.autograd pulls one vector back at a
     time, along single entries or of single samples, without rules of operations and shortcuts by structure. Products
-    are compared whole. Where some operations of f are replaced by forms that have a second derivative, what f gives
-    then is compared with what it gives without these.
+    are compared whole.
 
     What it promises: a fault in a `share` of the entries that is larger than the tolerance is found with at least this
     `confidence`, in each call, by `k = log(1 - confidence) / log(1 - share)` entries that are drawn evenly (90). An
@@ -89,13 +88,13 @@ def certified(
     Composes with: `chunked`, `together` inside; `explain` around it, which tells the cost; `torch.func.grad`, `jvp`
     around it, which differentiate t. What is certified is the result, not its derivative.
 
-    Cost: f once more, twice where forms of its operations are compared, and for each of up to 2 k entries two backward
+    Cost: f once more, and for each of up to 2 k entries two backward
     passes of the batch; for `gram` and norms one or two for each of up to 2 k samples, for Hessians three for each
     entry. A scalar f without known outputs runs for each sample alone. It does not depend on what t costs. A smaller
     confidence (or a larger share) makes it cheaper: `confidence=0.5, share=0.1` takes 7 entries in place of 90. Where
     numbers are further apart than the tolerance, all of it twice.
 
-    Source: this library; `python -m tests.alarms` certifies what is right.
+    Source: this library.
     """
     if not isinstance(t, (Statistic, Product)):
         raise ArgumentTypeError(

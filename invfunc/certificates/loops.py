@@ -59,8 +59,6 @@ class CheckedCall:
     problem: BoundProblem
     before: States
     """The states of generators before the result was computed."""
-    result: Any = None
-    """The result of f in the last run."""
 
     def __post_init__(self) -> None:
         self.mode: Any = nullcontext()
@@ -71,8 +69,7 @@ class CheckedCall:
         self.leaves = [p.detach().clone().requires_grad_() for p in self.problem.leaves]
         self.mode = TwiceDifferentiable()
         set_states(self.before)
-        self.result = self.of(self.problem.args, watch)
-        return self.result
+        return self.of(self.problem.args, watch)
 
     def of(self, args: Sequence[Any], watch: AbstractContextManager | None = None) -> Any:
         """The result of f for other data, without aux."""
@@ -278,9 +275,6 @@ class Certificate:
         else:
             yield from self.norms(leaves)
 
-    def look(self, path: str, at: torch.Tensor, expected: torch.Tensor, size: float = 0.0) -> Look:
-        return Look(path, self.leaves[path], at, wide(expected), self.dtype, size)
-
     def samples(self, x: torch.Tensor) -> torch.Tensor:
         """The samples that were chosen, of what each of the batch has."""
         if len(x) < self.problem.n:
@@ -354,7 +348,7 @@ class Certificate:
         expected = [squares.sum(0).sqrt()] if whole_norm else squares
         for path, y in zip(results, expected, strict=True):
             self.check_shape(path, results[path], (len(self.chosen),))
-            yield self.look(path, at, y)
+            yield Look(path, results[path], at, wide(y), self.dtype)
 
     def products(self) -> Iterator[Look]:
         """Rows of Gram matrices: what is pulled back of one sample, or of one output of it, sent along all."""
@@ -368,7 +362,8 @@ class Certificate:
         rows = zip(*(self.row(int(k), outputs, reduction.whole) for k in at), strict=True)
         for path, x, expected in zip(self.leaves, flat, rows, strict=True):
             width = x.shape[1]
-            yield self.look(path, at[:, None] * width + torch.arange(width), torch.stack(expected)[:, -width:])
+            places = at[:, None] * width + torch.arange(width)
+            yield Look(path, self.leaves[path], places, wide(torch.stack(expected)[:, -width:]), self.dtype)
 
     def row(self, k: int, outputs: torch.Size, whole: bool) -> Tensors:
         """The products of row k with all, in all parameters, or in each."""
@@ -394,19 +389,16 @@ PRODUCTS = (of_hessian, of_ggn, of_fisher)
 
 
 def looks_at(t: Any, result: Any, args: tuple, kwargs: dict[str, Any], names: Any, draw: Draw) -> list[Look]:
-    """The numbers of a result of t that are looked at, beside those of loops; those of f itself come last."""
+    """The numbers of a result of t that are looked at, beside those of loops."""
     given = result, args, kwargs, names, draw
-    call, looks = _of_product(t, *given) if isinstance(t, Product) else _of_statistic(t, *given)
-    return [*looks, *_values(call)]
+    return _of_product(t, *given) if isinstance(t, Product) else _of_statistic(t, *given)
 
 
 def _named(result: Any) -> dict[str, torch.Tensor]:
     return {f"result{path}": x for path, x in tree.named_leaves(result, none_is_leaf=False)}
 
 
-def _of_statistic(
-    t: Statistic, result: Any, args: tuple, kwargs: dict[str, Any], names: Any, draw: Draw
-) -> tuple[CheckedCall, list[Look]]:
+def _of_statistic(t: Statistic, result: Any, args: tuple, kwargs: dict[str, Any], names: Any, draw: Draw) -> list[Look]:
     call, generator = CheckedCall(t.problem(args, kwargs, names), draw.before), torch.Generator().manual_seed(draw.seed)
     if t.has_aux:
         result = result[:-1] if t.several else result[0]
@@ -414,12 +406,10 @@ def _of_statistic(
     for m, x in zip(t.members, result, strict=True) if t.members else [(t, result)]:
         own = {path: left.pop(path) for path in list(left)[: len(tree.flatten(x, none_is_leaf=False)[0])]}
         looks += Certificate(m, call, own, draw.k, generator).looks()
-    return call, looks
+    return looks
 
 
-def _of_product(
-    t: Product, result: Any, args: tuple, kwargs: dict[str, Any], names: Any, draw: Draw
-) -> tuple[CheckedCall, list[Look]]:
+def _of_product(t: Product, result: Any, args: tuple, kwargs: dict[str, Any], names: Any, draw: Draw) -> list[Look]:
     """All entries of a product with a Hessian, a GGN or an empirical Fisher matrix, or with blocks of these."""
     kind = t.record
     params, batch = args[0], (args[0], *args[2:])
@@ -445,20 +435,4 @@ def _of_product(
     else:
         expected = times(v)
     found = _named(result[0] if t.has_aux else result).items()
-    return call, [whole(path, x, y, p.dtype) for (path, x), y, p in zip(found, expected, given.leaves, strict=True)]
-
-
-def _values(call: CheckedCall) -> Iterator[Look]:
-    """The results of f in the form in which it is differentiated, beside those of f as it is."""
-    form, result = call.mode, call.result
-    if not form.used:
-        return
-    after = [state_of(g) for g, _ in call.before]
-    set_states(call.before)
-    call.mode = nullcontext()
-    plain = call.of(call.problem.args)
-    if any(not torch.equal(then, state_of(g)) for (g, _), then in zip(call.before, after, strict=True)):
-        return  # another form draws other numbers
-    for (path, y), x in zip(tree.named_leaves(plain), tree.leaves(result), strict=True):
-        if isinstance(x, torch.Tensor) and x.is_floating_point():
-            yield whole(f"f in the form in which it is differentiated{path}", x, y, x.dtype)
+    return [whole(path, x, y, p.dtype) for (path, x), y, p in zip(found, expected, given.leaves, strict=True)]

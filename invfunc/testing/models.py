@@ -1,4 +1,4 @@
-"""Numbers, trees of parameters, small models and losses, and small invertible functions, each said in a line of code,
+"""Numbers, small models and losses, and small invertible functions, each said in a line of code,
 which is how it prints.
 """
 
@@ -41,70 +41,6 @@ def seeded(seed: int = 0, device: str | torch.device = "cpu") -> torch.Generator
 def moved(tensors: Any, dtype: torch.dtype, device: str | torch.device) -> Any:
     """Numbers in another precision and place; integers stay integers."""
     return tree.map_tensors(lambda x: x.to(device, dtype if x.is_floating_point() else x.dtype), tensors)
-
-
-class Shape:
-    """A leaf of so many entries, in a tree of parameters."""
-
-    def __init__(self, *sizes: int) -> None:
-        self.sizes = sizes
-
-    def __repr__(self) -> str:
-        return f"Shape({', '.join(map(str, self.sizes))})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Shape) and self.sizes == other.sizes
-
-    def __hash__(self) -> int:
-        return hash(self.sizes)
-
-
-@dataclass(frozen=True)
-class Tied:
-    """A leaf that is the tensor of an earlier one."""
-
-    to: int
-    """The number of a leaf among those that have a shape, from 0."""
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """A tree of parameters, with a function `[N]` that reads all of them.
-
-    >>> params = Parameters({"w": Shape(2, 3), "b": [None, Shape()], "again": Tied(0)}, seed=1).tree
-    >>> params["w"].shape, params["b"][1].shape, params["again"] is params["w"]
-    (torch.Size([2, 3]), torch.Size([]), True)
-    """
-
-    shapes: Any
-    """Of dicts, lists and tuples, with `Shape`, `Tied` and None as leaves."""
-    seed: int = 0
-    dtype: torch.dtype = torch.float64
-    device: str = "cpu"
-
-    @cached_property
-    def tree(self) -> Any:
-        """The parameters."""
-        rand, made = Numbers(self.seed), list[torch.Tensor]()
-
-        def one(leaf: Any) -> Any:
-            if isinstance(leaf, Shape):
-                made.append(moved(rand(*leaf.sizes), self.dtype, self.device))
-                return made[-1]
-            return made[leaf.to] if isinstance(leaf, Tied) else leaf
-
-        return tree.map_leaves(one, self.shapes)
-
-    def inputs(self, n: int) -> torch.Tensor:
-        """`[n, 2]`, for f."""
-        return moved(Numbers(self.seed + 1)(n, 2), self.dtype, self.device)
-
-    @staticmethod
-    def f(params: Any, x: torch.Tensor) -> torch.Tensor:
-        """`[N]`: each entry of each leaf at each sample."""
-        at = x[:, :1] + torch.arange(3, dtype=x.dtype, device=x.device)
-        parts = [(at[:, :1] * p.flatten() + x[:, 1:]).sin().sum(1) for p in tree.tensors(params)]
-        return torch.stack(parts).sum(0).square()
 
 
 def option(call: str, kind: str, name: str, known: dict[str, Callable]) -> Callable:
@@ -398,27 +334,29 @@ def _crossed(rand: Numbers, width: int) -> tuple[Any, Any]:
     return _weights(rand, width + 1, width), _weights(rand, width, width + 1)
 
 
-def additive(rand: Numbers, n: int, width: int) -> BuiltPair:
-    """A coupling of two parts of different width."""
-    return invfunc.additive_coupling(layer, layer), _halves(rand, n, width), (_crossed(rand, width),)
-
-
 def affine_coupling(rand: Numbers, n: int, width: int) -> BuiltPair:
-    """The same with a scale."""
+    """A coupling of two parts of different width, with scales."""
     params = zip(_crossed(rand, width), _crossed(rand, width), strict=True)
     return invfunc.affine_coupling(_both, _both), _halves(rand, n, width), (tuple(params),)
 
 
-def momentum(rand: Numbers, n: int, width: int) -> BuiltPair:
-    """A residual network with momentum."""
-    x = rand(n, width), rand(n, width)
-    return invfunc.pairs.momentum(layer, 0.7), x, (_weights(rand, width, width),)
+def couplings(make: Callable, count: int) -> Callable:
+    """So many additive ones, one after the other."""
+
+    def built(rand: Numbers, n: int, width: int) -> BuiltPair:
+        params = [_crossed(rand, width) for _ in range(count)]
+        return make(invfunc.additive_coupling(layer, layer)), _halves(rand, n, width), (params,)
+
+    return built
 
 
-def leapfrog(rand: Numbers, n: int, width: int) -> BuiltPair:
-    """A residual network of second order."""
-    x = rand(n, width), rand(n, width)
-    return invfunc.pairs.leapfrog(layer, 0.6), x, (_weights(rand, width, width),)
+def residual(make: Callable, number: float) -> Callable:
+    """A residual network of two states."""
+
+    def built(rand: Numbers, n: int, width: int) -> BuiltPair:
+        return make(layer, number), (rand(n, width), rand(n, width)), (_weights(rand, width, width),)
+
+    return built
 
 
 def reversible_step(rand: Numbers, n: int, width: int) -> BuiltPair:
@@ -434,12 +372,6 @@ def reversible_step(rand: Numbers, n: int, width: int) -> BuiltPair:
         x,
         (ends, _weights(rand, width, width)),
     )
-
-
-def fixed_point(rand: Numbers, n: int, width: int) -> BuiltPair:
-    """A step towards a fixed point."""
-    x = rand(n, width), rand(n, width)
-    return invfunc.pairs.fixed_point(layer, 0.4), x, (_weights(rand, width, width),)
 
 
 def squash(rand: Numbers, n: int, width: int) -> BuiltPair:
@@ -458,40 +390,27 @@ def squash(rand: Numbers, n: int, width: int) -> BuiltPair:
     return Invertible(f, f_inv, log_det=log_det), rand(n, width), ({"s": rand(width) / 4, "c": rand(width) / 2},)
 
 
-def leaky_relu(rand: Numbers, n: int, width: int) -> BuiltPair:
-    """A layer without parameters."""
-    return layers.leaky_relu(), rand(n, width), ()
-
-
 def batch_norm(rand: Numbers, n: int, width: int) -> BuiltPair:
     """A layer that mixes samples, and hides their statistics."""
     return layers.batch_norm(), rand(n + 1, width), ((1 + rand(width) / 4, rand(width)),)
 
 
-def chain(rand: Numbers, n: int, width: int) -> BuiltPair:
-    """Couplings one after the other."""
-    pair = invfunc.additive_coupling(layer, layer)
-    return invfunc.chain(pair, pair), _halves(rand, n, width), ([_crossed(rand, width) for _ in range(2)],)
-
-
-def repeated(rand: Numbers, n: int, width: int) -> BuiltPair:
-    """One coupling, three times."""
-    pair = invfunc.additive_coupling(layer, layer)
-    return invfunc.repeated(pair), _halves(rand, n, width), ([_crossed(rand, width) for _ in range(3)],)
-
-
 PAIRS: dict[str, Callable[[Numbers, int, int], BuiltPair]] = {
-    "leaky_relu": leaky_relu,
+    "leaky_relu": lambda rand, n, width: (layers.leaky_relu(), rand(n, width), ()),
     "squash": squash,
-    "additive": additive,
+    "additive": lambda rand, n, width: (
+        invfunc.additive_coupling(layer, layer),
+        _halves(rand, n, width),
+        (_crossed(rand, width),),
+    ),
     "affine": affine_coupling,
-    "momentum": momentum,
-    "leapfrog": leapfrog,
+    "momentum": residual(invfunc.pairs.momentum, 0.7),
+    "leapfrog": residual(invfunc.pairs.leapfrog, 0.6),
     "reversible_step": reversible_step,
-    "fixed_point": fixed_point,
+    "fixed_point": residual(invfunc.pairs.fixed_point, 0.4),
     "batch_norm": batch_norm,
-    "chain": chain,
-    "repeated": repeated,
+    "chain": couplings(lambda pair: invfunc.chain(pair, pair), 2),
+    "repeated": couplings(invfunc.repeated, 3),
 }
 
 

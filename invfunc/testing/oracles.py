@@ -6,16 +6,13 @@ grad, so that they are the oracles of derivatives too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
-from torch.func import functional_call, grad, jacrev
+from torch.func import grad, jacrev
 
 from invfunc import tree
-from invfunc.errors import ArgumentError
 from invfunc.reductions.noise import NoiseScale
 
 Samples = Any
@@ -33,70 +30,78 @@ def loop_batch_grad(f: Callable, *, samples: Samples = None) -> Callable:
     return oracle
 
 
+def of_shares(of: Callable, f: Callable, samples: Samples = None) -> Callable:
+    """The oracle of a function of the per-sample gradients of an `[N]`-valued f, a tree of `[N, *p]`."""
+    shares = loop_batch_grad(f, samples=samples)
+    return lambda *args, **kwargs: of(shares(*args, **kwargs))
+
+
 def loop_batch_l2_grad(f: Callable, *, samples: Samples = None) -> Callable:
     """The oracle of `batch_l2_grad` for an `[N]`-valued f."""
-    shares = loop_batch_grad(f, samples=samples)
-    return lambda *args, **kwargs: tree.map_tensors(_squared_norms, shares(*args, **kwargs))
+    return of_shares(norms, f, samples)
+
+
+def norms(shares: Any) -> Any:
+    """`|G[n]|^2` of each parameter."""
+    return tree.map_tensors(lambda g: g.reshape(len(g), -1).square().sum(1), shares)
 
 
 def loop_sum_grad_squared(f: Callable, *, samples: Samples = None) -> Callable:
     """The oracle of `sum_grad_squared` for an `[N]`-valued f."""
-    shares = loop_batch_grad(f, samples=samples)
-    return lambda *args, **kwargs: tree.map_tensors(lambda g: g.square().sum(0), shares(*args, **kwargs))
+    return of_shares(squares, f, samples)
+
+
+def squares(shares: Any) -> Any:
+    """`sum_n G[n]^2`"""
+    return tree.map_tensors(lambda g: g.square().sum(0), shares)
 
 
 def loop_variance(f: Callable, correction: float = 0, *, samples: Samples = None) -> Callable:
     """The oracle of `variance` for an `[N]`-valued f."""
-    shares = loop_batch_grad(f, samples=samples)
-    return lambda *args, **kwargs: tree.map_tensors(lambda g: g.var(0, correction=correction), shares(*args, **kwargs))
+    return of_shares(lambda shares: variances(shares, correction), f, samples)
+
+
+def variances(shares: Any, correction: float = 0) -> Any:
+    """The variance of the `G[n]`."""
+    return tree.map_tensors(lambda g: g.var(0, correction=correction), shares)
 
 
 def loop_grad_and_variance(f: Callable, *, correction: float = 0, samples: Samples = None) -> Callable:
     """The oracle of `grad_and_variance` for an `[N]`-valued f: the sum and the variance of the G[n]."""
-    shares = loop_batch_grad(f, samples=samples)
+    return of_shares(lambda shares: (summed(shares), variances(shares, correction)), f, samples)
 
-    def oracle(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        given = shares(*args, **kwargs)
-        summed = tree.map_tensors(lambda g: g.sum(0), given)
-        return summed, tree.map_tensors(lambda g: g.var(0, correction=correction), given)
 
-    return oracle
+def summed(shares: Any) -> Any:
+    """The sum over the samples."""
+    return tree.map_tensors(lambda g: g.sum(0), shares)
 
 
 def loop_clipped_grad(f: Callable, max_norm: float, *, samples: Samples = None) -> Callable:
     """The oracle of `clipped_grad` for an `[N]`-valued f: `min(1, max_norm / norm) * G[n]`, sample by sample."""
-    shares = loop_batch_grad(f, samples=samples)
+    return of_shares(lambda shares: clipped(shares, max_norm), f, samples)
 
-    def oracle(*args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
-        given = shares(*args, **kwargs)
-        clipped, norms = [], []
-        leaves, form = tree.separate(given)
-        for one in zip(*leaves, strict=True):
-            squared = torch.cat([g.flatten() for g in one]).square().sum()
-            norm = squared.sqrt() if squared > 0 else 0 * squared  # the slope of a norm at zero is taken to be zero
-            factor = max_norm / norm if norm > max_norm else 1
-            clipped.append([factor * g for g in one])
-            norms.append(norm)
-        summed = [torch.stack(leaf).sum(0) for leaf in zip(*clipped, strict=True)]
-        return form.join(summed), torch.stack(norms)
 
-    return oracle
+def clipped(shares: Any, max_norm: float) -> tuple[Any, torch.Tensor]:
+    """The sum of clipped per-sample gradients, and the norms of these before."""
+    leaves, form = tree.separate(shares)
+    rows, norms = [], []
+    for one in zip(*leaves, strict=True):
+        squared = torch.cat([g.flatten() for g in one]).square().sum()
+        norm = 0 * squared if squared == 0 else squared.sqrt()  # the slope of a norm at zero is taken to be zero
+        factor = max_norm / norm if norm > max_norm else 1
+        rows.append([factor * g for g in one])
+        norms.append(norm)
+    return form.join([torch.stack(leaf).sum(0) for leaf in zip(*rows, strict=True)]), torch.stack(norms)
 
 
 def loop_noise_scale(f: Callable, groups: Callable | None = None, *, samples: Samples = None) -> Callable:
     """The oracle of `noise_scale` for an `[N]`-valued f: the sum of the per-sample gradients, and of the parameters of
     each group their mean and covariance, as they are defined."""
-    shares = loop_batch_grad(f, samples=samples)
-
-    def oracle(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        given = shares(*args, **kwargs)
-        return tree.map_tensors(lambda g: g.sum(0), given), noise_of(given, groups)
-
-    return oracle
+    return of_shares(lambda shares: (summed(shares), noise_of(shares, groups)), f, samples)
 
 
 def noise_of(shares: Any, groups: Callable | None = None) -> Any:
-    """The result of `noise_scale` for shares `[N, *p]`."""
+    """The noise scales of shares `[N, *p]`."""
     rows: dict[str | None, list[torch.Tensor]] = {}
     for path, g in tree.named_leaves(shares):
         if g is not None:
@@ -109,13 +114,6 @@ def noise_of(shares: Any, groups: Callable | None = None) -> Any:
         found[name] = NoiseScale(mean.square().sum() - trace / n, trace)
     found.pop(None, None)
     return found[""] if groups is None else found
-
-
-def loop_sketched_grad(f: Callable, sides: Callable, *, samples: Samples = None) -> Callable:
-    """The oracle of `sketched_grad` for an `[N]`-valued f: each share, which is there, between the two matrices of its
-    leaf, as in `projected`."""
-    shares = loop_batch_grad(f, samples=samples)
-    return lambda *args, **kwargs: projected(shares(*args, **kwargs), sides)
 
 
 def projected(shares: Any, sides: Callable) -> Any:
@@ -176,26 +174,6 @@ def loop_gram(
     return oracle
 
 
-def loop_predictive_covariance(
-    f: Callable, covariance: float | list[torch.Tensor], *, out_dims: int = 0, samples: Samples = None
-) -> Callable:
-    """The oracle of `predictive_covariance`: `J S J^T` of each sample, with the whole J. The covariance is a number, or
-    a matrix `[P, P]` for each parameter."""
-
-    def oracle(params: Any, *inputs: Any, **kwargs: Any) -> Any:
-        leaves, _ = tree.separate(params)
-        each = tree.tensors(loop_batch_jacobian(f, out_dims=out_dims, samples=samples)(params, *inputs, **kwargs))
-        found = []
-        for k, (j, p) in enumerate(zip(each, leaves, strict=True)):
-            shape = j.shape[: j.ndim - p.ndim]
-            rows = j.reshape(shape[0], shape[1:].numel(), p.numel())
-            s = covariance * torch.eye(p.numel()).to(p) if isinstance(covariance, (int, float)) else covariance[k].to(p)
-            found.append((rows @ s @ rows.mT).reshape(*shape, *shape[1:]))
-        return sum(found)
-
-    return oracle
-
-
 def dense_diag_ggn(f: Callable, loss: Callable, *, samples: Samples = None) -> Callable:
     """The oracle of `diag_ggn(f, loss)`: the diagonal of `J^T H J` with the whole J and H of the batch, row by row.
 
@@ -236,14 +214,10 @@ def assert_trees_close(actual: Any, expected: Any, rtol: float, floor: float = 0
         if not isinstance(x, torch.Tensor):
             assert type(x) is type(y) and x == y, f"the entry {path} is {x!r}, not {y!r}"
             continue
-        assert x.shape == y.shape, f"the tensor {path} has shape {tuple(x.shape)}, not {tuple(y.shape)}"
-        if x.numel():
-            x, y = x.detach().double().cpu(), y.detach().double().cpu()
-            error = (x - y).abs().masked_fill(x == y, 0).max().item()  # infinity is near itself alone, NaN nothing
-            largest = y.abs().nan_to_num(0, 0, 0).max().item()
-            assert error <= rtol * max(largest, floor), (
-                f"the tensor{path and ' '}{path} is off by {error:.1e}, its largest entry is {largest:.1e}"
-            )
+        x, y = x.detach().double().cpu(), y.detach().double().cpu()
+        largest = y.abs().nan_to_num(0, 0, 0).max().item() if y.numel() else 0.0
+        where, atol = f"the tensor {path}".strip(), rtol * max(largest, floor)
+        torch.testing.assert_close(x, y, rtol=0, atol=atol, msg=lambda told, where=where: f"{where}: {told}")
 
 
 class _Run:
@@ -275,14 +249,6 @@ class _Run:
 
 def _chosen(shares: torch.Tensor, samples: Samples) -> torch.Tensor:
     return shares if samples is None else shares[samples]
-
-
-def _squared_norms(shares: torch.Tensor) -> torch.Tensor:
-    return shares.reshape(len(shares), -1).square().sum(1)
-
-
-Vectors = list[torch.Tensor]
-"""One for each position of a sample."""
 
 
 def dense_diag_hessian(f: Callable, loss: Callable | None = None) -> Callable:
@@ -336,70 +302,6 @@ def dense_ggn(f: Callable, loss: Callable) -> Callable:
     return oracle
 
 
-def loop_kfac(
-    model: nn.Module, loss: Callable, *, fisher: str = "exact", weight_sharing: str = "expand", joint: bool = False
-) -> Callable:
-    """The oracle of `kfac`, by hooks: a layer reads a at a position, s is the cotangent of what it gives.
-
-        A = sum(outer(a[n][r], a[n][r]) for n, r) / (N * R)        # "backpack": / N; "reduce": of the mean over r, / N
-        B = sum(outer(s[v][n][r], s[v][n][r]) for v, n, r)         # "backpack", "reduce": of the sum over r
-
-    What scales or shifts has s alone, the gradient at a position; with several dimensions each of its rows is looked up
-    at positions of its own: s is the gradient of the row, and a its unit vector.
-
-    Args:
-        model: a module of linear layers, convolutions (without groups), embeddings and norms, whose inputs and outputs
-            have the samples along axis 0.
-        loss: of its outputs and a target.
-        fisher: "exact", or "empirical": the gradient of the loss alone is pulled back.
-        weight_sharing: "expand", "reduce" or "backpack".
-        joint: the weight with its bias as one more input, as a matrix `[out, in + 1]`.
-
-    Returns:
-        A function `(params, *inputs, target) -> {name: (factor, ...)}`, in the order of the dimensions of a parameter.
-    """
-
-    def oracle(params: dict[str, torch.Tensor], *inputs: Any) -> dict[str, tuple[torch.Tensor, ...]]:
-        leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
-        names = {id(p): name for name, p in model.named_parameters()}
-        calls, z = _hooked(model, leaves, inputs[:-1])
-        columns = _columns(z.detach(), inputs[-1], loss, fisher)
-        given = [call.output for call in calls]
-        pulled = [torch.autograd.grad(z, given, s, retain_graph=True, materialize_grads=True) for s in columns]
-        found: dict[str, list[_Use]] = {name: [] for name in leaves}
-        for call, *cotangents in zip(calls, *pulled, strict=True):
-            own = {local: leaves[names[id(p)]] for local, p in call.layer.named_parameters(recurse=False)}
-            for local, p in call.layer.named_parameters(recurse=False):
-                if not joint or local == "weight" or _channel(call.layer, "weight") is None:
-                    found[names[id(p)]].append(_used(call, local, own, cotangents, joint))
-        return {name: _factors(uses, weight_sharing) for name, uses in found.items() if uses}
-
-    return oracle
-
-
-def loop_kfra(model: nn.Sequential, loss: Callable) -> Callable:
-    """The oracle of `kfra` for layers on `[N, width]`, from the last to the first: `H = mean_n J[n]^T H J[n]`."""
-
-    def oracle(params: dict[str, torch.Tensor], x: torch.Tensor, target: Any) -> dict[str, tuple[torch.Tensor, ...]]:
-        steps = []
-        for name, layer in model.named_children():
-            own = {k: params[f"{name}.{k}"] for k, _ in layer.named_parameters()}
-            steps.append((name, lambda x, layer=layer, own=own: functional_call(layer, own, x), own, x))
-            x = steps[-1][1](x)
-        h = _hessians(x, target, loss).sum(0)
-        found = {}
-        for name, layer, own, x in reversed(steps):
-            if "weight" in own:
-                found[f"{name}.weight"] = (h, torch.stack([x[n].outer(x[n]) for n in range(len(x))]).mean(0))
-            if "bias" in own:
-                found[f"{name}.bias"] = (h,)
-            jacobians = [jacrev(layer)(one[None])[0, :, 0] for one in x]
-            h = torch.stack([j.T @ h @ j for j in jacobians]).mean(0)
-        return {name: found[name] for name in params}
-
-    return oracle
-
-
 def _diagonals(value: Callable, params: Any) -> Any:
     leaves, structure = tree.flatten(params)
 
@@ -415,114 +317,3 @@ def _only(z: torch.Tensor, n: int) -> torch.Tensor:
     """The outputs with those of all samples but one as constants."""
     own = torch.arange(len(z), device=z.device).reshape(-1, *[1] * (z.ndim - 1)) == n
     return torch.where(own, z, z.detach())
-
-
-def _hessians(z: torch.Tensor, target: Any, loss: Callable) -> torch.Tensor:
-    """Hessians of the loss in the outputs of each sample, `[N, M, M]`."""
-    whole = jacrev(grad(lambda z: loss(z, target).sum()), chunk_size=1)(z)
-    return torch.stack([whole[n].reshape(z[0].numel(), len(z), -1)[:, n] for n in range(len(z))])
-
-
-def _columns(z: torch.Tensor, target: Any, loss: Callable, fisher: str) -> Vectors:
-    """S[v] shaped like the outputs."""
-    if fisher == "empirical":
-        return [grad(lambda z: loss(z, target).sum())(z)]
-    if fisher != "exact":
-        raise ArgumentError(f"loop_kfac(..., fisher={fisher!r}): there are loops for 'exact' and 'empirical'.")
-    values, vectors = torch.linalg.eigh(_hessians(z, target, loss))
-    roots = vectors * values.clamp(min=0).sqrt()[:, None]
-    return [roots[:, :, v].reshape(z.shape) for v in range(roots.shape[2])]
-
-
-class _Call(NamedTuple):
-    layer: nn.Module
-    args: tuple
-    output: torch.Tensor
-
-
-def _hooked(model: nn.Module, params: dict[str, torch.Tensor], inputs: Any) -> tuple[list[_Call], torch.Tensor]:
-    """All calls of layers that have parameters of their own, and the outputs."""
-    calls: list[_Call] = []
-
-    def hook(layer: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-        calls.append(_Call(layer, tree.map_tensors(lambda x: x.detach().clone(), args), output))
-        return output.clone()  # what comes next may write into it
-
-    handles = [m.register_forward_hook(hook) for m in model.modules() if list(m.parameters(recurse=False))]
-    try:
-        return calls, functional_call(model, params, tuple(inputs))
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _channel(layer: nn.Module, local: str) -> int | None:
-    """The dimension of a weight that counts the entries of an output; None for what scales or shifts them."""
-    if local != "weight" or not (isinstance(layer, (nn.Linear, nn.Embedding)) or hasattr(layer, "kernel_size")):
-        return None
-    return 1 if isinstance(layer, nn.Embedding) or "Transpose" in type(layer).__name__ else 0
-
-
-def _positions(layer: nn.Module, y: torch.Tensor) -> torch.Tensor:
-    """The output of a layer as `[N, R, C]`."""
-    if isinstance(layer, (nn.Linear, nn.Embedding)):
-        return y.reshape(len(y), -1, y.shape[-1])
-    if isinstance(layer, (nn.LayerNorm, nn.RMSNorm)):
-        return y.reshape(len(y), -1, math.prod(layer.normalized_shape))
-    return y.reshape(*y.shape[:2], -1).mT
-
-
-class _Use(NamedTuple):
-    """One call of a layer, as one of its parameters sees it."""
-
-    channel: int | None
-    reads: list[Vectors]
-    """a[n][r], of a weight only."""
-    cotangents: list[list[Vectors]]
-    """s[v][n][r], or the shares of a bias or a scale."""
-
-
-def _used(call: _Call, local: str, own: dict[str, torch.Tensor], cotangents: Vectors, joint: bool) -> _Use:
-    channel, p = _channel(call.layer, local), own[local]
-    y = _positions(call.layer, functional_call(call.layer, own, call.args))
-    along = [_positions(call.layer, s) for s in cotangents]
-    if channel is None:
-        return _scale(p, y, along)
-    reads = [[_slope(at[0], p).select(channel, 0).flatten() for at in sample] for sample in y]
-    if joint and "bias" in own:
-        reads = [[torch.cat([a, a.new_ones(1)]) for a in sample] for sample in reads]
-        channel = 0  # of [out, in + 1]
-    return _Use(channel, reads, [[list(sample) for sample in s] for s in along])
-
-
-def _scale(p: torch.Tensor, y: torch.Tensor, along: Vectors) -> _Use:
-    """A bias or a scale: the shares at the positions; with several dimensions, each of its rows at each of them."""
-    positions = range(y.shape[1])
-    shares = [[[_slope(y[n, r], p, s[n, r]) for r in positions] for n in range(len(y))] for s in along]
-    if p.ndim < 2:
-        return _Use(None, [], shares)
-    rows = [[[row for g in sample for row in g.flatten(0, -2)] for sample in column] for column in shares]
-    units = torch.eye(p[..., 0].numel(), dtype=p.dtype, device=p.device)
-    return _Use(1, [[e for _ in positions for e in units] for _ in range(len(y))], rows)
-
-
-def _slope(y: torch.Tensor, p: torch.Tensor, cotangent: torch.Tensor | None = None) -> torch.Tensor:
-    return torch.autograd.grad(y, p, cotangent, retain_graph=True)[0]
-
-
-def _factors(uses: list[_Use], sharing: str) -> tuple[torch.Tensor, ...]:
-    """The factors, with the positions of all uses taken together."""
-    shares = []
-    for v in range(len(uses[0].cotangents)):
-        for n in range(len(uses[0].cotangents[v])):
-            here = [s.flatten() for use in uses for s in use.cotangents[v][n]]
-            shares += here if sharing == "expand" else [torch.stack(here).sum(0)]
-    outer = torch.stack([s.outer(s) for s in shares]).sum(0)
-    if uses[0].channel is None:
-        return (outer,)
-    reads = []
-    for n in range(len(uses[0].reads)):
-        here = [a for use in uses for a in use.reads[n]]
-        reads += [torch.stack(here).mean(0)] if sharing == "reduce" else here
-    inner = torch.stack([a.outer(a) for a in reads]).sum(0) / len(reads if sharing == "expand" else uses[0].reads)
-    return (inner, outer) if uses[0].channel else (outer, inner)

@@ -1,4 +1,4 @@
-"""Strategies of hypothesis for functions of parameters: trees, models, losses, chunkings, invertible functions.
+"""Strategies of hypothesis for functions of parameters: models, losses, chunkings, invertible functions.
 
 Each value is small, is drawn simple first, and prints as a line of code that makes it again, numbers and all:
 
@@ -25,10 +25,7 @@ from invfunc.testing.models import (
     Model,
     Numbers,
     Pair,
-    Parameters,
     Problem,
-    Shape,
-    Tied,
     option,
     seeded,
 )
@@ -40,15 +37,11 @@ __all__ = [
     "Model",
     "Numbers",
     "Pair",
-    "Parameters",
     "Problem",
-    "Shape",
-    "Tied",
     "chunkings",
     "losses",
     "models",
     "pairs",
-    "parameters",
     "problems",
     "seeded",
     "splits",
@@ -97,30 +90,6 @@ def losses(names: Sequence[str] | None = None, *, reductions: Sequence[str] = ("
 def problems(families: Sequence[str] | None = None, **options: Any) -> Any:
     """A `Problem`: a model with its loss, which `laws.check` takes; options as for `models`."""
     return st.builds(Problem, models(families, **options), losses())
-
-
-def parameters(
-    *, leaves: int = 4, dtype: torch.dtype = torch.float64, device: str = "cpu", none: bool = True, tied: bool = True
-) -> Any:
-    """`Parameters`: a tree of dicts, lists and tuples, with leaves of 0 to 3 dimensions, tied ones, and None.
-
-    `none=False` and `tied=False` leave those out.
-    """
-    shape = st.lists(st.integers(1, 3), max_size=3).map(lambda sizes: Shape(*sizes))
-    leaf = st.one_of(shape, st.none()) if none else shape
-
-    def grown(part: Any) -> Any:
-        keys = st.sampled_from(["w", "b", "v"])
-        few = st.lists(part, min_size=1, max_size=3)
-        return st.one_of(few, few.map(tuple), st.dictionaries(keys, part, min_size=1, max_size=3))
-
-    def whole(drawn: tuple[Any, Any, int, bool]) -> Parameters:
-        first, rest, seed, again = drawn
-        shapes = [first, rest, Tied(0)] if again and tied else [first, rest]
-        return Parameters(shapes, seed, dtype, device)
-
-    structure = st.recursive(leaf, grown, max_leaves=leaves)
-    return st.tuples(shape, structure, SEEDS, st.booleans()).map(whole)
 
 
 def splits(length: int) -> Any:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import invfunc
 from invfunc import kronecker
 from invfunc.errors import ArgumentError
-from invfunc.testing.laws.rows import PRODUCTS
+from tests.rows import PRODUCTS
 from tests.strategies import Numbers
 
 aten = torch.ops.aten

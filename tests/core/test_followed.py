@@ -13,8 +13,8 @@ import invfunc
 import invfunc.core.ways as ways
 from invfunc import diag_ggn, tree, variance
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
-from invfunc.testing.laws.rows import FIRST_ORDER
 from tests.core.programs import MODULES, losses, mlp, of_module
+from tests.rows import FIRST_ORDER
 
 EXACT = {torch.float64: 1e-8, torch.float32: 1e-3}
 FLOOR = 1e-2

@@ -11,8 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from invfunc import diag_hessian, functional, kfac, tree
 from invfunc.errors import SampleAxisError
 from invfunc.kronecker import kfra
-from invfunc.testing import assert_trees_close, dense_batch_diag_hessian, loop_kfra
+from invfunc.testing import assert_trees_close, dense_batch_diag_hessian
 from tests.core.programs import MODULES, losses, of_module
+from tests.kfac_loops import loop_kfra
 from tests.strategies import Numbers
 
 EXACT, FLOOR = 1e-8, 1e-3

@@ -24,7 +24,7 @@ from invfunc import (
 )
 from invfunc.errors import SampleAxisError
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad, loop_batch_jacobian, loop_gram
-from invfunc.testing.laws.rows import FIRST_ORDER
+from tests.rows import FIRST_ORDER
 from tests.strategies import Numbers
 
 EXACT, N = 1e-9, 3

@@ -23,8 +23,8 @@ from invfunc import (
 )
 from invfunc.errors import SampleAxisError
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import FIRST_ORDER
 from tests.moved import arguments, program
+from tests.rows import FIRST_ORDER
 from tests.strategies import Numbers
 
 EXACT = 1e-9

@@ -16,8 +16,8 @@ from invfunc import (
     variance,
 )
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import in_blocks
 from invfunc.testing.memory import peak_memory
+from tests.rows import in_blocks
 from tests.strategies import Numbers
 
 EXACT = 1e-10

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 
 import invfunc
 from invfunc import testing
-from invfunc._ways import known_way
+from invfunc.core.ways import known_way
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import ROWS
+from tests.rows import ROWS
 
 X, Y = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)), torch.arange(5) % 3
 

@@ -15,11 +15,11 @@ import invfunc
 from invfunc import distributed, streamed
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
 from tests.data_sets.test_streamed import AT_ONCE, EXACT, SAMPLED, linear, losses
 from tests.many_processes import LAID, PRODUCTS, Example, forked, hold, start
 from tests.networks import CLASSES, LOSSES, NETWORKS
 from tests.processes_failing import after_one_is_gone, told_of_all
+from tests.rows import BOTH, LOSS, ROWS
 from tests.strategies import Numbers
 
 pytestmark = pytest.mark.slow

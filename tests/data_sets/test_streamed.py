@@ -15,9 +15,9 @@ from invfunc import distributed, streamed, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, SampleAxisError
 from invfunc.kronecker import Kronecker
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import BOTH, LOSS, MODEL, ROWS
 from tests.meter import Meter, nothing_collected
 from tests.networks import CLASSES, LOSSES, networks, samples_loss
+from tests.rows import BOTH, LOSS, MODEL, ROWS
 from tests.strategies import Numbers, seeded
 
 EXACT, FLOOR = 1e-12, 1e-9

@@ -20,8 +20,8 @@ from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation import checkpoint
 from invfunc.evaluation.checkpoint import fingerprint
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
 from tests.data_sets.test_streamed import AT_ONCE, batches, data, linear, losses  # noqa: F401
+from tests.rows import BOTH, LOSS, ROWS
 from tests.strategies import Numbers, seeded
 
 CASES = [

@@ -13,10 +13,10 @@ import invfunc
 from invfunc import streamed, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
 from tests.data_sets.test_streamed import EXACT, FLOOR, batches, data, linear, losses  # noqa: F401
 from tests.meter import Meter, nothing_collected
 from tests.networks import CLASSES, LOSSES, networks, samples_loss
+from tests.rows import BOTH, LOSS, ROWS
 from tests.strategies import Numbers, seeded
 
 EACH = {n: row for n, row in ROWS.items() if len(row.make(F.mse_loss).reduction.each) == 1 and "gram" not in n}

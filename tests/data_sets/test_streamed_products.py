@@ -12,10 +12,10 @@ import invfunc
 from invfunc import InvFuncError, streamed, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, SampleAxisError
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import PRODUCTS
 from tests.data_sets.test_streamed import EXACT, FLOOR, SAMPLED, batches, linear, losses
 from tests.meter import Meter, nothing_collected
 from tests.networks import CLASSES, LOSSES, networks, samples_loss
+from tests.rows import PRODUCTS
 from tests.strategies import Numbers, seeded
 
 BLOCKS = [make for name, make in PRODUCTS.items() if "blocks" in name]

@@ -16,10 +16,10 @@ from invfunc import distributed, gram, streamed, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.loss.drawn import joined
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import LOSS, MODEL
 from tests.data_sets.test_streamed import EXACT, FLOOR, batches, data, in_one_memory, linear, losses  # noqa: F401
 from tests.meter import Meter, nothing_collected
 from tests.networks import CLASSES, LOSSES, network, networks, samples_loss
+from tests.rows import LOSS, MODEL
 from tests.strategies import Numbers
 
 EDGES = st.lists(st.integers(0, 5), max_size=3)

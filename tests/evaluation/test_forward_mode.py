@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import invfunc
 from invfunc import tree
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import CASES, LOSS, ROWS
 from tests.meter import Meter, nothing_collected
 from tests.networks import total
+from tests.rows import CASES, LOSS, ROWS, made_of
 from tests.strategies import Numbers, seeded
 
 X, Y = Numbers(1)(4, 3), Numbers(2)(4, 2).sign()
@@ -142,7 +142,7 @@ def shapes_and_bytes(t):
 @pytest.mark.parametrize("case", CASES)
 def test_shapes_and_bytes_are_those_of_numbers(case):
     row, form = CASES[case]
-    t = row.of(model, F.cross_entropy, form)
+    t = made_of(row, model, F.cross_entropy, form)
     chunks = [invfunc.chunked(t, 2)] if getattr(t, "axes", ()) else []
     for some in (t, *chunks):
         shapes, peak = shapes_and_bytes(some)

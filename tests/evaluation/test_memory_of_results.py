@@ -10,7 +10,7 @@ from torch import nn
 import invfunc
 from invfunc import functional, tree
 from invfunc.testing.laws.compare import shared
-from invfunc.testing.laws.rows import BOTH, CASES, PRODUCTS
+from tests.rows import BOTH, CASES, PRODUCTS, made_of
 from tests.strategies import Numbers
 
 
@@ -59,7 +59,7 @@ def test_of_statistics(case, problem):
     (row, form), (f, *args) = CASES[case], problem
     assume(row.fewest <= len(args[1]))
     if row.make is not invfunc.kronecker.kfra or "none" not in args[0]:  # of which it takes chains
-        assert_apart(row.of(f, F.mse_loss if form == BOTH else squares, form)(*args), args)
+        assert_apart(made_of(row, f, F.mse_loss if form == BOTH else squares, form)(*args), args)
 
 
 @pytest.mark.parametrize("name", ["hvp", "ggnvp", "ggnvp empirical"])

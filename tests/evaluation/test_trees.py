@@ -14,7 +14,7 @@ import invfunc
 from invfunc import tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import BOTH, CASES, WHOLE
+from tests.rows import BOTH, CASES, WHOLE, made_of
 from tests.strategies import Numbers, seeded
 
 EXACT = 1e-12
@@ -34,7 +34,7 @@ def losses(f):
 
 STATISTICS = {
     **{
-        case: lambda f, row=row, form=form: row.of(f, F.mse_loss if form == BOTH else squares, form)
+        case: lambda f, row=row, form=form: made_of(row, f, F.mse_loss if form == BOTH else squares, form)
         for case, (row, form) in CASES.items()
     },
     "over params": lambda f: invfunc.chunked(invfunc.diag_ggn(f, F.mse_loss), 2, over="params"),

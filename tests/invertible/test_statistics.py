@@ -15,10 +15,10 @@ from torch.func import grad, vmap
 import invfunc as i
 from invfunc import tree
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import BOTH, FACTORS, FIRST_ORDER, LEAVES, LOSS, MODEL, WHOLE, Row, rows
 from invfunc.testing.models import moved
 from tests.invertible.test_composition import Module, steps, turned
 from tests.invertible_cases import FLOOR, RTOL, Sizes, Twins, sizes, twins
+from tests.rows import BOTH, FACTORS, FIRST_ORDER, LEAVES, LOSS, MODEL, WHOLE, Row, made_of, rows
 from tests.strategies import Numbers
 from tests.torch_layers import LAYERS
 
@@ -60,7 +60,7 @@ def each_loss(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def made(some: dict[str, Row], form: str | None = None) -> dict[str, Callable]:
     """Statistics as functions of a model; of several results that are first-order, the losses are those of samples."""
     return {
-        name: lambda f, row=row: row.of(f, each_loss if row.of_shares and row.gives != WHOLE else loss, form)
+        name: lambda f, row=row: made_of(row, f, each_loss if row.of_shares and row.gives != WHOLE else loss, form)
         for name, row in some.items()
     }
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from invfunc import batch_grad, outputs
 from invfunc.kronecker import Kronecker
 from invfunc.testing import assert_trees_close, loop_batch_grad
-from invfunc.testing.laws.rows import BOTH, LOSS, MODEL, ROWS
+from tests.rows import BOTH, LOSS, MODEL, ROWS, made_of
 from tests.strategies import Numbers
 
 W, X, Y = Numbers()(3, 3), Numbers(1)(4, 3), Numbers(2)(4, 3)
@@ -90,7 +90,7 @@ def test_a_mask_may_select_no_sample(called, terms, first):
     for form in row.forms:
         if form == LOSS and called == "kfra":  # for which f has one output
             continue
-        found, wanted = (row.of(lambda p, x: x @ p[0], some, form)(*args) for some in (loss, alone))
+        found, wanted = (made_of(row, lambda p, x: x @ p[0], some, form)(*args) for some in (loss, alone))
         if called == "sqrt_ggn":  # a root with as many columns, or another one
             found, wanted = (comparable(called, s) for s in (found, wanted))
         assert_trees_close(found, wanted, EXACT, 1e-6)
@@ -154,7 +154,7 @@ def test_a_mean_over_weighted_classes_is_that_of_its_formula(called, kind):
             return F.cross_entropy(z, y[0], weight=weight, **options)
 
         for form in set(row.forms) - {MODEL}:
-            found, wanted = (comparable(called, row.of(f, some, form)(*args)) for some in (of_torch, loss))
+            found, wanted = (comparable(called, made_of(row, f, some, form)(*args)) for some in (of_torch, loss))
             assert_trees_close(found, wanted, 1e-9, 1e-6)
 
 

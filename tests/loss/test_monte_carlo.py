@@ -22,11 +22,11 @@ from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import kfoc
 from invfunc.loss.drawn import by
 from invfunc.testing import assert_trees_close, dense_diag_ggn
-from invfunc.testing.laws.rows import generic, in_blocks
 from invfunc.testing.models import moved
 from tests.criteria import ELEMENTWISE, after_logarithms, cross_entropies, elementwise, model
 from tests.laws import composed
 from tests.networks import LOSSES, network, networks, total
+from tests.rows import generic, in_blocks
 from tests.strategies import Numbers, seeded
 
 RATE, DRAWS, EXACT = 1e-6, 4000, 1e-10

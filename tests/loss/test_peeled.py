@@ -168,7 +168,7 @@ class TestOptions:
             ({"peel": 1}, "pass mc_samples=1"),
             ({"peel": 0}, "pass mc_samples=1"),
             ({"with_error": True}, "pass mc_samples=2"),
-            ({"mc_samples": 1, "with_error": True, **options()}, "mc_samples of at least 2"),
+            ({"mc_samples": 1, "with_error": True, **options()}, "with_error=True, .*at least 2"),
             ({"mc_samples": 3, "peel": 3, **options()}, "peel is between 0 and 2"),
             ({"mc_samples": 3, "peel": 2, "with_error": True, **options()}, "peel is between 0 and 1"),
             ({"mc_samples": 3, "peel": -1, **options()}, "peel is between 0 and 2"),

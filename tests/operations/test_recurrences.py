@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from invfunc import batch_grad, batch_l2_grad, functional, gram, tree, variance
 from invfunc.operations.recurrences import Steps
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import generic
+from tests.rows import generic
 from tests.strategies import Numbers
 
 EXACT, N, STEPS, WIDTH, UNITS = 1e-10, 4, 3, 2, 3

@@ -25,10 +25,10 @@ from invfunc.linear_algebra.autocorrelation import patches, patches_gram
 from invfunc.linear_algebra.contract import contract, joined, outer, summed
 from invfunc.testing import (
     assert_trees_close,
-    loop_kfac,
 )
 from invfunc.testing.models import moved
 from tests.crossed import GATES_OF_PATCHES, HIGHEST, LOWEST, SIDES, sides, thresholds_at
+from tests.kfac_loops import loop_kfac
 from tests.laws import RTOL, Expectation, expectations
 from tests.modules import of_module
 from tests.networks import LOSSES

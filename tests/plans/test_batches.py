@@ -13,11 +13,11 @@ from invfunc.data_sets.part import Begun
 from invfunc.data_sets.visits import VisitWork
 from invfunc.evaluation.checkpoint import Course, Record
 from invfunc.evaluation.processes import ALONE
-from invfunc.testing.laws.rows import CASES, MODEL
 from invfunc.testing.oracles import assert_trees_close
 from tests.data_sets.test_streamed import AT_ONCE, batches, linear, losses
 from tests.networks import LOSSES, NETWORKS, network
 from tests.plans.calls import hits, quietly, whys
+from tests.rows import CASES, MODEL, made_of
 from tests.strategies import Numbers, seeded
 
 EXACT = 1e-12
@@ -33,7 +33,7 @@ def made(case):
     net = network(FAMILIES[list(CASES).index(case) % len(FAMILIES)], 7)
     if form == MODEL:
         return row.make(net.f), net.params, (net.x,)
-    return row.of(net.f, LOSSES[0], form), net.params, (net.x, LOSSES[0].target(Numbers(0), 7))
+    return made_of(row, net.f, LOSSES[0], form), net.params, (net.x, LOSSES[0].target(Numbers(0), 7))
 
 
 def outcome(call, *args):

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 import invfunc
 from invfunc import chunked, compiled, explain, linear_operator, tree
-from invfunc.testing.laws.rows import CASES, MODEL
 from invfunc.testing.oracles import assert_trees_close
 from tests.networks import LOSSES, NETWORKS, network
 from tests.plans.calls import EXACT, given, hits, loss, of, other, outcome, quietly, same, whys
+from tests.rows import CASES, MODEL, made_of
 from tests.strategies import Numbers
 from tests.structures import always
 
@@ -25,7 +25,7 @@ def called(row, form, family, seed=0):
     net = network(family, 4, seed)
     if form == MODEL:
         return row.make(net.f), (net.params, net.x)
-    return row.of(net.f, LOSSES[0], form), (net.params, net.x, LOSSES[0].target(Numbers(seed), 4))
+    return made_of(row, net.f, LOSSES[0], form), (net.params, net.x, LOSSES[0].target(Numbers(seed), 4))
 
 
 @pytest.mark.parametrize("case", CASES)

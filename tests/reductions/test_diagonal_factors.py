@@ -22,9 +22,9 @@ from invfunc.core import refusals
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import kfoc, kfra
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import in_blocks
 from tests.process_group import alone
 from tests.reductions.test_kfac import MODULES, Applied, built
+from tests.rows import in_blocks
 from tests.strategies import Numbers
 
 EXACT, MOST = 1e-9, 2

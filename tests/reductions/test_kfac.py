@@ -13,11 +13,12 @@ from torch import nn
 from invfunc import chunked, diag_ggn, ekfac, functional, kfac, reduced
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import kfra
-from invfunc.testing import assert_trees_close, loop_kfac
-from invfunc.testing.laws.rows import in_blocks
+from invfunc.testing import assert_trees_close
 from invfunc.testing.models import moved
+from tests.kfac_loops import loop_kfac
 from tests.laws import composed
 from tests.networks import LOSSES
+from tests.rows import in_blocks
 from tests.strategies import Numbers, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel", "ignore:enable_nested_tensor")

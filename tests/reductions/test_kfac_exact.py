@@ -24,7 +24,8 @@ from invfunc import (
 )
 from invfunc.errors import ArgumentError
 from invfunc.kronecker import kfra
-from invfunc.testing import assert_trees_close, dense_ggn, loop_kfra
+from invfunc.testing import assert_trees_close, dense_ggn
+from tests.kfac_loops import loop_kfra
 from tests.laws import composed
 from tests.modules import MODELS
 from tests.networks import CLASSES, LOSSES

@@ -12,10 +12,10 @@ from torch import nn
 from invfunc import ekfac, functional, ggn_trace, kfac
 from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close, dense_ggn, peak_memory
-from invfunc.testing.laws.rows import in_blocks
 from tests.crossed import GATES_OF_PATCHES, sides, thresholds_at
 from tests.laws import composed
 from tests.reductions.test_kfac import SHARINGS, matrices
+from tests.rows import in_blocks
 from tests.strategies import Numbers, seeded
 
 EXACT, FLOOR = 1e-9, 1e-6

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from invfunc import tree
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.compare import plain
-from invfunc.testing.laws.rows import BOTH, FACTORS, LOSS, MODEL, ROWS
+from tests.rows import BOTH, FACTORS, LOSS, MODEL, ROWS
 from tests.strategies import Numbers
 
 EXACT = 1e-9

@@ -14,12 +14,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from invfunc import diag_ggn, diag_hessian, outputs, tree
 from invfunc.testing import assert_trees_close, dense_batch_diag_hessian, dense_diag_hessian
-from invfunc.testing.laws.rows import generic, in_blocks
 from invfunc.testing.models import moved
 from tests.laws import composed, squares
 from tests.layer_cases import case
 from tests.modules import MODELS
 from tests.networks import LOSSES, networks
+from tests.rows import generic, in_blocks
 from tests.strategies import Numbers
 from tests.torch_layers import LAYERS
 

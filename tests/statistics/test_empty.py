@@ -11,7 +11,7 @@ import invfunc
 from invfunc import chunked, compiled, functional, reduced, streamed, together, tree
 from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import CASES, FACTORS, LOSS, MODEL
+from tests.rows import CASES, FACTORS, LOSS, MODEL, made_of
 from tests.strategies import Numbers, seeded
 
 F_, PARAMS = functional(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double())
@@ -110,7 +110,7 @@ def stacked(params):
 
 TRANSFORMS = {
     **{
-        case: lambda f, loss, row=row, form=form: row.of(f, loss, form)
+        case: lambda f, loss, row=row, form=form: made_of(row, f, loss, form)
         for case, (row, form) in CASES.items()
         if not row.drawn and (form != LOSS or row.of_shares)
     },

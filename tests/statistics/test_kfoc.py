@@ -14,8 +14,8 @@ from invfunc import kfac, kronecker, sqrt_ggn, streamed, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import Kronecker, kfoc
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import generic, in_blocks
 from tests.networks import LOSSES, network, networks, total
+from tests.rows import generic, in_blocks
 from tests.strategies import Numbers
 
 EXACT, FLOOR = 1e-9, 1e-6

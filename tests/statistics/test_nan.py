@@ -11,7 +11,7 @@ from torch.func import hessian, jacrev
 
 import invfunc
 from invfunc import chunked, reduced, together, tree
-from invfunc.testing.laws.rows import FIRST_ORDER, OF_DIAGONALS
+from tests.rows import FIRST_ORDER, OF_DIAGONALS
 from tests.strategies import Numbers
 
 N, BAD = 6, 2

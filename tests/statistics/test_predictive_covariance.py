@@ -11,9 +11,9 @@ from invfunc import chunked, kronecker, predictive_covariance, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import Kronecker, LowRank
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import generic, in_blocks
 from invfunc.testing.memory import peak_memory
 from tests.networks import LOSSES, networks
+from tests.rows import generic, in_blocks
 from tests.strategies import Numbers
 
 EXACT = 1e-10

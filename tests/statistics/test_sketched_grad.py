@@ -9,9 +9,9 @@ from invfunc import chunked, sketched_grad, streamed, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.loss.drawn import joined
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import generic, in_blocks, sketching
 from invfunc.testing.memory import peak_memory
 from tests.laws import EVERY
+from tests.rows import generic, in_blocks, sketching
 from tests.strategies import Numbers
 
 EXACT = 1e-12

@@ -9,8 +9,8 @@ from torch import nn
 
 import invfunc
 from invfunc.errors import ArgumentError
-from invfunc.testing.laws.rows import CASES
 from invfunc.testing.oracles import assert_trees_close, loop_batch_grad
+from tests.rows import CASES, made_of
 from tests.strategies import Numbers
 
 N = 5
@@ -49,7 +49,7 @@ def refused(t, *args):
 @pytest.mark.parametrize(("row", "form"), CASES.values(), ids=CASES)
 def test_statistics(row, form):
     for f, reduction in WAYS:
-        refused(row.of(f, partial(F.cross_entropy, reduction=reduction), form), PARAMS, X, Y)
+        refused(made_of(row, f, partial(F.cross_entropy, reduction=reduction), form), PARAMS, X, Y)
 
 
 class TestProducts:

@@ -8,7 +8,6 @@ import invfunc
 from invfunc import tree
 from invfunc.testing import laws
 from invfunc.testing.models import Loss, Model, Problem
-from tests import ways
 from tests.strategies import Numbers
 
 
@@ -134,14 +133,6 @@ class TestCheck:
     def test_of_arguments_that_it_cannot_use(self, args, match):
         with pytest.raises(invfunc.InvFuncError, match=match):
             laws.check(*args)
-
-    def test_of_a_function_that_keeps_to_float32(self):
-        """Laws that are tried in float64 do not apply."""
-        fixed = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
-        f = lambda w, x: torch.tanh(x @ fixed) @ w  # noqa: E731
-        args = torch.ones(4, 3), torch.ones(2, 5), torch.tensor([0, 2])
-        table = ways.check(f, *args, loss=F.cross_entropy, only="grad of grad of a statistic is that of its loop")
-        assert [outcome.state for outcome in table.outcomes] == ["does not apply"] and "float64" in str(table)
 
     def test_refusals_are_told_and_a_function_that_is_refused_by_all_is_an_error(self):
         def mean(w, x):

@@ -7,7 +7,9 @@ import invfunc
 from invfunc import layers, tree
 from invfunc.testing import laws
 from tests.strategies import Numbers
-from tests.testing.test_laws_fail import KEPT, spoilt
+from tests.testing.test_laws_fail import spoilt
+
+KEPT = []
 
 
 def part(b, p):
@@ -71,7 +73,6 @@ def keeping(pair, x, *args):
 BLOCKS = {
     "a checkpoint has the plain value": lambda pair, x, *args: spoilt(pair(x, *args)),
     "a checkpoint has the plain gradients": slower,
-    "a checkpoint has the plain gradients in torch.func": slower,
     "a checkpoint leaves states as f does": drawing,
     "nothing of a checkpoint stays alive": keeping,
 }
@@ -85,7 +86,7 @@ ITSELF = {
 
 
 def test_each_law_of_pairs_has_a_fault():
-    assert {*BLOCKS, *ITSELF} == {name for name, law in laws.LAWS.items() if law.subject == "a pair"}
+    assert {*BLOCKS, *ITSELF} == {name for name, law in laws.LAWS.items() if "a pair" in law.subjects}
 
 
 @pytest.mark.parametrize("law", ITSELF)

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import invfunc
-from invfunc import thresholds, tree
+from invfunc import tree
 from invfunc.testing import laws, loop_variance
+from tests.networks import LOSSES, network
+from tests.rows import CASES, made_of
 from tests.strategies import Numbers
 from tests.testing.test_laws_fail import drawn, faulty, when
 
@@ -23,18 +25,16 @@ def spoiling(fault):
 
 TRANSFORMS = {
     "it equals its oracle": spoiling(lambda v: 1.01 * v),
-    "grad of it is that of its oracle": spoiling(lambda v: v.detach()),
-    "vmap of it is the loop": spoiling(lambda v: v * (1 + invfunc._torch.functorch.transforming())),
-    "chunks, blocks and paths do not matter to it": lambda f: faulty(
-        invfunc.variance(f), when(lambda t: t.options.plan.splits)
-    ),
+    "grad of a statistic is that of its loop": spoiling(lambda v: v.detach()),
+    "vmap over parameters is the loop": spoiling(lambda v: v * (1 + invfunc._torch.functorch.transforming())),
+    "chunks do not matter": lambda f: faulty(invfunc.variance(f), when(lambda t: t.options.plan.splits)),
     "it leaves all as it was": spoiling(lambda v: drawn(None, v)),
 }
 
 
 def test_each_law_of_transforms_and_operations_has_a_fault():
     assert {*TRANSFORMS, *OPERATIONS} == {
-        name for name, law in laws.LAWS.items() if law.subject in ("a transform", "an operation")
+        name for name, law in laws.LAWS.items() if {*law.subjects} & {"a transform", "an operation"}
     }
 
 
@@ -63,20 +63,6 @@ class TestTransforms:
         with pytest.raises(AssertionError, match=f"a law does not hold: {law}(.|\n)*samples: "):
             laws.check_transform(TRANSFORMS[law], loop_variance, self.f, *self.args, only=law)
 
-    @pytest.mark.parametrize(
-        "where",
-        [lambda t: t.options.plan.splits, lambda t: not t.options.fast, lambda t: thresholds.CACHE["cpu"] < 100],
-        ids=["chunks", "generic", "blocks"],
-    )
-    def test_one_that_is_wrong_on_some_way_is_found(self, where):
-        def t(f):
-            return faulty(invfunc.variance(f), when(where))
-
-        law = "chunks, blocks and paths do not matter to it"
-        assert not laws.check_transform(invfunc.variance, loop_variance, self.f, *self.args, only=law).failed
-        with pytest.raises(AssertionError, match=f"a law does not hold: {law}"):
-            laws.check_transform(t, loop_variance, self.f, *self.args, only=law)
-
     def test_an_oracle_that_cannot_be_differentiated_is_told(self):
         def through_numpy(f):
             return lambda *args: torch.from_numpy(loop_variance(f)(*args).numpy())
@@ -84,8 +70,18 @@ class TestTransforms:
         table = laws.check_transform(invfunc.variance, through_numpy, self.f, *self.args)
         states = {outcome.law.name: outcome.state for outcome in table.outcomes}
         assert states["it equals its oracle"] == "holds"
-        assert states["grad of it is that of its oracle"] == "does not apply"
-        assert "its oracle cannot be differentiated: RuntimeError: Can't call numpy()" in " ".join(str(table).split())
+        assert states["grad of a statistic is that of its loop"] == "does not apply"
+        assert "Can't call numpy()" in " ".join(str(table).split())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_statistic_leaves_all_as_it_was_and_may_be_chunked(case):
+    row, form = CASES[case]
+    t, net = partial(made_of, row, form=form), network("perceptron", 3)
+    args = net.f, net.params, net.x, LOSSES[0].target(Numbers(1), 3)
+    only = ["it leaves all as it was", "chunks do not matter"]
+    table = laws.check_transform(t, t, *args, loss=LOSSES[0], only=only, seconds=300)
+    assert table.outcomes[-1].state == "holds" and not table.refused
 
 
 def product(rule, fn=lambda x, weight: x @ weight):
@@ -106,9 +102,6 @@ OPERATIONS = {
     ),
     "a rule gives the gradients of autograd": product(
         lambda s, x, weight: right(s if len(s) == 1 else s.flip(0) * 0.9, x, weight)
-    ),
-    "a rule is the same in float32": product(
-        lambda s, x, weight: right(s, x if x.dtype == torch.float64 else x.bfloat16().to(x), weight)
     ),
     "a rule is linear in the cotangent": product(lambda s, x, weight: right(s.clamp(-50, 50), x, weight)),
     "a rule can be differentiated": product(lambda s, x, weight: right(s, x.detach(), weight)),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import invfunc
 from invfunc import tree
-from invfunc.testing import assert_trees_close, loop_batch_grad, strategies
+from invfunc.testing import assert_trees_close, strategies
 from invfunc.testing.models import FAMILIES
 
 DRAWN = {
@@ -18,7 +18,6 @@ DRAWN = {
     "models of other axes": strategies.models(["affine", "perceptron"], in_dims=(0, 1)),
     "losses": strategies.losses(),
     "problems": strategies.problems(),
-    "parameters": strategies.parameters(),
     "pairs": strategies.pairs(),
     "chunkings": strategies.chunkings(),
     "splits": strategies.splits(5),
@@ -31,8 +30,6 @@ def numbers(value):
         return numbers(value.model), value.target
     if isinstance(value, strategies.Model):
         return value.params, value.x, value.f(value.params, value.x)
-    if isinstance(value, strategies.Parameters):
-        return value.tree
     if isinstance(value, strategies.Pair):
         return value.x, value.args, value.pair(value.x, *value.args)
     return torch.tensor(hash(str(value)) % 1000)
@@ -53,7 +50,7 @@ def test_values_print_as_code_that_makes_them_again(what, data):
 @settings(max_examples=3)
 @given(data=st.data())
 def test_take_a_dtype(dtype, data):
-    for of in (strategies.models, strategies.parameters, strategies.pairs):
+    for of in (strategies.models, strategies.pairs):
         found = tree.tensors(numbers(data.draw(of(dtype=dtype))))
         assert {x.dtype for x in found if x.is_floating_point()} <= {dtype}
 
@@ -63,18 +60,7 @@ def test_shrink_to_the_simplest():
     assert (model.family, model.n, model.seed) == ("affine", 1, 0)
     model = find(strategies.models(), lambda model: len(tree.tensors(model.params)) > 4)
     assert model.n == 1 and model.seed == 0
-    params = find(strategies.parameters(), lambda params: any(x.ndim == 2 for x in tree.tensors(params.tree)))
-    assert sum(x.numel() for x in tree.tensors(params.tree)) <= 2
     assert find(strategies.splits(5), lambda lengths: len(lengths) > 1) in ([1, 4], [4, 1])
-
-
-@settings(max_examples=10)
-@given(strategies.parameters(), st.integers(1, 3))
-def test_shares_of_any_tree_equal_their_loop(params, n):
-    x = params.inputs(n)
-    assert_trees_close(
-        invfunc.batch_grad(params.f)(params.tree, x), loop_batch_grad(params.f)(params.tree, x), 1e-10, 1e-2
-    )
 
 
 @settings(max_examples=8)

@@ -10,7 +10,8 @@ import gc
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -121,18 +122,12 @@ def _largest(y: Any) -> float:
     return y.abs().nan_to_num(0, 0, 0).max().item()
 
 
-class seeded:
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
     """Torch's global generators start at a seed, and are put back behind."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed, self.fork = seed, torch.random.fork_rng(enabled=True)
-
-    def __enter__(self) -> None:
-        self.fork.__enter__()
-        torch.manual_seed(self.seed)
-
-    def __exit__(self, *error: Any) -> None:
-        self.fork.__exit__(*error)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
 
 
 def generators() -> list[torch.Tensor]:
@@ -171,8 +166,9 @@ def slopes(t: Callable, at: float = 0.0) -> Callable:
     return call
 
 
-def loop_slopes(t: Callable, at: float = 0.0) -> Callable:
-    """The same by torch.autograd; differentiable where an argument requires grad."""
+def loop_slopes(t: Callable, at: float = 0.0, needed: bool = False) -> Callable:
+    """The same by torch.autograd; differentiable where an argument requires grad. A constant has none, which is an
+    error if they are `needed`."""
 
     def call(first: Any, *rest: Any) -> Any:
         of, leaves, join = _of_tensors(t, first, rest)
@@ -180,7 +176,7 @@ def loop_slopes(t: Callable, at: float = 0.0) -> Callable:
         own = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in leaves]
         with torch.enable_grad():
             value = total(of(own), at)
-        if not value.requires_grad:  # a result may be constant
+        if not value.requires_grad and not needed:
             return join([torch.zeros_like(x) for x in leaves])
         return join(list(torch.autograd.grad(value, own, create_graph=deep, materialize_grads=True)))
 

@@ -1,13 +1,11 @@
-"""Laws of a function: what its statistics are, and that they come to it in all ways.
+"""Laws of a function: what its statistics are.
 
-Plain loops and double backward passes know nothing of this library; where a law compares two ways to a statistic, the
-other one is what it is by itself.
+Plain loops and double backward passes know nothing of this library.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,107 +15,11 @@ import invfunc
 from invfunc import tree
 from invfunc.arguments.problem import InDims
 from invfunc.errors import SampleAxisError
-from invfunc.plan import AxisName
 from invfunc.testing.laws import loops
-from invfunc.testing.laws.compare import (
-    at_points,
-    difference,
-    directions,
-    fixed,
-    generators,
-    loop_at_points,
-    loop_slopes,
-    slopes,
-    tolerance,
-    total,
-    zipped,
-)
+from invfunc.testing.laws.compare import directions, fixed, generators, zipped
 from invfunc.testing.laws.problem import BOTH, LOSSES, MODEL, SCALAR, LawProblem, options, problem
-from invfunc.testing.laws.rows import BOTH as MODEL_AND_LOSS
-from invfunc.testing.laws.rows import FACTORS, LOSS, ROWS, Row, in_blocks
-from invfunc.testing.laws.rows import MODEL as OF_MODEL
-from invfunc.testing.laws.rows import generic as generic_path
-from invfunc.testing.laws.run import (
-    FUNCTION,
-    Claim,
-    Inapplicable,
-    Table,
-    call,
-    chosen,
-    judged,
-    law,
-    tried,
-)
-from invfunc.testing.oracles import dense_diag_ggn
-
-OF_THE_MODEL = " of the model"
-"""Behind the name of a statistic that is of a loss function too."""
-
-
-@dataclass(frozen=True)
-class Made:
-    """A statistic of a problem: `make(**options)` makes it anew, and it is called with `args`."""
-
-    called: str
-    row: Row
-    make: Callable
-    args: tuple
-    problem: LawProblem
-
-    def __call__(self, **options: Any) -> Any:
-        return self.make(**options)(*self.args)
-
-    def itself(self) -> Any:
-        """Its result, computed once; of an f that draws always with the same numbers."""
-        known = self.problem.results
-        if self.called not in known:
-            known[self.called] = self.problem.steady(self)()
-        return known[self.called]
-
-    def again(self, problem: LawProblem) -> Made:
-        """The same of another problem of the kind."""
-        known = made(problem, self.called.removesuffix(OF_THE_MODEL))
-        return next(one for one in known if one.called == self.called)
-
-
-def made(problem: LawProblem, name: str, f: Callable | None = None) -> list[Made]:
-    """A statistic by the name of its row, in the forms that fit the problem, which has to have samples enough; `f` in
-    place of its function."""
-    row, found = ROWS[name], []
-    if problem.n < row.fewest:
-        return []
-    f = problem.f if f is None else f
-    dims, inputs = problem.in_dims, (problem.params, *problem.inputs)
-    if problem.kind == BOTH:
-        if MODEL_AND_LOSS in row.forms:
-            found.append(Made(name, row, _maker(row, dims, f, problem.loss), problem.args, problem))
-        elif LOSS in row.forms:
-            found.append(Made(name, row, _maker(row, dims, problem.loss_function), problem.args, problem))
-        if OF_MODEL in row.forms:
-            called = name if row.forms == (OF_MODEL,) else name + OF_THE_MODEL
-            found.append(Made(called, row, _maker(row, dims[:-1], f), inputs, problem))
-    elif (OF_MODEL if problem.kind == MODEL else LOSS) in row.forms:
-        found.append(Made(name, row, _maker(row, dims, f), problem.args, problem))
-    return found
-
-
-def _maker(row: Row, in_dims: tuple, *functions: Any) -> Callable:
-    return lambda **options: row.make(*functions, in_dims=in_dims, **options)
-
-
-def every(problem: LawProblem) -> list[Made]:
-    """All statistics of a problem."""
-    return [one for name in ROWS for one in made(problem, name)]
-
-
-def one(problem: LawProblem, name: str) -> Made:
-    """The statistic of a loss."""
-    return made(problem, name)[0]
-
-
-def no_loss(problem: LawProblem) -> str:
-    """The reason why there are no statistics of a loss, if there are none."""
-    return "f is no loss function; give loss=" if problem.kind == MODEL else ""
+from invfunc.testing.laws.rows import OF_THE_MODEL, ROWS, Made, every, made, no_loss, one
+from invfunc.testing.laws.run import FUNCTION, Claim, Inapplicable, Table, call, chosen, judged, law, tried
 
 
 @law("per-sample gradients sum to the gradient", when=no_loss)
@@ -237,26 +139,33 @@ def _directed(slope: torch.Tensor) -> torch.Tensor:
 def first_order(problem: LawProblem) -> Iterator[Claim]:
     """batch_grad(f)(params, *batch)[n] == grad(lambda p: f(p, *batch)[n])(params), and what is made of these"""
     shares = cache(lambda: loops.shares(problem))
-    for name, row in ROWS.items():
-        of_shares = row.of_shares
-        if of_shares is not None:
-            for of in made(problem, name)[:1]:
-                yield Claim(name, of, lambda of_shares=of_shares: of_shares(shares()), problem.n)
+    for of in every(problem):
+        reduce = of.row.of_shares
+        if reduce is not None and OF_THE_MODEL not in of.called:
+            yield Claim(of.called, of, lambda reduce=reduce: reduce(shares()), problem.n)
 
 
 @law("the GGN equals its loop", when=loops.no_outputs)
 def ggn(problem: LawProblem) -> Iterator[Claim]:
-    """diag_ggn(f, loss)(params, *batch)[i] == sum_n (J[n] e_i)^T H[n] (J[n] e_i)"""
+    """diag_ggn(f, loss)(params, *batch)[i] == sum_n (J[n] e_i)^T H[n] (J[n] e_i), and what is made of these"""
     diagonals = cache(lambda: loops.ggn_entries(problem))
-    for name, row in ROWS.items():
-        of_each = row.of_each
-        if of_each is not None and "trace" not in name:
-            of = one(problem, name)
+    for name in ("diag_ggn", "diag_ggn of each"):
+        of = one(problem, name)
 
-            def found(of: Made = of) -> Any:
-                return loops.at_entries(problem, of())
+        def found(of: Made = of) -> Any:
+            return loops.at_entries(problem, of())
 
-            yield Claim(name, found, lambda of=of_each: of(diagonals()), problem.n)
+        reduce: Any = of.row.of_each
+        yield Claim(name, found, lambda reduce=reduce: reduce(diagonals()), problem.n)
+    of = one(problem, "sqrt_ggn")
+
+    def squares() -> Any:
+        return tree.map_tensors(lambda s: s.square().sum(0), loops.at_entries(problem, of()))
+
+    yield Claim("sqrt_ggn", squares, diagonals, problem.n)
+    if problem.complete:
+        trace: Any = ROWS["ggn_trace"].of_each
+        yield Claim("ggn_trace", one(problem, "ggn_trace"), lambda: trace(diagonals()), problem.n)
 
 
 @law("the Hessian equals its loop", when=no_loss)
@@ -267,39 +176,8 @@ def hessian(problem: LawProblem) -> Iterator[Claim]:
     yield Claim("diag_hessian", lambda: loops.at_entries(problem, of()), expected, problem.n)
 
 
-@law("statistics agree with each other", when=no_loss)
-def agreement(problem: LawProblem) -> Iterator[Claim]:
-    """what is made of the diagonals of each sample is that: diag_ggn == diag_ggn(per_sample=True).sum(0), ..."""
-
-    def each(name: str) -> Any:
-        return one(problem, name).itself()
-
-    def squares(name: str, *axes: int) -> Any:
-        return tree.map_tensors(lambda s: s.square().sum(axes), each(name))
-
-    for name, row in ROWS.items():
-        of_each = row.of_each
-        if of_each is not None and name != "diag_ggn of each":
-
-            def expected(of_each: Callable = of_each) -> Any:
-                return of_each(each("diag_ggn of each"))
-
-            yield Claim(name, one(problem, name).itself, expected, problem.n)
-    yield Claim("sqrt_ggn", lambda: squares("sqrt_ggn", 0), lambda: each("diag_ggn of each"), problem.n)
-    yield Claim("diag_ggn drawn", lambda: each("diag_ggn drawn"), lambda: squares("sqrt_ggn drawn", 0, 1), problem.n)
-
-    def summed() -> Any:
-        return tree.map_tensors(lambda d: d.sum(0), each("diag_hessian of each"))
-
-    yield Claim("diag_hessian of each", summed, lambda: each("diag_hessian"), problem.n)
-
-
-VECTORS = 2
-"""The number of vectors that are multiplied: numbers in all entries, and a one at one of the entries."""
-
-
 def vectors(problem: LawProblem) -> list[Any]:
-    """Trees like the parameters."""
+    """Trees like the parameters: numbers in all entries, and a one at one of the entries."""
     leaves, form = tree.separate(problem.params)
     unit = [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in leaves]
     leaf = max(range(len(leaves)), key=lambda i: leaves[i].numel())
@@ -425,233 +303,6 @@ def _kroneckers(result: Any) -> list[invfunc.kronecker.Kronecker]:
     return [x for x in found if x is not None]
 
 
-def _in_any_order(problem: LawProblem) -> str:
-    if problem.draws:
-        return "f draws, by the places of the samples"
-    if problem.n < 2:
-        return "there is one sample"
-    order = list(range(problem.n))[::-1]
-    with torch.no_grad():
-        there, back = tree.tensors(problem.f(problem.params, *problem.inputs)), problem.part(order)
-        turned = tree.tensors(problem.f(problem.params, *back.inputs))
-    for a, b in zip(there, turned, strict=True):
-        a = a[order] if a.ndim else a
-        if not torch.allclose(a, b, 1e-3, 1e-3 * a.abs().nan_to_num().max().item(), equal_nan=True):
-            return "f itself tells the places of the samples apart"
-    return ""
-
-
-@law("the order of the samples does not matter", when=_in_any_order)
-def order(problem: LawProblem) -> Iterator[Claim]:
-    """t(params, *(x[order] for x in batch)) == t(params, *batch), or its [order] where it has samples"""
-    index = [*range(1, problem.n), 0]
-    turned = problem.part(index)
-    for name, row in ROWS.items():
-        if not row.drawn:
-            for of, again in zip(made(problem, name), made(turned, name), strict=True):
-
-                def expected(of: Made = of) -> Any:
-                    result = of.itself()
-                    return result if of.row.picks is None else of.row.picks(result, torch.tensor(index))
-
-                yield Claim(of.called, again, expected, problem.n)
-
-
-@law("samples= picks", when=no_loss)
-def samples(problem: LawProblem) -> Iterator[Claim]:
-    """batch_grad(f, samples=s)(params, *batch) == batch_grad(f)(params, *batch)[s], and what is made of these"""
-    n = problem.n
-    chosen = [2 % n, 0, 0, n - 1]
-    index = torch.tensor(chosen)
-
-    def picked(name: str) -> Any:
-        return tree.map_tensors(lambda x: x[index.to(x.device)], one(problem, name).itself())
-
-    for of in every(problem):
-        row = of.row
-
-        def expected(of: Made = of, row: Row = row) -> Any:
-            if row.of_shares is not None and OF_THE_MODEL not in of.called:
-                return row.of_shares(picked("batch_grad"))
-            if row.of_each is not None:
-                return row.of_each(picked("diag_ggn of each"))
-            if row.picks is not None:
-                return row.picks(of.itself(), index)
-            return tree.map_tensors(lambda d: d.sum(0), picked("diag_hessian of each"))
-
-        known = row.of_shares or row.of_each or row.picks or row.hessian
-        if known and not row.drawn:
-            yield Claim(of.called, lambda of=of: of(samples=chosen), expected, n)
-
-
-@law("together is the same", when=no_loss)
-def several(problem: LawProblem) -> Iterator[Claim]:
-    """together(t1, t2, ...)(params, *batch) == (t1(params, *batch), t2(params, *batch), ...)"""
-    known = {of.called: of.row for of in every(problem)}
-    whole = {name: row for name, row in known.items() if LOSS in row.forms and row.form != OF_MODEL}
-    first = [name for name, row in whole.items() if row.of_shares is not None]
-    factors = [name for name, row in whole.items() if row.gives == FACTORS and not row.drawn and name != "kfra"]
-    second = [name for name, row in whole.items() if name not in first and row.gives != FACTORS and not row.drawn]
-    for called, names in {"first order": first, "second order": second, "K-factors": factors}.items():
-        of = [one(problem, name) for name in names]
-
-        def found(of: list[Made] = of) -> Any:
-            return invfunc.together(*(t.make() for t in of))(*of[0].args)
-
-        yield Claim(called, found, lambda of=of: tuple(t.itself() for t in of), problem.n)
-
-
-@law("blocks do not matter")
-def blocks(problem: LawProblem) -> Iterator[Claim]:
-    """t(params, *batch) is the same whatever fits the cache, and with it the samples and columns of one pass"""
-    for of in every(problem):
-        yield Claim(of.called, lambda of=of: in_blocks(of.make())(*of.args), of.itself, problem.n)
-
-
-@law("fast equals generic")
-def generic(problem: LawProblem) -> Iterator[Claim]:
-    """t(params, *batch) is the same by rules of operations, and by the path that every operation can take"""
-    for of in every(problem):
-        if of.row.gives == FACTORS:  # K-factors are of operations with a rule
-            continue
-        yield Claim(of.called, lambda of=of: generic_path(of.make())(*of.args), of.itself, problem.n)
-
-
-def _divided(of: Made) -> tuple[AxisName, ...]:
-    """The axes along which chunks give what the whole does: an f that draws draws anew in each chunk of samples."""
-    return tuple(axis for axis in of.row.axes if axis != "samples" or not of.problem.draws)
-
-
-@law("chunks do not matter")
-def chunks(problem: LawProblem) -> Iterator[Claim]:
-    """chunked(t, n, over="samples" | "outputs" | "params")(params, *batch) == t(params, *batch), for every n"""
-    for of in every(problem):
-        for turn, over in enumerate(_divided(of)):
-            split = {"chunk_size": 1} if turn % 2 else {"n": 2 if problem.n < 4 else 3}
-
-            def found(of: Made = of, over: AxisName = over, split: dict = split) -> Any:
-                return invfunc.chunked(of.make(), over=over, **split)(*of.args)
-
-            yield Claim(f"{of.called} over {over}", found, of.itself, problem.n)
-
-
-DENSE = 4096
-"""Numbers in a Jacobian up to which what is made of the whole of it is differentiated."""
-
-
-Formula = Callable[..., Any]
-"""`(params, *batch)`, of the batch that the statistic takes."""
-
-
-def no_formulas(problem: LawProblem) -> str:
-    """The reason why there are none, if there are none."""
-    if problem.kind == MODEL:
-        return f"its Jacobian has more than {DENSE} numbers" if _large(problem) else ""
-    return loops.no_shares(problem)
-
-
-def _large(problem: LawProblem) -> bool:
-    return sum(p.numel() for p in tree.tensors(problem.params)) * problem.n > DENSE
-
-
-def formulas(problem: LawProblem, samples: list[int] | None = None) -> Iterator[tuple[Made, Formula]]:
-    """All that there are, of some samples."""
-
-    def shares(params: Any, *batch: Any) -> Any:
-        found = loops.shares(replace(problem, batch=batch), params)
-        return found if samples is None else tree.map_tensors(lambda g: g[samples], found)
-
-    if not loops.no_shares(problem):
-        for name, row in ROWS.items():
-            of_shares = row.of_shares
-            if of_shares is not None:
-                for of in made(problem, name)[:1]:
-                    yield of, lambda *args, of_shares=of_shares: of_shares(shares(*args))
-    if _large(problem):
-        return
-    if problem.kind in (MODEL, BOTH):
-        for name in ("batch_jacobian", "gram", "gram per parameter"):
-            loop, of = ROWS[name].loop, made(problem, name)[-1]
-            if loop is not None and (name == "batch_jacobian" or _one_output(problem)):
-                yield of, loop(problem.steady(problem.f), samples=samples)
-    if problem.loss is not None:
-        yield (
-            one(problem, "diag_ggn"),
-            dense_diag_ggn(problem.steady(problem.f), problem.steady(problem.loss), samples=samples),
-        )
-
-
-def _one_output(problem: LawProblem) -> bool:
-    with torch.no_grad():
-        return len(tree.tensors(problem.f(problem.params, *problem.inputs))) == 1
-
-
-def value(problem: LawProblem) -> Callable:
-    """One number of what f gives, as a function of `(params, *batch)`."""
-    if problem.kind == MODEL:
-        return lambda params, *batch: total(problem.f(params, *batch))
-    return lambda params, *batch: problem.losses(params, *batch).sum()
-
-
-def moved(problem: LawProblem, by: float = 0.1, at: float = 0.0) -> LawProblem:
-    """At other parameters: at those that training starts from a derivative may be zero, and its rounding is not."""
-    return replace(problem, params=tree.map_tensors(lambda p: p + by * fixed(p.shape, p, at), problem.params))
-
-
-Way = Callable[[Callable], Callable]
-
-
-def _of_parameters(problem: LawProblem, ways: dict[str, Way], loop: Way) -> Iterator[Claim]:
-    """All statistics, each in some ways that one loop is expected of."""
-    possible = cache(lambda: [way(slopes(value(problem)))(problem.params, *problem.batch) for way in ways.values()])
-    for of, formula in formulas(problem):
-        rest = of.args[1:]
-
-        @cache
-        def expected(formula: Formula = formula, rest: tuple = rest) -> Any:
-            possible()
-            return loop(formula)(problem.params, *rest)
-
-        def nearby(formula: Formula = formula, rest: tuple = rest) -> Any:
-            return loop(formula)(moved(problem).params, *rest)
-
-        for called, way in ways.items():
-
-            def found(of: Made = of, way: Way = way) -> Any:
-                return way(of.make())(*of.args)
-
-            yield Claim(f"{of.called}{called}", found, expected, problem.n, nearby=nearby)
-
-
-@law("grad of a statistic is that of its loop", when=no_formulas)
-def differentiated(problem: LawProblem) -> Iterator[Claim]:
-    """grad(lambda p: total(t(p, *batch)))(params) == the same of the loop, by torch.autograd; so of t by autograd"""
-    yield from _of_parameters(problem, {"": slopes, " by autograd": loop_slopes}, loop_slopes)
-
-
-@law("vmap over parameters is the loop")
-def batched(problem: LawProblem) -> Iterator[Claim]:
-    """vmap(t, (0, None, ...))(stack(points), *batch) == stack([t(p, *batch) for p in points])"""
-
-    @cache
-    def possible() -> None:
-        """Torch has to be able to do this of f, with the random numbers of the loop."""
-        f, args = problem.steady(problem.f), (problem.params, *problem.inputs)
-        found = at_points(f)(*args)
-        if problem.draws and difference(found, loop_at_points(f)(*args)).error > tolerance(problem.dtype):
-            raise Inapplicable("f draws other random numbers under vmap")
-
-    for of in every(problem):
-        if of.row.drawn:
-            continue
-
-        def expected(of: Made = of) -> Any:
-            possible()
-            return loop_at_points(problem.steady(of.make()))(*of.args)
-
-        yield Claim(of.called, lambda of=of: at_points(of.make())(*of.args), expected, problem.n)
-
-
 def check(
     f: Callable,
     params: Any,
@@ -702,7 +353,7 @@ def check(
         >>> def f(w, x, y):
         ...     return (x @ w - y).square()
         >>> w, x, y = torch.ones(2).double(), torch.eye(3, 2).double(), torch.zeros(3).double()
-        >>> table = laws.check(f, w, x, y, only=["fast equals generic", "chunks do not matter"])
+        >>> table = laws.check(f, w, x, y, only=["the Hessian equals its loop", "chunks do not matter"])
         >>> [outcome.state for outcome in table.outcomes]
         ['holds', 'holds']
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,8 +28,10 @@ from invfunc.testing.laws.run import (
     OPERATION,
     Claim,
     Inapplicable,
+    Subject,
     Table,
     chosen,
+    coarsest,
     judged,
     law,
     tried,
@@ -40,18 +42,13 @@ COLUMNS = 2
 """For how many columns a rule is asked itself."""
 
 
-@dataclass(frozen=True, repr=False)
-class OperationProblem:
+@dataclass(frozen=True, repr=False, kw_only=True)
+class OperationProblem(Subject):
     """`op(*args)`, with the samples along axis 0 of the arguments at some positions."""
 
     op: Operation
     args: tuple
     at: tuple[int, ...]
-    seed: int
-    n: int
-    rtol: float | None = None
-    samples: tuple[int, ...] = field(default=())
-    floor = 0.0
 
     def __repr__(self) -> str:
         return f"{self.op!r}, N = {self.n}, {str(self.dtype).removeprefix('torch.')}"
@@ -59,15 +56,13 @@ class OperationProblem:
     @property
     def dtype(self) -> torch.dtype:
         """The coarsest one of the arguments."""
-        floats = [x.dtype for x in tree.tensors(self.args) if x.is_floating_point()]
-        return max(floats, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+        return coarsest(self.args)
 
     def part(self, samples: Sequence[int]) -> OperationProblem:
         """The same of some samples."""
-        index = list(samples)
-        own = tuple(self.samples[n] for n in index)
-        given = tuple(x[index] if i in self.at else x for i, x in enumerate(self.args))
-        return replace(self, args=given, n=len(index), samples=own)
+        return self.of_samples(
+            samples, args=tuple(x[list(samples)] if i in self.at else x for i, x in enumerate(self.args))
+        )
 
     def double(self) -> OperationProblem:
         """The same in float64."""
@@ -208,38 +203,7 @@ def differentiated(problem: OperationProblem) -> Iterator[Claim]:
         yield Claim(f"the rule for {argument!r}", lambda s=slopes: s(_by_rule), expected, problem.n)
 
 
-@law("a rule is the same in float32", OPERATION)
-def single(problem: OperationProblem) -> Iterator[Claim]:
-    """the shares in float32 are those in float64, up to the rounding of float32"""
-    if problem.dtype != torch.float64:
-        return
-    low = cast(problem.args, torch.float32)
-    other = replace(problem, args=low)
-    for argument in problem.op.rules:
-
-        def shares(of: OperationProblem, argument: str | int = argument) -> Any:
-            f, p, rest, dims = of.model(argument)
-            target = fixed((of.n, *f(p, *rest).shape[1:]), p)
-            given = batch_grad(lambda p, *b: half_squares(f(p, *b[:-1]), b[-1]), in_dims=(*dims, 0))
-            return given(p, *rest, target)
-
-        def expected(shares: Callable = shares) -> Any:
-            try:
-                problem.op(*low)
-            except RuntimeError as error:  # a kernel for one precision
-                raise Inapplicable(f"it does not take float32: {error}") from None
-            return shares(problem)
-
-        yield Claim(f"{argument!r} in float32", lambda shares=shares: shares(other), expected, problem.n, torch.float32)
-
-
-OWED = (
-    "per-sample gradients sum to the gradient",
-    "fast equals generic",
-    "blocks do not matter",
-    "chunks do not matter",
-)
-OWED += ("the order of the samples does not matter", "samples= picks", "vmap over parameters is the loop")
+OWED = "vmap over parameters is the loop", "chunks do not matter"
 """The laws of a model that is this operation alone."""
 
 
@@ -257,7 +221,7 @@ def check_operation(
             op(x[n : n + 1], w) == op(x, w)[n : n + 1]
             rule's gradient of w for sample n == grad(lambda w: (op(x, w)[n] * cotangent[n]).sum())(w)
 
-    Then the laws of `check` are tried on each argument with a rule: chunks, blocks, order, the generic path, vmap.
+    Then the laws of `check` are tried on each argument with a rule: vmap, chunks.
 
     Args:
         op: what `operation` made.
@@ -292,7 +256,7 @@ def check_operation(
         given = f"*(x[{few}] if i in {samples} else x for i, x in enumerate(args))"
         return f"check_operation(op, {given}, samples={samples}, seed={seed})"
 
-    given = OperationProblem(op, args, samples, seed, n, rtol, tuple(range(n)))
+    given = OperationProblem(op=op, args=args, at=samples, seed=seed, n=n, rtol=rtol, samples=tuple(range(n)))
     _check_output(given)
     outcomes = tried(chosen("check_operation", OPERATION, None), given, seconds / 2)
     judged(Table(repr(given), tuple(outcomes)), given, again, seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -22,16 +22,17 @@ from invfunc.testing.laws.compare import (
     generators,
     state,
     written,
-    zipped,
 )
 from invfunc.testing.laws.problem import picked
 from invfunc.testing.laws.run import (
     PAIR,
     Claim,
     Inapplicable,
+    Subject,
     Table,
     call,
     chosen,
+    coarsest,
     judged,
     law,
     tried,
@@ -41,28 +42,22 @@ ROUND_TRIP = 100
 """The number of roundings of a round trip, and of what is computed from it."""
 
 
-@dataclass(frozen=True, repr=False)
-class PairProblem:
+@dataclass(frozen=True, repr=False, kw_only=True)
+class PairProblem(Subject):
     """`pair(x, *args)`."""
 
     pair: Invertible
     x: Any
     args: tuple
-    seed: int
-    n: int
-    """The number of samples along axis 0 of x, 0 if that is not known."""
-    samples: tuple[int, ...] = field(default=())
-    rtol = None
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.pair!r}, {f'N = {self.n}, ' if self.n else ''}{dtype}"
 
-    @cached_property
+    @property
     def dtype(self) -> torch.dtype:
         """The coarsest one of the state."""
-        floats = [t.dtype for t in tree.tensors((self.x, self.args)) if t.is_floating_point()]
-        return max(floats, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+        return coarsest((self.x, self.args))
 
     @cached_property
     def floor(self) -> float:
@@ -72,9 +67,7 @@ class PairProblem:
 
     def part(self, samples: Sequence[int]) -> PairProblem:
         """The same of some samples of x."""
-        index = list(samples)
-        own = tuple(self.samples[n] for n in index)
-        return replace(self, x=tree.map_tensors(lambda t: t[index], self.x), n=len(index), samples=own)
+        return self.of_samples(samples, x=tree.map_tensors(lambda t: t[list(samples)], self.x))
 
     def double(self) -> PairProblem:
         """The same in float64."""
@@ -163,6 +156,37 @@ def restores(problem: PairProblem) -> Iterator[Claim]:
     yield Claim("f_inv of one y and of another", in_between, lambda: (problem.x, other), ROUND_TRIP)
 
 
+def calls(problem: PairProblem) -> dict[str, Callable]:
+    """Ways to call a function of x and the arguments, alone and in torch.func."""
+    tensors, form = tree.separate((problem.x, problem.args))
+    places = [i for i, t in enumerate(tensors) if t.is_floating_point()]
+    given = [tensors[i] for i in places]
+
+    def of(h: Callable) -> Callable:
+        def value(found: list[torch.Tensor]) -> Any:
+            every = list(tensors)
+            for i, t in zip(places, found, strict=True):
+                every[i] = t
+            x, args = form.join(every)
+            return h(passing(x), *args)
+
+        return value
+
+    def slopes(h: Callable) -> Callable:
+        return grad(lambda found: loss(of(h)(found)))
+
+    points = [torch.stack([t, 0.9 * t]) for t in given]
+    return {
+        "first order": lambda h: gradients(h, problem),
+        "second order": lambda h: gradients(h, problem, twice=True),
+        "grad": lambda h: slopes(h)(given),
+        "grad of grad": lambda h: grad(lambda found: loss(slopes(h)(found)))(given),
+        "vmap": lambda h: vmap(of(h), randomness="same")(points),
+        "vmap of grad": lambda h: vmap(slopes(h), randomness="same")(points),
+        "jacrev": lambda h: jacrev(lambda found: torch.stack([loss(of(h)(found)), loss(of(h)(found), 0.7)]))(given),
+    }
+
+
 @law("a checkpoint has the plain value", PAIR)
 def values(problem: PairProblem) -> Iterator[Claim]:
     """invertible_checkpoint(pair)(x, *args) == pair(x, *args)"""
@@ -173,49 +197,11 @@ def values(problem: PairProblem) -> Iterator[Claim]:
     yield Claim("value", of(problem.block), of(problem.pair))
 
 
-@law("a checkpoint has the plain gradients", PAIR, no_floats)
-def first(problem: PairProblem) -> Iterator[Claim]:
-    """autograd.grad(loss(g(x, *args)), (x, args)) == autograd.grad(loss(f(x, *args)), (x, args)), also of these"""
-    yield Claim(
-        "first order", lambda: gradients(problem.block, problem), lambda: gradients(problem.pair, problem), ROUND_TRIP
-    )
-    yield Claim(
-        "second order",
-        lambda: gradients(problem.block, problem, twice=True),
-        lambda: gradients(problem.pair, problem, twice=True),
-        ROUND_TRIP,
-    )
-
-
-@law("a checkpoint has the plain gradients in torch.func", PAIR, no_floats)
-def composed(problem: PairProblem) -> Iterator[Claim]:
-    """t(g)(x, *args) == t(f)(x, *args) for t in grad, grad of grad, vmap, vmap of grad, jacrev"""
-    tensors, form = tree.separate((problem.x, problem.args))
-    places = [i for i, t in enumerate(tensors) if t.is_floating_point()]
-    given = [tensors[i] for i in places]
-
-    def of(h: Callable) -> Callable:
-        def value(*found: torch.Tensor) -> Any:
-            every = list(tensors)
-            for i, t in zip(places, found, strict=True):
-                every[i] = t
-            x, args = form.join(every)
-            return h(passing(x), *args)
-
-        return value
-
-    def slopes(h: Callable) -> Callable:
-        return grad(lambda found: loss(of(h)(*found)))
-
-    points = [[c * t for t in given] for c in (1.0, 0.9)]
-    ways: dict[str, Callable] = {
-        "grad": lambda h: slopes(h)(given),
-        "grad of grad": lambda h: grad(lambda found: loss(slopes(h)(found)))(given),
-        "vmap": lambda h: vmap(lambda found: of(h)(*found), randomness="same")(zipped(torch.stack, points)),
-        "vmap of grad": lambda h: vmap(slopes(h), randomness="same")(zipped(torch.stack, points)),
-        "jacrev": lambda h: jacrev(lambda found: torch.stack([loss(of(h)(*found)), loss(of(h)(*found), 0.7)]))(given),
-    }
-    for called, way in ways.items():
+@law("a checkpoint has the plain gradients", PAIR, when=no_floats)
+def derivatives(problem: PairProblem) -> Iterator[Claim]:
+    """t(g)(x, *args) == t(f)(x, *args) for t in autograd.grad, that of it, grad, grad of grad, vmap, vmap of grad,
+    jacrev"""
+    for called, way in calls(problem).items():
         yield Claim(called, lambda way=way: way(problem.block), lambda way=way: way(problem.pair), ROUND_TRIP)
 
 
@@ -225,7 +211,7 @@ def _no_log_det(problem: PairProblem) -> str:
     return "the pair has no log_det" if problem.pair.log_det is None else "" if problem.n else "x has no sample axis"
 
 
-@law("the log-determinant is that of the Jacobian", PAIR, _no_log_det)
+@law("the log-determinant is that of the Jacobian", PAIR, when=_no_log_det)
 def volume(problem: PairProblem) -> Iterator[Claim]:
     """log_det(x, *args)[n] == slogdet(jacobian of y[n] in x[n]).logabsdet"""
     pair = problem.pair
@@ -273,7 +259,7 @@ def arguments(problem: PairProblem) -> Iterator[Claim]:
         yield Claim("the checkpoint", lambda: written(backward, leaves), lambda: state(leaves))
 
 
-@law("a checkpoint leaves states as f does", PAIR, no_floats)
+@law("a checkpoint leaves states as f does", PAIR, when=no_floats)
 def states(problem: PairProblem) -> Iterator[Claim]:
     """generators, and the tensors that f holds, are after g(x, *args) and its gradient where f and its leave them"""
     parts = [problem.pair.forward, problem.pair.inverse, *problem.pair.shared]
@@ -292,7 +278,7 @@ def states(problem: PairProblem) -> Iterator[Claim]:
     yield Claim("held tensors and generators", lambda: after(problem.block), lambda: after(problem.pair))
 
 
-@law("nothing of a checkpoint stays alive", PAIR, no_floats)
+@law("nothing of a checkpoint stays alive", PAIR, when=no_floats)
 def life(problem: PairProblem) -> Iterator[Claim]:
     """when x, args, y and gradients are deleted, their tensors are gone"""
 
@@ -361,7 +347,7 @@ def check_pair(
         raise ArgumentError("laws.check_pair(pair, x): x has numbers that are not finite, which are equal to nothing.")
     sizes = {t.shape[0] if t.ndim else 0 for t in tree.tensors(x)}
     n = sizes.pop() if len(sizes) == 1 else 0
-    given = PairProblem(found, x, args, seed, n, samples=tuple(range(n)))
+    given = PairProblem(pair=found, x=x, args=args, seed=seed, n=n, samples=tuple(range(n)))
     if samples is not None:
         if not n:
             raise ArgumentError("laws.check_pair(..., samples=): the tensors of x have not one size along axis 0.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import version
-from invfunc.arguments.problem import InDims, batch_dims, batch_size
+from invfunc.arguments.problem import InDims, batch_dims, batch_size, check_params
 from invfunc.callables import check_functions, describe
-from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
+from invfunc.errors import ArgumentError, InvFuncError
 from invfunc.testing.laws.compare import cast, fixed, generators, seeded
+from invfunc.testing.laws.run import Subject, coarsest
 from invfunc.transform import ArgumentNames
 
 LOSSES, SCALAR, MODEL, BOTH = "[N] losses", "a scalar loss", "a model", "a model and its loss"
@@ -24,24 +25,24 @@ ENTRIES = 24
 """Of how many entries of large parameters the diagonals and columns are compared."""
 
 
-@dataclass(frozen=True, repr=False)
-class LawProblem:
-    """`f(params, *batch)`, or `loss(f(params, *batch[:-1]), batch[-1])`."""
+@dataclass(frozen=True, repr=False, kw_only=True)
+class LawProblem(Subject):
+    """`f(params, *batch)`, or `loss(f(params, *batch[:-1]), batch[-1])`, perhaps of a statistic `t` alone."""
 
     f: Callable
     params: Any
     batch: tuple
     loss: Callable | None
     in_dims: tuple[int | None, ...]
-    seed: int
-    kind: str
-    n: int
-    draws: bool
+    kind: str = LOSSES
+    draws: bool = False
     """True if f draws from torch's global generators."""
-    samples: tuple[int, ...] = field(default=())
-    """The places of these in the caller's batch."""
-    rtol: float | None = None
-    """The relative error that is tolerated; rounding unless given."""
+    t: Callable | None = None
+    """Makes the statistic that the laws are of; they are of all unless given."""
+    oracle: Callable | None = None
+    """Makes its loop."""
+    called: str = ""
+    """Its subject."""
 
     def __repr__(self) -> str:
         loss = "" if self.loss is None else f" with {describe(self.loss)}"
@@ -52,8 +53,7 @@ class LawProblem:
     def part(self, samples: Sequence[int]) -> LawProblem:
         """The same of these samples of the batch."""
         given = tuple(_taken(x, dim, samples) for x, dim in zip(self.batch, self.in_dims, strict=True))
-        own = tuple(self.samples[n] for n in samples)
-        return replace(self, batch=given, n=len(samples), samples=own)
+        return self.of_samples(samples, batch=given)
 
     def double(self) -> LawProblem:
         """The same in float64."""
@@ -63,6 +63,11 @@ class LawProblem:
     def args(self) -> tuple:
         """The arguments of a statistic of f, or of f and its loss."""
         return (self.params, *self.batch)
+
+    @property
+    def functions(self) -> tuple[Callable, ...]:
+        """The functions that a statistic is made of."""
+        return (self.f,) if self.loss is None else (self.f, self.loss)
 
     @property
     def inputs(self) -> tuple:
@@ -111,10 +116,10 @@ class LawProblem:
         """Results of statistics that laws compare with others."""
         return {}
 
-    @cached_property
+    @property
     def dtype(self) -> torch.dtype:
         """The coarsest one of the parameters."""
-        return max((p.dtype for p in tree.tensors(self.params)), key=lambda dtype: torch.finfo(dtype).eps)
+        return coarsest(self.params)
 
     @cached_property
     def floor(self) -> float:
@@ -170,11 +175,14 @@ def problem(
             wanted = "(f, params, *batch)" if loss is None else "(f, params, *inputs, target, loss=loss)"
             raise ArgumentError(f"there are no samples; the call is {call}{wanted}.")
         dims = batch_dims(in_dims, places)
-        n = batch_size((params, *batch), dims, ArgumentNames(f, 1 + len(batch), loss is not None))
-        _check_params(params)
+        names = ArgumentNames(f, 1 + len(batch), loss is not None)
+        n = batch_size((params, *batch), dims, names)
+        if not check_params(params, names, 0)[0]:
+            raise ArgumentError(f"{names[0]} has no tensors.")
     except InvFuncError as error:
         raise type(error)(f"{call}({describe(f)}, ...): {error}") from None
-    given = LawProblem(f, params, batch, loss, tuple(dims[i] for i in places), seed, LOSSES, n, False, tuple(range(n)))
+    given = {"f": f, "params": params, "batch": batch, "loss": loss, "in_dims": tuple(dims[i] for i in places)}
+    given = LawProblem(**given, seed=seed, n=n, samples=tuple(range(n)))
     if samples is not None:
         given = given.part(picked(call, samples, n))
     draws, result = _called(call, given)
@@ -187,16 +195,6 @@ def picked(call: str, samples: Iterable[int], n: int) -> list[int]:
     if not places or any(isinstance(i, bool) or not isinstance(i, int) or not -n <= i < n for i in places):
         raise ArgumentError(f"{call}(..., samples={places}): give some of the samples 0 to {n - 1} of the batch.")
     return [range(n)[i] for i in places]
-
-
-def _check_params(params: Any) -> None:
-    leaves = [(path, p) for path, p in tree.named_leaves(params) if p is not None]
-    for path, p in leaves:
-        if not (isinstance(p, torch.Tensor) and p.is_floating_point()):
-            kind = p.dtype if isinstance(p, torch.Tensor) else type(p).__name__
-            raise ArgumentTypeError(f"params{path} is of type {kind}, but has to be a floating-point tensor.")
-    if not leaves:
-        raise ArgumentError("params has no tensors.")
 
 
 def _called(call: str, given: LawProblem) -> tuple[bool, Any]:
@@ -212,33 +210,18 @@ def _called(call: str, given: LawProblem) -> tuple[bool, Any]:
                 "numbers. Write into a copy, as in x = x.clone()."
             )
         if given.loss is not None:
-            result = result, _lost(call, given, result)
+            result = result, given.loss(result, given.batch[-1])
     return draws, result
-
-
-def _lost(call: str, given: LawProblem, outputs: Any) -> Any:
-    """The loss of outputs, which may not fit the target."""
-    assert given.loss is not None
-    try:
-        return given.loss(outputs, given.batch[-1])
-    except (IndexError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, InvFuncError):
-            raise
-        got, target = (", ".join(map(_shown, tree.leaves(x))) for x in (outputs, given.batch[-1]))
-        raise ArgumentError(
-            f"{call}({describe(given.f)}, ...): loss(outputs, target) raises {type(error).__name__}: {error} f returns "
-            f"{got}, and the target, the last argument, is of {target}; give what loss takes."
-        ) from error
 
 
 def _kind(call: str, given: LawProblem, result: Any) -> str:
     told, kind = f"{call}({describe(given.f)}, ...)", SCALAR
-    if _has_nan(result):
-        alone = [given.samples[i] for i in range(given.n) if _has_nan(_alone(given.part([i])))]
-        of = f"of samples {alone}" if alone else "of all samples together, though of none alone"
+    if any(bool(x.isnan().any()) for x in tree.tensors(result) if x.is_floating_point()):
+        rows = [x.isnan().reshape(given.n, -1).any(1) for x in tree.tensors(result) if x.ndim and len(x) == given.n]
+        of = [given.samples[i] for i in torch.stack(rows).any(0).nonzero()] if rows else []
         raise ArgumentError(
-            f"{told}: it gives NaN {of}, which is equal to nothing, and plain loops take it from one sample to others "
-            "(0 times NaN). Look at the samples where all is a number, by samples=[...]."
+            f"{told}: it gives NaN of samples {of or 'all together'}, which is equal to nothing, and plain loops take "
+            "it from one sample to others (0 times NaN). Look at the samples where all is a number, by samples=[...]."
         )
     if given.loss is not None:
         outputs, value = result
@@ -252,20 +235,6 @@ def _kind(call: str, given: LawProblem, result: Any) -> str:
         _check_outputs(told, result, given.n)
         kind = MODEL
     return kind
-
-
-def _has_nan(result: Any) -> bool:
-    return any(bool(x.isnan().any()) for x in tree.tensors(result) if x.is_floating_point())
-
-
-def _alone(given: LawProblem) -> Any:
-    """The result of a sample by itself; nothing where f wants several."""
-    try:
-        with seeded(given.seed), torch.no_grad():
-            outputs = given.f(*tree.map_tensors(torch.clone, (given.params, *given.inputs)))
-            return outputs, given.loss and given.loss(outputs, given.batch[-1])
-    except Exception:  # of the user's f
-        return ()
 
 
 def _check_outputs(told: str, outputs: Any, n: int) -> None:

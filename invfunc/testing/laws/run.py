@@ -7,9 +7,9 @@ import textwrap
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, combinations, islice
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from invfunc import tree
 from invfunc.errors import ArgumentError, InverseError, InvFuncError, InvFuncWarning
-from invfunc.testing.laws.compare import FLOOR, Difference, difference, plain, seeded, tolerance
+from invfunc.testing.laws.compare import Difference, difference, plain, seeded, tolerance
 
 
 class Claim(NamedTuple):
@@ -30,10 +30,6 @@ class Claim(NamedTuple):
     """Evaluated first: where torch cannot do it, the law does not apply."""
     terms: int = 1
     """About how many numbers are added up for an entry, for the tolerance."""
-    dtype: torch.dtype | None = None
-    """Whose rounding is tolerated; that of the subject unless given."""
-    nearby: Callable[[], Any] | None = None
-    """The expected result at other parameters, which tells its size where all cancels at these."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ class Law:
 
     name: str
     statement: str
-    subject: str
+    subjects: tuple[str, ...]
     claims: Callable[[Any], Iterable[Claim]]
     when: Callable[[Any], str]
     of_f: bool = False
@@ -59,32 +55,48 @@ class Inapplicable(Exception):
 FUNCTION, PAIR, TRANSFORM, OPERATION = "a function", "a pair", "a transform", "an operation"
 
 
-def always(subject: Any) -> str:
-    """For a law that always applies."""
-    return ""
-
-
 LAWS: dict[str, Law] = {}
 """All laws, by their names."""
 
 
 def law(
-    name: str,
-    subject: str = FUNCTION,
-    when: Callable[[Any], str] = always,
-    of_f: bool = False,
-    book: dict[str, Law] = LAWS,
+    name: str, *subjects: str, when: Callable[[Any], str] = lambda subject: "", of_f: bool = False
 ) -> Callable[[Callable[[Any], Iterable[Claim]]], Law]:
-    """Make a function `subject -> claims` a law of a book, whose statement is its docstring.
+    """Make a function `subject -> claims` a law of a function or of other subjects, whose statement is its docstring.
 
     Those of one subject are tried in the order in which they are made: the cheap and telling first.
     """
 
     def made(claims: Callable[[Any], Iterable[Claim]]) -> Law:
-        book[name] = Law(name, (claims.__doc__ or "").strip(), subject, claims, when, of_f)
-        return book[name]
+        LAWS[name] = Law(name, (claims.__doc__ or "").strip(), subjects or (FUNCTION,), claims, when, of_f)
+        return LAWS[name]
 
     return made
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Subject:
+    """Something that laws are tried on, with samples."""
+
+    seed: int
+    n: int
+    """The number of samples; 0 if that is not known."""
+    samples: tuple[int, ...] = ()
+    """The places of these in the caller's batch."""
+    rtol: float | None = None
+    """The relative error that is tolerated; rounding unless given."""
+    floor = 0.0
+    """A size that is small beside its results, so that rounding is all there is in it."""
+
+    def of_samples(self, samples: Sequence[int], **changed: Any) -> Any:
+        """The same with what has changed for some of the samples."""
+        return replace(self, n=len(samples), samples=tuple(self.samples[n] for n in samples), **changed)
+
+
+def coarsest(given: Any) -> torch.dtype:
+    """The dtype of fewest digits in a tree."""
+    floats = [x.dtype for x in tree.tensors(given) if x.is_floating_point()]
+    return max(floats, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
 
 SEARCHED, LEAST_SECONDS = 200, 5.0
@@ -221,23 +233,11 @@ def weighed(law: Law, claim: Claim, subject: Any) -> Failure | Difference:
         raise
     except Exception as error:
         return Failure(claim.of, None, error=error)
-    allowed = subject.rtol or tolerance(claim.dtype or subject.dtype, claim.terms)
+    allowed = subject.rtol or tolerance(subject.dtype, claim.terms)
     largest = difference(found, expected, subject.floor)
-    if largest.error > allowed and claim.nearby is not None:
-        largest = difference(found, expected, max(subject.floor, FLOOR * _size(claim, subject)))
     if largest.error > allowed and not subject.rtol:
         allowed = max(allowed, ROUNDINGS * _rounding(law, claim, subject, expected))
     return largest if largest.error <= allowed else Failure(claim.of, largest, allowed)
-
-
-def _size(claim: Claim, subject: Any) -> float:
-    """The largest number of what is expected nearby; 0 where it is not defined there."""
-    try:
-        with seeded(subject.seed), sdpa_kernel(SDPBackend.MATH):
-            found = tree.tensors(plain(claim.nearby())) if claim.nearby is not None else []
-    except Exception:  # of the user's f, which may not be defined there
-        return 0.0
-    return max((x.detach().abs().nan_to_num(0, 0, 0).max().item() for x in found if x.numel()), default=0.0)
 
 
 def _rounding(law: Law, claim: Claim, subject: Any, expected: Any) -> float:
@@ -274,21 +274,13 @@ def smallest(law: Law, subject: Any, failure: Failure, seconds: float) -> tuple[
             return None
         return (part, found) if isinstance(found, Failure) and type(found.error) is type(failure.error) else None
 
-    found = next(filter(None, map(fails, _until(deadline, _few(subject.n)))), None)
-    return found or (subject, failure)
-
-
-def _few(n: int) -> Iterator[tuple[int, ...]]:
-    """Single samples, pairs and triples."""
-    sizes = [islice(combinations(range(n), size), SEARCHED) for size in (1, 2, 3) if size < n]
-    return chain.from_iterable(sizes)
-
-
-def _until(deadline: float, found: Iterable[Any]) -> Iterator[Any]:
-    for one in found:
-        if time.perf_counter() > deadline:
-            return
-        yield one
+    for size in range(1, min(4, subject.n)):
+        for samples in islice(combinations(range(subject.n), size), SEARCHED):
+            if time.perf_counter() > deadline:
+                break
+            if (found := fails(samples)) is not None:
+                return found
+    return subject, failure
 
 
 WIDTH, SHOWN, REFUSED = 120, 2, 6
@@ -373,7 +365,7 @@ def _wrapped(head: str, text: str) -> list[str]:
 
 def chosen(call: str, subject: str, only: Iterable[str] | str | None) -> list[Law]:
     """The laws of a subject, or those of these names."""
-    own = {name: law for name, law in LAWS.items() if law.subject == subject}
+    own = {name: law for name, law in LAWS.items() if subject in law.subjects}
     if only is None:
         return list(own.values())
     names = [only] if isinstance(only, str) else list(only)

@@ -1,40 +1,41 @@
-"""Laws of a statistic of one's own: it is its plain loop, by itself and inside of other transforms."""
+"""Laws of a statistic, which are of each one of this library, or of one of one's own: it is its plain loop."""
 
 from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
-from torch.func import grad
 
 import invfunc
 from invfunc import tree
 from invfunc.arguments.problem import InDims
 from invfunc.callables import check_callable, describe
-from invfunc.errors import InvFuncError
-from invfunc.plan import AxisName, Options
-from invfunc.statistic import Statistic
+from invfunc.plan import AxisName
 from invfunc.testing import models
+from invfunc.testing.laws import loops
 from invfunc.testing.laws.compare import (
-    POINTS,
     alive,
+    at_points,
+    difference,
     generators,
-    mapped_over,
-    plain,
+    loop_at_points,
+    loop_slopes,
     shared,
+    slopes,
     state,
+    tolerance,
     total,
     written,
-    zipped,
 )
-from invfunc.testing.laws.problem import LawProblem, options, problem
-from invfunc.testing.laws.rows import generic, in_blocks
+from invfunc.testing.laws.problem import BOTH, MODEL, LawProblem, options, problem
+from invfunc.testing.laws.rows import Made, every, made, one
 from invfunc.testing.laws.run import (
+    FUNCTION,
     TRANSFORM,
     Claim,
     Inapplicable,
@@ -47,159 +48,144 @@ from invfunc.testing.laws.run import (
     law,
     tried,
 )
+from invfunc.testing.oracles import dense_diag_ggn
+
+Formula = Callable[..., Any]
+"""The loop of a statistic, with its arguments."""
+DENSE = 4096
+"""Numbers in a Jacobian up to which what is made of the whole of it is differentiated."""
 
 
-@dataclass(frozen=True, repr=False)
-class TransformProblem:
-    """A maker of statistics and that of their loops, with a function to try them on."""
+def no_formulas(problem: LawProblem) -> str:
+    """The reason why there are none, if there are none."""
+    if problem.t is not None:
+        return ""
+    if problem.kind == MODEL:
+        return f"its Jacobian has more than {DENSE} numbers" if _large(problem) else ""
+    return loops.no_shares(problem)
 
-    maker: Callable
-    loop: Callable
-    one: LawProblem
-    called: str
-    rtol = None
 
-    @property
-    def n(self) -> int:
-        """The number of samples."""
-        return self.one.n
+def _large(problem: LawProblem) -> bool:
+    return sum(p.numel() for p in tree.tensors(problem.params)) * problem.n > DENSE
 
-    @property
-    def samples(self) -> tuple[int, ...]:
-        """The places of the samples."""
-        return self.one.samples
 
-    @property
-    def seed(self) -> int:
-        """The same of the function."""
-        return self.one.seed
+def formulas(problem: LawProblem) -> Iterator[tuple[Made, Formula]]:
+    """The statistics that have a loop."""
+    if problem.oracle is not None:
+        yield every(problem)[0], problem.oracle(*problem.functions)
+        return
+    if not loops.no_shares(problem):
+        for of in every(problem):
+            reduce = of.row.of_shares
+            if reduce is not None and len(of.args) == len(problem.args):
+                yield of, lambda p, *batch, reduce=reduce: reduce(loops.shares(replace(problem, batch=batch), p))
+    if _large(problem):
+        return
+    if problem.kind in (MODEL, BOTH):
+        for name in ("batch_jacobian", "gram", "gram per parameter"):
+            of = made(problem, name)[-1]
+            if of.row.loop is not None and (name == "batch_jacobian" or _one_output(problem)):
+                yield of, of.row.loop(problem.steady(problem.f))
+    if problem.loss is not None:
+        yield one(problem, "diag_ggn"), dense_diag_ggn(problem.steady(problem.f), problem.steady(problem.loss))
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The same of the function."""
-        return self.one.dtype
 
-    @property
-    def floor(self) -> float:
-        """A size that is small beside its gradients."""
-        return self.one.floor
-
-    def part(self, samples: Sequence[int]) -> TransformProblem:
-        """The same of some samples."""
-        return replace(self, one=self.one.part(samples))
-
-    def double(self) -> TransformProblem:
-        """The same in float64."""
-        return replace(self, one=self.one.double())
-
-    @property
-    def functions(self) -> tuple[Callable, ...]:
-        """The functions that the makers take."""
-        return (self.one.f,) if self.one.loss is None else (self.one.f, self.one.loss)
-
-    def made(self) -> Callable:
-        """The statistic, anew."""
-        return self.maker(*self.functions)
-
-    def t(self, *args: Any) -> Any:
-        """Its result."""
-        return self.made()(*args)
-
-    def oracle(self, *args: Any) -> Any:
-        """The result of its loop."""
-        return self.loop(*self.functions)(*args)
+def _one_output(problem: LawProblem) -> bool:
+    with torch.no_grad():
+        return len(tree.tensors(problem.f(problem.params, *problem.inputs))) == 1
 
 
 @law("it equals its oracle", TRANSFORM)
-def equals(subject: TransformProblem) -> Iterator[Claim]:
+def equals(problem: LawProblem) -> Iterator[Claim]:
     """t(f)(params, *batch) == oracle(f)(params, *batch)"""
-    args = subject.one.args
+    for of, formula in formulas(problem):
 
-    def expected() -> Any:
-        try:
-            return subject.oracle(*args)
-        except Exception as error:
-            subject.t(*args)  # what this refuses needs no oracle
-            raise AssertionError(f"the oracle of {subject.called} raises {type(error).__name__}: {error}") from error
+        def expected(of: Made = of, formula: Formula = formula) -> Any:
+            try:
+                return formula(*of.args)
+            except Exception as error:
+                of()  # what this refuses needs no oracle
+                raise AssertionError(f"the oracle of {of.called} raises {type(error).__name__}: {error}") from error
 
-    yield Claim(subject.called, lambda: subject.t(*args), expected, subject.n)
-
-
-@law("grad of it is that of its oracle", TRANSFORM)
-def differentiated(subject: TransformProblem) -> Iterator[Claim]:
-    """grad(lambda p: total(t(f)(p, *batch)))(params) == the same of the oracle, by torch.autograd"""
-    params, *batch = subject.one.args
-
-    def expected() -> Any:
-        leaves, form = tree.separate(params)
-        leaves = [p.detach().clone().requires_grad_() for p in leaves]
-        try:
-            value = total(subject.oracle(form.join(leaves), *batch))
-            return form.join(torch.autograd.grad(value, leaves, materialize_grads=True))
-        except InvFuncError:
-            raise
-        except Exception as error:
-            raise Inapplicable(f"its oracle cannot be differentiated: {type(error).__name__}: {error}") from error
-
-    def found() -> Any:
-        leaves, form = tree.separate(params)  # torch.func takes no None
-        return form.join(grad(lambda own: total(subject.t(form.join(own), *batch)))(leaves))
-
-    yield Claim(subject.called, found, expected, subject.n)
+        yield Claim(of.called, of, expected, problem.n)
 
 
-@law("vmap of it is the loop", TRANSFORM)
-def batched(subject: TransformProblem) -> Iterator[Claim]:
-    """vmap(t(f), (0, None, ...))(stack(points), *batch) == stack([t(f)(p, *batch) for p in points])"""
-    params, *batch = subject.one.args
-    points = [tree.map_tensors(lambda p, c=c: c * p, params) for c in POINTS]
+@law("grad of a statistic is that of its loop", FUNCTION, TRANSFORM, when=no_formulas)
+def differentiated(problem: LawProblem) -> Iterator[Claim]:
+    """grad(lambda p: total(t(p, *batch)))(params) == the same of the loop, by torch.autograd; so of t by autograd"""
 
-    def mapped() -> Any:
-        leaves, form = tree.separate(zipped(torch.stack, points))
-        return mapped_over(lambda own: plain(subject.t(form.join(own), *batch)), leaves)
+    def value(params: Any, *batch: Any) -> torch.Tensor:
+        return total(problem.f(params, *batch)) if problem.kind == MODEL else problem.losses(params, *batch).sum()
 
-    def looped() -> Any:
-        return zipped(torch.stack, [plain(subject.one.steady(subject.t)(p, *batch)) for p in points])
+    @cache
+    def possible() -> None:
+        """Torch has to be able to do this of f."""
+        for way in (slopes, loop_slopes):
+            way(slopes(value))(*problem.args)
 
-    yield Claim(subject.called, mapped, looped, subject.n)
+    for of, formula in formulas(problem):
+
+        @cache
+        def expected(of: Made = of, formula: Formula = formula) -> Any:
+            possible()
+            return loop_slopes(formula, needed=problem.oracle is not None)(*of.args)
+
+        for called, way in {"": slopes, " by autograd": loop_slopes}.items():
+            yield Claim(of.called + called, lambda of=of, way=way: way(of.make())(*of.args), expected, problem.n)
 
 
-@law("chunks, blocks and paths do not matter to it", TRANSFORM)
-def passes(subject: TransformProblem) -> Iterator[Claim]:
-    """of a statistic that this library made: chunked(t, 2, over=axis), a tiny cache, the generic path"""
-    t, args = subject.made(), subject.one.args
-    if not isinstance(t, Statistic):
-        return
+@law("vmap over parameters is the loop", FUNCTION, TRANSFORM)
+def batched(problem: LawProblem) -> Iterator[Claim]:
+    """vmap(t, (0, None, ...))(stack(points), *batch) == stack([t(p, *batch) for p in points])"""
 
-    def in_chunks(axis: AxisName) -> Any:
-        return invfunc.chunked(subject.made(), 2, over=axis)(*args)
+    @cache
+    def possible() -> None:
+        """Torch has to be able to do this of f, with the random numbers of the loop."""
+        f, args = problem.steady(problem.f), (problem.params, *problem.inputs)
+        found = at_points(f)(*args)
+        if problem.draws and difference(found, loop_at_points(f)(*args)).error > tolerance(problem.dtype):
+            raise Inapplicable("f draws other random numbers under vmap")
 
-    ways: dict[str, Callable] = {f"{subject.called} over {axis}": partial(in_chunks, axis) for axis in t.axes}
-    if subject.one.draws:  # anew in each chunk of samples
-        ways.pop(f"{subject.called} over samples", None)
-    ways[f"{subject.called} in blocks"] = lambda: in_blocks(subject.made())(*args)
-    if t.options == Options():
-        ways[f"{subject.called}, generic"] = lambda: generic(subject.made())(*args)
-    for name, way in ways.items():
-        yield Claim(name, way, lambda: subject.t(*args), subject.n)
+    for of in every(problem):
+        if of.row.drawn:
+            continue
+
+        def expected(of: Made = of) -> Any:
+            possible()
+            return loop_at_points(problem.steady(of.make()))(*of.args)
+
+        yield Claim(of.called, lambda of=of: at_points(of.make())(*of.args), expected, problem.n)
+
+
+@law("chunks do not matter", FUNCTION, TRANSFORM)
+def chunks(problem: LawProblem) -> Iterator[Claim]:
+    """chunked(t, n, over="samples" | "outputs" | "params")(params, *batch) == t(params, *batch), for every n"""
+    for of in every(problem):
+        for turn, over in enumerate(getattr(of.make(), "axes", ())):
+            if over == "samples" and problem.draws:  # anew in each chunk of samples
+                continue
+            split = {"chunk_size": 1} if turn % 2 else {"n": 2 if problem.n < 4 else 3}
+
+            def found(of: Made = of, over: AxisName = over, split: dict = split) -> Any:
+                return invfunc.chunked(of.make(), over=over, **split)(*of.args)
+
+            yield Claim(f"{of.called} over {over}", found, of.itself, problem.n)
 
 
 @law("it leaves all as it was", TRANSFORM)
-def effects(subject: TransformProblem) -> Iterator[Claim]:
+def effects(problem: LawProblem) -> Iterator[Claim]:
     """no argument is written, no results share memory, nothing stays alive, the generators end where f leaves them"""
-    one, called = subject.one, subject.called
 
     def after(call: Callable) -> list[torch.Tensor]:
         call()
         return generators()
 
-    def itself() -> Any:
-        return subject.t(*one.args)
-
-    yield Claim(f"{called}: arguments", lambda: written(itself, one.args), lambda: state(one.args))
-    yield Claim(f"{called}: memory", lambda: shared(itself(), one.args), list)
-    yield Claim(f"{called}: generators", lambda: after(itself), lambda: after(lambda: one.f(one.params, *one.inputs)))
-    yield Claim(f"{called}: life", lambda: alive(lambda given: subject.t(*given), one.args), list)
+    for of in every(problem):
+        yield Claim(f"{of.called}: arguments", lambda of=of: written(of, of.args), lambda: state(problem.args))
+        yield Claim(f"{of.called}: memory", lambda of=of: shared(of(), of.args), list)
+        of_f = lambda: after(lambda: problem.f(problem.params, *problem.inputs))  # noqa: E731
+        yield Claim(f"{of.called}: generators", lambda of=of: after(of), of_f)
+        yield Claim(f"{of.called}: life", lambda of=of: alive(lambda given: of.make()(*given), of.args), list)
 
 
 CALL = "laws.check_transform"
@@ -222,7 +208,7 @@ def check_transform(
 
         t(f)(params, *batch) == oracle(f)(params, *batch)        # with loss=: t(f, loss) and oracle(f, loss)
 
-    also under `grad` and `vmap`, and in chunks, in blocks and on the generic path where this library made it.
+    also under `grad` and `vmap`, and in chunks where this library made it.
 
     Args:
         t: makes the statistic of a function, `t(f)` or `t(f, loss)`, as `functools.partial(invfunc.diag_ggn)` does.
@@ -254,11 +240,11 @@ def check_transform(
     laws = chosen(CALL, TRANSFORM, only)
     if f is None:
         return _of_families(t, oracle, laws, seconds, seed)
-    one = problem(CALL, f, params, batch, loss, in_dims, samples, seed)
-    subject = TransformProblem(t, oracle, one, describe(f))
-    outcomes = tried(laws, subject, seconds)
-    again = call(CALL, f"t, oracle, {describe(f)}, params, *batch", options(one, in_dims), seed)
-    return judged(Table(f"{describe(t)} of {one!r}", tuple(outcomes)), subject, again, seconds)
+    given = problem(CALL, f, params, batch, loss, in_dims, samples, seed)
+    given = replace(given, t=t, oracle=oracle, called=describe(f))
+    outcomes = tried(laws, given, seconds)
+    again = call(CALL, f"t, oracle, {describe(f)}, params, *batch", options(given, in_dims), seed)
+    return judged(Table(f"{describe(t)} of {given!r}", tuple(outcomes)), given, again, seconds)
 
 
 def _of_families(t: Callable, oracle: Callable, laws: list[Law], seconds: float, seed: int) -> Table:
@@ -268,11 +254,12 @@ def _of_families(t: Callable, oracle: Callable, laws: list[Law], seconds: float,
     for name in models.FAMILIES:
         p = models.Problem(models.Model(name), models.Loss("mse_loss", "mean" if two else "none"))
         f, loss = (p.model.f, p.loss) if two else (p.f, None)
-        subject = TransformProblem(t, oracle, problem(CALL, f, p.model.params, p.batch, loss, 0, None, seed), name)
-        found = tried(laws, subject, max(0, deadline - time.perf_counter()))
+        given = problem(CALL, f, p.model.params, p.batch, loss, 0, None, seed)
+        given = replace(given, t=t, oracle=oracle, called=name)
+        found = tried(laws, given, max(0, deadline - time.perf_counter()))
         for whole, outcome in zip(outcomes, found, strict=True):
             whole.add(outcome)
-        judged(Table(f"p = {p!r}", tuple(found)), subject, call(CALL, f"t, oracle, {form}", {}, seed), seconds)
+        judged(Table(f"p = {p!r}", tuple(found)), given, call(CALL, f"t, oracle, {form}", {}, seed), seconds)
     return Table(f"{describe(t)} of one function of each of {len(models.FAMILIES)} families", tuple(outcomes))
 
 

@@ -225,7 +225,7 @@ FAULTS = [
         "evaluation/fold.py",
         "torch.tensor(sorted(order, key=order.__getitem__), device",
         "torch.tensor(order, device",
-        "statistics/test_samples.py::TestEveryStatistic::test_is_that_of_the_shares_that_were_chosen",
+        "statistics/test_samples.py::TestEveryStatistic::test_does_not_depend_on_chunks",
     ),
     Fault(
         "samples that were chosen are counted from the start of each block",
@@ -239,7 +239,7 @@ FAULTS = [
         "evaluation/engine.py",
         "set_states(before)  # each phase sees the same",
         "pass",
-        "test_chunked_memory.py::TestResults::test_are_those_of_the_statistic",
+        "testing/test_laws_of_transforms.py::test_every_statistic_leaves_all_as_it_was_and_may_be_chunked",
     ),
     Fault(
         "samples that stand alone do not show that their data weigh them",
