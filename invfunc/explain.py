@@ -74,7 +74,8 @@ def explain(statistic: Explainable) -> Callable[..., Explanation]:
     if not isinstance(statistic, Explainable):
         raise ArgumentTypeError(
             f"explain({describe(statistic)}): it is of type {type(statistic).__name__}, but has to be a statistic, as "
-            "in explain(diag_ggn(f, loss))(params, *batch)."
+            "in explain(diag_ggn(f, loss))(params, *batch). Of a block `pairs.held_states` tells what stays in memory, "
+            "and `pairs.drift` how exactly it runs backwards."
         )
     return Explained(statistic)
 

@@ -289,7 +289,7 @@ def data_first(t: Transform, args: tuple) -> str:
         return ""
     for i, x in enumerate(args[1:], 2):
         if isinstance(x, Mapping) and x and all(isinstance(p, torch.Tensor) for p in x.values()):
-            return f"If argument {i}, a {type(x).__name__} of tensors, is the parameters: parameters come first."
+            return f"Is argument {i}, a {type(x).__name__} of tensors, the parameters? They come first."
     return ""
 
 
@@ -297,7 +297,7 @@ def told(error: InvFuncError, call: str, hint: str = "") -> InvFuncError:
     """The error with the call as it was written, and a hint; the innermost transform that fails says it."""
     if error.told:
         return error
-    said = type(error)(f"{call}: {error}{hint and f' {hint}'}")
+    said = type(error)(f"{call}: {hint and f'{hint} If not: '}{error}")
     said.__dict__.update(error.__dict__)
     said.told = True
     return said

@@ -157,11 +157,18 @@ class Kronecker:
         """The matrix in the form with eigenvalues."""
         return rounded(self, self._decomposed())
 
-    @checked_at_the_end()
     def sqrt(self) -> Kronecker:
         """The symmetric positive semi-definite matrix whose square it is, in the form with values."""
+        return self.power(0.5)
+
+    @checked_at_the_end()
+    def power(self, exponent: float, damping: Damping = 0.0) -> Kronecker:
+        """The power of `K + damping I`, in the form with values, as `power(-0.25)` for Shampoo."""
         values, vectors = self._spectrum()
-        return rounded(self, self._made(vectors, values.sqrt()))
+        shifted = values + symmetric.damped(damping)
+        if exponent < 0:
+            shifted = symmetric.positive(shifted, self._called("the matrix"))
+        return rounded(self, self._made(vectors, shifted**exponent))
 
     @checked_at_the_end()
     def logdet(self, damping: Damping = 0.0) -> torch.Tensor:

@@ -203,8 +203,8 @@ CALLS = {
         "diag_ggn(centred, mse_loss)(params, x, target) ... `sub`"),
     "samples mixed in the loss": (diag_ggn(model, lambda z, y: z.var(0).sum()), (P, X, Z), SampleAxisError, "`var`"),
     "batch statistics": (batch_grad(normalised), (P, X, Y), SampleAxisError,
-        "batch_grad(normalised)(params, x, y) ... batch_norm ... eval mode"),
-    "batch statistics of the GGN": (diag_ggn(normalised), (P, X, Y), SampleAxisError, "batch_norm ... eval mode"),
+        "batch_grad(normalised)(params, x, y) ... batch_norm ... train=False"),
+    "batch statistics of the GGN": (diag_ggn(normalised), (P, X, Y), SampleAxisError, "batch_norm ... train=False"),
     "a path around": (diag_ggn(penalised), (P, X, Y), SplitError,
         "diag_ggn(penalised)(params, x, y): a path ... goes around ... `add` ... outputs(z)"),
     "a weight around": (diag_ggn(weighted), (P | {"s": torch.tensor(0.3)}, X, Y), SplitError,
@@ -370,7 +370,7 @@ SIZES = {
     "of three": (lambda: batch_grad(lambda p, a, b, c: scaled(a, p, b))(torch.ones(3, 2), torch.ones(7), XS, XS),
         "a has 7 samples but b has 4 ... pass in_dims=(None, 0, 0) to hold a fixed."),
     "data before the parameters": (lambda: batch_grad(scaled)(XS, PS, XS),
-        "argument 2, a dict ... parameters come first"),
+        "Is argument 2, a dict of tensors, the parameters? They come first. If not: "),
     "in one tree": (lambda: batch_grad(lambda p, d: d)(PS, {"a": XS, "b": XS[:2]}),
         "d['a'] has 4 samples but d['b'] has"),
 }
@@ -409,7 +409,7 @@ def test_shapes_of_samples_that_do_not_meet_are_told():
 def test_errors_of_f_that_got_the_data_before_the_parameters_have_a_note():
     with pytest.raises(Exception) as caught:  # whatever f makes of it
         batch_grad(lambda x, params: x @ params)(XS, {"w": XS})
-    assert "parameters come first" in caught.value.__notes__[0]
+    assert "They come first" in caught.value.__notes__[0]
     with pytest.raises(Exception) as caught:
         batch_grad(lambda x, params: x @ params["w"][:, :1], argnums=1)(XS[:, :1], PS)
     assert not hasattr(caught.value, "__notes__")

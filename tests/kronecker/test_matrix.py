@@ -151,6 +151,11 @@ class TestMatrix:
         assert_trees_close(root @ root, matrix(K), RTOL[dtype])
         assert_trees_close(root, root.mT, RTOL[dtype])
 
+    @given(K=kroneckers())
+    def test_powers_undo_each_other(self, K, device, dtype):
+        fourth, whole = moved(K, dtype, device).power(-0.25, 0.5).dense(), matrix(K) + 0.5 * eye(K)
+        assert_trees_close(fourth @ fourth @ fourth @ fourth @ whole, eye(K), 100 * RTOL[dtype])
+
 
 class TestInverse:
     @given(K=kroneckers(), damping=dampings)
@@ -261,6 +266,7 @@ WRONG = {
     "singular diagonal": (lambda: over(torch.tensor([1.0, 0])).inverse(), ArgumentError, "factors[0] ... singular"),
     "singular values": (lambda: over(I2, values=torch.tensor([1.0, 0])).inverse(), ArgumentError, "singular"),
     "logdet of a singular one": (lambda: over(torch.ones(2, 2)).logdet(), ArgumentError, "singular ... damping"),
+    "power of a singular one": (lambda: over(torch.ones(2, 2)).power(-0.25), ArgumentError, "singular. Pass damping"),
     "root of an indefinite one": (lambda: over(INDEFINITE).sqrt(), ArgumentError, "factors[0] ... positive semi"),
     "root of a negative one": (lambda: over(-I2).sqrt(), ArgumentError, "factors[0] ... positive semi-definite"),
     "root of a negative diagonal": (lambda: over(-torch.ones(2)).sqrt(), ArgumentError, "factors[0] ... positive semi"),
