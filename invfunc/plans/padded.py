@@ -57,13 +57,13 @@ class Masked:
                     f"with pad=, f has to return the losses [N] of the samples, as with reduction='none', of which the "
                     f"padded ones are left out, but returns {tuple(getattr(found, 'shape', ()))} of {len(mask)}."
                 )
-            return found * mask.to(found.dtype)
+            return torch.where(mask, found, 0)
         outputs = tree.map_tensors(lambda z: self._of_outputs(z, mask), found)
         return (outputs, found) if self.tells else outputs
 
     def _of_outputs(self, z: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        by = mask.to(z.dtype).reshape([-1 if d == self.axis % z.ndim else 1 for d in range(z.ndim)])
-        return z * by + z.detach() * (1 - by)
+        own = mask.reshape([-1 if d == self.axis % z.ndim else 1 for d in range(z.ndim)])
+        return torch.where(own, z, z.detach())
 
 
 class Padding:
@@ -81,14 +81,8 @@ class Padding:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of a padded batch, with its mask in front of it."""
-        t, count = self.t, len(args) - self.lead
-        found, mask = _of_masked(t, (0, *self._dims(count).values()))(*args, **kwargs), args[self.lead]
-        if isinstance(t, Product):
-            return found
-        if not t.members:
-            return _centred(t, found, mask)
-        own = [_centred(m, x, mask) for m, x in zip(t.members, found, strict=False)]
-        return (*own, *found[len(own) :])
+        dims = self._dims(len(args) - self.lead)
+        return _of_masked(self.t, (0, *dims.values()))(*args, **kwargs)
 
     @property
     def lead(self) -> int:
@@ -126,23 +120,38 @@ class Padding:
         if isinstance(t, Product):
             return found if scale == 1 else tree.map_tensors(lambda x: x * scale**t.degree, found)
         if t.members:
-            return tuple(_cut(m, x, n, scale) for m, x in zip(t.members, found, strict=True))
-        return _cut(t, found, n, scale)
+            return tuple(_cut(m, x, n, size, scale) for m, x in zip(t.members, found, strict=True))
+        return _cut(t, found, n, size, scale)
 
     def _scale(self, outputs: Any, target: Any, n: int, size: int) -> float:
         """The factor by which the gradient of the loss of n samples is that which they have in the padded batch."""
         t = self.t
         assert t.loss is not None
         dim = t.in_dims[-1] if isinstance(t.in_dims, Sequence) else t.in_dims
-        with torch.no_grad():
-            if t.loss(outputs, target).ndim:  # one for each sample
-                return 1.0
         own, others = (
             LossPart(t.loss, _some(outputs, t.out_dims, rows), _some(target, dim, rows), len(rows), t.out_dims, dim)
             for rows in (range(n), range(n, size))
         )
+        with torch.no_grad():
+            whole = t.loss(outputs, target)
+            if whole.ndim:  # one for each sample
+                return 1.0
+            known = _plain_scale(torch.stack([whole, *(t.loss(x.outputs, x.target) for x in (own, others))]), n, size)
+        if known is not None:
+            return known
         scale = ratio(others, own)
         return 1.0 if scale is None else 1 / float(scale)
+
+
+def _plain_scale(losses: torch.Tensor, n: int, size: int) -> float | None:
+    """The factor of a mean or a sum, as the losses of a padded batch, of its n samples and of the others show it; None
+    if they do not: those of a loss with weights are told from a mean where both parts differ."""
+    whole, own, others = losses.tolist()
+    sizes, close = (abs(own), abs(others)), 4 * torch.finfo(losses.dtype).eps
+    if abs(whole - own - others) <= close * sum(sizes) and own * others > 0 and min(sizes) > 0.1 * max(sizes):
+        return 1.0
+    mean = own + (others - own) * (1 - n / size)
+    return size / n if abs(whole - mean) <= close * sum(sizes) and abs(own - others) > 0.01 * sum(sizes) else None
 
 
 def _some(argument: Any, dim: int | None, rows: range | torch.Tensor) -> Any:
@@ -182,26 +191,25 @@ def _of_masked(t: Any, in_dims: tuple) -> Any:
     return replace(t, **changed)
 
 
-def _centred(t: Statistic, result: Any, mask: torch.Tensor) -> Any:
-    """A result of which padded samples are taken out of the variance, by the formula of Chan, Golub and LeVeque."""
-    if not isinstance(t.reduction, CentredSquares):
-        return result
+def _centred(reduction: CentredSquares, result: Any, n: int, size: int) -> Any:
+    """The variance of n samples, where that of the padded batch is known: by the formula of Chan, Golub and LeVeque."""
+    if n <= reduction.correction:
+        raise ArgumentError(f"correction={reduction.correction} leaves no divisor above 0 for {n} samples.")
     total, spread = result
-    n, size = mask.sum(dtype=torch.float64), len(mask)
-    divisor = n - t.reduction.correction
+    (leaves, structure), divisor = tree.flatten(spread), n - reduction.correction
     scale, share = size / divisor, (n - size) / (size * n * divisor)
-    leaves, structure = tree.flatten(spread)
-    for i, (s, v) in enumerate(zip(tree.tensors((total,)), leaves, strict=True)):
-        leaves[i] = torch.addcmul(v * scale, s, s * share).clamp(min=0)
-    spread = tree.unflatten(leaves, structure)
-    return (total, spread) if isinstance(t.reduction, SumAndCentredSquares) else spread
+    with torch.no_grad():
+        pairs = zip(tree.tensors((total,)), leaves, strict=True)
+        own = [torch.addcmul(v * scale, s, s, value=share).clamp_(min=0) for s, v in pairs]
+    spread = tree.unflatten(own, structure)
+    return (total, spread) if isinstance(reduction, SumAndCentredSquares) else spread
 
 
-def _cut(t: Statistic, result: Any, n: int, scale: float) -> Any:
+def _cut(t: Statistic, result: Any, n: int, size: int, scale: float) -> Any:
     """A result of a statistic without the rows of padded samples."""
     reduction: Reduction = t.reduction
-    if isinstance(reduction, CentredSquares) and n <= reduction.correction:
-        raise ArgumentError(f"correction={reduction.correction} leaves no divisor above 0 for {n} samples.")
+    if isinstance(reduction, CentredSquares):
+        result = _centred(reduction, result, n, size)
     if isinstance(reduction, ClippedSum):
         return result[0], result[1][:n]
     if isinstance(reduction, InnerProducts):
