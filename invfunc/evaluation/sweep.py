@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -259,18 +258,6 @@ def share(
     kept = list(_kept(sweep))
     for (k, i), state in zip(exchanges, processes.exchanged(list(exchanges.values())), strict=True):
         kept[k].states[i] = state
-
-
-def bytes_given(sweep: Sweep, gather: bool) -> int:
-    """Number of bytes that a process gives to others that keep as much as it does, if none needs to be asked."""
-    total = 0
-    for exchange in _exchanges(sweep, sweep.n, [Brought.of(sweep)], gather).values():
-        with suppress(StopIteration):
-            answer: Any = None
-            while True:
-                answer = exchange.send(answer).tensors
-                total += sum(x.nbytes for x in answer)
-    return total
 
 
 def _exchanges(sweep: Sweep, own: int, each: list[Brought], gather: bool) -> dict[tuple[int, int], Exchange]:
