@@ -8,15 +8,12 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from glob import escape
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 from uuid import uuid4
-from zipfile import BadZipFile, ZipFile
 
 import torch
 
@@ -138,20 +135,13 @@ class Checkpoint:
             raise ArgumentError(f"checkpoint={str(self.path)!r}: it is a folder. Give the name of a file in it.")
         if not os.access(self.path.parent, os.W_OK):
             raise self.unwritten("this process may not write there")
-        self._remove_parts()
-        with suppress(FileNotFoundError), self.path.open("rb") as file:  # another call may remove it meanwhile
-            return self._read(file, identity, device)
-        return Record(identity, keys)
+        return self._read(identity, device) if self.path.exists() else Record(identity, keys)
 
-    def _read(self, file: BinaryIO, identity: dict[str, str], device: torch.device) -> Record:
+    def _read(self, identity: dict[str, str], device: torch.device) -> Record:
         try:
-            with ZipFile(file) as parts:
-                if (broken := parts.testzip()) is not None:  # which torch.load does not look for
-                    raise BadZipFile(broken)
-            file.seek(0)
             known = torch.serialization.get_safe_globals()  # at its end the context takes away what it was given
             with torch.serialization.safe_globals([kind for kind in _SAFE if kind not in known]):
-                found = torch.load(file, map_location=device)
+                found = torch.load(self.path, map_location=device)
         except Exception as error:  # of what is no file of torch's, whatever its bytes lead to
             raise self.refused(f"cannot be read ({type(error).__name__})") from None
         if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
@@ -162,14 +152,14 @@ class Checkpoint:
                 raise self.refused(f"was written with another value of {name}: {was}, and not {now}")
         return Record.read(found)
 
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
-        self._remove_parts()
+    @property
+    def part(self) -> Path:
+        """The next file, while it is written: a process that is killed leaves it, and the next call replaces it."""
+        return self.path.with_name(f"{self.path.name}.part")
 
-    def _remove_parts(self) -> None:
-        """Remove what processes that were killed while they wrote have left."""
-        for part in self.path.parent.glob(f"{escape(self.path.name)}.{'[0-9a-f]' * 32}.part"):
-            part.unlink(missing_ok=True)
+    def remove(self) -> None:
+        for path in (self.path, self.part):
+            path.unlink(missing_ok=True)
 
     def unwritten(self, why: Any) -> ArgumentError:
         return ArgumentError(
@@ -183,24 +173,16 @@ class Checkpoint:
 
     def write(self, record: Record) -> None:
         """Replace the file at once, so that it is the old or the new one whatever happens meanwhile."""
-        part = self.path.with_name(f"{self.path.name}.{uuid4().hex}.part")  # another call may write its own
         try:
-            with part.open("xb") as file:
+            with self.part.open("wb") as file:
                 torch.save({"format": _FORMAT, **record.written()}, file)
                 file.flush()
                 os.fsync(file.fileno())
-            with suppress(FileNotFoundError):  # another call with this file has begun or ended meanwhile
-                part.replace(self.path)
+            self.part.replace(self.path)
         except OSError as error:
             raise self.unwritten(error) from error
         finally:
-            part.unlink(missing_ok=True)
-        with suppress(OSError):  # not every system opens folders
-            folder = os.open(self.path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            self.part.unlink(missing_ok=True)
 
 
 def _known(kept: dict[str, Any] | None) -> list[Any]:
