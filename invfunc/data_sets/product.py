@@ -145,7 +145,7 @@ class SumOfProducts(StreamWork):
         self.plans = plans
         self.expected = begun.counted
         """The number of samples the first time."""
-        self.apart, self.has_aux = False, product.has_aux
+        self.apart, self.has_aux, self.loss = False, product.has_aux, product.loss
         """True if f has been seen to keep samples apart."""
         self.aux: list[Any] = []
 
@@ -245,9 +245,6 @@ class SumOfProducts(StreamWork):
 
     def keep(self, kept: dict[str, Any]) -> None:
         self.sums, self.n = kept["sums"], kept["n"]
-
-    def weigh_first(self, args: tuple) -> None:
-        self._weight(self._of_batch(args, 0)[0])
 
 
 class Summed(Reduction):

@@ -129,8 +129,8 @@ def streamed(
     it, perhaps, a `.part` of the next), and read by `torch.load` with its default settings. Of f and the loss it knows
     only the names, and draws go on as they were begun, whatever generator a next call has. All batches,
     and once the parameters, are copied to the CPU for a checksum; a result with a sample axis is written in full each
-    time. Where the loss is one number, the first batch is computed again to go on. That of `ekfac` has the
-    eigenvectors, which another machine may find with other signs.
+    time, and where the loss is one number, the outputs and the target of the first batch. That of `ekfac` has the
+    eigenvectors, which another machine may find with other signs. A file is of one call at a time.
 
     `gram` holds the per-sample gradients of a batch, in factors, while the batches behind it go by: of k batches k
     (k+1)/2 tiles, of which the others are mirror images. Each tile evaluates one batch, k (k+1)/2 of them in place of

@@ -47,7 +47,7 @@ class VisitWork(StreamWork):
         """`plans` evaluate batches if there are some, `reduction` is the scale of a loss that is one number, and
         `empty` has the arguments of a batch without samples, where there was one."""
         self.t, self.kwargs, self.begun, self.evaluated = t, kwargs, begun, plans or _evaluated
-        self.empty, self.has_aux, self.aux = empty, t.has_aux, list[Any]()
+        self.empty, self.has_aux, self.aux, self.loss = empty, t.has_aux, list[Any](), t.loss
         self.sweep = Sweep()
         self.sweep.weights = BatchWeights(reduction)
         self.sweep.expected = begun.counted
@@ -148,11 +148,6 @@ class VisitWork(StreamWork):
     def keep(self, kept: dict[str, Any]) -> None:
         weights, self.sweep = self.weights, Sweep.resumed(kept, self.without_samples())
         self.sweep.weights = weights
-
-    def weigh_first(self, args: tuple) -> None:
-        first = Sweep()
-        first.add(self.t.keyed(self.keys, 0).engine(args, self.kwargs, self.t.names(len(args))))
-        self.sweep.weights = first.weights
 
 
 class RowByRow(VisitWork):

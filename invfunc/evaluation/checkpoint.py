@@ -31,7 +31,7 @@ from invfunc.reductions.sides import Sided
 
 _SAFE = [DiagonalFactors, Factors, Joint, ParameterFactors, Kronecker, Origin, Place, Refused, Sided]
 """Types that reductions keep beside tensors, numbers and names."""
-_FORMAT = "invfunc.streamed 3"
+_FORMAT = "invfunc.streamed 4"
 State = Callable[[], dict[str, Any]]
 """Makes what is known by now, in dicts, tensors and numbers."""
 
@@ -65,8 +65,6 @@ class Record:
     """Number of batches that are done."""
     n: int = 0
     """Number of samples of these."""
-    first: int | None = None
-    """The first batch that has any."""
     state: State | None = None
     """State of the work; None if nothing was done."""
 
@@ -220,8 +218,8 @@ class StreamWork(ABC):
     aux: list[Any]
     """Those of the batches that were seen."""
     weights: BatchWeights
-    weighed = False
-    """Tells whether the loss of the first batch was seen, from which a call before has gone on."""
+    loss: Any = None
+    """The loss, if it is given apart."""
 
     @abstractmethod
     def visit(self, args: tuple, n: int) -> int:
@@ -235,26 +233,20 @@ class StreamWork(ABC):
     def keep(self, kept: dict[str, Any]) -> None:
         """Go on from what was known."""
 
-    @abstractmethod
-    def weigh_first(self, args: tuple) -> None:
-        """See the first batch once more, for what its loss weighs."""
-
     def state(self) -> State:
         """All that is known by now."""
         if self.has_aux:
             check_loadable("aux", self.aux[-1:])
-        kept, count, weighed = self.kept(), len(self.aux), self.weights.first is not None
-        return lambda: {**kept, "weighed": weighed, "aux": self.aux[:count]}
+        kept, count, weights = self.kept(), len(self.aux), self.weights.saved()
+        if weights is not None and count == 1:
+            check_loadable("the first batch's outputs and target", weights)
+        return lambda: {**kept, "weights": weights, "aux": self.aux[:count]}
 
     def resume(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
-        self.weighed, self.aux = state["weighed"], state["aux"]
+        self.aux = state["aux"]
+        self.weights.restore(state["weights"], self.loss)
         self.keep(state)
-
-    def weigh(self, args: tuple) -> None:
-        """See the first batch once more, which is no part of a state: a loss is compared with what it is there."""
-        if self.weighed and self.weights.first is None:
-            self.weigh_first(args)
 
 
 class Course:
@@ -266,7 +258,7 @@ class Course:
     def __init__(self, record: Record, file: Checkpoint | None = None) -> None:
         self.record, self.several = record, False
         self.file: Any = file
-        self._done = self._n = self._number = self._known = 0
+        self._done = self._n = self._known = 0
         self._prints, self._new, self._written = list[int](), False, time.monotonic()
 
     @property
@@ -307,7 +299,7 @@ class Course:
             self._write()
 
     def _remaining(self, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-        """The batches that are not done, with their numbers, and the first one, which is seen again."""
+        """The batches that are not done, with their numbers."""
         number = -1
         for number, batch in enumerate(batches):
             mark = fingerprint(batch)
@@ -318,24 +310,16 @@ class Course:
                     f"is of a loader whose batch {number} was another one (one that shuffles has to give its batches "
                     "in the same order again)"
                 )
-            if number < self._done and number != self.record.first:
-                continue
-            self._number = number
-            yield number, batch
             if number >= self._done:
+                yield number, batch
                 self._note(done=number + 1, n=self._n)
         if number + 1 < len(self._prints):
             raise self.file.refused(f"is of a loader with at least {len(self._prints)} batches, and not {number + 1}")
 
     def _visit(self, args: tuple, n: int) -> int:
         """See one of those."""
-        if self._number < self._done:
-            self.work.weigh(args)
-            return 0
         own = self.work.visit(args, self._n)
         self._n += own
-        if self.record.first is None:
-            self.record = replace(self.record, first=self._number)
         return own
 
     def _before_others(self) -> None:

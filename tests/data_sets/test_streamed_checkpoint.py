@@ -174,30 +174,24 @@ class TestBrokenOff:
 
 class TestProducts:
     MADE = (
-        lambda f: invfunc.hvp(losses),
-        lambda f: invfunc.ggnvp(f, F.cross_entropy),
-        lambda f: invfunc.ggnvp(f, F.cross_entropy, mc_samples=2, generator=seeded(), fisher="mc"),
-        lambda f: invfunc.ggnvp(f, F.cross_entropy, fisher="empirical"),
-        lambda f: invfunc.ggnvp(f, F.cross_entropy, blocks=True),
+        lambda: invfunc.hvp(losses),
+        lambda: invfunc.ggnvp(linear, F.cross_entropy),
+        lambda: invfunc.ggnvp(linear, F.cross_entropy, mc_samples=2, generator=seeded(), fisher="mc"),
+        lambda: invfunc.ggnvp(linear, F.cross_entropy, fisher="empirical"),
+        lambda: invfunc.ggnvp(linear, F.cross_entropy, blocks=True),
     )
 
-    @pytest.mark.parametrize("make", MADE, ids=lambda make: repr(make(linear)))
+    @pytest.mark.parametrize("make", MADE, ids=lambda make: repr(make()))
     def test_go_on_as_if_nothing_had_happened(self, data, file, make):  # noqa: F811
         params, *rest = data
-        parts, seen = batches([0, 2, 3, 5, 5], *rest), []
-
-        def f(*args):
-            seen.append(args)
-            return linear(*args)
-
-        v = tree.map_tensors(lambda p: Numbers(3)(*[2] * make(f).lead, *p.shape).to(p), params)
-        wanted = streamed(make(f))(params, v, parts)
+        parts = batches([0, 2, 3, 5, 5], *rest)
+        v = tree.map_tensors(lambda p: Numbers(3)(*[2] * make().lead, *p.shape).to(p), params)
+        wanted = streamed(make())(params, v, parts)
         for at in (2, 5, 6):
             with pytest.raises(Lost):
-                streamed(make(f), checkpoint=file)(params, v, breaking(parts, at))
-            same(streamed(make(f), checkpoint=file)(params, v, iter(parts)), wanted)
+                streamed(make(), checkpoint=file)(params, v, breaking(parts, at))
+            same(streamed(make(), checkpoint=file)(params, v, iter(parts)), wanted)
             assert not file.exists()
-        assert make is self.MADE[0] or len({args[1].data_ptr() for args in seen}) == 5  # with half of one
 
     def test_another_vector(self, data, file):  # noqa: F811
         params, *rest = data
