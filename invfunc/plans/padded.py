@@ -17,7 +17,7 @@ from invfunc.evaluation.weights import LossPart, ratio
 from invfunc.loss.drawn import joined
 from invfunc.products.product import Product
 from invfunc.reductions.gradients import CentredSquares, ClippedSum, EachSample, SumAndCentredSquares
-from invfunc.reductions.reduction import Reduction
+from invfunc.reductions.reduction import Found, Reduction, State
 from invfunc.reductions.sketches import Sketches
 from invfunc.reductions.squares import InnerProducts, JacobianRows, MatrixTrace, SumOfSquares
 from invfunc.statistic import Statistic
@@ -82,7 +82,7 @@ class Padding:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of a padded batch, with its mask in front of it."""
         dims = self._dims(len(args) - self.lead)
-        return _of_masked(self.t, (0, *dims.values()))(*args, **kwargs)
+        return _of_masked(self.t, (0, *dims.values()), args[self.lead])(*args, **kwargs)
 
     @property
     def lead(self) -> int:
@@ -120,8 +120,8 @@ class Padding:
         if isinstance(t, Product):
             return found if scale == 1 else tree.map_tensors(lambda x: x * scale**t.degree, found)
         if t.members:
-            return tuple(_cut(m, x, n, size, scale) for m, x in zip(t.members, found, strict=True))
-        return _cut(t, found, n, size, scale)
+            return tuple(_cut(m, x, n, scale) for m, x in zip(t.members, found, strict=True))
+        return _cut(t, found, n, scale)
 
     def _scale(self, outputs: Any, target: Any, n: int, size: int) -> float:
         """The factor by which the gradient of the loss of n samples is that which they have in the padded batch."""
@@ -179,37 +179,43 @@ def _why_not(t: Statistic | Product) -> str:
     return ""
 
 
-def _of_masked(t: Any, in_dims: tuple) -> Any:
+def _of_masked(t: Any, in_dims: tuple, mask: torch.Tensor) -> Any:
     """A statistic or a product of a masked function."""
     of_outputs = t.loss is not None or (isinstance(t, Statistic) and t.kind.of_model != "no")
     f, tells = Masked(t.f, not of_outputs, t.out_dims, t.loss is not None), t.loss is not None
     changed: dict[str, Any] = {"f": f, "in_dims": in_dims, "has_aux": tells}
     if isinstance(t, Statistic):
-        changed["members"] = tuple(_of_masked(m, in_dims) for m in t.members)
+        changed["members"] = tuple(_of_masked(m, in_dims, mask) for m in t.members)
         if isinstance(t.reduction, CentredSquares):
-            changed["reduction"] = SumAndCentredSquares(0)
+            several = isinstance(t.reduction, SumAndCentredSquares)
+            changed["reduction"] = (PaddedMoments if several else PaddedSquares)(t.reduction.correction, mask)
     return replace(t, **changed)
 
 
-def _centred(reduction: CentredSquares, result: Any, n: int, size: int) -> Any:
-    """The variance of n samples, where that of the padded batch is known: by the formula of Chan, Golub and LeVeque."""
-    if n <= reduction.correction:
-        raise ArgumentError(f"correction={reduction.correction} leaves no divisor above 0 for {n} samples.")
-    total, spread = result
-    (leaves, structure), divisor = tree.flatten(spread), n - reduction.correction
-    scale, share = size / divisor, (n - size) / (size * n * divisor)
-    with torch.no_grad():
-        pairs = zip(tree.tensors((total,)), leaves, strict=True)
-        own = [torch.addcmul(v * scale, s, s, value=share).clamp_(min=0) for s, v in pairs]
-    spread = tree.unflatten(own, structure)
-    return (total, spread) if isinstance(reduction, SumAndCentredSquares) else spread
+class PaddedSquares(CentredSquares):
+    """The centred squares of the samples that a mask has, where the others have no gradient: these are taken out by the
+    formula of Chan, Golub and LeVeque."""
+
+    def __init__(self, correction: float, mask: torch.Tensor) -> None:
+        super().__init__(correction)
+        n = mask.sum(dtype=torch.float64)
+        by = n.reciprocal()
+        self.share, self.by = 1 / len(mask) - by, (n - correction).reciprocal() if correction else by
+
+    def finish(self, state: State, found: Found) -> list[Any]:
+        _, total, centred = state
+        return [torch.addcmul(centred, total, total * self.share).clamp(min=0) * self.by]
 
 
-def _cut(t: Statistic, result: Any, n: int, size: int, scale: float) -> Any:
+class PaddedMoments(SumAndCentredSquares, PaddedSquares):
+    """The gradient, and the centred squares of the samples that a mask has."""
+
+
+def _cut(t: Statistic, result: Any, n: int, scale: float) -> Any:
     """A result of a statistic without the rows of padded samples."""
     reduction: Reduction = t.reduction
-    if isinstance(reduction, CentredSquares):
-        result = _centred(reduction, result, n, size)
+    if isinstance(reduction, CentredSquares) and n <= reduction.correction:
+        raise ArgumentError(f"correction={reduction.correction} leaves no divisor above 0 for {n} samples.")
     if isinstance(reduction, ClippedSum):
         return result[0], result[1][:n]
     if isinstance(reduction, InnerProducts):
