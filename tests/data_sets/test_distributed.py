@@ -231,10 +231,6 @@ class TestErrors:
         with pytest.raises(ArgumentError, match="within a transform of torch.func"):
             torch.func.vmap(lambda p: t({**data[0], "b": p}, *data[1:]))(data[0]["b"][None])
 
-    def test_a_scalar_that_cannot_be_looked_at(self, data):
-        with pytest.raises(ArgumentError, match=r"Return the \[N\] losses"):
-            distributed(invfunc.variance(lambda *args: losses(*args).mean()))(*data)
-
     def test_chunks_come_inside(self, data):
         with pytest.raises(ArgumentTypeError, match="Chunk what is in it"):
             invfunc.chunked(distributed(invfunc.variance(losses)), 2)

@@ -222,27 +222,6 @@ class TestTwoSweeps:
         for at in (0, 1, 3):
             same(gone_on(self.make, params, parts, file, at, sweep=1), wanted)
 
-    def test_broken_off_between_them(self, data, file, monkeypatch):  # noqa: F811
-        params, *rest = data
-        parts, seen = batches([2, 4], *rest), []
-        wanted = streamed(self.make())(params, parts)
-
-        def broken(matrix):
-            raise Lost
-
-        with monkeypatch.context() as patched, pytest.raises(Lost):
-            patched.setattr("invfunc.reductions.eigenbasis.bases_of", broken)
-            streamed(self.make(), checkpoint=file)(params, parts)
-        assert torch.load(file, weights_only=False)["done"] == 3
-        f = lambda *args: seen.append(1) or losses(*args)  # noqa: E731
-        f.__name__ = "losses"
-        t = invfunc.ekfac(f, generator=seeded())
-        same(
-            streamed(invfunc.together(invfunc.batch_grad(f), t, invfunc.variance(f)), checkpoint=file)(params, parts),
-            wanted,
-        )
-        assert len(seen) == 3 + 2  # of each batch, and of parts of the first one
-
     @pytest.mark.parametrize("sweep", [0, 1])
     def test_the_batches_are_the_same_in_both(self, data, file, sweep):  # noqa: F811
         params, *rest = data

@@ -1,6 +1,5 @@
 """streamed: products with the matrix of a data set that comes batch by batch."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F
