@@ -171,7 +171,7 @@ CALLS = {
     "samples mixed in the model": (diag_ggn(centred, F.mse_loss), (P, X, Z), SampleAxisError,
         "diag_ggn(centred, mse_loss)(params, x, target) ... `sub`"),
     "batch statistics": (batch_grad(normalised), (P, X, Y), SampleAxisError,
-        "batch_grad(normalised)(params, x, y) ... batch_norm ... eval mode"),
+        "batch_grad(normalised)(params, x, y) ... batch_norm ... train=False"),
     "a path around": (diag_ggn(penalised), (P, X, Y), SplitError,
         "diag_ggn(penalised)(params, x, y): a path ... goes around ... `add` ... outputs(z)"),
     "a weight around": (diag_ggn(weighted), (P | {"s": torch.tensor(0.3)}, X, Y), SplitError,
