@@ -11,7 +11,7 @@ import torch
 
 from invfunc import tree
 from invfunc.errors import ArgumentError
-from invfunc.evaluation.batches import no_samples, not_scalar
+from invfunc.evaluation.batches import no_samples
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.fold import Divided, JointFold, Learn
 from invfunc.evaluation.processes import Processes, on_cpu
@@ -114,10 +114,7 @@ class Sweep:
         known = self.by_column
         fold = self.enter(engine)
         aux, own = evaluated(engine), fold.found.n
-        if engine.scalar:
-            self._scale(fold, self._weight(engine))
-        elif self.weights.reduction is not None:
-            raise not_scalar(self.weights.reduction)
+        self._scale(fold, self._weight(engine))
         if self.n and known != self.by_column:
             raise other_outputs(known, "the batches before", self.by_column, "this one")
         for t, first in zip(fold.of_phase(self.phase), before, strict=True) if self.n else ():
@@ -128,9 +125,10 @@ class Sweep:
 
     def _weight(self, engine: Engine) -> int:
         """Factor with which the loss of a batch is a sum over its samples."""
-        if not engine.scalar:
-            return 1
-        self._by = self.weights.of_batch(engine.loss_part, engine.problem.n) if self._by is None else self._by
+        if not engine.scalar:  # also while it runs, where parts are given away
+            return self.weights.of_batch(None, engine.problem.n, False)
+        if self._by is None:
+            self._by = self.weights.of_batch(engine.loss_part, engine.problem.n, True)
         return self._by
 
     def take(self, parts: dict[int, States]) -> None:

@@ -12,7 +12,7 @@ from invfunc import tree
 from invfunc._torch.precision import doubled
 from invfunc.arguments.problem import BoundProblem
 from invfunc.errors import ArgumentError
-from invfunc.evaluation.batches import unscaled
+from invfunc.evaluation.batches import not_scalar, unscaled
 from invfunc.loss.drawn import joined
 
 
@@ -95,9 +95,11 @@ class BatchWeights:
             self.mean = saved["mean"]
             self.first = LossPart(**{name: x for name, x in saved.items() if name not in ("loss", "mean")}, loss=loss)
 
-    def of_batch(self, part: LossPart | None, n: int) -> int:
-        """Factor with which the loss of a batch of n samples, one number, is a sum over them."""
-        if self.reduction is not None:
+    def of_batch(self, part: LossPart | None, n: int, scalar: bool) -> int:
+        """Factor with which the loss of a batch of n samples is a sum over them; one number, if it is `scalar`."""
+        if not scalar and self.reduction is not None:
+            raise not_scalar(self.reduction)
+        if not scalar or self.reduction is not None:
             return 1
         if part is None:
             raise unscaled(n)
