@@ -305,7 +305,7 @@ _TENSORS = {torch.Tensor, torch.nn.Parameter}
 @cache
 def _several(number: int) -> Form:
     """The structure of a tuple of so many tensors."""
-    return Form((tuple, None, [None] * number), (None,) * number, tuple(range(number)))
+    return Form((tuple, None, (None,) * number), (None,) * number, tuple(range(number)))
 
 
 def separate(tree: Tree) -> tuple[list[torch.Tensor], Form]:
