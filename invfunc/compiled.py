@@ -53,11 +53,11 @@ def compiled(
         pad: sizes of batches, as `(8, 16, 32)`. A batch is padded to the next of them with copies of its first sample,
             which have no gradient, so that few plans serve all batches. That is right for sums over the samples and for
             results with a sample axis, which are cut: of `[N]` losses, or of a model with a loss that is given apart,
-            of which two gradients in the outputs tell in each call how much of it the samples are (a sum, a mean, one
-            with `ignore_index`); for `variance`, too, where the padded samples are taken out by the formula of Chan,
-            Golub and LeVeque, and rounded as sums of squares are. Not for what is drawn, for K-factors, `noise_scale`,
-            aux, `reduced` and losses `[N]` with a factor that depends on N; an f that draws (dropout) draws for the
-            padded batch.
+            whose values, or else two gradients of it in the outputs, tell in each call how much of it the samples are
+            (a sum, a mean, one with `ignore_index`); for `variance`, too, where the padded samples are taken out by the
+            formula of Chan, Golub and LeVeque, and rounded as sums of squares are. Not for what is drawn, K-factors,
+            `noise_scale`, aux, `reduced` and losses `[N]` with a factor that depends on N; an f that draws (dropout)
+            draws for the padded batch.
 
     Returns:
         A function with the signature of t, and its results, with memory of their own. It may be called by several
@@ -193,11 +193,14 @@ class Compiled(Transform):
         return self.t.several
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        padding = None if aside(args, kwargs) else self.padding
-        if padding is not None:
+        padding = self.padding
+        if aside(args, kwargs):
+            found = self.t(*args, **kwargs)
+        elif padding is not None:
             given, n, size = padding.padded(args, names)
-            return padding.cut(self.calls(given, kwargs), given[-1], n, size), None
-        found = self.t(*args, **kwargs) if self.padding is not None else self.calls(args, kwargs)
+            return padding.cut(self.calls.planned(given, kwargs), given[-1], n, size), None
+        else:
+            found = self.calls.planned(args, kwargs)
         if not self.has_aux:
             return found, None
         *results, aux = found

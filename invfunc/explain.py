@@ -43,9 +43,7 @@ def explain(statistic: Explainable) -> Callable[..., Explanation]:
         of each of the `members` of `together`; what is `checked` if it is `certified`. Of what is `streamed`, how many
         `sweeps` go through how many `batches` (None where the loader has no length), for how many `tiles` of `gram`,
         and all this for the first batch, which the loader is asked for. Of what is `distributed`, how many `processes`
-        there are, and how many bytes of results are `exchanged` by each: of a sample axis that is gathered those of
-        this batch, and None if f does not run without numbers; of `gram` also the batches, which travel. No other
-        process is asked, so that one can do it alone.
+        there are; no other one is asked, so that one can do it alone.
 
     Raises:
         ArgumentTypeError: something else than a statistic; a loader that gives its batches once, as a generator.

@@ -86,8 +86,6 @@ class Explanation:
     """How many pairs of batches meet each other, if they do."""
     processes: int = 0
     """How many there are, if it is `distributed`; all other numbers are those of this one."""
-    exchanged: int | None = None
-    """How many bytes of its results (of `gram` of its batches) each gives to others; None where numbers decide that."""
 
     def __str__(self) -> str:
         how = [self._passes(), *self._of_parts(), *self._table(), self._cost()]
@@ -100,10 +98,7 @@ class Explanation:
     def _processes(self) -> str:
         if not self.processes:
             return ""
-        size = "as many bytes as numbers decide" if self.exchanged is None else _counted(self.exchanged, "byte")
-        if self.processes == 1:
-            return f"1 process, which would exchange {size} with others; in this one:"
-        return f"{self.processes} processes, each of which exchanges {size}; in this one:"
+        return f"{self.processes} process{'es' * (self.processes > 1)}; in this one:"
 
     def _sweeps(self) -> str:
         over = "the batches" if self.batches is None else _counted(self.batches, "batch")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from types import EllipsisType
@@ -304,7 +304,7 @@ _TENSORS = {torch.Tensor, torch.nn.Parameter}
 @cache
 def _several(number: int) -> Form:
     """The structure of a tuple of so many tensors."""
-    return Form((tuple, None, [None] * number), (None,) * number, tuple(range(number)))
+    return Form((tuple, None, (None,) * number), (None,) * number, tuple(range(number)))
 
 
 def separate(tree: Tree) -> tuple[list[torch.Tensor], Form]:
@@ -344,14 +344,6 @@ def register_tuple(kind: Class) -> Class:
     return kind
 
 
-def hashable(structure: Any) -> Hashable:
-    """A structure as a key of a dict."""
-    if type(structure) is not tuple:
-        return structure
-    kind, keys, parts = structure
-    return kind, keys, tuple(map(hashable, parts))
-
-
 def templates(structure: Any) -> bool:
     """Tells whether a structure has nodes that torch does not know, which keep what they were made of."""
     if type(structure) is tuple or structure is None:
@@ -382,10 +374,10 @@ def _walk(branch: Any, found: list[Any], none_is_leaf: bool) -> tuple | None:
                 parts.append(None)
             else:
                 parts.append(_walk(part, found, none_is_leaf))
-        return kind, tuple(branch) if kind is dict else None, parts
+        return kind, tuple(branch) if kind is dict else None, tuple(parts)
     if kind in NODES:
         children, rest = NODES[kind][0](branch)
-        return kind, rest, [_walk(part, found, none_is_leaf) for part in children]
+        return kind, rest, tuple([_walk(part, found, none_is_leaf) for part in children])
     if not pytree.tree_is_leaf(branch) or _opens(branch):
         raise _Other
     found.append(branch)

@@ -162,10 +162,6 @@ def of_parts(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Calls:
         w.mul_(2)
         yield x, y
 
-    def kernel(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        params["w"].data_ptr()
-        return losses(params, x, y)
-
     def reduce(path: str, q: torch.Tensor) -> torch.Tensor:
         if rank and path == "['w']":
             raise KeyError("no such thing")
@@ -194,7 +190,6 @@ def of_parts(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Calls:
         ),
         "written beside parts": lambda: distributed(streamed(OF))(written, lambda: writing(written["w"])),
         "written by f": lambda: distributed(invfunc.variance(clamped))(parts, x, y),
-        "the memory of a part": lambda: distributed(invfunc.variance(kernel))(parts, x, y),
     }
 
 

@@ -70,15 +70,6 @@ class TestStatistics:
         with suppress(invfunc.errors.SampleAxisError):  # a mean that divides by weights
             assert_trees_close(divided(data.draw, t, ["samples", "params"])(*args), t(*args), EXACT)
 
-    @pytest.mark.parametrize("transform", FIRST_ORDER)
-    def test_losses_that_count_the_batch_are_refused(self, transform):
-        """Unmarked, f itself runs on parts of the batch: it has to return there what it returns on the whole."""
-        args = (Numbers()(3), Numbers(1)(5, 3))
-        t = transform(lambda w, x: (x @ w).square() / len(x))
-        with pytest.raises(invfunc.errors.SampleAxisError):
-            chunked(t, 2)(*args)
-        assert_trees_close(chunked(t, 2, over="params")(*args), t(*args), EXACT)
-
     @pytest.mark.parametrize("alone", [True, False], ids=["f", "f, loss"])
     @pytest.mark.parametrize("prepare", OF_THE_WHOLE_BATCH.values(), ids=OF_THE_WHOLE_BATCH)
     def test_models_that_need_the_whole_batch_are_refused(self, alone, prepare):

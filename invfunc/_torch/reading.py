@@ -7,18 +7,17 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
 from invfunc._torch.functorch import TorchDispatchMode, number_of, storage, unwatched
-from invfunc.errors import ArgumentError, ProcessError
+from invfunc.errors import ArgumentError
 
 
 def absent(like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Plain tensors of the same shapes, dtypes and devices, that have no numbers of their own.
 
     Each is in a storage of its own, but all in the memory of one, which has NaN in it (of any dtype: all bits are 1):
-    what reads it unseen, as another thread does, gets that.
+    what reads it unseen, as another thread or numpy does, gets that.
     """
     most: dict[torch.device, int] = {}
     for x in like:
@@ -44,7 +43,7 @@ class AbsentReading(TorchDispatchMode):
 
     def __init__(self, tensors: Sequence[torch.Tensor], bring: Callable[[int], torch.Tensor]) -> None:
         super().__init__()
-        self._bring, self._asked = bring, _Asked(self)
+        self._bring = bring
         self.of(tensors)
 
     def of(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -76,36 +75,6 @@ class AbsentReading(TorchDispatchMode):
         with unwatched():  # what brings numbers is not f's, also where it is torch.jit that calls
             args, kwargs = self.present((args, kwargs or {})) if _reads(func) else (args, kwargs or {})
             return func(*args, **kwargs)
-
-    def __enter__(self) -> Any:
-        self._asked.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._asked.__exit__(*error)
-
-
-class _Asked(TorchFunctionMode):
-    """Tells the numbers of absent tensors to what is no operation of torch."""
-
-    def __init__(self, reading: AbsentReading) -> None:
-        super().__init__()
-        self.reading = reading
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _TOLD or func in _NOT_TOLD:
-            if func in _NOT_TOLD and self.reading.holds(args[0]):
-                raise ProcessError(
-                    f"f asks for the memory of a parameter by {func.__name__}(), as a kernel may that is no operation "
-                    "of torch, and this process has a part of it only. Pass p.full_tensor() of each parameter."
-                )
-            args = self.reading.present(args)
-        return func(*args, **(kwargs or {}))
-
-
-_TOLD = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.__repr__}
-_NOT_TOLD = {torch.Tensor.data_ptr, torch.Tensor.__dlpack__, torch.Tensor.__reduce_ex__}
 
 
 @cache

@@ -19,7 +19,6 @@ from invfunc.evaluation.batches import (
     check_not_transforming,
     counted,
     samples_of,
-    size_of,
 )
 from invfunc.evaluation.checkpoint import Checkpoint, Course, Head, Record
 from invfunc.evaluation.processes import ALONE, Processes, bits, same
@@ -28,8 +27,6 @@ from invfunc.products.product import space_of
 
 T = TypeVar("T")
 PARAMETERS = ("the parameters",)
-At = Callable[[Any], Batches]
-"""From the whole parameters to the batches at them."""
 
 
 @dataclass(frozen=True)
@@ -90,24 +87,20 @@ class ProcessPart:
         """
         processes, params, counts = self.processes(), args[:1], bool(keys) and not self.alone
 
-        def looked() -> tuple[tuple[At, Course], tuple[dict[str, str], Head, int]]:
+        def looked() -> tuple[tuple[Any, Course], tuple[dict[str, str], Head, int]]:
             check_not_transforming()
             space_of(args, names)
             scale = {} if self.reduction is None else {"reduction": self.reduction}
-            if self.feed is None:
-                at, count = self._of_batch(args[len(own) :], args[0])
-            else:
-                drawn = "each sample draws by how many came before, so that they are counted first" if counts else ""
-                loader = self.loader(args, own, again or drawn)
-                if check is not None:
-                    check(counted(loader, self.in_dims), args[0])
-                at = self._of_loader(loader, empty if self.alone else None)
-                count = samples_of(loader, self.in_dims) if counts else 0
+            drawn = "each sample draws by how many came before, so that they are counted first" if counts else ""
+            loader = [args[len(own) :]] if self.feed is None else self.loader(args, own, again or drawn)
+            if check is not None:
+                check(counted(loader, self.in_dims), args[0])
+            count = samples_of(loader, self.in_dims) if counts else 0
             course = self._course(processes, args[0], keys, lambda: {**scale, **identity()})
             said = {**alike, **scale, **bits("params", args[0])} if processes.size > 1 else {}
-            return (at, course), (said, course.record.head, count)
+            return (loader, course), (said, course.record.head, count)
 
-        (at, course), each = processes.told("arguments", looked)
+        (loader, course), each = processes.told("arguments", looked)
         same([alike for alike, _, _ in each])
         course.agree([head for _, head, _ in each])
         given, rounds = args[0], None
@@ -117,8 +110,9 @@ class ProcessPart:
             else:
                 given, rounds = parted(processes, "params", given)
         numbers = [n for _, _, n in each]
-        total = sum(numbers) if counts else None
-        return Begun(processes, given, rounds, at(given), course, sum(numbers[: processes.rank]), total)
+        total, before = sum(numbers) if counts else None, sum(numbers[: processes.rank])
+        batches = batches_of(loader, given, self.in_dims, self.feed, empty if self.alone else None)
+        return Begun(processes, given, rounds, batches, course, before, total)
 
     def _course(
         self, processes: Processes, params: Any, keys: list[int], identity: Callable[[], dict[str, str]]
@@ -130,14 +124,6 @@ class ProcessPart:
         if not self.alone:
             file, place = file.of_process(processes.rank), {"the process": f"{processes.rank} of {processes.size}"}
         return Course(file.record({**place, **identity()}, keys, (self.feed or Feed()).goal(params)), file)
-
-    def _of_batch(self, batch: tuple, params: Any) -> tuple[At, int]:
-        n = size_of((params, *batch), self.in_dims)
-        return lambda params: lambda visit, _: visit((params, *batch), 0) if n else 0, n
-
-    def _of_loader(self, loader: Any, empty: list[tuple] | None) -> At:
-        feed = self.feed or Feed()
-        return lambda params: batches_of(loader, params, self.in_dims, feed, empty)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from invfunc import tree
 from invfunc.data_sets.part import PARAMETERS, Begun, ProcessPart
 from invfunc.errors import ArgumentError
-from invfunc.evaluation.batches import no_samples, not_scalar
+from invfunc.evaluation.batches import no_samples
 from invfunc.evaluation.checkpoint import Checkpoint, StreamWork, described, named
 from invfunc.evaluation.processes import bits, same
 from invfunc.evaluation.rounds import Rounds, parts
@@ -145,7 +145,7 @@ class SumOfProducts(StreamWork):
         self.plans = plans
         self.expected = begun.counted
         """The number of samples the first time."""
-        self.apart, self.has_aux = False, product.has_aux
+        self.apart, self.has_aux, self.loss = False, product.has_aux, product.loss
         """True if f has been seen to keep samples apart."""
         self.aux: list[Any] = []
 
@@ -232,11 +232,8 @@ class SumOfProducts(StreamWork):
 
     def _weight(self, given: ProductArguments) -> int:
         """The factor by which the loss of a batch is a sum over its samples."""
-        if given.losses.ndim:
-            if self.reduction is not None:
-                raise not_scalar(self.reduction)
-            return 1
-        return self.weights.of_batch(None if given.loss is None else given.loss_part, given.n)
+        scalar = not given.losses.ndim
+        return self.weights.of_batch(given.loss_part if scalar and given.loss is not None else None, given.n, scalar)
 
     # In a checkpoint
 
@@ -245,9 +242,6 @@ class SumOfProducts(StreamWork):
 
     def keep(self, kept: dict[str, Any]) -> None:
         self.sums, self.n = kept["sums"], kept["n"]
-
-    def weigh_first(self, args: tuple) -> None:
-        self._weight(self._of_batch(args, 0)[0])
 
 
 class Summed(Reduction):

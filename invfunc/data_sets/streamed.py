@@ -16,7 +16,7 @@ from invfunc.data_sets.part import PARAMETERS, ProcessPart
 from invfunc.data_sets.product import StreamedProduct
 from invfunc.data_sets.rows import Rows
 from invfunc.data_sets.tiled import Tiled
-from invfunc.data_sets.visits import RowByRow, VisitWork, exchanged
+from invfunc.data_sets.visits import RowByRow, VisitWork
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.batches import Feed, first
 from invfunc.evaluation.checkpoint import Checkpoint, described, named
@@ -129,8 +129,8 @@ def streamed(
     it, perhaps, a `.part` of the next), and read by `torch.load` with its default settings. Of f and the loss it knows
     only the names, and draws go on as they were begun, whatever generator a next call has. All batches,
     and once the parameters, are copied to the CPU for a checksum; a result with a sample axis is written in full each
-    time. Where the loss is one number, the first batch is computed again to go on. That of `ekfac` has the
-    eigenvectors, which another machine may find with other signs.
+    time, and where the loss is one number, the outputs and the target of the first batch. That of `ekfac` has the
+    eigenvectors, which another machine may find with other signs. A file is of one call at a time.
 
     `gram` holds the per-sample gradients of a batch, in factors, while the batches behind it go by: of k batches k
     (k+1)/2 tiles, of which the others are mirror images. Each tile evaluates one batch, k (k+1)/2 of them in place of
@@ -261,7 +261,7 @@ class Streamed(Transform):
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """Explains how it would be computed: what is done with the first batch, and how often with how many; of several
-        processes how this one does, which does not wait for the others, and what it would give to them."""
+        processes how this one does, which does not wait for the others."""
         if not self.part.alone and any(map(sharded, tree.tensors(args[:1]))):
             raise ArgumentError(
                 "the parameters are DTensors, and this process has a part of each; no other is asked. Pass "
@@ -275,8 +275,7 @@ class Streamed(Transform):
             names = self.t.names(len(given))
         found = replace(self.t.explanation(given, kwargs, names), name=repr(self), **batches)
         if not self.part.alone:
-            size = 0 if self.out is not None else exchanged(self.t, given, kwargs, self.gather)
-            return replace(found, processes=self.part.processes().size, exchanged=size)
+            return replace(found, processes=self.part.processes().size)
         if self.plans is None:
             return found
         with torch.no_grad():

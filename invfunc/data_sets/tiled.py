@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, count
@@ -62,8 +61,7 @@ class Tiled(Transform):
             taken = {storage_of(p) for p in tree.tensors(args[:1])}
             for path, x in tree.named_leaves(self.out):
                 check_own(f"out{path}", x, taken)
-        square = len(tiles.sides) == 1 and not callable(self.out)
-        return (tiles.square if square else tiles.rectangle)(self.out), tiles.aux
+        return tiles.all_of_them(self.out), tiles.aux
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """Explains how it would be computed: what is done with the first batch, how often, and for how many tiles."""
@@ -150,71 +148,52 @@ class _Tiles:
         found = [[each[k] for k in sorted(each)] for each in self._aux]
         return tuple(found) if len(found) > 1 else found[0]
 
-    def square(self, out: Any) -> Any:
-        """The tiles on the diagonal and to the right of it, and their mirror images."""
-        self._count()
-        n, held = len(self.rows), list[Held]()
-        matrix = _Matrix(self.rows.sizes, self.rows.sizes, out)
-
-        def see(i: int, j: int, args: tuple) -> None:
-            if j == i:
-                one, tile, aux = self.meetings.squared(_own(args))
-                held[:] = [one]
-            else:
-                tile, aux = self.meetings.products(held[0], args)
-                matrix.put(j, i, tile, mirrored=True)
-            matrix.put(i, j, tile)
-            self._tell(0, j, aux)
-
-        with self._telling(n * (n + 1) // 2):
-            for i in range(n):
-                self.rows.each(partial(see, i), range(i, n))
-        return self._reduced(matrix.whole)
-
-    def rectangle(self, out: Any) -> Any:
-        """All tiles: each batch of the columns is held while the rows go by; of rows, if a function is told of them."""
-        self._count()
-        by_rows = callable(out)
-        held, other = (0, -1) if by_rows else (-1, 0)
-        matrix = _Matrix(self.rows.sizes, self.columns.sizes, None if by_rows else out)
-        with self._telling(len(self.rows) * len(self.columns)):
-            for k, size in enumerate(self.sides[held].sizes):
-                one, aux = self.meetings.held(self.sides[held].at(k))
-                self._aux[held].setdefault(k, aux)
-                if by_rows:
-                    matrix = _Matrix([size], self.columns.sizes)
-
-                def see(j: int, args: tuple, k: int = k, one: Any = one, matrix: _Matrix = matrix) -> None:
-                    tile, aux = self.meetings.products(one, args, same=len(self.sides) == 1 and j == k)
-                    matrix.put(*((0, j) if by_rows else (j, k)), tile, mirrored=not by_rows)
-                    self._tell(other, j, aux)
-
-                self.sides[other].each(see, range(len(self.sides[other])))
-                if by_rows:
-                    out(sum(self.rows.sizes[:k]), matrix.whole)
-        return None if by_rows else self._reduced(matrix.whole)
-
-    def _count(self) -> None:
+    def all_of_them(self, out: Any) -> Any:
+        """The matrix: a batch is held while others go by, of one loader those from it on, whose tiles have mirror
+        images. Of two loaders those of the columns are held; if a function is told of rows, those of the rows."""
         for side in self.sides:
             side.count()
         if not all(map(len, self.sides)):
             raise no_samples()
+        one, by_rows = len(self.sides) == 1, callable(out)
+        mirrors, held = one and not by_rows, 0 if by_rows else -1
+        side, others = self.sides[held], self.sides[-1 - held]
+        matrix = _Matrix(self.rows.sizes, self.columns.sizes, None if by_rows else out)
+        n, m = len(side), len(others)
+        done, tiles = count(1), range(n * (n + 1) // 2 if mirrors else n * m)
 
-    def _tell(self, side: int, number: int, aux: Any) -> None:
-        self._aux[side].setdefault(number, aux)
-        self._told(next(self._done), self.sides[side].sizes[number])
+        def see(k: int, batch: list[Held], j: int, args: tuple) -> None:
+            if not batch:
+                own, tile, aux = self.meetings.squared(_own(args))
+                batch.append(own)
+            else:
+                tile, aux = self.meetings.products(batch[0], args, same=one and j == k)
+            if by_rows or mirrors:
+                matrix.put(0 if by_rows else k, j, tile)
+            if not by_rows and not (one and j == k):
+                matrix.put(j, k, tile, mirrored=True)
+            self._aux[-1 - held].setdefault(j, aux)
+            told(next(done), others.sizes[j])
+
+        with told_of_parts(self.feed.progress, tiles, "tile") as told:
+            for k, size in enumerate(side.sizes):
+                batch = list[Held]()
+                if not mirrors:
+                    own, aux = self.meetings.held(side.at(k))
+                    batch.append(own)
+                    self._aux[held].setdefault(k, aux)
+                if by_rows:
+                    matrix = _Matrix([size], self.columns.sizes)
+                others.each(partial(see, k, batch), range(k if mirrors else 0, m))
+                if by_rows:
+                    out(sum(side.sizes[:k]), matrix.whole)
+        return None if by_rows else self._reduced(matrix.whole)
 
     def _reduced(self, whole: Any) -> Any:
         if (reduce := self.t.options.reduce) is None:
             return whole
         leaves = [reduce(path, x) for path, x in tree.named_leaves(whole)]
         return tree.unflatten(leaves, tree.flatten(whole)[1])
-
-    @contextmanager
-    def _telling(self, tiles: int) -> Iterator[None]:
-        self._done = count(1)
-        with told_of_parts(self.feed.progress, range(tiles), "tile") as self._told:
-            yield
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,11 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
-from invfunc import tree
-from invfunc._torch.functorch import FakeTensorMode
-from invfunc._torch.generators import set_states, state_of
 from invfunc.arguments.problem import batch_dims
 from invfunc.data_sets.part import Begun
 from invfunc.data_sets.rows import Rows
@@ -23,7 +18,7 @@ from invfunc.evaluation.checkpoint import StreamWork, check_loadable
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.joined import Drew
 from invfunc.evaluation.rounds import Rounds, through
-from invfunc.evaluation.sweep import Sweep, bytes_given, check_number, dealt, one_scale, share
+from invfunc.evaluation.sweep import Sweep, check_number, dealt, one_scale, share
 from invfunc.evaluation.weights import BatchWeights
 from invfunc.reductions.kept_shares import RowsWithKept
 from invfunc.statistic import Statistic
@@ -52,7 +47,7 @@ class VisitWork(StreamWork):
         """`plans` evaluate batches if there are some, `reduction` is the scale of a loss that is one number, and
         `empty` has the arguments of a batch without samples, where there was one."""
         self.t, self.kwargs, self.begun, self.evaluated = t, kwargs, begun, plans or _evaluated
-        self.empty, self.has_aux, self.aux = empty, t.has_aux, list[Any]()
+        self.empty, self.has_aux, self.aux, self.loss = empty, t.has_aux, list[Any](), t.loss
         self.sweep = Sweep()
         self.sweep.weights = BatchWeights(reduction)
         self.sweep.expected = begun.counted
@@ -154,11 +149,6 @@ class VisitWork(StreamWork):
         weights, self.sweep = self.weights, Sweep.resumed(kept, self.without_samples())
         self.sweep.weights = weights
 
-    def weigh_first(self, args: tuple) -> None:
-        first = Sweep()
-        first.add(self.t.keyed(self.keys, 0).engine(args, self.kwargs, self.t.names(len(args))))
-        self.sweep.weights = first.weights
-
 
 class RowByRow(VisitWork):
     """Writes the result of each batch, and keeps nothing of it."""
@@ -198,27 +188,3 @@ class RowByRow(VisitWork):
         if self.sweep.weights.mean:
             self.rows.scaled(self.n, 1 / self.of_all)
         return self.rows.result(self.n), self.aux
-
-
-def exchanged(t: Statistic, args: tuple, kwargs: dict[str, Any], gather: bool) -> int | None:
-    """Number of bytes that a process exchanges for a batch, from a run without numbers; None if it does not run so."""
-    mode, sweep, total = FakeTensorMode(allow_non_fake_inputs=True), Sweep(), 0
-    t, before = t.keyed(dict.fromkeys(t.drawings, 0), 0), state_of(torch.default_generator)
-    try:
-        given, named = tree.map_tensors(mode.from_tensor, (args, kwargs))
-        with torch.no_grad(), mode:
-            for k in range(t.sweeps):
-                if k:
-                    sweep = Sweep(sweep)
-                    told = [one.line[k].known for one in sweep.told if k < len(one.line)]
-                    total += sum(x.nbytes for x in tree.tensors(told))
-                engine = t.engine(given, named, t.names(len(given)))
-                sweep.enter(engine)
-                engine.kept()
-                sweep.n = engine.problem.n
-                total += bytes_given(sweep, gather)
-    except Exception:  # of what asks for numbers
-        return None
-    finally:
-        set_states([(torch.default_generator, before)])
-    return total

@@ -81,13 +81,16 @@ class Feed:
         )
 
 
-def batches_of(loader: Any, params: Any, in_dims: InDims, feed: Feed, empty: list[tuple] | None = None) -> Batches:
-    """Gives `visit` the arguments of each batch, and how many samples came before; it returns how many there are.
+def batches_of(
+    loader: Any, params: Any, in_dims: InDims, feed: Feed | None, empty: list[tuple] | None = None
+) -> Batches:
+    """Gives `visit` the arguments of each batch, and how many samples came before; it returns how many there are. There
+    is no `feed` if the caller has given one batch, and no loader.
 
     Batches without samples are left out (the last one is kept in `empty`), and those that `numbered` leaves out. The
     parameters have to stay as they are.
     """
-    known = _written(params)
+    known, options = _written(params), feed or Feed()
 
     def check() -> None:
         if _written(params) != known:
@@ -95,9 +98,9 @@ def batches_of(loader: Any, params: Any, in_dims: InDims, feed: Feed, empty: lis
 
     def batches(visit: Visit, numbered: Numbered) -> int:
         check_loader(loader)
-        n, device = 0, feed.goal(params)
+        n, device = 0, options.goal(params)
         given = _opened(loader)
-        with told_of_parts(feed.progress, given) as tell:
+        with told_of_parts(options.progress, given) as tell:
             for number, batch in numbered(given):
                 check()
                 args = (params, *_arguments(batch, device))
@@ -110,7 +113,8 @@ def batches_of(loader: Any, params: Any, in_dims: InDims, feed: Feed, empty: lis
                     if _written(args) != before:
                         raise ArgumentError("f writes into its batch in place, which may come again. Let it copy it.")
                 except Exception as error:
-                    error.add_note(f"This is batch {number} of the loader.")
+                    if feed is not None:
+                        error.add_note(f"This is batch {number} of the loader.")
                     if isinstance(error, ArgumentTypeError) and isinstance(batch, torch.Tensor):
                         error.args = (f"{error} Each batch of the loader is one tensor: {GIVES_BATCHES}",)
                     raise

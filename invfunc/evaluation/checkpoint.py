@@ -8,15 +8,12 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from glob import escape
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 from uuid import uuid4
-from zipfile import BadZipFile, ZipFile
 
 import torch
 
@@ -34,7 +31,7 @@ from invfunc.reductions.sides import Sided
 
 _SAFE = [DiagonalFactors, Factors, Joint, ParameterFactors, Kronecker, Origin, Place, Refused, Sided]
 """Types that reductions keep beside tensors, numbers and names."""
-_FORMAT = "invfunc.streamed 3"
+_FORMAT = "invfunc.streamed 4"
 State = Callable[[], dict[str, Any]]
 """Makes what is known by now, in dicts, tensors and numbers."""
 
@@ -68,8 +65,6 @@ class Record:
     """Number of batches that are done."""
     n: int = 0
     """Number of samples of these."""
-    first: int | None = None
-    """The first batch that has any."""
     state: State | None = None
     """State of the work; None if nothing was done."""
 
@@ -138,20 +133,13 @@ class Checkpoint:
             raise ArgumentError(f"checkpoint={str(self.path)!r}: it is a folder. Give the name of a file in it.")
         if not os.access(self.path.parent, os.W_OK):
             raise self.unwritten("this process may not write there")
-        self._remove_parts()
-        with suppress(FileNotFoundError), self.path.open("rb") as file:  # another call may remove it meanwhile
-            return self._read(file, identity, device)
-        return Record(identity, keys)
+        return self._read(identity, device) if self.path.exists() else Record(identity, keys)
 
-    def _read(self, file: BinaryIO, identity: dict[str, str], device: torch.device) -> Record:
+    def _read(self, identity: dict[str, str], device: torch.device) -> Record:
         try:
-            with ZipFile(file) as parts:
-                if (broken := parts.testzip()) is not None:  # which torch.load does not look for
-                    raise BadZipFile(broken)
-            file.seek(0)
             known = torch.serialization.get_safe_globals()  # at its end the context takes away what it was given
             with torch.serialization.safe_globals([kind for kind in _SAFE if kind not in known]):
-                found = torch.load(file, map_location=device)
+                found = torch.load(self.path, map_location=device)
         except Exception as error:  # of what is no file of torch's, whatever its bytes lead to
             raise self.refused(f"cannot be read ({type(error).__name__})") from None
         if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
@@ -162,14 +150,14 @@ class Checkpoint:
                 raise self.refused(f"was written with another value of {name}: {was}, and not {now}")
         return Record.read(found)
 
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
-        self._remove_parts()
+    @property
+    def part(self) -> Path:
+        """The next file, while it is written: a process that is killed leaves it, and the next call replaces it."""
+        return self.path.with_name(f"{self.path.name}.part")
 
-    def _remove_parts(self) -> None:
-        """Remove what processes that were killed while they wrote have left."""
-        for part in self.path.parent.glob(f"{escape(self.path.name)}.{'[0-9a-f]' * 32}.part"):
-            part.unlink(missing_ok=True)
+    def remove(self) -> None:
+        for path in (self.path, self.part):
+            path.unlink(missing_ok=True)
 
     def unwritten(self, why: Any) -> ArgumentError:
         return ArgumentError(
@@ -183,24 +171,16 @@ class Checkpoint:
 
     def write(self, record: Record) -> None:
         """Replace the file at once, so that it is the old or the new one whatever happens meanwhile."""
-        part = self.path.with_name(f"{self.path.name}.{uuid4().hex}.part")  # another call may write its own
         try:
-            with part.open("xb") as file:
+            with self.part.open("wb") as file:
                 torch.save({"format": _FORMAT, **record.written()}, file)
                 file.flush()
                 os.fsync(file.fileno())
-            with suppress(FileNotFoundError):  # another call with this file has begun or ended meanwhile
-                part.replace(self.path)
+            self.part.replace(self.path)
         except OSError as error:
             raise self.unwritten(error) from error
         finally:
-            part.unlink(missing_ok=True)
-        with suppress(OSError):  # not every system opens folders
-            folder = os.open(self.path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            self.part.unlink(missing_ok=True)
 
 
 def _known(kept: dict[str, Any] | None) -> list[Any]:
@@ -238,8 +218,8 @@ class StreamWork(ABC):
     aux: list[Any]
     """Those of the batches that were seen."""
     weights: BatchWeights
-    weighed = False
-    """Tells whether the loss of the first batch was seen, from which a call before has gone on."""
+    loss: Any = None
+    """The loss, if it is given apart."""
 
     @abstractmethod
     def visit(self, args: tuple, n: int) -> int:
@@ -253,26 +233,20 @@ class StreamWork(ABC):
     def keep(self, kept: dict[str, Any]) -> None:
         """Go on from what was known."""
 
-    @abstractmethod
-    def weigh_first(self, args: tuple) -> None:
-        """See the first batch once more, for what its loss weighs."""
-
     def state(self) -> State:
         """All that is known by now."""
         if self.has_aux:
             check_loadable("aux", self.aux[-1:])
-        kept, count, weighed = self.kept(), len(self.aux), self.weights.first is not None
-        return lambda: {**kept, "weighed": weighed, "aux": self.aux[:count]}
+        kept, count, weights = self.kept(), len(self.aux), self.weights.saved()
+        if weights is not None and count == 1:
+            check_loadable("the first batch's outputs and target", weights)
+        return lambda: {**kept, "weights": weights, "aux": self.aux[:count]}
 
     def resume(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
-        self.weighed, self.aux = state["weighed"], state["aux"]
+        self.aux = state["aux"]
+        self.weights.restore(state["weights"], self.loss)
         self.keep(state)
-
-    def weigh(self, args: tuple) -> None:
-        """See the first batch once more, which is no part of a state: a loss is compared with what it is there."""
-        if self.weighed and self.weights.first is None:
-            self.weigh_first(args)
 
 
 class Course:
@@ -284,7 +258,7 @@ class Course:
     def __init__(self, record: Record, file: Checkpoint | None = None) -> None:
         self.record, self.several = record, False
         self.file: Any = file
-        self._done = self._n = self._number = self._known = 0
+        self._done = self._n = self._known = 0
         self._prints, self._new, self._written = list[int](), False, time.monotonic()
 
     @property
@@ -325,7 +299,7 @@ class Course:
             self._write()
 
     def _remaining(self, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-        """The batches that are not done, with their numbers, and the first one, which is seen again."""
+        """The batches that are not done, with their numbers."""
         number = -1
         for number, batch in enumerate(batches):
             mark = fingerprint(batch)
@@ -336,24 +310,16 @@ class Course:
                     f"is of a loader whose batch {number} was another one (one that shuffles has to give its batches "
                     "in the same order again)"
                 )
-            if number < self._done and number != self.record.first:
-                continue
-            self._number = number
-            yield number, batch
             if number >= self._done:
+                yield number, batch
                 self._note(done=number + 1, n=self._n)
         if number + 1 < len(self._prints):
             raise self.file.refused(f"is of a loader with at least {len(self._prints)} batches, and not {number + 1}")
 
     def _visit(self, args: tuple, n: int) -> int:
         """See one of those."""
-        if self._number < self._done:
-            self.work.weigh(args)
-            return 0
         own = self.work.visit(args, self._n)
         self._n += own
-        if self.record.first is None:
-            self.record = replace(self.record, first=self._number)
         return own
 
     def _before_others(self) -> None:

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import innermost
 from invfunc._torch.values import anywhere, near, same_values
 from invfunc.arguments.problem import BoundProblem
 from invfunc.errors import ArgumentError, SampleAxisError
@@ -51,91 +50,75 @@ def check_fewer(
     alone: SomeAlone,
     traced: bool = True,
 ) -> bool:
-    """Check that some of n samples have the same losses or outputs `alone` as in the `whole` batch, along an axis;
-    whether this has told anything of f, which was `given` some tensors.
+    """Check that either half of n samples has the same losses or outputs `alone` as in the `whole` batch, along an
+    axis; whether this has told anything of f, which was `given` some tensors.
 
-    These are a few around the largest loss, or more where f does not take so few: losses that are zero or only rounding
-    would not show a factor that depends on the number of samples. Half of them without the largest is looked at, too:
-    what is divided by that, as a number or detached, shows only there. Where f is `traced`, it may not run on so few.
+    One half has the largest result, beside which others are only rounding; what f divides by that, as a number or
+    detached, shows in the other. Where f is `traced`, it may not run on so few.
     """
-    whole = [z for z in whole if z.numel()]
-    if n < 2 or not whole or not all(z.ndim for z in whole):
+    fewer = Halves([z for z in whole if z.numel()], dim, n, given, alone)
+    if n < 2 or not fewer.whole or not all(z.ndim for z in fewer.whole):
         return True
-    sizes = [_sizes(z, dim) for z in whole]
-    largest = next((x for x in sizes if anywhere(x > 0)), None)
-    if largest is None:
+    if not any(anywhere(z.detach().abs().nan_to_num(0, 0, 0) > 0) for z in fewer.whole):
         return False
-    place, half = int(innermost(largest).argmax()) % n, n // 2
-    fewer = Fewer(whole, dim, n, given, [x.amax() for x in sizes], alone)
-    for few in sorted({min(2, half), half, n - 1}):
-        part, found = slice(first := min(place, n - few), first + few), None
-        with suppress(Exception):  # f may draw at random, or not run on so few
-            found = fewer.of(part)
-        if found and all(z.ndim for z in found):
-            fewer.check(found, part)
-            break
-    part = slice(0, half) if place >= half else slice(n - half, n)
     try:
-        found = fewer.of(part)
+        halves = fewer.run()
     except Exception as error:
         if traced:  # which may not know how to follow f in so few, or f draws
             return True
-        error.add_note(f"This is of {half} samples alone, which f has to give what it gives them in the batch.")
+        error.add_note(f"This is of {n // 2} samples alone, which f has to give what it gives them in the batch.")
         raise
-    fewer.check(found, part)
+    if not fewer.same(halves) and fewer.same([fewer.results(slice(0, n))]) and not fewer.rounding():
+        raise SampleAxisError(
+            "f gives a sample something else beside fewer ones, so that batches cannot be joined: it mixes the "
+            "samples, as batch normalisation in train mode does, or has a factor that depends on how many there "
+            "are. Take `model.eval()`, or losses without that factor, as with reduction='none'."
+        )
     return True
 
 
 @dataclass
-class Fewer:
-    """Results of f for samples in a batch, beside those for some of them alone."""
+class Halves:
+    """Results of f for n samples in a batch, beside those for its halves alone."""
 
     whole: list[torch.Tensor]
     dim: int
     n: int
     given: Sequence[torch.Tensor]
-    sizes: list[torch.Tensor]
-    """The largest of each."""
     alone: SomeAlone
 
-    def of(self, part: slice, *, elsewhere: bool = False) -> list[torch.Tensor]:
+    def results(self, part: slice, *, elsewhere: bool = False) -> list[torch.Tensor]:
         """Results of f for some samples alone."""
         return [z for z in tree.tensors((self.alone(part, elsewhere=elsewhere),)) if z.numel()]
 
-    def check(self, found: list[torch.Tensor], part: slice) -> None:
-        """Compare what f gives some alone, unless f gives something else each time."""
-        whole = slice(0, self.n)
-        if not self._same(found, part) and self._same(self.of(whole), whole) and not self._rounding(part):
-            raise SampleAxisError(
-                "f gives a sample something else beside fewer ones, so that batches cannot be joined: it mixes the "
-                "samples, as batch normalisation in train mode does, or has a factor that depends on how many there "
-                "are. Take `model.eval()`, or losses without that factor, as with reduction='none'."
-            )
+    def run(self, *, elsewhere: bool = False) -> list[list[torch.Tensor]]:
+        """Results of f for either half alone."""
+        edge = self.n // 2
+        return [self.results(part, elsewhere=elsewhere) for part in (slice(0, edge), slice(edge, self.n))]
 
-    def _rounding(self, part: slice) -> bool:
+    def rounding(self) -> bool:
         """Tells whether they differ where losses are only rounding, as of what is learnt by heart: elsewhere they do
-        not, in either half, as one of these has the largest."""
-        half = self.n // 2
+        not."""
         with suppress(Exception):
-            whole = self.of(slice(0, self.n), elsewhere=True)
-            there = replace(self, whole=whole, sizes=(sizes := [_sizes(z, self.dim).amax() for z in whole]))
-            told = not any(anywhere(~z.isfinite()) or anywhere(x == 0) for z, x in zip(whole, sizes, strict=True))
-            parts = (part, slice(0, half), slice(self.n - half, self.n))
-            return told and all(there._same(self.of(p, elsewhere=True), p) for p in parts)
+            there = replace(self, whole=self.results(slice(0, self.n), elsewhere=True))
+            numbers = all(not anywhere(~z.isfinite()) and anywhere(z != 0) for z in there.whole)
+            return numbers and there.same(self.run(elsewhere=True))
         return False
 
-    def _same(self, found: list[torch.Tensor], part: slice) -> bool:
-        """Tells whether they are that of the whole, up to what rounding makes of the largest there."""
-        if len(found) != len(self.whole):
+    def same(self, parts: list[list[torch.Tensor]]) -> bool:
+        """Tells whether parts are those of the whole, up to what rounding makes of the largest there."""
+        if any(len(part) != len(self.whole) or not all(z.ndim for z in part) for part in parts):
             return False
-        for one, z, size in zip(found, self.whole, self.sizes, strict=True):
+        for z, *own in zip(self.whole, *parts, strict=True):
             dim, low = _axis(z, self.dim), _lowest(z, self.given)
-            if z.shape[dim] != self.n:
+            shapes = [(*x.shape[:dim], *x.shape[dim + 1 :]) for x in own]
+            if any(shape != (*z.shape[:dim], *z.shape[dim + 1 :]) for shape in shapes):
                 return False
-            joined, by = z.narrow(dim, part.start, part.stop - part.start), size.where(size > 0, 1)
-            if one.shape != joined.shape:
+            if (joined := torch.cat(own, dim)).shape != z.shape:
                 return False
-            if not near((one / by).to(low), (joined / by).to(low), 1):  # which is in the range of any dtype
+            by = z.detach().abs().nan_to_num(0, 0, 0).amax()
+            by = by.where(by > 0, 1)
+            if not near((joined / by).to(low), (z / by).to(low), 1):  # which is in the range of any dtype
                 return False
         return True
 
@@ -144,12 +127,6 @@ def moved(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Parameters of other sizes and the same signs, always the same ones."""
     source = torch.Generator().manual_seed(0)
     return [x.detach() * (torch.rand(x.shape, generator=source) + 0.5).to(x) for x in params]
-
-
-def _sizes(z: torch.Tensor, dim: int) -> torch.Tensor:
-    """Size of each sample's result."""
-    own = z.detach().abs().nan_to_num(0, 0, 0).movedim(_axis(z, dim), 0)
-    return own.reshape(len(own), -1).amax(1)
 
 
 def _axis(z: torch.Tensor, dim: int) -> int:

@@ -22,7 +22,6 @@ Some = Callable[[BoundProblem, list[int]], tuple[list[torch.Tensor], bool]]
 _KNOWN: WeakIdMap[dict[Hashable, Kind]] = WeakIdMap()
 _KEPT, FEW = 64, 8
 """Of how many calls it is known, and how many samples are looked at."""
-"""Which show few digits."""
 _GIVE = "What f has for each sample, such as a mask or indices, goes among its batch arguments."
 
 

@@ -26,16 +26,10 @@ T = TypeVar("T")
 class ProcessState:
     """Says what a process has kept of a parameter: all but the numbers."""
 
-    quantity: int
-    leaf: int
-    place: int
-    """Place of its parts, among those of all parameters that are divided."""
+    key: tuple[int, int, int]
+    """Numbers of the quantity and the parameter, and the place of its parts among those of all that are divided."""
     state: State
     """On the meta device."""
-
-    @property
-    def key(self) -> tuple[int, int, int]:
-        return self.quantity, self.leaf, self.place
 
 
 class Rounds:
@@ -99,7 +93,7 @@ class Rounds:
     def keep(self, quantity: int, number: int, leaf: torch.Tensor, state: State, n: int) -> None:
         """Give away what was kept of a parameter, the one with a number, and n samples."""
         meta = tree.map_tensors(lambda x: torch.empty_like(x, device="meta"), state)
-        said = ProcessState(quantity, number, self._of[number_of(leaf)], meta)
+        said = ProcessState((quantity, number, self._of[number_of(leaf)]), meta)
         self._check()
         self._round(said, state)
         self._seen[said.key] += n

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 from invfunc import tree
 from invfunc.errors import ArgumentError
-from invfunc.evaluation.batches import no_samples, not_scalar
+from invfunc.evaluation.batches import no_samples
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.fold import Divided, JointFold, Learn
 from invfunc.evaluation.processes import Processes, on_cpu
@@ -115,10 +114,7 @@ class Sweep:
         known = self.by_column
         fold = self.enter(engine)
         aux, own = evaluated(engine), fold.found.n
-        if engine.scalar:
-            self._scale(fold, self._weight(engine))
-        elif self.weights.reduction is not None:
-            raise not_scalar(self.weights.reduction)
+        self._scale(fold, self._weight(engine))
         if self.n and known != self.by_column:
             raise other_outputs(known, "the batches before", self.by_column, "this one")
         for t, first in zip(fold.of_phase(self.phase), before, strict=True) if self.n else ():
@@ -129,9 +125,10 @@ class Sweep:
 
     def _weight(self, engine: Engine) -> int:
         """Factor with which the loss of a batch is a sum over its samples."""
-        if not engine.scalar:
-            return 1
-        self._by = self.weights.of_batch(engine.loss_part, engine.problem.n) if self._by is None else self._by
+        if not engine.scalar:  # also while it runs, where parts are given away
+            return self.weights.of_batch(None, engine.problem.n, False)
+        if self._by is None:
+            self._by = self.weights.of_batch(engine.loss_part, engine.problem.n, True)
         return self._by
 
     def take(self, parts: dict[int, States]) -> None:
@@ -259,18 +256,6 @@ def share(
     kept = list(_kept(sweep))
     for (k, i), state in zip(exchanges, processes.exchanged(list(exchanges.values())), strict=True):
         kept[k].states[i] = state
-
-
-def bytes_given(sweep: Sweep, gather: bool) -> int:
-    """Number of bytes that a process gives to others that keep as much as it does, if none needs to be asked."""
-    total = 0
-    for exchange in _exchanges(sweep, sweep.n, [Brought.of(sweep)], gather).values():
-        with suppress(StopIteration):
-            answer: Any = None
-            while True:
-                answer = exchange.send(answer).tensors
-                total += sum(x.nbytes for x in answer)
-    return total
 
 
 def _exchanges(sweep: Sweep, own: int, each: list[Brought], gather: bool) -> dict[tuple[int, int], Exchange]:

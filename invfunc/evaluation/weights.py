@@ -12,7 +12,7 @@ from invfunc import tree
 from invfunc._torch.precision import doubled
 from invfunc.arguments.problem import BoundProblem
 from invfunc.errors import ArgumentError
-from invfunc.evaluation.batches import unscaled
+from invfunc.evaluation.batches import not_scalar, unscaled
 from invfunc.loss.drawn import joined
 
 
@@ -85,9 +85,21 @@ class BatchWeights:
         """Tells whether it is a mean; None if no batch has shown it."""
         return None if self.first is None else self.mean
 
-    def of_batch(self, part: LossPart | None, n: int) -> int:
-        """Factor with which the loss of a batch of n samples, one number, is a sum over them."""
-        if self.reduction is not None:
+    def saved(self) -> dict[str, Any] | None:
+        """All that it has seen but the loss, in trees of tensors and numbers."""
+        return None if self.first is None else {**vars(self.first), "loss": None, "mean": self.mean}
+
+    def restore(self, saved: dict[str, Any] | None, loss: Any) -> None:
+        """Go on from what was seen of a loss."""
+        if saved is not None:
+            self.mean = saved["mean"]
+            self.first = LossPart(**{name: x for name, x in saved.items() if name not in ("loss", "mean")}, loss=loss)
+
+    def of_batch(self, part: LossPart | None, n: int, scalar: bool) -> int:
+        """Factor with which the loss of a batch of n samples is a sum over them; one number, if it is `scalar`."""
+        if not scalar and self.reduction is not None:
+            raise not_scalar(self.reduction)
+        if not scalar or self.reduction is not None:
             return 1
         if part is None:
             raise unscaled(n)

@@ -109,7 +109,7 @@ class FoundPair(Value):
         held = () if self.memory.closure is None else self.memory.closure.others()
         first, others = dict[int, int](), (*form.others, *rest_form.others)
         constants = [(type(x), x if isinstance(x, Hashable) else id(x)) for x in others]
-        structures = tree.hashable(form.structure), tree.hashable(rest_form.structure)
+        structures = form.structure, rest_form.structure
         tied = [(t.shape, t.dtype, first.setdefault(id(t), i)) for i, t in enumerate(rest)]
         return *structures, *tensors, *tied, *(autocast_of(t[2].type) for t in tensors), *constants, held
 

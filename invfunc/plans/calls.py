@@ -55,14 +55,14 @@ def call_of(args: tuple, kwargs: dict[str, Any]) -> PlannedCall:
         return PlannedCall(tensors, generators, objects, None, "an argument is not a dense tensor")
     around = settings(), torch.get_default_device() if under(TorchFunctionMode) else None  # it is a mode
     known = tuple(map(signature, tensors)), _shared(tensors), tuple(map(_token, others))
-    return PlannedCall(tensors, generators, objects, (tree.hashable(structure), *known, around))
+    return PlannedCall(tensors, generators, objects, (structure, *known, around))
 
 
 def described(args: tuple, kwargs: dict[str, Any]) -> tuple:
     """The arguments of a call without numbers: their tree, what is known of its tensors, and its other leaves."""
     leaves, structure = tree.flatten((args, kwargs))
     known = tuple((x.dtype, x.device, x.shape, x.stride()) for x in leaves if isinstance(x, torch.Tensor))
-    return tree.hashable(structure), known, tuple(_token(x) for x in leaves if not isinstance(x, torch.Tensor))
+    return structure, known, tuple(_token(x) for x in leaves if not isinstance(x, torch.Tensor))
 
 
 def described_by(key: Any) -> tuple:
@@ -156,6 +156,10 @@ class Calls:
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if aside(args, kwargs):
             return self.t(*args, **kwargs)
+        return self.planned(args, kwargs)
+
+    def planned(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of a call that nobody else sees."""
         call, entry = self.known(args, kwargs)
         if entry.plan is not None:
             try:

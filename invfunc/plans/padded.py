@@ -17,7 +17,7 @@ from invfunc.evaluation.weights import LossPart, ratio
 from invfunc.loss.drawn import joined
 from invfunc.products.product import Product
 from invfunc.reductions.gradients import CentredSquares, ClippedSum, EachSample, SumAndCentredSquares
-from invfunc.reductions.reduction import Reduction
+from invfunc.reductions.reduction import Found, Reduction, State
 from invfunc.reductions.sketches import Sketches
 from invfunc.reductions.squares import InnerProducts, JacobianRows, MatrixTrace, SumOfSquares
 from invfunc.statistic import Statistic
@@ -57,13 +57,13 @@ class Masked:
                     f"with pad=, f has to return the losses [N] of the samples, as with reduction='none', of which the "
                     f"padded ones are left out, but returns {tuple(getattr(found, 'shape', ()))} of {len(mask)}."
                 )
-            return found * mask.to(found.dtype)
+            return torch.where(mask, found, 0)
         outputs = tree.map_tensors(lambda z: self._of_outputs(z, mask), found)
         return (outputs, found) if self.tells else outputs
 
     def _of_outputs(self, z: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        by = mask.to(z.dtype).reshape([-1 if d == self.axis % z.ndim else 1 for d in range(z.ndim)])
-        return z * by + z.detach() * (1 - by)
+        own = mask.reshape([-1 if d == self.axis % z.ndim else 1 for d in range(z.ndim)])
+        return torch.where(own, z, z.detach())
 
 
 class Padding:
@@ -81,14 +81,8 @@ class Padding:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of a padded batch, with its mask in front of it."""
-        t, count = self.t, len(args) - self.lead
-        found, mask = _of_masked(t, (0, *self._dims(count).values()))(*args, **kwargs), args[self.lead]
-        if isinstance(t, Product):
-            return found
-        if not t.members:
-            return _centred(t, found, mask)
-        own = [_centred(m, x, mask) for m, x in zip(t.members, found, strict=False)]
-        return (*own, *found[len(own) :])
+        dims = self._dims(len(args) - self.lead)
+        return _of_masked(self.t, (0, *dims.values()), args[self.lead])(*args, **kwargs)
 
     @property
     def lead(self) -> int:
@@ -134,15 +128,30 @@ class Padding:
         t = self.t
         assert t.loss is not None
         dim = t.in_dims[-1] if isinstance(t.in_dims, Sequence) else t.in_dims
-        with torch.no_grad():
-            if t.loss(outputs, target).ndim:  # one for each sample
-                return 1.0
         own, others = (
             LossPart(t.loss, _some(outputs, t.out_dims, rows), _some(target, dim, rows), len(rows), t.out_dims, dim)
             for rows in (range(n), range(n, size))
         )
+        with torch.no_grad():
+            whole = t.loss(outputs, target)
+            if whole.ndim:  # one for each sample
+                return 1.0
+            known = _plain_scale(torch.stack([whole, *(t.loss(x.outputs, x.target) for x in (own, others))]), n, size)
+        if known is not None:
+            return known
         scale = ratio(others, own)
         return 1.0 if scale is None else 1 / float(scale)
+
+
+def _plain_scale(losses: torch.Tensor, n: int, size: int) -> float | None:
+    """The factor of a mean or a sum, as the losses of a padded batch, of its n samples and of the others show it; None
+    if they do not: those of a loss with weights are told from a mean where both parts differ."""
+    whole, own, others = losses.tolist()
+    sizes, close = (abs(own), abs(others)), 4 * torch.finfo(losses.dtype).eps
+    if abs(whole - own - others) <= close * sum(sizes) and own * others > 0 and min(sizes) > 0.1 * max(sizes):
+        return 1.0
+    mean = own + (others - own) * (1 - n / size)
+    return size / n if abs(whole - mean) <= close * sum(sizes) and abs(own - others) > 0.01 * sum(sizes) else None
 
 
 def _some(argument: Any, dim: int | None, rows: range | torch.Tensor) -> Any:
@@ -170,31 +179,36 @@ def _why_not(t: Statistic | Product) -> str:
     return ""
 
 
-def _of_masked(t: Any, in_dims: tuple) -> Any:
+def _of_masked(t: Any, in_dims: tuple, mask: torch.Tensor) -> Any:
     """A statistic or a product of a masked function."""
     of_outputs = t.loss is not None or (isinstance(t, Statistic) and t.kind.of_model != "no")
     f, tells = Masked(t.f, not of_outputs, t.out_dims, t.loss is not None), t.loss is not None
     changed: dict[str, Any] = {"f": f, "in_dims": in_dims, "has_aux": tells}
     if isinstance(t, Statistic):
-        changed["members"] = tuple(_of_masked(m, in_dims) for m in t.members)
+        changed["members"] = tuple(_of_masked(m, in_dims, mask) for m in t.members)
         if isinstance(t.reduction, CentredSquares):
-            changed["reduction"] = SumAndCentredSquares(0)
+            several = isinstance(t.reduction, SumAndCentredSquares)
+            changed["reduction"] = (PaddedMoments if several else PaddedSquares)(t.reduction.correction, mask)
     return replace(t, **changed)
 
 
-def _centred(t: Statistic, result: Any, mask: torch.Tensor) -> Any:
-    """A result of which padded samples are taken out of the variance, by the formula of Chan, Golub and LeVeque."""
-    if not isinstance(t.reduction, CentredSquares):
-        return result
-    total, spread = result
-    n, size = mask.sum(dtype=torch.float64), len(mask)
-    divisor = n - t.reduction.correction
-    scale, share = size / divisor, (n - size) / (size * n * divisor)
-    leaves, structure = tree.flatten(spread)
-    for i, (s, v) in enumerate(zip(tree.tensors((total,)), leaves, strict=True)):
-        leaves[i] = torch.addcmul(v * scale, s, s * share).clamp(min=0)
-    spread = tree.unflatten(leaves, structure)
-    return (total, spread) if isinstance(t.reduction, SumAndCentredSquares) else spread
+class PaddedSquares(CentredSquares):
+    """The centred squares of the samples that a mask has, where the others have no gradient: these are taken out by the
+    formula of Chan, Golub and LeVeque."""
+
+    def __init__(self, correction: float, mask: torch.Tensor) -> None:
+        super().__init__(correction)
+        n = mask.sum(dtype=torch.float64)
+        by = n.reciprocal()
+        self.share, self.by = 1 / len(mask) - by, (n - correction).reciprocal() if correction else by
+
+    def finish(self, state: State, found: Found) -> list[Any]:
+        _, total, centred = state
+        return [torch.addcmul(centred, total, total * self.share).clamp(min=0) * self.by]
+
+
+class PaddedMoments(SumAndCentredSquares, PaddedSquares):
+    """The gradient, and the centred squares of the samples that a mask has."""
 
 
 def _cut(t: Statistic, result: Any, n: int, scale: float) -> Any:

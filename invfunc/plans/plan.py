@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -125,22 +125,15 @@ def direct(module: fx.GraphModule) -> Callable[..., Any]:
     return partial(world["forward"], module)
 
 
-class computed(ExitStack):
+def computed(inference: bool) -> AbstractContextManager:
     """A context in which operations run as they were written down: below autograd and autocast."""
-
-    def __init__(self, inference: bool) -> None:
-        super().__init__()
-        self.inference = inference
-
-    def __enter__(self) -> computed:
-        super().__enter__()
-        if torch.is_inference_mode_enabled() != self.inference:
-            self.enter_context(torch.inference_mode(self.inference))
-        self.enter_context(torch.no_grad())
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                self.enter_context(torch.autocast(kind, enabled=False))
-        return self
+    casts = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if not casts and torch.is_inference_mode_enabled() == inference:
+        return torch.no_grad()
+    stack = ExitStack()
+    for mode in (torch.inference_mode(inference), torch.no_grad(), *(torch.autocast(k, enabled=False) for k in casts)):
+        stack.enter_context(mode)
+    return stack
 
 
 class ByCompiler:

@@ -97,8 +97,6 @@ class Accumulator:
     whole: bool = False
     """Whether results of all parameters together are wanted as such."""
     states: States = field(default_factory=dict)
-    results: dict[int, list[Any]] = field(default_factory=dict)
-    """The results of the parameters that are done."""
     aside: dict[str, Any] = field(default_factory=dict)
     """What numbers of all parameters take of each of these, by its path."""
     columns: int = 1

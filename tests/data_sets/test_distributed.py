@@ -156,7 +156,6 @@ class TestFaults:
             "a reduction fails beside parts": ("ProcessError", "KeyError"),
             "written beside parts": ("ArgumentError", "ArgumentError"),
             "written by f": ("ArgumentError", "ArgumentError"),
-            "the memory of a part": ("ProcessError", "ProcessError"),
             "a mesh of others": ("ArgumentError", "ArgumentError"),
             "then all is well": ("", ""),
         }
@@ -172,7 +171,6 @@ class TestFaults:
         assert "process 1 failed with KeyError: 'no such thing'" in first["f fails beside parts"][1]
         assert "the parameters were written in place meanwhile" in first["written beside parts"][1]
         assert "f writes into a parameter in place" in first["written by f"][1]
-        assert "memory of a parameter by data_ptr()" in first["the memory of a part"][1]
         assert "params['w'] has to be the same in all processes" in first["other parameters"][1]
         assert "the loss is a mean in process 0, and a sum in process 1" in first["a sum and a mean"][1]
         assert "gave 6 samples the second time, and 12 the first time" in first["counted and gone"][1]
@@ -232,10 +230,6 @@ class TestErrors:
         t = distributed(invfunc.variance(losses))
         with pytest.raises(ArgumentError, match="within a transform of torch.func"):
             torch.func.vmap(lambda p: t({**data[0], "b": p}, *data[1:]))(data[0]["b"][None])
-
-    def test_a_scalar_that_cannot_be_looked_at(self, data):
-        with pytest.raises(ArgumentError, match=r"Return the \[N\] losses"):
-            distributed(invfunc.variance(lambda *args: losses(*args).mean()))(*data)
 
     def test_chunks_come_inside(self, data):
         with pytest.raises(ArgumentTypeError, match="Chunk what is in it"):

@@ -145,18 +145,7 @@ class TestScale:
         ):
             t(params, batches([1, 4], *rest))
 
-    def test_with_a_factor_are_refused_where_few_samples_do_not_run(self, data):
-        params, x, y = data
-        t = streamed(
-            invfunc.sum_grad_squared(
-                lambda params, x, y: losses(params, x, y) / len(x.reshape(4, -1, *x.shape[1:]).flatten(0, 1))
-            )
-        )
-        with pytest.raises(SampleAxisError, match="a factor that depends on how many there are"):
-            t(params, [(x[:8], y[:8])])
-
-    @pytest.mark.parametrize("zeros", [2, 4, 7, 8])
-    @pytest.mark.parametrize("compiled", [False, True])
+    @pytest.mark.parametrize(("zeros", "compiled"), [(4, False), (7, True), (8, False)])
     def test_with_a_factor_are_refused_behind_losses_that_are_zero(self, data, zeros, compiled):
         """Of labels that are ignored: a factor does not change them."""
         params, x, y = data

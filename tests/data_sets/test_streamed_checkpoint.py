@@ -1,14 +1,9 @@
 """streamed: nothing is lost that was done before an error, Ctrl-C or the end of the process."""
 
 import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from io import BytesIO
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -92,9 +87,10 @@ def test_every_statistic_goes_on_as_if_nothing_had_happened(name, form, data, fi
 
 
 class TestBrokenOff:
-    @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, Lost])
-    @pytest.mark.parametrize("where", ["loader", "function", "result"])
-    def test_by_what(self, data, file, error, where):  # noqa: F811
+    @pytest.mark.parametrize(
+        ("where", "error"), [("loader", SystemExit), ("function", KeyboardInterrupt), ("result", Lost)]
+    )
+    def test_by_what(self, data, file, where, error):  # noqa: F811
         params, x, y = data
         parts, seen, gone = batches(range(1, 9), x, y), [], []
 
@@ -154,16 +150,9 @@ class TestBrokenOff:
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(where, at, broken)
             streamed(t, checkpoint=file, every=0)(params, parts)
-        done = len(torch.load(file)["prints"])
-        assert done == (3 if at == "save" else 2)  # of either the file and its folder are synchronised
+        assert len(torch.load(file)["prints"]) == 3  # of the last time
+        assert not [path for path in file.parent.iterdir() if path != file]
         same(streamed(t, checkpoint=file)(params, parts), streamed(t)(params, parts))
-
-    def test_by_a_batch_that_is_put_right(self, data, file):  # noqa: F811
-        params, x, y = data
-        t, parts = streamed(invfunc.variance(losses), checkpoint=file), batches([2, 4], x, y)
-        with pytest.raises(IndexError):
-            t(params, [*parts[:2], (parts[2][0], parts[2][1] + 99)])
-        same(t(params, parts), streamed(invfunc.variance(losses))(params, parts))
 
     def test_aux_comes_back(self, data, file):  # noqa: F811
         params, *rest = data
@@ -185,30 +174,24 @@ class TestBrokenOff:
 
 class TestProducts:
     MADE = (
-        lambda f: invfunc.hvp(losses),
-        lambda f: invfunc.ggnvp(f, F.cross_entropy),
-        lambda f: invfunc.ggnvp(f, F.cross_entropy, mc_samples=2, generator=seeded(), fisher="mc"),
-        lambda f: invfunc.ggnvp(f, F.cross_entropy, fisher="empirical"),
-        lambda f: invfunc.ggnvp(f, F.cross_entropy, blocks=True),
+        lambda: invfunc.hvp(losses),
+        lambda: invfunc.ggnvp(linear, F.cross_entropy),
+        lambda: invfunc.ggnvp(linear, F.cross_entropy, mc_samples=2, generator=seeded(), fisher="mc"),
+        lambda: invfunc.ggnvp(linear, F.cross_entropy, fisher="empirical"),
+        lambda: invfunc.ggnvp(linear, F.cross_entropy, blocks=True),
     )
 
-    @pytest.mark.parametrize("make", MADE, ids=lambda make: repr(make(linear)))
+    @pytest.mark.parametrize("make", MADE, ids=lambda make: repr(make()))
     def test_go_on_as_if_nothing_had_happened(self, data, file, make):  # noqa: F811
         params, *rest = data
-        parts, seen = batches([0, 2, 3, 5, 5], *rest), []
-
-        def f(*args):
-            seen.append(args)
-            return linear(*args)
-
-        v = tree.map_tensors(lambda p: Numbers(3)(*[2] * make(f).lead, *p.shape).to(p), params)
-        wanted = streamed(make(f))(params, v, parts)
+        parts = batches([0, 2, 3, 5, 5], *rest)
+        v = tree.map_tensors(lambda p: Numbers(3)(*[2] * make().lead, *p.shape).to(p), params)
+        wanted = streamed(make())(params, v, parts)
         for at in (2, 5, 6):
             with pytest.raises(Lost):
-                streamed(make(f), checkpoint=file)(params, v, breaking(parts, at))
-            same(streamed(make(f), checkpoint=file)(params, v, iter(parts)), wanted)
+                streamed(make(), checkpoint=file)(params, v, breaking(parts, at))
+            same(streamed(make(), checkpoint=file)(params, v, iter(parts)), wanted)
             assert not file.exists()
-        assert make is self.MADE[0] or len({args[1].data_ptr() for args in seen}) == 5  # with half of one
 
     def test_another_vector(self, data, file):  # noqa: F811
         params, *rest = data
@@ -238,27 +221,6 @@ class TestTwoSweeps:
         wanted = streamed(self.make())(params, parts)
         for at in (0, 1, 3):
             same(gone_on(self.make, params, parts, file, at, sweep=1), wanted)
-
-    def test_broken_off_between_them(self, data, file, monkeypatch):  # noqa: F811
-        params, *rest = data
-        parts, seen = batches([2, 4], *rest), []
-        wanted = streamed(self.make())(params, parts)
-
-        def broken(matrix):
-            raise Lost
-
-        with monkeypatch.context() as patched, pytest.raises(Lost):
-            patched.setattr("invfunc.reductions.eigenbasis.bases_of", broken)
-            streamed(self.make(), checkpoint=file)(params, parts)
-        assert torch.load(file, weights_only=False)["done"] == 3
-        f = lambda *args: seen.append(1) or losses(*args)  # noqa: E731
-        f.__name__ = "losses"
-        t = invfunc.ekfac(f, generator=seeded())
-        same(
-            streamed(invfunc.together(invfunc.batch_grad(f), t, invfunc.variance(f)), checkpoint=file)(params, parts),
-            wanted,
-        )
-        assert len(seen) == 3 + 2  # of each batch, and of parts of the first one
 
     @pytest.mark.parametrize("sweep", [0, 1])
     def test_the_batches_are_the_same_in_both(self, data, file, sweep):  # noqa: F811
@@ -340,29 +302,6 @@ class TestAnotherOne:
         with pytest.raises(ArgumentError, match="something else than a state"):
             t(data[0], [data[1:]])
 
-    def test_a_bit_that_was_lost(self, data, broken):  # noqa: F811
-        """`torch.load` does not look whether numbers are those that were written."""
-        content, state = broken.read_bytes(), torch.load(broken)["state"]["kept"][0]["states"][0][2]
-        place = content.index(state.cpu().numpy().tobytes())
-        broken.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
-        with pytest.raises(ArgumentError, match="cannot be read"):
-            streamed(invfunc.variance(losses, correction=1), checkpoint=broken)(data[0], batches([2, 4], *data[1:]))
-
-    def test_what_a_killed_process_has_left(self, data, file):  # noqa: F811
-        """The file that it was writing goes; that of a process beside it, and others of the caller's, stay."""
-        left = file.with_name(f"{file.name}.{'0a' * 16}.part")
-        others = {file.with_name(name) for name in (f"{file.name}.1.{'0a' * 16}.part", f"{file.name}.mine.part")}
-        for each in (left, *others):
-            each.write_bytes(b"begun")
-
-        def read():
-            yield data[1:]
-            assert not left.exists()
-            left.write_bytes(b"begun while this call goes on")
-
-        streamed(invfunc.variance(losses), checkpoint=file)(data[0], read())
-        assert set(file.parent.iterdir()) == others
-
     def test_what_takes_none(self, data):  # noqa: F811
         params, *rest = data
         estimate = partial(invfunc.estimate_trace, probes=1, generator=seeded())
@@ -377,19 +316,6 @@ class TestAnotherOne:
                 streamed(invfunc.variance(losses), checkpoint="state", every=every)
         with pytest.raises(ArgumentError, match="Give checkpoint="):
             streamed(invfunc.variance(losses), every=5)
-
-    def test_several_calls_with_one_file(self, data, file):  # noqa: F811
-        """Each writes it as a whole, and has its own result."""
-        params, *rest = data
-        t, parts = invfunc.variance(losses), batches(range(1, 9), *rest)
-
-        def one(_):
-            return streamed(t, checkpoint=file, every=0)(params, parts)
-
-        with ThreadPoolExecutor(4) as pool:
-            for found in pool.map(one, range(8)):
-                assert_trees_close(found, t(*data), 1e-12)
-        assert not any(file.parent.iterdir())
 
 
 class TestFingerprint:
@@ -409,14 +335,3 @@ class TestFingerprint:
         assert len({mark, *map(fingerprint, others)}) == len(others) + 1
         assert fingerprint([x[:0], "a", None, object()]) == fingerprint([x[:0], "a", None, object()])
         assert fingerprint(torch.eye(3).to_sparse()) != fingerprint(torch.ones(3, 3).to_sparse())
-
-
-@pytest.mark.slow
-def test_killed_at_any_moment(tmp_path):
-    """A process ends at a random moment, and the next goes on, until the result is there, again and again."""
-    memory = Path("/dev/shm")  # where disks do not wait
-    with TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
-        command = [sys.executable, "-m", "tests.streamed_killed", folder]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
-    assert ran.returncode == 0, ran.stderr
-    assert all(int(done) >= 1 for done in ran.stdout.split())

@@ -17,7 +17,7 @@ from tests.data_sets.test_streamed import EXACT, FLOOR, batches, data, linear, l
 from tests.meter import Meter, nothing_collected
 from tests.networks import CLASSES, LOSSES, networks, samples_loss
 from tests.rows import BOTH, LOSS, ROWS
-from tests.strategies import Numbers, seeded
+from tests.strategies import Numbers
 
 EACH = {n: row for n, row in ROWS.items() if len(row.make(F.mse_loss).reduction.each) == 1 and "gram" not in n}
 CASES = [(name, form) for name, row in EACH.items() for form in row.forms]
@@ -88,12 +88,6 @@ class TestPlaces:
         b.flush()
         again = torch.from_file(str(tmp_path / "b"), size=b.size, dtype=wanted["b"].dtype).view(wanted["b"].shape)
         assert_trees_close({"w": w, "b": again}, tree.map_tensors(torch.Tensor.cpu, wanted), EXACT)
-
-    def test_drawn_columns_are_those_of_the_samples(self, data):  # noqa: F811
-        make = partial(invfunc.diag_ggn, linear, F.cross_entropy, mc_samples=2, per_sample=True)
-        wanted = streamed(make(generator=seeded()))(data[0], [data[1:]])
-        found = streamed(make(generator=seeded()), out=empty_like(wanted))(data[0], batches([2, 5], *data[1:]))
-        assert_trees_close(found, wanted, EXACT)
 
 
 class TestRefused:

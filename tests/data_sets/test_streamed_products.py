@@ -1,7 +1,5 @@
 """streamed: products with the matrix of a data set that comes batch by batch."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +8,7 @@ from hypothesis import strategies as st
 
 import invfunc
 from invfunc import InvFuncError, streamed, tree
-from invfunc.errors import ArgumentError, ArgumentTypeError, SampleAxisError
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
 from tests.data_sets.test_streamed import EXACT, FLOOR, SAMPLED, batches, linear, losses
 from tests.meter import Meter, nothing_collected
@@ -95,46 +93,6 @@ class TestWhatIsRefused:
         y = torch.tensor([0, 1, 2] * 3, device=data[1].device) % CLASSES
         with pytest.raises(ArgumentError, match="neither the sum"):
             streamed(make(linear, weighted))(data[0], vector(data[0]), batches([2], data[1], y))
-
-    @each_product
-    @pytest.mark.parametrize("what", ["mixed", "mixed before a loss", "divided"])
-    def test_samples_that_depend_on_those_beside_them(self, data, make, what):
-        def mixed(params, x):
-            z = linear(params, x)
-            return z - z.mean(0)
-
-        t = {
-            "mixed": lambda: make(lambda p, x, y: F.cross_entropy(mixed(p, x), y, reduction="none")),
-            "mixed before a loss": lambda: make(mixed, F.cross_entropy),
-            "divided": lambda: make(lambda p, x, y: losses(p, x, y) / len(x)),
-        }[what]()
-        with pytest.raises(SampleAxisError):
-            streamed(t)(data[0], vector(data[0]), batches([1], *data[1:]))
-
-    @pytest.mark.parametrize("largest", [0, 8])
-    def test_samples_that_are_divided_by_the_largest(self, data, largest):
-        """Beside which all stay as they are."""
-        params, x, y = data
-        x = torch.cat([x, x[:1]]).index_fill(0, torch.tensor([largest], device=x.device), 9.0)
-        t = streamed(invfunc.hvp(lambda p, x, y: losses(p, x / 9, y) * x.abs().amax(1) ** 4 / x.abs().max()))
-        with pytest.raises(SampleAxisError, match="it mixes the samples"):
-            t(params, vector(params), [(x[:9], y[:9])])
-
-    def test_a_factor_behind_losses_that_are_zero(self, data):
-        """Which it leaves as they are; those that are only rounding are no factor."""
-        params, x, y = data
-        kept = torch.arange(9, device=x.device) >= 5
-
-        def f(params, x, y, kept, factor, least):
-            return torch.where(kept, losses(params, x, y), least * len(x)) / (len(x) if factor else 1)
-
-        def of(factor, least=0.0):
-            t = streamed(invfunc.hvp(partial(f, factor=factor, least=least)))
-            return t(params, vector(params), [(x[:9], y[:9], kept)])
-
-        assert_trees_close(of(False, 1e-17), of(False), EXACT)
-        with pytest.raises(SampleAxisError, match="a factor that depends on how many there are"):
-            of(True)
 
     def test_wrong_arguments(self, data):
         params, *rest = data

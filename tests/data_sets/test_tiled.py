@@ -82,14 +82,6 @@ class TestOut:
         streamed(t, out=lambda *what: told.append(what))(params, loader)
         assert_trees_close(_rows(told), wanted, EXACT, FLOOR)
 
-    def test_a_file(self, data, tmp_path):  # noqa: F811
-        wanted = gram(losses)(*data)
-        file = np.memmap(tmp_path / "gram", dtype=str(wanted.dtype)[6:], mode="w+", shape=(9, 9))
-        streamed(gram(losses), out=torch.from_numpy(file))(data[0], batches([2, 7], *data[1:]))
-        file.flush()
-        again = torch.from_file(str(tmp_path / "gram"), size=81, dtype=wanted.dtype)
-        assert_trees_close(again.view(9, 9), wanted.cpu(), EXACT)
-
     @pytest.mark.parametrize(
         ("out", "text"),
         [
@@ -227,12 +219,6 @@ class TestRefused:
         wide = lambda w, x: (x * w).repeat(1, 1 if len(x) == 1 else 2)  # noqa: E731
         with pytest.raises(ArgumentError, match=r"shape \(6,\) in one batch, and \(3,\)|are joined"):
             streamed(gram(wide))(Numbers()(1), Numbers(1)(3, 3).split(2))
-
-    def test_batches_that_do_not_fit_are_told_of_as_batches(self, data):  # noqa: F811
-        params, x, y = data
-        for other in (x.float() if x.dtype == torch.float64 else x.double(), x[:, :3]):
-            with pytest.raises(ArgumentError, match=r"x is torch\S+ \('N', 4\) in one batch, and .* in another"):
-                streamed(gram(losses))(params, [(x, y), (other, y)])
 
     def test_options(self, tmp_path):
         for t, text in (

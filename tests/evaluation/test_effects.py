@@ -52,16 +52,10 @@ def rows(x, rate):
 
 DRAWS = {
     "dropout": lambda x: F.dropout(x, 0.4),
-    "dropout by position": lambda x: torch.dropout(x, 0.4, True),
     "rand": lambda x: rows(x, 0.4),
     "randn_like": lambda x: x + 0.1 * torch.randn_like(x),
     "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x.detach(), 0.6)),
     "in place": lambda x: x * torch.empty(x.shape, dtype=x.dtype).bernoulli_(0.6),
-    "uniform_": lambda x: x + torch.zeros(x.shape, dtype=x.dtype).uniform_(-0.1, 0.1),
-    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.3, training=True),
-    "rrelu": lambda x: F.rrelu(x, 0.1, 0.9, training=True),
-    "dropout1d": lambda x: F.dropout1d(x.unsqueeze(-1), 0.4).squeeze(-1),
-    "module": torch.nn.Dropout(0.4),
     "gumbel_softmax": lambda x: F.gumbel_softmax(x, dim=1),
     "Normal": lambda x: x + torch.distributions.Normal(torch.zeros_like(x.detach()), 0.1).rsample(),
     "nothing": lambda x: F.dropout(x, 0.4, training=False),

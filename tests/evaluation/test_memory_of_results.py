@@ -79,13 +79,3 @@ def test_of_linearize():
     _, pushed, pulled = invfunc.linearize(lambda p, x: [p, p, x])(p, x)
     assert_apart(pushed(p), (p, x))
     assert_apart(pulled([p, p, x]), (p, x))
-
-
-def test_of_a_bias_and_its_weight():
-    """Added up over two machines in place, each is what it would be of twice the samples."""
-    f, params = functional(nn.Linear(2, 3))
-    found = invfunc.kfac(f, F.mse_loss, fisher="exact")(params, Numbers()(4, 2).float(), Numbers(1)(4, 3).float())
-    once = found["bias"].dense().clone()
-    for x in tree.tensors(found):
-        x.mul_(2)
-    assert torch.equal(found["bias"].dense(), 2 * once)

@@ -1,7 +1,7 @@
 """Trees of every kind in every place: None among the parameters, mappings and dataclasses as batches and outputs."""
 
-from collections import ChainMap, OrderedDict, UserDict
-from collections.abc import Mapping, MutableMapping
+from collections import ChainMap, UserDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -108,42 +108,6 @@ class TestNoneIsNoParameter:
             invfunc.batch_grad(lambda params, x, y: (x.sum(1) - y.sum(1)).square())({"w": None, "b": {}}, x, y)
 
 
-class Wrapped(MutableMapping):
-    """Keeps its values in a dict of its own."""
-
-    def __init__(self, **values):
-        self._values = values
-
-    def __getitem__(self, key):
-        return self._values[key]
-
-    def __setitem__(self, key, value):
-        self._values[key] = value
-
-    def __delitem__(self, key):
-        del self._values[key]
-
-    def __iter__(self):
-        return iter(self._values)
-
-    def __len__(self):
-        return len(self._values)
-
-
-class Encoding(UserDict):
-    """With attributes for its keys, and more that it knows."""
-
-    def __init__(self, data, lengths=None):
-        super().__init__(data)
-        self.lengths = lengths
-
-    def __getattr__(self, name):
-        try:
-            return self.data[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-
 class Frozen(Mapping):
     def __init__(self, values):
         self._values = dict(values)
@@ -156,10 +120,6 @@ class Frozen(Mapping):
 
     def __len__(self):
         return len(self._values)
-
-
-class Ordered(OrderedDict):
-    pass
 
 
 @dataclass(frozen=True)
@@ -184,12 +144,9 @@ class Pair:
 
 KINDS = {
     "UserDict": UserDict,
-    "Encoding": lambda d: Encoding(d, lengths=[1, 2]),
-    "Ordered": Ordered,
     "ChainMap": lambda d: ChainMap({"x": d["x"]}, {"y": d["y"]}),
     "proxy": MappingProxyType,
     "Frozen": Frozen,
-    "Wrapped": lambda d: Wrapped(**d),
     "dataclass": lambda d: Given(**d),
 }
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

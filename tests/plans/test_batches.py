@@ -1,6 +1,5 @@
 """Plans of the batches of a data set: the result is that of the data set without plans, to the last place."""
 
-import threading
 import warnings
 
 import pytest
@@ -9,10 +8,6 @@ import torch.nn.functional as F
 
 import invfunc
 from invfunc import compiled, distributed, explain, streamed, tree
-from invfunc.data_sets.part import Begun
-from invfunc.data_sets.visits import VisitWork
-from invfunc.evaluation.checkpoint import Course, Record
-from invfunc.evaluation.processes import ALONE
 from invfunc.testing.oracles import assert_trees_close
 from tests.data_sets.test_streamed import AT_ONCE, batches, linear, losses
 from tests.networks import LOSSES, NETWORKS, network
@@ -166,29 +161,3 @@ class TestWays:
         assert torch.equal(c.t.drawing.generator.get_state(), before)
         assert found.name == "streamed(compiled(kfac(linear, cross_entropy)))"
         assert "a plan of" in str(found) and "torch.ops.aten" in found.code
-
-    def test_threads_draw_each_by_itself(self, data):
-        params, *args = data
-        c = compiled(invfunc.diag_ggn(linear, F.cross_entropy, mc_samples=2, generator=seeded(3)))
-        parts, found = [part for part in batches(EDGES, *args) if len(part[0])], [None] * 4
-
-        @torch.no_grad()
-        def work(k):
-            at = tree.map_tensors(lambda p: (k + 1) * p, params)
-            for _ in range(3):
-                begun = Begun(ALONE, at, None, None, Course(Record({}, [7])), 0, None)
-                seen = VisitWork(c.t, {}, begun, c.of_batches)
-                n = 0
-                for part in parts:
-                    n += seen.visit((at, *part), n)
-            found[k] = seen.results()[0]
-
-        threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        wanted, found = found, [None] * 4
-        for k in range(4):
-            work(k)
-        assert_trees_close(found, wanted, EXACT)
