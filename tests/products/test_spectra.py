@@ -59,6 +59,8 @@ class TestLargest:
         pairs = eigenpairs(lambda w, x: x @ w, F.mse_loss, top=10)(*args)
         assert_largest(pairs, matrices.ggn(lambda w, x: x @ w, F.mse_loss, *args), 10)
         assert_near(pairs.values[:4], pairs.values[0].expand(4), 1e-12)
+        matrix = symmetric(torch.cat([torch.tensor([5.0, 5.0, 5.0, 4.0]), 0.7 ** torch.arange(100)]).double())
+        assert_largest(eigenpairs(quadratic, top=3)(torch.zeros(104).double(), matrix), matrix, 3)
 
     @pytest.mark.parametrize("top", [1, 5])
     def test_are_found_when_the_room_is_full(self, top):

@@ -209,9 +209,16 @@ FAULTS = [
     Fault(
         "tangents of one run are taken for those of another",
         "products/given.py",
-        "z.shape != y.shape or (y.numel() and not near(z, y, y.detach().abs().amax()))",
-        "z.shape != y.shape",
+        "shape != y.shape or not same_values(z, some_of(y))",
+        "shape != y.shape",
         "products/test_products.py::test_one_that_draws_from_its_own_generator_is_of_one_run",
+    ),
+    Fault(
+        "the product with a cross entropy is written over a vector of the caller's",
+        "loss/hessian.py",
+        "own = u.is_contiguous() and",
+        "own = u.is_contiguous() or",
+        "products/test_products.py::TestHeads",
     ),
     Fault(
         "samples of a loss that mixes them are taken for apart",
