@@ -109,6 +109,13 @@ FAULTS = [
         "statistics/test_diag_ggn.py::TestKnownLosses::test_cross_entropy",
     ),
     Fault(
+        "all samples draw what the first ones draw",
+        "loss/drawn.py",
+        "number[:, part])",
+        "number[:, : len(p)])",
+        "loss/test_monte_carlo.py::test_of_many_classes_are_drawn_for_some_samples_at_a_time",
+    ),
+    Fault(
         "targets are drawn with too few columns in the scale",
         "loss/drawn.py",
         "safe_root(columns.diagonal) * count**-0.5",
