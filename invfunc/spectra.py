@@ -254,10 +254,11 @@ def spectral_density(
 
     Example:
         >>> import torch, invfunc
+        >>> from invfunc.spectra import spectral_density
         >>> f = lambda w, x: (x @ w).cosh().log().sum()
         >>> w, x = torch.zeros(4).double(), torch.diag(torch.tensor([1.0, 1.0, 2.0, 3.0]).double())
         >>> g = torch.Generator().manual_seed(0)
-        >>> density = invfunc.spectra.spectral_density(invfunc.hvp(f), probes=100, generator=g)(w, x)   # 1, 1, 4, 9
+        >>> density = spectral_density(invfunc.hvp(f), probes=100, generator=g)(w, x)           # 1, 1, 4, 9
         >>> density
         SpectralDensity(4 eigenvalues from 1 to 9, 100 probes)
         >>> density.trace(torch.log)                       # log 36 = 3.58
