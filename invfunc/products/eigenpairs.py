@@ -459,9 +459,10 @@ def eigenpairs(
     eigenvectors, `(V N)^2` numbers, and the graph of a linearisation, the memory of two gradients. Where V N is 2 P
     or more, S is formed by P products with J and has a singular value decomposition: `V N P^2`, and some `24 V N P`
     bytes. Where the samples of f are not followed, S is formed too, by V N products with J^T. `explain` says which side
-    it is; what is not free is an error before it is computed. With `top=k` some 3 to 10 k products, fewer than
-    `scipy.sparse.linalg.eigsh` takes to the same precision, and `4 k` vectors (20 or more) while it runs. Of those that
-    are equal none is missing, which the last 8 products look for; after 50 restarts values come with larger bounds.
+    it is; what is not free is an error before it is computed. With `top=k` some 3 to 10 k products,
+    and `4 k` vectors (20 or more) while it runs. One vector finds one of several equal eigenvalues: the last 8 products
+    look for others, and go on where there are some. One that is hardly larger than the last value may still be missed.
+    After 50 restarts values come with the larger bounds that they have.
 
     Source: Dangel, Tatzel and Hennig, "ViViT: curvature access through the generalized Gauss-Newton's low-rank
     structure", TMLR 2022; Koh and Liang, "Understanding black-box predictions via influence functions", ICML 2017; Ren
