@@ -16,7 +16,7 @@ from invfunc.linear_algebra.low_rank import LowRank
 from invfunc.operation import Operation
 from invfunc.pairs.exact import Grid
 from invfunc.pairs.pair import Invertible as Invertible
-from invfunc.products.eigenpairs import Decomposition
+from invfunc.products.eigenpairs import Decomposition, Largest
 from invfunc.products.estimate import Estimator
 from invfunc.products.linear_operator import Linearization, Operator
 from invfunc.products.product import Product
@@ -290,7 +290,8 @@ def eigenpairs(
     out_dims: int = ...,
     has_aux: bool = ...,
     progress: bool = ...,
-) -> Decomposition: ...
+    top: int | None = ...,
+) -> Decomposition | Largest: ...
 @overload
 def ekfac(
     f: Callable[..., Any],
@@ -333,6 +334,7 @@ def estimate_diagonal(
     probes: int,
     generator: torch.Generator,
     distribution: Literal["rademacher", "gaussian"] = ...,
+    method: Literal["hutchinson", "xdiag"] = ...,
     progress: bool = ...,
 ) -> _Estimator: ...
 def estimate_trace(
@@ -341,6 +343,7 @@ def estimate_trace(
     probes: int,
     generator: torch.Generator,
     distribution: Literal["rademacher", "gaussian"] = ...,
+    method: Literal["hutchinson", "xtrace"] = ...,
     progress: bool = ...,
 ) -> _Estimator: ...
 def explain(statistic: Explainable) -> Callable[..., Explanation]: ...

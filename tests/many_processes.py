@@ -242,6 +242,10 @@ def composed() -> list[str]:
     dense = invfunc.linear_operator(p)(params, *whole) @ torch.eye(15, dtype=torch.float64).numpy()
     found = invfunc.linear_operator(distributed(p))(params, x, y) @ torch.eye(15, dtype=torch.float64).numpy()
     compare("operator", torch.from_numpy(found), torch.from_numpy(dense))
+    largest = invfunc.eigenpairs(distributed(p), top=3)(params, x, y)
+    wanted = torch.linalg.eigvalsh(torch.from_numpy(dense)).flip(0)[:3]
+    compare("largest eigenvalues", largest.values, wanted)
+    compare("inside of their bounds", (largest.values - wanted).abs() <= largest.bounds, wanted > 0)
     of = partial(invfunc.estimate_trace, probes=3)
     compare(
         "trace",
@@ -311,6 +315,8 @@ def of_parts(params: Any, own: tuple, whole: tuple) -> list[str]:
     compare("reduced of parts", lambda around: around(invfunc.reduced(v, lambda path, q: q * 2)), parts=False)
     compare("a tuple of parts", lambda around: around(invfunc.variance(losses, argnums=(0,))))
     compare("diagonal of parts", lambda around: invfunc.estimate_diagonal(around(p), probes=2, generator=g()))
+    options = {"probes": 4, "method": "xdiag"}
+    compare("xdiag of parts", lambda around: invfunc.estimate_diagonal(around(p), generator=g(), **options))
     v_of = {name: p.flip(0) for name, p in params.items()}
     products = invfunc.hvp(losses), invfunc.ggnvp(linear, F.cross_entropy, fisher="empirical"), invfunc.ggnvp(losses)
     for one in products:
@@ -331,6 +337,9 @@ def of_parts(params: Any, own: tuple, whole: tuple) -> list[str]:
     if not torch.equal(distributed(aside)(placed, placed, *own)[1], params["w"].T):
         wrong.append("aux of a product that is a parameter")
     of_parts_in_turn(compare)
+    compare(
+        "eigenvalues of parts", lambda around: lambda *a: invfunc.eigenpairs(around(p), top=3)(*a).values, parts=False
+    )
     compare("trace of parts", lambda around: invfunc.estimate_trace(around(p), probes=2, generator=g()), parts=False)
     scripted = torch.jit.script(hidden)
     t = invfunc.diag_ggn(

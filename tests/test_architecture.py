@@ -47,7 +47,7 @@ FLOORS = [
         "operation",
         "explain",
     },
-    {"statistics", "products", "pairs"},
+    {"statistics", "products", "pairs", "spectra"},
     {"budgeted", "certificates", "chunked", "compiled", "data_sets", "loaded", "plans"},
     {"blocks"},
     {"invertible"},

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import plainly
+from invfunc._torch.functorch import plainly, transforming
 from invfunc._torch.values import wide
 from invfunc.errors import ArgumentError
 from invfunc.loss.peeled import Peel, peeled
@@ -63,14 +63,28 @@ def _drawn(columns: Columns, count: int, source: Source, peel: Peel | None) -> D
 
 
 def _categorical(columns: Softmax, count: int, source: Source) -> torch.Tensor:
-    """`sqrt(k / M) (p - onehot(y))` with y from p: `[M, n, C, positions]`."""
-    p = columns.logits.softmax(1)
-    n, _, positions = p.shape
-    number = _uniform((count, n, 1, positions), wide(p.detach()[:1, :1]), source)
-    target = _reached(wide(p.detach()), number)
-    found = p.expand(count, *p.shape)
-    found = found.scatter(2, target, found.gather(2, target) - 1)
-    return found * (safe_root(columns.weight) * count**-0.5).unsqueeze(1)
+    """`sqrt(k / M) (p - onehot(y))` with y from p: `[M, n, C, positions]`; without derivatives for some samples at a
+    time, so that there is one such tensor."""
+    x, scale = columns.logits, (safe_root(columns.weight) * count**-0.5).unsqueeze(1)
+    n, classes, positions = x.shape
+    number = _uniform((count, n, 1, positions), wide(x.detach()[:1, :1]), source)
+
+    def drawn_for(part: slice) -> torch.Tensor:
+        p = x[part].softmax(1)
+        target = _reached(wide(p.detach()), number[:, part])
+        found = p.expand(count, *p.shape)
+        return found.scatter(2, target, found.gather(2, target) - 1) * scale[part]
+
+    size = thresholds.CACHE.get(x.device.type, thresholds.ELSEWHERE) // max(1, count * classes * positions)
+    if x.requires_grad or transforming() or n <= size:
+        return drawn_for(slice(None))
+    found, some = (
+        torch.empty(count, *x.shape, dtype=torch.promote_types(x.dtype, scale.dtype), device=x.device),
+        max(1, size),
+    )
+    for start in range(0, n, some):
+        found[:, start : start + some] = drawn_for(slice(start, start + some))
+    return found
 
 
 def _reached(p: torch.Tensor, number: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import graph_of, innermost, version
+from invfunc._torch.functorch import graph_of, innermost, storage_of, version
 from invfunc._torch.graphs import node_of, nodes_below, nodes_of
 from invfunc._torch.values import HALF, anywhere, check, checked_at_once, wide
 from invfunc.errors import ArgumentError, ConvexityError, SplitError
@@ -248,6 +248,36 @@ def _class_weight(term: Term, slope: torch.Tensor) -> torch.Tensor:
         met = drawn * (1 - smoothing) + torch.where(valid, w.sum() * smoothing / classes, 0)
     scale = slope / size if reduced == "mean" else slope
     return scale * met if reduced != "mean" else torch.where(met == 0, 0, scale * met)
+
+
+def softmax_product(
+    term: Term, slope: torch.Tensor
+) -> Callable[[torch.Tensor, Sequence[torch.Tensor], bool], torch.Tensor]:
+    """The Hessian `k (diag p - p p^T)` of a cross entropy in its logits, as a product `(u, others, several)` without
+    derivatives: p is formed for some samples at a time, and the product written over u, unless that shares its memory
+    with others. An axis in front counts `several` u."""
+    x, weight, dim = term.input.detach(), _class_weight(term, slope).detach(), _class_dim(term)
+    check_sign(weight, term.call.name)
+    if x.ndim == 1:
+        x, weight, dim = x.unsqueeze(0), weight.unsqueeze(0), 1
+    size = thresholds.CACHE.get(x.device.type, thresholds.ELSEWHERE) // 8
+    rows = max(1, size * len(x) // max(1, x.numel()))
+
+    @torch.no_grad()
+    def product(u: torch.Tensor, others: Sequence[torch.Tensor], several: bool) -> torch.Tensor:
+        own = u.is_contiguous() and all([storage_of(v) != storage_of(u) for v in others])
+        out = u if own else torch.empty_like(u, memory_format=torch.contiguous_format)
+        for given, made in zip(u, out, strict=True) if several else [(u, out)]:
+            given, made = given.reshape(x.shape), made.view(x.shape)
+            for start in range(0, len(x), rows):
+                part = slice(start, start + rows)
+                p = wide(x[part]).softmax(dim)
+                h = p * given[part]
+                h -= p.mul_(h.sum(dim, keepdim=True))
+                made[part] = h.mul_(weight[part].unsqueeze(dim))
+        return out
+
+    return product
 
 
 def _softmax(scope: Scope, term: Term, weight: torch.Tensor, n: int, convex: bool) -> Softmax:

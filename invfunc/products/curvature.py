@@ -99,9 +99,9 @@ def of_ggn(given: ProductArguments, blocks: bool) -> Linear:
     """`J^T H J v`, with the H of a convex loss; with `blocks`, in each parameter alone."""
     split = split_of(given)
     with given.mode.back(split.result.device):
-        slopes = split.slopes()
-        split.check_convex(slopes)
-    return sandwich(given, split, lambda t, pull: pull(slopes, split.values, t), blocks)
+        middle = split.middle()
+        given.let_go(split.result)
+    return sandwich(given, split, middle, blocks)
 
 
 def split_of(given: ProductArguments) -> ScopedSplit:
@@ -113,10 +113,10 @@ def of_fisher(given: ProductArguments, blocks: bool) -> Linear:
     """`sum_mn S[m, n] (S[m, n] . v)`: S are the shares of the gradient, or of gradients at targets that are drawn."""
     split = split_of_fisher(given)
     if not split.roots:
-        return sandwich(given, split, lambda t, pull: t, blocks)
+        return sandwich(given, split, lambda t, others, pull: t, blocks)
     with given.mode.back(split.result.device):
         rows = OutputRows(split, [split.gradient()] if given.drawing is None else split.drawn(given.drawing, "ggnvp"))
-    return sandwich(given, split, lambda t, pull: rows.sent(rows.along(t, pull), pull), blocks)
+    return sandwich(given, split, lambda t, others, pull: rows.sent(rows.along(t, pull), pull), blocks)
 
 
 def split_of_fisher(given: ProductArguments) -> ScopedSplit:
@@ -187,14 +187,19 @@ class Jacobian:
         return replace(self, params=self.params[i : i + 1], rows=self.rows[i : i + 1])
 
 
-def sandwich(given: ProductArguments, split: ScopedSplit, middle: Steps, blocks: bool) -> Linear:
+def sandwich(
+    given: ProductArguments,
+    split: ScopedSplit,
+    middle: Callable[[Vectors, Sequence[torch.Tensor], Pull], Vectors],
+    blocks: bool,
+) -> Linear:
     """`J^T (...) J v`; with `blocks`, in each parameter alone."""
     pushed = given.pushed(split)
     if pushed is not None:  # of the one vector that there is
         jacobian = Jacobian(split.values, given.params, [], [])
 
         def one(v: Vectors, pull: Pull) -> Vectors:
-            cotangents = middle([*pushed], pull)
+            cotangents = middle([*pushed], [*given.leaves, *tensors(v)], pull)
             found = jacobian.back(cotangents, pull)
             if any([x is not None for x in cotangents]):
                 check_reached(found)
@@ -204,7 +209,8 @@ def sandwich(given: ProductArguments, split: ScopedSplit, middle: Steps, blocks:
     jacobian = Jacobian.recorded(given, split)
 
     def product(jacobian: Jacobian, v: Vectors, pull: Pull) -> Vectors:
-        return jacobian.back(middle(jacobian.forth(v, pull), pull), pull)
+        others = [*given.leaves, *tensors(v)]
+        return jacobian.back(middle(jacobian.forth(v, pull), others, pull), pull)
 
     def steps(v: Vectors, pull: Pull) -> Vectors:
         if not blocks:
@@ -292,7 +298,7 @@ def of_positive_hessian(given: ProductArguments, blocks: bool, modify: str) -> L
             weights.append((bend.input, h.abs() if modify == "abs" else h.clamp(min=0)))
     split.values = [*roots, *(x for x, _ in weights)]
 
-    def middle(t: Vectors, pull: Pull) -> Vectors:
+    def middle(t: Vectors, others: Sequence[torch.Tensor], pull: Pull) -> Vectors:
         inner = [None if x is None else x * h for x, (_, h) in zip(t[len(roots) :], weights, strict=True)]
         return [*pull(slopes, roots, t[: len(roots)]), *inner]
 

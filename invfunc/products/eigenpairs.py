@@ -15,7 +15,7 @@ from invfunc import thresholds, tree
 from invfunc._extras import ticking
 from invfunc._torch.functorch import innermost, transforming
 from invfunc._torch.generators import set_states, state_of
-from invfunc._torch.precision import doubled
+from invfunc._torch.precision import double_on, doubled
 from invfunc._torch.values import anywhere, near
 from invfunc.arguments.problem import BoundProblem, InDims
 from invfunc.budget.size import free_on
@@ -30,12 +30,14 @@ from invfunc.linear_algebra.symmetric import Damping, damped, wide
 from invfunc.loss.square_root import Columns, rooted
 from invfunc.plan import Options
 from invfunc.products.curvature import OutputRows, of_root, split_of_fisher
+from invfunc.products.ggnvp import ggnvp
 from invfunc.products.given import ProductArguments, ScopedSplit, States
 from invfunc.products.maps import Direction, Kind, Linear
-from invfunc.products.product import Space
+from invfunc.products.product import Space, check_product, names_of, space_of, through
 from invfunc.reductions.quantity import ColumnKind, Drawing, Quantity
 from invfunc.reductions.squares import ProductsOfColumns
 from invfunc.report import Explanation
+from invfunc.spectra import largest
 from invfunc.transform import ArgumentNames, Transform, told
 
 RIGHT = 1e-4
@@ -64,6 +66,10 @@ class Eigenpairs(Whole):
     errors, too, as long as they are not made through `.data`. Where a device has no float64, all of this is an error
     unless `eps l_max / damping` is as small.
 
+    With `top=` S is `E * l.sqrt()[:, None]` of the largest eigenvalues alone, and all that it gives is of the matrix
+    `S^T S` of that rank; `bounds` are then the lengths of the residuals `|H e - l e|`, with rounding as far as products
+    that are not symmetric show it, and `16 eps l_max`.
+
     Composes with: `kronecker.solve` and `kronecker.logdet` in place of factors, `predictive_covariance` (`inverse`);
     `torch.func.grad`, `vmap`, `jvp` around `solve` and `@` in v, around `solve`, `logdet` and `inverse` in damping.
     There are no derivatives in the parameters and data. `torch.save` and `torch.load` keep it, with its vectors in
@@ -82,32 +88,25 @@ class Eigenpairs(Whole):
         shown: str,
         space: Space,
         root: Linear | Formed,
-        slope: Linear | torch.Tensor | None,
-        small: torch.Tensor,
-        of_columns: bool,
+        values: torch.Tensor,
+        rows: torch.Tensor,
+        bounds: torch.Tensor,
+        slope: Linear | torch.Tensor | None = None,
+        of_samples: bool = True,
     ) -> None:
-        """Of the rows S `[V, N, P]` as a map, those of the gradient as another, unless they are S, and in float64 of
-        S S^T `[V, N, V, N]`, or of S itself where it is smaller."""
+        """Of the rows S `[V, N, P]` as a map, and in float64 eigenvalues `[k]`, Q^T `[k, V, N]` and how far off values
+        may be, `[k]`; the rows of the gradient as another map, unless they are S."""
         self._shown, self._space, self._root, self._slope = shown, space, root, slope
-        if of_columns:
-            v, n, *_ = small.shape
-            kept, squares = min(v * n, self.size), (small := small.reshape(v * n, v * n)).diagonal()
-            values, vectors = (x.flip(-1)[..., :kept] for x in torch.linalg.eigh(small))
-        else:
-            v, n, kept = small.shape
-            rows = small.reshape(v * n, kept)
-            vectors, roots, _ = torch.linalg.svd(rows, full_matrices=False)
-            values, squares = roots.square(), rows.square().sum(1)
-        noise = values[:1].sum() + math.sqrt(v * n) * F.pad(squares, (0, 1)).amax()
-        self._kind = max((kind.dtype for kind in space.kinds), key=lambda dtype: torch.finfo(dtype).eps)
-        self._eps, self._dtype = torch.finfo(self._kind).eps, wide(self._kind)
-        self.rank: int = int((values > 16 * self._eps * noise).sum())
-        self._all, self._rows = values.clamp(min=0), vectors.T.reshape(kept, v, n)
+        self._all, self._rows, self._bounds, self._of_samples = values.clamp(min=0), rows, bounds, of_samples
+        self._kind, self._eps = _coarsest(space.kinds)
+        self._dtype = wide(self._kind)
+        self.rank: int = int((values > bounds).sum()) if of_samples else len(values)
 
     def __getstate__(self) -> dict[str, Any]:
         """Tensors, names and numbers alone: the map is written as its rows `Q^T S`, `[k, P]`."""
         rows = self._joined(len(self._all), torch.ones_like(self._all))
         state = {"values": self._all, "rows": self._rows, "images": self._space.tree(rows), "rank": self.rank}
+        state |= {"bounds": self._bounds, "of_samples": self._of_samples}
         slopes = None if self._slope is None else self.slopes()
         return {**state, "slopes": slopes, "shown": self._shown, "name": self._space.name}
 
@@ -116,8 +115,9 @@ class Eigenpairs(Whole):
         self._space = Space([state["name"]], structure, [Kind.of(x)._replace(shape=x.shape[1:]) for x in leaves])
         self._shown, self.rank, self._slope = state["shown"], int(state["rank"]), state["slopes"]
         self._all, self._rows, self._root = state["values"], state["rows"], Formed(state["rows"], leaves)
-        self._kind = max((kind.dtype for kind in self._space.kinds), key=lambda dtype: torch.finfo(dtype).eps)
-        self._eps, self._dtype = torch.finfo(self._kind).eps, wide(self._kind)
+        self._bounds, self._of_samples = state["bounds"], state["of_samples"]
+        self._kind, self._eps = _coarsest(self._space.kinds)
+        self._dtype = wide(self._kind)
 
     def __repr__(self) -> str:
         return f"Eigenpairs({self._shown}, rank {self.rank} of {self.size})"
@@ -132,6 +132,11 @@ class Eigenpairs(Whole):
         """The eigenvalues that are not 0, the largest first: `[k]`."""
         return self._all[: self.rank].to(self._dtype)
 
+    @property
+    def bounds(self) -> torch.Tensor:
+        """The distance of each value to an eigenvalue of the matrix at most, rounding with it where it shows: `[k]`."""
+        return self._bounds[: self.rank].to(self._dtype)
+
     def vectors(self, top: int | None = None) -> Any:
         """The eigenvectors of the largest eigenvalues, by default of all that are not 0: a tree of tensors `[k, *p]`.
 
@@ -141,7 +146,7 @@ class Eigenpairs(Whole):
 
     def slopes(self, top: int | None = None) -> torch.Tensor:
         """The slope of each sample along the eigenvectors, `G[n] . e_k`: `[N, k]`, which sum to those of the loss."""
-        count = self._count("slopes", top)
+        count = self._count("slopes", top, of_samples=True)
         if self._slope is None:  # S is the gradient
             return (self._all[:count].sqrt()[:, None] * self._rows[:count, 0]).T.to(self._dtype)
         if isinstance(self._slope, torch.Tensor):
@@ -151,7 +156,7 @@ class Eigenpairs(Whole):
 
     def curvatures(self, top: int | None = None) -> torch.Tensor:
         """The curvature of each sample along the eigenvectors, `e_k^T H[n] e_k`: `[N, k]`, which sum to `values`."""
-        count = self._count("curvatures", top)
+        count = self._count("curvatures", top, of_samples=True)
         return (self._all[:count, None] * self._rows[:count].square().sum(1)).T.to(self._dtype)
 
     def trace(self) -> torch.Tensor:
@@ -268,9 +273,14 @@ class Eigenpairs(Whole):
         lead = max(0, first.ndim - len(kind.shape)) if isinstance(first, torch.Tensor) else 0
         return self._space.leaves(v, "v", lead), lead
 
-    def _count(self, called: str, top: int | None) -> int:
-        if top is not None and (not isinstance(top, int) or isinstance(top, bool) or top < 1):
-            raise ArgumentError(f"{self!r}.{called}(top={top!r}): top has to be an int, 1 or more.")
+    def _count(self, called: str, top: int | None, of_samples: bool = False) -> int:
+        if of_samples and not self._of_samples:
+            raise ArgumentError(
+                f"{self!r}.{called}(): these are of a product, which adds up over the samples. Take "
+                "eigenpairs(f, loss) of one batch without top=, or batch_grad(f) times vectors()."
+            )
+        if top is not None:
+            _check_top(f"{self!r}.{called}", top)
         return self.rank if top is None else min(top, self.rank)
 
     def _blocks(self, count: int, scale: torch.Tensor) -> Iterator[list[torch.Tensor]]:
@@ -327,6 +337,17 @@ class Formed:
         return [torch.tensordot(along.to(self.rows), self.rows, 1).to(vectors[0].dtype)]
 
 
+def _check_top(called: str, top: Any) -> None:
+    if not isinstance(top, int) or isinstance(top, bool) or top < 1:
+        raise ArgumentError(f"{called}(top={top!r}): top has to be an int, 1 or more.")
+
+
+def _coarsest(kinds: list[Kind]) -> tuple[torch.dtype, float]:
+    """The dtype of parameters with the fewest digits, and its eps."""
+    dtype = max((kind.dtype for kind in kinds), key=lambda dtype: torch.finfo(dtype).eps)
+    return dtype, torch.finfo(dtype).eps
+
+
 def _norms(vectors: list[torch.Tensor], lead: int) -> torch.Tensor:
     """Lengths `[*lead]`."""
     squares = [doubled(x.detach()).square().reshape(*x.shape[:lead], x.shape[lead:].numel()) for x in vectors]
@@ -356,12 +377,15 @@ def eigenpairs(
     out_dims: int = 0,
     has_aux: bool = False,
     progress: bool = False,
-) -> Decomposition:
-    """The eigenpairs of the generalised Gauss-Newton matrix (GGN), or of the empirical Fisher matrix.
+    top: int | None = None,
+) -> Decomposition | Largest:
+    """The eigenpairs of the generalised Gauss-Newton matrix (GGN), of the empirical Fisher matrix, or of any product.
 
         S = sqrt_ggn(f, loss)(params, *inputs, target)       # [V, N, *p]; "empirical": batch_grad
         l, Q = torch.linalg.eigh(S @ S.T)                    # [V N, V N], as P of H = S.T @ S may be too many
         E = Q.T @ S / l.sqrt()[:, None]                      # H @ E[k] == l[k] * E[k]
+
+        l, E = torch.linalg.eigh(H)                          # with top=k: the last k of any symmetric H, positive ones
 
     Neither S nor the matrix [P, P] is formed: `S S^T` comes from `gram`'s products of factors, and all that follows is
     products with J and J^T. The result solves damped systems exactly in the space of the samples,
@@ -378,13 +402,17 @@ def eigenpairs(
             empirical matrix.
         mc_samples, generator, sample: as in `kfac`, for `fisher="mc"`.
         in_dims, out_dims, has_aux: as in `ggnvp`.
-        progress: whether to show a bar while the matrix to be decomposed is computed.
+        progress: whether to show a bar while the matrix to be decomposed is computed, or products are.
+        top: how many of the largest eigenvalues, by Lanczos' method from products alone. Then f may be a product, too,
+            as `hvp(f)`, also `streamed` and `distributed`, for a data set. Only positive eigenvalues are given (the
+            negative ones are those of minus f). For some parameters alone, close over the others.
 
     Returns:
         A function `(params, *inputs, target) -> Eigenpairs`, without `loss` `(params, *batch) -> Eigenpairs`. It has
         `values [k]`, those that are not 0, largest first; `vectors(top)`, a tree of tensors `[k, *p]`;
         `solve(v, damping)`, `pairs @ v`, `logdet(damping)`, `trace()`; `slopes(top)` and `curvatures(top)`, `[N, k]` of
-        each sample; `inverse(damping, top)` for `predictive_covariance`. `kronecker.solve` and `logdet` take it, too.
+        each sample (not with `top=`); `inverse(damping, top)` for `predictive_covariance`. `bounds [k]` say how far off
+        each value may be. `kronecker.solve` and `logdet` take it, too.
 
     Raises:
         SplitError, ConvexityError, SampleAxisError, ArgumentError: as in `diag_ggn`; inside of torch.func; gradients
@@ -416,20 +444,42 @@ def eigenpairs(
         >>> invfunc.predictive_covariance(f, pairs.inverse(1.0))(w, x).round(decimals=3).flatten()
         tensor([0.4000, 0.4000])
 
-    Composes with: see `Eigenpairs`. Not with `torch.func` around it, as how many eigenvalues there are depends on
-    numbers, nor with `chunked`, `streamed`, `distributed`.
+        The largest eigenvalues of the Hessian of a data set, each with its own bound.
+
+        >>> loader = [(x[:1], y[:1]), (x[1:], y[1:])]
+        >>> data_set = invfunc.streamed(invfunc.hvp(f, torch.nn.MSELoss(reduction="sum")))
+        >>> invfunc.eigenpairs(data_set, top=2)(w, loader).values.round(decimals=3)
+        tensor([4., 4.])
+
+    Composes with: see `Eigenpairs`; `streamed` and `distributed` inside, with `top=`. Not with `torch.func` around it,
+    as how many eigenvalues there are depends on numbers, nor with `chunked`.
 
     Cost: two forward passes, the products of `gram` with V columns for each sample, and an eigendecomposition of
     `[V N, V N]` in float64: `(V N)^3`, and some `40 (V N)^2` bytes while it runs, for V N up to some 10^4. Kept are the
     eigenvectors, `(V N)^2` numbers, and the graph of a linearisation, the memory of two gradients. Where V N is 2 P
     or more, S is formed by P products with J and has a singular value decomposition: `V N P^2`, and some `24 V N P`
     bytes. Where the samples of f are not followed, S is formed too, by V N products with J^T. `explain` says which side
-    it is; what is not free is an error before it is computed.
+    it is; what is not free is an error before it is computed. With `top=k` some 3 to 10 k products,
+    and `4 k` vectors (20 or more) while it runs. One vector finds one of several equal eigenvalues: the last 8 products
+    look for others, and go on where there are some. One that is hardly larger than the last value may still be missed.
+    After 50 restarts values come with the larger bounds that they have.
 
     Source: Dangel, Tatzel and Hennig, "ViViT: curvature access through the generalized Gauss-Newton's low-rank
     structure", TMLR 2022; Koh and Liang, "Understanding black-box predictions via influence functions", ICML 2017; Ren
-    and Goldfarb, "Efficient subsampled Gauss-Newton and natural gradient methods", 2019.
+    and Goldfarb, "Efficient subsampled Gauss-Newton and natural gradient methods", 2019. With `top=`: Lanczos (1950);
+    Parlett, "The symmetric eigenvalue problem", 1980; Wu and Simon, "Thick-restart Lanczos method", 2000.
     """
+    if top is not None:
+        product = f
+        if not hasattr(f, "linearize"):
+            dims = {"in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux}
+            draws = {"mc_samples": mc_samples, "generator": generator, "sample": sample}
+            product = ggnvp(f, loss, fisher=fisher, **draws, **dims)
+        return Largest(product, top, progress)
+    if hasattr(f, "linearize"):
+        raise ArgumentError(
+            f"eigenpairs({f!r}): it is a product, of which there are the largest eigenvalues: pass top=10, say."
+        )
     columns = fisher_columns("eigenpairs", fisher, mc_samples, generator, sample)
     drawing = columns.get("drawing")
     return Decomposition(f, columns["kind"], loss, drawing, in_dims, out_dims, has_aux, progress)
@@ -450,8 +500,8 @@ class Decomposition(Transform):
     owned = False  # what it gives is no tree
     outermost = True
     of_one_batch = (
-        "its eigenvectors are in the space of the samples of one batch. scipy's eigsh finds those of a data set, of "
-        "linear_operator(streamed(ggnvp(f, loss)))"
+        "its eigenvectors are in the space of the samples of one batch. The largest of a data set are "
+        "eigenpairs(streamed(ggnvp(f, loss)), top=k)"
     )
 
     def __post_init__(self) -> None:
@@ -463,10 +513,7 @@ class Decomposition(Transform):
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: ArgumentNames) -> tuple[Any, Any]:
         if transforming():
-            raise ArgumentError(
-                "it is inside of a transform of torch.func, where there are no eigenpairs, as how many there are "
-                "depends on numbers. Take them outside, and transform what is done with them."
-            )
+            raise inside_of_torch_func()
         with torch.no_grad():
             dims = self.in_dims, self.out_dims, self.has_aux
             given = ProductArguments(self.f, self.loss, args, kwargs, names, *dims, self.drawing)
@@ -486,7 +533,9 @@ class Decomposition(Transform):
                 small = doubled(_formed(root, space.kinds, size, title)[0]).movedim(0, -1)
             if anywhere(~small.isfinite()):
                 raise ArgumentError("per-sample gradients are not finite: f or its loss gives NaN or inf.")
-            return Eigenpairs(repr(self), space, root, slope, small, of_columns), aux
+            values, of_rows, noise = _spectrum_of(small, of_columns, size)
+            bounds = 16 * _coarsest(space.kinds)[1] * noise.expand(len(values))
+            return Eigenpairs(repr(self), space, root, values, of_rows, bounds, slope), aux
 
     def _check_room(self, device: torch.device, columns: int, size: int) -> None:
         """Check that there is memory for the decomposition."""
@@ -549,6 +598,72 @@ class Decomposition(Transform):
         if self.kind.first_order:
             return split_of_fisher(given)
         return given.found_split() if self.loss is None else given.given_split(each=True)
+
+
+@dataclass(frozen=True, repr=False)
+class Largest(Transform):
+    """A function `(params, *batch) -> Eigenpairs` of the largest eigenvalues of a product."""
+
+    product: Any
+    top: int
+    progress: bool
+    owned = False
+    outermost = True
+    of_one_batch = "it takes products of all batches: eigenpairs(streamed(ggnvp(f, loss)), top=k)"
+
+    def __post_init__(self) -> None:
+        check_product("eigenpairs", self.product)
+        _check_top("eigenpairs", self.top)
+
+    def __repr__(self) -> str:
+        return f"eigenpairs({describe(self.product)}, top={self.top})"
+
+    @property
+    def has_aux(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return getattr(self.product, "has_aux", False)
+
+    def names(self, count: int) -> Any:
+        return names_of(self.product, count)
+
+    @torch.no_grad()
+    def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
+        if transforming():
+            raise inside_of_torch_func()
+        space, made = space_of(args, names), self.product.linearize(*args, **kwargs)
+        at, aux = made if self.has_aux else (made, None)
+        title = repr(self) if self.progress else ""
+        values, vectors, bounds = largest(through(at, space), space.kinds, self.top, title)
+        values, bounds = (x.to(space.kinds[0].device, double_on(space.kinds[0].device)) for x in (values, bounds))
+        k = len(values)
+        rows = torch.eye(k, dtype=values.dtype, device=values.device).reshape(k, k, 1)
+        images = [
+            (values.sqrt().to(x).reshape(k, *[1] * (x.ndim - 1)) * x).to(kind.dtype)
+            for x, kind in zip(vectors, space.kinds, strict=True)
+        ]
+        return Eigenpairs(repr(self), space, Formed(rows, images), values, rows, bounds, of_samples=False), aux
+
+
+def inside_of_torch_func() -> ArgumentError:
+    """The error of a call in torch.func."""
+    return ArgumentError(
+        "it is inside of a transform of torch.func, where there are no eigenpairs, as how many there are "
+        "depends on numbers. Take them outside, and transform what is done with them."
+    )
+
+
+def _spectrum_of(small: torch.Tensor, of_columns: bool, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Eigenvalues `[k]`, Q^T `[k, V, N]`, and the size of numbers that are rounded, of S S^T `[V, N, V, N]`, or of S
+    itself where it is smaller."""
+    v, n = small.shape[:2]
+    if of_columns:
+        kept, small = min(v * n, size), small.reshape(v * n, v * n)
+        squares, (values, vectors) = small.diagonal(), (x.flip(-1)[..., :kept] for x in torch.linalg.eigh(small))
+    else:
+        rows = small.reshape(v * n, kept := small.shape[2])
+        vectors, roots, _ = torch.linalg.svd(rows, full_matrices=False)
+        values, squares = roots.square(), rows.square().sum(1)
+    noise = values[:1].sum() + math.sqrt(v * n) * F.pad(squares, (0, 1)).amax()
+    return values, vectors.T.reshape(kept, v, n), noise
 
 
 def _smaller(columns: int, size: int) -> bool:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 
 from invfunc import tree
 from invfunc._extras import extra
+from invfunc._torch.precision import double_on
 from invfunc._torch.values import wide
 from invfunc.callables import describe
-from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.errors import ArgumentError
 from invfunc.evaluation.rounds import parts
 from invfunc.loss.drawn import by
 from invfunc.loss.square_root import safe_root
-from invfunc.products.maps import Kind
-from invfunc.products.product import along, check_product, names_of, space_of
+from invfunc.products.product import Space, along, check_probes, check_product, names_of, space_of
 from invfunc.reductions.estimate import Estimate
+from invfunc.spectra import Basis, applied, inner
 from invfunc.transform import Transform
 
 DISTRIBUTIONS = ("rademacher", "gaussian")
+LEAVE_ONE_OUT = {"trace": "xtrace", "diagonal": "xdiag"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,28 +38,22 @@ class Estimator(Transform):
     generator: torch.Generator
     distribution: str
     progress: bool
+    method: str
 
     def __post_init__(self) -> None:
-        name, shown = f"estimate_{self.of}", repr(self)[:-1]
-        check_product(name, self.product)
-        if getattr(self.product, "lead", 0):
-            raise ArgumentError(f"{shown}): a product of blocks takes several vectors at once; give that of the whole.")
-        if not isinstance(self.probes, int) or isinstance(self.probes, bool):
-            kind = type(self.probes).__name__
-            raise ArgumentTypeError(
-                f"{shown}, probes={self.probes!r}): probes is of type {kind}, but has to be an int."
-            )
-        if self.probes < 1:
-            raise ArgumentError(f"{shown}, probes={self.probes}): probes has to be at least 1.")
-        if not isinstance(self.generator, torch.Generator):
-            kind = type(self.generator).__name__
-            raise ArgumentTypeError(
-                f"{shown}, generator=...): generator is of type {kind}, but the vectors are drawn from an explicit "
-                "torch.Generator: pass generator=torch.Generator().manual_seed(0)."
-            )
-        if self.distribution not in DISTRIBUTIONS:
+        shown, methods = repr(self)[:-1], ("hutchinson", LEAVE_ONE_OUT[self.of])
+        check_product(f"estimate_{self.of}", self.product)
+        check_probes(shown, self.probes, self.generator)
+        for name, given, known in (
+            ("distribution", self.distribution, DISTRIBUTIONS),
+            ("method", self.method, methods),
+        ):
+            if given not in known:
+                raise ArgumentError(f"{shown}, {name}={given!r}): it is one of {', '.join(map(repr, known))}.")
+        if self.method != methods[0] and self.probes % 2:
             raise ArgumentError(
-                f"{shown}, distribution={self.distribution!r}): it is one of {', '.join(map(repr, DISTRIBUTIONS))}."
+                f"{shown}, probes={self.probes}, method={self.method!r}): probes has to be even, as half of the "
+                "products are with random vectors, and the others with what these gave."
             )
 
     def __repr__(self) -> str:
@@ -66,39 +63,75 @@ class Estimator(Transform):
         return names_of(self.product, count)
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Sequence[str]) -> tuple[Estimate, Any]:
-        return self._estimated(args, kwargs, names), None
-
-    def _estimated(self, args: tuple, kwargs: dict[str, Any], names: Sequence[str]) -> Estimate:
-        space, count, steps = space_of(args, names), self.probes, range(self.probes)
-        rounds = extra("tqdm", "progress").tqdm(steps, repr(self)) if self.progress else steps
-        at, mean, spread = along(self.product, args, kwargs, space), [], []
-        for i in rounds:
-            v = [self._drawn(kind) for kind in space.kinds]
-            found = [wide(x) * wide(y) for x, y in zip(v, at(v), strict=True)]
-            if self.of == "trace":
-                first, *others = [x.sum() for x in found]
-                found = [sum(others, first)]
+        space, mean, spread, count = space_of(args, names), [], [], 0
+        values = self._values if self.method == "hutchinson" else self._left_out
+        for found in values(args, kwargs, space):
+            count += 1
             off = [x - m for x, m in zip(found, mean, strict=True)] if mean else found
-            mean = [m + d / (i + 1) for m, d in zip(mean, off, strict=True)] if mean else found
+            mean = [m + d / count for m, d in zip(mean, off, strict=True)] if mean else found
             more = [d * (x - m) for x, m, d in zip(found, mean, off, strict=True)]
             spread = [s + d for s, d in zip(spread, more, strict=True)] if spread else more
         errors = [safe_root(s / (count * (count - 1))) if count > 1 else s * torch.nan for s in spread]
         dtypes = [kind.dtype for kind in space.kinds]
         if self.of == "trace":
             dtype = reduce(torch.promote_types, dtypes)
-            return Estimate(mean[0].to(dtype), errors[0].to(dtype))
+            return Estimate(mean[0].to(dtype), errors[0].to(dtype)), None
         mean, errors = ([x.to(dtype) for x, dtype in zip(xs, dtypes, strict=True)] for xs in (mean, errors))
         params = tree.tensors(args[:1])
-        return Estimate(space.tree(parts(mean, params)), space.tree(parts(errors, params)))
+        return Estimate(space.tree(parts(mean, params)), space.tree(parts(errors, params))), None
 
-    def _drawn(self, kind: Kind) -> torch.Tensor:
+    def _values(self, args: tuple, kwargs: dict[str, Any], space: Space) -> Iterator[list[torch.Tensor]]:
+        """Hutchinson's `v (A v)` of each random vector, or the sum of its entries."""
+        at = along(self.product, args, kwargs, space)
+        for _ in self._rounds(range(self.probes)):
+            v = self._drawn(space)
+            found = [wide(x) * wide(y) for x, y in zip(v, at(v), strict=True)]
+            yield [reduce(torch.add, [x.sum() for x in found])] if self.of == "trace" else found
+
+    def _left_out(self, args: tuple, kwargs: dict[str, Any], space: Space) -> Iterator[list[torch.Tensor]]:
+        """An estimate for each random vector, which is of the part of the matrix outside of what the others span.
+
+        With `A V = Q R`, and of `Q` the vector `Q s` that is orthogonal to the products with all others, the projection
+        on these is `Q (I - s s^T) Q^T`. What is inside of it is known exactly, from `Z = A Q`.
+        """
+        at, n = applied(self.product, args, kwargs, space), self.probes // 2
+        rounds = iter(self._rounds(range(self.probes)))
+        basis, drawn, r, square = Basis(space.kinds, n), [], torch.zeros(n, n, dtype=torch.float64), []
+        for i, _ in zip(range(n), rounds, strict=False):
+            drawn.append(v := self._drawn(space))
+            product = at(v)
+            square.append(inner(v, product))
+            found, length = basis.add(product)
+            r[: len(found), i] = found
+            r[len(found), i] += length
+        k = basis.count
+        s = F.normalize(torch.linalg.inv(r), dim=1) if k == n else torch.zeros(n, k, dtype=torch.float64)
+        images = [at(basis.row(i)) for i, _ in zip(range(k), rounds, strict=False)]
+        r, h = r[:k], torch.stack([basis.along(z) for z in images], 1) if k else r[:0, :0]
+        if self.of == "trace":
+            for s_i, r_i, v, vav in zip(s, r.T, drawn, square, strict=True):
+                w = basis.along(v)
+                x = w - s_i * (s_i @ w)
+                value = h.trace() - s_i @ h @ s_i + vav - 2 * x @ r_i + x @ h @ x
+                yield [value.to(space.kinds[0].device, double_on(space.kinds[0].device))]
+            return
+        z = [torch.stack(x) if x else q[:0] for q, x in zip(basis.rows, zip(*images, strict=True), strict=True)]
+        inside = [(q[:k] * x).sum(0) for q, x in zip(basis.rows, z, strict=True)]
+        for s_i, r_i, v in zip(s, r.T, drawn, strict=True):
+            out, image = basis.joined(s_i), [torch.tensordot(s_i.to(x), x, 1) for x in z]
+            own = float(s_i @ r_i)
+            yield [y + q * (own * w - x) for y, q, w, x in zip(inside, out, v, image, strict=True)]
+
+    def _rounds(self, steps: range) -> Iterable[int]:
+        return extra("tqdm", "progress").tqdm(steps, repr(self)) if self.progress else steps
+
+    def _drawn(self, space: Space) -> list[torch.Tensor]:
         """A random vector whose entries are independent, with mean 0 and variance 1."""
+        draw = partial(by, self.generator)
         if self.distribution == "gaussian":
-            return by(self.generator, torch.randn, kind.shape, kind.dtype, kind.device)
-        return (
-            by(self.generator, partial(torch.randint, 0, 2), kind.shape, torch.int64, kind.device).to(kind.dtype) * 2
-            - 1
-        )
+            return [draw(torch.randn, kind.shape, kind.dtype, kind.device) for kind in space.kinds]
+        signs = partial(torch.randint, 0, 2)
+        return [2 * draw(signs, *kind._replace(dtype=torch.int64)).to(kind.dtype) - 1 for kind in space.kinds]
 
 
 def estimate_diagonal(
@@ -107,6 +140,7 @@ def estimate_diagonal(
     probes: int,
     generator: torch.Generator,
     distribution: Literal["rademacher", "gaussian"] = "rademacher",
+    method: Literal["hutchinson", "xdiag"] = "hutchinson",
     progress: bool = False,
 ) -> Estimator:
     """An unbiased estimate of the diagonal of a matrix, from its products with random vectors.
@@ -117,6 +151,7 @@ def estimate_diagonal(
 
     Args:
         product, probes, generator, distribution, progress: as in `estimate_trace`.
+        method: "hutchinson", the formula above, or "xdiag", which is to it what "xtrace" is to that of a trace.
 
     Returns:
         A function `(params, *batch) -> Estimate(value, standard_error)`, a named tuple of two trees like the
@@ -136,11 +171,12 @@ def estimate_diagonal(
     Composes with: `hvp`, `ggnvp`, these `streamed`, and products of one's own; `torch.func.grad`, `vmap`,
     `jvp` around it.
 
-    Cost: that of `estimate_trace`, and the memory of a few trees like the parameters.
+    Cost: that of `estimate_trace`, and the memory of a few trees like the parameters; with "xdiag" of `2 probes`.
 
-    Source: Bekas, Kokiopoulou and Saad, "An estimator for the diagonal of a matrix", 2007.
+    Source: Bekas, Kokiopoulou and Saad, "An estimator for the diagonal of a matrix", 2007; Epperly, Tropp and Webber,
+    "XTrace", 2024.
     """
-    return Estimator("diagonal", product, probes, generator, distribution, progress)
+    return Estimator("diagonal", product, probes, generator, distribution, progress, method)
 
 
 def estimate_trace(
@@ -149,6 +185,7 @@ def estimate_trace(
     probes: int,
     generator: torch.Generator,
     distribution: Literal["rademacher", "gaussian"] = "rademacher",
+    method: Literal["hutchinson", "xtrace"] = "hutchinson",
     progress: bool = False,
 ) -> Estimator:
     """An unbiased estimate of the trace of a matrix, from its products with random vectors.
@@ -164,6 +201,10 @@ def estimate_trace(
         generator: from which they are drawn, on the device of the parameters.
         distribution: of their entries: "rademacher", signs, which is exact for a diagonal matrix and has the smaller
             variance, or "gaussian".
+        method: "hutchinson", the formula above, or "xtrace": with half of the products the range of the matrix is
+            found, `Q = orth(A V)`, in which its trace is exact, and each random vector estimates what is left outside
+            of the products with all others. Far more precise where eigenvalues fall fast, exact from `probes / 2` above
+            the rank on. `probes` is even. Its error tends to be told too small: two of it cover some 80 to 94 %.
         progress: whether to show a bar.
 
     Returns:
@@ -171,8 +212,8 @@ def estimate_trace(
         dimensions. The standard error of one probe is NaN.
 
     Raises:
-        ArgumentError, ArgumentTypeError: probes < 1, no generator, one on another device, or a product that is not a
-            tree like the parameters.
+        ArgumentError, ArgumentTypeError: probes < 1, or odd for "xtrace"; no generator, one on another device, or a
+            product that is not a tree like the parameters.
         MissingExtraError: `progress` without tqdm: `pip install 'invfunc[progress]'`.
 
     Example:
@@ -186,8 +227,10 @@ def estimate_trace(
     Composes with: `hvp`, `ggnvp`, these `streamed`, and products of one's own; `torch.func.grad`, `vmap`,
     `jvp` around it.
 
-    Cost: one linearisation of a product that has `.linearize`, and `probes` products.
+    Cost: one linearisation of a product that has `.linearize`, and `probes` products; with "xtrace" the memory of as
+    many trees like the parameters, and no derivatives.
 
-    Source: Hutchinson, "A stochastic estimator of the trace of the influence matrix", 1990.
+    Source: Hutchinson, "A stochastic estimator of the trace of the influence matrix", 1990; Epperly, Tropp and Webber,
+    "XTrace: making the most of every sample in stochastic trace estimation", SIAM J. Matrix Anal. Appl. 2024.
     """
-    return Estimator("trace", product, probes, generator, distribution, progress)
+    return Estimator("trace", product, probes, generator, distribution, progress, method)

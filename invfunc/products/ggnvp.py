@@ -106,6 +106,8 @@ def ggnvp(
     torch.func, it is three to four gradients and the memory of two. A linearisation runs f once and keeps that memory;
     each of its products takes two gradients more. Attention runs without fused kernels. With blocks, two gradients, and
     for each parameter K Jacobian products and K pullbacks through the part of the network behind it, batched.
+    Of one cross entropy of the outputs, as it is, `p o u - p (p . u)` is written over u = J v for some samples at a
+    time: nothing like the logits of a vocabulary is kept beside them and J v.
 
     Source: Schraudolph, "Fast curvature matrix-vector products", 2002; BackPACK's hessianfree and GGNMP (Dangel,
     Kunstner and Hennig, ICLR 2020). Of Fisher matrices: Martens, "New insights and perspectives on the natural gradient

@@ -18,7 +18,7 @@ from invfunc._torch.functorch import dispatched, dual_level, listening, set_grap
 from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.graphs import nodes_of
 from invfunc._torch.opened import Uncompiled
-from invfunc._torch.values import near
+from invfunc._torch.values import near, same_values
 from invfunc.arguments.problem import BoundProblem, InDims, batch_dims, batch_size, check_params, problem, with_aux
 from invfunc.core import split as core
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option
@@ -28,7 +28,7 @@ from invfunc.core.split import CRITERIA, SURE, WHOLE, Axis, Finder, Output, mark
 from invfunc.errors import ArgumentError, unreached
 from invfunc.evaluation.joined import check_fewer, moved
 from invfunc.evaluation.weights import LossPart
-from invfunc.loss.hessian import hessian, structured
+from invfunc.loss.hessian import hessian, softmax_product, structured
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.products.maps import Kind, Pull, Scope, Vectors
 from invfunc.reductions.quantity import Drawing
@@ -43,6 +43,8 @@ class ScopedSplit(core.Split):
 
     values: list[torch.Tensor] = field(default_factory=list)
     """The outputs, or the losses, or what else is to be differentiated in the parameters."""
+    only: bool = False
+    """True if the result is one criterion of one output, as it is."""
 
     def __post_init__(self) -> None:
         self.values = self.values or [r.value for r in self.roots] or [self.result]
@@ -53,6 +55,17 @@ class ScopedSplit(core.Split):
     def slopes(self) -> Vectors:
         """The gradient of the result in the outputs, as a function of them."""
         return Pull(self.scope, graph=True)([self.result], self.values, [torch.ones_like(self.result)])
+
+    def middle(self) -> Callable[[Vectors, Sequence[torch.Tensor], Pull], Vectors]:
+        """The product with the Hessian in the outputs, once it is seen that there is a GGN: `others` are tensors whose
+        memory is not to be written to. Of a cross entropy alone nothing of the loss is kept but the logits."""
+        if not self.only or self.terms[0].kind != "softmax" or self.scope.create_graph:
+            slopes = self.slopes()
+            self.check_convex(slopes)
+            return lambda t, others, pull: pull(slopes, self.values, t)
+        product = softmax_product(self.terms[0], torch.ones_like(self.result))
+        self.result, self.terms = self.result.detach(), []
+        return lambda t, others, pull: [None if u is None else product(u, others, pull.batched) for u in t]
 
     def check_convex(self, slopes: Vectors) -> None:
         """Check that a GGN exists, unless the Hessian of the loss is too large to be looked at."""
@@ -130,7 +143,7 @@ class ProductArguments:
         """The result of f, without aux."""
         self.losses: Any = None
         """The loss that was evaluated last."""
-        self.tangents: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
+        self.tangents: list[Pushed.Pair] | None = None
         """The outputs with their derivatives along the vector, if forward mode has them."""
 
     def run(self) -> Any:
@@ -153,6 +166,11 @@ class ProductArguments:
         result = self.called(result, tree.map_tensors(self.scope.alias, self.args[-1]))
         self._tell_constants(result, self.params)
         return checked_value(result, "the loss").sum()
+
+    def let_go(self, losses: torch.Tensor) -> None:
+        """Keep the losses as they are now, perhaps without the graph."""
+        self.losses = losses
+        self.result = losses if self.loss is None else self.result
 
     def called(self, outputs: Any, target: Any) -> Any:
         """The result of the loss."""
@@ -253,7 +271,8 @@ class ProductArguments:
         with marked_for(None), finder:
             result = self.called(tree.unflatten([r.value for r in roots], structure), target)
         self._tell_constants(result, [*self.params, *(r.value for r in roots)])
-        return ScopedSplit(self.scope, 1, checked_value(result, "the loss"), roots, finder.terms, dim=self.out_dims)
+        only = finder.only(checked_value(result, "the loss")) is not None
+        return ScopedSplit(self.scope, 1, result, roots, finder.terms, dim=self.out_dims, only=only)
 
     def found_split(self, losses: bool = False, each: bool = True) -> ScopedSplit:
         """Split a loss function at its outputs; with `losses`, `[N]` losses are taken as they are. Only with `each` f
@@ -266,7 +285,8 @@ class ProductArguments:
             self.watch = nullcontext()
             check_loss(result, n)
             if not each:
-                return ScopedSplit(self.scope, 1, result, finder.found(result, self.params), finder.terms)
+                roots, only = finder.found(result, self.params), finder.only(result) is not None
+                return ScopedSplit(self.scope, 1, result, roots, finder.terms, only=only)
             if result.ndim:
                 return ScopedSplit(self.scope, n, result, [])
             set_states(before)
@@ -365,12 +385,12 @@ class ProductArguments:
             return None
         found = []
         for i, y in zip(wanted, split.values, strict=True):
-            z, t = self.tangents[i]
+            (shape, z), t = self.tangents[i]
             if t is None and y.requires_grad:  # it was lost on the way
                 return None
-            if z.shape != y.shape or (y.numel() and not near(z, y, y.detach().abs().amax())):
+            if shape != y.shape or not same_values(z, some_of(y)):
                 return None  # f draws from a generator of its own
-            found.append(torch.zeros_like(z) if t is None else t)
+            found.append(torch.zeros_like(y) if t is None else t)
         return found
 
 
@@ -378,9 +398,12 @@ class Pushed(TorchFunctionMode):
     """A mode that notes the tangents of what may be outputs, as `Finder` does, in a run in forward mode; the rows of
     tables that stand for padding have none there, as they get no gradient."""
 
+    Pair = tuple[tuple[torch.Size, torch.Tensor], torch.Tensor | None]
+    """The shape of an output, and some of its entries, with its tangent."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self.pairs: list[Pushed.Pair] = []
         self.fixed = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -397,13 +420,18 @@ class Pushed(TorchFunctionMode):
         return out
 
     @staticmethod
-    def pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def pair(x: torch.Tensor) -> Pair:
         z, t = forward_ad.unpack_dual(x)
-        return z.detach(), t if t is None else t.detach()
+        return (z.shape, some_of(z)), t if t is None else t.detach()
 
     def mark(self, z: torch.Tensor) -> None:
         self.pairs, self.fixed = self.pairs if self.fixed else [], True
         self.pairs.append(self.pair(z))
+
+
+def some_of(z: torch.Tensor) -> torch.Tensor:
+    """Entries of a tensor all over it, which tell whether it is that of another run."""
+    return z.detach().reshape(-1)[:: z.numel() // 2**12 + 1].clone()
 
 
 class Following(Run):

@@ -72,8 +72,6 @@ def linear_operator(product: Callable, kind: Literal["scipy", "torch"] = "scipy"
     check_product("linear_operator", product)
     if kind not in KINDS:
         raise ArgumentError(f"linear_operator({describe(product)}, kind={kind!r}): it is one of 'scipy', 'torch'.")
-    if getattr(product, "lead", 0):
-        raise ArgumentError(f"linear_operator({product!r}): a product of blocks takes several vectors at once.")
     return Operator(product, kind)
 
 

@@ -212,6 +212,10 @@ def check_product(name: str, product: Any) -> None:
         raise ArgumentTypeError(
             f"{name}({product!r}): it is a statistic, but has to be a product (params, v, *batch), as `ggnvp(f)` is."
         )
+    if getattr(product, "lead", 0):
+        raise ArgumentError(
+            f"{name}({product!r}): a product of blocks takes several vectors at once; give that of the whole."
+        )
 
 
 def names_of(product: Callable, count: int) -> Sequence[str]:
@@ -269,17 +273,34 @@ def along(
             result = product(args[0], v, *args[1:], **kwargs)
             return result[0] if aux else result
 
-    def whole_of(found: Any, lead: int = 0) -> list[torch.Tensor]:
-        """The leaves of a product, as a whole."""
-        leaves: list[Any] = space.leaves(found, "product", lead)
-        return [x.full_tensor() if sharded(x) else x for x in leaves]
-
-    def of_one(v: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return whole_of(at(space.tree([*v])))
-
+    of_one = through(at, space)
     if not several:
         return of_one
     if isinstance(at, Linearised):
-        of_all = replace(at, lead=1)
-        return lambda v: whole_of(of_all(space.tree(v)), 1)
+        return through(replace(at, lead=1), space, 1)
     return lambda v: [torch.stack(x) for x in zip(*map(of_one, zip(*v, strict=True)), strict=True)]
+
+
+def through(at: Callable, space: Space, lead: int = 0) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
+    """A product of trees as one of leaves, each as a whole; `lead` axes in front count several vectors."""
+
+    def of_leaves(v: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        leaves: list[Any] = space.leaves(at(space.tree([*v])), "product", lead)
+        return [x.full_tensor() if sharded(x) else x for x in leaves]
+
+    return of_leaves
+
+
+def check_probes(shown: str, probes: Any, generator: Any) -> None:
+    """Check a number of random vectors, and from what they are drawn."""
+    if not isinstance(probes, int) or isinstance(probes, bool):
+        kind = type(probes).__name__
+        raise ArgumentTypeError(f"{shown}, probes={probes!r}): probes is of type {kind}, but has to be an int.")
+    if probes < 1:
+        raise ArgumentError(f"{shown}, probes={probes}): probes has to be at least 1.")
+    if not isinstance(generator, torch.Generator):
+        kind = type(generator).__name__
+        raise ArgumentTypeError(
+            f"{shown}, generator=...): generator is of type {kind}, but the vectors are drawn from an explicit "
+            "torch.Generator: pass generator=torch.Generator().manual_seed(0)."
+        )

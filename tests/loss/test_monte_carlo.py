@@ -359,3 +359,18 @@ def test_draws_where_it_is(draw):
     assert there.is_meta and there.shape == (2, 3) and there.dtype == torch.float32
     here = by(seeded(3), draw, (2, 3), torch.float32, torch.device("cpu"))
     assert torch.equal(here, draw(2, 3, generator=seeded(3)))
+
+
+def test_of_many_classes_are_drawn_for_some_samples_at_a_time(monkeypatch):
+    f, params, x, y = lambda w, x: x @ w, Numbers(0)(4, 5), Numbers(1)(7, 3, 4), Numbers(2).below(5, 7, 3)
+
+    def loss(z, y):
+        return F.cross_entropy(z.mT, y)
+
+    def found():
+        generator = torch.Generator().manual_seed(0)
+        return invfunc.sqrt_ggn(f, loss, mc_samples=2, generator=generator)(params, x, y)
+
+    whole = found()
+    monkeypatch.setattr("invfunc.thresholds.CACHE", {"cpu": 100})
+    assert_trees_close(found(), whole, 1e-12)
