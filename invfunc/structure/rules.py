@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from invfunc._torch.functorch import mapped
+
 Rows = torch.Tensor | None
 """Labels `[rows, *shape]`; None: of nothing."""
 Rule = Callable[["Step", torch.Tensor], Any]
@@ -187,7 +189,7 @@ def moved(step: Step, out: torch.Tensor) -> Rows:
     x, rest = step.args[0], step.args[1:]
     if not step.only(x):
         return None
-    return torch.vmap(lambda row: step.func(row, *rest, **step.kwargs))(step.filled(x))
+    return mapped(lambda row: step.func(row, *rest, **step.kwargs))(step.filled(x))
 
 
 def put_together(step: Step, out: torch.Tensor) -> Rows:
