@@ -51,29 +51,6 @@ HALVED = 64
 """Positions from which on such norms leave out the products of the first half with the last one, which are those of the
 last with the first: a quarter of all. Here 0.86 of the time at 64 positions, 0.75 to 0.85 from 96 to 256."""
 
-GRADIENT_DTYPES, GRADIENT_ON = (torch.float32,), ("cpu",)
-"""Where `sum_br x[b, k, r] x[b, l, r]` is the weight gradient of a convolution of x with itself: oneDNN's product needs
-no copy with the samples beside the positions, and was once twice as fast. Elsewhere MKL's product of a copy. Here the
-copy is faster with nearly all shapes: oneDNN takes 1.1 to 3 times as long."""
-
-GRADIENT_SAMPLES = 16
-"""Samples b from which on it is."""
-
-GRADIENT_NUMBERS = 3 * 2**20
-"""Numbers in x below which it is: oneDNN's product of more was the slower one."""
-
-GRADIENT_ROWS, GRADIENT_BLOCKS = 256, 3
-"""Rows k from which on only the lower half of it is computed, in so many blocks."""
-
-MIRRORED_POSITIONS = 256
-"""Samples times positions, b r, below which a Gram matrix is one plain product. Here 256."""
-
-MIRRORED_ON = ("cpu",)
-"""Where it is anything else from there on. On an H200 the plain product takes a fifth to a third of the time."""
-
-MIRRORED_ROWS, MIRRORED_BLOCKS = 96, 6
-"""Otherwise its lower half is computed in blocks of at least so many rows, at most so many, and mirrored. Here 96."""
-
 ADDED_POSITIONS, ADDED_NUMBERS = 256, 2**20
 """Positions r and numbers in x from which on the products of the samples are added up one by one, without a copy:
 2.5 times as fast here at 2^23 numbers. It is from 2^16 numbers and 16 positions on with 64 rows, but not with 576."""
@@ -84,10 +61,6 @@ their sum at 2^17 entries."""
 
 ADDED_ON = ("cpu",)
 """Where they are. On an H200 that takes 2 to 14 times as long as a product of the copy, from 2^20 numbers on."""
-
-HUGE_PAGES, HUGE_ON = 32 * 2**20, ("cpu",)
-"""Bytes of a result from which on it is written to fresh memory in huge pages (`linear_algebra.pages`): malloc takes so
-much from the system each time. Here 2.4 times as fast at 64 and 128 MiB, and as fast below."""
 
 # Columns that are pulled back (core/evaluate.py, structure/plan.py)
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, reduce
 from typing import Any, TypeVar
 
 import opt_einsum
 import torch
-from torch.nn.grad import conv1d_weight
 
 from invfunc import thresholds
 from invfunc._torch.functorch import transforming
 from invfunc._torch.precision import has_float64
-from invfunc.linear_algebra.pairwise import in_place, product, room_for
+from invfunc.linear_algebra.pairwise import in_place, product
 
 T = TypeVar("T")
 Term = tuple[str, torch.Tensor]
@@ -120,11 +119,7 @@ def joined(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """The parts in one tensor; a single one is not copied."""
     if len(parts) == 1:
         return parts[0]
-    first = parts[0]
-    size = sum(x.shape[dim] for x in parts)
-    shape = [*first.shape[:dim], size, *first.shape[dim + 1 :]]
-    apart = any(x.requires_grad or x.dtype != first.dtype for x in parts)
-    return torch.cat(parts, dim, out=None if apart else room_for(shape, first, first))
+    return torch.cat(parts, dim)
 
 
 def outer(x: torch.Tensor, other: torch.Tensor | None = None, diagonal: bool = False) -> torch.Tensor:
@@ -138,36 +133,13 @@ def outer(x: torch.Tensor, other: torch.Tensor | None = None, diagonal: bool = F
     if x.ndim == 4:
         x, other = (y.permute(1, 2, 0, 3).flatten(2) for y in (x, x if other is None else other))
         return x @ other.mT
-    b, k, r = x.shape
-    plain = b * r < thresholds.MIRRORED_POSITIONS or x.device.type not in thresholds.MIRRORED_ON
-    if plain and other is None and r < thresholds.ADDED_POSITIONS:
-        x = x[:, :, 0] if r == 1 else x.mT.reshape(b * r, k)
-        return x.mT @ x
-    plain = plain or x.requires_grad or transforming()
-    if other is None and not plain and _as_gradient(x):
-        blocks = thresholds.GRADIENT_BLOCKS if k >= thresholds.GRADIENT_ROWS else 1
-        return _mirrored(
-            x, blocks, lambda x, y, out: _put(conv1d_weight(y, (x.shape[1], y.shape[1], 1), x)[:, :, 0], out)
-        )
-    if _one_by_one(x) and not transforming():
-        return torch.addbmm(x.new_zeros(k, k), x, (x if other is None else other).mT)
-    x = x.movedim(0, 1).reshape(1, k, b * r)
-    if other is not None:
-        return x[0] @ other.movedim(0, 1).reshape(k, b * r).mT
-    blocks = 1 if plain else min(thresholds.MIRRORED_BLOCKS, k // thresholds.MIRRORED_ROWS)
-    return _mirrored(x, blocks, lambda x, y, out: torch.mm(x[0], y[0].mT, out=out))
-
-
-def _one_by_one(x: torch.Tensor) -> bool:
-    """Tells whether the products of `[b, k, r]` are faster added up sample by sample."""
-    large = x.shape[2] >= thresholds.ADDED_POSITIONS and x.numel() >= thresholds.ADDED_NUMBERS
-    return large and x.device.type in thresholds.ADDED_ON
-
-
-def _as_gradient(x: torch.Tensor) -> bool:
-    """Tells whether the products of `[b, k, r]` are faster as the weight gradient of a convolution."""
-    known = x.dtype in thresholds.GRADIENT_DTYPES and x.device.type in thresholds.GRADIENT_ON
-    return known and len(x) >= thresholds.GRADIENT_SAMPLES and x.numel() < thresholds.GRADIENT_NUMBERS
+    other = x if other is None else other
+    b, _, r = x.shape
+    large = r >= thresholds.ADDED_POSITIONS and x.numel() >= thresholds.ADDED_NUMBERS
+    if large and x.device.type in thresholds.ADDED_ON and not transforming():
+        return torch.addbmm(x.new_zeros(x.shape[1], other.shape[1]), x, other.mT)
+    first, second = (y[:, :, 0] if r == 1 else y.mT.reshape(b * r, y.shape[1]) for y in (x, other))
+    return first.mT @ second
 
 
 def _squares(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -175,25 +147,6 @@ def _squares(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     step = max(256, 2**18 * x.shape[-2] // max(1, x.numel()))
     pairs = zip(x.split(step, -2), other.split(step, -2), strict=True)
     return torch.cat([(a * b).sum((0, -1)) for a, b in pairs], -1)
-
-
-def _put(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    return x if out is None else out.copy_(x)
-
-
-def _mirrored(
-    x: torch.Tensor, count: int, product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-) -> torch.Tensor:
-    """A symmetric product of `[b, k, r]`, in blocks of rows up to the diagonal: half of it is the mirror image."""
-    k = x.shape[1]
-    if count < 2:
-        return product(x, x, None)
-    found = x.new_empty(k, k)
-    edges = [k * i // count for i in range(count + 1)]
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
-        product(x[:, start:stop], x[:, :stop], found[start:stop, :stop])
-        found[:start, start:stop] = found[start:stop, :start].mT
-    return found
 
 
 def squeezed(terms: list[Term]) -> list[Term]:

@@ -16,7 +16,6 @@ import torch
 
 from invfunc import thresholds
 from invfunc._torch.functorch import transforming
-from invfunc.linear_algebra.pages import room
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,6 @@ class _Step:
     swapped: bool
     first: _Layout
     second: _Layout
-    room: tuple[int, ...] | None
-    """The shape of the product, if it is large."""
     shape: tuple[int, ...] | None = None
     order: tuple[int, ...] | None = None
     summed: tuple[int, ...] = ()
@@ -116,7 +113,7 @@ class _Pair:
         order = [*self.output, *self.summed]
         first, second = (x.laid_out(order, [x.sizes.get(c, 1) for c in order]) for x in (self.left, self.right))
         summed = tuple(range(len(self.output), len(order)))
-        return _Step("mul", False, first, second, _large(self.shape(order)), summed=summed)
+        return _Step("mul", False, first, second, summed=summed)
 
     def by_matrices(self) -> _Step:
         rows, columns = self.rows, self.columns
@@ -133,12 +130,7 @@ class _Pair:
         kind, lead = ("mm", []) if self.size(batch) == 1 else ("bmm", [self.size(batch)])
         room, order = (*lead, self.size(rows), self.size(columns)), [*batch, *rows, *columns]
         shape, back = self.shape(order), _moved([order.index(c) for c in self.output])
-        return _Step(kind, swapped, first, second, _large(room), None if shape == room else shape, back)
-
-
-def _large(shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape of a tensor that may fill a huge page, of any dtype; None of others."""
-    return shape if math.prod(shape) >= thresholds.HUGE_PAGES // 8 else None
+        return _Step(kind, swapped, first, second, None if shape == room else shape, back)
 
 
 @lru_cache(maxsize=4096)
@@ -163,11 +155,10 @@ def product(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
     if step is None:
         return _of_summed(equation, x, y)
     x, y = (step.first(y), step.second(x)) if step.swapped else (step.first(x), step.second(y))
-    out = None if step.room is None else room_for(step.room, x, y)
     if step.kind == "mul":
-        product = x * y if out is None else torch.mul(x, y, out=out)
+        product = x * y
         return product.sum(step.summed) if step.summed else product
-    product = torch.mm(x, y, out=out) if step.kind == "mm" else torch.bmm(x, y, out=out)
+    product = torch.mm(x, y) if step.kind == "mm" else torch.bmm(x, y)
     product = product if step.shape is None else product.reshape(step.shape)
     return product if step.order is None else product.permute(step.order)
 
@@ -201,13 +192,7 @@ def _sums(equation: str, strides: tuple[int, ...]) -> tuple[tuple[int, ...], tup
     return tuple(outer), rest, order
 
 
-def room_for(shape: Sequence[int], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
-    """Memory into which a large result can be written that nobody differentiates."""
-    return room(list(shape), x) if _large(tuple(shape)) and in_place(x, y) else None
-
-
 def in_place(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Tells whether a result of them can be written to memory that is there: of one dtype, and nobody differentiates
-    it.
-    """
+    it."""
     return not (x.requires_grad or y.requires_grad or x.dtype != y.dtype or transforming())
