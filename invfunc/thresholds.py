@@ -11,11 +11,6 @@ import torch
 
 # Products of matrices (contract.py)
 
-NARROW = 128
-"""Columns of a matrix product below which the transpose of the other order is computed: once twice as fast, at 27
-columns. Here it takes 0.7 to 1.6 times as long, by shape. Not below the number of what is summed: what follows copies
-it, which takes 3 to 4 times as long as the product, at 64 columns and 12 positions."""
-
 ORDERS = 6
 """Tensors from which on opt_einsum finds a good order of contraction in place of the best one, which takes it longer
 with each of them."""

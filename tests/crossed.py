@@ -17,7 +17,6 @@ from invfunc import thresholds
 FAR = 2**60
 SINGLE_AND_DOUBLE = (torch.float32, torch.float64)
 SIDES: dict[str, tuple[Any, Any]] = {
-    "NARROW": (0, FAR),
     "ORDERS": (0, FAR),
     "FORMED": (0, FAR),
     "CANCELS": ((torch.float32,), SINGLE_AND_DOUBLE),

@@ -133,13 +133,12 @@ def outer(x: torch.Tensor, other: torch.Tensor | None = None, diagonal: bool = F
     if x.ndim == 4:
         x, other = (y.permute(1, 2, 0, 3).flatten(2) for y in (x, x if other is None else other))
         return x @ other.mT
-    other = x if other is None else other
-    b, _, r = x.shape
+    b, k, r = x.shape
     large = r >= thresholds.ADDED_POSITIONS and x.numel() >= thresholds.ADDED_NUMBERS
     if large and x.device.type in thresholds.ADDED_ON and not transforming():
-        return torch.addbmm(x.new_zeros(x.shape[1], other.shape[1]), x, other.mT)
-    first, second = (y[:, :, 0] if r == 1 else y.mT.reshape(b * r, y.shape[1]) for y in (x, other))
-    return first.mT @ second
+        return torch.addbmm(x.new_zeros(k, k), x, (x if other is None else other).mT)
+    rows = x[:, :, 0] if r == 1 else x.mT.reshape(b * r, k)
+    return rows.mT @ (rows if other is None else other.mT.reshape(b * r, k))
 
 
 def _squares(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

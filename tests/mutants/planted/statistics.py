@@ -4,10 +4,10 @@ from tests.mutants.fault import Fault
 
 FAULTS = [
     Fault(
-        "a matrix that is read along its memory is not turned back",
+        "dimensions that an element-wise product sums stay where they were",
         "linear_algebra/pairwise.py",
-        "return x.mT if self.turned else x",
-        "return x.reshape(x.mT.shape) if self.turned else x",
+        "x = x if self.order is None else x.permute(self.order)",
+        "x = x if self.order is None else x.reshape([x.shape[i] for i in self.order])",
         "operations/test_thresholds.py statistics",
     ),
     Fault(
