@@ -134,13 +134,6 @@ CLASS, COLUMN, SHARED = 2.0**22, 2.0**18, 1.3
 """What the work around the products costs, in multiplications: to take out a class at a site, to pull a column back;
 and how many times as much as by itself a column costs that shares its pass."""
 
-TAKEN = 2.0**8
-"""What it costs, in the same unit, to take a number of a cotangent out of a pass: some 12 ns here."""
-
-NEAR = 8
-"""How many times less multiplications than all of them lie above a site that is looked at by itself, as few passes
-may hold all columns there: to follow what is above is not for nothing."""
-
 FACTORED_COST = 3.0
 """Multiplications for each number of a triangle and column of it. Here 1 to 3: 64 matrices 200 x 64 take 8 ms."""
 

@@ -60,8 +60,6 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "CLASS": (0.0, 2.0**60),
     "COLUMN": (0.0, 1.0),
     "SHARED": (0.0, 2.0**60),
-    "TAKEN": (0.0, 2.0**60),
-    "NEAR": (2.0**60, 2.0**-60),
     "FACTORED_COST": (0.0, 2.0**60),
     "NARROWER": (math.inf, 0.0),
     "NARROWEST": (3, 0),
