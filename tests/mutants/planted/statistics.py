@@ -281,7 +281,7 @@ FAULTS = [
         "structure/look.py",
         "turned[i].flatten(0, 1)",
         "turned[0].flatten(0, 1)",
-        "structure/test_columns.py::test_it_is_that_of_all_columns_drawn",
+        "structure/test_columns.py::test_it_is_that_of_all_columns",
     ),
     Fault(
         "a wrong derivative above a narrow layer is taken",
@@ -295,7 +295,7 @@ FAULTS = [
         "structure/narrow.py",
         "if own == open_edges and len(own) == 1 and",
         "if len(own) == 1 and",
-        "structure/test_columns.py::test_it_is_that_of_all_columns_drawn",
+        "structure/test_columns.py::test_it_is_that_of_all_columns",
     ),
     Fault(
         "one sample stands for a batch in which f runs other operations",
