@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from invfunc.linear_algebra.pairwise import in_place
+from invfunc.linear_algebra.contract import in_place
 from invfunc.loss.drawn import Source, of_samples
 from invfunc.loss.peeled import Peel
 from invfunc.reductions import Reduction, State, States

@@ -5,9 +5,9 @@ from tests.mutants.fault import Fault
 FAULTS = [
     Fault(
         "dimensions that an element-wise product sums stay where they were",
-        "linear_algebra/pairwise.py",
-        "x = x if self.order is None else x.permute(self.order)",
-        "x = x if self.order is None else x.reshape([x.shape[i] for i in self.order])",
+        "linear_algebra/contract.py",
+        "x.permute(self.order)[self.places]",
+        "x.reshape([x.shape[i] for i in self.order])[self.places]",
         "operations/test_thresholds.py statistics",
     ),
     Fault(
