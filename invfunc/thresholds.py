@@ -11,11 +11,6 @@ import torch
 
 # Products of matrices (contract.py)
 
-NARROW = 128
-"""Columns of a matrix product below which the transpose of the other order is computed: once twice as fast, at 27
-columns. Here it takes 0.7 to 1.6 times as long, by shape. Not below the number of what is summed: what follows copies
-it, which takes 3 to 4 times as long as the product, at 64 columns and 12 positions."""
-
 ORDERS = 6
 """Tensors from which on opt_einsum finds a good order of contraction in place of the best one, which takes it longer
 with each of them."""
@@ -51,29 +46,6 @@ HALVED = 64
 """Positions from which on such norms leave out the products of the first half with the last one, which are those of the
 last with the first: a quarter of all. Here 0.86 of the time at 64 positions, 0.75 to 0.85 from 96 to 256."""
 
-GRADIENT_DTYPES, GRADIENT_ON = (torch.float32,), ("cpu",)
-"""Where `sum_br x[b, k, r] x[b, l, r]` is the weight gradient of a convolution of x with itself: oneDNN's product needs
-no copy with the samples beside the positions, and was once twice as fast. Elsewhere MKL's product of a copy. Here the
-copy is faster with nearly all shapes: oneDNN takes 1.1 to 3 times as long."""
-
-GRADIENT_SAMPLES = 16
-"""Samples b from which on it is."""
-
-GRADIENT_NUMBERS = 3 * 2**20
-"""Numbers in x below which it is: oneDNN's product of more was the slower one."""
-
-GRADIENT_ROWS, GRADIENT_BLOCKS = 256, 3
-"""Rows k from which on only the lower half of it is computed, in so many blocks."""
-
-MIRRORED_POSITIONS = 256
-"""Samples times positions, b r, below which a Gram matrix is one plain product. Here 256."""
-
-MIRRORED_ON = ("cpu",)
-"""Where it is anything else from there on. On an H200 the plain product takes a fifth to a third of the time."""
-
-MIRRORED_ROWS, MIRRORED_BLOCKS = 96, 6
-"""Otherwise its lower half is computed in blocks of at least so many rows, at most so many, and mirrored. Here 96."""
-
 ADDED_POSITIONS, ADDED_NUMBERS = 256, 2**20
 """Positions r and numbers in x from which on the products of the samples are added up one by one, without a copy:
 2.5 times as fast here at 2^23 numbers. It is from 2^16 numbers and 16 positions on with 64 rows, but not with 576."""
@@ -84,10 +56,6 @@ their sum at 2^17 entries."""
 
 ADDED_ON = ("cpu",)
 """Where they are. On an H200 that takes 2 to 14 times as long as a product of the copy, from 2^20 numbers on."""
-
-HUGE_PAGES, HUGE_ON = 32 * 2**20, ("cpu",)
-"""Bytes of a result from which on it is written to fresh memory in huge pages (`linear_algebra.pages`): malloc takes so
-much from the system each time. Here 2.4 times as fast at 64 and 128 MiB, and as fast below."""
 
 # Columns that are pulled back (core/evaluate.py, structure/plan.py)
 
@@ -165,13 +133,6 @@ U-Net at 16 pixels take 0.9 of the time of its structure, and those of a dense a
 CLASS, COLUMN, SHARED = 2.0**22, 2.0**18, 1.3
 """What the work around the products costs, in multiplications: to take out a class at a site, to pull a column back;
 and how many times as much as by itself a column costs that shares its pass."""
-
-TAKEN = 2.0**8
-"""What it costs, in the same unit, to take a number of a cotangent out of a pass: some 12 ns here."""
-
-NEAR = 8
-"""How many times less multiplications than all of them lie above a site that is looked at by itself, as few passes
-may hold all columns there: to follow what is above is not for nothing."""
 
 FACTORED_COST = 3.0
 """Multiplications for each number of a triangle and column of it. Here 1 to 3: 64 matrices 200 x 64 take 8 ms."""

@@ -16,7 +16,7 @@ from invfunc import tree
 from invfunc._torch.functorch import memories, storage_of
 from invfunc._torch.values import checked_at_the_end
 from invfunc.arguments.problem import numpy_arrays
-from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
+from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError, SampleAxisError
 
 _POSITIONAL = inspect.Parameter.POSITIONAL_ONLY
 
@@ -188,15 +188,15 @@ class Transform(ABC):
         try:
             with checked_at_the_end(own=True):
                 return compute(args, kwargs, called)
-        except InvFuncError as error:
-            raise told(error, f"{self!r}{method}({', '.join(called)})", data_first(self, args)) from error.__cause__
         except Exception as error:
-            why = misfit(called, args, kwargs) if isinstance(error, TypeError) else ""
+            call, hint, why = f"{self!r}{method}({', '.join(called)})", data_first(self, args), ""
+            if not isinstance(error, InvFuncError) or isinstance(error, SampleAxisError):
+                why = misfit(called, args, kwargs) if isinstance(error, TypeError) else numpy_arrays(args, called)
             if why:
-                raise told(
-                    ArgumentTypeError(why), f"{self!r}{method}({', '.join(called)})", data_first(self, args)
-                ) from error
-            if hint := data_first(self, args):
+                raise told(ArgumentTypeError(why), call, hint) from error
+            if isinstance(error, InvFuncError):
+                raise told(error, call, hint) from error.__cause__
+            if hint:
                 error.add_note(hint)
             raise
 

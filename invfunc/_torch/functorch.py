@@ -96,6 +96,19 @@ def _without_transforms() -> Iterator[None]:
             torch._C._vmapmode_increment_nesting()
 
 
+def mapped(function: Callable, in_dims: Any = 0, randomness: str = "error") -> Callable:
+    """`torch.func.vmap` that does not warn of operations without a batching rule, as the caller did not ask for it."""
+
+    def run(*args: Any) -> Any:
+        _C._set_vmap_fallback_warning_enabled(False)
+        try:
+            return torch.func.vmap(function, in_dims, randomness=randomness)(*args)
+        finally:
+            _C._set_vmap_fallback_warning_enabled(True)
+
+    return run
+
+
 def innermost(x: torch.Tensor) -> torch.Tensor:
     """The plain tensor below all the wrappers of torch.func, batch dimensions of an outer vmap included."""
     return _plain(x.detach())

@@ -267,6 +267,8 @@ def _check_floats(params: Any, name: str) -> None:
             hint = ""
             if isinstance(leaf, torch.nn.Module):
                 hint = " Of a module: f, params = functional(model)."
+            elif of_numpy(leaf):
+                hint = f" Pass torch.as_tensor({name}{path})."
             elif isinstance(leaf, Iterator):
                 hint = " Give the tree that f takes, such as dict(model.named_parameters())."
             kind = type(leaf).__name__
@@ -366,9 +368,17 @@ def numpy_arrays(args: tuple, names: Sequence[str]) -> str:
     """The error of arguments that are arrays of numpy, if some are."""
     for name, arg in zip(names, args, strict=False):
         for path, leaf in tree.named_leaves(arg):
-            if type(leaf).__module__ == "numpy" and getattr(leaf, "ndim", 0):
-                return f"{name}{path} is a numpy array, but samples are tensors: pass torch.from_numpy({name}{path})."
+            if of_numpy(leaf):
+                return (
+                    f"{name}{path} is of type numpy.ndarray, but samples are tensors: pass "
+                    f"torch.as_tensor({name}{path})."
+                )
     return ""
+
+
+def of_numpy(x: Any) -> bool:
+    """Tells whether an argument is an array of numpy."""
+    return type(x).__module__ == "numpy" and getattr(x, "ndim", 0) > 0
 
 
 # Two batches as one: the samples of another one behind those of a call

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc._torch.functorch import mapped
 from invfunc.core.marks import SUMMED, Known, Mark, Node, Run, Unsupported, know, named, replaced, tensors
 from invfunc.core.order import Order
 from invfunc.core.probe import axes_of
@@ -85,7 +86,7 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
         own, named = tree.unflatten(full, structure)
         return func(*own, **named)
 
-    out = torch.func.vmap(one, randomness="different")(*(given[i] for i in places))
+    out = mapped(one, randomness="different")(*(given[i] for i in places))
     if out[0].numel() * (1 if getattr(axis[1], "ragged", False) else run.n) != plain.numel():
         raise Unsupported("an operation in which parameters have an entry for each sample")
     out = out.squeeze(0) if run.n == 1 else back(out.flatten(1)[None], plain.shape, axis, run.n)[0]

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._torch.functorch import as_it_is, graph_level, graph_of
+from invfunc._torch.functorch import as_it_is, graph_level, graph_of, mapped
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import anywhere, near, wide
 from invfunc.arguments.problem import BoundProblem
@@ -233,7 +233,7 @@ def _mapped(
             return tree.map_tensors(leave, through(lambda: problem.call(each, given, part)[0]))
 
     dims = (*[0] * len(copies), *[d for _, d in given])
-    return torch.func.vmap(one, dims, randomness=drawing)(*copies, *[run.samples(x, Axis(d)) for x, d in given])
+    return mapped(one, dims, drawing)(*copies, *[run.samples(x, Axis(d)) for x, d in given])
 
 
 def _looped(problem: BoundProblem, run: Run, copies: Tensors, part: slice) -> Tensor:

@@ -306,7 +306,7 @@ class Run(TorchFunctionMode):
             data = [pair for pair in data if pair[0] is args[0]]
             if func in FILLS and data and type(data[0][1][1]) is not int:  # as large as some samples, and no sample
                 return func(*args, **kwargs)
-        if func in LEAKS and (sums or lost or blends or any([x.is_floating_point() for x, _ in data])):
+        if func in LEAKS and any([x.is_floating_point() for x, _ in (*data, *sums, *lost, *blends)]):
             raise Unsupported("it reads data, whose samples cannot be followed")
         if not data or sums or lost or func is SET:
             return self.special(func, args, kwargs, (data, *found[1:]))

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from invfunc import thresholds
-from invfunc._torch.functorch import dispatched
+from invfunc._torch.functorch import dispatched, mapped
 from invfunc._torch.precision import doubled, has_float64
 from invfunc._torch.values import HALF, wide
 from invfunc.core.factors import kronecker, rotated
@@ -103,7 +103,7 @@ class Shares:
             scale = torch.where((size > 0) & size.isfinite(), size, 1).view(-1, *[1] * len(use.shape))
             flat = (flat / scale).to(use.value.dtype)
         with torch.enable_grad():
-            found = back(flat[0]).unsqueeze(0) if len(flat) == 1 else torch.func.vmap(back)(flat)
+            found = back(flat[0]).unsqueeze(0) if len(flat) == 1 else mapped(back)(flat)
         found = run.strip(found)
         if scale is not None:
             found = wide(found) * scale.view(-1, *[1] * leaf.ndim)

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from invfunc.linear_algebra.contract import added
-from invfunc.linear_algebra.pairwise import in_place
+from invfunc.linear_algebra.contract import added, in_place
 
 
 def shifted_moments(shares: Iterable[torch.Tensor], fresh: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,6 @@ from invfunc.core.order import Order
 from invfunc.core.tables import called
 from invfunc.linear_algebra import autocorrelation
 from invfunc.linear_algebra.contract import summed
-from invfunc.linear_algebra.pairwise import room_for
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 
 Block = slice | torch.Tensor
@@ -287,10 +286,7 @@ def _arranged(x: torch.Tensor, of: Dims, lead: int) -> torch.Tensor:
 
 def outer(a: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
     """`d[v, ..., o] a[..., k]`, `[V, ..., o, k]`."""
-    d, a = d.unsqueeze(-1), a.unsqueeze(-2)
-    if d.numel() * a.shape[-1] < thresholds.HUGE_PAGES // 8:
-        return d * a
-    return torch.mul(d, a, out=room_for((*d.shape[:-1], a.shape[-1]), d, a))
+    return d.unsqueeze(-1) * a.unsqueeze(-2)
 
 
 def formed(a: torch.Tensor, d: torch.Tensor) -> torch.Tensor:

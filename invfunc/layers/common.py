@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc.arguments.problem import of_numpy
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.pairs.couplings import wide
 from invfunc.pairs.pair import Invertible
@@ -50,7 +51,8 @@ def shape(x: torch.Tensor) -> tuple[int, ...]:
 def need_tensor(call: str, name: str, x: Any) -> None:
     """The first of the checks: each raises an error that opens with the call."""
     if not isinstance(x, torch.Tensor):
-        raise ArgumentTypeError(f"{call}: {name} is of type {type(x).__name__}, but has to be a tensor.")
+        array = f" Pass torch.as_tensor({name})." if of_numpy(x) else ""
+        raise ArgumentTypeError(f"{call}: {name} is of type {type(x).__name__}, but has to be a tensor.{array}")
 
 
 def need_axes(call: str, name: str, x: Any, form: str, least: int, most: int | None = None) -> None:

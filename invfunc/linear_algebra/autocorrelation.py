@@ -27,7 +27,6 @@ from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 from invfunc import thresholds
 from invfunc._torch.functorch import dual, transforming
 from invfunc.linear_algebra.contract import joined, outer, summed
-from invfunc.linear_algebra.pages import room
 
 Ints = tuple[int, ...]
 Pads = tuple[tuple[int, int], ...]
@@ -92,8 +91,7 @@ def _all_positions(x: torch.Tensor, kernel: Ints, dilation: Ints) -> torch.Tenso
     displacement = offset - offset[:, None] + math.prod(spans) // 2
     index = displacement[:, None] + math.prod(spans) * torch.arange(c, device=x.device)[:, None]
     whole = joined([back, half], 2).flatten(1)
-    out = room([c, index.numel()], x)
-    return torch.index_select(whole, 1, index.flatten(), out=out).view((c * len(offset),) * 2)
+    return torch.index_select(whole, 1, index.flatten()).view((c * len(offset),) * 2)
 
 
 @lru_cache(maxsize=4096)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, reduce
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import opt_einsum
 import torch
-from torch.nn.grad import conv1d_weight
 
 from invfunc import thresholds
 from invfunc._torch.functorch import transforming
 from invfunc._torch.precision import has_float64
-from invfunc.linear_algebra.pairwise import in_place, product, room_for
 
 T = TypeVar("T")
 Term = tuple[str, torch.Tensor]
@@ -94,12 +92,58 @@ def crosses(pair: Sequence[tuple[str, Any]], output: str) -> bool:
     return len(set(inner)) < len(inner)
 
 
+class _Layout(NamedTuple):
+    """The layout of a tensor for a product element by element: its dimensions in an order, with new ones between."""
+
+    order: tuple[int, ...]
+    places: tuple[slice | None, ...]
+
+    @classmethod
+    def of(cls, labels: str, wanted: str) -> _Layout:
+        order = [labels.index(c) for c in wanted if c in labels]
+        return cls(tuple(order), tuple(slice(None) if c in labels else None for c in wanted))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x.permute(self.order)[self.places]
+
+
+@lru_cache(maxsize=4096)
+def _elementwise(equation: str) -> tuple[_Layout, _Layout, tuple[int, ...]] | None:
+    """The layouts of two tensors, and the dimensions to be summed; None for a product of matrices, in which a tensor
+    has labels of its own beside those that are summed: torch.einsum would make a product of matrices of any."""
+    inputs, output = equation.split("->")
+    left, right = inputs.split(",")
+    summed = "".join(c for c in left if c in right and c not in output)
+    own = {*left} ^ {*right}
+    if not own <= {*output} or (own and summed):
+        return None
+    wanted = output + summed
+    return _Layout.of(left, wanted), _Layout.of(right, wanted), tuple(range(len(output), len(wanted)))
+
+
+def _step(equation: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """One step of a contraction; a tensor itself where there is nothing to do."""
+    if len(tensors) == 1 and equation.split("->")[0] == equation.split("->")[1]:
+        return tensors[0]
+    if len(tensors) == 1 or (found := _elementwise(equation)) is None:
+        return torch.einsum(equation, *tensors)
+    first, second, summed = found
+    product = first(tensors[0]) * second(tensors[1])
+    return product.sum(summed) if summed else product
+
+
 def contract(terms: list[Term], output: str) -> torch.Tensor:
     """The einsum of the terms in the cheapest order of pairs."""
     tensors = [x for _, x in terms]
     for positions, pair in _plan(*_equation(terms, output))[2]:
-        tensors.append(product(pair, [tensors.pop(i) for i in positions]))
+        tensors.append(_step(pair, [tensors.pop(i) for i in positions]))
     return tensors[0]
+
+
+def in_place(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Tells whether a result of them can be written to memory that is there: of one dtype, and nobody differentiates
+    it."""
+    return not (x.requires_grad or y.requires_grad or x.dtype != y.dtype or transforming())
 
 
 def summed(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -120,11 +164,7 @@ def joined(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """The parts in one tensor; a single one is not copied."""
     if len(parts) == 1:
         return parts[0]
-    first = parts[0]
-    size = sum(x.shape[dim] for x in parts)
-    shape = [*first.shape[:dim], size, *first.shape[dim + 1 :]]
-    apart = any(x.requires_grad or x.dtype != first.dtype for x in parts)
-    return torch.cat(parts, dim, out=None if apart else room_for(shape, first, first))
+    return torch.cat(parts, dim)
 
 
 def outer(x: torch.Tensor, other: torch.Tensor | None = None, diagonal: bool = False) -> torch.Tensor:
@@ -139,35 +179,11 @@ def outer(x: torch.Tensor, other: torch.Tensor | None = None, diagonal: bool = F
         x, other = (y.permute(1, 2, 0, 3).flatten(2) for y in (x, x if other is None else other))
         return x @ other.mT
     b, k, r = x.shape
-    plain = b * r < thresholds.MIRRORED_POSITIONS or x.device.type not in thresholds.MIRRORED_ON
-    if plain and other is None and r < thresholds.ADDED_POSITIONS:
-        x = x[:, :, 0] if r == 1 else x.mT.reshape(b * r, k)
-        return x.mT @ x
-    plain = plain or x.requires_grad or transforming()
-    if other is None and not plain and _as_gradient(x):
-        blocks = thresholds.GRADIENT_BLOCKS if k >= thresholds.GRADIENT_ROWS else 1
-        return _mirrored(
-            x, blocks, lambda x, y, out: _put(conv1d_weight(y, (x.shape[1], y.shape[1], 1), x)[:, :, 0], out)
-        )
-    if _one_by_one(x) and not transforming():
+    large = r >= thresholds.ADDED_POSITIONS and x.numel() >= thresholds.ADDED_NUMBERS
+    if large and x.device.type in thresholds.ADDED_ON and not transforming():
         return torch.addbmm(x.new_zeros(k, k), x, (x if other is None else other).mT)
-    x = x.movedim(0, 1).reshape(1, k, b * r)
-    if other is not None:
-        return x[0] @ other.movedim(0, 1).reshape(k, b * r).mT
-    blocks = 1 if plain else min(thresholds.MIRRORED_BLOCKS, k // thresholds.MIRRORED_ROWS)
-    return _mirrored(x, blocks, lambda x, y, out: torch.mm(x[0], y[0].mT, out=out))
-
-
-def _one_by_one(x: torch.Tensor) -> bool:
-    """Tells whether the products of `[b, k, r]` are faster added up sample by sample."""
-    large = x.shape[2] >= thresholds.ADDED_POSITIONS and x.numel() >= thresholds.ADDED_NUMBERS
-    return large and x.device.type in thresholds.ADDED_ON
-
-
-def _as_gradient(x: torch.Tensor) -> bool:
-    """Tells whether the products of `[b, k, r]` are faster as the weight gradient of a convolution."""
-    known = x.dtype in thresholds.GRADIENT_DTYPES and x.device.type in thresholds.GRADIENT_ON
-    return known and len(x) >= thresholds.GRADIENT_SAMPLES and x.numel() < thresholds.GRADIENT_NUMBERS
+    rows = x[:, :, 0] if r == 1 else x.mT.reshape(b * r, k)
+    return rows.mT @ (rows if other is None else other.mT.reshape(b * r, k))
 
 
 def _squares(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -175,25 +191,6 @@ def _squares(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     step = max(256, 2**18 * x.shape[-2] // max(1, x.numel()))
     pairs = zip(x.split(step, -2), other.split(step, -2), strict=True)
     return torch.cat([(a * b).sum((0, -1)) for a, b in pairs], -1)
-
-
-def _put(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    return x if out is None else out.copy_(x)
-
-
-def _mirrored(
-    x: torch.Tensor, count: int, product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-) -> torch.Tensor:
-    """A symmetric product of `[b, k, r]`, in blocks of rows up to the diagonal: half of it is the mirror image."""
-    k = x.shape[1]
-    if count < 2:
-        return product(x, x, None)
-    found = x.new_empty(k, k)
-    edges = [k * i // count for i in range(count + 1)]
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
-        product(x[:, start:stop], x[:, :stop], found[start:stop, :stop])
-        found[:start, start:stop] = found[start:stop, :start].mT
-    return found
 
 
 def squeezed(terms: list[Term]) -> list[Term]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import graph_of, innermost, storage_of, version
+from invfunc._torch.functorch import graph_of, innermost, mapped, storage_of, version
 from invfunc._torch.graphs import node_of, nodes_below, nodes_of
 from invfunc._torch.values import HALF, anywhere, check, checked_at_once, wide
 from invfunc.errors import ArgumentError, ConvexityError, SplitError
@@ -52,21 +51,20 @@ def pulled_rows(
         missing[:] = [g is None for g in found]
         return [g for g in found if g is not None]
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "There is a performance drop")  # of vmap, about an operation in f
-        try:
-            if plain:
-                return [*pull(columns, is_grads_batched=True)]
-            found = iter(torch.vmap(one)(*columns))  # which can return nothing but tensors
-            return [None if none else next(found) for none in missing]
-        except RuntimeError:  # no batching rule for a derivative
-            each = [*zip(*[pull(column) for column in zip(*columns, strict=True)], strict=True)]
-            return [None if g[0] is None else torch.stack(g) for g in each]
+    try:
+        if plain:
+            return [*pull(columns, is_grads_batched=True)]
+        found = iter(mapped(one)(*columns))  # which can return nothing but tensors
+        return [None if none else next(found) for none in missing]
+    except RuntimeError:  # no batching rule for a derivative
+        each = [*zip(*[pull(column) for column in zip(*columns, strict=True)], strict=True)]
+        return [None if g[0] is None else torch.stack(g) for g in each]
 
 
 def once_only(error: RuntimeError, outputs: Sequence[Any]) -> Exception:
     """The error of a derivative, which says so where torch has none."""
-    if all(type(node).__name__ != "NotImplemented" for y in outputs for node in graph_of(y)):
+    told = isinstance(error, NotImplementedError)
+    if not told and all(type(node).__name__ != "NotImplemented" for y in outputs for node in graph_of(y)):
         return error
     return ArgumentError(
         f"torch cannot differentiate what f or the loss calls once more ({error}). Write it in other operations."

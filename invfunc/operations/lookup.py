@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from invfunc.errors import SampleAxisError
+from invfunc.operations.naming import argument
 from invfunc.operations.operation import define
 
 
@@ -55,28 +57,52 @@ def embedding_bag(
     _refuse("embedding_bag", max_norm=max_norm is not None, scale_grad_by_freq=scale_grad_by_freq)
     if mode not in ("sum", "mean", "max") or (per_sample_weights is not None and mode != "sum"):
         raise ValueError(f"embedding_bag: mode is {mode!r}; it is one of sum, mean, max, with per_sample_weights sum.")
-    if padding_idx is not None and padding_idx < 0:
-        padding_idx += weight.shape[0]
+    return _reduced(input, weight, mode, per_sample_weights, padding_idx, None)
+
+
+def _reduced(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    mode: str,
+    scales: torch.Tensor | None,
+    padding_idx: int | None,
+    there: torch.Tensor | None,
+) -> torch.Tensor:
+    """Bags of indices `[N, L]`, without those that are padding, or not `there`."""
     entries = F.embedding(input, weight, padding_idx)
-    if per_sample_weights is not None:
-        entries = entries * per_sample_weights.unsqueeze(-1)
-    if padding_idx is None:
+    if scales is not None:
+        entries = entries * scales.unsqueeze(-1)
+    if padding_idx is not None:
+        own = input != padding_idx % len(weight)
+        there = own if there is None else own & there
+    if there is None:
         return entries.max(1).values if mode == "max" else entries.mean(1) if mode == "mean" else entries.sum(1)
-    padding = (input == padding_idx).unsqueeze(-1)
+    there = there.unsqueeze(-1)
     if mode == "max":
-        largest = entries.masked_fill(padding, -math.inf).max(1).values
-        return largest.masked_fill(padding.all(1), 0)
-    total = entries.masked_fill(padding, 0).sum(1)
-    return total if mode == "sum" else total / padding.logical_not().sum(1).clamp(min=1)
+        largest = entries.masked_fill(~there, -math.inf).max(1).values
+        return largest.masked_fill(~there.any(1), 0)
+    total = entries.masked_fill(~there, 0).sum(1)
+    return total if mode == "sum" else total / there.sum(1).clamp(min=1)
 
 
 def _bag(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
     """`embedding_bag` composed of other operations, as torch's has no second derivative; bags of different lengths are
-    left to torch."""
+    padded, and what counts in the whole batch is left to torch."""
+    given = partial(argument, func, args, kwargs)
+    input, offsets = given("input"), given("offsets")
     try:
-        return embedding_bag(*args, **kwargs) if func is F.embedding_bag else func(*args, **kwargs)
+        _refuse("embedding_bag", max_norm=given("max_norm") is not None, by_freq=given("scale_grad_by_freq"))
+        if offsets is None or input.ndim != 1:
+            return embedding_bag(*args, **kwargs)
     except SampleAxisError:
         return func(*args, **kwargs)
+    starts = offsets[:-1] if given("include_last_offset") else offsets
+    lengths = torch.cat([starts[1:], starts.new_full((1,), len(input))]) - starts
+    step = torch.arange(int(lengths.max()), device=input.device)
+    at, scales = (starts[:, None] + step).clamp(max=len(input) - 1), given("per_sample_weights")
+    scales = scales if scales is None else scales[at]
+    there = step < lengths[:, None]
+    return _reduced(input[at], given("weight"), given("mode", "mean"), scales, given("padding_idx"), there)
 
 
 define("embedding", composed=embedding, only_nn=True, writes_if=("max_norm", ("weight",)))

@@ -11,7 +11,7 @@ import torch
 from invfunc import tree
 from invfunc._torch.sharded import sharded
 from invfunc._torch.weak import WeakIdMap
-from invfunc.arguments.problem import InDims, check_params
+from invfunc.arguments.problem import InDims, check_params, of_numpy
 from invfunc.callables import check_callable, check_functions, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.evaluation.processes import ALONE, Processes, bits, same
@@ -78,7 +78,8 @@ class Space:
     def _wrong(x: Any, kind: Kind, lead: int) -> tuple[type[InvFuncError], tuple[str, str]]:
         """The error that a leaf calls for, with what it is and what it ought to be."""
         if not isinstance(x, torch.Tensor):
-            return ArgumentTypeError, (f"is of type {type(x).__name__}", "is a tensor")
+            array = ": pass torch.as_tensor of it" if of_numpy(x) else ""
+            return ArgumentTypeError, (f"is of type {type(x).__name__}", f"is a tensor{array}")
         if x.dtype != kind.dtype:
             return ArgumentTypeError, (f"has dtype {x.dtype}", f"has {kind.dtype}")
         if x.ndim < lead or x.shape[lead:] != kind.shape:

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from invfunc.linear_algebra.pages import room
-from invfunc.linear_algebra.pairwise import in_place
+from invfunc.linear_algebra.contract import in_place
 from invfunc.loss.drawn import Source, of_samples
 from invfunc.loss.peeled import Peel
 from invfunc.reductions import Reduction, State, States
@@ -187,8 +186,8 @@ class Accumulator:
     def _write(self, leaf: int, x: torch.Tensor, n: int, axis: int) -> None:
         """Write rows behind those that came before."""
         start, shape = self.filled.get(leaf, 0), [*x.shape[:axis], n, *x.shape[axis + 1 :]]
-        (whole,) = self.states.get(leaf) or (room(shape, x),)
-        whole = x.new_empty(shape) if whole is None else whole.to(torch.promote_types(whole.dtype, x.dtype))
+        (whole,) = self.states.get(leaf) or (x.new_empty(shape),)
+        whole = whole.to(torch.promote_types(whole.dtype, x.dtype))
         whole.narrow(axis, start, x.shape[axis]).copy_(x)
         self.states[leaf], self.filled[leaf] = (whole,), start + x.shape[axis]
 

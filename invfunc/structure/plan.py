@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -140,7 +140,6 @@ class Structure:
         self.look = look = StructureLook()
         self.at = {b: look.at(b.use) for b in bottlenecks}
         self.whole = self.last = None
-        self.near: dict[int, Frame] = {}
         self.frames = {}
         if self.shortcuts == "narrow":
             return
@@ -156,10 +155,6 @@ class Structure:
             return  # then all that is read is read together
         self.whole = frame(self.everything, look.inputs)
         self.frames = {b: frame(own, self.at[b]) for b in bottlenecks if (own := self.everything - b.below)}
-        lower, most = self.everything - self.whole.first - top, sum(self.work) / thresholds.NEAR
-        for s in lower:
-            if sum(self.work[t] for t in self.above[s]) < most:
-                self.near[s] = frame(frozenset({s}), look.inputs)
 
     def _looked(self) -> bool:
         """Looks; true if the function does the same on one sample alone, as far as can be seen."""
@@ -225,16 +220,9 @@ class Structure:
                 Stage([Reach(leaves, None, None, every)], self._cost(leaves, own, every)) if leaves else Stage([], 0.0)
             )
         assert frame is not None
-        shared, reaches = Reach(told, frame, colouring, passes), list[Reach]()
-        cost = 0.0
-        for site in sorted(self.near.keys() & crossed):
-            if (near := self._near(site, source, shared)) is not None:
-                reaches.append(near[0])
-                cost, shared = cost + near[1], replace(shared, leaves=shared.leaves - near[0].leaves)
-        if shared.leaves:
-            reaches.append(shared)
-            cost += self._cost(shared.leaves, own, passes) * thresholds.SHARED
-            cost += colouring.count * len(self._touched(shared.leaves)) * thresholds.CLASS
+        reaches = [Reach(told, frame, colouring, passes)]
+        cost = self._cost(told, own, passes) * thresholds.SHARED
+        cost += colouring.count * len(self._touched(told)) * thresholds.CLASS
         if others := leaves - told:
             reaches.append(Reach(others, None, None, every))
             cost += self._cost(others, own, every)
@@ -248,20 +236,6 @@ class Structure:
             return 0.0
         work = self.n / 2 * sum(self.work[s] for s in [*self._touched(leaves), *crossed])
         return passes * (work + thresholds.COLUMN)
-
-    def _near(self, site: int, source: Source, others: Reach) -> tuple[Reach, float] | None:
-        """The parameters of a site near the outputs with passes of their own, and what these cost, if so few hold all
-        columns there that this is less than among the others."""
-        leaves = frozenset(i for i in others.leaves if self.sites[i] == {site})
-        boxes = self._boxes(source, self.near[site]) if leaves else None
-        if boxes is None or others.colouring is None or bool((boxes == boxes[:, :, :1]).all()):
-            return None
-        colouring = Colouring(boxes)
-        passes = source.rank * colouring.passes
-        cost = self._cost(leaves, self.above[site], passes) * thresholds.SHARED + colouring.count * thresholds.CLASS
-        saved = (others.passes - passes) * self.n * self.sizes[site] * thresholds.TAKEN
-        saved += others.colouring.count * thresholds.CLASS
-        return (Reach(leaves, self.near[site], colouring, passes), cost) if cost < saved else None
 
     def _boxes(self, source: Source, frame: Frame) -> torch.Tensor:
         """The boxes of the groups, `[2, k, groups]`."""

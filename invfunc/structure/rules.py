@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from invfunc._torch.functorch import mapped
+
 Rows = torch.Tensor | None
 """Labels `[rows, *shape]`; None: of nothing."""
 Rule = Callable[["Step", torch.Tensor], Any]
@@ -161,12 +163,6 @@ def along(step: Step, out: torch.Tensor) -> Rows:
     return most(step.filled(x), behind(step["dim"] if "dim" in step else 0, x.ndim)) if step.only(x) else None
 
 
-def cumulated(step: Step, out: torch.Tensor) -> Rows:
-    """Each entry reads those before it along a dim."""
-    x = step["self"]
-    return step.filled(x).cummax(behind(step["dim"], x.ndim)[0]).values if x.ndim else step.filled(x)
-
-
 def halves(step: Step, out: torch.Tensor) -> Rows:
     """Each entry reads those at its place in both halves."""
     return joined(*step.filled(step["self"]).chunk(2, behind(step["dim"], out.ndim)[0]))
@@ -187,7 +183,7 @@ def moved(step: Step, out: torch.Tensor) -> Rows:
     x, rest = step.args[0], step.args[1:]
     if not step.only(x):
         return None
-    return torch.vmap(lambda row: step.func(row, *rest, **step.kwargs))(step.filled(x))
+    return mapped(lambda row: step.func(row, *rest, **step.kwargs))(step.filled(x))
 
 
 def put_together(step: Step, out: torch.Tensor) -> Rows:
@@ -202,24 +198,6 @@ def put_together(step: Step, out: torch.Tensor) -> Rows:
 def padded_with(step: Step, out: torch.Tensor) -> Rows:
     """A padding that depends on nothing."""
     return torch.constant_pad_nd(step.filled(step["self"]), step["pad"], NONE)
-
-
-def scattered(step: Step, out: torch.Tensor) -> Rows:
-    """A slice that is written into a tensor."""
-    rows, src, dim = step.filled(step["self"]), step.filled(step["src"]), behind(step["dim"], out.ndim)[0]
-    if "index" in step:
-        return rows.select_scatter(src, dim, step["index"])
-    return rows.slice_scatter(src, dim, step["start"], step["end"], step["step"])
-
-
-def gathered(step: Step, out: torch.Tensor) -> Rows:
-    """Entries that are picked along a dim, others for each sample: each may be any."""
-    x = step["self"]
-    if not step.only(x) or x.ndim != out.ndim or not x.ndim:
-        return None
-    rows = most(step.filled(x), behind(step["dim"], x.ndim))
-    at = [s if e in (1, s) else None for s, e in zip(out.shape, rows.shape[1:], strict=True)]
-    return rows.expand(-1, *out.shape) if None not in at else None
 
 
 def indexed(step: Step, out: torch.Tensor) -> Rows:
@@ -258,25 +236,6 @@ def linear(step: Step, out: torch.Tensor) -> Rows:
     weight = over_last(step.rows(step["weight"]))
     weight = None if weight is None else raised(weight.squeeze(-1), out.ndim)
     return joined(over_last(step.rows(step["input"])), weight, raised(step.rows(step["bias"]), out.ndim))
-
-
-def attended(step: Step, out: torch.Tensor) -> Any:
-    """Queries at their place, with all keys and values."""
-    query, key, value = step["query"], step["key"], step["value"]
-    if not query.shape[1] == key.shape[1] == value.shape[1]:
-        return None
-    (mask,) = step.scheme("attn_mask", "attn_bias")[:1] or [None]
-    k = step.rows(key)
-    parts = [over_last(step.rows(query)), None if k is None else most(k, (3, 4)), over_rows(step.rows(value))]
-    return [joined(*parts, None if mask is None else raised(most(mask, (mask.ndim - 1,)), out.ndim))]
-
-
-def fused_attention(step: Step, out: torch.Tensor) -> Rows:
-    """A fused layer of attention: all steps."""
-    inputs = [step[n] for n in ("src", "query", "key", "value") if n in step]
-    if not all(any(x is i for i in inputs) for x in step.labelled) or out.ndim != 3:
-        return None
-    return joined(*(most(step.filled(x), (2, 3)) for x in step.labelled))
 
 
 def _scaled(step: Step, rows: Rows, shape: Sequence[int], ndim: int) -> Rows:
@@ -375,35 +334,12 @@ def adaptive(step: Step, out: torch.Tensor) -> Rows:
     return flattened(rows, d, lambda maps: _ADAPTIVE[d](maps, size))
 
 
-def folded(step: Step, out: torch.Tensor) -> Rows:
-    """Windows that are put where they overlap."""
-    (kh, kw), (h, w), (ph, pw) = step["kernel_size"], step["output_size"], step["padding"]
-    (dh, dw), (sh, sw) = step["dilation"], step["stride"]
-    nh, nw = (h + 2 * ph - dh * (kh - 1) - 1) // sh + 1, (w + 2 * pw - dw * (kw - 1) - 1) // sw + 1
-    rows = step.filled(step["self"]).reshape(-1, kh, kw, nh, nw)
-    wide = blank(rows, (rows.shape[0], h + 2 * ph, w + 2 * pw))
-    for i in range(kh):
-        for j in range(kw):
-            at = wide[:, i * dh :: sh, j * dw :: sw][:, :nh, :nw]
-            torch.maximum(at, rows[:, i, j], out=at)
-    return wide[:, ph : ph + h, pw : pw + w].reshape(-1, *out.shape)
-
-
-def unfolded(step: Step, out: torch.Tensor) -> Rows:
-    """Windows beside each other."""
-    x = step["self"]
-    rows = _padded(step.filled(x).reshape(-1, *x.shape[-3:]), [(p, p) for p in step["padding"]])
-    return F.unfold(rows, step["kernel_size"], step["dilation"], 0, step["stride"]).view(-1, *out.shape)
-
-
 def resized(step: Step, out: torch.Tensor) -> Rows:
     """Positions that are seen with one input position at a time, since the weights depend on shapes only."""
     x, rows = step["self"], step.filled(step["self"])
     d, align = x.ndim - 2, step["align_corners"] if "align_corners" in step else None
     scales = [a.name for a in step.func._schema.arguments if a.name.startswith("scales")]
     dtype = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
-    if "_aa" in str(step.func) and 1 in (*x.shape[2:], *out.shape[2:]):
-        return most(rows, range(3, 3 + d))  # torch then reads other positions than along longer axes
     for axis in range(d):
         sizes = [(min(n, 3), min(n, 3)) for n in x.shape[2:]]
         sizes[axis] = x.shape[2 + axis], out.shape[2 + axis]
@@ -487,8 +423,6 @@ FACTS: dict[str, Fact] = {
             "new_zeros new_ones new_full",
         ),
         (Fact(along), "_softmax _log_softmax _safe_softmax softmax log_softmax sort topk argsort"),
-        (Fact(cumulated, "all"), "cumsum"),
-        (Fact(cumulated), "cumprod logcumsumexp cummax cummin"),
         (Fact(halves), "glu"),
         (Fact(reduced, "all"), "sum mean"),
         (
@@ -504,20 +438,11 @@ FACTS: dict[str, Fact] = {
         ),
         (Fact(put_together, "all"), "cat stack"),
         (Fact(padded_with, "all"), "constant_pad_nd"),
-        (Fact(scattered, "all"), "slice_scatter select_scatter"),
-        (Fact(gathered), "gather"),
         (Fact(indexed, "all"), "index"),
         (Fact(looked_up), "embedding"),
         (Fact(product, "each"), "mm bmm mv addmm addmv baddbmm _addmm_activation"),
         (Fact(linear, "each"), "linear"),
         (Fact(linear="each"), "dot"),
-        (
-            Fact(attended),
-            "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
-            "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-            "_scaled_dot_product_fused_attention_overrideable",
-        ),
-        (Fact(fused_attention), "_transformer_encoder_layer_fwd _native_multi_head_attention"),
         (Fact(layer_norm), "native_layer_norm _fused_rms_norm"),
         (Fact(group_norm), "native_group_norm"),
         (Fact(batch_norm), "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit"),
@@ -526,14 +451,11 @@ FACTS: dict[str, Fact] = {
         (Fact(pooled, "all"), "avg_pool1d avg_pool2d avg_pool3d"),
         (Fact(adaptive, "all"), "adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d"),
         (Fact(adaptive), "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d"),
-        (Fact(folded, "all"), "col2im"),
-        (Fact(unfolded, "all"), "im2col"),
         (
             Fact(resized, "all"),
             "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
             "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
-            "upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
-            "_upsample_lanczos2d_aa",
+            "upsample_trilinear3d upsample_bicubic2d",
         ),
     ]
     for name in names.split()

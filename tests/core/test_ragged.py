@@ -232,3 +232,4 @@ def test_packed_sequences_are_those_of_their_samples(use, lengths, options):
     diagonals = [diag_ggn(each)(params, x[i], of[i], y[i]) for i in numbered(x)[:, None]]
     total = {name: sum(d[name] for d in diagonals) for name in params}
     assert_trees_close(diag_ggn(f, partial(F.cross_entropy, reduction="sum"))(params, x, of, y), total, EXACT)
+    assert_trees_close(diag_ggn(lambda *args: each(*args).sum())(params, x, of, y), total, EXACT)

@@ -13,7 +13,7 @@ from tests.laws import assert_every_path_equals_the_loop, composed
 from tests.modules import MODELS
 from tests.strategies import SIZES, Numbers
 
-pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:enable_nested_tensor")
+pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 EXACT = 1e-10
 
 

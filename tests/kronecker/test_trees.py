@@ -20,7 +20,6 @@ from invfunc.testing.models import moved
 from invfunc.testing.strategies import models
 from tests.kronecker.test_matrix import EXACT, small
 from tests.laws import RTOL
-from tests.networks import total
 from tests.strategies import Numbers
 
 MADE = {
@@ -109,17 +108,6 @@ class TestSolve:
             dense = torch.outer(one, one) + DAMPING * torch.eye(len(one)).double()
             assert_trees_close(rows(found, k), rows(v, k) @ dense.inverse(), 1e-9)
 
-    @pytest.mark.parametrize("made", MADE.values(), ids=MADE)
-    @pytest.mark.parametrize("options", [{}, {"damping": 0.1}, {"damping": 0.1, "split": "pi"}], ids=str)
-    def test_is_that_of_each_matrix(self, made, options):
-        """Bit by bit, for each transform, with a split too."""
-        factors = two_layers(made, bias=False)
-        if "split" in options:
-            factors = {name: K for name, K in factors.items() if K.values is None}
-        v = {name: Numbers(5)(3, *K.shape) for name, K in factors.items()}
-        found = kronecker.solve(factors, v, **options) if factors else {}
-        assert_trees_close(found, {name: K.solve(v[name], **options) for name, K in factors.items()}, 0)
-
 
 def two_layers(made, bias=True, **options):
     """The factors of a small perceptron, positive definite."""
@@ -156,33 +144,6 @@ class TestTrees:
         assert_trees_close(found, tree.map_leaves(lambda *x: torch.stack(x), *each), EXACT)
         logdets = vmap(lambda d: kronecker.logdet(factors, d))(dampings)
         assert_trees_close(logdets, torch.stack([kronecker.logdet(factors, d) for d in dampings]), EXACT)
-
-    @pytest.mark.parametrize("joint", [False, True])
-    def test_has_the_derivatives_of_the_matrices(self, joint):
-        f, params = functional(nn.Linear(2, 3).double())
-        x, y, v = Numbers(3)(9, 2), Numbers(4)(9, 3), {"weight": Numbers(5)(3, 2), "bias": Numbers(6)(3)}
-        params = {name: Numbers(2)(*p.shape) for name, p in params.items()}
-
-        def made(params):
-            return kfac(f, lambda z, y: F.poisson_nll_loss(z, y, reduction="sum"), joint=joint, fisher="exact")(
-                params, x, y
-            )
-
-        def found(params, d):
-            return total(kronecker.solve(made(params), v, d)) + kronecker.logdet(made(params), d)
-
-        def wanted(params, d):
-            factors = made(params)
-            each = [(K, [name]) for name, K in factors.items()] if not joint else [(factors["weight"], [*v])]
-            parts = {}
-            for K, names in each:
-                parts |= zip(names, solved(K, *(v[n] for n in names), damping=d), strict=True)
-            shifted = [K.dense() + d * torch.eye(K.shape.numel()).double() for K, _ in each]
-            return total({n: parts[n] for n in v}) + sum(m.logdet() for m in shifted)
-
-        d = torch.tensor(0.3).double()
-        for argnum in (0, 1):
-            assert_trees_close(grad(found, argnum)(params, d), grad(wanted, argnum)(params, d), 1e-8)
 
 
 SHAPES = {"0.weight": (3, 2), "0.bias": (3,), "2.weight": (2, 3), "2.bias": (2,)}

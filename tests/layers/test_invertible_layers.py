@@ -231,14 +231,6 @@ class TestInverse:
             assert_trees_close(case.pair(x, *args), y, RTOL[dtype])
             assert_trees_close(and_back(case.pair, x, args), case.x, RTOL[dtype])
 
-    @pytest.mark.parametrize("cases", PLAIN.values(), ids=PLAIN)
-    @given(data=st.data())
-    def test_is_a_layer_itself(self, device, dtype, cases, data):
-        case = placed(cases, data, dtype, device)
-        y, back = case.pair(case.x, *case.args), invert(case.pair)
-        assert_trees_close(back(y, *case.args), case.x, RTOL[dtype])
-        assert_trees_close(invert(back)(case.x, *case.args), y, 0)
-
     @pytest.mark.parametrize("cases", (SQUARE | {"pad": pads()}).values(), ids=SQUARE | {"pad": 0})
     @given(data=st.data())
     def test_is_undone_by_the_layer(self, device, dtype, cases, data):

@@ -21,7 +21,6 @@ from tests.strategies import Numbers
 from tests.torch_layers import LAYERS, refused
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:There is a performance drop",  # vmap of what has no batching rule in torch
     "ignore:Using padding='same' with even kernel",
     "ignore:There is a performance drop",  # vmap of what has no batching rule in torch
     "ignore:Support for mismatched key_padding_mask and attn_mask is deprecated",

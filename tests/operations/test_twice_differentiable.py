@@ -14,6 +14,7 @@ from torch import nn
 from torch.func import grad, jvp, vmap
 
 from invfunc import batch_grad, chunked, diag_ggn, diag_hessian, functional, ggnvp, hvp, tree
+from invfunc.errors import ArgumentError
 from invfunc.operations.heard import function_of
 from invfunc.operations.operation import OPERATIONS
 from invfunc.operations.second_derivatives import TwiceDifferentiable
@@ -73,12 +74,28 @@ def words(x):
 
 
 class Bag(nn.Module):
-    def __init__(self, **options):
+    def __init__(self, ragged=False, **options):
         super().__init__()
         self.bag = nn.EmbeddingBag(5, 4, **options)
+        self.ragged, self.last = ragged, options.get("include_last_offset", False)
 
     def forward(self, x):
-        return self.bag(words(x))
+        if not self.ragged:
+            return self.bag(words(x)).sin()
+        offsets = torch.tensor([0, 2, 2, 7] + [12] * self.last, device=x.device)
+        scales = x[..., 1].flatten() if self.bag.mode == "sum" else None
+        return self.bag(words(x).flatten(), offsets, scales).sin()
+
+
+class Pairs(nn.Module):
+    """Distances of the samples from each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(12, 3)
+
+    def forward(self, x):
+        return torch.pdist(self.linear(x.flatten(1)))
 
 
 def normed(norm):
@@ -93,6 +110,11 @@ MODELS = {
     "rnn": lambda: Recurrent(nn.RNN),
     "bag": Bag,
     "bag of sums": lambda: Bag(mode="sum", padding_idx=1),
+    "bags of offsets": lambda: Bag(True),
+    "sums of offsets": lambda: Bag(True, mode="sum", include_last_offset=True),
+    "maxima of offsets": lambda: Bag(True, mode="max", padding_idx=1),
+    "pdist": Pairs,
+    "hardsigmoid": lambda: nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Hardsigmoid(), nn.Linear(3, 2)),
     "weight_norm": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), nn.Tanh()),
     "weight_norm along 1": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3), dim=1),
     "layer_norm": lambda: normed(nn.LayerNorm(4)),
@@ -185,6 +207,14 @@ def test_every_form_in_which_it_is_right_has_a_model():
             f, params, x, y = arranged(called)
             hvp(f, F.mse_loss)(params, params, x, y)
     assert FORMS - FORWARD_MODE - SPELLED - met == set()
+
+
+def test_an_operation_without_a_second_derivative_is_named():
+    f, params, x, y = arranged("bag")
+    model, _ = functional(Bag(scale_grad_by_freq=True).double())
+    for product in (hvp(model, F.mse_loss), ggnvp(model, F.mse_loss)):
+        with pytest.raises(ArgumentError, match="cannot differentiate .* once more .*embedding_bag.* other operations"):
+            product(params, params, x, y)
 
 
 @models

@@ -159,16 +159,6 @@ class TestOperatorTorch:
         assert_near(operator @ torch.eye(len(wanted)).to(wanted), wanted, 1e-12)
         assert len(ways) == 1
 
-    def test_of_a_product_of_the_user(self):
-        def shifted(params, v, x, *, by):
-            return tree.map_leaves(lambda p, v: x.sum() * v + by * p.new_ones(()) * v, params, v)
-
-        params = {"a": torch.ones(2).bfloat16(), "b": [torch.ones(1, 3).bfloat16().requires_grad_()]}
-        operator = of_torch(shifted)(params, torch.ones(4).bfloat16(), by=0.5)
-        found = operator @ torch.eye(5).bfloat16()
-        assert torch.equal(found, 4.5 * torch.eye(5).bfloat16()) and not found.requires_grad
-        assert repr(of_torch(shifted)) == "linear_operator(shifted, kind='torch')"
-
     def test_refuses_what_is_not_of_one_kind(self):
         a, b = torch.ones(2), torch.ones(2).double()
         with pytest.raises(ArgumentError, match=r"params\['b'\] has dtype torch.float64, but params\['a'\] has .*32"):

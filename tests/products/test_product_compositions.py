@@ -188,22 +188,6 @@ class TestSamples:
         assert_near(matrices.of(ggnvp(f, loss, in_dims=(0, None)), params, x, y), wanted, 1e-8)
         assert_near(matrices.of(ggnvp(f, loss), params, x, y), wanted, 1e-8)  # 4 samples and 3: none are told apart
 
-    def test_are_mixed_by_a_loss_that_draws_as_one_call_of_it_does(self):
-        f, params = model((3,))
-        x, v = Numbers(1)(4, 2), vectors(params)
-
-        def loss(z, y):
-            return F.dropout((z - z.mean(0)).square(), 0.5).sum()
-
-        torch.manual_seed(0)
-        drawn = F.dropout(torch.ones(4, 3).double(), 0.5)
-        after = torch.get_rng_state()
-        torch.manual_seed(0)
-        found = ggnvp(f, loss)(params, v, x, None)
-        assert torch.equal(torch.get_rng_state(), after)
-        wanted = matrices.ggn(f, lambda z, y: ((z - z.mean(0)).square() * drawn).sum(), params, x, None)
-        assert_near(flat(found), wanted @ flat(v), 1e-8)
-
     @pytest.mark.parametrize("factor", [1, -1])
     def test_may_have_been_pooled(self, factor):
         """Three outputs of eight samples, with a loss of known structure."""

@@ -158,7 +158,6 @@ AT_TIMES_WITHOUT = {"Conv1-3d", "ConvTranspose1-3d", "Bilinear"}
 
 
 @pytest.mark.filterwarnings(
-    "ignore:There is a performance drop",
     "ignore:Support for mismatched",
     "ignore:LSTM with projections",
     "ignore:Using padding='same' with even",

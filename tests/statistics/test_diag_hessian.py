@@ -24,7 +24,6 @@ from tests.strategies import Numbers
 from tests.torch_layers import LAYERS
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:There is a performance drop",  # vmap of what has no batching rule in torch
     "ignore:Support for mismatched",
     "ignore:LSTM with projections is not supported with oneDNN",
     "ignore:Using padding='same' with even kernel",

@@ -120,31 +120,6 @@ def test_outputs_that_are_more_than_a_dtype_counts(dtype, classes):
     assert (found - wanted).abs().max() <= 4 * torch.finfo(dtype).eps * wanted.abs().max()
 
 
-# What the core makes of the structure of drawn networks is what all columns give, for losses that it takes itself
-
-CRITERIA = {
-    "cross entropy": (F.cross_entropy, lambda z: z.argmax(1).roll(1, 0)),
-    "squares": (F.mse_loss, lambda z: Numbers(5)(*z.shape)),
-    "probabilities": (F.binary_cross_entropy_with_logits, lambda z: (z > 0).to(z.dtype)),
-}
-
-
-@pytest.mark.parametrize("kind", NETWORKS)
-@settings(max_examples=12)
-@given(data=st.data())
-def test_it_is_that_of_all_columns_drawn(kind, data):
-    net = data.draw(NETWORKS[kind])
-    z = net.f(net.params, *net.inputs)
-    assume(z.abs().max() < 30 and z.ndim > 1)  # its exp is to be finite
-    loss, target = CRITERIA[data.draw(st.sampled_from([*CRITERIA]))]
-    functions = (composed(net.f, loss),) if data.draw(st.booleans()) else (net.f, loss)
-    called = data.draw(st.sampled_from([*STATISTICS]))
-    with torch.no_grad():
-        args = net.params, *net.inputs, target(z)
-    refusable = called.startswith("exact kfac") or (kind == "by data" and len(functions) == 1)
-    assert_as_dense(partial(STATISTICS[called], *functions), args, refusable=refusable)
-
-
 # Recurrent layers, whose steps are taken at once: below a head, columns are narrow at each step
 
 CELLS = {
