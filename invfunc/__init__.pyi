@@ -200,8 +200,10 @@ def chunked(
 @overload
 def clipped_grad(
     f: Callable[..., Any],
-    max_norm: float | torch.Tensor,
+    max_norm: float | torch.Tensor | Mapping[str, float | torch.Tensor],
     *,
+    groups: Literal["layer"] | Callable[[str], str] | Mapping[str, str] | None = ...,
+    weight: Callable[[torch.Tensor, Any], torch.Tensor] | None = ...,
     samples: Indices | None = ...,
     in_dims: InDims = ...,
     value: bool = ...,
@@ -209,8 +211,10 @@ def clipped_grad(
 @overload
 def clipped_grad(
     f: Callable[..., Any],
-    max_norm: float | torch.Tensor,
+    max_norm: float | torch.Tensor | Mapping[str, float | torch.Tensor],
     *,
+    groups: Literal["layer"] | Callable[[str], str] | Mapping[str, str] | None = ...,
+    weight: Callable[[torch.Tensor, Any], torch.Tensor] | None = ...,
     samples: Indices | None = ...,
     argnums: int | tuple[int, ...] = ...,
     in_dims: InDims = ...,
@@ -521,7 +525,7 @@ def linearize(f: Callable[..., Any], *, has_aux: bool = ...) -> Linearization: .
 def noise_scale(
     f: Callable[..., Any],
     *,
-    groups: Callable[[str], str | None] | Mapping[str, str | None] | None = ...,
+    groups: Literal["layer"] | Callable[[str], str | None] | Mapping[str, str | None] | None = ...,
     samples: Indices | None = ...,
     in_dims: InDims = ...,
     value: bool = ...,
@@ -530,7 +534,7 @@ def noise_scale(
 def noise_scale(
     f: Callable[..., Any],
     *,
-    groups: Callable[[str], str | None] | Mapping[str, str | None] | None = ...,
+    groups: Literal["layer"] | Callable[[str], str | None] | Mapping[str, str | None] | None = ...,
     samples: Indices | None = ...,
     argnums: int | tuple[int, ...] = ...,
     in_dims: InDims = ...,

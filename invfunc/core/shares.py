@@ -53,6 +53,8 @@ from invfunc.reductions.kept_factors import Factors
 from invfunc.reductions.lots import Drawn, drawn, variances
 
 Kind = TypeVar("Kind", bound=Use)
+Weigh = Callable[[torch.Tensor, Block], torch.Tensor]
+"""Weights of a block of samples, given the squared norms of their gradients of one parameter."""
 _MATRICES = ((), (0,), (1,)), ((), (1,), (0,))
 """The dims of a matrix whose rows, or columns, are those of the cotangent."""
 
@@ -184,7 +186,7 @@ class Shares:
         if rows is not None and not self.run.deep:
             n, _, sums, _ = rows.touched(self.run)
             return sums.new_zeros(self.count).index_add(0, n, sums.square().sum(1))
-        return joined([self.flat(block).square().sum(1) for block in self.blocks()])
+        return self.norms_of_kept() if self.small else joined([self.flat(b).square().sum(1) for b in self.blocks()])
 
     def norms_of_kept(self) -> torch.Tensor:
         """The norms of gradients that are kept."""
@@ -227,9 +229,31 @@ class Shares:
                 found.append(formed(a, d)[0].flatten(1).square().sum(1))
         return joined(found)
 
-    def sum_and_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """`sum_n G[n]` and `sum_p G[n, p]^2` of the only column."""
-        return self.weighted(), self.norms()
+    def sum_and_norms(self, weigh: Weigh | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`sum_n weights[n] G[n]` and `sum_p G[n, p]^2` of the only column, whose weights may depend on these."""
+        if not self.once:
+            norms = self.norms()
+            return self.weighted(None if weigh is None else weigh(norms, WHOLE)), norms
+        norms, total = list[torch.Tensor](), None
+        for block in self.blocks():
+            rows = self.flat(block)
+            norms.append(torch.linalg.vector_norm(rows, dim=1).square())
+            weights = torch.ones_like(norms[-1]) if weigh is None else weigh(norms[-1], block).to(rows.dtype)
+            total = rows.new_zeros(rows.shape[1]) if total is None else total
+            total.addmv_(rows.T, weights)
+            del rows  # before the next ones are formed
+        assert total is not None
+        return total.view(self.leaf.shape), joined(norms)
+
+    @property
+    def once(self) -> bool:
+        """Tells whether gradients are formed once for their norms and for their sum."""
+        if self.run.deep or self.small or self.factors() is not None or self.single(TableRows) is not None:
+            return False
+        if (use := self.single(ProductUse)) is None:
+            return True
+        p, o, k = use.sizes(self.run)
+        return thresholds.FORMED * o * k < p * p * (o + k)  # else norms are products of positions
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`sum_n G[n]` and `sum_n (G[n] - mean G)^2` of the only column, without cancellation."""

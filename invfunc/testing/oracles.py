@@ -63,22 +63,35 @@ def loop_grad_and_variance(f: Callable, *, correction: float = 0, samples: Sampl
     return oracle
 
 
-def loop_clipped_grad(f: Callable, max_norm: float, *, samples: Samples = None) -> Callable:
+def loop_clipped_grad(
+    f: Callable,
+    max_norm: float,
+    *,
+    groups: Callable | None = None,
+    weight: Callable | None = None,
+    samples: Samples = None,
+) -> Callable:
     """The oracle of `clipped_grad` for an `[N]`-valued f: `min(1, max_norm / norm) * G[n]`, sample by sample."""
     shares = loop_batch_grad(f, samples=samples)
 
-    def oracle(*args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
+    def oracle(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         given = shares(*args, **kwargs)
-        clipped, norms = [], []
         leaves, form = tree.separate(given)
+        names = ["" if groups is None else groups(path) for path, g in tree.named_leaves(given) if g is not None]
+        clipped, norms = [], {name: [] for name in names}
         for one in zip(*leaves, strict=True):
-            squared = torch.cat([g.flatten() for g in one]).square().sum()
-            norm = squared.sqrt() if squared > 0 else 0 * squared  # the slope of a norm at zero is taken to be zero
-            factor = max_norm / norm if norm > max_norm else 1
-            clipped.append([factor * g for g in one])
-            norms.append(norm)
-        summed = [torch.stack(leaf).sum(0) for leaf in zip(*clipped, strict=True)]
-        return form.join(summed), torch.stack(norms)
+            factors = {}
+            for name in norms:
+                own = [g.flatten() for g, group in zip(one, names, strict=True) if group == name]
+                squared = torch.cat(own).square().sum()
+                norm = squared.sqrt() if squared > 0 else 0 * squared  # the slope of a norm at zero is taken to be zero
+                factor = max_norm / norm if norm > max_norm else 1
+                factors[name] = factor if weight is None else weight(norm, max_norm)
+                norms[name].append(norm)
+            clipped.append([factors[name] * g for name, g in zip(names, one, strict=True)])
+        summed = form.join([torch.stack(leaf).sum(0) for leaf in zip(*clipped, strict=True)])
+        found = {name: torch.stack(each) for name, each in norms.items()}
+        return summed, found[""] if groups is None else found
 
     return oracle
 

@@ -99,18 +99,32 @@ def _variance(shares: Any) -> Any:
     return tree.map_tensors(lambda g: g.var(0, correction=0), shares)
 
 
-def _clipped(shares: Any, max_norm: float) -> tuple[Any, torch.Tensor]:
-    squares = _added(map(_norms, tree.tensors(shares)))
-    none = squares == 0  # where the slope of a norm is zero; that of NaN is NaN
-    norms = squares.masked_fill(none, 1).sqrt().masked_fill(none, 0)
-    return tree.map_tensors(lambda g: torch.tensordot((max_norm / norms).clamp(max=1), g, 1), shares), norms
-
-
-def clipping(max_norm: float) -> Row:
-    """The row of `clipped_grad` for a norm."""
-    loop, of_shares = partial(loop_clipped_grad, max_norm=max_norm), partial(_clipped, max_norm=max_norm)
-    make = partial(invfunc.clipped_grad, max_norm=max_norm)
+def clipping(max_norm: float, **options: Any) -> Row:
+    """The row of `clipped_grad` for a norm, with groups and a weight."""
+    given = {"max_norm": max_norm, **options}
+    make, loop, of_shares = (partial(of, **given) for of in (invfunc.clipped_grad, loop_clipped_grad, _clipped))
     return Row(make, (LOSS,), TREES, loop, of_shares, axes=("samples",), picks=_norms_of)
+
+
+def _clipped(
+    shares: Any, max_norm: float, groups: Callable | None = None, weight: Callable | None = None
+) -> tuple[Any, Any]:
+    weight = weight or (lambda norm, most: (most / norm).clamp(max=1))
+    leaves, form = tree.separate(shares)
+    names = ["" if groups is None else groups(path) for path, g in tree.named_leaves(shares) if g is not None]
+    norms, clipped = {}, dict[int, torch.Tensor]()
+    for name in names:
+        own = {i: g for i, g in enumerate(leaves) if names[i] == name}
+        squares = _added(map(_norms, own.values()))
+        none = squares == 0  # where the slope of a norm is zero; that of NaN is NaN
+        norms[name] = squares.masked_fill(none, 1).sqrt().masked_fill(none, 0)
+        clipped |= {i: torch.tensordot(weight(norms[name], max_norm), g, 1) for i, g in own.items()}
+    return form.join([clipped[i] for i in range(len(leaves))]), norms[""] if groups is None else norms
+
+
+def automatic(norm: Any, max_norm: Any) -> Any:
+    """A weight of norms that leaves none as it is."""
+    return max_norm / (norm + 0.1)
 
 
 def noise(groups: Callable | None = None) -> Row:
@@ -160,7 +174,7 @@ def _both_ways(result: Any, index: torch.Tensor) -> Any:
 
 
 def _norms_of(result: Any, index: torch.Tensor) -> Any:
-    return result[0], result[1].index_select(0, index)
+    return result[0], _picked(result[1], index)
 
 
 def _first(name: str, loop: Callable, of_shares: Callable, gives: str = LEAVES, picks: Callable | None = None) -> Row:
@@ -181,6 +195,7 @@ ROWS = {
     ),
     "clipped_grad": clipping(1.0),
     "clipped_grad to little": clipping(0.01),
+    "clipped_grad of each": clipping(0.5, groups=str, weight=automatic),
     "noise_scale": noise(),
     "noise_scale of each": noise(str),
     "sketched_grad": sketching(3, 2),

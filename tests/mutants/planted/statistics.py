@@ -242,6 +242,20 @@ FAULTS = [
         "statistics/test_first_order.py::TestClipping::test_bounds_each_share_and_no_other",
     ),
     Fault(
+        "a layer is clipped by the norm of its widest parameter",
+        "reductions/gradients.py",
+        "own if others is None else own + others[block]",
+        "own",
+        "statistics/test_clipped_groups.py::test_layers_are_those_of_the_loop",
+    ),
+    Fault(
+        "layers wait for each other before they are clipped",
+        "core/evaluate.py",
+        "return len({*reduction.units}) > 1",
+        "return False",
+        "statistics/test_clipped_groups.py::test_no_more_than_the_cotangents_of_a_layer_are_there",
+    ),
+    Fault(
         "the noise of a gradient is not taken off its square",
         "reductions/noise.py",
         "(of_sum - of_shares) / pairs,",
