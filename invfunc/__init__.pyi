@@ -130,11 +130,18 @@ def affine_coupling(
     F: Callable[..., Any], G: Callable[..., Any], *, log_scale: Callable[..., Any] = ..., split_dim: int | None = ...
 ) -> Invertible: ...
 @overload
-def batch_grad(f: Callable[..., Any], *, samples: Indices | None = ..., in_dims: InDims = ...) -> _LikeParams: ...
+def batch_grad(
+    f: Callable[..., Any],
+    *,
+    sum_of: Callable[[torch.Tensor], torch.Tensor] | None = ...,
+    samples: Indices | None = ...,
+    in_dims: InDims = ...,
+) -> _LikeParams: ...
 @overload
 def batch_grad(
     f: Callable[..., Any],
     *,
+    sum_of: Callable[[torch.Tensor], torch.Tensor] | None = ...,
     samples: Indices | None = ...,
     argnums: int | tuple[int, ...] = ...,
     in_dims: InDims = ...,
@@ -202,7 +209,6 @@ def clipped_grad(
     f: Callable[..., Any],
     max_norm: float | torch.Tensor | Mapping[str, float | torch.Tensor],
     *,
-    groups: Literal["layer"] | Callable[[str], str] | Mapping[str, str] | None = ...,
     weight: Callable[[torch.Tensor, Any], torch.Tensor] | None = ...,
     samples: Indices | None = ...,
     in_dims: InDims = ...,
@@ -628,11 +634,18 @@ def streamed(
     reduction: Literal["sum"] | None = ...,
 ) -> _S: ...
 @overload
-def sum_grad_squared(f: Callable[..., Any], *, samples: Indices | None = ..., in_dims: InDims = ...) -> _LikeParams: ...
+def sum_grad_squared(
+    f: Callable[..., Any],
+    *,
+    per: Literal["sample", "token"] = ...,
+    samples: Indices | None = ...,
+    in_dims: InDims = ...,
+) -> _LikeParams: ...
 @overload
 def sum_grad_squared(
     f: Callable[..., Any],
     *,
+    per: Literal["sample", "token"] = ...,
     samples: Indices | None = ...,
     argnums: int | tuple[int, ...] = ...,
     in_dims: InDims = ...,

@@ -241,7 +241,7 @@ def ran_and(
         problem, new = problem if problem.loss is None else whole(problem), Run
         way = way if each else at_once
     twice = deep or kind.second_order or (kind.convex and problem.n == 1)  # for torch's batch norm of one sample
-    frees = new is Run and not options.plan.splits and all(map(_streamed, quantities))
+    frees = new is Run and not options.plan.splits  # and what is seen of the quantities
     how = How(problem, way, deep, twice, frees, way is BoundProblem.call and problem.f in REPLAYED)
     while True:
         run = new(problem.n, how.deep, chosen)
@@ -268,12 +268,6 @@ def ran_and(
             raise looked_at(met) from None
 
 
-def _streamed(quantity: Quantity) -> bool:
-    """Tells whether one vector is pulled back, and reduced as it comes."""
-    one = quantity.kind.first_order or (quantity.drawing is not None and quantity.drawing.count == 1)
-    return one and comes_apart(quantity.reduction)
-
-
 def comes_apart(reduction: Reduction) -> bool:
     """Tells whether parameters are reduced before others are known: one by one, or in several units."""
     if reduction.units is not None:
@@ -291,6 +285,7 @@ def _ran(problem: BoundProblem, quantities: Sequence[Quantity], run: Run, outsid
     for q in quantities:
         convex, exact = convex or q.kind.convex, exact or q.drawing is None
         run.alone = run.alone and (q.kind.first_order or (q.drawing is not None and q.drawing.count == 1))
+        run.frees = run.frees and run.alone and comes_apart(q.reduction)
     if convex and problem.loss is None:
         run.criterion = Finder(n=run.n)
     if convex and exact:

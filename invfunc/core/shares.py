@@ -34,6 +34,7 @@ from invfunc.core.uses import (
     outer,
     weighted,
 )
+from invfunc.errors import ArgumentError
 from invfunc.kronecker.matrix import Kronecker
 from invfunc.linear_algebra.contract import (
     Term,
@@ -164,6 +165,29 @@ class Shares:
         fresh = not self.run.deep and self.single(ProductUse) is not None
         rows = (self.dense(block) for block in self.blocks())
         return summed(added_squares(x) if fresh else x.square().sum(1).sum(0) for x in rows)
+
+    def squares_of_places(self) -> torch.Tensor:
+        """The sum of the squares of what each place adds where an operation reads the parameter."""
+        found = []
+        for use in self.given:
+            places = use.places(self.run)
+            if use.node.kind is not DERIVED:
+                found.append(self.pulled(use, use.squares(self.run), 0))
+                continue
+            if places > 1:
+                raise ArgumentError(
+                    f"squares per token are not of tensors that are computed from {self.name(self.place)} and read at "
+                    "several places of a sample. Leave per= out, or keep the parameter in another argument."
+                )
+            rows = (self.pulled(use, use.dense(self.run, block), 2) for block in self.run.blocks([use]))
+            found.append(summed(x.square().sum((0, 1)) for x in rows))
+        return summed(found)
+
+    def sum_of(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """`sum_n fn(G[n])` of the only column, given fn of a block of samples."""
+        size = sum([use.size(self.run) for use in self.uses])
+        blocks = self.run.blocks(self.uses, 2 * size)  # the gradients, and fn of them
+        return summed(fn(self.dense(block)[0]).sum(0) for block in blocks)
 
     def squares(self, use: Use, d: torch.Tensor) -> torch.Tensor:
         """`sum_v d[v, n, ...]^2`, which a weight and its bias share."""

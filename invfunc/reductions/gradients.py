@@ -37,6 +37,21 @@ class EachSample(Reduction):
         return (leaf.new_zeros(n, *leaf.shape),)
 
 
+class SumOf(Reduction):
+    """`sum_n fn(G[n])`, with any function of a gradient of one sample."""
+
+    trees, entrywise = 1, True
+
+    def __init__(self, fn: Callable) -> None:
+        self.fn = fn
+
+    def step(self, shares: Any) -> State:
+        return (shares.sum_of(lambda rows: per_sample(self.fn, rows, "sum_of")),)
+
+    def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
+        return (self.fn(torch.zeros_like(leaf)) * n,)
+
+
 class SquaredNorms(EachSample):
     """`sum_p G[n, p]^2` of each sample."""
 

@@ -1,5 +1,6 @@
 """Clipping by groups, and by any weight of the norms: the loop in all modes, no cotangent kept, and what is refused."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,7 +18,7 @@ from tests.strategies import Numbers
 EXACT = 1e-10
 NET = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2)).double()
 F, PARAMS = invfunc.functional(NET)
-LAYERS = {"0": 0.5, "1": 0.1, "3": 2.0}
+LAYERS: Any = {"0": 0.5, "1": 0.1, "3": 2.0}
 
 
 def losses(params, x, y):
@@ -63,17 +64,16 @@ def test_layers_are_those_of_the_loop(mode, weight, hooked, monkeypatch):
 
 
 def test_each_group_has_its_own_bound_and_a_derivative_in_it():
-    bounds = {name: torch.tensor(bound, dtype=torch.double, requires_grad=True) for name, bound in LAYERS.items()}
+    bounds: Any = {name: torch.tensor(bound, dtype=torch.double, requires_grad=True) for name, bound in LAYERS.items()}
     clipped, norms = clipped_grad(losses, bounds, groups="layer")(PARAMS, *batch())
     for name, bound in bounds.items():
         own, given = loop_clipped_grad(losses, bound, groups=layer_of)(PARAMS, *batch())
         assert_trees_close(norms[name], given[name], EXACT)
         for part in ("weight", "bias"):
-            slopes = [
-                torch.autograd.grad(g[f"{name}.{part}"].sum(), bound, retain_graph=True)[0] for g in (clipped, own)
-            ]
+            first, second = (g[f"{name}.{part}"].sum() for g in (clipped, own))
+            slopes = [torch.autograd.grad(x, bound, retain_graph=True) for x in (first, second)]
             assert_trees_close(clipped[f"{name}.{part}"], own[f"{name}.{part}"], EXACT)
-            assert_trees_close(*slopes, EXACT, floor=1e-3)
+            assert_trees_close(slopes[0], slopes[1], EXACT, floor=1e-3)
 
 
 def test_no_more_than_the_cotangents_of_a_layer_are_there(monkeypatch):
@@ -91,7 +91,7 @@ def test_no_more_than_the_cotangents_of_a_layer_are_there(monkeypatch):
 
 def test_what_is_refused():
     learned = torch.tensor(0.1, dtype=torch.double, requires_grad=True)
-    calls = {
+    calls: dict[str, Any] = {
         r"groups has no name for \['0.bias'\], \['1.weight'\]": {"groups": {"0.weight": "first"}},
         r"max_norm is of the groups \['0'\], but there are \['0', '1', '3'\]": {
             "max_norm": {"0": 1.0},
@@ -102,11 +102,11 @@ def test_what_is_refused():
     }
     for told, options in calls.items():
         with pytest.raises(ArgumentError, match=told):
-            clipped_grad(losses, **{"max_norm": 1.0} | options)(PARAMS, *batch())
+            clipped_grad(losses, options.pop("max_norm", 1.0), **options)(PARAMS, *batch())
     with pytest.raises(ArgumentError, match="max_norm has to be a number above 0"):
         clipped_grad(losses, {"0": 0.0}, groups="layer")
     with pytest.raises(ArgumentTypeError, match="weight has to be a function"):
-        clipped_grad(losses, 1.0, weight=2)  # pyright: ignore[reportArgumentType]
+        clipped_grad(losses, 1.0, weight=2)  # pyright: ignore[reportArgumentType, reportCallIssue]
     with pytest.raises(ArgumentTypeError, match="but has to be"):
         clipped_grad(losses, 1.0, groups="layers")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ArgumentError, match="no loops of groups"):

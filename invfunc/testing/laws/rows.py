@@ -91,6 +91,14 @@ def _grams(shares: torch.Tensor) -> torch.Tensor:
     return rows @ rows.T
 
 
+def _cube(share: torch.Tensor) -> torch.Tensor:
+    return (share / 2) ** 3  # of 32, still a number of float16
+
+
+def _cubes(shares: Any) -> Any:
+    return tree.map_tensors(lambda g: _cube(g).sum(0), shares)
+
+
 def _sum(shares: Any) -> Any:
     return tree.map_tensors(lambda g: g.sum(0), shares)
 
@@ -187,6 +195,12 @@ FACTORED = partial(GGN, gives=FACTORS)
 GRAM = partial(Row, forms=(LOSS, MODEL), axes=("params",), picks=_both_ways)
 ROWS = {
     "batch_grad": _first("batch_grad", loop_batch_grad, lambda shares: shares, picks=_picked),
+    "batch_grad summed": Row(
+        partial(invfunc.batch_grad, sum_of=_cube),
+        (LOSS,),
+        loop=lambda f, **options: lambda *args: _cubes(loop_batch_grad(f, **options)(*args)),
+        of_shares=_cubes,
+    ),
     "batch_l2_grad": _first("batch_l2_grad", loop_batch_l2_grad, _of_leaves(_norms), picks=_picked),
     "sum_grad_squared": _first("sum_grad_squared", loop_sum_grad_squared, _of_leaves(lambda g: g.square().sum(0))),
     "variance": _first("variance", loop_variance, _variance),

@@ -256,6 +256,20 @@ FAULTS = [
         "statistics/test_clipped_groups.py::test_no_more_than_the_cotangents_of_a_layer_are_there",
     ),
     Fault(
+        "the tokens of a sample are added up before they are squared",
+        "core/uses.py",
+        "summed(product(d.square().sum(0), a.square()) for d, a in each)",
+        "summed(((d[0].mT @ a) ** 2).sum(0) for d, a in each)",
+        "statistics/test_squares_per_token.py",
+    ),
+    Fault(
+        "a function of the gradients is of the sum of a block of samples",
+        "core/shares.py",
+        "summed(fn(self.dense(block)[0]).sum(0) for block in blocks)",
+        "summed(fn(self.dense(block)[0].sum(0, keepdim=True)).sum(0) for block in blocks)",
+        "statistics/test_sums_of_functions.py",
+    ),
+    Fault(
         "the noise of a gradient is not taken off its square",
         "reductions/noise.py",
         "(of_sum - of_shares) / pairs,",
