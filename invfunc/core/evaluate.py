@@ -708,9 +708,9 @@ class Fold:
             for each in shares:
                 together.setdefault(units[each.place], []).append(each)
             for unit in together.values():
-                for each, (first, state) in zip(unit, self.reduction.jointly(unit), strict=True):
-                    self.earlier[each.place] = first
-                    self.keep(each.place, state, last)
+                for place, first, state in self.reduction.jointly(unit):
+                    self.earlier[place] = first
+                    self.keep(place, state, last)
             return
         if self.first is not None:
             self.before(shares)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -156,7 +156,7 @@ class ClippedSum(Reduction):
         found.units, found.before = units, Norms(units, self.groups is not None)
         return found
 
-    def jointly(self, shares: Sequence[Any]) -> list[tuple[State, State]]:
+    def jointly(self, shares: Sequence[Any]) -> Iterator[tuple[int, State, State]]:
         *rest, widest = sorted(shares, key=lambda each: each.leaf.numel())
         others = summed([each.norms() for each in rest]) if rest else None
         max_norm = self.max_norm_of(self.units[widest.place])
@@ -166,10 +166,12 @@ class ClippedSum(Reduction):
 
         total, squares = widest.sum_and_norms(weights)
         squares = squares if others is None else squares + others
+        yield widest.place, (squares,), (total,)
+        del total  # which may have been given away
         scale = self._weights(safe_root(squares), max_norm) if rest else None
-        sums = {each.place: each.weighted(scale) for each in rest} | {widest.place: total}
         nothing = squares.new_zeros(()).expand(len(squares))  # all of a unit are with its widest parameter
-        return [((squares if each is widest else nothing,), (sums[each.place],)) for each in shares]
+        for each in rest:
+            yield each.place, (nothing,), (each.weighted(scale),)
 
     def clips(self, norms: Any) -> bool:
         """Tells whether some sample has another weight than 1, as far as that is seen from its norms."""

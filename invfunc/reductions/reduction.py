@@ -3,7 +3,7 @@ parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any, ClassVar, Literal
@@ -137,8 +137,8 @@ class Reduction:
         the result has no sample axis."""
         raise NotImplementedError  # only where columns are squared
 
-    def jointly(self, shares: Sequence[Any]) -> list[tuple[State, State]]:
-        """The states of the phase before and of this one of each parameter of a unit."""
+    def jointly(self, shares: Sequence[Any]) -> Iterator[tuple[int, State, State]]:
+        """The number of each parameter of a unit, and the states of the phase before and of this one."""
         raise NotImplementedError  # only where there are units
 
     def at(self, problem: Any) -> Reduction:
