@@ -93,8 +93,8 @@ def clipped_grad(
 
     Cost: one backward pass, whose cotangents are kept, the norms as in `batch_l2_grad`, and the weighted sum. The
     per-sample gradients are never all in memory together. By layers no cotangent is kept, and gradients that are formed
-    for the norm are summed at once: little more than the gradient, in its memory (a GPT of 4 layers and width 256: 1.16
-    times the time, 1.00 of the memory). `together` with other groups keeps all cotangents again.
+    for the norm are summed at once: little more than the gradient (a GPT of 4 layers and width 256: 1.2
+    times the time, in its memory). `together` with other groups keeps all cotangents again.
 
     Source: Abadi et al., "Deep learning with differential privacy", CCS 2016; Lee and Kifer, "Scaling up differentially
     private deep learning with fast per-example gradient clipping", PoPETs 2021; by layers and quantiles He et al.,
