@@ -130,11 +130,18 @@ def affine_coupling(
     F: Callable[..., Any], G: Callable[..., Any], *, log_scale: Callable[..., Any] = ..., split_dim: int | None = ...
 ) -> Invertible: ...
 @overload
-def batch_grad(f: Callable[..., Any], *, samples: Indices | None = ..., in_dims: InDims = ...) -> _LikeParams: ...
+def batch_grad(
+    f: Callable[..., Any],
+    *,
+    sum_of: Callable[[torch.Tensor], torch.Tensor] | None = ...,
+    samples: Indices | None = ...,
+    in_dims: InDims = ...,
+) -> _LikeParams: ...
 @overload
 def batch_grad(
     f: Callable[..., Any],
     *,
+    sum_of: Callable[[torch.Tensor], torch.Tensor] | None = ...,
     samples: Indices | None = ...,
     argnums: int | tuple[int, ...] = ...,
     in_dims: InDims = ...,
@@ -200,8 +207,9 @@ def chunked(
 @overload
 def clipped_grad(
     f: Callable[..., Any],
-    max_norm: float | torch.Tensor,
+    max_norm: float | torch.Tensor | Mapping[str, float | torch.Tensor],
     *,
+    weight: Callable[[torch.Tensor, Any], torch.Tensor] | None = ...,
     samples: Indices | None = ...,
     in_dims: InDims = ...,
     value: bool = ...,
@@ -209,8 +217,10 @@ def clipped_grad(
 @overload
 def clipped_grad(
     f: Callable[..., Any],
-    max_norm: float | torch.Tensor,
+    max_norm: float | torch.Tensor | Mapping[str, float | torch.Tensor],
     *,
+    groups: Literal["layer"] | Callable[[str], str] | Mapping[str, str] | None = ...,
+    weight: Callable[[torch.Tensor, Any], torch.Tensor] | None = ...,
     samples: Indices | None = ...,
     argnums: int | tuple[int, ...] = ...,
     in_dims: InDims = ...,
@@ -524,7 +534,7 @@ def linearize(f: Callable[..., Any], *, has_aux: bool = ...) -> Linearization: .
 def noise_scale(
     f: Callable[..., Any],
     *,
-    groups: Callable[[str], str | None] | Mapping[str, str | None] | None = ...,
+    groups: Literal["layer"] | Callable[[str], str | None] | Mapping[str, str | None] | None = ...,
     samples: Indices | None = ...,
     in_dims: InDims = ...,
     value: bool = ...,
@@ -533,7 +543,7 @@ def noise_scale(
 def noise_scale(
     f: Callable[..., Any],
     *,
-    groups: Callable[[str], str | None] | Mapping[str, str | None] | None = ...,
+    groups: Literal["layer"] | Callable[[str], str | None] | Mapping[str, str | None] | None = ...,
     samples: Indices | None = ...,
     argnums: int | tuple[int, ...] = ...,
     in_dims: InDims = ...,
@@ -627,11 +637,18 @@ def streamed(
     reduction: Literal["sum"] | None = ...,
 ) -> _S: ...
 @overload
-def sum_grad_squared(f: Callable[..., Any], *, samples: Indices | None = ..., in_dims: InDims = ...) -> _LikeParams: ...
+def sum_grad_squared(
+    f: Callable[..., Any],
+    *,
+    per: Literal["sample", "token"] = ...,
+    samples: Indices | None = ...,
+    in_dims: InDims = ...,
+) -> _LikeParams: ...
 @overload
 def sum_grad_squared(
     f: Callable[..., Any],
     *,
+    per: Literal["sample", "token"] = ...,
     samples: Indices | None = ...,
     argnums: int | tuple[int, ...] = ...,
     in_dims: InDims = ...,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -118,3 +118,17 @@ _KEYS = re.compile(r"\['([^']*)'\]|\.?\[?([^\[\].']+)\]?")
 def by_name(given: dict[str, Any]) -> Callable[[str], Any]:
     """A function of key paths that gives what a dict has at the path or the plain name of a parameter, or None."""
     return lambda path: given.get(path, given.get(plain(path)))
+
+
+def grouped(name: str, f: Any, groups: Any) -> Any:
+    """A function of key paths that gives the names of groups of parameters, from what a caller has given for it."""
+    if isinstance(groups, Mapping):
+        return by_name(dict(groups))
+    if groups == "layer":
+        return lambda path: plain(path).rpartition(".")[0]
+    if groups is not None and not callable(groups):
+        raise ArgumentTypeError(
+            f'{name}({describe(f)}, groups=...): groups is {groups!r}, but has to be "layer", a function from the key '
+            "path of a parameter to the name of its group or None, or a dict of these by name."
+        )
+    return groups

@@ -142,7 +142,7 @@ class Statistic(Transform):
         """The quantities that it reduces, for the parameters of a problem."""
         found = list[Quantity]()
         for q in self._asked:
-            reduction = q.reduction.at(given.leaves)
+            reduction = q.reduction.at(given)
             found.append(q if reduction is q.reduction else replace(q, reduction=reduction))
         return found
 

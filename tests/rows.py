@@ -24,6 +24,7 @@ from invfunc.testing.laws.rows import (
     WHOLE,
     Row,
     clipping,
+    first_order,
     noise,
     sketching,
 )
@@ -61,9 +62,23 @@ def drawing(make: Callable, gives: str = LEAVES, **options: Any) -> Row:
     return GGN(made, gives=gives, drawn=True)
 
 
+def cube(share: torch.Tensor) -> torch.Tensor:
+    """A function of a per-sample gradient, still a number of float16 where that is 32."""
+    return (share / 2) ** 3
+
+
+def automatic(norm: Any, max_norm: Any) -> Any:
+    """A weight of norms that leaves none as it is."""
+    return max_norm / (norm + 0.1)
+
+
 DIAGONALS, TRACES = partial(invfunc.diag_ggn, per_sample=True), partial(invfunc.ggn_trace, per_parameter=True)
 ROWS = EACH | {
+    "batch_grad summed": first_order(
+        partial(invfunc.batch_grad, sum_of=cube), partial(tree.map_tensors, lambda g: cube(g).sum(0))
+    ),
     "clipped_grad to little": clipping(0.01),
+    "clipped_grad of each": clipping(0.5, groups=str, weight=automatic),
     "noise_scale of each": noise(str),
     "sketched_grad sparse": sketching(6, 8, "sparse"),
     "sketched_grad of a mask": sketching(2, 3, "mask"),
@@ -129,14 +144,15 @@ def picks(name: str) -> Callable[[Any, torch.Tensor], Any] | None:
 
     def picked(result: Any, index: torch.Tensor) -> Any:
         if name.startswith("clipped_grad"):
-            return result[0], result[1].index_select(0, index)
+            return result[0], tree.map_tensors(lambda x: x.index_select(0, index), result[1])
         found = tree.map_tensors(lambda x: x.index_select(axis, index), result)
         both = name.startswith("gram")  # [N, *out, N, *out]
         return tree.map_tensors(lambda x: x.index_select(x.ndim // 2, index), found) if both else found
 
     return (
         picked
-        if "drawn" not in name and name.startswith((*BY_SAMPLE, "diag_ggn of each", "diag_hessian of each"))
+        if not name.endswith(("drawn", "summed"))
+        and name.startswith((*BY_SAMPLE, "diag_ggn of each", "diag_hessian of each"))
         else None
     )
 

@@ -25,7 +25,6 @@ GIVES = {
     "_LikeParams": ["batch_grad", "batch_l2_grad", "sum_grad_squared", "variance", "sketched_grad", "diag_hessian"]
     + ["sqrt_ggn"],
     "_Pair": ["grad_and_variance"],
-    "_WithNorms": ["clipped_grad"],
     "_WithNoise": ["noise_scale"],
     "_OfTensor": ["predictive_covariance"],
     "_OfFactors": ["kfac", "ekfac"],
@@ -33,7 +32,7 @@ GIVES = {
     "_Estimator": ["estimate_trace", "estimate_diagonal"],
 }
 OTHERWISE = {"diag_ggn": ("_LikeParams", {"with_error"}), "ggn_trace": ("_OfTensor", {"with_error", "per_parameter"})}
-OTHERWISE |= {"gram": ("_OfTensor", {"per_parameter"})}
+OTHERWISE |= {"gram": ("_OfTensor", {"per_parameter"}), "clipped_grad": ("_WithNorms", {"groups"})}
 OTHERWISE |= {name: ("_OfFactors", {"unsupported", "joint"}) for name in ("kfac", "ekfac")}
 RESULTS = {name: (gives, set[str]()) for gives, names in GIVES.items() for name in names} | OTHERWISE
 KEEP = ["streamed", "distributed", "compiled", "certified"]

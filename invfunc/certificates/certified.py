@@ -17,6 +17,7 @@ from invfunc.certificates.loops import LOOKS, PRODUCTS, Draw, Look, States, larg
 from invfunc.errors import ArgumentError, ArgumentTypeError, CertificateError
 from invfunc.pairs.value import reached
 from invfunc.products.product import Product
+from invfunc.reductions.gradients import ClippedSum
 from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
@@ -152,6 +153,8 @@ def _nothing_to_compare(t: Statistic | Product) -> str:
                 f"the entries of {m.name} are no derivatives of f along an entry of its parameters. Certify `diag_ggn` "
                 "or `batch_grad` of the same function, which go through the same operations."
             )
+        if isinstance(m.reduction, ClippedSum) and (m.reduction.groups, m.reduction.weight) != (None, None):
+            return "there are no loops of groups and weights. Certify clipped_grad(f, max_norm) of the same f."
         if m.drawing is not None:
             return DRAWN
     return ""

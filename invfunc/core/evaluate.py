@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +34,7 @@ from invfunc.errors import InvFuncError, ProcessError, ReplayError, unreached
 from invfunc.loss.square_root import Affine, Columns, Units, Weighted, joined_block
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.plan import Options, Plan, even
-from invfunc.reductions import Found, Reduction, State
+from invfunc.reductions import Found, Reduction, State, States
 from invfunc.reductions.lots import Lot
 from invfunc.reductions.quantity import Quantity
 from invfunc.reductions.reduction import Shortcuts
@@ -241,7 +241,7 @@ def ran_and(
         problem, new = problem if problem.loss is None else whole(problem), Run
         way = way if each else at_once
     twice = deep or kind.second_order or (kind.convex and problem.n == 1)  # for torch's batch norm of one sample
-    frees = new is Run and not options.plan.splits and all(map(_streamed, quantities))
+    frees = new is Run and not options.plan.splits  # and what is seen of the quantities
     how = How(problem, way, deep, twice, frees, way is BoundProblem.call and problem.f in REPLAYED)
     while True:
         run = new(problem.n, how.deep, chosen)
@@ -268,10 +268,11 @@ def ran_and(
             raise looked_at(met) from None
 
 
-def _streamed(quantity: Quantity) -> bool:
-    """Tells whether one vector is pulled back, and reduced as it comes."""
-    one = quantity.kind.first_order or (quantity.drawing is not None and quantity.drawing.count == 1)
-    return one and quantity.reduction.before is None and not quantity.reduction.keeps
+def comes_apart(reduction: Reduction) -> bool:
+    """Tells whether parameters are reduced before others are known: one by one, or in several units."""
+    if reduction.units is not None:
+        return len({*reduction.units}) > 1
+    return reduction.before is None and not reduction.keeps
 
 
 def _ran(problem: BoundProblem, quantities: Sequence[Quantity], run: Run, outside: bool) -> tuple[Any, Any]:
@@ -284,6 +285,7 @@ def _ran(problem: BoundProblem, quantities: Sequence[Quantity], run: Run, outsid
     for q in quantities:
         convex, exact = convex or q.kind.convex, exact or q.drawing is None
         run.alone = run.alone and (q.kind.first_order or (q.drawing is not None and q.drawing.count == 1))
+        run.frees = run.frees and run.alone and comes_apart(q.reduction)
     if convex and problem.loss is None:
         run.criterion = Finder(n=run.n)
     if convex and exact:
@@ -455,10 +457,12 @@ class Pullback:
 
     @property
     def streams(self) -> bool:
-        """Tells whether a parameter is reduced, and the cotangents of its uses freed, as soon as these have come."""
+        """Tells whether a parameter is reduced, and the cotangents of its uses freed, as soon as these have come; or
+        all parameters of a unit."""
         if self.run.deep or (self.run.numbers < thresholds.HOOKED and not self.run.freed):
             return False
-        return not (self.apart or any([f.reduction.keeps for f in self.folds]))
+        units = {f.reduction.units for f in self.folds if f.reduction.units is not None}
+        return len(units) < 2 and all([comes_apart(f.reduction) for f in self.folds])
 
     def pull(self, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
         """Reduce one vector at a tensor; all parameters at once, or in the chunks that are asked for."""
@@ -545,10 +549,7 @@ class Pullback:
         if not shares and len(leaves) == len(run.leaves):
             raise unreached()
         for fold in self.folds:
-            if fold.first is not None:
-                fold.before(shares)
-            for each in shares:
-                fold.keep(each.place, fold.reduction.step(each), last)
+            fold.take(shares, last)
 
     def structured(self, columns: Columns) -> bool:
         """Reduce columns by the structure of f, if it has one that saves time."""
@@ -595,24 +596,27 @@ class Pullback:
         """Reduce each parameter as soon as the cotangents of all its uses have come, and free these."""
         run, folds = self.run, self.folds
         of, owners = uses_of(run, run.uses)
-        waiting = [*map(len, of)]
+        units = next((f.reduction.units for f in folds if f.reduction.units is not None), range(len(of)))
+        waiting, members = dict[Any, int](), dict[Any, list[int]]()
+        for i, unit in enumerate(units):
+            waiting[unit] = waiting.get(unit, 0) + len(of[i])
+            members.setdefault(unit, []).append(i)
         reached = False
 
         def arrived(use: Use) -> None:
             nonlocal reached
             reached = True
             for i in owners.pop(id(use)):
-                waiting[i] -= 1
-                if not waiting[i]:
-                    reduced(i)
+                waiting[units[i]] -= 1
+                if not waiting[units[i]]:
+                    reduced(units[i])
 
-        def reduced(i: int) -> None:
-            uses = [u for u in of[i] if u.d is not None]
-            if uses:
-                each = Shares(run, i, uses, self.problem.name)
-                for fold in folds:
-                    fold.keep(i, fold.reduction.step(each))
-            for use in uses:
+        def reduced(unit: Any) -> None:
+            came = {i: [u for u in of[i] if u.d is not None] for i in members[unit]}
+            shares = [Shares(run, i, uses, self.problem.name) for i, uses in came.items() if uses]
+            for fold in folds:
+                fold.take(shares)
+            for use in {u for uses in came.values() for u in uses}:
                 if use.node.leaf is not None:  # else it is of other leaves, too
                     use.free()
 
@@ -620,9 +624,9 @@ class Pullback:
         run.stream(out, cotangent, arrived)
         if not reached:
             raise unreached()
-        for i, left in enumerate(waiting):
+        for unit, left in waiting.items():
             if left:
-                reduced(i)
+                reduced(unit)
         self.ticks.done()
 
 
@@ -697,14 +701,27 @@ class Fold:
         self.results: dict[int, list[Any]] = {}
         """Those of the parameters that are done."""
 
+    def take(self, shares: Sequence[Shares], last: bool = True) -> None:
+        """Reduce some parameters, all of a unit at once."""
+        if (units := self.reduction.units) is not None:
+            together: dict[str, list[Shares]] = {}
+            for each in shares:
+                together.setdefault(units[each.place], []).append(each)
+            for unit in together.values():
+                for place, first, state in self.reduction.jointly(unit):
+                    self.earlier[place] = first
+                    self.keep(place, state, last)
+            return
+        if self.first is not None:
+            self.before(shares)
+        for each in shares:
+            self.keep(each.place, self.reduction.step(each), last)
+
     def before(self, shares: Sequence[Shares]) -> None:
         """Let the reduction know what it has to of all parameters."""
         first, *rest = self.reduction.phases
         for phase in rest:
             self.earlier = {each.place: first.step(each) for each in shares}
-            if first.whole:
-                (norms,) = first.finish(first.together(self.earlier.values()), self.found)
-                self.found = replace(self.found, before=norms.to(self.found.dtype))
             first = phase.knowing(phase.learned(self.earlier, self.found))
         self.reduction = first
 
@@ -731,17 +748,23 @@ class Fold:
 
     def finished(self) -> Any:
         """The result."""
-        reduction, problem, found = self.reduction, self.problem, self.found
+        reduction, problem = self.reduction, self.problem
         if reduction.whole and self.reduce is None:
-            init = partial(reduction.init, n=found.n, columns=found.columns)
-            states = [self.states.get(i) or init(p) for i, p in enumerate(problem.leaves)]
-            results = reduction.finish(reduction.together(states), found)
-            results = [_rounded(x, found.dtype) for x in results] if reduction.rounded else results
-            return reduction.assemble(results, found)
+            return reduction.assemble(self.of_all(reduction, self.states), self.found)
+        if self.first is not None and self.first.whole:
+            (before,) = self.of_all(self.first, self.earlier)
+            self.found = replace(self.found, before=before)
         done = self.results
         parts = [*zip(*[done[i] if i in done else self.closed(i) for i in range(len(problem.leaves))], strict=True)]
         trees = [tree.unflatten([*part], problem.structure) for part in parts]
-        return reduction.assemble([tuple(t) if problem.several else t[0] for t in trees], found)
+        return reduction.assemble([tuple(t) if problem.several else t[0] for t in trees], self.found)
+
+    def of_all(self, reduction: Reduction, states: States) -> list[Any]:
+        """The results of all parameters together."""
+        found, leaves = self.found, enumerate(self.problem.leaves)
+        every = {i: states.get(i) or reduction.init(leaf, found.n, found.columns) for i, leaf in leaves}
+        results = reduction.finish(reduction.together(every), found)
+        return [_rounded(x, found.dtype) for x in results] if reduction.rounded else results
 
 
 def _own(x: Any) -> Any:

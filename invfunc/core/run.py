@@ -544,6 +544,11 @@ class Run(TorchFunctionMode):
         factor = FACTORS.get(func)
         if factor is None or ((self.ordered or self.n == 1) and any([-axis[0] > x.ndim for x, axis in data])):
             return copied(self, func, rule, args, kwargs, data, params)
+        if self.frees and func is torch.nn.functional.linear and args[0] is data[0][0] and args[0].ndim > 2:
+            x, axis = data[0]
+            if not x.is_contiguous():  # the copy that linear makes and keeps is the one that is noted
+                know(copy := x.contiguous(), Mark(self.token, axis, x.requires_grad))
+                args, data = (copy, *args[1:]), [(copy, axis), *data[1:]]
         alias = {id(x): self.alias(x) for x, _ in params}
         given = {k: replaced(v, alias) for k, v in kwargs.items()} if kwargs else kwargs
         own = [replaced(x, alias) if type(x) in (list, tuple) else alias.get(id(x), x) for x in args]
@@ -694,6 +699,7 @@ class Run(TorchFunctionMode):
         if size * self.count <= most:
             return [WHOLE]
         step = max(1, most // max(1, size))
+        step = -(-self.count // -(-self.count // step))  # blocks of one size
         return [slice(i, min(i + step, self.count)) for i in range(0, self.count, step)]
 
     def taken(self, x: Tensor, block: Block, dim: int = 0) -> Tensor:

@@ -34,6 +34,7 @@ from invfunc.core.uses import (
     outer,
     weighted,
 )
+from invfunc.errors import ArgumentError
 from invfunc.kronecker.matrix import Kronecker
 from invfunc.linear_algebra.contract import (
     Term,
@@ -53,6 +54,8 @@ from invfunc.reductions.kept_factors import Factors
 from invfunc.reductions.lots import Drawn, drawn, variances
 
 Kind = TypeVar("Kind", bound=Use)
+Weigh = Callable[[torch.Tensor, Block], torch.Tensor]
+"""Weights of a block of samples, given the squared norms of their gradients of one parameter."""
 _MATRICES = ((), (0,), (1,)), ((), (1,), (0,))
 """The dims of a matrix whose rows, or columns, are those of the cotangent."""
 
@@ -163,6 +166,29 @@ class Shares:
         rows = (self.dense(block) for block in self.blocks())
         return summed(added_squares(x) if fresh else x.square().sum(1).sum(0) for x in rows)
 
+    def squares_of_places(self) -> torch.Tensor:
+        """The sum of the squares of what each place adds where an operation reads the parameter."""
+        found = []
+        for use in self.given:
+            places = use.places(self.run)
+            if use.node.kind is not DERIVED:
+                found.append(self.pulled(use, use.squares(self.run), 0))
+                continue
+            if places > 1:
+                raise ArgumentError(
+                    f"squares per token are not of tensors that are computed from {self.name(self.place)} and read at "
+                    "several places of a sample. Leave per= out, or keep the parameter in another argument."
+                )
+            rows = (self.pulled(use, use.dense(self.run, block), 2) for block in self.run.blocks([use]))
+            found.append(summed(x.square().sum((0, 1)) for x in rows))
+        return summed(found)
+
+    def sum_of(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """`sum_n fn(G[n])` of the only column, given fn of a block of samples."""
+        size = sum([use.size(self.run) for use in self.uses])
+        blocks = self.run.blocks(self.uses, 2 * size)  # the gradients, and fn of them
+        return summed(fn(self.dense(block)[0]).sum(0) for block in blocks)
+
     def squares(self, use: Use, d: torch.Tensor) -> torch.Tensor:
         """`sum_v d[v, n, ...]^2`, which a weight and its bias share."""
         key = "squares", id(use.edge)
@@ -184,7 +210,7 @@ class Shares:
         if rows is not None and not self.run.deep:
             n, _, sums, _ = rows.touched(self.run)
             return sums.new_zeros(self.count).index_add(0, n, sums.square().sum(1))
-        return joined([self.flat(block).square().sum(1) for block in self.blocks()])
+        return self.norms_of_kept() if self.small else joined([self.flat(b).square().sum(1) for b in self.blocks()])
 
     def norms_of_kept(self) -> torch.Tensor:
         """The norms of gradients that are kept."""
@@ -227,9 +253,31 @@ class Shares:
                 found.append(formed(a, d)[0].flatten(1).square().sum(1))
         return joined(found)
 
-    def sum_and_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """`sum_n G[n]` and `sum_p G[n, p]^2` of the only column."""
-        return self.weighted(), self.norms()
+    def sum_and_norms(self, weigh: Weigh | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`sum_n weights[n] G[n]` and `sum_p G[n, p]^2` of the only column, whose weights may depend on these."""
+        if not self.once:
+            norms = self.norms()
+            return self.weighted(None if weigh is None else weigh(norms, WHOLE)), norms
+        norms, total = list[torch.Tensor](), None
+        for block in self.blocks():
+            rows = self.flat(block)
+            norms.append(torch.linalg.vector_norm(rows, dim=1).square())
+            weights = torch.ones_like(norms[-1]) if weigh is None else weigh(norms[-1], block).to(rows.dtype)
+            total = rows.new_zeros(rows.shape[1]) if total is None else total
+            total.addmv_(rows.T, weights)
+            del rows  # before the next ones are formed
+        assert total is not None
+        return total.view(self.leaf.shape), joined(norms)
+
+    @property
+    def once(self) -> bool:
+        """Tells whether gradients are formed once for their norms and for their sum."""
+        if self.run.deep or self.small or self.factors() is not None or self.single(TableRows) is not None:
+            return False
+        if (use := self.single(ProductUse)) is None:
+            return True
+        p, o, k = use.sizes(self.run)
+        return thresholds.FORMED * o * k < p * p * (o + k)  # else norms are products of positions
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`sum_n G[n]` and `sum_n (G[n] - mean G)^2` of the only column, without cancellation."""

@@ -20,6 +20,7 @@ from invfunc.core.axes import factors_of, letters, operands
 from invfunc.core.marks import Axis, Node, Run, Unsupported, named, option
 from invfunc.core.order import Order
 from invfunc.core.tables import called
+from invfunc.errors import ArgumentError
 from invfunc.linear_algebra import autocorrelation
 from invfunc.linear_algebra.contract import summed
 from invfunc.operations.second_derivatives import TwiceDifferentiable
@@ -132,6 +133,18 @@ class Use:
     def total(self, run: Run, weights: torch.Tensor | None = None) -> torch.Tensor:
         """`sum_nv weights[n] G[v, n]`."""
         return summed(weighted(self.dense(run, b), weights, b) for b in run.blocks([self]))
+
+    def places(self, run: Run) -> int:
+        """The number of places at which the operation reads the tensor for a sample."""
+        raise ArgumentError(
+            "squares per token are of operations whose places are known (linear, matmul, einsum, convolutions, norms, "
+            f"embeddings, scales, shifts), but `{named(self.func) if self.func else 'f'}` reads a parameter. Leave "
+            "per= out, or keep the parameter in another argument."
+        )
+
+    def squares(self, run: Run) -> torch.Tensor:
+        """The sum of the squares of what each place adds."""
+        raise NotImplementedError  # only where places are known
 
     def free(self) -> None:
         """Let go of what was read and sent."""
@@ -275,6 +288,14 @@ class ProductUse(Use):
         d = d[0] if len(d) == 1 else d.sum(0)
         d = d if weights is None else d * weights.to(d.dtype)[:, None, None, None]
         return self.shaped(product(d, a))
+
+    def places(self, run: Run) -> int:
+        return self.sizes(run)[0]
+
+    def squares(self, run: Run) -> torch.Tensor:
+        p, o, k = self.sizes(run)
+        each = (self.operands(run, block) for block in run.blocks([self], run.columns * p * (o + k)))
+        return self.shaped(summed(product(d.square().sum(0), a.square()) for d, a in each))
 
 
 def _arranged(x: torch.Tensor, of: Dims, lead: int) -> torch.Tensor:
@@ -447,6 +468,13 @@ class Expanded(Use):
             )
         return self.narrowed(run, self.sent(run, block), factor, block)
 
+    def places(self, run: Run) -> int:
+        return self.d[0].numel() // (run.n * self.shape.numel())
+
+    def squares(self, run: Run) -> torch.Tensor:
+        factor = None if self.factor is None else self.factor(run, WHOLE).square()
+        return self.narrowed(run, self.sent(run).square(), factor, WHOLE).sum((0, 1))
+
     def narrowed(self, run: Run, d: torch.Tensor, factor: torch.Tensor | None, block: Block) -> torch.Tensor:
         """The per-sample gradients of cotangents `[V, n, ...]`."""
         d = d if factor is None else d * factor
@@ -512,6 +540,14 @@ class TableRows(Use):
         d = d[0] if len(d) == 1 else d.sum(0)
         d = d if weights is None else d * weights.to(d.dtype)[:, None, None]
         return d.new_zeros(self.shape[0], d.shape[-1]).index_add(0, i.flatten(), d.flatten(0, 1)).view(self.shape)
+
+    def places(self, run: Run) -> int:
+        return self.index.numel() // run.n
+
+    def squares(self, run: Run) -> torch.Tensor:
+        i, d = self.parts(run)
+        zeros = d.new_zeros(self.shape[0], d.shape[-1])
+        return zeros.index_add(0, i.flatten(), d.square().sum(0).flatten(0, 1)).view(self.shape)
 
     def touched(self, run: Run) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The rows that samples touch: their samples (those of each column after the other), indices, and gradients

@@ -85,7 +85,7 @@ class JointFold:
         """The results of all parameters together."""
         found, reduction, kept = self._found(t), t.reduction, t.states
         places = enumerate(t.of(self.problem.leaves))
-        states = [kept.pop(i, None) or reduction.init(leaf, found.n, found.columns) for i, leaf in places]
+        states = {i: kept.pop(i, None) or reduction.init(leaf, found.n, found.columns) for i, leaf in places}
         return self._delivered(reduction, reduction.finish(reduction.together(states), found), found, found.dtype)
 
     def _closed(self, number: int, t: Accumulator, place: int, found: Found) -> list[Any]:

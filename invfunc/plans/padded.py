@@ -217,7 +217,7 @@ def _cut(t: Statistic, result: Any, n: int, scale: float) -> Any:
     if isinstance(reduction, CentredSquares) and n <= reduction.correction:
         raise ArgumentError(f"correction={reduction.correction} leaves no divisor above 0 for {n} samples.")
     if isinstance(reduction, ClippedSum):
-        return result[0], result[1][:n]
+        return result[0], tree.map_tensors(lambda x: x[:n], result[1])
     if isinstance(reduction, InnerProducts):
         return tree.map_tensors(lambda x: x.narrow(0, 0, n).narrow(x.ndim // 2, 0, n), result)
     if reduction.each:

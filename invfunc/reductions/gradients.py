@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from invfunc._torch.values import anywhere
 from invfunc.errors import ArgumentError
-from invfunc.linear_algebra.contract import joined
+from invfunc.linear_algebra.contract import joined, summed
 from invfunc.loss.square_root import safe_root
 from invfunc.reductions.exchange import Exchange, Sums
+from invfunc.reductions.noise import Groups, group_of
 from invfunc.reductions.reduction import Found, Over, Reduction, State, States
 
 
@@ -35,6 +37,21 @@ class EachSample(Reduction):
         return (leaf.new_zeros(n, *leaf.shape),)
 
 
+class SumOf(Reduction):
+    """`sum_n fn(G[n])`, with any function of a gradient of one sample."""
+
+    trees, entrywise = 1, True
+
+    def __init__(self, fn: Callable) -> None:
+        self.fn = fn
+
+    def step(self, shares: Any) -> State:
+        return (shares.sum_of(lambda rows: per_sample(self.fn, rows, "sum_of")),)
+
+    def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
+        return (self.fn(torch.zeros_like(leaf)) * n,)
+
+
 class SquaredNorms(EachSample):
     """`sum_p G[n, p]^2` of each sample."""
 
@@ -46,12 +63,23 @@ class SquaredNorms(EachSample):
 
 
 class Norms(SquaredNorms):
-    """`|G[n]|` of each sample, over all parameters."""
+    """`|G[n]|` of each sample, over all parameters, or over those of each unit."""
 
     whole = True
 
+    def __init__(self, units: Sequence[str], each: bool) -> None:
+        """`units` are those of the parameters; `each` has a result for each of them."""
+        self.units_of, self.each_unit = units, each
+
+    def together(self, states: States) -> State:
+        rows: dict[str, list[torch.Tensor]] = {}
+        for i, state in states.items():
+            rows.setdefault(self.units_of[i], []).append(joined(list(state)))
+        return ({unit: summed(each) for unit, each in rows.items()},)
+
     def finish(self, state: State, found: Found) -> list[Any]:
-        return [safe_root(joined(list(state)))]
+        norms = {unit: safe_root(squares) for unit, squares in state[0].items()}
+        return [norms if self.each_unit else norms[""]]
 
 
 class CentredSquares(Reduction):
@@ -101,26 +129,79 @@ class SumAndCentredSquares(CentredSquares):
 
 
 class ClippedSum(Reduction):
-    """`sum_n min(1, max_norm / |G[n]|) G[n]`, with the norm over all parameters."""
+    """`sum_n weight(|G[n]|, max_norm) G[n]`, with the norm over all parameters, or over those of each group."""
 
-    axes = ("samples",)  # the norm is of all parameters
+    axes = ("samples",)  # the norm is of several parameters
     several, trees, entrywise = True, 1, True
-    before = first = Norms()
+    units: tuple[str, ...] = ()
 
-    def __init__(self, max_norm: float | torch.Tensor, norms: torch.Tensor | None = None) -> None:
-        self.max_norm = max_norm
-        self.scale = None if norms is None else (norms / max_norm).clamp(min=1).reciprocal()
-        self.constants = (max_norm,) if isinstance(max_norm, torch.Tensor) else ()
+    def __init__(
+        self, max_norm: Any, weight: Callable[[Any, Any], Any] | None = None, groups: Groups | None = None
+    ) -> None:
+        self.max_norm, self.weight, self.groups = max_norm, weight, groups
+        self.before = Norms(self.units, groups is not None)
+        each = max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]
+        self.constants = tuple(x for x in each if isinstance(x, torch.Tensor))
 
-    def learned(self, states: States, found: Found) -> torch.Tensor:
-        (norms,) = self.first.finish(self.first.together(states.values()), found)
-        return norms
+    def at(self, problem: Any) -> ClippedSum:
+        names = {path: group_of(path, self.groups) for path in problem.paths}
+        units = tuple(name for name in names.values() if name is not None)
+        if len(units) < len(names):
+            without = ", ".join(path for path, name in names.items() if name is None)
+            raise ArgumentError(f"groups has no name for {without}, but each parameter has to be in a group.")
+        if isinstance(self.max_norm, Mapping) and {*self.max_norm} != {*units}:
+            there = [*dict.fromkeys(units)]
+            raise ArgumentError(f"max_norm is of the groups {[*self.max_norm]}, but there are {there}.")
+        found = ClippedSum(self.max_norm, self.weight, self.groups)
+        found.units, found.before = units, Norms(units, self.groups is not None)
+        return found
 
-    def knowing(self, learned: torch.Tensor) -> ClippedSum:
-        return ClippedSum(self.max_norm, learned)
+    def jointly(self, shares: Sequence[Any]) -> Iterator[tuple[int, State, State]]:
+        *rest, widest = sorted(shares, key=lambda each: each.leaf.numel())
+        others = summed([each.norms() for each in rest]) if rest else None
+        max_norm = self.max_norm_of(self.units[widest.place])
 
-    def step(self, shares: Any) -> State:
-        return (shares.weighted(self.scale),)
+        def weights(own: torch.Tensor, block: Any) -> torch.Tensor:
+            return self._weights(safe_root(own if others is None else own + others[block]), max_norm)
+
+        total, squares = widest.sum_and_norms(weights)
+        squares = squares if others is None else squares + others
+        yield widest.place, (squares,), (total,)
+        del total  # which may have been given away
+        scale = self._weights(safe_root(squares), max_norm) if rest else None
+        nothing = squares.new_zeros(()).expand(len(squares))  # all of a unit are with its widest parameter
+        for each in rest:
+            yield each.place, (nothing,), (each.weighted(scale),)
+
+    def clips(self, norms: Any) -> bool:
+        """Tells whether some sample has another weight than 1, as far as that is seen from its norms."""
+        each = norms if isinstance(norms, dict) else {"": norms}
+        return self.weight is not None or any(anywhere(x > self.max_norm_of(unit)) for unit, x in each.items())
+
+    def max_norm_of(self, unit: str) -> Any:
+        """The largest norm of a unit."""
+        return self.max_norm[unit] if isinstance(self.max_norm, Mapping) else self.max_norm
+
+    def _weights(self, norms: torch.Tensor, max_norm: Any) -> torch.Tensor:
+        if self.weight is None:
+            return (norms / max_norm).clamp(min=1).reciprocal()
+        return per_sample(self.weight, norms, "weight(norm, max_norm)", max_norm)
 
     def assemble(self, results: list[Any], found: Found) -> Any:
         return results[0], found.before
+
+
+def per_sample(fn: Callable, rows: torch.Tensor, name: str, *rest: Any) -> torch.Tensor:
+    """A function of the caller's, of each sample's numbers alone, which gives as many."""
+    with torch.enable_grad():
+        found = torch.vmap(fn, (0, *[None] * len(rest)))(rows, *rest)
+    if not isinstance(found, torch.Tensor) or found.shape != rows.shape:
+        shape = tuple(found.shape[1:]) if isinstance(found, torch.Tensor) else type(found).__name__
+        raise ArgumentError(
+            f"{name} of a tensor {tuple(rows.shape[1:])} gives {shape}, but has to give as many numbers."
+        )
+    if found.requires_grad and not any(isinstance(x, torch.Tensor) and x.requires_grad for x in (rows, *rest)):
+        raise ArgumentError(
+            f"{name} reads a tensor that requires a gradient, which the result would not have: detach it."
+        )
+    return found

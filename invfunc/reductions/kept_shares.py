@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from invfunc.errors import ArgumentError
-from invfunc.reductions.reduction import Found, Reduction, State
+from invfunc.reductions.reduction import Found, Reduction, State, States
 from invfunc.reductions.squares import InnerProducts
 
 
@@ -36,8 +35,8 @@ class KeptShares(Reduction):
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
         return (None,)
 
-    def together(self, states: Iterable[State]) -> State:
-        return tuple(state[0] for state in states)
+    def together(self, states: States) -> State:
+        return tuple(state[0] for state in states.values())
 
     def finish(self, state: State, found: Found) -> list[Any]:
         return [SampleShares(list(state), found.n, found.columns, found.outputs)]

@@ -72,12 +72,17 @@ class SumAndNoise(Reduction):
 
     def group(self, path: str) -> str | None:
         """The name of the group that a parameter is in."""
-        name = "" if self.groups is None else self.groups(path)
-        if not (name is None or isinstance(name, str)):
-            raise ArgumentTypeError(
-                f"groups({path!r}) is of type {type(name).__name__}, but has to be the name of a group, or None."
-            )
-        return name
+        return group_of(path, self.groups)
+
+
+def group_of(path: str, groups: Groups | None) -> str | None:
+    """The name of the group that a parameter is in; all are in one without groups."""
+    name = "" if groups is None else groups(path)
+    if not (name is None or isinstance(name, str)):
+        raise ArgumentTypeError(
+            f"groups({path!r}) is of type {type(name).__name__}, but has to be the name of a group, or None."
+        )
+    return name
 
 
 def _noise(squares: list[tuple[torch.Tensor, torch.Tensor]], found: Found) -> NoiseScale:

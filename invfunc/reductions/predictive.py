@@ -41,7 +41,8 @@ class PredictiveCovariance(EachSample):
         self.starts: list[int] = []
         """Where the entries of each are among them."""
 
-    def at(self, leaves: list[torch.Tensor]) -> Reduction:
+    def at(self, problem: Any) -> Reduction:
+        leaves = problem.leaves
         given = self.covariance.get("") if isinstance(self.covariance, dict) and len(self.covariance) == 1 else None
         starts = [0, *accumulate(leaf.numel() for leaf in leaves)]
         if not isinstance(given, torch.Tensor) or given.shape != (starts[-1], starts[-1]):

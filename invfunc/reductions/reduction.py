@@ -3,7 +3,7 @@ parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any, ClassVar, Literal
@@ -47,7 +47,8 @@ class Reduction:
 
     What is kept between these is not rounded; results are, to the dtype of the parameters. A reduction of two phases
     says in `before` what the first keeps, in `learned` what it has to know of that, and is, `knowing` it, the reduction
-    whose steps come in the second: `tests/reductions/test_two_phases.py` writes one from outside.
+    whose steps come in the second: `tests/reductions/test_two_phases.py` writes one from outside. Where parameters have
+    `units` both phases are made of a unit at once, `jointly`.
     """
 
     axes: ClassVar[tuple[AxisName, ...]] = ("outputs", "samples", "params")
@@ -91,6 +92,8 @@ class Reduction:
     """Whether the result of a parameter may be None."""
     before: Reduction | None = None
     """The first of two phases."""
+    units: tuple[str, ...] | None = None
+    """The unit of each parameter, if all parameters of a unit have to be known at once."""
 
     @property
     def apart(self) -> bool:
@@ -134,8 +137,12 @@ class Reduction:
         the result has no sample axis."""
         raise NotImplementedError  # only where columns are squared
 
-    def at(self, leaves: list[torch.Tensor]) -> Reduction:
-        """The reduction for these parameters."""
+    def jointly(self, shares: Sequence[Any]) -> Iterator[tuple[int, State, State]]:
+        """The number of each parameter of a unit, and the states of the phase before and of this one."""
+        raise NotImplementedError  # only where there are units
+
+    def at(self, problem: Any) -> Reduction:
+        """The reduction for the parameters of a problem, which has their `leaves` and `paths`."""
         return self
 
     def bound(self, shape: torch.Size) -> list[list[int]]:
@@ -161,9 +168,9 @@ class Reduction:
         its numbers (on the meta device)."""
         return tuple((yield Sums(list(own)) if self.row_axis is None else ExchangedRows(list(own), self.row_axis)))
 
-    def together(self, states: Iterable[State]) -> State:
+    def together(self, states: States) -> State:
         """The state of several parameters."""
-        return reduce(partial(self.merge, over="params"), states)
+        return reduce(partial(self.merge, over="params"), states.values())
 
     def finish(self, state: State, found: Found) -> list[Any]:
         """The results of one parameter, or of all together: one, unless the caller gets several trees."""

@@ -44,6 +44,13 @@ class SumOfSquares(Reduction):
         return (rows.sum(0),)
 
 
+class SquaresOfPlaces(SumOfSquares):
+    """The same of what each place adds where an operation reads a parameter."""
+
+    def step(self, shares: Any) -> State:
+        return (shares.squares_of_places(),)
+
+
 class MatrixTrace(SumOfSquares):
     """`sum_pvn G[v, n, p]^2`, of all parameters together or of each."""
 

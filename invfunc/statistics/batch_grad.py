@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from invfunc.arguments.problem import Indices, InDims
-from invfunc.reductions.gradients import EachSample
+from invfunc.callables import describe
+from invfunc.errors import ArgumentTypeError
+from invfunc.reductions.gradients import EachSample, SumOf
 from invfunc.statistic import Statistic
 
 
 def batch_grad(
     f: Callable,
     *,
+    sum_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
@@ -24,9 +29,15 @@ def batch_grad(
     For a scalar f, `G[n]` is sample n's part of its gradient: `G.sum(0) == grad(f)`. A mean loss therefore puts 1/N
     into every per-sample gradient; return the `[N]` losses of the samples where their scale matters.
 
+    With `sum_of=torch.sign`, `torch.abs`, a power or any other function it is the sum of that over the samples, for
+    which a few gradients are formed at a time, and none is kept:
+
+        torch.stack([sum_of(g) for g in G]).sum(0)
+
     Args:
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`. A term of a scalar f in the parameters
             alone counts as 1/N for each sample. f is pure in torch.func's sense (see the conventions).
+        sum_of: a function of the gradient of one sample in one parameter, `[*p]`, which gives as many numbers.
         samples: the indices of the samples whose gradients are wanted, in any order, also repeated; None for all. The
             gradients keep the scale that they have in the whole batch, and a result that counts samples counts these.
         argnums: which argument is the parameters; a tuple gives a tuple of results.
@@ -35,12 +46,13 @@ def batch_grad(
 
     Returns:
         A function `(params, *batch) -> G` with a tensor `[N, *p]` for each parameter `p`, in the unit of loss /
-        parameter. Of a batch without samples (N = 0) of `[N]` losses or their sum it is `[0, *p]`, and all sums of
-        first-order statistics are zeros; a mean of nothing is an error.
+        parameter, or with `sum_of` a tensor `[*p]`. Of a batch without samples (N = 0) of `[N]` losses or their sum it
+        is `[0, *p]`, and all sums of first-order statistics are zeros; a mean of nothing is an error.
 
     Raises:
         ArgumentError: f returns neither a scalar nor `[N]`, no parameter reaches it (f calls a module in place of a
-            function of params), the batch arguments disagree about N, or samples are named that are not there.
+            function of params), the batch arguments disagree about N, or samples are named that are not there; `sum_of`
+            gives another number of numbers, or reads a tensor that requires a gradient.
         SampleAxisError: f mixes samples.
 
     Example:
@@ -49,12 +61,20 @@ def batch_grad(
         >>> invfunc.batch_grad(f)(torch.tensor([1.0]), torch.tensor([[1.0], [2.0]]), torch.zeros(2))
         tensor([[2.],
                 [8.]])
+        >>> invfunc.batch_grad(f, sum_of=torch.sign)(torch.tensor([1.0]), torch.tensor([[1.0], [2.0]]), torch.zeros(2))
+        tensor([2.])
 
     Composes with: `chunked` over samples and params; `torch.func.grad`, `vmap`, `jvp` around it.
 
-    Cost: one gradient, and the result itself. With few `samples` the backward pass is still that of the batch.
+    Cost: one gradient, and the result itself; with `sum_of`, the gradients of some samples in one parameter.
+    With few `samples` the backward pass is still that of the batch.
 
-    Source: BackPACK's BatchGrad (Dangel, Kunstner and Hennig, ICLR 2020).
+    Source: BackPACK's BatchGrad (Dangel, Kunstner and Hennig, ICLR 2020); sums of functions of them: Roulet and
+    Agarwala, 2025 (arXiv 2510.00236).
     """
+    if sum_of is not None and not callable(sum_of):
+        raise ArgumentTypeError(f"batch_grad({describe(f)}, sum_of={sum_of!r}): sum_of has to be a function.")
     options = {"argnums": argnums, "in_dims": in_dims, "has_aux": has_aux, "samples": samples}
+    if sum_of is not None:
+        return Statistic("batch_grad", f, SumOf(sum_of), spelled=f", sum_of={describe(sum_of)}", **options)
     return Statistic("batch_grad", f, EachSample(), **options)

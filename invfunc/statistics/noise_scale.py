@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 from invfunc.arguments.problem import Indices, InDims
-from invfunc.callables import by_name, describe, valued
-from invfunc.errors import ArgumentTypeError
+from invfunc.callables import grouped, valued
 from invfunc.reductions.noise import SumAndNoise
 from invfunc.statistic import Statistic
 
@@ -14,7 +14,7 @@ from invfunc.statistic import Statistic
 def noise_scale(
     f: Callable,
     *,
-    groups: Callable[[str], str | None] | Mapping[str, str | None] | None = None,
+    groups: Literal["layer"] | Callable[[str], str | None] | Mapping[str, str | None] | None = None,
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
@@ -43,7 +43,8 @@ def noise_scale(
             the conventions).
         groups: the name of the group for the key path of each parameter, as it is written behind the tree
             (`"['weight']"`), or None for one that does not count; or a dict of these by the names of those that count
-            (`{"0.weight": "first"}`). Without it all count together; `groups=lambda path: path` is of each parameter.
+            (`{"0.weight": "first"}`). Without it all count together; `groups=lambda path: path` is of each parameter,
+            `groups="layer"` of those whose names differ in the last part alone (`"0.weight"` and `"0.bias"` in `"0"`).
         samples, argnums, in_dims, has_aux: as in `batch_grad`; the gradient is that of these samples.
         value: as in `clipped_grad`: what f returns comes behind the noise.
 
@@ -104,13 +105,7 @@ def noise_scale(
     "Normalization layer per-example gradients are sufficient to predict gradient noise scale in transformers", NeurIPS
     2024.
     """
-    if isinstance(groups, Mapping):
-        groups = by_name(dict(groups))
-    if groups is not None and not callable(groups):
-        raise ArgumentTypeError(
-            f"noise_scale({describe(f)}, groups=...): groups is of type {type(groups).__name__}, but has to be a "
-            "function from the key path of a parameter to the name of its group or None, or a dict of these by name."
-        )
+    names = grouped("noise_scale", f, groups)
     f, has_aux = valued(f, value, has_aux)
     options = {"argnums": argnums, "in_dims": in_dims, "has_aux": has_aux, "samples": samples}
-    return Statistic("noise_scale", f, SumAndNoise(groups), **options)
+    return Statistic("noise_scale", f, SumAndNoise(names), **options)

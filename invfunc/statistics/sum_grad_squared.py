@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from invfunc.arguments.problem import Indices, InDims
-from invfunc.reductions.squares import SumOfSquares
+from invfunc.callables import describe
+from invfunc.column_options import spelled
+from invfunc.errors import ArgumentError
+from invfunc.reductions.squares import SquaresOfPlaces, SumOfSquares
 from invfunc.statistic import Statistic
 
 
 def sum_grad_squared(
     f: Callable,
     *,
+    per: Literal["sample", "token"] = "sample",
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
@@ -23,9 +28,19 @@ def sum_grad_squared(
 
     It is not divided by N; a mean loss puts 1/N^2 into every square (see `batch_grad` about this scale).
 
+    With `per="token"` a square is that of one place where an operation reads the parameter: of a linear layer, which
+    reads `a[n, t]` and is sent `d[n, t]` at token t, in one product:
+
+        torch.einsum("nto,ntk->ok", d.square(), a.square())          # sum_nt (d[n, t] a[n, t]^T)^2
+
+    Places are the positions of a linear layer or an einsum, the windows of a convolution, the words of an embedding,
+    and the entries that a bias or a scale is added to or multiplies. A parameter that is read twice, as tied ones are,
+    has the places of both.
+
     Args:
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`. f is pure in torch.func's sense (see
             the conventions).
+        per: "sample", or "token".
         samples, argnums, in_dims, has_aux: as in `batch_grad`.
 
     Returns:
@@ -33,20 +48,29 @@ def sum_grad_squared(
         (loss / parameter)^2.
 
     Raises:
-        ArgumentError, SampleAxisError: as in `batch_grad`.
+        ArgumentError, SampleAxisError: as in `batch_grad`; per token also where the places of an operation that reads
+            a parameter are not known, or what is read is computed from it.
 
     Example:
         >>> import torch, invfunc
         >>> f = lambda w, x, y: (x @ w - y).square()
         >>> invfunc.sum_grad_squared(f)(torch.tensor([1.0]), torch.tensor([[1.0], [2.0]]), torch.zeros(2))
         tensor([68.])
+        >>> words = lambda w, x: (x @ w).square().sum(1)  # of two tokens each
+        >>> invfunc.sum_grad_squared(words, per="token")(torch.tensor([1.0]), torch.tensor([[[1.0], [2.0]]]))
+        tensor([68.])
 
     Composes with: `chunked` over samples and params; `torch.func.grad`, `vmap`, `jvp` around it.
 
     Cost: one gradient and a contraction; the per-sample gradients of a linear layer are never formed, those of other
-    layers for a few samples at a time.
+    layers for a few samples at a time. Per token, one product in place of that of the gradient.
 
-    Source: BackPACK's SumGradSquared (Dangel, Kunstner and Hennig, ICLR 2020).
+    Source: BackPACK's SumGradSquared (Dangel, Kunstner and Hennig, ICLR 2020); per token Roulet and Agarwala, 2025
+    (arXiv 2510.00236).
     """
+    if per not in ("sample", "token"):
+        raise ArgumentError(f"sum_grad_squared({describe(f)}, per={per!r}): per has to be 'sample' or 'token'.")
     options = {"argnums": argnums, "in_dims": in_dims, "has_aux": has_aux, "samples": samples}
+    if per == "token":
+        return Statistic("sum_grad_squared", f, SquaresOfPlaces(), spelled=spelled(per=per), **options)
     return Statistic("sum_grad_squared", f, SumOfSquares(), **options)

@@ -76,22 +76,38 @@ def summed(shares: Any) -> Any:
     return tree.map_tensors(lambda g: g.sum(0), shares)
 
 
-def loop_clipped_grad(f: Callable, max_norm: float, *, samples: Samples = None) -> Callable:
+def loop_clipped_grad(
+    f: Callable,
+    max_norm: float,
+    *,
+    groups: Callable | None = None,
+    weight: Callable | None = None,
+    samples: Samples = None,
+) -> Callable:
     """The oracle of `clipped_grad` for an `[N]`-valued f: `min(1, max_norm / norm) * G[n]`, sample by sample."""
-    return of_shares(lambda shares: clipped(shares, max_norm), f, samples)
+    return of_shares(lambda shares: clipped(shares, max_norm, groups, weight), f, samples)
 
 
-def clipped(shares: Any, max_norm: float) -> tuple[Any, torch.Tensor]:
-    """The sum of clipped per-sample gradients, and the norms of these before."""
+def clipped(
+    shares: Any, max_norm: float, groups: Callable | None = None, weight: Callable | None = None
+) -> tuple[Any, Any]:
+    """The sum of per-sample gradients, clipped in groups of parameters or by a weight of their norms, and the norms."""
     leaves, form = tree.separate(shares)
-    rows, norms = [], []
+    names = ["" if groups is None else groups(path) for path, g in tree.named_leaves(shares) if g is not None]
+    rows, norms = [], {name: [] for name in names}
     for one in zip(*leaves, strict=True):
-        squared = torch.cat([g.flatten() for g in one]).square().sum()
-        norm = 0 * squared if squared == 0 else squared.sqrt()  # the slope of a norm at zero is taken to be zero
-        factor = max_norm / norm if norm > max_norm else 1
-        rows.append([factor * g for g in one])
-        norms.append(norm)
-    return form.join([torch.stack(leaf).sum(0) for leaf in zip(*rows, strict=True)]), torch.stack(norms)
+        factors = {}
+        for name in norms:
+            own = [g.flatten() for g, group in zip(one, names, strict=True) if group == name]
+            squared = torch.cat(own).square().sum()
+            norm = 0 * squared if squared == 0 else squared.sqrt()  # the slope of a norm at zero is taken to be zero
+            factor = max_norm / norm if norm > max_norm else 1
+            factors[name] = factor if weight is None else weight(norm, max_norm)
+            norms[name].append(norm)
+        rows.append([factors[name] * g for name, g in zip(names, one, strict=True)])
+    found = {name: torch.stack(each) for name, each in norms.items()}
+    summed = form.join([torch.stack(leaf).sum(0) for leaf in zip(*rows, strict=True)])
+    return summed, found[""] if groups is None else found
 
 
 def loop_noise_scale(f: Callable, groups: Callable | None = None, *, samples: Samples = None) -> Callable:

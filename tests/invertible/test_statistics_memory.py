@@ -29,6 +29,7 @@ STATISTICS = {
     "batch_l2_grad": lambda f: invfunc.batch_l2_grad(cross_entropy(f)),
     "variance": lambda f: invfunc.variance(cross_entropy(f)),
     "diag_ggn, drawn": lambda f: invfunc.diag_ggn(f, F.cross_entropy, mc_samples=1, generator=torch.Generator()),
+    "clipped_grad by layers": lambda f: invfunc.clipped_grad(cross_entropy(f), 1e-4, groups="layer"),
     "diag_ggn, in passes of a column": lambda f: chunked(invfunc.diag_ggn(f, F.cross_entropy), CLASSES - 1),
     "exact kfac": lambda f: invfunc.kfac(f, F.cross_entropy, fisher="exact"),
     "diag_ggn": lambda f: invfunc.diag_ggn(f, F.cross_entropy),
@@ -37,7 +38,7 @@ STATISTICS = {
     ),
     "diag_ggn of chunks of samples": lambda f: chunked(invfunc.diag_ggn(f, F.cross_entropy), 4, over="samples"),
 }
-LEAN = list(STATISTICS)[:4]
+LEAN = list(STATISTICS)[:5]
 """Those of one vector that is pulled back, which are reduced as it comes."""
 
 

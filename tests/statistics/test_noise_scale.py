@@ -104,7 +104,7 @@ class TestRefused:
             streamed(noise_scale(linear))(self.params, [(self.x[:1],)])
 
     def test_are_groups_that_are_none(self):
-        with pytest.raises(ArgumentTypeError, match=r"noise_scale\(linear, groups=...\): groups is of type list"):
+        with pytest.raises(ArgumentTypeError, match=r"noise_scale\(linear, groups=...\): groups is \['a'\], but"):
             noise_scale(linear, groups=["a"])  # pyright: ignore[reportArgumentType]
         with pytest.raises(ArgumentTypeError, match=r"groups\(\"\['a'\]\"\) is of type int, but has to be the name"):
             noise_scale(linear, groups=len)(self.params, self.x)  # pyright: ignore[reportArgumentType]

@@ -73,9 +73,9 @@ def first_order(make: Callable, of: Callable, gives: str = LEAVES, **more: Any) 
     return Row(make, gives=gives, of_shares=of, **more)
 
 
-def clipping(max_norm: float) -> Row:
-    """The row of `clipped_grad` for a norm."""
-    make, of = partial(invfunc.clipped_grad, max_norm=max_norm), partial(clipped, max_norm=max_norm)
+def clipping(max_norm: float, **options: Any) -> Row:
+    """The row of `clipped_grad` for a norm, with groups and a weight."""
+    make, of = (partial(fn, max_norm=max_norm, **options) for fn in (invfunc.clipped_grad, clipped))
     return first_order(make, of, TREES)
 
 
