@@ -149,12 +149,8 @@ def picks(name: str) -> Callable[[Any, torch.Tensor], Any] | None:
         both = name.startswith("gram")  # [N, *out, N, *out]
         return tree.map_tensors(lambda x: x.index_select(x.ndim // 2, index), found) if both else found
 
-    return (
-        picked
-        if not name.endswith(("drawn", "summed"))
-        and name.startswith((*BY_SAMPLE, "diag_ggn of each", "diag_hessian of each"))
-        else None
-    )
+    of_each = name.startswith((*BY_SAMPLE, "diag_ggn of each", "diag_hessian of each"))
+    return picked if of_each and not name.endswith(("drawn", "summed")) else None
 
 
 TINY_CACHE = 64

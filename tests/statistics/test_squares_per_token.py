@@ -10,8 +10,8 @@ import invfunc
 from invfunc import sum_grad_squared, thresholds, tree
 from invfunc.errors import ArgumentError
 from invfunc.invertible.checkpoint import invertible_checkpoint
-from invfunc.testing.laws.rows import in_blocks
 from invfunc.testing.oracles import assert_trees_close
+from tests.rows import in_blocks
 from tests.strategies import Numbers
 
 EXACT = 1e-10

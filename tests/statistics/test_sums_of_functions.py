@@ -7,8 +7,8 @@ import torch
 
 from invfunc import batch_grad, chunked, streamed, thresholds, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.testing.laws.rows import in_blocks
 from invfunc.testing.oracles import assert_trees_close, loop_batch_grad
+from tests.rows import in_blocks
 from tests.strategies import Numbers
 
 PARAMS = {"w": Numbers(1)(4, 3), "b": Numbers(2)(3), "unread": Numbers(3)(2)}
