@@ -24,9 +24,9 @@ from invfunc.blocks.looks import tell
 from invfunc.blocks.series import Known
 from invfunc.errors import InverseError, ReplayError
 from invfunc.invertible.checkpoint import Checkpointed, Step, opened
+from invfunc.pairs.exact import Optimiser
 from invfunc.pairs.found import Automatic
 from invfunc.pairs.pair import behind
-from invfunc.pairs.training import Optimiser
 from invfunc.plans.operators import Operator, draws, written
 
 
