@@ -30,12 +30,12 @@ from invfunc.blocks.looks import EVERY, compare, looked_at, relative_error
 from invfunc.blocks.surroundings import (
     Reading,
     States,
+    Surroundings,
     drawing,
     drew,
     generators_of,
     put_states,
     states_of,
-    surroundings_of,
 )
 from invfunc.core.composed import Composed
 from invfunc.core.run import Run
@@ -134,7 +134,7 @@ class BlockRun(Holder):
         before = xs, form
         for k, step in enumerate(steps):
             link = Link(
-                step, xs, form, len(self.like), surroundings_of(closed[id(step[0])], step[0].known.first, step), states
+                step, xs, form, len(self.like), Surroundings(closed[id(step[0])], step[0].known.first, step), states
             )
             self._begun(link, xs, depth + k)
             x = self._first(link, step, x, xs)

@@ -23,7 +23,7 @@ from invfunc.blocks.held import HERE
 from invfunc.blocks.link import WRITTEN, Holder, Link, Slot, Step, depth_of, slot_of
 from invfunc.blocks.looks import compare, looked_at
 from invfunc.blocks.run import BlockRun
-from invfunc.blocks.surroundings import Closed, drew, states_of, surroundings_of, swapped
+from invfunc.blocks.surroundings import Closed, Surroundings, drew, states_of, swapped
 from invfunc.core.run import Run
 from invfunc.errors import ModifiedError
 from invfunc.operations.second_derivatives import TwiceDifferentiable
@@ -110,7 +110,7 @@ class _Steps(Holder):
         self.block, self._like, self._names = link.block, link.like, link.names()
         self.xs, self.form = tree.separate(x)
         self.number, self.count = len(self.xs), len(steps) - 1
-        self.around = surroundings_of(self.block.known.closed(self.block.pair), False, steps[0])
+        self.around = Surroundings(self.block.known.closed(self.block.pair), False, steps[0])
         steps = steps[1:]
         rest, self._args = tree.separate([given for _, *given in steps])
         unique = {id(t): t for t in rest}

@@ -7,7 +7,7 @@ close over; the second part reads the blocks in that graph, and the third makes 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -22,6 +22,7 @@ from invfunc._torch.precision import doubled
 from invfunc._torch.values import differentiable
 from invfunc.blocks.looks import tell
 from invfunc.blocks.series import Known
+from invfunc.blocks.surroundings import Casts, autocast_as, casts_now
 from invfunc.errors import InverseError, ReplayError
 from invfunc.invertible.checkpoint import Checkpointed, Step, opened
 from invfunc.pairs.exact import Optimiser
@@ -285,22 +286,6 @@ def as_one_node(module: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *given: _ChainNode.apply(blocks, *given)
 
 
-class _Autocast(ExitStack):
-    """Autocast as it was."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        kinds = ("cpu", "cuda")
-        self._was = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
-
-    def __enter__(self) -> _Autocast:
-        super().__enter__()
-        for kind, enabled, dtype in self._was:
-            if enabled != torch.is_autocast_enabled(kind):
-                self.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
-        return self
-
-
 class _ChainNode(torch.autograd.Function):
     """`(blocks, inputs) -> y`, of which y, what blocks read beside x, and what they keep of x is saved."""
 
@@ -318,7 +303,7 @@ class _ChainNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(y for y in ys if not differentiable(y)))
         ctx.save_for_backward(*ys, *tensors_of(rest.values()), *linked, *kept, *seen)
-        ctx.blocks, ctx.autocast = blocks, _Autocast()
+        ctx.blocks, ctx.casts = blocks, casts_now()
         ctx.rest = {node: None if isinstance(x, torch.Tensor) else x for node, x in rest.items()}
         return tuple(ys)
 
@@ -332,7 +317,7 @@ class _ChainNode(torch.autograd.Function):
         rest = {node: _leaf(next(saved), needs[node]) if x is None else x for node, x in ctx.rest.items()}
         linked = [next(saved) for _ in blocks.linked]
         kept = [next(saved) for block in blocks.blocks for _ in block.kept]
-        way = _Back(blocks, ctx.autocast, rest, kept, [*saved])
+        way = _Back(blocks, ctx.casts, rest, kept, [*saved])
         found = way.through(ys, dict(zip(blocks.outputs, slopes, strict=True)))
         for node in [node for node in found if linked and needs[node]][:1]:
             found[node] = torch.ops.invfunc.linked(found[node], linked)
@@ -344,7 +329,7 @@ class _Back:
     """The way back through blocks, with what is kept of each, and what is seen where inverses come to an end."""
 
     blocks: GraphBlocks
-    autocast: _Autocast
+    casts: Casts
     rest: Env
     kept: list[torch.Tensor]
     seen: list[torch.Tensor]
@@ -357,7 +342,7 @@ class _Back:
         for j in reversed(range(len(self.blocks.blocks))):
             block = self.blocks.blocks[j]
             kept = {i: self.kept.pop() for i in sorted(block.kept, reverse=True)}
-            with torch.no_grad(), self.autocast:
+            with torch.no_grad(), autocast_as(self.casts):
                 xs = block.inverted({**self.rest, **ys}, kept)
             slopes = self._pulled_back(block, xs, slopes)
             if j in self.blocks.ends:
@@ -370,7 +355,7 @@ class _Back:
     def _pulled_back(self, block: GraphBlock, xs: Sequence[torch.Tensor], slopes: Env) -> Env:
         """The gradients of x, from those of y; those of what is read beside it are added to what is found."""
         x = {node: _leaf(value, True) for node, value in zip(block.x, xs, strict=True)}
-        with torch.enable_grad(), self.autocast:  # derivatives are not taken under autocast
+        with torch.enable_grad(), autocast_as(self.casts):  # derivatives are not taken under autocast
             y = block.forth.run({**self.rest, **x})
         back = [(y[n], g) for n, g in slopes.items() if g is not None and y[n].requires_grad]
         given = {n: x[n] if n in x else self.rest[n] for n in block.forth.reads()}
