@@ -26,7 +26,7 @@ from invfunc._torch import functorch
 from invfunc._torch.values import differentiable
 from invfunc.blocks.held import HERE, note, note_kept
 from invfunc.blocks.link import Enter, Evaluation, Holder, Like, Link, Slot, Step, Tensors, slot_of
-from invfunc.blocks.looks import EVERY, compare, looked_at, relative_error
+from invfunc.blocks.looks import EVERY, compare, looked_at, precision_of, relative_error, tolerated
 from invfunc.blocks.surroundings import (
     Reading,
     States,
@@ -264,9 +264,9 @@ class BlockRun(Holder):
     def _check(self, k: int, xs: Tensors, ys: Tensors) -> None:
         """Compare all entries of x with what the inverse gives, where that is asked for."""
         link = self.links[k]
-        tolerance = link.block.tolerance(xs)
         if len(link.kept) == len(xs):
             return
+        tolerance = tolerated(link.block.check, max(map(precision_of, xs)))
         looks, link.looks = link.looks, None
         with self._entered() as (enter, leave, _), self._seen():
             back = self._inverted(k, [t.detach() for t in ys], enter, None)
