@@ -21,6 +21,7 @@ EXACT = 1e-4
 """Both sides are float32, as a newcomer's would be."""
 PEERS = {"BackPACK": "backpack", "Opacus": "opacus", "curvlinops": "curvlinops", "Laplace": "laplace"}
 PEERS |= {"torch.func": "torch", "MemCNN": "memcnn", "invtorch": "invtorch", "FrEIA": "FrEIA"}
+PEERS |= {"torchdiffeq": "torchdiffeq"}
 
 
 def blocks(page):

@@ -23,12 +23,15 @@ from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.transform import shown
 
 
-def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]:
+def functional(model: Any, *, train: bool | None = None) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]:
     """Make a pure function of a module: `f(params, *inputs, **kwargs) == model(*inputs, **kwargs)`.
 
     Args:
         model: any module (of a DistributedDataParallel, the one in it), or a method of one (`model.encode`). Of one
             that `fully_shard` divides, `f` runs without its hooks on whole parameters, as `distributed` gives it.
+        train: the mode in which `f` runs; None is the module's own when `f` is called. With `train=False` statistics of
+            a model with batch norm can be taken while it trains: `f` reads the running statistics, which the module
+            goes on updating, and no sample depends on another.
 
     Returns:
         `(f, params)`. `params` maps the name of each parameter that requires grad to a detached alias of it; a tied
@@ -71,6 +74,9 @@ def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]
             raise ArgumentError(f"functional(model): {why}. Give the module as it was before.")
         if why := why_not_whole(module):
             raise ArgumentError(f"functional(model): {why}.")
+    if train is not None:  # a shallow copy has a mode of its own, and the module's parameters and buffers
+        model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        model = _copy(model, {id(x): x for x in (*model.parameters(), *model.buffers())}).train(train)
     f = Functional(model, method)
     return f, {name: p.detach() for name, p in f.model.named_parameters() if p.requires_grad}
 

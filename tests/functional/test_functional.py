@@ -399,6 +399,28 @@ def test_derivatives_reach_the_parameters(kind):
     assert_trees_close({k: g.sum(0) for k, g in batch_grad(loss)(params, X).items()}, first, EXACT)
 
 
+def test_a_mode_of_its_own():
+    """While the module trains: the weights and running statistics are those of today, and the module keeps its mode."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Flatten(), nn.Linear(16, 3))
+    x, y = torch.randn(8, 1, 4, 4), torch.randint(3, (8,))
+    (f, params), (g, _) = functional(model, train=False), functional(model.eval(), train=True)
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        each = batch_grad(lambda p, x, y: F.cross_entropy(f(p, x), y, reduction="none"))(params, x, y)
+        optimizer.step()
+        alone = copy.deepcopy(model).eval()
+        assert torch.equal(f(params, x), alone(x)) and not torch.equal(f(params, x), model(x))
+        assert model.training and each["1.weight"].shape == (8, 4)
+    torch.manual_seed(1)
+    trained = g(params, x)
+    torch.manual_seed(1)
+    assert torch.equal(trained, copy.deepcopy(model)(x)) and model[1].training
+    assert torch.equal(torch.compile(f, backend="eager", fullgraph=True)(params, x), f(params, x))
+
+
 def test_weights_that_torch_remembers():
     f, params = functional(made(lambda: parametrizations.orthogonal(nn.Linear(3, 3))))
     points, x = [params, numbers(params), numbers(params, 2)], Numbers()(4, 3)
