@@ -181,10 +181,12 @@ class BlockRun(Holder):
             if around.learned and not self._watched:
                 y = pair.forward(*shared, x, *args, **kwargs)
             else:
-                with nullcontext() if around.learned else Reading() as reading, self._seen():
+                around.reading = None if around.learned else Reading()
+                with around.reading or nullcontext(), self._seen():
                     y = pair.forward(*shared, x, *args, **kwargs)
-                if reading is not None:
-                    around.closed.learn(reading.read, around.key)
+                if around.reading is not None:
+                    around.closed.learn(around.reading.read, around.key)
+                    around.reading = None
         finally:
             functorch.pop_hooks(was)
         if functorch.versions(xs) != before:

@@ -226,6 +226,8 @@ class Surroundings:
     """Buffers of modules in train mode, with copies of what they held before each evaluation and in the end, and their
     versions before the call: torch.batch_norm writes without counting."""
     learned = True
+    reading: Reading | None = None
+    """The mode around a call of which it is not known what it reads."""
 
     def __init__(self, closed: Closed, first: bool, step: tuple[Any, tuple, dict]) -> None:
         self.closed, self.casts = closed, casts_now()
@@ -248,8 +250,11 @@ class Surroundings:
 
     def mark(self) -> None:
         """Keep what the buffers hold."""
+        read = set(self.reading.read) if self.reading else ()
         for held, key, _, copies, _ in self.buffers:
             copies.append(held[key].detach().clone())
+        if self.reading:
+            self.reading.read = {*read}  # f itself reads none of these
 
     def called(self) -> None:
         """End of the call: from now on nothing may be written that it has read."""
