@@ -313,3 +313,17 @@ def test_tensors_of_inference_mode_are_taken():
     x = torch.ones(3, requires_grad=True)
     f(x * 1, w).sum().backward()
     assert torch.equal(x.grad, torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "compiled", [torch.jit.script, lambda m: torch.jit.trace(m, X[:, :2])], ids=["script", "trace"]
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_parts_of_torch_jit(compiled):
+    """Whose parameters are in no dict."""
+    torch.manual_seed(0)
+    part = compiled(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh()).double())
+    pair, found = additive_coupling(part, lambda a: part(a).sin(), split_dim=1), []
+    for block in (invertible_checkpoint(pair), pair):
+        found.append(torch.autograd.grad(block(block(X * 1)).sin().sum(), [*part.parameters()]))
+    assert_trees_close(*found, EXACT, 1e-9)
