@@ -55,26 +55,9 @@ class HeldState(NamedTuple):
         return f"block {self.number}: {what}, of {self.block}"
 
 
-class Noted:
-    """States that blocks gave out."""
-
-    def __init__(self) -> None:
-        self.states: list[HeldState] = []
-        self.empty = True
-        self._room = _FEW
-
-    def add(self, states: list[HeldState]) -> None:
-        """Note some more, and forget those that are gone."""
-        self.empty = False
-        self.states += states
-        if len(self.states) > self._room:
-            self.states = [s for s in self.states if s.memory() is not None]
-            self._room = max(2 * len(self.states), _FEW)
-
-
 class _Here(threading.local):
     def __init__(self) -> None:
-        self.noted: tuple[Noted, ...] = ()
+        self.noted: tuple[HeldStates, ...] = ()
 
 
 HERE = _Here()
@@ -171,15 +154,24 @@ class HeldStates:
     """A context that notes what blocks give out in it, and tells what of that is in memory."""
 
     def __init__(self) -> None:
-        self._noted = Noted()
+        self._states: list[HeldState] = []
+        self._called, self._room = False, _FEW
+
+    def add(self, states: list[HeldState]) -> None:
+        """Note some more, and forget those that are gone."""
+        self._called = True
+        self._states += states
+        if len(self._states) > self._room:
+            self._states = [s for s in self._states if s.memory() is not None]
+            self._room = max(2 * len(self._states), _FEW)
 
     def __enter__(self) -> HeldStates:
-        HERE.noted = (*HERE.noted, self._noted)
+        HERE.noted = (*HERE.noted, self)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         others = [*HERE.noted]
-        others.remove(self._noted)  # once: it may have been entered twice
+        others.remove(self)  # once: it may have been entered twice
         HERE.noted = tuple(others)
 
     @property
@@ -193,7 +185,7 @@ class HeldStates:
         return self._in_memory(taken=False)
 
     def _in_memory(self, taken: bool) -> States:
-        alive = [(s, memory) for s in self._noted.states if (memory := s.memory()) is not None and memory.nbytes()]
+        alive = [(s, memory) for s in self._states if (memory := s.memory()) is not None and memory.nbytes()]
         first = {id(memory): s for s, memory in reversed(alive)}
         last = {id(memory): s for s, memory in alive if s.made_by is not None}
         kept = {id(memory) for s, memory in alive if s.made_by is None and s.slot is not None and s.slot() is not None}
@@ -202,13 +194,13 @@ class HeldStates:
         return States([last[at] for at in by_blocks if (at in kept) is not taken])
 
     def _title(self, held: States) -> str:
-        if self._noted.empty:
+        if not self._called:
             return "no block that saves memory was called"
         return f"held by somebody, though blocks let go of them: {_counted(held)}"
 
     def _below(self, held: States) -> list[str]:
         """Lines beside the tensors that are listed."""
-        if self._noted.empty:
+        if not self._called:
             return []
         more = len(held[_SHOWN:])
         lines = [f"{more} more of them"] if more else []

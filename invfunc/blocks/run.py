@@ -27,16 +27,7 @@ from invfunc._torch.values import differentiable
 from invfunc.blocks.held import HERE, note, note_kept
 from invfunc.blocks.link import Enter, Evaluation, Holder, Like, Link, Slot, Step, Tensors, slot_of
 from invfunc.blocks.looks import EVERY, compare, looked_at, precision_of, relative_error, tolerated
-from invfunc.blocks.surroundings import (
-    Reading,
-    States,
-    Surroundings,
-    drawing,
-    drew,
-    generators_of,
-    put_states,
-    states_of,
-)
+from invfunc.blocks.surroundings import Draws, Reading, States, Surroundings, drew, generators_of
 from invfunc.core.composed import Composed
 from invfunc.core.run import Run
 from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
@@ -128,14 +119,13 @@ class BlockRun(Holder):
         self._lock = self._lock or threading.RLock()
         every = {id(block): block for block, _, _ in steps}
         closed = {key: block.known.closed(block.pair) for key, block in every.items()}
-        self.generators = generators_of(xs, steps, closed.values()) if steps[0][0].preserve_rng_state else []
-        states = self.first_states = states_of(self.generators) or None
+        self.draws = Draws(generators_of(xs, steps, closed.values()) if steps[0][0].preserve_rng_state else [])
+        states = self.first_states = self.draws.states() or None
         hidden: list[tuple] = []
         before = xs, form
         for k, step in enumerate(steps):
-            link = Link(
-                step, xs, form, len(self.like), Surroundings(closed[id(step[0])], step[0].known.first, step), states
-            )
+            around = Surroundings(closed[id(step[0])], step[0].known.first, step)
+            link = Link(step, xs, form, len(self.like), around, states)
             self._begun(link, xs, depth + k)
             x = self._first(link, step, x, xs)
             if link.pair.hidden:
@@ -181,12 +171,10 @@ class BlockRun(Holder):
             if around.learned and not self._watched:
                 y = pair.forward(*shared, x, *args, **kwargs)
             else:
-                around.reading = None if around.learned else Reading()
-                with around.reading or nullcontext(), self._seen():
+                with nullcontext() if around.learned else Reading() as reading, self._seen():
                     y = pair.forward(*shared, x, *args, **kwargs)
-                if around.reading is not None:
-                    around.closed.learn(around.reading.read, around.key)
-                    around.reading = None
+                if reading is not None:
+                    around.closed.learn(reading.read, around.key)
         finally:
             functorch.pop_hooks(was)
         if functorch.versions(xs) != before:
@@ -208,7 +196,7 @@ class BlockRun(Holder):
             given = [t for t in tree.tensors((args, kwargs)) if id(t) not in link.ids]
             first = False
         quiet = link.states is None or around.key in around.closed.quiet
-        states = None if quiet else states_of(self.generators)
+        states = None if quiet else self.draws.states()
         evaluation = Evaluation(fn, len(self.like), first, [*map(Like, given)], states)
         link.evaluations.append(evaluation)
         result = fn(*args, **kwargs)
@@ -219,7 +207,7 @@ class BlockRun(Holder):
         """Note how the world is behind a block; gives the states of the generators."""
         around, quiet = link.around, link.around.closed.quiet
         if states is not None:
-            after = states_of(self.generators)
+            after = self.draws.states()
             if not drew(states, after):
                 quiet.add(around.key)
                 link.states = None
@@ -232,10 +220,7 @@ class BlockRun(Holder):
             states = after
         around.called()
         link.own, link.end = (), len(self.like)
-        beside = link.end - link.start
-        for evaluation in link.evaluations:
-            beside -= evaluation.end - evaluation.start
-        link.merged = beside == 0
+        link.merged = link.end - link.start == sum([e.end - e.start for e in link.evaluations])
         if link.hidden:
             link.hidden = tree.map_tensors(torch.Tensor.detach, link.hidden)
         return states
@@ -383,8 +368,7 @@ class BlockRun(Holder):
             if at > k + 1:
                 at, xs = self._state = self._wound_back(at, xs, k + 1, enter, leave)
             if at == k + 1:
-                xs = self._inverted(k, xs, enter, saved)
-                xs = xs if leave is functorch.as_it_is else [*map(leave, xs)]
+                xs = [*map(leave, self._inverted(k, xs, enter, saved))]
                 self._state = k, xs
             if any([t is None for t in saved]):
                 self._evaluated(link, xs, enter, saved)
@@ -403,7 +387,7 @@ class BlockRun(Holder):
 
     @contextmanager
     def _drawing(self) -> Iterator[tuple[Enter, Callable, Callable]]:
-        with drawing(self.generators), self._level.again() as level:
+        with self.draws.kept(), self._level.again() as level:
             yield level
 
     def inverse(self, ys: Tensors) -> Tensors:
@@ -416,7 +400,7 @@ class BlockRun(Holder):
         """y of a run of one block at any x, with the same random numbers."""
         link = self.links[0]
         with self._entered() as (enter, _, _), link.around.again(0, enter):
-            put_states(self.generators, link.states)
+            self.draws.put(link.states)
             args, kwargs = link.called_with(link.pair.shared, x, enter)
             return link.pair.apart(link.pair.forward(*args, **kwargs))[0]
 
@@ -445,7 +429,7 @@ class BlockRun(Holder):
         form = self.links[k + 1].form if k + 1 < len(self.links) else self._form
         assert form is not None
         if not functions:
-            put_states(self.generators, link.states)
+            self.draws.put(link.states)
         elif saved is not None or link.states is not None or around.buffers:
             again = _Shared(self, link, (args, kwargs), enter, saved)
             functions = [partial(again.evaluated, fn) for fn in pair.shared]
@@ -478,7 +462,7 @@ class BlockRun(Holder):
 
     def _evaluated(self, link: Link, xs: Tensors, enter: Enter, saved: list) -> None:
         """Put in place all that autograd saves of f at x."""
-        put_states(self.generators, link.states)
+        self.draws.put(link.states)
         with torch.enable_grad(), link.around.again(0, enter):
             given = link.called_with(link.pair.shared, link.entered(xs, enter), enter)
             _, saved[:] = self.saves(link, link.pair.forward, *given, self.like[link.start : link.end])
@@ -549,7 +533,7 @@ class _Shared:
         evaluation = link.evaluations[self.at]
         args, kwargs = self._entered(evaluation, args, kwargs)
         if evaluation.states is not None:
-            put_states(run.generators, evaluation.states)
+            run.draws.put(evaluation.states)
         with link.around.again(self.at, self._enter) if link.around.buffers else _AS_IT_IS:
             if saved is None:
                 result = fn(*args, **kwargs)

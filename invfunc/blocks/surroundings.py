@@ -173,30 +173,34 @@ def _flags_of(step: tuple[Any, tuple, dict]) -> tuple:
     return tuple([a for a in (*args, *kwargs.values()) if type(a) in _FLAGS]) if args or kwargs else ()
 
 
-def states_of(generators: Sequence[Generator]) -> States:
-    """Their states: the same objects as the last time, if nothing was drawn since."""
-    return [*map(state_of, generators)]
-
-
 def drew(before: States, after: States) -> bool:
     """Tells whether something was drawn between."""
     return not all(map(same_state, before, after))
 
 
-def put_states(generators: Sequence[Generator], states: States | None) -> None:
-    """Set the states of generators, if any are known."""
-    if states is not None:
-        set_states(zip(generators, states, strict=True))
+class Draws:
+    """The generators that blocks may draw from, with their states: the same objects if nothing was drawn between."""
 
+    def __init__(self, generators: Sequence[Generator]) -> None:
+        self._generators = generators
 
-@contextmanager
-def drawing(generators: Sequence[Generator]) -> Iterator[None]:
-    """A context behind which the generators go on as if nothing had been drawn in it."""
-    before = [generator.get_state() for generator in generators]
-    try:
-        yield
-    finally:
-        set_states(zip(generators, before, strict=True))
+    def states(self) -> States:
+        """Their states."""
+        return [*map(state_of, self._generators)]
+
+    def put(self, states: States | None) -> None:
+        """Set their states, if any are known."""
+        if states:
+            set_states(zip(self._generators, states, strict=True))
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """A context behind which they go on as if nothing had been drawn in it."""
+        before = [generator.get_state() for generator in self._generators]
+        try:
+            yield
+        finally:
+            self.put(before)
 
 
 def without_graphs(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -226,8 +230,6 @@ class Surroundings:
     """Buffers of modules in train mode, with copies of what they held before each evaluation and in the end, and their
     versions before the call: torch.batch_norm writes without counting."""
     learned = True
-    reading: Reading | None = None
-    """The mode around a call of which it is not known what it reads."""
 
     def __init__(self, closed: Closed, first: bool, step: tuple[Any, tuple, dict]) -> None:
         self.closed, self.casts = closed, casts_now()
@@ -250,11 +252,9 @@ class Surroundings:
 
     def mark(self) -> None:
         """Keep what the buffers hold."""
-        read = set(self.reading.read) if self.reading else ()
-        for held, key, _, copies, _ in self.buffers:
-            copies.append(held[key].detach().clone())
-        if self.reading:
-            self.reading.read = {*read}  # f itself reads none of these
+        with _AS_IT_IS if self.learned else functorch.unseen():  # f itself reads none of these
+            for held, key, _, copies, _ in self.buffers:
+                copies.append(held[key].detach().clone())
 
     def called(self) -> None:
         """End of the call: from now on nothing may be written that it has read."""

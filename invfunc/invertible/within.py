@@ -47,21 +47,18 @@ def within(steps: Sequence[Step], x: Any, args: tuple, kwargs: dict[str, Any]) -
 
     def all_blocks() -> Any:
         torch.ops.invfunc.block([], [], [], "", 0.0)  # torch cannot break out of a graph without an operation
-        state, one = x, _one if torch.compiler.is_compiling() else _called
+        state = x
         for g, p in blocks:
-            state = one(g, state, behind(p, args, kwargs), kwargs)
+            state = _one(g, state, behind(p, args, kwargs), kwargs)
         return state
 
     return whole(as_one_node, all_blocks)
 
 
-def _called(g: Checkpointed, state: Any, given: tuple, more: dict[str, Any]) -> Any:
-    """The state behind a block, that is not looked into."""
-    return g(state, *given, **more)
-
-
 def _one(g: Checkpointed, state: Any, given: tuple, more: dict[str, Any]) -> Any:
-    """The state behind a block, with what says how it is inverted written beside it."""
+    """The state behind a block, with what says how it is inverted written beside it where the compiler looks on."""
+    if not torch.compiler.is_compiling():
+        return g(state, *given, **more)
     pair = g.pair
     xs, form = tree.separate(state)
 
@@ -189,7 +186,7 @@ class GraphBlocks:
     def _why_not(self) -> str:
         """The reason why blocks cannot be evaluated again: looked at without numbers."""
         env = {node: node.meta["example_value"] for node in self.inputs}
-        given = tensors_of(env.values())
+        given = tree.tensors([*env.values()])
         look, modes = OperationLook(given), [x.fake_mode for x in given if isinstance(x, FakeTensor)]
         for block in self.blocks:
             with modes[0] if modes else nullcontext(), look, torch.no_grad():
@@ -237,11 +234,6 @@ class OperationLook(TorchDispatchMode):
             elif any(storage_of(x) in self._given for x in written(func, args, kwargs)):
                 self.why = f"with a function that writes into what it is given or closes over ({func})"
         return func(*args, **kwargs)
-
-
-def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among some values."""
-    return [x for x in values if isinstance(x, torch.Tensor)]
 
 
 def _check_alike(xs: Sequence[torch.Tensor], came: Sequence[torch.Tensor]) -> None:
@@ -302,7 +294,7 @@ class _ChainNode(torch.autograd.Function):
         ys = [env[node] for node in blocks.outputs]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(y for y in ys if not differentiable(y)))
-        ctx.save_for_backward(*ys, *tensors_of(rest.values()), *linked, *kept, *seen)
+        ctx.save_for_backward(*ys, *tree.tensors([*rest.values()]), *linked, *kept, *seen)
         ctx.blocks, ctx.casts = blocks, casts_now()
         ctx.rest = {node: None if isinstance(x, torch.Tensor) else x for node, x in rest.items()}
         return tuple(ys)

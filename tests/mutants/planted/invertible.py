@@ -69,15 +69,15 @@ FAULTS = [
     Fault(
         "other random numbers are drawn where f runs once more",
         "blocks/surroundings.py",
-        "        set_states(zip(generators, states, strict=True))\n",
-        "        pass\n",
+        "        if states:\n",
+        "        if False:\n",
         "blocks/test_replay.py::TestRandomNumbers::test_are_drawn_once",
     ),
     Fault(
         "generators go on from what was drawn again",
         "blocks/surroundings.py",
-        "        set_states(zip(generators, before, strict=True))\n",
-        "        pass\n",
+        "            self.put(before)\n",
+        "            pass\n",
         "blocks/test_replay.py::TestRandomNumbers::test_are_drawn_once",
     ),
     Fault(
