@@ -322,6 +322,23 @@ def separate(tree: Tree) -> tuple[list[torch.Tensor], Form]:
     return tensors, Form(structure, tuple(found), places)
 
 
+def snapshot(tree: Tree) -> Tree | None:
+    """The tree with copies of its lists and dicts; None if it has nodes beside these and tuples."""
+    try:
+        return tree if type(tree) in _PLAIN else _copied(tree)
+    except _Other:
+        return None
+
+
+def _copied(branch: Any) -> Any:
+    kind = type(branch)
+    if kind is tuple or kind is list:
+        return kind([part if type(part) in _PLAIN else _copied(part) for part in branch])
+    if kind is dict:
+        return {key: part if type(part) in _PLAIN else _copied(part) for key, part in branch.items()}
+    raise _Other
+
+
 def register_tuple(kind: Class) -> Class:
     """Have programs of torch.export that give a tuple with names saved."""
     pytree._register_namedtuple(kind, serialized_type_name=f"invfunc.{kind.__name__}")

@@ -262,8 +262,8 @@ class Link:
     """The tensors of x that stay in memory, by their places."""
     merged = False
     """True if shared functions alone have something saved."""
-    _rest: tree.Form | None = None
-    """The further arguments, if there are any, without their tensors."""
+    _args: Any = ((), {})
+    """The further arguments; without their tensors, if one of these has a graph."""
     _tensors: Sequence[torch.Tensor] = ()
     _versions: Sequence[int] = []
 
@@ -276,9 +276,11 @@ class Link:
         self.end = start
         """Number of tensors that autograd has saved at its end."""
         if args or kwargs:
-            self.own, self._rest = tree.separate((args, kwargs))
+            self.own = tree.tensors((args, kwargs))
             self.ids = {*map(id, self.own)}
             self._tensors = without_graphs(self.own)
+            copied = tree.snapshot((args, kwargs)) if self._tensors is self.own else None
+            self._args = copied or tree.separate((args, kwargs))[1]
             self._versions = functorch.versions(self._tensors)
         self.evaluations: list[Evaluation] = []
 
@@ -291,9 +293,9 @@ class Link:
         """The further arguments, to be read once more: what had a graph needs a gradient as before."""
         if functorch.versions(self._tensors) != self._versions:
             raise ModifiedError(WRITTEN)
-        if self._rest is None:
-            return (), {}
-        return self._rest.join([enter(t, functorch.needs_grad(t)) if functorch.ended(t) else t for t in self._tensors])
+        if not isinstance(self._args, tree.Form):
+            return self._args
+        return self._args.join([enter(t, functorch.needs_grad(t)) if functorch.ended(t) else t for t in self._tensors])
 
     def entered(self, xs: Tensors, enter: Enter) -> Any:
         """x, to be read once more."""

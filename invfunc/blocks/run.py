@@ -297,17 +297,12 @@ class BlockRun(Holder):
     @functorch.untraced
     def unpack(self, n: int) -> torch.Tensor:
         """The tensor in whose place a number was given."""
-        found = self._at_hand.pop(n, None)
-        if found is None:
-            with self._lock:
-                found = self._found(n)
-        t, then = found
-        if functorch.counted(t) != then:
-            raise self._late(n)
-        if not self._at_hand and self._now == 0:
-            with self._lock:
-                if not self._at_hand and self._now == 0:  # another thread may be at another block by now
-                    self.release()
+        with self._lock:
+            t, then = self._at_hand.pop(n, None) or self._found(n)
+            if functorch.counted(t) != then:
+                raise self._late(n)
+            if not self._at_hand and self._now == 0:
+                self.release()
         if self._level.number == 0 or not self._level.running:
             return t
         if torch.is_grad_enabled() and functorch.backward_by_torch_func():
