@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -18,17 +19,30 @@ from invfunc.budget.size import told
 _FEW = 200
 
 
-class State(NamedTuple):
+class HeldState(NamedTuple):
     """A tensor that a block gave out; or, without a block, the caller's x, or one that the next block keeps."""
 
     memory: ref[Any]
     slot: ref[Slot] | None
     """None within a run, which lets go of it at once."""
-    block: Any
+    made_by: Any
     number: int
+    """Number of blocks before that one in its series."""
     output: str
+    """The output of the block that it is."""
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def block(self) -> str:
+        """The block that gave it out."""
+        return repr(self.made_by.pair)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the memory that it is a part of; 0 when that is gone."""
+        memory = self.memory()
+        return 0 if memory is None else memory.nbytes()
 
     @property
     def taken(self) -> bool:
@@ -36,27 +50,14 @@ class State(NamedTuple):
         slot = self.slot and self.slot()
         return self.slot is None or (slot is not None and slot.later is not None)
 
-
-class Noted:
-    """States that blocks gave out."""
-
-    def __init__(self) -> None:
-        self.states: list[State] = []
-        self.empty = True
-        self._room = _FEW
-
-    def add(self, states: list[State]) -> None:
-        """Note some more, and forget those that are gone."""
-        self.empty = False
-        self.states += states
-        if len(self.states) > self._room:
-            self.states = [s for s in self.states if s.memory() is not None]
-            self._room = max(2 * len(self.states), _FEW)
+    def __str__(self) -> str:
+        what = f"{self.output}, {list(self.shape)} {self.dtype}, {told(self.bytes)}"
+        return f"block {self.number}: {what}, of {self.block}"
 
 
 class _Here(threading.local):
     def __init__(self) -> None:
-        self.noted: tuple[Noted, ...] = ()
+        self.noted: tuple[HeldStates, ...] = ()
 
 
 HERE = _Here()
@@ -68,8 +69,8 @@ def note_kept(xs: list[torch.Tensor], kept: dict[int, Slot]) -> None:
         noted.add([_unnamed(xs[i], ref(slot)) for i, slot in kept.items()])
 
 
-def _unnamed(x: torch.Tensor, slot: ref[Slot] | None = None) -> State:
-    return State(memory_ref(x), slot, None, 0, "", tuple(x.shape), x.dtype)
+def _unnamed(x: torch.Tensor, slot: ref[Slot] | None = None) -> HeldState:
+    return HeldState(memory_ref(x), slot, None, 0, "", tuple(x.shape), x.dtype)
 
 
 def note(block: Any, number: int, y: Any, xs: list[torch.Tensor], slots: list[Slot] | None) -> None:
@@ -80,7 +81,7 @@ def note(block: Any, number: int, y: Any, xs: list[torch.Tensor], slots: list[Sl
     named = [(path, t) for path, t in tree.named_leaves(y) if isinstance(t, torch.Tensor)]
     for (path, t), slot in zip(named, slots or [None] * len(named), strict=True):
         at = None if slot is None else ref(slot)
-        found.append(State(memory_ref(t), at, block, number, "y" + path, tuple(t.shape), t.dtype))
+        found.append(HeldState(memory_ref(t), at, block, number, "y" + path, tuple(t.shape), t.dtype))
     for noted in HERE.noted:
         noted.add(found)
 
@@ -141,51 +142,36 @@ def held_states() -> HeldStates:
     return HeldStates()
 
 
-class HeldState(NamedTuple):
-    """A tensor that a block gave out and that is in memory."""
-
-    block: str
-    """The block that gave it out."""
-    number: int
-    """Number of blocks before that one in its series."""
-    output: str
-    """The output of the block that it is."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    bytes: int
-    """Bytes of the memory that it is a part of."""
-
-    def __str__(self) -> str:
-        what = f"{self.output}, {list(self.shape)} {self.dtype}, {told(self.bytes)}"
-        return f"block {self.number}: {what}, of {self.block}"
-
-
 class States(list[HeldState]):
-    """Tensors that blocks gave out and that are in memory.
+    """Tensors that blocks gave out and that are in memory."""
 
-    Args:
-        found: they.
-        size: the bytes of the memory that they are in.
-    """
-
-    def __init__(self, found: list[HeldState], size: int) -> None:
+    def __init__(self, found: Iterable[HeldState]) -> None:
         super().__init__(found)
-        self.bytes = size
+        self.bytes = sum(state.bytes for state in self)
 
 
 class HeldStates:
     """A context that notes what blocks give out in it, and tells what of that is in memory."""
 
     def __init__(self) -> None:
-        self._noted = Noted()
+        self._states: list[HeldState] = []
+        self._called, self._room = False, _FEW
+
+    def add(self, states: list[HeldState]) -> None:
+        """Note some more, and forget those that are gone."""
+        self._called = True
+        self._states += states
+        if len(self._states) > self._room:
+            self._states = [s for s in self._states if s.memory() is not None]
+            self._room = max(2 * len(self._states), _FEW)
 
     def __enter__(self) -> HeldStates:
-        HERE.noted = (*HERE.noted, self._noted)
+        HERE.noted = (*HERE.noted, self)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         others = [*HERE.noted]
-        others.remove(self._noted)  # once: it may have been entered twice
+        others.remove(self)  # once: it may have been entered twice
         HERE.noted = tuple(others)
 
     @property
@@ -199,26 +185,22 @@ class HeldStates:
         return self._in_memory(taken=False)
 
     def _in_memory(self, taken: bool) -> States:
-        alive = [(s, memory) for s in self._noted.states if (memory := s.memory()) is not None and memory.nbytes()]
+        alive = [(s, memory) for s in self._states if (memory := s.memory()) is not None and memory.nbytes()]
         first = {id(memory): s for s, memory in reversed(alive)}
-        last = {id(memory): (s, memory) for s, memory in alive if s.block is not None}
-        kept = {id(memory) for s, memory in alive if s.block is None and s.slot is not None and s.slot() is not None}
-        kept |= {at for at, (s, _) in last.items() if not s.taken}
-        found, size = list[HeldState](), 0
-        for at, (s, memory) in last.items():
-            if first[at].block is not None and (at in kept) is not taken:  # the caller's x is in memory anyway
-                found.append(HeldState(repr(s.block.pair), s.number, s.output, s.shape, s.dtype, memory.nbytes()))
-                size += memory.nbytes()
-        return States(found, size)
+        last = {id(memory): s for s, memory in alive if s.made_by is not None}
+        kept = {id(memory) for s, memory in alive if s.made_by is None and s.slot is not None and s.slot() is not None}
+        kept |= {at for at, s in last.items() if not s.taken}
+        by_blocks = (at for at in last if first[at].made_by is not None)  # the caller's x is in memory anyway
+        return States([last[at] for at in by_blocks if (at in kept) is not taken])
 
     def _title(self, held: States) -> str:
-        if self._noted.empty:
+        if not self._called:
             return "no block that saves memory was called"
         return f"held by somebody, though blocks let go of them: {_counted(held)}"
 
     def _below(self, held: States) -> list[str]:
         """Lines beside the tensors that are listed."""
-        if self._noted.empty:
+        if not self._called:
             return []
         more = len(held[_SHOWN:])
         lines = [f"{more} more of them"] if more else []

@@ -263,7 +263,7 @@ class Link:
     merged = False
     """True if shared functions alone have something saved."""
     _args: Any = ((), {})
-    """The further arguments, if none of their tensors has a graph."""
+    """The further arguments; without their tensors, if one of these has a graph."""
     _tensors: Sequence[torch.Tensor] = ()
     _versions: Sequence[int] = []
 
@@ -279,9 +279,8 @@ class Link:
             self.own = tree.tensors((args, kwargs))
             self.ids = {*map(id, self.own)}
             self._tensors = without_graphs(self.own)
-            self._args = tree.snapshot((args, kwargs)) if self._tensors is self.own else None
-            if self._args is None:
-                self._form = tree.separate((args, kwargs))[1]
+            copied = tree.snapshot((args, kwargs)) if self._tensors is self.own else None
+            self._args = copied or tree.separate((args, kwargs))[1]
             self._versions = functorch.versions(self._tensors)
         self.evaluations: list[Evaluation] = []
 
@@ -294,9 +293,9 @@ class Link:
         """The further arguments, to be read once more: what had a graph needs a gradient as before."""
         if functorch.versions(self._tensors) != self._versions:
             raise ModifiedError(WRITTEN)
-        if self._args is not None:
+        if not isinstance(self._args, tree.Form):
             return self._args
-        return self._form.join([enter(t, functorch.needs_grad(t)) if functorch.ended(t) else t for t in self._tensors])
+        return self._args.join([enter(t, functorch.needs_grad(t)) if functorch.ended(t) else t for t in self._tensors])
 
     def entered(self, xs: Tensors, enter: Enter) -> Any:
         """x, to be read once more."""

@@ -94,7 +94,7 @@ def compare(
     ]
     if not pairs:
         return
-    precision = max([torch.finfo(x.dtype).eps for _, _, x, *_ in pairs])
+    precision = max([precision_of(x) for _, _, x, *_ in pairs])
     most, at_once = tolerated(block.check, precision), all([now.total.is_cpu for _, now, *_ in pairs])
     if at_once and all([look.near(now, x.numel(), most) for look, now, x, *_ in pairs]):
         return
@@ -147,9 +147,9 @@ def tell(block: Any, error: float, precision: float, name: str, dtype: torch.dty
     raise told(InverseError(text + HELPS), where)
 
 
-def default_tolerance(x: torch.Tensor) -> float:
-    """The error of an inverse that is taken for rounding, relative to the largest entry."""
-    return torch.finfo(x.dtype).eps ** 0.5 if x.is_floating_point() or x.is_complex() else 0.0
+def precision_of(x: torch.Tensor) -> float:
+    """The precision of a tensor, whose square root is taken for rounding; 0 of whole numbers."""
+    return torch.finfo(x.dtype).eps if differentiable(x) else 0.0
 
 
 def relative_error(came: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -26,17 +26,8 @@ from invfunc._torch import functorch
 from invfunc._torch.values import differentiable
 from invfunc.blocks.held import HERE, note, note_kept
 from invfunc.blocks.link import Enter, Evaluation, Holder, Like, Link, Slot, Step, Tensors, slot_of
-from invfunc.blocks.looks import EVERY, compare, looked_at, relative_error
-from invfunc.blocks.surroundings import (
-    Reading,
-    States,
-    drawing,
-    drew,
-    generators_of,
-    put_states,
-    states_of,
-    surroundings_of,
-)
+from invfunc.blocks.looks import EVERY, compare, looked_at, precision_of, relative_error, tolerated
+from invfunc.blocks.surroundings import Draws, Reading, States, Surroundings, drew, generators_of
 from invfunc.core.composed import Composed
 from invfunc.core.run import Run
 from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
@@ -128,14 +119,13 @@ class BlockRun(Holder):
         self._lock = self._lock or threading.RLock()
         every = {id(block): block for block, _, _ in steps}
         closed = {key: block.known.closed(block.pair) for key, block in every.items()}
-        self.generators = generators_of(xs, steps, closed.values()) if steps[0][0].preserve_rng_state else []
-        states = self.first_states = states_of(self.generators) or None
+        self.draws = Draws(generators_of(xs, steps, closed.values()) if steps[0][0].preserve_rng_state else [])
+        states = self.first_states = self.draws.states() or None
         hidden: list[tuple] = []
         before = xs, form
         for k, step in enumerate(steps):
-            link = Link(
-                step, xs, form, len(self.like), surroundings_of(closed[id(step[0])], step[0].known.first, step), states
-            )
+            around = Surroundings(closed[id(step[0])], step[0].known.first, step)
+            link = Link(step, xs, form, len(self.like), around, states)
             self._begun(link, xs, depth + k)
             x = self._first(link, step, x, xs)
             if link.pair.hidden:
@@ -206,7 +196,7 @@ class BlockRun(Holder):
             given = [t for t in tree.tensors((args, kwargs)) if id(t) not in link.ids]
             first = False
         quiet = link.states is None or around.key in around.closed.quiet
-        states = None if quiet else states_of(self.generators)
+        states = None if quiet else self.draws.states()
         evaluation = Evaluation(fn, len(self.like), first, [*map(Like, given)], states)
         link.evaluations.append(evaluation)
         result = fn(*args, **kwargs)
@@ -217,7 +207,7 @@ class BlockRun(Holder):
         """Note how the world is behind a block; gives the states of the generators."""
         around, quiet = link.around, link.around.closed.quiet
         if states is not None:
-            after = states_of(self.generators)
+            after = self.draws.states()
             if not drew(states, after):
                 quiet.add(around.key)
                 link.states = None
@@ -230,10 +220,7 @@ class BlockRun(Holder):
             states = after
         around.called()
         link.own, link.end = (), len(self.like)
-        beside = link.end - link.start
-        for evaluation in link.evaluations:
-            beside -= evaluation.end - evaluation.start
-        link.merged = beside == 0
+        link.merged = link.end - link.start == sum([e.end - e.start for e in link.evaluations])
         if link.hidden:
             link.hidden = tree.map_tensors(torch.Tensor.detach, link.hidden)
         return states
@@ -264,9 +251,9 @@ class BlockRun(Holder):
     def _check(self, k: int, xs: Tensors, ys: Tensors) -> None:
         """Compare all entries of x with what the inverse gives, where that is asked for."""
         link = self.links[k]
-        tolerance = link.block.tolerance(xs)
         if len(link.kept) == len(xs):
             return
+        tolerance = tolerated(link.block.check, max(map(precision_of, xs)))
         looks, link.looks = link.looks, None
         with self._entered() as (enter, leave, _), self._seen():
             back = self._inverted(k, [t.detach() for t in ys], enter, None)
@@ -376,8 +363,7 @@ class BlockRun(Holder):
             if at > k + 1:
                 at, xs = self._state = self._wound_back(at, xs, k + 1, enter, leave)
             if at == k + 1:
-                xs = self._inverted(k, xs, enter, saved)
-                xs = xs if leave is functorch.as_it_is else [*map(leave, xs)]
+                xs = [*map(leave, self._inverted(k, xs, enter, saved))]
                 self._state = k, xs
             if any([t is None for t in saved]):
                 self._evaluated(link, xs, enter, saved)
@@ -396,7 +382,7 @@ class BlockRun(Holder):
 
     @contextmanager
     def _drawing(self) -> Iterator[tuple[Enter, Callable, Callable]]:
-        with drawing(self.generators), self._level.again() as level:
+        with self.draws.kept(), self._level.again() as level:
             yield level
 
     def inverse(self, ys: Tensors) -> Tensors:
@@ -409,7 +395,7 @@ class BlockRun(Holder):
         """y of a run of one block at any x, with the same random numbers."""
         link = self.links[0]
         with self._entered() as (enter, _, _), link.around.again(0, enter):
-            put_states(self.generators, link.states)
+            self.draws.put(link.states)
             args, kwargs = link.called_with(link.pair.shared, x, enter)
             return link.pair.apart(link.pair.forward(*args, **kwargs))[0]
 
@@ -438,7 +424,7 @@ class BlockRun(Holder):
         form = self.links[k + 1].form if k + 1 < len(self.links) else self._form
         assert form is not None
         if not functions:
-            put_states(self.generators, link.states)
+            self.draws.put(link.states)
         elif saved is not None or link.states is not None or around.buffers:
             again = _Shared(self, link, (args, kwargs), enter, saved)
             functions = [partial(again.evaluated, fn) for fn in pair.shared]
@@ -471,7 +457,7 @@ class BlockRun(Holder):
 
     def _evaluated(self, link: Link, xs: Tensors, enter: Enter, saved: list) -> None:
         """Put in place all that autograd saves of f at x."""
-        put_states(self.generators, link.states)
+        self.draws.put(link.states)
         with torch.enable_grad(), link.around.again(0, enter):
             given = link.called_with(link.pair.shared, link.entered(xs, enter), enter)
             _, saved[:] = self.saves(link, link.pair.forward, *given, self.like[link.start : link.end])
@@ -542,7 +528,7 @@ class _Shared:
         evaluation = link.evaluations[self.at]
         args, kwargs = self._entered(evaluation, args, kwargs)
         if evaluation.states is not None:
-            put_states(run.generators, evaluation.states)
+            run.draws.put(evaluation.states)
         with link.around.again(self.at, self._enter) if link.around.buffers else _AS_IT_IS:
             if saved is None:
                 result = fn(*args, **kwargs)

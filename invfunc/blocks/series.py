@@ -17,13 +17,12 @@ import torch
 
 from invfunc import tree
 from invfunc._torch import functorch
-from invfunc._torch.generators import set_states
 from invfunc._torch.values import differentiable
 from invfunc.blocks.held import HERE
 from invfunc.blocks.link import WRITTEN, Holder, Link, Slot, Step, depth_of, slot_of
 from invfunc.blocks.looks import compare, looked_at
 from invfunc.blocks.run import BlockRun
-from invfunc.blocks.surroundings import Closed, drew, states_of, surroundings_of, swapped
+from invfunc.blocks.surroundings import Closed, Surroundings, drew, swapped
 from invfunc.core.run import Run
 from invfunc.errors import ModifiedError
 from invfunc.operations.second_derivatives import TwiceDifferentiable
@@ -72,10 +71,10 @@ def as_one(steps: Sequence[Step], before: Any, run: BlockRun, x: Any) -> Any:
     if not _reads_only(xs, [*tree.tensors((before, *steps[0][1:])), *closed.tensors()]):
         return None
     found = _Steps(link, steps, x)
-    drawn = states_of(run.generators)
-    if not found.forward() or drew(drawn, states_of(run.generators)):
+    drawn = run.draws.states()
+    if not found.forward() or drew(drawn, run.draws.states()):
         found.around.undo()
-        set_states(zip(run.generators, drawn, strict=True))
+        run.draws.put(drawn)
         return None
     ys = list(_StepsNode.apply(found, *found.xs, *found.needing)[: found.number])
     found.ends(ys)
@@ -110,7 +109,7 @@ class _Steps(Holder):
         self.block, self._like, self._names = link.block, link.like, link.names()
         self.xs, self.form = tree.separate(x)
         self.number, self.count = len(self.xs), len(steps) - 1
-        self.around = surroundings_of(self.block.known.closed(self.block.pair), False, steps[0])
+        self.around = Surroundings(self.block.known.closed(self.block.pair), False, steps[0])
         steps = steps[1:]
         rest, self._args = tree.separate([given for _, *given in steps])
         unique = {id(t): t for t in rest}
@@ -331,7 +330,7 @@ def _in_series(steps: Sequence[Step], x: Any, seen: bool) -> tuple[Any, list[tup
                 raise
             run.undo()  # f uses torch.func, which refuses hooks: it is taken as it is
             run.links[-1].block.known.uses_torch_func = True
-            set_states(zip(run.generators, run.first_states or (), strict=False))
+            run.draws.put(run.first_states)
     return x, hidden
 
 

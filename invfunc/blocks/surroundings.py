@@ -68,8 +68,6 @@ class Closed:
         self._inner = [(m._modules, [*m._modules.values()]) for m in self.modules if m._modules]
         self.nothing = not (self.places or self.modules)
         """True if there is nothing, as for functions whose weights are arguments."""
-        self.empty: dict[tuple, Surroundings] = {}
-        """Surroundings of calls without anything around them, by the flags among the arguments."""
 
     def moved(self) -> bool:
         """Tells whether a tensor stands elsewhere, as where a weight was parametrized or a submodule replaced."""
@@ -145,6 +143,7 @@ def swapped(places: Sequence[Place], tensors: Sequence[Any]) -> Iterator[None]:
 
 
 States = list[torch.Tensor]
+Casts = Sequence[tuple[str, bool, torch.dtype]]
 _AS_IT_IS = nullcontext()
 _FLAGS = (bool, int, str)
 _KINDS = [kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind)]
@@ -174,30 +173,34 @@ def _flags_of(step: tuple[Any, tuple, dict]) -> tuple:
     return tuple([a for a in (*args, *kwargs.values()) if type(a) in _FLAGS]) if args or kwargs else ()
 
 
-def states_of(generators: Sequence[Generator]) -> States:
-    """Their states: the same objects as the last time, if nothing was drawn since."""
-    return [*map(state_of, generators)]
-
-
 def drew(before: States, after: States) -> bool:
     """Tells whether something was drawn between."""
     return not all(map(same_state, before, after))
 
 
-def put_states(generators: Sequence[Generator], states: States | None) -> None:
-    """Set the states of generators, if any are known."""
-    if states is not None:
-        set_states(zip(generators, states, strict=True))
+class Draws:
+    """The generators that blocks may draw from, with their states: the same objects if nothing was drawn between."""
 
+    def __init__(self, generators: Sequence[Generator]) -> None:
+        self._generators = generators
 
-@contextmanager
-def drawing(generators: Sequence[Generator]) -> Iterator[None]:
-    """A context behind which the generators go on as if nothing had been drawn in it."""
-    before = [generator.get_state() for generator in generators]
-    try:
-        yield
-    finally:
-        set_states(zip(generators, before, strict=True))
+    def states(self) -> States:
+        """Their states."""
+        return [*map(state_of, self._generators)]
+
+    def put(self, states: States | None) -> None:
+        """Set their states, if any are known."""
+        if states:
+            set_states(zip(self._generators, states, strict=True))
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """A context behind which they go on as if nothing had been drawn in it."""
+        before = [generator.get_state() for generator in self._generators]
+        try:
+            yield
+        finally:
+            self.put(before)
 
 
 def without_graphs(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -207,26 +210,14 @@ def without_graphs(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [t if functorch.recorded(t).grad_fn is None else functorch.leaf_at(t, True) for t in tensors]
 
 
-def surroundings_of(closed: Closed, first: bool, step: tuple[Any, tuple, dict]) -> Surroundings:
-    """Surroundings of a call of a block; of calls that have none they are the same.
+class Surroundings:
+    """Surroundings of one call, which are put up again where its function is evaluated once more.
 
     Args:
-        closed: what its functions close over.
-        first: whether it was not called yet.
+        closed: what the functions of the block close over.
+        first: whether the block was not called yet.
         step: the block with its further arguments.
     """
-    flags = _flags_of(step)
-    if not closed.nothing or functorch.autocasting():
-        return Surroundings(closed, first, flags)
-    if flags not in closed.empty:
-        if len(closed.empty) > _MOST:
-            closed.empty.clear()
-        closed.empty[flags] = Surroundings(closed, first, flags)
-    return closed.empty[flags]
-
-
-class Surroundings:
-    """Surroundings of one call, which are put up again where its function is evaluated once more."""
 
     training: Sequence[bool] = ()
     """The flags of the modules."""
@@ -240,9 +231,9 @@ class Surroundings:
     versions before the call: torch.batch_norm writes without counting."""
     learned = True
 
-    def __init__(self, closed: Closed, first: bool, flags: tuple) -> None:
-        self.closed, self.casts = closed, _casts()
-        self.key = flags
+    def __init__(self, closed: Closed, first: bool, step: tuple[Any, tuple, dict]) -> None:
+        self.closed, self.casts = closed, casts_now()
+        self.key = _flags_of(step)
         """Flags by which f may choose what it reads."""
         if closed.nothing:
             return
@@ -261,8 +252,9 @@ class Surroundings:
 
     def mark(self) -> None:
         """Keep what the buffers hold."""
-        for held, key, _, copies, _ in self.buffers:
-            copies.append(held[key].detach().clone())
+        with _AS_IT_IS if self.learned else functorch.unseen():  # f itself reads none of these
+            for held, key, _, copies, _ in self.buffers:
+                copies.append(held[key].detach().clone())
 
     def called(self) -> None:
         """End of the call: from now on nothing may be written that it has read."""
@@ -331,11 +323,8 @@ class Surroundings:
                 stack.enter_context(swapped(places, [copies[at].clone() for _, _, _, copies, _ in self.buffers]))
                 if restarts:
                     self._have_restarted(stack)
-            for kind, on, dtype in self.casts or _casts():
-                if torch.is_autocast_enabled(kind) or (on and self.casts):
-                    on = on and bool(self.casts)
-                    stack.enter_context(torch.autocast(kind, dtype, enabled=on, cache_enabled=False))
-            yield
+            with autocast_as(self.casts):
+                yield
 
     def _put_back(self, stack: ExitStack, own: set[int], enter: Callable) -> None:
         """Have what f closes over in its places until the stack is closed; `own` may have been written."""
@@ -368,8 +357,18 @@ def _restart(buffers: Sequence[tuple[str, torch.Tensor]], module: nn.Module, arg
     module._buffers.update({name: value.clone() for name, value in buffers})
 
 
-def _casts() -> Sequence[tuple[str, bool, torch.dtype]]:
+def casts_now() -> Casts:
     """Autocast as it is now, if it is on at all."""
     if not functorch.autocasting():
         return ()
     return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS]
+
+
+@contextmanager
+def autocast_as(casts: Casts) -> Iterator[None]:
+    """A context with autocast as it was."""
+    with ExitStack() as stack:
+        for kind, on, dtype in casts or casts_now():
+            if torch.is_autocast_enabled(kind) or (on and casts):
+                stack.enter_context(torch.autocast(kind, dtype, enabled=on and bool(casts), cache_enabled=False))
+        yield

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from invfunc.blocks.looks import default_tolerance
 from invfunc.blocks.series import Known, in_series
 from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, InvFuncError, SampleAxisError
@@ -250,10 +249,6 @@ class Checkpointed(Value):
         if any(not 0 <= i < number for i in kept):
             raise ArgumentError(f"keep={self.keep} names tensors of x by their place, but x has {number} of them.")
         return kept
-
-    def tolerance(self, xs: Sequence[torch.Tensor]) -> float:
-        """The error that is tolerated where all of x is compared."""
-        return max(map(default_tolerance, xs)) if self.check is True else float(self.check)
 
 
 Step = tuple[Checkpointed, Any]

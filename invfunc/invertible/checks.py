@@ -14,7 +14,7 @@ from invfunc import tree
 from invfunc._shown import axes, table
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import differentiable
-from invfunc.blocks.looks import default_tolerance, relative_error
+from invfunc.blocks.looks import precision_of, relative_error
 from invfunc.blocks.run import BlockRun
 from invfunc.errors import InverseError, InvFuncError, InvFuncWarning
 from invfunc.invertible.chain import repeated
@@ -112,8 +112,7 @@ def check_inverse(
     except InvFuncError as error:
         raise told(error, f"check_inverse({trip.pair!r}, x, ...)") from error.__cause__
     condition = _condition(trip.back, trip.y, back)
-    floats = [t for t in tree.tensors(x) if differentiable(t)]
-    coarsest = max((torch.finfo(t.dtype).eps for t in floats), default=0.0)
+    coarsest = max(map(precision_of, tree.tensors(x)), default=0.0)
     if condition * coarsest > coarsest**0.5:
         warnings.warn(
             f"{trip.pair!r} is ill-conditioned: an error of y is {condition:.1e} times larger in x, so that rounding "
@@ -215,7 +214,7 @@ def _errors(name: str, came: Any, wanted: Any, tolerance: float | None) -> dict[
     for (path, leaf), (_, like) in zip(tree.named_leaves(came), tree.named_leaves(wanted), strict=True):
         if isinstance(like, torch.Tensor):
             errors[name + path] = error = relative_error(leaf, like)
-            most = default_tolerance(like) if tolerance is None else tolerance
+            most = precision_of(like) ** 0.5 if tolerance is None else tolerance
             if most < math.inf and not error <= most:
                 raise InverseError(
                     f"{name}{path} comes back with an error of {error:.1e} of its largest entry, where {most:.1e} is "

@@ -7,7 +7,7 @@ close over; the second part reads the blocks in that graph, and the third makes 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -22,11 +22,12 @@ from invfunc._torch.precision import doubled
 from invfunc._torch.values import differentiable
 from invfunc.blocks.looks import tell
 from invfunc.blocks.series import Known
+from invfunc.blocks.surroundings import Casts, autocast_as, casts_now
 from invfunc.errors import InverseError, ReplayError
 from invfunc.invertible.checkpoint import Checkpointed, Step, opened
+from invfunc.pairs.exact import Optimiser
 from invfunc.pairs.found import Automatic
 from invfunc.pairs.pair import behind
-from invfunc.pairs.training import Optimiser
 from invfunc.plans.operators import Operator, draws, written
 
 
@@ -46,21 +47,18 @@ def within(steps: Sequence[Step], x: Any, args: tuple, kwargs: dict[str, Any]) -
 
     def all_blocks() -> Any:
         torch.ops.invfunc.block([], [], [], "", 0.0)  # torch cannot break out of a graph without an operation
-        state, one = x, _one if torch.compiler.is_compiling() else _called
+        state = x
         for g, p in blocks:
-            state = one(g, state, behind(p, args, kwargs), kwargs)
+            state = _one(g, state, behind(p, args, kwargs), kwargs)
         return state
 
     return whole(as_one_node, all_blocks)
 
 
-def _called(g: Checkpointed, state: Any, given: tuple, more: dict[str, Any]) -> Any:
-    """The state behind a block, that is not looked into."""
-    return g(state, *given, **more)
-
-
 def _one(g: Checkpointed, state: Any, given: tuple, more: dict[str, Any]) -> Any:
-    """The state behind a block, with what says how it is inverted written beside it."""
+    """The state behind a block, with what says how it is inverted written beside it where the compiler looks on."""
+    if not torch.compiler.is_compiling():
+        return g(state, *given, **more)
     pair = g.pair
     xs, form = tree.separate(state)
 
@@ -188,7 +186,7 @@ class GraphBlocks:
     def _why_not(self) -> str:
         """The reason why blocks cannot be evaluated again: looked at without numbers."""
         env = {node: node.meta["example_value"] for node in self.inputs}
-        given = tensors_of(env.values())
+        given = tree.tensors([*env.values()])
         look, modes = OperationLook(given), [x.fake_mode for x in given if isinstance(x, FakeTensor)]
         for block in self.blocks:
             with modes[0] if modes else nullcontext(), look, torch.no_grad():
@@ -238,11 +236,6 @@ class OperationLook(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among some values."""
-    return [x for x in values if isinstance(x, torch.Tensor)]
-
-
 def _check_alike(xs: Sequence[torch.Tensor], came: Sequence[torch.Tensor]) -> None:
     for x, other in zip(xs, came, strict=True):
         if (x.shape, x.dtype) != (other.shape, other.dtype):
@@ -285,22 +278,6 @@ def as_one_node(module: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *given: _ChainNode.apply(blocks, *given)
 
 
-class _Autocast(ExitStack):
-    """Autocast as it was."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        kinds = ("cpu", "cuda")
-        self._was = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
-
-    def __enter__(self) -> _Autocast:
-        super().__enter__()
-        for kind, enabled, dtype in self._was:
-            if enabled != torch.is_autocast_enabled(kind):
-                self.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
-        return self
-
-
 class _ChainNode(torch.autograd.Function):
     """`(blocks, inputs) -> y`, of which y, what blocks read beside x, and what they keep of x is saved."""
 
@@ -317,8 +294,8 @@ class _ChainNode(torch.autograd.Function):
         ys = [env[node] for node in blocks.outputs]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(y for y in ys if not differentiable(y)))
-        ctx.save_for_backward(*ys, *tensors_of(rest.values()), *linked, *kept, *seen)
-        ctx.blocks, ctx.autocast = blocks, _Autocast()
+        ctx.save_for_backward(*ys, *tree.tensors([*rest.values()]), *linked, *kept, *seen)
+        ctx.blocks, ctx.casts = blocks, casts_now()
         ctx.rest = {node: None if isinstance(x, torch.Tensor) else x for node, x in rest.items()}
         return tuple(ys)
 
@@ -332,7 +309,7 @@ class _ChainNode(torch.autograd.Function):
         rest = {node: _leaf(next(saved), needs[node]) if x is None else x for node, x in ctx.rest.items()}
         linked = [next(saved) for _ in blocks.linked]
         kept = [next(saved) for block in blocks.blocks for _ in block.kept]
-        way = _Back(blocks, ctx.autocast, rest, kept, [*saved])
+        way = _Back(blocks, ctx.casts, rest, kept, [*saved])
         found = way.through(ys, dict(zip(blocks.outputs, slopes, strict=True)))
         for node in [node for node in found if linked and needs[node]][:1]:
             found[node] = torch.ops.invfunc.linked(found[node], linked)
@@ -344,7 +321,7 @@ class _Back:
     """The way back through blocks, with what is kept of each, and what is seen where inverses come to an end."""
 
     blocks: GraphBlocks
-    autocast: _Autocast
+    casts: Casts
     rest: Env
     kept: list[torch.Tensor]
     seen: list[torch.Tensor]
@@ -357,7 +334,7 @@ class _Back:
         for j in reversed(range(len(self.blocks.blocks))):
             block = self.blocks.blocks[j]
             kept = {i: self.kept.pop() for i in sorted(block.kept, reverse=True)}
-            with torch.no_grad(), self.autocast:
+            with torch.no_grad(), autocast_as(self.casts):
                 xs = block.inverted({**self.rest, **ys}, kept)
             slopes = self._pulled_back(block, xs, slopes)
             if j in self.blocks.ends:
@@ -370,7 +347,7 @@ class _Back:
     def _pulled_back(self, block: GraphBlock, xs: Sequence[torch.Tensor], slopes: Env) -> Env:
         """The gradients of x, from those of y; those of what is read beside it are added to what is found."""
         x = {node: _leaf(value, True) for node, value in zip(block.x, xs, strict=True)}
-        with torch.enable_grad(), self.autocast:  # derivatives are not taken under autocast
+        with torch.enable_grad(), autocast_as(self.casts):  # derivatives are not taken under autocast
             y = block.forth.run({**self.rest, **x})
         back = [(y[n], g) for n, g in slopes.items() if g is not None and y[n].requires_grad]
         given = {n: x[n] if n in x else self.rest[n] for n in block.forth.reads()}

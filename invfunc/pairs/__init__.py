@@ -8,14 +8,12 @@ memory: `held_states`.
 """
 
 from invfunc.blocks.held import held_states
-from invfunc.invertible.chain import multiscale
+from invfunc.invertible.chain import Equilibrium, equilibrium, multiscale
 from invfunc.invertible.checks import drift
-from invfunc.invertible.equilibrium import Equilibrium, equilibrium
-from invfunc.pairs.exact import Grid
-from invfunc.pairs.from_module import from_module
+from invfunc.pairs.couplings import from_module
+from invfunc.pairs.exact import Grid, reversible_adam, reversible_sgd
 from invfunc.pairs.pair import state_first
 from invfunc.pairs.steps import bdia, fixed_point, leapfrog, momentum, reversible_step, runge_kutta
-from invfunc.pairs.training import reversible_adam, reversible_sgd
 
 __all__ = [
     "Equilibrium",

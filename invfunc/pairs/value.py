@@ -94,7 +94,7 @@ def places_in(value: Any) -> Iterator[Place]:
         value = value.func, value.args, value.keywords
     elif isinstance(value, nn.Module):
         held = value._parameters, value._buffers, value._modules
-        yield from ((container, key) for container in held for key in container)
+        yield from ((container, key) for container in held for key in container.keys())  # of scripted ones no dicts
     if isinstance(value, (dict, list, tuple)) and len(value) <= _MOST:
         yield from ((value, key) for key in (value if isinstance(value, dict) else range(len(value))))
     elif hasattr(value, "__dict__"):

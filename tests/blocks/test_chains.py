@@ -6,17 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
-from invfunc import Invertible, chain, invertible_checkpoint, repeated
+from invfunc import Invertible, additive_coupling, affine_coupling, chain, invertible_checkpoint, repeated
 from invfunc.pairs import reversible_step, runge_kutta
-from tests.blocks.cases import PAIRS, X, assert_close, block_of, forward_of, total
+from invfunc.testing import assert_trees_close
 from tests.meter import Meter
 from tests.strategies import Numbers
 
+X = tuple(Numbers(3)(2, 4, 3))
 DEPTH = 5
+ADDITIVE = additive_coupling(lambda x, w: torch.tanh(x @ w.T), lambda x, w: (x @ w).softmax(-1) * x)
+AFFINE = affine_coupling(lambda x, w: (x @ w, torch.sigmoid(x @ w)), lambda x, w: (x @ w, x.square()))
+
+
+def total(tensors: Any) -> torch.Tensor:
+    return torch.cat([t.sin().flatten() for t in tensors]).sum()
 
 
 def weights(number: int = DEPTH) -> list[torch.Tensor]:
@@ -44,50 +49,27 @@ def start() -> tuple[torch.Tensor, ...]:
     return a, b
 
 
-def slope(run: Callable, ws: list[torch.Tensor]) -> Any:
-    torch.manual_seed(3)
-    x = [t.detach().clone().requires_grad_() for t in X]
-    y = run((x[0] * 1, x[1] * 1), pairs_of(ws))
-    return torch.autograd.grad(total(y), [t for t in (*x, *ws) if t.requires_grad], allow_unused=True)
-
-
-@settings(max_examples=8)
-@given(st.lists(st.sampled_from([*PAIRS]), min_size=1, max_size=6), st.data())
-def test_is_its_blocks_one_by_one(names, data):
-    """Of any kinds in any order, one with an input that is kept, some of whose parameters are frozen or tied."""
-    kept = data.draw(st.sets(st.integers(0, len(names) - 1), max_size=1))
-    blocks = [block_of(PAIRS[name], keep=i in kept) for i, name in enumerate(names)]
-    ws = weights(len(names))
-    for i in data.draw(st.sets(st.integers(0, len(ws) - 1), max_size=2)):
-        ws[i].requires_grad_(False)
-    if data.draw(st.booleans()):
-        ws[1] = ws[0]
-    whole, wanted = chain(*blocks), slope(one_by_one([forward_of(PAIRS[name]) for name in names]), ws)
-    for run in (whole, whole, one_by_one(blocks)):
-        assert_close(*[[t for t in found if t is not None] for found in (slope(run, ws), wanted)])
-
-
 class TestSeries:
-    whole = repeated(block_of(PAIRS["additive"]))
-    plain = staticmethod(lambda x, params: one_by_one([forward_of(PAIRS["additive"])] * len(params))(x, params))
+    whole = repeated(invertible_checkpoint(ADDITIVE))
+    plain = staticmethod(lambda x, params: one_by_one([ADDITIVE] * len(params))(x, params))
 
     @pytest.mark.parametrize("at", [0, 3, 2 * DEPTH - 1])
     def test_of_one_weight(self, at):
         """Those behind it are inverted and no more."""
         ws = weights()
         found = [torch.autograd.grad(total(run(start(), pairs_of(ws))), ws[at]) for run in (self.whole, self.plain)]
-        assert_close(*found)
+        assert_trees_close(*found, 1e-9)
 
     def test_beside_what_others_hold(self):
         """Its x and its y, which others read and other blocks take over."""
-        other, ws, found = block_of(PAIRS["affine"]), weights(), []
-        for run, f in ((self.whole, other), (self.plain, PAIRS["affine"])):
+        other, ws, found = invertible_checkpoint(AFFINE), weights(), []
+        for run, f in ((self.whole, other), (self.plain, AFFINE)):
             given = [t.detach().clone().requires_grad_() for t in X]
             x = f((given[0].exp(), given[1] * 1), pairs_of(ws)[0])
             y = run(x, pairs_of(ws))
             z = run(f((x[0] + y[0], y[1]), pairs_of(ws)[1]), pairs_of(ws))
             found.append(torch.autograd.grad(total([t for pair in (x, y, z) for t in pair]), [*given, *ws]))
-        assert_close(*found)
+        assert_trees_close(*found, 1e-9)
 
 
 def test_states_that_pass_through_blocks_are_let_go_of():

@@ -14,8 +14,13 @@ from torch.nn.utils import parametrize
 
 from invfunc import additive_coupling, invertible_checkpoint
 from invfunc.errors import ModifiedError
-from tests.blocks.cases import CALLS, assert_close
 from tests.strategies import Numbers
+
+
+def assert_close(found, wanted):
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
 
 X = tuple(Numbers(3)(2, 4, 3))
 
@@ -153,7 +158,7 @@ def slope(h, *modules, number=2):
 
 def known(kind, f, g):
     h = block_of(kind, f, g)
-    for _ in range(CALLS):
+    for _ in range(4):
         slope(h, f, g)
     return h
 

@@ -1,6 +1,8 @@
 """Ordinary programs that were wrong once: dtypes, strides, losses on the side, the same tensor in several places."""
 
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -285,3 +287,44 @@ def test_parameters_that_are_initialised_by_data_are_so_once(before):
     (found,) = torch.autograd.grad(block(x * 1).sin().sum(), norm.scale)
     assert_trees_close(found, wanted, 1e-12)
     assert norm.done and torch.allclose(norm.scale, plain.scale)
+
+
+@pytest.mark.parametrize("inverse", [True, False], ids=["given", "found"])
+def test_functions_are_not_kept_alive(inverse):
+    held = []
+
+    def once():
+        shift = torch.ones(3, requires_grad=True)
+        held.append(weakref.ref(shift))
+        functions = (lambda x: (x[0] + shift, x[1])), (lambda y: (y[0] - shift, y[1]))
+        f = invertible_checkpoint(*functions[: 1 + inverse])
+        for _ in range(4):
+            torch.stack(f((torch.ones(3) * 1, torch.ones(3) * 2))).sum().backward()
+
+    once()
+    gc.collect()
+    assert held[0]() is None
+
+
+def test_tensors_of_inference_mode_are_taken():
+    f = invertible_checkpoint(lambda x, w: x + w, lambda y, w: y - w)
+    with torch.inference_mode():
+        w = torch.ones(3)
+    x = torch.ones(3, requires_grad=True)
+    f(x * 1, w).sum().backward()
+    assert torch.equal(x.grad, torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "compiled", [torch.jit.script, lambda m: torch.jit.trace(m, X[:, :2])], ids=["script", "trace"]
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_parts_of_torch_jit(compiled):
+    """Whose parameters are in no dict. The first calls, by which torch optimises them, save other tensors."""
+    torch.manual_seed(0)
+    part = compiled(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), nn.Tanh()).double())
+    pair, found = additive_coupling(part, lambda a: part(a).sin(), split_dim=1), []
+    for block in (pair, pair, pair, invertible_checkpoint(pair)):
+        x = X.clone().requires_grad_()
+        found.append(torch.autograd.grad(block(block(x * 1)).sin().sum(), [x, *part.parameters()]))
+    assert_trees_close(found[3], found[2], EXACT)

@@ -252,3 +252,28 @@ class TestWrittenSince:
         with torch.no_grad():
             write(y)
         return h(y, w)
+
+
+def test_a_part_that_reaches_the_whole_net_reads_the_buffers_of_its_own_layers_alone():
+    """Those of another layer may be written between its call and the backward pass."""
+
+    class Net(nn.Module):
+        def __init__(self, wrap):
+            super().__init__()
+            torch.manual_seed(0)
+            self.f, self.g = STATES["spectral norm"](), nn.Linear(3, 3)
+            self.blocks = [
+                wrap(additive_coupling(*2 * [lambda b: self.f(b).sin()])),
+                wrap(additive_coupling(*2 * [lambda b: self.g(b).sin()])),
+            ]
+
+        def forward(self, x):
+            for block in self.blocks * 2:
+                x = block(x)
+            return torch.cat(x)
+
+    found = []
+    for wrap in (invertible_checkpoint, lambda pair: pair):
+        net, x = Net(wrap).double(), leaves()[0].detach()
+        found.append(gradients(net((x, x.cos())).sin(), *net.parameters()))
+    torch.testing.assert_close(*found)

@@ -179,18 +179,6 @@ class Same(Function):
         return tuple(2 * g for g in grads)
 
 
-class Swapped(Same):
-    @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> Any:
-        return b, a
-
-
-class Doubled(Same):
-    @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> Any:
-        return 2 * a, b
-
-
 class Turned(Same):
     """In the same memory, in another order."""
 
@@ -207,7 +195,7 @@ class Mirrored(Same):
         return a.clone(), b.flip(0)
 
 
-BETWEEN = [Same, Swapped, Doubled, Turned, Mirrored]
+BETWEEN = [Same, Turned, Mirrored]
 
 
 def blocks() -> list[Any]:

@@ -1,4 +1,4 @@
-"""A checkpointed function compiled, and against finite differences."""
+"""A checkpointed function compiled, and parts that are compiled."""
 
 from shutil import which
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from invfunc import additive_coupling, invertible_checkpoint, tree
+from invfunc import additive_coupling, invertible_checkpoint
 from invfunc.testing import assert_trees_close
-from tests.invertible.test_composition import backward, live, slope
+from tests.invertible.test_composition import backward, slope
 from tests.invertible_cases import FLOOR, RTOL, Sizes, twins
 
 
@@ -34,21 +34,6 @@ class TestCompiled:
         pair = twins("additive", Sizes(depth=2)).to(dtype, device)
         compiled = torch.compile(slope(pair.g), backend="aot_eager", fullgraph=True)
         assert_trees_close(compiled(pair.x, pair.params), slope(pair.f)(pair.x, pair.params), RTOL[dtype], FLOOR)
-
-
-class TestNumerically:
-    """Against finite differences, which know nothing of autograd."""
-
-    @pytest.mark.parametrize("form", ["additive", "functions of a dict", "no inverse", "hidden", "chain"])
-    def test_gradcheck_and_gradgradcheck(self, form, device):
-        pair = twins(form, Sizes(depth=2)).to(torch.float64, device)
-        leaves, structure = tree.flatten(live(pair.x, pair.params))
-
-        def flat(*leaves):
-            return tuple(tree.leaves(pair.g(*tree.unflatten(leaves, structure))))
-
-        assert torch.autograd.gradcheck(flat, leaves, fast_mode=True, nondet_tol=1e-9)
-        assert torch.autograd.gradgradcheck(flat, leaves, fast_mode=True, nondet_tol=1e-9)
 
 
 NETS = {

@@ -10,6 +10,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -219,6 +220,18 @@ def linear(h, x, p):
     return jvp(h, (x, p), (turned(x), turned(p)))
 
 
+def with_tangents(h, x, p):
+    """Those of `forward_ad`, as numbers."""
+
+    def tangent(t):
+        found = forward_ad.unpack_dual(t).tangent
+        return torch.zeros_like(t) if found is None else found
+
+    with forward_ad.dual_level():
+        given = tree.map_leaves(lambda t: forward_ad.make_dual(t, turned(t)), (x, p))
+        return tree.map_leaves(tangent, h(*given))
+
+
 def summed(h, axes=(0, 0)):
     return lambda x, p: total(vmap(h, axes)(x, p))
 
@@ -234,6 +247,9 @@ FUNC = {
     "vjp in grad": pulled_in_grad,
     "vjp, its cotangent": of_the_cotangent,
     "jvp": linear,
+    "forward_ad": with_tangents,
+    "vmap of jvp": lambda h, x, p: vmap(lambda x: linear(h, x, p))(steps(x)),
+    "jacrev of vmap over params": lambda h, x, p: jacrev(lambda p: some(vmap(h, (None, 0))(x, p)))(steps(p)),
     "jacrev": lambda h, x, p: jacrev(lambda x, p: some(h(x, p)), BOTH)(x, p),
     "jacrev, in chunks": lambda h, x, p: jacrev(lambda p: some(h(x, p), 3), chunk_size=2)(p),
     "jacfwd": lambda h, x, p: jacfwd(lambda x: h(x, p))(x),

@@ -247,7 +247,7 @@ class TestModulesAsParts:
     @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
     def test_are_functions_of_their_own_parameters_and_of_those_of_functional(self, make):
         """Passed ones get the gradients, and the module none."""
-        parts, x = modules(Numbers(1)), halves(Numbers(2))
+        parts, x = modules(), halves(Numbers(2))
         pair, used = make(*parts)
         plain, _ = make(*(lambda b, m=m: m(b) for m in parts))
         assert_trees_close(pair(x), plain(x), 0)
@@ -272,7 +272,7 @@ class TestOnAGrid:
     def test_parts_compute_in_the_dtype_of_their_parameters(self, kind):
         """The state comes back to the bit, and the parameters have gradients of their own dtype."""
         x = Grid().enter(tree.map_tensors(torch.Tensor.float, halves(Numbers(0))))
-        parts = [m.to(kind) for m in modules(Numbers(1))]
+        parts = [m.to(kind) for m in modules()]
         w = weight(Numbers(2)).to(kind).requires_grad_()
         for pair, params in (
             (additive_coupling(*parts, exact=True), None),

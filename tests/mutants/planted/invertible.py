@@ -46,6 +46,13 @@ FAULTS = [
         "blocks/test_modules.py blocks/test_state.py",
     ),
     Fault(
+        "lists of arguments of a block are read as the program has changed them",
+        "tree.py",
+        "return tree if type(tree) in _PLAIN else _copied(tree)",
+        "return tree",
+        "blocks/test_ordinary.py::TestListsOfArguments",
+    ),
+    Fault(
         "an argument that was written is taken as it was",
         "blocks/link.py",
         "if functorch.versions(self._tensors) != self._versions:",
@@ -62,15 +69,15 @@ FAULTS = [
     Fault(
         "other random numbers are drawn where f runs once more",
         "blocks/surroundings.py",
-        "        set_states(zip(generators, states, strict=True))\n",
-        "        pass\n",
+        "        if states:\n",
+        "        if False:\n",
         "blocks/test_replay.py::TestRandomNumbers::test_are_drawn_once",
     ),
     Fault(
         "generators go on from what was drawn again",
         "blocks/surroundings.py",
-        "        set_states(zip(generators, before, strict=True))\n",
-        "        pass\n",
+        "            self.put(before)\n",
+        "            pass\n",
         "blocks/test_replay.py::TestRandomNumbers::test_are_drawn_once",
     ),
     Fault(
@@ -97,7 +104,7 @@ FAULTS = [
     Fault(
         "autocast is that of the backward pass",
         "blocks/surroundings.py",
-        "for kind, on, dtype in self.casts or _casts():",
+        "for kind, on, dtype in casts or casts_now():",
         "for kind, on, dtype in ():",
         "invertible/test_checkpoint.py::TestTraining",
     ),
@@ -216,8 +223,8 @@ FAULTS = [
     Fault(
         "autocast is left behind where blocks are evaluated again",
         "invertible/within.py",
-        "if enabled != torch.is_autocast_enabled(kind):",
-        "if False:",
+        "with torch.enable_grad(), autocast_as(self.casts):",
+        "with torch.enable_grad():",
         "invertible/test_within_compile.py::TestIsWhatItIsOutside",
     ),
     Fault(
@@ -236,14 +243,14 @@ FAULTS = [
     ),
     Fault(
         "an equilibrium is where both copies agree",
-        "invertible/equilibrium.py",
+        "invertible/chain.py",
         "moved = (after - y) / self.beta, (last - z) / self.beta, after - last",
         "moved = (after - last,)",
         "invertible/test_equilibrium.py::TestValue",
     ),
     Fault(
         "the copies of an equilibrium stay in the dtype of x",
-        "invertible/equilibrium.py",
+        "invertible/chain.py",
         'in_float64(t, "an equilibrium keeps two copies of its state")',
         "t",
         "invertible/test_equilibrium.py::TestGradient",
@@ -369,7 +376,7 @@ FAULTS = [
     ),
     Fault(
         "the inverse writes in place into what others read",
-        "pairs/recording.py",
+        "pairs/found.py",
         "leaves[place] = leaves[place].clone()",
         "pass",
         "pairs/test_automatic.py::TestCouplings",
@@ -383,21 +390,21 @@ FAULTS = [
     ),
     Fault(
         "numbers of x may be read",
-        "pairs/recording.py",
+        "pairs/found.py",
         '            if of_x:\n                refuse(f"{call} reads numbers',
         '            if False:\n                refuse(f"{call} reads numbers',
         "pairs/test_automatic_refusals.py::TestRefusals",
     ),
     Fault(
         "what was written by another view is read as it was",
-        "pairs/recording.py",
+        "pairs/found.py",
         "                other.written = str(call)",
         "                pass",
         "pairs/test_automatic_refusals.py::TestRefusals",
     ),
     Fault(
         "an inverse that is looked for alone writes the buffers of a module",
-        "pairs/recording.py",
+        "pairs/found.py",
         "        if self._dry:",
         "        if False:",
         "pairs/test_automatic_refusals.py::TestNumbers",

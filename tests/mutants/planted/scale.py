@@ -11,13 +11,6 @@ FAULTS = [
         "test_chunked.py::TestStatistics::test_options_stay_with_the_statistic",
     ),
     Fault(
-        "lists of arguments of a block are read as the program has changed them",
-        "tree.py",
-        "return tree if type(tree) in _PLAIN else _copied(tree)",
-        "return tree",
-        "blocks/test_ordinary.py::TestListsOfArguments",
-    ),
-    Fault(
         "the mean of ragged chunks weighs them alike",
         "chunked.py",
         "[x * (size / total) for x, size in zip(xs, sizes, strict=True)]",
