@@ -361,12 +361,17 @@ uncounted: Any = torch.autograd._unsafe_preserve_version_counter  # pyright: ign
 
 
 def gradients_of(
-    outputs: Sequence[torch.Tensor], of_outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], graph: bool
+    outputs: Sequence[torch.Tensor],
+    of_outputs: Sequence[torch.Tensor],
+    inputs: Sequence[Any],
+    graph: bool,
+    retain: bool = False,
 ) -> Sequence[torch.Tensor | None]:
-    """`torch.autograd.grad` of gradients that have the shapes of the outputs: to look at those, torch imports sympy."""
+    """`torch.autograd.grad` of gradients that have the shapes of the outputs: to look at those, torch imports sympy,
+    and takes half of the time of a small backward pass."""
     engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportAttributeAccessIssue]
     options = {"allow_unreachable": True, "accumulate_grad": False}
-    return engine.run_backward(tuple(outputs), tuple(of_outputs), graph, graph, tuple(inputs), **options)
+    return engine.run_backward(tuple(outputs), tuple(of_outputs), retain or graph, graph, tuple(inputs), **options)
 
 
 _PASSES: tuple[int, bool] = (-1, False)

@@ -13,7 +13,7 @@ import torch
 
 from invfunc import thresholds
 from invfunc._torch.functorch import dispatched
-from invfunc._torch.precision import doubled, has_float64
+from invfunc._torch.precision import WITHOUT_FLOAT64, doubled
 from invfunc._torch.values import HALF, wide
 from invfunc.core.factors import kronecker, rotated
 from invfunc.core.marks import DERIVED, LEAF, SWAP
@@ -133,11 +133,14 @@ class Shares:
 
     def of_rows(self, use: Any, a: torch.Tensor | None, d: torch.Tensor, each: bool = False) -> torch.Tensor:
         """`sum_n d[n]^T a[n]` in the layout of the parameter, of a shift `sum_n d[n]`; or `each` of them."""
-        if a is None:
-            found = (d if each else d.sum(0)).view((*d.shape[:each], *use.shape))
-        else:
-            found = use.placed(outer(a, d) if each else d.mT @ a)
-        return found if use.node.kind is LEAF else self.pulled(use, found, int(each))
+        if each:
+            return self.laid(use, a, d if a is None else outer(a, d), 1)
+        return self.laid(use, a, d.sum(0) if a is None else d.mT @ a)
+
+    def laid(self, use: Any, a: torch.Tensor | None, found: torch.Tensor, lead: int = 0) -> torch.Tensor:
+        """A sum of `d^T a`, or of d where there is no a, in the layout of the parameter."""
+        found = found.view((*found.shape[:lead], *use.shape)) if a is None else use.placed(found)
+        return found if use.node.kind is LEAF else self.pulled(use, found, lead)
 
     def weighted(self, weights: torch.Tensor | None = None) -> torch.Tensor:
         """`sum_nv weights[n] G[v, n]`."""
@@ -234,20 +237,21 @@ class Shares:
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`sum_n G[n]` and `sum_n (G[n] - mean G)^2` of the only column, without cancellation."""
         n, narrow = self.count, self.leaf.dtype == torch.float32
-        factors = self.factors() if narrow and has_float64(self.leaf.device) else None
+        factors = self.factors() if narrow and self.leaf.device.type not in WITHOUT_FLOAT64 else None
         if factors is not None:  # in float64, whose rounding is 1e9 times finer
             use, a, d = factors
             key = "wide", id(use.edge)
             if (wider := self.run.known.get(key)) is None:
                 self.run.known[key] = wider = (d[0].double(), d[0].double().square())
             d, squares = wider
-            a = None if a is None else a.double()
-            total = d.sum(0) if a is None else d.mT @ a
-            spread = squares.sum(0) if a is None else squares.mT @ a.square()
+            if a is None:
+                total, spread = d.sum(0), squares.sum(0)
+            else:
+                a = a.double()
+                total, spread = d.mT @ a, squares.mT @ a.square()
             spread = torch.addcmul(spread, total, total, value=-1 / n).clamp(min=0)
-            both = [x.to(self.leaf.dtype) for x in (total, spread)]
-            both = [x.view(use.shape) if a is None else use.placed(x) for x in both]
-            return self.pulled(use, both[0], 0), self.pulled(use, both[1], 0)
+            dtype = self.leaf.dtype
+            return self.laid(use, a, total.to(dtype)), self.laid(use, a, spread.to(dtype))
         rows = self.single(TableRows)
         if rows is not None and not self.run.deep:
             return self.moments_of(rows)

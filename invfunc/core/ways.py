@@ -116,13 +116,25 @@ class How:
     """The way f is run, which changes with what a run meets."""
 
     problem: BoundProblem
+    new: type[Run]
+    """The kind of the run."""
     way: Way
+    each: bool
     deep: bool
     twice: bool
     frees: bool
     replays: bool
     ambiguous: Unsupported | None = None
     """What was met where a dim of the size N was taken for one of samples."""
+
+    def run(self) -> Run:
+        """The run, not yet begun."""
+        problem, chosen = self.problem, self.problem.samples
+        chosen = None if chosen is None else torch.tensor(chosen, device=problem.leaves[0].device)
+        run = self.new(problem.n, self.deep, chosen)
+        run.grows, run.way, run.twice, run.each = self.ambiguous is None, self.way, self.twice, self.each
+        run.frees, run.replays = self.frees and not self.deep, self.replays
+        return run
 
     def change(self, run: Run, error: Exception) -> None:
         """Run f in another way after an error, which is raised where there is none."""

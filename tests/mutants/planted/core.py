@@ -41,7 +41,7 @@ FAULTS = [
     Fault(
         "what a parameter met may be written later",
         "core/uses.py",
-        "        if version(self.a) != self.version:\n",
+        "        if counted(self.a) != self.version:\n",
         "        if False:\n",
         "core/test_never_silently_wrong.py::test_a_result_is_that_of_the_loop[input_in_place-plain]",
     ),
