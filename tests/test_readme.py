@@ -17,8 +17,8 @@ def test_examples_run():
     for name, leaf in names["ggn"].items():
         assert (leaf - names["again"][name]).abs().max() <= 1e-4 * leaf.abs().max()
     for name, step in names["step"].items():
-        assert (step * names["gradient"][name]).sum() > 0  # downhill
-    assert all(w.grad.abs().max() > 0 for pair in names["weights"] for w in pair)
+        assert (step * names["total"][name]).sum() > 0  # downhill
+    assert all(p.grad.abs().max() > 0 for p in names["deep"].parameters())
 
 
 def test_commands_stand_on_lines_of_their_own():

@@ -172,7 +172,9 @@ def shuffled(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> 
 def batch_norm(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
     """Batch norm, which mixes samples in train mode."""
     if option(args, kwargs, 5, "training", False):
-        raise Unsupported("in train mode it computes with all samples (take eval mode, or GroupNorm)")
+        raise Unsupported(
+            "it computes with all samples in train mode (take functional(model, train=False), or GroupNorm)"
+        )
     return first(n, data, args, kwargs, out)
 
 

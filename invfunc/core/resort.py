@@ -72,7 +72,7 @@ class AsWritten(TorchFunctionMode):
 def _check(func: Any, args: tuple, kwargs: dict[str, Any], apart: bool = True) -> None:
     """Check that an operation is none of those that count in the whole batch, or write what they find there."""
     if apart and func is F.batch_norm and option(args, kwargs, 5, "training", False):
-        raise Unsupported("batch norm in train mode computes with all samples; take eval mode")
+        raise Unsupported("batch norm in train mode computes with all samples; take functional(model, train=False)")
     table = func is F.embedding or func is F.embedding_bag
     if table and (option(args, kwargs, 3, "max_norm") is not None or option(args, kwargs, 5, "scale_grad_by_freq")):
         raise Unsupported(f"{spelled(func)} with max_norm or scale_grad_by_freq depends on all samples")

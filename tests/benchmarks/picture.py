@@ -74,13 +74,13 @@ def _states(axis: Any) -> None:
 
 
 def _bars(axis: Any, rows: list[tuple[float, float | None, str]]) -> None:
+    largest = max(max(ours, theirs or 0) for ours, theirs, _ in rows)
     for i, (ours, theirs, peer) in enumerate(rows):
         for size, place, color, name in ((ours, i - 0.19, BLUE, "invfunc"), (theirs, i + 0.19, GREY, peer)):
             axis.barh(place, size or 0, height=0.36, color=color)
             told = f"{name}: {size:.0f} MiB" if size else f"{name} fails"
-            axis.text((size or 1) * 1.08, place, told, va="center", fontsize=8)
-    axis.set_xscale("log")
-    axis.set_xlim(1, 12 * max(max(ours, theirs or 0) for ours, theirs, _ in rows))
+            axis.text((size or 0) + 0.01 * largest, place, told, va="center", fontsize=8)
+    axis.set_xlim(0, 1.45 * largest)
     axis.set_yticks(range(len(rows)), SHORT, fontsize=8)
     axis.invert_yaxis()
     axis.set_title("Peak memory of the same numbers", fontsize=11)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from invfunc import batch_grad, functional
+from invfunc import InvFuncWarning, batch_grad, functional
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
 from tests.functional_modules import (
@@ -397,6 +397,61 @@ def test_derivatives_reach_the_parameters(kind):
     assert all(g.any() for g in first.values())
     assert_trees_close(torch.func.grad(loss)(params, X), first, EXACT)
     assert_trees_close({k: g.sum(0) for k, g in batch_grad(loss)(params, X).items()}, first, EXACT)
+
+
+class Keeping(nn.Module):
+    """Keeps what it has computed from a parameter, as timm's attention does with its biases in eval mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.bias, self.cache = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3)), {}
+
+    def forward(self, x):
+        if "bias" not in self.cache:
+            self.cache["bias"] = self.bias.exp()
+        return x * self.scale + self.cache["bias"]
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_parameter_of_which_something_is_kept_warns(before):
+    """At the call that reads what is kept: its gradient is zero, as in plain autograd."""
+    model = Keeping()
+    if before:
+        with torch.no_grad():
+            model(torch.ones(2, 3))
+    f, params = functional(model)
+
+    def losses(p, x):
+        return f(p, x).square().sum(1)
+
+    if not before:
+        assert batch_grad(losses)(params, torch.ones(2, 3))["bias"].all()
+    with pytest.warns(
+        InvFuncWarning, match="does not read 'bias', but a tensor that the module has kept in its 'cache'"
+    ):
+        assert not batch_grad(losses)(params, torch.ones(2, 3))["bias"].any()
+
+
+def test_a_mode_of_its_own():
+    """While the module trains: the weights and running statistics are those of today, and the module keeps its mode."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Flatten(), nn.Linear(16, 3))
+    x, y = torch.randn(8, 1, 4, 4), torch.randint(3, (8,))
+    (f, params), (g, _) = functional(model, train=False), functional(model.eval(), train=True)
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        each = batch_grad(lambda p, x, y: F.cross_entropy(f(p, x), y, reduction="none"))(params, x, y)
+        optimizer.step()
+        alone = copy.deepcopy(model).eval()
+        assert torch.equal(f(params, x), alone(x)) and not torch.equal(f(params, x), model(x))
+        assert model.training and each["1.weight"].shape == (8, 4)
+    torch.manual_seed(1)
+    trained = g(params, x)
+    torch.manual_seed(1)
+    assert torch.equal(trained, copy.deepcopy(model)(x)) and model[1].training
+    assert torch.equal(torch.compile(f, backend="eager", fullgraph=True)(params, x), f(params, x))
 
 
 def test_weights_that_torch_remembers():
