@@ -25,7 +25,7 @@ PACKAGE = ROOT / "invfunc"
 SITE = ROOT / "notebooks" / "site"
 FLOORS = [
     {"thresholds"},
-    {"errors", "tree", "_torch", "_alike", "_ways", "_extras", "_no_output", "_nodes", "_shown", "report"},
+    {"errors", "tree", "_torch", "_alike", "_extras", "_no_output", "_nodes", "_shown", "report"},
     {"linear_algebra"},
     {"kronecker", "plan"},
     {"operations"},

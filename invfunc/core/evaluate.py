@@ -164,7 +164,7 @@ def _how(problem: BoundProblem, quantities: Sequence[Quantity], options: Options
     each, frees = problem.samples is not None or not kind.second_order, not options.plan.splits
     for q in quantities:
         each = each or bool(q.reduction.each)
-        frees = frees and q.single and q.reduction.before is None and not q.reduction.keeps
+        frees = frees and _single(q) and q.reduction.before is None and not q.reduction.keeps
     if not deep and torch.is_grad_enabled():
         constants = [x for q in quantities for x in q.reduction.constants]
         deep = any([x.requires_grad for x in (*problem.tensors, *constants)])
@@ -177,6 +177,12 @@ def _how(problem: BoundProblem, quantities: Sequence[Quantity], options: Options
     twice = deep or kind.second_order or kind.averaged or (kind.convex and problem.n == 1)  # batch norm of one sample
     frees, replays = frees and new is Run, way is BoundProblem.call and problem.f in REPLAYED
     return How(problem, new, way, each, deep, twice, frees, replays)
+
+
+def _single(quantity: Quantity) -> bool:
+    """Tells whether one vector is pulled back."""
+    drawing = quantity.drawing
+    return quantity.kind.first_order or (drawing is not None and drawing.count == 1)
 
 
 def returned(problem: BoundProblem, part: slice = slice(None), leaves: list[torch.Tensor] | None = None) -> Any:
@@ -248,7 +254,7 @@ def _ran(problem: BoundProblem, quantities: Sequence[Quantity], run: Run) -> tup
     leaves = [*map(run.leaf, range(len(problem.leaves)), problem.leaves)]
     convex = exact = False
     for q in quantities:
-        convex, exact, run.alone = convex or q.kind.convex, exact or q.drawing is None, run.alone and q.single
+        convex, exact, run.alone = convex or q.kind.convex, exact or q.drawing is None, run.alone and _single(q)
     if convex and problem.loss is None:
         run.criterion = Finder(n=run.n)
     if convex and exact:

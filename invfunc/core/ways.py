@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -13,7 +14,7 @@ import torch
 from torch.utils.checkpoint import CheckpointError
 
 from invfunc._torch.functorch import transforming
-from invfunc._ways import known_way, note_way
+from invfunc._torch.weak import WeakIdMap
 from invfunc.arguments.problem import BoundProblem
 from invfunc.core.columns import Twice
 from invfunc.core.composed import Unreplayed
@@ -31,6 +32,21 @@ FAULTS = AttributeError, IndexError, KeyError, NameError, TypeError, AssertionEr
 """Errors of code, not of what it computes with."""
 PACKAGE = str(Path(__file__).parents[1])
 T = TypeVar("T")
+_WAYS = WeakIdMap[dict[Hashable, int]]()
+"""The ways in which functions are followed, so that those that fail are not tried again."""
+_TIMES = count()
+
+
+def known_way(f: Callable, what: Hashable) -> int:
+    """The number of the way in which a function is followed, for a statistic or what else is asked of it."""
+    return (_WAYS.get(f) or {}).get(what, 0)
+
+
+def straight(run: Callable[[], T]) -> T:
+    """The result of a run in which no way fails: one in which a way fails has done things twice."""
+    before = repr(_TIMES)
+    found = run()
+    return found if repr(_TIMES) == before else run()
 
 
 def by_ways(f: Callable, what: Hashable, call: Callable[[Way], T], undo: Callable[[], None]) -> T:
@@ -46,7 +62,9 @@ def by_ways(f: Callable, what: Hashable, call: Callable[[Way], T], undo: Callabl
             refusals.append(error)
         else:
             if k != first:
-                note_way(f, what, k)
+                next(_TIMES)
+                with suppress(TypeError):  # a function of a kind that has no weak references
+                    _WAYS.set(f, {**(_WAYS.get(f) or {}), what: k})
             return found
         undo()
         last = refusals[-1]

@@ -78,11 +78,6 @@ class Quantity:
     many samples that is all."""
 
     @property
-    def single(self) -> bool:
-        """Tells whether one vector is pulled back."""
-        return self.kind.first_order or (self.drawing is not None and self.drawing.count == 1)
-
-    @property
     def columns(self) -> Hashable:
         """A key that quantities share if they reduce the same columns."""
         return self.kind, self.drawing, self.reduction.rooted if self.drawing is None else None

@@ -17,7 +17,7 @@ from torch.distributions import (
 )
 
 from invfunc import batch_grad
-from invfunc._ways import known_way
+from invfunc.core.ways import known_way
 from invfunc.testing import assert_trees_close, loop_batch_grad
 from tests.strategies import Numbers
 

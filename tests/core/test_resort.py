@@ -10,8 +10,8 @@ from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 
 import invfunc
 from invfunc import InvFuncError, batch_grad, tree
-from invfunc._ways import known_way
 from invfunc.core import resort
+from invfunc.core.ways import known_way
 from invfunc.statistic import Statistic
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
 from invfunc.testing.laws.rows import FIRST_ORDER

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 import invfunc
 from invfunc import testing
-from invfunc._ways import known_way
+from invfunc.core.ways import known_way
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import ROWS
 
