@@ -210,6 +210,7 @@ def columns_of_all(problem: BoundProblem, outputs: Any, quantities: Sequence[Qua
     """The columns at the outputs of a model, with a loss that is given apart, and the loss."""
     graph = torch.is_grad_enabled() and any(z.requires_grad for z in tree.tensors((outputs,)))
     run = Run(problem.n, transforming() or graph)
+    run.twice = True
     run.open()
 
     def known(z: torch.Tensor) -> torch.Tensor:
@@ -420,18 +421,17 @@ class Pullback:
             return False
         return not (self.apart or any([f.reduction.keeps for f in self.folds]))
 
-    def pull(self, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
+    def pull(self, out: torch.Tensor, cotangent: torch.Tensor) -> None:
         """Reduce one vector at a tensor; all parameters at once, or in the chunks that are asked for."""
         if not self.plan.splits and self.ticks is TICKS:  # in short
             with torch.enable_grad():
-                self.run.pull(out, cotangent)
-            self._fold(range(len(self.run.leaves)))
-            return
+                self.run.pull_columns(out, cotangent[None], retain=False)
+            return self._fold(range(len(self.run.leaves)))
         chunks = self._chunks()
         self.ticks.expect(len(chunks))
         for leaves, self.run.uses in chunks:
             with torch.enable_grad():
-                self.run.pull(out, cotangent, retain=len(chunks) > 1)
+                self.run.pull_columns(out, cotangent[None], retain=len(chunks) > 1)
             self._fold(leaves)
             self.ticks.done()
 
@@ -534,7 +534,7 @@ class Pullback:
 
         return structure.taken(way, reduce)
 
-    def hessian(self, diagonal: HessianDiagonal, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
+    def hessian(self, diagonal: HessianDiagonal, out: torch.Tensor, cotangent: torch.Tensor) -> None:
         """Reduce the columns of a Hessian: of the loss, and of each nonlinear operation."""
         diagonal.reduce(out, cotangent)
 
@@ -600,12 +600,12 @@ def _lots(columns: Sequence[Columns]) -> list[Lot]:
     return found
 
 
-def _cotangent(run: Run, out: Any, name: str = "f") -> torch.Tensor | None:
+def _cotangent(run: Run, out: Any, name: str = "f") -> torch.Tensor:
     """The vector to pull back from a loss, a number or one of each sample; its samples have to be where they belong."""
     known = getattr(out, "_known", None)
     if type(known) is not Mark or known.axis != ((-1, 1, 1) if out.ndim else SUMMED) or not known.graph or out.ndim > 1:
         check_loss(run, out, name)
-    return torch.ones_like(out) if out.ndim else None
+    return torch.ones_like(out)
 
 
 def uses_of(run: Run, uses: Sequence[Use]) -> tuple[list[list[Use]], dict[int, Sequence[int]]]:

@@ -104,7 +104,7 @@ class Teller(Pullback):
     def _part(self, how: str, leaves: frozenset[int], columns: int, passes: int) -> list[ReportPart]:
         return [ReportPart(how, tuple(map(self.problem.name, sorted(leaves))), columns, passes)] if leaves else []
 
-    def hessian(self, diagonal: HessianDiagonal, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
+    def hessian(self, diagonal: HessianDiagonal, out: torch.Tensor, cotangent: torch.Tensor) -> None:
         entry = self.entry
         for part, uses in diagonal.sent(out, cotangent)[2]:
             entry.columns += part.count

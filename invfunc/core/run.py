@@ -173,7 +173,8 @@ class Run(TorchFunctionMode):
         """The states of torch's generators before f, where f may run again on one sample."""
         self._stack = ExitStack()
         self._enter: Callable = Tensor.detach
-        self._leave: Callable = Tensor.detach
+        self.strip: Callable[[Tensor], Tensor] = Tensor.detach
+        """Makes a tensor of the run one for use outside."""
 
     def __enter__(self) -> Run:
         super().__enter__()
@@ -186,9 +187,9 @@ class Run(TorchFunctionMode):
             self._stack.enter_context(torch.inference_mode(False))
         self._stack.enter_context(torch.enable_grad())
         if self.deep and not apart:
-            self._enter, self._leave = lambda x: x.view_as(x) if x.requires_grad else leaf(x), as_it_is
+            self._enter, self.strip = lambda x: x.view_as(x) if x.requires_grad else leaf(x), as_it_is
         elif self.deep:
-            self._enter, self._leave = self._stack.enter_context(grad_level())
+            self._enter, self.strip = self._stack.enter_context(grad_level())
             self.level = levels()[-1][1]
 
     def close(self) -> None:
@@ -216,10 +217,6 @@ class Run(TorchFunctionMode):
         if not self.deep:
             return x.detach().requires_grad_()
         return self._enter(self.strip(x))
-
-    def strip(self, x: Tensor) -> Tensor:
-        """A tensor of the run for use outside."""
-        return self._leave(x)
 
     def left(self, results: Any) -> Any:
         """Results for use outside."""
@@ -637,26 +634,15 @@ class Run(TorchFunctionMode):
 
     # Cotangents
 
-    def pull(self, out: Tensor, cotangent: Tensor | None, retain: bool = False) -> None:
-        """Pull one vector at a tensor back to all uses; the leaves themselves must get nothing."""
-        edges = {id(u.edge): u.edge for u in self.uses}
-        cotangent = torch.ones_like(out) if cotangent is None else cotangent
-        ends, retain = (*edges.values(), *self.leaves), retain or self.deep
-        found = gradients_of((out,), (cotangent,), ends, self.deep, retain)
-        self.check(found[len(edges) :])
-        cotangents = dict(zip(edges, found, strict=False))
-        for use in self.uses:
-            if (d := cotangents[id(use.edge)]) is not None:
-                use.send(self.strip(d)[None] if self.deep else d[None])
-
-    def pull_columns(self, out: Any, columns: Any, some: Sequence[Use] | None = None) -> None:
-        """Pull several vectors `[V, *out]` back at once, a list of them from several tensors; to `some` of the uses."""
+    def pull_columns(self, out: Any, columns: Any, some: Sequence[Use] | None = None, retain: bool = True) -> None:
+        """Pull vectors `[V, *out]` back at once, a list of them from several tensors, to all uses or `some`; the leaves
+        themselves must get nothing."""
         uses = self.uses if some is None else some
         edges = {id(u.edge): u.edge for u in uses}
         columns = columns if type(columns) is list else [columns]
         self.columns, self.known = len(columns[0]), {}
         large = self.columns > 1 and self.largest >= thresholds.APART and columns[0].device.type in thresholds.APART_ON
-        found = self.rows(out, [*edges.values(), *self.leaves], columns, self.deep, large)
+        found = self.rows(out, [*edges.values(), *self.leaves], columns, self.deep, large, retain)
         self.check(found[len(edges) :])
         cotangents = dict(zip(edges, found, strict=False))
         for use in uses:
@@ -666,13 +652,19 @@ class Run(TorchFunctionMode):
             use.send(d if d is None or isinstance(d, list) or not self.deep else self.strip(d))
 
     def rows(
-        self, out: Any, inputs: Sequence[Any], columns: Sequence[Tensor], graph: bool, apart: bool = False
+        self,
+        out: Any,
+        inputs: Sequence[Any],
+        columns: Sequence[Tensor],
+        graph: bool,
+        apart: bool = False,
+        retain: bool = True,
     ) -> list[Any]:
         """The gradients of several vectors, a tensor `[V, ...]` for each of several tensors; `apart`, in lists."""
-        outs = out if isinstance(out, (list, tuple)) else [out]
+        outs = out if type(out) in (list, tuple) else [out]  # an edge is a tuple, too
 
         if len(columns[0]) == 1:
-            found = gradients_of(outs, [c[0] for c in columns], inputs, graph, retain=True)
+            found = gradients_of(outs, [c[0] for c in columns], inputs, graph, retain)
             return [None if g is None else g[None] for g in found]
         if apart:
             each = [gradients_of(outs, column, inputs, graph, retain=True) for column in zip(*columns, strict=True)]
@@ -703,7 +695,8 @@ class Run(TorchFunctionMode):
             elif not uses[0].end:
                 handles.append(edge.node.register_prehook(_told(told, key, edge.output_nr)))
         try:
-            found = torch.autograd.grad(out, [*ends.values(), *self.leaves], cotangent, allow_unused=True)
+            outs, given = (x if type(x) in (list, tuple) else [x] for x in (out, cotangent))
+            found = gradients_of(outs, given, [*ends.values(), *self.leaves], False)
         finally:
             for handle in handles:
                 handle.remove()

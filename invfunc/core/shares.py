@@ -5,7 +5,7 @@ A shortcut is for one use of the parameter, or of a view of it; everything else 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -19,8 +19,6 @@ from invfunc.core.factors import kronecker, rotated
 from invfunc.core.marks import DERIVED, LEAF, SWAP
 from invfunc.core.norms import narrow_norms, tried
 from invfunc.core.run import Run
-from invfunc.core.sides import formed as sided
-from invfunc.core.squares import shifted_moments
 from invfunc.core.uses import (
     WHOLE,
     Block,
@@ -37,6 +35,7 @@ from invfunc.core.uses import (
 from invfunc.kronecker.matrix import Kronecker
 from invfunc.linear_algebra.contract import (
     Term,
+    added,
     cancel,
     contract,
     crosses,
@@ -405,7 +404,7 @@ class Shares:
     def side(self, last: bool, other: torch.Tensor | None = None, diagonal: bool = False) -> torch.Tensor:
         """`sum_vn G A G^T` of gradients as matrices over the first dim and all others, or with `last` `sum_vn G^T B G`,
         or its diagonal; of the identity if there is no other matrix, and of a diagonal one if that is a vector."""
-        found = summed(sided(self.dense(block), last, other, diagonal) for block in self.blocks())
+        found = summed(_sided(self.dense(block), last, other, diagonal) for block in self.blocks())
         return found if diagonal else (found + found.mT) / 2
 
     @property
@@ -429,6 +428,41 @@ class Shares:
     def rotated(self, basis: Kronecker, joint: bool) -> Shares:
         """The gradients in the eigenbasis of K-factors, `Q^T G[v, n]`."""
         return rotated(self, basis, joint and self.bias is not None)
+
+
+def shifted_moments(shares: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sum G` and `sum (G - mean)^2` of blocks `[b, *p]`: the latter around the mean of the first block, corrected."""
+    shift = total = squares = None
+    n = 0
+    for share in shares:
+        shift = share.mean(0) if shift is None else shift
+        n += len(share)
+        share = share - shift
+        total = share.sum(0) if total is None else added(total, _over_samples(share))
+        square = share.square() if share.requires_grad else share.square_()
+        squares = square.sum(0) if squares is None else added(squares, _over_samples(square))
+    assert shift is not None and total is not None and squares is not None
+    centred = torch.addcmul(squares, total, total, value=-1 / n).clamp(min=0)
+    return total + n * shift, centred
+
+
+def _over_samples(block: torch.Tensor) -> torch.Tensor:
+    """The sum of a block `[b, *p]`, without a copy of a single sample."""
+    return block[0] if len(block) == 1 else block.sum(0)
+
+
+def _sided(share: torch.Tensor, last: bool, other: torch.Tensor | None, diagonal: bool) -> torch.Tensor:
+    """The products of a side of gradients `[V, b, *p]`."""
+    matrices = share.flatten(3)
+    matrices = matrices.mT if last else matrices
+    scaled = matrices
+    if other is not None:
+        other = other.to(matrices.dtype)
+        scaled = matrices * other if other.ndim == 1 else matrices @ other
+    if diagonal:
+        return (matrices * scaled).sum((0, 1, 3))
+    rows, others = (x.movedim(2, 0).flatten(1) for x in (matrices, scaled))
+    return rows @ others.mT
 
 
 def _flat(rows: torch.Tensor) -> torch.Tensor:

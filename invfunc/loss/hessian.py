@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import graph_of, innermost, version
+from invfunc._torch.functorch import graph_of, innermost, rows_of, version
 from invfunc._torch.graphs import node_of, nodes_below, nodes_of
 from invfunc._torch.values import HALF, anywhere, check, checked_at_once, wide
 from invfunc.errors import ArgumentError, ConvexityError, SplitError
@@ -56,7 +56,7 @@ def pulled_rows(
         warnings.filterwarnings("ignore", "There is a performance drop")  # of vmap, about an operation in f
         try:
             if plain:
-                return [*pull(columns, is_grads_batched=True)]
+                return [*rows_of(outputs, columns, inputs, graph)]
             found = iter(torch.vmap(one)(*columns))  # which can return nothing but tensors
             return [None if none else next(found) for none in missing]
         except RuntimeError:  # no batching rule for a derivative
