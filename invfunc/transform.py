@@ -204,7 +204,7 @@ class _Telling:
         if not isinstance(error, Exception):
             return
         hint, own = data_first(self.t, self.args), error if isinstance(error, InvFuncError) else None
-        if isinstance(error, TypeError) and (why := misfit(self.names, self.args, self.kwargs)):
+        if own is None and isinstance(error, TypeError) and (why := misfit(self.names, self.args, self.kwargs)):
             own = ArgumentTypeError(why)
         if own is not None:
             call = f"{self.t!r}{self.method}({', '.join(self.names)})"
