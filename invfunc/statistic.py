@@ -16,7 +16,7 @@ from invfunc._torch.generators import set_states, states_of, torchs_own
 from invfunc._torch.values import anywhere
 from invfunc.arguments.problem import BoundProblem, InDims, beside, nothing, problem, with_aux
 from invfunc.callables import check_functions, describe
-from invfunc.core.evaluate import evaluated
+from invfunc.core.evaluate import kept
 from invfunc.core.explained import explained
 from invfunc.core.ways import Way, by_ways
 from invfunc.evaluation.engine import Engine
@@ -87,16 +87,28 @@ class Statistic(Transform):
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         given = self.problem(args, kwargs, names)
         if not given.n:
-            found = self._of_nothing(self._engine(given), names)
+            results, aux = self._of_nothing(self._engine(given), names)
         elif self._in_parts:
-            found = self._engine(given).result()
+            results, aux = self._engine(given).result()
         else:
-            found = self._directly(given)
+            undo = self._undo()
+            run = partial(kept, given, self._quantities(given), self.options, undo=undo)
+            found = by_ways(self.f, self.called, self._ticking(run, given.n) if self.options.progress else run, undo)
+            results, aux = found.results, found.aux
             if given.others:
                 with suppress(Drew):  # what is drawn for a batch alone is another sequence
                     self._engine(given).check_others()
-        results, aux = found
         return tuple(results) if self.members else results[0], aux
+
+    def _ticking(self, run: Callable[..., T], n: int) -> Callable[[Way], T]:
+        """A run that shows its progress."""
+
+        def shown(way: Way) -> T:
+            with ticking(self.options.progress, n) as ticks:
+                ticks.reach(n)
+                return run(way, ticks=ticks)
+
+        return shown
 
     def _of_nothing(self, engine: Engine, names: Any) -> tuple[list[Any], Any]:
         """The state of no samples, where f gives no losses or a sum of none, and aux."""
@@ -119,17 +131,6 @@ class Statistic(Transform):
 
     def _engine(self, given: BoundProblem) -> Engine:
         return Engine(given, self.options, self._quantities(given), (*self.called, "in parts"))
-
-    def _directly(self, given: BoundProblem) -> tuple[list[Any], Any]:
-        """The results of all samples at once."""
-        undo = self._undo()
-        call = partial(evaluated, given, self._quantities(given), self.options, undo=undo)
-
-        def shown(way: Way) -> tuple[list[Any], Any]:
-            with ticking(self.options.progress, given.n) as ticks:
-                return call(way, ticks=ticks)
-
-        return by_ways(self.f, self.called, shown if self.options.progress else call, undo)
 
     def without_samples(self, params: Any) -> Engine:
         """The evaluation of no samples, which has parameters only."""

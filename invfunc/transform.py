@@ -174,7 +174,9 @@ class Transform(ABC):
             from invfunc._torch.eager import eagerly  # imports the compiler, which takes a second
 
             return eagerly(partial(self.run, compute, names, method=method), args, kwargs)
-        result, aux = self.told(compute, names, args, kwargs, method)
+        called = names(len(args))
+        with _Telling(self, called, args, kwargs, method), checked_at_the_end(own=True):
+            result, aux = compute(args, kwargs, called)
         made: Any = result
         if self.owned and not isinstance(made, Transform):  # whose results are made so in its calls
             result = own_memory(result, (args, kwargs, self.memory))
@@ -185,20 +187,32 @@ class Transform(ABC):
     def told(self, compute: Compute, names: Callable[[int], Any], args: tuple, kwargs: dict, method: str = "") -> Any:
         """The computation of a call; an error says which call it is of."""
         called = names(len(args))
-        try:
-            with checked_at_the_end(own=True):
-                return compute(args, kwargs, called)
-        except Exception as error:
-            call, hint, why = f"{self!r}{method}({', '.join(called)})", data_first(self, args), ""
-            if not isinstance(error, InvFuncError) or isinstance(error, SampleAxisError):
-                why = misfit(called, args, kwargs) if isinstance(error, TypeError) else numpy_arrays(args, called)
-            if why:
-                raise told(ArgumentTypeError(why), call, hint) from error
-            if isinstance(error, InvFuncError):
-                raise told(error, call, hint) from error.__cause__
-            if hint:
-                error.add_note(hint)
-            raise
+        with _Telling(self, called, args, kwargs, method), checked_at_the_end(own=True):
+            return compute(args, kwargs, called)
+
+
+class _Telling:
+    """A context in which an error says of which call of a transform it is."""
+
+    def __init__(self, t: Transform, names: Any, args: tuple, kwargs: dict, method: str) -> None:
+        self.t, self.names, self.args, self.kwargs, self.method = t, names, args, kwargs, method
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, Exception):
+            return
+        hint, own, why = data_first(self.t, self.args), error if isinstance(error, InvFuncError) else None, ""
+        if own is None or isinstance(own, SampleAxisError):
+            of_types = isinstance(error, TypeError)
+            why = misfit(self.names, self.args, self.kwargs) if of_types else numpy_arrays(self.args, self.names)
+        own = ArgumentTypeError(why) if why else own
+        if own is not None:
+            call = f"{self.t!r}{self.method}({', '.join(self.names)})"
+            raise told(own, call, hint) from (error.__cause__ if own is error else error)
+        if hint:
+            error.add_note(hint)
 
 
 _ALL = 99

@@ -220,7 +220,7 @@ class TestPasses:
     @pytest.fixture(autouse=True)
     def counted(self, monkeypatch):
         self.passes = []
-        for name in ("pull", "pull_columns", "stream"):
+        for name in ("pull_columns", "stream"):
             monkeypatch.setattr(Run, name, noted(self.passes, getattr(Run, name)))
 
     def counting(self):

@@ -139,21 +139,18 @@ NETWORKS = {
 
 def counted(statistic, args):
     """How often something is pulled back, and how many columns together."""
-    found, stream, pull, columns = [], Run.stream, Run.pull, Run.pull_columns
+    found, stream, columns = [], Run.stream, Run.pull_columns
 
-    def one(of):
-        def pulled(self, *rest, **options):
-            found.append(1)
-            return of(self, *rest, **options)
+    def one(self, *rest):
+        found.append(1)
+        return stream(self, *rest)
 
-        return pulled
-
-    def several(self, out, given, *rest):
+    def several(self, out, given, *rest, **options):
         found.append(len(given[0] if isinstance(given, list) else given))
-        return columns(self, out, given, *rest)
+        return columns(self, out, given, *rest, **options)
 
     with (
-        mock.patch.multiple(Run, stream=one(stream), pull=one(pull), pull_columns=several),
+        mock.patch.multiple(Run, stream=one, pull_columns=several),
         mock.patch("invfunc.statistic.PARTS", True, create=True),
     ):
         statistic(*args)

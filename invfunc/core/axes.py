@@ -69,11 +69,6 @@ def reduction(linear: bool = False) -> Any:
     return rule
 
 
-def norm(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
-    """`norm(x, p, dim, keepdim)`."""
-    return reduction()(n, data, (args[0], *args[2:]), kwargs, out)
-
-
 def reshaped(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
     """The dim in whose steps the samples are after a reshape, which keeps the order of the entries."""
     x, (at, outer, inner) = data[0]
@@ -160,13 +155,6 @@ def spatial(dims: int) -> Any:
         return data[0][1]
 
     return rule
-
-
-def shuffled(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
-    """Channels that become pixels, or pixels that become channels."""
-    if data[0][1][0] >= -3:
-        raise Unsupported("the samples are channels or pixels")
-    return data[0][1]
 
 
 def batch_norm(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
@@ -310,14 +298,6 @@ def dropped(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> A
     if dim == at:
         raise Unsupported("single samples are picked")
     return (at + (dim > at), outer, inner)
-
-
-def narrowed(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
-    """`narrow(x, dim, start, length)`."""
-    x, axis = data[0]
-    if option(args, kwargs, 1, "dim") % x.ndim - x.ndim == axis[0]:
-        raise Unsupported("some of the samples are picked")
-    return axis
 
 
 def indexed(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Axis | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -148,14 +149,13 @@ def lost(problem: BoundProblem, run: Run, outputs: Any, known: bool = False) -> 
         check_outputs(run, z, problem.out_dims, path)
 
     def at(ordinal: int, z: torch.Tensor) -> Output:
-        with run:
-            own = z.clone()  # the loss may write into it
+        own = z.clone()  # the loss may write into it
         know(own, Mark(run.token, (problem.out_dims % max(1, z.ndim) - z.ndim, 1, 1), z.requires_grad))
         return Output(ordinal, own, WHOLE if run.n == 1 else Axis(problem.out_dims % z.ndim), z)
 
     def called(roots: list[Output], target: Any) -> torch.Tensor:
         given = tree.unflatten([r.value for r in roots], structure)
-        with marked_for(None), TwiceDifferentiable(), run:
+        with marked_for(None), TwiceDifferentiable() if run.twice else nullcontext(), run:
             return loss(given, target)
 
     def again(sample: Callable[[Any], Any]) -> tuple[torch.Tensor, list[Output]]:
@@ -171,7 +171,7 @@ def lost(problem: BoundProblem, run: Run, outputs: Any, known: bool = False) -> 
         run.split = Split(Within(run), run.n, roots[0].value, [r for r in roots if r.value.requires_grad])
         return None
     run.criterion = Finder([r for r in roots if r.value.requires_grad], run.n)
-    run.again, run.twice = again, True
+    run.again = again
     return called(roots, problem.target(run))
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from invfunc import thresholds, tree
 from invfunc._extras import Ticks
-from invfunc._torch.functorch import hooked, transforming, versions
+from invfunc._torch.functorch import transforming, versions
 from invfunc._torch.generators import same_state, set_states, state_of, states_of, torchs_own
 from invfunc.arguments.problem import BoundProblem, check_numbers, whole
 from invfunc.budget.size import fits
@@ -44,7 +44,7 @@ T = TypeVar("T")
 Made = dict[Hashable, list[Columns]]
 """Columns of each kind, by the key that quantities share."""
 Reduce = Callable[[str, Any], Any]
-PLAIN, TICKS = Options(), Ticks()
+PLAIN, TICKS, PLAINLY = Options(), Ticks(), nullcontext()
 
 
 def of_each_kind(quantities: Sequence[Quantity]) -> list[list[int]]:
@@ -79,39 +79,13 @@ def by_kinds(
         yield group, found
 
 
-def evaluated(
-    problem: BoundProblem,
-    quantities: Sequence[Quantity],
-    options: Options = PLAIN,
-    way: Way = BoundProblem.call,
-    ticks: Ticks = TICKS,
-    undo: Callable[[], Any] = bool,
-) -> tuple[list[Any], Any]:
-    """The results of some quantities of one function, and aux.
-
-    `way` calls f: as it is, with all operations followed, or as the last resort does (`WAYS`); what it drew is undone
-    where f has to run again.
-    """
-
-    def finished(run: Run, folds: list[Fold], out: Any, aux: Any, outside: bool) -> tuple[list[Any], Any]:
-        with torch.set_grad_enabled(run.deep and outside):
-            results = [f.finished() for f in folds]
-        return _left(run, results, outside) if run.deep else results, None if aux is None else _left(run, aux, outside)
-
-    if ticks is not TICKS:
-        ticks.reach(problem.n)
-    if len(quantities) > 1 and len(of_each_kind(quantities)) > 1:
-        found = [*by_kinds(quantities, way, lambda some, way: evaluated(problem, some, options, way, undo=undo))]
-        results = {i: result for group, (some, _) in found for i, result in zip(group, some, strict=True)}
-        return [results[i] for i in range(len(quantities))], found[0][1][1]
-    return ran_and(finished, problem, quantities, options, None, ticks, way, undo=undo)
-
-
 @dataclass
 class RunStates:
     """The states of some quantities in one run."""
 
     folds: list[Fold]
+    results: list[Any]
+    """Those of the folds, where they are not to be merged with others."""
     count: int
     """How many samples were reduced."""
     aux: Any
@@ -124,29 +98,91 @@ class RunStates:
 def kept(
     problem: BoundProblem,
     quantities: Sequence[Quantity],
-    options: Options,
+    options: Options = PLAIN,
+    way: Way = BoundProblem.call,
     known: Made | None = None,
     ticks: Ticks = TICKS,
-    way: Way = BoundProblem.call,
     part: bool = False,
+    phased: bool = False,
+    undo: Callable[[], Any] = bool,
+    pullback: Callable[..., Pullback] | None = None,
 ) -> RunStates:
-    """The states of some quantities in a run of one function, to be merged with those of others.
+    """The states of some quantities in a run of one function, and their results.
 
-    A reduction of several phases is in one of them: only a phase that is of each sample alone comes before it. The
+    `way` calls f: as it is, with all operations followed, or as the last resort does (`WAYS`); what it drew is undone
+    where f has to run again. States that are `phased` are to be merged with those of others, so that there are no
+    results, and of several phases they are of one, with no other before it than one that is of each sample alone. The
     columns may be `known`; `part` says that these are a part of the samples, whose losses have to add up.
     """
-
-    def left(run: Run, folds: list[Fold], out: Any, aux: Any, outside: bool) -> RunStates:
-        for fold in folds if run.deep else ():
-            fold.states, fold.earlier = _left(run, (fold.states, fold.earlier), outside)
-        aux = None if aux is None else _left(run, aux, outside)
-        return RunStates(folds, run.count, aux, _left(run, out, outside), _left(run, run.outputs, outside))
-
     if len(quantities) > 1 and len(of_each_kind(quantities)) > 1:
-        every = [*by_kinds(quantities, way, lambda some, way: kept(problem, some, options, known, ticks, way, part))]
-        folds = {i: fold for group, one in every for i, fold in zip(group, one.folds, strict=True)}
-        return replace(every[0][1], folds=[folds[i] for i in range(len(quantities))])
-    return ran_and(left, problem, quantities, replace(options, reduce=None), known, ticks, way, part, phased=True)
+
+        def of_kind(some: list[Quantity], way: Way) -> RunStates:
+            return kept(problem, some, options, way, known, ticks, part, phased, undo, pullback)
+
+        every = [*by_kinds(quantities, way, of_kind)]
+        pairs = dict[int, tuple[Fold, Any]]()
+        for group, one in every:
+            pairs |= zip(group, zip(one.folds, one.results, strict=True), strict=True)
+        folds, results = zip(*[pairs[i] for i in range(len(quantities))], strict=True)
+        return replace(every[0][1], folds=[*folds], results=[*results])
+    how = _how(problem, quantities, options, way)
+    problem = how.problem
+    while True:
+        run, met = how.run(), None
+        run.part, run.given = part, known is not None and problem.loss is not None
+        try:
+            run.open(how.way is BoundProblem.call or transforming())
+            with Replays(how.twice) if how.replays else PLAINLY:
+                out, aux = _ran(problem, quantities, run)
+                if run.closed_over and run.outside and not run.deep:
+                    raise Again
+                folds = _folds(problem, quantities, run, options, phased)
+                way_back = (pullback or Pullback)(run, problem, folds, options.plan, ticks, run.uses)
+                _pulled(way_back, quantities, out, options.dense, known)
+            results = [None] * len(folds)
+            if not phased and pullback is None:
+                with torch.set_grad_enabled(run.deep and run.outside):
+                    results = [*map(Fold.finished, folds)]
+            for fold in folds if run.deep else ():
+                fold.states, fold.earlier = run.left((fold.states, fold.earlier))
+            results = run.left(results) if run.deep else results
+            return RunStates(folds, results, run.count, run.left(aux), run.left(out), run.left(run.outputs))
+        except Met as error:
+            met = error
+        except (Again, Twice, CheckpointError, ReplayError, Unsupported) as error:
+            how.change(run, error)
+            undo()
+        finally:
+            run.close()
+        if met is not None:
+            raise looked_at(met) from None
+
+
+def _how(problem: BoundProblem, quantities: Sequence[Quantity], options: Options, way: Way) -> How:
+    """The way f is run at first."""
+    kind, deep = quantities[0].kind, transforming()
+    each, frees = problem.samples is not None or not kind.second_order, not options.plan.splits
+    for q in quantities:
+        each = each or bool(q.reduction.each)
+        frees = frees and _single(q) and comes_apart(q.reduction)
+    if not deep and torch.is_grad_enabled():
+        constants = [x for q in quantities for x in q.reduction.constants]
+        deep = any([x.requires_grad for x in (*problem.tensors, *constants)])
+    new = ChainRun if kind.averaged else CallsRun if kind.second_order else Run
+    if new is not Run and way is not BoundProblem.call:
+        if way is by_rows or kind.averaged:
+            raise Final("second derivatives of a function whose operations are not followed")
+        problem, new = problem if problem.loss is None else whole(problem), Run
+        way = way if each else at_once
+    twice = deep or kind.second_order or kind.averaged or (kind.convex and problem.n == 1)  # batch norm of one sample
+    frees, replays = frees and new is Run, way is BoundProblem.call and problem.f in REPLAYED
+    return How(problem, new, way, each, deep, twice, frees, replays)
+
+
+def _single(quantity: Quantity) -> bool:
+    """Tells whether one vector is pulled back."""
+    drawing = quantity.drawing
+    return quantity.kind.first_order or (drawing is not None and drawing.count == 1)
 
 
 def returned(problem: BoundProblem, part: slice = slice(None), leaves: list[torch.Tensor] | None = None) -> Any:
@@ -162,10 +198,10 @@ def loss_of(problem: BoundProblem) -> torch.Tensor:
     run = Run(problem.n, transforming())
     run.open()
     try:
-        out, _ = _ran(problem, [], run, False)
+        out, _ = _ran(problem, [], run)
         if not isinstance(out, torch.Tensor) or out.ndim < 2:
             _cotangent(run, out)
-        return _left(run, out, False)
+        return run.left(out).detach()
     finally:
         run.close()
 
@@ -174,6 +210,7 @@ def columns_of_all(problem: BoundProblem, outputs: Any, quantities: Sequence[Qua
     """The columns at the outputs of a model, with a loss that is given apart, and the loss."""
     graph = torch.is_grad_enabled() and any(z.requires_grad for z in tree.tensors((outputs,)))
     run = Run(problem.n, transforming() or graph)
+    run.twice = True
     run.open()
 
     def known(z: torch.Tensor) -> torch.Tensor:
@@ -185,7 +222,7 @@ def columns_of_all(problem: BoundProblem, outputs: Any, quantities: Sequence[Qua
         out = lost(problem, run, tree.map_tensors(known, outputs))
         found = {q.columns: columns_at(run, out, q) for q in quantities}
         check_kept(run, [part for each in found.values() for part in each])
-        return found, _left(run, out, False)
+        return found, run.left(out).detach()
     finally:
         run.close()
 
@@ -203,69 +240,11 @@ def hessian_of(problem: BoundProblem) -> list[Columns]:
     run = Run(problem.n, transforming() or (torch.is_grad_enabled() and any(x.requires_grad for x in problem.tensors)))
     run.open()
     try:
-        leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
         run.criterion, run.part, run.twice = Finder(n=run.n), True, True
-        with marked_for(run.criterion), TwiceDifferentiable():
-            out = _called(problem, run, leaves)[0]
+        out, _ = _ran(problem, [], run)
         return check_kept(run, split(run, out).hessian())
     finally:
         run.close()
-
-
-def ran_and(
-    finish: Callable[..., T],
-    problem: BoundProblem,
-    quantities: Sequence[Quantity],
-    options: Options,
-    known: Made | None = None,
-    ticks: Ticks = TICKS,
-    way: Way = BoundProblem.call,
-    part: bool = False,
-    phased: bool = False,
-    undo: Callable[[], Any] = bool,
-    pullback: Callable[..., Pullback] | None = None,
-) -> T:
-    """Run f, reduce the columns, and finish with what is kept while the run is open."""
-    pullback = pullback or Pullback
-    outside = torch.is_grad_enabled()
-    constants = [x for q in quantities for x in q.reduction.constants]
-    deep = transforming() or (outside and any([x.requires_grad for x in (*problem.tensors, *constants)]))
-    chosen = problem.samples
-    chosen = None if chosen is None else torch.tensor(chosen, device=problem.leaves[0].device)
-    kind = quantities[0].kind
-    new = ChainRun if kind.averaged else CallsRun if kind.second_order else Run
-    each = chosen is not None or not kind.second_order or any([q.reduction.each for q in quantities])
-    if new is not Run and way is not BoundProblem.call:
-        if way is by_rows or kind.averaged:
-            raise Final("second derivatives of a function whose operations are not followed")
-        problem, new = problem if problem.loss is None else whole(problem), Run
-        way = way if each else at_once
-    twice = deep or kind.second_order or (kind.convex and problem.n == 1)  # for torch's batch norm of one sample
-    frees = new is Run and not options.plan.splits  # and what is seen of the quantities
-    how = How(problem, way, deep, twice, frees, way is BoundProblem.call and problem.f in REPLAYED)
-    while True:
-        run = new(problem.n, how.deep, chosen)
-        run.grows = how.ambiguous is None
-        run.part, run.way, run.twice, run.each = part, way, how.twice, each
-        run.frees, run.replays = how.frees and not how.deep, how.replays
-        run.given = known is not None and problem.loss is not None
-        run.open(way is BoundProblem.call or transforming())
-        met = None
-        try:
-            given = problem, quantities, run, outside, options, known, ticks, phased, pullback
-            if not how.replays:
-                return finish(run, *_evaluated(*given), outside)
-            with Replays(how.twice or new is CallsRun):
-                return finish(run, *_evaluated(*given), outside)
-        except Met as error:
-            met = error
-        except (Again, Twice, CheckpointError, ReplayError, Unsupported) as error:
-            how.change(run, error)
-            undo()
-        finally:
-            run.close()
-        if met is not None:
-            raise looked_at(met) from None
 
 
 def comes_apart(reduction: Reduction) -> bool:
@@ -275,85 +254,100 @@ def comes_apart(reduction: Reduction) -> bool:
     return reduction.before is None and not reduction.keeps
 
 
-def _ran(problem: BoundProblem, quantities: Sequence[Quantity], run: Run, outside: bool) -> tuple[Any, Any]:
-    """The result of f, and aux; the run knows then what f reads of the parameters."""
+def _ran(problem: BoundProblem, quantities: Sequence[Quantity], run: Run) -> tuple[Any, Any]:
+    """The result of f, or its loss of that, and aux; the run knows then what f reads of the parameters."""
     device, given = problem.leaves[0].device.type, problem.tensors
     check_numbers(given)
     before = versions(given)
-    leaves = [run.leaf(i, p) for i, p in enumerate(problem.leaves)]
+    leaves = [*map(run.leaf, range(len(problem.leaves)), problem.leaves)]
     convex = exact = False
     for q in quantities:
-        convex, exact = convex or q.kind.convex, exact or q.drawing is None
-        run.alone = run.alone and (q.kind.first_order or (q.drawing is not None and q.drawing.count == 1))
-        run.frees = run.frees and run.alone and comes_apart(q.reduction)
+        convex, exact, run.alone = convex or q.kind.convex, exact or q.drawing is None, run.alone and _single(q)
     if convex and problem.loss is None:
         run.criterion = Finder(n=run.n)
     if convex and exact:
         run.states = states_of(torchs_own())
     with (
-        _autocast(device, True),
-        nullcontext() if run.criterion is None else marked_for(run.criterion),
-        TwiceDifferentiable() if run.twice or isinstance(run, CallsRun) else nullcontext(),
+        _autocast(device, True) if torch.is_autocast_enabled(device) else PLAINLY,
+        PLAINLY if run.criterion is None else marked_for(run.criterion),
+        TwiceDifferentiable() if run.twice else PLAINLY,
     ):
-        out, aux = _called(problem, run, leaves, convex)
-    if run.closed_over and outside and not run.deep:
-        raise Again
+        try:
+            out, aux = (run.way or BoundProblem.call)(problem, run, leaves, slice(None))
+        except (Unsupported, ProcessError):
+            raise
+        except Exception as error:
+            raise Met(error, lambda: returned(problem)) from None
+        if problem.loss is not None:
+            out = _lost(problem, run, out, convex)
     if before != versions(given):
         raise Unsupported("f writes into its arguments in place")
-    if hooked(leaves):
-        raise Unsupported("a hook may change what is sent back")
     if not all([fits(q.reduction, problem.leaves) for q in quantities if q.reduction.squares]):
         check_room(problem, quantities, uses_of(run, run.uses)[0])
     return out, aux
 
 
-def _evaluated(
-    problem: BoundProblem,
-    quantities: Sequence[Quantity],
-    run: Run,
-    outside: bool,
-    options: Options,
-    known: Made | None,
-    ticks: Ticks,
-    phased: bool,
-    pullback: Callable[..., Pullback],
-) -> tuple[list[Fold], Any, Any]:
-    """The states of a run, the result of f, and aux."""
-    device = problem.leaves[0].device.type
-    out, aux = _ran(problem, quantities, run, outside)
-    of_model = {q.kind.of_model for q in quantities}
-    several = isinstance(out, torch.Tensor) and out.ndim > 1
-    rows = of_model == {"yes"} or (of_model == {"unless it returns a loss"} and several)
-    entries = run.apart and quantities[0].kind.second_order
-    cotangent = (
-        None if rows or run.given or entries else _cotangent(run, out, "f" if problem.loss is None else "the loss")
-    )
-    n, dtype = run.count, reduce(torch.promote_types, [p.dtype for p in problem.leaves])
-    found = Found(n, 1, [torch.Size()], None, dtype)
-    folds = [Fold(q.reduction, problem, found, options.reduce, phased, q.give) for q in quantities]
-    paired = [phase for f in folds if f.reduction.paired for phase in f.reduction.phases]
+def _lost(problem: BoundProblem, run: Run, out: Any, convex: bool) -> Any:
+    """The loss of the outputs of a model that is given apart from it; of `convex` ones, in which columns are taken."""
+    loss = problem.loss
+    assert loss is not None
+    if run.n == 1:  # outputs may have lost the axis of the sample
+        with run:
+            out = tree.map_tensors(lambda z: z if z.ndim else z.reshape(1), out)
+    run.outputs = out
+    try:
+        if convex:
+            return lost(problem, run, out, run.given)
+        target = problem.target(run)
+        with run:
+            return loss(out, target)
+    except (Unsupported, InvFuncError):
+        raise
+    except Exception as error:
+        raise Met(error, lambda: loss(returned(problem), problem.args[-1])) from None
+
+
+def _folds(
+    problem: BoundProblem, quantities: Sequence[Quantity], run: Run, options: Options, phased: bool
+) -> list[Fold]:
+    """The folds of some quantities, before anything is reduced."""
+    dtype = reduce(torch.promote_types, [p.dtype for p in problem.leaves])
+    found = Found(run.count, 1, [torch.Size()], None, dtype)
+    paired = [phase for q in quantities if q.reduction.paired for phase in q.reduction.phases]
     if any([getattr(phase, "joined", False) for phase in paired]):
         run.partners = partners(uses_of(run, run.uses)[0], run.leaves)
-    with torch.set_grad_enabled(run.deep and outside), _autocast(device, False):
-        way = pullback(run, problem, folds, options.plan, ticks, run.uses)
+    return [Fold(q.reduction, problem, found, options.reduce, phased, q.give) for q in quantities]
+
+
+def _pulled(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: bool, known: Made | None) -> None:
+    """Pull back what some quantities of one kind are of, from the result of f, and reduce it."""
+    run, problem, kind = way.run, way.problem, quantities[0].kind
+    of_model = {q.kind.of_model for q in quantities}
+    several = isinstance(out, torch.Tensor) and out.ndim > 1
+    rows = of_model == {"yes"} or (several and of_model == {"unless it returns a loss"})
+    entries = run.apart and kind.second_order
+    if not (rows or run.given or entries):
+        cotangent = _cotangent(run, out, "f" if problem.loss is None else "the loss")
+    device = problem.leaves[0].device.type
+    autocast = _autocast(device, False) if torch.is_autocast_enabled(device) else PLAINLY
+    with torch.set_grad_enabled(run.deep and run.outside), autocast:
         if isinstance(run, ChainRun):
             with _undrawn():
                 way.chain(quantities[0], out)
         elif run.criterion is not None:
-            _columns(way, quantities, out, options.dense, known)
+            _columns(way, quantities, out, dense, known)
         elif isinstance(run, CallsRun):
             with _undrawn():
-                way.hessian(HessianDiagonal(run, problem.name, folds, *uses_of(run, run.uses)), out, cotangent)
-        elif quantities[0].kind.second_order:
+                way.hessian(HessianDiagonal(run, problem.name, way.folds, *uses_of(run, run.uses)), out, cotangent)
+        elif kind.second_order:
             with TwiceDifferentiable():  # a checkpoint runs again as it did
                 way.entries(out)
         elif rows:
             _rows(way, out)
-        elif not way.streams or options.plan.asked("params"):
+        elif not way.streams or way.plan.asked("params"):
             way.pull(out, cotangent)
         else:
             way.stream(out, cotangent)
-    return folds, out, aux
 
 
 @contextmanager
@@ -366,36 +360,8 @@ def _undrawn() -> Iterator[None]:
 
 
 def _autocast(device: str, enabled: bool) -> AbstractContextManager:
-    """A context without autocast, or without its cache, which would keep the casts of all aliases; if there is any."""
-    if not torch.is_autocast_enabled(device):
-        return nullcontext()
+    """A context without autocast, or without its cache, which would keep the casts of all aliases."""
     return torch.autocast(device, torch.get_autocast_dtype(device), enabled, cache_enabled=False)
-
-
-def _called(problem: BoundProblem, run: Run, leaves: list[torch.Tensor], convex: bool = False) -> tuple[Any, Any]:
-    """The result of f, or its loss of that, whose outputs are `convex` ones; and aux."""
-    try:
-        out, aux = (run.way or BoundProblem.call)(problem, run, leaves, slice(None))
-    except (Unsupported, ProcessError):
-        raise
-    except Exception as error:
-        raise Met(error, lambda: returned(problem)) from None
-    if (loss := problem.loss) is None:
-        return out, aux
-    if run.n == 1:  # outputs may have lost the axis of the sample
-        with run:
-            out = tree.map_tensors(lambda z: z if z.ndim else z.reshape(1), out)
-    run.outputs = out
-    try:
-        if convex:
-            return lost(problem, run, out, run.given), aux
-        target = problem.target(run)
-        with run:
-            return loss(out, target), aux
-    except (Unsupported, InvFuncError):
-        raise
-    except Exception as error:
-        raise Met(error, lambda: loss(returned(problem), problem.args[-1])) from None
 
 
 def _columns(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: bool, known: Made | None) -> None:
@@ -464,18 +430,17 @@ class Pullback:
         units = {f.reduction.units for f in self.folds if f.reduction.units is not None}
         return len(units) < 2 and all([comes_apart(f.reduction) for f in self.folds])
 
-    def pull(self, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
+    def pull(self, out: torch.Tensor, cotangent: torch.Tensor) -> None:
         """Reduce one vector at a tensor; all parameters at once, or in the chunks that are asked for."""
         if not self.plan.splits and self.ticks is TICKS:  # in short
             with torch.enable_grad():
-                self.run.pull(out, cotangent)
-            self._fold(range(len(self.run.leaves)))
-            return
+                self.run.pull_columns(out, cotangent[None], retain=False)
+            return self._fold(range(len(self.run.leaves)))
         chunks = self._chunks()
         self.ticks.expect(len(chunks))
         for leaves, self.run.uses in chunks:
             with torch.enable_grad():
-                self.run.pull(out, cotangent, retain=len(chunks) > 1)
+                self.run.pull_columns(out, cotangent[None], retain=len(chunks) > 1)
             self._fold(leaves)
             self.ticks.done()
 
@@ -575,7 +540,7 @@ class Pullback:
 
         return structure.taken(way, reduce)
 
-    def hessian(self, diagonal: HessianDiagonal, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
+    def hessian(self, diagonal: HessianDiagonal, out: torch.Tensor, cotangent: torch.Tensor) -> None:
         """Reduce the columns of a Hessian: of the loss, and of each nonlinear operation."""
         diagonal.reduce(out, cotangent)
 
@@ -644,17 +609,12 @@ def _lots(columns: Sequence[Columns]) -> list[Lot]:
     return found
 
 
-def _left(run: Run, results: Any, outside: bool) -> Any:
-    """The results for use outside of the run."""
-    return tree.map_tensors(lambda x: run.strip(x) if outside else run.strip(x).detach(), results)
-
-
-def _cotangent(run: Run, out: Any, name: str = "f") -> torch.Tensor | None:
+def _cotangent(run: Run, out: Any, name: str = "f") -> torch.Tensor:
     """The vector to pull back from a loss, a number or one of each sample; its samples have to be where they belong."""
     known = getattr(out, "_known", None)
     if type(known) is not Mark or known.axis != ((-1, 1, 1) if out.ndim else SUMMED) or not known.graph or out.ndim > 1:
         check_loss(run, out, name)
-    return torch.ones_like(out) if out.ndim else None
+    return torch.ones_like(out)
 
 
 def uses_of(run: Run, uses: Sequence[Use]) -> tuple[list[list[Use]], dict[int, Sequence[int]]]:
@@ -740,11 +700,10 @@ class Fold:
         if type(reduction).aside is not Reduction.aside:
             found.aside[self.problem.paths[i]] = reduction.aside(state, found)
         results = reduction.finish(state, found)
-        if reduction.rounded:
-            results = [x if getattr(x, "dtype", None) is leaf.dtype else _rounded(x, leaf.dtype) for x in results]
-        if self.reduce is not None:
-            results = [x if x is None else self.reduce(self.problem.paths[i], _own(x)) for x in results]
-        return results
+        if self.reduce is None:
+            return results
+        results = [_rounded(x, leaf.dtype) for x in results] if reduction.rounded else results
+        return [x if x is None else self.reduce(self.problem.paths[i], _own(x)) for x in results]
 
     def finished(self) -> Any:
         """The result."""
@@ -755,8 +714,11 @@ class Fold:
             (before,) = self.of_all(self.first, self.earlier)
             self.found = replace(self.found, before=before)
         done = self.results
-        parts = [*zip(*[done[i] if i in done else self.closed(i) for i in range(len(problem.leaves))], strict=True)]
-        trees = [tree.unflatten([*part], problem.structure) for part in parts]
+        each = [done[i] if i in done else self.closed(i) for i in range(len(problem.leaves))]
+        wanted = {p.dtype for p in problem.leaves} if reduction.rounded and self.reduce is None else set()
+        if wanted and (len(wanted) > 1 or {x.dtype for x in tree.tensors((each,))} != wanted):
+            each = [[_rounded(x, p.dtype) for x in own] for own, p in zip(each, problem.leaves, strict=True)]
+        trees = [tree.unflatten([*part], problem.structure) for part in zip(*each, strict=True)]
         return reduction.assemble([tuple(t) if problem.several else t[0] for t in trees], self.found)
 
     def of_all(self, reduction: Reduction, states: States) -> list[Any]:

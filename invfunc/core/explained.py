@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from invfunc import thresholds, tree
 from invfunc.arguments.problem import BoundProblem
 from invfunc.budget.size import bytes_of
 from invfunc.core.columns import columns_at
-from invfunc.core.evaluate import Fold, Pullback, by_kinds, of_each_kind, ran_and, uses_of
+from invfunc.core.evaluate import Fold, Pullback, by_kinds, kept, of_each_kind, uses_of
 from invfunc.core.hessian import HessianDiagonal
 from invfunc.core.marks import spelled
 from invfunc.core.refusals import matrices
@@ -52,6 +51,9 @@ class Teller(Pullback):
 
     notes: dict[int, Entry] = field(default_factory=dict)
     """An entry for each fold, by its id."""
+
+    def __post_init__(self) -> None:
+        self.of = uses_of(self.run, self.uses)[0]
 
     @property
     def entry(self) -> Entry:
@@ -102,7 +104,7 @@ class Teller(Pullback):
     def _part(self, how: str, leaves: frozenset[int], columns: int, passes: int) -> list[ReportPart]:
         return [ReportPart(how, tuple(map(self.problem.name, sorted(leaves))), columns, passes)] if leaves else []
 
-    def hessian(self, diagonal: HessianDiagonal, out: torch.Tensor, cotangent: torch.Tensor | None) -> None:
+    def hessian(self, diagonal: HessianDiagonal, out: torch.Tensor, cotangent: torch.Tensor) -> None:
         entry = self.entry
         for part, uses in diagonal.sent(out, cotangent)[2]:
             entry.columns += part.count
@@ -137,31 +139,32 @@ def explained(
         a, b = max(chunks, key=lambda chunk: chunk[1] - chunk[0])
         first = problem.chunk(slice(a, b), b - a)
     asked = any(options.plan.splits.values())
-    plan, notes = options.plan.without("samples"), dict[int, Entry]()
+    plan, notes, tellers = options.plan.without("samples"), dict[int, Entry](), list[Teller]()
 
-    def told(run: Run, folds: list[Fold], out: Any, aux: Any, outside: bool) -> list[Explanation]:
-        found, of = [], uses_of(run, run.uses)[0]
-        for fold, q in zip(folds, quantities, strict=True):
-            e = notes[id(fold)]
-            pullbacks = e.pullbacks * (len(chunks) * q.reduction.sweeps if len(chunks) > 1 else 1)
-            params = [_parameter(problem, q, i, uses) for i, uses in enumerate(of)]
-            found.append(
-                Explanation(
-                    "",
-                    e.columns,
-                    pullbacks if asked else e.passes,
-                    pullbacks,
-                    sum(p.bytes for p in params) or _size(fold),
-                    e.cost,
-                    HOW[way] + (e.why or _why(run, q, options, e)),
-                    tuple(e.parts),
-                    tuple(params),
-                )
+    def look(*given: Any) -> Teller:
+        tellers.append(Teller(*given, notes=notes))
+        return tellers[-1]
+
+    folds = kept(first, quantities, replace(options, plan=plan, reduce=None), way, undo=undo, pullback=look).folds
+    run, of, found = tellers[-1].run, tellers[-1].of, []
+    for fold, q in zip(folds, quantities, strict=True):
+        e = notes[id(fold)]
+        pullbacks = e.pullbacks * (len(chunks) * q.reduction.sweeps if len(chunks) > 1 else 1)
+        params = [_parameter(problem, q, i, uses) for i, uses in enumerate(of)]
+        found.append(
+            Explanation(
+                "",
+                e.columns,
+                pullbacks if asked else e.passes,
+                pullbacks,
+                sum(p.bytes for p in params) or _size(fold),
+                e.cost,
+                HOW[way] + (e.why or _why(run, q, options, e)),
+                tuple(e.parts),
+                tuple(params),
             )
-        return found
-
-    look, plainly = partial(Teller, notes=notes), replace(options, plan=plan, reduce=None, progress="")
-    return ran_and(told, first, quantities, plainly, None, way=way, undo=undo, pullback=look)
+        )
+    return found
 
 
 def _why(run: Run, q: Quantity, options: Options, entry: Entry) -> str:

@@ -152,7 +152,9 @@ def _of_layer(run: Run, leaf: torch.Tensor, use: Use, bias: str, again: bool, mo
         places = [*_whole(leaf.shape, use.of_w[1], use.of_w[2], False)]
     large = places[0].size > most
     key = "sent", large, id(use.edge)
-    if (b := run.known.get(key)) is None:
+    if (b := run.known.get(key)) is not None:
+        b = b.clone()  # a weight and its bias have matrices of their own
+    else:
         run.known[key] = b = outer(s.flatten(0, 1).unsqueeze(-1), diagonal=large)
     a = None
     if read is not None and not again:

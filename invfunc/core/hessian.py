@@ -411,7 +411,7 @@ class HessianDiagonal:
         self.straight = {i for i, uses in again.items() if uses is not None}
         self.rest = [i for i in again if i not in self.straight]
 
-    def reduce(self, out: Tensor, cotangent: Tensor | None) -> None:
+    def reduce(self, out: Tensor, cotangent: Tensor) -> None:
         """Reduce all columns, and the entries of what these miss."""
         run = self.run
         slopes, others, parts = self.sent(out, cotangent)
@@ -422,15 +422,12 @@ class HessianDiagonal:
             if g is not None:
                 self.cross(i, use, run.strip(g))
         if self.rest and slopes is not None:
-            cotangent = torch.ones_like(out) if cotangent is None else cotangent
             self.entries(*_roots(run, out, cotangent, slopes, [f.reduction for f in self.folds]))
 
-    def sent(
-        self, out: Tensor, cotangent: Tensor | None
-    ) -> tuple[Any, Sequence[Any], list[tuple[ColumnPart, list[Use]]]]:
+    def sent(self, out: Tensor, cotangent: Tensor) -> tuple[Any, Sequence[Any], list[tuple[ColumnPart, list[Use]]]]:
         """Cotangents from the result: at sums of operations, to products that count twice, and the columns of each
         operation, with the uses to which they may come."""
-        run, cotangent = self.run, torch.ones_like(out) if cotangent is None else cotangent
+        run = self.run
         results = [y for call in (*run.calls, *run.sums) for y in call.results]
         edges = [*[y.edge for y in results], *[use.edge for _, use in self.crossed]]
         if not edges:

@@ -383,7 +383,7 @@ class Followed(Run):
     def __init__(self, run: Run) -> None:
         super().__init__(run.n, run.deep)
         self.blended, self.marked, self.clean = False, dict[int, Any](), dict[int, Any]()
-        self.level, self._enter, self._leave = run.level, run._enter, run._leave
+        self.level, self._enter, self.strip = run.level, run._enter, run.strip
 
     def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
         """Run an operation, given the tensors that it reads."""

@@ -16,9 +16,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from invfunc import thresholds
+from invfunc import thresholds, tree
 from invfunc._torch.functorch import (
     as_it_is,
     base_of,
@@ -26,6 +27,7 @@ from invfunc._torch.functorch import (
     given_back,
     grad_level,
     gradient_edge,
+    gradients_of,
     graph_of,
     leaf,
     level_of,
@@ -73,6 +75,7 @@ from invfunc.core.tables import (
     LEAKS,
     LIKE,
     LINEAR,
+    MOVING,
     MULTIPLY,
     PLAIN,
     POINTWISE,
@@ -94,8 +97,10 @@ from invfunc.reductions.lots import Lot
 
 Tensor = torch.Tensor
 SET = Tensor.__setitem__
-TABLES = {torch.nn.functional.embedding: 3, torch.nn.functional.embedding_bag: 3}
+TABLES = {F.embedding: 3, F.embedding_bag: 3}
 """Operations of tables of parameters, and where their `max_norm` is."""
+REWRITTEN = {*TABLES, torch.broadcast_tensors, F.scaled_dot_product_attention}
+"""Operations with a rule that run, or may run, in others."""
 PICKING = INDEXES | {SET}
 """Operations whose index is one of their arguments, which weighs nothing."""
 
@@ -103,68 +108,73 @@ PICKING = INDEXES | {SET}
 class Run(TorchFunctionMode):
     """A context in which f runs on `enter`ed parameters and samples; what it noted is there until it closes."""
 
+    level: int | None = None
+    columns = 1
+    outside = True
+    """Whether gradients are enabled around the run."""
+    numbers = 0
+    """How many numbers the results have of operations that read parameters."""
+    largest = 0
+    """Those of the largest of these."""
+    closed_over = False
+    """Whether f reads a tensor from elsewhere that requires a gradient."""
+    criterion: Finder | None = None
+    """Finds the outputs, where they are looked for."""
+    split: Split | None = None
+    """The loss part of f, once it is known."""
+    again: Any = None
+    """The loss at a target from a sampler, where it is given apart."""
+    twice = False
+    """Whether operations run in a form that can be differentiated twice."""
+    given = False
+    """Whether columns are known at the outputs, so that a loss that is given apart is not looked at."""
+    part = False
+    """Whether these are a part of the samples, whose losses have to add up."""
+    way: Any = None
+    """How f is called, if not as it is."""
+    frees = freed = False
+    """Whether what is read in invertible blocks may be computed again, as cotangents are contracted when they come;
+    and whether something is."""
+    apart = False
+    """Whether f was evaluated for each sample apart, so that nothing is known of its operations."""
+    outputs: Any = None
+    """The outputs of a model that is given apart from its loss."""
+    of_hessian = False
+    """Whether the columns are the root of a Hessian's diagonal, and the u of `-u u^T` beside it."""
+    each = True
+    """Whether something of each sample is wanted."""
+    grows = True
+    """Whether a dim of the size N, of what is expanded or filled, is one of samples."""
+    grew = False
+    """Whether there was such a dim."""
+    ordered = False
+    """Whether there are samples in any order along a dim."""
+    alone = True
+    """Whether one vector is pulled back at a time."""
+    replays = False
+    """Whether checkpoints are evaluated again as they were followed."""
+    func: Any = None
+
     def __init__(self, n: int, deep: bool, chosen: Tensor | None = None) -> None:
         """`deep` says that the result is differentiated; `chosen` are the samples that are wanted, if not all."""
         super().__init__()
-        self.n, self.deep, self.columns = n, deep, 1
+        self.n, self.deep = n, deep
         self.chosen, self.count = chosen, n if chosen is None else len(chosen)
         self.token = object()
         self.uses: list[Use] = []
         self.leaves: list[Tensor] = []
-        self.level: int | None = None
         self.known: dict[Any, Any] = {}
         """Factors that a weight and its bias share."""
-        self.numbers = 0
-        """How many numbers the results have of operations that read parameters."""
-        self.largest = 0
-        """Those of the largest of these."""
-        self.closed_over = False
-        """Whether f reads a tensor from elsewhere that requires a gradient."""
         self.partners: dict[int, tuple[str, int]] = {}
         """Weights and biases that the same operations read, where somebody asks."""
-        self.criterion: Finder | None = None
-        """Finds the outputs, where they are looked for."""
-        self.split: Split | None = None
-        """The loss part of f, once it is known."""
-        self.again: Any = None
-        """The loss at a target from a sampler, where it is given apart."""
-        self.twice = False
-        """Whether operations run in a form that can be differentiated twice."""
-        self.given = False
-        """Whether columns are known at the outputs, so that a loss that is given apart is not looked at."""
         self.lots: list[Lot] = []
         """The columns that are drawn."""
-        self.part = False
-        """Whether these are a part of the samples, whose losses have to add up."""
-        self.way: Any = None
-        """How f is called, if not as it is."""
-        self.frees = self.freed = False
-        """Whether what is read in invertible blocks may be computed again, as cotangents are contracted when they come;
-        and whether something is."""
-        self.apart = False
-        """Whether f was evaluated for each sample apart, so that nothing is known of its operations."""
-        self.outputs: Any = None
-        """The outputs of a model that is given apart from its loss."""
-        self.of_hessian = False
-        """Whether the columns are the root of a Hessian's diagonal, and the u of `-u u^T` beside it."""
         self.states: list[Any] = []
         """The states of torch's generators before f, where f may run again on one sample."""
-        self.each = True
-        """Whether something of each sample is wanted."""
-        self.grows = True
-        """Whether a dim of the size N, of what is expanded or filled, is one of samples."""
-        self.grew = False
-        """Whether there was such a dim."""
-        self.ordered = False
-        """Whether there are samples in any order along a dim."""
-        self.alone = True
-        """Whether one vector is pulled back at a time."""
-        self.replays = False
-        """Whether checkpoints are evaluated again as they were followed."""
-        self.func: Any = None
         self._stack = ExitStack()
         self._enter: Callable = Tensor.detach
-        self._leave: Callable = Tensor.detach
+        self.strip: Callable[[Tensor], Tensor] = Tensor.detach
+        """Makes a tensor of the run one for use outside."""
 
     def __enter__(self) -> Run:
         super().__enter__()
@@ -172,13 +182,14 @@ class Run(TorchFunctionMode):
 
     def open(self, apart: bool = True) -> None:
         """Begin the run: outside of f, derivatives are taken in it, `apart` at a level of torch.func of their own."""
+        self.outside = torch.is_grad_enabled()
         if torch.is_inference_mode_enabled():
             self._stack.enter_context(torch.inference_mode(False))
         self._stack.enter_context(torch.enable_grad())
         if self.deep and not apart:
-            self._enter, self._leave = lambda x: x.view_as(x) if x.requires_grad else leaf(x), as_it_is
+            self._enter, self.strip = lambda x: x.view_as(x) if x.requires_grad else leaf(x), as_it_is
         elif self.deep:
-            self._enter, self._leave = self._stack.enter_context(grad_level())
+            self._enter, self.strip = self._stack.enter_context(grad_level())
             self.level = levels()[-1][1]
 
     def close(self) -> None:
@@ -207,9 +218,12 @@ class Run(TorchFunctionMode):
             return x.detach().requires_grad_()
         return self._enter(self.strip(x))
 
-    def strip(self, x: Tensor) -> Tensor:
-        """A tensor of the run for use outside."""
-        return self._leave(x)
+    def left(self, results: Any) -> Any:
+        """Results for use outside."""
+        if results is None:
+            return None
+        detached = not self.deep or not self.outside
+        return tree.map_tensors(lambda x: self.strip(x).detach() if detached else self.strip(x), results)
 
     def use(self, use: Use, edge: Any, end: bool = True) -> None:
         """Note a use."""
@@ -298,21 +312,68 @@ class Run(TorchFunctionMode):
     def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
         """Run an operation, given the tensors that it reads."""
         data, params, filled, sums, lost, blends, _ = found
-        if filled and (data or sums or lost or blends):
-            data += [(x, known.axis) for x, known in filled if known.graph]
-        if self.part and any([func not in PICKING or any([x is y for y in (args[0], *args[2:])]) for x, _ in blends]):
-            raise Unsupported("data of several samples weigh the loss of a part of them")
-        if func in LIKE and data:  # of the others the form alone
-            data = [pair for pair in data if pair[0] is args[0]]
-            if func in FILLS and data and type(data[0][1][1]) is not int:  # as large as some samples, and no sample
-                return func(*args, **kwargs)
-        if func in LEAKS and any([x.is_floating_point() for x, _ in (*data, *sums, *lost, *blends)]):
-            raise Unsupported("it reads data, whose samples cannot be followed")
+        if filled or self.part or func in LIKE or func in LEAKS:
+            data = self.data_of(func, args, found)
         if not data or sums or lost or func is SET:
             return self.special(func, args, kwargs, (data, *found[1:]))
         if len(data) == 1 and not params and func in SHORT and type(data[0][1][1]) is int:  # the most frequent ones
             return self.pointwise(func, args, kwargs, data)
-        return self.of_samples(func, args, kwargs, data, params)
+        rule, self.func = RULES.get(func), func
+        if self.ordered and len(data) > 1 and rule in BY_ROW and any([type(axis[1]) is int for _, axis in data]):
+            # rows of others without a derivative are constants, as in mixup
+            data = [(x, axis) for x, axis in data if type(axis[1]) is int or x.requires_grad]
+        if self.part and weighs(func, args, kwargs) and any([-axis[0] <= x.ndim for x, axis in data]):
+            raise Unsupported("a mean in which targets weigh, of a part of the samples")
+        if self.criterion is not None and (out := criterion_of(self, func, args, kwargs, data)) is not None:
+            return self.mark(rule, func, args, kwargs, data, out)
+        if (rule is None or func in REWRITTEN) and (
+            out := self.rewritten(func, args, kwargs, data, params)
+        ) is not None:
+            return out
+        if params:
+            return self.meet(func, rule, args, kwargs, data, params)
+        return self.mark(rule, func, args, kwargs, data, func(*args, **kwargs))
+
+    def data_of(self, func: Any, args: tuple, found: tuple[list, ...]) -> list[Known]:
+        """The tensors of whose samples the result is, among those that an operation reads."""
+        data, _, filled, sums, lost, blends, _ = found
+        if filled and (data or sums or lost or blends):
+            data = data + [(x, known.axis) for x, known in filled if known.graph]
+        if self.part and any([func not in PICKING or any([x is y for y in (args[0], *args[2:])]) for x, _ in blends]):
+            raise Unsupported("data of several samples weigh the loss of a part of them")
+        if func in LIKE:  # of the others the form alone
+            data = [pair for pair in data if pair[0] is args[0]]
+            if func in FILLS and data and type(data[0][1][1]) is not int:  # as large as some samples, and no sample
+                return []
+        if func in LEAKS and any([x.is_floating_point() for x, _ in (*data, *sums, *lost, *blends)]):
+            raise Unsupported("it reads data, whose samples cannot be followed")
+        return data
+
+    def rewritten(self, func: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
+        """The result of an operation of samples in others that are followed; None where it is followed as it is."""
+        read = {id(x) for x, _ in params}
+        if func in TABLES and read and option(args, kwargs, TABLES[func], "max_norm") is not None:
+            raise Final("an embedding with max_norm, which writes its table")
+        if func is F.embedding or (
+            func is F.scaled_dot_product_attention and id(option(args, kwargs, 3, "attn_mask")) not in read
+        ):
+            return None
+        if func is torch.broadcast_tensors:
+            shape = torch.broadcast_shapes(*[x.shape for x in args])
+            with self:
+                return tuple(x.expand(shape) for x in args)
+        if func is F.scaled_dot_product_attention:
+            with self:
+                return masked_attention(*args, **kwargs)
+        if hasattr(func, "rule_of"):
+            return own.followed(self, func, args, kwargs, data, params)
+        inner = self.at_once(func, args, data, params) or composed(func)
+        if inner is None:
+            return None
+        if checkpointing() and not self.replays:
+            raise Unreplayed("it is inside of a checkpoint, whose second run is not followed")
+        with self:
+            return self.seen(inner(*args, **kwargs), func)
 
     def special(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
         """Run an operation without samples, of sums of them, or of what is lost."""
@@ -349,41 +410,6 @@ class Run(TorchFunctionMode):
             known = Mark(self.token, axis, graph)
         vars(out)["_known"] = known
         return out
-
-    def of_samples(self, func: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
-        """Run an operation of samples, perhaps with parameters."""
-        rule = RULES.get(func)
-        if self.ordered and len(data) > 1 and rule in BY_ROW and any([type(axis[1]) is int for _, axis in data]):
-            # rows of others without a derivative are constants, as in mixup
-            data = [(x, axis) for x, axis in data if type(axis[1]) is int or x.requires_grad]
-        if self.part and weighs(func, args, kwargs) and any([-axis[0] <= x.ndim for x, axis in data]):
-            raise Unsupported("a mean in which targets weigh, of a part of the samples")
-        if func is torch.broadcast_tensors:
-            shape = torch.broadcast_shapes(*[x.shape for x in args])
-            with self:
-                return tuple(x.expand(shape) for x in args)
-        if params and func in TABLES and option(args, kwargs, TABLES[func], "max_norm") is not None:
-            raise Final("an embedding with max_norm, which writes its table")
-        if self.criterion is not None and (out := criterion_of(self, func, args, kwargs, data)) is not None:
-            return self.mark(rule, func, args, kwargs, data, out)
-        if rule is None or func is torch.nn.functional.embedding_bag:
-            if hasattr(func, "rule_of"):
-                self.func = func
-                return own.followed(self, func, args, kwargs, data, params)
-            inner = self.at_once(func, args, data, params) or composed(func)
-            if inner is not None:
-                if checkpointing() and not self.replays:
-                    raise Unreplayed("it is inside of a checkpoint, whose second run is not followed")
-                with self:
-                    return self.seen(inner(*args, **kwargs), func)
-        self.func = func
-        attention = params and func is torch.nn.functional.scaled_dot_product_attention
-        if attention and any([x is option(args, kwargs, 3, "attn_mask") for x, _ in params]):
-            with self:
-                return masked_attention(*args, **kwargs)
-        if params:
-            return self.meet(func, rule, args, kwargs, data, params)
-        return self.mark(rule, func, args, kwargs, data, func(*args, **kwargs))
 
     def at_once(self, func: Any, args: tuple, data: list[Known], params: list[Known]) -> Callable | None:
         """A recurrent layer with all steps in a few operations, whose first derivatives are right."""
@@ -443,7 +469,7 @@ class Run(TorchFunctionMode):
         if func not in PURE and RULES.get(func) is None and (inner := composed(func)):
             with self:
                 return inner(*args, **kwargs)
-        if func is torch.nn.functional.embedding and self.spread(args[0]):
+        if func is F.embedding and self.spread(args[0]):
             data = [(args[0].view_as(args[0]), (-args[0].ndim, 1, 1))]
             know(data[0][0], Mark(self.token, data[0][1], False))
             return self.meet(func, RULES[func], (data[0][0], *args[1:]), kwargs, data, params)
@@ -484,18 +510,14 @@ class Run(TorchFunctionMode):
 
     def mark(self, rule: Any, func: Any, args: tuple, kwargs: dict, data: list[Known], out: Any) -> Any:
         """Note where the samples of a result are."""
-        if args and out is args[0]:
-            if into_view(out):
-                raise Unsupported("samples are written into a view of a tensor without samples")
-            if func not in POINTWISE and func not in GROUPED and named(func).endswith("_"):
-                error = Unsupported("an operation in place that is not entry by entry")
-                if out.is_floating_point() or base_of(out) is not None:
-                    raise error
-                return self.lose(out, error, func)  # as the inverse of a permutation, which is an index
-        axes: Any = (-1, 1, 1)
-        if self.n != 1:
+        if args and out is args[0] and (error := self.in_place(func, out)) is not None:
+            return self.lose(out, error, func)
+        axes: Any = (-1, 1, 1) if self.n == 1 else None
+        if axes is None:
             try:
-                axes = axes_of(self, rule, func, args, kwargs, data, out)
+                if rule is not None and func not in MOVING and -data[0][1][0] <= data[0][0].ndim:
+                    axes = rule(self.n, data, args, kwargs, out)
+                axes = axes_of(self, rule, func, args, kwargs, data, out) if axes is None else axes
             except Unsupported as error:
                 return self.lose(out, error, func)
             except Exception as error:  # of a rule, about arguments that it does not know
@@ -519,6 +541,18 @@ class Run(TorchFunctionMode):
                     unchanged(self, y, axis)
                 known["_known"] = Mark(self.token, axis, graph)
         return out
+
+    def in_place(self, func: Any, out: Tensor) -> Unsupported | None:
+        """The error where an operation has written samples into its first argument, but for one entry by entry; that
+        of an index, as the inverse of a permutation, only where the result comes of it."""
+        if into_view(out):
+            raise Unsupported("samples are written into a view of a tensor without samples")
+        if func in POINTWISE or func in GROUPED or not named(func).endswith("_"):
+            return None
+        error = Unsupported("an operation in place that is not entry by entry")
+        if out.is_floating_point() or base_of(out) is not None:
+            raise error
+        return error
 
     def in_order(self, y: Tensor, axis: Any) -> Any:
         """The axis of samples in any order, if all of them are there once."""
@@ -549,20 +583,21 @@ class Run(TorchFunctionMode):
             if not x.is_contiguous():  # the copy that linear makes and keeps is the one that is noted
                 know(copy := x.contiguous(), Mark(self.token, axis, x.requires_grad))
                 args, data = (copy, *args[1:]), [(copy, axis), *data[1:]]
-        alias = {id(x): self.alias(x) for x, _ in params}
+        alias, nodes, axes, end = {}, {}, {}, True
+        for x, node in params:
+            alias[id(x)], nodes[id(x)] = self.alias(x), node
+        for x, axis in data:
+            axes[id(x)], end = axis, end and not x.requires_grad
         given = {k: replaced(v, alias) for k, v in kwargs.items()} if kwargs else kwargs
         own = [replaced(x, alias) if type(x) in (list, tuple) else alias.get(id(x), x) for x in args]
         out = self.mark(rule, func, args, kwargs, data, func(*own, **given))
         known = getattr(out, "_known", None)
         if not out.requires_grad or known is None or isinstance(known.axis, Unsupported):
             return out
-        uses = None
-        if known.axis is not SUMMED:
-            nodes = {id(x): node for x, node in params}
-            uses = factor(self, args, kwargs, nodes, {id(x): axis for x, axis in data}, known.axis, func)
+        uses = None if known.axis is SUMMED else factor(self, args, kwargs, nodes, axes, known.axis, func)
         if uses is None or len(uses) != len(params):
             return copied(self, func, rule, args, kwargs, data, params)
-        self.met(out, uses, not any([x.requires_grad for x, _ in data]))
+        self.met(out, uses, end)
         return out
 
     def met(self, out: Tensor, uses: list[Use], end: bool) -> None:
@@ -604,31 +639,15 @@ class Run(TorchFunctionMode):
 
     # Cotangents
 
-    def pull(self, out: Tensor, cotangent: Tensor | None, retain: bool = False) -> None:
-        """Pull one vector at a tensor back to all uses; the leaves themselves must get nothing."""
-        edges = {id(u.edge): u.edge for u in self.uses}
-        found = torch.autograd.grad(
-            out,
-            [*edges.values(), *self.leaves],
-            cotangent,
-            create_graph=self.deep,
-            retain_graph=retain or self.deep,
-            allow_unused=True,
-        )
-        self.check(found[len(edges) :])
-        cotangents = dict(zip(edges, found, strict=False))
-        for use in self.uses:
-            if (d := cotangents[id(use.edge)]) is not None:
-                use.send(self.strip(d)[None] if self.deep else d[None])
-
-    def pull_columns(self, out: Any, columns: Any, some: Sequence[Use] | None = None) -> None:
-        """Pull several vectors `[V, *out]` back at once, a list of them from several tensors; to `some` of the uses."""
+    def pull_columns(self, out: Any, columns: Any, some: Sequence[Use] | None = None, retain: bool = True) -> None:
+        """Pull vectors `[V, *out]` back at once, a list of them from several tensors, to all uses or `some`; the leaves
+        themselves must get nothing."""
         uses = self.uses if some is None else some
         edges = {id(u.edge): u.edge for u in uses}
         columns = columns if type(columns) is list else [columns]
         self.columns, self.known = len(columns[0]), {}
         large = self.columns > 1 and self.largest >= thresholds.APART and columns[0].device.type in thresholds.APART_ON
-        found = self.rows(out, [*edges.values(), *self.leaves], columns, self.deep, large)
+        found = self.rows(out, [*edges.values(), *self.leaves], columns, self.deep, large, retain)
         self.check(found[len(edges) :])
         cotangents = dict(zip(edges, found, strict=False))
         for use in uses:
@@ -638,18 +657,23 @@ class Run(TorchFunctionMode):
             use.send(d if d is None or isinstance(d, list) or not self.deep else self.strip(d))
 
     def rows(
-        self, out: Any, inputs: Sequence[Any], columns: Sequence[Tensor], graph: bool, apart: bool = False
+        self,
+        out: Any,
+        inputs: Sequence[Any],
+        columns: Sequence[Tensor],
+        graph: bool,
+        apart: bool = False,
+        retain: bool = True,
     ) -> list[Any]:
         """The gradients of several vectors, a tensor `[V, ...]` for each of several tensors; `apart`, in lists."""
-        outs = out if isinstance(out, (list, tuple)) else [out]
-
-        def pull(column: Sequence[Tensor]) -> Sequence[Tensor | None]:
-            return torch.autograd.grad(outs, inputs, column, create_graph=graph, retain_graph=True, allow_unused=True)
+        outs = out if type(out) in (list, tuple) else [out]  # an edge is a tuple, too
 
         if len(columns[0]) == 1:
-            return [None if g is None else g[None] for g in pull([c[0] for c in columns])]
+            found = gradients_of(outs, [c[0] for c in columns], inputs, graph, retain)
+            return [None if g is None else g[None] for g in found]
         if apart:
-            each = [*zip(*[pull(column) for column in zip(*columns, strict=True)], strict=True)]
+            each = [gradients_of(outs, column, inputs, graph, retain=True) for column in zip(*columns, strict=True)]
+            each = [*zip(*each, strict=True)]
             return [None if g[0] is None else [wide(self.strip(d)) for d in g] for g in each]
         return pulled_rows(outs, inputs, columns, graph, not self.deep)
 
@@ -676,7 +700,8 @@ class Run(TorchFunctionMode):
             elif not uses[0].end:
                 handles.append(edge.node.register_prehook(_told(told, key, edge.output_nr)))
         try:
-            found = torch.autograd.grad(out, [*ends.values(), *self.leaves], cotangent, allow_unused=True)
+            outs, given = (x if type(x) in (list, tuple) else [x] for x in (out, cotangent))
+            found = gradients_of(outs, given, [*ends.values(), *self.leaves], False)
         finally:
             for handle in handles:
                 handle.remove()

@@ -5,7 +5,7 @@ A shortcut is for one use of the parameter, or of a view of it; everything else 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -13,14 +13,12 @@ import torch
 
 from invfunc import thresholds
 from invfunc._torch.functorch import dispatched, mapped
-from invfunc._torch.precision import doubled, has_float64
+from invfunc._torch.precision import WITHOUT_FLOAT64, doubled
 from invfunc._torch.values import HALF, wide
 from invfunc.core.factors import kronecker, rotated
 from invfunc.core.marks import DERIVED, LEAF, SWAP
 from invfunc.core.norms import narrow_norms, tried
 from invfunc.core.run import Run
-from invfunc.core.sides import formed as sided
-from invfunc.core.squares import shifted_moments
 from invfunc.core.uses import (
     WHOLE,
     Block,
@@ -38,6 +36,7 @@ from invfunc.errors import ArgumentError
 from invfunc.kronecker.matrix import Kronecker
 from invfunc.linear_algebra.contract import (
     Term,
+    added,
     cancel,
     contract,
     crosses,
@@ -136,11 +135,14 @@ class Shares:
 
     def of_rows(self, use: Any, a: torch.Tensor | None, d: torch.Tensor, each: bool = False) -> torch.Tensor:
         """`sum_n d[n]^T a[n]` in the layout of the parameter, of a shift `sum_n d[n]`; or `each` of them."""
-        if a is None:
-            found = (d if each else d.sum(0)).view((*d.shape[:each], *use.shape))
-        else:
-            found = use.placed(outer(a, d) if each else d.mT @ a)
-        return found if use.node.kind is LEAF else self.pulled(use, found, int(each))
+        if each:
+            return self.laid(use, a, d if a is None else outer(a, d), 1)
+        return self.laid(use, a, d.sum(0) if a is None else d.mT @ a)
+
+    def laid(self, use: Any, a: torch.Tensor | None, found: torch.Tensor, lead: int = 0) -> torch.Tensor:
+        """A sum of `d^T a`, or of d where there is no a, in the layout of the parameter."""
+        found = found.view((*found.shape[:lead], *use.shape)) if a is None else use.placed(found)
+        return found if use.node.kind is LEAF else self.pulled(use, found, lead)
 
     def weighted(self, weights: torch.Tensor | None = None) -> torch.Tensor:
         """`sum_nv weights[n] G[v, n]`."""
@@ -282,20 +284,21 @@ class Shares:
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`sum_n G[n]` and `sum_n (G[n] - mean G)^2` of the only column, without cancellation."""
         n, narrow = self.count, self.leaf.dtype == torch.float32
-        factors = self.factors() if narrow and has_float64(self.leaf.device) else None
+        factors = self.factors() if narrow and self.leaf.device.type not in WITHOUT_FLOAT64 else None
         if factors is not None:  # in float64, whose rounding is 1e9 times finer
             use, a, d = factors
             key = "wide", id(use.edge)
             if (wider := self.run.known.get(key)) is None:
                 self.run.known[key] = wider = (d[0].double(), d[0].double().square())
             d, squares = wider
-            a = None if a is None else a.double()
-            total = d.sum(0) if a is None else d.mT @ a
-            spread = squares.sum(0) if a is None else squares.mT @ a.square()
+            if a is None:
+                total, spread = d.sum(0), squares.sum(0)
+            else:
+                a = a.double()
+                total, spread = d.mT @ a, squares.mT @ a.square()
             spread = torch.addcmul(spread, total, total, value=-1 / n).clamp(min=0)
-            both = [x.to(self.leaf.dtype) for x in (total, spread)]
-            both = [x.view(use.shape) if a is None else use.placed(x) for x in both]
-            return self.pulled(use, both[0], 0), self.pulled(use, both[1], 0)
+            dtype = self.leaf.dtype
+            return self.laid(use, a, total.to(dtype)), self.laid(use, a, spread.to(dtype))
         rows = self.single(TableRows)
         if rows is not None and not self.run.deep:
             return self.moments_of(rows)
@@ -449,7 +452,7 @@ class Shares:
     def side(self, last: bool, other: torch.Tensor | None = None, diagonal: bool = False) -> torch.Tensor:
         """`sum_vn G A G^T` of gradients as matrices over the first dim and all others, or with `last` `sum_vn G^T B G`,
         or its diagonal; of the identity if there is no other matrix, and of a diagonal one if that is a vector."""
-        found = summed(sided(self.dense(block), last, other, diagonal) for block in self.blocks())
+        found = summed(_sided(self.dense(block), last, other, diagonal) for block in self.blocks())
         return found if diagonal else (found + found.mT) / 2
 
     @property
@@ -473,6 +476,41 @@ class Shares:
     def rotated(self, basis: Kronecker, joint: bool) -> Shares:
         """The gradients in the eigenbasis of K-factors, `Q^T G[v, n]`."""
         return rotated(self, basis, joint and self.bias is not None)
+
+
+def shifted_moments(shares: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sum G` and `sum (G - mean)^2` of blocks `[b, *p]`: the latter around the mean of the first block, corrected."""
+    shift = total = squares = None
+    n = 0
+    for share in shares:
+        shift = share.mean(0) if shift is None else shift
+        n += len(share)
+        share = share - shift
+        total = share.sum(0) if total is None else added(total, _over_samples(share))
+        square = share.square() if share.requires_grad else share.square_()
+        squares = square.sum(0) if squares is None else added(squares, _over_samples(square))
+    assert shift is not None and total is not None and squares is not None
+    centred = torch.addcmul(squares, total, total, value=-1 / n).clamp(min=0)
+    return total + n * shift, centred
+
+
+def _over_samples(block: torch.Tensor) -> torch.Tensor:
+    """The sum of a block `[b, *p]`, without a copy of a single sample."""
+    return block[0] if len(block) == 1 else block.sum(0)
+
+
+def _sided(share: torch.Tensor, last: bool, other: torch.Tensor | None, diagonal: bool) -> torch.Tensor:
+    """The products of a side of gradients `[V, b, *p]`."""
+    matrices = share.flatten(3)
+    matrices = matrices.mT if last else matrices
+    scaled = matrices
+    if other is not None:
+        other = other.to(matrices.dtype)
+        scaled = matrices * other if other.ndim == 1 else matrices @ other
+    if diagonal:
+        return (matrices * scaled).sum((0, 1, 3))
+    rows, others = (x.movedim(2, 0).flatten(1) for x in (matrices, scaled))
+    return rows @ others.mT
 
 
 def _flat(rows: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,8 +95,8 @@ class CriterionCall:
     args: tuple
     kwargs: dict[str, Any]
 
-    def arg(self, name: str, default: Any = None) -> Any:
-        return argument(self.func, self.args, self.kwargs, name, default)
+    def __post_init__(self) -> None:
+        self.arg = partial(argument, self.func, self.args, self.kwargs)
 
 
 @dataclass

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import thresholds
-from invfunc._torch.functorch import version
+from invfunc._torch.functorch import counted, version
 from invfunc._torch.values import HALF, wide
 from invfunc.core.axes import factors_of, letters, operands
 from invfunc.core.marks import Axis, Node, Run, Unsupported, named, option
@@ -179,9 +179,9 @@ class ProductUse(Use):
         of_d: Dims | None,
         of_w: Dims,
     ) -> None:
-        super().__init__(node, value)
+        self.node, self.value, self.shape = node, value, value.shape
         self.a: Any = a
-        self.a_axis, self.axis, self.version = a_axis, axis, version(a)
+        self.a_axis, self.axis, self.version = a_axis, axis, counted(a)
         self.of_a, self.of_d, self.of_w = of_a, of_d, of_w
         self.stacked = -2 if of_d is None else 1
 
@@ -200,11 +200,11 @@ class ProductUse(Use):
             again,
             torch.empty_strided(self.a.shape, self.a.stride(), dtype=self.a.dtype, device="meta"),
         )
-        self.version = version(self.a)
+        self.version = counted(self.a)
 
     def found(self, run: Run) -> torch.Tensor:
         """The tensor that was read, if it is still the same."""
-        if version(self.a) != self.version:
+        if counted(self.a) != self.version:
             raise Unsupported("what a parameter met was changed in place later")
         return run.strip(self.a if self.again is None else self.again())
 
@@ -445,7 +445,7 @@ class Expanded(Use):
         factor: Callable[[Run, Block], torch.Tensor] | None = None,
         view: tuple[int, ...] | None = None,
     ) -> None:
-        super().__init__(node, value)
+        self.node, self.value, self.shape = node, value, value.shape
         self.axis, self.factor, self.view = axis, factor, view
 
     def free(self) -> None:

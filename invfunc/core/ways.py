@@ -32,6 +32,21 @@ FAULTS = AttributeError, IndexError, KeyError, NameError, TypeError, AssertionEr
 """Errors of code, not of what it computes with."""
 PACKAGE = str(Path(__file__).parents[1])
 T = TypeVar("T")
+_WAYS = WeakIdMap[dict[Hashable, int]]()
+"""The ways in which functions are followed, so that those that fail are not tried again."""
+_TIMES = count()
+
+
+def known_way(f: Callable, what: Hashable) -> int:
+    """The number of the way in which a function is followed, for a statistic or what else is asked of it."""
+    return (_WAYS.get(f) or {}).get(what, 0)
+
+
+def straight(run: Callable[[], T]) -> T:
+    """The result of a run in which no way fails: one in which a way fails has done things twice."""
+    before = repr(_TIMES)
+    found = run()
+    return found if repr(_TIMES) == before else run()
 
 
 def by_ways(f: Callable, what: Hashable, call: Callable[[Way], T], undo: Callable[[], None]) -> T:
@@ -47,7 +62,9 @@ def by_ways(f: Callable, what: Hashable, call: Callable[[Way], T], undo: Callabl
             refusals.append(error)
         else:
             if k != first:
-                note_way(f, what, k)
+                next(_TIMES)
+                with suppress(TypeError):  # a function of a kind that has no weak references
+                    _WAYS.set(f, {**(_WAYS.get(f) or {}), what: k})
             return found
         undo()
         last = refusals[-1]
@@ -117,13 +134,25 @@ class How:
     """The way f is run, which changes with what a run meets."""
 
     problem: BoundProblem
+    new: type[Run]
+    """The kind of the run."""
     way: Way
+    each: bool
     deep: bool
     twice: bool
     frees: bool
     replays: bool
     ambiguous: Unsupported | None = None
     """What was met where a dim of the size N was taken for one of samples."""
+
+    def run(self) -> Run:
+        """The run, not yet begun."""
+        problem, chosen = self.problem, self.problem.samples
+        chosen = None if chosen is None else torch.tensor(chosen, device=problem.leaves[0].device)
+        run = self.new(problem.n, self.deep, chosen)
+        run.grows, run.way, run.twice, run.each = self.ambiguous is None, self.way, self.twice, self.each
+        run.frees, run.replays = self.frees and not self.deep, self.replays
+        return run
 
     def change(self, run: Run, error: Exception) -> None:
         """Run f in another way after an error, which is raised where there is none."""

@@ -133,7 +133,7 @@ class Engine:
             raise Final("parts of the samples, of which nothing says what they are in the whole batch")
         if several and any(q.kind.averaged for q in self.quantities):
             raise Final("a matrix that is averaged over all samples at each layer, of parts of them")
-        options = replace(fold.options, plan=plan.without("samples"))
+        options = replace(fold.options, plan=plan.without("samples"), reduce=None)
         kind = self._kind(max(b - a for a, b in parts)) if several else "each"
         known = self._made(parts, kind) if several else None
         before, aux, seen = [(g, state_of(g)) for g in self._generators], list[Any](), None
@@ -191,7 +191,7 @@ class Engine:
         own: Made | None = None
         if known is not None:
             own = {key: [Slice(c, slice(a, b)) for c in each] for key, each in known.items()}
-        return kept(problem, quantities, options, own, self.fold.ticks, self.way, several)
+        return kept(problem, quantities, options, self.way, own, self.fold.ticks, several, phased=True)
 
     def _part(self, part: Part, kind: Kind) -> BoundProblem:
         """f of some samples alone, with the scale that their loss has among all of them."""

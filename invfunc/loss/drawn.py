@@ -30,9 +30,8 @@ class Drawn:
     exact: torch.Tensor | None = None
     """How many of the first columns of each sample are not drawn; None if all are."""
 
-    @property
-    def count(self) -> int:
-        return len(next(iter(self.values.values())))
+    def __post_init__(self) -> None:
+        self.count = len(next(iter(self.values.values())))
 
     def block(self, start: int, stop: int, part: slice) -> ColumnBlock:
         return ColumnBlock({i: columns[start:stop, part] for i, columns in self.values.items()})

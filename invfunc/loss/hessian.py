@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import graph_of, innermost, mapped, storage_of, version
+from invfunc._torch.functorch import graph_of, innermost, mapped, rows_of, storage_of, version
 from invfunc._torch.graphs import node_of, nodes_below, nodes_of
 from invfunc._torch.values import HALF, anywhere, check, checked_at_once, wide
 from invfunc.errors import ArgumentError, ConvexityError, SplitError
@@ -53,7 +53,7 @@ def pulled_rows(
 
     try:
         if plain:
-            return [*pull(columns, is_grads_batched=True)]
+            return [*rows_of(outputs, columns, inputs, graph)]
         found = iter(mapped(one)(*columns))  # which can return nothing but tensors
         return [None if none else next(found) for none in missing]
     except RuntimeError:  # no batching rule for a derivative

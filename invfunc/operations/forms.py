@@ -102,12 +102,6 @@ def pad_sequence(
     )
 
 
-def broadcast_tensors(*given: Any) -> tuple[torch.Tensor, ...]:
-    tensors = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
-    shape = torch.broadcast_shapes(*(x.shape for x in tensors))
-    return tuple(x.expand(shape) for x in tensors)
-
-
 define("scaled_dot_product_attention", twice=_unfused)
 define("abs absolute", twice=_abs)
 define("__abs__", twice=_abs)
@@ -126,7 +120,6 @@ define("msort", composed=msort)
 define("expand_as", reads="first")
 define("view_as reshape_as", reads="first")
 define("pad_sequence", composed=pad_sequence)
-define("broadcast_tensors", composed=broadcast_tensors)
 define(
     "get:shape get:ndim get:dtype get:device get:is_cuda get:is_cpu get:is_nested get:is_sparse get:is_mkldnn "
     "get:is_quantized get:layout get:requires_grad get:is_leaf size dim ndimension numel nelement len stride "

@@ -12,12 +12,6 @@ import torch.nn.functional as F
 from invfunc._torch.values import wide
 from invfunc.operations.operation import define, not_torchs
 
-# The batch axis
-
-
-# Shares
-
-
 # Second derivatives: torch's fused backward passes have a wrong derivative under vmap
 
 
@@ -92,9 +86,6 @@ def _standard(
 def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Weight normalisation written out, as the second derivative of torch's is wrong (torch 2.13)."""
     return v * (g / torch.norm_except_dim(v, 2, dim))
-
-
-# Receptive fields
 
 
 _RUNNING = ("running_mean", "running_var")

@@ -185,17 +185,6 @@ def _recurrent(func: Callable, *args: Any, **kwargs: Any) -> Any:
 _CELLS = {"lstm": LSTM, "gru": GRU, "rnn_tanh": TANH, "rnn_relu": RELU}
 
 
-def states(func: Callable, args: tuple) -> list[tuple[torch.Tensor, int]]:
-    """The initial states that a recurrent function is called with, each with the dimension of its sample axis."""
-    name = getattr(func, "__name__", "")
-    if name.removesuffix("_cell") not in _CELLS:
-        return []
-    if not name.endswith("cell") and not isinstance(args[3], bool):  # packed, after batch sizes
-        return []
-    hx = args[1] if isinstance(args[1], (tuple, list)) else args[1:2]
-    return [(h, 0 if name.endswith("cell") else 1) for h in hx]
-
-
 AT_ONCE: dict[str, Callable[..., Tensors]] = {}
 """The layers with all steps in a few operations, of which first derivatives are right."""
 

@@ -22,7 +22,7 @@ from invfunc.budget.size import free_on
 from invfunc.budget.size import told as in_words
 from invfunc.callables import check_functions, describe
 from invfunc.column_options import fisher_columns
-from invfunc.core.evaluate import evaluated
+from invfunc.core.evaluate import kept
 from invfunc.errors import ArgumentError, InvFuncError
 from invfunc.kronecker.whole import Whole
 from invfunc.linear_algebra.low_rank import LowRank
@@ -571,7 +571,7 @@ class Decomposition(Transform):
             set_states(states)  # f is run again
             with ticking(title, 1) as ticks:
                 ticks.expect(1)
-                (small,), _ = evaluated(given, [quantity], Options(dense=True))
+                (small,) = kept(given, [quantity], Options(dense=True)).results
                 ticks.done()
             u = u.reshape(kind.shape).to(small)
             ours, theirs = torch.tensordot(small, u, 2), root(root.transposed([u.to(kind.dtype)]))[0]

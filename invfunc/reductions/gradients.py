@@ -31,7 +31,7 @@ class EachSample(Reduction):
         return super().across(place, (joined(list(own)),), each)
 
     def finish(self, state: State, found: Found) -> list[Any]:
-        return [joined(list(state))]
+        return [state[0] if len(state) == 1 else joined([*state])]
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
         return (leaf.new_zeros(n, *leaf.shape),)

@@ -30,7 +30,7 @@ class KeptShares(Reduction):
     whole = keeps = True
 
     def step(self, shares: Any) -> State:
-        return (shares if hasattr(shares, "run") else shares.kept(),)
+        return (shares,)
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
         return (None,)

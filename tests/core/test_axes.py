@@ -283,7 +283,6 @@ def of_row_losses(d: Drawn) -> Calls:
 
 CALLS: dict[Any, Callable[[Drawn], Calls]] = {
     axes.same: of_pointwise,
-    axes.norm: of_norm,
     axes.reshaped: of_shapes,
     axes.permuted: of_permutations,
     axes.swapped: of_dims,
@@ -293,7 +292,6 @@ CALLS: dict[Any, Callable[[Drawn], Calls]] = {
     axes.stacked: of_joins,
     axes.parts: of_dims,
     axes.dropped: of_dims,
-    axes.narrowed: of_dims,
     axes.indexed: of_indices,
     axes.matmul: of_products,
     axes.addmm: of_added_products,
@@ -305,7 +303,6 @@ CALLS: dict[Any, Callable[[Drawn], Calls]] = {
     axes.batch_norm: of_layers,
     axes.instance_norm: of_layers,
     axes.convolution: of_layers,
-    axes.shuffled: of_layers,
     axes.first: of_layers,
     axes.pointwise_loss: of_losses,
     axes.class_loss: of_class_losses,

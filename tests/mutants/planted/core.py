@@ -41,7 +41,7 @@ FAULTS = [
     Fault(
         "what a parameter met may be written later",
         "core/uses.py",
-        "        if version(self.a) != self.version:\n",
+        "        if counted(self.a) != self.version:\n",
         "        if False:\n",
         "core/test_never_silently_wrong.py::test_a_result_is_that_of_the_loop[input_in_place-plain]",
     ),
@@ -83,8 +83,8 @@ FAULTS = [
     Fault(
         "a variance is not centred",
         "core/shares.py",
-        "total, total, value=-1 / n)",
-        "total, total, value=-1 / (n + 1))",
+        "spread = torch.addcmul(spread, total, total, value=-1 / n)",
+        "spread = torch.addcmul(spread, total, total, value=-1 / (n + 1))",
         "core/test_followed.py::test_first_order_statistics_are_those_of_the_loop[MLP-float32]",
     ),
     Fault(
@@ -159,7 +159,7 @@ FAULTS = [
     ),
     Fault(
         "shifted moments forget the shift",
-        "core/squares.py",
+        "core/shares.py",
         "return total + n * shift, centred",
         "return total, centred",
         "operations/test_thresholds.py::TestStatistics::test_equal_the_loop[lowest-positions]",
