@@ -2,7 +2,8 @@
 
 It also writes the list of the private names of torch that the package uses. Each version of torch gets an environment,
 which takes gigabytes and some minutes: in a folder that `--keep` names, where the next call finds it, or else for as
-long as it is needed. `--python` says which interpreter makes it.
+long as it is needed. `--python 3.12` makes it with another Python. A version that `pyproject.toml` does not allow can
+be tried as well. What stands behind `--` goes to pytest, as `-- -m quick tests/kronecker`; the table stays as it is.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import argparse
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -21,27 +25,56 @@ PAGE = ROOT / "notebooks" / "site" / "policy.md"
 BEGIN, END = "<!-- versions: begin -->\n", "<!-- versions: end -->\n"
 NAMES, NAMED = "<!-- names: begin -->\n", "<!-- names: end -->\n"
 HEAD = "| torch | Python | default suite |\n| --- | --- | --- |\n"
+PYTHON = "import platform; print(platform.python_version())"
 PROBE = "import platform, torch; print(torch.__version__.partition('+')[0], platform.python_version())"
 
 
+def interpreter(given: str) -> tuple[str, str]:
+    """The interpreter of a version of Python, as 3.12, on the path or of pyenv, or of this name; and its version."""
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    names = [given]
+    if re.fullmatch(r"[\d.]+", given):
+        names = [f"python{given}", *map(str, sorted(versions.glob(f"{given}*/bin/python")))]
+    for name in names:
+        if shutil.which(name) is not None:
+            told = subprocess.run([name, "-c", PYTHON], capture_output=True, text=True).stdout.strip()
+            if told:  # one that pyenv puts on the path may tell nothing but that it is not installed
+                return name, told
+    raise SystemExit(f"--python {given}: none is on the path or in {versions}. Give the file of its interpreter.")
+
+
+def requirements(torch: str) -> Iterator[str]:
+    """The version of torch, and all else that the package and its tests need, of whatever version of torch."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted, extras = [*project["dependencies"], f"{project['name']}[dev]"], project["optional-dependencies"]
+    yield f"torch=={torch}"
+    while wanted:
+        own = re.fullmatch(rf"{project['name']}\[(.*)\]", each := wanted.pop())
+        if own is not None:
+            wanted += [need for extra in own[1].split(",") for need in extras[extra]]
+        elif not each.startswith("torch>"):
+            yield each
+
+
 def environment(folder: Path, python: str, torch: str) -> Path:
-    """The interpreter of an environment with a version of torch, and all that the tests need."""
+    """The interpreter of an environment with a version of torch, and all that the tests need: made, or made ready."""
+    subprocess.run([python, "-m", "venv", folder], check=True)
     found = folder / "bin" / "python"
-    if not found.exists():
-        subprocess.run([python, "-m", "venv", folder], check=True)
-        for wanted in ([f"torch=={torch}"], [f"torch=={torch}", "-e", f"{ROOT}[dev]"]):
-            subprocess.run([found, "-m", "pip", "install", "-q", *wanted], check=True)
+    subprocess.run([found, "-m", "pip", "install", "-q", *requirements(torch)], check=True)
     return found
 
 
-def line(python: Path) -> tuple[str, str, str]:
-    """The versions of torch and Python of an environment, and how the default suite ended there."""
+def line(python: Path, chosen: Iterable[str] = ()) -> tuple[str, str, str]:
+    """The versions of torch and Python of an environment, and how the default suite, or chosen tests, ended there."""
     settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     versions = subprocess.run([python, "-c", PROBE], check=True, capture_output=True, text=True, env=settings)
     torch, interpreter = versions.stdout.split()
-    done = subprocess.run([python, "-m", "pytest"], cwd=ROOT, capture_output=True, text=True, env=settings)
-    print(done.stdout, file=sys.stderr)
-    return torch, interpreter, counts(done.stdout)
+    command, output = [python, "-m", "pytest", *chosen], list[str]()
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=settings) as tests:
+        for text in tests.stdout or ():
+            print(text, end="", file=sys.stderr, flush=True)
+            output.append(text)
+    return torch, interpreter, counts("".join(output))
 
 
 def counts(output: str) -> str:
@@ -50,29 +83,56 @@ def counts(output: str) -> str:
     return ", ".join(re.findall(r"\d+ (?:failed|passed|skipped|error\w*)", last)) or f"no result: {last}"
 
 
-def private(file: Path) -> set[str]:
-    """The names of torch with a part that begins with an underscore, in a file."""
-    parsed, modules, found = ast.parse(file.read_text()), {"torch": "torch"}, set()
+def doors(parsed: ast.AST) -> dict[str, str]:
+    """The names in a file that are doors to private torch, `name = door("path")`, with the paths."""
+    found = {}
     for node in ast.walk(parsed):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            pairs = zip(getattr(target, "elts", [target]), getattr(node.value, "elts", [node.value]), strict=False)
+            for name, value in pairs:
+                if isinstance(value, ast.Call) and ast.unparse(value.func) == "door":
+                    found[ast.unparse(name)] = ast.literal_eval(value.args[0])
+    return found
+
+
+def private(file: Path, every: dict[str, str]) -> set[str]:
+    """The names of torch with a part that begins with an underscore, in a file that may import some of all doors."""
+    parsed = ast.parse(file.read_text())
+    modules, found = {"torch": "torch", **doors(parsed)}, set[str]()
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.ImportFrom):
             for name in node.names:
-                modules[name.asname or name.name] = f"{node.module}.{name.name}"
-                found.add(f"{node.module}.{name.name}")
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "import_module":
-            found.add(ast.literal_eval(node.args[0]))
+                if (node.module or "").split(".")[0] == "torch":
+                    modules[name.asname or name.name] = f"{node.module}.{name.name}"
+                    found.add(f"{node.module}.{name.name}")
+                elif (node.module or "").startswith("invfunc._torch.") and name.name in every:
+                    modules[name.asname or name.name] = every[name.name]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("entry", "holder"):
+            found.add(".".join(arg.value for arg in node.args if isinstance(arg, ast.Constant)))
     for node in ast.walk(parsed):
-        name, _, rest = ast.unparse(node).partition(".") if isinstance(node, ast.Attribute) else ("", "", "")
+        name, rest = "", ""
+        if isinstance(node, ast.Attribute):
+            name, _, rest = ast.unparse(node).partition(".")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+            name, rest = ast.unparse(node.args[0]), getattr(node.args[1], "value", "")
         if name in modules:
             found.add(f"{modules[name]}.{rest}")
     hidden = {name for name in found if re.fullmatch(r"torch[.\w]*\._[a-zA-Z][.\w]*", name)}
     return {name for name in hidden if not any(other.startswith(f"{name}.") for other in hidden)}
 
 
+def used() -> list[str]:
+    """The private names of torch that the package uses."""
+    files = sorted((ROOT / "invfunc").rglob("*.py"))
+    every = {name: path for file in files for name, path in doors(ast.parse(file.read_text())).items()}
+    return sorted(set[str]().union(*(private(file, every) for file in files)))
+
+
 def listed() -> str:
     """The private names of torch that the package uses, in Markdown: a line for each module of torch."""
-    every = set[str]().union(*(private(file) for file in (ROOT / "invfunc").rglob("*.py")))
     of: dict[str, list[str]] = {}
-    for name in sorted(every):
+    for name in used():
         module, _, own = name.rpartition(".")
         of.setdefault(module, []).append(f"`{own}`")
     return "".join(f"* `{module}`: {', '.join(own)}.\n" for module, own in of.items())
@@ -94,18 +154,25 @@ def rewritten(page: str, lines: list[tuple[str, str, str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, usage="%(prog)s [options] [torch ...] [-- pytest's arguments]"
+    )
     parser.add_argument("torch", nargs="*", help="a version, as 2.14.1")
-    parser.add_argument("--python", default=sys.executable, help="the interpreter of the environments")
+    parser.add_argument("--python", default=sys.executable, help="the environments' version of Python, or interpreter")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where environments stay")
-    given = parser.parse_args()
-    PAGE.write_text(rewritten(PAGE.read_text(), []))
+    ours, chosen = sys.argv[1:], list[str]()
+    if "--" in ours:
+        ours, chosen = ours[: ours.index("--")], ours[ours.index("--") + 1 :]
+    given = parser.parse_args(ours)
+    python, version = interpreter(given.python)
     with tempfile.TemporaryDirectory() as spare:
         for torch in given.torch:
-            folder = (given.keep or Path(spare)) / f"{Path(given.python).name}-{torch}"
-            found = line(environment(folder, given.python, torch))
+            folder = (given.keep or Path(spare)) / f"torch{torch}-python{version}"
+            found = line(environment(folder, python, torch), chosen)
             print(*found)
-            PAGE.write_text(rewritten(PAGE.read_text(), [found]))
+            if not chosen:
+                PAGE.write_text(rewritten(PAGE.read_text(), [found]))
+    PAGE.write_text(rewritten(PAGE.read_text(), []))
 
 
 if __name__ == "__main__":

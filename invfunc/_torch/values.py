@@ -8,7 +8,7 @@ from contextvars import ContextVar
 
 import torch
 
-from invfunc._torch.functorch import FakeTensor, innermost
+from invfunc._torch.functorch import innermost, is_fake
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -25,7 +25,7 @@ def differentiable(tensor: torch.Tensor) -> bool:
 
 def fake(x: torch.Tensor) -> bool:
     """Tells whether a tensor has no numbers (FakeTensorMode)."""
-    return isinstance(innermost(x), FakeTensor)
+    return is_fake(innermost(x))
 
 
 def anywhere(x: torch.Tensor) -> bool:
