@@ -98,28 +98,22 @@ def doors(parsed: ast.AST) -> dict[str, str]:
 
 def private(file: Path, every: dict[str, str]) -> set[str]:
     """The names of torch with a part that begins with an underscore, in a file that may import some of all doors."""
-    parsed = ast.parse(file.read_text())
-    modules, found = {"torch": "torch", **doors(parsed)}, set[str]()
+    parsed, found = ast.parse(file.read_text()), set[str]()
+    modules = doors(parsed)
     for node in ast.walk(parsed):
-        if isinstance(node, ast.ImportFrom):
-            for name in node.names:
-                if (node.module or "").split(".")[0] == "torch":
-                    modules[name.asname or name.name] = f"{node.module}.{name.name}"
-                    found.add(f"{node.module}.{name.name}")
-                elif (node.module or "").startswith("invfunc._torch.") and name.name in every:
-                    modules[name.asname or name.name] = every[name.name]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("entry", "holder"):
-            found.add(".".join(arg.value for arg in node.args if isinstance(arg, ast.Constant)))
-    for node in ast.walk(parsed):
-        name, rest = "", ""
-        if isinstance(node, ast.Attribute):
-            name, _, rest = ast.unparse(node).partition(".")
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
-            name, rest = ast.unparse(node.args[0]), getattr(node.args[1], "value", "")
-        if name in modules:
-            found.add(f"{modules[name]}.{rest}")
-    hidden = {name for name in found if re.fullmatch(r"torch[.\w]*\._[a-zA-Z][.\w]*", name)}
-    return {name for name in hidden if not any(other.startswith(f"{name}.") for other in hidden)}
+        match node:
+            case ast.ImportFrom(module=str(module), names=names) if module.startswith("torch"):
+                found |= {f"{module}.{each.name}" for each in names}
+            case ast.ImportFrom(module=str(module), names=names) if module.startswith("invfunc._torch"):
+                modules |= {each.name: every[each.name] for each in names if each.name in every}
+            case ast.Call(func=ast.Name(id="entry" | "holder"), args=[ast.Constant(path), ast.Constant(name)]):
+                found.add(f"{path}.{name}")
+            case (
+                ast.Attribute(value=ast.Name(id=opened), attr=name)
+                | ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id=opened), ast.Constant(name), _])
+            ) if opened in modules:
+                found.add(f"{modules[opened]}.{name}")
+    return {name for name in found if "._" in name}
 
 
 def used() -> list[str]:

@@ -117,4 +117,4 @@ def test_parameters_that_are_sharded_can_be_gathered_again():
     assert isinstance(group.is_unsharded, property) and all(
         callable(getattr(group, name)) for name in ("unshard", "wait_for_unshard", "reshard")
     )
-    assert sharded.divided(node) and "ctx.param_group = " in inspect.getsource(node.setup_context)
+    assert sharded.divided(node) and "ctx.param_group = " in inspect.getsource(node)
