@@ -52,9 +52,9 @@ CEILINGS = {
     ),
     "functional": Ceiling(
         ["invfunc/functional"],
-        166,
+        190,
         2,
-        "messages, copies, a mode of its own, the swap of parameters in half of torch's time",
+        "messages, copies, a mode of its own, kept tensors, the swap of parameters in half of torch's time",
     ),
     "the tests": Ceiling(["tests"], 35_100, 276, "laws of what stands; wanted are 30,000"),
 }

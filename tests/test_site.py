@@ -21,7 +21,8 @@ EXACT = 1e-4
 """Both sides are float32, as a newcomer's would be."""
 PEERS = {"BackPACK": "backpack", "Opacus": "opacus", "curvlinops": "curvlinops", "Laplace": "laplace"}
 PEERS |= {"torch.func": "torch", "MemCNN": "memcnn", "invtorch": "invtorch", "FrEIA": "FrEIA"}
-PEERS |= {"torchdiffeq": "torchdiffeq"}
+PEERS |= {"torchdiffeq": "torchdiffeq", "transformers": "transformers", "Lightning": "lightning"}
+PEERS |= {"linear_operator": "linear_operator"}
 
 
 def blocks(page):

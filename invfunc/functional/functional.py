@@ -6,6 +6,7 @@ import inspect
 import threading
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import cached_property, lru_cache
@@ -19,7 +20,7 @@ from invfunc import tree
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.opened import parametrized_anew
 from invfunc._torch.sharded import divided, sharded, undivided, why_not_whole
-from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncWarning
 from invfunc.transform import shown
 
 
@@ -39,8 +40,8 @@ def functional(model: Any, *, train: bool | None = None) -> tuple[Callable[..., 
         without (or with None); train or eval mode and hooks are those of the module when `f` is called. Parameters of
         the module are never changed; what it writes into its buffers in train mode (running statistics) is dropped. A
         `functools.cached_property` is computed by each call; another attribute that forward sets is left on the module,
-        so that a later call reads what an earlier one has computed from its parameters. `f` has the signature of
-        forward, copies and pickles as the module does.
+        so that a later call reads what an earlier one has computed from its parameters; where it does not read the
+        parameter then, it warns. `f` has the signature of forward, copies and pickles as the module does.
 
     Raises:
         ArgumentTypeError: `model` is not an `nn.Module`; of `f`, its `params` are not a dict.
@@ -125,15 +126,18 @@ class Functional:
             mode = self._on_copy, torch.is_grad_enabled(), tuple(training), tuple(state)
             if mode in self._known:
                 return self._run(values, state, args, kwargs)
-            random = {g: state_of(g) for g in torchs_own()}
+            random, kept = {g: state_of(g) for g in torchs_own()}, [*map(_kept, self.model.modules())]
             try:
-                with _FirstRun(self, values, args, kwargs):
+                with _FirstRun(self, values, args, kwargs) as first:
                     result = self._run(values, state, args, kwargs)
             except _CheckpointedError:
                 set_states(random.items())
                 self._on_copy = True
                 return self(params, *args, **kwargs)
-            self._known.add(mode)
+            first.check_kept(params)
+            again = (*mode, "again")  # a call that leaves tensors on the module says what the next one reads
+            left = kept != [*map(_kept, self.model.modules())]
+            self._known.add(again if left and again not in self._known else mode)
             return result
 
     def _run(self, values: dict, state: dict, args: tuple, kwargs: dict) -> Any:
@@ -202,6 +206,7 @@ class _FirstRun(TorchFunctionMode):
         self.f, self.which = f, "a copy of the module" if f._on_copy else "the module"
         replaced = values.keys() - {id(x) for x in tree.tensors((values, inputs))}
         self.names = {id(x): name for name, x in f.model.named_parameters() if id(x) in replaced}
+        self.values, self.read = values, set[int]()
         self.around = _checkpoints() if self.names and torch.is_grad_enabled() and not f._on_copy else float("inf")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -209,12 +214,35 @@ class _FirstRun(TorchFunctionMode):
             raise _CheckpointedError
         result = func(*args, **(kwargs or {}))
         for x in tree.tensors((args, kwargs)) if tree.tensors(result) else ():
+            self.read.add(id(x))
             if id(x) in self.names:
                 raise ArgumentError(
                     f"{self.f!r}: {self.names[id(x)]!r} cannot be replaced, as {self.which} reads it from a list or a "
                     "closure that keeps the tensor, or its module. Read it as an attribute of a submodule."
                 )
         return result
+
+    def check_kept(self, params: Mapping[str, Any]) -> None:
+        """Warns of parameters that are not read, where their module reads a tensor that it has kept."""
+        unread, where = [], ""
+        for path, module in self.f.model.named_modules():
+            own = {f"{path}.{name}" if path else name: id(p) for name, p in module._parameters.items()}
+            read = [name for name, i in _kept(module) if i in self.read]
+            if read:
+                given = [name for name, i in own.items() if name in params and id(self.values.get(i)) not in self.read]
+                unread, where = unread + given, read[0]
+        if unread:
+            others = f" (and {len(unread) - 1} more)" if unread[1:] else ""
+            text = f"{self.f!r}: forward does not read {unread[0]!r}{others}, but a tensor that the module has kept in "
+            text += f"its {where!r}: results do not depend on the parameter, and its gradient is zero. Empty "
+            warnings.warn(text + f"{where!r} before each call.", InvFuncWarning, stacklevel=3)
+
+
+def _kept(module: nn.Module) -> list[tuple[str, int]]:
+    """Names of plain attributes of a module that are floating-point tensors, or lists and dicts of them, and ids."""
+    plain = {name: x for name, x in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")}
+    containers = {name: x for name, x in plain.items() if isinstance(x, (torch.Tensor, dict, list, tuple))}
+    return [(name, id(t)) for name, x in containers.items() for t in tree.tensors(x) if t.is_floating_point()]
 
 
 def _checkpoints() -> int:

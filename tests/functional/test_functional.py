@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from invfunc import batch_grad, functional
+from invfunc import InvFuncWarning, batch_grad, functional
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
 from tests.functional_modules import (
@@ -397,6 +397,39 @@ def test_derivatives_reach_the_parameters(kind):
     assert all(g.any() for g in first.values())
     assert_trees_close(torch.func.grad(loss)(params, X), first, EXACT)
     assert_trees_close({k: g.sum(0) for k, g in batch_grad(loss)(params, X).items()}, first, EXACT)
+
+
+class Keeping(nn.Module):
+    """Keeps what it has computed from a parameter, as timm's attention does with its biases in eval mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.bias, self.cache = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3)), {}
+
+    def forward(self, x):
+        if "bias" not in self.cache:
+            self.cache["bias"] = self.bias.exp()
+        return x * self.scale + self.cache["bias"]
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_parameter_of_which_something_is_kept_warns(before):
+    """At the call that reads what is kept: its gradient is zero, as in plain autograd."""
+    model = Keeping()
+    if before:
+        with torch.no_grad():
+            model(torch.ones(2, 3))
+    f, params = functional(model)
+
+    def losses(p, x):
+        return f(p, x).square().sum(1)
+
+    if not before:
+        assert batch_grad(losses)(params, torch.ones(2, 3))["bias"].all()
+    with pytest.warns(
+        InvFuncWarning, match="does not read 'bias', but a tensor that the module has kept in its 'cache'"
+    ):
+        assert not batch_grad(losses)(params, torch.ones(2, 3))["bias"].any()
 
 
 def test_a_mode_of_its_own():
