@@ -9,7 +9,6 @@ be tried as well. What stands behind `--` goes to pytest, as `-- -m quick tests/
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import re
 import shutil
@@ -25,22 +24,18 @@ PAGE = ROOT / "notebooks" / "site" / "policy.md"
 BEGIN, END = "<!-- versions: begin -->\n", "<!-- versions: end -->\n"
 NAMES, NAMED = "<!-- names: begin -->\n", "<!-- names: end -->\n"
 HEAD = "| torch | Python | default suite |\n| --- | --- | --- |\n"
-PYTHON = "import platform; print(platform.python_version())"
 PROBE = "import platform, torch; print(torch.__version__.partition('+')[0], platform.python_version())"
 
 
-def interpreter(given: str) -> tuple[str, str]:
-    """The interpreter of a version of Python, as 3.12, on the path or of pyenv, or of this name; and its version."""
-    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    names = [given]
-    if re.fullmatch(r"[\d.]+", given):
-        names = [f"python{given}", *map(str, sorted(versions.glob(f"{given}*/bin/python")))]
-    for name in names:
-        if shutil.which(name) is not None:
-            told = subprocess.run([name, "-c", PYTHON], capture_output=True, text=True).stdout.strip()
-            if told:  # one that pyenv puts on the path may tell nothing but that it is not installed
-                return name, told
-    raise SystemExit(f"--python {given}: none is on the path or in {versions}. Give the file of its interpreter.")
+def interpreter(given: str) -> str:
+    """The interpreter of this name, or of a version of Python, as 3.12: pyenv's, or the one on the path."""
+    if not re.fullmatch(r"[\d.]+", given):
+        return given
+    of_pyenv = sorted((Path.home() / ".pyenv" / "versions").glob(f"{given}*/bin/python"))
+    found = str(of_pyenv[-1]) if of_pyenv else shutil.which(f"python{given}")
+    if found is None:
+        raise SystemExit(f"--python {given}: neither pyenv nor the path has one. Give the file of its interpreter.")
+    return found
 
 
 def requirements(torch: str) -> Iterator[str]:
@@ -66,7 +61,8 @@ def environment(folder: Path, python: str, torch: str) -> Path:
 
 def line(python: Path, chosen: Iterable[str] = ()) -> tuple[str, str, str]:
     """The versions of torch and Python of an environment, and how the default suite, or chosen tests, ended there."""
-    settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    settings = {**os.environ, **settings}
     versions = subprocess.run([python, "-c", PROBE], check=True, capture_output=True, text=True, env=settings)
     torch, interpreter = versions.stdout.split()
     command, output = [python, "-m", "pytest", *chosen], list[str]()
@@ -83,44 +79,22 @@ def counts(output: str) -> str:
     return ", ".join(re.findall(r"\d+ (?:failed|passed|skipped|error\w*)", last)) or f"no result: {last}"
 
 
-def doors(parsed: ast.AST) -> dict[str, str]:
-    """The names in a file that are doors to private torch, `name = door("path")`, with the paths."""
-    found = {}
-    for node in ast.walk(parsed):
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            pairs = zip(getattr(target, "elts", [target]), getattr(node.value, "elts", [node.value]), strict=False)
-            for name, value in pairs:
-                if isinstance(value, ast.Call) and ast.unparse(value.func) == "door":
-                    found[ast.unparse(name)] = ast.literal_eval(value.args[0])
-    return found
-
-
-def private(file: Path, every: dict[str, str]) -> set[str]:
-    """The names of torch with a part that begins with an underscore, in a file that may import some of all doors."""
-    parsed, found = ast.parse(file.read_text()), set[str]()
-    modules = doors(parsed)
-    for node in ast.walk(parsed):
-        match node:
-            case ast.ImportFrom(module=str(module), names=names) if module.startswith("torch"):
-                found |= {f"{module}.{each.name}" for each in names}
-            case ast.ImportFrom(module=str(module), names=names) if module.startswith("invfunc._torch"):
-                modules |= {each.name: every[each.name] for each in names if each.name in every}
-            case ast.Call(func=ast.Name(id="entry" | "holder"), args=[ast.Constant(path), ast.Constant(name)]):
-                found.add(f"{path}.{name}")
-            case (
-                ast.Attribute(value=ast.Name(id=opened), attr=name)
-                | ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id=opened), ast.Constant(name), _])
-            ) if opened in modules:
-                found.add(f"{modules[opened]}.{name}")
-    return {name for name in found if "._" in name}
-
-
 def used() -> list[str]:
-    """The private names of torch that the package uses."""
-    files = sorted((ROOT / "invfunc").rglob("*.py"))
-    every = {name: path for file in files for name, path in doors(ast.parse(file.read_text())).items()}
-    return sorted(set[str]().union(*(private(file, every) for file in files)))
+    """The private names of torch that the package uses: by a door, whose name is one everywhere, or imported."""
+    texts = [file.read_text() for file in sorted((ROOT / "invfunc").rglob("*.py"))]
+    doors = {found for text in texts for found in re.findall(r'^(\w+)(?:: Any)? = door\("(.*)"\)', text, re.MULTILINE)}
+    names = {
+        f"{path}.{name}"
+        for door, path in doors
+        for text in texts
+        for name in re.findall(rf"(?<![\w.]){door}\.(\w+)", text)
+    }
+    for text in texts:
+        names |= {".".join(found) for found in re.findall(r'\b(?:entry|holder)\("([\w.]+)", "(\w+)"\)', text)}
+        names |= {
+            ".".join(found) for found in re.findall(r"from (torch\S*) import (\w+)", text) if "._" in ".".join(found)
+        }
+    return sorted(names)
 
 
 def listed() -> str:
@@ -158,7 +132,8 @@ def main() -> None:
     if "--" in ours:
         ours, chosen = ours[: ours.index("--")], ours[ours.index("--") + 1 :]
     given = parser.parse_args(ours)
-    python, version = interpreter(given.python)
+    python = interpreter(given.python)
+    version = subprocess.run([python, "-V"], check=True, capture_output=True, text=True).stdout.split()[1]
     with tempfile.TemporaryDirectory() as spare:
         for torch in given.torch:
             folder = (given.keep or Path(spare)) / f"torch{torch}-python{version}"

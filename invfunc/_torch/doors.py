@@ -53,8 +53,7 @@ def door(path: str) -> Any:
     a variable that changes has a `holder` instead."""
 
     def look_up(name: str) -> Any:
-        found = getattr(holder(path, name), name)
-        setattr(names, name, found)
+        names.__dict__[name] = found = getattr(holder(path, name), name)
         return found
 
     names = ModuleType(path)

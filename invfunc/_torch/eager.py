@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from invfunc._torch.doors import door, holder
+from invfunc._torch.doors import door, entry, holder
 from invfunc._torch.functorch import transforming
 from invfunc.errors import InvFuncWarning
 
-_core, _dynamo, _opaque = door("torch._C"), door("torch._dynamo"), door("torch._library.opaque_object")
+_core = door("torch._C")
 
 
 def _call(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -62,31 +62,23 @@ say: Callable[[str], None] = torch.compiler.assume_constant_result(say_now)
 transformed: Callable[[], bool] = torch.compiler.assume_constant_result(transforming)
 """Whether a graph is made inside of torch.func, there where this is called."""
 
+nonstrict: Callable[[Callable], Callable] = entry("torch._dynamo", "nonstrict_trace")
+"""Of a function of trees, which is not looked into either: its operations are seen as it is called without numbers."""
 
-def nonstrict(fn: Callable) -> Callable:
-    """A function of trees that is not looked into either: its operations are seen as it is called without numbers."""
-    return _dynamo.nonstrict_trace(fn)
-
-
-def constant(kind: type) -> None:
-    """Have graphs hold objects of a type as constants."""
-    _opaque.register_opaque_type(kind, typ="value")
-
+constant: Callable[..., None] = entry("torch._library.opaque_object", "register_opaque_type")
+"""Has graphs hold objects of a type (`typ="value"`) as constants."""
 
 higher_order: Any = door("torch._higher_order_ops.wrap")
 """Its `wrap` calls a function, which torch.compile looks into: a graph of its own in the graph, with what it closes
 over. Its `dynamo_bypassing_wrapper` calls `wrapper(fn)`: fn is looked into likewise, and the wrapper gets its graph."""
 
 
-def _keys() -> tuple[Any, Any]:
-    return _core._dispatch_tls_local_include_set(), _core._dispatch_tls_local_exclude_set()
-
-
 @cache
-def _plain_keys() -> tuple[Any, Any]:
+def _plain_keys() -> tuple[Any, ...]:
     """The keys of a new thread, where nothing is left out."""
     with ThreadPoolExecutor(1) as fresh:
-        return fresh.submit(_keys).result()
+        sets = _core._dispatch_tls_local_include_set, _core._dispatch_tls_local_exclude_set
+        return tuple([fresh.submit(one).result() for one in sets])
 
 
 def as_called() -> Any:

@@ -7,21 +7,23 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import attrgetter
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.function import BackwardCFunction
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch has no public name for it
 
 from invfunc._torch.doors import door, entry, holder, or_told
 
-_C, _core, _autograd = door("torch._C._functorch"), door("torch._C"), door("torch._C._autograd")
-_eval_frame, _pyfunctorch = door("torch._C._dynamo.eval_frame"), door("torch._functorch.pyfunctorch")
-_fake_tensor, _overrides = door("torch._subclasses.fake_tensor"), door("torch.overrides")
-_python_dispatch, _variable = door("torch.utils._python_dispatch"), door("torch.autograd.Variable")
-_tensor = door("torch.Tensor")
+_C = door("torch._C._functorch")
+_core = door("torch._C")
+_autograd = door("torch._C._autograd")
+_eval_frame = door("torch._C._dynamo.eval_frame")
+_pyfunctorch = door("torch._functorch.pyfunctorch")
+fake_tensors = door("torch._subclasses.fake_tensor")
+_overrides = door("torch.overrides")
+_engine = door("torch.autograd.Variable._execution_engine")
 
 _AS_IT_IS = nullcontext()
 
@@ -48,8 +50,7 @@ def forward_mode() -> bool:
 
 def level_of(x: torch.Tensor) -> int | None:
     """The level of torch.func at which a tensor is wrapped; None for a plain tensor and after the transform ended."""
-    level = _C.maybe_get_level(x)
-    return level if level > 0 else None
+    return level if (level := _C.maybe_get_level(x)) > 0 else None
 
 
 def ended(x: torch.Tensor) -> bool:
@@ -142,7 +143,7 @@ def given_back(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
 
 def function_of(node: Any) -> type | None:
     """The custom autograd.Function that made a node of a graph."""
-    return getattr(node, "_forward_cls", None) if isinstance(node, BackwardCFunction) else None
+    return getattr(node, "_forward_cls", None) if isinstance(node, torch.autograd.function.BackwardCFunction) else None
 
 
 def dual(*tensors: torch.Tensor) -> bool:
@@ -158,16 +159,14 @@ def dual(*tensors: torch.Tensor) -> bool:
 
 def under(kind: type | tuple[type, ...], holds: Callable[[Any], bool] = lambda mode: True) -> bool:
     """Tells whether a torch function mode of some kind is active, of which something holds."""
-    around = _core._len_torch_function_stack() > 0
-    return around and any(
-        isinstance(mode, kind) and holds(mode) for mode in _overrides._get_current_function_mode_stack()
-    )
+    around = _overrides._get_current_function_mode_stack() if _core._len_torch_function_stack() > 0 else ()
+    return any(isinstance(mode, kind) and holds(mode) for mode in around)
 
 
 def homes() -> list[Any]:
     """The places of torch that there are, beside the public ones, whose functions a function mode sees."""
-    places = getattr(_core, "_nn", None), getattr(_core, "_VariableFunctions", None)
-    return [place for place in places if place is not None]
+    found = [_core._nn] if hasattr(_core, "_nn") else []
+    return [*found, _core._VariableFunctions] if hasattr(_core, "_VariableFunctions") else found
 
 
 gradient_edge = torch.autograd.graph.get_gradient_edge
@@ -196,7 +195,6 @@ listening: Callable[[], bool] = entry("torch._C", "_is_torch_function_mode_enabl
 """True if a torch function mode sees the calls that are made."""
 unwatched, watched = entry("torch._C", "DisableTorchFunction"), entry("torch._C", "_EnableTorchFunction")
 """Contexts without torch function modes, for what a function does not do itself, and with them again within those."""
-unheard = unwatched
 
 
 def dispatched() -> bool:
@@ -206,7 +204,7 @@ def dispatched() -> bool:
 
 def after_backward(callback: Callable[[], None]) -> None:
     """Call it when the backward pass that is running ends."""
-    _variable._execution_engine.queue_callback(callback)
+    _engine.queue_callback(callback)
 
 
 @contextmanager
@@ -216,19 +214,8 @@ def undispatched() -> Iterator[None]:
         yield
 
 
-def unseen() -> AbstractContextManager:
-    """A context without any dispatch mode."""
-    return _python_dispatch._disable_current_modes()
-
-
-def is_fake(x: torch.Tensor) -> TypeGuard[Any]:
-    """Tells whether a tensor has no numbers."""
-    return isinstance(x, _fake_tensor.FakeTensor)
-
-
-def fake_mode(**options: Any) -> Any:
-    """A FakeTensorMode, a context in which tensors have no numbers."""
-    return _fake_tensor.FakeTensorMode(**options)
+unseen: Callable[[], AbstractContextManager] = entry("torch.utils._python_dispatch", "_disable_current_modes")
+"""A context without any dispatch mode."""
 
 
 def leaf(x: torch.Tensor) -> torch.Tensor:
@@ -328,7 +315,7 @@ def memory_of(x: torch.Tensor) -> Any:
 
 def storage(x: torch.Tensor) -> torch.UntypedStorage:
     """The memory of a plain tensor, of a sparse one that of its values."""
-    values = _tensor._values if x.layout is torch.sparse_coo else torch.Tensor.values
+    values = torch.Tensor._values if x.layout is torch.sparse_coo else torch.Tensor.values
     return (x if x.layout in (torch.strided, torch.jagged) else _plain(values(x))).untyped_storage()
 
 
@@ -369,11 +356,6 @@ def pop_hooks(refused: str | None) -> None:
         _autograd._saved_tensors_hooks_disable(refused)
 
 
-def graphless_node() -> None:
-    """Have what the running node of a backward pass computes recorded nowhere."""
-    set_graph(False)
-
-
 autocasting: Callable[[], bool] = entry("torch._C", "_is_any_autocast_enabled")
 """True if autocast is on for any kind of device."""
 uncounted = entry("torch.autograd", "_unsafe_preserve_version_counter")
@@ -384,9 +366,8 @@ def gradients_of(
     outputs: Sequence[torch.Tensor], of_outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], graph: bool
 ) -> Sequence[torch.Tensor | None]:
     """`torch.autograd.grad` of gradients that have the shapes of the outputs: to look at those, torch imports sympy."""
-    engine = _variable._execution_engine
     options = {"allow_unreachable": True, "accumulate_grad": False}
-    return engine.run_backward(tuple(outputs), tuple(of_outputs), graph, graph, tuple(inputs), **options)
+    return _engine.run_backward(tuple(outputs), tuple(of_outputs), graph, graph, tuple(inputs), **options)
 
 
 _PASSES: tuple[int, bool] = (-1, False)

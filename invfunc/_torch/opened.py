@@ -12,7 +12,7 @@ from typing import Any
 
 from invfunc._torch.doors import door, holder
 
-_eval_frame = door("torch._dynamo.eval_frame")
+_compiler = door("torch._dynamo.eval_frame")
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
@@ -46,7 +46,7 @@ class Uncompiled:
         if dynamo is not None:
             with self._lock:
                 if Uncompiled._number == 0:
-                    Uncompiled._before, dynamo._stance = dynamo._stance, _eval_frame.DynamoStance("force_eager")
+                    Uncompiled._before, dynamo._stance = dynamo._stance, _compiler.DynamoStance("force_eager")
                 Uncompiled._number += 1
 
     def __exit__(self, *error: Any) -> None:

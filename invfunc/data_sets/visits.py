@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import fake_mode
+from invfunc._torch.functorch import fake_tensors
 from invfunc._torch.generators import set_states, state_of
 from invfunc.arguments.problem import batch_dims
 from invfunc.data_sets.part import Begun
@@ -202,7 +202,7 @@ class RowByRow(VisitWork):
 
 def exchanged(t: Statistic, args: tuple, kwargs: dict[str, Any], gather: bool) -> int | None:
     """Number of bytes that a process exchanges for a batch, from a run without numbers; None if it does not run so."""
-    mode, sweep, total = fake_mode(allow_non_fake_inputs=True), Sweep(), 0
+    mode, sweep, total = fake_tensors.FakeTensorMode(allow_non_fake_inputs=True), Sweep(), 0
     t, before = t.keyed(dict.fromkeys(t.drawings, 0), 0), state_of(torch.default_generator)
     try:
         given, named = tree.map_tensors(mode.from_tensor, (args, kwargs))

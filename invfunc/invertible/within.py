@@ -17,7 +17,7 @@ from torch import fx
 
 from invfunc import tree
 from invfunc._torch.eager import BROKEN, CHAIN, FOUND, higher_order, say, say_now, transformed
-from invfunc._torch.functorch import TorchDispatchMode, after_backward, is_fake, storage_of, undispatched
+from invfunc._torch.functorch import TorchDispatchMode, after_backward, storage_of, undispatched
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import differentiable
 from invfunc.blocks.looks import tell
@@ -189,7 +189,7 @@ class GraphBlocks:
         """The reason why blocks cannot be evaluated again: looked at without numbers."""
         env = {node: node.meta["example_value"] for node in self.inputs}
         given = tensors_of(env.values())
-        look, modes = OperationLook(given), [x.fake_mode for x in given if is_fake(x)]
+        look, modes = OperationLook(given), [mode for x in given if (mode := getattr(x, "fake_mode", None))]
         for block in self.blocks:
             with modes[0] if modes else nullcontext(), look, torch.no_grad():
                 after = {**env, **block.forth.run(env)}

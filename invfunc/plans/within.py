@@ -9,7 +9,7 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.eager import as_called, constant, nonstrict, not_compiling
-from invfunc._torch.functorch import fake_mode, undispatched
+from invfunc._torch.functorch import fake_tensors, undispatched
 from invfunc.errors import ArgumentError, ReplayError
 from invfunc.kronecker.origin import Origin
 from invfunc.plans.calls import CALLS, Calls, call_of, described, described_by
@@ -27,7 +27,7 @@ def _sizes(tensors: list[torch.Tensor]) -> list[tuple]:
     return [(x.shape, x.dtype, x.device) for x in tensors]
 
 
-constant(Origin)  # of Kronecker factors, which the compiler puts together
+constant(Origin, typ="value")  # of Kronecker factors, which the compiler puts together
 
 _NAME = "invfunc::planned"
 torch.library.define(
@@ -67,7 +67,7 @@ def _made_up(calls: Calls, form: tree.Form, tensors: list[torch.Tensor]) -> Any:
 
     with torch.no_grad(), calls.rewound(call_of(*form.join([*map(like, tensors)]))):
         try:
-            with fake_mode(allow_non_fake_inputs=True):
+            with fake_tensors.FakeTensorMode(allow_non_fake_inputs=True):
                 args, kwargs = form.join([*map(like, tensors)])
                 return calls.t(*args, **kwargs)
         except Exception:

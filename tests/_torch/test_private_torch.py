@@ -59,15 +59,6 @@ except invfunc.errors.TorchVersionError as error:
 
 
 @pytest.mark.quick
-def test_levels_are_seen():
-    seen = []
-    assert not functorch.transforming()
-    vmap(lambda x: seen.append(functorch.transforming()) or x)(torch.ones(2))
-    grad(lambda x: seen.append(functorch.transforming()) or x)(torch.ones(()))
-    assert seen == [True, True] and not functorch.transforming()
-
-
-@pytest.mark.quick
 def test_compiled_functions_run_as_they_were_written():
     seen = []
     part = torch.compile(lambda x: x.sin(), backend=lambda graph, inputs: seen.append(graph) or graph)
@@ -77,13 +68,6 @@ def test_compiled_functions_run_as_they_were_written():
     assert seen == [] and torch._dynamo.eval_frame._stance is stance
     part(torch.ones(2))
     assert len(seen) == 1
-
-
-@pytest.mark.quick
-def test_wrappers_are_taken_off():
-    x, seen = torch.ones(3, 2), []
-    vmap(grad(lambda x: seen.append(functorch.innermost(x)) or x.sum()))(x)
-    assert torch.equal(seen[0], x) and not seen[0].requires_grad
 
 
 @pytest.mark.quick

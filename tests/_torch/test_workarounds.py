@@ -50,6 +50,10 @@ def solve():
     return near(vmap(torch.linalg.solve)(a, b), torch.stack([*map(torch.linalg.solve, a, b)]))
 
 
+def complex_abs():
+    return grad(grad(grad(lambda x: torch.complex(x, x).abs())))(W.new_zeros(())).isfinite()
+
+
 def scaled(v, g):
     return v * (g / torch.norm_except_dim(v, 2, 0))
 
@@ -87,6 +91,7 @@ RIGHT = {
     "attention": (lambda: twice(attention), "operations/forms.py", None),
     "prelu": (prelu, "operations/forms.py", None),
     "cdist": (lambda: twice(lambda w: torch.cdist(X * w, X + 1).sum()), "operations/forms.py", None),
+    "third derivative of abs": (complex_abs, "operations/forms.py", None),
     "solve": (solve, "operations/forms.py", None),
     "layer_norm": (lambda: twice(lambda w: F.layer_norm(X * w, (3,), w).sin().sum()), NORMS, None),
     "batch_norm": (lambda: twice(lambda w: F.batch_norm(X * w, None, None, w, None, True).sin().sum()), NORMS, None),
