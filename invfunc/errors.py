@@ -59,6 +59,10 @@ class MissingExtraError(InvFuncError, ImportError):
     """A feature needs a package that belongs to an extra."""
 
 
+class TorchVersionError(InvFuncError, AttributeError):
+    """A feature needs a part of torch that the installed version does not have."""
+
+
 class InverseError(InvFuncError, ValueError):
     """The inverse of a function does not give its input back."""
 

@@ -9,18 +9,23 @@ from types import EllipsisType
 from typing import Any, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
 
 from invfunc._nodes import NODES, NOTHING, NodeWay, NoOutput, built
+from invfunc._torch.doors import door
+
+pytree = door("torch.utils._pytree")
 
 Tree = Any
 Path = tuple[Any, ...]
 Class = TypeVar("Class", bound=type)
 
-map_leaves = pytree.tree_map
-
 _PLAIN = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), slice, EllipsisType}
 _PLAIN |= {torch.dtype, torch.device, torch.Size, torch.Generator}
+
+
+def map_leaves(fn: Callable, tree: Tree, *more: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
+    """A tree of what a function makes of each leaf, with those at its place in more trees."""
+    return pytree.tree_map(fn, tree, *more, is_leaf=is_leaf)
 
 
 def flatten(tree: Tree, none_is_leaf: bool = True) -> tuple[list[Any], Any]:

@@ -88,3 +88,16 @@ def test_pictures_are_sharp_and_nothing_else_of_matplotlib_is_printed(path):
     for cell in code(lesson):  # which `tests.lessons.AXES_HAVE_NAMES` looks at
         drawn = any(name in cell.source for name in ("plt.subplots(", "plt.figure("))
         assert not drawn or "\nplt.show()" in cell.source
+
+
+@pytest.mark.parametrize("name", ["1_chunked_ggn", "20_memory"])
+def test_first_cell_installs_what_is_missing_from_the_clone(name, monkeypatch):
+    """As on a hosted notebook service; `run` installs nothing, as the package is there."""
+    path, asked = next(path for path in NOTEBOOKS if path.stem == name), []
+    first = code(nbformat.read(path, as_version=4))[0]
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("subprocess.run", lambda command, check: asked.append(command))
+    exec(first.source, {})
+    assert folded(first) and asked[0][1:4] == ["-m", "pip", "install"]
+    assert asked[0][-1] == f"{path.parents[1]}[notebooks]"

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
 
+from invfunc._torch.doors import door, entry, holder
 from invfunc._torch.functorch import transforming
 from invfunc.errors import InvFuncWarning
+
+_core = door("torch._C")
 
 
 def _call(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -61,39 +62,34 @@ say: Callable[[str], None] = torch.compiler.assume_constant_result(say_now)
 transformed: Callable[[], bool] = torch.compiler.assume_constant_result(transforming)
 """Whether a graph is made inside of torch.func, there where this is called."""
 
-nonstrict: Callable[[Callable], Callable] = import_module("torch._dynamo").nonstrict_trace
+nonstrict: Callable[[Callable], Callable] = entry("torch._dynamo", "nonstrict_trace")
 """Of a function of trees, which is not looked into either: its operations are seen as it is called without numbers."""
 
-constant: Callable[..., None] = import_module("torch._library.opaque_object").register_opaque_type
+constant: Callable[..., None] = entry("torch._library.opaque_object", "register_opaque_type")
 """Has graphs hold objects of a type (`typ="value"`) as constants."""
 
-_wrap: Any = import_module("torch._higher_order_ops.wrap")
-part: Callable[..., Any] = _wrap.wrap
-"""Calls a function, which torch.compile looks into: a graph of its own in the graph, with what it closes over."""
-whole: Callable[..., Any] = _wrap.dynamo_bypassing_wrapper
-"""Calls `wrapper(fn)`: torch.compile looks into fn as into a part, and the wrapper is given its graph."""
-
-_C: Any = import_module("torch._C")
+higher_order: Any = door("torch._higher_order_ops.wrap")
+"""Its `wrap` calls a function, which torch.compile looks into: a graph of its own in the graph, with what it closes
+over. Its `dynamo_bypassing_wrapper` calls `wrapper(fn)`: fn is looked into likewise, and the wrapper gets its graph."""
 
 
-def _keys() -> tuple[Any, Any]:
-    return _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
-
-
-with ThreadPoolExecutor(1) as _fresh:
-    _PLAIN = _fresh.submit(_keys).result()
-    """What a new thread has: nothing is left out."""
+@cache
+def _plain_keys() -> tuple[Any, ...]:
+    """The keys of a new thread, where nothing is left out."""
+    with ThreadPoolExecutor(1) as fresh:
+        sets = _core._dispatch_tls_local_include_set, _core._dispatch_tls_local_exclude_set
+        return tuple([fresh.submit(one).result() for one in sets])
 
 
 def as_called() -> Any:
     """A context in which autograd sees what is done, also within an operation of a graph, that runs below it."""
-    return _C._ForceDispatchKeyGuard(*_PLAIN)
+    return _core._ForceDispatchKeyGuard(*_plain_keys())
 
 
 @contextmanager
 def not_compiling() -> Iterator[None]:
     """A context in which functions run as outside of torch.compile, which has them run to see what they give."""
-    compiler: Any = sys.modules["torch.compiler"]
+    compiler = holder("torch.compiler", "_is_compiling_flag")
     before, compiler._is_compiling_flag = compiler._is_compiling_flag, False
     try:
         yield

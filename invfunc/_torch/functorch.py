@@ -10,17 +10,21 @@ from operator import attrgetter
 from typing import Any, cast
 
 import torch
-from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
-from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
-from torch._C._dynamo import eval_frame as _eval_frame
-from torch._functorch.pyfunctorch import coerce_cinterpreter, temporarily_pop_interpreter_stack
-from torch._subclasses import fake_tensor
-from torch._vmap_internals import _vmap
 from torch.autograd import forward_ad
-from torch.autograd.function import BackwardCFunction
-from torch.overrides import _get_current_function_mode_stack, handle_torch_function, has_torch_function_unary
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch has no public name for it
-from torch.utils._python_dispatch import _disable_current_modes
+
+from invfunc._torch.doors import door, entry, holder, or_told
+
+_C = door("torch._C._functorch")
+_core = door("torch._C")
+_autograd = door("torch._C._autograd")
+_eval_frame = door("torch._C._dynamo.eval_frame")
+_pyfunctorch = door("torch._functorch.pyfunctorch")
+fake_tensors = door("torch._subclasses.fake_tensor")
+_overrides = door("torch.overrides")
+_engine = door("torch.autograd.Variable._execution_engine")
+_vmap_internals = door("torch._vmap_internals")
 
 _AS_IT_IS = nullcontext()
 
@@ -37,7 +41,7 @@ def levels() -> list[tuple[str, int]]:
 
 def dual_level() -> bool:
     """Tells whether a level of torch.autograd.forward_ad is around us, as it is within a jvp too."""
-    return forward_ad._current_level >= 0
+    return holder("torch.autograd.forward_ad", "_current_level")._current_level >= 0
 
 
 def forward_mode() -> bool:
@@ -47,8 +51,7 @@ def forward_mode() -> bool:
 
 def level_of(x: torch.Tensor) -> int | None:
     """The level of torch.func at which a tensor is wrapped; None for a plain tensor and after the transform ended."""
-    level = _C.maybe_get_level(x)
-    return level if level > 0 else None
+    return level if (level := _C.maybe_get_level(x)) > 0 else None
 
 
 def ended(x: torch.Tensor) -> bool:
@@ -78,23 +81,23 @@ def alive(x: torch.Tensor) -> torch.Tensor:
 
 def plainly() -> AbstractContextManager:
     """Without transforms of torch.func or inference mode around us: what is made here is the same for all of a vmap."""
-    around = torch._C._vmapmode_increment_nesting() > 1 or transforming() or torch.is_inference_mode_enabled()
-    torch._C._vmapmode_decrement_nesting()
+    around = _core._vmapmode_increment_nesting() > 1 or transforming() or torch.is_inference_mode_enabled()
+    _core._vmapmode_decrement_nesting()
     return _without_transforms() if around else _AS_IT_IS
 
 
 @contextmanager
 def _without_transforms() -> Iterator[None]:
-    older = torch._C._vmapmode_increment_nesting() - 1  # the vmap of `torch.autograd.grad(..., is_grads_batched=True)`
+    older = _core._vmapmode_increment_nesting() - 1  # the vmap of `torch.autograd.grad(..., is_grads_batched=True)`
     for _ in range(older + 1):
-        torch._C._vmapmode_decrement_nesting()
+        _core._vmapmode_decrement_nesting()
     graph = torch.is_grad_enabled()  # which the end of inference mode turns on
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(graph), _below(0):
             yield  # and not in torch._C._DisableFuncTorch, within which a jvp that f uses itself is wrong
     finally:
         for _ in range(older):
-            torch._C._vmapmode_increment_nesting()
+            _core._vmapmode_increment_nesting()
 
 
 def mapped(function: Callable, in_dims: Any = 0, randomness: str = "error") -> Callable:
@@ -154,7 +157,7 @@ def given_back(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
 
 def function_of(node: Any) -> type | None:
     """The custom autograd.Function that made a node of a graph."""
-    return getattr(node, "_forward_cls", None) if isinstance(node, BackwardCFunction) else None
+    return getattr(node, "_forward_cls", None) if isinstance(node, torch.autograd.function.BackwardCFunction) else None
 
 
 def dual(*tensors: torch.Tensor) -> bool:
@@ -170,13 +173,14 @@ def dual(*tensors: torch.Tensor) -> bool:
 
 def under(kind: type | tuple[type, ...], holds: Callable[[Any], bool] = lambda mode: True) -> bool:
     """Tells whether a torch function mode of some kind is active, of which something holds."""
-    around = torch._C._len_torch_function_stack() > 0
-    return around and any(isinstance(mode, kind) and holds(mode) for mode in _get_current_function_mode_stack())
+    around = _overrides._get_current_function_mode_stack() if _core._len_torch_function_stack() > 0 else ()
+    return any(isinstance(mode, kind) and holds(mode) for mode in around)
 
 
-def homes() -> tuple[Any, ...]:
-    """The places of torch, beside the public ones, whose functions a function mode sees."""
-    return torch._C._nn, torch._C._VariableFunctions  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
+def homes() -> list[Any]:
+    """The places of torch that there are, beside the public ones, whose functions a function mode sees."""
+    found = [_core._nn] if hasattr(_core, "_nn") else []
+    return [*found, _core._VariableFunctions] if hasattr(_core, "_VariableFunctions") else found
 
 
 gradient_edge = torch.autograd.graph.get_gradient_edge
@@ -195,38 +199,37 @@ def graph_of(x: torch.Tensor) -> Iterator[Any]:
 
 def backward_pass() -> int:
     """The number of the backward pass of autograd that is running."""
-    return torch._C._current_graph_task_id()
+    return _core._current_graph_task_id()
 
 
 same_generator: Callable[[torch.Generator], int] = attrgetter("_cdata")
 """A number that all objects of one generator have: operations are given another one than the caller's."""
-listening: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+
+listening: Callable[[], bool] = entry("torch._C", "_is_torch_function_mode_enabled")
 """True if a torch function mode sees the calls that are made."""
-unwatched, watched = torch._C.DisableTorchFunction, torch._C._EnableTorchFunction
+unwatched, watched = entry("torch._C", "DisableTorchFunction"), entry("torch._C", "_EnableTorchFunction")
 """Contexts without torch function modes, for what a function does not do itself, and with them again within those."""
 
 
 def dispatched() -> bool:
     """Tells whether a dispatch mode sees all operations, as those of FakeTensor and of tracing do."""
-    return torch._C._len_torch_dispatch_stack() > 0
+    return _core._len_torch_dispatch_stack() > 0
 
 
 def after_backward(callback: Callable[[], None]) -> None:
     """Call it when the backward pass that is running ends."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
+    _engine.queue_callback(callback)
 
 
 @contextmanager
 def undispatched() -> Iterator[None]:
     """A context without dispatch modes, but for one that only `watches`."""
-    with _disable_current_modes() as modes, cast(Any, next((m for m in modes if hasattr(m, "watches")), nullcontext())):
+    with unseen() as modes, cast(Any, next((m for m in modes if hasattr(m, "watches")), nullcontext())):
         yield
 
 
-unseen = _disable_current_modes
+unseen: Callable[[], AbstractContextManager] = entry("torch.utils._python_dispatch", "_disable_current_modes")
 """A context without any dispatch mode."""
-FakeTensor, FakeTensorMode = fake_tensor.FakeTensor, fake_tensor.FakeTensorMode
-unheard = torch._C.DisableTorchFunction  # a context without function modes
 
 
 def leaf(x: torch.Tensor) -> torch.Tensor:
@@ -272,7 +275,7 @@ def _below(level: int) -> Iterator[None]:
     if not (above := levels()) or above[-1][1] <= level:
         yield
         return
-    with temporarily_pop_interpreter_stack(), _below(level):
+    with _pyfunctorch.temporarily_pop_interpreter_stack(), _below(level):
         yield
 
 
@@ -342,9 +345,13 @@ def base_of(x: torch.Tensor) -> torch.Tensor | None:
 
 def untraced(fn: Any) -> Any:
     """A function that torch.compile runs as it is, with what it calls, where it is a hook of what was compiled."""
-    skip = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
-    _eval_frame.set_code_exec_strategy(fn.__code__, skip)
-    return fn
+
+    def marked() -> Any:
+        skip = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
+        _eval_frame.set_code_exec_strategy(fn.__code__, skip)
+        return fn
+
+    return or_told(marked)
 
 
 def push_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> str | None:
@@ -363,14 +370,9 @@ def pop_hooks(refused: str | None) -> None:
         _autograd._saved_tensors_hooks_disable(refused)
 
 
-def graphless_node() -> None:
-    """Have what the running node of a backward pass computes recorded nowhere."""
-    set_graph(False)
-
-
-autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled
+autocasting: Callable[[], bool] = entry("torch._C", "_is_any_autocast_enabled")
 """True if autocast is on for any kind of device."""
-uncounted: Any = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
+uncounted = entry("torch.autograd", "_unsafe_preserve_version_counter")
 """A context in which writing into a tensor does not count as such."""
 
 
@@ -383,9 +385,8 @@ def gradients_of(
 ) -> Sequence[torch.Tensor | None]:
     """`torch.autograd.grad` of gradients that have the shapes of the outputs: to look at those, torch imports sympy,
     and takes half of the time of a small backward pass."""
-    engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportAttributeAccessIssue]
     options = {"allow_unreachable": True, "accumulate_grad": False}
-    return engine.run_backward(tuple(outputs), tuple(of_outputs), retain or graph, graph, tuple(inputs), **options)
+    return _engine.run_backward(tuple(outputs), tuple(of_outputs), retain or graph, graph, tuple(inputs), **options)
 
 
 def rows_of(
@@ -397,7 +398,7 @@ def rows_of(
     def one(*column: torch.Tensor) -> Sequence[torch.Tensor | None]:
         return gradients_of(outputs, column, inputs, graph, retain=True)
 
-    return _vmap(one, 0, 0, allow_none_pass_through=True)(*columns)
+    return _vmap_internals._vmap(one, 0, 0, allow_none_pass_through=True)(*columns)
 
 
 _PASSES: tuple[int, bool] = (-1, False)
@@ -443,12 +444,14 @@ class Level:
     """The level of a `grad` of torch.func at which operations are recorded, 0 for plain autograd, and the vmaps of f
     above it."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        stack: list[Any] = [coerce_cinterpreter(layer) for layer in _C.get_interpreter_stack() or ()]
+    def __init__(self, number: int, around: Sequence[Any] = ()) -> None:
+        """Of a number among the transforms around us."""
+        self.number, self._mark = number, None
+        stack: list[Any] = [_pyfunctorch.coerce_cinterpreter(layer) for layer in around]
         self._above = [(each.batch_size(), each.randomness()) for each in stack if each.level() > number]
-        with _below(number):
-            self._mark = torch.zeros(()) if number else None  # which is of the level, and ends with it
+        if number:
+            with _below(number):
+                self._mark = torch.zeros(())  # which is of the level, and ends with it
 
     @property
     def running(self) -> bool:
@@ -493,7 +496,7 @@ PLAIN = Level(0)
 
 def level_at(number: int) -> Level:
     """The level of this number, with what is around us now."""
-    return Level(number) if number or transforming() else PLAIN
+    return Level(number, _C.get_interpreter_stack() or ()) if number or transforming() else PLAIN
 
 
 _PLAINLY = nullcontext((_plain_leaf, as_it_is, as_it_is))
@@ -534,11 +537,11 @@ def recorded(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-is_batched: Callable[[torch.Tensor], bool] = _C.is_batchedtensor
+is_batched: Callable[[torch.Tensor], bool] = entry("torch._C._functorch", "is_batchedtensor")
 """True if a tensor is one for each entry of the innermost vmap."""
-is_wrapped: Callable[[torch.Tensor], bool] = _C.is_functorch_wrapped_tensor
+is_wrapped: Callable[[torch.Tensor], bool] = entry("torch._C._functorch", "is_functorch_wrapped_tensor")
 """True if a tensor is of a transform of torch.func."""
-set_graph: Callable[[bool], None] = torch._C._set_grad_enabled
+set_graph: Callable[[bool], None] = entry("torch._C", "_set_grad_enabled")
 """Turn the recording of graphs on or off."""
 
 

@@ -10,8 +10,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
-from torch.nn.utils import parametrize
+from invfunc._torch.doors import door, holder
 
+_compiler = door("torch._dynamo.eval_frame")
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
@@ -40,12 +41,12 @@ class Uncompiled:
     _before: Any = None
 
     def __enter__(self) -> None:
-        dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-        self._dynamo = dynamo  # without it nothing has been compiled
+        compiled = "torch._dynamo.eval_frame" in sys.modules  # without it nothing has been
+        self._dynamo = dynamo = holder("torch._dynamo.eval_frame", "_stance") if compiled else None
         if dynamo is not None:
             with self._lock:
                 if Uncompiled._number == 0:
-                    Uncompiled._before, dynamo._stance = dynamo._stance, dynamo.DynamoStance("force_eager")
+                    Uncompiled._before, dynamo._stance = dynamo._stance, _compiler.DynamoStance("force_eager")
                 Uncompiled._number += 1
 
     def __exit__(self, *error: Any) -> None:
@@ -58,12 +59,12 @@ class Uncompiled:
 
 def parametrized_anew() -> AbstractContextManager:
     """A context in which weights are computed that `torch.nn.utils.parametrize.cached()` kept before."""
-    return _parametrized_anew() if parametrize._cache_enabled else nullcontext()
+    state = holder("torch.nn.utils.parametrize", "_cache_enabled")
+    return _parametrized_anew(state) if state._cache_enabled else nullcontext()
 
 
 @contextmanager
-def _parametrized_anew() -> Iterator[None]:
-    state: Any = parametrize
+def _parametrized_anew(state: Any) -> Iterator[None]:
     before, state._cache = state._cache, {}
     try:
         yield

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 
 import torch
 
-from invfunc._torch.functorch import FakeTensor, innermost
+from invfunc._torch.functorch import fake_tensors, innermost
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -25,7 +25,7 @@ def differentiable(tensor: torch.Tensor) -> bool:
 
 def fake(x: torch.Tensor) -> bool:
     """Tells whether a tensor has no numbers (FakeTensorMode)."""
-    return isinstance(innermost(x), FakeTensor)
+    return isinstance(innermost(x), fake_tensors.FakeTensor)
 
 
 def anywhere(x: torch.Tensor) -> bool:

@@ -306,7 +306,7 @@ class BlockRun(Holder):
         if self._level.number == 0 or not self._level.running:
             return t
         if torch.is_grad_enabled() and functorch.backward_by_torch_func():
-            functorch.graphless_node()  # nobody can differentiate once more at this level
+            functorch.set_graph(False)  # nobody can differentiate once more at this level
         return t
 
     def _found(self, n: int) -> tuple[torch.Tensor, int]:

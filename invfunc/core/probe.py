@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import dispatched, innermost, plainly, transforming, undispatched, unheard, unseen
+from invfunc._torch.functorch import dispatched, innermost, plainly, transforming, undispatched, unseen, unwatched
 from invfunc._torch.values import wide
 from invfunc.core.axes import alone, found, numbers, read, single
 from invfunc.core.marks import SUMMED, Known, Run, Unsupported, arguments, named, option, replaced, tensors
@@ -35,7 +35,7 @@ def probe(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: lis
     if transforming() or dispatched():
         args, kwargs, data = _outside(args, kwargs, data, key is None)
     narrow = torch.autocast(data[0][0].device.type, enabled=False)  # two numbers are rarely the same in float32
-    with plainly(), unseen(), unheard(), torch.random.fork_rng(devices=[]), torch.no_grad(), narrow:
+    with plainly(), unseen(), unwatched(), torch.random.fork_rng(devices=[]), torch.no_grad(), narrow:
         for drawing in ("all", "floats", "none") if key is not None else ("floats", "none"):
             try:
                 axes = _probed(n, func, args, kwargs, data, drawing)
@@ -179,7 +179,7 @@ def moved(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: lis
         return None  # of numbers of repetitions alone
     if not any([id(x) in axes for x in given]):
         return None
-    with torch.no_grad(), undispatched(), unheard():
+    with torch.no_grad(), undispatched(), unwatched():
         by = {
             id(x): numbers(x.shape, axes[id(x)], n, x.device).contiguous()
             if id(x) in axes

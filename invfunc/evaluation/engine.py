@@ -12,7 +12,7 @@ import torch
 
 from invfunc import tree
 from invfunc._extras import ticking
-from invfunc._torch.functorch import transforming, undispatched, unheard
+from invfunc._torch.functorch import transforming, undispatched, unwatched
 from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
 from invfunc._torch.values import checked_at_the_end, same_values
 from invfunc.arguments.problem import BoundProblem, whole
@@ -321,7 +321,7 @@ def alone(problem: BoundProblem, part: slice, *, elsewhere: bool = False) -> Any
 def joins(problem: BoundProblem, found: Any = None) -> bool:
     """Tells whether f was seen to give some samples alone what it gives them beside others, of which this was `found`;
     an error if it does not."""
-    with undispatched(), unheard():
+    with undispatched(), unwatched():
         if found is None:
             with suppress(Exception):  # of which is told elsewhere
                 found = alone(problem, slice(0, problem.n))

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from invfunc import tree
-from invfunc._torch.eager import BROKEN, CHAIN, FOUND, part, say, say_now, transformed, whole
-from invfunc._torch.functorch import FakeTensor, TorchDispatchMode, after_backward, storage_of, undispatched
+from invfunc._torch.eager import BROKEN, CHAIN, FOUND, higher_order, say, say_now, transformed
+from invfunc._torch.functorch import TorchDispatchMode, after_backward, storage_of, undispatched
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import differentiable
 from invfunc.blocks.looks import tell
@@ -52,7 +52,7 @@ def within(steps: Sequence[Step], x: Any, args: tuple, kwargs: dict[str, Any]) -
             state = _one(g, state, behind(p, args, kwargs), kwargs)
         return state
 
-    return whole(as_one_node, all_blocks)
+    return higher_order.dynamo_bypassing_wrapper(as_one_node, all_blocks)
 
 
 def _one(g: Checkpointed, state: Any, given: tuple, more: dict[str, Any]) -> Any:
@@ -65,7 +65,7 @@ def _one(g: Checkpointed, state: Any, given: tuple, more: dict[str, Any]) -> Any
     def forth() -> Any:
         return tree.map_tensors(_another, pair.forward(*pair.shared, state, *given, **more))
 
-    y = part(forth)
+    y = higher_order.wrap(forth)
 
     def back() -> list[torch.Tensor]:
         came = form.leaves(pair.inverse(*pair.shared, y, *given, **more))
@@ -77,7 +77,7 @@ def _one(g: Checkpointed, state: Any, given: tuple, more: dict[str, Any]) -> Any
     if found:
         say(FOUND)
     kept = [*range(len(xs))] if g.keep is True or found or not g.has_inverse else [*(g.keep or ())]
-    came = part(back) if len(kept) < len(xs) else []
+    came = higher_order.wrap(back) if len(kept) < len(xs) else []
     check, tolerance = (g.check, 0.0) if isinstance(g.check, str) else ("", float(g.check))
     torch.ops.invfunc.block(xs, came, kept, check, tolerance)
     return y
@@ -149,7 +149,7 @@ class GraphBlocks:
                 self.inputs.append(node)
             elif node.op == "output":
                 fx.map_arg(node.args[0], self.outputs.append)
-            elif node.target is part:
+            elif node.target is higher_order.wrap:
                 parts.append(PartCall(getattr(module, node.args[0].target), node.args[1:]))
                 by_node[node] = parts[-1]
             elif node.op == "call_function" and node.args and node.args[0] in by_node:
@@ -187,7 +187,7 @@ class GraphBlocks:
         """The reason why blocks cannot be evaluated again: looked at without numbers."""
         env = {node: node.meta["example_value"] for node in self.inputs}
         given = tree.tensors([*env.values()])
-        look, modes = OperationLook(given), [x.fake_mode for x in given if isinstance(x, FakeTensor)]
+        look, modes = OperationLook(given), [mode for x in given if (mode := getattr(x, "fake_mode", None))]
         for block in self.blocks:
             with modes[0] if modes else nullcontext(), look, torch.no_grad():
                 after = {**env, **block.forth.run(env)}

@@ -14,7 +14,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import TorchDispatchMode, same_generator, storage, unheard, unwatched, unwrapped
+from invfunc._torch.functorch import TorchDispatchMode, same_generator, storage, unwatched, unwrapped
 from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.weak import WeakIdMap
 from invfunc.plans.operators import Operator, draws, writes, written
@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.why:
             return func(*args, **kwargs)
-        with unheard():  # of what is looked at here
+        with unwatched():  # of what is looked at here
             return self._done(func, args, kwargs)
 
     def _done(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -305,7 +305,7 @@ class Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _read(self, given: tuple) -> None:
-        with unheard():
+        with unwatched():
             for x in tree.tensors(given):
                 self.recorder.read(_plain(x))
 

@@ -9,7 +9,7 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.eager import as_called, constant, nonstrict, not_compiling
-from invfunc._torch.functorch import FakeTensorMode, undispatched
+from invfunc._torch.functorch import fake_tensors, undispatched
 from invfunc.errors import ArgumentError, ReplayError
 from invfunc.kronecker.origin import Origin
 from invfunc.plans.calls import CALLS, Calls, call_of, described, described_by
@@ -67,7 +67,7 @@ def _made_up(calls: Calls, form: tree.Form, tensors: list[torch.Tensor]) -> Any:
 
     with torch.no_grad(), calls.rewound(call_of(*form.join([*map(like, tensors)]))):
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True):
+            with fake_tensors.FakeTensorMode(allow_non_fake_inputs=True):
                 args, kwargs = form.join([*map(like, tensors)])
                 return calls.t(*args, **kwargs)
         except Exception:

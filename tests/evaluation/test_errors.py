@@ -221,7 +221,7 @@ class TestFamily:
         for error in errors:
             assert issubclass(error, InvFuncError) and getattr(invfunc.errors, error.__name__) is error
             assert error is InvFuncError or issubclass(
-                error, (ValueError, TypeError, RuntimeError, ImportError, MemoryError)
+                error, (ValueError, TypeError, RuntimeError, ImportError, MemoryError, AttributeError)
             )
 
     def test_every_warning_is_of_the_family_and_a_builtin(self):

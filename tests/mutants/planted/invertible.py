@@ -34,7 +34,7 @@ FAULTS = [
     Fault(
         "hooks of blocks are compiled with their parts",
         "_torch/functorch.py",
-        "    _eval_frame.set_code_exec_strategy(fn.__code__, skip)\n",
+        "        _eval_frame.set_code_exec_strategy(fn.__code__, skip)\n",
         "",
         "invertible/test_compiled.py::test_hooks_of_blocks_are_not_compiled_with_their_parts",
     ),
