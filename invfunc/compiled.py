@@ -86,7 +86,7 @@ def compiled(
         tensor([9.])
         tensor([64.])
         >>> print(invfunc.explain(fast)(torch.tensor([1.0]), x, torch.zeros(2)).plan)
-        a plan of 36 operations
+        a plan of 38 operations
 
     Composes with: `chunked`, `reduced`, `together` inside; `streamed` and `distributed` around it, where what a batch
     brings is repeated, by plans of their own: `streamed(compiled(t))(params, loader)` makes one for each shape of a

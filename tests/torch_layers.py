@@ -21,7 +21,8 @@ from tests.strategies import Case, Numbers
 
 ACTIVATIONS: list[Callable[[], nn.Module]] = [nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.RReLU]
 ACTIVATIONS += [nn.GELU, lambda: nn.GELU("tanh"), nn.SiLU, nn.Mish, nn.Softplus, nn.Sigmoid, nn.LogSigmoid, nn.Tanh]
-ACTIVATIONS += [nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Softshrink, nn.Hardshrink, nn.Tanhshrink]
+# Hardsigmoid has a law of its own, in test_twice_differentiable: the slope of torch is 1/6 in float32 for each dtype.
+ACTIVATIONS += [nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Softshrink, nn.Hardshrink, nn.Tanhshrink]
 ACTIVATIONS += [lambda: nn.Threshold(0.1, 2.0), nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Identity]
 ACTIVATIONS += [lambda: nn.Softmax(-1), lambda: nn.LogSoftmax(-1), lambda: nn.Softmin(1), lambda: nn.ReLU(inplace=True)]
 POOLS = {

@@ -145,7 +145,8 @@ def explained(
         tellers.append(Teller(*given, notes=notes))
         return tellers[-1]
 
-    folds = kept(first, quantities, replace(options, plan=plan, reduce=None), way, undo=undo, pullback=look).folds
+    told, phased = replace(options, plan=plan, reduce=None), plan.asked("params")  # phase by phase
+    folds = kept(first, quantities, told, way, phased=phased, undo=undo, pullback=look).folds
     run, of, found = tellers[-1].run, tellers[-1].of, []
     for fold, q in zip(folds, quantities, strict=True):
         e = notes[id(fold)]

@@ -137,7 +137,7 @@ class Processes:
         """A tensor of each process, as bytes (not all dtypes travel) and as long as the longest."""
         sizes = [shape.numel() * x.itemsize for shape in shapes]
         padded = x.new_zeros(max(sizes), dtype=torch.uint8)
-        padded[: sizes[self.rank]] = x.contiguous().view(-1).view(torch.uint8)
+        padded[: sizes[self.rank]] = x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
         each = [torch.empty_like(padded) for _ in shapes]
         with connected():
             dist.all_gather(each, padded, group=self.group)

@@ -249,13 +249,14 @@ def _class_weight(term: Term, slope: torch.Tensor) -> torch.Tensor:
 
 
 def softmax_product(
-    term: Term, slope: torch.Tensor
+    term: Term, slope: torch.Tensor, sure: bool
 ) -> Callable[[torch.Tensor, Sequence[torch.Tensor], bool], torch.Tensor]:
     """The Hessian `k (diag p - p p^T)` of a cross entropy in its logits, as a product `(u, others, several)` without
     derivatives: p is formed for some samples at a time, and the product written over u, unless that shares its memory
     with others. An axis in front counts `several` u."""
     x, weight, dim = term.input.detach(), _class_weight(term, slope).detach(), _class_dim(term)
-    check_sign(weight, term.call.name)
+    if not sure:
+        check_sign(weight, term.call.name)
     if x.ndim == 1:
         x, weight, dim = x.unsqueeze(0), weight.unsqueeze(0), 1
     size = thresholds.CACHE.get(x.device.type, thresholds.ELSEWHERE) // 8

@@ -28,7 +28,7 @@ from invfunc.core.split import CRITERIA, SURE, WHOLE, Axis, Finder, Output, mark
 from invfunc.errors import ArgumentError, unreached
 from invfunc.evaluation.joined import check_fewer, moved
 from invfunc.evaluation.weights import LossPart
-from invfunc.loss.hessian import hessian, softmax_product, structured
+from invfunc.loss.hessian import Term, hessian, softmax_product, structured
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.products.maps import Kind, Pull, Scope, Vectors
 from invfunc.reductions.quantity import Drawing
@@ -63,16 +63,14 @@ class ScopedSplit(core.Split):
             slopes = self.slopes()
             self.check_convex(slopes)
             return lambda t, others, pull: pull(slopes, self.values, t)
-        product = softmax_product(self.terms[0], torch.ones_like(self.result))
+        product = softmax_product(self.terms[0], torch.ones_like(self.result), self._sure(self.terms[0]))
         self.result, self.terms = self.result.detach(), []
         return lambda t, others, pull: [None if u is None else product(u, others, pull.batched) for u in t]
 
     def check_convex(self, slopes: Vectors) -> None:
         """Check that a GGN exists, unless the Hessian of the loss is too large to be looked at."""
-        for t in self.terms:
-            weights = t.call.arg("weight"), t.call.arg("pos_weight")
-            if t.output is self.result and t.at_root and t.call.func in SURE and weights == (None, None):
-                return
+        if any(map(self._sure, self.terms)):
+            return
         apart = self.n > 1  # the run of f has told where the samples are
         n, roots = self.n, self.roots if apart else [Output(r.ordinal, r.value) for r in self.roots]
         known = structured(self.scope, self.result, roots, self.terms) is not None
@@ -81,6 +79,11 @@ class ScopedSplit(core.Split):
         outputs = sum([r.value.numel() for r in roots]) // n
         if outputs and (known or n * outputs**2 <= thresholds.CHECKED):
             hessian(self.scope, self.result, roots, self.terms, n)
+
+    def _sure(self, t: Term) -> bool:
+        """Tells whether the result is a criterion that is convex whatever its numbers are."""
+        weights = t.call.arg("weight"), t.call.arg("pos_weight")
+        return t.output is self.result and t.at_root and t.call.func in SURE and weights == (None, None)
 
     def _apart(self, slopes: Vectors, roots: list[Output]) -> tuple[int, list[Output]]:
         """The samples, and the outputs with the axes of these, if the loss keeps them apart: then signs of the samples

@@ -15,6 +15,7 @@ ALLOWED = {
     ("evaluation/joined.py", "manual_seed"),  # of a generator of its own
     ("loss/drawn.py", "manual_seed"),  # of generators of its own
     ("reductions/sketches.py", "manual_seed"),  # of generators of its own
+    ("spectra.py", "manual_seed"),  # of a generator of its own
     ("laplace.py", "manual_seed"),  # of a generator of its own
     ("certificates/loops.py", "manual_seed"),  # of a generator of its own
     ("core/probe.py", "manual_seed"),  # of a generator that is put back

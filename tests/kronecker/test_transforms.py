@@ -17,6 +17,7 @@ from torch.func import grad, jvp, vmap
 from invfunc import ekfac, functional, kfac, kronecker, tree
 from invfunc.kronecker import Kronecker, LowRank, kfra
 from invfunc.products.eigenpairs import Eigenpairs
+from invfunc.spectra import SpectralDensity
 from invfunc.testing import assert_trees_close
 from tests.kronecker.test_matrix import EXACT, eye, matrix, small, split
 from tests.networks import total
@@ -172,4 +173,4 @@ def test_nothing_else_becomes_safe():
     ours = {
         kind for kind in torch.serialization.get_safe_globals() if getattr(kind, "__module__", "").startswith("invfunc")
     }
-    assert ours == {Kronecker, kronecker.Joint, kronecker.Origin, Eigenpairs, LowRank}
+    assert ours == {Kronecker, kronecker.Joint, kronecker.Origin, Eigenpairs, LowRank, SpectralDensity}

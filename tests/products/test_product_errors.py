@@ -61,7 +61,7 @@ MAKING = {
     "mc_samples = 0": (lambda: ggnvp(model, F.mse_loss, mc_samples=0, generator=G, fisher="mc"), ArgumentError,
         "ggnvp(mc_samples=0) ... at least 1"),
     "no generator": (lambda: ggnvp(model, F.mse_loss, mc_samples=1, fisher="mc"), ArgumentTypeError,
-        "ggnvp(mc_samples=1): generator is missing ... torch.Generator"),
+        "ggnvp(mc_samples=1 ... generator is missing ... torch.Generator"),
     "a sampler alone": (lambda: ggnvp(model, F.mse_loss, sample=sample), ArgumentError,
         "ggnvp(fisher='exact'): nothing is drawn ... fisher='mc'"),
     "no blocks": (lambda: hvp(model, F.mse_loss, modify="abs"), ArgumentError,
