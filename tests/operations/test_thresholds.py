@@ -89,8 +89,9 @@ def assert_all(called: str, kind: torch.dtype, way: Any = lambda t: t) -> None:
 
 class TestTheFile:
     OTHERS = {"_GROWTH", "_PASSES", "_ORDINARY", "_MOST", "BLOCK", "SMALL", "COLOURS", "HEAP", "FEW", "RESTARTS"}
-    """Two tolerances, how many products Lanczos takes at most, how many backward passes that failed, states of generators and names of what is closed over are
-    remembered, three sizes of oneDNN's own, one of the heap's, and one of MKL's."""
+    """Two tolerances, how many products Lanczos takes at most, how many backward passes that failed, states of
+    generators and names of what is closed over are remembered, three sizes of oneDNN's own, one of the heap's, and one
+    of MKL's."""
 
     def test_every_threshold_has_two_sides(self):
         names = {name for name in vars(thresholds) if name.isupper()}
