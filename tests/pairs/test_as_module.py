@@ -10,6 +10,7 @@ from torch import nn
 import invfunc
 from invfunc import additive_coupling, affine_coupling, chain, invertible_checkpoint
 from invfunc.pairs import momentum
+from tests.process_group import alone
 
 
 class Attend(nn.Linear):
@@ -73,6 +74,17 @@ class TestModule:
         assert torch.equal(net(x), other(x))
         assert torch.equal(pickle.loads(pickle.dumps(net))(x), net(x))
         assert next(net.double().parameters()).dtype == torch.float64 and net(x.double()).dtype == torch.float64
+
+    def test_trains_in_distributed_data_parallel(self, name):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 4), MADE[name][0]().module(), nn.Linear(4, 1))
+        twin, x = copy.deepcopy(net), torch.randn(6, 3)
+        with alone():
+            for model in (nn.parallel.DistributedDataParallel(net), twin):
+                torch.manual_seed(1)  # of the dropout
+                model(x).square().mean().backward()
+        for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+            assert p.grad is not None and torch.equal(p.grad, q.grad)
 
     def test_gradients_are_those_of_the_pair(self, name):
         block = MADE[name][0]()
