@@ -218,7 +218,7 @@ class Shares:
     def norms_of_kept(self) -> torch.Tensor:
         """The norms of gradients that are kept."""
         self.kept = joined([self.dense(block)[0] for block in self.blocks()])
-        return self.kept.flatten(1).square().sum(1)
+        return self.kept.square().flatten(1).sum(1) if self.leaf.ndim else self.kept.square()
 
     @property
     def small(self) -> bool:

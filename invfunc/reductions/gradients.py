@@ -49,7 +49,8 @@ class SumOf(Reduction):
         return (shares.sum_of(lambda rows: per_sample(self.fn, rows, "sum_of")),)
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
-        return (self.fn(torch.zeros_like(leaf)) * n,)
+        nothing = torch.zeros_like(leaf)
+        return (self.fn(nothing) * n if n else nothing,)
 
 
 class SquaredNorms(EachSample):
@@ -193,8 +194,14 @@ class ClippedSum(Reduction):
 
 def per_sample(fn: Callable, rows: torch.Tensor, name: str, *rest: Any) -> torch.Tensor:
     """A function of the caller's, of each sample's numbers alone, which gives as many."""
-    with torch.enable_grad():
-        found = torch.vmap(fn, (0, *[None] * len(rest)))(rows, *rest)
+    try:
+        with torch.enable_grad():
+            found = torch.vmap(fn, (0, *[None] * len(rest)))(rows, *rest)
+    except (RuntimeError, ValueError) as error:
+        raise ArgumentError(
+            f"{name} is called for all samples at once, by torch.vmap. It may not branch on numbers (write "
+            f"torch.where), draw random ones or leave torch, and returns a tensor. It ended with: {error}"
+        ) from error
     if not isinstance(found, torch.Tensor) or found.shape != rows.shape:
         shape = tuple(found.shape[1:]) if isinstance(found, torch.Tensor) else type(found).__name__
         raise ArgumentError(

@@ -24,6 +24,7 @@ def noise_scale(
     """The gradient of a loss function and the parts of its gradient-noise scale, from one backward pass.
 
         G = torch.cat([g.flatten(1) for g in batch_grad(f)(params, *batch).values()], 1)     # [N, P]
+        grad = G.sum(0)                                                                      # as trees
         trace = G.var(0, correction=1).sum()                                                 # tr Cov G
         squared_norm = G.mean(0).square().sum() - trace / N                                  # |E G|^2
         scale = trace / squared_norm

@@ -145,3 +145,14 @@ class TestKept:
             found = invfunc.clipped_grad(losses, bound)(params, x)
             chunked = invfunc.chunked(invfunc.clipped_grad(losses, bound), 3)(params, x)
         assert_trees_close((found, chunked), (loop_clipped_grad(losses, bound)(params, x),) * 2, 1e-9)
+
+    def test_of_a_number_that_many_read(self):
+        """A temperature: a parameter without dims, whose shares are `[N]`."""
+        x, params = Numbers(3)(4, 5), {"w": Numbers(4)(5, 64), "t": torch.tensor(1.3, dtype=torch.double)}
+
+        def losses(p, x):
+            return torch.logsumexp((x @ p["w"]) / p["t"], 1)
+
+        assert_trees_close(invfunc.batch_l2_grad(losses)(params, x), loop_batch_l2_grad(losses)(params, x), 1e-12)
+        wanted = loop_clipped_grad(losses, 1.0)(params, x)
+        assert_trees_close(invfunc.clipped_grad(losses, 1.0)(params, x), wanted, 1e-12)

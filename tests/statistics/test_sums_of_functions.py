@@ -44,6 +44,9 @@ def test_what_is_refused():
     learned: Any = torch.tensor(0.1, dtype=torch.double, requires_grad=True)
     with pytest.raises(ArgumentError, match=r"sum_of of a tensor \(4, 3\) gives \(\)"):
         batch_grad(losses, sum_of=torch.sum)(PARAMS, X)
+    for fn in (lambda g: g if g.norm() > 1 else 0 * g, torch.randn_like, lambda g: 1.0, lambda g: g.numpy()):
+        with pytest.raises(ArgumentError, match="sum_of is called for all samples at once, by torch.vmap"):
+            batch_grad(losses, sum_of=fn)(PARAMS, X)
     with pytest.raises(ArgumentError, match="sum_of reads a tensor that requires a gradient"):
         batch_grad(losses, sum_of=lambda g: g.clamp(max=learned))(PARAMS, X)
     with pytest.raises(ArgumentTypeError, match="sum_of has to be a function"):
