@@ -128,7 +128,7 @@ class Use:
 
     def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         """The per-sample gradients of a block."""
-        raise NotImplementedError
+        raise NotImplementedError  # each kind of use says them
 
     def total(self, run: Run, weights: torch.Tensor | None = None) -> torch.Tensor:
         """`sum_nv weights[n] G[v, n]`."""

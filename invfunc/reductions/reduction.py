@@ -47,8 +47,8 @@ class Reduction:
 
     What is kept between these is not rounded; results are, to the dtype of the parameters. A reduction of two phases
     says in `before` what the first keeps, in `learned` what it has to know of that, and is, `knowing` it, the reduction
-    whose steps come in the second: `tests/reductions/test_two_phases.py` writes one from outside. Where parameters have
-    `units` both phases are made of a unit at once, `jointly`.
+    whose steps come in the second, as `InEigenbasis` is. Where parameters have `units` both phases are made of a unit
+    at once, `jointly`.
     """
 
     axes: ClassVar[tuple[AxisName, ...]] = ("outputs", "samples", "params")
