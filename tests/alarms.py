@@ -32,14 +32,14 @@ class Call:
     samples: tuple[int, ...] | None = None
     chunks: int | None = None
     over: str = ""
-    """What is chunked, if it is."""
+    """Axis of the chunks, if there are chunks."""
     scale: float = 1.0
     """Of the parameters: large ones saturate what is there to saturate."""
     seed: int = 0
 
     @cached_property
     def t(self) -> Any:
-        """What is certified."""
+        """The statistic or product that is certified."""
         f, loss, dims = self.problem.model.f, self.problem.loss, self.problem.in_dims
         functions = {LOSS: (self.problem.f,), MODEL: (f,), BOTH: (f, loss)}[self.form]
         if self.names[0] in NAMES:
@@ -68,7 +68,7 @@ class Call:
         assert torch.equal(torch.get_rng_state(), before)
 
     def outcome(self) -> tuple[str, str]:
-        """What comes of it ("right", "alarm", "refused", perhaps "by the certificate" alone), and what it says."""
+        """Outcome ("right", "alarm", "refused", perhaps "by the certificate" alone), and the message of the error."""
         try:
             self.check()
             return "right", ""

@@ -16,7 +16,7 @@ from tests.invertible_same import assert_same
 from tests.mutants.planted import FAULTS
 
 FEW = 4
-"""How many examples a law draws at most in the short suite."""
+"""Largest number of examples that a law draws in the short suite."""
 FINDERS = {f"tests/{fault.tests.split()[0].partition('[')[0]}" for fault in FAULTS}
 """Tests that find planted faults: what is no file or class of them is taken whole."""
 settings.register_profile("all", derandomize=True, deadline=None, max_examples=12, database=None)
@@ -83,7 +83,7 @@ def short_suite(items):
 
 
 def finds_a_fault(item):
-    """Whether a planted fault names its test as the one that finds it."""
+    """True if a planted fault names its test as the one that finds it."""
     return base(item) in FINDERS
 
 
@@ -98,20 +98,20 @@ def parameters(item):
 
 
 def examples(item):
-    """How many examples an item draws; 0 of what draws none."""
+    """Number of examples that an item draws; 0 if it draws none."""
     own = getattr(getattr(item, "function", None), "_hypothesis_internal_use_settings", None)
     return own.max_examples if own is not None else 0
 
 
 def pytest_collection_finish():
-    """What is there before the first test stays: no `gc.collect()` of the laws of memory need look at it."""
+    """Freezes the objects from before the first test: `gc.collect()` in the laws of memory need not look at them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def settled():
-    """Nor at what a file of tests leaves behind, which are mostly modules of torch that were imported on the way."""
+    """Freezes the objects that a file of tests leaves behind, mostly modules of torch that it imported."""
     yield
     gc.collect()
     gc.freeze()
@@ -119,7 +119,7 @@ def settled():
 
 @pytest.fixture(autouse=True)
 def unsaid():
-    """What is said once a process is said once a test, whichever came first."""
+    """Lets a warning that comes once a process come once a test."""
     if (eager := sys.modules.get("invfunc._torch.eager")) is not None:
         eager._said.cache_clear()
 

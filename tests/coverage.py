@@ -66,7 +66,7 @@ def statistics(case: Case) -> Iterator[tuple[str, Any, tuple]]:
 
 
 def kind_of(call: Callable) -> str:
-    """How a statistic is computed, seen from the operations and samples that are run with copies of the parameters."""
+    """Way of a statistic, read off the operations and samples that are run with copies of the parameters."""
     asked: list[str] = []
 
     def watched(generic: Callable) -> Callable:
@@ -109,7 +109,7 @@ def rows() -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _spread(case: Case) -> bool:
-    """Whether each parameter that has several dimensions has several entries along two of them: it is not a vector."""
+    """True if each parameter of several dimensions has several entries along two of them: it is not a vector."""
     return all(p.ndim < 2 or sum(n > 1 for n in p.shape) > 1 for p in tree.leaves(case.params))
 
 

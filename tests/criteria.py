@@ -41,7 +41,7 @@ def model(one):
 
 
 def said(reduction):
-    """What torch's loss is told."""
+    """The `reduction=` of torch's loss."""
     return reduction.split(",")[0]
 
 

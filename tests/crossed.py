@@ -81,7 +81,7 @@ SIDES: dict[str, tuple[Any, Any]] = {
 """Of each threshold a value on its one side, where small things are treated as large ones, and one on the other."""
 LOWEST, HIGHEST = ({name: sides[i] for name, sides in SIDES.items()} for i in (0, 1))
 GATES_OF_PATCHES = ["UNFOLD", "ASSEMBLE", "CALL", "SLICES", "EXACT", "DISPLACED_DTYPES", "DISPLACED_ON"]
-"""What products of patches are taken by: those of the patches, or of displacements."""
+"""Thresholds that choose how products of patches are computed: from the patches, or from displacements."""
 
 
 @contextmanager

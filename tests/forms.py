@@ -131,7 +131,7 @@ OTHERS = [
 
 
 def _moved(called: str, move: Callable, output: str = "nab") -> Form:
-    """What is done to a tensor `[n, a, b]` on its way from the parameters to the outputs."""
+    """A form that moves the entries of a tensor `[n, a, b]` between the parameters and the outputs."""
     return Form(called, "nab", "ab", output, lambda x, w: move((x * w).sin()))
 
 

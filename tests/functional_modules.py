@@ -23,7 +23,7 @@ class Scaled(nn.Module):
         self.start()
 
     def start(self):
-        """What a subclass keeps."""
+        """Attributes of a subclass."""
 
     def forward(self, x):
         """One layer after the other."""
@@ -127,7 +127,7 @@ def made(kind):
 
 
 def with_values(model, params):
-    """What the module gives that has these values itself."""
+    """A copy of the module whose own parameters have these values."""
     model = made(model)
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -20,7 +20,7 @@ from tests.strategies import Numbers
 
 RTOL = {torch.float64: 1e-9, torch.float32: 1e-3}
 FLOOR = 1e-2
-"""What cancels in a leaf that is zero by structure."""
+"""Absolute tolerance for a leaf that is zero by structure, where rounding errors remain."""
 ACTIVATIONS = {"tanh": torch.tanh, "gelu": F.gelu, "sin": torch.sin, "silu": F.silu}
 """Autograd saves the output of some and the input of others."""
 

@@ -55,5 +55,5 @@ def squares(y: Any) -> torch.Tensor:
 
 
 def gradients(y: Any, *of: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
-    """Those of the loss."""
+    """Gradients of the loss."""
     return torch.autograd.grad(squares(y), of, **options)

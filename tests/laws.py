@@ -33,13 +33,13 @@ from tests.strategies import Case, Numbers
 
 RTOL = {torch.float64: 1e-10, torch.float32: 1e-4}
 FLOOR = 1e-2
-"""What cancels in a leaf that is zero by structure, as the shift of all logits is."""
+"""Absolute tolerance for a leaf that is zero by structure, as the shift of all logits is."""
 
 
 OF_LOSSES = FIRST_ORDER
 OF_MODELS = {name.replace("gram", "NTK"): row for name, row in rows(form=MODEL).items()}
 STATISTICS = OF_LOSSES | OF_MODELS | {name: row for name, row in rows(form=BOTH).items() if row.loop is not None}
-"""Those with a loop."""
+"""Statistics that have a loop."""
 
 
 def arranged(called: str, net: Network, loss: Loss) -> tuple[Row, tuple, tuple]:
@@ -79,8 +79,8 @@ class Expectation(NamedTuple):
 
 
 def expectations(case: Case, scalar: bool = True) -> Iterator[Expectation]:
-    """What is said of a case: the first statistics on every path, those with a last contraction of their own on the
-    fast one and another one, which is not the same for each case."""
+    """Expectations of a case: the first statistics on every path; those with a last contraction of their own on the
+    fast path and on another one, which is not the same for each case."""
     turn = zlib.crc32(repr(case).encode()) % 3
     others = cycle(EVERY[1 + turn :] + EVERY[1 : 1 + turn])
     z = case.f(case.params, *case.inputs)
@@ -204,7 +204,7 @@ def _of_curvature(case: Case, z: torch.Tensor, jacobian: Any, losses: dict, scal
 
 
 def _diagonal(jacobian: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """That of `J^T H J`, of the shape of the parameter."""
+    """Diagonal of `J^T H J`, of the shape of the parameter."""
     outputs = hessian.ndim // 2
     return (jacobian * torch.tensordot(hessian, jacobian, outputs)).flatten(0, outputs - 1).sum(0)
 

@@ -1,4 +1,4 @@
-"""What several processes compute: programs for `tests/test_distributed.py`, which starts them as torchrun does."""
+"""Programs of several processes for `tests/data_sets/test_distributed.py`, which starts them as torchrun does."""
 
 import atexit
 import itertools
@@ -41,15 +41,15 @@ class Example:
     edges: list[int]
     """Of the samples of all processes, one behind the other."""
     within: list[int] | None
-    """Where the samples of a process are divided into batches, if they come from a loader."""
+    """Ends of the batches of a process, if its samples come from a loader."""
     gather: bool
     laid: list[tuple[str, str]]
-    """Where the parameters are, one after the other and again, along the first axis of a mesh and the second; as a
-    whole in each process if it is empty."""
+    """Placements of the parameters, in turn, along the first axis of a mesh and the second; if empty, each process has
+    them whole."""
     grid: bool
-    """Whether the mesh has two axes."""
+    """True if the mesh has two axes."""
     planned: bool
-    """Whether batches are evaluated by plans."""
+    """True if batches are evaluated by plans."""
 
 
 LAID = ["whole", "replicas", "rows", "columns"]
@@ -80,7 +80,7 @@ def full(x: Any) -> Any:
 
 
 def wrongly_laid(e: Example, found: Any, params: Any) -> str:
-    """What is not laid out as the parameters are; results that are not like them are plain tensors."""
+    """A result that is not laid out as its parameter is; results of other shapes have to be plain tensors."""
     row = ROWS.get(e.name.removesuffix(" drawn"))
     if row is None:
         like, rest = [found], []
@@ -104,13 +104,13 @@ def wrongly_laid(e: Example, found: Any, params: Any) -> str:
 
 
 def forked() -> str:
-    """How processes are started, in a second: torch and these programs are imported once, where they are forked."""
+    """Start method that takes a second: torch and these programs are imported once, in the process that forks."""
     get_context("forkserver").set_forkserver_preload(["tests.processes_failing"])
     return "forkserver"
 
 
 def start(size: int, program: Any, *args: Any) -> list[Any]:
-    """What a program returns in each of so many processes, which torch's launcher starts."""
+    """Results of a program in each of `size` processes, which torch's launcher starts."""
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=size, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
         run_id=f"{program.__name__}-{size}-{time.time_ns()}", max_restarts=0, monitor_interval=0.1,
@@ -215,7 +215,7 @@ def grams(compare: Any, params: Any, own: tuple, each: list[tuple]) -> None:
 
 
 def composed() -> list[str]:
-    """What composes, compared with all samples in one process; what is wrong."""
+    """Errors of compositions, compared with all samples in one process."""
     rank, (params, (x, y)) = dist.get_rank(), data()
     each = [None] * dist.get_world_size()
     dist.all_gather_object(each, (x, y))
@@ -297,7 +297,7 @@ def of_parts_in_turn(compare: Any) -> None:
 
 
 def of_parts(params: Any, own: tuple, whole: tuple) -> list[str]:
-    """What composes where each process has a part of the parameters; what is wrong."""
+    """Errors of compositions where each process has a shard of the parameters."""
     placed = {name: distribute_tensor(p, mesh(2), [Shard(0)], src_data_rank=None) for name, p in params.items()}
     v, p, wrong = invfunc.variance(losses), invfunc.ggnvp(linear, F.cross_entropy), list[str]()
 

@@ -22,7 +22,7 @@ class Meter(TorchDispatchMode):
         """The storages that are alive, by their address: their numbers."""
         self._sizes: list[int] = []
         self._steps: list[tuple[int, int]] = []
-        """Which one came, with its bytes, or went, with them negated."""
+        """Storages in the order in which they came, with their bytes, or went, with them negated."""
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 D = 4
 Rows = dict[str, torch.Tensor]
-"""What a program knows of its samples: `x`, `i`, numbers below D, and keys `k`."""
+"""Data of a program's samples: `x`, `i`, numbers below D, and keys `k`."""
 
 
 def layer_norm(h, w, e):

@@ -1,4 +1,4 @@
-"""What is done to a tensor `[n, a, b]` between parameters and outputs, beyond what most models do."""
+"""Operations on a tensor `[n, a, b]` between parameters and outputs, beyond what most models do."""
 
 from __future__ import annotations
 

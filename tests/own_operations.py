@@ -10,7 +10,7 @@ from tests.strategies import Numbers
 
 
 class Affine(torch.autograd.Function):
-    """What a user's kernel looks like: no function mode and no rule of ours can see into it."""
+    """A user's kernel: no function mode and no rule of ours can see into it."""
 
     generate_vmap_rule = True
 
@@ -49,7 +49,7 @@ def with_rules(fn):
 
 
 def spectrum(x, weight):
-    """What has no rule that follows the samples: a diagonal in an equation."""
+    """An operation without a rule that follows the samples: a diagonal in an equation."""
     return torch.einsum("ni,nj,jj->ni", x.sin(), x, weight @ weight.mT)
 
 

@@ -1,4 +1,4 @@
-"""What processes see of faults of one another, and how much they hold: programs for `tests/data_sets`."""
+"""Faults of other processes, and memory of each: programs for `tests/data_sets`."""
 
 import os
 import signal
@@ -116,7 +116,7 @@ def of_losses(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Calls
 
 
 class Once:
-    """What gives its batches once, and does not look so."""
+    """A loader that gives its batches once, and does not look so."""
 
     def __init__(self, *batches: Any) -> None:
         self.batches = iter(batches)
@@ -194,7 +194,7 @@ def of_parts(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Calls:
 
 
 def after_one_is_gone(rank: int, folder: str) -> None:
-    """What a process sees of another one that is killed while it waits for it, in a file."""
+    """Writes to a file the error of a process that waits for one that is killed."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     params, (x, y) = data()
@@ -247,7 +247,7 @@ def memory() -> dict[str, float]:
 
 
 def sent() -> dict[str, list[int]]:
-    """How many numbers a process gives to the other one, and how many are added up in both."""
+    """Count of the numbers that a process sends to the other one, and of those that are added up in both."""
     params, (x, y) = data()
     placed = {name: distribute_tensor(p, mesh(2), [Shard(0)], src_data_rank=None) for name, p in params.items()}
     rank, found = dist.get_rank(), dict[str, list[int]]()

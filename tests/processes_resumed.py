@@ -1,4 +1,4 @@
-"""What processes compute that are broken off and go on: programs for `tests/test_distributed_checkpoint.py`."""
+"""Programs of processes that stop and resume, for `tests/data_sets/test_distributed_checkpoint.py`."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -36,13 +36,13 @@ def data() -> tuple[Any, list[Any]]:
 
 
 def rows_of(*xs: torch.Tensor) -> set[float]:
-    """What tells samples apart, read behind the back of who follows f."""
+    """First entries, which tell samples apart, read without a function mode."""
     with torch._C.DisableTorchFunction():
         return {row for x in xs for row in x[:, 0].tolist()}
 
 
 def cases(seen: list[float], seed: int = 0) -> dict[str, Callable[[], Any]]:
-    """What makes each of some statistics and products, of functions that note what they see."""
+    """Makers of some statistics and products, of functions that record the samples they get."""
 
     def noted(f: Callable) -> Callable:
         def named(params: Any, x: torch.Tensor, *rest: Any) -> Any:
@@ -66,7 +66,7 @@ def cases(seen: list[float], seed: int = 0) -> dict[str, Callable[[], Any]]:
 
 
 class Told:
-    """What is wrong, in words."""
+    """Collects what is wrong, in words."""
 
     def __init__(self, folder: str) -> None:
         self.folder, self.wrong, self.seen = Path(folder), list[str](), list[float]()
@@ -83,7 +83,7 @@ class Told:
         return distributed(streamed(t, **options))(self.params, *v, loader)
 
     def broken(self, t: Any, rank: int, sweep: int, at: int) -> str:
-        """How a call ends in which a loader fails."""
+        """The way in which a call ends whose loader fails."""
         begun, counts = [], bool(getattr(t, "drawings", None) or getattr(t, "drawing", None))  # the samples, first
 
         def loader() -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""What several processes compute of modules that torch has wrapped: programs for `tests/test_sharded_modules.py`."""
+"""Programs of several processes with modules that torch has wrapped, for `tests/test_sharded_modules.py`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -176,7 +176,7 @@ LAID = {
 
 
 def functions() -> list[str]:
-    """What is wrong of functions and statistics of sharded modules."""
+    """Errors of functions and statistics of sharded modules."""
     rank, size, wrong = dist.get_rank(), dist.get_world_size(), list[str]()
     x, y = Numbers(2)(6 * size, WIDTH), torch.arange(6 * size) % 3
     own, whole = (x[rank::size], y[rank::size]), (x, y)
@@ -211,7 +211,7 @@ def functions() -> list[str]:
 
 
 def refused() -> dict[str, str]:
-    """What is said where a function of a sharded module is not what the module computes."""
+    """Messages where a function of a sharded module is not what the module computes."""
     x, found = Numbers(2)(3, WIDTH), dict[str, str]()
 
     def gathered() -> None:

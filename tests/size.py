@@ -60,7 +60,7 @@ CEILINGS = {
         ["tests"], 34_650, 277, "laws of what stands, and a test of each fault of torch; wanted are 30,000"
     ),
 }
-"""Who needs more takes away elsewhere, or states a better reason here."""
+"""Ceilings: a change that needs more takes away elsewhere, or states a better reason here."""
 
 NAMES = 50
 """Top-level names at most: peers have 5 to 35. What few look for is an option, or in `pairs`, `kronecker`, `errors`."""

@@ -1,4 +1,4 @@
-"""What the laws are tested on: hypothesis draws the structure, a seeded generator the numbers."""
+"""Cases of the laws: hypothesis draws the structure, a seeded generator the numbers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Case:
         return f"{self.called}, inputs {shapes} with samples along {self.in_dims}"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What hypothesis shows."""
+        """Text that hypothesis shows."""
         printer.text(repr(self))
 
 

@@ -213,7 +213,7 @@ def noted(passes, pull):
 
 @pytest.mark.quick
 class TestPasses:
-    """How often something is pulled back through f."""
+    """Number of backward passes through f."""
 
     N, CLASSES = 5, 4
 

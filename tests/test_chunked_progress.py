@@ -26,7 +26,7 @@ ONE = {
 
 
 def terminal(monkeypatch):
-    """What a terminal shows last."""
+    """The last text that a terminal shows."""
     found = Terminal()
     monkeypatch.setattr(sys, "stderr", found)
     return lambda: found.getvalue().split("\r")[-1]

@@ -138,7 +138,7 @@ NETWORKS = {
 
 
 def counted(statistic, args):
-    """How often something is pulled back, and how many columns together."""
+    """Number of backward passes, and of the columns in all of them."""
     found, stream, columns = [], Run.stream, Run.pull_columns
 
     def one(self, *rest):

@@ -25,7 +25,7 @@ C = 3
 
 
 class Interface:
-    """What Laplace's base class of all backends has, as far as it is used."""
+    """The used part of Laplace's base class of all backends."""
 
     def __init__(self, model, likelihood, last_layer=False, subnetwork_indices=None, stochastic=False, num_samples=1):
         self.model, self.last_layer, self.subnetwork_indices = model, last_layer, subnetwork_indices
@@ -41,7 +41,7 @@ class Interface:
 
 
 class Kron:
-    """What Laplace's class of factors has, as far as it is used."""
+    """The used part of Laplace's class of factors."""
 
     def __init__(self, kfacs):
         self.kfacs = kfacs
@@ -272,7 +272,7 @@ class TestBackends:
 
 
 class TestLaplace:
-    """What it makes of our curvature is what it makes of its own."""
+    """Laplace's results from our curvature equal its results from its own."""
 
     @pytest.fixture(autouse=True)
     def its_own(self):

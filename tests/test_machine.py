@@ -44,16 +44,16 @@ class Built:
     least: int = 1
     """The fewest samples that it takes."""
     axes: tuple[str, ...] = ()
-    """What it can be chunked over; none unless it is a statistic."""
+    """Axes of its chunks; none unless it is a statistic."""
     drawn: bool = False
     by_parameter: bool = False
-    """Whether the result is a tree like the parameters."""
+    """True if the result is a tree like the parameters."""
     within_func: bool = True
-    """Whether torch.func may be around it; torch refuses its checkpoint, `torch.autograd` and broken graphs there."""
+    """True if torch.func may be around it; torch refuses its checkpoint, `torch.autograd` and broken graphs there."""
     smooth: bool = True
-    """Whether it has derivatives."""
+    """True if it has derivatives."""
     batched: bool = False
-    """Whether there is a vmap in it; of several, torch's own losses fail."""
+    """True if there is a vmap in it; under several, torch's own losses fail."""
     depth: int = 0
     """Derivatives and vmaps in it."""
 
@@ -61,11 +61,11 @@ class Built:
         return self.text
 
     def around(self, text: str, transform: Callable) -> Built:
-        """What should not change the result."""
+        """Wraps it by a transform that should not change the result."""
         return replace(self, text=text, make=lambda: transform(self.make()))
 
     def mapped(self, text: str, transform: Callable, loop: Callable, **changed: Any) -> Built:
-        """What changes the result as a loop changes the oracle's."""
+        """Wraps it by a transform that changes the result as a loop changes the oracle's."""
         made = {"make": lambda: transform(self.make()), "oracle": lambda: loop(self.oracle())}
         return replace(self, text=text, **made, **changed)
 
@@ -134,7 +134,7 @@ REFUSED = (
     "a nonlinear operation in a checkpoint",  # of kfra, and of columns that are read where f is followed
     "a checkpoint, whose second run is not followed, where the result is differentiated",
 )
-"""What is told of checkpointed functions of which something is not known."""
+"""Messages about checkpointed functions that are not followed."""
 DEEPEST = 2
 """Derivatives and vmaps of a composition."""
 
@@ -222,7 +222,7 @@ class Compositions(RuleBasedStateMachine):
         return losses
 
     def _parts(self, p: Any, x: Any, y: torch.Tensor) -> torch.Tensor:
-        """What the samples add to the mean."""
+        """Terms that the samples add to the mean."""
         found = self.loss(self.f(p, x), y, "none")
         return found.reshape(len(found), -1).sum(1) / found.numel()
 
@@ -309,7 +309,7 @@ class Compositions(RuleBasedStateMachine):
         )
 
     def _smooth(self, names: list[str], way: str) -> bool:
-        """Whether it has derivatives: eigenvectors have none where eigenvalues are equal, and torch's checkpoint runs
+        """True if it has derivatives: eigenvectors have none where eigenvalues are equal, and torch's checkpoint runs
         fused norms again, in place of what can be differentiated twice, when the statistic is done."""
         return not (way == CHECKPOINTED and self.name == "generic") and not any("ekfac" in name for name in names)
 
@@ -424,7 +424,7 @@ class Compositions(RuleBasedStateMachine):
 
     @rule(built=compositions, seed=st.integers(0, 9))
     def certify(self, built: Built, seed: int) -> None:
-        """What is right has a certificate."""
+        """Certifies a right result."""
         assume(built.axes and built.depth == 0)
         t, args = built.make(), self._given(built)
         try:

@@ -19,7 +19,7 @@ lessons = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 @pytest.fixture(scope="module", autouse=True)
 def lessons_have_ended():
-    """What comes next may fork its processes from one that has imported something else."""
+    """Stops the fork server, so that the next file may fork from a process with other imports."""
     yield
     forkserver._forkserver._stop()
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def two():
-    """What two processes tell: of invertible blocks, of functions of modules, and of what is refused."""
+    """Reports of two processes: on invertible blocks, on functions of modules, and on errors."""
     return start(2, told_of_modules)
 
 

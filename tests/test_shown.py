@@ -1,4 +1,4 @@
-"""What a notebook shows: tables of the numbers that are there, and pictures."""
+"""Output in a notebook: tables of the numbers in a result, and pictures."""
 
 import re
 import sys

@@ -165,7 +165,7 @@ class TestRefusals:
 
 
 def test_factors_that_share_positions_otherwise_are_not_each_others():
-    """That of a bias is its weight's, of the same member."""
+    """The input factor of a bias is that of its weight, of the same member."""
     params = {"0.w": Numbers()(2, 2, 3), "0.b": Numbers(1)(2), "1.w": Numbers(2)(2, 2, 3)}
     args = params, Numbers(3)(3, 2, 6), Numbers(4)(3, 2, 2)
 

@@ -1,4 +1,4 @@
-"""What a function that a transform has made says of itself, and that it goes where its function goes."""
+"""Texts of a function that a transform has made; it is copied and pickled if its function is."""
 
 import inspect
 import pickle

@@ -21,5 +21,5 @@ def test_a_result_is_named_for_each_statistic_once():
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_programs_run(program):
-    """That their types are those which they name is for pyright."""
+    """Runs the programs; pyright checks their types."""
     program()

@@ -34,7 +34,7 @@ parameters of which each process has a part (`DTensor`, as `fully_shard` makes t
 """
 COLUMNS = ["one process", "streamed", "distributed", "sharded parameters", "compiled, sharded parameters"]
 OTHERS = ["eigenpairs", "linearize"]
-"""What gives neither a statistic nor a product, but an object or several functions."""
+"""Names that return neither a statistic nor a product, but an object or several functions."""
 
 
 def of_a_name(name: str) -> tuple[Callable, tuple, tuple]:

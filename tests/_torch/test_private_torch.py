@@ -1,4 +1,4 @@
-"""What the doors to private torch rely on: these fail loudly on a torch that changed it."""
+"""Behaviour of private torch that the doors rely on: these tests fail loudly on a torch that changed it."""
 
 import inspect
 import subprocess

@@ -1,4 +1,4 @@
-"""How often the host asks a tensor for its numbers, for which it has to wait for an accelerator."""
+"""Number of times that the host asks a tensor for its numbers, for which it has to wait for an accelerator."""
 
 from functools import partial
 from unittest import mock
@@ -34,7 +34,7 @@ class Calls(TorchDispatchMode):
 
 
 def calls(wanted, t, *args):
-    """Those of a call, after a first one. A list of numbers is one wait; on the CPU no operation makes it."""
+    """Waits of a second call. A list of numbers is one wait; on the CPU no operation makes it."""
     t(*args)
     lists, real = [], torch.Tensor.tolist
 

@@ -114,7 +114,7 @@ def _invtorch(blocks: Sequence[Block]) -> Run:
 
 
 def _quiet(package: str) -> None:
-    """What torch says to a peer about its use of torch is not news here."""
+    """Hides torch's warnings about a peer's use of torch."""
     warnings.filterwarnings("ignore", module=package)
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from .peers import Call
 
 Weights = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Those of `Linear GELU Linear`."""
+"""Weights of `Linear GELU Linear`."""
 Block = tuple[Weights, Weights]
 """Of F and G."""
 State = Any

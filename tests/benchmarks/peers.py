@@ -1,4 +1,4 @@
-"""How each peer computes a statistic: a `Peer`, given a problem, builds a call without arguments."""
+"""Ways of the peers to compute a statistic: a `Peer`, given a problem, builds a call without arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INSTALL = {
     BACKPACK: "pip install --no-deps backpack-for-pytorch einops unfoldNd",
     OPACUS: "pip install --no-deps opacus opt_einsum scipy",
 }
-"""How to have the peers that are not there with torch."""
+"""Commands that install the peers that do not come with torch."""
 
 Params = dict[str, Tensor]
 Result = Any
@@ -48,7 +48,7 @@ Peer = Callable[[Problem], Call]
 
 
 def has(peer: str) -> bool:
-    """Whether a peer and what it imports are installed."""
+    """True if a peer and its imports are installed."""
     try:
         importlib.import_module({BACKPACK: "backpack", OPACUS: "opacus"}.get(peer, "torch"))
     except ImportError:

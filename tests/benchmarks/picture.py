@@ -20,7 +20,7 @@ SHORT = "exact curvature,\nauto-encoder", "clipping,\na CNN", "norms per sample,
 
 
 def alive(block: Any, weights: list[tuple[Tensor, Tensor]]) -> list[bool]:
-    """Which of the states between the blocks are in memory after a forward pass."""
+    """For each state between the blocks, True if it is in memory after a forward pass."""
     state = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
     seen = [weakref.ref(state)]
     for params in weights:

@@ -98,7 +98,7 @@ def plans(name: str, options: argparse.Namespace) -> None:
 
 
 def _first(eager: Callable[[], Any], planned: Callable[[], Any], device: torch.device) -> float:
-    """How many times as long a first call takes as the call itself."""
+    """Time of a first call over the time of a later one."""
     for _ in range(2):
         eager()
     times = [once(call, device) for call in (eager, planned, eager)]

@@ -1,4 +1,4 @@
-"""What the statistics are computed of: small models with batches, the same in each run."""
+"""Problems of the benchmarks: small models with batches, the same in each run."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ Build = Callable[[], Call]
 
 @dataclass(frozen=True)
 class Row:
-    """What is computed, and by whom else."""
+    """A computation of the README's table, and the peers that compute it too."""
 
     title: str
     ours: Build

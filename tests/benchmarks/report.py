@@ -25,7 +25,7 @@ def cells(row: str, times: Mapping[Case, float], peaks: Mapping[Case, float]) ->
 
 
 def verdict(value: float | None, limit: float) -> str:
-    """Whether a value is within a limit."""
+    """Says if a value is within a limit."""
     if value is None or math.isnan(value):
         return number(value)
     return f"{value:.2f} <= {limit:g} {'yes' if value <= limit else 'NO'}"

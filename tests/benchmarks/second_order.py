@@ -46,7 +46,7 @@ def _generator(problem: Problem) -> torch.Generator:
 
 
 def _direction(problem: Problem) -> Params:
-    """What the matrices are multiplied with: numbers of the normal distribution."""
+    """Vector that the matrices are multiplied with: numbers of the normal distribution."""
     generator = _generator(problem)
     return {
         name: torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype)

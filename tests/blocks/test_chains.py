@@ -55,7 +55,7 @@ class TestSeries:
 
     @pytest.mark.parametrize("at", [0, 3, 2 * DEPTH - 1])
     def test_of_one_weight(self, at):
-        """Those behind it are inverted and no more."""
+        """Blocks after it are inverted, and no others."""
         ws = weights()
         found = [torch.autograd.grad(total(run(start(), pairs_of(ws))), ws[at]) for run in (self.whole, self.plain)]
         assert_trees_close(*found, 1e-9)
@@ -73,7 +73,7 @@ class TestSeries:
 
 
 def test_states_that_pass_through_blocks_are_let_go_of():
-    """Where each block hands one of its tensors on."""
+    """Each block returns one of its two tensors unchanged."""
 
     def first(x, p):
         return x[0], x[1] + torch.tanh(x[0] @ p)

@@ -202,7 +202,7 @@ STATES = {
 
 
 class TestModulesInTrainMode:
-    """What they write is dropped, as by `functional` without blocks."""
+    """Buffers that they write are dropped, as by `functional` without blocks."""
 
     class Net(nn.Module):
         def __init__(self, kind: str, form: str, wrap):
@@ -234,7 +234,7 @@ class TestModulesInTrainMode:
 class TestTheRest:
     @pytest.mark.parametrize("kind", Net.KINDS)
     def test_a_pullback_after_other_parameters_were_put_in(self, kind):
-        """Those of an outer derivative are in the module when the pullback evaluates its blocks again."""
+        """Parameters of an outer derivative are in the module when the pullback evaluates its blocks again."""
 
         class Within(nn.Module):
             def __init__(self, net, pullback):

@@ -120,7 +120,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def draws_backwards(kind, *names):
-    """Whether an inverse written by hand draws for g before it draws for f."""
+    """True if an inverse written by hand draws for g before it draws for f."""
     return kind in ("functions", "module") and "dropout" in names
 
 

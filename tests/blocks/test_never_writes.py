@@ -1,4 +1,4 @@
-"""What the library never does to tensors, gradients and random numbers of the user, read from its text."""
+"""Calls that write to the user's tensors, gradients or random numbers are not in the library's text."""
 
 import ast
 import re
@@ -25,7 +25,7 @@ ALLOWED = {
 
 
 def used(file):
-    """What a file does with names: `(name, whether it is assigned to)`."""
+    """Names in a file: `(name, True if it is assigned to)`."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Attribute):
             yield node.attr, isinstance(node.ctx, (ast.Store, ast.Del))

@@ -90,7 +90,7 @@ class TestWrong:
 
 
 def test_an_output_that_was_written_by_data_is_an_error():
-    """Which no version tells of."""
+    """A write by `.data` changes no version counter."""
     block = invertible_checkpoint(lambda x: x.exp(), lambda y: y.log())
     y = block(X.clone().requires_grad_() * 1)
     y.data.mul_(2)
@@ -110,7 +110,7 @@ def test_a_state_in_half_precision_is_told_the_way_out(off):
 
 
 def told(block, x):
-    """Whether a block, behind one that lets go of its input, is told of."""
+    """True if a block after one that frees its input warns or fails."""
     try:
         return bool(warned(lambda: backward(block, x=x)))
     except InverseError:

@@ -98,7 +98,7 @@ def test_a_loss_in_an_attribute_has_its_gradient_beside_that_of_the_net(way):
 
 @pytest.mark.parametrize("given", [lambda a: (a, a), lambda a: (a, a * 1)], ids=["once", "twice"])
 def test_the_same_tensor_in_several_places(given):
-    """When it is computed again each is a tensor of its own; a part may give back what it is given."""
+    """In the second evaluation each is a tensor of its own; a coupling function may return its argument."""
     pair = additive_coupling(lambda b, p: b, lambda a, p: (a * p[0]).sin() * p[1])
 
     def run(block):

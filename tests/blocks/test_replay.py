@@ -1,4 +1,4 @@
-"""What is evaluated again draws the same random numbers."""
+"""A second evaluation draws the same random numbers."""
 
 import threading
 from functools import partial
@@ -147,7 +147,7 @@ class TestGenerators:
 
 @pytest.mark.quick
 class TestTransformsOfTheGradient:
-    """What is vmapped after forward has drawn gets the numbers that it drew."""
+    """A gradient that is vmapped after the forward pass uses the numbers that the forward pass drew."""
 
     @pytest.mark.parametrize("randomness", ["error", "same", "different"])
     @pytest.mark.parametrize(("plain", "h", "call"), PAIRS.values(), ids=PAIRS)
@@ -240,7 +240,7 @@ class TestThreads:
         same(run)
 
     def test_random_numbers_of_one_are_not_those_of_another(self):
-        """Where each has a generator; the global one goes to whoever comes first."""
+        """Each thread has its own generator; the global one goes to the thread that comes first."""
 
         def drawn(x, w, generator):
             return x + (torch.rand(x.shape, generator=generator, dtype=x.dtype) < 0.5) * (x * w).tanh()

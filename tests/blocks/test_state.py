@@ -255,7 +255,7 @@ class TestWrittenSince:
 
 
 def test_a_part_that_reaches_the_whole_net_reads_the_buffers_of_its_own_layers_alone():
-    """Those of another layer may be written between its call and the backward pass."""
+    """Buffers of another layer may be written between its call and the backward pass."""
 
     class Net(nn.Module):
         def __init__(self, wrap):

@@ -1,8 +1,8 @@
-"""What calls within a budget take in a process that has imported nothing else.
+"""Memory of calls within a budget, in a process that has imported nothing else.
 
 python -m tests.budget.first_call STATISTIC MEMORY
 
-Without a statistic: what chunks of samples take, that no budget asks for.
+Without a statistic: the memory of chunks of samples without a budget.
 """
 
 import json

@@ -154,7 +154,7 @@ class TestWrongResults:
         assert isinstance(error, RuntimeError)
 
     def test_of_a_wrong_rule_are_found(self):
-        """That of a user's own operation."""
+        """The wrong rule is that of a user's own operation."""
 
         @operation
         def scaled(x, w):

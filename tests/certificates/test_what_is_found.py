@@ -141,7 +141,7 @@ class TestSmallLeaves:
 
 
 class TestPaths:
-    """What an error says of where it is."""
+    """An error names the entry that is wrong."""
 
     @pytest.mark.parametrize(
         "t, path",

@@ -29,7 +29,7 @@ class Case:
 
 
 class Logits(nn.Module):
-    """What a model of the library gives as one tensor."""
+    """Returns the outputs of a library's model as one tensor."""
 
     def __init__(self, model, pick=lambda out: out.logits, call=lambda model, x: model(x)):
         super().__init__()

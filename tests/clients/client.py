@@ -1,4 +1,4 @@
-"""What a client is: a library, what is compared with it, and what came out, as a row of a table."""
+"""A client: a library, the comparisons with it, and their outcome, as a row of a table."""
 
 import re
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from invfunc import InvFuncError
 
 @dataclass
 class Outcome:
-    """What works, and what is refused because of what."""
+    """Names of what works; names of what is refused, with the reason."""
 
     works: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)

@@ -14,7 +14,7 @@ def twice(row, pair):
 
 
 def check(library: str) -> Outcome:
-    """Those of a library which the tests of `from_module` know, alone and as a chain of two."""
+    """Modules of a library that the tests of `from_module` know, alone and as a chain of two."""
     from tests.pairs.test_from_module import MODULES, made
 
     outcome = Outcome()

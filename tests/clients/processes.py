@@ -9,7 +9,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def linked(works: dict[str, str], refused: dict[str, str]) -> Outcome:
-    """What the tests named `file::test` show, which have to be there."""
+    """Outcome that the tests named `file::test` show; each of them has to exist."""
     for place in (works | refused).values():
         file, test = place.split("::")
         functions = {node.name for node in ast.walk(ast.parse((TESTS / file).read_text())) if hasattr(node, "name")}

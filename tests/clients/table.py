@@ -31,7 +31,7 @@ CLIENTS = [
 
 
 def missing(client: Client) -> str:
-    """Why it cannot be imported, or nothing."""
+    """The reason why it cannot be imported, or nothing."""
     try:
         for package in client.packages:
             importlib.import_module(package)

@@ -386,14 +386,14 @@ def mixed(d: Drawn, args: tuple, data: list) -> Callable[[Tensor], tuple]:
 
 
 def separable(d: Drawn, func: Any, args: tuple, kwargs: dict[str, Any], data: list) -> bool:
-    """Whether the result is a sum of terms in one sample each: it may be taken apart, half of the samples redrawn."""
+    """True if the result is a sum of terms of one sample each: redrawing half of the samples splits it in two."""
     of, half = mixed(d, args, data), torch.arange(d.n) % 2 == 0
     one, other, none, all_ = (func(*of(m), **kwargs) for m in (half, ~half, half & ~half, half | ~half))
     return torch.allclose(one + other, none + all_)
 
 
 def confined(d: Drawn, func: Any, args: tuple, kwargs: dict[str, Any], data: list, axis: Any) -> bool:
-    """Whether other numbers in a sample change its own entries alone; where few do, the probe may see another dim."""
+    """True if other numbers in a sample change its own entries alone; where few do, the probe may see another dim."""
     of, number = mixed(d, args, data), torch.arange(d.n)
     for i in range(d.n):
         for x, y in zip(
@@ -422,7 +422,7 @@ REFUSED = {axes.reshaped_in_place}
 
 
 def came_of(line: int) -> dict[str, set[str]]:
-    """What the rules of a line gave, for each of its operations."""
+    """Results of the rules of a line, for each of its operations."""
     funcs, rule = AXES[line]
     found: dict[str, set[str]] = {}
     for func in funcs:

@@ -91,13 +91,13 @@ DRAWS = {
     "mixup": mixup,
     "mixup of labels": mixed_labels,
 }
-"""What is followed."""
+"""Programs whose draws are followed."""
 OTHERS = {
     "Dirichlet with a derivative": lambda p, x: (x[:, :3] * Dirichlet(z(p, x).exp()).rsample()).sum(1),
     "hard gumbel_softmax": lambda p, x: (F.gumbel_softmax(z(p, x), hard=True) * x[:, :3]).sum(1),
     "Binomial": lambda p, x: (z(p, x) * Binomial(5, x.abs()[:, :3].clamp(max=1)).sample()).sum(1),
 }
-"""What is evaluated on single samples."""
+"""Programs that are evaluated on single samples."""
 
 
 @pytest.mark.parametrize("reduction", [lambda v: v, torch.mean], ids=["none", "mean"])

@@ -133,7 +133,7 @@ def test_dropout_in_train_mode_draws_once():
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 def test_the_number_of_samples_may_be_any_other_size(n):
-    """That of tokens, classes, channels, heads, the width of a layer."""
+    """It may be the number of tokens, classes, channels or heads, or the width of a layer."""
     for name in ("MLP", "CNN", "encoder with a mask", "vision transformer", "LSTM", "norms and residuals"):
         f, *args = of_module(name, n)
         shares = loop_batch_grad(losses(f))(*args)

@@ -1,4 +1,4 @@
-"""What torch tells no one of: custom autograd.Functions, derivatives, checkpoints and vmap inside of f."""
+"""Operations that no function mode sees: custom autograd.Functions, derivatives, checkpoints and vmap inside of f."""
 
 import copy
 
@@ -142,7 +142,7 @@ ROUGH = {
 }
 HIDDEN = SMOOTH | ROUGH
 SEEN = {"checkpoint", "checkpoint with an argument"}
-"""What is seen though it is inside of something: every form works."""
+"""Programs whose inner operations are recorded: every form works."""
 hidden = pytest.mark.parametrize("called", HIDDEN)
 
 
@@ -296,7 +296,7 @@ FOUND = {
     "deepcopy": copy.deepcopy,
     "data": lambda x: x.data.clone(),
 }
-"""What is followed."""
+"""Operations that are followed."""
 WAYS = FOUND | {
     "vmap in chunks": lambda x: vmap(torch.sin, chunk_size=2)(x),
     "vjp": lambda x: vjp(torch.sin, x)[1](torch.ones_like(x))[0],

@@ -106,7 +106,7 @@ class TestNothingIsSilentlyWrong:
 
 
 def test_few_programs_are_refused():
-    """Those are where the order is a matrix that meets what depends on parameters."""
+    """Refused are those where a matrix that orders the samples is multiplied with what depends on parameters."""
     refused = 0
     for seed in range(40):
         r = Random(seed)

@@ -33,7 +33,7 @@ def factors(*apart, dtype=torch.float32):
 
 
 class Made(TorchDispatchMode):
-    """What is called, the dtypes of the results, and how many numbers the largest has."""
+    """Records the operations that are called, the dtypes of the results and the size of the largest."""
 
     def __init__(self):
         super().__init__()

@@ -246,7 +246,7 @@ def test_samples_that_mix_are_refused(name):
 
 
 def test_zeros_do_not_say_whether_they_are_a_mean_or_a_sum():
-    """Where samples cancel; where all are zero it does not matter."""
+    """An error where samples cancel; where all are zero the answer does not matter."""
     with pytest.raises(InvFuncError):
         batch_grad(lambda p, x: Rounded.apply(x @ p["0.weight"].T).sum())(P, torch.cat([X, -X]))
     found = batch_grad(lambda p, x: 0 * physics(p, x).sum())(P, X)

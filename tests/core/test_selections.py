@@ -277,7 +277,7 @@ def test_shares_are_those_of_the_dense_mixture(product, dtype, exact, back, n, l
 
 @pytest.mark.parametrize("moved", [False, True])
 def test_an_index_of_samples_picks_in_rows_of_a_parameter(moved):
-    """Those of its own samples, also where the rows are sums over data."""
+    """The rows are those of its own samples, also where they are sums over data."""
     rand, i = Numbers(), torch.tensor([0, 1, 1])
     w, x = rand(3, 2), rand(3, 2)
 

@@ -1,4 +1,4 @@
-"""What is written in place into tensors of samples: parameters, through a view, and for one sample alone."""
+"""Writes in place into tensors of samples: of parameters, through a view, and for one sample alone."""
 
 from contextlib import nullcontext, suppress
 

@@ -25,7 +25,7 @@ from tests.strategies import Numbers
 pytestmark = pytest.mark.slow
 
 SIZES = {2: 2, 4: 1}
-"""How many processes there are, and how many examples each statistic has then."""
+"""Number of processes, and of the examples that each statistic has then."""
 PAIRS = {name for name in ROWS if "gram" in name}
 """Statistics of all pairs of samples, which no process has."""
 SEEDS = [(name, form) for name, row in ROWS.items() if name not in AT_ONCE for form in row.forms]
@@ -75,7 +75,7 @@ def examples(size):
 
 @pytest.fixture(scope="module")
 def two():
-    """What two processes tell: of the examples, of what composes, and of faults."""
+    """Reports of two processes: on the examples, on compositions, and on faults."""
     drawn = examples(2)
     return drawn, [list(found) for found in zip(*start(2, told_of_all, drawn), strict=True)]
 

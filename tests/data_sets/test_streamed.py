@@ -22,7 +22,7 @@ from tests.strategies import Numbers, seeded
 
 EXACT, FLOOR = 1e-12, 1e-9
 AT_ONCE = {"kfra"}
-"""What is of averages on the way back."""
+"""Statistics that average cotangents in the backward pass, so that they need all samples at once."""
 SAMPLED = [loss for loss in LOSSES if loss.called != "log cosh of outputs"]
 CASES = [(name, form) for name, row in ROWS.items() for form in row.forms if not row.drawn]
 
@@ -247,7 +247,7 @@ def test_losses_that_draw_are_not_compared_with_those_of_half_a_batch(data):
 
 
 class TestOtherOutputs:
-    """Those of the samples of one batch are other ones than those of another, as sequences of other lengths."""
+    """Samples of one batch have outputs of another shape than those of another, as sequences of other lengths."""
 
     @staticmethod
     def ragged():

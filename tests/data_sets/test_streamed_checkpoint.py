@@ -243,7 +243,7 @@ class TestTwoSweeps:
 
 
 class TestAnotherOne:
-    """What does not go on from the file of something else says what it is."""
+    """A call that cannot resume from another statistic's file says whose file it is."""
 
     @pytest.fixture
     def broken(self, data, file):  # noqa: F811

@@ -1,4 +1,4 @@
-"""What the transforms leave as it was: arguments, modes, random numbers, and the module that `functional` takes."""
+"""Things that the transforms do not change: arguments, modes, random numbers, and the module of `functional`."""
 
 import gc
 import weakref

@@ -211,7 +211,7 @@ class TestMappingsAndDataclasses:
 
 
 class Cache:
-    """What a language model returns beside its logits; nobody can see into it."""
+    """A cache that a language model returns with its logits: an opaque object."""
 
     def __init__(self):
         self.keys = [torch.ones(2, 2)]

@@ -111,7 +111,7 @@ few = settings(max_examples=8)
 
 
 def gradients(f: Callable, x: torch.Tensor, params: Any, plainly: bool = False) -> list[torch.Tensor]:
-    """Those of what `summed` makes of f, in x and in the tensors among its parameters."""
+    """Gradients of `summed(f)` in x and in the tensors among its parameters."""
     tensors, form = tree.separate((x, params))
 
     def of_tensors(tensors):

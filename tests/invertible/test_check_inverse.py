@@ -1,4 +1,4 @@
-"""What is found out about an inverse: its errors, leaf by leaf, and how they grow with the depth."""
+"""Reports on an inverse: its errors, leaf by leaf, and their growth with the depth."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class TestCheckInverse:
 
 
 def told(f: Any, f_inv: Any, x: Any, *args: Any, **options: Any) -> list[str]:
-    """What is said of an inverse that is none, by each form of the pair."""
+    """Messages about a wrong inverse, by each form of the pair."""
     errors = []
     for pair in forms_of(f, f_inv):
         with pytest.raises(InverseError) as error:

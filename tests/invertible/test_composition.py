@@ -221,7 +221,7 @@ def linear(h, x, p):
 
 
 def with_tangents(h, x, p):
-    """Those of `forward_ad`, as numbers."""
+    """Tangents of `forward_ad`, as numbers."""
 
     def tangent(t):
         found = forward_ad.unpack_dual(t).tangent
@@ -281,7 +281,7 @@ FUNC = {
     ),
 }
 REFUSED = [of_vmap, of_vmap_over_params_twice, of_func_grad]
-"""Where torch's checkpoint does not run."""
+"""Compositions in which torch's checkpoint does not run."""
 
 EVERYWHERE = ["additive", "functions of a dict"]
 TABLE = [

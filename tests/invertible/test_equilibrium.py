@@ -104,7 +104,7 @@ class TestGradient:
 
     @pytest.mark.parametrize("beta", [0.3, 0.5, 0.8])
     def test_has_the_digits_of_float32(self, beta):
-        """Where steps in float32 come back from far away."""
+        """Steps in float32 would invert to a state that is far off."""
         x, w, u = (t.float() for t in (ZERO, W, U))
         solve = equilibrium(layer, beta, tolerance=1e-6, max_steps=100)
         with warnings.catch_warnings():
@@ -119,7 +119,7 @@ class TestGradient:
         assert max(drift(fixed_point(layer, beta), (x, x), [w] * steps, u)) > 1e-3
 
     def test_memory_does_not_grow_with_the_steps(self):
-        """That of plain steps does."""
+        """Memory of plain steps grows with them."""
         x, u, peaks = ZERO.repeat(100, 1), U.repeat(100, 1), {}
         for steps in (4, 12):
             ways = {

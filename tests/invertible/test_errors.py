@@ -1,4 +1,4 @@
-"""What invertible functions refuse: the call, what came, what was wanted, the fix."""
+"""Errors of invertible functions: the call, what came, what was wanted, the fix."""
 
 import pytest
 import torch
@@ -101,7 +101,7 @@ WRONG = {
 class TestWrongInverses:
     @pytest.mark.parametrize(("wrong", "reason"), WRONG.values(), ids=WRONG)
     def test_whose_results_do_not_come_back(self, wrong, reason):
-        """When called with check=, in backward without it, and within every transform."""
+        """An error when called with check=, in backward without it, and within every transform."""
         with pytest.raises(InverseError, match=reason):
             made(f_inv=wrong, check=True)
         x, w = leaves()

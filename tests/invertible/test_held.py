@@ -147,7 +147,7 @@ class TestHeld:
 
     @pytest.mark.parametrize("form", FORMS)
     def test_blocks_hold_nothing_themselves(self, form):
-        """Whether the calls are watched or not, and small tensors wait to be looked at together."""
+        """Of calls that are checked or not, and of small tensors, which are checked together."""
         net = twins(form, Sizes())
         for _ in range(WATCHED):
             with nothing_collected(), held_states() as found:
@@ -160,7 +160,7 @@ class TestHeld:
             assert found.held == found.kept == []
 
     def test_blocks_within_a_block(self):
-        """Those of the last one within are those of the block around it."""
+        """States of the last block within are those of the block around it."""
         inner = chain(*[BLOCKS["tensor"]] * 2)
         outer = invertible_checkpoint(lambda x, w: inner(x, [w, w]), lambda y, w: unsquashed(unsquashed(y, w), w))
         w = Numbers(5)(WIDTH, WIDTH).requires_grad_()

@@ -1,4 +1,4 @@
-"""What is alive while a checkpointed network runs: counted in bytes of storages, so the same on every machine."""
+"""Memory of a checkpointed network: counted in bytes of storages, so the same on every machine."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class TestFreed:
 
 
 class TestEvaluations:
-    """How often the expensive functions run: once forwards and once backwards, also for the inverse."""
+    """Calls of the expensive functions: one forwards and one backwards, which serves the inverse too."""
 
     def counted(self, make: Callable) -> tuple[Callable, list]:
         calls = []

@@ -165,7 +165,7 @@ def test_of_a_module_that_uses_blocks(of, dtype, device):
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS)
 def test_of_each_layer_in_a_block(layer, dtype, device):
-    """What a statistic writes out, or evaluates by another form, is evaluated so again."""
+    """Operations that a statistic decomposes, or evaluates by another form, are evaluated so the second time too."""
     case = find(LAYERS[layer], lambda case: True, settings=settings(derandomize=True, database=None))
     params, *inputs = moved((case.params, *case.inputs), dtype, device)
 

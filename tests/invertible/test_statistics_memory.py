@@ -39,7 +39,7 @@ STATISTICS = {
     "diag_ggn of chunks of samples": lambda f: chunked(invfunc.diag_ggn(f, F.cross_entropy), 4, over="samples"),
 }
 LEAN = list(STATISTICS)[:5]
-"""Those of one vector that is pulled back, which are reduced as it comes."""
+"""Statistics that pull back one vector, and are reduced during the backward pass."""
 
 
 class Network:

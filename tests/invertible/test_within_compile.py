@@ -157,7 +157,7 @@ class TestIsWhatItIsOutside:
 
 
 class TestSavesMemory:
-    """Those of a chain do not grow with depth; those of the same blocks without it do."""
+    """Saved states of a chain do not grow with depth; those of the same blocks without it do."""
 
     @staticmethod
     def run(depth, made):

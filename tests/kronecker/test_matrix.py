@@ -77,7 +77,7 @@ def small(*kinds, seed=0):
 
 
 def matrix(K):
-    """What a Kronecker stands for: torch.kron, then rows and columns moved to where the parameter has them."""
+    """The matrix of a Kronecker: torch.kron, then rows and columns moved to where the parameter has them."""
     if K.blocks is not None:
         part = torch.Size(n // k for n, k in zip(K.shape, K.blocks, strict=True))
         entries, found = torch.arange(K.shape.numel()).reshape(K.shape), K.factors[0].new_zeros([K.shape.numel()] * 2)
@@ -188,7 +188,7 @@ class TestInverse:
         assert (K.sqrt().values >= 0).all()
 
     def test_of_scales_far_apart(self):
-        """What is large in one entry and small in another is not singular."""
+        """A matrix with large and small entries is not singular."""
         K = Kronecker(
             (torch.tensor([1e10, 1e-10]).double().diag(), torch.tensor([1e-12, 1.0])), ((0,), (1,)), torch.Size([2, 2])
         )

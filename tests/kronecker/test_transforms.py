@@ -25,7 +25,7 @@ from tests.strategies import Numbers
 
 
 def logdet(matrix):
-    """That of torch has a wrong second derivative in forward mode."""
+    """The log-determinant by Cholesky, as torch's own has a wrong second derivative in forward mode."""
     return 2 * torch.linalg.cholesky(matrix).diagonal().log().sum()
 
 

@@ -82,7 +82,7 @@ class TestSolve:
     )
     @pytest.mark.parametrize("lead", [(), (2,)], ids=str)
     def test_of_one_position_is_that_of_the_gradient(self, layer, shape, lead):
-        """Where a sample has one position, the block of weight and bias is `g g^T`, in each group."""
+        """For a sample of one position the block of weight and bias is `g g^T`, in each group."""
         f, params = functional(layer().double())
         rand, x = Numbers(1), Numbers(2)(1, *shape)
         y = Numbers(3)(*f(params, x).shape)

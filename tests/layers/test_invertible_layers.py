@@ -21,7 +21,7 @@ from tests.strategies import Numbers
 
 RTOL = {torch.float64: 1e-10, torch.float32: 1e-4}
 FLOOR = 1e-2
-"""What a log-determinant or a derivative that is 0 counts as."""
+"""Absolute tolerance for a log-determinant or a derivative that is 0."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,7 +32,7 @@ class Case:
     x: torch.Tensor
     args: tuple = ()
     onto: bool = True
-    """Whether every tensor of the shape of y is one that the layer gives."""
+    """True if every tensor of the shape of y is an output of the layer."""
     statistics: tuple = ()
     of: Callable[[tuple], Invertible] | None = None
     """Makes the layer of statistics, such as these or what the pair hides."""
@@ -42,7 +42,7 @@ class Case:
         return f"{self.pair!r} of {tuple(self.x.shape)}, {behind}"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What hypothesis shows."""
+        """Text that hypothesis shows."""
         printer.text(repr(self))
 
 
@@ -243,7 +243,7 @@ class TestInverse:
     @pytest.mark.parametrize("cases", [TALL["linear tall"], TALL["patch_conv tall"]], ids=["linear", "patch_conv"])
     @given(data=st.data())
     def test_of_a_tall_one_has_the_least_error(self, device, dtype, cases, data):
-        """What is left is orthogonal to all that the layer can give."""
+        """The residual is orthogonal to all outputs of the layer."""
         case = placed(cases, data, dtype, device)
         y = Numbers(5)(*case.pair(case.x, *case.args).shape).to(case.x)
         left = case.pair(case.pair.inverse(y, *case.args), *case.args) - y

@@ -1,4 +1,4 @@
-"""What the layers refuse: the call, what came, what was wanted, the fix."""
+"""Errors of the layers: the call, what came, what was wanted, the fix."""
 
 import pytest
 import torch

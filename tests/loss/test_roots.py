@@ -48,7 +48,7 @@ def test_derivatives_of_any_order(rank):
 
 
 def flat(result):
-    """What is unique of a result: its tensors, and the products of roots and factors."""
+    """The unique parts of a result: its tensors, and the products of roots and factors."""
     found = []
     for x in result.values() if isinstance(result, dict) else [result]:
         x = x.dense() if hasattr(x, "dense") else x
@@ -81,7 +81,7 @@ def test_every_statistic_in_both_forms(make, name):
 
 
 class TestExtremes:
-    """Where probabilities round to 0 and 1, and where nothing counts: finite values, finite gradients."""
+    """Probabilities that round to 0 and 1, and losses without a counted entry: finite values, finite gradients."""
 
     CALLS = {
         "cross_entropy": lambda z, y: F.cross_entropy(z, y),

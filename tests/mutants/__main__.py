@@ -30,7 +30,7 @@ def copied(to: Path) -> Path:
 
 
 def outcome(fault: Fault, where: Path) -> str:
-    """What comes of a fault in a copy: "found", "survived", or "broken" where its tests do not run or end."""
+    """Outcome of a fault in a copy: "found", "survived", or "broken" if its tests do not run or end."""
     file = where / "invfunc" / fault.file
     sound = file.read_text()
     file.write_text(fault.planted(sound))

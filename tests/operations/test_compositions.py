@@ -1,4 +1,4 @@
-"""What fused functions of torch are written out as equals them: values, gradients and random numbers."""
+"""Decompositions of torch's fused functions equal them: values, gradients and random numbers."""
 
 from __future__ import annotations
 

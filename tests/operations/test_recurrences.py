@@ -42,7 +42,7 @@ def given_to(kind: type, h: torch.Tensor):
 
 
 def many(call) -> int:
-    """How many layers were computed at once in a call."""
+    """Number of layers that a call computed at once."""
     with mock.patch.object(Steps, "run", autospec=True, side_effect=Steps.run) as run:
         call()
     return run.call_count

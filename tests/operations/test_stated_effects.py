@@ -1,4 +1,4 @@
-"""What the entries say that a call asks, reads, writes and hands out: each name has a call, at which it is so."""
+"""Effects that the entries state (a call asks, reads, writes, hands out): each name has a call that has them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ ARGUMENTS: dict[str, Callable[[Tensor], tuple]] = {
     "register_hook": lambda x: (print,),
     "register_post_accumulate_grad_hook": lambda x: (print,),
 }
-"""Those beside the tensor."""
+"""Arguments after the tensor."""
 SPELLED: dict[str, Call] = {
     "states_before": lambda x: states_before(x[None, None], (x.new_zeros(1, 1),), one_step(x.new_ones(1, 1))),
     "len": len,
@@ -89,7 +89,7 @@ SPELLED: dict[str, Call] = {
     "deepcopy": deepcopy,
     "dlpack": lambda x: x.__dlpack__(),
 }
-"""What is not called as a method or an attribute of its name."""
+"""Calls that are not a method or an attribute of their name."""
 
 
 def call(name: str) -> Call:
@@ -156,7 +156,7 @@ WRITERS: dict[str, list[tuple[Callable, dict[str, Any], str, Any, Any]]] = {
 }
 """The function, what it is given, and the argument that says whether it writes, as it does and as it does not."""
 ELSEWHERE = {"cudnn_batch_norm", "miopen_batch_norm", "_native_batch_norm_legit"}
-"""What needs a device, or is called by torch itself."""
+"""Functions that need a device, or that torch itself calls."""
 
 
 def test_each_that_writes_by_a_flag_has_a_call():
@@ -168,7 +168,7 @@ def test_each_that_writes_by_a_flag_has_a_call():
 )
 class TestWhatWritesByAFlag:
     def called(self, name, at, writes, change=(0.0, 0.0, 0.0)):
-        """What is written, as the entry says and as is seen, and the result."""
+        """Names of the written tensors as the entry states them, those that have changed, and the result."""
         func, given, flag, yes, no = WRITERS[name][at]
         given = tree.map_tensors(torch.clone, {**given, flag: yes if writes else no})
         _, others = OPERATIONS[name].writes_if

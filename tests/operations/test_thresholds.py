@@ -77,7 +77,7 @@ def built(called: str) -> tuple[nn.Module, torch.Tensor]:
 
 @cache
 def told(called: str) -> list[Expectation]:
-    """What plain loops give for the statistics of a program."""
+    """Statistics of a program by plain loops."""
     return list(expectations(of_module(called, *built(called))))
 
 
@@ -119,7 +119,7 @@ class TestTheFile:
 
 
 def large(node: ast.AST) -> bool:
-    """Whether it is a number from 16 on, also as a product or a power."""
+    """True for a number from 16 on, also as a product or a power."""
     try:
         value = eval(ast.unparse(node), {"__builtins__": {}})
     except Exception:
@@ -209,7 +209,7 @@ class TestKernels:
         assert found.shape == (0, 2, 3)
 
     def test_shares_of_few_positions_lie_in_memory_in_their_order(self):
-        """What reduces them would copy them, which takes longer than to form them."""
+        """A reduction would copy them otherwise, which takes longer than to form them."""
         sent, read = Numbers(0)(9, 4, 12, 32), Numbers(1)(4, 12, 16)
         assert contract([("VNto", sent), ("Nti", read)], "NVoi").is_contiguous()
 

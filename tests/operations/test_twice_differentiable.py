@@ -1,4 +1,4 @@
-"""What torch cannot differentiate twice, or does wrongly, in products: attention, recurrences, bags."""
+"""Products through operations that torch cannot differentiate twice, or does wrongly: attention, recurrences, bags."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -220,7 +220,7 @@ def test_an_operation_without_a_second_derivative_is_named():
 @models
 @pytest.mark.parametrize("product", [hvp, ggnvp], ids=lambda p: p.__name__)
 def test_derivatives_of_several_products_at_once(device, called, product):
-    """Those under vmap are where torch's norms are wrong; one after the other, differences are the oracle."""
+    """Under vmap torch's norms have wrong derivatives; the oracle is differences of one product after the other."""
     f, params, x, y = arranged(called, device)
     rows = tree.map_leaves(lambda p: torch.stack([p.sin(), p.cos()]), params)
     batch = (x, y)

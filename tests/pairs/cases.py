@@ -24,14 +24,14 @@ class Case:
     x: Any
     args: tuple = ()
     functions: int = 2
-    """How many evaluations of functions one direction takes."""
+    """Number of function evaluations of one direction."""
 
     def __repr__(self) -> str:
         shapes = tree.map_tensors(lambda t: tuple(t.shape), (self.x, self.args))
         return f"{self.pair!r} of {shapes}"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What hypothesis shows."""
+        """Text that hypothesis shows."""
         printer.text(repr(self))
 
 

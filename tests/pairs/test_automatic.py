@@ -219,7 +219,7 @@ class Squared(torch.autograd.Function):
 
 
 def test_functions_of_autograd_are_followed_where_their_calls_are_seen():
-    """What they save is taken by the hooks of the block, which calls that the search would hear look at."""
+    """The hooks of the block take what they save, as in a call that the search for an inverse records."""
 
     def f(x):
         a, b = x.chunk(2, -1)

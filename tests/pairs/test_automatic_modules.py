@@ -25,7 +25,7 @@ from tests.strategies import Numbers
 
 
 class Bottleneck(nn.Module):
-    """That of a RevNet."""
+    """A RevNet's bottleneck."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

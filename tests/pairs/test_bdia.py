@@ -81,7 +81,7 @@ class TestGradient:
         return state[1].sin().sum()
 
     def test_is_that_of_the_same_network(self):
-        """That of plain autograd, also in torch.func; and nearly that without a grid."""
+        """Equals plain autograd's, also in torch.func, and nearly the one without a grid."""
         x, signs, pair = Numbers(7)(5, 6), plus(3, 5), bdia(layer, self.GRID)
         block = invertible_checkpoint(pair)
         found, wanted = (grad(lambda w, h=h: self.loss(h, x, w, signs))(WEIGHTS) for h in (block, pair))

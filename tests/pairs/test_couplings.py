@@ -166,7 +166,7 @@ class TestDerivatives:
     @few
     @given(data=st.data())
     def test_every_function_is_evaluated_once_more(self, cases, functional, data):
-        """That is what merging the inverse and the derivative saves: peers evaluate it twice more."""
+        """The merge of the inverse and the derivative saves an evaluation: peers evaluate it twice more."""
         case, calls = data.draw(cases), []
 
         def counted(fn):

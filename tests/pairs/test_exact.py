@@ -162,7 +162,7 @@ WHOLES: dict[str, Callable] = {
 
 
 def plainly(loss: Callable, x: Any, w: torch.Tensor) -> Any:
-    """What torch.autograd gives, twice from one graph."""
+    """Gradients by torch.autograd, twice from one graph."""
     x, w = tree.map_tensors(lambda t: t.clone().requires_grad_(), (x, w))
     value = loss(x, w)
     torch.autograd.grad(value, w, retain_graph=True)

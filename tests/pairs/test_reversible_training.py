@@ -59,7 +59,7 @@ class Problem:
         return self.data_weights if data_weights is None else data_weights, self.x, self.y
 
     def gradients(self, train: Callable[[dict, dict, torch.Tensor], dict]) -> Any:
-        """Those of a validation loss in the start, the learning rates and the weights of the data."""
+        """Gradients of a validation loss in the start, the learning rates and the weights of the data."""
         given = (self.params, self.each["lr"], self.data_weights)
         params, lr, data_weights = leaves = tree.map_tensors(lambda t: t.clone().requires_grad_(), given)
         last = train(params, {**self.each, "lr": lr}, data_weights)

@@ -53,7 +53,7 @@ FORMS = {
     "empirical, f and loss": lambda f, loss: of_shares(f, loss, f, loss),
     "empirical": lambda f, loss: of_shares(f, loss, composed(f, loss)),
 }
-"""How it is made of a model function and a loss, with the matrix that it is of."""
+"""Makers of eigenpairs from a model function and a loss, each with its matrix."""
 
 
 def rows(vectors):
@@ -167,7 +167,7 @@ class TestPairs:
             assert_near(pairs.solve(v, DAMPING).flatten(), wanted, 1e-10)
 
     def test_form_no_rows(self):
-        """Those of 48 samples with 9 columns would have 440 MiB, the matrix 260 GiB."""
+        """Rows of 48 samples with 9 columns would have 440 MiB, the matrix 260 GiB."""
         f, params = invfunc.functional(nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 10)))
         x, y = torch.randn(48, 512), torch.randint(10, (48,))
         pairs = eigenpairs(f, F.cross_entropy)(params, x, y)
@@ -299,7 +299,7 @@ def test_refusals():
 
 
 class TestTheSmallerSide:
-    """Where columns are twice as many as parameters, S itself is decomposed; all that follows is the same."""
+    """With twice as many columns as parameters, S itself is decomposed; all results are the same."""
 
     @staticmethod
     def both(monkeypatch, fisher="exact"):

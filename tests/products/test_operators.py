@@ -101,7 +101,7 @@ RTOL = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 class Base:
-    """What curvlinops' base class does, as far as it is used: a matrix as a list of `[*p, K]` and as one tensor."""
+    """The used part of curvlinops' base class: a matrix as a list of `[*p, K]` and as one tensor."""
 
     def __init__(self, in_shape, out_shape):
         self._in_shape, self._out_shape = in_shape, out_shape
@@ -180,7 +180,7 @@ def test_curvlinops_is_missing(monkeypatch):
 
 @cache
 def why_not():
-    """Why there is no curvlinops; empty if there is."""
+    """The reason why curvlinops is missing; empty if it is there."""
     names = ("curvlinops", "backpack", "einconv", "linear_operator", "einops", "scipy", "tqdm")
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     return f"{', '.join(missing)} not installed: pip install curvlinops-for-pytorch" if missing else ""
@@ -188,7 +188,7 @@ def why_not():
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 class TestCurvlinops:
-    """What it estimates and solves with our products."""
+    """Its estimates and solutions with our products."""
 
     @pytest.fixture(params=["at once", "streamed"])
     def given(self, request):

@@ -93,7 +93,7 @@ def inferred(at, v):
 
 @cache
 def matrix_of(product):
-    """That of a convolutional network for all maps of it."""
+    """Matrix of a convolutional network for each product."""
     net, loss = network("convolution", 3), LOSSES[0]
     if product in ("jvp", "vjp"):
         rows = matrices.jacobian(net.f, net.params, net.x)
@@ -146,7 +146,7 @@ class TestDerivatives:
 
 
 class TestSamples:
-    """What the samples have to be for which product."""
+    """Conditions that a product puts on the samples."""
 
     @staticmethod
     def normalised(p, x):

@@ -1,4 +1,4 @@
-"""What is wrong with a product: the call as it was written, what came, what was wanted, the fix."""
+"""Errors of products: the call as it was written, what came, what was wanted, the fix."""
 
 import re
 from functools import partial

@@ -275,7 +275,7 @@ def test_an_output_that_no_parameter_reaches():
 
 
 def test_memory_is_less_than_that_of_a_linearisation():
-    """Which is that of two gradients."""
+    """A linearisation takes the memory of two gradients."""
     layers = [m for _ in range(8) for m in (torch.nn.Linear(64, 64), torch.nn.Tanh())]
     f, params = functional(torch.nn.Sequential(*layers))
     x, y = torch.randn(4096, 64), torch.randn(4096, 64)

@@ -1,4 +1,4 @@
-"""Where K-factors are exact (arXiv 2311.00636 and 2507.05127), draws that average to them, ekfac and kfra."""
+"""K-factors where they are exact (arXiv 2311.00636 and 2507.05127), draws that average to them, ekfac and kfra."""
 
 from functools import partial
 from typing import Any
@@ -154,7 +154,7 @@ WITHOUT_FACTORS = {"weight_norm", "spectral_norm", "orthogonal", "language"}
 WITHOUT_FACTORS |= {f"{read} as the weight" for read in ("softplus(w)", "mask * w", "w + b @ a")}
 """Whose parameters are computed before they are used."""
 AT_TIMES_WITHOUT = {"Conv1-3d", "ConvTranspose1-3d", "Bilinear"}
-"""Which are drawn so as well."""
+"""Layers that are also drawn with such parameters."""
 
 
 @pytest.mark.filterwarnings(

@@ -93,7 +93,7 @@ def assert_case_exact(drawn, paths, device, dtype):
 
 
 TWICE = [name for name in LAYERS if name != "EmbeddingBag" and "activations" not in name]
-"""What torch has second derivatives of."""
+"""Layers that have second derivatives in torch."""
 
 
 @pytest.mark.parametrize("layer", TWICE)
@@ -219,7 +219,7 @@ class TestLosses:
         assert_trees_close(diag_hessian(f)(*self.args), dense_diag_hessian(f)(*self.args), EXACT)
 
     def test_a_factor_that_the_samples_share(self):
-        """What is of all samples needs no shares."""
+        """A factor of all samples needs no per-sample gradients."""
 
         def f(p, x, y):
             return p["b"].exp().sum() * F.mse_loss(skipping(p, x), y)

@@ -86,7 +86,7 @@ def flat(result):
 
 
 def one_by_one(function, params, *batch):
-    """What it gives for each sample alone, stacked."""
+    """Results of each sample alone, stacked."""
     found = [function(params, *(x[n : n + 1] for x in batch)) for n in range(N)]
     return {name: torch.stack([g[name] for g in found]) for name in params}
 
@@ -162,7 +162,7 @@ OF_DIAGONALS = {
 
 
 def spoiled(result):
-    """Which leaves hold something that is not a number, of results for each sample in which of their rows."""
+    """For each leaf, True if an entry is not finite; for a leaf with a sample axis, for each of its rows."""
     return [
         (~x.isfinite()).reshape(len(x) if rows else 1, -1).any(1)
         for x in tree.leaves(result)

@@ -108,7 +108,7 @@ def test_saturated_pixels_in_closed_form_and_single_precision():
 
 @pytest.mark.parametrize(("dtype", "classes"), [(torch.bfloat16, 263), (torch.float16, 2051)])
 def test_outputs_that_are_more_than_a_dtype_counts(dtype, classes):
-    """Where entries are moved before the criterion, their numbers are pulled back in its precision."""
+    """Entries that are moved before the criterion are numbered, and the numbers are pulled back in its precision."""
 
     def loss(z, y):
         return F.cross_entropy(z.flatten(0, 1), y.flatten())
@@ -186,7 +186,7 @@ def test_it_is_that_of_all_columns_recurrent(cell, classes, called):
 # The exact GGN through a narrow layer, block by block of its entries: the same numbers in less memory
 
 SMALL = st.sampled_from([{"cpu": 1}, {"cpu": 64}, {"cpu": 2**20}])
-"""What is factored at once: a block, some, all."""
+"""Sizes that are factored at once: a block, some, all."""
 
 
 class ReaderBlocks(nn.Module):

@@ -1,4 +1,4 @@
-"""What a user gets wrong is found, with the smallest case: a rule, an inverse, a model that mixes its samples."""
+"""Faults of a user are found, with the smallest case: a rule, an inverse, a model that mixes its samples."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def doubled():
 
 
 FIRST = list(laws.LAWS)[:6]
-"""What most faults are found by."""
+"""Laws that find most faults."""
 
 
 def test_a_wrong_rule_of_an_operation():
@@ -104,7 +104,7 @@ def test_what_a_message_says_to_type_is_what_fails_again():
 
 
 class TestCheck:
-    """What check says of arguments, time and refusals."""
+    """Messages of check about arguments, time and refusals."""
 
     w, x = Numbers()(3), Numbers(1)(4, 3)
 

@@ -109,7 +109,7 @@ OPERATIONS = {
 
 
 class TestOperations:
-    """What a wrong rule, or an operation that mixes, is told."""
+    """Messages about a wrong rule, or an operation that mixes."""
 
     args = Numbers()(4, 3), Numbers(1)(3, 2)
 

@@ -1,4 +1,4 @@
-"""What the public strategies draw: small, of every family, in any precision, printed as code that makes it again."""
+"""Draws of the public strategies: small, of every family, in any precision, printed as code that makes them again."""
 
 import subprocess
 import sys
