@@ -128,8 +128,8 @@ class Budgeted(Transform):
         """The call, with the lengths of the axes along which it can be divided."""
         if transforming() or dispatched():
             raise ArgumentError(
-                "within a transform of torch.func or a dispatch mode, where more is kept than can be measured. "
-                "Give the number of chunks: chunked(t, n)."
+                "within a transform of torch.func or a dispatch mode the memory of a call cannot be measured. Give the "
+                "number of chunks: chunked(t, n)."
             )
         most = thresholds.TRIED_PASSES
         if not isinstance(self.f, Statistic):
@@ -267,8 +267,8 @@ def _spelled(chunks: Chunks) -> str:
 
 def _too_little(budget: int, need: int, chunks: Chunks) -> BudgetError:
     error = BudgetError(
-        f"it does not fit {told(budget)}. The least that it takes in up to {thresholds.TRIED_PASSES} chunks of an axis "
-        f"is {told(need)}, {_spelled(chunks)}. Give memory={told(need)!r}, or a smaller batch."
+        f"the call does not fit {told(budget)}. The least that it takes in up to {thresholds.TRIED_PASSES} chunks of "
+        f"an axis is {told(need)}, {_spelled(chunks)}. Give memory={told(need)!r}, or a smaller batch."
     )
     error.least = need
     return error

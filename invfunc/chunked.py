@@ -148,7 +148,7 @@ def chunked(
         options = replace(f.options, plan=plan, progress=shown if progress else f.options.progress)
         return replace(f, options=options, shown=shown)
     if isinstance(f, Transform) and f.outermost:
-        raise ArgumentTypeError(f"chunked({f!r}): it is of the whole batch. Chunk what is in it, and not it.")
+        raise ArgumentTypeError(f"chunked({f!r}): it takes the whole batch. Chunk the statistic inside of it instead.")
     if over not in (None, "samples"):
         raise ArgumentError(f"chunked({describe(f)}, over={over!r}): a plain function has the axis 'samples' only.")
     for name in tree.leaves(fold):
@@ -166,8 +166,8 @@ def _within(f: Callable, memory: Any, over: str | None, options: dict[str, Any],
     chunked(f, 1, over=over, **options)  # checks the options
     if isinstance(f, Statistic) and f.options.reduce is not None:
         raise ArgumentError(
-            f"chunked({f!r}, {text}): the function in it would be called in measurements, too. Give n, or chunk the "
-            "statistic in it."
+            f"chunked({f!r}, {text}): the measurements would call the function of `reduced`, too. Give n, or chunk the "
+            "statistic inside of it."
         )
     if isinstance(f, Statistic):
         axes = (over,) if over is not None else f.axes

@@ -66,7 +66,8 @@ def covariances(name: str, covariance: Any) -> float | dict[str, Covariance] | L
         if not isinstance(given, torch.Tensor | Kronecker | None):
             raise ArgumentTypeError(
                 f"{name}(f, covariance): covariance{path} is of type {type(given).__name__}, but has to be a tensor of "
-                "variances, a Kronecker, or None; one of all parameters at once is a tensor [P, P] or a LowRank."
+                "variances, a Kronecker, or None; one of all parameters at once is a tensor [P, P] or a LowRank, as "
+                "eigenpairs(f, loss)(...).inverse(damping) returns it."
             )
     return {path: given.eigen() if isinstance(given, Kronecker) else given for path, given in found.items()}
 

@@ -30,9 +30,8 @@ class SampleAxisError(InvFuncError, ValueError):
 def unreached() -> ArgumentError:
     """The error for a result that depends on no parameter at all."""
     return ArgumentError(
-        "no parameter of params reaches the result; call f(params, x), not the module (`f, params = "
-        "functional(model)`) and not f of other tensors. Or the derivative is lost on the way: by torch.no_grad(), "
-        ".detach(), .item() or numpy around f, or by an operation that has none."
+        "no parameter of params reaches the result. Call f(params, x) of `f, params = functional(model)`, not the "
+        "module. If that is called, the derivative is lost on the way: by torch.no_grad(), .detach(), .item() or numpy."
     )
 
 

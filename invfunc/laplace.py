@@ -216,8 +216,8 @@ def _laplace(module: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as missing:
         raise MissingExtraError(
-            f"invfunc.laplace: the package {missing.name} is missing: python -m pip install laplace-torch; it is of no "
-            "extra, as it brings torchvision."
+            f"invfunc.laplace: the package {missing.name} is missing: python -m pip install laplace-torch. (No extra "
+            "installs it, as it needs torchvision.)"
         ) from None
 
 

@@ -114,7 +114,7 @@ def inner(a: Vector, b: Vector) -> torch.Tensor:
 def applied(product: Callable, args: tuple, kwargs: dict[str, Any], space: Space) -> Product:
     """The products at these arguments, without derivatives."""
     if transforming():
-        raise ArgumentError("it is inside of a transform of torch.func, but depends on numbers. Take it outside.")
+        raise ArgumentError("it is inside of a transform of torch.func, but branches on values. Compute it outside.")
     own = hasattr(product, "linearize")
     with torch.set_grad_enabled(not own):
         at = along(product, args, kwargs, space)

@@ -274,7 +274,7 @@ def misfit(names: Sequence[str], args: tuple, kwargs: dict[str, Any]) -> str:
         why += f" and {', '.join(f'{name}=' for name in kwargs)}" if kwargs else ""
         known = {name: x for name, x in kwargs.items() if name in wanted}
         if len(known) < len(kwargs) and _takes(signature, given, known):
-            why += ". What is an option of the transform is given where it is made, behind f"
+            why += ". Options of the transform come with f, as in `variance(f, in_dims=0)`, not with the arguments"
         if not loss and _takes(signature, args[:-1], kwargs):
             why += ". If the last one is a target, give the loss too, as in `diag_ggn(f, loss)`"
     return f"{why}. It is called as ({', '.join([*wanted, *['target'] * loss])})."
@@ -328,6 +328,6 @@ def check_no_budget(name: str, t: Any) -> None:
     """Check that t is in no chunks of its own choice, where what it is for adds its results up."""
     if isinstance(t, Transform) and t.budgeted:
         raise ArgumentTypeError(
-            f"{name}({t!r}): a budget covers one call alone; what is done with its results around it would come "
-            "on top. Give the number of chunks, as in chunked(t, n)."
+            f"{name}({t!r}): a budget (memory=) covers the call of one statistic, not what {name} does with its "
+            "results. Give the number of chunks, as in chunked(t, n)."
         )

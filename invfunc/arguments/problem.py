@@ -128,8 +128,8 @@ def check_numbers(tensors: Sequence[torch.Tensor]) -> None:
     for x in tensors:
         if x.is_meta:
             raise ArgumentError(
-                f"a tensor of shape {tuple(x.shape)} is on the meta device, where tensors hold no numbers, and "
-                "some are looked at. Make it anew where it holds some, as x.new_zeros(x.shape, device='cpu') does."
+                f"a tensor of shape {tuple(x.shape)} is on the meta device, where tensors hold no numbers, and some "
+                "are read. Make it on a device that stores numbers, as x.new_zeros(x.shape, device='cpu') does."
             )
     if dual_level() and not transforming() and dual(*tensors):
         raise ArgumentError(
@@ -252,9 +252,9 @@ def _check_leaves(
         for path, leaf in tree.named_leaves(params, none_is_leaf=False):
             if sharded(leaf):
                 raise ArgumentTypeError(
-                    f"{names[place]}{path} is a DTensor, which all processes have together, but the samples are those "
-                    "of this one alone. Take distributed(t) of the statistic or product, or pass p.full_tensor() of "
-                    "each parameter."
+                    f"{names[place]}{path} is a DTensor, which is sharded over the processes, but the samples are "
+                    "those of this process alone. Take distributed(t) of the statistic or product, or pass "
+                    "p.full_tensor() of each parameter."
                 )
 
 
@@ -324,9 +324,9 @@ def batch_size(args: tuple, dims: dict[int, int | None], names: Sequence[str], e
 def nothing(first: str) -> ArgumentError:
     """The error for a batch without samples, of which there is no mean."""
     return ArgumentError(
-        f"{first} has no samples (N = 0), of which a sum is 0, and a mean is not defined: leave this call out. "
-        "`streamed` and `distributed` take parts without samples, and first-order statistics of [N] losses or of "
-        "their sum give zeros."
+        f"{first} has no samples (N = 0), and the mean of no losses is not defined. Return the [N] losses, as with "
+        "reduction='none', or their sum: then first-order statistics give zeros. Otherwise skip the call; `streamed` "
+        "and `distributed` skip batches without samples themselves."
     )
 
 
@@ -341,8 +341,8 @@ def _sizes(args: tuple, dims: dict[int, int | None], names: Sequence[str]) -> li
                 continue
             if not -leaf.ndim <= dim < leaf.ndim:
                 raise ArgumentError(
-                    f"{names[i]}{path} has shape {tuple(leaf.shape)} and no axis {dim} for its samples. Say "
-                    "in_dims=None for what all samples share."
+                    f"{names[i]}{path} has shape {tuple(leaf.shape)} and no axis {dim} for its samples. Pass "
+                    "in_dims=None for an argument that all samples share."
                 )
             sizes.append((i, names[i] + path, leaf.shape[dim]))
     return sizes
@@ -390,7 +390,7 @@ def beside(problem: BoundProblem, others: tuple, names: Sequence[str]) -> BoundP
     if len(others) != len(at):
         raise ArgumentError(
             f"others has {len(others)} entries, but there are {len(at)} batch arguments: "
-            f"({', '.join(names[i] for i in at)}). Give one for each; what all samples share is not among them."
+            f"({', '.join(names[i] for i in at)}). Give one for each, without those that all samples share."
         )
     args, theirs = list(problem.args), dict(zip(at, others, strict=True))
     called = [f"others[{at.index(i)}]" if i in theirs else names[i] for i in range(len(args))]

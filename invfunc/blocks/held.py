@@ -120,11 +120,11 @@ def held_states() -> HeldStates:
         ...         if k % 2 == 0:
         ...             seen.append(x.detach())
         >>> found
-        held by somebody, though blocks let go of them: 3 tensors, 3.00MiB
+        in memory, as something outside of the blocks refers to them: 3 tensors, 3.00MiB
           block 0: y, [512, 512] torch.float32, 1.00MiB, of Invertible(<lambda>, <lambda>)
           block 2: y, [512, 512] torch.float32, 1.00MiB, of Invertible(<lambda>, <lambda>)
           block 4: y, [512, 512] torch.float32, 1.00MiB, of Invertible(<lambda>, <lambda>)
-        kept, as no block took them over: 1 tensor, 1.00MiB
+        saved by blocks, as the last output: 1 tensor, 1.00MiB
         >>> seen.clear()
         >>> found.held, found.held.bytes
         ([], 0)
@@ -196,7 +196,7 @@ class HeldStates:
     def _title(self, held: States) -> str:
         if not self._called:
             return "no block that saves memory was called"
-        return f"held by somebody, though blocks let go of them: {_counted(held)}"
+        return f"in memory, as something outside of the blocks refers to them: {_counted(held)}"
 
     def _below(self, held: States) -> list[str]:
         """Lines beside the tensors that are listed."""
@@ -204,7 +204,7 @@ class HeldStates:
             return []
         more = len(held[_SHOWN:])
         lines = [f"{more} more of them"] if more else []
-        return [*lines, f"kept, as no block took them over: {_counted(self.kept)}"]
+        return [*lines, f"saved by blocks, as the last output: {_counted(self.kept)}"]
 
     def __repr__(self) -> str:
         held = self.held

@@ -59,7 +59,7 @@ class Slot:
             return unpack(packed).detach()
         value = self._value
         if value is None:
-            raise ReplayError("the state behind it is gone: a second backward pass needs retain_graph=True.")
+            raise ReplayError("the backward pass has freed the states: a second one needs retain_graph=True.")
         if version(value) != self.version:
             raise ModifiedError(
                 f"its output, of shape {list(self.shape)}, has been modified by an inplace operation, and is needed to "
@@ -331,8 +331,8 @@ class Link:
             elif not isinstance(t, torch.Tensor) or not like.holds(t):
                 what = f"{list(t.shape)} {t.dtype}" if isinstance(t, torch.Tensor) else type(t).__name__
                 raise InverseError(
-                    f"the inverse gives {self.names()[i]} as {what}, where it was {list(like.shape)} {like.dtype}. To "
-                    f"keep it in memory, and not compute it by the inverse, pass keep=({i},)."
+                    f"the inverse gives {self.names()[i]} as {what}, where it was {list(like.shape)} {like.dtype}. "
+                    f"Mend f_inv, or keep this tensor in memory by keep=({i},)."
                 )
             else:
                 xs.append(like.laid_out(t.detach()))

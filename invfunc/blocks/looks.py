@@ -132,9 +132,9 @@ def tell(block: Any, error: float, precision: float, name: str, dtype: torch.dty
         )
     if error > FEW:
         text += (
-            "Either f_inv is no inverse of f (`check_inverse` compares them), or something that f reads has changed "
-            "since (a mode, a global, random numbers that are not torch's), or y was written by `.data`, or rounding "
-            "errors have grown from block to block (`drift` tells how fast). "
+            "Most likely f_inv is no inverse of f: `check_inverse` compares them. If it is one, rounding errors have "
+            "grown from block to block (`drift` tells how fast), or f reads something that has changed since, or y was "
+            "written by `.data`. "
         )
     else:
         text += "Rounding errors drift, and grow from block to block (`drift` tells how fast). "

@@ -560,16 +560,16 @@ class _Shared:
 
 _AS_IT_IS, _LIKE = nullcontext(), attrgetter("shape", "dtype")
 _OTHER = (
-    "evaluated again, the function does something else: autograd saves {}. It reads something that changes: random "
-    "numbers of Python or numpy, a counter, what is chosen around the forward pass alone. Draw with torch, whose "
-    "numbers are replayed (preserve_rng_state=True), or pass what changes as an argument."
+    "evaluated a second time, the function does something else: autograd saves {}. Most often it draws random numbers "
+    "of Python or numpy: draw with torch, whose numbers are replayed (preserve_rng_state=True). Or it reads something "
+    "that changes, as a counter or a mode: pass that as an argument."
 )
 _WRITES = (
-    "the function writes into x, which it was given. Take inplace=False in its first layers, or give them a copy: "
-    "lambda x: f(x.clone())."
+    "the function writes into its argument x. Take inplace=False in its first layers, or give them a copy: lambda x: "
+    "f(x.clone())."
 )
 _WRITES_Y = (
-    "f_inv writes into y, which it was given. Write y = y - z in place of y -= z, or give it a copy: lambda y: "
+    "f_inv writes into its argument y. Write y = y - z in place of y -= z, or give it a copy: lambda y: "
     "f_inv(y.clone())."
 )
 _SHARED = (

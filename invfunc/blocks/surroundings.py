@@ -334,8 +334,8 @@ class Surroundings:
             if now != then and id(t) not in own:
                 raise ModifiedError(
                     f"a tensor of shape {list(t.shape)} that the function closes over ({place[1]}) has been modified "
-                    "by an inplace operation after it was evaluated. Step the optimiser behind the backward pass; "
-                    "write t = t + z in place of t += z."
+                    "by an inplace operation after it was evaluated. Step the optimiser after the backward pass; write "
+                    "t = t + z in place of t += z."
                 )
         tensors = self.tensors
         if any(map(functorch.is_wrapped, tensors)):

@@ -27,7 +27,7 @@ def size_of(given: Any) -> int | float:
     if isinstance(given, str):
         found = _TEXT.fullmatch(given.strip())
         if found is None or not (size := int(float(found[1]) * _UNITS[(found[2] or "").lower()])):
-            raise ArgumentError(f"memory={given!r}: it is no size. Write '512MiB', '2 GB', or a number of bytes.")
+            raise ArgumentError(f"memory={given!r} is not a size. Write '512MiB', '2 GB', or a number of bytes.")
         return size
     if isinstance(given, bool) or not isinstance(given, (int, float)):
         raise ArgumentTypeError(
@@ -49,8 +49,8 @@ def in_bytes(size: int | float, device: torch.device) -> int:
     there = free() if device.type == "cpu" else free_on(device)
     if math.isinf(there):
         raise ArgumentError(
-            f"memory={size!r} is a fraction of what is free on {str(device)!r}, which torch does not tell. Give it in "
-            "bytes, or as '512MiB'."
+            f"memory={size!r} is a fraction of the free memory of {str(device)!r}, which torch does not report. Give "
+            "it in bytes, or as '512MiB'."
         )
     return int(size * there)
 
@@ -62,7 +62,7 @@ def free() -> int:
         found = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
     except (OSError, StopIteration):
         raise ArgumentError(
-            "memory is a fraction of what is free, which only Linux tells. Give it in bytes, or as '512MiB'."
+            "memory is a fraction of the free memory, which only Linux reports. Give it in bytes, or as '512MiB'."
         ) from None
     try:  # a container may have less than the machine
         return min(found, max(0, int(_LIMIT.read_text()) - int(_USED.read_text())))

@@ -144,8 +144,8 @@ def _nothing_to_compare(t: Statistic | Product) -> str:
         return "its matrix is made of parts that no derivative of f is. Certify the product with the GGN of the same f."
     if t.options.reduce is not None:
         return (
-            "what a function makes of the quantities cannot be compared with anything. Certify the statistic without "
-            "`reduced`, and apply the function to its result."
+            "there is no loop to compare the function of `reduced` with. Certify the statistic without `reduced`, and "
+            "apply the function to its result."
         )
     for m in t.members or (t,):
         if type(m.reduction) not in LOOKS:
@@ -189,8 +189,8 @@ class Certified(Transform):
         """The result, which is compared with loops from states of generators; these end where they are now."""
         if any(kind == "vmap" for kind, _ in levels()):
             raise ArgumentError(
-                "within torch.func.vmap there are several results at once, whose numbers cannot be looked at. Use a "
-                "loop, as in [certified(t, generator=g)(params, *batch) for params in several]."
+                "within torch.func.vmap the numbers of a result cannot be read. Use a loop, "
+                "as in [certified(t, generator=g)(params, *batch) for params in several]."
             )
         g, after = self.generator, [(g, state_of(g)) for g, _ in before]
         seed = g if isinstance(g, int) else int(torch.randint(2**53, (1,), generator=g, device=g.device))
@@ -248,7 +248,7 @@ class Certified(Transform):
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """The way in which t is computed, and what is checked."""
         if isinstance(self.t, Product):
-            raise ArgumentTypeError("explain is of statistics, and a product is computed in one way only.")
+            raise ArgumentTypeError("explain takes a statistic; a product is computed in one way only.")
         found = self.t.explanation(args, kwargs, names)
         entries = sum(p.numel() for p in self.t.problem(args, kwargs, names).leaves)
         count = f"all {entries}" if entries <= self.k else f"{self.k} evenly and {self.k} by size of {entries}"

@@ -17,7 +17,7 @@ from invfunc.reductions.quantity import Quantity
 
 WAY_OUT = (
     "Keep them apart up to the loss, or return the [N] losses of the samples from a function that also works on a "
-    "batch of one; of a loss that mixes them (a contrastive one) there are the products `hvp(f)` and `ggnvp(f, loss)`"
+    "batch of one. A loss that mixes them (a contrastive one) has the products `hvp(f)` and `ggnvp(f, loss)` alone"
 )
 
 
@@ -62,13 +62,13 @@ def check_loss(run: Run, out: Any, name: str = "f") -> None:
         )
     if out.ndim and run.n > 1 and axis is SUMMED:
         raise ArgumentError(
-            f"{name} returned shape ({run.n},), but its entries are not those of the {run.n} samples, which it sums "
-            "over; wanted is a scalar or the [N] losses of the samples."
+            f"{name} returned shape ({run.n},), but each entry is a sum over the {run.n} samples; wanted is a scalar "
+            "or the [N] losses of the samples."
         )
     if out.ndim and run.n > 1 and type(axis) is tuple and axis != (-1, 1, 1):
         raise ArgumentError(
-            f"{name} returned shape ({run.n},), but its entries are not those of the {run.n} samples, which were "
-            "selected or moved; wanted is a scalar or the [N] losses of the samples, in their order."
+            f"{name} returned shape ({run.n},), but the {run.n} samples were selected or moved; wanted is a scalar or "
+            "the [N] losses of the samples, in their order."
         )
     if axis is None or (run.n > 1 and out.ndim and axis is SUMMED):
         raise Unsupported(f"no sample reaches the result of {name} in a way that was seen")

@@ -236,15 +236,15 @@ class Finder(TorchFunctionMode):
             )
         if not ends.isdisjoint(met):
             raise SplitError(
-                f"a path from the parameters to the result goes around the outputs (it comes in at "
-                f"`{_junction(met, own, ends)}`), as an L2 term or a loss that is not known does. Take it out of f, "
-                f"or: {WAYS_OUT[0].lower()}{WAYS_OUT[1:]}"
+                "a path from the parameters to the result goes around the outputs, as an L2 term or a loss that is not "
+                f"known does (they meet at `{_junction(met, own, ends)}`). Take it out of f, or: "
+                f"{WAYS_OUT[0].lower()}{WAYS_OUT[1:]}"
             )
         below = [p for z in found for p, _ in z.node.next_functions] if len(found) > 1 else []
         if not {z.node for z in found}.isdisjoint(nodes_below(below)):
             raise SplitError(
-                "outputs depend on other outputs (one known loss of another?), and the derivative of the result cannot "
-                "keep them apart. Mark the outputs with `outputs(z)`."
+                "outputs depend on other outputs (one known loss of another?), so that the derivative in each of them "
+                "is not defined. Mark the outputs with `outputs(z)`."
             )
         return found
 
@@ -314,7 +314,7 @@ class Split:
         if self.again is None:
             raise ArgumentError(
                 f"with `sample=`, the loss has to be given apart from the model, as in `{transform}(f, loss, ...)`: a "
-                "function of all arguments does not say which is the target."
+                "function of all arguments does not say which of them is the target."
             )
         found, sample, source = [], drawing.sample, drawing.source(self.n)
         dims = [r.axis.dim for r in self.roots]

@@ -116,8 +116,8 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] =
     pairs = isinstance(t, Tiled) or (isinstance(t, Statistic) and t.reduction.pairs and not t.members)
     if pairs:
         raise ArgumentError(
-            f"distributed({t!r}): it is of all pairs of samples, which no process has. Bring the samples to one "
-            "process, and compute streamed(gram(f)) there; or give others=, with which each process has its rows."
+            f"distributed({t!r}): it needs all pairs of samples, which no process has. Bring the samples to one "
+            "process, and compute streamed(gram(f)) there; or pass others=: then each process has its own rows."
         )
     if not isinstance(t, Statistic) and not (alone and isinstance(t, Streamed)):
         kind = type(t).__name__

@@ -177,7 +177,7 @@ class SumOfProducts(StreamWork):
             raise no_samples()
         if self.expected not in (None, self.n):
             raise ArgumentError(
-                f"the loader gave {self.n} samples, and {self.expected} before; a matrix is that of the same ones."
+                f"the loader gave {self.n} samples, and {self.expected} before; a matrix needs the same ones."
             )
         one_scale(self.weights, begun.processes, [mean for _, mean, _ in each])
         sums = begun.processes.exchanged([_summed(self.sums)])[0]

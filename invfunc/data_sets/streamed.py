@@ -147,8 +147,8 @@ def streamed(
     file = Checkpoint.of(checkpoint, every)
     if reduction not in (None, "sum"):
         raise ArgumentError(
-            f"streamed({describe(t)}, reduction={reduction!r}): it is 'sum', if it is given. Of a mean, return the sum "
-            "over the samples of the batch, and divide the result."
+            f"streamed({describe(t)}, reduction={reduction!r}): reduction is 'sum' or left out. For a mean, return the "
+            "sum over the samples of the batch, and divide the result."
         )
     t, plans = opened(t)
     part = ProcessPart(feed, getattr(t, "in_dims", 0), file, reduction=reduction, alone=True)
@@ -166,9 +166,9 @@ def streamed(
         if why := not_by_batches(m, alone=not t.members):
             raise ArgumentError(f"streamed({t!r}): {m.name} {why}.")
     if file is not None and t.reduction.pairs:
-        raise ArgumentError(f"streamed({t!r}, checkpoint=...): of tiles no file is kept. Leave checkpoint out.")
+        raise ArgumentError(f"streamed({t!r}, checkpoint=...): a matrix of all pairs has none. Leave it out.")
     if plans is not None and t.reduction.pairs:
-        raise ArgumentError(f"streamed({plans!r}): of tiles no plan is made. Leave `compiled` away.")
+        raise ArgumentError(f"streamed({plans!r}): a matrix of all pairs has no plan. Leave `compiled` out.")
     if out is not None and (why := _no_rows(t, file)):
         raise ArgumentError(f"streamed({t!r}, out=...): {why}.")
     if t.reduction.pairs and not t.members:
@@ -181,22 +181,22 @@ def streamed(
 def not_by_batches(t: Statistic, alone: bool) -> str:
     """The reason why a statistic cannot be reduced batch by batch, alone or together with others; empty if it can."""
     if t.samples is not None:
-        return "has samples=, which are places in a batch: let the loader give those"
+        return "has samples=, which are positions in a batch: let the loader give those samples alone"
     if t.argnums not in (0, (0,)):
         return f"has argnums={t.argnums}, but the parameters have to come first, and alone"
     if t.reduction.pairs:
-        return "" if alone else "is of pairs of samples, whose batches come in another order: stream it alone"
+        return "" if alone else "is of pairs of samples, so that it cannot come together with others: stream it alone"
     if "samples" not in t.reduction.axes and not t.reduction.each:
-        return "is of all samples at once, and does not add up over batches"
+        return "needs all samples at once, and does not add up over batches"
     return ""
 
 
 def _no_rows(t: Statistic, file: Checkpoint | None) -> str:
     """The reason why its result cannot be written batch by batch; empty if it can."""
     if file is not None:
-        return "what is written there is not in a checkpoint, and lost where it is in memory. Leave one of them out"
+        return "the rows of out= are not in a checkpoint, and are lost if they are in memory. Leave one of the two out"
     if t.options.reduce is not None:
-        return "what is reduced comes after the last batch. Pass a function (start, rows) as out"
+        return "the results of `reduced` come after the last batch. Pass a function (start, rows) as out"
     none = [m.name for m in t.members or (t,) if len(m.reduction.each) != 1 and not m.reduction.pairs]
     return f"{none[0]} has no result with a sample axis. Leave out away" if none else ""
 
@@ -264,8 +264,8 @@ class Streamed(Transform):
         processes how this one does, which does not wait for the others."""
         if not self.part.alone and any(map(sharded, tree.tensors(args[:1]))):
             raise ArgumentError(
-                "the parameters are DTensors, and this process has a part of each; no other is asked. Pass "
-                "p.full_tensor() of each to explain, which is what a call computes with."
+                "the parameters are DTensors, and explain asks no other process for its shards. Pass p.full_tensor() "
+                "of each, which a call computes with."
             )
         feed, given, batches = self.part.feed, args, {}
         if feed is not None:

@@ -316,8 +316,8 @@ def _own(args: tuple) -> tuple:
 
 def _others() -> ArgumentError:
     return ArgumentError(
-        "the loader gave other batches than the first time, or gave them in another order, but each of them is to meet "
-        "all others. Give what gives the same ones again, as a DataLoader with shuffle=False does."
+        "the loader gave other batches than the first time, or in another order, but a matrix of all pairs needs the "
+        "same ones again. Pass a DataLoader with shuffle=False."
     )
 
 

@@ -167,8 +167,8 @@ class RowByRow(VisitWork):
         if self.rows.calls:
             if weights.mean:
                 raise ArgumentError(
-                    "the loss is a mean, whose 1 / N is known with the last batch, but out is a function that is told "
-                    "after each. Give the sum (reduction='sum') and divide, or pass tensors as out."
+                    "the loss is a mean, whose N is known after the last batch, but out is a function that is called "
+                    "after each. Return the [N] losses or their sum, and divide; or pass tensors as out."
                 )
             found = own_memory(found, (args, self.kwargs))
         self.rows.put(found, self.n, own)

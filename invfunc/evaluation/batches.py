@@ -31,13 +31,13 @@ def check_loader(loader: Any, sweeps: str = "") -> None:
     be."""
     if isinstance(loader, (torch.Tensor, Mapping, str)) or not (isinstance(loader, Iterable) or callable(loader)):
         kind = type(loader).__name__
-        raise ArgumentTypeError(f"loader is of type {kind}, but has to give batches, as a DataLoader or [(x, y)].")
+        raise ArgumentTypeError(f"loader is of type {kind}, but has to give batches, as a DataLoader or [(x, y)] does.")
     if isinstance(loader, type):
-        raise ArgumentTypeError(f"loader is the class {loader.__name__}, but has to be one that is made of it.")
+        raise ArgumentTypeError(f"loader is the class {loader.__name__}, but has to be an instance of it.")
     if sweeps and isinstance(loader, Iterator):
         raise ArgumentTypeError(
-            f"loader is of type {type(loader).__name__}, which gives its batches once, but {sweeps}. Give what can be "
-            "gone through again: a list, a DataLoader, or the function that makes the generator, without calling it."
+            f"loader is of type {type(loader).__name__}, which gives its batches once, but {sweeps}. Pass a list, a "
+            "DataLoader, or the function that makes the generator, without calling it."
         )
     check_not_transforming()
 
@@ -46,8 +46,8 @@ def check_not_transforming() -> None:
     """Check that no transform of torch.func is around a call that is not differentiated."""
     if transforming():
         raise ArgumentError(
-            "within a transform of torch.func, as it is not differentiated. Apply the transform to the function, or to "
-            "what is computed of each batch."
+            "within a transform of torch.func, but a sum over a loader is not differentiated. Apply the transform "
+            "inside of the statistic's function, or to the statistic of one batch."
         )
 
 
@@ -111,7 +111,7 @@ def batches_of(
                     if none and empty is not None:
                         empty[:] = [args]
                     if _written(args) != before:
-                        raise ArgumentError("f writes into its batch in place, which may come again. Let it copy it.")
+                        raise ArgumentError("f writes into its batch in place, and it may come again. Copy it first.")
                 except Exception as error:
                     if feed is not None:
                         error.add_note(f"This is batch {number} of the loader.")
@@ -150,15 +150,15 @@ def no_samples() -> ArgumentError:
 
 def written_meanwhile() -> ArgumentError:
     return ArgumentError(
-        "the parameters were written in place meanwhile (an optimizer beside the loader?), but a result is of the same "
-        "ones for all samples. Pass copies: {name: p.clone() for name, p in params.items()}."
+        "the parameters were written in place while the loader was read (an optimizer?), but all samples need the same "
+        "ones. Pass copies: {name: p.clone() for name, p in params.items()}."
     )
 
 
 def not_scalar(reduction: str) -> ArgumentError:
     """The error for losses of the samples, of which nothing has to be said."""
     return ArgumentError(
-        f"reduction={reduction!r} is of a loss that is one number for its batch, but f returned the losses of the "
+        f"reduction={reduction!r} is for a loss that is one number for its batch, but f returned the losses of the "
         "samples. Leave reduction out."
     )
 
@@ -167,9 +167,9 @@ def unscaled(n: int) -> ArgumentError:
     """The error for a loss that is one number, of n samples, where it is not given apart."""
     alone = " Of this batch of one sample, f may have dropped the axis: squeeze(1), not squeeze()." if n == 1 else ""
     return ArgumentError(
-        "the loss is one number, which does not say whether it is the mean over its batch or the sum, and so not how "
-        "batches are joined. Return the [N] losses of the samples, as with reduction='none', or (where it is taken) "
-        "give the loss apart, as in `diag_ggn(f, loss)`, or say which it is, as in streamed(t, reduction='sum')."
+        "the loss is one number, which may be the mean over its batch or the sum, so that it is not known how to add "
+        "batches up. Return the [N] losses of the samples, as with reduction='none'. Or pass model and loss apart, as "
+        "in `diag_ggn(f, loss)`, or streamed(t, reduction='sum') if it is the sum."
         f"{alone}"
     )
 

@@ -30,15 +30,15 @@ def check_batches(problem: BoundProblem, joined: torch.Tensor, alone: Callable[[
     is need to look."""
     if not joined.ndim:
         raise ArgumentError(
-            "f returned one number, a loss of both batches together, which does not say how it is scaled in each of "
-            "them. Return the losses [N] of the samples, as with reduction='none', and scale the products."
+            "f returned one number for both batches together, which does not tell their scales apart. Return the [N] "
+            "losses of the samples, as with reduction='none', and scale the products."
         )
     edge, dim = problem.n - problem.others, problem.out_dims if joined.ndim > 1 else 0
     for start, stop in ((0, edge), (edge, problem.n)):
         if alone is not None and not same_values(alone(slice(start, stop)), joined.narrow(dim, start, stop - start)):
             raise ArgumentError(
-                "f gives samples something else where both batches are joined, so it depends on their number or on the "
-                "place of a sample. Pass what belongs to a sample as a batch argument."
+                "f gives samples other results where both batches are joined, so it depends on the number of samples "
+                "or on their positions. Pass what belongs to a sample as a batch argument."
             )
 
 
@@ -70,9 +70,9 @@ def check_fewer(
         raise
     if not fewer.same(halves) and fewer.same([fewer.results(slice(0, n))]) and not fewer.rounding():
         raise SampleAxisError(
-            "f gives a sample something else beside fewer ones, so that batches cannot be joined: it mixes the "
-            "samples, as batch normalisation in train mode does, or has a factor that depends on how many there "
-            "are. Take `model.eval()`, or losses without that factor, as with reduction='none'."
+            "f gives a sample another result in a smaller batch, so that batches cannot be joined: it mixes the "
+            "samples, as batch norm in train mode does (take `model.eval()`), or it has a factor that depends on how "
+            "many there are (return the losses without it, as with reduction='none')."
         )
     return True
 

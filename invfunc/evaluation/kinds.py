@@ -22,7 +22,7 @@ Some = Callable[[BoundProblem, list[int]], tuple[list[torch.Tensor], bool]]
 _KNOWN: WeakIdMap[dict[Hashable, Kind]] = WeakIdMap()
 _KEPT, FEW = 64, 8
 """Of how many calls it is known, and how many samples are looked at."""
-_GIVE = "What f has for each sample, such as a mask or indices, goes among its batch arguments."
+_GIVE = "Pass what belongs to a sample, such as a mask or indices, as a batch argument."
 
 
 def kind_of(problem: BoundProblem, size: int, some: Some, f: Callable, what: Hashable) -> Kind:
@@ -68,16 +68,15 @@ def _joined(whole: torch.Tensor, even: torch.Tensor, odd: torch.Tensor, *, k: in
     if whole.ndim:
         if not drew and not (same_values(even, whole[::2]) and same_values(odd, whole[1::2])):
             raise SampleAxisError(
-                "the outputs of f on a part of the batch are not those of the whole batch: f mixes samples, has a "
-                "constant for each of them, reads a parameter by the place of a sample (as `p[: len(x)]` does), or "
-                "uses the length of the batch, so it cannot be chunked over samples. Chunk over outputs or params. "
-                f"{_GIVE}"
+                "f gives samples other outputs in a part of the batch than in the whole, so it cannot be chunked over "
+                "samples: it mixes them, uses the length of the batch, or reads something by the place of a sample (as "
+                f"`p[: len(x)]` does). Chunk over outputs or params. {_GIVE}"
             )
         return "each"
     if drew:
         raise RandomnessError(
-            "f draws random numbers and returns one number, so that it cannot be seen whether that is the mean over "
-            "its samples, and it cannot be chunked over them. Return the [N] losses of the samples."
+            "f draws random numbers and returns one number, which may be the mean over its samples or the sum, so it "
+            "cannot be chunked over samples. Return the [N] losses of the samples."
         )
     if fake(whole):  # which says nothing of the numbers
         return "mean"

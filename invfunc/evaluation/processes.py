@@ -38,7 +38,7 @@ class Processes:
             return cls()
         if not (group is None or isinstance(group, dist.ProcessGroup)):
             if group is dist.GroupMember.NON_GROUP_MEMBER:
-                raise ArgumentError("this process is not in the group, so that it has no part in the result.")
+                raise ArgumentError("this process is not in the group, and gets no result. Leave the call out here.")
             kind = type(group).__name__
             raise ArgumentTypeError(
                 f"group is of type {kind}, but has to be a process group (of a DeviceMesh: mesh.get_group())."
@@ -74,7 +74,7 @@ class Processes:
             if step != at
         ]
         if failed:
-            raise ProcessError(f"{'; '.join(failed)}\nThe result is that of all processes, so that none has one.")
+            raise ProcessError(f"{'; '.join(failed)}\nThe result needs all processes, so that none gets one.")
         return own, [message for _, _, message in each]  # pyright: ignore[reportReturnType]
 
     def from_first(self, first: int, value: Any) -> Any:

@@ -162,8 +162,8 @@ def check_number(n: int, expected: int | None) -> None:
     """Check that a loader gives as many samples as the time before."""
     if expected not in (None, n):
         raise ArgumentError(
-            f"the loader gave {n} samples the second time, and {expected} the first time; what needs two sweeps, or to "
-            "count the samples before, is of the same ones in both."
+            f"the loader gave {n} samples the second time, and {expected} the first time; this call reads the loader "
+            "twice, and needs the same samples both times."
         )
 
 
@@ -175,7 +175,7 @@ def other_outputs(known: tuple[Any, ...], there: str, own: tuple[Any, ...], here
     )
     return ArgumentError(
         f"the outputs of one sample have shapes {a} in {there}, {m} numbers in all, and {b} in {here}, {n} numbers. "
-        "Results with an axis of the outputs are joined, so that these have to be the same ones in the same order."
+        "Results with an axis of the outputs are joined, so that their outputs have to be the same, in the same order."
     )
 
 

@@ -150,14 +150,14 @@ def _others(first: LossPart, part: LossPart) -> ArgumentError:
     name = next(name for name in {**a, **b} if a.get(name) != b.get(name))
     return ArgumentError(
         f"the loss is a mean, and a sample has {name} of shape {a.get(name)} in the first batch, and {b.get(name)} in "
-        "another one, so that it is not known what either counts (a mean over positions of which batches have other "
-        "numbers?). Return the [N] losses of the samples, as with reduction='none', or their sum."
+        "another one, so that the weight of each batch is not known (a mean over tokens of sequences of other "
+        "lengths?). Return the [N] losses of the samples, as with reduction='none', or their sum."
     )
 
 
 def _neither(why: str) -> ArgumentError:
     return ArgumentError(
-        f"the loss is one number, and neither the sum over the samples nor their mean: beside another batch, it {why}. "
-        "So the batches cannot be joined (ignore_index and class weights divide a mean by the weights of its batch). "
-        "Return the [N] losses of the samples, as with reduction='none', or their sum."
+        "the loss is one number, and neither the sum over the samples nor their mean: joined with another batch, it "
+        f"{why}. (With ignore_index or class weights, a mean is divided by the weights of its batch.) Return the [N] "
+        "losses of the samples, as with reduction='none', or their sum."
     )

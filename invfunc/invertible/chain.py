@@ -255,8 +255,8 @@ class _Repeated(_Sequence):
         (block,) = self.blocks
         if params is None:
             raise ArgumentError(
-                f"{self.name}(x, params): params says how often, as a list with an entry for each time or as stacked "
-                "tensors. A block without parameters is repeated n times by [None] * n."
+                f"{self.name}(x, params): params is missing, and says how often the block is applied: a list with an "
+                "entry for each time, or stacked tensors. A block without parameters is repeated n times by [None] * n."
             )
         return ((block, p) for p in (params if isinstance(params, list) else self._unstacked(params)))
 
@@ -285,7 +285,7 @@ def _block(block: Callable, where: str) -> Checkpointed:
     """A block of a sequence, as the caller gave it."""
     if isinstance(block, Checkpointed) and block.has_aux:
         raise ArgumentError(
-            f"{where}, {block!r}, has has_aux=True, but what a block hides cannot be handed to the next one. "
+            f"{where}, {block!r}, has has_aux=True, but its hidden values cannot go to the next block. "
             "invertible_checkpoint(chain(...), has_aux=True) returns what all blocks hide, as a list."
         )
     return checkpointed(block, where)

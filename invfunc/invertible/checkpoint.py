@@ -195,7 +195,7 @@ class Checkpointed(Value):
 
     def __post_init__(self) -> None:
         if self.has_aux and not self.pair.hidden:
-            raise ArgumentError(f"{self!r}: has_aux=True shows what a pair hides, but this one hides nothing.")
+            raise ArgumentError(f"{self!r}: has_aux=True returns hidden values, but this pair has none.")
 
     @property
     def has_inverse(self) -> bool:

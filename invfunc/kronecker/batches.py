@@ -70,8 +70,8 @@ def _merged(call: str, path: str, parts: list[Kronecker], reduction: str) -> Kro
     known = [n for n in counts if n is not None]
     if len(known) < len(parts):
         raise ArgumentError(
-            f"{call}: factors{path} is not a sum over samples. Merge what kfac returns, without a weight that "
-            "is read in two roles, and take averages, inverses and eigendecompositions afterwards."
+            f"{call}: factors{path} is not a sum over samples. Merge what kfac returns, and take inverses afterwards. "
+            "(A weight in two roles, as a tied embedding, has no such sum.)"
         )
     n, inputs = sum(known), [part.origin.inputs for part in parts]
     degrees = {part.origin.degree for part in parts}
@@ -87,8 +87,8 @@ def _merged(call: str, path: str, parts: list[Kronecker], reduction: str) -> Kro
         weights = [(k / (n or 1)) ** degree for k in known]
     else:
         raise ArgumentError(
-            f"{call}: factors{path} is of samples= of a batch whose mean is over more. Return [N] losses, and pass "
-            "reduction='sum'."
+            f"{call}: factors{path} has samples=, but the mean loss is over the whole batch. Return [N] losses, and "
+            "pass reduction='sum'."
         )
     means = [k / (sum(inputs) or 1) for k in inputs]
     origin = replace(first, n=n, inputs=sum(inputs), degree=degree)

@@ -230,7 +230,7 @@ def _bias(call: str, path: str, name: str, joint: Joint, matrices: dict[str, Any
     found = joint.bias.removeprefix(name.removesuffix(path))
     if not name.endswith(path) or found not in matrices or matrices[found] is not None:
         raise ArgumentError(
-            f"{call}: factors{path} has one matrix of {name} and {joint.bias}, but the place of {joint.bias} is not "
-            "known in factors. Pass the tree that came with joint=True under its own keys, or a part with both."
+            f"{call}: factors{path} has one matrix for {name} and {joint.bias}, but factors has no entry for "
+            f"{joint.bias}. Pass the whole tree that kfac(joint=True) returned, or a part that has both."
         )
     return found

@@ -67,7 +67,7 @@ def once_only(error: RuntimeError, outputs: Sequence[Any]) -> Exception:
     if not told and all(type(node).__name__ != "NotImplemented" for y in outputs for node in graph_of(y)):
         return error
     return ArgumentError(
-        f"torch cannot differentiate what f or the loss calls once more ({error}). Write it in other operations."
+        f"torch cannot differentiate an operation of f or the loss twice ({error}). Write it in other operations."
     )
 
 

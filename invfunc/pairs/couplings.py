@@ -40,8 +40,8 @@ class OfModule(Value):
             return self.module(b, *args, **kwargs)
         if not isinstance(params, dict):
             raise ArgumentTypeError(
-                f"the parameters of the module {self!r} are of type {type(params).__name__}, but have to be a "
-                "dict as functional(module) gives it, or None for its own. Further inputs stand behind them."
+                f"the parameters of the module {self!r} are of type {type(params).__name__}, but have to be a dict as "
+                "functional(module) returns it, or None for its own. Further inputs come after them."
             )
         return self.f(params, b, *args, **kwargs)
 
@@ -87,8 +87,8 @@ def two_parts(state: Any, call: str, name: str) -> tuple[Any, Any]:
             return state[0], state[1]
     came = type(state).__name__ + (f" of {', '.join(type(t).__name__ for t in state)}" if several else "")
     raise ArgumentError(
-        f"{call}: {name} has to be a pair of tensors, but is {came}. (One tensor as the state: split_dim=. Methods of "
-        "a pair get the functions that they share in front of it: pair.log_det(*pair.shared, x).)"
+        f"{call}: {name} has to be a pair of tensors, but is {came}. (For one tensor as the state pass split_dim=. A "
+        "method of the pair takes its functions first: pair.log_det(*pair.shared, x).)"
     )
 
 
@@ -184,7 +184,7 @@ class Moves(PairLaw):
     def log_det(self, *given: Any, **kwargs: Any) -> torch.Tensor:
         parts, calls = self.read(given, "x")
         if self.dim is not None and self.dim % parts[0].dim() == 0:
-            raise ArgumentError(f"{self.call}: log_det is of each entry of axis 0, which is the one that is split.")
+            raise ArgumentError(f"{self.call}: log_det is of the samples along axis 0, which split_dim=0 splits.")
         return self.log_scales(parts, calls, kwargs)
 
     def log_scales(self, parts: list[Any], calls: Calls, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -236,9 +236,8 @@ class Moves(PairLaw):
             written = unseen_versions(tensors) != before
             if written:
                 raise ModifiedError(
-                    f"{self.call}: {which} has written into the state that it was given, which the pair needs again, "
-                    "and so may you. Take inplace=False in its first layers, or give them a copy: lambda x: "
-                    f"{which}(x.clone())."
+                    f"{self.call}: {which} has written into its argument, a part of the state, which the pair needs "
+                    f"again. Take inplace=False in its first layers, or give them a copy: lambda x: {which}(x.clone())."
                 )
         return move.fitting(said, part, self.call, f"what {which} returns", name)
 
@@ -402,8 +401,8 @@ class _Coupling(Moves):
             own = (params[0],), (params[1],)
         else:
             raise ArgumentError(
-                f"{self.call}: the parameters have to be a pair, of F and of G, but are {type(params).__name__}. None "
-                "of it calls them without."
+                f"{self.call}: the parameters have to be a pair, for F and for G, but are {type(params).__name__}. An "
+                "F or G without parameters has None there."
             )
         (F, G), (p, q) = functions, own
         return [(F, (*p, *more)), (G, (*q, *more))]

@@ -170,10 +170,10 @@ class Decay:
             used_up = not bool(innermost(last).any())
         if not used_up:
             raise InverseError(
-                f"{self.call}: the digits that were kept of at most {self.capacity} steps are not used up at their "
-                "start, so that the gradients were not those of the way forth: the data are other ones, an operation "
-                "is not deterministic (torch.use_deterministic_algorithms), or random numbers were drawn, which "
-                "invertible_checkpoint draws again."
+                f"{self.call}: back at the start of at most {self.capacity} steps there are saved digits left, so that "
+                "the gradients on the way back were other ones: the data or random numbers have changed (within "
+                "invertible_checkpoint they are replayed), or an operation is not deterministic "
+                "(torch.use_deterministic_algorithms)."
             )
         return x, words[:-1] if steps else (last,)
 
@@ -429,7 +429,7 @@ class _Descent(Value):
         if not callable(self.lr) and not isinstance(self.lr, (int, float)):
             raise ArgumentTypeError(
                 f"{self.call}: lr is of type {type(self.lr).__name__}, but has to be a number, or a function of the "
-                "arguments behind the parameters; what needs a gradient is such an argument."
+                "arguments after the parameters; a learning rate with a gradient is such an argument."
             )
         if not isinstance(self.grid, Grid):
             raise ArgumentTypeError(f"{self.call}: grid is of type {type(self.grid).__name__}, but has to be a Grid.")
@@ -473,7 +473,7 @@ class _Descent(Value):
         """The learning rate of a step, where the state is one of `start`."""
         if not isinstance(state, Training) or len(state.moments) != len(self.decays):
             raise ArgumentTypeError(
-                f"{self.call}: the state is of type {type(state).__name__}, but has to be what its start(params) gives."
+                f"{self.call}: the state is of type {type(state).__name__}, but has to come from its start(params)."
             )
         return self.lr(*args, **kwargs) if callable(self.lr) else self.lr
 

@@ -592,12 +592,12 @@ def _why(calls: list[OpCall], missing: list[Ref], known: Mapping[Ref, Any], name
     told = [call for call in calls if unknown[call] and all(out in known for out in call.outputs)]
     blocked = [call for call in told if all(out.memory is not unknown[call][0].memory for out in call.outputs)]
     if not blocked:
-        return f"y has nothing of {name}, or not all of it"
+        return f"y does not depend on {name}, or not on all of it"
     call = min(blocked, key=lambda call: len(unknown[call]))
     return (
-        f"y does not tell {name}, as {call} is not undone. What is added to a part of x may read the other parts, and "
-        "after an update their new values, as in y2 = x2 + G(y1); a scale may not be 0, as exp, sigmoid and softplus "
-        "are not"
+        f"y does not tell {name}, as {call} cannot be undone. A part of x may change by x2 + G(y1), or by x2 * "
+        "exp(s(y1)), where G and s read the other parts, and parts that have changed by their new values; a scale may "
+        "never be 0"
     )
 
 

@@ -175,7 +175,7 @@ def invert(pair: Invertible) -> Invertible:
     block, pair = pair, as_pair("invert(pair)", pair, ". Of two functions: Invertible(f_inv, f)")
     if pair.hidden:
         raise ArgumentError(
-            f"invert({pair!r}): its inverse needs what forward hides beside y, so that it is not a function of y alone."
+            f"invert({pair!r}): the inverse needs hidden values of forward (a shape, batch statistics), not y alone."
         )
     name = f"invert({pair!r})"
     if pair.composition is not None:
@@ -259,8 +259,8 @@ class _Carried(Value):
         state, *args = given[number:]
         if not isinstance(state, (tuple, list)) or len(state) != 2:
             raise ArgumentError(
-                f"with_log_det({self.pair!r}): the state has to be (x, s) with a sum [N] beside x, which starts as "
-                f"torch.zeros(N), but is {type(state).__name__}."
+                f"with_log_det({self.pair!r}): the state is of type {type(state).__name__}, but has to be (x, s), "
+                "where s is the sum of the log-determinants, [N]; it starts as torch.zeros(N)."
             )
         return [partial(_kept, results, fn) for fn in given[:number]], results, *state, args
 
@@ -351,9 +351,9 @@ class BlockModule(nn.Module):
                 self.add_module(f"{name}_{len(self._modules)}" if name in self._modules else name, module)
         if not self._modules:
             raise ArgumentError(
-                f"{block!r}.module(): no part is a module that could be registered. Give modules as the parts, as in "
-                "additive_coupling(nn.Linear(2, 2), nn.Linear(2, 2)); a module that holds what lambdas call registers "
-                "it already."
+                f"{block!r}.module(): it has no modules to register. Pass modules in place of functions, as in "
+                "additive_coupling(nn.Linear(2, 2), nn.Linear(2, 2)). Modules that lambdas call are registered by the "
+                "module that has them as attributes."
             )
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:

@@ -215,8 +215,8 @@ class _IncrementSteps(Moves):
         if not isinstance(ends, (tuple, list)) or len(ends) < 2:
             found = f"{type(ends).__name__}" + (f" of {len(ends)}" if isinstance(ends, (tuple, list)) else "")
             raise ArgumentError(
-                f"{self.call}: behind the state has to be (start, end), between which the step goes, but there is "
-                f"{found}. Parameters of the step alone are (start, end, p), those of all stand behind."
+                f"{self.call}: the second argument has to be (start, end), the times of the step, but is {found}. With "
+                "parameters of this step alone it is (start, end, p); parameters of all steps come after it."
             )
         start, end, *own = ends
         return [(functions[0], (*way, *own, *more)) for way in ((start, end), (end, start))]
@@ -376,8 +376,8 @@ class _Bidirectional(Moves):
         own, *more = args or (None,)
         if not isinstance(own, (tuple, list)) or not 1 <= len(own) <= 2:
             raise ArgumentError(
-                f"{self.call}: behind the state has to be (plus, p), or (plus,) for an f without parameters, but there "
-                f"is {type(own).__name__}. plus says of which samples gamma is 1/2: torch.rand(N) < 0.5."
+                f"{self.call}: the second argument has to be (plus, p), or (plus,) for an f without parameters, but is "
+                f"{type(own).__name__}. plus is True for samples with gamma = 1/2: torch.rand(N) < 0.5."
             )
         plus, params = own if len(own) == 2 else (own[0], None)
         return [(functions[0], (params, *more)), (torch.as_tensor, (plus,))]

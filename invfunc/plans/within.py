@@ -43,8 +43,8 @@ def _planned(number: int, place: int, tensors: list[torch.Tensor]) -> list[torch
         found = tree.tensors((CALLS[number](args, kwargs),))
     if _sizes(found) != _RESULTS[place][1]:
         raise ReplayError(
-            f"{CALLS[number].called} within torch.compile: the result has other shapes or dtypes than the graph that "
-            "was compiled has for it, as what f reads has changed. Call `torch._dynamo.reset()`, or call it outside."
+            f"{CALLS[number].called} within torch.compile: the result has other shapes or dtypes than in the compiled "
+            "graph, as something that f reads has changed. Call `torch._dynamo.reset()`, or call it outside."
         )
     return found
 

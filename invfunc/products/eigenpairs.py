@@ -249,9 +249,9 @@ class Eigenpairs(Whole):
         if anywhere(lost > self._right):
             largest, most = (innermost(x).amax().item() for x in (self._all[:1], lost))
             raise ArgumentError(
-                f"damping is {innermost(shift).amin().item():.3g}, and the largest eigenvalue {largest:.3g}: in "
-                f"{self._kind} rounding may be {most:.1e} of what is left, more than {self._right:.1e}. Pass more "
-                "damping, or parameters and data in a wider dtype."
+                f"damping is {innermost(shift).amin().item():.3g}, too small beside the largest eigenvalue "
+                f"{largest:.3g}: in {self._kind} the rounding error may be {most:.1e} of the result, more than "
+                f"{self._right:.1e}. Pass more damping, or parameters and data in a wider dtype."
             )
 
     def _damping(self, damping: Damping, rank: int | None = None) -> torch.Tensor:
@@ -260,8 +260,8 @@ class Eigenpairs(Whole):
         rank = self.rank if rank is None else rank
         if rank < self.size and anywhere(shift == 0):
             raise ArgumentError(
-                f"damping is 0, but a matrix of rank {rank} over {self.size} parameters has no inverse without. Pass "
-                "damping."
+                f"damping is 0, but a matrix of rank {rank} over {self.size} parameters has no inverse. Pass a damping "
+                "above 0."
             )
         if self._all.dtype is not torch.float64:
             self._enough(self._eps * self._all[:1].sum() / self._least(shift), shift)
@@ -276,8 +276,8 @@ class Eigenpairs(Whole):
     def _count(self, called: str, top: int | None, of_samples: bool = False) -> int:
         if of_samples and not self._of_samples:
             raise ArgumentError(
-                f"{self!r}.{called}(): these are of a product, which adds up over the samples. Take "
-                "eigenpairs(f, loss) of one batch without top=, or batch_grad(f) times vectors()."
+                f"{self!r}.{called}(): with top= the eigenpairs come from a sum over the samples, which has no numbers "
+                "of single ones. Take eigenpairs(f, loss) of one batch without top=, or batch_grad(f) times vectors()."
             )
         if top is not None:
             _check_top(f"{self!r}.{called}", top)
@@ -478,7 +478,7 @@ def eigenpairs(
         return Largest(product, top, progress)
     if hasattr(f, "linearize"):
         raise ArgumentError(
-            f"eigenpairs({f!r}): it is a product, of which there are the largest eigenvalues: pass top=10, say."
+            f"eigenpairs({f!r}): of a product there are the largest eigenvalues alone: pass their number, as top=10."
         )
     columns = fisher_columns("eigenpairs", fisher, mc_samples, generator, sample)
     drawing = columns.get("drawing")
@@ -646,8 +646,8 @@ class Largest(Transform):
 def inside_of_torch_func() -> ArgumentError:
     """The error of a call in torch.func."""
     return ArgumentError(
-        "it is inside of a transform of torch.func, where there are no eigenpairs, as how many there are "
-        "depends on numbers. Take them outside, and transform what is done with them."
+        "it is inside of a transform of torch.func, but the number of eigenpairs depends on values. Compute them "
+        "outside, and transform a function that takes them as an argument."
     )
 
 

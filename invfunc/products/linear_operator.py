@@ -182,8 +182,8 @@ def _curvlinops() -> Any:
         curvlinops = importlib.import_module("curvlinops")
     except ModuleNotFoundError as missing:
         raise MissingExtraError(
-            f"the package {missing.name} is missing: python -m pip install curvlinops-for-pytorch; it is of no extra, "
-            "as it brings torchvision."
+            f"the package {missing.name} is missing: python -m pip install curvlinops-for-pytorch. (No extra installs "
+            "it, as it needs torchvision.)"
         ) from None
     return next(kind for kind in curvlinops.HessianLinearOperator.__mro__ if kind.__name__ == "PyTorchLinearOperator")
 

@@ -152,7 +152,7 @@ class ClippedSum(Reduction):
             raise ArgumentError(f"groups has no name for {without}, but each parameter has to be in a group.")
         if isinstance(self.max_norm, Mapping) and {*self.max_norm} != {*units}:
             there = [*dict.fromkeys(units)]
-            raise ArgumentError(f"max_norm is of the groups {[*self.max_norm]}, but there are {there}.")
+            raise ArgumentError(f"max_norm is of the groups {[*self.max_norm]}, but the groups are {there}.")
         found = ClippedSum(self.max_norm, self.weight, self.groups)
         found.units, found.before = units, Norms(units, self.groups is not None)
         return found

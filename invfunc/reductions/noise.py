@@ -60,13 +60,13 @@ class SumAndNoise(Reduction):
 
     def assemble(self, results: list[Any], found: Found) -> Any:
         if found.n < 2:
-            raise ArgumentError(f"noise is how far per-sample gradients differ, and there is {found.n} sample.")
+            raise ArgumentError(f"noise is a variance, and there is {found.n} sample: DataLoader(..., drop_last=True)?")
         groups: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for path, squares in found.aside.items():
             if (name := self.group(path)) is not None:
                 groups.setdefault(name, []).append(squares)
         if not groups:
-            raise ArgumentError(f"groups has no name for any of the parameters {', '.join(found.aside)}.")
+            raise ArgumentError(f"groups has a name for none of the parameters {', '.join(found.aside)}.")
         each = {name: _noise(squares, found) for name, squares in groups.items()}
         return results[0], each[""] if self.groups is None else each
 

@@ -74,7 +74,7 @@ class PredictiveCovariance(EachSample):
 
     def finish(self, state: State, found: Found) -> list[Any]:
         if len(found.outputs) != 1:
-            raise ArgumentError(f"f returns {len(found.outputs)} outputs, but a covariance is of those of one tensor.")
+            raise ArgumentError(f"f returns {len(found.outputs)} tensors, but has to return one. Join or pick.")
         kept, (one,) = joined(list(state)), found.outputs
         covariance, along = kept.split([kept.shape[1], self._rank], -1)
         if self._rank:
@@ -143,8 +143,8 @@ class PredictiveCovariance(EachSample):
             return shares.covariances(basis.values.reshape(shares.leaf.shape))
         if joint is not None and (shares.bias is None or shares.leaf.shape != joint.shape):
             raise ArgumentError(
-                f"covariance of {shares.name(shares.place)} is of it and a bias together (joint=True), but f does not "
-                "read both in one layer; pass factors of this f."
+                f"the covariance of {shares.name(shares.place)} is joint with a bias (joint=True), but f does not read "
+                "both in one layer. Pass factors of this f."
             )
         if shares.run.apart:  # nothing is known of the operations
             return shares.covariances_by(lambda share: basis @ share)

@@ -105,7 +105,7 @@ def masked(p, x, mask):
 @pytest.mark.parametrize(("f", "given"), [(masked, {"mask": MASK}), (lambda p, x: masked(p, x, MASK), {})])
 def test_a_mask_in_parts_is_a_batch_argument(f, given, n):
     for t in (diag_ggn(f, F.mse_loss), batch_grad(lambda p, x, y, **given: F.mse_loss(f(p, x, **given), y))):
-        with pytest.raises(SampleAxisError, match="such as a mask or indices, goes among its batch arguments"):
+        with pytest.raises(SampleAxisError, match="such as a mask or indices, as a batch argument"):
             chunked(t, n, over="samples")(P, X_WAYS, Y, **given)
 
     def f_of_mask(p, x, mask):

@@ -162,14 +162,14 @@ class TestFaults:
         assert "process 1 failed with KeyError: 'no such thing'" in first["f fails"][1]
         assert "process 1 failed with OSError: the disk is gone" in first["the loader fails"][1]
         assert "params['w'] is a DTensor" in first["parts alone"][1] and "distributed(t)" in first["parts alone"][1]
-        assert "Pass p.full_tensor() of each to explain" in first["parts explained"][1]
+        assert "explain asks no other process" in first["parts explained"][1]
         assert "params['w'] has placements (Partial(sum),)" in first["a sum to come"][1]
         assert (
             "over the processes (0, 1) in shape (2,), which have to be those of the group, [0]"
             in first["a mesh of others"][1]
         )
         assert "process 1 failed with KeyError: 'no such thing'" in first["f fails beside parts"][1]
-        assert "the parameters were written in place meanwhile" in first["written beside parts"][1]
+        assert "the parameters were written in place while" in first["written beside parts"][1]
         assert "f writes into a parameter in place" in first["written by f"][1]
         assert "params['w'] has to be the same in all processes" in first["other parameters"][1]
         assert "the loss is a mean in process 0, and a sum in process 1" in first["a sum and a mean"][1]
@@ -232,5 +232,5 @@ class TestErrors:
             torch.func.vmap(lambda p: t({**data[0], "b": p}, *data[1:]))(data[0]["b"][None])
 
     def test_chunks_come_inside(self, data):
-        with pytest.raises(ArgumentTypeError, match="Chunk what is in it"):
+        with pytest.raises(ArgumentTypeError, match="Chunk the statistic inside"):
             invfunc.chunked(distributed(invfunc.variance(losses)), 2)

@@ -312,7 +312,7 @@ SLIPS = {
     "a keyword that f does not have": (lambda: batch_grad(loss)(PS, XS, target=YS),
         "f takes (params, x, y), and got 2 positional arguments and target=."),
     "an option at the call": (lambda: diag_ggn(model, F.cross_entropy)(PS, XS, YS, generator=torch.Generator()),
-        "and got 2 positional arguments and generator=. What is an option of the transform is given where it is made"),
+        "and got 2 positional arguments and generator=. Options of the transform come with f"),
     "too few": (lambda: hvp(loss)(PS, PS, XS), "f takes (params, x, y), and got 2 positional arguments"),
     "arrays": (lambda: batch_grad(loss)(PS, XS.numpy(), YS.numpy()),
         "x is of type numpy.ndarray ... torch.as_tensor(x)"),

@@ -57,7 +57,7 @@ VALUES = [
     (lambda: made(keep=(1,)), r"^invertible_checkpoint\(f, f_inv\).*keep=\(1,\).*x has 1"),
     (lambda: invertible_checkpoint(PLAIN, has_aux=True), "^invertible_checkpoint.*has_aux=True"),
     (lambda: Invertible(f, f_inv, hidden=True, name="hiding")(X, W), r"^hiding.*has to return \(y, hidden\)"),
-    (lambda: invert(HIDING), r"^invert\(hiding\).*hides"),
+    (lambda: invert(HIDING), r"^invert\(hiding\).*hidden"),
     (lambda: with_log_det(HIDING), r"^with_log_det\(hiding\).*has no log_det"),
     (lambda: with_log_det(PLAIN), "^with_log_det.*has no log_det"),
     (lambda: COUPLING(X), r"^additive_coupling\(sin, cos\).*x has to be a pair of tensors.*Tensor.*split_dim="),
@@ -69,7 +69,7 @@ VALUES = [
     (lambda: CHAIN(X, [W]), "params is 1 entries.*2 blocks"),
     (lambda: CHAIN(X, W), "params is (Tensor|Parameter)"),
     (lambda: REPEATED(X, {"a": X, "b": W}), r"one leading size.*\[2, 3\], \[3\]"),
-    (lambda: REPEATED(X, None), r"params says how often.*\[None\] \* n"),
+    (lambda: REPEATED(X, None), r"params is missing, and says how often.*\[None\] \* n"),
     (lambda: chain(g, anchor_every=0), "^chain.*anchor_every=0"),
     (lambda: repeated(g, anchor_every=-1), "^repeated.*anchor_every=-1"),
     (lambda: Grid(dtype=torch.float16), r"^Grid\(.*float32 or torch.float64"),
@@ -182,7 +182,7 @@ class TestChanges:
             y.mul_(2)
         with pytest.raises(ModifiedError, match=r"shape \[2, 3\].*inplace operation.*y = y \+ z"):
             gradients(y, x)
-        with pytest.raises(ModifiedError, match=r"^invertible_checkpoint\(<lambda>, f_inv\).*writes into x.*x.clone"):
+        with pytest.raises(ModifiedError, match=r"^invertible_checkpoint\(<lambda>, f_inv\).* its argument x.*x.clone"):
             invertible_checkpoint(lambda x, w: x.mul_(w), f_inv)(x * 1, w)
         with pytest.raises(RangeError, match=r"^Grid\(.*Grid.enter\(x\)"):
             additive_coupling(torch.sin, torch.cos, exact=True)((X, X))

@@ -127,7 +127,7 @@ X = torch.zeros(2, 3)
 PAIR = bdia(torch.sin)
 REFUSED = [
     (lambda: bdia(torch.sin, 16), r"^bdia\(sin, grid=16\): grid is a Grid"),
-    (lambda: PAIR((X, X)), r"^bdia\(sin\): behind the state has to be \(plus, p\).*there is NoneType"),
+    (lambda: PAIR((X, X)), r"^bdia\(sin\): the second argument has to be \(plus, p\).*is NoneType"),
     (
         lambda: PAIR((X, X), (0.5,)),
         r"plus is of torch.float32 and shape \[\], but has a boolean for .* torch.rand\(N\) < 0.5, or one",

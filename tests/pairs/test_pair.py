@@ -97,7 +97,7 @@ class TestHidden:
         assert hidden["note"] == "kept"
         for g in (CENTRE, invertible_checkpoint(CENTRE)):
             assert_trees_close(g(x, w), y, 0)
-        with pytest.raises(ArgumentError, match=r"^invertible_checkpoint\(.*has_aux=True shows what a pair hides"):
+        with pytest.raises(ArgumentError, match=r"^invertible_checkpoint\(.*has_aux=True returns hidden values"):
             invertible_checkpoint(Invertible(there, back), has_aux=True)
 
     def test_has_gradients_of_its_own(self):

@@ -93,7 +93,7 @@ def test_what_is_refused():
     learned = torch.tensor(0.1, dtype=torch.double, requires_grad=True)
     calls: dict[str, Any] = {
         r"groups has no name for \['0.bias'\], \['1.weight'\]": {"groups": {"0.weight": "first"}},
-        r"max_norm is of the groups \['0'\], but there are \['0', '1', '3'\]": {
+        r"max_norm is of the groups \['0'\], but the groups are \['0', '1', '3'\]": {
             "max_norm": {"0": 1.0},
             "groups": "layer",
         },

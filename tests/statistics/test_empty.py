@@ -67,7 +67,7 @@ class TestNoSamples:
 class TestAMeanOfNothing:
     @pytest.mark.parametrize("of", STATISTICS)
     def test_is_an_error(self, of):
-        with pytest.raises(ArgumentError, match=r"x has no samples \(N = 0\), of which a sum is 0, and a mean"):
+        with pytest.raises(ArgumentError, match=r"x has no samples \(N = 0\), and the mean of no losses"):
             STATISTICS[of](loss("mean"))(PARAMS, X[:0], Y[:0])
 
     def test_as_is_a_variance(self):

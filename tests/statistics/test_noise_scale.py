@@ -108,5 +108,5 @@ class TestRefused:
             noise_scale(linear, groups=["a"])  # pyright: ignore[reportArgumentType]
         with pytest.raises(ArgumentTypeError, match=r"groups\(\"\['a'\]\"\) is of type int, but has to be the name"):
             noise_scale(linear, groups=len)(self.params, self.x)  # pyright: ignore[reportArgumentType]
-        with pytest.raises(ArgumentError, match=r"groups has no name for any of the parameters \['a'\], \['b'\]"):
+        with pytest.raises(ArgumentError, match=r"groups has a name for none of the parameters \['a'\], \['b'\]"):
             noise_scale(linear, groups=lambda path: None)(self.params, self.x)

@@ -62,7 +62,7 @@ class TestPlainNames:
         found = noise_scale(loss(f, "none"), groups={"0.weight": "first", "['2.bias']": "last"})(*args)[1]
         names = {"['0.weight']": "first", "['2.bias']": "last"}
         assert_trees_close(found, noise_scale(loss(f, "none"), groups=names.get)(*args)[1], 0)
-        with pytest.raises(ArgumentError, match="no name for any"):
+        with pytest.raises(ArgumentError, match="a name for none"):
             noise_scale(loss(f, "none"), groups={"weight": "first"})(*args)
 
     def test_of_reduced(self):

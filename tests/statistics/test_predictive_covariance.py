@@ -112,11 +112,11 @@ def test_refusals():
         predictive_covariance(f, {"b": torch.ones(2)})(params, x)
     with pytest.raises(ArgumentError, match=r"covariance\['w'\] has shape \[2\], but params\['w'\] has \[3, 2\]"):
         predictive_covariance(f, {"w": torch.ones(2)})(params, x)
-    with pytest.raises(ArgumentError, match=r"f returns 2 outputs"):
+    with pytest.raises(ArgumentError, match=r"f returns 2 tensors"):
         predictive_covariance(lambda p, x: (f(p, x), f(p, x)), 1.0)(params, x)
     layer, own = invfunc.functional(torch.nn.Linear(3, 2))
     joint = invfunc.kfac(layer, F.mse_loss, joint=True, fisher="exact")(own, x, torch.ones(4, 2))
-    with pytest.raises(ArgumentError, match=r"is of it and a bias together \(joint=True\)"):
+    with pytest.raises(ArgumentError, match=r"is joint with a bias \(joint=True\)"):
         predictive_covariance(lambda p, x: x @ p["weight"].T, joint)({"weight": torch.ones(2, 3)}, x)
 
 

@@ -220,8 +220,8 @@ def _kind(call: str, given: LawProblem, result: Any) -> str:
         rows = [x.isnan().reshape(given.n, -1).any(1) for x in tree.tensors(result) if x.ndim and len(x) == given.n]
         of = [given.samples[i] for i in torch.stack(rows).any(0).nonzero()] if rows else []
         raise ArgumentError(
-            f"{told}: it gives NaN of samples {of or 'all together'}, which is equal to nothing, and plain loops take "
-            "it from one sample to others (0 times NaN). Look at the samples where all is a number, by samples=[...]."
+            f"{told}: samples {of or 'all together'} give NaN, which equals nothing, and in plain loops it spreads "
+            "from one sample to others (0 times NaN). Check the other samples alone: samples=[...]."
         )
     if given.loss is not None:
         outputs, value = result
