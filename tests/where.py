@@ -26,10 +26,10 @@ from tests.strategies import Numbers
 PAGE = SITE / "where.md"
 BEGIN, END = "<!-- where: begin -->\n", "<!-- where: end -->\n"
 TEXT = """\
-Each cell says what today's code does with samples that come in batches, that are divided among processes, and with
-parameters of which each process has a part (`DTensor`, as `fully_shard` makes them), by a plan (`compiled`) too:
-**right**; **in parts**, which is right, and laid out as the parameters are; or **refused**.
-`tests/data_sets/test_distributed.py` compares what is right with all samples in one process, in 2 and 4 processes.
+Each cell says what today's code does with samples in several batches (`streamed`), with samples in several processes
+(`distributed`), and with sharded parameters (`DTensor`, as `fully_shard` makes them), also `compiled`. **right**: as for
+all samples in one process. **in parts**: right, and sharded as the parameters are. **refused**: an error.
+`tests/data_sets/test_distributed.py` tests that in 2 and 4 processes.
 `python -m tests.where` writes this section.
 """
 COLUMNS = ["one process", "streamed", "distributed", "sharded parameters", "compiled, sharded parameters"]
