@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, count
 from typing import Any
 
 import torch
@@ -14,14 +15,13 @@ from invfunc._extras import told_of_parts
 from invfunc._torch.functorch import storage_of
 from invfunc.arguments.problem import InDims, batch_dims
 from invfunc.data_sets.rows import check_own
-from invfunc.data_sets.visits import Begun, VisitWork
 from invfunc.errors import ArgumentError, ArgumentTypeError, RandomnessError
 from invfunc.evaluation.batches import Batches, Feed, batches_of, check_loader, first, no_samples, size_of, unscaled
-from invfunc.evaluation.checkpoint import Course, Record
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.kinds import Drew
-from invfunc.evaluation.processes import ALONE, fingerprint
-from invfunc.reductions.kept_shares import KeptShares, RowsWithKept
+from invfunc.evaluation.processes import fingerprint
+from invfunc.reductions import Reduction
+from invfunc.reductions.kept_shares import KeptShares, RowsWithKept, SampleShares
 from invfunc.reductions.squares import InnerProducts
 from invfunc.report import Explanation
 from invfunc.statistic import Statistic
@@ -56,34 +56,49 @@ class Tiled(Transform):
 
     @torch.no_grad()
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        """The matrix, by columns of a batch: of one loader those from its own row on, which have mirror images. For a
-        function that is told of rows, these are the columns of the other side."""
-        by_rows, sides, t = callable(self.out), self._sides(args), self.t
+        """The matrix: a batch is held while others go by, of one loader those from it on, whose tiles have mirror
+        images. Of two loaders those of the columns are held; for a function that is told of rows, those of the rows."""
+        by_rows, sides = callable(self.out), self._sides(args)
         if self.out is not None and not by_rows:
             taken = {storage_of(p) for p in tree.tensors(args[:1])}
             for path, x in tree.named_leaves(self.out):
                 check_own(f"out{path}", x, taken)
         if not all([side.count() for side in sides]):
             raise no_samples()
-        one, (held, others) = len(sides) == 1, (sides[0], sides[-1]) if by_rows else (sides[-1], sides[0])
-        columns, whole = Columns(replace(t, options=replace(t.options, reduce=None)), args[0], kwargs), None
-        columns.per_parameter = not t.reduction.whole or t.options.reduce is not None
-        with told_of_parts(self.feed.progress, _tiles(len(held), len(others), one and not by_rows), "tile") as told:
+        one, meetings = len(sides) == 1, Meetings(self.t, kwargs)
+        mirrors, (held, others) = one and not by_rows, (sides[0], sides[-1]) if by_rows else (sides[-1], sides[0])
+        n, m, whole, aux = len(held), len(others), None, dict[tuple[bool, int], Any]()
+        done, tiles = count(1), range(n * (n + 1) // 2 if mirrors else n * m)
+
+        def see(k: int, batch: list[Held], j: int, args: tuple) -> None:
+            nonlocal whole
+            if batch:
+                tile, aux[False, j] = meetings.products(batch[0], args, same=one and j == k)
+            else:
+                own, tile, aux[False, j] = meetings.squared(_own(args))
+                batch.append(own)
+            if whole is None:
+                whole = _made(
+                    tile, others.total, held.sizes[k] if by_rows else held.total, None if by_rows else self.out
+                )
+            _put(whole, tile, others.starts[j], 0 if by_rows else held.starts[k])
+            if mirrors:
+                _put(whole, tree.map_tensors(_mirrored, tile), held.starts[k], others.starts[j])
+            told(next(done), others.sizes[j])
+
+        with told_of_parts(self.feed.progress, tiles, "tile") as told:
             for k, start in enumerate(held.starts):
-                after = k if one and not by_rows else 0
-                found = columns.of(k, held, others, range(after, len(others)), one, told)
+                batch = list[Held]()
+                if not mirrors:
+                    held.each(lambda i, args: batch.append(meetings.held(_own(args))), (k,))  # noqa: B023
+                    aux[True, k] = batch[0].aux
+                others.each(partial(see, k, batch), range(k if mirrors else 0, m))
                 if by_rows:
-                    self.out(start, tree.map_tensors(_mirrored, found))
-                    continue
-                if whole is None:
-                    whole = _made(found, others.total, held.total, self.out)
-                for x, y in zip(tree.tensors((whole,)), tree.tensors((found,)), strict=True):
-                    n, m, half = len(y), y.shape[y.ndim // 2], y.ndim // 2
-                    x.narrow(0, others.starts[after], n).narrow(half, start, m).copy_(y)
-                    if one:
-                        x.narrow(0, start, m).narrow(half, others.starts[after], n).copy_(_mirrored(y))
-        aux = (columns.aux_of_held, columns.aux) if by_rows else (columns.aux, columns.aux_of_held)
-        return None if by_rows else self._reduced(whole), columns.aux if one else aux
+                    self.out(start, tree.map_tensors(_mirrored, whole))
+                    whole = None
+        of_others, of_held = ([aux[key] for key in sorted(aux) if key[0] == at] for at in (False, True))
+        both = (of_held, of_others) if by_rows else (of_others, of_held)
+        return None if by_rows else self._reduced(whole), of_others if one else both
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """Explains how it would be computed: what is done with the first batch, how often, and for how many tiles."""
@@ -95,7 +110,7 @@ class Tiled(Transform):
         n, m = len(sides[0]), len(sides[-1])
         mirrored = len(sides) == 1 and not callable(self.out)
         sweeps = 1 + (m if not callable(self.out) else 2 * n if len(sides) == 1 else n)
-        return replace(found, name=repr(self), sweeps=sweeps, batches=n, tiles=len(_tiles(n, m, mirrored)))
+        return replace(found, name=repr(self), sweeps=sweeps, batches=n, tiles=n * (n + 1) // 2 if mirrored else n * m)
 
     def _sides(self, args: tuple) -> list[Again]:
         """The loaders behind the parameters."""
@@ -119,23 +134,26 @@ class Again:
 
     def __init__(self, batches: Batches, in_dims: InDims) -> None:
         self.batches, self.in_dims = batches, in_dims
-        self.starts, self.total, self._known = list[int](), 0, list[int]()
+        self.sizes, self.total, self._known = list[int](), 0, list[int]()
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self.sizes)
+
+    @property
+    def starts(self) -> list[int]:
+        """Numbers of samples before each batch."""
+        return [*accumulate([0, *self.sizes])][:-1]
 
     def count(self) -> int:
         """Go through them for the first time; how many samples there are."""
-        sizes = list[int]()
 
         def seen(args: tuple, n: int) -> int:
-            sizes.append(size_of(args, self.in_dims))
+            self.sizes.append(size_of(args, self.in_dims))
             self._known.append(fingerprint(args[1:]))
-            return sizes[-1]
+            return self.sizes[-1]
 
         with torch.random.fork_rng([]):  # a DataLoader draws numbers when it begins
             self.total = self.batches(seen, enumerate)
-        self.starts = [*accumulate([0, *sizes[:-1]])] if sizes else []
         return self.total
 
     def each(self, see: Callable[[int, tuple], Any], wanted: Container[int]) -> None:
@@ -156,68 +174,40 @@ class Again:
             raise _others()
 
 
-@dataclass
-class Columns:
-    """The products of all samples of one side with a batch of the other, which is held, column by column."""
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A batch that others are to meet: its arguments, its shares, and aux."""
 
-    t: Statistic
-    params: Any
-    kwargs: dict[str, Any]
-    per_parameter = False
-    looked = False
-    """Tells whether f was seen to give samples the same beside those of another batch."""
+    args: tuple
+    shares: SampleShares
+    aux: Any
 
-    done = 0
-    """Number of tiles."""
 
-    def __post_init__(self) -> None:
-        self.aux, self.aux_of_held = list[Any](), list[Any]()
-        """Aux of the batches of either side."""
+class Meetings:
+    """Evaluations of batches that hold the shares of one, and take the products of others with them."""
 
-    def of(self, k: int, held: Again, others: Again, wanted: range, one: bool, told: Callable) -> Any:
-        """The products with batch k, which comes among the others or beside them."""
-        works, batch = list[VisitWork](), list[tuple]()
+    def __init__(self, t: Statistic, kwargs: dict[str, Any]) -> None:
+        self.per_parameter = not t.reduction.whole or t.options.reduce is not None
+        self.t, self.kwargs = replace(t, options=replace(t.options, reduce=None)), kwargs
+        self.looked = False
+        """Tells whether f was seen to give samples the same beside those of another batch."""
 
-        def hold(number: int, args: tuple, tile: bool = False) -> None:
-            batch.append((args[0], *tree.map_tensors(torch.clone, args[1:])))  # a loader may write in their memory
-            works.append(self._held(batch[0], tile))
+    def held(self, args: tuple) -> Held:
+        """A batch whose shares are held."""
+        (shares,), aux = self._found(args, KeptShares())
+        return Held(args, shares, aux)
 
-        def see(j: int, args: tuple) -> None:
-            if not works:
-                hold(j, args, tile=True)
-            else:
-                if not (self.looked or (one and j == k)):
-                    self._look(batch[0], args)
-                works[0].visit(args, 0)
-            self.done += 1
-            told(self.done, size_of(args, self.t.in_dims))
+    def squared(self, args: tuple) -> tuple[Held, Any, Any]:
+        """The same, its products with itself, and aux."""
+        (tile, shares), aux = self._found(args, InnerProducts(self.per_parameter), KeptShares())
+        return Held(args, shares, aux), tile, aux
 
-        if not one or k not in wanted[:1]:
-            held.each(hold, (k,))
-            self.aux_of_held += works[0].aux
-            works[0].aux = []
-        others.each(see, wanted)
-        self.aux = self.aux or works[0].aux
-        return works[0].results()
-
-    def _held(self, args: tuple, tile: bool) -> VisitWork:
-        """Work with which others meet a batch; with the `tile` that it makes with itself."""
-        t, reductions = self.t, [KeptShares(), *[InnerProducts(self.per_parameter)] * tile]
-
-        def kept(engine: Engine) -> tuple[Any, dict[str, Any], Any]:
-            aux, state = engine.kept(), engine.fold.state(0)
-            if engine.scalar:
-                raise unscaled(engine.problem.n)
-            return engine.finished()[0], state, aux
-
-        both = replace(t, members=tuple(replace(t, reduction=r) for r in reductions))
-        shares, state, aux = both.evaluating(args, self.kwargs, kept)
-        t = replace(t, reduction=RowsWithKept(self.per_parameter, shares))
-        work = VisitWork(t, self.kwargs, Begun(ALONE, self.params, lambda *_: 0, Course(Record({}, [])), 0, None))
-        work.aux.append(aux)
-        if tile:
-            work.sweep.enter(work.without_samples()).keep(0, {**state, "kept": state["kept"][1:]})
-        return work
+    def products(self, one: Held, args: tuple, same: bool) -> tuple[Any, Any]:
+        """The products of a batch with one that is held, unless it is the same, and aux."""
+        if not (same or self.looked):
+            self._look(one.args, args)
+        (tile,), aux = self._found(args, RowsWithKept(self.per_parameter, one.shares))
+        return tile, aux
 
     def _look(self, args: tuple, others: tuple) -> None:
         """Check that f gives the samples of two batches the same where they are joined."""
@@ -232,9 +222,28 @@ class Columns:
             ) from None
         self.looked = True
 
+    def _found(self, args: tuple, *reductions: Reduction) -> tuple[list[Any], Any]:
+        t = replace(self.t, members=tuple(replace(self.t, reduction=r) for r in reductions))
 
-def _tiles(held: int, others: int, mirrored: bool) -> range:
-    return range(held * (held + 1) // 2 if mirrored else held * others)
+        def found(engine: Engine) -> tuple[list[Any], Any]:
+            aux = engine.kept()
+            if engine.scalar:
+                raise unscaled(engine.problem.n)
+            return engine.finished(), aux
+
+        return t.evaluating(args, self.kwargs, found)
+
+
+def _own(args: tuple) -> tuple:
+    """The arguments of a batch, where a loader may write the next one in their memory."""
+    return args[0], *tree.map_tensors(torch.clone, args[1:])
+
+
+def _put(whole: Any, tile: Any, row: int, column: int) -> None:
+    """Write the products of some samples with others to their places."""
+    for x, y in zip(tree.tensors((whole,)), tree.tensors((tile,)), strict=True):
+        half = y.ndim // 2
+        x.narrow(0, row, len(y)).narrow(half, column, y.shape[half]).copy_(y)
 
 
 def _made(found: Any, n: int, m: int, out: Any) -> Any:

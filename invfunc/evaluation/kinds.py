@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from invfunc import tree
-from invfunc._torch.values import HALF, anywhere, fake, near, same_values, wide
+from invfunc._torch.values import HALF, anywhere, fake, near, same_values, size_of, wide
 from invfunc._torch.weak import WeakIdMap
 from invfunc.arguments.problem import BoundProblem
 from invfunc.errors import ArgumentError, RandomnessError, SampleAxisError
@@ -64,10 +64,13 @@ def _kind(problem: BoundProblem, size: int, some: Some) -> Kind:
     def looked(at: BoundProblem) -> Kind:
         found, device = list[tuple[list, bool]](), at.leaves[0].device.type
         casts = torch.is_autocast_enabled(device)
-        if casts or any(x.dtype in HALF for x in at.tensors):
+        half = casts or any(x.dtype in HALF for x in at.tensors)
+        if half:
             with suppress(Exception), torch.autocast(device, enabled=False) if casts else nullcontext():
                 found = [some(widened(at), each) for each in halves]
-        found = found or [some(at, each) for each in halves]
+        if not found:
+            found = [some(at, each) for each in halves]
+            found = [([z.bfloat16() for z in values], drew) for values, drew in found] if half else found
         drew = any(drew for _, drew in found)
         if at is elsewhere and not all(z.isfinite().all() and (z != 0).any() for z in found[0][0] if z.numel()):
             raise SampleAxisError("f has no numbers there")
@@ -87,7 +90,9 @@ def _kind(problem: BoundProblem, size: int, some: Some) -> Kind:
 def _joined(whole: torch.Tensor, even: torch.Tensor, odd: torch.Tensor, *, k: int, drew: bool) -> Kind:
     """The way a result for k samples is made up of those for the even and for the odd ones alone."""
     if whole.ndim:
-        if not drew and not (same_values(even, whole[::2]) and same_values(odd, whole[1::2])):
+        size = size_of(whole)  # beside the largest, others are only rounding
+        pairs = (even, whole[::2]), (odd, whole[1::2])
+        if not drew and not all(x.shape == y.shape and near(x, y, size) for x, y in pairs):
             raise SampleAxisError(
                 "f gives a sample something else beside fewer ones, so that parts of a batch, or batches, cannot be "
                 "joined: it mixes samples, as batch normalisation in train mode does, has a constant for each of them, "
