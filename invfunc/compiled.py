@@ -12,7 +12,7 @@ import torch
 from invfunc import tree
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.plans.batches import PlansOfBatches, PlansOfProducts
+from invfunc.plans.batches import PlansOfBatches
 from invfunc.plans.calls import Calls, aside
 from invfunc.plans.padded import Padding
 from invfunc.plans.plan import BACKENDS
@@ -176,10 +176,9 @@ class Compiled(Transform):
         return whole and not self.has_aux and self.t.options.reduce is None
 
     @cached_property
-    def of_batches(self) -> PlansOfBatches | PlansOfProducts:
+    def of_batches(self) -> PlansOfBatches:
         """Plans of the batches of a data set."""
-        t, calls = self.t, self.calls
-        return PlansOfProducts(t, calls) if isinstance(t, Product) else PlansOfBatches(t, calls)
+        return PlansOfBatches(self.t, self.calls)
 
     def names(self, count: int) -> Any:
         return self.t.names(count)

@@ -20,7 +20,7 @@ from invfunc.core.evaluate import kept
 from invfunc.core.explained import explained
 from invfunc.core.ways import Way, by_ways
 from invfunc.evaluation.engine import Engine
-from invfunc.evaluation.joined import Drew
+from invfunc.evaluation.kinds import Drew
 from invfunc.plan import AxisName, Options
 from invfunc.reductions import Reduction
 from invfunc.reductions.quantity import GRADIENT, ColumnKind, Drawing, Quantity

@@ -333,11 +333,6 @@ def storage(x: torch.Tensor) -> torch.UntypedStorage:
     return (x if x.layout in (torch.strided, torch.jagged) else _plain(values(x))).untyped_storage()
 
 
-def number_of(x: torch.Tensor) -> int:
-    """The memory of a plain tensor, whatever modes are around."""
-    return storage(x)._cdata
-
-
 def base_of(x: torch.Tensor) -> torch.Tensor | None:
     """The tensor of which x is a view."""
     return x._base if x._is_view() else None

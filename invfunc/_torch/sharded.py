@@ -30,31 +30,14 @@ def gathered(x: Any) -> torch.Tensor:
     return x.detach().full_tensor().contiguous()
 
 
-def local_part(x: torch.Tensor, like: Any, lead: int = 0) -> torch.Tensor:
-    """The part that this process has of a tensor that is laid out as a DTensor is, with `lead` axes in front; unless
-    the tensor is that part already, or not like it."""
-    from torch.distributed.tensor import distribute_tensor
+def laid_out(x: torch.Tensor, like: Any, lead: int = 0) -> Any:
+    """The DTensor of a whole tensor, laid out as another one is, with `lead` axes in front."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
-    if x.shape[lead:] != like.shape:
-        return x
-    placements = [_behind(p, lead) for p in like.placements]
-    own = distribute_tensor(x.contiguous(), like.device_mesh, placements, src_data_rank=None)
-    return own.to_local().clone()  # which does not keep the whole alive
-
-
-def divided_along(x: Any, ranks: list[int]) -> int | None:
-    """The axis along which a DTensor is divided among these processes, in their order; None if it is not just that."""
-    from torch.distributed.tensor import Shard
-
-    mesh, placement = x.device_mesh.mesh, x.placements[0]
-    plain = mesh.ndim == 1 and type(placement) is Shard and len(ranks) > 1
-    return placement.dim % x.ndim if plain and mesh.tolist() == ranks else None
-
-
-def pieces_of(x: torch.Tensor, count: int, along: int) -> list[torch.Tensor]:
-    """The parts of a tensor in so many processes, the last of which may have none, or less than others."""
-    found = [*x.chunk(count, along)]
-    return found + [x.narrow(along, 0, 0)] * (count - len(found))
+    mesh, placements = like.device_mesh, [_behind(p, lead) for p in like.placements]
+    own = distribute_tensor(x.contiguous(), mesh, placements, src_data_rank=None)
+    local = own.to_local().clone()  # which does not keep the whole alive
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=own.shape, stride=own.stride())
 
 
 def _behind(placement: Any, lead: int) -> Any:
@@ -63,16 +46,6 @@ def _behind(placement: Any, lead: int) -> Any:
         return placement
     options = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
     return type(placement)(placement.dim + lead, **options)
-
-
-def of_part(local: torch.Tensor, like: Any, lead: int = 0) -> Any:
-    """The DTensor of which this process has that part, laid out as another one is, with `lead` axes in front."""
-    from torch.distributed.tensor import DTensor
-
-    shape = torch.Size([*local.shape[:lead], *like.shape])
-    stride = torch.empty(shape, device="meta").stride()
-    placements = [_behind(p, lead) for p in like.placements]
-    return DTensor.from_local(local, like.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 @lru_cache(maxsize=1024)

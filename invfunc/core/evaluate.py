@@ -69,7 +69,7 @@ def by_kinds(
             found = call(some, way)
         except Unsupported as error:
             kind = some[0].kind
-            if way is not BoundProblem.call or not kind.second_order or kind.averaged or any(q.give for q in some):
+            if way is not BoundProblem.call or not kind.second_order or kind.averaged:
                 raise
             set_states(before)
             try:
@@ -316,7 +316,7 @@ def _folds(
     paired = [phase for q in quantities if q.reduction.paired for phase in q.reduction.phases]
     if any([getattr(phase, "joined", False) for phase in paired]):
         run.partners = partners(uses_of(run, run.uses)[0], run.leaves)
-    return [Fold(q.reduction, problem, found, options.reduce, phased, q.give) for q in quantities]
+    return [Fold(q.reduction, problem, found, options.reduce, phased) for q in quantities]
 
 
 def _pulled(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: bool, known: Made | None) -> None:
@@ -647,12 +647,9 @@ class Fold:
         found: Found,
         reduce: Reduce | None = None,
         phased: bool = False,
-        give: Callable[[int, State, int], bool] | None = None,
     ) -> None:
-        """`reduce` is what becomes of the result of a parameter; `phased` says that phases see all samples first;
-        `give` takes what is kept of a parameter, where it returns True."""
+        """`reduce` is what becomes of the result of a parameter; `phased` says that phases see all samples first."""
         self.reduction, self.problem, self.found, self.reduce = reduction, problem, found, reduce
-        self.give = give
         self.first = reduction.before if reduction.apart or not phased else None
         """What has to be known of all parameters before."""
         self.states: dict[int, State] = {}
@@ -687,8 +684,6 @@ class Fold:
 
     def keep(self, i: int, state: State, last: bool = True) -> None:
         """Keep more of a parameter; its result is made at once where the caller reduces it."""
-        if self.give is not None and self.give(i, state, self.found.n * last):
-            return
         self.reduction.add(self.states, i, "columns", state)
         if self.reduce is not None and last:
             self.results[i] = self.closed(i)

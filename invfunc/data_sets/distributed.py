@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from invfunc.callables import describe
 from invfunc.compiled import opened
-from invfunc.data_sets.part import ProcessPart
 from invfunc.data_sets.product import StreamedProduct
 from invfunc.data_sets.streamed import Streamed, not_by_batches
 from invfunc.data_sets.tiled import Tiled
+from invfunc.data_sets.visits import ProcessPart
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.products.product import Product
 from invfunc.statistic import Statistic

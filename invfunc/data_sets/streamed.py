@@ -12,16 +12,14 @@ from invfunc import tree
 from invfunc._torch.sharded import sharded
 from invfunc.callables import describe
 from invfunc.compiled import opened
-from invfunc.data_sets.part import PARAMETERS, ProcessPart
 from invfunc.data_sets.product import StreamedProduct
 from invfunc.data_sets.rows import Rows
 from invfunc.data_sets.tiled import Tiled
-from invfunc.data_sets.visits import RowByRow, VisitWork
+from invfunc.data_sets.visits import PARAMETERS, ProcessPart, RowByRow, VisitWork, identity_of
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.batches import Feed, first
-from invfunc.evaluation.checkpoint import Checkpoint, described, named
-from invfunc.evaluation.rounds import parts
-from invfunc.loss.drawn import key_of
+from invfunc.evaluation.checkpoint import Checkpoint
+from invfunc.evaluation.processes import described, parts
 from invfunc.plans.batches import PlansOfBatches
 from invfunc.products.product import Product
 from invfunc.report import Explanation
@@ -234,28 +232,22 @@ class Streamed(Transform):
 
     @torch.no_grad()
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        t, empty = self.t, list[tuple]()
+        t, said = self.t, {"the statistic": options_of(self.t)}
         rows = None if self.out is None else Rows(self.out, [m.quantity for m in t.members or (t,)], bool(t.members))
         begun = self.part.begun(
+            t,
             args,
             PARAMETERS,
             names,
-            alike={"the statistic": options_of(t), "each": "gather" if self.gather else "local"},
-            keys=[key_of(d.generator) for d in dict.fromkeys(t.drawings)],
-            identity=partial(identity_of, t, args[:1], kwargs),
+            alike={**said, "each": "gather" if self.gather else "local"},
+            identity=partial(identity_of, said, kwargs, {"params": args[0]}),
             again=twice(t),
             check=None if rows is None else rows.check,
-            whole_first=self.plans is not None,
-            empty=empty,
         )
-        given = t, kwargs, begun, self.plans, self.part.reduction, empty
+        given = t, kwargs, begun, self.plans, self.part.reduction
         work = VisitWork(*given) if rows is None else RowByRow(rows, *given)
-        if begun.rounds is not None and rows is None and not begun.course.keeps:
-            work.divide(begun.rounds)
-        with begun.course as course:
-            begun.told("checkpoint", partial(course.begin, work))
-            work.computed(self.gather)
-            results, aux = begun.told("result", work.results)
+        with begun.course:
+            results, aux = work.done(self.gather)
             results = self._laid_out(results, args[0])
         return results, aux if self.part.feed is not None else aux[0] if aux else None
 
@@ -306,11 +298,6 @@ def options_of(t: Statistic) -> str:
         for m in t.members or (t,)
     ]
     return f"{described(t)} {described([each, t.in_dims, t.out_dims, t.options.dense, t.others, t.has_aux])}"
-
-
-def identity_of(t: Statistic, params: tuple, kwargs: dict[str, Any]) -> dict[str, str]:
-    """Descriptions that a call has to share with one before that it goes on from, beside its batches."""
-    return {"the statistic": options_of(t), "keyword arguments": described(kwargs), **named("params", params[0])}
 
 
 def twice(t: Statistic) -> str:

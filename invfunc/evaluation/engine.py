@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,14 +20,12 @@ from invfunc.core.columns import joined, made
 from invfunc.core.evaluate import Made, RunStates, columns_of_all, hessian_of, kept, loss_of, returned
 from invfunc.core.marks import Final, Unsupported
 from invfunc.core.ways import WAYS, Met, Way, by_ways
-from invfunc.errors import InvFuncError
+from invfunc.errors import InvFuncError, SampleAxisError
 from invfunc.evaluation.fold import JointFold
-from invfunc.evaluation.joined import Drew, check_batches, check_fewer, moved
-from invfunc.evaluation.kinds import Kind, kind_of, neither, not_in_parts
+from invfunc.evaluation.kinds import FEW, Drew, Kind, check_batches, kind_of, neither, not_in_parts
 from invfunc.evaluation.weights import LossPart
 from invfunc.loss.drawn import joined as joined_trees
 from invfunc.plan import Options
-from invfunc.reductions import State
 from invfunc.reductions.quantity import Accumulator, Quantity
 
 Part = tuple[int, int]
@@ -51,10 +49,6 @@ class Engine:
         """The way in which f is called."""
         self.scalar = False
         """Whether f, or the loss, has returned one number for all samples."""
-        self.joined = False
-        """Whether its results are joined with others, and f has not been seen to allow it."""
-        self.gave = False
-        """Whether something was given away, so that it cannot be tried in another way."""
         self.loss: torch.Tensor | None = None
         """That of all samples, where it is given apart: parts take its columns from there."""
         self.outputs: Any = None
@@ -71,7 +65,6 @@ class Engine:
         """Fold one of several batches, so that there are no results yet; aux."""
         with checked_at_the_end(own=True):
             aux = self._run()
-        self.fold.give()
         return aux
 
     def finished(self) -> list[Any]:
@@ -79,18 +72,17 @@ class Engine:
         return self.fold.finished()
 
     def check_joined(self) -> None:
-        """Check that f gives some samples alone what it gives them in the batch, if that has to be seen."""
-        if self.joined:
-            self.joined = not joins(self.problem)
+        """Check that f gives some samples alone what it gives them in the batch."""
+        check_joined(self.problem, self.scalar)
 
     def check_others(self) -> None:
         """Check that f gives two batches that were joined what it gives each of them alone."""
         problem = self.problem
-        check_batches(problem, alone(problem, slice(0, problem.n)), lambda part: alone(problem, part))
+        check_batches(problem, alone(problem, slice(0, problem.n)), partial(alone, problem))
 
     def _run(self) -> Any:
         """Run f on all samples, and keep what is wanted of them; aux."""
-        fold, sources, joined = self.fold, self._generators, self.joined
+        fold, sources = self.fold, self._generators
         before = [(g, state_of(g)) for g in sources], [t.saved() for t in fold.accumulators]
 
         def undo() -> None:
@@ -99,14 +91,8 @@ class Engine:
                 t.restore(saved)
 
         def call(way: Way) -> Any:
-            self.way, self.scalar, self.joined, self.gave = way, False, False, False
-            self.loss = self.outputs = None
-            try:
-                return self._in_parts(joined)
-            except Exception as error:
-                if self.gave and not isinstance(error, InvFuncError):
-                    raise Final(str(error)) from error
-                raise
+            self.way, self.scalar, self.loss, self.outputs = way, False, None, None
+            return self._in_parts()
 
         aux = by_ways(self.problem.f, self.called, call, undo)
         if self.outputs is not None:
@@ -123,8 +109,8 @@ class Engine:
         """The generators that are drawn from."""
         return [*torchs_own(), *(q.drawing.generator for q in self.quantities if q.drawing is not None)]
 
-    def _in_parts(self, joined: bool) -> Any:
-        """aux, in a list where there are parts; `joined` says that results are joined with those of other batches."""
+    def _in_parts(self) -> Any:
+        """aux, in a list where there are parts."""
         fold, plan = self.fold, self.fold.options.plan
         parts = plan.ranges("samples", self.run.n)
         several = len(parts) > 1
@@ -136,14 +122,14 @@ class Engine:
         options = replace(fold.options, plan=plan.without("samples"), reduce=None)
         kind = self._kind(max(b - a for a, b in parts)) if several else "each"
         known = self._made(parts, kind) if several else None
-        before, aux, seen = [(g, state_of(g)) for g in self._generators], list[Any](), None
+        before, aux = [(g, state_of(g)) for g in self._generators], list[Any]()
         for k in range(fold.sweeps) if fold.phase is None else [fold.phase]:
             if k and fold.phase is None:
                 fold.tell(k)
                 set_states(before)  # each phase sees the same
             aux.clear()
             accumulators, total = fold.of_phase(k), torch.zeros(())
-            quantities = [replace(t.quantity, reduction=t.reduction, give=self._giving(t)) for t in accumulators]
+            quantities = [replace(t.quantity, reduction=t.reduction) for t in accumulators]
             for part in parts:
                 found = self._of_part(part, several, kind, quantities, options, known)
                 if found is not None:
@@ -151,7 +137,7 @@ class Engine:
                     aux.append(found.aux)
                     total = total + found.result.detach() if self.scalar and single and self.loss is None else total
                     if not several:
-                        seen, self.outputs = found.result, found.apart
+                        self.outputs = found.apart
                     del found  # before the next one is made
         if single and several and self.scalar and self.run.loss is None:
             found = valued(self.run)
@@ -160,19 +146,12 @@ class Engine:
                     total = total + valued(self._part(part, kind))
             if not same_values(total.to(found), found):
                 raise neither()  # samples that stand alone do not show that their data weigh them
-        self._look(seen, joined and not several)
-        return aux if plan.asked("samples") else aux[0]
-
-    def _look(self, seen: Any, joined: bool) -> None:
-        """See what those who join batches have to know, of which f has returned what was `seen`."""
-        if self.scalar and self.outputs is None and self.problem.loss is not None:
-            with undrawn():
-                self.outputs = valued(self.problem)
-        if joined:
-            apart = self.outputs is not None
-            self.joined = not joins(self.problem if apart else self.run, self.outputs if apart else seen)
         if not self.scalar:
             self.outputs = None
+        elif self.outputs is None and self.problem.loss is not None:
+            with undrawn():
+                self.outputs = valued(self.problem)
+        return aux if plan.asked("samples") else aux[0]
 
     def _chosen(self, part: Part) -> list[int] | None:
         chosen = self.run.samples
@@ -216,29 +195,12 @@ class Engine:
         result = found.result if self.loss is None else self.loss
         self.scalar = isinstance(result, torch.Tensor) and not result.ndim
 
-    def _giving(self, t: Accumulator) -> Callable[[int, State, int], bool] | None:
-        """Gives what is kept of parameters that are divided among processes away at once; where nothing is known yet
-        of the weight of a batch, that comes in the end."""
-        keeper, number = self.fold.keeper, self.fold.number(t)
-        if keeper is None or self.problem.loss is not None:
-            return None
-
-        def give(i: int, state: State, n: int) -> bool:
-            if not keeper.takes(number, i):
-                return False
-            self.gave = True
-            keeper.keep(number, i, state, n)
-            t.added.add(i)
-            return True
-
-        return give
-
     def _kind(self, size: int) -> Kind:
         """The way results for parts of at most so many samples make up that for all of them."""
         problem = self.run
 
         def some(problem: BoundProblem, places: list[int]) -> tuple[list[torch.Tensor], bool]:
-            few = problem.chunk(torch.tensor(places, device=problem.leaves[0].device), len(places))
+            few = _few(problem, places)
             with undrawn() as drew, torch.enable_grad():
                 try:
                     plain = _outputs if self.model else returned
@@ -254,9 +216,7 @@ class Engine:
                     if isinstance(met, Met) and runs(few):
                         raise Unsupported(str(met))
                     raise not_in_parts(met.error if isinstance(met, Met) else met) from None
-                drawn = drew()
-            values = [z.detach() for z in tree.tensors((found,))]
-            return [z if z.ndim < 2 else z.movedim(problem.out_dims, 0) for z in values], drawn
+                return _by_sample(found, problem.out_dims), drew()
 
         return kind_of(problem, size, some, self.problem.f, (self.problem.loss, WAYS.index(self.way), self.model))
 
@@ -309,29 +269,49 @@ def undrawn() -> Iterator[Any]:
         set_states(before)
 
 
-def alone(problem: BoundProblem, part: slice, *, elsewhere: bool = False) -> Any:
-    """The result of f for some samples alone, perhaps at other parameters."""
+def check_joined(problem: BoundProblem, scalar: bool) -> None:
+    """Check that f gives some samples alone what it gives them in the batch, as far as they can be followed; `scalar`
+    says that its loss is one number."""
+    if problem.n < 2 or (scalar and problem.loss is None):
+        return
+    looked = whole(problem) if problem.loss is not None and not scalar else problem
+
+    def some(problem: BoundProblem, places: list[int]) -> tuple[list[torch.Tensor], bool]:
+        with undrawn() as drew, torch.enable_grad():
+            return _by_sample(_outputs(_few(problem, places)), problem.out_dims), drew()
+
+    with undispatched(), unwatched():
+        try:
+            kind_of(looked, FEW, some, problem.f, (problem.loss, scalar, "beside others"))
+        except SampleAxisError:
+            raise
+        except Exception:  # which f may have for fewer samples only
+            return
+
+
+def alone(problem: BoundProblem, part: slice) -> Any:
+    """The result of f for some samples alone."""
     with undrawn() as drew, torch.enable_grad():
-        found = returned(problem, part, moved(problem.leaves) if elsewhere else None)
+        found = returned(problem, part)
         if drew():
             raise Drew
         return tree.map_tensors(torch.Tensor.detach, found)
 
 
-def joins(problem: BoundProblem, found: Any = None) -> bool:
-    """Tells whether f was seen to give some samples alone what it gives them beside others, of which this was `found`;
-    an error if it does not."""
-    with undispatched(), unwatched():
-        if found is None:
-            with suppress(Exception):  # of which is told elsewhere
-                found = alone(problem, slice(0, problem.n))
-        given, some = problem.tensors, partial(alone, problem)
-        return check_fewer(tree.tensors((found,)), problem.out_dims, problem.n, given, some)
-
-
 def _outputs(problem: BoundProblem) -> Any:
     """The outputs of a model, which may have lost the axis of a single sample."""
     return tree.map_tensors(lambda z: z if z.ndim else z.unsqueeze(0), returned(problem))
+
+
+def _few(problem: BoundProblem, places: list[int]) -> BoundProblem:
+    """The problem of the samples at some places alone."""
+    return problem.chunk(torch.tensor(places, device=problem.leaves[0].device), len(places))
+
+
+def _by_sample(found: Any, dim: int) -> list[torch.Tensor]:
+    """What f has returned, with the samples along the first axis."""
+    values = [z.detach() for z in tree.tensors((found,))]
+    return [z if z.ndim < 2 else z.movedim(dim, 0) for z in values]
 
 
 class Slice:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -12,9 +12,8 @@ import torch
 from invfunc import tree
 from invfunc._extras import Ticks
 from invfunc.arguments.problem import BoundProblem
-from invfunc.evaluation.rounds import Rounds
 from invfunc.plan import Options
-from invfunc.reductions import Found, Reduction, State, States
+from invfunc.reductions import Found, Reduction, States
 from invfunc.reductions.quantity import Accumulator, Quantity
 
 Learn = Callable[[Reduction, States, Found], Any]
@@ -32,8 +31,6 @@ class JointFold:
         self.found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
         self.phase: int | None = None
         """The only one, where the batches come again for each."""
-        self.keeper: Divided | None = None
-        """Keeps parts of what is kept of parameters that are divided among processes."""
 
     @property
     def sweeps(self) -> int:
@@ -52,29 +49,45 @@ class JointFold:
             if not t.before.reduction.whole:  # else that is a result, too
                 t.before.states = {}
 
-    def number(self, accumulator: Accumulator) -> int:
-        """Number of the quantity; -1 if it is of a phase before."""
-        return next((k for k, t in enumerate(self.accumulators) if t is accumulator), -1)
+    def keeping(self, k: int) -> list[Accumulator]:
+        """The accumulators that keep something in a phase, with what has to know of each sample alone."""
+        pairs = ((own, own.before if own.reduction.apart else None) for own in self.of_phase(k))
+        return [t for pair in pairs for t in pair if t is not None]
 
-    def give(self) -> None:
-        """Give what is still kept of parameters that are divided to the keeper, if there is one."""
-        if (keeper := self.keeper) is None:
-            return
-        for number, t in enumerate(self.accumulators):
-            for leaf in [i for i in t.states if keeper.takes(number, i)]:
-                keeper.keep(number, leaf, t.states.pop(leaf), self.found.n)
+    # What it has kept in a phase, as a tree of tensors and numbers
+
+    def state(self, k: int) -> dict[str, Any]:
+        """All that its samples have brought in a phase."""
+        outputs = [tuple(shape) for shape in self.found.outputs]
+        places = tree.unflatten([*range(len(outputs))], self.found.structure)
+        kept = [(dict(t.states), t.columns) for t in self.keeping(k)]
+        return {"n": self.found.n, "outputs": outputs, "structure": places, "kept": kept}
+
+    def keep(self, k: int, state: dict[str, Any]) -> None:
+        """Have it kept, in place of what is kept now."""
+        shapes, structure = [*map(torch.Size, state["outputs"])], tree.flatten(state["structure"])[1]
+        self.found = replace(self.found, n=state["n"], outputs=shapes, structure=structure)
+        for t, (states, columns) in zip(self.keeping(k), state["kept"], strict=True):
+            t.states, t.columns = dict(states), columns
+
+    def behind(self, k: int, state: dict[str, Any]) -> None:
+        """Put what other samples have brought in front of what is kept."""
+        n, own = state["n"], self.found.n
+        for t, (states, columns) in zip(self.keeping(k), state["kept"], strict=True):
+            t.after(states, columns, self.problem.leaves, n, own)
+        self.found = replace(self.found, n=n + own)
 
     # Results
 
     def finished(self) -> list[Any]:
         """The results of each quantity."""
-        return [self._finished(number, t) for number, t in enumerate(self.accumulators)]
+        return [*map(self._finished, self.accumulators)]
 
-    def _finished(self, number: int, t: Accumulator) -> Any:
+    def _finished(self, t: Accumulator) -> Any:
         reduction, before, found = t.reduction, t.before, self._found(t)
         if reduction.whole and self.options.reduce is None:
             return reduction.assemble(self._whole(t), found)
-        parts = zip(*[self._closed(number, t, i, found) for i in range(len(self.problem.leaves))], strict=True)
+        parts = zip(*[self._closed(t, i, found) for i in range(len(self.problem.leaves))], strict=True)
         trees = [tree.unflatten([*part], self.problem.structure) for part in parts]
         trees = [tuple(x) if self.problem.several else x[0] for x in trees]
         if before is not None and before.reduction.whole:
@@ -88,17 +101,14 @@ class JointFold:
         states = {i: kept.pop(i, None) or reduction.init(leaf, found.n, found.columns) for i, leaf in places}
         return self._delivered(reduction, reduction.finish(reduction.together(states), found), found, found.dtype)
 
-    def _closed(self, number: int, t: Accumulator, place: int, found: Found) -> list[Any]:
+    def _closed(self, t: Accumulator, place: int, found: Found) -> list[Any]:
         """The results of one parameter."""
         leaf, reduction, reduced = self.problem.leaves[place], t.reduction, self.options.reduce
         state = t.states.pop(place, None) or reduction.init(leaf, found.n, found.columns)
-        whole = state
-        if self.keeper is not None and (reduced is not None or type(reduction).aside is not Reduction.aside):
-            whole = self.keeper.whole(number, place, state)
-        aside = reduction.aside(whole, found)
+        aside = reduction.aside(state, found)
         if aside is not None:
             found.aside[self.problem.paths[place]] = aside
-        results = reduction.finish(state if reduced is None else whole, found)
+        results = reduction.finish(state, found)
         results = self._delivered(reduction, results, found, leaf.dtype)
         if reduced is not None:  # which may write to them
             own = [tree.map_tensors(torch.clone, x) for x in results]
@@ -122,25 +132,3 @@ class JointFold:
             return x.to(dtype) if reduction.rounded else x
 
         return [tree.map_tensors(delivered, result) for result in results]
-
-
-@dataclass
-class Divided:
-    """Keeps parts of what the fold of a batch has kept."""
-
-    rounds: Rounds
-    parts: set[tuple[int, int]]
-    fold: JointFold
-    weight: Callable[[], int]
-
-    def takes(self, number: int, leaf: int) -> bool:
-        return self.rounds.takes(number, self.fold.problem.leaves[leaf])
-
-    def keep(self, number: int, leaf: int, state: State, n: int) -> None:
-        t = self.fold.accumulators[number]
-        by = t.quantity.factor(self.weight())
-        state = state if by == 1 else t.reduction.scaled(state, by)
-        self.rounds.keep(number, leaf, self.fold.problem.leaves[leaf], state, n)
-
-    def whole(self, number: int, leaf: int, state: State) -> State:
-        return self.rounds.whole(self.fold.problem.leaves[leaf], state) if (number, leaf) in self.parts else state

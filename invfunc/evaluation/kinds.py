@@ -1,8 +1,8 @@
-"""The way a result for all samples is made up of those for parts of them, if it is."""
+"""The way a result for all samples is made up of those for some of them alone, if it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Literal
@@ -10,10 +10,10 @@ from typing import Literal
 import torch
 
 from invfunc import tree
-from invfunc._torch.values import HALF, anywhere, fake, near, same_values, wide
+from invfunc._torch.values import HALF, anywhere, fake, near, same_values, size_of, wide
 from invfunc._torch.weak import WeakIdMap
 from invfunc.arguments.problem import BoundProblem
-from invfunc.errors import RandomnessError, SampleAxisError
+from invfunc.errors import ArgumentError, RandomnessError, SampleAxisError
 
 Kind = Literal["each", "mean", "sum"]
 """One by one, as their mean or their sum."""
@@ -23,6 +23,10 @@ _KNOWN: WeakIdMap[dict[Hashable, Kind]] = WeakIdMap()
 _KEPT, FEW = 64, 8
 """Of how many calls it is known, and how many samples are looked at."""
 _GIVE = "Pass what belongs to a sample, such as a mask or indices, as a batch argument."
+
+
+class Drew(Exception):
+    """f draws random numbers: those of the whole batch are another sequence."""
 
 
 def kind_of(problem: BoundProblem, size: int, some: Some, f: Callable, what: Hashable) -> Kind:
@@ -49,28 +53,51 @@ def _kind(problem: BoundProblem, size: int, some: Some) -> Kind:
     """A few samples from all over the batch, and either half of them alone.
 
     Where a parameter has the same numbers at two places, as zeros and ones have, values would not show that f reads it
-    by the place of a sample: such ones are `told_apart`, and computed in single precision if f runs in half.
+    by the place of a sample: such ones are `told_apart`, and computed in single precision if f runs in half. Where
+    results differ, they may be nothing but rounding, as losses of what is learnt by heart: it is looked again where
+    all parameters are others.
     """
     n, k = problem.n, min(problem.n, max(2, min(size, FEW)))
-    places, device = [n * i // k for i in range(k)], problem.leaves[0].device.type
-    casts, apart, found = torch.is_autocast_enabled(device), told_apart(problem), list[tuple[list, bool]]()
-    if casts or any(x.dtype in HALF for x in problem.tensors):
-        with suppress(Exception), torch.autocast(device, enabled=False) if casts else nullcontext():
-            found = [some(widened(apart), each) for each in (places, places[::2], places[1::2])]
-    found = found or [some(apart, each) for each in (places, places[::2], places[1::2])]
-    drew = any(drew for _, drew in found)
-    kinds: list[Kind] = [_joined(*z, k=k, drew=drew) for z in zip(*(values for values, _ in found), strict=True)]
-    return kinds[0] if kinds else "each"
+    places = [n * i // k for i in range(k)]
+    halves = places, places[::2], places[1::2]
+
+    def looked(at: BoundProblem) -> Kind:
+        found, device = list[tuple[list, bool]](), at.leaves[0].device.type
+        casts = torch.is_autocast_enabled(device)
+        half = casts or any(x.dtype in HALF for x in at.tensors)
+        if half:
+            with suppress(Exception), torch.autocast(device, enabled=False) if casts else nullcontext():
+                found = [some(widened(at), each) for each in halves]
+        if not found:
+            found = [some(at, each) for each in halves]
+            found = [([z.bfloat16() for z in values], drew) for values, drew in found] if half else found
+        drew = any(drew for _, drew in found)
+        if at is elsewhere and not all(z.isfinite().all() and (z != 0).any() for z in found[0][0] if z.numel()):
+            raise SampleAxisError("f has no numbers there")
+        values = zip(*(values for values, _ in found), strict=True)
+        kinds: list[Kind] = [_joined(*z, k=k, drew=drew) for z in values]
+        return kinds[0] if kinds else "each"
+
+    elsewhere = replace(problem, leaves=moved(problem.leaves))
+    try:
+        return looked(replace(problem, leaves=[_told_apart(p.detach()) if _alike(p) else p for p in problem.leaves]))
+    except SampleAxisError:
+        with suppress(Exception):
+            return looked(elsewhere)
+        raise
 
 
 def _joined(whole: torch.Tensor, even: torch.Tensor, odd: torch.Tensor, *, k: int, drew: bool) -> Kind:
     """The way a result for k samples is made up of those for the even and for the odd ones alone."""
     if whole.ndim:
-        if not drew and not (same_values(even, whole[::2]) and same_values(odd, whole[1::2])):
+        size = size_of(whole)  # beside the largest, others are only rounding
+        pairs = (even, whole[::2]), (odd, whole[1::2])
+        if not drew and not all(x.shape == y.shape and near(x, y, size) for x, y in pairs):
             raise SampleAxisError(
-                "f gives samples other outputs in a part of the batch than in the whole, so it cannot be chunked over "
-                "samples: it mixes them, uses the length of the batch, or reads something by the place of a sample (as "
-                f"`p[: len(x)]` does). Chunk over outputs or params. {_GIVE}"
+                "f gives a sample another result in a smaller batch, so that parts of a batch, or batches, cannot be "
+                "joined: it mixes the samples, as batch norm in train mode does (take `model.eval()`), uses the length "
+                "of the batch, or reads something by the place of a sample (as `p[: len(x)]` does). Chunk over outputs "
+                f"or params. {_GIVE}"
             )
         return "each"
     if drew:
@@ -84,6 +111,22 @@ def _joined(whole: torch.Tensor, even: torch.Tensor, odd: torch.Tensor, *, k: in
     if mean == near(whole, even + odd, size):
         raise neither()
     return "mean" if mean else "sum"
+
+
+def check_batches(problem: BoundProblem, joined: torch.Tensor, alone: Callable[[slice], torch.Tensor]) -> None:
+    """Check that samples have the same losses or outputs in the joined batch as where f sees a batch alone."""
+    if not joined.ndim:
+        raise ArgumentError(
+            "f returned one number for both batches together, which does not tell their scales apart. Return the [N] "
+            "losses of the samples, as with reduction='none', and scale the products."
+        )
+    edge, dim = problem.n - problem.others, problem.out_dims if joined.ndim > 1 else 0
+    for start, stop in ((0, edge), (edge, problem.n)):
+        if not same_values(alone(slice(start, stop)), joined.narrow(dim, start, stop - start)):
+            raise ArgumentError(
+                "f gives samples other results where both batches are joined, so it depends on the number of samples "
+                f"or on their positions. {_GIVE}"
+            )
 
 
 def not_in_parts(error: Exception) -> SampleAxisError:
@@ -109,12 +152,14 @@ def widened(problem: BoundProblem) -> BoundProblem:
     return replace(problem, leaves=leaves, args=args, kwargs=kwargs)
 
 
-def told_apart(problem: BoundProblem) -> BoundProblem:
-    """The problem with parameters near its own in place of those that have the same numbers at two places."""
-    return replace(problem, leaves=[_told_apart(p.detach()) if _alike(p) else p.detach() for p in problem.leaves])
+def moved(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Parameters of other sizes and the same signs, always the same ones."""
+    source = torch.Generator().manual_seed(0)
+    return [x.detach() * (torch.rand(x.shape, generator=source) + 0.5).to(x) for x in params]
 
 
 def _alike(x: torch.Tensor) -> bool:
+    """Tells whether a parameter has the same numbers at two places."""
     sides = [d for d, size in enumerate(x.shape) if size > 1]
     return not fake(x) and any(not anywhere(x.select(d, 0) != x.select(d, 1)) for d in sides)
 

@@ -1,24 +1,29 @@
-"""Messages of processes that compute one result, each of its own samples."""
+"""Messages of processes that compute one result, each of its own samples, and texts that tell values from others."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from invfunc import tree
-from invfunc._torch.sharded import pieces_of, sharded
+from invfunc._torch.sharded import gathered, laid_out, sharded
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError, ProcessError
-from invfunc.reductions import State
-from invfunc.reductions.exchange import Exchange, ExchangedRows
+from invfunc.reductions import Reduction
 
 T = TypeVar("T")
 M = TypeVar("M")
+
+
+class Failure(str):
+    """The text of an error, in place of what a process would give."""
 
 
 @dataclass(frozen=True)
@@ -55,130 +60,83 @@ class Processes:
         if self.size == 1:
             own, message = work()
             return own, [message]
-        own, error = None, None
+        own, error, each = None, None, [None] * self.size
         try:
             own, message = work()
             said = pickle.dumps((at, None, message))
         except BaseException as caught:  # Ctrl-C, too: the others would wait
             error, said = caught, pickle.dumps((at, shown(caught), None))
-        heard = self.heard(said)
-        while not all(isinstance(one, bytes) for one in heard):  # others read parameters, and have just heard it
-            heard = self.heard(said)
-        each = [*map(pickle.loads, heard)]
+        with connected():
+            dist.all_gather_object(each, said, group=self.group)
         if error is not None:
             raise error
-        failed = [f"process {rank} failed with {text}" for rank, (_, text, _) in enumerate(each) if text is not None]
+        heard: list[Any] = [pickle.loads(one) for one in each]  # pyright: ignore[reportArgumentType]
+        failed = [f"process {rank} failed with {text}" for rank, (_, text, _) in enumerate(heard) if text is not None]
         failed = failed or [
             f"process {rank} is at {step!r}, and process {self.rank} at {at!r}: all have to make the same calls"
-            for rank, (step, _, _) in enumerate(each)
+            for rank, (step, _, _) in enumerate(heard)
             if step != at
         ]
         if failed:
             raise ProcessError(f"{'; '.join(failed)}\nThe result needs all processes, so that none gets one.")
-        return own, [message for _, _, message in each]  # pyright: ignore[reportReturnType]
+        return own, [message for _, _, message in heard]  # pyright: ignore[reportReturnType]
 
-    def from_first(self, first: int, value: Any) -> Any:
-        """The value of a process, in all of them."""
-        if self.size == 1:
-            return value
-        found = [value]
+    def merged(self, own: T, join: Callable[[T, T], T], device: torch.device) -> T:
+        """The trees of all processes joined in their order, in each of them: of neighbours first, then of pairs."""
+        found, step = own, 1
         with connected():
-            dist.broadcast_object_list(found, group=self.group, group_src=first)
-        return found[0]
-
-    def exchanged(self, exchanges: Sequence[Exchange]) -> list[State]:
-        """Results of exchanges, one step of all at a time, so that what they ask for travels together."""
-        answers: list[Any] = [None] * len(exchanges)
-        found: dict[int, State] = {}
-        while len(found) < len(exchanges):
-            asked = list[tuple[int, torch.Tensor, int | None]]()
-            for i, exchange in enumerate(exchanges):
-                if i in found:
-                    continue
-                try:
-                    request = exchange.send(answers[i])
-                except StopIteration as stop:
-                    found[i] = stop.value
-                    continue
-                axis = request.axis if isinstance(request, ExchangedRows) else None
-                asked += [(i, x.detach(), axis) for x in request.tensors]
-            answers = [[] for _ in exchanges]
-            for (i, *_), x in zip(asked, self._together([(x, axis) for _, x, axis in asked]), strict=True):
-                answers[i].append(x)
-        return [found[i] for i in range(len(exchanges))]
-
-    def _together(self, asked: list[tuple[torch.Tensor, int | None]]) -> list[torch.Tensor]:
-        """The sums of tensors over all processes, or those of all one behind the other along an axis."""
-        found = [x for x, _ in asked]
-        if self.size == 1 or not found:
-            return found
-        _, each = self.told("exchange", lambda: (None, [(x.dtype, x.shape, axis) for x, axis in asked]))
-        known = [[(dtype, shape if axis is None else len(shape), axis) for dtype, shape, axis in one] for one in each]
-        if any(one != known[0] for one in known):  # torch would mix up, or end them
-            raise ProcessError(
-                "the processes have kept tensors of different shapes or dtypes, which is a fault of this library that "
-                "we would like to know of, or their functions are different ones."
-            )
-        sums: dict[Any, list[int]] = {}
-        for k, (x, axis) in enumerate(asked):
-            if axis is None:
-                sums.setdefault((x.dtype, x.device), []).append(k)
-            else:
-                found[k] = self._rows(x, axis, [one[k][1] for one in each])
-        for places in sums.values():
-            flat = torch.cat([found[k].reshape(-1) for k in places])
-            with connected():
-                dist.all_reduce(flat, group=self.group)
-            for k, part in zip(places, flat.split([found[k].numel() for k in places]), strict=True):
-                found[k] = part.view(found[k].shape)
+            while step < self.size:
+                if self.rank % (2 * step) == step:
+                    self._give(found, self.rank - step)
+                elif self.rank % (2 * step) == 0 and self.rank + step < self.size:
+                    found = _joined(join, found, self._taken(self.rank + step, device))
+                step *= 2
+            while step > 1:
+                step //= 2
+                if self.rank % (2 * step) == step:
+                    found = self._taken(self.rank - step, device)
+                elif self.rank % (2 * step) == 0 and self.rank + step < self.size:
+                    self._give(found, self.rank + step)
+        if isinstance(found, Failure):
+            raise ProcessError(f"what the processes have kept cannot be joined: {found}")
         return found
 
-    def _rows(self, x: torch.Tensor, axis: int, shapes: list[torch.Size]) -> torch.Tensor:
-        """A tensor of each process, as bytes (not all dtypes travel) and as long as the longest."""
-        sizes = [shape.numel() * x.itemsize for shape in shapes]
-        padded = x.new_zeros(max(sizes), dtype=torch.uint8)
-        padded[: sizes[self.rank]] = x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
-        each = [torch.empty_like(padded) for _ in shapes]
-        with connected():
-            dist.all_gather(each, padded, group=self.group)
-        rows = zip(each, sizes, shapes, strict=True)
-        return torch.cat([part[:size].view(x.dtype).view(shape) for part, size, shape in rows], axis)
+    def _give(self, x: Any, rank: int) -> None:
+        tensors, form = tree.separate(x)
+        kinds = [(y.shape, y.dtype, y.device.type) for y in tensors]
+        dist.send_object_list([(form.structure, form.others, form.places, kinds)], group=self.group, group_dst=rank)
+        for y in tensors:
+            if y.numel():
+                dist.send(_bytes(y.detach().contiguous()), group=self.group, group_dst=rank)
 
-    def dealt(self, x: torch.Tensor, along: int | None, given: Sequence[int], device: Any) -> list[torch.Tensor]:
-        """The parts of this process of what some processes give, which are divided along an axis, or are for all.
-
-        x is what this one gives, or tells its shape and dtype without numbers. A part travels once: in gloo, a
-        reduce-scatter is a sum of the whole in all processes. What is no sum may be merged, too.
-        """
-        pieces = [x] * self.size if along is None else pieces_of(x, self.size, along)
-        own, gives = pieces[self.rank], self.rank in given
-        sent = [piece.numel() * gives for piece in pieces]
-        got = [own.numel() * (rank in given) for rank in range(self.size)]
-        found = torch.empty(sum(got), dtype=x.dtype, device=device)
-        flat = found[:0]
-        if gives:  # without a copy where parts are rows
-            flat = x.detach().reshape(-1) if along == 0 else torch.cat([piece.detach().reshape(-1) for piece in pieces])
-        with connected():
-            dist.all_to_all_single(found, flat, got, sent, group=self.group)
-        parts = found.split(got)
-        return [parts[rank].view(own.shape) for rank in given]
-
-    def heard(self, said: Any) -> list[Any]:
-        """Messages of all processes."""
-        if self.size == 1:
-            return [said]
-        each: list[Any] = [None] * self.size
-        with connected():
-            dist.all_gather_object(each, said, group=self.group)
-        return each
-
-
-def failed_with(said: Any) -> str | None:
-    """Text of the failure in a process that is `told` of a step, in place of saying something else."""
-    return pickle.loads(said)[1] if isinstance(said, bytes) else None
+    def _taken(self, rank: int, device: torch.device) -> Any:
+        head: list[Any] = [None]
+        dist.recv_object_list(head, group=self.group, group_src=rank)
+        structure, others, places, kinds = head[0]
+        tensors = [torch.empty(shape, dtype=d, device="cpu" if at == "cpu" else device) for shape, d, at in kinds]
+        for y in tensors:
+            if y.numel():
+                dist.recv(_bytes(y), group=self.group, group_src=rank)
+        return tree.Form(structure, others, places).join(tensors)
 
 
 ALONE = Processes()
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor, as not all dtypes travel."""
+    return x.view(-1).view(torch.uint8)
+
+
+def _joined(join: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
+    """Two trees joined, or why they cannot be: other processes wait for what comes of them."""
+    for one in (first, second):
+        if isinstance(one, Failure):
+            return one
+    try:
+        return join(first, second)
+    except Exception as error:
+        return Failure(shown(error))
 
 
 @contextmanager
@@ -205,28 +163,6 @@ def shown(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ") + notes
 
 
-def bits(name: str, x: Any) -> dict[str, str]:
-    """The tensors of a tree by name: what they are, and a hash of their numbers."""
-
-    def shown(y: Any) -> str:
-        if sharded(y):
-            return f"{y.dtype} {tuple(y.shape)} with placements {y.placements}"
-        return f"{y.dtype} {tuple(y.shape)} with hash {_hash(y):x}"
-
-    return {name + path: shown(y) for path, y in tree.named_leaves(x) if isinstance(y, torch.Tensor)}
-
-
-def _hash(x: torch.Tensor) -> int:
-    """The sum of the bits of all numbers, times odd numbers by their places: made where they are, some at a time."""
-    kinds, most = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}, 2**20
-    numbers = x.detach().contiguous().flatten().view(kinds[x.itemsize])
-    odd = 2 * torch.arange(min(most, len(numbers)), device=x.device) + 1
-    found = torch.zeros((), dtype=torch.int64, device=x.device)
-    for k, some in enumerate(numbers.split(most)):
-        found = found + (2 * k + 1) * (some * odd[: len(some)]).sum()
-    return int(found) % 2**64
-
-
 def same(each: Sequence[dict[str, str]]) -> None:
     """Check that what all processes say of themselves is the same."""
     for rank, said in enumerate(each):
@@ -244,6 +180,98 @@ def same(each: Sequence[dict[str, str]]) -> None:
                 )
 
 
-def on_cpu(x: Any) -> Any:
-    """A tree whose tensors are on the CPU, as those that travel as objects have to be."""
-    return tree.map_tensors(lambda y: y.detach().cpu(), x)
+# Texts and numbers that are the same in every process
+
+
+def fingerprint(x: Any) -> int:
+    """A number of 63 bits that depends on all numbers, names and shapes in a tree."""
+    told = " ".join(f"{path} {described(leaf)}" for path, leaf in tree.named_leaves(x))
+    return int.from_bytes(blake2b(told.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def named(name: str, x: Any) -> dict[str, str]:
+    """The leaves of a tree by name, as texts."""
+    return {name + path: described(leaf) for path, leaf in tree.named_leaves(x)}
+
+
+def described(x: Any) -> str:
+    """A value as a text that is the same in every process."""
+    if isinstance(x, torch.Tensor):
+        placed = f" with placements {x.placements}" if sharded(x) else f" with hash {_hash(x):x}"  # pyright: ignore[reportAttributeAccessIssue]
+        return f"{x.dtype} {tuple(x.shape)}{placed}"
+    if isinstance(x, Reduction):
+        return f"{type(x).__name__}{described(vars(x))}"
+    if isinstance(x, Mapping):
+        return "{" + ", ".join(f"{name}={described(y)}" for name, y in x.items()) + "}"
+    if isinstance(x, (tuple, list)):
+        return f"({', '.join(map(described, x))})"
+    if callable(x):
+        return re.sub(" at 0x[0-9a-f]+", "", getattr(x, "__name__", repr(x)))
+    plain = x is None or isinstance(x, (bool, int, float, complex, str, bytes, torch.dtype, torch.Size))
+    return repr(x) if plain else type(x).__name__
+
+
+def _hash(x: torch.Tensor) -> int:
+    """The sum of the bits of all numbers, times odd numbers by their places: made where they are, some at a time."""
+    if x.is_meta:
+        return 0
+    kinds, most = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}, 2**20
+    x = (x if x.layout == torch.strided else x.to_dense()).detach().resolve_conj().resolve_neg()
+    x = torch.view_as_real(x) if x.is_complex() else x
+    numbers = x.contiguous().flatten().view(kinds[x.itemsize])
+    odd = 2 * torch.arange(min(most, len(numbers)), device=x.device) + 1
+    found = torch.zeros((), dtype=torch.int64, device=x.device)
+    for k, some in enumerate(numbers.split(most)):
+        found = found + (2 * k + 1) * (some * odd[: len(some)]).sum()
+    return int(found) % 2**64
+
+
+# Tensors of which each process has a part, made whole in all of them and taken apart again
+
+Mesh = tuple[tuple[int, ...], tuple[int, ...]]
+"""Its shape, and its processes."""
+
+
+def whole(processes: Processes, name: str, x: Any) -> Any:
+    """A tree, the same in all processes, whose tensors they have as a whole: DTensors are gathered, one by one."""
+    if not any(map(sharded, tree.tensors((x,)))):
+        return x
+    _, each = processes.told(f"the parts of {name}", lambda: (None, _meshes(name, x)))
+    _check_meshes(processes, each)
+    with connected():
+        found = tree.map_tensors(lambda y: gathered(y) if sharded(y) else y, x)
+    same(processes.told(f"the whole {name}", lambda: (None, named(name, found)))[1])  # replicas may differ
+    return found
+
+
+def parts(results: Sequence[torch.Tensor], params: Sequence[torch.Tensor], lead: int = 0) -> list[torch.Tensor]:
+    """Parts of results that this process has, as of the parameters there, with `lead` axes in front."""
+    pairs = zip(results, params, strict=True)
+    return [laid_out(x, p, lead) if sharded(p) else x for x, p in pairs]
+
+
+def _meshes(name: str, x: Any) -> dict[str, Mesh]:
+    """The mesh of each DTensor."""
+    found = dict[str, Mesh]()
+    for path, y in tree.named_leaves(x):
+        if sharded(y):
+            if any(p.is_partial() for p in y.placements):
+                raise ArgumentError(
+                    f"{name}{path} has placements {y.placements}, so that the numbers are not known before a sum over "
+                    "processes. Pass p.redistribute(placements=[Replicate()] * p.device_mesh.ndim)."
+                )
+            found[name + path] = tuple(y.device_mesh.mesh.shape), tuple(y.device_mesh.mesh.flatten().tolist())
+    return found
+
+
+def _check_meshes(processes: Processes, each: list[dict[str, Mesh]]) -> None:
+    """Check that each process of the group is in one mesh, and no other process: all have to be there to gather."""
+    ranks = processes.ranks
+    for name in each[0]:
+        meshes = dict.fromkeys(one[name] for one in each)
+        if sorted(rank for _, mesh in meshes for rank in mesh) != sorted(ranks):
+            shown = " and ".join(f"{mesh} in shape {shape}" for shape, mesh in meshes)
+            raise ArgumentError(
+                f"{name} is a DTensor over the processes {shown}, which have to be those of the group, {ranks}, each "
+                "in one mesh. Give that group, or pass p.full_tensor()."
+            )

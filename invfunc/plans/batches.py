@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from invfunc import tree
 from invfunc.evaluation.batches import size_of
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.sweep import Sweep, bring, brought
 from invfunc.plans.calls import Calls
-from invfunc.products.given import ProductArguments
 from invfunc.products.product import Product
+from invfunc.products.summed import WithVector
 from invfunc.reductions.quantity import Drawing
 from invfunc.statistic import Statistic
 
@@ -33,13 +32,17 @@ def _aside(d: Drawing) -> Drawing:
 
 @dataclass(frozen=True, eq=False)
 class StatisticOfBatch:
-    """The function that gives what a batch brings to a statistic in a phase, given what is known of those before."""
+    """The function that gives what a batch brings to a statistic, or to a product with vectors, in a phase, given what
+    is known of those before."""
 
-    t: Statistic
+    t: Statistic | WithVector
 
-    def __call__(self, phase: int, known: list[list[Any]], each: list[Each], args: tuple, kwargs: dict) -> Any:
+    def __call__(
+        self, phase: int, known: list[list[Any]], each: list[Each], vectors: Any, args: tuple, kwargs: dict
+    ) -> Any:
         sources = dict(zip(dict.fromkeys(self.t.drawings), each, strict=True))
         t = self.t.drawn_by(lambda d: replace(d, each=sources[d]))
+        t = replace(t, vectors=vectors[0], lead=vectors[1]) if isinstance(t, WithVector) else t
         engine = t.engine(args, kwargs, t.names(len(args)))
         engine.fold.phase = phase
         for of_all, learned in zip(engine.fold.accumulators, known, strict=True) if known else ():
@@ -50,64 +53,24 @@ class StatisticOfBatch:
 
 
 class PlansOfBatches:
-    """The evaluation of batches of a statistic, each by the plan of those of its shape."""
+    """The evaluation of batches of a statistic or a product, each by the plan of those of its shape."""
 
-    def __init__(self, t: Statistic, calls: Calls) -> None:
+    def __init__(self, t: Statistic | Product, calls: Calls) -> None:
         """`calls` are those of t alone."""
+        t = WithVector(t, [], 0) if isinstance(t, Product) else t
         self.t, own = t, {d: _aside(d) for d in t.drawings}
         self.calls = Calls(StatisticOfBatch(t.drawn_by(own.__getitem__)), calls.called, calls.backend)
 
     def __repr__(self) -> str:
         return self.calls.called
 
-    def __call__(self, t: Statistic, sweep: Sweep, args: tuple, kwargs: dict[str, Any], engine: Engine) -> Any:
+    def __call__(self, t: Any, sweep: Sweep, args: tuple, kwargs: dict[str, Any], engine: Engine) -> Any:
         """Have an evaluation of a batch keep what it brings; aux."""
-        engine.check_joined()
-        found = self.calls((sweep.phase, sweep.known, _each(t.drawings, engine.problem.n), args, kwargs), {})
+        vectors = (t.vectors, t.lead) if isinstance(t, WithVector) else None
+        found = self.calls((sweep.phase, sweep.known, _each(t.drawings, engine.problem.n), vectors, args, kwargs), {})
         return bring(engine, sweep.phase, found)
 
     def explained(self, t: Statistic, args: tuple, kwargs: dict[str, Any]) -> tuple[str, str]:
         """The description of the plan of a batch, and its operations."""
         drawings = t.keyed(dict.fromkeys(t.drawings, 0), 0).drawings
-        return self.calls.explained((0, [], _each(drawings, size_of(args, t.in_dims)), args, kwargs), {})
-
-
-def product_of_batch(
-    product: Product, vectors: list[torch.Tensor], lead: int, args: tuple, kwargs: dict[str, Any], names: Any
-) -> tuple[ProductArguments, list[torch.Tensor], Any]:
-    """The arguments with a batch, the product with it, and aux."""
-    given, _ = product.given(args, kwargs, names)
-    return given, *product.directly(given, vectors, lead)
-
-
-@dataclass(frozen=True, eq=False)
-class ProductOfBatch:
-    """The function that gives the product of a batch with some vectors, what f and the loss return, and aux."""
-
-    t: Product
-
-    def __call__(self, vectors: list, lead: int, each: list[Each], args: tuple, kwargs: dict) -> Any:
-        product = self.t
-        if product.drawing is not None:
-            product = replace(product, drawing=replace(product.drawing, each=each[0]))
-        given, found, aux = product_of_batch(product, vectors, lead, args, kwargs, product.names_of_f(len(args)))
-        return found, tree.map_tensors(torch.Tensor.detach, (given.result, given.losses)), aux
-
-
-class PlansOfProducts:
-    """The evaluation of batches of a product, each by the plan of those of its shape."""
-
-    def __init__(self, t: Product, calls: Calls) -> None:
-        own = t if t.drawing is None else replace(t, drawing=_aside(t.drawing))
-        self.t, self.calls = t, Calls(ProductOfBatch(own), calls.called, calls.backend)
-
-    def __repr__(self) -> str:
-        return self.calls.called
-
-    def __call__(
-        self, product: Product, vectors: list[torch.Tensor], lead: int, args: tuple, kwargs: dict[str, Any], names: Any
-    ) -> tuple[ProductArguments, list[torch.Tensor], Any]:
-        given, _ = product.given(args, kwargs, names)
-        each = _each([product.drawing] if product.drawing else [], given.n)
-        found, (given.result, given.losses), aux = self.calls((vectors, lead, each, args, kwargs), {})
-        return given, found, aux
+        return self.calls.explained((0, [], _each(drawings, size_of(args, t.in_dims)), None, args, kwargs), {})

@@ -16,7 +16,7 @@ from invfunc._torch.precision import double_on
 from invfunc._torch.values import wide
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError
-from invfunc.evaluation.rounds import parts
+from invfunc.evaluation.processes import parts
 from invfunc.loss.drawn import by
 from invfunc.loss.square_root import safe_root
 from invfunc.products.product import Space, along, check_probes, check_product, names_of, space_of

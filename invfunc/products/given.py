@@ -26,8 +26,6 @@ from invfunc.core.refusals import refused_by
 from invfunc.core.run import Run
 from invfunc.core.split import CRITERIA, SURE, WHOLE, Axis, Finder, Output, marked_for
 from invfunc.errors import ArgumentError, unreached
-from invfunc.evaluation.joined import check_fewer, moved
-from invfunc.evaluation.weights import LossPart
 from invfunc.loss.hessian import Term, hessian, softmax_product, structured
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.products.maps import Kind, Pull, Scope, Vectors
@@ -231,30 +229,6 @@ class ProductArguments:
         dims = self.in_dims, self.out_dims
         return problem(self.f, self.loss, self.args, self.kwargs, 0, *dims, self.has_aux, self.names)
 
-    @property
-    def loss_part(self) -> LossPart:
-        """The loss that was given apart, at the outputs of this batch."""
-        assert self.loss is not None
-        outputs, place = tree.map_tensors(torch.Tensor.detach, self.result), len(self.args) - 1
-        return LossPart(self.loss, outputs, self.args[place], self.n, self.out_dims, self.dims[place])
-
-    def check_apart(self) -> bool:
-        """Check that f gives samples alone what they have here, unless it draws; whether that has told anything."""
-        whole, tensors = tree.tensors(self.result), tree.tensors((self.args, self.kwargs))
-
-        def alone(part: slice, *, elsewhere: bool = False) -> Any:
-            start, n, inputs = part.start, part.stop - part.start, []
-            for i, x in enumerate(self.args[1 : len(self.args) - (self.loss is not None)], 1):
-                dim = self.dims[i]
-                inputs.append(x if dim is None else tree.map_tensors(lambda t, d=dim: t.narrow(d, start, n), x))
-            devices = [x.device.index for x in self.leaves if x.device.type == "cuda"]
-            with torch.no_grad(), torch.random.fork_rng([i for i in set(devices) if i is not None]):
-                params = tree.unflatten(moved(self.leaves), self.structure) if elsewhere else self.args[0]
-                result = self.f(params, *inputs, **self.kwargs)
-            return with_aux(result)[0] if self.has_aux else result
-
-        return check_fewer(whole, self.out_dims, self.n, tensors, alone, traced=False)
-
     # Splits
 
     def given_split(self, each: bool) -> ScopedSplit:
@@ -361,7 +335,7 @@ class ProductArguments:
         With `losses`, `[N]` losses are outputs themselves.
         """
         scope = self.scope
-        if not scope.plain or scope.wanted or scope.parts is not None or dispatched() or listening() or dual_level():
+        if not scope.plain or scope.wanted or dispatched() or listening() or dual_level():
             return True
         if torch.is_inference_mode_enabled() or (scope.outside and any([x.requires_grad for x in v])):
             return True

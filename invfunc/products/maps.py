@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,15 +20,6 @@ Vectors = list[torch.Tensor | None]
 """A tensor for each input, or for each output; None stands for zeros."""
 
 
-class DividedDerivatives(Protocol):
-    """Takes derivatives in parameters as they come, where these are divided among processes."""
-
-    def through(self, inputs: Sequence[Any], graph: bool, pull: Callable[[], Vectors]) -> Vectors:
-        """Derivatives in some inputs, but None of those that are taken; with `graph`, a graph alone is wanted, in which
-        these have no numbers."""
-        ...
-
-
 class Scope:
     """A context in which derivatives are taken: in plain autograd, or inside of torch.func in a level of our own.
 
@@ -38,7 +28,6 @@ class Scope:
     """
 
     twice = False
-    parts: DividedDerivatives | None = None
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         tensors, self.outside, self.wanted = list(tensors), torch.is_grad_enabled(), False
@@ -141,8 +130,7 @@ class Pull:
 
     def __call__(self, outputs: Sequence[torch.Tensor | None], inputs: list, cotangents: Vectors) -> Vectors:
         options = {"batched": self.batched, "create_graph": self.graph, "keep": self.keep}
-        pull = partial(self.scope.grad, outputs, inputs, cotangents, **options)
-        return pull() if self.scope.parts is None else self.scope.parts.through(inputs, self.graph, pull)
+        return self.scope.grad(outputs, inputs, cotangents, **options)
 
 
 Steps = Callable[[Vectors, Pull], Vectors]

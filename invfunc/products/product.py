@@ -14,8 +14,7 @@ from invfunc._torch.weak import WeakIdMap
 from invfunc.arguments.problem import InDims, check_params, of_numpy
 from invfunc.callables import check_callable, check_functions, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
-from invfunc.evaluation.processes import ALONE, Processes, bits, same
-from invfunc.evaluation.rounds import Rounds, parted_beside, whole
+from invfunc.evaluation.processes import ALONE, Processes, named, same, whole
 from invfunc.products.given import ProductArguments
 from invfunc.products.maps import Kind, Linear
 from invfunc.reductions.quantity import Drawing
@@ -244,19 +243,15 @@ class OfAll(Space):
     """The space of vectors that several processes give, each the same."""
 
     processes: Processes = ALONE
-    rounds: Rounds | None = None
-    """Rounds that bring parameters of which each process has a part, and such a vector beside them."""
 
     def leaves(self, v: Any, name: str, lead: int = 0) -> list[torch.Tensor]:
         def looked() -> tuple[list[torch.Tensor], dict[str, str]]:
             found = super(OfAll, self).leaves(v, name, lead)
-            return found, bits(name, self.tree(found))
+            return found, named(name, self.tree(found))
 
         found, each = self.processes.told(name, looked)
         same(each)
-        if self.rounds is None or lead:
-            return tree.tensors((whole(self.processes, name, self.tree(found)),))
-        return tree.tensors((parted_beside(self.rounds, name, self.tree(found)),))
+        return tree.tensors((whole(self.processes, name, self.tree(found)),))
 
 
 def along(

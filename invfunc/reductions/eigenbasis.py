@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from invfunc import tree
 from invfunc.kronecker.matrix import Kronecker, decomposed, rounded
 from invfunc.kronecker.places import Unfactored
 from invfunc.reductions.block import KroneckerReduction
-from invfunc.reductions.exchange import Exchange, Sums, filled
 from invfunc.reductions.kronecker_factors import KroneckerFactors
 from invfunc.reductions.reduction import Found, Over, State, States
 
@@ -69,12 +67,6 @@ class InEigenbasis(KroneckerReduction):
         if a[1] is None or b[1] is None:
             return b if a[1] is None else a
         return a[0], a[1] + b[1]
-
-    def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
-        whole = reduce(partial(self.merge, over="samples"), each)
-        if whole[1] is None or self.bases is None:
-            return whole if whole[0] is None else own
-        return self.bases[place], *(yield Sums([filled(whole, own)[1]]))
 
     def scaled(self, state: State, by: float) -> State:
         basis, values = state

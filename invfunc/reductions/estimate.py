@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +10,6 @@ from invfunc import tree
 from invfunc._shown import table
 from invfunc._torch.precision import double_on, doubled
 from invfunc.loss.square_root import safe_root
-from invfunc.reductions.exchange import Exchange, ExchangedRows
 from invfunc.reductions.lots import Drawn, variances
 from invfunc.reductions.reduction import Found, Over, Reduction, State
 
@@ -42,8 +40,7 @@ class EstimatedSquares(Reduction):
     """`sum_vn G[v, n]^2`, and its variance, which is the sum of those of the samples, as each has draws of its own."""
 
     axes = ("samples", "params")  # a variance is of all columns of a sample
-    trees, entrywise = 2, True
-    several = True
+    trees, several = 2, True
 
     def step(self, shares: Any) -> State:
         return shares.squares_and_variance()
@@ -67,7 +64,7 @@ class EstimatedTrace(EstimatedSquares):
     A draw is of all parameters at once, so that what is kept are the sums of each column and sample.
     """
 
-    trees, entrywise, by_column = 0, False, True
+    trees, by_column = 0, True
 
     def __init__(self, per_parameter: bool) -> None:
         self.whole = not per_parameter
@@ -88,11 +85,6 @@ class EstimatedTrace(EstimatedSquares):
             return norms + others, {lot: _which(drawn, lot, norms) | _which(more, lot, norms) for lot in lots}
         each = {lot: torch.cat([_which(drawn, lot, norms), _which(more, lot, others)], 1) for lot in lots}
         return torch.cat([norms, others], 1), each
-
-    def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
-        (norms, drawn), lots = own, dict.fromkeys(lot for _, known in each for lot in known)
-        joined, *which = yield ExchangedRows([norms, *(_which(drawn, lot, norms) for lot in lots)], 1)
-        return joined, dict(zip(lots, which, strict=True))
 
     def finish(self, state: State, found: Found) -> list[Any]:
         norms, drawn = state

@@ -11,7 +11,6 @@ from invfunc._torch.values import anywhere
 from invfunc.errors import ArgumentError
 from invfunc.linear_algebra.contract import joined, summed
 from invfunc.loss.square_root import safe_root
-from invfunc.reductions.exchange import Exchange, Sums
 from invfunc.reductions.noise import Groups, group_of
 from invfunc.reductions.reduction import Found, Over, Reduction, State, States
 
@@ -27,9 +26,6 @@ class EachSample(Reduction):
     def merge(self, a: State, b: State, over: Over) -> State:
         return (*a, *b) if over == "samples" else (joined(list(a)) + joined(list(b)),)
 
-    def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
-        return super().across(place, (joined(list(own)),), each)
-
     def finish(self, state: State, found: Found) -> list[Any]:
         return [state[0] if len(state) == 1 else joined([*state])]
 
@@ -40,7 +36,7 @@ class EachSample(Reduction):
 class SumOf(Reduction):
     """`sum_n fn(G[n])`, with any function of a gradient of one sample."""
 
-    trees, entrywise = 1, True
+    trees = 1
 
     def __init__(self, fn: Callable) -> None:
         self.fn = fn
@@ -86,7 +82,7 @@ class Norms(SquaredNorms):
 class CentredSquares(Reduction):
     """`sum_n (G[n] - mean G)^2 / (n - correction)`, merged by the formula of Chan, Golub and LeVeque (1979)."""
 
-    trees, entrywise = 1, True
+    trees = 1
 
     def __init__(self, correction: float) -> None:
         self.correction = correction
@@ -99,12 +95,6 @@ class CentredSquares(Reduction):
         (m, total, centred), (n, other, more) = a, b
         apart = other / n - total / m
         return m + n, total + other, centred + more + apart.square() * (m * n / (m + n))
-
-    def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
-        n, total, centred = own
-        of_all, whole = yield Sums([n, total])
-        apart = total / n.clamp(min=1) - whole / of_all
-        return of_all, whole, *(yield Sums([centred + apart.square() * n]))
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
         wide = torch.promote_types(leaf.dtype, torch.float32)
@@ -133,7 +123,7 @@ class ClippedSum(Reduction):
     """`sum_n weight(|G[n]|, max_norm) G[n]`, with the norm over all parameters, or over those of each group."""
 
     axes = ("samples",)  # the norm is of several parameters
-    several, trees, entrywise = True, 1, True
+    several, trees = True, 1
     units: tuple[str, ...] = ()
 
     def __init__(

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial, reduce
 from typing import Any
 
 import torch
 
-from invfunc import tree
 from invfunc.kronecker.matrix import Kronecker
 from invfunc.kronecker.origin import Joint, Origin
 from invfunc.kronecker.places import Place, Unfactored
 from invfunc.reductions.block import KroneckerReduction
-from invfunc.reductions.exchange import Exchange, Sums, filled, of_triangle, triangle
 from invfunc.reductions.kept_factors import DiagonalFactors, Factors, ParameterFactors, Refused
 from invfunc.reductions.nearest import nearest
 from invfunc.reductions.reduction import Found, Over, Shortcuts, State
@@ -68,16 +64,6 @@ class KroneckerFactors(KroneckerReduction):
         if isinstance(a[0], Kronecker) or isinstance(b[0], Kronecker):  # of samples that do not reach it
             return b if isinstance(a[0], Kronecker) else a
         return (a[0].joined(b[0], samples=over == "samples"),)
-
-    def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
-        """Of symmetric matrices, a triangle says all."""
-        whole = reduce(partial(self.merge, over="samples"), each)
-        if not isinstance(whole[0], ParameterFactors) or isinstance(whole[0], Refused):
-            return own if isinstance(whole[0], Kronecker) else whole
-        numbers, form = tree.separate(filled(whole, own))
-        symmetric = not isinstance(whole[0], DiagonalFactors)
-        sums = yield Sums([triangle(x) for x in numbers] if symmetric else numbers)
-        return form.join(map(of_triangle, sums, numbers) if symmetric else sums)
 
     def finish(self, state: State, found: Found) -> list[Any]:
         kept: ParameterFactors | Kronecker | None = state[0]

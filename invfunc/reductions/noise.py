@@ -40,7 +40,7 @@ class SumAndNoise(Reduction):
     These are set aside in float64, as the estimates are differences of what may be nearly equal.
     """
 
-    several, trees, entrywise = True, 1, True
+    several, trees = True, 1
 
     def __init__(self, groups: Groups | None) -> None:
         self.groups = groups

@@ -72,9 +72,6 @@ class Quantity:
     reduction: Reduction
     kind: ColumnKind
     drawing: Drawing | None = None
-    give: Callable[[int, State, int], bool] | None = None
-    """Takes what is kept of a parameter, by its number, as soon as it is there, if it returns True; it is told of how
-    many samples that is all."""
 
     @property
     def columns(self) -> Hashable:
@@ -158,14 +155,12 @@ class Accumulator:
         if self.before is not None:
             self.before.restore(saved["before"])
 
-    def after(self, before: Accumulator, leaves: list[torch.Tensor], n: int, own: int) -> None:
+    def after(self, states: States, columns: int, leaves: list[torch.Tensor], n: int, own: int) -> None:
         """Put what was kept of n other samples in front of what is kept of these `own` ones."""
-        for i in {**before.states, **self.states}:
-            first = before.states.get(i) or self.reduction.init(leaves[i], n, before.columns)
+        for i in {**states, **self.states}:
+            first = states.get(i) or self.reduction.init(leaves[i], n, columns)
             second = self.states.get(i) or self.reduction.init(leaves[i], own, self.columns)
             self.states[i] = self.reduction.merge(first, second, "samples")
-        if self.before is not None and before.before is not None and self.reduction.apart:
-            self.before.after(before.before, leaves, n, own)
 
     def scaled(self, by: float) -> None:
         """Make the loss so many times as large."""

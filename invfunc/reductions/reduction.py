@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from invfunc.plan import AxisName
-from invfunc.reductions.exchange import Exchange, ExchangedRows, Sums
 
 State = tuple[Any, ...]
 """What a reduction keeps of one parameter and one block, unrounded: tensors, or objects of its own."""
@@ -61,9 +60,6 @@ class Reduction:
     """Whether the caller gets a tuple of results."""
     trees: ClassVar[int] = 0
     """How many of the results, the first ones, have a number for each entry of the parameters."""
-    entrywise: ClassVar[bool] = False
-    """Whether all that is kept of a parameter are numbers of its entries, each folded by itself, and sums or counts
-    that have no dimension."""
     keeps: ClassVar[bool] = False
     """Whether it keeps the shares themselves."""
     rooted: ClassVar[Literal["no", "known", "all"]] = "no"
@@ -162,11 +158,6 @@ class Reduction:
     def scaled(self, state: State, by: float) -> State:
         """The state of columns that are `by` times as large."""
         raise NotImplementedError  # only of the columns of a loss that is given apart
-
-    def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
-        """The state of all processes of one parameter: from that of this one, and, of each, what that would be without
-        its numbers (on the meta device)."""
-        return tuple((yield Sums(list(own)) if self.row_axis is None else ExchangedRows(list(own), self.row_axis)))
 
     def together(self, states: States) -> State:
         """The state of several parameters."""

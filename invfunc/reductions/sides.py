@@ -12,7 +12,6 @@ from invfunc import tree
 from invfunc.kronecker.matrix import Kronecker
 from invfunc.kronecker.origin import Origin
 from invfunc.reductions.block import KroneckerReduction
-from invfunc.reductions.exchange import Exchange, Sums, of_triangle, triangle
 from invfunc.reductions.reduction import Found, Over, State, States
 
 
@@ -71,12 +70,6 @@ class Sides(KroneckerReduction):
 
     def scaled(self, state: State, by: float) -> State:
         return (state[0].changed([x * by**2 for x in self._sums(state)]),)
-
-    def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
-        """Of symmetric matrices, a triangle says all."""
-        mine = self._sums(own)
-        sums = yield Sums([triangle(x) for x in mine])
-        return (own[0].changed([*map(of_triangle, sums, mine)]),)
 
     def _sums(self, state: State) -> list[torch.Tensor]:
         return [x for x in (state[0].matrix, state[0].other)[: self.summed] if x is not None]
@@ -141,10 +134,6 @@ class OneSide(Sides):
         kept: Sided = super().init(leaf, n, columns)[0]
         matrix = kept.matrix if self.first or kept.other is None else kept.other
         return (Sided(matrix, None, kept.shape),)
-
-    def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
-        (found,) = yield from super().across(place, own, each)
-        return (found if is_vector(found.shape) else replace(found, other=self.known.get(place, found.other)),)
 
     def finish(self, state: State, found: Found) -> list[Any]:
         kept: Sided = state[0]

@@ -32,7 +32,7 @@ class SquaresOfEach(EachSample):
 class SumOfSquares(Reduction):
     """`sum_vn G[v, n]^2`."""
 
-    shortcuts, trees, entrywise = "all", 1, True
+    shortcuts, trees = "all", 1
 
     def step(self, shares: Any) -> State:
         return (shares.square_sum(),)
@@ -54,7 +54,7 @@ class SquaresOfPlaces(SumOfSquares):
 class MatrixTrace(SumOfSquares):
     """`sum_pvn G[v, n, p]^2`, of all parameters together or of each."""
 
-    trees, entrywise = 0, False
+    trees = 0
 
     def __init__(self, per_parameter: bool) -> None:
         self.whole = not per_parameter

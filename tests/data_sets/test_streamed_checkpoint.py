@@ -13,7 +13,7 @@ import invfunc
 from invfunc import streamed, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation import checkpoint
-from invfunc.evaluation.checkpoint import fingerprint
+from invfunc.evaluation.processes import fingerprint
 from invfunc.testing import assert_trees_close
 from tests.data_sets.test_streamed import AT_ONCE, batches, data, linear, losses  # noqa: F401
 from tests.rows import BOTH, LOSS, ROWS
