@@ -63,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{'':<44}{'seconds':>9}{'peak MiB':>11}{'difference*':>14}")
     for line, *row in zip(lines, seconds, mebibytes, differences, strict=True):
         print("{:<44}{:>9.3f}{:>11.1f}{:>13.0e}".format(line.label, *row))
-    print("\n* the largest, relative to the largest entry: of the plain ways from the line by structure, of per-sample")
-    print("  statistics from vmap(grad), of the reversible chain from plain autograd")
+    print("\n* The largest difference, relative to the largest entry. Plain ways are compared with that by structure,")
+    print("  per-sample statistics with vmap(grad), and the gradient of the reversible blocks with plain autograd.")
     if not all(difference <= TOLERANCE for difference in differences):  # false for nan, too
         sys.exit("python -m invfunc: the results disagree")
 

@@ -44,7 +44,7 @@ def chunked(
         torch.cat(parts)                      # fold="cat"; sum(parts) for "sum", weighted by b - a for "mean"
 
     A statistic is divided along an axis of its own, and the scale of its loss never changes. Over samples, f runs on
-    each chunk alone and what the statistic keeps of it is merged, so that the activations of one chunk are in memory:
+    each chunk alone, and the results are merged, so that the activations of one chunk are in memory:
 
         sum(t(params, *(x[a:b] for x in batch)) for a, b in chunks)      # of [N] losses, `sum_grad_squared` and such
 
@@ -53,30 +53,29 @@ def chunked(
             `@chunked(n=16)`. f is pure in torch.func's sense (see the conventions).
         n: the number of chunks, at least 1, of nearly equal size; of an axis shorter than n, each entry is a chunk.
         chunk_size: in place of n, the length of a chunk. With neither (or None), f is returned unchanged.
-        memory: in place of n, what a call may take over what is in use before it, its result included: bytes, a text as
-            `"512MiB"`, or a float, the fraction of what is free. Samples are divided; where a single one is too much,
-            outputs and then parameters are, too (or `over` alone).
-        over: of a statistic: `"outputs"` (of the vectors that are pulled back from the outputs; default for the GGN
-            family and `batch_jacobian`: one forward pass, kept), `"samples"` (physical batches, see below; default for
-            first-order statistics) or `"params"` (parameter by parameter; the only axis of `gram`). A plain function
-            has `"samples"` only.
-        fold: of a plain function: how the results of the chunks become one: `"cat"` along `out_dims`, `"sum"` or
-            `"mean"`; or a pytree prefix of the output of these.
-        in_dims, out_dims, has_aux: of a plain function: where its batch arguments and outputs have their samples; aux
-            comes as the list of those of the chunks. A statistic has its own.
+        memory: in place of n, the memory that a call may take, with its result, over what is in use before it: bytes, a
+            text as `"512MiB"`, or a float, a fraction of the free memory. It divides the samples; if a single sample is
+            too much, also outputs, and then parameters (or `over` alone).
+        over: the axis of a statistic. `"outputs"`: the vectors that are pulled back from the outputs, with one forward
+            pass; default for the GGN family and `batch_jacobian`. `"samples"`: physical batches, see below; default for
+            first-order statistics. `"params"`: parameter by parameter; the only axis of `gram`. A plain function has
+            `"samples"` only.
+        fold: for a plain function, joins the results of the chunks: `"cat"` along `out_dims`, `"sum"` or `"mean"`; or a
+            pytree of these, a prefix of the output.
+        in_dims, out_dims, has_aux: for a plain function, the sample axes of its batch arguments and outputs; aux comes
+            as the list of those of the chunks. A statistic has its own.
 
     Returns:
-        A function with the signature of f; over samples, aux is a list of that of each run of f. Chunking what is
-        chunked nests: along another axis the numbers of chunks multiply, along the same axis each chunk is divided
-        again.
+        A function with the signature of f; over samples, aux is a list of that of each run of f. `chunked` may be
+        nested: along another axis the numbers of chunks multiply, along the same axis each chunk is divided again.
 
     Raises:
         ArgumentError: n < 1, an axis that f does not have, a scalar result with `fold="cat"`.
-        SampleAxisError: over samples, an f that gives samples something else in a part of the batch: it mixes them,
-            reads a parameter by the place of a sample, or uses the length of the batch; or a scalar loss that is
-            neither the mean nor the sum of its samples (give it apart then, as in `diag_ggn(f, loss)`).
+        SampleAxisError: over samples, an f that gives samples other results in a part of the batch: it mixes them,
+            reads a parameter by the position of a sample, or uses the length of the batch; or a scalar loss that is
+            neither the mean nor the sum of its samples (pass it apart then, as in `diag_ggn(f, loss)`).
         RandomnessError: over samples, a scalar loss of a function that draws random numbers.
-        BudgetError: it does not fit `memory`: with the least that it takes, also as a number, `error.least`.
+        BudgetError: the call does not fit `memory`; `error.least` is the least memory that it takes.
         MissingExtraError: `progress` without tqdm: `pip install 'invfunc[progress]'`.
 
     Example:
@@ -91,16 +90,14 @@ def chunked(
         >>> invfunc.explain(invfunc.chunked(invfunc.variance(f), memory="64MiB"))(torch.ones(3), torch.ones(5, 3)).why
         'in one piece, at most 2.01MiB of 64.00MiB'
 
-    Over samples, a loss function returns the `[N]` losses, or one number that is their mean or their sum. Which it is,
-    is found out in the first call of a function with arguments of such shapes: up to eight samples from all over the
-    batch are compared with either half of them, at the parameters (where entries at two places are the same numbers,
-    near them). In each chunk, data that are summed over the samples and then weigh them (a mask that is counted, class
-    weights, `ignore_index`) are noticed: such a loss is an error. Where the model and a GGN's loss are given apart, as
-    in `diag_ggn(f, loss)`, any loss is taken: the outputs of all chunks come first, then the columns of their loss, and
-    then each chunk again.
+    Over samples, a loss function returns the `[N]` losses, or one number that is their mean or their sum. The first
+    call with arguments of such shapes finds out which it is: it compares up to eight samples of the batch with either
+    half of them. A loss with weights that depend on the batch (a mask that is counted, class weights, `ignore_index`)
+    is an error. If model and loss are passed apart, as in `diag_ggn(f, loss)`, any loss is right: the outputs of all
+    chunks are computed first, then the columns of their loss, and then each chunk again.
 
-    An f that draws random numbers draws chunk after chunk, as in a loop over the parts, and not the numbers that it
-    draws for the whole batch; it is not compared then.
+    An f that draws random numbers draws them chunk after chunk, as a loop over the chunks does, and not as for the
+    whole batch; then there is no comparison.
 
     Composes with: every statistic; `torch.func.grad`, `vmap` around it, but not around `memory`, which `streamed`,
     `distributed`, `together` and `reduced` do not take either: what they add around a call would come on top.
@@ -110,15 +107,14 @@ def chunked(
     one chunk. For a mean over samples of a plain function, `grad(chunked(f, n, fold="mean"))` keeps all graphs,
     while chunking the gradient, `chunked(grad(f), n, fold="mean")`, keeps one.
 
-    With `memory`, the first call of a kind measures some calls on chunks, of one sample and then of more, as long as
-    they are within the budget, and takes the largest chunk that is: together as long as three or four calls.
-    On CUDA the caching allocator tells the peak, elsewhere the tensors that are alive are counted, with copies of what
-    convolutions and decompositions read. A tenth of the peak and 2 MiB are in reserve for what no meter sees. The
-    function that is returned keeps the size for calls on arguments of the same shapes, dtypes and devices, of this
-    number of samples or fewer (of a batch that fits in one piece, up to twice as many), so make it once, outside of a
-    loop. Not counted: the code and buffers that libraries load when they are first used, and what malloc keeps of
-    what was freed (`invfunc.testing.return_freed_memory`). A chunk of one sample is run to be measured, whatever it
-    takes; an f that closes over tensors of other sizes later is not measured again.
+    With `memory`, the first call measures some calls on chunks, of one sample and then of more, as long as they are
+    within the budget, and takes the largest such chunk: together as long as three or four calls. On CUDA it reads the
+    peak of the caching allocator; elsewhere it counts the tensors that are alive, with internal copies of convolutions
+    and decompositions. A tenth of the peak and 2 MiB are in reserve. The returned function remembers the size for
+    arguments of the same shapes, dtypes and devices, and this number of samples or fewer (if a batch fits in one piece,
+    up to twice as many): make it once, outside of a loop. Not counted are the code and buffers that libraries load at
+    their first use, and freed memory that malloc keeps (`invfunc.testing.return_freed_memory`). A chunk of one sample
+    always runs, to be measured. If f closes over tensors of other sizes later, it is not measured again.
 
     Source: BackPACK's tutorial on `retain_graph`; optax's `microbatching`.
     """

@@ -28,53 +28,50 @@ def compiled(
     backend: Literal["replay", "inductor", "cudagraphs"] = "replay",
     pad: Sequence[int] | None = None,
 ) -> Compiled:
-    """Repeat calls of a statistic or a product by a plan, the graph of its operations, without the Python around them.
+    """Run a statistic or a product by a plan, the recorded graph of its operations, without the Python around them.
 
         result = t(params, *batch)           # the first call of each shape, in which the plan is written down
         result = plan(params, *batch)        # later ones
 
     The contract is that of `jax.jit`: t, f and the loss are functions of their arguments, of tensors and modules that
-    they close over, and of torch's random numbers. A plan belongs to a tree of the arguments, to the shapes, strides,
-    dtypes and devices of their tensors and to which of them share memory, to numbers and other constants among them,
-    and to modes of torch (gradients, inference, autocast, default dtype and device). Tensors that are closed over are
-    read again in each call, so that the steps of an optimiser and `load_state_dict` are seen, and so are train and eval
-    mode of modules. A number that is read from a tensor (`if x.sum() > 0`, `.item()`, `.tolist()`, a check of this
-    library), and a shape that depends on numbers (masks), are compared in each call: where one differs, the call is
-    made as without `compiled`, and a new plan takes the place of the old one. Notice is not taken of anything else that
-    changes: globals, other values in closures, attributes, hooks, classes, files, the environment, random numbers of
-    Python or numpy. What f does beside its result, as to print or to count, is done by the first call only; what it
-    writes into tensors in place is done by each.
+    they close over, and of torch's random numbers. A plan is for one structure of the arguments; for the shapes,
+    strides, dtypes and devices of their tensors, and shared memory among them; for the numbers and other constants in
+    them; and for modes of torch (gradients, inference, autocast, default dtype and device). Tensors that f closes over
+    are read again in each call, so steps of an optimiser and `load_state_dict` count, and so do train and eval mode of
+    modules. A number read from a tensor (`if x.sum() > 0`, `.item()`, `.tolist()`, a check of this library), and a
+    shape that depends on numbers (masks), are compared in each call. If one differs, the call runs as without
+    `compiled`, and records a new plan. Other changes are not noticed: globals, other values in closures, attributes,
+    hooks, classes, files, the environment, random numbers of Python or numpy. Side effects of f, such as printing or
+    counting, happen in the first call only; writes into tensors in place happen in each.
 
     Args:
         t: a statistic of this library, also `chunked`, `reduced` or of several `together`; or a product, as `hvp(f)`.
-        backend: what runs the plan: `"replay"` calls its operations one by one, `"inductor"` and `"cudagraphs"` give it
-            to `torch.compile(fullgraph=True)` with that backend: the first takes up to a minute for each shape and
-            rounds otherwise, the second launches all kernels of a CUDA device at once.
+        backend: runs the plan. `"replay"` calls its operations one by one. `"inductor"` and `"cudagraphs"` pass it to
+            `torch.compile(fullgraph=True)` with that backend: the first compiles for up to a minute for each shape,
+            with other rounding errors; the second launches all kernels of a CUDA device at once.
         pad: sizes of batches, as `(8, 16, 32)`. A batch is padded to the next of them with copies of its first sample,
-            which have no gradient, so that few plans serve all batches. That is right for sums over the samples and for
-            results with a sample axis, which are cut: of `[N]` losses, or of a model with a loss that is given apart,
-            whose values, or else two gradients of it in the outputs, tell in each call how much of it the samples are
-            (a sum, a mean, one with `ignore_index`); for `variance`, too, where the padded samples are taken out by the
-            formula of Chan, Golub and LeVeque, and rounded as sums of squares are. Not for what is drawn, K-factors,
-            `noise_scale`, aux, `reduced` and losses `[N]` with a factor that depends on N; an f that draws (dropout)
-            draws for the padded batch.
+            which have no gradient, so that few plans are needed. This works for sums over the samples, for results with
+            a sample axis, and for `variance` (with the rounding errors of sums of squares), with `[N]` losses, or with
+            a loss that is passed apart: its scale (a sum, a mean, one with `ignore_index`) is computed in each call. It
+            does not work for drawn vectors, K-factors, `noise_scale`, aux, `reduced`, and `[N]` losses with a factor
+            that depends on N. An f that draws (dropout) draws for the padded batch.
 
     Returns:
-        A function with the signature of t, and its results, with memory of their own. It may be called by several
-        threads. Random numbers, of t and of f, are those of the call itself at the same state of the generators. That
-        of a product has the `.linearize` of the product itself, without a plan.
+        A function with the signature and the results of t. Several threads may call it. Random numbers, of t and of f,
+        are those of t at the same state of the generators. For a product it has the `.linearize` of the product itself,
+        without a plan.
 
     Raises:
         ArgumentTypeError: t is neither statistic nor product.
-        ArgumentError: an unknown backend; `"cudagraphs"` where torch sees no CUDA device; `pad` of what is not right
-            for it, of a batch larger than all sizes, or of an f that returns no `[N]` losses; within torch.export, a
-            call of which there is no program.
-        What t raises: a call of which the plan finds an error is made as without it.
+        ArgumentError: an unknown backend; `"cudagraphs"` without a CUDA device; `pad` with a statistic that it does not
+            work for, a batch larger than all sizes, or an f that returns no `[N]` losses; within torch.export, a call
+            that a program cannot contain.
+        The errors of t: if a plan meets one, the call runs as without `compiled`.
 
-        A warning (`InvFuncWarning`), once, where calls go on as without `compiled`: it names the reason and the line.
-        These are a result that is differentiable (arguments that require grad outside of `torch.no_grad`), matrices
-        that `sketched_grad` draws, numbers that leave torch (`.numpy()`, `print`), an f that sets its own seed, or
-        reads numbers that change from call to call. One says, too, where a plan runs by `"replay"` as the backend
+        A warning (`InvFuncWarning`), once, if calls run as without `compiled`: it names the reason and the line.
+        Reasons are a differentiable result (arguments that require grad outside of `torch.no_grad`), matrices that
+        `sketched_grad` draws, numbers that leave torch (`.numpy()`, `print`), an f that sets its own seed, or reads
+        numbers that change from call to call. Another warning says that a plan runs by `"replay"`, as the backend
         cannot run it: it draws random numbers, or has shapes that depend on numbers.
 
     Example:
@@ -105,10 +102,10 @@ def compiled(
     `Kronecker` or `NoiseScale` is loaded after `import invfunc`; to be without, return their tensors, as `factors`
     (`strict=True` takes no `Kronecker`).
 
-    Cost: the operations of t, without Python: small models are several times faster, large ones not at all. A call
-    costs some tens of microseconds beside them, for what is compared. The first call takes as long as three to six
-    calls of t. Chunks are written out one by one; a plan of more than 20 000 operations is not kept. The last 32 plans
-    are kept, with small constants, the modules that have run, and no tensor of the caller's.
+    Cost: the operations of t, without Python: small models are several times faster, large ones not at all. The
+    comparisons of a call take some tens of microseconds. The first call takes as long as three to six calls of t.
+    Chunks are recorded one by one; a plan of more than 20 000 operations is dropped. The last 32 plans are kept, with
+    small constants and the modules that have run, but none of your tensors.
 
     Source: this library; `jax.jit`.
     """

@@ -22,33 +22,33 @@ class Explainable(Protocol):
 
 
 def explain(statistic: Explainable) -> Callable[..., Explanation]:
-    """Tell how a statistic would be computed, without computing it.
+    """Say how a statistic would be computed, without computing it.
 
         print(explain(diag_ggn(f, loss))(params, *batch))
 
     Args:
         statistic: a statistic of this library, also `chunked`, `reduced`, `certified`, `streamed`, `distributed` or of
-            several `together`; or a product that is `compiled`, of which the `plan` and its `code` are told.
+            several `together`; or a `compiled` product, of which it has the `plan` and its `code`.
 
     Returns:
-        A function with the arguments of the statistic that returns an `Explanation`, which prints as a table: how many
-        `columns` a sample has (vectors of outputs that are pulled back, see `diag_ggn`), in how many backward `passes`
-        (of one column each; with `chunked` in as many as it asks for) and `pullbacks` (of several columns at once,
-        where memory allows), and `why`, which begins with how f is called where it is not followed operation by
-        operation (on single samples, or by the rows of its losses); which `parts` of the exact columns take a shorter
-        way: a closed form, columns that share backward passes ("local"), columns of a narrow layer, or the entries of
-        parameters one by one; of each of the `params` the `operations` that read it, whether all have a "fast" rule,
-        or some are "generic" (with a copy of the parameter for each sample) or it is "unread", and the shapes of its
-        factors; about how many `bytes` the result takes; the estimated `cost` over that of all columns; what is said
-        of each of the `members` of `together`; what is `checked` if it is `certified`. Of what is `streamed`, how many
-        `sweeps` go through how many `batches` (None where the loader has no length), for how many `tiles` of `gram`,
-        and all this for the first batch, which the loader is asked for. Of what is `distributed`, how many `processes`
-        there are; no other one is asked, so that one can do it alone.
+        A function with the arguments of the statistic that returns an `Explanation`, which prints as a table. It has
+        the number of `columns` of a sample (vectors of outputs that are pulled back, see `diag_ggn`), of backward
+        `passes` (of one column each; with `chunked` the number of chunks) and of `pullbacks` (of several columns at
+        once, if memory allows); `why`, which begins with how f is called if it is not followed operation by operation
+        (on single samples, or by the rows of its losses); the `parts` of the exact columns with a shortcut: a closed
+        form, columns that share backward passes ("local"), columns of a narrow layer, or the entries of parameters one
+        by one; for each of the `params` the `operations` that read it, whether all have a "fast" rule, or some are
+        "generic" (with a copy of the parameter for each sample), or it is "unread", and the shapes of its factors;
+        about how many `bytes` the result takes; the estimated `cost` over that of all columns; an explanation of each
+        of the `members` of `together`; what is `checked` if it is `certified`. If it is `streamed`, all this is for the
+        first batch, which the loader is asked for, and there is the number of `sweeps` over how many `batches` (None if
+        the loader has no length), and of `tiles` of `gram`. If it is `distributed`, there is the number of `processes`;
+        no other process is asked, so one process can call it alone.
 
     Raises:
-        ArgumentTypeError: something else than a statistic; a loader that gives its batches once, as a generator.
-        What the statistic raises where it cannot follow f. What it finds out later (that a parameter has no Kronecker
-            factors, say) is not told.
+        ArgumentTypeError: something else than a statistic; a loader that gives its batches once, as a generator. The
+        errors of the statistic if it cannot follow f. Errors that come later in a call (a parameter without Kronecker
+        factors, say) are not found.
 
     Example:
         >>> import torch, invfunc
@@ -64,8 +64,8 @@ def explain(statistic: Explainable) -> Callable[..., Explanation]:
 
     Composes with: `chunked`, `reduced`, `together`, `certified`, `streamed`, `distributed` inside of it.
 
-    Cost: the forward passes of the statistic (for the Hessian also what is sent back to the nonlinear operations);
-    where structure is looked for, one of a single sample. No random numbers are consumed.
+    Cost: the forward passes of the statistic (for the Hessian also backward passes to the nonlinear operations); if it
+    looks for structure, one of a single sample. No random numbers are used up.
 
     Source: this library.
     """

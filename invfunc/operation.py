@@ -18,15 +18,14 @@ ShareRule = Callable[..., tuple[Any, ...]]
 
 
 def operation(fn: Callable) -> Operation:
-    """Make a function of tensors one operation in the eyes of all transforms.
+    """Make a function of tensors a single operation for all transforms.
 
-    Its body is not looked into: not what it computes with inside (a kernel of one's own, a custom
-    `autograd.Function`), nor whether it keeps the samples apart. Sample n's gradient of a parameter among its arguments
-    is
+    Transforms do not look into its body (a kernel of your own, a custom `autograd.Function`), nor check that it keeps
+    the samples apart. Sample n's gradient of a parameter among its arguments is
 
         grad(lambda p: (op(x, p)[n] * cotangent[n]).sum())(p)        # cotangent: the cotangent at the output
 
-    which `torch.vmap` computes sample by sample, until `share_of` gives a rule that is faster.
+    which `torch.vmap` computes for each sample, unless `share_of` adds a faster rule.
 
     Args:
         fn: a function of tensors that returns one tensor. The arguments that depend on the samples, and the output,

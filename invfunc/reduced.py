@@ -15,24 +15,24 @@ from invfunc.transform import check_no_budget
 
 
 def reduced(t: Statistic, fn: Callable | Mapping[str, Callable]) -> Statistic:
-    """A statistic with a function of each parameter's quantity in its place.
+    """A statistic with a function applied to each parameter's quantity.
 
         result = t(params, *batch)
         {path: fn(path, quantity) for path, quantity in result}          # as a tree like the parameters
 
-    `fn` runs when the quantity is known and before that of the next parameter is formed, so that quantities of one
-    parameter at a time are in memory: per-sample gradients, their square roots, diagonals that are only summed.
+    `fn` runs as soon as a parameter's quantity (such as its per-sample gradients) is known, and before the next one is
+    formed, so the quantity of one parameter at a time is in memory.
 
     Args:
         t: a statistic of this library.
-        fn: `fn(path, quantity)`, with the key path of the parameter as it is written behind the tree (`"['weight']"`),
-            or `fn(quantity)` where it takes one argument, as `torch.sum` does. It returns anything. Of a statistic
-            with several results it is called with each. Or a dict of such functions by the names of parameters
-            (`{"0.weight": torch.sum}`); the others keep their quantities.
+        fn: `fn(path, quantity)`, with the key path of the parameter (`"['weight']"`); or `fn(quantity)`, if it takes
+            one argument, as `torch.sum` does. It may return anything. If the statistic has several results, it is
+            called with each. Or a dict of such functions by the names of parameters (`{"0.weight": torch.sum}`); the
+            others keep their quantities.
 
     Returns:
-        A function with the signature of t, whose result has what `fn` returned in the place of each quantity. What is
-        summed over parameters (`gram`, `ggn_trace`) comes for each of them.
+        A function with the signature of t, whose result has the values of `fn` in place of the quantities. Results that
+        are sums over the parameters (`gram`, `ggn_trace`) come for each parameter.
 
     Raises:
         ArgumentTypeError: t is not a statistic, or fn is not a function.
@@ -46,8 +46,8 @@ def reduced(t: Statistic, fn: Callable | Mapping[str, Callable]) -> Statistic:
 
     Composes with: `chunked`, `together` inside; `torch.func.grad`, `vmap` around it, if fn does.
 
-    Cost: that of t. Quantities of several columns (see `diag_ggn`) that do not fit a single backward pass are computed
-    parameter by parameter, a pullback for each layer. Over chunks of samples fn has to wait for the last one.
+    Cost: that of t. Quantities of several columns (see `diag_ggn`) that do not fit one backward pass are computed
+    parameter by parameter, with a pullback for each layer. With chunks of samples, fn runs after the last chunk.
 
     Source: BackPACK's extension hooks.
     """

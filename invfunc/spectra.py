@@ -241,7 +241,7 @@ def spectral_density(
         probes: how many random vectors. What they differ by gives the error band, so 2 or more.
         generator: from which they are drawn, on any device.
         steps: how many products for each, which sets how fine the density is; P or less.
-        progress: whether to show a bar.
+        progress: show a bar.
 
     Returns:
         A function `(params, *batch) -> SpectralDensity`: called with points it gives the density there, and the trace

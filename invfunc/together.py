@@ -20,14 +20,14 @@ def together(*statistics: Statistic) -> Statistic:
 
         tuple(t(params, *batch) for t in statistics)
 
-    Those of one kind (first-order ones, those of the GGN, those of the Hessian, Jacobians) share the forward pass, and
-    those that pull back the same vectors (the gradient, the square root of the GGN, the same draws of it) share the
-    backward pass. f draws the same random numbers for all.
+    Statistics of one kind (first-order, GGN, Hessian, Jacobians) share the forward pass. Statistics that pull back the
+    same vectors (the gradient, the square root of the GGN, the same drawn columns) share the backward pass. f draws the
+    same random numbers for all.
 
     Args:
-        statistics: statistics of this library of the same `f`, and the same `loss` where it is given apart, with the
-            same options; chunk the result, not these. First-order statistics want a loss function; beside them
-            `diag_ggn(f)` takes the same one and finds its outputs.
+        statistics: statistics of the same `f` (the same object), the same `loss` if it is passed apart, and the same
+            options. First-order statistics need a loss function; with them, `diag_ggn(f)` takes the same one and finds
+            its outputs. Chunk the result of `together`, not these.
 
     Returns:
         A function `(params, *batch) -> tuple` of the results in their order, aux last.

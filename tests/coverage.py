@@ -35,10 +35,10 @@ KINDS = ["fast", "generic", "refused"]
 """From the best to the worst."""
 WIDTH = 120
 TEXT = """\
-Each cell says how today's code computes a quantity for a layer. **fast**: one contraction of small factors for each of
-its parameters. **generic**: right, but slower, for at least one parameter. **refused**: an error that names the operation
-or the parameter. Lines that name an operation in place of a layer have no fast rule; w is a parameter, x are data. Cases
-that are not refused are tested against plain loops over the samples, with random options of the layer
+Each cell says how today's code computes a quantity for a layer. **fast**: one contraction of small factors for each
+parameter. **generic**: right, but slower, for at least one parameter. **refused**: an error that names the operation
+or the parameter. Lines that name an operation in place of a layer have no fast rule; w is a parameter, x are data.
+Cases that are not refused are tested against plain loops over the samples, with random options of the layer
 (`tests/torch_layers.py`, `tests/forms.py`).
 `python -m tests.coverage` writes this section.
 """

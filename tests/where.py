@@ -27,8 +27,8 @@ PAGE = SITE / "where.md"
 BEGIN, END = "<!-- where: begin -->\n", "<!-- where: end -->\n"
 TEXT = """\
 Each cell says what today's code does with samples in several batches (`streamed`), with samples in several processes
-(`distributed`), and with sharded parameters (`DTensor`, as `fully_shard` makes them), also `compiled`. **right**: as for
-all samples in one process. **in parts**: right, and sharded as the parameters are. **refused**: an error.
+(`distributed`), and with sharded parameters (`DTensor`, as `fully_shard` makes them), also `compiled`. **right**: as
+for all samples in one process. **in parts**: right, and sharded as the parameters are. **refused**: an error.
 `tests/data_sets/test_distributed.py` tests that in 2 and 4 processes.
 `python -m tests.where` writes this section.
 """

@@ -87,28 +87,27 @@ def note(block: Any, number: int, y: Any, xs: list[torch.Tensor], slots: list[Sl
 
 
 def held_states() -> HeldStates:
-    """Tell which states between invertible blocks stay in memory, as somebody holds them, and how much memory that is.
+    """List the states between invertible blocks that stay in memory, as other code refers to them, and their bytes.
 
         with held_states() as found:
             y = net(x)
         print(found)
 
-    A block lets go of its x, but never frees it by force: where a list, a hook or a debugger has it, or a view, a
-    detached tensor or an array of numpy of it, or where an operation that is no block saved it for its gradient, it
-    stays, and the memory grows with the number of blocks.
+    A block drops its reference to x, but x is freed only if there is no other. It stays in memory if a list, a hook, a
+    debugger, a view, a detached tensor or a numpy array refers to it, or if an operation outside of the blocks saved it
+    for its gradient. Then the memory grows with the number of blocks.
 
     Args:
         There are none.
 
     Returns:
-        A context that, whenever it is asked, in it or behind it, tells of the tensors that blocks gave out in it and
-        that are in memory at that time. `.held` are those that the next block took over, which are there because
-        somebody holds them: a list, whose `.bytes` are the memory of all of them (that which blocks hand on is told
-        once, by the last of them). `.kept` are those that no block took over: the last y, what stays by `keep=` or
-        `anchor_every=`, and what only operations read that are no blocks, which cannot give it back. Each has the
-        `block` that gave it out, its `number` (how many blocks come before that one in its series), the `output` (its
-        place in y, or in what a pair hides), its `shape` and `dtype`, and the `bytes` of the memory that it is a part
-        of.
+        A context. It lists outputs of blocks called in it that are in memory when it is asked, inside of the context or
+        later. `.held` are states that the next block could have freed, but to which other code refers: a list, whose
+        `.bytes` are the memory of all of them (a tensor that several blocks hand on counts once). `.kept` are states
+        that no block can free: the last y, those of `keep=` or `anchor_every=`, and inputs of operations that are not
+        blocks. Each has the `block` that returned it, its `number` (of blocks before that one in its series), the
+        `output` (its position in y, or among the hidden values), its `shape` and `dtype`, and the `bytes` of the memory
+        that it belongs to.
 
     Example:
         >>> import torch, invfunc
@@ -130,12 +129,12 @@ def held_states() -> HeldStates:
         ([], 0)
 
     Composes with: `invertible_checkpoint`, `chain`, `repeated`, `multiscale`, and blocks of these, in modules, in steps
-    of a training and inside of torch.func. It notes the blocks that are called in its own thread. Where a call saves no
-    memory (without gradients, in forward mode, below `min_bytes`) no block lets go of anything; within torch.compile a
-    chain is one operation, whose states nobody has.
+    of a training and inside of torch.func. It lists blocks called in its own thread. If a call saves no memory (without
+    gradients, in forward mode, below `min_bytes`), no block frees anything; within torch.compile a chain is one
+    operation, whose states no code can refer to.
 
-    Cost: some 0.1 ms for a block that is called in it, and half a KiB for a tensor that is in memory. It holds none of
-    them.
+    Cost: some 0.1 ms for a block that is called in it, and half a KiB for a tensor that is in memory. It keeps no
+    tensor in memory itself.
 
     Source: this library.
     """

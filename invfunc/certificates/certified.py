@@ -41,30 +41,30 @@ def certified(
             assert close(result[e], J^T H J)
         return result
 
-    The other path are the plain loops of `testing`: f runs once more, and torch.autograd pulls one vector back at a
-    time, along single entries or of single samples, without rules of operations and shortcuts by structure. Products
-    are compared whole.
+    The other path are the plain loops of `testing`: f runs once more, and torch.autograd pulls back one vector at a
+    time, for single entries or single samples, without rules of operations and shortcuts by structure. Products are
+    compared in full.
 
-    What it promises: a fault in a `share` of the entries that is larger than the tolerance is found with at least this
-    `confidence`, in each call, by `k = log(1 - confidence) / log(1 - share)` entries that are drawn evenly (90). An
-    entry is that of a parameter, with what each sample has there; of `batch_l2_grad`, the norms of `clipped_grad` and
-    `gram` it is a sample, and of the kernel of a model an output of a sample.
+    It promises that a fault in a `share` of the entries, larger than the tolerance, is found with at least this
+    `confidence` in each call, by `k = log(1 - confidence) / log(1 - share)` evenly drawn entries (90). An entry is one
+    of a parameter, with all samples; for `batch_l2_grad`, the norms of `clipped_grad`, and `gram` it is a sample, and
+    for the kernel of a model an output of a sample.
 
-    What it does not: that f is the function that was meant, that the outputs are right that both ways find in f, or
-    anything about faults below the tolerance. That is, beside the largest number of a parameter, or the root of the sum
-    of squares of what is added up in it, 1e-8 in float64, 4e-6 in float32, 0.004 in float16 and 0.03 in bfloat16. Where
-    numbers are further apart, the loops run again in float64, and 8 times of what they were off themselves anywhere is
-    allowed too: in lower precision, faults in what is that small beside other parameters are lost, and all beside a
-    kink. It is not looked for why numbers differ: where f is saturated, so that nothing is left of a result but
-    rounding (a softmax that is sure), an error may be about that. Numbers that are not finite in both ways count as
-    equal, and where a result has some, or an argument an infinite one, one that is NaN in the loops alone.
+    It does not promise that f is the function you meant, that the outputs that both paths find in f are right, or
+    anything about faults below the tolerance. The tolerance is 1e-8 in float64, 4e-6 in float32, 0.004 in float16 and
+    0.03 in bfloat16, relative to the largest entry of a parameter, or to the root of the sum of squares of the terms of
+    a sum. If numbers are further apart, the loops run again in float64, and 8 times their own error is tolerated, too:
+    in lower precision, faults that are so small beside other parameters are not found, nor faults at a kink. If f is
+    saturated (a softmax that is sure), so that a result is nothing but rounding error, there may be a false alarm.
+    Entries that are not finite on both paths count as equal; so does an entry that is NaN in the loops alone, if other
+    entries of the result, or an argument, are not finite.
 
     Args:
         t: a statistic of this library, also `chunked` or of several `together`; not of drawn columns, `reduced`, nor
             K-factors, `ggn_trace`, `noise_scale`, `sketched_grad`, `predictive_covariance`. Or a product
             `(params, v, *batch)` with a Hessian, a GGN, an empirical Fisher matrix or their blocks.
-        generator: draws which entries. An int, at least 0, is the seed of all calls, as an error tells it. Generators
-            that f draws from end where t leaves them: torch's own, and those that f closes over.
+        generator: draws the entries. An int, at least 0, is the seed of all calls; an error names its seed. Generators
+            that f draws from (torch's own, and those that f closes over) end in the state in which t leaves them.
         confidence, share: as above, both between 0 and 1.
 
     Returns:

@@ -18,19 +18,18 @@ from invfunc.transform import check_adds_up
 
 
 def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] = "local") -> Any:
-    """Compute a statistic of the samples of all processes, or a product, in each of them.
+    """Compute a statistic or a product for the samples of all processes, in each process.
 
         t(params, *(torch.cat(parts) for parts in zip(*batches)))      # batches: those of all processes, in their order
 
-    Processes are started by torch's means (`torchrun --nproc-per-node=2 script.py`, and in the script
-    `torch.distributed.init_process_group()`), and all call it with the same parameters, of which each may have a part
-    (DTensors, as of `functional` of a module that `fully_shard` divides). Each reduces its own samples to
-    what the statistic keeps of them; these are added up (variances by the formula of Chan, Golub and LeVeque), and all
-    processes have the same result. Without an initialised group, the process is alone: a script gives the same numbers
-    with torchrun and without.
+    Start the processes with torch (`torchrun --nproc-per-node=2 script.py`, and in the script
+    `torch.distributed.init_process_group()`). All call it with the same parameters, which may be sharded (DTensors, as
+    of `functional` of a module under `fully_shard`). Each computes the sums of its own samples; these are added up
+    (variances by the formula of Chan, Golub and LeVeque), and all processes get the same result. Without an initialised
+    group, it works for this process alone: a script gives the same numbers with torchrun and without.
 
-    The scale is that of all samples, by the rules of `streamed`: `[N]` losses are summed, and a loss that is given
-    apart may be a sum or a mean over the samples, which is found out.
+    The scale is that of all samples, by the rules of `streamed`: `[N]` losses are summed, and a loss that is passed
+    apart may be a sum or a mean over the samples.
 
     Args:
         t: a statistic of this library, also `chunked` (within each process), `reduced` (after the exchange) or of
@@ -43,12 +42,12 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] =
 
     Returns:
         A function `(params, *batch) -> result`, or `(params, loader) -> result` if t is streamed; of a product
-        `(params, v, ...) -> result`, whose `.linearize` gives `v -> product`. The batch may have no samples in some
-        processes, and loaders any number of batches. Aux is that of this process. The result cannot be differentiated.
-        Where t is streamed to `out`, each process writes the rows of its own samples, whose places begin with 0.
-        Of `gram` with `others=`, the rows of the samples of this process `[n, M]`, or gathered `[N, M]`.
-        Where a parameter is a DTensor, so is a result of its entries, in the same placements; other results (K-factors,
-        norms, traces, those with a sample axis) are whole.
+        `(params, v, ...) -> result`, whose `.linearize` gives `v -> product`. In some processes the batch may have no
+        samples, and loaders any number of batches. Aux is that of this process. The result cannot be differentiated. If
+        t is streamed to `out`, each process writes the rows of its own samples, starting with row 0. Of `gram` with
+        `others=`, the rows of the samples of this process `[n, M]`, or gathered `[N, M]`. If a parameter is a DTensor,
+        results with its shape are DTensors with the same placements; other results (K-factors, norms, traces, those
+        with a sample axis) are not sharded.
 
     Raises:
         ProcessError: another process has failed, or ended; with its message.
@@ -75,24 +74,24 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] =
         (`drop_last=True`). `torch.utils.data.Subset(data, range(rank, len(data), processes))` does neither.
 
     Composes with: `streamed`, `chunked`, `together`, `reduced` inside; `explain`; `linear_operator`, `estimate_trace`,
-    `estimate_diagonal` around products, with the same seed in each process. What is drawn comes from the first
-    process's generator, and each sample draws by its place among those of all processes, as `streamed` says: they are
-    the same for any number of processes. A loader is gone through once more to count its samples then.
+    `estimate_diagonal` around products, with the same seed in each process. Drawn columns come from the first process's
+    generator, and each sample draws by its position among those of all processes, as in `streamed`: they are the same
+    for any number of processes. For that, a loader is read once more, to count its samples.
 
-    Cost: that of t for the samples of this process; of what is exchanged, each number of the result once (of K-factors
-    a triangle, of a variance twice, of a sample axis nothing unless it is gathered), in one collective for each of a
-    few steps; the memory of the result once more. The eigendecompositions of `ekfac` are dealt out to the processes.
-    Where a process fails, or Ctrl-C is pressed in it, the others end with its message behind their last batch, or where
-    they read a parameter in parts.
+    Cost: that of t for the samples of this process; an exchange of each number of the result (for K-factors of a
+    triangle, for a variance twice, for a sample axis nothing unless it is gathered), in a few collectives; the memory
+    of the result once more. The eigendecompositions of `ekfac` are divided among the processes. If a process fails, or
+    Ctrl-C is pressed in it, the others end with its message after their last batch, or when they read a sharded
+    parameter.
 
     With `checkpoint="file"` of `streamed`, each process has a file of its own, "file.0" the first. When one fails, the
-    others write theirs, too; of processes that are killed (torchrun ends all if one is), the last `every` seconds are
-    lost. All go on from where each was, with the same number of processes and the same batches in each; those that were
-    done wait for the others, and no file is removed before all have the result. Where one has lost its file, or was
-    still in the first sweep of `ekfac`, those that were in the second begin again.
+    others write theirs, too. If processes are killed (torchrun ends all if one ends), the last `every` seconds are
+    lost. All resume where they were, with the same number of processes and the same batches in each. No file is removed
+    before all have the result. If one process has lost its file, or was still in the first sweep of `ekfac`, those in
+    the second sweep begin it again.
 
-    DTensors are gathered one by one where an operation reads them, and let go behind it; of sums each process keeps its
-    part. So none holds all parameters, or all sums like them; `notebooks/site/limits.md` says where that is not so.
+    DTensors are gathered one by one when an operation reads them, and freed after it; sums stay sharded. So no process
+    has all parameters in memory, or all sums of their shapes; for exceptions see `notebooks/site/limits.md`.
 
     Source: Chan, Golub and LeVeque (1979) for variances; torch.distributed.
     """

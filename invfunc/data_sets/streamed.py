@@ -37,68 +37,64 @@ def streamed(
     out: Any = None,
     reduction: Literal["sum"] | None = None,
 ) -> Any:
-    """Compute a statistic of a data set that comes batch by batch, or a product, in the memory of one batch.
+    """Compute a statistic or a product for all batches of a loader, in the memory of one batch.
 
         t(params, *(torch.cat(parts) for parts in zip(*loader)))       # of a product, t(params, v, ...)
 
-    Each batch is reduced to what the statistic keeps of it; that is added to what was kept before (variances by the
-    formula of Chan, Golub and LeVeque, results with a sample axis one behind the other, in the order of the loader).
-    `ekfac` goes through the loader twice, in any order: the basis of all samples comes before the eigenvalues in it;
-    `kfoc` goes through it once for each of its sweeps. Products are added, so that
+    Sums are added up over the batches (variances by the formula of Chan, Golub and LeVeque); results with a sample axis
+    are concatenated in the order of the loader. `ekfac` reads the loader twice, in any order: first for the basis, then
+    for the eigenvalues. `kfoc` reads it once for each sweep. Products are added up, so
     `linear_operator(streamed(ggnvp(f, loss)))(params, loader)` is the matrix of a data set.
 
-    The scale is that of the whole data set. `[N]` losses are summed: they are of one sample each, without a factor that
-    depends on the batch (half of the first one is evaluated alone). A loss that is given apart, as in
-    `diag_ggn(f, loss)`, may be a sum or a mean, too: which it is, is found out by evaluating it on the outputs of each
-    batch joined with those of the first, and the batches of a mean count as many times as they have samples.
+    The scale is that of the whole data set. `[N]` losses are summed; they must not have a factor that depends on the
+    batch (half of the first batch is evaluated alone, to check that). A loss that is passed apart, as in `diag_ggn(f,
+    loss)`, may also be a sum or a mean: to find out which, it is evaluated on the outputs of each batch joined with
+    those of the first. The batches of a mean are weighted by their numbers of samples.
 
     Args:
         t: a statistic of this library, also `chunked` (within each batch), `reduced` (after the last one) or of several
             `together` (in one sweep); or a product, as `hvp(f)`; or one of these `compiled` (each batch by its plan).
-        device: where batches are moved; that of the first parameter, unless parameters on several devices leave a
-            choice. From pinned memory (`DataLoader(..., pin_memory=True)`) a GPU takes them while it computes.
-        progress: whether a bar shows the batches that are done, the samples per second and, where the loader has a
-            length, the time that is left. It shows on a terminal and in a notebook only.
-        checkpoint: the name of a file that keeps what the batches that are done have brought, every few seconds
-            (`every`) and when an error or Ctrl-C ends the call. A next call with the same arguments, also of another
-            process, goes on from there, in the sweep that it was in: the loader gives its batches again from the first
-            one on, and those that are done are compared with what they were, and left out. A loader that is gone
-            through twice has to give the same batches in the same order then. When the result is there, the file is
-            removed. That of a product is of one vector, and not of a linearisation; `gram` has none.
-        every: the seconds after which that file is written again, 0 for after each batch.
-        out: where a result with a sample axis (`batch_grad`, `sqrt_ggn`) goes batch by batch, so that it need not fit
-            in memory: a tree like the result of tensors with room for all samples, which may be mapped to a file
-            (`torch.from_file`, `torch.from_numpy(memmap)`) and on another device; or a function `out(start, rows)` of
-            the number of samples before, and the result of a batch. Of several `together`, a tuple. Of `gram` tensors
-            of just its size, or a function that is told the rows of a batch once they are whole.
+        device: the device to which batches are moved; by default that of the first parameter. From pinned memory
+            (`DataLoader(..., pin_memory=True)`) they are copied to a GPU while it computes.
+        progress: show a bar, on a terminal or in a notebook, with the number of batches, the samples per second and, if
+            the loader has a length, the remaining time.
+        checkpoint: the name of a file with the state of the call, written every few seconds (`every`), and when an
+            error or Ctrl-C ends the call. The next call with the same arguments, also in another process, resumes from
+            it. The loader has to give the same batches again, in the same order, from the first one on; those that are
+            done are compared by checksums and skipped. The file is removed when the result is complete. A product has a
+            checkpoint for one vector, not for a linearisation; `gram` has none.
+        every: the seconds between two writes of that file; 0 writes it after each batch.
+        out: takes a result with a sample axis (`batch_grad`, `sqrt_ggn`) batch by batch, so that it need not fit in
+            memory. Either a tree like the result, of tensors with room for all samples; they may be mapped to a file
+            (`torch.from_file`, `torch.from_numpy(memmap)`) or be on another device. Or a function `out(start, rows)`,
+            called with the number of samples before the batch, and the result of the batch. For `together`, a tuple.
+            For `gram`, tensors of its size, or a function that gets complete rows.
 
-        reduction: "sum" says that a loss which is one number is the sum over the samples of its batch, so that it need
-            not be given apart; the caller's word is taken for it.
+        reduction: "sum" says that a loss which is one number is the sum over the samples of its batch; then it need not
+            be passed apart. This is not checked.
 
     Returns:
-        A function `(params, loader) -> result`, of a product `(params, v, loader) -> result`, whose
-        `.linearize(params, loader)` gives `v -> product`. A loader is anything that gives batches: a `DataLoader`, a
-        list, a generator, or a function without arguments that returns one of these. A batch is a tuple or list of the
-        arguments behind the parameters; a tensor or a mapping is one argument: f gets the mapping. Batches of any size
-        are moved to the parameters, those without samples are left out. Further keywords are constants.
-        Of `gram(f)`, `(params, loader) -> [N, N]`, or with the samples of another loader behind it `(params, loader,
-        other_loader) -> [N, M]` (`[N, *out, M, *out]` of a model function); with `others=`, as of other statistics.
-        The result cannot be differentiated; aux is a list of that of each batch. With `out`, the result is the part of
-        it that was written, or None if it is a function.
+        A function `(params, loader) -> result`, of a product `(params, v, loader) -> result`, whose `.linearize(params,
+        loader)` gives `v -> product`. A loader is anything that gives batches: a `DataLoader`, a list, a generator, or
+        a function without arguments that returns one of these. A batch is a tuple or list of the arguments after the
+        parameters; a tensor or a mapping is one argument. Batches may have any sizes; those without samples are
+        skipped. Further keywords are constants. For `gram(f)` it is `(params, loader) -> [N, N]`, or `(params, loader,
+        other_loader) -> [N, M]` with the samples of another loader (`[N, *out, M, *out]` for a model function); with
+        `others=`, as for other statistics. The result cannot be differentiated; aux is a list with that of each batch.
+        With `out`, the result is the written part of out, or None if out is a function.
 
     Raises:
-        ArgumentTypeError: t is neither statistic nor product, the loader gives no batches, or it gives them only once
-            (a generator) but is needed twice (`ekfac`), for each tile (`gram`) or for each vector (a linearisation).
-        SampleAxisError: f mixes samples, or gives them a factor that depends on how many there are (outputs of a
-            statistic whose loss is given apart are not looked at).
-        ArgumentError: there are no samples, or more or fewer than the first time, or for `gram` other ones (a loader
-            that shuffles); a statistic that does not add up over batches (`kfra`), `gram` together with another, or
-            `samples=`; a scalar loss that is not given apart (without `reduction=`), or that is neither a mean nor a
-            sum (`ignore_index` and class weights divide by what is in the batch), or a mean of batches whose samples
-            have other shapes; parameters that are written in place meanwhile; an f that writes into its batch, or of
-            which `gram` finds that it gives samples something else beside those of another one; a device on which there
-            is no parameter; a checkpoint of something else, of `gram`, or of a linearisation; within torch.func's
-            transforms.
+        ArgumentTypeError: t is neither statistic nor product; the loader gives no batches, or gives them only once (a
+            generator) but is read several times (`ekfac`, `gram`, a linearisation).
+        SampleAxisError: f mixes samples, or has a factor that depends on their number (not checked for outputs, if the
+            loss is passed apart).
+        ArgumentError: there are no samples, or another number than the first time, or for `gram` other samples (a
+            loader that shuffles); a statistic that does not add up over batches (`kfra`), `gram` together with another,
+            or `samples=`; a scalar loss that is not passed apart (without `reduction=`), or that is neither a mean nor
+            a sum (`ignore_index` and class weights divide by weights of the batch), or a mean whose samples have other
+            shapes in other batches; parameters that are written in place meanwhile; an f that writes into its batch,
+            or, for `gram`, that gives samples other results in another batch; a device without a parameter; a
+            checkpoint of another call, of `gram`, or of a linearisation; within torch.func's transforms.
         RandomnessError: `gram` of several batches, of an f that draws.
         MissingExtraError: `progress` without tqdm: `pip install 'invfunc[progress]'`.
 
@@ -113,31 +109,29 @@ def streamed(
         tensor([3., 3.])
 
     Composes with: `chunked`, `together`, `reduced`, `compiled` inside; `explain` around statistics; `linear_operator`,
-    `estimate_trace`, `estimate_diagonal` around products, which go through the loader once for each vector. What
-    `mc_samples=` draws differs from a call without `streamed`: the generator gives a key, and each sample draws from a
-    generator of its own, made of the key and of how many samples came before. So they are the same however the data set
-    is divided, and for all vectors of a linearisation; `sample=` gets the samples one by one.
+    `estimate_trace`, `estimate_diagonal` around products, which read the loader once for each vector. `mc_samples=`
+    draws other numbers than a call without `streamed`: the generator gives a key, and each sample draws from a
+    generator of its own, made of the key and of its position in the data set. So the numbers do not depend on the
+    batches, and are the same for all vectors of a linearisation; `sample=` gets the samples one by one.
 
-    Cost: that of t for each batch, and where a loss is one number, four gradients of it in the outputs; of what is
-    drawn, 5 microseconds for each sample. A second sweep runs f again, which draws anew if it does. Memory is that of
-    one batch, the result (with a sample axis it is as long as the data set, unless it goes to `out`) and the outputs
-    of the first batch.
+    Cost: that of t for each batch; if a loss is one number, four gradients of it in the outputs; with drawn columns, 5
+    microseconds for each sample. A second sweep runs f again, with new random numbers if it draws. Memory is that of
+    one batch, the result (with a sample axis it is as long as the data set, unless it goes to `out`) and the outputs of
+    the first batch.
 
-    A checkpoint is replaced as a whole, so that a process that is killed at any moment leaves a complete one (beside
-    it, perhaps, a `.part` of the next), and read by `torch.load` with its default settings. Of f and the loss it knows
-    only the names, and draws go on as they were begun, whatever generator a next call has. All batches,
-    and once the parameters, are copied to the CPU for a checksum; a result with a sample axis is written in full each
-    time, and where the loss is one number, the outputs and the target of the first batch. That of `ekfac` has the
-    eigenvectors, which another machine may find with other signs. A file is of one call at a time.
+    A checkpoint is replaced as a whole, so a process that is killed at any moment leaves a complete one (and perhaps a
+    `.part` of the next), which `torch.load` reads with its default settings. It identifies f and the loss by their
+    names only. Random draws continue as before, whatever generator the next call has. All batches, and once the
+    parameters, are copied to the CPU for a checksum; a result with a sample axis is written in full each time. `ekfac`
+    stores the eigenvectors, which may have other signs on another machine. Use a file for one call at a time.
 
-    `gram` holds the per-sample gradients of a batch, in factors, while the batches behind it go by: of k batches k
-    (k+1)/2 tiles, of which the others are mirror images. Each tile evaluates one batch, k (k+1)/2 of them in place of
-    k, and where per-sample gradients are formed, forms those of both. A tile takes the memory of two
-    batches beside the result; `[N, P]` is never made. The loader is gone through once for each batch, and once before
-    to count; by checksums, its batches have to be the same ones each time. For a function as out, which is told whole
-    rows, all k^2 tiles are computed. Of two loaders, each batch of the second is held while the first goes by; with
-    `others=`, the per-sample gradients of these are held from the first batch on. The first two batches that meet are
-    evaluated joined, too, to find an f that gives samples something else there.
+    `gram` computes a tile for each pair of batches, k (k+1)/2 of them for k batches, as the matrix is symmetric. For
+    each batch, it keeps the factors of its per-sample gradients in memory, and evaluates each later batch again. A tile
+    takes the memory of two batches, and the result; `[N, P]` is never formed. The loader is read once for each batch,
+    and once before, to count; checksums check that the batches are the same each time. If out is a function, which gets
+    complete rows, all k^2 tiles are computed. With two loaders, each batch of the second is kept in memory while the
+    first is read; with `others=`, the per-sample gradients of those samples are kept. The first two batches are also
+    evaluated joined, to find an f that gives samples other results there.
 
     Source: Chan, Golub and LeVeque (1979) for variances.
     """

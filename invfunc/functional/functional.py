@@ -28,25 +28,26 @@ def functional(model: Any, *, train: bool | None = None) -> tuple[Callable[..., 
     """Make a pure function of a module: `f(params, *inputs, **kwargs) == model(*inputs, **kwargs)`.
 
     Args:
-        model: any module (of a DistributedDataParallel, the one in it), or a method of one (`model.encode`). Of one
-            that `fully_shard` divides, `f` runs without its hooks on whole parameters, as `distributed` gives it.
-        train: the mode in which `f` runs; None is the module's own when `f` is called. With `train=False` statistics of
-            a model with batch norm can be taken while it trains: `f` reads the running statistics, which the module
-            goes on updating, and no sample depends on another.
+        model: any module, or a method of one (`model.encode`). Of a DistributedDataParallel it takes the module inside.
+            Of a module under `fully_shard`, `f` runs without its hooks on whole parameters, as `distributed`
+            gathers them.
+        train: the mode in which `f` runs; None is the mode of the module when `f` is called. With `train=False`, a
+            model with batch norm has statistics while it trains: `f` reads the running statistics, which the module
+            itself goes on updating, and no sample depends on another.
 
     Returns:
         `(f, params)`. `params` maps the name of each parameter that requires grad to a detached alias of it; a tied
-        parameter stands there once. Buffers and frozen parameters are closed over, as is a parameter that `f` is called
-        without (or with None); train or eval mode and hooks are those of the module when `f` is called. Parameters of
-        the module are never changed; what it writes into its buffers in train mode (running statistics) is dropped. A
-        `functools.cached_property` is computed by each call; another attribute that forward sets is left on the module,
-        so that a later call reads what an earlier one has computed from its parameters; where it does not read the
-        parameter then, it warns. `f` has the signature of forward, copies and pickles as the module does.
+        parameter is there once. Buffers and frozen parameters are closed over, and so is a parameter that is missing
+        (or None) in a call of `f`. Train or eval mode and hooks are those of the module when `f` is called. Parameters
+        of the module are never changed; updates of its buffers in train mode (running statistics) are dropped. A
+        `functools.cached_property` is computed by each call. Other attributes that forward sets stay on the module, so
+        a later call may read a tensor computed from an earlier call's parameters: a call that does not read the
+        parameter because of that warns. `f` has the signature of forward, copies and pickles as the module does.
 
     Raises:
         ArgumentTypeError: `model` is not an `nn.Module`; of `f`, its `params` are not a dict.
-        ArgumentError: a part of `model` was made by torch.jit, or computes in another precision by `fully_shard`; of
-            `f`, `params` names what the module does not have, or gives a tied parameter two tensors; or forward reads a
+        ArgumentError: a submodule was made by torch.jit, or computes in another precision by `fully_shard`; of `f`,
+            `params` has a name that the module does not have, or two tensors for a tied parameter; or forward reads a
             parameter where it cannot be replaced, as in a list of tensors.
 
     Example:
@@ -57,9 +58,9 @@ def functional(model: Any, *, train: bool | None = None) -> tuple[Callable[..., 
 
     Composes with: everything that takes a function of parameters, such as `torch.func.grad(f)`.
 
-    Cost: none beyond the call of the module. The module has the parameters while `f` runs: calls in several threads
+    Cost: that of calling the module. While `f` runs, the given parameters are in the module: calls in several threads
     wait for each other, and no other thread may call the module itself meanwhile. The first call looks for parameters
-    that cannot be replaced, and for parts with `torch.utils.checkpoint`, for which later ones run on a shallow copy.
+    that cannot be replaced, and for `torch.utils.checkpoint`; with the latter, later calls run on a shallow copy.
 
     Source: `torch.func.functional_call`.
     """

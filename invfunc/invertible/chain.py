@@ -33,15 +33,15 @@ def chain(*blocks: Callable, anchor_every: int | None = None) -> Invertible:
                 x = g(x, p, *args, **kwargs)
             return x
 
-    In the backward pass block after block is inverted, so that the memory does not grow with their number. What
-    somebody else holds of the states in between stays in memory, as `held_states` tells.
+    The backward pass inverts block after block, so the memory does not grow with their number. States between the
+    blocks to which other code refers stay in memory; `held_states` lists them.
 
     Args:
-        blocks: each an `Invertible`, what `invertible_checkpoint` returned, or any other function: that has no inverse,
-            so its input is kept, and it is evaluated again in the backward pass. All are pure in torch.func's sense
+        blocks: each an `Invertible` or a result of `invertible_checkpoint`. Or any other function or module, without an
+            inverse: its input is kept, and the backward pass evaluates it again. All are pure in torch.func's sense
             (see the conventions).
-        anchor_every: keep the input of every n-th block as well, so that rounding errors of the inverses add up
-            between two anchors only.
+        anchor_every: also keep the input of every n-th block, so that rounding errors of the inverses add up between
+            two anchors only.
 
     Returns:
         An `Invertible`, called as `chained(x, params, *args, **kwargs)`: `params` has an entry for each block, None for
@@ -66,11 +66,11 @@ def chain(*blocks: Callable, anchor_every: int | None = None) -> Invertible:
 
     Composes with: all that `invertible_checkpoint` composes with; chains may be blocks of chains. Within
     `torch.compile(fullgraph=True)` a chain is one operation of the graph, whose backward pass inverts block after block
-    and is compiled, too: as outside, it needs the memory of one block, whatever their number. There, functions have no
-    effects in Python (a counter, a list that grows; torch tells), a block whose inverse is found keeps its input, and
-    `check` compares x of the first block alone. Blocks that draw random numbers, write into what they read, or hide
-    something are compiled as they are, which saves no memory, with a warning; so is a chain inside of torch.func.
-    `chained.module()` is an `nn.Module` that registers the modules of all blocks; it may stand in `nn.Sequential`.
+    and is compiled, too: as outside, it needs the memory of one block. There, functions must have no side effects in
+    Python (a counter, a list that grows; torch raises an error), a block without f_inv keeps its input, and `check`
+    compares x of the first block alone. Blocks that draw random numbers, write buffers, or hide something are compiled
+    without saving memory, with a warning; so is a chain inside of torch.func. `chained.module()` is an `nn.Module` that
+    registers the modules of all blocks; it goes into `nn.Sequential`.
 
     Cost: that of its blocks.
 
@@ -111,7 +111,7 @@ def repeated(block: Callable, *, anchor_every: int | None = None) -> Invertible:
     Composes with: all that `invertible_checkpoint` composes with; within torch.compile it is one operation, as `chain`.
 
     Cost: that of the blocks. Many equal steps on a small state (at least 8, of at most 64 KiB, without dropout or batch
-    norm in train mode) are one node of autograd, which keeps the state behind the last one.
+    norm in train mode) are one node of autograd, which keeps the last state.
 
     Source: `jax.lax.scan`, whose parameters are stacked in this way.
     """
@@ -313,7 +313,7 @@ def check_anchor(name: str, anchor_every: int | None) -> None:
 
 
 def multiscale(*flows: Callable[..., Any], split_dim: int = 1) -> Invertible:
-    """Flows one after the other; before each but the first, half of the state leaves.
+    """Flows one after the other; before each but the first, half of the state goes directly to the output.
 
         def f(x, params):
             left = []
@@ -322,7 +322,7 @@ def multiscale(*flows: Callable[..., Any], split_dim: int = 1) -> Invertible:
                 left.append(half)
             return (flows[-1](x, params[-1]), *reversed(left))
 
-    So the numbers that leave early cost less, and each scale sees a state of its own width.
+    So the halves that leave early cost less, and each flow works on a smaller state.
 
     Args:
         flows: each an `Invertible` on one tensor, such as a `chain` of the steps of a scale, or a block of one, which
@@ -445,10 +445,10 @@ class _Halved(PairLaw):
 
 
 class Equilibrium(NamedTuple):
-    """Point where the steps came to rest, evaluations of the function that it took, and how far it still is.
+    """Result of `equilibrium`: the last point, the number of evaluations of the function, and the residual.
 
-    `residual` is the largest difference between x and f(x) that the last step has seen, and between its two copies,
-    relative to the largest entry of x.
+    `residual` is the largest difference between x and f(x) in the last step, and between the two copies of x, relative
+    to the largest entry of x.
     """
 
     value: Any
@@ -472,25 +472,25 @@ def equilibrium(
                 state = fixed_point(f, beta)(state, *args, **kwargs)
             return Equilibrium(state[1], evaluations, residual(state))
 
-    The backward pass goes back through the same steps, so that its gradient is that of the numbers which came out,
-    wherever they are, and not that of a fixed point which has not been reached. As rounding errors grow on the way
-    back, both copies are kept in float64; f gets them, and gives its result, in the dtype of x.
+    The backward pass inverts the same steps, so the gradient is that of the result, even if it is not yet the fixed
+    point. As rounding errors grow on the way back, both copies are kept in float64; f gets its argument, and returns
+    its result, in the dtype of x.
 
     Args:
-        f: any function that keeps the form of x, a tensor or any pytree of tensors; or a module. It has to contract:
-            else there is nothing to come to. f is pure in torch.func's sense (see the conventions).
+        f: any function that keeps the form of x, a tensor or any pytree of tensors; or a module. It has to be a
+            contraction, or there may be no fixed point. f is pure in torch.func's sense (see the conventions).
         beta: as in `fixed_point`.
-        tolerance: how large the residual may be, relative to the largest entry of x.
-        max_steps: after this many steps it stops in any case, with a warning where the residual is larger than that.
-        anchor_every: keep the state of every n-th step, so that rounding errors of the way back grow between two
-            anchors only. They grow by at most 1 / (1 - beta)**2 at each step if f contracts; by default an anchor is
-            where they may have taken half of the digits of float64: at every 13th step for a beta of 0.5.
+        tolerance: the largest residual, relative to the largest entry of x.
+        max_steps: the largest number of steps; a larger residual after these is a warning.
+        anchor_every: keep the state of every n-th step, so that rounding errors on the way back grow between two
+            anchors only. They grow by at most 1 / (1 - beta)**2 at each step if f is a contraction. By default there is
+            an anchor where they may have taken half of the digits of float64: at every 13th step for a beta of 0.5.
 
     Returns:
-        `solve(x, *args, **kwargs) -> Equilibrium(value, evaluations, residual)`: x is where the steps begin, any pytree
-        of tensors; what stands behind it goes to f, and nothing else. So a module has its own parameters, and
-        `solve(x, u)` evaluates `module(x, u)`; to pass others, take `f, params = functional(module)` and
-        `equilibrium(state_first(f))(x, params, u)`. All samples take the same steps, until the last one has arrived.
+        `solve(x, *args, **kwargs) -> Equilibrium(value, evaluations, residual)`: x is the initial point, any pytree of
+        tensors; further arguments go to f. So `solve(x, u)` evaluates `module(x, u)`, with the module's own parameters;
+        to pass others, take `f, params = functional(module)` and `equilibrium(state_first(f))(x, params, u)`. All
+        samples take the same number of steps, until the last one has converged.
 
     Raises:
         ArgumentTypeError: f is not a function.

@@ -30,37 +30,37 @@ def invertible_checkpoint(
     min_bytes: int = 0,
     has_aux: bool = False,
 ) -> Any:
-    """Make f a function whose input need not stay in memory: it is computed as `f_inv(y)` when a gradient needs it.
+    """Make f a function whose input is freed: the backward pass computes it as `f_inv(y)`.
 
-    Of `y = f(x, *args)` autograd saves y only, and not even that once the next block takes y: the memory of stacked
-    calls does not grow with their number, unless somebody holds what is between them (`held_states` tells of that),
+    For `y = f(x, *args)` autograd saves y only, and not even that when the next block takes y. So the memory of stacked
+    calls does not grow with their number, unless other code refers to the states between them (`held_states` lists
+    those):
 
         for p in params:
             x = g(x, p)
 
-    Value and gradients of every order are those of f; what f saves for its gradient is computed once more from x.
+    Value and gradients of every order are those of f. The tensors that f saves are computed once more, from x.
 
     Args:
-        f: `f(x, *args, **kwargs) -> y`, x and y any pytrees. The further arguments pass through: tensors among them get
-            their gradients, anything else is a constant. A module is a function of its inputs, as in
-            `invertible_checkpoint(module, module.inverse)`: its own parameters get their gradients, or those that
-            `functional` puts in. Or an `Invertible`, which brings its inverse. f is pure in torch.func's sense (see the
-            conventions).
-        f_inv: `f_inv(y, *args, **kwargs) -> x`. It runs in the backward pass, so what it closes over must not change
-            until then. None: a plain checkpoint, which keeps x. Left out: it is found, if f is made of couplings.
-        keep: which tensors of x, by their position in the tree, stay in memory and are not computed by the inverse;
-            True keeps all.
-        preserve_rng_state: replay the random numbers that f drew, so that dropout draws the same mask again. False
-            saves the copies of the generators' states, for an f that draws nothing. (Threads that draw at the same time
-            need a `generator=` each, as the numbers of the global one go to whoever comes first.)
-        check: what happens where x does not come back. Some 64 of its entries, and their sum, are kept and compared
-            when the inverse has computed it: "warn" tells once a block of an error that is more than rounding (the
-            square root of the precision), and raises above a few per cent; "error" raises at once; "off" does not look.
-            On an accelerator that is told when the backward pass has ended. True compares all: `f_inv(f(x))` with x in
-            every call, while x is in memory, and what f gives when it is evaluated again; a number is the error that is
-            tolerated, relative to the largest entry of each tensor. (Exact zeros, as of a padding or a relu, come back
-            with a rounding error, and there is no warning: if f has a kink at 0, take `exact=True` or keep=True.)
-        min_bytes: below this size of x, g is simply f.
+        f: `f(x, *args, **kwargs) -> y`, x and y any pytrees. Tensors among the further arguments get their gradients;
+            anything else is a constant. f may be a module, as in `invertible_checkpoint(module, module.inverse)`: its
+            own parameters get their gradients, or those that `functional` puts in. Or an `Invertible`, which has its
+            inverse. f is pure in torch.func's sense (see the conventions).
+        f_inv: `f_inv(y, *args, **kwargs) -> x`. It runs in the backward pass, so tensors that it closes over must not
+            change until then. None: a plain checkpoint, which keeps x. Left out: the inverse is found automatically, if
+            f is made of couplings.
+        keep: the tensors of x that stay in memory, by their positions in the tree; True keeps all.
+        preserve_rng_state: replay the random numbers of f, so that dropout draws the same mask again. False avoids the
+            copies of the generators' states, for an f that draws nothing. (Threads that draw at the same time need a
+            `generator=` each.)
+        check: compares the result of the inverse with some 64 entries of x and their sum. "warn" warns, once a block,
+            of an error that is more than rounding (the square root of the precision), and raises above a few per cent;
+            "error" raises in both cases; "off" does not compare. (On an accelerator at the end of the backward pass.)
+            True compares all entries of x with `f_inv(f(x))` in every call, and the results of both evaluations of f; a
+            number does so with this tolerance, relative to the largest entry of each tensor. Exact zeros, as of a
+            padding or a relu, come back with a rounding error, without a warning: if f has a kink at 0, take
+            `exact=True` or keep=True.
+        min_bytes: if x is smaller, g is f itself.
         has_aux: of an `Invertible` that hides something: return `(y, hidden)`.
 
     Returns:
@@ -69,12 +69,12 @@ def invertible_checkpoint(
     Raises:
         ArgumentTypeError: f or f_inv is not a function, or an option is of a wrong kind.
         ArgumentError: keep names a tensor that x does not have, or has_aux=True with a pair that hides nothing.
-        InverseError: x comes back with an error (`check`), or in another form or shape, or in a dtype that has not all
-            of its digits; or no inverse is found, with what prevents it.
-        ReplayError: f does something else when it runs again.
-        ModifiedError: f or f_inv writes into its arguments; or y, an argument or what f closes over was written in
-            place before the gradient was computed.
-        TypeError: f or f_inv does not take what it is called with; a note says how that was.
+        InverseError: the inverse returns x with an error (`check`), or with another structure, shape, or a narrower
+            dtype; or no inverse is found, with the reason.
+        ReplayError: the second evaluation of f saves other tensors than the first.
+        ModifiedError: f or f_inv writes into its arguments; or y, an argument, or a tensor that f closes over was
+            written in place before the backward pass.
+        TypeError: f or f_inv does not take its arguments; a note shows the call.
 
     Example:
         >>> import torch, invfunc
@@ -88,32 +88,32 @@ def invertible_checkpoint(
         >>> g
         invertible_checkpoint(<lambda>, x[0] = y[0] - F1(y[1]))
 
-    Without f_inv, parts of x have to change one after another by what the others say: `y1 = x1 + F(x2)`, then
+    Without f_inv, parts of x have to change one after another, by functions of the other parts: `y1 = x1 + F(x2)`, then
     `y2 = x2 * exp(s(y1)) + t(y1)` (or another scale that is never 0: sigmoid, softplus). The parts are the tensors of
-    x, or those that f takes one apart into (chunk, split, slices) and joins (cat, stack). Only calls of torch are seen,
-    and what f does may not depend on numbers of x. Random numbers, also of dropout in F, are replayed.
+    x, or slices of one (chunk, split, indexing) that f joins again (cat, stack). f has to consist of torch calls, and
+    must not branch on numbers of x. Random numbers, also of dropout in F, are replayed.
 
-    Buffers of modules in train mode, such as running statistics or the vectors of `spectral_norm`, are written once;
-    f and f_inv start again from what they held. `g.module()` is the block as an `nn.Module`, which registers the
-    modules that f is made of.
+    Buffers of modules in train mode, such as running statistics or the vectors of `spectral_norm`, are written once; f
+    and f_inv run again from their earlier values. `g.module()` is the block as an `nn.Module`, which registers the
+    modules of f.
 
-    Under autocast a stem gives its result in half precision. Keep the state in float32, as by `x = stem(x).float()`, or
-    rounding errors grow from block to block; what F and G compute may be in half precision.
+    Under autocast the layers before the first block return half precision. Keep the state in float32, by `x =
+    stem(x).float()`, or rounding errors grow from block to block; F and G may compute in half precision.
 
     Composes with: `.backward()` and every transform of torch.func. First derivatives in reverse mode (grad, vjp,
-    jacrev, with vmap in either order) need the memory of one block. Where several levels have a graph (grad in grad, or
-    parameters that require grad outside of grad too), in forward mode, and where f uses torch.func itself, f runs
-    without saving memory; a second derivative needs the memory of all blocks. torch.autograd.grad inside of f works in
-    all of them. What f calls that was compiled before stays compiled; a block within torch.compile saves no memory,
-    unless it is in a `chain`, or `torch.compiler.disable` excludes it. Statistics of this library look through it, and
-    read again what layers read, in place of keeping it; inside of torch.func, or with a second derivative
-    (`diag_hessian`, `hvp`, results that require grad), they run f without saving memory.
+    jacrev, with vmap in either order) need the memory of one block. f runs without saving memory if several levels have
+    a graph (grad in grad, or parameters that also require grad outside of grad), in forward mode, and if f uses
+    torch.func itself; a second derivative needs the memory of all blocks. torch.autograd.grad inside of f always works.
+    Compiled functions in f stay compiled; a block within torch.compile saves no memory, unless it is in a `chain`, or
+    `torch.compiler.disable` excludes it. Statistics of this library compute the inputs of layers in a block again, in
+    place of saving them; inside of torch.func, or with a second derivative (`diag_hessian`, `hvp`, results that require
+    grad), they run f without saving memory.
 
-    Cost: one evaluation of the inverse and one more of f in the backward pass: 5/3 of the time without, or 4/3 for a
-    coupling, whose inverse and f share their evaluations, and some 0.2 ms a block. To find an inverse, f runs once more
-    without numbers in the first call of each kind (shapes, dtypes, modes), some 0.1 ms an operation; what was recorded
-    is kept. Of blocks in a series x of the first and of every eighth one is compared. The reconstructed x has rounding
-    errors, which grow with the number of blocks (`drift`, `InexactWarning`).
+    Cost: one evaluation of the inverse and one more of f in the backward pass: 5/3 of the time of f alone, or 4/3 for a
+    coupling, whose inverse and f share their evaluations, and some 0.2 ms a block. To find an inverse, f runs once
+    more, without numbers, in the first call of each kind (shapes, dtypes, modes): some 0.1 ms an operation. In a series
+    of blocks, x of the first and of every eighth one is compared. The reconstructed x has rounding errors, which grow
+    with the number of blocks (`drift`, `InexactWarning`).
 
     Source: A. Gomez et al., The Reversible Residual Network, 2017; the interfaces of MemCNN and invtorch.
     """

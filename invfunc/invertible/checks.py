@@ -78,14 +78,14 @@ def check_inverse(
 
     Args:
         pair: an `Invertible`, what `invertible_checkpoint` made of one, or `(f, f_inv)`.
-        x: where to look, any pytree.
+        x: the input at which they are compared, any pytree.
         args, kwargs: the further arguments of both functions.
-        tolerance: the error that is taken for rounding, relative to the largest entry of each tensor; by default the
-            square root of the precision of its dtype, `math.inf` for a report in any case.
+        tolerance: the error that counts as rounding, relative to the largest entry of each tensor; by default the
+            square root of the precision of its dtype. `math.inf` returns a report in any case.
 
     Returns:
-        `InverseReport(x, y, condition)`: the errors of each tensor by its name, and how much larger a small error of y
-        is in x. There is a warning where rounding alone takes half the digits of x.
+        `InverseReport(x, y, condition)`: the errors of each tensor by its name, and the factor by which a small error
+        of y grows in x. It warns if rounding alone takes half the digits of x.
 
     Raises:
         ArgumentTypeError: `pair` is not one of these.
@@ -130,15 +130,15 @@ def drift(
     *args: Any,
     **kwargs: Any,
 ) -> Drift:
-    """The error of what the inverses give back, as it grows from the last block to the first.
+    """The error of the states that the inverses compute, as it grows from the last block to the first.
 
-    How much memory the states between the blocks take, and which of them somebody holds, is told by `held_states`.
+    For the memory of the states between the blocks see `held_states`.
 
     Args:
         pair: a `chain` or `repeated`; or one block (an `Invertible`, what `invertible_checkpoint` made of one, or
             `(f, f_inv)`), which is repeated.
         x: the input of the first block, any pytree.
-        params: those of the blocks, as the chain takes them.
+        params: the parameters of the blocks, as the chain takes them.
         args, kwargs: the further arguments of all blocks.
 
     Returns:

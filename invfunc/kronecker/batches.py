@@ -18,13 +18,13 @@ from invfunc.tree import Tree
 
 
 def merge(*factors: Tree, reduction: str) -> Tree:
-    """The factors of several batches together: those of one batch that has the samples of all.
+    """The factors of one batch of all samples, from the factors of several batches.
 
         A = sum(inputs[k] * A[k] for k in range(K)) / sum(inputs)     # inputs: how many a each A[k] is the mean of
         B = sum(B[k] for k in range(K))                               # of a loss that is a sum
         B = sum(n[k] * B[k] for k in range(K)) / sum(n)               # of a mean: c = 1 / n[k] becomes 1 / sum(n)
 
-    The factors know their n and inputs (`K.origin`), which add up, so that what is merged may be merged again. With
+    The factors store their n and inputs (`K.origin`), which add up, so results may be merged again. With
     `fisher="empirical"` B has the square of the scale, so that weights are `(n[k] / sum(n))^2`.
 
     Args:

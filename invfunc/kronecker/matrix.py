@@ -30,22 +30,21 @@ class Kronecker:
         K = reduce(torch.kron, factors)          # [P, P]
         K = K @ values.flatten().diag() @ K.T    # with values: factors are orthogonal eigenvectors
 
-    Rows and columns are those of `parameter.flatten()`: where the groups of dims stand in another order, or mix, they
-    are moved there. For the weight `[out, in]` of an `nn.Linear` the K-factors are (B, A) in this order, with
-    `A = 1/N sum_n a a^T` over its inputs a, and `B = sum_n s s^T` over the columns s of a square root of the loss
-    Hessian, pulled back to what it returns. B contains the scale of the loss, such as the 1/N of a mean. The factors of
-    W `[in, out]` in `x @ W` are (A, B).
+    Rows and columns are in the order of `parameter.flatten()`. For the weight `[out, in]` of an `nn.Linear` the
+    K-factors are (B, A) in this order, with `A = 1/N sum_n a a^T` over its inputs a, and `B = sum_n s s^T` over the
+    columns s of a square root of the loss Hessian, pulled back to its outputs. B contains the scale of the loss, such
+    as the 1/N of a mean. The factors of W `[in, out]` in `x @ W` are (A, B).
 
     Args:
         factors: symmetric matrices `[k, k]`; a vector `[k]` is the diagonal of one. With `values`, the eigenvectors.
         groups: the dims of the parameter that each factor is over, in order; k is the product of their sizes.
         shape: of the parameter.
         values: the eigenvalues `[k1, k2, ...]`, one for each product of eigenvectors.
-        blocks: into how many parts each dim is divided; the matrix is zero between parts, and each has a product of its
-            own: all factors and values have an axis more in front, which counts the parts in the order of the dims. The
-            weight `[out, in, ...]` of a convolution in g groups has `blocks=(g, 1, ...)`, and factors
-            `[g, out / g, out / g]` and `[g, in, in]`.
-        origin: what the transform that computed it knows of it, such as its name, which errors tell.
+        blocks: the number of blocks of each dim, for a block-diagonal matrix: it is zero between blocks, and each has a
+            Kronecker product of its own. All factors and values then have a leading axis, which counts the blocks in
+            the order of the dims. The weight `[out, in, ...]` of a convolution in g groups has `blocks=(g, 1, ...)`,
+            and factors `[g, out / g, out / g]` and `[g, in, in]`.
+        origin: set by the transform that computed it: its name, for errors, and the numbers of samples.
 
     Raises:
         ArgumentError: shapes that do not fit, damping that is negative or not finite, a factor that is not symmetric,
@@ -71,11 +70,11 @@ class Kronecker:
         and no split. That of `logdet` exists once, that of `sqrt` not at an eigenvalue 0; all others always.
 
     Cost: `P * (k1 + k2 + ...)` multiplications for a product, a decomposition of each factor (`k^3`) in float64 for the
-        rest. Results have the dtype of the factors, those of half precision float32; only products with a v of half
-        precision are cast back. `solve` and `logdet` of factors are rounded once, at the end. The matrices that
-        `eigen`, `sqrt` and `inverse` give are right to eps of their largest eigenvalue: what is solved with them has
-        `eps |v| / damping` of rounding, which shows along the largest eigenvectors. Negative eigenvalues
-        of factors that are rounding (up to `32 sqrt(k) eps` of the largest) count as 0.
+        rest. Results have the dtype of the factors, or float32 for half precision; only products with a v of half
+        precision are cast back. `solve` and `logdet` of factors are rounded once, at the end. The results of `eigen`,
+        `sqrt` and `inverse` are right to eps of their largest eigenvalue: solutions with them have rounding errors of
+        `eps |v| / damping`, along the largest eigenvectors. Negative eigenvalues of factors up to `32 sqrt(k) eps` of
+        the largest are rounding, and count as 0.
 
     Source: Martens and Grosse (ICML 2015), section 6.3 for the split; George et al. (NeurIPS 2018) for the values.
     """
@@ -134,7 +133,7 @@ class Kronecker:
         return x.permute(sorted(range(v.ndim), key=order.__getitem__)).to(dtype)
 
     def is_diagonal(self, i: int) -> bool:
-        """Tells whether a factor is kept as its diagonal."""
+        """Tells whether a factor is stored as its diagonal."""
         return self.factors[i].ndim == (1 if self.blocks is None else 2)
 
     def dense(self) -> torch.Tensor:
@@ -179,9 +178,9 @@ class Kronecker:
 
     @checked_at_the_end()
     def inverse(self, damping: Damping = 0.0, split: str | None = None) -> Kronecker:
-        """The inverse of `K + damping I`, where the damping is not 0 in the form with values.
+        """The inverse of `K + damping I`; with a damping above 0, in the form with values.
 
-        With `split="pi"`, of the product of two damped factors that is near it and whose inverse is one of factors:
+        With `split="pi"`, the inverse of a nearby product of two damped factors, which is a product of factors again:
         `(A + pi sqrt(damping) I) kron (B + sqrt(damping) / pi I)`, `pi = sqrt((tr A / dim A) / (tr B / dim B))`, or 1
         where a trace is 0.
         """

@@ -31,13 +31,13 @@ def solve(factors: Tree, v: Tree, damping: Damping = 0.0, split: str | None = No
             parameter, or None. Pass `kronecker.eigen(factors)` to solve several times with one decomposition each. Or
             what `eigenpairs` returned: the inverse of the whole matrix, not of its blocks.
         v: a tensor `[*lead, *p]` for each parameter p, such as a gradient, or what `batch_grad` returns.
-        damping, split: as in `Kronecker.inverse`; one factor, as a bias has it, takes all of the damping.
+        damping, split: as in `Kronecker.inverse`; a single factor, as of a bias, gets all of the damping.
 
     Returns:
-        A tree like v. It has None in the places of parameters whose block is not known (`unsupported="skip"`).
+        A tree like v. It has None for parameters without a block (`unsupported="skip"`).
 
     Raises:
-        ArgumentError: v has other parameters or shapes than factors; a bias that is not found beside its weight; as
+        ArgumentError: v has other parameters or shapes than factors; a bias is missing for its weight; as
             `Kronecker.solve`.
         ArgumentTypeError: factors has something else than `Kronecker` and None.
 
@@ -93,7 +93,8 @@ def logdet(factors: Tree, damping: Damping = 0.0) -> torch.Tensor:
         sum(K.logdet(damping) for K in factors.values())
 
     Args:
-        factors: as in `solve`. Parameters with None are left out, or are in the matrix of their weight.
+        factors: as in `solve`. Parameters with None are left out; with `joint=True` a bias is in the matrix of its
+            weight.
         damping: as in `Kronecker.logdet`.
 
     Returns:
@@ -126,12 +127,12 @@ def logdet(factors: Tree, damping: Damping = 0.0) -> torch.Tensor:
 
 @checked_at_the_end()
 def eigen(factors: Tree) -> Tree:
-    """Each matrix in the form with eigenvalues, so that what comes next decomposes nothing again.
+    """Each matrix in the form with eigenvalues, so that later solves decompose nothing again.
 
         {name: K.eigen() for name, K in factors.items()}
 
-    Eigenvectors have the dtype of the factors: in float32 what `solve` gives with them has rounding of 1e-7 of
-    `|v| / damping`, and with the factors themselves of 1e-7 of the result.
+    Eigenvectors have the dtype of the factors: in float32, `solve` with them has rounding errors of 1e-7 of `|v| /
+    damping`, and with the factors themselves of 1e-7 of the result.
 
     Args:
         factors: as in `solve`.
@@ -154,7 +155,7 @@ def eigen(factors: Tree) -> Tree:
 
     Composes with: torch.func, as `Kronecker.eigen`.
 
-    Cost: one eigendecomposition of each factor, of those of one shape together; checks of all are waited for once.
+    Cost: one eigendecomposition of each factor, batched over factors of one shape; a GPU is waited for once.
 
     Source: Martens and Grosse (ICML 2015).
     """

@@ -16,13 +16,12 @@ from invfunc.errors import ArgumentError, ArgumentTypeError
 @tree.register("vectors", "weights", "scale")
 @dataclass(frozen=True, eq=False, repr=False)
 class LowRank:
-    """A symmetric matrix over the P entries of all parameters: of k vectors, and a multiple of the identity.
+    """A symmetric matrix over the P entries of all parameters: k vectors, plus a multiple of the identity.
 
         U = torch.cat([u.flatten(1) for u in vectors.values()], 1)      # [k, P]
         U.T @ weights.diag() @ U + scale * torch.eye(P)                 # with weights [k, k]: U.T @ weights @ U
 
-    `Eigenpairs.inverse(damping)` gives one, the covariance of a Laplace approximation, which `predictive_covariance`
-    takes.
+    `Eigenpairs.inverse(damping)` returns one: the covariance of a Laplace approximation, for `predictive_covariance`.
 
     Args:
         vectors: a tree like the parameters, of tensors `[k, *p]`.

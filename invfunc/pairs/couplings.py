@@ -251,25 +251,25 @@ def additive_coupling(
         b' = b + G(a', q)                   a = a' - F(b, p)
 
     Args:
-        F, G: any functions of one part that return the shape of the other; they need no inverse. Or modules: `F(b)`
-            with their own parameters, which get their gradients, or with the p of `functional(module)`. They must not
-            write into their argument (`nn.ReLU(inplace=True)` as the first layer), which is an error. F and G are pure
-            in torch.func's sense (see the conventions).
-        split_dim: take one tensor, whose halves along this axis are a and b, in place of a pair.
-        exact: compute on a fixed-point grid (True: `Grid()`), where adding and subtracting make no rounding errors: the
-            inverse gives back every bit, at any depth, as long as F and G see the same shapes. The state has to be on
-            the grid: `Grid().enter(x)` puts it there. F and G get it in the dtype of their parameters, and what they
-            give is rounded to it; gradients take the rounding for the identity.
+        F, G: any functions of one part of the state that return the shape of the other part; they need no inverse. Or
+            modules, with their own parameters (which get their gradients), or with the p of `functional(module)`. They
+            must not write into their argument (`nn.ReLU(inplace=True)` as the first layer), which is an error. F and G
+            are pure in torch.func's sense (see the conventions).
+        split_dim: the state is one tensor, whose halves along this axis are a and b, in place of a pair.
+        exact: compute on a fixed-point grid (True: `Grid()`), where sums have no rounding errors: the inverse is exact
+            in every bit, at any depth, as long as F and G get the same shapes. The state has to be on the grid:
+            `Grid().enter(x)` rounds it. F and G get it in the dtype of their parameters, and their results are rounded
+            to the grid; for gradients the rounding counts as the identity.
 
     Returns:
-        An `Invertible`, called as `pair((a, b), (p, q), *args, **kwargs)`, the further arguments going to F and G; or
-        `pair((a, b))` for F and G without parameters. Its log-determinant is 0.
+        An `Invertible`, called as `pair((a, b), (p, q), *args, **kwargs)`, with further arguments for F and G; or
+        `pair((a, b))` for F and G without parameters, or modules. Its log-determinant is 0.
 
     Raises:
         ArgumentTypeError: F or G is not a function, or an option is of a wrong kind.
         ArgumentError: the state or the parameters are not a pair; F or G returns another shape than that of the part
-            that it changes; the axis to split has no two halves, or is the leading one where the log-determinant is
-            asked for.
+            that it changes; the axis to split has no two halves, or the log-determinant is asked for and the axis is
+            the leading one.
         ModifiedError: F or G has written into the state.
         RangeError: with `exact`, the state is not on the grid, or leaves its range.
 
@@ -282,10 +282,10 @@ def additive_coupling(
         >>> invfunc.invert(pair)((a, b), (2.0, 3.0))
         (tensor([1., 1.]), tensor([1., 1.]))
 
-    With F and G both `lambda x, p: 2 * h * f(x, p)` it is two steps of the explicit midpoint rule for dx/dt = f, on the
-    last two states: `x[n + 1] = x[n - 1] + 2 * h * f(x[n])`. A Reformer's block is `additive_coupling(attention, mlp)`,
-    of modules without their skip connections: the second stream attends to itself, which is added to the first, and so
-    on; with `split_dim=-1` the streams are the halves of the channels.
+    A Reformer's block is `additive_coupling(attention, mlp)`, with modules without skip connections: attention of the
+    second stream is added to the first, then the MLP of the first to the second. With `split_dim=-1` the streams are
+    halves of the channels. With F and G both `lambda x, p: 2 * h * f(x, p)` it is two steps of the explicit midpoint
+    rule for dx/dt = f, on the last two states: `x[n + 1] = x[n - 1] + 2 * h * f(x[n])`.
 
     Composes with: `invertible_checkpoint`, `chain`, `repeated`. With modules as F and G, `.module()` of the pair, or of
     a block or chain of it, registers them: `invertible_checkpoint(additive_coupling(F, G)).module()` is an `nn.Module`
@@ -308,7 +308,7 @@ def additive_coupling(
 def affine_coupling(
     F: Callable, G: Callable, *, log_scale: Callable = torch.tanh, split_dim: int | None = None
 ) -> Invertible:
-    """The pair `(a, b) -> (a', b')` that scales and shifts each part by what the other says.
+    """The pair `(a, b) -> (a', b')` that scales and shifts each part by functions of the other part.
 
         s, t = F(b, p)                              s, t = G(a', q)
         a' = a * exp(log_scale(s)) + t              b = (b' - t) / exp(log_scale(s))
@@ -318,9 +318,9 @@ def affine_coupling(
     Args:
         F, G: functions, or modules, that return `(s, t)`, each of the shape of the other part; they need no inverse. F
             and G are pure in torch.func's sense (see the conventions).
-        log_scale: the logarithm of the scale as a function of s. The default keeps the scale between 1/e and e, so that
-            deep chains neither explode nor lose their digits; `lambda s: s` is the plain exponential.
-        split_dim: take one tensor, whose halves along this axis are a and b, in place of a pair.
+        log_scale: the logarithm of the scale as a function of s. The default, `torch.tanh`, keeps the scale between 1/e
+            and e, so that deep chains neither explode nor lose their digits; `lambda s: s` is the plain exponential.
+        split_dim: the state is one tensor, whose halves along this axis are a and b, in place of a pair.
 
     Returns:
         An `Invertible`, called as that of `additive_coupling`. Its log-determinant is the sum of all log-scales, [N],
@@ -416,7 +416,7 @@ class _Affine(_Coupling):
 
 
 def from_module(module: nn.Module, *, log_det: bool = True) -> Invertible:
-    """The pair of a module that has an inverse, as libraries of normalizing flows write them.
+    """The pair of a module that has an inverse, as in libraries of normalizing flows.
 
         y, log_det = module(x, *args)                  x, _ = module.inverse(y, *args)            # normflows, nflows
         y, log_det = module(x, *args)                  x, _ = module(y, *args, rev=True)          # FrEIA
@@ -425,13 +425,12 @@ def from_module(module: nn.Module, *, log_det: bool = True) -> Invertible:
     Args:
         module: one that has a method `inverse` like its forward, an argument `rev` of its forward, or an attribute
             `inv` and a forward that returns a `torch.distributions.Transform`. Of FrEIA, a tensor is given as `(x,)`.
-        log_det: whether a module with an `inverse` returns a log-determinant beside each result, as the libraries do;
-            False for one that returns the result alone.
+        log_det: False for a module with an `inverse` that returns the result alone, without a log-determinant.
 
     Returns:
-        An `Invertible`, called as `pair(x)` with the module's own parameters, which get their gradients, or as
-        `pair(x, params, *args, **kwargs)` with those of `functional(module)`, or None for its own, in front of what the
-        module gets beside x. Its log-determinant `[N]` is that of the module, summed over what it has of each sample.
+        An `Invertible`, called as `pair(x)` with the module's own parameters, which get their gradients, or as `pair(x,
+        params, *args, **kwargs)`: params are those of `functional(module)`, or None for its own, and further arguments
+        go to the module. Its log-determinant `[N]` is that of the module, summed over the entries of each sample.
 
     Raises:
         ArgumentTypeError: `module` is no module.

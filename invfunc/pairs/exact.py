@@ -25,15 +25,15 @@ _OFF = "is not on the grid; put it there with Grid.enter(x)."
 
 @dataclass(frozen=True)
 class Grid:
-    """The multiples of `2 ** -fraction_bits`, up to where a dtype holds all of them.
+    """The multiples of `2 ** -fraction_bits` in the range in which a dtype represents all of them.
 
     For a and r on the grid `a + r` is computed exactly as long as it is in the range, and so is `(a + r) - r == a`.
 
     Args:
-        fraction_bits: the bits behind the point.
+        fraction_bits: the number of bits after the point.
         dtype: what holds the numbers, `torch.float32` (24 bits in all: up to 2 ** (24 - fraction_bits)) or
             `torch.float64` (53). By default float32, unless `largest` asks for more.
-        largest: how large the numbers become.
+        largest: the largest number that will occur.
 
     Raises:
         ArgumentTypeError: fraction_bits is not a whole number, or what `enter` is given is not a real tensor.
@@ -203,30 +203,29 @@ FINE = Grid(44, torch.float64)
 def reversible_sgd(
     loss: Callable[..., Any], *, lr: float | Callable[..., Any], momentum: float | Fraction = 0.9, grid: Grid = FINE
 ) -> Optimiser:
-    """The pair `state -> state'` of one step of gradient descent with momentum, which runs backwards as well.
+    """The pair `state -> state'` of one step of gradient descent with momentum, which can be inverted.
 
         v' = momentum * v - lr * grad(loss)(w, *args)       w = w' - v'
         w' = w + v'                                         v = (v' + lr * grad(loss)(w, *args)) / momentum
 
-    So a training can be differentiated from its end, in the memory of one step: its start, and all that its losses and
-    learning rates read, get the gradient of whatever the last weights are good for.
+    So a whole training can be differentiated in the memory of one step: a function of the last weights has gradients in
+    the initial weights, and in everything that the losses and learning rates read.
 
         step = reversible_sgd(loss, lr=0.1)
         last = repeated(step)(step.start(params), batches, *args)
         validation(last.params).backward()
 
-    All numbers are on a grid, where sums are exact. momentum is a fraction n / d; the digits that v loses by it go into
-    whole numbers beside v, log2(d / n) bits a step and entry, from which they come back. The product is off by less
-    than a unit of the grid.
+    All numbers are on a grid, where sums are exact. momentum is a fraction n / d; the digits that v loses by the
+    product are saved in integers, log2(d / n) bits a step and entry. The product is exact up to a unit of the grid.
 
     Args:
         loss: `loss(params, *args, **kwargs)`, a scalar that is twice differentiable. It is evaluated at the weights on
             the grid, in the dtypes of the parameters. loss is pure in torch.func's sense (see the conventions).
-        lr: the learning rate, or a function `lr(*args, **kwargs)` of what the loss gets behind the parameters, as
-            `lambda batch, *rest: batch["lr"]` for one of each step.
-        momentum: between 0 and 1, a fraction with a denominator up to 10000; no gradient is asked of it.
-        grid: what the weights, v and each change of it are rounded to. By default 44 bits behind the point in float64,
-            up to 512.
+        lr: the learning rate, or a function `lr(*args, **kwargs)` of the arguments of the loss after the parameters, as
+            `lambda batch, *rest: batch["lr"]` for a learning rate of each step.
+        momentum: between 0 and 1, a fraction with a denominator up to 10000; it has no gradient.
+        grid: the weights, v and each change of it are rounded to it. By default 44 bits after the point in float64, up
+            to 512.
 
     Returns:
         An `Invertible`, called as `step(state, *args, **kwargs)`, with `step.start(params)`, the state before the first
@@ -237,12 +236,11 @@ def reversible_sgd(
         ArgumentTypeError: loss is not a function, lr is neither that nor a number; a parameter is not a tensor of real
             numbers, or the state is not one of `start`.
         ArgumentError: momentum is no such fraction; the loss gives no scalar.
-        InverseError: on the way back the gradients are not those of the way forth, which shows when a word of digits
-            should be used up, and in a backward pass where the state before the steps is compared; or there is no step
-            left to undo.
+        InverseError: on the way back the gradients are not those of the forward steps, which shows when the saved
+            digits do not match, or when the initial state is compared; or there is no step left to invert.
         RangeError: a number leaves the range of the grid, or is NaN.
-        ReplayError: in a backward pass through several steps, the loss or lr reads another tensor that it closes over
-            than on the way forth.
+        ReplayError: in a backward pass through several steps, the loss or lr closes over another tensor than in the
+            forward pass.
         ModifiedError: such a tensor was written in place since.
 
     Example:
@@ -261,10 +259,10 @@ def reversible_sgd(
 
     Cost: a gradient in either direction; in a backward pass one, and a product of its Jacobian (a Hessian-vector
         product) from the same evaluation. With `repeated` or `chain` in plain autograd that is twice the time of the
-        training, as all steps behind the first are one node. Steps in which the loss draws random numbers, or closes
-        over what needs a gradient, are a block each, as all are within torch.func; that is some 4 milliseconds more in
-        either direction, and 40 kB. Memory: the state, 24 bytes an entry, 8 more for each 377 steps with 0.9 (30415
-        with 0.999).
+        training, as all steps after the first are one node. Within torch.func, or if the loss draws random numbers, or
+        closes over a tensor that needs a gradient, each step is a block of its own: some 4 milliseconds more in either
+        direction, and 40 kB. Memory: the state, 24 bytes an entry, 8 more for each 377 steps with 0.9 (30415 with
+        0.999).
 
     Source: D. Maclaurin et al., Gradient-based Hyperparameter Optimization through Reversible Learning, 2015. There the
     product is off by up to n units.
@@ -281,14 +279,14 @@ def reversible_adam(
     eps: float = 1e-8,
     grid: Grid = FINE,
 ) -> Optimiser:
-    """The pair `state -> state'` of one step of Adam, which runs backwards as well.
+    """The pair `state -> state'` of one step of Adam, which can be inverted.
 
         m' = beta1 * m + (1 - beta1) * g            with g = grad(loss)(w, *args)
         s' = beta2 * s + (1 - beta2) * g ** 2
         w' = w - lr * m' / (1 - beta1 ** t) / (sqrt(s' / (1 - beta2 ** t)) + eps)
 
-    m' and s' say how the weights moved, so that w comes back first, then the gradient there, then m and s. What is said
-    of `reversible_sgd` holds here too, with these differences.
+    m' and s' give the change of the weights, so the inverse computes w first, then the gradient there, then m and s. It
+    is like `reversible_sgd`, with these differences.
 
     Args:
         loss, lr: as in `reversible_sgd`. loss is pure in torch.func's sense (see the conventions).
@@ -296,9 +294,9 @@ def reversible_adam(
         eps: a number of at least 0. Where you differentiate through a training, take 1e-4 or more: at the default an
             entry of the gradient near 1e-6 can dominate the derivative, which is then wrong. Or multiply the loss and
             eps by the same number, such as 1000: the steps are the same, and the grid is finer beside the gradients.
-        grid: what the weights, m, s and their changes are rounded to; what s gains is rounded up, so that no gradient
-            is taken for nothing. A gradient that is small beside the root of 1 / (1 - beta2) units (7.5e-6 by default)
-            moves its weight by less than Adam does, as if eps were that large.
+        grid: the weights, m, s and their changes are rounded to it; increases of s are rounded up, so that no gradient
+            counts as zero. A gradient that is small beside the root of 1 / (1 - beta2) units (7.5e-6 by default) moves
+            its weight by less than in Adam, as if eps were that large.
 
     Returns:
         An `Invertible`, called as `step(state, *args, **kwargs)`, with `step.start(params)` and `state.params`.

@@ -36,19 +36,19 @@ def behind(p: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
 class Invertible(Value):
     """A function `forward(x, *args, **kwargs) -> y` with its inverse `inverse(y, *args, **kwargs) -> x`.
 
-    It is called as its forward function, and taken wherever a pair `(f, f_inv)` is. x and y are any pytrees; the
-    arguments behind them are the same for both directions.
+    Call it as its forward function. It goes wherever a pair `(f, f_inv)` goes. x and y are any pytrees; further
+    arguments are the same in both directions.
 
     Args:
         forward: the function. It is pure in torch.func's sense (see the conventions).
-        inverse: gives x back from y, for the same further arguments.
+        inverse: returns x for y and the same further arguments.
         shared: expensive functions that both directions evaluate at the same arguments, the inverse in the reverse
-            order. Both get them in front of x or y; in the backward pass each is evaluated once for the inverse and
-            the derivative together. That is what makes a coupling cost four evaluations in place of five.
-        hidden: whether forward returns `(y, hidden)`. The inverse gets it as its second argument, the caller does not
-            see it. It stays in memory, so it had better be small.
-        log_det: `log_det(x, *args, **kwargs) -> [N]`, the logarithm of the absolute determinant of dy/dx for each
-            entry of the leading axis. It gets `shared` in front too, and evaluates them in the order of forward.
+            order. Both directions take them as their first arguments. The backward pass evaluates each once, for the
+            inverse and the derivative together: so a coupling costs four evaluations in place of five.
+        hidden: True if forward returns `(y, hidden)`. The inverse takes `hidden` as its second argument; the caller
+            gets y alone. It stays in memory, so it should be small.
+        log_det: `log_det(x, *args, **kwargs) -> [N]`, the logarithm of the absolute determinant of dy/dx for each entry
+            of the leading axis. It takes `shared` first, too, and evaluates them in the order of forward.
         name: what `repr` says.
         composition: what it is composed of, as in `chain`; it then frees its own memory.
         carried: what `with_log_det` makes of it, where both directions give the log-determinant beside their result.
@@ -104,8 +104,8 @@ class Invertible(Value):
     def module(self) -> nn.Module:
         """The pair as an `nn.Module`, called as `module(x, *args, **kwargs)`, that registers the modules it is made of.
 
-        It may be put into `nn.Sequential`; its parameters are those of the parts, as `F.weight` of a coupling and
-        `0.F.weight` of a chain. A block (`invertible_checkpoint(pair)`) and a chain have the same method.
+        It goes into `nn.Sequential`. Its parameters have names such as `F.weight` (a coupling) and `0.F.weight` (a
+        chain). A block (`invertible_checkpoint(pair)`) and a chain have the same method.
 
         Raises:
             ArgumentError: no part is a module.
@@ -146,7 +146,7 @@ def rewrapped(block: Any, pair: Invertible, **options: Any) -> Any:
 
 
 def invert(pair: Invertible) -> Invertible:
-    """The same pair the other way round: `invert(pair)(y, *args) == x` where `pair(x, *args) == y`.
+    """The inverse of a pair, as a pair: `invert(pair)(y, *args) == x` if `pair(x, *args) == y`.
 
     Args:
         pair: an `Invertible`. For two functions f and f_inv, `Invertible(f_inv, f)` is the same.
@@ -157,7 +157,7 @@ def invert(pair: Invertible) -> Invertible:
 
     Raises:
         ArgumentTypeError: `pair` is not an `Invertible`.
-        ArgumentError: the inverse needs what forward hides, which y alone does not tell (batch statistics, a shape).
+        ArgumentError: the inverse needs hidden values of forward (batch statistics, a shape), not y alone.
         InverseError: a block of a chain has no inverse.
 
     Example:
@@ -189,14 +189,14 @@ def invert(pair: Invertible) -> Invertible:
 def with_log_det(pair: Invertible) -> Invertible:
     """The pair on states `(x, s)`, to which it adds its log-determinant: `(x, s) -> (y, s + log |det dy/dx|)`.
 
-    The sum is part of the state, so it is taken back by the inverse, and a checkpointed flow needs no more memory.
+    The sum s is a part of the state: the inverse subtracts it again, and a checkpointed flow needs no more memory.
 
     Args:
         pair: an `Invertible` with a log_det. Of a chain the log-determinants of all blocks are carried.
 
     Returns:
-        An `Invertible`; of what `invertible_checkpoint` returned, a block with the same options. s has the shape [N] of
-        one sum for each entry of the leading axis of x; `torch.zeros(N)` starts. What the pair hides stays hidden.
+        An `Invertible`; of what `invertible_checkpoint` returned, a block with the same options. s has the shape [N], a
+        sum for each sample; start with `torch.zeros(N)`. Hidden values stay hidden.
 
     Raises:
         ArgumentTypeError: `pair` is not an `Invertible`.
@@ -291,8 +291,8 @@ class PairLaw(Value):
 def state_first(f: Callable[..., Any]) -> Callable[..., Any]:
     """Turn `f(params, x, *args)` into `f(x, params, *args)`, or back.
 
-    A model function takes its parameters first, as `torch.func.grad` and the statistics want it, an invertible function
-    its state:
+    A model function takes its parameters first, as `torch.func.grad` and the statistics do; an invertible function
+    takes its state first:
 
         g = invertible_checkpoint(state_first(f), state_first(f_inv))
         variance(state_first(g))(params, x)

@@ -25,7 +25,7 @@ def momentum(f: Callable[..., Any], gamma: float = 0.9) -> Invertible:
 
     Args:
         f: any function that keeps the shape of x, or a module. f is pure in torch.func's sense (see the conventions).
-        gamma: between 0 and 1, without them. The inverse divides by it: errors grow by 1 / gamma at each step.
+        gamma: between 0 and 1 (both excluded). The inverse divides by it: errors grow by 1 / gamma at each step.
 
     Returns:
         An `Invertible`, called as `pair((x, v), p, *args, **kwargs)`; zeros start v. Its log-determinant is the
@@ -55,7 +55,7 @@ def momentum(f: Callable[..., Any], gamma: float = 0.9) -> Invertible:
 
 
 def leapfrog(force: Callable[..., Any], step: float) -> Invertible:
-    """The pair `(x, v) -> (x', v')` of one step of a particle in a field of forces, which runs backwards as well.
+    """The pair `(x, v) -> (x', v')` of a leapfrog step: a particle with position x and velocity v in a field of forces.
 
         w = v + step / 2 * force(x, p)
         x' = x + step * w
@@ -99,20 +99,20 @@ def fixed_point(f: Callable[..., Any], beta: float = 0.5) -> Invertible:
         y' = (1 - beta) * y + beta * f(z, p)        z = (z' - beta * f(y', p)) / (1 - beta)
         z' = (1 - beta) * z + beta * f(y', p)       y = (y' - beta * f(z, p)) / (1 - beta)
 
-    y and z are two copies of the state, which begin as the same, `(x, x)`, and both come to rest at the fixed point.
-    `equilibrium` takes as many steps as a tolerance asks for.
+    y and z are two copies of the state. They start equal, `(x, x)`, and both converge to the fixed point. `equilibrium`
+    takes as many steps as a tolerance needs.
 
     Args:
         f: any function that keeps the form of x, a tensor or any pytree of tensors; or a module. f is pure in
             torch.func's sense (see the conventions).
-        beta: between 0 and 1, without them: how far a step goes. The inverse divides by 1 - beta: errors grow by 1 /
+        beta: the size of a step, between 0 and 1 (both excluded). The inverse divides by 1 - beta: errors grow by 1 /
             (1 - beta) at each step, and by up to the square of that where f is steep (`drift`). Many steps back need
             float64 or `anchor_every=`.
 
     Returns:
         An `Invertible`, called as `pair((y, z), p, *args, **kwargs)`; `repeated(pair)((x, x), [p] * n)` takes n steps.
         As in every pair, p of a module is that of `functional(module)`, or None for its own, and its further inputs
-        stand behind p. Its log-determinant is twice the logarithm of 1 - beta for each entry of y, [N].
+        come after p. Its log-determinant is twice the logarithm of 1 - beta for each entry of y, [N].
 
     Raises:
         ArgumentTypeError: f is not a function.
@@ -150,7 +150,7 @@ TABLEAUS: dict[str, Tableau] = {
 
 
 def reversible_step(increment: Callable[..., Any], coupling: float = 0.99) -> Invertible:
-    """The pair `(y, z) -> (y', z')` of one step of any solver, which runs backwards as well, at the solver's own order.
+    """The pair `(y, z) -> (y', z')` of one step of any solver, made invertible at the solver's order of accuracy.
 
         y' = c * y + (1 - c) * z + increment(z, start, end)
         z' = z - increment(y', end, start)
@@ -158,20 +158,19 @@ def reversible_step(increment: Callable[..., Any], coupling: float = 0.99) -> In
         z = z' + increment(y', end, start)
         y = (y' - (1 - c) * z - increment(z, start, end)) / c
 
-    y and z are two copies of the state, which begin as the same, `(x, x)`, and stay as near as the solver is exact.
+    y and z are two copies of the state. They start equal, `(x, x)`, and stay as close as the solver is accurate.
 
     Args:
-        increment: `increment(x, start, end, *args, **kwargs)`, by how much one step from start to end changes x, a
-            tensor or any pytree of tensors; a step back has its end before its start. `runge_kutta(field)` makes one
-            for a differential equation. start and end are times, or anything else that has a value wherever a step
-            begins and ends: for a stochastic equation `(time, noise)`, where the noise is the path up to that time.
-            increment is pure in torch.func's sense (see the conventions).
-        coupling: c, above 0 and at most 1. Below 1 it draws the copies together. The inverse divides by it: errors grow
+        increment: `increment(x, start, end, *args, **kwargs)`, the change of x (a tensor or any pytree of tensors) in
+            one step from start to end; in a step back the end is before the start. `runge_kutta(field)` makes one for a
+            differential equation. start and end are times; for a stochastic equation they are `(time, noise)`, where
+            the noise is the path up to that time. increment is pure in torch.func's sense (see the conventions).
+        coupling: c, above 0 and at most 1. Below 1 it pulls the copies together. The inverse divides by it: errors grow
             by 1 / c at each step.
 
     Returns:
-        An `Invertible`, called as `pair((y, z), (start, end), *args, **kwargs)`. What stands behind the two ends,
-        `(start, end, p)`, is the step's own, and is given to increment in front of the further arguments. So
+        An `Invertible`, called as `pair((y, z), (start, end), *args, **kwargs)`. Parameters of a step come after the
+        two times, `(start, end, p)`; increment gets them before the further arguments. So
 
             repeated(pair)((x, x), (times[:-1], times[1:]), params)
 
@@ -234,7 +233,7 @@ def runge_kutta(field: Callable[..., Any], tableau: str | Tableau = "rk4") -> Ca
     Args:
         field: `field(x, t, *args, **kwargs)`, of the form of x, a tensor or a pytree of tensors; or a module. field is
             pure in torch.func's sense (see the conventions).
-        tableau: "euler" (order 1), "midpoint", "heun" (2) or "rk4" (4); or `(a, b)` of an explicit scheme of one's own,
+        tableau: "euler" (order 1), "midpoint", "heun" (2) or "rk4" (4); or `(a, b)` of an explicit scheme of your own,
             where row i of a has the weights of the stages before stage i.
 
     Returns:
@@ -308,14 +307,14 @@ def bdia(f: Callable[..., Any], grid: Grid | None = None) -> Invertible:
         y = gamma * (w + odd) + round((1 - gamma) * x + (1 + gamma) * f(x, p))
         w = (y - round((1 - gamma) * x + (1 + gamma) * f(x, p))) / gamma - odd
 
-    w is the state before x. gamma is 1/2 or -1/2, drawn for each sample and block, so that y is x + f(x, p) in the
-    mean: what is trained is used as the plain network `x = x + f(x, p)`. All states are on a grid; odd is its unit
-    where w is an odd multiple of it: the one bit that half of w loses, which is hidden and kept.
+    w is the state before x. gamma is 1/2 or -1/2, drawn for each sample and block, so that y is x + f(x, p) on average:
+    after training, use the plain network `x = x + f(x, p)`. All states are on a grid. odd is the unit of the grid if w
+    is an odd multiple of it: halving w loses that bit, so it is saved.
 
     Args:
-        f: any function that keeps the shape of x, such as an attention with its MLP, or a module. It gets x in the
-            dtype of its parameters, and what it gives is rounded to the grid; gradients take the rounding for the
-            identity. f is pure in torch.func's sense (see the conventions).
+        f: any function that keeps the shape of x, such as attention with its MLP, or a module. It gets x in the dtype
+            of its parameters, and its result is rounded to the grid; for gradients the rounding counts as the identity.
+            f is pure in torch.func's sense (see the conventions).
         grid: by default `Grid()`.
 
     Returns:

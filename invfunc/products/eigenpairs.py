@@ -387,10 +387,9 @@ def eigenpairs(
 
         l, E = torch.linalg.eigh(H)                          # with top=k: the last k of any symmetric H, positive ones
 
-    Neither S nor the matrix [P, P] is formed: `S S^T` comes from `gram`'s products of factors, and all that follows is
-    products with J and J^T. The result solves damped systems exactly in the space of the samples,
-    `(H + d)^-1 v = (v - S^T (S S^T + d)^-1 S v) / d`: natural gradients, influence functions, the covariance of a
-    Laplace approximation.
+    Neither S nor the matrix [P, P] is formed: `S S^T` is computed as in `gram`, and everything else by products with J
+    and J^T. The result solves damped systems exactly in the space of the samples, `(H + d)^-1 v = (v - S^T (S S^T +
+    d)^-1 S v) / d`: natural gradients, influence functions, the covariance of a Laplace approximation.
 
     Args:
         f: a model function `f(params, *inputs)`. Without `loss`, a loss function `f(params, *batch)`, whose outputs are
@@ -402,21 +401,21 @@ def eigenpairs(
             empirical matrix.
         mc_samples, generator, sample: as in `kfac`, for `fisher="mc"`.
         in_dims, out_dims, has_aux: as in `ggnvp`.
-        progress: whether to show a bar while the matrix to be decomposed is computed, or products are.
-        top: how many of the largest eigenvalues, by Lanczos' method from products alone. Then f may be a product, too,
-            as `hvp(f)`, also `streamed` and `distributed`, for a data set. Only positive eigenvalues are given (the
-            negative ones are those of minus f). For some parameters alone, close over the others.
+        progress: show a bar while the matrix or the products are computed.
+        top: the number of largest eigenvalues, by Lanczos' method from products alone. Then f may also be a product,
+            such as `hvp(f)`, also `streamed` and `distributed`, for a data set. Only positive eigenvalues are returned
+            (for negative ones pass minus f). For some of the parameters, close over the others.
 
     Returns:
         A function `(params, *inputs, target) -> Eigenpairs`, without `loss` `(params, *batch) -> Eigenpairs`. It has
-        `values [k]`, those that are not 0, largest first; `vectors(top)`, a tree of tensors `[k, *p]`;
-        `solve(v, damping)`, `pairs @ v`, `logdet(damping)`, `trace()`; `slopes(top)` and `curvatures(top)`, `[N, k]` of
-        each sample (not with `top=`); `inverse(damping, top)` for `predictive_covariance`. `bounds [k]` say how far off
-        each value may be. `kronecker.solve` and `logdet` take it, too.
+        the nonzero `values [k]`, largest first; `vectors(top)`, a tree of tensors `[k, *p]`; `solve(v, damping)`,
+        `pairs @ v`, `logdet(damping)`, `trace()`; `slopes(top)` and `curvatures(top)`, `[N, k]` of each sample (not
+        with `top=`); `inverse(damping, top)` for `predictive_covariance`. `bounds [k]` are the errors that each value
+        may have. `kronecker.solve` and `logdet` take it, too.
 
     Raises:
-        SplitError, ConvexityError, SampleAxisError, ArgumentError: as in `diag_ggn`; inside of torch.func; gradients
-            that are not finite; a decomposition that takes more memory than is free.
+        SplitError, ConvexityError, SampleAxisError, ArgumentError: as in `diag_ggn`; a call inside of torch.func;
+            gradients that are not finite; a decomposition that needs more than the free memory.
         MissingExtraError: `progress` without tqdm: `pip install 'invfunc[progress]'`.
 
     Example:
@@ -431,7 +430,7 @@ def eigenpairs(
                 [2.],
                 [2.]])
 
-        Influence of each sample on a loss: what leaving it out does to it, to first order.
+        Influence of each sample on a loss: the change of the loss if the sample is left out, to first order.
 
         >>> losses = lambda w, x, y: (x @ w - y).square()[:, 0]
         >>> of_test = torch.tensor([[1.0], [0.0], [0.0]])                 # the gradient of the loss of a test sample
@@ -439,7 +438,7 @@ def eigenpairs(
         >>> (invfunc.batch_grad(losses)(w, x, y) * step).flatten(1).sum(1).round(decimals=3)
         tensor([-0.4000, -0.4000])
 
-        How sure the model is, by Laplace's approximation with a prior of variance 1.
+        The variance of predictions, by a Laplace approximation with a prior of variance 1.
 
         >>> invfunc.predictive_covariance(f, pairs.inverse(1.0))(w, x).round(decimals=3).flatten()
         tensor([0.4000, 0.4000])
@@ -454,15 +453,15 @@ def eigenpairs(
     Composes with: see `Eigenpairs`; `streamed` and `distributed` inside, with `top=`. Not with `torch.func` around it,
     as how many eigenvalues there are depends on numbers, nor with `chunked`.
 
-    Cost: two forward passes, the products of `gram` with V columns for each sample, and an eigendecomposition of
-    `[V N, V N]` in float64: `(V N)^3`, and some `40 (V N)^2` bytes while it runs, for V N up to some 10^4. Kept are the
-    eigenvectors, `(V N)^2` numbers, and the graph of a linearisation, the memory of two gradients. Where V N is 2 P
-    or more, S is formed by P products with J and has a singular value decomposition: `V N P^2`, and some `24 V N P`
-    bytes. Where the samples of f are not followed, S is formed too, by V N products with J^T. `explain` says which side
-    it is; what is not free is an error before it is computed. With `top=k` some 3 to 10 k products,
-    and `4 k` vectors (20 or more) while it runs. One vector finds one of several equal eigenvalues: the last 8 products
-    look for others, and go on where there are some. One that is hardly larger than the last value may still be missed.
-    After 50 restarts values come with the larger bounds that they have.
+    Cost: two forward passes, the products of `gram` with V columns for each sample, and an eigendecomposition of `[V N,
+    V N]` in float64: `(V N)^3`, and some `40 (V N)^2` bytes while it runs, for V N up to some 10^4. The result keeps
+    the eigenvectors, `(V N)^2` numbers, and the graph of a linearisation, the memory of two gradients. If V N is 2 P or
+    more, S is formed by P products with J and has a singular value decomposition: `V N P^2`, and some `24 V N P` bytes.
+    If the samples of f are not followed, S is formed, too, by V N products with J^T. `explain` shows which way is
+    taken; too little free memory is an error before the start. With `top=k` some 3 to 10 k products, and `4 k` vectors
+    (20 or more) while it runs. One start vector finds one of several equal eigenvalues, so the last 8 products look for
+    others, and go on if there are some. An eigenvalue hardly larger than the last one may still be missed. After 50
+    restarts, values are returned with their larger bounds.
 
     Source: Dangel, Tatzel and Hennig, "ViViT: curvature access through the generalized Gauss-Newton's low-rank
     structure", TMLR 2022; Koh and Liang, "Understanding black-box predictions via influence functions", ICML 2017; Ren

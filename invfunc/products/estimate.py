@@ -151,7 +151,7 @@ def estimate_diagonal(
 
     Args:
         product, probes, generator, distribution, progress: as in `estimate_trace`.
-        method: "hutchinson", the formula above, or "xdiag", which is to it what "xtrace" is to that of a trace.
+        method: "hutchinson", the formula above, or "xdiag", the counterpart of "xtrace" for the diagonal.
 
     Returns:
         A function `(params, *batch) -> Estimate(value, standard_error)`, a named tuple of two trees like the
@@ -197,15 +197,15 @@ def estimate_trace(
     Args:
         product: a function `(params, v, *batch) -> tree like params`, linear in v, as `hvp` and `ggnvp` make
             them; their aux is dropped.
-        probes: how many vectors, at least 1.
-        generator: from which they are drawn, on the device of the parameters.
-        distribution: of their entries: "rademacher", signs, which is exact for a diagonal matrix and has the smaller
-            variance, or "gaussian".
-        method: "hutchinson", the formula above, or "xtrace": with half of the products the range of the matrix is
-            found, `Q = orth(A V)`, in which its trace is exact, and each random vector estimates what is left outside
-            of the products with all others. Far more precise where eigenvalues fall fast, exact from `probes / 2` above
-            the rank on. `probes` is even. Its error tends to be told too small: two of it cover some 80 to 94 %.
-        progress: whether to show a bar.
+        probes: the number of vectors, at least 1.
+        generator: draws them, on the device of the parameters.
+        distribution: of their entries. "rademacher" (signs) is exact for a diagonal matrix, and has the smaller
+            variance; or "gaussian".
+        method: "hutchinson", the formula above, or "xtrace": half of the products find the range of the matrix, `Q =
+            orth(A V)`, where the trace is exact; each random vector estimates the rest, outside of the products with
+            all others. It is far more precise if eigenvalues fall fast, and exact if `probes / 2` is above the rank.
+            `probes` is even. Its standard error tends to be too small: two of it cover some 80 to 94 %.
+        progress: show a bar.
 
     Returns:
         A function `(params, *batch) -> Estimate(value, standard_error)`, a named tuple of two tensors without

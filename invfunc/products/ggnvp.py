@@ -39,8 +39,8 @@ def ggnvp(
             J = jacrev(lambda p: f({**params, name: p}, *inputs))(params[name])
             J^T H J V[name][k]                               # for k in range(K)
 
-    The matrix of which `diag_ggn` is the diagonal. Nothing has to be known of the samples: the model may mix them, as
-    batch normalisation in train mode does, or draw random numbers. Fisher matrices are of samples that are kept apart.
+    `diag_ggn` is the diagonal of this matrix. The model may mix its samples, as batch norm in train mode does, or draw
+    random numbers; only Fisher matrices need samples that are kept apart.
 
     The steps, pixels or entries of a sample belong to one gradient, which is squared as a whole. (curvlinops'
     `EFLinearOperator` takes each step of outputs `[N, T, C]` for a sample of its own, and puts 1/E in place of 1/E^2,
@@ -54,14 +54,13 @@ def ggnvp(
             what torch's convex losses are called with. f and loss are pure in torch.func's sense (see the conventions).
         loss: `loss(outputs, target)`, convex in the outputs. A loss without known structure whose Hessian, sample by
             sample (of all outputs, where it mixes samples), has more than 2^24 numbers is not checked for that.
-        fisher: which matrix. "exact" is the GGN. "mc" has the rows `S[m, n]` of `sqrt_ggn(..., mc_samples=M)`,
-            gradients at targets that are drawn from the model's predictive: their products average to the Fisher
-            matrix, which is the GGN, with the scale of the loss. "empirical" has the per-sample gradients at the given
-            targets: a mean loss puts 1/N^2 into it, so `[N]` losses, each of which is a negative log-likelihood, are
-            what it is meant for.
-        mc_samples: with fisher="mc", how many targets are drawn for each sample.
-        generator: from which they are drawn, needed with fisher="mc". A linearisation draws once for all vectors.
-        sample: `sample(outputs, generator) -> target`, draws from the predictive of a loss of one's own.
+        fisher: the matrix. "exact" is the GGN. "mc" is made of the rows `S[m, n]` of `sqrt_ggn(..., mc_samples=M)`,
+            gradients at targets drawn from the model's prediction: on average it is the Fisher matrix, which equals the
+            GGN, with the scale of the loss. "empirical" is made of the per-sample gradients at the given targets. A
+            mean loss puts 1/N^2 into it: return the `[N]` losses, each a negative log-likelihood.
+        mc_samples: with fisher="mc", the number of targets drawn for each sample.
+        generator: draws them; needed with fisher="mc". A linearisation draws once for all vectors.
+        sample: `sample(outputs, generator) -> target` draws targets for a loss of your own.
         blocks: multiply the diagonal block of each parameter alone, with K vectors for each.
         in_dims: the sample axis of each batch argument, or of all; None for what all samples share.
         out_dims: the sample axis of the outputs of a model function.
@@ -76,8 +75,8 @@ def ggnvp(
         SplitError: no outputs are found, or a path from the parameters to the result goes around them.
         ConvexityError: the loss is not convex in the outputs.
         SampleAxisError: the samples are mixed, of a Fisher matrix.
-        ArgumentError, ArgumentTypeError: v is not a tree like the parameters, or f returns something else than it
-            should, or what no parameter reaches; there is no generator, or no sampler for the loss.
+        ArgumentError, ArgumentTypeError: v is not a tree like the parameters, or f returns something else than outputs
+            or a loss, or a result that depends on no parameter; there is no generator, or no sampler for the loss.
 
     Example:
         >>> import torch, invfunc
@@ -105,9 +104,9 @@ def ggnvp(
     own that keeps no graph and draws the same random numbers. Where f has no derivative there, and inside of
     torch.func, it is three to four gradients and the memory of two. A linearisation runs f once and keeps that memory;
     each of its products takes two gradients more. Attention runs without fused kernels. With blocks, two gradients, and
-    for each parameter K Jacobian products and K pullbacks through the part of the network behind it, batched.
-    Of one cross entropy of the outputs, as it is, `p o u - p (p . u)` is written over u = J v for some samples at a
-    time: nothing like the logits of a vocabulary is kept beside them and J v.
+    for each parameter K Jacobian products and K pullbacks through the part of the network behind it, batched. For one
+    cross entropy of the outputs, `p o u - p (p . u)` overwrites u = J v, for some samples at a time: no further tensor
+    of the size of the logits is needed.
 
     Source: Schraudolph, "Fast curvature matrix-vector products", 2002; BackPACK's hessianfree and GGNMP (Dangel,
     Kunstner and Hennig, ICLR 2020). Of Fisher matrices: Martens, "New insights and perspectives on the natural gradient

@@ -32,8 +32,8 @@ def hvp(
             H = hessian(lambda p: f({**params, name: p}, *batch).sum())(params[name])
             H V[name][k]                                     # for k in range(K)
 
-    Nothing has to be known of the samples: f may mix them, as batch normalisation in train mode does, or draw random
-    numbers, which a linearisation draws once for all vectors.
+    f may mix its samples, as batch norm in train mode does. It may draw random numbers; a linearisation draws them once
+    for all vectors.
 
     Args:
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]` losses, whose sum then counts; with
@@ -41,12 +41,12 @@ def hvp(
             conventions).
         loss: `loss(outputs, target)`, any twice differentiable one.
         blocks: multiply the diagonal block of each parameter alone, with K vectors for each.
-        modify: with blocks, those of the positive-curvature Hessian (PCH), `J^T H J + sum(J_s^T positive(h_s) J_s)`
-            over the nonlinear operations s of the model. h_s is the second derivative of an element-wise operation
-            times the gradient at its output, J_s the Jacobian of its input in the parameter. With h_s unchanged, this
-            is the block of the Hessian. "abs" takes the absolute value of h_s, "clip" takes 0 where it is negative:
-            both are positive semi-definite, and no smaller than the block of the GGN. f and loss are as in `ggnvp`, and
-            the nonlinear operations of f are element-wise.
+        modify: with blocks, multiply the blocks of the positive-curvature Hessian (PCH), `J^T H J + sum(J_s^T
+            positive(h_s) J_s)` over the nonlinear operations s of the model. h_s is the second derivative of an
+            element-wise operation times the gradient at its output, J_s the Jacobian of its input in the parameter.
+            With h_s unchanged, this is the block of the Hessian. "abs" takes the absolute value of h_s, "clip" takes 0
+            where it is negative: both are positive semi-definite, and no smaller than the block of the GGN. f and loss
+            are as in `ggnvp`, and the nonlinear operations of f are element-wise.
         in_dims, out_dims: as in `ggnvp`. Only `modify` looks at the samples.
         has_aux: f returns `(result, aux)`, and the transform `(product, aux)`.
 

@@ -19,13 +19,13 @@ from invfunc.transform import ArgumentNames, Transform, own_memory
 
 
 def linear_operator(product: Callable, kind: Literal["scipy", "torch"] = "scipy") -> Operator:
-    """A symmetric matrix, given by its products: a `scipy.sparse.linalg.LinearOperator`, or curvlinops' of tensors.
+    """A symmetric matrix from its products, as a `scipy.sparse.linalg.LinearOperator` or as curvlinops' of tensors.
 
         A @ x == flat(product(params, tree(x), *batch))      # flat: all tensors one after the other; tree: its inverse
 
-    What scipy has for matrices works with the first: eigenvalues (`eigsh`, `lobpcg`), equations (`cg`, `minres`). The
-    second is what curvlinops' estimators and solvers take: traces (`hutchpp_trace`, `xtrace`), diagonals (`xdiag`),
-    spectral densities (`lanczos_approximate_spectrum`), inverses (`CGInverseLinearOperator`, Neumann's, LSMR).
+    SciPy's functions take the first: eigenvalues (`eigsh`, `lobpcg`), equations (`cg`, `minres`). Curvlinops'
+    estimators and solvers take the second: traces (`hutchpp_trace`, `xtrace`), diagonals (`xdiag`), spectral densities
+    (`lanczos_approximate_spectrum`), inverses (`CGInverseLinearOperator`, Neumann's, LSMR).
 
     Args:
         product: a function `(params, v, *batch) -> tree like params`, linear in v and symmetric, as `hvp` and `ggnvp`
@@ -41,8 +41,8 @@ def linear_operator(product: Callable, kind: Literal["scipy", "torch"] = "scipy"
     Raises:
         ArgumentError, ArgumentTypeError: the parameters have different dtypes or, for torch, are on several devices, or
             scipy's dtype is one that numpy has not; an unknown kind; the result of the product is not a tree like them.
-        MissingExtraError: scipy is missing: `pip install 'invfunc[scipy]'`; or curvlinops is, which is of no extra, as
-            it brings torchvision: `pip install curvlinops-for-pytorch`.
+        MissingExtraError: scipy is missing: `pip install 'invfunc[scipy]'`; or curvlinops is: `pip install
+            curvlinops-for-pytorch` (no extra installs it, as it needs torchvision).
 
     Example:
         >>> import torch, invfunc
@@ -63,9 +63,9 @@ def linear_operator(product: Callable, kind: Literal["scipy", "torch"] = "scipy"
     Composes with: `hvp`, `ggnvp`, these `streamed` and `distributed`, for the matrix of a data set, and products
     of one's own. What an operator gives has no derivatives.
 
-    Cost: of a product that has `.linearize`, one linearisation, which is kept as long as the operator is, and its
-    products. Several vectors go one after the other in scipy's, and all at once in torch's, in the memory of as many
-    pullbacks, and through a loader once.
+    Cost: for a product with `.linearize`, one linearisation, which lives as long as the operator, and its products.
+    SciPy's takes several vectors one after the other. Torch's takes them all at once, with the memory of as many
+    pullbacks, and reads a loader once.
 
     Source: `scipy.sparse.linalg.LinearOperator`; curvlinops (Dangel et al.).
     """

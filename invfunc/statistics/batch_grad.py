@@ -29,30 +29,30 @@ def batch_grad(
     For a scalar f, `G[n]` is sample n's part of its gradient: `G.sum(0) == grad(f)`. A mean loss therefore puts 1/N
     into every per-sample gradient; return the `[N]` losses of the samples where their scale matters.
 
-    With `sum_of=torch.sign`, `torch.abs`, a power or any other function it is the sum of that over the samples, for
-    which a few gradients are formed at a time, and none is kept:
+    With `sum_of=torch.sign`, `torch.abs`, a power or any other function, the result is the sum of that function of each
+    gradient. Only a few gradients are in memory at a time:
 
         torch.stack([sum_of(g) for g in G]).sum(0)
 
     Args:
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`. A term of a scalar f in the parameters
             alone counts as 1/N for each sample. f is pure in torch.func's sense (see the conventions).
-        sum_of: a function of the gradient of one sample in one parameter, `[*p]`, which gives as many numbers.
-        samples: the indices of the samples whose gradients are wanted, in any order, also repeated; None for all. The
-            gradients keep the scale that they have in the whole batch, and a result that counts samples counts these.
-        argnums: which argument is the parameters; a tuple gives a tuple of results.
+        sum_of: a function of one sample's gradient in one parameter, `[*p]`, which returns as many numbers.
+        samples: the indices of some samples, in any order, also repeated; None for all. The result is for these samples
+            alone, with the scale that they have in the whole batch.
+        argnums: the position of the parameters among the arguments; for a tuple of positions, the result is a tuple.
         in_dims: the sample axis of each batch argument, or of all; None for what all samples share.
         has_aux: f returns `(loss, aux)`, and the transform `(result, aux)`.
 
     Returns:
         A function `(params, *batch) -> G` with a tensor `[N, *p]` for each parameter `p`, in the unit of loss /
-        parameter, or with `sum_of` a tensor `[*p]`. Of a batch without samples (N = 0) of `[N]` losses or their sum it
-        is `[0, *p]`, and all sums of first-order statistics are zeros; a mean of nothing is an error.
+        parameter, or with `sum_of` a tensor `[*p]`. For a batch without samples (N = 0), and `[N]` losses or their sum,
+        it is `[0, *p]`, and sums of first-order statistics are zeros; a mean of no losses is an error.
 
     Raises:
         ArgumentError: f returns neither a scalar nor `[N]`, no parameter reaches it (f calls a module in place of a
-            function of params), the batch arguments disagree about N, or samples are named that are not there; `sum_of`
-            gives another number of numbers, or reads a tensor that requires a gradient.
+            function of params), the batch arguments disagree about N, or `samples` has an index that does not exist;
+            `sum_of` returns another number of entries, or reads a tensor that requires a gradient.
         SampleAxisError: f mixes samples.
 
     Example:

@@ -44,9 +44,9 @@ def batch_l2_grad(
 
     Composes with: `chunked` over samples and params; `torch.func.grad`, `vmap`, `jvp` around it.
 
-    Cost: one gradient and a contraction. Of a layer that reads P positions with I inputs and O outputs, the products of
-    positions with positions, P^2 (I + O), are taken where they are cheaper than the per-sample gradient itself, P I O;
-    in float64, because they cancel.
+    Cost: one gradient and a contraction. For a layer with P positions, I inputs and O outputs, that is the cheaper of
+    two ways: products of all pairs of positions, P^2 (I + O), in float64, because they cancel; or the per-sample
+    gradient itself, P I O.
 
     Source: Goodfellow, "Efficient per-example gradient computations", 2015; Li et al., ICLR 2022 ("ghost norm");
     BackPACK's BatchL2Grad.

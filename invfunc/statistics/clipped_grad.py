@@ -32,18 +32,19 @@ def clipped_grad(
     has_aux: bool = False,
     value: bool = False,
 ) -> Statistic:
-    """The sum of per-sample gradients that are clipped to a norm, and their norms before.
+    """The sum of the per-sample gradients, each clipped to a norm, and their norms before clipping.
 
         G = batch_grad(f)(params, *batch)                                       # a dict, say
         norms = sum(g.flatten(1).square().sum(1) for g in G.values()).sqrt()    # [N], over all parameters
         {name: torch.einsum("n...,n->...", g, (max_norm / norms).clamp(max=1)) for name, g in G.items()}, norms
 
-    With `groups="layer"` the norm is that of a layer, and other groups of parameters have theirs. Norm and sum are
-    then made where the layer's cotangent comes, and nothing is kept for later: a reversible network trains privately
-    in the memory of one block. (The whole has a norm of up to `max_norm` times the root of the number of groups.)
+    With `groups="layer"` each layer is clipped by its own norm; other groups of parameters are possible, too. Each
+    layer is then done during the backward pass, so a reversible network trains privately in the memory of one block.
+    (The whole gradient of a sample has a norm of up to `max_norm` times the root of the number of groups: scale the
+    noise of DP-SGD with it.)
 
     Warning: a mean loss puts 1/N into every per-sample gradient, and so into the norms that are compared with
-    `max_norm`. Return the `[N]` losses, and divide the result by N where a mean is wanted:
+    `max_norm`. Return the `[N]` losses, and divide the result by N for a mean:
 
         losses = lambda params, x, y: F.cross_entropy(model(params, x), y, reduction="none")
         clipped, norms = clipped_grad(losses, max_norm=1.0)(params, x, y)
@@ -55,11 +56,11 @@ def clipped_grad(
             result has a derivative; or a dict of these by the names of the groups.
         groups: as in `noise_scale`: `"layer"`, a function from the key path of a parameter to the name of its group, or
             a dict of these by name. Each parameter has to be in a group.
-        weight: a function `weight(norm, max_norm)` in place of `(max_norm / norm).clamp(max=1)`, which multiplies a
-            gradient of that norm: tensors without dims, a sample's own norm, 0 too. Automatic clipping is
-            `lambda norm, max_norm: max_norm / (norm + 0.01)`.
+        weight: a function `weight(norm, max_norm)`: the factor for a gradient of that norm, by default `(max_norm /
+            norm).clamp(max=1)`. It gets tensors without dims; the norm may be 0. Automatic clipping is `lambda norm,
+            max_norm: max_norm / (norm + 0.01)`.
         samples, argnums, in_dims, has_aux: as in `batch_grad`. With several argnums the norm is over all of them.
-        value: whether what f returns comes behind the norms; with has_aux, `(value, aux)` as of `torch.func`.
+        value: also return the value of f, after the norms; with has_aux as `(value, aux)`, as in `torch.func`.
 
     Returns:
         A function `(params, *batch) -> (grad, norms)`: a tree like the parameters in the unit of loss / parameter, and
@@ -67,8 +68,8 @@ def clipped_grad(
         over each group; with has_aux `(grad, norms, aux)`, with value `(grad, norms, value)`.
 
     Raises:
-        ArgumentError: `max_norm` is not above 0, or of other groups; a parameter is in no group; `weight` gives no
-            number for a norm, or reads a tensor that requires a gradient; and as in `batch_grad`.
+        ArgumentError: `max_norm` is not above 0, or a dict of other groups; a parameter is in no group; `weight` does
+            not return one number, or reads a tensor that requires a gradient; and as in `batch_grad`.
         ArgumentTypeError, SampleAxisError: as in `noise_scale`.
         A warning (`InvFuncWarning`), once for f, where a mean loss leaves all norms below `max_norm`.
 
@@ -91,10 +92,10 @@ def clipped_grad(
 
     Composes with: `chunked` over samples; `torch.func.grad`, `vmap`, `jvp` around it.
 
-    Cost: one backward pass, whose cotangents are kept, the norms as in `batch_l2_grad`, and the weighted sum. The
-    per-sample gradients are never all in memory together. By layers no cotangent is kept, and gradients that are formed
-    for the norm are summed at once: little more than the gradient (a GPT of 4 layers and width 256: 1.2
-    times the time, in its memory). `together` with other groups keeps all cotangents again.
+    Cost: one backward pass, the norms as in `batch_l2_grad`, and the weighted sum. The gradients at the outputs of all
+    layers are in memory until the norms are known; the per-sample gradients never all are. With `"layer"` nothing has
+    to wait: it takes little more than the gradient (1.2 times the time, and its memory, for a GPT of 4 layers and width
+    256). `together` with other groups waits for all again.
 
     Source: Abadi et al., "Deep learning with differential privacy", CCS 2016; Lee and Kifer, "Scaling up differentially
     private deep learning with fast per-example gradient clipping", PoPETs 2021; by layers and quantiles He et al.,

@@ -41,42 +41,43 @@ def diag_ggn(
         torch.einsum("ncp,ncmd,mdp->p", J, H, J)
         torch.einsum("ncp,ncnd,ndp->np", J, H, J)             # with per_sample=True
 
-    The loss owns its scale: the H of a mean loss contains its 1/N, weights and ignored targets included. What is sent
-    back through the model are columns, vectors r of outputs whose products sum to H: `sum r r^T == H`. A pullback
-    (vector-Jacobian product) takes each to the parameters, where its square is added up.
+    H has the scale of the loss: the 1/N of a mean, class weights, ignored targets. Columns are vectors r at the outputs
+    whose products sum to H: `sum r r^T == H`. A pullback (vector-Jacobian product) takes each of them to the
+    parameters, where its square is added up.
 
     Args:
         f: a model function `f(params, *inputs)`, which returns outputs `[N, ...]` or a pytree of them. Without `loss`,
             a loss function `f(params, *batch)`, which returns a scalar or `[N]`: its outputs are the inputs of torch's
             convex losses (`cross_entropy`, `mse_loss`, `binary_cross_entropy_with_logits`, `huber_loss`,
             `smooth_l1_loss`, `poisson_nll_loss`; for `nll_loss` and `kl_div` the input of the `log_softmax` or
-            `logsigmoid` before it), or what `outputs(z)` marks. f and loss are pure in torch.func's sense (see the
-            conventions).
-        loss: `loss(outputs, target)`, convex in the outputs. One that is linear in them has the GGN 0, as `nll_loss` of
-            an f that ends in `log_softmax`: leave `loss` out, or give logits and `cross_entropy`.
-        method: how. "dense" pulls back every column of a square root of H; "auto" uses the structure of f where an
-            estimate says that it pays (`explain` tells): columns whose receptive fields are disjoint share a pullback,
-            behind a narrow layer there are only as many as it is wide, and the last layer has a closed form.
-        mc_samples: in place of all columns, this many that are drawn: the gradient of each sample's loss at a target
-            from the model's predictive (categorical, normal of variance 1/2 for `mse_loss`, Bernoulli), times
-            `sqrt(c / mc_samples)` for the scale c that the sample has in the loss. Losses with other element-wise
-            Hessians h get columns `sqrt(h / mc_samples)` with random signs. The result is right on average.
+            `logsigmoid` before it), or tensors that `outputs(z)` marks. f and loss are pure in torch.func's sense (see
+            the conventions).
+        loss: `loss(outputs, target)`, convex in the outputs. A loss that is linear in them has the GGN 0, as `nll_loss`
+            of an f that ends in `log_softmax`: leave `loss` out, or return logits and pass `cross_entropy`.
+        method: "dense" pulls back every column. "auto" uses the structure of f if an estimate says that it pays
+            (`explain` shows it): columns with disjoint receptive fields share a pullback, below a narrow layer there
+            are only as many columns as it is wide, and the last layer has a closed form.
+        mc_samples: the number of drawn columns, in place of all columns. A drawn column is the gradient of a sample's
+            loss at a target that is drawn from the model's prediction (categorical, normal of variance 1/2 for
+            `mse_loss`, Bernoulli), times `sqrt(c / mc_samples)` for the scale c of the sample in the loss. Losses with
+            other element-wise Hessians h have columns `sqrt(h / mc_samples)` with random signs. The result is right on
+            average.
         generator: the `torch.Generator` that draws them; needed with mc_samples.
-        sample: a function `sample(outputs, generator) -> target` that draws from the predictive of a loss of your own,
-            which then has to be given as `loss` and to return the `[N]` negative log-likelihoods, without a factor:
-            the square of what is drawn is taken for their curvature, and a factor would be squared, too.
+        sample: a function `sample(outputs, generator) -> target` that draws targets for a loss of your own. That loss
+            has to be passed as `loss`, and to return the `[N]` negative log-likelihoods, without a factor: the drawn
+            gradients are squared, and a factor would be, too.
         peel: with mc_samples, another way to draw: this many columns are the largest ones of each sample, unchanged,
-            and the others mix all that is left by random signs. "auto" takes for each sample the number that leaves the
-            least error to the trace, which is known before anything is pulled back. Of a cross entropy the columns are
-            those of the Cholesky factor of its Hessian, the likeliest class first: a model that is sure of its classes
-            leaves little. If mc_samples are all columns, the result is exact. Where samples have several positions with
-            classes (tokens, pixels), these share columns, and "auto" mixes them all.
-        with_error: return an `Estimate(value, standard_error)`, two trees like the parameters. The error is what the
-            drawn columns of each sample, two or more, differ by; "auto" leaves half of them to be drawn for that. Where
-            a few samples have most of what is left, it is itself uncertain: within two of it were 85 to 95 % of the
-            entries of small classifiers.
-        per_sample: return the part of each sample, which has the scale of the whole and sums to it.
-        samples: the indices of the samples whose columns are wanted, with the scale that they have in the whole batch.
+            and the others mix all remaining ones by random signs. "auto" takes for each sample the number with the
+            smallest error of the trace, which is known before anything is pulled back. For a cross entropy the columns
+            are those of the Cholesky factor of its Hessian, the likeliest class first: if the model is sure of its
+            classes, the rest is small. With as many mc_samples as columns the result is exact. If samples have several
+            positions with classes (tokens, pixels), these share columns, and "auto" mixes them all.
+        with_error: return an `Estimate(value, standard_error)`, two trees like the parameters. The error comes from the
+            differences of each sample's drawn columns, two or more; with "auto" half of the columns are drawn. If a few
+            samples dominate, the error is uncertain itself: for small classifiers, 85 to 95 % of the entries were
+            within two standard errors.
+        per_sample: return each sample's part. They have the scale of the whole, and sum to it.
+        samples: the indices of some samples, as in `batch_grad`: the result is for their columns alone.
         argnums, in_dims, has_aux: as in `batch_grad`; aux is that of f.
         out_dims: the sample axis of the outputs of a model function.
 
@@ -86,8 +87,8 @@ def diag_ggn(
         `[N, *p]` `per_sample`.
 
     Raises:
-        ArgumentError: mc_samples of a loss without a known sampler; a number of columns to peel where samples
-            have several positions, or that leaves none to be drawn; with_error and per_sample.
+        ArgumentError: mc_samples with a loss that has no known sampler; a number for peel if samples have several
+            positions, or with no column left to draw; with_error together with per_sample.
         SplitError: no outputs are found, or a path from the parameters to the result goes around them.
         ConvexityError: the loss is not convex in the outputs.
         ArgumentError, SampleAxisError: as in `batch_grad`.
@@ -101,7 +102,7 @@ def diag_ggn(
                 [0.6667, 2.6667],
                 [0.6667, 2.6667]])
 
-        Eight columns of a classifier with a hundred classes, and how far they are from all 99:
+        An estimate from 8 of the 99 columns of a classifier with a hundred classes, with its standard error:
 
         >>> f, params = invfunc.functional(torch.nn.Linear(2, 100))
         >>> options = {"mc_samples": 8, "peel": "auto", "generator": torch.Generator().manual_seed(0)}
@@ -116,11 +117,10 @@ def diag_ggn(
     Cost: one forward pass and a pullback of M columns for M outputs of a sample (C - 1 for a cross entropy over C
     classes), in blocks that fit the cache. A loss without known structure: twice the pullbacks, and its Hessian. By
     structure a convolutional network takes as many pullbacks as its receptive field has pixels, at every image size;
-    to find it takes one more forward pass, and one of a single sample. Where the result is differentiated every column
-    is pulled back. With per_sample, the result itself.
-    With mc_samples that many columns, whatever M is; `with_error` forms what each sample adds, block by block. What is
-    drawn of T tokens that meet in a parameter has the error of T products of each with each, which no choice of columns
-    takes away: of long sequences only many columns, or samples, do.
+    looking for it takes one more forward pass, and one of a single sample. If the result is differentiated, every
+    column is pulled back. With per_sample, the result itself. With mc_samples that many columns, for any M;
+    `with_error` forms each sample's part, block by block. If T tokens share a parameter, a drawn column has the error
+    of all T^2 products of tokens: long sequences need many columns, or many samples.
 
     Source: Schraudolph (2002); BackPACK's DiagGGNExact, BatchDiagGGNExact and DiagGGNMC (Dangel, Kunstner and Hennig,
     ICLR 2020). To take a class out of the softmax: Fast Gauss-Newton (arXiv 2605.06081).

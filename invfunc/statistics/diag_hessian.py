@@ -38,11 +38,11 @@ def diag_hessian(
             `f(params, *inputs)`, which returns outputs `[N, ...]` or a pytree of them. f and loss are pure in
             torch.func's sense (see the conventions).
         loss: `loss(outputs, target)`; it need not be convex.
-        method: "auto" has columns whose receptive fields are disjoint share a pullback, as in `diag_ggn`: those of the
+        method: with "auto", columns with disjoint receptive fields share a pullback, as in `diag_ggn`: those of the
             loss, and those of nonlinear operations inside of the model, if all of these are element-wise. "dense" pulls
             every column back.
-        per_sample: return the part of each sample, which has the scale of the whole and sums to it.
-        samples: the indices of the samples whose part of the Hessian is wanted.
+        per_sample: return each sample's part. They have the scale of the whole, and sum to it.
+        samples: the indices of some samples, as in `batch_grad`: the result is their part of the Hessian.
         argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
 
     Returns:
@@ -67,11 +67,11 @@ def diag_hessian(
     Composes with: `chunked` over outputs, samples and params; `torch.func.grad`, `vmap`, `jvp` around it.
 
     Cost: that of `diag_ggn`, and a pullback (vector-Jacobian product) for each entry of a sample at every element-wise
-    operation that is nonlinear, two at the other nonlinear ones. By structure they share backward passes: for the
-    sigmoid of an auto-encoder 10 more are made, at every image size. A narrow layer saves columns only where no
-    operation has any. A parameter that is read again by what depends on it (tied in series, recurrent) takes two more
-    for each entry that it is multiplied with there, one that is not read linearly (`exp(w)`, `weight_norm`) a second
-    derivative for each of its entries.
+    operation that is nonlinear, two at the other nonlinear ones. By structure they share backward passes: the sigmoid
+    of an auto-encoder takes 10 more, at every image size. A narrow layer saves columns only if no operation before it
+    has any. A parameter that is used again on its own result (tied in series, recurrent) takes two more for each entry
+    that it multiplies there. A parameter that is not read linearly (`exp(w)`, `weight_norm`) takes a second derivative
+    for each of its entries.
 
     Source: BackPACK's DiagHessian and BatchDiagHessian (Dangel, Kunstner and Hennig, ICLR 2020) for chains of modules.
     """

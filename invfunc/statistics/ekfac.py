@@ -39,9 +39,8 @@ def ekfac(
         values = torch.einsum("vnoi,ok,ij->vnkj", G, Q_B, Q_A).square().sum((0, 1))       # G: rows of `sqrt_ggn`
 
     The eigenvalues are those of the block's diagonal in that basis, so that it has the trace of the block, and is at
-    least as near to it (in the Frobenius norm) as the product of the factors. Where a factor has
-    equal eigenvalues, the eigenvectors are any of their space, so that the result may depend on rounding, as of how
-    samples are chunked.
+    least as near to it (in the Frobenius norm) as the product of the factors. If a factor has equal eigenvalues, its
+    eigenvectors are not unique, so the result may depend on rounding, for example on the chunks of samples.
 
     Args:
         f, loss, fisher, mc_samples, generator, sample, peel, weight_sharing, joint, unsupported, max_factor_dim,

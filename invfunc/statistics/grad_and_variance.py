@@ -34,7 +34,7 @@ def grad_and_variance(
         correction: the divisor of the variance is N - correction.
         samples: as in `batch_grad`; both results are those of these samples.
         argnums, in_dims, has_aux: as in `batch_grad`.
-        value: as in `clipped_grad`: what f returns comes behind the variance.
+        value: also return the value of f, after the variance, as in `clipped_grad`.
 
     Returns:
         A function `(params, *batch) -> (grad, variance)`, two trees like the parameters, in the units of

@@ -31,7 +31,7 @@ def gram(
         J = torch.cat([j.flatten(2) for j in batch_jacobian(f)(params, *inputs).values()], 2)    # [N, C, P]
         torch.einsum("ncp,mdp->ncmd", J, J)
 
-    With `others`, those of the samples of a call with the samples of another batch, as of training data with test data:
+    With `others`, the products between the samples of the call and those of another batch, as training and test data:
 
         H = torch.cat([g.flatten(1) for g in batch_grad(f)(params, *others).values()], 1)        # [M, P]
         G @ H.T
@@ -42,13 +42,13 @@ def gram(
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`, or a model function
             `f(params, *inputs)`, which returns one tensor `[N, *out]` of two dimensions or more. f is pure in
             torch.func's sense (see the conventions).
-        others: the other batch, an entry for each batch argument with a sample axis; but for the number of samples M
-            its tensors are like those of a call. f runs once, on both batches joined, and has to give a loss for
-            each sample, or their outputs.
+        others: the other batch, with an entry for each batch argument that has a sample axis. Its tensors have the
+            shapes of those of the call, but for the number of samples M. f runs once, on both batches joined, and has
+            to return a loss for each sample, or outputs.
         per_parameter: a matrix for each parameter instead of their sum.
         out_dims: the sample axis of the outputs of a model function.
-        samples, argnums, in_dims, has_aux: as in `batch_grad`; `samples` are some of the call's, and of `others` all
-            count.
+        samples, argnums, in_dims, has_aux: as in `batch_grad`; `samples` selects from the samples of the call, not from
+            `others`.
 
     Returns:
         A function `(params, *batch) -> [N, N]`, in the unit of (loss / parameter)^2; for a model function
@@ -56,8 +56,8 @@ def gram(
         `per_parameter` a tree like the parameters of these.
 
     Raises:
-        ArgumentError, SampleAxisError: as in `batch_grad`; beside `others` a scalar loss, whose scale in either batch
-            is not known, or an f that depends on the number of samples or on their places.
+        ArgumentError, SampleAxisError: as in `batch_grad`; with `others`, a scalar loss, as its scale in each batch is
+            not known, or an f that depends on the number of samples or on their positions.
 
     Example:
         >>> import torch, invfunc
@@ -89,9 +89,9 @@ def gram(
     loop over parts of `others` over the columns.
 
     Cost: one forward pass and a pullback of all outputs of a sample at once. The per-sample gradients of a layer are
-    formed where that is cheaper than the products of what it reads and of its cotangents, slice by slice. With `others`
-    that of N + M samples, without the products within either batch, and a forward pass of each batch alone, as a check
-    that f does not mix them (none of an f that draws at random).
+    formed, some at a time, if that is cheaper than products of its inputs and of the gradients at its outputs. With
+    `others`, the cost of N + M samples, without the products within either batch, and a forward pass of each batch
+    alone, which checks that f does not mix them (not for an f that draws random numbers).
 
     Source: Jacot, Gabriel and Hongler, "Neural tangent kernel", NeurIPS 2018; Dangel, Tatzel and Hennig, "ViViT",
     TMLR 2022.

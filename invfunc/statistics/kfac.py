@@ -40,20 +40,21 @@ def kfac(
         torch.kron(B, A)                                       # about the block of its weight [out, in]
 
     The columns v are gradients of the loss at the outputs (or a square root of its Hessian, see `fisher`), pulled back
-    to the layer. R positions and uses share the weight (pixels of a convolution, tokens of a sequence, calls of a
-    module). With `"expand"` (KFC) each counts as a sample of its own, as above. With `"reduce"` they are averaged
-    first: `a.mean(r)` in A and `s.sum(r)` in B. `"backpack"` takes `A = 1/N sum_nr a a^T` with the `s.sum(r)`. B
-    contains the scale of the loss, such as the 1/N of a mean, and A does not. Where samples were selected, repeated or
-    have unequal numbers of positions, N * R is how many positions there are.
+    to the layer. R positions share the weight (pixels of a convolution, tokens of a sequence, calls of a module). With
+    `"expand"` (KFC) each counts as a sample of its own, as above. With `"reduce"` they are averaged first: `a.mean(r)`
+    in A and `s.sum(r)` in B. `"backpack"` takes `A = 1/N sum_nr a a^T` with the `s.sum(r)`. B contains the scale of the
+    loss, such as the 1/N of a mean, and A does not. If samples were selected, repeated or have unequal numbers of
+    positions, N * R is the number of all positions.
 
     * A bias or the scale of a norm has the factor `B = sum g g^T` of its gradient g at each position, or of their sum.
-      Any other vector (a temperature, a gate that is not linear) has that of its whole gradient: its block itself.
-    * What is added or scaled entry by entry and has several dims, such as positions `[T, D]` in `h + positions`, is
-      looked up as in an embedding: each row at positions of its own, with unit vectors a, so that A is a diagonal.
+      Any other vector (a temperature, a gate that is not linear) has that of its whole gradient, which is the block
+      itself.
+    * A parameter with several dims that is added or multiplied entry by entry, such as positions `[T, D]` in `h +
+      positions`, counts as an embedding: each row has its own positions, with unit vectors a, so A is a diagonal.
     * A convolution in groups has factors for each group, and nothing between groups: `Kronecker.blocks`.
-    * A weight that operations read with its dims in two roles, as an embedding that is the head too, has those factors
-      whose product is nearest (in the Frobenius norm) to the sum of what it has in each role. What the gradients of the
-      two roles have in common is left out, as in "expand" that of two positions is.
+    * A weight that operations read in two roles, as an embedding that is also the head, has the factors whose product
+      is nearest (in the Frobenius norm) to the sum of its products in both roles. Correlations of the two roles are
+      left out, as "expand" leaves out those of two positions.
 
     (The B of curvlinops' `KFACLinearOperator` with fisher_type="empirical" is E times this one, with E the losses that
     a mean averages: N times the entries of an output of mse_loss and binary_cross_entropy_with_logits, N times the
@@ -62,34 +63,34 @@ def kfac(
     Args:
         f, loss, sample, peel, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`. f and loss are pure in
             torch.func's sense (see the conventions).
-        fisher: which columns. "mc" draws mc_samples of them from the model's predictive. "exact" takes all of a square
-            root of the loss Hessian (KFLR): of one sample, or of a deep linear network, the product of the factors is
-            the block of the GGN itself. "empirical" takes the per-sample gradients at the given targets, with the scale
-            of `batch_grad`: return the `[N]` losses where it matters.
+        fisher: the kind of columns. "mc" draws mc_samples of them at targets from the model's prediction. "exact" takes
+            all columns of a square root of the loss Hessian (KFLR): for one sample, or a deep linear network, the
+            product of the factors is the block of the GGN itself. "empirical" takes the per-sample gradients at the
+            given targets, with the scale of `batch_grad`: return the `[N]` losses if it matters.
         mc_samples, generator: as in `diag_ggn`, for fisher="mc".
         method: as in `diag_ggn`, for fisher="exact". With "expand" only, where each position counts on its own, columns
             whose receptive fields are disjoint share a pullback, and a last layer whose entries are the outputs has
             its factors in closed form: `diag(p) - p p^T` of a cross entropy.
-        weight_sharing: "expand", "reduce" or "backpack". Where positions are averaged before the loss (pooling, vision
-            transformers) take "reduce", where each has a loss of its own (each token) "expand".
-        unsupported: what to do with parameters that have no factors, as no operation linear in them reads them, such as
-            the w of `x @ w.exp()`: "error" names all of them, "diagonal" takes the diagonal of their block, of the same
-            columns (a `Kronecker` of a vector), "skip" puts None in their place.
-        joint: a weight and the bias of the same operation have one matrix over `[out, in + 1]` (of a convolution `in`
-            counts the entries of a patch), in the weight's place; the bias comes last among the inputs, and has None
-            in its own place.
-        max_factor_dim: the largest dimension of a factor that is kept whole. Of a larger one the diagonal is kept, as a
-            vector: of 50,257 words the counts in an embedding, sums of squares in a head. A weight in two roles has the
-            product nearest to the sum of such. None keeps all factors whole.
+        weight_sharing: "expand", "reduce" or "backpack". Take "reduce" if positions are averaged before the loss
+            (pooling, vision transformers), "expand" if each has a loss of its own (each token).
+        unsupported: for parameters without factors, which no operation reads linearly, such as the w of `x @ w.exp()`:
+            "error" names all of them, "diagonal" takes the diagonal of their block from the same columns (a `Kronecker`
+            of a vector), "skip" returns None for them.
+        joint: a weight and the bias of the same operation have one matrix over `[out, in + 1]`, in the entry of the
+            weight (for a convolution `in` is the size of a patch). The bias is the last input, and its own entry is
+            None.
+        max_factor_dim: the largest size of a full factor. A larger one is replaced by its diagonal, a vector: for
+            50,257 words, the counts of the words in an embedding, and sums of squares in a head. None keeps all factors
+            full.
 
     Returns:
         A function `(params, *inputs, target) -> tree`, without `loss` `(params, *batch) -> tree`, with a `Kronecker`
-        for each parameter. Its factors stand in the order of the dims: (B, A) for a weight `[out, in]` or
-        `[out, in, *k]`, (A, B) for W in `x @ W`. The A of an embedding is a diagonal. No two results share memory.
+        for each parameter. Its factors are in the order of the dims: (B, A) for a weight `[out, in]` or `[out, in,
+        *k]`, (A, B) for W in `x @ W`. The A of an embedding is a diagonal. No two results share memory.
 
     Raises:
         ArgumentError: parameters that no operation linear in them reads (all are named); unknown options; a loss
-            without a known sampler; factors that take more than the memory that is free (`explain` tells their sizes).
+            without a known sampler; factors that need more than the free memory (`explain` shows their sizes).
         SplitError, ConvexityError, SampleAxisError: as in `diag_ggn`.
 
     Example:

@@ -39,22 +39,21 @@ def kfoc(
         B = torch.einsum("vnoi,ij,vnpj->op", G, A, G) / A.square().sum()          # and so on, one for each sweep
         torch.kron(B, A)                                            # about the block of the weight [out, in]
 
-    Each line is the best factor beside the other one, in the Frobenius norm, so that the error falls with each sweep to
-    that of the best product. With one sweep it is Shampoo's: `kron(sum G G^T, sum G^T G)` over the trace of either.
-
-    Unlike `kfac`, it assumes nothing about how a parameter is used: any matrix has factors, also one that is tied,
-    masked, or computed from others, and positions of a sequence count with what they have in common.
+    Each line is the best factor for the other one, in the Frobenius norm, so the error falls with each sweep to that of
+    the best product. With one sweep it is Shampoo's: `kron(sum G G^T, sum G^T G)` over the trace of either. Unlike
+    `kfac`, it assumes nothing about the use of a parameter: any matrix has factors, also one that is tied, masked, or
+    computed from others, and correlations of the positions of a sequence count.
 
     Args:
         f, loss, fisher, mc_samples, generator, sample, peel, samples, argnums, in_dims, out_dims, has_aux: as in
             `kfac`; the same columns in all sweeps. f and loss are pure in torch.func's sense (see the conventions).
-        sweeps: how many factors are computed, one after the other.
-        max_factor_dim: as in `kfac`; the factor of the other side is the best one beside a diagonal.
+        sweeps: the number of factors that are computed, one after the other.
+        max_factor_dim: as in `kfac`; the factor of the other side is the best one for a diagonal.
 
     Returns:
         A function `(params, *inputs, target) -> tree`, without `loss` `(params, *batch) -> tree`, with a `Kronecker`
-        for each parameter: of the first dim, and of all others together. Both have the same trace. Of a vector, as a
-        bias, it is the block itself.
+        for each parameter: a factor for the first dim, and one for all others together, of the same trace. For a
+        vector, as a bias, it is the block itself.
 
     Raises:
         ArgumentError: `sweeps` is below 1, or as in `kfac`.
@@ -70,7 +69,7 @@ def kfoc(
 
     Composes with: `chunked` over outputs, samples and params; `streamed`, which goes through the loader once for each
     sweep; `together`; `torch.func.grad` around it. `invfunc.kronecker` takes its result; `kronecker.merge` does not, as
-    the nearest product of two batches is not told by those of each.
+    the nearest product of two batches does not follow from those of each.
 
     Cost: a pullback of the columns for each sweep, and of each per-sample gradient the product with itself, from its
     factors where that is cheaper; of an embedding `[V, D]` they are formed.

@@ -29,12 +29,12 @@ def noise_scale(
         squared_norm = G.mean(0).square().sum() - trace / N                                  # |E G|^2
         scale = trace / squared_norm
 
-    Both parts are unbiased estimates, for the gradient G of a sample that is drawn at random. The scale is the number
-    of samples of which the mean gradient has as much noise as signal: larger batches than that take hardly fewer steps.
+    Both parts are unbiased estimates, for the gradient G of a random sample. The scale is a batch size: the mean
+    gradient of so many samples has as much noise as signal. Much larger batches hardly save training steps.
 
-    The squared norm is a difference, and of batches that are small beside the scale it is often negative: such a batch
-    does not tell the gradient from its noise. It is returned unchanged: clamped, its average over steps would be
-    biased. And it is the parts that are averaged, as in the example below, never their ratio.
+    The squared norm is a difference. If the batch is much smaller than the scale, it is often negative: one such batch
+    cannot tell the gradient from its noise. It is not clamped, as its average over steps would be biased. Average the
+    two parts over steps, as in the example below, and never their ratio.
 
     A mean loss puts 1/N into every per-sample gradient and 1/N^2 into both parts; the scale is the same for a mean, a
     sum and `[N]` losses. Return the `[N]` losses where the parts matter, as in averages over batches of several sizes.
@@ -42,12 +42,13 @@ def noise_scale(
     Args:
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`. f is pure in torch.func's sense (see
             the conventions).
-        groups: the name of the group for the key path of each parameter, as it is written behind the tree
-            (`"['weight']"`), or None for one that does not count; or a dict of these by the names of those that count
-            (`{"0.weight": "first"}`). Without it all count together; `groups=lambda path: path` is of each parameter,
-            `groups="layer"` of those whose names differ in the last part alone (`"0.weight"` and `"0.bias"` in `"0"`).
+        groups: splits the parameters into groups, each with a noise of its own; without it all parameters are one
+            group. `"layer"`: a group for each layer, so `"0.weight"` and `"0.bias"` are in `"0"`. Or a function from
+            the key path of a parameter (`"['0.weight']"`) to the name of its group, None to leave it out: `lambda path:
+            path` makes a group of each. Or a dict from names of parameters to names of groups (`{"0.weight":
+            "first"}`); it leaves out all others.
         samples, argnums, in_dims, has_aux: as in `batch_grad`; the gradient is that of these samples.
-        value: as in `clipped_grad`: what f returns comes behind the noise.
+        value: also return the value of f, after the noise, as in `clipped_grad`.
 
     Returns:
         A function `(params, *batch) -> (grad, noise)`: a tree like the parameters, and a `NoiseScale(squared_norm,
@@ -57,7 +58,7 @@ def noise_scale(
 
     Raises:
         ArgumentError: there is one sample only, or `groups` names no parameter; and as in `batch_grad`.
-        ArgumentTypeError: `groups` is no function, or gives something else than names and None.
+        ArgumentTypeError: `groups` is of another kind, or its function returns something else than names and None.
         SampleAxisError: as in `batch_grad`.
 
     Example:
@@ -94,13 +95,13 @@ def noise_scale(
     Composes with: `chunked` over samples and params, `streamed`, `distributed`, `together`, `compiled`, `certified`;
     `reduced`, whose function gets the gradient of each parameter; `torch.func.grad`, `vmap`, `jvp` around it.
 
-    Cost: one gradient and the norms of `batch_l2_grad`, where the per-sample gradients that are formed for them are
-    summed for the gradient, too. Parameters that do not count have no norms. For norm layers alone that is hardly more
-    than the gradient; what is left is the Python of a call, which `compiled` takes away.
+    Cost: one gradient and the norms of `batch_l2_grad`; per-sample gradients that are formed for a norm are summed for
+    the gradient, too. Parameters without a group need no norms: with norm layers alone it is hardly more than the
+    gradient. `compiled` removes the Python of a call.
 
-    Parts are differences of sums in float64 of per-sample gradients, which are rounded: in float32, about 1e-7 of the
-    squared norm is an error of the trace, so that scales below 1e-5 have few digits; `grad_and_variance` centres first.
-    Where the squared norm of the gradient overflows the trace is NaN.
+    Both parts are differences of sums in float64, of per-sample gradients in the dtype of the parameters: in float32
+    the trace has an error of about 1e-7 of the squared norm, so scales below 1e-5 have few digits. (`grad_and_variance`
+    subtracts the mean first.) If the squared norm of the gradient overflows, the trace is NaN.
 
     Source: McCandlish et al., "An empirical model of large-batch training", 2018, appendix A; Gray et al.,
     "Normalization layer per-example gradients are sufficient to predict gradient noise scale in transformers", NeurIPS

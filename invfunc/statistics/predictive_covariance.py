@@ -29,18 +29,18 @@ def predictive_covariance(
         J = torch.cat([j.flatten(2) for j in batch_jacobian(f)(params, *inputs).values()], 2)    # [N, C, P]
         torch.einsum("ncp,pq,ndq->ncd", J, S, J)     # S [P, P]: a block for each parameter, or of low rank over all
 
-    It is that of a Laplace approximation, whose S is the inverse of a curvature with that of a prior (`inverse` of a
-    `Kronecker` or of `Eigenpairs` with damping, the reciprocal of a `diag_ggn` with something added), and whose f is
-    linear around its parameters. J is not formed where an operation has a rule: of the factors of a layer s and a, and
-    S = B (x) A, it is `(s^T B s) (a^T A a)`.
+    In a Laplace approximation S is the inverse of the curvature plus the precision of the prior: `inverse(prior)` of a
+    `Kronecker` or of `Eigenpairs`, or `1 / (d + prior)` for a `diag_ggn` d. f is taken as linear around its parameters.
+    For operations with a rule J is not formed: with the input a of a layer, the gradients s at its output, and S = B
+    (x) A, the covariance is `(s^T B s) (a^T A a)`.
 
     Args:
         f: a model function `f(params, *inputs)`, which returns one tensor `[N, *out]`. f is pure in torch.func's sense
             (see the conventions).
-        covariance: a tree like the parameters, with the variances of a parameter in a tensor of its shape, its matrix
-            in a `Kronecker` (of its own, or of a weight and its bias, `joint=True`), or None for one that is known; or
-            a matrix over all parameters, symmetric, as a tensor `[P, P]` in the order of their leaves or a `LowRank`;
-            or a number, the variance of all entries.
+        covariance: a tree like the parameters: for each a tensor of variances of its shape, a `Kronecker` (its own, or
+            with `joint=True` that of a weight and its bias), or None if it has no uncertainty. Or a symmetric matrix
+            over all parameters: a tensor `[P, P]`, in the order of the parameters, or a `LowRank`. Or a number, the
+            variance of all entries.
         out_dims: the sample axis of the outputs.
         samples, argnums, in_dims, has_aux: as in `batch_grad`.
 
@@ -51,7 +51,7 @@ def predictive_covariance(
     Raises:
         ArgumentError, SampleAxisError: as in `batch_jacobian`; a covariance of other parameters or shapes, or with
             negative eigenvalues; several outputs.
-        ArgumentTypeError: a covariance with something else in it.
+        ArgumentTypeError: the covariance has something else in it.
 
     Example:
         >>> import torch, invfunc
@@ -64,7 +64,7 @@ def predictive_covariance(
                 [[13.,  0.],
                  [ 0., 18.]]])
 
-        Of the Laplace approximation with Kronecker factors and a prior of variance 1 / 0.1:
+        A Laplace approximation with Kronecker factors and a prior of variance 1 / 0.1:
 
         >>> model, params = invfunc.functional(torch.nn.Linear(2, 1))
         >>> mse, y = torch.nn.MSELoss(reduction="sum"), torch.zeros(2, 1)
@@ -73,13 +73,13 @@ def predictive_covariance(
         >>> invfunc.predictive_covariance(model, S)(params, x).shape
         torch.Size([2, 1, 1])
 
-        Of that with the whole GGN, and a prior of variance 1 / 2:
+        The same with the whole GGN, and a prior of variance 1 / 2:
 
         >>> pairs = invfunc.eigenpairs(model, mse)(params, x, y)
         >>> invfunc.predictive_covariance(model, pairs.inverse(2.0))(params, x).flatten().round(decimals=3)
         tensor([0.2940, 0.4120])
 
-        Between samples, too: `gram` of the outputs as a function of standard normal numbers z.
+        Covariances between samples are `gram` of the outputs as a function of standard normal numbers z.
 
         >>> std = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).sqrt()
         >>> invfunc.gram(lambda z, x: f(w + std * z, x))(torch.zeros_like(w), x)[:, 0, :, 0]
@@ -89,10 +89,10 @@ def predictive_covariance(
     Composes with: `chunked` over samples and params, `streamed`, `distributed`; `torch.func.grad`, `vmap`, `jvp` around
     it, and the gradient in the covariance.
 
-    Cost: one forward pass, a pullback of all outputs of a sample at once, and products of what layers read and of their
-    cotangents with the matrices. Where an operation has no rule, or S does not factor as its operation does, the rows
-    of J are formed, for some samples at a time. A decomposition of each `Kronecker`, once. Of k vectors of a `LowRank`
-    what layers read and their cotangents times each of them, and `[N, C, k]` is kept; of a matrix `[P, P]` all of J.
+    Cost: one forward pass, a pullback of all outputs of a sample at once, products of each layer's inputs and gradients
+    with the matrices, and a decomposition of each `Kronecker`, once. If an operation has no rule, or S does not factor
+    as the operation does, the rows of J are formed, for some samples at a time. A `LowRank` of k vectors takes k such
+    products and `[N, C, k]`; a matrix `[P, P]` takes all of J.
 
     Source: MacKay (1992); Ritter, Botev and Barber, "A scalable Laplace approximation for neural networks", ICLR 2018;
     Immer, Korzepa and Bauer, "Improving predictions of Bayesian neural nets via local linearization", AISTATS 2021.

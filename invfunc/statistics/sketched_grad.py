@@ -35,20 +35,20 @@ def sketched_grad(
 
         |sketch(g) . sketch(h) - g . h| is of the size  (2 / rows + 2 / columns + 4 / (rows columns))^(1/2) |g| |h|
 
-    at most (the standard deviation), for each parameter, and independently. A side that is as short as its sketch is
-    kept unchanged, with zeros behind, and adds no error. Where sketches are kept, products of new samples with all of a
-    data set are one matrix product: which of them move the loss of a test sample, which are alike.
+    at most (the standard deviation), for each parameter, and independently. A side that is no longer than its sketch is
+    kept unchanged, padded with zeros, and adds no error. With stored sketches, the inner products of new samples with a
+    whole data set are one matrix product: which samples influence the loss of a test sample, and which are similar.
 
     Args:
         f, samples, argnums, in_dims, has_aux: as in `batch_grad`. f is pure in torch.func's sense (see the
             conventions).
-        rows, columns: how long the two sides of a sketch are.
+        rows, columns: the lengths of the two sides of a sketch.
         projection: the kind of matrices: random `"signs"` (LoGra); `"sparse"` ones with one sign in each row, of which
             the deviation above is the same; or a `"mask"`, which picks some rows and columns of the gradient (GraSS):
             right on average, too, but far off where few entries are large.
-        generator: draws the matrices, once, when the statistic is made: all of its calls have the same ones, and so has
-            another statistic of as many rows and columns and parameters of the same shapes, in the same order, whose
-            generator has the same seed. They are the same on all devices and in all dtypes.
+        generator: draws the matrices once, when the statistic is made: all of its calls use the same ones. Another
+            statistic uses the same ones, too, if its generator has the same seed, and its rows, columns, and shapes and
+            order of parameters are the same. They do not depend on the device or the dtype.
 
     Returns:
         A function `(params, *batch) -> sketches` with tensors `[N, rows * columns]`, in the unit of loss / parameter.
@@ -78,9 +78,9 @@ def sketched_grad(
     Composes with: `chunked` over samples and params, `streamed` (with `out=` a data set's sketches go to a file),
     `distributed`, `together`, `certified`; `torch.func.grad`, `vmap`, `jvp` around it.
 
-    Cost: a gradient without that of the weights, the result, and where an operation has a rule the products of what it
-    reads and of its cotangents with the matrices: `[N, O, I]` is not formed. Elsewhere it is, for some samples at a
-    time. On one CPU core 0.7 to 1.1 gradients with 16 rows and columns.
+    Cost: a backward pass without the gradients of the weights, the result, and products of each operation's input, and
+    of the gradient at its output, with the matrices. `[N, O, I]` is formed only for operations without a rule, for some
+    samples at a time. On one CPU core 0.7 to 1.1 gradients, with 16 rows and columns.
 
     Source: Choe et al., "What is your data worth to GPT?" (LoGra), arXiv 2405.13954, for linear layers; Hu et al.,
     "GraSS", arXiv 2505.18976; Park et al., "TRAK", ICML 2023; Johnson and Lindenstrauss (1984).

@@ -34,7 +34,7 @@ def sqrt_ggn(
         R = ...                                               # [V, N, C], with R[:, n].T @ R[:, n] == H[n, :, n]
         torch.einsum("vnc,ncp->vnp", R, J)
 
-    A square root is one of many: only its products `S S^T` have a meaning. For a cross entropy over C classes V is
+    There are many square roots: only the products `S S^T` have a meaning. For a cross entropy over C classes V is
     `C - 1`, for other losses the number of outputs of a sample.
 
     Args:

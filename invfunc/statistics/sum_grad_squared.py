@@ -28,14 +28,14 @@ def sum_grad_squared(
 
     It is not divided by N; a mean loss puts 1/N^2 into every square (see `batch_grad` about this scale).
 
-    With `per="token"` a square is that of one place where an operation reads the parameter: of a linear layer, which
-    reads `a[n, t]` and is sent `d[n, t]` at token t, in one product:
+    With `per="token"` the squares are those of each token's part of the gradient. For a linear layer with the input
+    `a[n, t]` and the gradient `d[n, t]` at its output, that is one product:
 
         torch.einsum("nto,ntk->ok", d.square(), a.square())          # sum_nt (d[n, t] a[n, t]^T)^2
 
-    Places are the positions of a linear layer or an einsum, the windows of a convolution, the words of an embedding,
-    and the entries that a bias or a scale is added to or multiplies. A parameter that is read twice, as tied ones are,
-    has the places of both.
+    Tokens are the positions of a linear layer or an einsum, the windows of a convolution, the words of an embedding,
+    and the entries to which a bias is added, or that a scale multiplies. A parameter that is read twice, as tied ones
+    are, has the tokens of both.
 
     Args:
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`. f is pure in torch.func's sense (see
@@ -48,8 +48,8 @@ def sum_grad_squared(
         (loss / parameter)^2.
 
     Raises:
-        ArgumentError, SampleAxisError: as in `batch_grad`; per token also where the places of an operation that reads
-            a parameter are not known, or what is read is computed from it.
+        ArgumentError, SampleAxisError: as in `batch_grad`; per token also if the tokens of an operation that reads a
+            parameter are not known, or it reads a tensor computed from the parameter.
 
     Example:
         >>> import torch, invfunc

@@ -22,7 +22,7 @@ def variance(
 
         batch_grad(f)(params, *batch).var(0, correction=correction)
 
-    It is never negative, and as exact in float32 where the mean is 1e3 times the deviation. A mean loss puts 1/N into
+    It is never negative, and exact in float32 even if the mean is 1e3 times the deviation. A mean loss puts 1/N into
     every per-sample gradient and 1/N^2 into the variance: for the variance of "the" gradient of a sample, let f return
     the `[N]` losses of the samples.
 
@@ -48,7 +48,7 @@ def variance(
 
     Composes with: `chunked` over samples and params; `torch.func.grad`, `vmap`, `jvp` around it.
 
-    Cost: one gradient and two contractions, in float64 where that is what keeps them exact.
+    Cost: one gradient and two contractions, in float64 where float32 would not be exact.
 
     Source: BackPACK's Variance (Dangel, Kunstner and Hennig, ICLR 2020).
     """
