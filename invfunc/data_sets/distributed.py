@@ -79,11 +79,10 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] =
     process's generator, and each sample draws by its place among those of all processes, as `streamed` says: they are
     the same for any number of processes. A loader is gone through once more to count its samples then.
 
-    Cost: that of t for the samples of this process; of what is exchanged, each number of the result once (of K-factors
-    a triangle, of a variance twice, of a sample axis nothing unless it is gathered), in one collective for each of a
-    few steps; the memory of the result once more. The eigendecompositions of `ekfac` are dealt out to the processes.
-    Where a process fails, or Ctrl-C is pressed in it, the others end with its message behind their last batch, or where
-    they read a parameter in parts.
+    Cost: that of t for the samples of this process; what is kept of the result (of a sample axis nothing unless it is
+    gathered) travels between pairs of processes, in `2 log2 P` steps for P of them; the memory of the result once more.
+    The eigendecompositions of `ekfac` are dealt out to the processes. Where a process fails, or Ctrl-C is pressed in
+    it, the others end with its message behind their last batch.
 
     With `checkpoint="file"` of `streamed`, each process has a file of its own, "file.0" the first. When one fails, the
     others write theirs, too; of processes that are killed (torchrun ends all if one is), the last `every` seconds are
@@ -91,8 +90,8 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] =
     done wait for the others, and no file is removed before all have the result. Where one has lost its file, or was
     still in the first sweep of `ekfac`, those that were in the second begin again.
 
-    DTensors are gathered one by one where an operation reads them, and let go behind it; of sums each process keeps its
-    part. So none holds all parameters, or all sums like them; `notebooks/site/limits.md` says where that is not so.
+    DTensors are gathered before the first batch: during the call each process holds all parameters and the sums of its
+    own samples, and of the result its part.
 
     Source: Chan, Golub and LeVeque (1979) for variances; torch.distributed.
     """
