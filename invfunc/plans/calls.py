@@ -58,19 +58,6 @@ def call_of(args: tuple, kwargs: dict[str, Any]) -> PlannedCall:
     return PlannedCall(tensors, generators, objects, (structure, *known, around))
 
 
-def described(args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """The arguments of a call without numbers: their tree, what is known of its tensors, and its other leaves."""
-    leaves, structure = tree.flatten((args, kwargs))
-    known = tuple((x.dtype, x.device, x.shape, x.stride()) for x in leaves if isinstance(x, torch.Tensor))
-    return structure, known, tuple(_token(x) for x in leaves if not isinstance(x, torch.Tensor))
-
-
-def described_by(key: Any) -> tuple:
-    """The description of the arguments of which a key is; it has None where tensors share memory."""
-    form, signatures, shared, others, _ = key
-    return form, None if shared else tuple(own[1:5] for own in signatures), others
-
-
 def _unfit(tensors: list[torch.Tensor]) -> str:
     """The reason why tensors cannot be inputs of a plan; empty if they can."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
