@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import dispatched, dual, saving_hooks, storage_of, transforming, under
 from invfunc._torch.generators import set_states, state_of, torchs_own
-from invfunc.budget.peak import settings
+from invfunc.budget import settings
 from invfunc.core.ways import straight
 from invfunc.errors import InvFuncWarning
 from invfunc.pairs.value import reached

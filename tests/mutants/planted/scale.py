@@ -68,7 +68,7 @@ FAULTS = [
     ),
     Fault(
         "what was freed counts as alive",
-        "budget/peak.py",
+        "budget.py",
         "        self.now -= size",
         "        pass",
         "budget/test_budget.py::TestPeak",
