@@ -46,6 +46,7 @@ from invfunc import errors, kronecker, layers, pairs
 from invfunc.certificates.certified import certified
 from invfunc.chunked import chunked
 from invfunc.compiled import compiled
+from invfunc.core.split import outputs
 from invfunc.data_sets.distributed import distributed
 from invfunc.data_sets.streamed import streamed
 from invfunc.errors import InvFuncError, InvFuncWarning
@@ -55,7 +56,6 @@ from invfunc.invertible.chain import chain, repeated
 from invfunc.invertible.checkpoint import invertible_checkpoint
 from invfunc.invertible.checks import check_inverse
 from invfunc.operation import operation
-from invfunc.outputs import outputs
 from invfunc.pairs.couplings import additive_coupling, affine_coupling
 from invfunc.pairs.pair import Invertible, invert, with_log_det
 from invfunc.products.eigenpairs import eigenpairs

@@ -13,8 +13,7 @@ from invfunc import thresholds, tree
 from invfunc._torch.functorch import dispatched, transforming
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc.arguments.problem import batch_dims, batch_size, some_samples
-from invfunc.budget.peak import peak_of, settings
-from invfunc.budget.size import in_bytes, told
+from invfunc.budget import in_bytes, peak_of, settings, told
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, BudgetError, InvFuncError
 from invfunc.report import Explanation

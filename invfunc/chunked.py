@@ -12,7 +12,7 @@ import torch
 from invfunc import tree
 from invfunc._extras import told_of_parts
 from invfunc.arguments.problem import InDims, batch_dims, batch_size, some_samples, with_aux
-from invfunc.budget.size import size_of
+from invfunc.budget import size_of
 from invfunc.budgeted import Budgeted, BudgetedStatistic, Chunks
 from invfunc.callables import check_callable, check_choice, check_count, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError

@@ -64,8 +64,7 @@ def compiled(
     Raises:
         ArgumentTypeError: t is neither statistic nor product.
         ArgumentError: an unknown backend; `"cudagraphs"` without a CUDA device; `pad` with a statistic that it does not
-            work for, a batch larger than all sizes, or an f that returns no `[N]` losses; within torch.export, a call
-            that a program cannot contain.
+            work for, a batch larger than all sizes, or an f that returns no `[N]` losses; within torch.export.
         The errors of t: if a plan meets one, the call runs as without `compiled`.
 
         A warning (`InvFuncWarning`), once, if calls run as without `compiled`: it names the reason and the line.
@@ -94,13 +93,6 @@ def compiled(
     Within `torch.compile(fullgraph=True)` a call is one operation, which compares the numbers when it runs. It is a
     graph break where it is differentiable or gives something else than tensors and `Kronecker` (aux, `reduced`, None
     of `joint=True` and `unsupported="skip"`). For new shapes t is run once without numbers, or on ones and zeros.
-
-    Within `torch.export` the operations of its plan become those of the program, which needs this library neither to be
-    saved nor to be loaded: call it once with arguments of such shapes before, and make that call and the export both
-    under `torch.no_grad()`. What is closed over is a constant. A number that is read is asserted. Errors say what a
-    program cannot do: draw random numbers, have derivatives, or shapes that depend on numbers. One that gives
-    `Kronecker` or `NoiseScale` is loaded after `import invfunc`; to be without, return their tensors, as `factors`
-    (`strict=True` takes no `Kronecker`).
 
     Cost: the operations of t, without Python: small models are several times faster, large ones not at all. The
     comparisons of a call take some tens of microseconds. The first call takes as long as three to six calls of t.
@@ -143,26 +135,12 @@ class Compiled(Transform):
         return f"compiled({self.t!r})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_exporting():
-            return self._exported(args, kwargs)
-        if torch.compiler.is_compiling() and self._trees_of_tensors and not _seen(args, kwargs):
+        compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        if compiling and self._trees_of_tensors and not _seen(args, kwargs):
             from invfunc.plans.within import within  # imports the compiler, which takes a second
 
             return within(self.calls.number, args, kwargs)
         return super().__call__(*args, **kwargs)
-
-    def _exported(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The call as operations of a program that torch.export writes."""
-        if self.padding is not None:
-            raise ArgumentError(f"{self!r} within torch.export: a program pads nothing. Leave pad out.")
-        if _seen(args, kwargs):
-            raise ArgumentError(
-                f"{self!r} within torch.export: a program has no derivatives of it, and no autocast. Export it within "
-                "torch.no_grad(), outside of autocast."
-            )
-        from invfunc.plans.within import exported  # imports the compiler, which takes a second
-
-        return exported(self.calls, args, kwargs)
 
     @property
     def _trees_of_tensors(self) -> bool:

@@ -167,8 +167,8 @@ class Transform(ABC):
         """The result of a call, also of a method; torch.compile does not look into it."""
         if torch.compiler.is_exporting():
             raise ArgumentError(
-                f"{self!r}{method}: torch.export writes operations, and not what this makes of f. Export the statistic "
-                "or the product as a plan: compiled(t), called once with such arguments before."
+                f"{self!r}{method}: torch.export writes operations, and not what this makes of f. Call it outside of "
+                "the program."
             )
         if torch.compiler.is_compiling():
             from invfunc._torch.eager import eagerly  # imports the compiler, which takes a second

@@ -221,17 +221,10 @@ def broadcast(prefix: Tree, tree: Tree) -> list[Any] | None:
     return found
 
 
-Structure = tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]
-"""Of a node that is registered: the names of its children, and its other fields."""
-
-
-def register(
-    *names: str, written: Callable[[Structure], str] | None = None, read: Callable[[str], Structure] | None = None
-) -> Callable[[Class], Class]:
+def register(*names: str) -> Callable[[Class], Class]:
     """Makes a frozen dataclass a node: the fields of these names are its children, the others belong to its structure.
 
     None is not a child, as it would be a leaf. Leaves are put in unchecked: torch.func has its own things travel there.
-    Where its structure can be `written` and `read` as text, programs of torch.export that give it can be saved.
     """
 
     def registered(kind: Class) -> Class:
@@ -263,9 +256,6 @@ def register(
             kind,
             flatten,
             unflatten,
-            serialized_type_name=None if written is None else f"invfunc.{kind.__name__}",
-            to_dumpable_context=written,
-            from_dumpable_context=read,
             flatten_with_keys_fn=flatten_with_keys,
         )
         NODES[kind] = flatten, unflatten
@@ -341,12 +331,6 @@ def _copied(branch: Any) -> Any:
     if kind is dict:
         return {key: part if type(part) in _PLAIN else _copied(part) for key, part in branch.items()}
     raise _Other
-
-
-def register_tuple(kind: Class) -> Class:
-    """Have programs of torch.export that give a tuple with names saved."""
-    pytree._register_namedtuple(kind, serialized_type_name=f"invfunc.{kind.__name__}")
-    return kind
 
 
 def templates(structure: Any) -> bool:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import invfunc
 from invfunc import compiled, distributed, streamed, tree
-from invfunc.evaluation.processes import bits
+from invfunc.evaluation.processes import named
 from invfunc.testing import assert_trees_close
 from tests.data_sets.test_streamed import EXACT, FLOOR, batches, dense, linear, losses
 from tests.networks import LOSSES, network, samples_loss
@@ -190,7 +190,7 @@ def _held(e: Example) -> tuple[str, str, dict[str, str]]:
         assert_trees_close(dense(found), dense(wanted), EXACT, FLOOR)
     except AssertionError as error:
         return f"{error}", refused, {}
-    return "right", refused, {} if picked is not None else bits("", found)
+    return "right", refused, {} if picked is not None else named("", found)
 
 
 def _lead(t: Any) -> list[int]:

@@ -13,25 +13,19 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import invfunc
 from invfunc import distributed, streamed, tree
-from invfunc._torch.reading import absent
-from invfunc.data_sets.product import SumOfProducts
 from invfunc.data_sets.visits import VisitWork
-from invfunc.evaluation import rounds
 from invfunc.evaluation.processes import Processes
 from tests.data_sets.test_streamed import linear, losses
 from tests.many_processes import Example, composed, data, hold, mesh
-from tests.meter import Meter, nothing_collected
-from tests.strategies import Numbers
 
 
 def told_of_all(examples: list[Example]) -> tuple:
     """The programs that go on with each other, as it takes seconds to start processes."""
-    return hold(examples), composed(), faults(), memory(), sent()
+    return hold(examples), composed(), faults()
 
 
 # Faults: what each process raises, and after how many seconds
@@ -125,14 +119,14 @@ class Once:
         return self.batches
 
 
-def not_resumed(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor, of: Any = OF, work: Any = VisitWork) -> Any:
+def not_resumed(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor, of: Any = OF) -> Any:
     """All have a file, but one has no room for what is in it."""
     given = [params] * (2 if of is PRODUCT else 1)
     with TemporaryDirectory() as folder:
         t = distributed(streamed(of, checkpoint=Path(folder, "state")))
         with suppress(invfunc.errors.ProcessError, OSError):
             t(*given, lambda: late(x, y))
-        no_room = mock.patch.object(work, "resume", side_effect=MemoryError("no room"))
+        no_room = mock.patch.object(VisitWork, "resume", side_effect=MemoryError("no room"))
         with no_room if rank else nullcontext():
             return t(*given, [(x, y)] * 2)
 
@@ -157,23 +151,9 @@ def of_parts(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Calls:
     def placed(placement: Any, w: torch.Tensor = params["w"]) -> Any:
         return {**params, "w": DTensor.from_local(w, mesh(2), [placement], run_check=False)}
 
-    def writing(w: Any) -> Any:
-        yield x, y
-        w.mul_(2)
-        yield x, y
-
-    def reduce(path: str, q: torch.Tensor) -> torch.Tensor:
-        if rank and path == "['w']":
-            raise KeyError("no such thing")
-        return q
-
-    def clamped(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        params["w"].data.clamp_(min=0)
-        return losses(params, x, y)
-
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
     twice, replicas = placed(Shard(0)), placed(Replicate())
-    parts, written = (placed(Shard(0), params["w"][2 * rank :][:2].clone()) for _ in range(2))
+    parts = placed(Shard(0), params["w"][2 * rank :][:2].clone())
     return {
         "parts alone": lambda: OF(twice, x, y),
         "parts explained": lambda: invfunc.explain(distributed(OF))(twice, x, y),
@@ -184,12 +164,7 @@ def of_parts(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Calls:
         "a mesh of others": lambda: distributed(OF, alone)(twice, x, y),
         "f fails beside parts": lambda: distributed(invfunc.variance(fails))(parts, x, y),
         "the loader fails beside parts": lambda: distributed(streamed(OF))(parts, lambda: late(x, y)),
-        "a reduction fails beside parts": lambda: distributed(invfunc.reduced(OF, reduce))(parts, x, y),
-        "a file that cannot be gone on with beside parts": lambda: not_resumed(
-            rank, parts, x, y, PRODUCT, SumOfProducts
-        ),
-        "written beside parts": lambda: distributed(streamed(OF))(written, lambda: writing(written["w"])),
-        "written by f": lambda: distributed(invfunc.variance(clamped))(parts, x, y),
+        "a file that cannot be gone on with beside parts": lambda: not_resumed(rank, parts, x, y, PRODUCT),
     }
 
 
@@ -209,62 +184,3 @@ def after_one_is_gone(rank: int, folder: str) -> None:
         distributed(invfunc.variance(f))(params, x, y)
     except Exception as error:
         Path(folder, str(rank)).write_text(f"{type(error).__name__} {time.monotonic() - began:.3f} {error}")
-
-
-# Memory
-
-
-def memory() -> dict[str, float]:
-    """The most that is alive at once, in parameters of which there are eight, where a process has half of each."""
-    params = {f"w{k}": Numbers(k)(64, 64) / 8 for k in range(8)}
-    placed = {name: distribute_tensor(p, mesh(2), [Shard(0)], src_data_rank=None) for name, p in params.items()}
-    x, found = Numbers(9)(2, 64), dict[str, float]()
-
-    def f(params: Any, x: torch.Tensor) -> torch.Tensor:
-        for w in params.values():
-            x = torch.tanh(x @ w)
-        x = x[:, :2]
-        return F.mse_loss(x, torch.zeros_like(x), reduction="none").sum(1)
-
-    def uncounted(like: Any) -> Any:
-        with _disable_current_modes():  # they are in one memory together
-            return absent(like)
-
-    makes: list[Any] = [invfunc.batch_l2_grad, invfunc.sum_grad_squared, invfunc.noise_scale]
-    makes += [invfunc.hvp, invfunc.ggnvp]
-    of = {make.__name__: make(f) for make in makes} | {"empirical": invfunc.ggnvp(f, fisher="empirical")}
-    of |= {"clipped_grad": invfunc.clipped_grad(f, max_norm=1.0)}
-    of["reduced"] = invfunc.reduced(of["sum_grad_squared"], lambda path, q: q.sum())
-    of["diag_ggn"] = invfunc.chunked(invfunc.diag_ggn(f), 2, over="outputs")
-    for name, t in of.items():
-        for whole in (True, False):
-            own = params if whole else placed
-            args = [own] * (2 if hasattr(t, "linearize") else 1)
-            with nothing_collected(), Meter() as meter, mock.patch.object(rounds, "absent", uncounted):
-                distributed(t)(*args, x)
-            found[f"{name} {'whole' if whole else 'parts'}"] = meter.peak() / params["w0"].nbytes
-    return found
-
-
-def sent() -> dict[str, list[int]]:
-    """Count of the numbers that a process sends to the other one, and of those that are added up in both."""
-    params, (x, y) = data()
-    placed = {name: distribute_tensor(p, mesh(2), [Shard(0)], src_data_rank=None) for name, p in params.items()}
-    rank, found = dist.get_rank(), dict[str, list[int]]()
-    deal, add = dist.all_to_all_single, dist.all_reduce
-
-    def dealt(into: Any, x: Any, got: list[int], given: list[int], **kwargs: Any) -> Any:
-        count[0] += sum(given) - given[rank]
-        return deal(into, x, got, given, **kwargs)
-
-    def added(x: Any, **kwargs: Any) -> Any:
-        count[1] += x.numel()
-        return add(x, **kwargs)
-
-    for make in (invfunc.sum_grad_squared, invfunc.variance, invfunc.hvp):
-        t = make(losses)
-        count = found[make.__name__] = [0, 0]
-        args = [placed] * (2 if hasattr(t, "linearize") else 1)
-        with mock.patch.object(dist, "all_to_all_single", dealt), mock.patch.object(dist, "all_reduce", added):
-            distributed(t)(*args, x, y)
-    return found

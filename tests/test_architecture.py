@@ -43,7 +43,6 @@ FLOORS = [
         "column_options",
         "together",
         "reduced",
-        "outputs",
         "operation",
         "explain",
     },

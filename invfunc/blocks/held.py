@@ -14,7 +14,7 @@ from invfunc import tree
 from invfunc._shown import table
 from invfunc._torch.weak import memory_ref
 from invfunc.blocks.link import Slot
-from invfunc.budget.size import told
+from invfunc.budget import told
 
 _FEW = 200
 

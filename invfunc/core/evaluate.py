@@ -16,7 +16,7 @@ from invfunc._extras import Ticks
 from invfunc._torch.functorch import transforming, versions
 from invfunc._torch.generators import same_state, set_states, state_of, states_of, torchs_own
 from invfunc.arguments.problem import BoundProblem, check_numbers, whole
-from invfunc.budget.size import fits
+from invfunc.budget import fits
 from invfunc.core.columns import Twice, columns_at, lost, single, split
 from invfunc.core.composed import Replays
 from invfunc.core.factors import partners

@@ -10,7 +10,7 @@ import torch
 
 from invfunc import thresholds, tree
 from invfunc.arguments.problem import BoundProblem
-from invfunc.budget.size import bytes_of
+from invfunc.budget import bytes_of
 from invfunc.core.columns import columns_at
 from invfunc.core.evaluate import Fold, Pullback, by_kinds, kept, of_each_kind, uses_of
 from invfunc.core.hessian import HessianDiagonal

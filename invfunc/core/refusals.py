@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc.arguments.problem import BoundProblem
-from invfunc.budget.size import bytes_of, free_on, told
+from invfunc.budget import bytes_of, free_on, told
 from invfunc.core.marks import SUMMED, Mark, Node, Run, Unsupported
 from invfunc.core.uses import TableRows, Use
 from invfunc.errors import ArgumentError, SampleAxisError, unreached

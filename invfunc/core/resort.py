@@ -26,7 +26,7 @@ from invfunc._torch.functorch import as_it_is, graph_level, graph_of, mapped
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import anywhere, near, wide
 from invfunc.arguments.problem import BoundProblem
-from invfunc.budget.size import free_on, told
+from invfunc.budget import free_on, told
 from invfunc.core.marks import LEAF, SUMMED, Final, Mark, Node, Unsupported, know, option, spelled, tensors
 from invfunc.core.order import Order
 from invfunc.core.run import Run

@@ -78,11 +78,10 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] =
     generator, and each sample draws by its position among those of all processes, as in `streamed`: they are the same
     for any number of processes. For that, a loader is read once more, to count its samples.
 
-    Cost: that of t for the samples of this process; an exchange of each number of the result (for K-factors of a
-    triangle, for a variance twice, for a sample axis nothing unless it is gathered), in a few collectives; the memory
-    of the result once more. The eigendecompositions of `ekfac` are divided among the processes. If a process fails, or
-    Ctrl-C is pressed in it, the others end with its message after their last batch, or when they read a sharded
-    parameter.
+    Cost: that of t for the samples of this process. The sums of a result (without its sample axis, unless it is
+    gathered) travel between pairs of processes, in `2 log2 P` steps for P of them; the memory of the result once more.
+    The eigendecompositions of `ekfac` are divided among the processes. If a process fails, or Ctrl-C is pressed in it,
+    the others end with its message after their last batch.
 
     With `checkpoint="file"` of `streamed`, each process has a file of its own, "file.0" the first. When one fails, the
     others write theirs, too. If processes are killed (torchrun ends all if one ends), the last `every` seconds are
@@ -90,8 +89,8 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] =
     before all have the result. If one process has lost its file, or was still in the first sweep of `ekfac`, those in
     the second sweep begin it again.
 
-    DTensors are gathered one by one when an operation reads them, and freed after it; sums stay sharded. So no process
-    has all parameters in memory, or all sums of their shapes; for exceptions see `notebooks/site/limits.md`.
+    DTensors are gathered before the first batch: during the call each process holds all parameters, and the sums over
+    its own samples. Its part of the result is sharded as the parameters are.
 
     Source: Chan, Golub and LeVeque (1979) for variances; torch.distributed.
     """

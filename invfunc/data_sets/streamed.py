@@ -13,9 +13,8 @@ from invfunc._torch.sharded import sharded
 from invfunc.callables import describe
 from invfunc.compiled import opened
 from invfunc.data_sets.product import StreamedProduct
-from invfunc.data_sets.rows import Rows
 from invfunc.data_sets.tiled import Tiled
-from invfunc.data_sets.visits import PARAMETERS, ProcessPart, RowByRow, VisitWork, identity_of
+from invfunc.data_sets.visits import PARAMETERS, ProcessPart, RowByRow, Rows, VisitWork, identity_of
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.batches import Feed, first
 from invfunc.evaluation.checkpoint import Checkpoint

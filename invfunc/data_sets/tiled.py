@@ -14,7 +14,7 @@ from invfunc import tree
 from invfunc._extras import told_of_parts
 from invfunc._torch.functorch import storage_of
 from invfunc.arguments.problem import InDims, batch_dims
-from invfunc.data_sets.rows import check_own
+from invfunc.data_sets.visits import check_own
 from invfunc.errors import ArgumentError, ArgumentTypeError, RandomnessError
 from invfunc.evaluation.batches import Batches, Feed, batches_of, check_loader, first, no_samples, size_of, unscaled
 from invfunc.evaluation.engine import Engine

@@ -107,7 +107,9 @@ class Processes:
         dist.send_object_list([(form.structure, form.others, form.places, kinds)], group=self.group, group_dst=rank)
         for y in tensors:
             if y.numel():
-                dist.send(_bytes(y.detach().contiguous()), group=self.group, group_dst=rank)
+                dist.send(
+                    _bytes(y.detach().clone(memory_format=torch.contiguous_format)), group=self.group, group_dst=rank
+                )
 
     def _taken(self, rank: int, device: torch.device) -> Any:
         head: list[Any] = [None]

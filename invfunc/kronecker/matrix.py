@@ -16,13 +16,13 @@ from invfunc._shown import table
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import checked_at_the_end
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.kronecker.origin import Origin, derived, read, written
+from invfunc.kronecker.origin import Origin, derived
 from invfunc.linear_algebra import blocks, symmetric
 
 Damping = symmetric.Damping
 
 
-@tree.register("factors", "values", written=written, read=read)
+@tree.register("factors", "values")
 @dataclass(frozen=True, eq=False, repr=False)
 class Kronecker:
     """A symmetric positive semi-definite matrix over the P entries of one parameter, as a Kronecker product.

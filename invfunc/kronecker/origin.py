@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from invfunc import tree
 from invfunc.linear_algebra import blocks
 
 
@@ -101,27 +99,3 @@ def derived(origin: Origin) -> Origin:
 
 def _derived(args: tuple[Origin], options: dict[str, Any]) -> Origin:
     return replace(args[0], n=None)
-
-
-def written(structure: tree.Structure) -> str:
-    """The structure of factors as text."""
-    children, rest = structure
-    return json.dumps([children, [[name, asdict(x) if isinstance(x, Origin) else x] for name, x in rest]])
-
-
-def read(text: str) -> tree.Structure:
-    """The structure that a text is of."""
-    children, rest = json.loads(text)
-    fields = dict(rest)
-    made = {
-        "groups": lambda x: tuple(map(tuple, x)),
-        "shape": torch.Size,
-        "blocks": lambda x: None if x is None else tuple(x),
-        "origin": lambda x: Origin(**{**x, "joint": None if x["joint"] is None else _joint(**x["joint"])}),
-        "values": lambda x: x,
-    }
-    return tuple(children), tuple((name, made[name](x)) for name, x in fields.items())
-
-
-def _joint(bias: str, shape: Sequence[int], **dims: Sequence[int]) -> Joint:
-    return Joint(bias, torch.Size(shape), **{name: tuple(x) for name, x in dims.items()})

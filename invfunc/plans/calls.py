@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import dispatched, dual, saving_hooks, storage_of, transforming, under
 from invfunc._torch.generators import set_states, state_of, torchs_own
-from invfunc.budget.peak import settings
+from invfunc.budget import settings
 from invfunc.core.ways import straight
 from invfunc.errors import InvFuncWarning
 from invfunc.pairs.value import reached
@@ -56,19 +56,6 @@ def call_of(args: tuple, kwargs: dict[str, Any]) -> PlannedCall:
     around = settings(), torch.get_default_device() if under(TorchFunctionMode) else None  # it is a mode
     known = tuple(map(signature, tensors)), _shared(tensors), tuple(map(_token, others))
     return PlannedCall(tensors, generators, objects, (structure, *known, around))
-
-
-def described(args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """The arguments of a call without numbers: their tree, what is known of its tensors, and its other leaves."""
-    leaves, structure = tree.flatten((args, kwargs))
-    known = tuple((x.dtype, x.device, x.shape, x.stride()) for x in leaves if isinstance(x, torch.Tensor))
-    return structure, known, tuple(_token(x) for x in leaves if not isinstance(x, torch.Tensor))
-
-
-def described_by(key: Any) -> tuple:
-    """The description of the arguments of which a key is; it has None where tensors share memory."""
-    form, signatures, shared, others, _ = key
-    return form, None if shared else tuple(own[1:5] for own in signatures), others
 
 
 def _unfit(tensors: list[torch.Tensor]) -> str:

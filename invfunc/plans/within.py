@@ -1,5 +1,4 @@
-"""Calls within `torch.compile`, as one operation of its graph, which makes the call when that runs; and within
-`torch.export`, as the operations of a plan."""
+"""Calls within `torch.compile`, as one operation of its graph, which makes the call when that runs."""
 
 from __future__ import annotations
 
@@ -10,10 +9,9 @@ import torch
 from invfunc import tree
 from invfunc._torch.eager import as_called, constant, nonstrict, not_compiling
 from invfunc._torch.functorch import fake_tensors, undispatched
-from invfunc.errors import ArgumentError, ReplayError
+from invfunc.errors import ReplayError
 from invfunc.kronecker.origin import Origin
-from invfunc.plans.calls import CALLS, Calls, call_of, described, described_by
-from invfunc.plans.plan import RecordedPlan
+from invfunc.plans.calls import CALLS, Calls, call_of
 from invfunc.reductions.noise import NoiseScale
 
 _ATEN = torch.ops.aten
@@ -109,49 +107,3 @@ def _within(number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
     place = len(_FORMS) - 1
     found = torch.ops.invfunc.planned(number, place, tensors)
     return _plain(_RESULTS[place][0].join(found))
-
-
-class Program(torch.nn.Module):
-    """The operations of a plan, with what it closes over and the numbers of its guards as buffers."""
-
-    def __init__(self, plan: RecordedPlan, called: str) -> None:
-        super().__init__()
-        self.form, self.operations, self.guards = plan.form, plan.module, [at for _, at in plan.guards]
-        self.said = f"{called}: numbers that it reads (at {{}}) are others than in the call that was exported"
-        self.held = [f"held_{i}" for i in range(len(plan.sources))]
-        for name, source in zip(self.held, plan.sources, strict=True):
-            self.register_buffer(name, source().detach().clone())
-        for i, (x, _) in enumerate(plan.guards):
-            self.register_buffer(f"read_{i}", x)
-
-    def forward(self, *tensors: torch.Tensor) -> Any:
-        held = [self.get_buffer(name) for name in self.held]
-        results, read = self.operations(*[x.detach() for x in tensors], *held)
-        for i, (x, at) in enumerate(zip(read, self.guards, strict=True)):
-            known = self.get_buffer(f"read_{i}")
-            _ATEN._assert_async.msg((x == known).all() | (x != x).all() & (known != known).all(), self.said.format(at))
-        return self.form.join(results)
-
-
-@torch.compiler.assume_constant_result
-def _program(calls: Calls, given: tuple) -> str:
-    """Have the operations of such a call kept; as which attribute, where the compiler finds a module."""
-    plans = [entry.plan for key, entry in calls.entries.items() if described_by(key) == given]
-    if not plans or plans[-1] is None:
-        raise ArgumentError(
-            f"{calls.called} within torch.export: there is no plan of arguments of these shapes and strides. Call it "
-            "once with such arguments before, within torch.no_grad(); the program has the operations of that call."
-        )
-    why = "draws random numbers" if plans[-1].draws else "has shapes that depend on numbers" if plans[-1].sized else ""
-    if why:
-        raise ArgumentError(f"{calls.called} within torch.export: it {why}, and a program cannot.")
-    with undispatched():
-        name = f"program_{id(plans[-1])}"
-        setattr(calls, name, Program(plans[-1], calls.called))
-    return name
-
-
-def exported(calls: Calls, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The result of a call, as operations of the program that is written."""
-    program = getattr(calls, _program(calls, described(args, kwargs)))
-    return program(*tree.tensors((args, kwargs)))

@@ -18,8 +18,8 @@ from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.precision import double_on, doubled
 from invfunc._torch.values import anywhere, near
 from invfunc.arguments.problem import BoundProblem, InDims
-from invfunc.budget.size import free_on
-from invfunc.budget.size import told as in_words
+from invfunc.budget import free_on
+from invfunc.budget import told as in_words
 from invfunc.callables import check_functions, describe
 from invfunc.column_options import fisher_columns
 from invfunc.core.evaluate import kept

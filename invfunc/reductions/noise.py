@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from invfunc import tree
 from invfunc._torch.precision import double_on, doubled
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.linear_algebra.contract import summed
@@ -18,7 +17,6 @@ Groups = Callable[[str], str | None]
 """From the path of a parameter to the name of its group; None where it is in none."""
 
 
-@tree.register_tuple
 class NoiseScale(NamedTuple):
     """Unbiased estimates of `|E G|^2` and `tr Cov G` for the gradient G of a sample, tensors without dimensions.
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from invfunc.budget.size import given_back, libc, resident
+from invfunc.budget import given_back, libc, resident
 from invfunc.errors import ArgumentError, ArgumentTypeError
 
 T = TypeVar("T")

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from invfunc import budgeted
-from invfunc.budget.peak import peak_of
-from invfunc.budget.size import free, in_bytes, size_of, told
+from invfunc.budget import free, in_bytes, peak_of, size_of, told
 from invfunc.budgeted import BudgetedCall, needed
 
 CPU = torch.device("cpu")

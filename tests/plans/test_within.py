@@ -1,16 +1,12 @@
-"""A compiled statistic within the user's own torch.compile, as one operation of one graph; and within torch.export."""
-
-import subprocess
-import sys
+"""A compiled statistic within the user's own torch.compile, as one operation of one graph."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import invfunc
 from invfunc import compiled, tree
-from invfunc.errors import ArgumentError, ReplayError
+from invfunc.errors import ReplayError
 from invfunc.testing.oracles import assert_trees_close
 from tests.data_sets.test_streamed import linear, losses
 from tests.plans.calls import hits, loss, quietly
@@ -169,101 +165,6 @@ def test_what_is_no_tree_of_tensors_is_a_graph_break(kind, data):
         with torch.no_grad():
             one = torch.compile(lambda *a: c(*a), fullgraph=True, backend="aot_eager")
             assert_trees_close(one(params, *args), t(params, *args), EXACT)
-
-
-# Programs of torch.export
-
-
-class Calling(nn.Module):
-    """A module that calls a function of what it is given."""
-
-    def __init__(self, call):
-        super().__init__()
-        self.call = call
-
-    def forward(self, *args):
-        return self.call(*args)
-
-
-def program(call, *args, strict=False):
-    """The program of a function, as a function."""
-    return torch.export.export(Calling(call), args, strict=strict).module()
-
-
-@pytest.mark.parametrize("strict", [False, True], ids=["plain", "strict"])
-@pytest.mark.parametrize("name", ["variance", "diag_ggn", "together", "chunked"])
-def test_a_program_is_the_statistic_of_other_numbers(name, strict, data):
-    params, x, y = data
-    c, t = compiled(MADE[name]()), MADE[name]()
-    c(params, x, y)
-    found = program(c, params, x, y, strict=strict)
-    for k in range(3):
-        at = {name: p + k for name, p in params.items()}, (x - k).cos(), (y + k) % 5
-        assert_trees_close(found(*at), t(*at), EXACT)
-
-
-def test_a_program_closes_over_tensors_as_they_were_and_asserts_numbers(data):
-    params, x, y = data
-    held = Numbers(3)(4, 7).t()
-
-    def made():
-        return invfunc.variance(lambda p, x, y: losses(p, x * held, y) * (2 if x.sum() > 0 else 3))
-
-    t, c = made(), compiled(made())
-    c(params, x.abs(), y)
-    found, wanted = program(c, params, x.abs(), y), t(params, x.abs() + 1, y)
-    held.zero_()
-    assert_trees_close(found(params, x.abs() + 1, y), wanted, EXACT)
-    with pytest.raises(RuntimeError, match=r"numbers that it reads \(at .*test_within.py:\d+\) are others"):
-        found(params, -x.abs(), y)
-
-
-WITHOUT_THIS_LIBRARY = """
-import sys, torch
-at, wanted, factors = torch.load("wanted.pt")
-found = torch.export.load("program.pt2").module()(*at)
-assert found.keys() == wanted.keys() and "invfunc" not in sys.modules
-assert all(torch.allclose(found[k], wanted[k], rtol=1e-12, atol=0) for k in wanted)
-import invfunc
-found = torch.export.load("factors.pt2").module()(*at)
-assert isinstance(found["w"], invfunc.kronecker.Kronecker)
-found = invfunc.tree.tensors(found)
-assert all(torch.allclose(a, b, rtol=1e-12, atol=0) for a, b in zip(found, factors, strict=True))
-"""
-
-
-def test_a_program_loads_in_a_process_without_this_library_and_objects_where_they_are_known(data, tmp_path):
-    made, at = {}, tuple(tree.map_tensors(lambda x: x + 1 if x.is_floating_point() else x, data))
-    for name in ("diag_ggn", "kfac"):
-        made[name], c = MADE[name](), compiled(MADE[name]())
-        c(*data)
-        kept = tmp_path / ("program.pt2" if name == "diag_ggn" else "factors.pt2")
-        with torch.no_grad():
-            torch.export.save(torch.export.export(Calling(c), data, strict=False), kept)
-    torch.save((at, made["diag_ggn"](*at), tree.tensors(made["kfac"](*at))), tmp_path / "wanted.pt")
-    code = [sys.executable, "-c", WITHOUT_THIS_LIBRARY]
-    done = subprocess.run(code, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
-def test_what_a_program_cannot_be_of_is_told(data):
-    params, x, y = data
-    c = compiled(invfunc.variance(losses))
-    with pytest.raises(ArgumentError, match="no plan of arguments of these shapes"):
-        program(c, params, x, y)
-    with pytest.raises(ArgumentError, match="no derivatives"):
-        program(c, tree.map_tensors(lambda p: p.clone().requires_grad_(), params), x, y)
-    with pytest.raises(ArgumentError, match="pads nothing"):
-        program(compiled(invfunc.variance(losses), pad=[8]), params, x, y)
-    for f, why in (
-        (lambda p, x, y: losses(p, F.dropout(x), y), "draws random numbers"),
-        (lambda p, x, y: losses(p, x, y) * x[x > 0].mean(), "shapes"),
-    ):
-        c = compiled(invfunc.hvp(lambda *a, f=f: f(*a).sum()))
-        v = tree.map_tensors(torch.cos, params)
-        c(params, v, x, y)
-        with pytest.raises(ArgumentError, match=why):
-            program(c, params, v, x, y)
 
 
 def test_another_shape_of_the_result_is_told():

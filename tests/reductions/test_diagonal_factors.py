@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from invfunc import budget as size
 from invfunc import (
     chunked,
     distributed,
@@ -17,7 +18,6 @@ from invfunc import (
     streamed,
     sum_grad_squared,
 )
-from invfunc.budget import size
 from invfunc.core import refusals
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import kfoc, kfra

@@ -1,1 +1,0 @@
-"""Sizes of memory, and the most that a call takes of it."""
