@@ -21,10 +21,11 @@ from invfunc._torch.opened import Uncompiled
 from invfunc._torch.values import near, same_values
 from invfunc.arguments.problem import BoundProblem, InDims, batch_dims, batch_size, check_params, problem, with_aux
 from invfunc.core import split as core
+from invfunc.core.columns import lost
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option
 from invfunc.core.refusals import refused_by
 from invfunc.core.run import Run
-from invfunc.core.split import CRITERIA, SURE, WHOLE, Axis, Finder, Output, marked_for
+from invfunc.core.split import CRITERIA, SURE, Axis, Finder, Output, marked_for
 from invfunc.errors import ArgumentError, unreached
 from invfunc.evaluation.joined import check_fewer, moved
 from invfunc.evaluation.weights import LossPart
@@ -260,8 +261,7 @@ class ProductArguments:
     def given_split(self, each: bool) -> ScopedSplit:
         """Split a model function from its loss. Only with `each` the loss has to keep the samples apart."""
         _, (values, structure) = self.dims, self.outputs()
-        roots = self._roots(values)
-        return self._followed_loss(roots, structure) if each else self._loss(roots, structure)
+        return self._followed_loss(values, structure) if each else self._loss(self._roots(values), structure)
 
     def _roots(self, values: Sequence[torch.Tensor]) -> list[Output]:
         """The outputs of a model, each with a node of its own; some may not depend on the parameters."""
@@ -304,7 +304,7 @@ class ProductArguments:
         given, finder = self.problem, run.finder
         self.params = [run.leaf(i, p) for i, p in enumerate(self.leaves)]
         with marked_for(finder), self.mode:
-            result, self.aux = given.call(run, self.params, slice(None))
+            result, self.aux = given.call(run, self.params)
         self.result = self.losses = result
         self._tell_constants(result, self.params)
         if self.loss is not None:
@@ -315,42 +315,22 @@ class ProductArguments:
         roots = finder.found(result, self.params)
         return ScopedSplit(self.scope, given.n, result, roots, finder.terms)
 
-    def _followed_loss(self, roots: list[Output], structure: Any) -> ScopedSplit:
+    def _followed_loss(self, values: Sequence[torch.Tensor], structure: Any) -> ScopedSplit:
         """Split off the loss under a run of the core, which knows the samples."""
-        given = self.problem
-        for r in roots:
-            if not -r.value.ndim <= self.out_dims < r.value.ndim or r.value.shape[self.out_dims] != given.n:
-                among = "looks like a loss function; call the transform on it alone"
-                kind = among if not r.value.ndim else "has other outputs"
-                raise ArgumentError(
-                    f"f returned shape {tuple(r.value.shape)} for N = {given.n}, so it {kind}; wanted is a model "
-                    f"function, which returns outputs with the samples along axis {self.out_dims}."
-                )
-            r.axis = WHOLE if given.n == 1 else Axis(self.out_dims % r.value.ndim)
-        before = self.states
-        finder = Finder(roots)
-        run = Following(self.scope, given.n, finder)
-
-        def lost(outputs: list[torch.Tensor], target: Any) -> torch.Tensor:
-            for z in outputs:
-                know(z, Mark(run.token, (self.out_dims % z.ndim - z.ndim, 1, 1), True))
-            with run:
-                result = self.called(tree.unflatten(outputs, structure), target)
-            self._tell_constants(result, [*self.params, *outputs])
-            run.check(checked_value(result, "the loss"))
-            return result
-
-        def again(sample: Callable[[Any], Any]) -> tuple[torch.Tensor, list[Output]]:
-            with torch.no_grad():
-                target = sample(tree.unflatten([r.value.detach() for r in roots], structure))
-            return lost([r.value for r in roots], given.drawn(run, target)), roots
-
+        given, before = self.problem, self.states
+        run, own = Following(self.scope, given.n, Finder()), [z.view_as(z) for z in values]
+        for z in own:
+            know(z, Mark(run.token, (self.out_dims % max(1, z.ndim) - z.ndim, 1, 1), z.requires_grad))
         try:
-            result = lost([r.value for r in roots], given.target(run))
+            with self.mode:
+                self.losses = result = lost(given, run, tree.unflatten(own, structure))
+            self._tell_constants(result, self.params)
+            run.check(checked_value(result, "the loss"))
         except Unsupported as error:
             set_states(before)
             raise refused_by([error]) from None
-        return ScopedSplit(self.scope, given.n, result, roots, finder.terms, again)
+        finder: Any = run.criterion
+        return ScopedSplit(self.scope, given.n, result, finder.outputs, finder.terms, run.again)
 
     # Forward mode
 
