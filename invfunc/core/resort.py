@@ -90,9 +90,9 @@ def alone(problem: BoundProblem, run: Run, leaves: list[Tensor]) -> tuple[Any, A
     whole, aux, run.closed_over = _called(problem, run, leaves, leaves)
     whole, slopes, after = whole.detach(), _slopes(whole, leaves), _states()
     drew = any(x is not y for (_, x), (_, y) in zip(before, after, strict=True))
-    plain = [_mapped, *[partial(_mapped, drawing="same")] * drew]
+    same = [partial(_mapped, drawing="same")] * drew
     error = Unsupported("samples alone have another value or gradient than in the batch")
-    for way in (*plain, partial(_mapped, graph=True), _looped):
+    for way in (_mapped, *same, partial(_mapped, graph=True), _looped):  # vmap fills the gaps of padded tables
         set_states(before)
         try:
             out = _agreed(problem, way(problem, run, copies), whole, copies, slopes)
@@ -102,8 +102,6 @@ def alone(problem: BoundProblem, run: Run, leaves: list[Tensor]) -> tuple[Any, A
         if out is not None:
             set_states(after)
             return _known(problem, run, leaves, copies, out), aux
-        if way is plain[-1]:
-            break
     raise error
 
 

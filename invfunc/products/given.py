@@ -25,11 +25,11 @@ from invfunc.core.columns import lost
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option
 from invfunc.core.refusals import refused_by
 from invfunc.core.run import Run
-from invfunc.core.split import CRITERIA, SURE, Axis, Finder, Output, marked_for
+from invfunc.core.split import CRITERIA, Axis, Finder, Output, marked_for
 from invfunc.errors import ArgumentError, unreached
 from invfunc.evaluation.joined import check_fewer, moved
 from invfunc.evaluation.weights import LossPart
-from invfunc.loss.hessian import Term, hessian, softmax_product, structured
+from invfunc.loss.hessian import hessian, softmax_product, structured
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.products.maps import Kind, Pull, Scope, Vectors
 from invfunc.reductions.quantity import Drawing
@@ -80,11 +80,6 @@ class ScopedSplit(core.Split):
         outputs = sum([r.value.numel() for r in roots]) // n
         if outputs and (known or n * outputs**2 <= thresholds.CHECKED):
             hessian(self.scope, self.result, roots, self.terms, n)
-
-    def _sure(self, t: Term) -> bool:
-        """Tells whether the result is a criterion that is convex whatever its numbers are."""
-        weights = t.call.arg("weight"), t.call.arg("pos_weight")
-        return t.output is self.result and t.at_root and t.call.func in SURE and weights == (None, None)
 
     def _apart(self, slopes: Vectors, roots: list[Output]) -> tuple[int, list[Output]]:
         """The samples, and the outputs with the axes of these, if the loss keeps them apart: then signs of the samples
