@@ -193,38 +193,41 @@ def returned(problem: BoundProblem, part: slice = slice(None), leaves: list[torc
     return few.call(AsWritten(lambda x, _: x, apart=False), problem.leaves if leaves is None else leaves)[0]
 
 
-def loss_of(problem: BoundProblem) -> torch.Tensor:
-    """The loss, which is seen to be one of each sample, or their mean or sum; or outputs of a model."""
-    run = Run(problem.n, transforming())
+@contextmanager
+def _opened(problem: BoundProblem, deep: bool) -> Iterator[Run]:
+    """A run, until it is closed."""
+    run = Run(problem.n, deep)
     run.open()
     try:
+        yield run
+    finally:
+        run.close()
+
+
+def loss_of(problem: BoundProblem) -> torch.Tensor:
+    """The loss, which is seen to be one of each sample, or their mean or sum; or outputs of a model."""
+    with _opened(problem, transforming()) as run:
         out, _ = _ran(problem, [], run)
         if not isinstance(out, torch.Tensor) or out.ndim < 2:
             _cotangent(run, out)
         return run.left(out).detach()
-    finally:
-        run.close()
 
 
 def columns_of_all(problem: BoundProblem, outputs: Any, quantities: Sequence[Quantity]) -> tuple[Made, torch.Tensor]:
     """The columns at the outputs of a model, with a loss that is given apart, and the loss."""
     graph = torch.is_grad_enabled() and any(z.requires_grad for z in tree.tensors((outputs,)))
-    run = Run(problem.n, transforming() or graph)
-    run.twice = True
-    run.open()
+    with _opened(problem, transforming() or graph) as run:
+        run.twice = True
 
-    def known(z: torch.Tensor) -> torch.Tensor:
-        z = z.clone() if z.is_inference() else z
-        know(own := run.alias(z), Mark(run.token, (problem.out_dims % z.ndim - z.ndim, 1, 1), True))
-        return own
+        def known(z: torch.Tensor) -> torch.Tensor:
+            z = z.clone() if z.is_inference() else z
+            know(own := run.alias(z), Mark(run.token, (problem.out_dims % z.ndim - z.ndim, 1, 1), True))
+            return own
 
-    try:
         out = lost(problem, run, tree.map_tensors(known, outputs))
         found = {q.columns: columns_at(run, out, q) for q in quantities}
         check_kept(run, [part for each in found.values() for part in each])
         return found, run.left(out).detach()
-    finally:
-        run.close()
 
 
 def check_kept(run: Run, columns: list[Columns]) -> list[Columns]:
@@ -237,14 +240,11 @@ def check_kept(run: Run, columns: list[Columns]) -> list[Columns]:
 
 def hessian_of(problem: BoundProblem) -> list[Columns]:
     """The Hessian of the loss in the outputs that are found in f."""
-    run = Run(problem.n, transforming() or (torch.is_grad_enabled() and any(x.requires_grad for x in problem.tensors)))
-    run.open()
-    try:
+    deep = transforming() or (torch.is_grad_enabled() and any(x.requires_grad for x in problem.tensors))
+    with _opened(problem, deep) as run:
         run.criterion, run.part, run.twice = Finder(n=run.n), True, True
         out, _ = _ran(problem, [], run)
         return check_kept(run, split(run, out).hessian())
-    finally:
-        run.close()
 
 
 def comes_apart(reduction: Reduction) -> bool:

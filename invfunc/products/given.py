@@ -44,8 +44,6 @@ class ScopedSplit(core.Split):
 
     values: list[torch.Tensor] = field(default_factory=list)
     """The outputs, or the losses, or what else is to be differentiated in the parameters."""
-    only: bool = False
-    """True if the result is one criterion of one output, as it is."""
 
     def __post_init__(self) -> None:
         self.values = self.values or [r.value for r in self.roots] or [self.result]
@@ -60,17 +58,17 @@ class ScopedSplit(core.Split):
     def middle(self) -> Callable[[Vectors, Sequence[torch.Tensor], Pull], Vectors]:
         """The product with the Hessian in the outputs, once it is seen that there is a GGN: `others` are tensors whose
         memory is not to be written to. Of a cross entropy alone nothing of the loss is kept but the logits."""
-        if not self.only or self.terms[0].kind != "softmax" or self.scope.create_graph:
+        if not self.ordinary or self.terms[0].kind != "softmax" or self.scope.create_graph:
             slopes = self.slopes()
             self.check_convex(slopes)
             return lambda t, others, pull: pull(slopes, self.values, t)
-        product = softmax_product(self.terms[0], torch.ones_like(self.result), self._sure(self.terms[0]))
+        product = softmax_product(self.terms[0], torch.ones_like(self.result), self.sure(self.terms[0]))
         self.result, self.terms = self.result.detach(), []
         return lambda t, others, pull: [None if u is None else product(u, others, pull.batched) for u in t]
 
     def check_convex(self, slopes: Vectors) -> None:
         """Check that a GGN exists, unless the Hessian of the loss is too large to be looked at."""
-        if any(map(self._sure, self.terms)):
+        if any(map(self.sure, self.terms)):
             return
         apart = self.n > 1  # the run of f has told where the samples are
         n, roots = self.n, self.roots if apart else [Output(r.ordinal, r.value) for r in self.roots]
@@ -270,7 +268,7 @@ class ProductArguments:
             result = self.called(tree.unflatten([r.value for r in roots], structure), target)
         self._tell_constants(result, [*self.params, *(r.value for r in roots)])
         only = finder.only(checked_value(result, "the loss")) is not None
-        return ScopedSplit(self.scope, 1, result, roots, finder.terms, dim=self.out_dims, only=only)
+        return ScopedSplit(self.scope, 1, result, roots, finder.terms, dim=self.out_dims, ordinary=only)
 
     def found_split(self, losses: bool = False, each: bool = True) -> ScopedSplit:
         """Split a loss function at its outputs; with `losses`, `[N]` losses are taken as they are. Only with `each` f
@@ -284,7 +282,7 @@ class ProductArguments:
             check_loss(result, n)
             if not each:
                 roots, only = finder.found(result, self.params), finder.only(result) is not None
-                return ScopedSplit(self.scope, 1, result, roots, finder.terms, only=only)
+                return ScopedSplit(self.scope, 1, result, roots, finder.terms, ordinary=only)
             if result.ndim:
                 return ScopedSplit(self.scope, n, result, [])
             set_states(before)
