@@ -50,12 +50,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a computation: `fast=False` takes the generic path at every operation, `dense` every column by
-    itself.
-    """
+    """Options of a computation: `dense` takes every column by itself."""
 
     plan: Plan = field(default_factory=Plan)
-    fast: bool = True
     dense: bool = False
     reduce: Callable[[str, Any], Any] | None = None
     """What becomes of the result of a parameter (by its key path) as soon as it is known."""

@@ -156,19 +156,6 @@ MOVED = 2**24
 all are computed. A limit of memory."""
 
 
-# Parameters that are read again (core/hessian.py)
-
-ENTRY = 2
-"""Columns of a Hessian that take as long as an entry that is differentiated. Here an LSTM with 448 entries gains from
-these at 20 steps, with 1,920 columns, and loses at 5 steps, with 480."""
-
-# Columns that are drawn (loss/drawn.py)
-
-CLASSES = 64
-"""Classes up to which one running sum of probabilities finds the class of a random number, above which one of blocks
-does, and one in a block. Here a third of the operations."""
-
-
 # Losses without known structure (loss/hessian.py, products/curvature.py)
 
 HESSIAN = 2**28

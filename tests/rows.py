@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
 import invfunc
 from invfunc import thresholds, tree
-from invfunc.plan import Options
+from invfunc.core import run
 from invfunc.testing import loop_batch_jacobian
 from invfunc.testing.laws.rows import (
     BOTH,
@@ -158,8 +159,13 @@ TINY_CACHE = 64
 
 
 def generic(statistic: Any) -> Any:
-    """The same statistic by the path that every operation can take."""
-    return replace(statistic, options=Options(fast=False))
+    """The same statistic by the path that every operation can take, without rules of how it reads parameters."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(run, "FACTORS", {}):
+            return statistic(*args, **kwargs)
+
+    return call
 
 
 def in_blocks(statistic: Callable) -> Callable:

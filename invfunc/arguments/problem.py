@@ -73,12 +73,10 @@ class BoundProblem:
         """The name of a parameter in an error."""
         return "params" + self.paths[place]
 
-    def call(self, trace: Watching, params: list[torch.Tensor], part: slice | torch.Tensor) -> tuple[Any, Any]:
-        """f under a mode that watches it, on some of the samples: its result and aux."""
+    def call(self, trace: Watching, params: list[torch.Tensor]) -> tuple[Any, Any]:
+        """f under a mode that watches it: its result and aux."""
         trees = tree.unflatten(params, self.structure)
-        given = [
-            trees[self.argnums.index(i)] if i in self.argnums else self._samples(trace, i, part) for i in self.inputs
-        ]
+        given = [trees[self.argnums.index(i)] if i in self.argnums else self._samples(trace, i) for i in self.inputs]
         with Uncompiled(), trace:
             try:
                 result = self.f(*given, **self.kwargs)
@@ -94,21 +92,17 @@ class BoundProblem:
         return replace(self, args=tuple(args), n=n, samples=None, first=first, factor=factor)
 
     def target(self, trace: Watching) -> Any:
-        return self._samples(trace, len(self.args) - 1, slice(None))
+        return self._samples(trace, len(self.args) - 1)
 
     def drawn(self, trace: Any, target: Any) -> Any:
         """A target that was drawn in place of the given one."""
         place = len(self.args) - 1
         return replace(self, args=(*self.args[:-1], target), dims={**self.dims, place: 0}).target(trace)
 
-    def _samples(self, trace: Watching, position: int, part: slice | torch.Tensor) -> Any:
-        dim = self.dims[position]
+    def _samples(self, trace: Watching, position: int) -> Any:
+        dim, given = self.dims[position], self.args[position]
         if dim is None:
-            return self.args[position]
-
-        given = self.args[position]
-        if not (isinstance(part, slice) and part == slice(None)):
-            given = some_samples(given, dim, part)
+            return given
         if isinstance(given, torch.Tensor):
             return trace.samples(given, Axis(dim % given.ndim))
         return tree.map_tensors(lambda x: trace.samples(x, Axis(dim % x.ndim)), given)

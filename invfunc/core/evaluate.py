@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from invfunc import thresholds, tree
 from invfunc._extras import Ticks
-from invfunc._torch.functorch import transforming, versions
+from invfunc._torch.functorch import graph_of, transforming, versions
 from invfunc._torch.generators import same_state, set_states, state_of, states_of, torchs_own
 from invfunc.arguments.problem import BoundProblem, check_numbers, whole
 from invfunc.budget import fits
@@ -24,7 +24,7 @@ from invfunc.core.hessian import CallsRun, HessianDiagonal
 from invfunc.core.kfra import ChainRun, chain
 from invfunc.core.marks import SUMMED, Final, Mark, Unsupported, know
 from invfunc.core.refusals import check_loss, check_outputs, check_room
-from invfunc.core.resort import Watched, alone, at_once, by_rows, check_twice, diagonals
+from invfunc.core.resort import AsWritten, alone, at_once, beside, by_rows, entries
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.split import WHOLE, Axis, Finder, Output, marked_for
@@ -190,41 +190,44 @@ def returned(problem: BoundProblem, part: slice = slice(None), leaves: list[torc
     few = problem
     if part != slice(None):
         few = problem.chunk(part, part.stop - part.start)
-    return few.call(Watched(lambda x, _: x), problem.leaves if leaves is None else leaves, slice(None))[0]
+    return few.call(AsWritten(lambda x, _: x, apart=False), problem.leaves if leaves is None else leaves)[0]
+
+
+@contextmanager
+def _opened(problem: BoundProblem, deep: bool) -> Iterator[Run]:
+    """A run, until it is closed."""
+    run = Run(problem.n, deep)
+    run.open()
+    try:
+        yield run
+    finally:
+        run.close()
 
 
 def loss_of(problem: BoundProblem) -> torch.Tensor:
     """The loss, which is seen to be one of each sample, or their mean or sum; or outputs of a model."""
-    run = Run(problem.n, transforming())
-    run.open()
-    try:
+    with _opened(problem, transforming()) as run:
         out, _ = _ran(problem, [], run)
         if not isinstance(out, torch.Tensor) or out.ndim < 2:
             _cotangent(run, out)
         return run.left(out).detach()
-    finally:
-        run.close()
 
 
 def columns_of_all(problem: BoundProblem, outputs: Any, quantities: Sequence[Quantity]) -> tuple[Made, torch.Tensor]:
     """The columns at the outputs of a model, with a loss that is given apart, and the loss."""
     graph = torch.is_grad_enabled() and any(z.requires_grad for z in tree.tensors((outputs,)))
-    run = Run(problem.n, transforming() or graph)
-    run.twice = True
-    run.open()
+    with _opened(problem, transforming() or graph) as run:
+        run.twice = True
 
-    def known(z: torch.Tensor) -> torch.Tensor:
-        z = z.clone() if z.is_inference() else z
-        know(own := run.alias(z), Mark(run.token, (problem.out_dims % z.ndim - z.ndim, 1, 1), True))
-        return own
+        def known(z: torch.Tensor) -> torch.Tensor:
+            z = z.clone() if z.is_inference() else z
+            know(own := run.alias(z), Mark(run.token, (problem.out_dims % z.ndim - z.ndim, 1, 1), True))
+            return own
 
-    try:
         out = lost(problem, run, tree.map_tensors(known, outputs))
         found = {q.columns: columns_at(run, out, q) for q in quantities}
         check_kept(run, [part for each in found.values() for part in each])
         return found, run.left(out).detach()
-    finally:
-        run.close()
 
 
 def check_kept(run: Run, columns: list[Columns]) -> list[Columns]:
@@ -237,14 +240,11 @@ def check_kept(run: Run, columns: list[Columns]) -> list[Columns]:
 
 def hessian_of(problem: BoundProblem) -> list[Columns]:
     """The Hessian of the loss in the outputs that are found in f."""
-    run = Run(problem.n, transforming() or (torch.is_grad_enabled() and any(x.requires_grad for x in problem.tensors)))
-    run.open()
-    try:
+    deep = transforming() or (torch.is_grad_enabled() and any(x.requires_grad for x in problem.tensors))
+    with _opened(problem, deep) as run:
         run.criterion, run.part, run.twice = Finder(n=run.n), True, True
         out, _ = _ran(problem, [], run)
         return check_kept(run, split(run, out).hessian())
-    finally:
-        run.close()
 
 
 def comes_apart(reduction: Reduction) -> bool:
@@ -265,7 +265,7 @@ def _ran(problem: BoundProblem, quantities: Sequence[Quantity], run: Run) -> tup
         convex, exact, run.alone = convex or q.kind.convex, exact or q.drawing is None, run.alone and _single(q)
     if convex and problem.loss is None:
         run.criterion = Finder(n=run.n)
-    if convex and exact:
+    if (convex and exact) or isinstance(run, CallsRun):
         run.states = states_of(torchs_own())
     with (
         _autocast(device, True) if torch.is_autocast_enabled(device) else PLAINLY,
@@ -273,7 +273,7 @@ def _ran(problem: BoundProblem, quantities: Sequence[Quantity], run: Run) -> tup
         TwiceDifferentiable() if run.twice else PLAINLY,
     ):
         try:
-            out, aux = (run.way or BoundProblem.call)(problem, run, leaves, slice(None))
+            out, aux = (run.way or BoundProblem.call)(problem, run, leaves)
         except (Unsupported, ProcessError):
             raise
         except Exception as error:
@@ -329,19 +329,22 @@ def _pulled(way: Pullback, quantities: Sequence[Quantity], out: Any, dense: bool
     if not (rows or run.given or entries):
         cotangent = _cotangent(run, out, "f" if problem.loss is None else "the loss")
     device = problem.leaves[0].device.type
-    autocast = _autocast(device, False) if torch.is_autocast_enabled(device) else PLAINLY
-    with torch.set_grad_enabled(run.deep and run.outside), autocast:
+    cast = torch.is_autocast_enabled(device)
+    with torch.set_grad_enabled(run.deep and run.outside), _autocast(device, False) if cast else PLAINLY:
         if isinstance(run, ChainRun):
             with _undrawn():
                 way.chain(quantities[0], out)
         elif run.criterion is not None:
             _columns(way, quantities, out, dense, known)
         elif isinstance(run, CallsRun):
+            diagonal = HessianDiagonal(run, problem.name, way.folds, *uses_of(run, run.uses))
             with _undrawn():
-                way.hessian(HessianDiagonal(run, problem.name, way.folds, *uses_of(run, run.uses)), out, cotangent)
+                way.hessian(diagonal, out, cotangent)
+            if diagonal.rest:
+                way.rest(diagonal.rest, cast)
         elif kind.second_order:
             with TwiceDifferentiable():  # a checkpoint runs again as it did
-                way.entries(out)
+                way.entries(run, out, range(len(run.leaves)))
         elif rows:
             _rows(way, out)
         elif not way.streams or way.plan.asked("params"):
@@ -544,10 +547,24 @@ class Pullback:
         """Reduce the columns of a Hessian: of the loss, and of each nonlinear operation."""
         diagonal.reduce(out, cotangent)
 
-    def entries(self, out: torch.Tensor) -> None:
-        """Reduce the diagonal of a Hessian, entry by entry."""
-        check_twice(self.problem, self.run, out)
-        for i, rows in enumerate(diagonals(self.run, out)):
+    def rest(self, places: Sequence[int], cast: bool) -> None:
+        """Reduce the diagonal of a Hessian of which columns miss some parameters, in one more run of f."""
+        problem, run = self.problem if self.problem.loss is None else whole(self.problem), beside(self.run)
+        after = [(g, state_of(g)) for g in torchs_own()]
+        set_states(self.run.states)
+        leaves = [*map(run.leaf, range(len(problem.leaves)), problem.leaves)]
+        with TwiceDifferentiable():
+            with torch.enable_grad(), _autocast(problem.leaves[0].device.type, cast):
+                out, _ = (alone if self.run.each else at_once)(problem, run, leaves)
+            self.entries(run, out, places)
+        set_states(after)
+
+    def entries(self, run: Run, out: torch.Tensor, places: Sequence[int]) -> None:
+        """Reduce the diagonal of a Hessian in some parameters, entry by entry, in a run that does not follow f."""
+        if any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in graph_of(out)):
+            raise Final("second derivatives of a custom autograd.Function, whose backward pass may have none")
+        for i in places:
+            rows = entries(run, out, i)
             for fold in self.folds:
                 one = rows if fold.reduction.each else rows.sum(0, keepdim=True)
                 fold.keep(i, fold.reduction.directly(one), last=False)

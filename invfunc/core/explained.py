@@ -106,7 +106,7 @@ class Teller(Pullback):
 
     def hessian(self, diagonal: HessianDiagonal, out: torch.Tensor, cotangent: torch.Tensor) -> None:
         entry = self.entry
-        for part, uses in diagonal.sent(out, cotangent)[2]:
+        for part, uses in diagonal.sent(out, cotangent):
             entry.columns += part.count
             if len(uses) > len(diagonal.nearest(part, uses)):
                 entry.passes += part.count
@@ -115,10 +115,13 @@ class Teller(Pullback):
             size = sum(self.run.leaves[i].numel() for i in rest)
             entry.parts, entry.passes = self._part("entry by entry", rest, size, size), entry.passes + size
 
-    def entries(self, out: torch.Tensor) -> None:
+    def rest(self, places: Sequence[int], cast: bool) -> None:
+        pass  # as `hessian` has told
+
+    def entries(self, run: Run, out: torch.Tensor, places: Sequence[int]) -> None:
         entry, size = self.entry, sum(leaf.numel() for leaf in self.problem.leaves)
         entry.columns = entry.passes = entry.pullbacks = size
-        entry.parts = self._part("entry by entry", frozenset(range(len(self.run.leaves))), size, size)
+        entry.parts = self._part("entry by entry", frozenset(places), size, size)
 
     def chain(self, quantity: Quantity, out: torch.Tensor) -> None:
         with torch.enable_grad():

@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import base_of, checkpointing, gradient_edge, version, versions
 from invfunc._torch.values import anywhere, fake, wide
-from invfunc.core.axes import numbers
 from invfunc.core.columns import softmax_root
-from invfunc.core.marks import SUMMED, Axis, Unsupported, arguments, named, option, tensors
+from invfunc.core.marks import Axis, Unsupported, arguments, named, option, tensors
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.tables import DIVIDE, EXPANDS, LIKE, LINEAR, MOVING, MULTIPLY, PLACING, POINTWISE, VIEWS, called
@@ -140,18 +139,9 @@ class CallsRun(Run):
     def __init__(self, n: int, deep: bool, chosen: Tensor | None = None) -> None:
         super().__init__(n, deep, chosen)
         self.calls: list[OperationCall] = []
-        self.sums: list[OperationCall] = []
-        """Those that sum over the samples."""
-        self.aliases: list[tuple[Tensor, Tensor]] = []
-        """What was read of the parameters, and what an operation got in its place."""
         self.reads: dict[int, list[Any]] = {}
         """Of the uses in which a parameter is read linearly, by their ids: the edges of what it is multiplied with."""
         self.entered = 0
-
-    def alias(self, x: Tensor) -> Tensor:
-        y = super().alias(x)
-        self.aliases.append((x, y))
-        return y
 
     def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
         self.entered += 1
@@ -168,11 +158,9 @@ class CallsRun(Run):
         if self.entered == entered:  # else the operations that it is composed of were noted
             call.uses = self.uses[call.before :]
             self.annotate(call, [node.leaf for _, node in found[1]])
-            summed = bool(xs) and getattr(getattr(out, "_known", None), "axis", None) is SUMMED
-            if (noted or summed) and self.ended(call, out):
-                self.sums += [call] * summed
-                self.calls += [call] * noted
-                if noted and call.versions != counts:
+            if noted and self.ended(call, out):
+                self.calls.append(call)
+                if call.versions != counts:
                     raise Unsupported("it writes what it reads")
         return out
 
@@ -196,7 +184,7 @@ class CallsRun(Run):
             func in DIVIDE and len(leaves) == 1 and [u.value is call.args[0] for u in call.uses] == [True]
         )
         for use in call.uses if linear else [u for u in call.uses if isinstance(u, (Shared, Grown))]:
-            added = isinstance(use, (Shared, Grown, TableRows)) or (func in ADDED and not isinstance(use, ProductUse))
+            added = isinstance(use, (Shared, Grown, TableRows)) or (func in ADDED and isinstance(use, Expanded))
             met = [
                 e for x, e in zip(call.inputs, call.edges, strict=True) if not isinstance(use, ProductUse) or x is use.a
             ]
@@ -376,22 +364,6 @@ def _squared(use: Use, h: Tensor) -> Use:
     return use
 
 
-class Crossed(Use):
-    """A product with unit columns in the place of what was read: its derivative in that and in the parameter."""
-
-    def __init__(self, use: ProductUse, columns: Tensor, slope: Tensor) -> None:
-        super().__init__(use.node, use.value)
-        self.use, self.columns, self.d = copy.copy(use), columns, slope
-        self.use.send(slope[None])
-
-    def dense(self, run: Run, block: Block = WHOLE) -> Tensor:
-        rows = list[Tensor]()
-        for column in self.columns:
-            self.use.a, self.use.version = column, version(column)
-            rows.append(self.use.dense(run, block)[0])
-        return torch.stack(rows)
-
-
 class HessianDiagonal:
     """States that some reductions keep of the Hessian of a run."""
 
@@ -400,45 +372,25 @@ class HessianDiagonal:
     ) -> None:
         """`of` are the uses of each parameter, and `owners` the parameters of each use, by its id."""
         self.run, self.names, self.folds, self.of, self.owners = run, names, folds, of, owners
-        again = {i: _crossings(run, run.leaves[i], uses) for i, uses in enumerate(of) if uses}
-        self.crossed = [(i, use) for i, uses in again.items() for use in uses or ()]
-        if self.crossed and not run.deep and run.chosen is None and not any([f.reduction.each for f in folds]):
-            read = [x for call in run.calls for x in call.inputs] + [use.a for _, use in self.crossed]
-            several = [i for i, uses in enumerate(of) if len(uses) > 1]
-            entries = sum([run.leaves[i].numel() for i in several])
-            if thresholds.ENTRY * entries * run.n <= sum([x.numel() for x in read]):
-                again, self.crossed = again | dict.fromkeys(several), []
-        self.straight = {i for i, uses in again.items() if uses is not None}
-        self.rest = [i for i in again if i not in self.straight]
+        read = [i for i, uses in enumerate(of) if uses]
+        self.straight = {i for i in read if _straight(run, run.leaves[i], of[i])}
+        self.rest = [i for i in read if i not in self.straight]
+        """The parameters of which columns miss entries."""
 
     def reduce(self, out: Tensor, cotangent: Tensor) -> None:
-        """Reduce all columns, and the entries of what these miss."""
-        run = self.run
-        slopes, others, parts = self.sent(out, cotangent)
-        far = [(part, self.near(part, uses)) for part, uses in parts]
-        for part, uses in far:
+        """Reduce all columns."""
+        for part, uses in [(part, self.near(part, uses)) for part, uses in self.sent(out, cotangent)]:
             self.columns(part, uses)
-        for (i, use), g in zip(self.crossed, others, strict=False):
-            if g is not None:
-                self.cross(i, use, run.strip(g))
-        if self.rest and slopes is not None:
-            self.entries(*_roots(run, out, cotangent, slopes, [f.reduction for f in self.folds]))
 
-    def sent(self, out: Tensor, cotangent: Tensor) -> tuple[Any, Sequence[Any], list[tuple[ColumnPart, list[Use]]]]:
-        """Cotangents from the result: at sums of operations, to products that count twice, and the columns of each
-        operation, with the uses to which they may come."""
-        run = self.run
-        results = [y for call in (*run.calls, *run.sums) for y in call.results]
-        edges = [*[y.edge for y in results], *[use.edge for _, use in self.crossed]]
-        if not edges:
-            return None, [], []
+    def sent(self, out: Tensor, cotangent: Tensor) -> list[tuple[ColumnPart, list[Use]]]:
+        """The columns of each operation, with the uses to which they may come."""
+        run, results = self.run, [y for call in self.run.calls for y in call.results]
+        edges: list[Any] = [y.edge for y in results]
         with torch.enable_grad():
-            inputs = [*edges, *run.leaves]
-            found = torch.autograd.grad(out, inputs, cotangent, True, run.deep, allow_unused=True)
+            found = torch.autograd.grad(out, [*edges, *run.leaves], cotangent, True, run.deep, allow_unused=True)
         run.check(found[len(edges) :])
         slopes = iter([y.slope(run, g) for y, g in zip(results, found, strict=False)])
-        parts = [pair for call in run.calls for pair in self.parts(call, slopes)]
-        return [*slopes], found[len(results) : len(edges)], parts
+        return [pair for call in run.calls for pair in self.parts(call, slopes)]
 
     def parts(self, call: OperationCall, slopes: Iterator[Tensor | None]) -> list[tuple[ColumnPart, list[Use]]]:
         """The columns of an operation, and the uses of parameters to which they may come."""
@@ -447,14 +399,6 @@ class HessianDiagonal:
         if not uses or all([g is None for g in own]):
             return []
         return [(part, uses) for part in parts(self.run, call, own)]
-
-    def entries(self, edges: list[Any], given: list[Tensor], index: list[Tensor]) -> None:
-        """Reduce the entries of parameters of which columns miss some."""
-        for i in self.rest:
-            for each in {bool(f.reduction.each) for f in self.folds}:
-                rows = _entries(self.run, self.run.leaves[i], edges, given, index, each)
-                for fold in [f for f in self.folds if bool(f.reduction.each) is each]:
-                    fold.keep(i, fold.reduction.directly(rows), last=False)
 
     def add(self, i: int, shares: Shares) -> None:
         """Reduce the gradients of a parameter."""
@@ -515,38 +459,18 @@ class HessianDiagonal:
                     found.setdefault(i, []).append(copy.copy(use))
         return found
 
-    def cross(self, i: int, use: ProductUse, slope: Tensor) -> None:
-        """Reduce the derivative of a product in a parameter and in what depends on that, which counts twice."""
-        run, x, before = self.run, use.a, self.of[i][: self.of[i].index(use)]
-        if version(x) != use.version:
-            raise Unsupported("what a parameter met was changed in place later")
-        count, unit = units(run.strip(x), use.a_axis, run.n)
-        most = max(1, thresholds.GROUPED // max(1, run.numbers, use.shape.numel() * run.n))
-        for start in range(0, count, most):
-            columns = unit(start, min(start + most, count))
-            mine = self.pulled(run.reads[id(use)], columns, before).get(i)
-            if mine:
-                shares = WeightedProducts(run, i, mine, self.names)
-                shares.weights = slope.new_full((len(columns), run.n), 2)
-                shares.others = Shares(run, i, [Crossed(use, columns, slope)], self.names)
-                self.add(i, shares)
 
-
-def _crossings(run: CallsRun, leaf: Tensor, uses: list[Use]) -> list[ProductUse] | None:
-    """The products of a parameter with what depends on it, too; None if it is read in a way that is not linear."""
+def _straight(run: CallsRun, leaf: Tensor, uses: list[Use]) -> bool:
+    """Tells whether a parameter is read linearly, and nothing that it is multiplied with depends on it."""
     if not all([id(u) in run.reads for u in uses]):
-        return None
+        return False
     for value in {id(u.value): u.value for u in uses if u.node.leaf is None}.values():
         with torch.enable_grad():
             (slope,) = torch.autograd.grad(value, leaf, torch.ones_like(value), create_graph=True)
         if _depends(slope, leaf):
-            return None
-    if len(uses) == 1:
-        return []
+            return False
     ends = {gradient_edge(u.edge).node if isinstance(u.edge, Tensor) else u.edge.node for u in uses}
-    met = [u for u in uses if _reach(run.reads[id(u)], ends)]
-    products = [u for u in met if isinstance(u, ProductUse)]
-    return products if len(products) == len(met) else None
+    return len(uses) == 1 or not any([_reach(run.reads[id(u)], ends) for u in uses])
 
 
 def _reach(edges: list[Any], ends: set[Any]) -> bool:
@@ -567,63 +491,3 @@ def _depends(y: Tensor, leaf: Tensor) -> bool:
     if not y.requires_grad:
         return False
     return torch.autograd.grad(y, leaf, torch.ones_like(y), retain_graph=True, allow_unused=True)[0] is not None
-
-
-# Parameters of which entries are differentiated one by one
-
-
-def _roots(run: CallsRun, out: Tensor, cotangent: Tensor, slopes: list[Tensor | None], wanted: Sequence[Any]) -> Any:
-    """The places where each entry is of one sample: edges, gradients there, and the number of each entry's sample."""
-    if out.ndim or run.n == 1 or (run.chosen is None and not any([r.each for r in wanted])):
-        return [out], [cotangent], [torch.arange(run.n if out.ndim else 1, device=out.device).view(out.shape)]
-    if any([isinstance(use, Shared) for use in run.uses]):
-        raise Unsupported("a term of parameters alone, of which the part of each sample is wanted")
-    edges, given, index = list[Any](), list[Tensor](), list[Tensor]()
-    for call, slope in zip(run.sums, slopes, strict=True):
-        if slope is not None:
-            (y,) = call.results
-            if len(call.edges) > 1 or y.form is not None:
-                raise Unsupported("a sum over the samples of what depends on several tensors")
-            with torch.enable_grad():
-                given += torch.autograd.grad(y.edge, call.edges, slope, create_graph=True)
-            edges += call.edges
-            index.append(numbers(call.inputs[0].shape, call.axes[0], run.n, out.device))
-    return edges, given, index
-
-
-def _slope(leaf: Tensor, pairs: list[tuple[Tensor, Tensor]], edges: list[Any], given: list[Tensor]) -> Tensor:
-    """The gradient in a parameter, from those in the copies of what is computed from it, with its graph."""
-    found = torch.autograd.grad(edges, [a for _, a in pairs], given, create_graph=True, allow_unused=True)
-    met = [(y, g) for (y, _), g in zip(pairs, found, strict=True) if g is not None]
-    slopes = [g if y is leaf else torch.autograd.grad(y, leaf, g, create_graph=True)[0] for y, g in met]
-    return summed([torch.zeros_like(leaf), *slopes])
-
-
-def _entries(
-    run: CallsRun, leaf: Tensor, edges: list[Any], given: list[Tensor], index: list[Tensor], each: bool
-) -> Tensor:
-    """The diagonal of the Hessian in one parameter, entry by entry: of each sample, or `[1, *p]` of their sum."""
-    share, size, graph = given[0].new_ones(run.n), leaf.numel(), each or run.deep
-    if each:
-        share = Run.alias(run, run.strip(share))
-    elif run.chosen is not None:
-        share = torch.bincount(run.chosen, minlength=run.n).to(share.dtype)
-    with torch.enable_grad():
-        given = [g * share[at] for g, at in zip(given, index, strict=True)]
-        pairs = [(y, a) for y, a in run.aliases if y is leaf or _depends(y, leaf)]
-        slope = _slope(leaf, pairs, edges, given)
-        most, blocks = max(1, thresholds.GROUPED // max(1, run.numbers * (run.n if each else 1))), list[Tensor]()
-        for start in range(0, size if slope.requires_grad else 0, most):
-            at = torch.arange(start, min(start + most, size), device=leaf.device)
-            unit = F.one_hot(at, size).to(leaf.dtype).view(len(at), *leaf.shape)
-            rows = run.rows(slope, [leaf, *[a for _, a in pairs]], [unit], graph)
-            ways = [(y, c) for y, c in zip([leaf, *[y for y, _ in pairs]], rows, strict=True) if c is not None]
-            rows = [c if y is leaf else run.rows(y, [leaf], [c], graph)[0] for y, c in ways]
-            diagonal = (summed([torch.zeros_like(unit), *rows]) * unit).reshape(len(at), -1).sum(1)
-            if each and diagonal.requires_grad:
-                eye = torch.eye(len(at), dtype=leaf.dtype, device=leaf.device)
-                diagonal = run.rows(diagonal, [share], [eye], run.deep)[0]
-            blocks.append(run.strip(diagonal).reshape(len(at), -1).T)
-    zeros = run.strip(leaf).detach().new_zeros(run.n if each else 1, size)
-    found = (torch.cat(blocks, 1) + zeros if blocks else zeros).view(len(zeros), *leaf.shape)
-    return found[run.chosen] if each and run.chosen is not None else found

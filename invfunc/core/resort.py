@@ -11,9 +11,8 @@ alone, as the node losses of one graph, rows of the identity are pulled back, if
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial, reduce
 from typing import Any
 
@@ -21,18 +20,18 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from invfunc import tree
+from invfunc import thresholds, tree
 from invfunc._torch.functorch import as_it_is, graph_level, graph_of, mapped
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import anywhere, near, wide
 from invfunc.arguments.problem import BoundProblem
 from invfunc.budget import free_on, told
-from invfunc.core.marks import LEAF, SUMMED, Final, Mark, Node, Unsupported, know, option, spelled, tensors
+from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option, spelled, tensors
 from invfunc.core.order import Order
 from invfunc.core.run import Run
-from invfunc.core.split import CRITERIA, KNOWN
 from invfunc.core.uses import Copies
 from invfunc.operations.axis import Axis
+from invfunc.plan import even
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
@@ -42,6 +41,7 @@ FLOOR = 0.1
 """The part of the largest size that counts for the smallest, whose rounding may come from that."""
 SMALL = 2**28
 """Bytes of gradients up to which nobody asks what is free."""
+NO_COLUMNS = "columns at a criterion inside of a function that is not followed: give the model and its loss apart"
 ROWS = 32
 """So many rows are pulled back at once."""
 
@@ -78,99 +78,41 @@ def _check(func: Any, args: tuple, kwargs: dict[str, Any], apart: bool = True) -
         raise Unsupported(f"{spelled(func)} with max_norm or scale_grad_by_freq depends on all samples")
 
 
-def alone(problem: BoundProblem, run: Run, leaves: list[Tensor], part: slice) -> tuple[Any, Any]:
+def alone(problem: BoundProblem, run: Run, leaves: list[Tensor]) -> tuple[Any, Any]:
     """f of each sample alone, as the whole batch has it; and aux of the whole batch."""
-    copies = _copies(problem, run)
     if run.criterion is not None and problem.loss is None:
-        return _at_criterion(problem, run, leaves, copies, part)
+        raise Unsupported(NO_COLUMNS)
+    copies = _copies(problem, run)
     if run.n == 1:
-        out, aux, run.closed_over = _called(problem, run, [x[0] for x in copies], part, copies)
+        out, aux, run.closed_over = _called(problem, run, [x[0] for x in copies], copies)
         return _known(problem, run, leaves, copies, out), aux
     before = _states()
-    whole, aux, run.closed_over = _called(problem, run, leaves, part, leaves)
+    whole, aux, run.closed_over = _called(problem, run, leaves, leaves)
     whole, slopes, after = whole.detach(), _slopes(whole, leaves), _states()
     drew = any(x is not y for (_, x), (_, y) in zip(before, after, strict=True))
-    plain = [_mapped, *[partial(_mapped, drawing="same")] * drew]
+    same = [partial(_mapped, drawing="same")] * drew
     error = Unsupported("samples alone have another value or gradient than in the batch")
-    for way in (*plain, partial(_mapped, graph=True), _looped):
+    for way in (_mapped, *same, partial(_mapped, graph=True), _looped):  # vmap fills the gaps of padded tables
         set_states(before)
         try:
-            out = _agreed(problem, way(problem, run, copies, part), whole, copies, slopes)
+            out = _agreed(problem, way(problem, run, copies), whole, copies, slopes)
         except Exception as raised:  # of what f, torch.func.vmap, or both do not take
             error = Unsupported(f"of a single sample, {type(raised).__name__}: {str(raised).partition(chr(10))[0]}")
             continue
         if out is not None:
             set_states(after)
             return _known(problem, run, leaves, copies, out), aux
-        if way is plain[-1]:
-            break
     raise error
-
-
-class Caught(TorchFunctionMode):
-    """A mode that notes the criteria that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = list[Any]()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if CRITERIA.get(func) in KNOWN:
-            self.calls.append((out, func, args, kwargs or {}))
-        return out
-
-
-def _at_criterion(problem: BoundProblem, run: Run, leaves: list[Tensor], copies: list[Tensor], part: slice) -> Any:
-    """The criterion that f ends with, of the outputs and the target that it has of each sample alone; and aux."""
-    refused = Unsupported(
-        "columns at a criterion inside of a function that is not followed, which does not end with it"
-    )
-    before = _states()
-    whole, aux, run.closed_over = _called(problem, run, leaves, part, leaves)
-    whole, slopes = whole.detach(), _slopes(whole, leaves)
-    if any(x is not y for (_, x), (_, y) in zip(before, _states(), strict=True)):
-        raise refused
-    rest: list[Any] = []
-
-    def caught(call: Callable[[], Any]) -> tuple[Tensor, Tensor]:
-        with Caught() as mode:
-            out = call()
-        if len(mode.calls) != 1 or out is not mode.calls[0][0] or len(mode.calls[0][2]) < 2:
-            raise refused
-        rest[:] = mode.calls[0][1:]
-        return rest[1][0], rest[1][1]
-
-    z, target = _mapped(replace(problem, factor=None), run, copies, part, through=caught)
-    (func, args, kwargs), token = rest, run.token
-    for x in (z := z.flatten(0, 1), target := target.flatten(0, 1)):
-        if len(x) != run.n:
-            raise refused
-        know(x, Mark(token, (-x.ndim, 1, 1), x.requires_grad))
-    with run:
-        out = func(z, target, *args[2:], **kwargs)
-        out = out if problem.factor in (None, 1) else out * problem.factor
-    dtype = torch.promote_types(_precision(whole, copies), torch.float32)
-    if out.shape != whole.shape or not _near(out, whole, _sizes(whole), dtype):
-        raise refused
-    if not _same(_slopes(out, copies), slopes, dtype):
-        raise refused
-    for i, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
-        run.use(Copies(Node(token, i, LEAF), leaf), copy)
-    run.apart = True
-    return out, aux
 
 
 def _states() -> list[tuple[torch.Generator, Tensor]]:
     return [(g, state_of(g)) for g in torchs_own()]
 
 
-def _called(
-    problem: BoundProblem, run: Run, params: list[Tensor], part: slice, leaves: Tensors
-) -> tuple[Tensor, Any, bool]:
+def _called(problem: BoundProblem, run: Run, params: list[Tensor], leaves: Tensors) -> tuple[Tensor, Any, bool]:
     """f of all samples, aux, and whether f reads a tensor from elsewhere that requires a gradient."""
     given = AsWritten(run.samples)
-    out, aux = problem.call(given, params, part)
+    out, aux = problem.call(given, params)
     if not isinstance(out, Tensor) or not out.requires_grad or (out.ndim and out.shape[_dim(problem, out)] != run.n):
         raise Unsupported("f returns neither a number nor a tensor with the samples, or none with a derivative")
     return out, aux, _closed_over(out, [*leaves, *given.leaves])
@@ -208,17 +150,8 @@ def _known(problem: BoundProblem, run: Run, leaves: Tensors, copies: Tensors, ou
 # Single samples
 
 
-def _mapped(
-    problem: BoundProblem,
-    run: Run,
-    copies: Tensors,
-    part: slice,
-    drawing: str = "different",
-    graph: bool = False,
-    through: Callable[[Callable[[], Any]], Any] = lambda call: call(),
-) -> Any:
-    """f under vmap, `[N, ...]`, or what is seen `through` its call; where each sample draws, these are the numbers
-    that the whole batch has drawn.
+def _mapped(problem: BoundProblem, run: Run, copies: Tensors, drawing: str = "different", graph: bool = False) -> Any:
+    """f under vmap, `[N, ...]`; where each sample draws, these are the numbers that the whole batch has drawn.
 
     `graph`, at a level of torch.func at which f may take derivatives by torch.autograd.grad.
     """
@@ -230,18 +163,18 @@ def _mapped(
         each = AsWritten(lambda x, axis: next(samples).unsqueeze(axis.dim or 0))
         with graph_level() if graph else nullcontext((as_it_is, as_it_is)) as (enter, leave):
             given = [*map(enter, mapped[: len(copies)])]
-            return tree.map_tensors(leave, through(lambda: problem.call(each, given, part)[0]))
+            return tree.map_tensors(leave, problem.call(each, given)[0])
 
     dims = (*[0] * len(copies), *[d for _, d in given])
     return mapped(one, dims, drawing)(*copies, *[run.samples(x, Axis(d)) for x, d in given])
 
 
-def _looped(problem: BoundProblem, run: Run, copies: Tensors, part: slice) -> Tensor:
+def _looped(problem: BoundProblem, run: Run, copies: Tensors) -> Tensor:
     """f of one sample after the other, `[N, ...]`."""
     found = []
     for n, params in enumerate(zip(*[x.unbind() for x in copies], strict=True)):
         each = AsWritten(lambda x, axis, n=n: run.samples(x, axis).narrow(axis.dim or 0, n, 1))
-        found.append(problem.call(each, [*params], part)[0])
+        found.append(problem.call(each, [*params])[0])
     return torch.stack(found)
 
 
@@ -307,71 +240,38 @@ def _same(each: Tensors, whole: Tensors, dtype: torch.dtype) -> bool:
 # Entries of a Hessian
 
 
-class Watched(AbstractContextManager):
-    """A context in which f runs as it is written, on what `samples(x, axis)` makes of the batch."""
-
-    def __init__(self, samples: Callable[[Tensor, Axis], Tensor]) -> None:
-        self._samples = samples
-
-    def __exit__(self, *error: Any) -> None:
-        pass
-
-    def samples(self, x: Tensor, axis: Axis) -> Tensor:
-        """The tensor that f gets in place of a tensor of the batch."""
-        return self._samples(x, axis)
-
-
-def at_once(problem: BoundProblem, run: Run, leaves: list[Tensor], part: slice) -> tuple[Any, Any]:
+def at_once(problem: BoundProblem, run: Run, leaves: list[Tensor]) -> tuple[Any, Any]:
     """f of all samples, which are not told apart; and aux."""
-    out, aux = problem.call(AsWritten(run.samples, apart=False), leaves, part)
+    out, aux = problem.call(AsWritten(run.samples, apart=False), leaves)
     if isinstance(out, Tensor) and out.ndim < 2:
         know(out, Mark(run.token, (-1, 1, 1) if out.ndim else SUMMED, out.requires_grad))
         run.closed_over = _closed_over(out, leaves)
     return out, aux
 
 
-def diagonals(run: Run, out: Tensor) -> Iterator[Tensor]:
-    """The diagonal of the Hessian in each parameter, entry by entry: of each sample, or `[1, *p]` of all at once."""
-    inputs = [u.edge for u in run.uses] or [x[None] for x in run.leaves]
-    given = [u.edge for u in run.uses] or run.leaves
+def beside(run: Run) -> Run:
+    """A run in which f is called once more, at the level of another one."""
+    found = Run(run.n, run.deep, run.chosen)
+    found.level, found.outside, found.numbers = run.level, run.outside, run.numbers
+    found._enter, found.strip = run._enter, run.strip
+    return found
+
+
+def entries(run: Run, out: Tensor, i: int) -> Tensor:
+    """The diagonal of the Hessian in a parameter, entry by entry: of each sample, or `[1, *p]` of all at once."""
+    x, n = (run.uses[i].edge, run.n) if run.uses else (run.leaves[i], 1)
+    size, blocks, most = x.numel() // n, list[Tensor](), max(1, thresholds.GROUPED // max(1, run.numbers, x.numel()))
     with torch.enable_grad():
-        slopes = torch.autograd.grad(out, given, torch.ones_like(out), create_graph=True, allow_unused=True)
-    for x, y, g in zip(inputs, given, slopes, strict=True):
-        found = list[Tensor]()
-        for i in range(x[0].numel() if g is not None and g.requires_grad else 0):
-            with torch.enable_grad():
-                entry = g.reshape(len(x), -1)[:, i].sum()  # pyright: ignore[reportOptionalMemberAccess]
-                (h,) = torch.autograd.grad(entry, y, retain_graph=True, create_graph=run.deep, allow_unused=True)
-            found.append(run.strip(torch.zeros_like(y) if h is None else h).reshape(len(x), -1)[:, i])
-        rows = torch.stack(found, 1).view(x.shape) if found else torch.zeros_like(run.strip(x))
-        yield rows if run.chosen is None else rows[run.chosen]
-
-
-def check_twice(problem: BoundProblem, run: Run, out: Tensor) -> None:
-    """Check the second derivatives by differences of first ones, where a custom Function may have none."""
-    if not any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in graph_of(out)):
-        return
-    leaves = [run.strip(x).detach() for x in run.leaves]
-    along = [torch.arange(x.numel(), device=x.device).cos().to(x.dtype).view(x.shape) for x in leaves]
-    given = [u.edge for u in run.uses] or run.leaves
-    options: dict[str, Any] = {"materialize_grads": True, "allow_unused": True}
-
-    def slopes(step: float) -> Tensors:
-        moved = [run.alias(x + step * v) for x, v in zip(leaves, along, strict=True)]
-        found = problem.call(Watched(run.samples), moved, slice(None))[0].sum()
-        return [run.strip(g) for g in torch.autograd.grad(found, moved, **options)]
-
-    with torch.enable_grad():
-        first = torch.autograd.grad(out, given, torch.ones_like(out), create_graph=True, **options)
-        total = reduce(torch.add, [(g * v).sum() for g, v in zip(first, along, strict=True)])
-        again = total.requires_grad
-        found = torch.autograd.grad(total, given, retain_graph=True, **options) if again else [x * 0 for x in given]
-        step = torch.finfo(out.dtype).eps ** (1 / 3)
-        wanted = [(b - a) / (2 * step) for a, b in zip(slopes(-step), slopes(step), strict=True)]
-    for x, y, z in zip(found, wanted, leaves, strict=True):
-        x = run.strip(x).detach().reshape(-1, *z.shape).sum(0)
-        if anywhere((x - y).abs().amax() > 0.02 * (y.abs().amax() + x.abs().amax()) + step**2):
-            raise Final("the backward pass of a custom autograd.Function is not differentiable itself")
+        (g,) = torch.autograd.grad(out, [x], torch.ones_like(out), create_graph=True, allow_unused=True)
+        for a, b in even(size, most) if g is not None and g.requires_grad else ():
+            at = torch.arange(a, b, device=x.device)
+            unit = F.one_hot(at, size).to(x.dtype)[:, None].expand(-1, n, -1)
+            (rows,) = run.rows(g, [x], [unit.reshape(-1, *x.shape)], run.deep)
+            if rows is not None:
+                blocks.append(run.strip((rows.reshape(unit.shape) * unit).sum(2)).T)
+    shape = (n, *x.shape[1:]) if run.uses else (1, *x.shape)
+    found = torch.cat(blocks, 1).view(shape) if blocks else torch.zeros_like(run.strip(x)).view(shape)
+    return found if run.chosen is None else found[run.chosen]
 
 
 # Rows
@@ -408,12 +308,12 @@ class Followed(Run):
                 todo += [up for up, _ in node.next_functions]
 
 
-def by_rows(problem: BoundProblem, run: Run, leaves: list[Tensor], part: slice) -> tuple[Any, Any]:
+def by_rows(problem: BoundProblem, run: Run, leaves: list[Tensor]) -> tuple[Any, Any]:
     """Losses `[N]` whose derivatives are the rows of a Jacobian; and aux."""
     if run.criterion is not None:
-        raise Unsupported("columns at a criterion inside of a function that is not followed")
+        raise Unsupported(NO_COLUMNS)
     params, followed = [run.alias(p) for p in problem.leaves], Followed(run)
-    out, aux = problem.call(followed, params, part)
+    out, aux = problem.call(followed, params)
     if not isinstance(out, Tensor) or out.shape != (run.n,) or not out.requires_grad or problem.loss is not None:
         raise Unsupported("f does not return [N] losses")
     known = getattr(out, "_known", None)

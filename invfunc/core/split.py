@@ -32,8 +32,8 @@ from invfunc.operations.naming import argument
 from invfunc.reductions.quantity import Drawing
 
 ELEMENTWISE = called("mse_loss huber_loss smooth_l1_loss binary_cross_entropy_with_logits poisson_nll_loss")
-SURE = ELEMENTWISE.union(called("cross_entropy")) - called("poisson_nll_loss")
-"""Losses that are convex whatever their targets are."""
+SURE = ELEMENTWISE - called("poisson_nll_loss")
+"""Losses that are convex whatever their targets are, as a cross entropy of classes is."""
 CRITERIA = {
     **dict.fromkeys(called("cross_entropy"), "softmax"),
     **dict.fromkeys(ELEMENTWISE, "elementwise"),
@@ -298,15 +298,15 @@ class Split:
     def hessian(self, convex: bool = True) -> list[Columns]:
         if self.ordinary:
             slope = torch.ones_like(self.scope.leave(self.result))
-            return [columns(self.scope, self.terms[0], slope, [], self.n, convex and not self._sure)]
+            return [columns(self.scope, self.terms[0], slope, [], self.n, convex and not self.sure(self.terms[0]))]
         return hessian(self.scope, self.result, self.roots, self.terms, self.n, convex)
 
-    @property
-    def _sure(self) -> bool:
-        """Tells whether its one criterion is convex whatever numbers it is of."""
-        call = self.terms[0].call
+    def sure(self, term: Term) -> bool:
+        """Tells whether the result is a criterion that is convex whatever numbers it is of."""
+        call = term.call
         classes = call.func is F.cross_entropy and not call.arg("target").is_floating_point()
-        return (classes or call.func is F.mse_loss) and call.arg("weight") is None
+        weights = call.arg("weight"), call.arg("pos_weight")
+        return term.output is self.result and (classes or call.func in SURE) and weights == (None, None)
 
     def drawn(self, drawing: Drawing, transform: str) -> list[Columns]:
         """Columns at targets that are drawn from the predictive of a known loss, or by a sampler of the user's."""

@@ -156,7 +156,7 @@ AXES: list[tuple[set[Any], Callable]] = [
     ),
     ({states_before, states_after}, axes.steps),
     (called("cross_entropy nll_loss cross_entropy_loss"), axes.class_loss),
-    (called("cosine_embedding_loss multilabel_margin_loss"), axes.row_loss),
+    (called("cosine_embedding_loss multilabel_margin_loss multi_margin_loss"), axes.row_loss),
 ]
 BY_ROW = (axes.same, axes.pointwise_loss, axes.class_loss, axes.row_loss)
 """Rules of operations that combine rows with rows."""

@@ -24,7 +24,7 @@ from invfunc.core.resort import alone, by_rows
 from invfunc.core.run import Run
 from invfunc.errors import InvFuncError, ReplayError
 
-Way = Callable[[BoundProblem, Run, list[torch.Tensor], slice], tuple[Any, Any]]
+Way = Callable[[BoundProblem, Run, list[torch.Tensor]], tuple[Any, Any]]
 """A way of calling f, given the leaves of a run: the result, whose mark and uses the run knows then, and aux."""
 WAYS: tuple[Way, ...] = (BoundProblem.call, alone, by_rows)
 """As it is, then the last resort."""

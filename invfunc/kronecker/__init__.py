@@ -9,10 +9,9 @@ default settings, once invfunc is imported.
 import torch
 
 from invfunc.kronecker.batches import ema, merge
-from invfunc.kronecker.matrix import Kronecker
+from invfunc.kronecker.matrix import Kronecker, Whole
 from invfunc.kronecker.origin import Joint, Origin
 from invfunc.kronecker.trees import eigen, logdet, solve
-from invfunc.kronecker.whole import Whole
 from invfunc.linear_algebra.low_rank import LowRank
 from invfunc.statistics.kfoc import kfoc
 from invfunc.statistics.kfra import kfra

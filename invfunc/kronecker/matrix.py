@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -333,3 +334,15 @@ def _split(factors: tuple[torch.Tensor, ...], damping: Damping) -> list[torch.Te
 
 def _diagonal(factor: torch.Tensor) -> torch.Tensor:
     return factor if factor.ndim == 1 else factor.diagonal()
+
+
+class Whole(ABC):
+    """A matrix over all parameters, which `solve` and `logdet` take in place of factors."""
+
+    @abstractmethod
+    def solve(self, v: tree.Tree, damping: Damping = 0.0) -> tree.Tree:
+        """The inverse of the matrix plus damping, times a tree of vectors."""
+
+    @abstractmethod
+    def logdet(self, damping: Damping = 0.0) -> torch.Tensor:
+        """The logarithm of the determinant of the matrix plus damping."""

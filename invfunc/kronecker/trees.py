@@ -11,9 +11,8 @@ import torch
 from invfunc import tree
 from invfunc._torch.values import checked_at_the_end
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.kronecker.matrix import Damping, Kronecker, decomposed, dtype_of, rounded
+from invfunc.kronecker.matrix import Damping, Kronecker, Whole, decomposed, dtype_of, rounded
 from invfunc.kronecker.origin import Joint
-from invfunc.kronecker.whole import Whole
 from invfunc.linear_algebra.symmetric import is_none, wide
 from invfunc.tree import Tree
 

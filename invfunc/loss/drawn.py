@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import plainly, transforming
@@ -87,25 +85,11 @@ def _categorical(columns: Softmax, count: int, source: Source) -> torch.Tensor:
 
 
 def _reached(p: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """The class `[M, n, 1, r]` at which the running sum of `p [n, C, r]` exceeds a part of the whole: in the block of
-    classes at which theirs does. None has the probability 0."""
-    n, classes, positions = p.shape
-    less = 1 - torch.finfo(p.dtype).eps
-    if classes <= thresholds.CLASSES:
-        below = p.cumsum(1)
-        number = number.clamp(max=less) * below[:, -1:]
-        return (below <= number).sum(2, keepdim=True).clamp(max=classes - 1)
-    size = math.isqrt(max(classes - 1, 0)) + 1
-    blocks = F.pad(p, (0, 0, 0, -classes % size)).unflatten(1, (-1, size))
-    below = blocks.sum(2).cumsum(1)
-    number = number.clamp(max=less) * below[:, -1:]
-    block = (below <= number).sum(2, keepdim=True).clamp(max=below.shape[1] - 1)
-    before = F.pad(below, (0, 0, 1, 0)).expand(len(number), -1, -1, -1).gather(2, block)
-    index = block.unsqueeze(3).expand(-1, -1, -1, size, -1)
-    inside = blocks.expand(len(number), *blocks.shape).gather(2, index).squeeze(2).cumsum(2)
-    rest = torch.minimum(number - before, inside[:, :, -1:] * less)
-    target = block * size + (inside <= rest).sum(2, keepdim=True)
-    return target.clamp(max=classes - 1)
+    """The class `[M, n, 1, r]` at which the running sum of `p [n, C, r]` exceeds a part of the whole. None has the
+    probability 0."""
+    below = p.cumsum(1)
+    number = number.clamp(max=1 - torch.finfo(p.dtype).eps) * below[:, -1:]
+    return (below <= number).sum(2, keepdim=True).clamp(max=p.shape[1] - 1)
 
 
 def _normal(columns: Elementwise, count: int, source: Source) -> torch.Tensor:

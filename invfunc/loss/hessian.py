@@ -161,19 +161,14 @@ def columns(scope: Scope, term: Term, slope: torch.Tensor, roots: list[Output], 
 
 
 def _elementwise(scope: Scope, term: Term, slope: torch.Tensor, n: int, convex: bool) -> Elementwise:
-    entry = known(term.call.name)
-    if (diagonal := _closed(term, slope, scope)) is not None:
-        if convex:
-            check_sign(diagonal, term.call.name)
-        logits = term.axis.expose(scope.leave(term.input), n)
-        return Elementwise(term.root, term.axis.expose(diagonal, n), entry.predictive, logits)
-    x, output = _wide(term)
-    (first,) = scope.grad([output], [x], [slope.to(output.dtype)], batched=False, create_graph=True)
-    assert first is not None
-    (second,) = scope.grad([first], [x], [torch.ones_like(first)], batched=False)
-    second = torch.zeros_like(x) if second is None else second
-    second = second.masked_fill(first.isnan(), torch.nan) if entry.cornered else second
-    diagonal = scope.leave(second)
+    diagonal, entry = _closed(term, slope, scope), known(term.call.name)
+    if diagonal is None:
+        x, output = _wide(term)
+        (first,) = scope.grad([output], [x], [slope.to(output.dtype)], batched=False, create_graph=True)
+        assert first is not None
+        (second,) = scope.grad([first], [x], [torch.ones_like(first)], batched=False)
+        second = torch.zeros_like(x) if second is None else second
+        diagonal = scope.leave(second.masked_fill(first.isnan(), torch.nan) if entry.cornered else second)
     if convex:
         check_sign(diagonal, term.call.name)
     logits = term.axis.expose(scope.leave(term.input), n)

@@ -80,12 +80,6 @@ def hardsigmoid(input: torch.Tensor, inplace: bool = False) -> torch.Tensor:
     return input.copy_(found) if inplace else found
 
 
-def pdist(input: torch.Tensor, p: float = 2.0) -> torch.Tensor:
-    """`pdist` written out, as torch's has no second derivative."""
-    first, second = torch.triu_indices(len(input), len(input), 1, device=input.device)
-    return torch.linalg.vector_norm(input[first] - input[second], p, -1)
-
-
 def msort(input: torch.Tensor) -> torch.Tensor:
     """`msort` as the values of `sort`, which has the indices too."""
     return input.sort(0)[0]
@@ -115,7 +109,6 @@ define("linalg_solve", twice=_solve)
 define("cdist", composed=cdist, twice=not_torchs(cdist))
 define("_grouped_mm", composed=grouped_mm)
 define("hardsigmoid", twice=not_torchs(hardsigmoid), only_nn=True)
-define("pdist", twice=not_torchs(pdist))
 define("msort", composed=msort)
 define("expand_as", reads="first")
 define("view_as reshape_as", reads="first")

@@ -21,21 +21,6 @@ def _refuse(name: str, **options: Any) -> None:
             raise SampleAxisError(f"`{name}`: {option} depends on which indices the whole batch has. Leave it out.")
 
 
-def embedding(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> torch.Tensor:
-    _refuse("embedding", max_norm=max_norm is not None, scale_grad_by_freq=scale_grad_by_freq)
-    if padding_idx is not None and not -len(weight) <= padding_idx < len(weight):
-        raise ValueError(f"embedding: padding_idx is {padding_idx}, but there are {len(weight)} rows.")
-    return torch.embedding(weight, input, -1 if padding_idx is None else padding_idx % len(weight))
-
-
 def embedding_bag(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -105,5 +90,5 @@ def _bag(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
     return _reduced(input[at], given("weight"), given("mode", "mean"), scales, given("padding_idx"), there)
 
 
-define("embedding", composed=embedding, only_nn=True, writes_if=("max_norm", ("weight",)))
+define("embedding", writes_if=("max_norm", ("weight",)))
 define("embedding_bag", composed=embedding_bag, twice=_bag, only_nn=True, writes_if=("max_norm", ("weight",)))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc._torch.functorch import forward_mode
-from invfunc.operations.operation import define, not_torchs
+from invfunc.operations.operation import define
 
 
 def reduction(call: Any) -> str:
@@ -23,31 +23,6 @@ def reduction(call: Any) -> str:
 
 
 _OLD = ("size_average", "reduce")
-
-
-# In forms that can be differentiated twice
-
-
-def multi_margin_loss(
-    input: torch.Tensor,
-    target: torch.Tensor,
-    p: int = 1,
-    margin: float = 1.0,
-    weight: torch.Tensor | None = None,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> torch.Tensor:
-    """`multi_margin_loss` written out, as torch's has no second derivative, and none in forward mode."""
-    if p not in (1, 2) or size_average is not None or reduce is not None:
-        raise ValueError(
-            f"multi_margin_loss: p is 1 or 2, not {p}; in place of size_average and reduce give reduction."
-        )
-    own = target.unsqueeze(-1)
-    over = torch.relu(margin - input.gather(-1, own) + input) ** p
-    over = over if weight is None else over * weight.expand(input.shape).gather(-1, own)
-    losses = over.scatter(-1, own, 0).mean(-1)
-    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
 
 
 # In forward mode
@@ -99,4 +74,3 @@ define("huber_loss", twice=_huber, cornered=True)
 define("soft_margin_loss", twice=_soft_margin)
 define("smooth_l1_loss", cornered=True)
 define("binary_cross_entropy_with_logits", predictive="bernoulli")
-define("multi_margin_loss", composed=multi_margin_loss, twice=not_torchs(multi_margin_loss), only_nn=True)

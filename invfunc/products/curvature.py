@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from invfunc._torch.functorch import gradient_edge
 from invfunc._torch.graphs import node_of, nodes_of
-from invfunc.core.hessian import linear
-from invfunc.core.marks import Unsupported, named, tensors
+from invfunc.core.hessian import CallsRun
+from invfunc.core.marks import Unsupported, spelled, tensors
 from invfunc.core.split import CRITERIA, Finder
 from invfunc.core.tables import POINTWISE
 from invfunc.errors import ArgumentError, SplitError, unreached
@@ -228,78 +227,49 @@ def check_reached(pulled: Vectors) -> None:
     raise unreached()
 
 
-@dataclass
-class Bend:
-    """A nonlinear call of the model: what it read, the edge of the graph at its result, and how it is run again."""
-
-    name: str
-    input: torch.Tensor
-    edge: Any
-    again: Callable[[torch.Tensor], torch.Tensor] | None
-    """None where the call is not element by element."""
-
-
-class Bends(Following):
+class Bends(Following, CallsRun):
     """A run that notes the calls that are nonlinear in what depends on samples and parameters."""
 
-    bends: list[Bend] | None = None
-    entered = 0
-
-    def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
-        active = {id(x): x for x, _ in (*found[0], *found[3], *found[4]) if x.requires_grad}
-        self.entered += 1
-        if not active or func in CRITERIA or linear(func, args, kwargs, [*active.values()]):
-            return super().dispatched(func, args, kwargs, found)
-        x, entered = next(iter(active.values())), self.entered
-        before = x.clone()
-        out = super().dispatched(func, args, kwargs, found)
-        bent = [y for y in tensors(out) if y.requires_grad]
-        if not bent or self.entered > entered:  # then the operations that it is composed of were noted
-            return out
-
-        def again(y: torch.Tensor) -> torch.Tensor:
-            return func(*[y if a is x else a for a in args], **{k: y if a is x else a for k, a in kwargs.items()})
-
-        alone = func in POINTWISE and len(active) == 1
-        bend = Bend(named(func).strip("_"), before, gradient_edge(bent[0]), again if alone else None)
-        self.bends = [*(self.bends or []), bend]
-        return out
+    def __init__(self, given: ProductArguments) -> None:
+        super().__init__(given.scope, given.n, Finder())
+        self.deep, self._enter, self.strip = given.scope.create_graph, given.scope.enter, given.scope.leave
 
 
 def of_positive_hessian(given: ProductArguments, blocks: bool, modify: str) -> Linear:
     """`J^T H J v` of the outputs and of the inputs of all nonlinear calls."""
-    run = Bends(given.scope, given.n, Finder())
+    run = Bends(given)
     try:
         split = given.split_in(run)
+        ends = {node_of(z) for z in split.values}
+        calls = [c for c in run.calls if c.func not in CRITERIA and ends.isdisjoint(nodes_of(c.inputs))]
+        for call in calls:
+            if call.func not in POINTWISE or len(call.inputs) > 1:
+                raise ArgumentError(
+                    f"`{spelled(call.func)}` is nonlinear and not element-wise, so its second derivative has no "
+                    "sign to be changed. `ggnvp(f, loss, blocks=True)` does without it."
+                )
+            if call.written is not None:
+                raise Unsupported(f"`{spelled(call.func)}` writes what it reads")
+        again = [call.again(run) for call in calls]
     except Unsupported as error:
         Jacobian.recorded(given, split_of(given))  # which tells what else is wrong
         raise ArgumentError(f"the nonlinear operations of f are not seen: {error}.") from None
-    scope, roots, ends = given.scope, split.values, {node_of(z) for z in split.values}
-    bends = [b for b in run.bends or [] if ends.isdisjoint(nodes_of([b.input]))]
-    for bend in bends:
-        if bend.again is None:
-            raise ArgumentError(
-                f"`{bend.name}` is nonlinear and not element-wise, so its second derivative has no "
-                "sign to be changed. `ggnvp(f, loss, blocks=True)` does without it."
-            )
-    weights, ones = [], [torch.ones_like(split.result)]
+    roots = split.values
+    inner, ones = list[tuple[torch.Tensor, torch.Tensor]](), [torch.ones_like(split.result)]
     with given.mode.back(split.result.device):
         slopes = split.slopes()
         split.check_convex(slopes)
-        pulled = scope.grad([split.result], [b.edge for b in bends], ones, batched=False)
-    for bend, slope in zip(bends, pulled, strict=True):
-        x = scope.enter(scope.leave(bend.input))
-        with given.mode:
-            y = bend.again(x.clone()) if bend.again else x
-        first = Pull(scope, graph=True)([y], [x], [slope])
-        (h,) = scope.grad(first, [x], [torch.ones_like(x)], batched=False)
+        pulled = given.scope.grad([split.result], [c.results[0].edge for c in calls], ones, batched=False)
+    for call, (copies, results), slope in zip(calls, again, pulled, strict=True):
+        first = Pull(given.scope, graph=True)(results, copies, [slope])
+        (h,) = given.scope.grad(first, copies, [torch.ones_like(copies[0])], batched=False)
         if h is not None:
-            h = scope.leave(h)
-            weights.append((bend.input, h.abs() if modify == "abs" else h.clamp(min=0)))
-    split.values = [*roots, *(x for x, _ in weights)]
+            h = given.scope.leave(h)
+            inner.append((call.inputs[0], h.abs() if modify == "abs" else h.clamp(min=0)))
+    split.values = [*roots, *(x for x, _ in inner)]
 
     def middle(t: Vectors, others: Sequence[torch.Tensor], pull: Pull) -> Vectors:
-        inner = [None if x is None else x * h for x, (_, h) in zip(t[len(roots) :], weights, strict=True)]
-        return [*pull(slopes, roots, t[: len(roots)]), *inner]
+        bent = [None if x is None else x * h for x, (_, h) in zip(t[len(roots) :], inner, strict=True)]
+        return [*pull(slopes, roots, t[: len(roots)]), *bent]
 
     return sandwich(given, split, middle, blocks)

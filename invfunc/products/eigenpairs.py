@@ -24,7 +24,7 @@ from invfunc.callables import check_functions, describe
 from invfunc.column_options import fisher_columns
 from invfunc.core.evaluate import kept
 from invfunc.errors import ArgumentError, InvFuncError
-from invfunc.kronecker.whole import Whole
+from invfunc.kronecker.matrix import Whole
 from invfunc.linear_algebra.low_rank import LowRank
 from invfunc.linear_algebra.symmetric import Damping, damped, wide
 from invfunc.loss.square_root import Columns, rooted

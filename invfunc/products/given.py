@@ -21,12 +21,13 @@ from invfunc._torch.opened import Uncompiled
 from invfunc._torch.values import near, same_values
 from invfunc.arguments.problem import BoundProblem, InDims, batch_dims, batch_size, check_params, problem, with_aux
 from invfunc.core import split as core
+from invfunc.core.columns import lost
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option
 from invfunc.core.refusals import refused_by
 from invfunc.core.run import Run
-from invfunc.core.split import CRITERIA, SURE, WHOLE, Axis, Finder, Output, marked_for
+from invfunc.core.split import CRITERIA, Axis, Finder, Output, marked_for
 from invfunc.errors import ArgumentError, unreached
-from invfunc.loss.hessian import Term, hessian, softmax_product, structured
+from invfunc.loss.hessian import hessian, softmax_product, structured
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.products.maps import Kind, Pull, Scope, Vectors
 from invfunc.reductions.quantity import Drawing
@@ -41,8 +42,6 @@ class ScopedSplit(core.Split):
 
     values: list[torch.Tensor] = field(default_factory=list)
     """The outputs, or the losses, or what else is to be differentiated in the parameters."""
-    only: bool = False
-    """True if the result is one criterion of one output, as it is."""
 
     def __post_init__(self) -> None:
         self.values = self.values or [r.value for r in self.roots] or [self.result]
@@ -57,17 +56,17 @@ class ScopedSplit(core.Split):
     def middle(self) -> Callable[[Vectors, Sequence[torch.Tensor], Pull], Vectors]:
         """The product with the Hessian in the outputs, once it is seen that there is a GGN: `others` are tensors whose
         memory is not to be written to. Of a cross entropy alone nothing of the loss is kept but the logits."""
-        if not self.only or self.terms[0].kind != "softmax" or self.scope.create_graph:
+        if not self.ordinary or self.terms[0].kind != "softmax" or self.scope.create_graph:
             slopes = self.slopes()
             self.check_convex(slopes)
             return lambda t, others, pull: pull(slopes, self.values, t)
-        product = softmax_product(self.terms[0], torch.ones_like(self.result), self._sure(self.terms[0]))
+        product = softmax_product(self.terms[0], torch.ones_like(self.result), self.sure(self.terms[0]))
         self.result, self.terms = self.result.detach(), []
         return lambda t, others, pull: [None if u is None else product(u, others, pull.batched) for u in t]
 
     def check_convex(self, slopes: Vectors) -> None:
         """Check that a GGN exists, unless the Hessian of the loss is too large to be looked at."""
-        if any(map(self._sure, self.terms)):
+        if any(map(self.sure, self.terms)):
             return
         apart = self.n > 1  # the run of f has told where the samples are
         n, roots = self.n, self.roots if apart else [Output(r.ordinal, r.value) for r in self.roots]
@@ -77,11 +76,6 @@ class ScopedSplit(core.Split):
         outputs = sum([r.value.numel() for r in roots]) // n
         if outputs and (known or n * outputs**2 <= thresholds.CHECKED):
             hessian(self.scope, self.result, roots, self.terms, n)
-
-    def _sure(self, t: Term) -> bool:
-        """Tells whether the result is a criterion that is convex whatever its numbers are."""
-        weights = t.call.arg("weight"), t.call.arg("pos_weight")
-        return t.output is self.result and t.at_root and t.call.func in SURE and weights == (None, None)
 
     def _apart(self, slopes: Vectors, roots: list[Output]) -> tuple[int, list[Output]]:
         """The samples, and the outputs with the axes of these, if the loss keeps them apart: then signs of the samples
@@ -234,8 +228,7 @@ class ProductArguments:
     def given_split(self, each: bool) -> ScopedSplit:
         """Split a model function from its loss. Only with `each` the loss has to keep the samples apart."""
         _, (values, structure) = self.dims, self.outputs()
-        roots = self._roots(values)
-        return self._followed_loss(roots, structure) if each else self._loss(roots, structure)
+        return self._followed_loss(values, structure) if each else self._loss(self._roots(values), structure)
 
     def _roots(self, values: Sequence[torch.Tensor]) -> list[Output]:
         """The outputs of a model, each with a node of its own; some may not depend on the parameters."""
@@ -249,7 +242,7 @@ class ProductArguments:
             result = self.called(tree.unflatten([r.value for r in roots], structure), target)
         self._tell_constants(result, [*self.params, *(r.value for r in roots)])
         only = finder.only(checked_value(result, "the loss")) is not None
-        return ScopedSplit(self.scope, 1, result, roots, finder.terms, dim=self.out_dims, only=only)
+        return ScopedSplit(self.scope, 1, result, roots, finder.terms, dim=self.out_dims, ordinary=only)
 
     def found_split(self, losses: bool = False, each: bool = True) -> ScopedSplit:
         """Split a loss function at its outputs; with `losses`, `[N]` losses are taken as they are. Only with `each` f
@@ -263,7 +256,7 @@ class ProductArguments:
             check_loss(result, n)
             if not each:
                 roots, only = finder.found(result, self.params), finder.only(result) is not None
-                return ScopedSplit(self.scope, 1, result, roots, finder.terms, only=only)
+                return ScopedSplit(self.scope, 1, result, roots, finder.terms, ordinary=only)
             if result.ndim:
                 return ScopedSplit(self.scope, n, result, [])
             set_states(before)
@@ -278,7 +271,7 @@ class ProductArguments:
         given, finder = self.problem, run.finder
         self.params = [run.leaf(i, p) for i, p in enumerate(self.leaves)]
         with marked_for(finder), self.mode:
-            result, self.aux = given.call(run, self.params, slice(None))
+            result, self.aux = given.call(run, self.params)
         self.result = self.losses = result
         self._tell_constants(result, self.params)
         if self.loss is not None:
@@ -289,42 +282,22 @@ class ProductArguments:
         roots = finder.found(result, self.params)
         return ScopedSplit(self.scope, given.n, result, roots, finder.terms)
 
-    def _followed_loss(self, roots: list[Output], structure: Any) -> ScopedSplit:
+    def _followed_loss(self, values: Sequence[torch.Tensor], structure: Any) -> ScopedSplit:
         """Split off the loss under a run of the core, which knows the samples."""
-        given = self.problem
-        for r in roots:
-            if not -r.value.ndim <= self.out_dims < r.value.ndim or r.value.shape[self.out_dims] != given.n:
-                among = "looks like a loss function; call the transform on it alone"
-                kind = among if not r.value.ndim else "has other outputs"
-                raise ArgumentError(
-                    f"f returned shape {tuple(r.value.shape)} for N = {given.n}, so it {kind}; wanted is a model "
-                    f"function, which returns outputs with the samples along axis {self.out_dims}."
-                )
-            r.axis = WHOLE if given.n == 1 else Axis(self.out_dims % r.value.ndim)
-        before = self.states
-        finder = Finder(roots)
-        run = Following(self.scope, given.n, finder)
-
-        def lost(outputs: list[torch.Tensor], target: Any) -> torch.Tensor:
-            for z in outputs:
-                know(z, Mark(run.token, (self.out_dims % z.ndim - z.ndim, 1, 1), True))
-            with run:
-                result = self.called(tree.unflatten(outputs, structure), target)
-            self._tell_constants(result, [*self.params, *outputs])
-            run.check(checked_value(result, "the loss"))
-            return result
-
-        def again(sample: Callable[[Any], Any]) -> tuple[torch.Tensor, list[Output]]:
-            with torch.no_grad():
-                target = sample(tree.unflatten([r.value.detach() for r in roots], structure))
-            return lost([r.value for r in roots], given.drawn(run, target)), roots
-
+        given, before = self.problem, self.states
+        run, own = Following(self.scope, given.n, Finder()), [z.view_as(z) for z in values]
+        for z in own:
+            know(z, Mark(run.token, (self.out_dims % max(1, z.ndim) - z.ndim, 1, 1), z.requires_grad))
         try:
-            result = lost([r.value for r in roots], given.target(run))
+            with self.mode:
+                self.losses = result = lost(given, run, tree.unflatten(own, structure))
+            self._tell_constants(result, self.params)
+            run.check(checked_value(result, "the loss"))
         except Unsupported as error:
             set_states(before)
             raise refused_by([error]) from None
-        return ScopedSplit(self.scope, given.n, result, roots, finder.terms, again)
+        finder: Any = run.criterion
+        return ScopedSplit(self.scope, given.n, result, finder.outputs, finder.terms, run.again)
 
     # Forward mode
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 from invfunc.arguments.problem import Indices, InDims
-from invfunc.column_options import by_method, spelled
+from invfunc.column_options import spelled
 from invfunc.reductions.quantity import HESSIAN
 from invfunc.reductions.squares import SquaresOfEach, SumOfSquares
 from invfunc.statistic import Statistic
@@ -16,7 +15,6 @@ def diag_hessian(
     f: Callable,
     loss: Callable | None = None,
     *,
-    method: Literal["auto", "dense"] = "auto",
     per_sample: bool = False,
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
@@ -38,11 +36,8 @@ def diag_hessian(
             `f(params, *inputs)`, which returns outputs `[N, ...]` or a pytree of them. f and loss are pure in
             torch.func's sense (see the conventions).
         loss: `loss(outputs, target)`; it need not be convex.
-        method: with "auto", columns with disjoint receptive fields share a pullback, as in `diag_ggn`: those of the
-            loss, and those of nonlinear operations inside of the model, if all of these are element-wise. "dense" pulls
-            every column back.
-        per_sample: return each sample's part. They have the scale of the whole, and sum to it.
-        samples: the indices of some samples, as in `batch_grad`: the result is their part of the Hessian.
+        per_sample: return the part of each sample, which has the scale of the whole and sums to it.
+        samples: the indices of the samples whose part of the Hessian is wanted.
         argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
 
     Returns:
@@ -50,8 +45,8 @@ def diag_hessian(
         the parameters, in the unit of loss / parameter^2; tensors `[N, *p]` `per_sample`.
 
     Raises:
-        SampleAxisError: samples are mixed; or, per_sample, a parameter is read again by what depends on it, in a scalar
-            loss whose outputs are not found: return the `[N]` losses.
+        SampleAxisError: samples are mixed; or, per_sample, a parameter is read again by what depends on it, or not
+            linearly, in a scalar loss that is neither the mean nor the sum of those of the samples: return these.
         RandomnessError: a nonlinear operation draws random numbers.
         ArgumentError: as in `diag_ggn`.
 
@@ -67,15 +62,12 @@ def diag_hessian(
     Composes with: `chunked` over outputs, samples and params; `torch.func.grad`, `vmap`, `jvp` around it.
 
     Cost: that of `diag_ggn`, and a pullback (vector-Jacobian product) for each entry of a sample at every element-wise
-    operation that is nonlinear, two at the other nonlinear ones. By structure they share backward passes: the sigmoid
-    of an auto-encoder takes 10 more, at every image size. A narrow layer saves columns only if no operation before it
-    has any. A parameter that is used again on its own result (tied in series, recurrent) takes two more for each entry
-    that it multiplies there. A parameter that is not read linearly (`exp(w)`, `weight_norm`) takes a second derivative
-    for each of its entries.
+    operation that is nonlinear, two at the other nonlinear ones. Parameters that are read again by what depends on them
+    (tied in series, recurrent), or that are not read linearly (`exp(w)`, `weight_norm`), take one more run of f, and a
+    second derivative for each of their entries.
 
     Source: BackPACK's DiagHessian and BatchDiagHessian (Dangel, Kunstner and Hennig, ICLR 2020) for chains of modules.
     """
-    how = by_method("diag_hessian", f, method)
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
     reduction, options["spelled"] = SquaresOfEach() if per_sample else SumOfSquares(), spelled(per_sample=per_sample)
-    return Statistic("diag_hessian", f, reduction, kind=HESSIAN, loss=loss, options=how, **options)
+    return Statistic("diag_hessian", f, reduction, kind=HESSIAN, loss=loss, **options)

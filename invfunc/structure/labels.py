@@ -54,15 +54,13 @@ def _called(func: Any) -> _Called:
 class Region:
     """The labels of a memory, `[rows, *shape]` of a contiguous tensor that fills it."""
 
-    __slots__ = ("memory", "size", "itemsize", "rows", "shape", "affine")
+    __slots__ = ("memory", "size", "itemsize", "rows", "shape")
 
     def __init__(self, x: torch.Tensor, height: int) -> None:
         self.memory = memory_of(x)  # kept, so that no other tensor gets it
         self.size, self.itemsize = self.memory.nbytes(), x.element_size()
         self.shape = torch.Size([self.size // self.itemsize])
         self.rows = blank(x, (height, 1))
-        self.affine = -1
-        """A bit for each root: whether all entries are affine in it, with coefficients that have no label."""
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """The labels of a tensor in this memory."""
@@ -98,7 +96,6 @@ class Region:
 class LabelRows(NamedTuple):
     """Rows of labels."""
 
-    number: int
     start: int
     axes: int
 
@@ -114,7 +111,6 @@ class Labels(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.height = 0
-        self.roots: list[LabelRows] = []
         self.regions: dict[int, Region] = {}
 
     @classmethod
@@ -124,9 +120,8 @@ class Labels(TorchDispatchMode):
 
     def root(self, axes: int) -> LabelRows:
         """A new root, before anything has labels."""
-        self.roots.append(root := LabelRows(len(self.roots), self.height, axes))
         self.height += 2 * axes
-        return root
+        return LabelRows(self.height - 2 * axes, axes)
 
     def of(self, x: torch.Tensor, root: LabelRows) -> torch.Tensor | None:
         """The labels `[2, axes, *x.shape]`; None if nothing in its memory has any."""
@@ -134,14 +129,12 @@ class Labels(TorchDispatchMode):
             region = self.regions.get(_key(x))
             return None if region is None else region.of(x)[root.rows].unflatten(0, (2, root.axes))
 
-    def set(self, x: torch.Tensor, root: LabelRows, rows: torch.Tensor, fresh: bool = False) -> None:
-        """Write `[2, axes, *x.shape]` as the labels of x; `fresh` if x is what they are coordinates of."""
+    def set(self, x: torch.Tensor, root: LabelRows, rows: torch.Tensor) -> None:
+        """Write `[2, axes, *x.shape]` as the labels of x."""
         with unwatched(), torch.no_grad():
-            region = self.write(x, {root: rows})
-            if fresh and x.is_contiguous() and x.numel() * region.itemsize == region.size:
-                region.affine |= 1 << root.number
+            self.write(x, {root: rows})
 
-    def write(self, x: torch.Tensor, found: dict[LabelRows, torch.Tensor]) -> Region:
+    def write(self, x: torch.Tensor, found: dict[LabelRows, torch.Tensor]) -> None:
         """Write labels of several roots."""
         key = _key(x)
         if key not in self.regions:
@@ -152,12 +145,6 @@ class Labels(TorchDispatchMode):
             parts += [before[start : root.start], rows.flatten(0, 1).to(x.device, torch.float32).expand(-1, *x.shape)]
             start = root.rows.stop
         region.write(x, shrunk(torch.cat([*parts, before[start:]])))
-        return region
-
-    def affine(self, x: torch.Tensor, root: LabelRows) -> bool:
-        """True for a tensor that is known to be affine in a root."""
-        region = self.regions.get(_key(x))
-        return region is None or bool(region.affine >> root.number & 1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -184,11 +171,6 @@ class Labels(TorchDispatchMode):
         targets = [*written[:1], *fresh] if called.writes == ("self",) else [*fresh, *written]
         if not targets:
             return
-        affine = -1
-        for x in step.labelled:
-            affine &= self.regions[_key(x)].affine
-        if step.labelled and not called.fact.is_affine(step, targets):
-            affine = 0
         for x, rows in zip(targets, _labels(step, called, targets), strict=True):
             key = _key(x)
             if key not in self.regions:
@@ -196,7 +178,6 @@ class Labels(TorchDispatchMode):
                     continue
                 self.regions[key] = Region(x, self.height)
             self.regions[key].write(x, rows)
-            self.regions[key].affine &= affine
 
 
 def _labels(step: Step, called: _Called, targets: list[torch.Tensor]) -> Sequence[Rows]:

@@ -150,7 +150,7 @@ class StructureLook:
         kind = torch.get_autocast_dtype(device) if auto else None
         with torch.enable_grad(), marked_for(run.criterion), self.labels:
             with torch.autocast(device, kind, cache_enabled=False) if auto else nullcontext():
-                out, _ = own.call(run, leaves, slice(None))
+                out, _ = own.call(run, leaves)
                 out = out if own.loss is None else lost(own, run, out)
         (root,) = split(run, out).roots
         self.output = root.source
@@ -188,7 +188,7 @@ class One(Run):
         if (root := look.starts.get(first)) is not None:
             self.read[first] = x = data[0][0]
             with undispatched():
-                look.labels.set(x, root, coordinates(x, root.axes), fresh=True)
+                look.labels.set(x, root, coordinates(x, root.axes))
         out = super().meet(func, rule, args, kwargs, data, params)
         met: dict[int, list[int]] = {}
         for i, use in enumerate(self.uses[first:], first):

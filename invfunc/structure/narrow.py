@@ -199,7 +199,7 @@ class BottleneckBlocks:
     rows: int
     """The most rows of the factor of a block."""
     shared: bool
-    """True if the columns may be the same for all samples, as the layers above are affine."""
+    """True if the columns may be the same for all samples, as those of the layers above are."""
 
     @property
     def width(self) -> int:

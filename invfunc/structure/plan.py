@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from invfunc import thresholds
-from invfunc._torch.generators import set_states, state_of, torchs_own
+from invfunc._torch.generators import set_states, state_of, torchs_own, uniform
 from invfunc.arguments.problem import BoundProblem
 from invfunc.core.marks import DERIVED, LEAF, SWAP
 from invfunc.core.run import Run
@@ -245,7 +245,7 @@ class Structure:
     def _blocks(self, source: Source, bottleneck: Bottleneck, first: bool) -> BottleneckBlocks:
         """Blocks of the entries at a bottleneck, with their rows."""
         root = self.at[bottleneck]
-        shared = first and self.look.labels.affine(self.look.output, root)
+        shared = first and self.shared[bottleneck]
         found = Colouring(hulls(self.look.rows(source.x, root), source.ids))
         if found.count == 1 and len(found.codes) > 1:
             rows = self.look.rows(self.look.run.read[bottleneck.use], root)
@@ -255,6 +255,15 @@ class Structure:
         device = self.x.device
         places, groups = (torch.arange(size, device=device)[None] for size in (bottleneck.width, source.count))
         return BottleneckBlocks(bottleneck, places, groups, source.rows * source.count, shared)
+
+    @cached_property
+    def shared(self) -> dict[Bottleneck, bool]:
+        """True for a bottleneck on which the outputs of all samples depend in the same way, as one vector tells."""
+        w = uniform(self.x.numel() // self.n, 0).to(self.x).expand(self.n, -1).reshape(self.x.shape)
+        slopes = torch.autograd.grad(self.x, [b.x for b in self.at], w, retain_graph=True)
+        rows = [(b, b.exposed(g)) for b, g in zip(self.at, slopes, strict=True)]
+        apart = {b: ((g - g[:1]).abs().amax(), torch.finfo(g.dtype).eps * g.abs().amax()) for b, g in rows}
+        return {b: bool(most <= 16 * rounding) for b, (most, rounding) in apart.items()}
 
     # Sites
 

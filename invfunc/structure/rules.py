@@ -375,47 +375,28 @@ def _read(func: Any, axis: int, sizes: Any, align: Any, scale: Any, dtype: Any, 
 
 
 class Fact(NamedTuple):
-    """Facts about an operation: its rule, and in which labelled arguments it is affine."""
+    """Facts about an operation."""
 
     rule: Rule | None = None
-    linear: str = ""
-    """In "all" of them at once, in "each" of them while the others are fixed, in the "first"; or in none."""
     fills: bool = False
     """True if it writes all of its first argument, and does not read it."""
     skipped: bool = False
     """True if it reads the form of its arguments alone."""
-
-    def is_affine(self, step: Step, written: Sequence[torch.Tensor]) -> bool:
-        """True if the result of a call is affine in its labelled arguments."""
-        if not self.linear or not all(x.is_floating_point() for x in (*step.labelled, *written)):
-            return False
-        if self.linear == "all":
-            return True
-        if self.linear == "first":
-            return step.only(step.args[0]) and ("rounding_mode" not in step or step["rounding_mode"] is None)
-        added = [step[name] for name in ("bias", "self") if name in step and ("mat1" in step or name == "bias")]
-        return len([x for x in step.labelled if not any(x is y for y in added)]) <= 1
 
 
 FACTS: dict[str, Fact] = {
     name: fact
     for fact, names in [
         (
-            Fact(entrywise, "all"),
-            "add sub rsub neg positive where masked_fill fill _to_copy lift_fresh_copy copy clone detach tril triu",
-        ),
-        (Fact(entrywise, "each"), "mul"),
-        (Fact(entrywise, "first"), "div"),
-        (
             Fact(entrywise),
-            "hardswish _prelu_kernel log_sigmoid_forward bitwise_not logical_not bernoulli native_dropout "
+            "add sub rsub neg positive where masked_fill fill _to_copy lift_fresh_copy copy clone detach tril triu mul "
+            "div hardswish _prelu_kernel log_sigmoid_forward bitwise_not logical_not bernoulli native_dropout "
             "rrelu_with_noise _fused_dropout normal poisson view_as_complex mse_loss smooth_l1_loss huber_loss pow "
             "binary_cross_entropy soft_margin_loss",
         ),
-        (Fact(entrywise, "all", fills=True), "copy_ zero_ fill_"),
         (
             Fact(entrywise, fills=True),
-            "uniform_ normal_ bernoulli_ exponential_ random_ cauchy_ geometric_ log_normal_",
+            "copy_ zero_ fill_ uniform_ normal_ bernoulli_ exponential_ random_ cauchy_ geometric_ log_normal_",
         ),
         (
             Fact(skipped=True),
@@ -424,35 +405,39 @@ FACTS: dict[str, Fact] = {
         ),
         (Fact(along), "_softmax _log_softmax _safe_softmax softmax log_softmax sort topk argsort"),
         (Fact(halves), "glu"),
-        (Fact(reduced, "all"), "sum mean"),
         (
             Fact(reduced),
-            "nansum amax amin max min median nanmedian kthvalue prod logsumexp norm linalg_vector_norm var std "
-            "var_mean std_mean argmax argmin all any count_nonzero mode aminmax",
+            "sum mean nansum amax amin max min median nanmedian kthvalue prod logsumexp norm linalg_vector_norm var "
+            "std var_mean std_mean argmax argmin all any count_nonzero mode aminmax",
         ),
         (
-            Fact(moved, "all"),
+            Fact(moved),
             "flip roll repeat pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle index_select "
             "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
             "replication_pad3d diag_embed",
         ),
-        (Fact(put_together, "all"), "cat stack"),
-        (Fact(padded_with, "all"), "constant_pad_nd"),
-        (Fact(indexed, "all"), "index"),
+        (Fact(put_together), "cat stack"),
+        (Fact(padded_with), "constant_pad_nd"),
+        (Fact(indexed), "index"),
         (Fact(looked_up), "embedding"),
-        (Fact(product, "each"), "mm bmm mv addmm addmv baddbmm _addmm_activation"),
-        (Fact(linear, "each"), "linear"),
-        (Fact(linear="each"), "dot"),
+        (Fact(product), "mm bmm mv addmm addmv baddbmm _addmm_activation"),
+        (Fact(linear), "linear"),
         (Fact(layer_norm), "native_layer_norm _fused_rms_norm"),
         (Fact(group_norm), "native_group_norm"),
         (Fact(batch_norm), "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit"),
-        (Fact(convolution, "each"), "convolution"),
-        (Fact(pooled), "max_pool2d_with_indices max_pool3d_with_indices max_pool1d max_pool2d max_pool3d"),
-        (Fact(pooled, "all"), "avg_pool1d avg_pool2d avg_pool3d"),
-        (Fact(adaptive, "all"), "adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d"),
-        (Fact(adaptive), "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d"),
+        (Fact(convolution), "convolution"),
         (
-            Fact(resized, "all"),
+            Fact(pooled),
+            "max_pool2d_with_indices max_pool3d_with_indices max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d "
+            "avg_pool3d",
+        ),
+        (
+            Fact(adaptive),
+            "adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d "
+            "adaptive_max_pool3d",
+        ),
+        (
+            Fact(resized),
             "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
             "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
             "upsample_trilinear3d upsample_bicubic2d",

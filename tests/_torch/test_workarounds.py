@@ -99,7 +99,6 @@ RIGHT = {
     "order of each": (lambda: in_order(F.instance_norm, 3), NORMS, None),
     "weight_norm": (weight_norm, NORMS, None),
     "embedding_bag": (lambda: twice(bag), "operations/lookup.py", None),
-    "multi_margin": (lambda: twice(lambda w: F.multi_margin_loss(X * w, CLASSES, 2)), "operations/losses.py", None),
     "mse": (lambda: forward(lambda w: F.mse_loss(X * w, X)), "operations/losses.py", None),
     "huber": (lambda: forward(lambda w: F.huber_loss(X * w, X)), "operations/losses.py", None),
     "soft_margin": (lambda: forward(lambda w: F.soft_margin_loss(X * w, X.sign())), "operations/losses.py", None),

@@ -41,8 +41,8 @@ def test_of_ordinary_programs(name, n):
             return reduce(losses(f)(p, x, y))
 
         wanted = tree.map_tensors(lambda d, scale=scale: d * scale, each)
-        assert_trees_close(diag_hessian(loss, method="dense", per_sample=True)(*args), wanted, EXACT, FLOOR)
-        assert_trees_close(diag_hessian(loss, method="dense")(*args), whole(wanted), EXACT, FLOOR)
+        assert_trees_close(diag_hessian(loss, per_sample=True)(*args), wanted, EXACT, FLOOR)
+        assert_trees_close(diag_hessian(loss)(*args), whole(wanted), EXACT, FLOOR)
 
 
 def again(p, x):

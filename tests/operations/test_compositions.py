@@ -228,7 +228,6 @@ OTHERS = {
         "pad", lambda x: pad_packed_sequence(PackedSequence(x, LENGTHS), False, 2.0, 4)[0], (Numbers()(7, 2),)
     ),
     "msort": Calls("msort", torch.msort, (Numbers()(4, 3),)),
-    "multi_margin_loss": Calls("margin", partial(F.multi_margin_loss, target=LABELS, p=2), (Numbers()(4, 3),)),
 }
 
 

@@ -45,18 +45,6 @@ class Recurrent(nn.Module):
         return self.layers(x)[0]
 
 
-class Margin(nn.Module):
-    """A loss inside of a model."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x):
-        classes = torch.arange(len(x), device=x.device) % 3
-        return F.multi_margin_loss(self.linear(x[:, 0]).tanh(), classes, p=2, reduction="none")
-
-
 class Implicit(nn.Module):
     """A system whose matrix is a parameter, and distances to prototypes."""
 
@@ -87,17 +75,6 @@ class Bag(nn.Module):
         return self.bag(words(x).flatten(), offsets, scales).sin()
 
 
-class Pairs(nn.Module):
-    """Distances of the samples from each other."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(12, 3)
-
-    def forward(self, x):
-        return torch.pdist(self.linear(x.flatten(1)))
-
-
 def normed(norm):
     return nn.Sequential(nn.Linear(4, 4), norm, nn.Tanh(), nn.Linear(4, 2))
 
@@ -113,7 +90,6 @@ MODELS = {
     "bags of offsets": lambda: Bag(True),
     "sums of offsets": lambda: Bag(True, mode="sum", include_last_offset=True),
     "maxima of offsets": lambda: Bag(True, mode="max", padding_idx=1),
-    "pdist": Pairs,
     "hardsigmoid": lambda: nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Hardsigmoid(), nn.Linear(3, 2)),
     "weight_norm": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), nn.Tanh()),
     "weight_norm along 1": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3), dim=1),
@@ -129,7 +105,6 @@ MODELS = {
     "batch_norm in eval mode": lambda: nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4), nn.Tanh()).eval(),
     "rms_norm": lambda: normed(nn.RMSNorm(4)),
     "rnn of relu": lambda: Recurrent(partial(nn.RNN, nonlinearity="relu")),
-    "multi_margin_loss": Margin,
     "implicit": Implicit,
 }
 models = pytest.mark.parametrize("called", MODELS)

@@ -35,7 +35,7 @@ PATHS = {"fast": lambda t: t, "blocks": in_blocks, "generic": generic}
 
 def wave(z, y):
     """Neither convex nor known."""
-    return (z.sin() * (z - y)).flatten(1).sum(1).mean() + 0.1 * z.pow(3).sum()
+    return (z.sin() * (z - y) + 0.1 * z.pow(3)).flatten(1).sum(1).mean()
 
 
 def whole(batch):
@@ -190,8 +190,13 @@ def looped(p, x):
     return h
 
 
+def sample_by_sample(p, x):
+    """A weight that is read again, by a copy of it for each sample."""
+    return torch.stack([F.linear(F.linear(r, p["w"]).tanh(), p["w"], p["b"]) for r in x])
+
+
 FUNCTIONS = [skipping, in_series, in_parallel, squared, masked, normed, low_rank, in_place, by_einsum, looped]
-FUNCTIONS += [between_parameters]
+FUNCTIONS += [between_parameters, sample_by_sample]
 
 
 def weights(rand):
