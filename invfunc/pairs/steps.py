@@ -399,9 +399,8 @@ class _Bidirectional(Moves):
         return self.grid.checked(x.view_as(x), y, entered=True), packed(odd)  # x itself would be given to two blocks
 
     def inverse(self, f: Any, state: Any = None, bits: Any = None, *given: Any, **kwargs: Any) -> Any:
-        parts, calls = self.read((f, state, *given), "y")
-        x, y = parts
-        gamma, moved = self._moved(self.moves[1], parts, calls, kwargs)
+        (x, y), calls = self.read((f, state, *given), "y")
+        gamma, moved = self._moved(self.moves[1], [x, y], calls, kwargs)
         return (y - moved) / gamma - unpacked(bits, y) * self.grid.unit, x
 
     def calls(self, functions: tuple, args: list[Any]) -> Calls:

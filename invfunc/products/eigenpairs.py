@@ -33,7 +33,7 @@ from invfunc.products.curvature import OutputRows, of_root, split_of_fisher
 from invfunc.products.ggnvp import ggnvp
 from invfunc.products.given import ProductArguments, ScopedSplit, States
 from invfunc.products.maps import Direction, Kind, Linear
-from invfunc.products.product import Space, check_product, names_of, space_of, through
+from invfunc.products.product import Space, check_count, check_product, names_of, space_of, through
 from invfunc.reductions.quantity import ColumnKind, Drawing, Quantity
 from invfunc.reductions.squares import ProductsOfColumns
 from invfunc.report import Explanation
@@ -280,7 +280,7 @@ class Eigenpairs(Whole):
                 "eigenpairs(f, loss) of one batch without top=, or batch_grad(f) times vectors()."
             )
         if top is not None:
-            _check_top(f"{self!r}.{called}", top)
+            check_count(f"{self!r}.{called}(", "top", top)
         return self.rank if top is None else min(top, self.rank)
 
     def _blocks(self, count: int, scale: torch.Tensor) -> Iterator[list[torch.Tensor]]:
@@ -335,11 +335,6 @@ class Formed:
         flat = [(v.reshape(*v.shape[:lead], -1), x.flatten(1)) for v, x in zip(vectors, self.images, strict=True)]
         along = reduce(torch.add, [doubled(v) @ doubled(x).T for v, x in flat])
         return [torch.tensordot(along.to(self.rows), self.rows, 1).to(vectors[0].dtype)]
-
-
-def _check_top(called: str, top: Any) -> None:
-    if not isinstance(top, int) or isinstance(top, bool) or top < 1:
-        raise ArgumentError(f"{called}(top={top!r}): top has to be an int, 1 or more.")
 
 
 def _coarsest(kinds: list[Kind]) -> tuple[torch.dtype, float]:
@@ -613,7 +608,7 @@ class Largest(Transform):
 
     def __post_init__(self) -> None:
         check_product("eigenpairs", self.product)
-        _check_top("eigenpairs", self.top)
+        check_count("eigenpairs(", "top", self.top)
 
     def __repr__(self) -> str:
         return f"eigenpairs({describe(self.product)}, top={self.top})"

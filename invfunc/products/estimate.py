@@ -39,16 +39,14 @@ class Estimator(Transform):
     distribution: str
     progress: bool
     method: str
+    outermost = True
 
     def __post_init__(self) -> None:
         shown, methods = repr(self)[:-1], ("hutchinson", LEAVE_ONE_OUT[self.of])
         check_product(f"estimate_{self.of}", self.product)
         check_probes(shown, self.probes, self.generator)
-        for name, given, known in (
-            ("distribution", self.distribution, DISTRIBUTIONS),
-            ("method", self.method, methods),
-        ):
-            if given not in known:
+        for name, known in (("distribution", DISTRIBUTIONS), ("method", methods)):
+            if (given := getattr(self, name)) not in known:
                 raise ArgumentError(f"{shown}, {name}={given!r}): it is one of {', '.join(map(repr, known))}.")
         if self.method != methods[0] and self.probes % 2:
             raise ArgumentError(

@@ -26,25 +26,26 @@ def grid(steps, end=4.0):
     return torch.linspace(0, end, steps + 1, dtype=torch.float64)
 
 
-def solved(step, steps, x=X, *args, end=4.0):
-    times = grid(steps, end)
-    return repeated(step)((x, x), (times[:-1], times[1:]), *args)
+def between(steps, end=4.0):
+    """The starts and the ends of steps."""
+    return grid(steps, end)[:-1], grid(steps, end)[1:]
 
 
-def plain(increment, steps, x=X, *args, end=4.0):
-    times = grid(steps, end)
-    for start, stop in zip(times[:-1], times[1:], strict=True):
-        x = x + increment(x, start, stop, *args)
-    return x
+def solved(step, steps, *args, end=4.0):
+    return repeated(step)((X, X), between(steps, end), *args)
 
 
 def each_by_itself(step):
-    def solve(state, ends, w):
-        for start, stop in zip(*ends, strict=True):
-            state = step(state, (start, stop), w)
+    def solve(state, ends, *args):
+        for way in zip(*(zip(*e, strict=True) if isinstance(e, tuple) else e for e in ends), strict=True):
+            state = step(state, way, *args)
         return state
 
     return solve
+
+
+def plain(increment, steps, *args, end=4.0):
+    return each_by_itself(lambda x, ends, *args: x + increment(x, *ends, *args))(X, between(steps, end), *args)
 
 
 RK4, ONE = runge_kutta(turning), reversible_step(runge_kutta(turning, "ees25"), None)
@@ -104,9 +105,7 @@ class TestOrder:
 class TestBackwards:
     @pytest.mark.parametrize("steps", [20, 120])
     def test_the_start_comes_back(self, steps):
-        step = reversible_step(runge_kutta(turning))
-        times = grid(steps)
-        ends = (times[:-1], times[1:])
+        step, ends = reversible_step(runge_kutta(turning)), between(steps)
         y, z = solved(step, steps)
         assert_trees_close(invert(repeated(step))((y, z), ends), (X, X), 1e-14)
         assert max(drift(step, (X, X), ends)) < 1e-14
@@ -144,18 +143,9 @@ class TestBackwards:
             ends = ((times[:-1], path[:-1]), (times[1:], path[1:]))
             return sum(t.square().sum() for t in h((X, X), ends, w))
 
-        def by_hand(state, ends, w):
-            (t, path), (s, later) = ends
-            y, z = state
-            for i in range(steps):
-                a, b = (t[i], path[i]), (s[i], later[i])
-                y = 0.99 * y + 0.01 * z + euler_heun(z, a, b, w)
-                z = z - euler_heun(y, b, a, w)
-            return y, z
-
         found, wanted = (
             torch.func.grad(lambda w, path, h=h: loss(h, w, path), (0, 1))(TURN, path)
-            for h in (repeated(step), by_hand)
+            for h in (repeated(step), each_by_itself(step))
         )
         assert_trees_close(found, wanted, 1e-11)
 
@@ -180,22 +170,21 @@ class TestOneCopy:
 
     def test_is_stable_where_copies_are_not_and_its_way_back_needs_anchors(self):
         """Towards cos(t), one entry 50 times faster than the other: h times that is 2.5."""
-        fast = torch.tensor([50.0, 1.0], dtype=torch.float64)
+        fast, ends = torch.tensor([50.0, 1.0], dtype=torch.float64, requires_grad=True), between(100, 5.0)
 
-        def field(x, t, fast):
-            return fast * (t.cos() - x)
+        def scheme(tableau):
+            return runge_kutta(lambda x, t, fast: fast * (t.cos() - x), tableau)
 
-        for scheme in ("heun", "rk4", "ees25"):
-            copies = solved(reversible_step(runge_kutta(field, scheme), 1), 100, X, fast, end=5.0)
-            assert (copies[0][:, 0] - math.cos(5)).abs().max() > 1
-        step, times, leaf = reversible_step(runge_kutta(field, "ees25"), None), grid(100, 5.0), fast.requires_grad_()
-        end, ends = plain(runge_kutta(field, "ees25"), 100, X, leaf, end=5.0), (times[:-1], times[1:])
+        for tableau in ("heun", "rk4", "ees25"):
+            y, _ = solved(reversible_step(scheme(tableau), 1), 100, fast, end=5.0)
+            assert (y[:, 0] - math.cos(5)).abs().max() > 1
+        step, end = reversible_step(scheme("ees25"), None), plain(scheme("ees25"), 100, fast, end=5.0)
         assert (end[:, 0] - math.cos(5)).abs().max() < 0.1
-        found = torch.autograd.grad(repeated(step, anchor_every=4)(X, ends, leaf).sum(), leaf)
-        assert_trees_close(found, torch.autograd.grad(end.sum(), leaf), 1e-3)
-        assert drift(step, X, ends, leaf)[-1] > 1
+        found = torch.autograd.grad(repeated(step, anchor_every=4)(X, ends, fast).sum(), fast)
+        assert_trees_close(found, torch.autograd.grad(end.sum(), fast), 1e-3)
+        assert drift(step, X, ends, fast)[-1] > 1
         with pytest.raises(InverseError, match="with an error of.*anchor_every="):
-            repeated(step)(X, ends, leaf).sum().backward()
+            repeated(step)(X, ends, fast).sum().backward()
 
 
 SOLVER, SINE = reversible_step(runge_kutta(torch.sin)), runge_kutta(torch.sin)
