@@ -258,8 +258,9 @@ def spectral_density(
         >>> density.trace(torch.log)                       # log 36 = 3.58
         Estimate(value=...)
 
-    Composes with: `hvp`, `ggnvp`, these `streamed` and `distributed` (with the same seed in each process), and products
-    of one's own. Of some parameters alone: close over the others. What it gives has no derivatives.
+    Composes with: `hvp`, `ggnvp`, these `streamed`, `compiled` and `distributed` (with the same seed in each process,
+    also of sharded parameters), and products of one's own. Of some parameters alone: close over the others. What it
+    gives has no derivatives.
 
     Cost: `probes` times `steps` products, and `steps` vectors like the parameters.
 

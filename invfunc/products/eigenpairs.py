@@ -16,6 +16,7 @@ from invfunc._extras import ticking
 from invfunc._torch.functorch import innermost, transforming
 from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.precision import double_on, doubled
+from invfunc._torch.sharded import sharded
 from invfunc._torch.values import anywhere, near
 from invfunc.arguments.problem import BoundProblem, InDims
 from invfunc.budget.size import free_on
@@ -269,6 +270,7 @@ class Eigenpairs(Whole):
 
     def _leaves(self, v: Any) -> tuple[list[torch.Tensor], int]:
         """The leaves of vectors, and how many axes they have in front."""
+        v = tree.map_tensors(lambda x: x.full_tensor() if sharded(x) else x, v)
         first, kind = dict(tree.named_leaves(v)).get(self._space.paths[0]), self._space.kinds[0]
         lead = max(0, first.ndim - len(kind.shape)) if isinstance(first, torch.Tensor) else 0
         return self._space.leaves(v, "v", lead), lead

@@ -166,8 +166,8 @@ def estimate_diagonal(
         >>> estimate(torch.zeros(2), torch.tensor([1.0, 3.0])).value
         tensor([1., 9.])
 
-    Composes with: `hvp`, `ggnvp`, these `streamed`, and products of one's own; `torch.func.grad`, `vmap`,
-    `jvp` around it.
+    Composes with: `hvp`, `ggnvp`, these `streamed`, `compiled` and `distributed` (with the same seed in each process),
+    and products of one's own; `torch.func.grad`, `vmap`, `jvp` around it.
 
     Cost: that of `estimate_trace`, and the memory of a few trees like the parameters; with "xdiag" of `2 probes`.
 
@@ -222,8 +222,8 @@ def estimate_trace(
         >>> estimate(torch.zeros(2), torch.tensor([1.0, 3.0]))
         Estimate(value=tensor(10.), standard_error=tensor(0.))
 
-    Composes with: `hvp`, `ggnvp`, these `streamed`, and products of one's own; `torch.func.grad`, `vmap`,
-    `jvp` around it.
+    Composes with: `hvp`, `ggnvp`, these `streamed`, `compiled` and `distributed` (with the same seed in each process),
+    and products of one's own; `torch.func.grad`, `vmap`, `jvp` around it.
 
     Cost: one linearisation of a product that has `.linearize`, and `probes` products; with "xtrace" the memory of as
     many trees like the parameters, and no derivatives.
