@@ -21,7 +21,7 @@ from invfunc.callables import describe
 from invfunc.errors import ArgumentError
 from invfunc.loss.drawn import by
 from invfunc.products.maps import Kind
-from invfunc.products.product import Space, along, check_probes, check_product, names_of, space_of
+from invfunc.products.product import Space, along, check_count, check_probes, check_product, names_of, space_of
 from invfunc.reductions.estimate import Estimate
 from invfunc.transform import Transform
 
@@ -48,10 +48,8 @@ class Basis:
         self.kinds, self.count = kinds, 0
         self.size = sum(kind.shape.numel() for kind in kinds)
         self.eps = max(torch.finfo(kind.dtype).eps for kind in kinds)
-        self.rows = [
-            kind._replace(dtype=torch.promote_types(kind.dtype, torch.float32)).zeros(min(room, self.size))
-            for kind in kinds
-        ]
+        room = min(room, self.size)
+        self.rows = [k._replace(dtype=torch.promote_types(k.dtype, torch.float32)).zeros(room) for k in kinds]
 
     def row(self, i: int) -> Vector:
         """A vector in the dtypes of the parameters."""
@@ -59,10 +57,8 @@ class Basis:
 
     def along(self, vector: Vector) -> torch.Tensor:
         """The products of those that are there with a vector, on the CPU in float64: `[count]`."""
-        each = [
-            x[: self.count].reshape(self.count, v.numel()) @ v.to(x).flatten()
-            for x, v in zip(self.rows, vector, strict=True)
-        ]
+        n, pairs = self.count, zip(self.rows, vector, strict=True)
+        each = [x[:n].reshape(n, v.numel()) @ v.to(x).flatten() for x, v in pairs]
         return torch.stack([x.cpu().double() for x in each]).sum(0)
 
     def joined(self, weights: torch.Tensor) -> Vector:
@@ -71,10 +67,8 @@ class Basis:
 
     def split(self, vector: Vector) -> tuple[torch.Tensor, Vector]:
         """The products with a vector, `[count]`, and what is left of it, which is orthogonal to all."""
-        total, left = (
-            torch.zeros(self.count, dtype=torch.float64),
-            [v.to(x) for v, x in zip(vector, self.rows, strict=True)],
-        )
+        total = torch.zeros(self.count, dtype=torch.float64)
+        left = [v.to(x) for v, x in zip(vector, self.rows, strict=True)]
         for _ in range(2):  # "twice is enough"
             total += (found := self.along(left))
             left = [v - x for v, x in zip(left, self.joined(found), strict=True)]
@@ -264,8 +258,9 @@ def spectral_density(
         >>> density.trace(torch.log)                       # log 36 = 3.58
         Estimate(value=...)
 
-    Composes with: `hvp`, `ggnvp`, these `streamed` and `distributed` (with the same seed in each process), and products
-    of one's own. Of some parameters alone: close over the others. What it gives has no derivatives.
+    Composes with: `hvp`, `ggnvp`, these `streamed`, `compiled` and `distributed` (with the same seed in each process,
+    also of sharded parameters), and products of one's own. Of some parameters alone: close over the others. What it
+    gives has no derivatives.
 
     Cost: `probes` times `steps` products, and `steps` vectors like the parameters.
 
@@ -286,12 +281,12 @@ class DensityEstimator(Transform):
     steps: int
     progress: bool
     owned = False
+    outermost = True
 
     def __post_init__(self) -> None:
         check_product("spectral_density", self.product)
         check_probes(repr(self)[:-1], self.probes, self.generator)
-        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
-            raise ArgumentError(f"{repr(self)[:-1]}, steps={self.steps!r}): steps has to be an int, 1 or more.")
+        check_count(f"{repr(self)[:-1]}, ", "steps", self.steps)
 
     def __repr__(self) -> str:
         return f"spectral_density({describe(self.product)})"

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import invfunc
 from invfunc import compiled, distributed, streamed, tree
 from invfunc.evaluation.processes import named
+from invfunc.spectra import spectral_density
 from invfunc.testing import assert_trees_close
 from tests.data_sets.test_streamed import EXACT, FLOOR, batches, dense, linear, losses
 from tests.networks import LOSSES, network, samples_loss
@@ -337,10 +338,13 @@ def of_parts(params: Any, own: tuple, whole: tuple) -> list[str]:
     if not torch.equal(distributed(aside)(placed, placed, *own)[1], params["w"].T):
         wrong.append("aux of a product that is a parameter")
     of_parts_in_turn(compare)
-    compare(
-        "eigenvalues of parts", lambda around: lambda *a: invfunc.eigenpairs(around(p), top=3)(*a).values, parts=False
-    )
-    compare("trace of parts", lambda around: invfunc.estimate_trace(around(p), probes=2, generator=g()), parts=False)
+    largest = partial(invfunc.eigenpairs, top=3)
+    compare("eigenvalues of parts", lambda around: lambda *a: largest(around(p))(*a).values, parts=False)
+    compare("eigenpairs times parts", lambda around: lambda *a: largest(around(p))(*a) @ a[0], parts=False)
+    density = partial(spectral_density, probes=2, steps=5)
+    compare("density of parts", lambda around: lambda *a: density(around(p), generator=g())(*a).nodes, parts=False)
+    for trace in (partial(invfunc.estimate_trace, probes=4, method=m) for m in ("hutchinson", "xtrace")):
+        compare("trace of parts", lambda around, of=trace: of(around(p), generator=g()), parts=False)
     scripted = torch.jit.script(hidden)
     t = invfunc.diag_ggn(
         lambda p, x, y: F.cross_entropy(x @ p["w"] + scripted(p["w"].detach(), x), y, reduction="none")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,10 +147,11 @@ TABLEAUS: dict[str, Tableau] = {
     "midpoint": ([[], [1 / 2]], [0, 1]),
     "heun": ([[], [1]], [1 / 2, 1 / 2]),
     "rk4": ([[], [1 / 2], [0, 1 / 2], [0, 0, 1]], [1 / 6, 1 / 3, 1 / 3, 1 / 6]),
+    "ees25": ([[], [1 / 3], [-5 / 48, 15 / 16]], [1 / 10, 1 / 2, 2 / 5]),
 }
 
 
-def reversible_step(increment: Callable[..., Any], coupling: float = 0.99) -> Invertible:
+def reversible_step(increment: Callable[..., Any], coupling: float | None = 0.99) -> Invertible:
     """The pair `(y, z) -> (y', z')` of one step of any solver, made invertible at the solver's order of accuracy.
 
         y' = c * y + (1 - c) * z + increment(z, start, end)
@@ -159,6 +161,10 @@ def reversible_step(increment: Callable[..., Any], coupling: float = 0.99) -> In
         y = (y' - (1 - c) * z - increment(z, start, end)) / c
 
     y and z are two copies of the state. They start equal, `(x, x)`, and stay as close as the solver is accurate.
+    With `coupling=None` there is one copy, and the step back is the step from the end to the start. It is close to the
+    inverse if the solver is made for it, as the tableau "ees25" of `runge_kutta` is:
+
+        x' = x + increment(x, start, end)               x = x' + increment(x', end, start)
 
     Args:
         increment: `increment(x, start, end, *args, **kwargs)`, the change of x (a tensor or any pytree of tensors) in
@@ -166,7 +172,8 @@ def reversible_step(increment: Callable[..., Any], coupling: float = 0.99) -> In
             differential equation. start and end are times; for a stochastic equation they are `(time, noise)`, where
             the noise is the path up to that time. increment is pure in torch.func's sense (see the conventions).
         coupling: c, above 0 and at most 1. Below 1 it pulls the copies together. The inverse divides by it: errors grow
-            by 1 / c at each step.
+            by 1 / c at each step. None for one copy: half of the increments, and stable with longer steps; the error of
+            a step back ("ees25": of order h^6) adds up over the steps. `drift` shows it, and `anchor_every=` bounds it.
 
     Returns:
         An `Invertible`, called as `pair((y, z), (start, end), *args, **kwargs)`. Parameters of a step come after the
@@ -174,12 +181,13 @@ def reversible_step(increment: Callable[..., Any], coupling: float = 0.99) -> In
 
             repeated(pair)((x, x), (times[:-1], times[1:]), params)
 
-        solves along a tensor of times. Its log-determinant is the logarithm of c for each entry of y, [N].
+        solves along a tensor of times, with one copy as `repeated(pair)(x, ...)`. Its log-determinant is the logarithm
+        of c for each entry of y, [N]; with one copy there is none.
 
     Raises:
         ArgumentTypeError: increment is not a function.
-        ArgumentError: coupling is not above 0 and at most 1; the second argument is not `(start, end, ...)`; the
-            state is not a pair of one form, or increment gives another one.
+        ArgumentError: coupling is not above 0 and at most 1, or None; the second argument is not `(start, end, ...)`;
+            the state is not a pair of one form, or increment gives another one.
 
     Example:
         >>> import torch, invfunc
@@ -192,15 +200,22 @@ def reversible_step(increment: Callable[..., Any], coupling: float = 0.99) -> In
 
     Composes with: `invertible_checkpoint`, `chain`, `repeated`, `with_log_det`.
 
-    Cost: increment twice in either direction, and twice in a backward pass. Many equal steps on a small state in
+    A way back through what decays is a way through what grows: where field contracts by a factor of k a step, errors of
+    x grow by about k a step in the backward pass, with either form. Of a stiff equation keep anchors.
+
+    Cost: increment twice in either direction, and twice in a backward pass; with one copy half of that, but twice in a
+    backward pass. Many equal steps on a small state in
     `repeated` (at least 8, of at most 64 KiB) are one node of autograd.
 
-    Source: S. McCallum and J. Foster, Efficient, Accurate and Stable Gradients for Neural ODEs, 2024.
+    Source: S. McCallum and J. Foster, Efficient, Accurate and Stable Gradients for Neural ODEs, 2024; Explicit and
+    Effectively Symmetric Schemes for Neural SDEs, arXiv 2509.20599, 2025.
     """
     needed("reversible_step(increment)", "increment", increment)
     call = f"reversible_step({describe(increment)}, coupling={coupling})"
+    if coupling is None:
+        return Invertible(partial(_there, call, increment), partial(_back, call, increment), name=call)
     if not isinstance(coupling, (int, float)) or not 0 < coupling <= 1:
-        raise ArgumentError(f"{call}: coupling has to be above 0 and at most 1.")
+        raise ArgumentError(f"{call}: coupling has to be above 0 and at most 1, or None for one copy of the state.")
     moves = Move(0, None, coupling, 1 - coupling), Move(0, 0), Move(1, 1, by=-1)
     return _IncrementSteps(call, ("increment",), "yz", moves).pair(call, (increment,))
 
@@ -210,15 +225,30 @@ class _IncrementSteps(Moves):
     """Moves by the increments of the way there and of the way back."""
 
     def calls(self, functions: tuple, args: list[Any]) -> Calls:
-        ends, *more = args or (None,)
-        if not isinstance(ends, (tuple, list)) or len(ends) < 2:
-            found = f"{type(ends).__name__}" + (f" of {len(ends)}" if isinstance(ends, (tuple, list)) else "")
-            raise ArgumentError(
-                f"{self.call}: the second argument has to be (start, end), the times of the step, but is {found}. With "
-                "parameters of this step alone it is (start, end, p); parameters of all steps come after it."
-            )
-        start, end, *own = ends
-        return [(functions[0], (*way, *own, *more)) for way in ((start, end), (end, start))]
+        start, end, *more = _between(self.call, args)
+        return [(functions[0], (*way, *more)) for way in ((start, end), (end, start))]
+
+
+def _there(call: str, increment: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
+    change = increment(x, *_between(call, args), **kwargs)
+    return combined(torch.add, x, fitting(change, x, call, "what increment returns", "x"))
+
+
+def _back(call: str, increment: Callable, y: Any, *args: Any, **kwargs: Any) -> Any:
+    start, end, *more = _between(call, args)
+    return _there(call, increment, y, (end, start), *more, **kwargs)
+
+
+def _between(call: str, args: Sequence[Any]) -> list[Any]:
+    """The start and the end of a step, and what an increment gets behind them."""
+    ends, *more = args or (None,)
+    if not isinstance(ends, (tuple, list)) or len(ends) < 2:
+        found = f"{type(ends).__name__}" + (f" of {len(ends)}" if isinstance(ends, (tuple, list)) else "")
+        raise ArgumentError(
+            f"{call}: the second argument has to be (start, end), the times of the step, but is {found}. With "
+            "parameters of this step alone it is (start, end, p); parameters of all steps come after it."
+        )
+    return [*ends, *more]
 
 
 def runge_kutta(field: Callable[..., Any], tableau: str | Tableau = "rk4") -> Callable[..., Any]:
@@ -233,8 +263,9 @@ def runge_kutta(field: Callable[..., Any], tableau: str | Tableau = "rk4") -> Ca
     Args:
         field: `field(x, t, *args, **kwargs)`, of the form of x, a tensor or a pytree of tensors; or a module. field is
             pure in torch.func's sense (see the conventions).
-        tableau: "euler" (order 1), "midpoint", "heun" (2) or "rk4" (4); or `(a, b)` of an explicit scheme of your own,
-            where row i of a has the weights of the stages before stage i.
+        tableau: "euler" (order 1), "midpoint", "heun" (2) or "rk4" (4); "ees25" (2, in three stages), whose step from
+            the end to the start undoes it up to h^6: for `reversible_step(increment, coupling=None)`; or `(a, b)` of an
+            explicit scheme of your own, where row i of a has the weights of the stages before stage i.
 
     Returns:
         `increment(x, start, end, *args, **kwargs)`, of the form of x, as `reversible_step` takes it.
@@ -366,9 +397,8 @@ class _Bidirectional(Moves):
         return self.grid.checked(x.view_as(x), y, entered=True), packed(odd)  # x itself would be given to two blocks
 
     def inverse(self, f: Any, state: Any = None, bits: Any = None, *given: Any, **kwargs: Any) -> Any:
-        parts, calls = self.read((f, state, *given), "y")
-        x, y = parts
-        gamma, moved = self._moved(self.moves[1], parts, calls, kwargs)
+        (x, y), calls = self.read((f, state, *given), "y")
+        gamma, moved = self._moved(self.moves[1], [x, y], calls, kwargs)
         return (y - moved) / gamma - unpacked(bits, y) * self.grid.unit, x
 
     def calls(self, functions: tuple, args: list[Any]) -> Calls:

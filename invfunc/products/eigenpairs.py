@@ -16,6 +16,7 @@ from invfunc._extras import ticking
 from invfunc._torch.functorch import innermost, transforming
 from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.precision import double_on, doubled
+from invfunc._torch.sharded import sharded
 from invfunc._torch.values import anywhere, near
 from invfunc.arguments.problem import BoundProblem, InDims
 from invfunc.budget import free_on
@@ -33,7 +34,7 @@ from invfunc.products.curvature import OutputRows, of_root, split_of_fisher
 from invfunc.products.ggnvp import ggnvp
 from invfunc.products.given import ProductArguments, ScopedSplit, States
 from invfunc.products.maps import Direction, Kind, Linear
-from invfunc.products.product import Space, check_product, names_of, space_of, through
+from invfunc.products.product import Space, check_count, check_product, names_of, space_of, through
 from invfunc.reductions.quantity import ColumnKind, Drawing, Quantity
 from invfunc.reductions.squares import ProductsOfColumns
 from invfunc.report import Explanation
@@ -269,6 +270,7 @@ class Eigenpairs(Whole):
 
     def _leaves(self, v: Any) -> tuple[list[torch.Tensor], int]:
         """The leaves of vectors, and how many axes they have in front."""
+        v = tree.map_tensors(lambda x: x.full_tensor() if sharded(x) else x, v)
         first, kind = dict(tree.named_leaves(v)).get(self._space.paths[0]), self._space.kinds[0]
         lead = max(0, first.ndim - len(kind.shape)) if isinstance(first, torch.Tensor) else 0
         return self._space.leaves(v, "v", lead), lead
@@ -280,7 +282,7 @@ class Eigenpairs(Whole):
                 "of single ones. Take eigenpairs(f, loss) of one batch without top=, or batch_grad(f) times vectors()."
             )
         if top is not None:
-            _check_top(f"{self!r}.{called}", top)
+            check_count(f"{self!r}.{called}(", "top", top)
         return self.rank if top is None else min(top, self.rank)
 
     def _blocks(self, count: int, scale: torch.Tensor) -> Iterator[list[torch.Tensor]]:
@@ -335,11 +337,6 @@ class Formed:
         flat = [(v.reshape(*v.shape[:lead], -1), x.flatten(1)) for v, x in zip(vectors, self.images, strict=True)]
         along = reduce(torch.add, [doubled(v) @ doubled(x).T for v, x in flat])
         return [torch.tensordot(along.to(self.rows), self.rows, 1).to(vectors[0].dtype)]
-
-
-def _check_top(called: str, top: Any) -> None:
-    if not isinstance(top, int) or isinstance(top, bool) or top < 1:
-        raise ArgumentError(f"{called}(top={top!r}): top has to be an int, 1 or more.")
 
 
 def _coarsest(kinds: list[Kind]) -> tuple[torch.dtype, float]:
@@ -612,7 +609,7 @@ class Largest(Transform):
 
     def __post_init__(self) -> None:
         check_product("eigenpairs", self.product)
-        _check_top("eigenpairs", self.top)
+        check_count("eigenpairs(", "top", self.top)
 
     def __repr__(self) -> str:
         return f"eigenpairs({describe(self.product)}, top={self.top})"

@@ -39,16 +39,14 @@ class Estimator(Transform):
     distribution: str
     progress: bool
     method: str
+    outermost = True
 
     def __post_init__(self) -> None:
         shown, methods = repr(self)[:-1], ("hutchinson", LEAVE_ONE_OUT[self.of])
         check_product(f"estimate_{self.of}", self.product)
         check_probes(shown, self.probes, self.generator)
-        for name, given, known in (
-            ("distribution", self.distribution, DISTRIBUTIONS),
-            ("method", self.method, methods),
-        ):
-            if given not in known:
+        for name, known in (("distribution", DISTRIBUTIONS), ("method", methods)):
+            if (given := getattr(self, name)) not in known:
                 raise ArgumentError(f"{shown}, {name}={given!r}): it is one of {', '.join(map(repr, known))}.")
         if self.method != methods[0] and self.probes % 2:
             raise ArgumentError(
@@ -168,8 +166,8 @@ def estimate_diagonal(
         >>> estimate(torch.zeros(2), torch.tensor([1.0, 3.0])).value
         tensor([1., 9.])
 
-    Composes with: `hvp`, `ggnvp`, these `streamed`, and products of one's own; `torch.func.grad`, `vmap`,
-    `jvp` around it.
+    Composes with: `hvp`, `ggnvp`, these `streamed`, `compiled` and `distributed` (with the same seed in each process),
+    and products of one's own; `torch.func.grad`, `vmap`, `jvp` around it.
 
     Cost: that of `estimate_trace`, and the memory of a few trees like the parameters; with "xdiag" of `2 probes`.
 
@@ -224,8 +222,8 @@ def estimate_trace(
         >>> estimate(torch.zeros(2), torch.tensor([1.0, 3.0]))
         Estimate(value=tensor(10.), standard_error=tensor(0.))
 
-    Composes with: `hvp`, `ggnvp`, these `streamed`, and products of one's own; `torch.func.grad`, `vmap`,
-    `jvp` around it.
+    Composes with: `hvp`, `ggnvp`, these `streamed`, `compiled` and `distributed` (with the same seed in each process),
+    and products of one's own; `torch.func.grad`, `vmap`, `jvp` around it.
 
     Cost: one linearisation of a product that has `.linearize`, and `probes` products; with "xtrace" the memory of as
     many trees like the parameters, and no derivatives.

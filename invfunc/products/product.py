@@ -287,6 +287,12 @@ def through(at: Callable, space: Space, lead: int = 0) -> Callable[[Sequence[tor
     return of_leaves
 
 
+def check_count(call: str, name: str, count: Any) -> None:
+    """Check a number of vectors."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ArgumentError(f"{call}{name}={count!r}): {name} has to be an int, 1 or more.")
+
+
 def check_probes(shown: str, probes: Any, generator: Any) -> None:
     """Check a number of random vectors, and from what they are drawn."""
     if not isinstance(probes, int) or isinstance(probes, bool):

@@ -80,6 +80,7 @@ PAIRS: dict[str, Callable[[Numbers], tuple]] = {
     "momentum": lambda r: (momentum(layer, 0.7), halves(r), weight(r)),
     "leapfrog": lambda r: (leapfrog(layer, 0.3), halves(r), weight(r)),
     "reversible_step": lambda r: (reversible_step(runge_kutta(field, "heun"), 0.7), halves(r), (0.0, 0.5, weight(r))),
+    "one copy": lambda r: (reversible_step(runge_kutta(field, "ees25"), None), r(3, WIDTH), (0.0, 0.01, weight(r))),
     "fixed_point": lambda r: (fixed_point(layer, 0.3), halves(r), weight(r)),
     "functions": lambda r: (Invertible(stretch, unstretch), r(3, WIDTH), weight(r)),
     "modules": lambda r: (additive_coupling(*modules()), halves(r), None),

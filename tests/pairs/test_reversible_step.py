@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from invfunc import invert, invertible_checkpoint, repeated
-from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc import invert, repeated, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
 from invfunc.pairs import drift, reversible_step, runge_kutta
 from invfunc.testing import assert_trees_close
 from tests.meter import Meter, nothing_collected
@@ -14,7 +14,7 @@ from tests.strategies import Numbers
 
 TURN = torch.tensor([[-0.3, -2.0], [2.0, -0.3]], dtype=torch.float64)
 X = torch.tensor([[1.0, 0.5], [-0.5, 0.2]], dtype=torch.float64)
-ORDERS = {"euler": 1, "midpoint": 2, "heun": 2, "rk4": 4}
+ORDERS = {"euler": 1, "midpoint": 2, "heun": 2, "rk4": 4, "ees25": 2}
 KUTTA = ([[], [1 / 3], [-1 / 3, 1], [1, -1, 1]], [1 / 8, 3 / 8, 3 / 8, 1 / 8])
 
 
@@ -26,16 +26,29 @@ def grid(steps, end=4.0):
     return torch.linspace(0, end, steps + 1, dtype=torch.float64)
 
 
-def solved(step, steps, x=X, *args, end=4.0):
-    times = grid(steps, end)
-    return repeated(step)((x, x), (times[:-1], times[1:]), *args)
+def between(steps, end=4.0):
+    """The starts and the ends of steps."""
+    return grid(steps, end)[:-1], grid(steps, end)[1:]
 
 
-def plain(increment, steps, x=X, *args, end=4.0):
-    times = grid(steps, end)
-    for start, stop in zip(times[:-1], times[1:], strict=True):
-        x = x + increment(x, start, stop, *args)
-    return x
+def solved(step, steps, *args, end=4.0):
+    return repeated(step)((X, X), between(steps, end), *args)
+
+
+def each_by_itself(step):
+    def solve(state, ends, *args):
+        for way in zip(*(zip(*e, strict=True) if isinstance(e, tuple) else e for e in ends), strict=True):
+            state = step(state, way, *args)
+        return state
+
+    return solve
+
+
+def plain(increment, steps, *args, end=4.0):
+    return each_by_itself(lambda x, ends, *args: x + increment(x, *ends, *args))(X, between(steps, end), *args)
+
+
+RK4, ONE = runge_kutta(turning), reversible_step(runge_kutta(turning, "ees25"), None)
 
 
 def euler_heun(x, start, end, w):
@@ -92,30 +105,29 @@ class TestOrder:
 class TestBackwards:
     @pytest.mark.parametrize("steps", [20, 120])
     def test_the_start_comes_back(self, steps):
-        step = reversible_step(runge_kutta(turning))
-        times = grid(steps)
-        ends = (times[:-1], times[1:])
+        step, ends = reversible_step(runge_kutta(turning)), between(steps)
         y, z = solved(step, steps)
         assert_trees_close(invert(repeated(step))((y, z), ends), (X, X), 1e-14)
         assert max(drift(step, (X, X), ends)) < 1e-14
 
-    def test_gradients_are_those_of_plain_autograd_in_flat_memory(self):
-        step, x = reversible_step(runge_kutta(turning)), X.repeat(500, 1)
-        peaks = []
-        for steps in (4, 12):
+    @pytest.mark.parametrize(
+        ("step", "copies", "rtol"), [(reversible_step(RK4), 2, 1e-12), (ONE, 1, 1e-6)], ids=["two copies", "one copy"]
+    )
+    def test_gradients_are_those_of_plain_autograd_in_flat_memory(self, step, copies, rtol):
+        x, peaks = X.repeat(5000, 1), []
+        for steps in (10, 40):
             found = []
-            for h in (step, invertible_checkpoint(step)):
-                given_ = [t.clone().requires_grad_() for t in (x, TURN, grid(steps))]
+            for h in (each_by_itself(step), repeated(step)):
+                given_ = [t.clone().requires_grad_() for t in (x, TURN / 2, grid(steps, 0.05 * steps))]
                 start, w, times = given_
                 with nothing_collected(), Meter() as meter:
-                    state = (start * 1, start * 1)
-                    for ends in zip(times[:-1], times[1:], strict=True):
-                        state = h(state, ends, w)
-                    state[0].sin().sum().backward()
+                    state = start * 1 if copies == 1 else (start * 1, start * 1)
+                    state = h(state, (times[:-1], times[1:]), w)
+                    tree.leaves(state)[0].sin().sum().backward()
                     del state
                     peaks.append(meter.peak())
                 found.append([t.grad for t in given_])
-            assert_trees_close(found[1], found[0], 1e-12)
+            assert_trees_close(found[1], found[0], rtol)
         assert peaks[2] > 2 * peaks[0] and peaks[3] <= 1.05 * peaks[1]
 
     def test_replays_noise_on_its_path(self):
@@ -131,18 +143,9 @@ class TestBackwards:
             ends = ((times[:-1], path[:-1]), (times[1:], path[1:]))
             return sum(t.square().sum() for t in h((X, X), ends, w))
 
-        def by_hand(state, ends, w):
-            (t, path), (s, later) = ends
-            y, z = state
-            for i in range(steps):
-                a, b = (t[i], path[i]), (s[i], later[i])
-                y = 0.99 * y + 0.01 * z + euler_heun(z, a, b, w)
-                z = z - euler_heun(y, b, a, w)
-            return y, z
-
         found, wanted = (
             torch.func.grad(lambda w, path, h=h: loss(h, w, path), (0, 1))(TURN, path)
-            for h in (repeated(step), by_hand)
+            for h in (repeated(step), each_by_itself(step))
         )
         assert_trees_close(found, wanted, 1e-11)
 
@@ -159,7 +162,32 @@ class TestBackwards:
         assert coarse / half > 2.5 and half < 0.05
 
 
-SOLVER, RK4 = reversible_step(runge_kutta(torch.sin)), runge_kutta(torch.sin)
+class TestOneCopy:
+    @pytest.mark.quick
+    def test_a_step_back_misses_the_start_by_the_sixth_power(self):
+        missed = [(invert(ONE)(ONE(X, (0.3, 0.3 + h)), (0.3, 0.3 + h)) - X).abs().max() for h in (0.2, 0.1)]
+        assert abs(math.log2(missed[0] / missed[1]) - 6) < 0.3
+
+    def test_is_stable_where_copies_are_not_and_its_way_back_needs_anchors(self):
+        """Towards cos(t), one entry 50 times faster than the other: h times that is 2.5."""
+        fast, ends = torch.tensor([50.0, 1.0], dtype=torch.float64, requires_grad=True), between(100, 5.0)
+
+        def scheme(tableau):
+            return runge_kutta(lambda x, t, fast: fast * (t.cos() - x), tableau)
+
+        for tableau in ("heun", "rk4", "ees25"):
+            y, _ = solved(reversible_step(scheme(tableau), 1), 100, fast, end=5.0)
+            assert (y[:, 0] - math.cos(5)).abs().max() > 1
+        step, end = reversible_step(scheme("ees25"), None), plain(scheme("ees25"), 100, fast, end=5.0)
+        assert (end[:, 0] - math.cos(5)).abs().max() < 0.1
+        found = torch.autograd.grad(repeated(step, anchor_every=4)(X, ends, fast).sum(), fast)
+        assert_trees_close(found, torch.autograd.grad(end.sum(), fast), 1e-3)
+        assert drift(step, X, ends, fast)[-1] > 1
+        with pytest.raises(InverseError, match="with an error of.*anchor_every="):
+            repeated(step)(X, ends, fast).sum().backward()
+
+
+SOLVER, SINE = reversible_step(runge_kutta(torch.sin)), runge_kutta(torch.sin)
 W = torch.ones(2)
 
 
@@ -177,8 +205,9 @@ REFUSED = [
     (lambda: SOLVER((X, X)), r"^reversible_step\(runge_kutta\(sin, 'rk4'\), .*: the second argument.*is NoneType"),
     (lambda: SOLVER((X, X), (W,)), r"has to be \(start, end\).*but is tuple of 1.*\(start, end, p\)"),
     (lambda: SOLVER((X, X[:1]), (0, 1)), r"z is a tensor of shape \[1, 2\], but y, .* of shape \[2, 2\]"),
+    (lambda: reversible_step(lambda x, *_: x[:1], None)(X, (0, 1)), r"what increment returns is .* \[1, 2\], but x, "),
     (lambda: reversible_step(increment)(([X, X],) * 2, (0, 1)), "what increment returns is a tuple of.*a list of"),
-    (lambda: RK4(X, W, W), r"^runge_kutta\(sin, 'rk4'\): start is of shape \[2\], but has to be a number or a tensor"),
+    (lambda: SINE(X, W, W), r"^runge_kutta\(sin, 'rk4'\): start is of shape \[2\], but has to be a number or a tensor"),
     (lambda: runge_kutta(lambda x, t: W)(X, 0, 1), r"what field returns is a tensor of shape \[2\], but x"),
     (
         lambda: runge_kutta(torch.sin, "rk5"),

@@ -1,5 +1,7 @@
 """The largest eigenvalues of products, densities of all, and leave-one-out estimates, against dense matrices."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 import invfunc
 from invfunc import eigenpairs, estimate_diagonal, estimate_trace, ggnvp, hvp, kronecker, streamed, tree
-from invfunc.errors import ArgumentError
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.spectra import spectral_density
 from invfunc.testing.models import moved
 from tests import matrices
@@ -108,7 +110,10 @@ class TestLargest:
         whole = eigenpairs(net.f, loss)(*args)
         pairs = eigenpairs(net.f, loss, top=3)(*args)
         loader = [tuple(x[part] for x in args[1:]) for part in (slice(4), slice(4, 6))]
-        of_batches = eigenpairs(streamed(ggnvp(net.f, loss)), top=3)(args[0], loader)
+        of_batches = eigenpairs(streamed(invfunc.compiled(ggnvp(net.f, loss))), top=3)(args[0], loader)
+        density = partial(spectral_density, probes=2, steps=4)
+        nodes = density(ggnvp(net.f, loss), generator=seeded())(*args).nodes
+        assert_near(density(streamed(ggnvp(net.f, loss)), generator=seeded())(args[0], loader).nodes, nodes, 1e-9)
         torch.save(pairs, tmp_path / "pairs.pt")
         e, values = rows(whole.vectors(3)), whole.values[:3]
         matrix, v = e.T @ (values[:, None] * e), tree.map_leaves(lambda p: Numbers(2)(*p.shape), net.params)
@@ -242,6 +247,9 @@ class TestLeaveOneOut:
             estimate_trace(quadratic, probes=3, generator=seeded(), method="xtrace")
         with pytest.raises(ArgumentError, match="method='xtrace'.*: it is one of 'hutchinson', 'xdiag'"):
             estimate_diagonal(quadratic, probes=2, generator=seeded(), method="xtrace")
+        for t in (estimate_trace, estimate_diagonal, spectral_density):
+            with pytest.raises(ArgumentTypeError, match=f"{t.__name__}.*: it is of the whole batch"):
+                invfunc.chunked(t(quadratic, probes=2, generator=seeded()), 2, fold="mean")
         with pytest.raises(ArgumentError, match="inside of a transform"):
             t = estimate_trace(quadratic, probes=2, generator=seeded(), method="xtrace")
             torch.func.grad(lambda w: t(w, torch.eye(2)).value)(torch.zeros(2))
