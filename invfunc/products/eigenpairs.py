@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from invfunc import thresholds, tree
 from invfunc._extras import ticking
+from invfunc._shown import kind
 from invfunc._torch.functorch import innermost, transforming
 from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.precision import double_on, doubled
@@ -24,7 +25,7 @@ from invfunc.callables import check_functions, describe
 from invfunc.column_options import fisher_columns
 from invfunc.core.evaluate import kept
 from invfunc.errors import ArgumentError, InvFuncError
-from invfunc.kronecker.whole import Whole
+from invfunc.kronecker.trees import Whole
 from invfunc.linear_algebra.low_rank import LowRank
 from invfunc.linear_algebra.symmetric import Damping, damped, wide
 from invfunc.loss.square_root import Columns, rooted
@@ -120,7 +121,7 @@ class Eigenpairs(Whole):
         self._dtype = wide(self._kind)
 
     def __repr__(self) -> str:
-        return f"Eigenpairs({self._shown}, rank {self.rank} of {self.size})"
+        return f"Eigenpairs({self._shown}, rank {self.rank} of {self.size}{kind(self._space.kinds)})"
 
     @property
     def size(self) -> int:

@@ -265,7 +265,10 @@ def test_refusals():
 
     t = eigenpairs(f, F.cross_entropy)
     pairs = t(w, x, y)
-    assert repr(t) == "eigenpairs(f, cross_entropy)" and repr(pairs) == f"Eigenpairs({t!r}, rank 8 of 12)"
+    assert (
+        repr(t) == "eigenpairs(f, cross_entropy)"
+        and repr(pairs) == f"Eigenpairs({t!r}, rank 8 of 12, dtype=torch.float64)"
+    )
     for fails in (lambda: pairs.solve(w), pairs.logdet, pairs.inverse):
         with pytest.raises(ArgumentError, match=r"^Eigenpairs\(.*\)\..*: damping is 0, but a matrix of rank 8 over 12"):
             fails()

@@ -130,7 +130,7 @@ class TestLargest:
         w, x, y = Numbers(0)(4, 3), Numbers(1)(5, 4), Numbers(2).below(3, 5)
         t = eigenpairs(lambda w, x: (x @ w, "aux"), F.cross_entropy, top=2, has_aux=True)
         pairs, aux = t(w, x, y)
-        assert aux == "aux" and repr(pairs) == f"Eigenpairs({t!r}, rank 2 of 12)"
+        assert aux == "aux" and repr(pairs) == f"Eigenpairs({t!r}, rank 2 of 12, dtype=torch.float64)"
         assert repr(eigenpairs(quadratic, top=2)).endswith(", top=2)")
         with pytest.raises(ArgumentError, match=r"eigenpairs\(top=0\): top has to be an int, 1 or more"):
             eigenpairs(quadratic, top=0)
