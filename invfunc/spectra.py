@@ -17,7 +17,7 @@ from invfunc._shown import axes
 from invfunc._torch.functorch import transforming
 from invfunc._torch.precision import double_on
 from invfunc._torch.values import wide
-from invfunc.callables import describe
+from invfunc.callables import check_count, describe
 from invfunc.errors import ArgumentError
 from invfunc.loss.drawn import by
 from invfunc.products.maps import Kind
@@ -290,8 +290,7 @@ class DensityEstimator(Transform):
     def __post_init__(self) -> None:
         check_product("spectral_density", self.product)
         check_probes(repr(self)[:-1], self.probes, self.generator)
-        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
-            raise ArgumentError(f"{repr(self)[:-1]}, steps={self.steps!r}): steps has to be an int, 1 or more.")
+        check_count(f"{repr(self)[:-1]}, ", "steps", self.steps)
 
     def __repr__(self) -> str:
         return f"spectral_density({describe(self.product)})"

@@ -21,7 +21,7 @@ from invfunc._torch.values import anywhere, near
 from invfunc.arguments.problem import BoundProblem, InDims
 from invfunc.budget.size import free_on
 from invfunc.budget.size import told as in_words
-from invfunc.callables import check_functions, describe
+from invfunc.callables import check_count, check_functions, describe
 from invfunc.column_options import fisher_columns
 from invfunc.core.evaluate import kept
 from invfunc.errors import ArgumentError, InvFuncError
@@ -281,7 +281,7 @@ class Eigenpairs(Whole):
                 "eigenpairs(f, loss) of one batch without top=, or batch_grad(f) times vectors()."
             )
         if top is not None:
-            _check_top(f"{self!r}.{called}", top)
+            check_count(f"{self!r}.{called}(", "top", top)
         return self.rank if top is None else min(top, self.rank)
 
     def _blocks(self, count: int, scale: torch.Tensor) -> Iterator[list[torch.Tensor]]:
@@ -336,11 +336,6 @@ class Formed:
         flat = [(v.reshape(*v.shape[:lead], -1), x.flatten(1)) for v, x in zip(vectors, self.images, strict=True)]
         along = reduce(torch.add, [doubled(v) @ doubled(x).T for v, x in flat])
         return [torch.tensordot(along.to(self.rows), self.rows, 1).to(vectors[0].dtype)]
-
-
-def _check_top(called: str, top: Any) -> None:
-    if not isinstance(top, int) or isinstance(top, bool) or top < 1:
-        raise ArgumentError(f"{called}(top={top!r}): top has to be an int, 1 or more.")
 
 
 def _coarsest(kinds: list[Kind]) -> tuple[torch.dtype, float]:
@@ -614,7 +609,7 @@ class Largest(Transform):
 
     def __post_init__(self) -> None:
         check_product("eigenpairs", self.product)
-        _check_top("eigenpairs", self.top)
+        check_count("eigenpairs(", "top", self.top)
 
     def __repr__(self) -> str:
         return f"eigenpairs({describe(self.product)}, top={self.top})"

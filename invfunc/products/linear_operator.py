@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from invfunc._extras import extra
-from invfunc.callables import check_functions, describe
+from invfunc.callables import check_choice, check_functions, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.products.curvature import of_jacobian
 from invfunc.products.given import ProductArguments
@@ -69,8 +69,7 @@ def linear_operator(product: Callable, kind: Literal["scipy", "torch"] = "scipy"
     Source: `scipy.sparse.linalg.LinearOperator`; curvlinops (Dangel et al.).
     """
     check_product("linear_operator", product)
-    if kind not in KINDS:
-        raise ArgumentError(f"linear_operator({describe(product)}, kind={kind!r}): it is one of 'scipy', 'torch'.")
+    check_choice(f"linear_operator({describe(product)}, ", "kind", kind, KINDS)
     return Operator(product, kind)
 
 

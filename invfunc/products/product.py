@@ -12,7 +12,7 @@ from invfunc import tree
 from invfunc._torch.sharded import sharded
 from invfunc._torch.weak import WeakIdMap
 from invfunc.arguments.problem import InDims, check_params, of_numpy
-from invfunc.callables import check_callable, check_functions, describe
+from invfunc.callables import check_callable, check_count, check_functions, check_generator, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.evaluation.processes import ALONE, Processes, bits, same
 from invfunc.evaluation.rounds import Rounds, parted_beside, whole
@@ -294,14 +294,5 @@ def through(at: Callable, space: Space, lead: int = 0) -> Callable[[Sequence[tor
 
 def check_probes(shown: str, probes: Any, generator: Any) -> None:
     """Check a number of random vectors, and from what they are drawn."""
-    if not isinstance(probes, int) or isinstance(probes, bool):
-        kind = type(probes).__name__
-        raise ArgumentTypeError(f"{shown}, probes={probes!r}): probes is of type {kind}, but has to be an int.")
-    if probes < 1:
-        raise ArgumentError(f"{shown}, probes={probes}): probes has to be at least 1.")
-    if not isinstance(generator, torch.Generator):
-        kind = type(generator).__name__
-        raise ArgumentTypeError(
-            f"{shown}, generator=...): generator is of type {kind}, but the vectors are drawn from an explicit "
-            "torch.Generator: pass generator=torch.Generator().manual_seed(0)."
-        )
+    check_count(f"{shown}, ", "probes", probes)
+    check_generator(f"{shown}, ", generator, "the vectors are drawn")

@@ -170,7 +170,7 @@ class TestOperatorTorch:
             of_torch(lambda params, v, x: v)({"a": a, "b": torch.ones(2, device="meta")}, a)
         with pytest.raises(ArgumentTypeError, match=r"x\['a'\] has dtype torch.float64, but params\['a'\] has .*32"):
             of_torch(PRODUCTS["hvp"](loss_of_two))({"a": a, "b": a}, a) @ torch.ones(4, 2).double()
-        with pytest.raises(ArgumentError, match=r"kind='numpy'\): it is one of 'scipy', 'torch'"):
+        with pytest.raises(ArgumentError, match=r"kind='numpy'\): kind is one of 'scipy', 'torch'"):
             linear_operator(PRODUCTS["hvp"](loss_of_two), kind="numpy")
 
 
