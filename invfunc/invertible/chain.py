@@ -212,14 +212,10 @@ class _Sequence(Value, ABC):
         """Note which block was called when an error was raised, if it may not take the further arguments."""
         if (args or kwargs) and not torch.compiler.is_compiling():
             more = ("p", *(type(a).__name__ for a in args), *(f"{k}={type(v).__name__}" for k, v in kwargs.items()))
-            none = (
-                "Leave out a None for parameters, which a .module() has itself. "
-                if any(a is None for a in args)
-                else ""
-            )
             error.add_note(
                 f"Block {at} of {self.name}, {g.pair!r}, was called as g(x, {', '.join(more)}): further arguments go "
-                f"to every block. {none}Wrap one that does not take them, as in lambda x, p, mask: f(x), or with its inverse "
+                f"to every block. {'Leave out a None for parameters: a .module() has them. ' * ('NoneType' in more)}"
+                "Wrap one that does not take them, as in lambda x, p, mask: f(x), or with its inverse "
                 "as in Invertible(lambda x, p, mask: f(x), lambda y, p, mask: f_inv(y)); or pass them in the entries "
                 "of params of those that do."
             )
