@@ -40,8 +40,9 @@ def ekfac(
 
     The eigenvalues are those of the block's diagonal in that basis, so that it has the trace of the block, and is at
     least as near to it (in the Frobenius norm) as the product of the factors. Where a factor has
-    equal eigenvalues, the eigenvectors are any of their space, so that the result may depend on rounding, as of how
-    samples are chunked.
+    equal eigenvalues (that of a transposed convolution whose stride is its kernel has each of them several times), the
+    eigenvectors are any of their space, so that the result may depend on rounding, as of how samples are chunked: two
+    such results differ by more than rounding, and each is right.
 
     Args:
         f, loss, fisher, mc_samples, generator, sample, peel, weight_sharing, joint, unsupported, max_factor_dim,
