@@ -12,14 +12,13 @@ from typing import Any
 from invfunc.errors import MissingExtraError
 
 
-def extra(module: str, name: str) -> Any:
-    """A module of the extra of this name."""
+def extra(module: str, name: str = "", package: str = "") -> Any:
+    """A module of the extra of this name, or of a package that is of no extra."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as missing:
-        raise MissingExtraError(
-            f"the package {missing.name} is missing: python -m pip install 'invfunc[{name}]'."
-        ) from None
+        how = f"'invfunc[{name}]'." if name else f"{package}; it is of no extra, as it brings torchvision."
+        raise MissingExtraError(f"the package {missing.name} is missing: python -m pip install {how}") from None
 
 
 def _bar(title: str, total: int | None, unit: str) -> Any:

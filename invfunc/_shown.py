@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+import torch
+
 from invfunc._extras import extra
 
 
@@ -19,6 +21,13 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], *below
     found = f"<thead>{row(head, 'th')}</thead><tbody>{body}</tbody>" if body else ""
     lines = "".join(f"<br>{escape(line)}" for line in below if line)
     return f"<div><strong>{escape(title)}</strong><table>{found}</table>{lines.removeprefix('<br>')}</div>"
+
+
+def kind(tensors: Sequence[Any]) -> str:
+    """The dtype and the device of the first of some tensors for a `repr`, as far as they are not the usual ones."""
+    dtypes = [x.dtype for x in tensors[:1] if getattr(x, "dtype", None) not in (None, torch.get_default_dtype())]
+    devices = [x.device for x in tensors[:1] if getattr(x, "device", torch.device("cpu")).type != "cpu"]
+    return "".join([f", dtype={dtype}" for dtype in dtypes] + [f", device='{device}'" for device in devices])
 
 
 def _spelled(x: Any) -> str:

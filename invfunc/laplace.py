@@ -22,16 +22,16 @@ Source: Daxberger et al., "Laplace redux: effortless Bayesian deep learning", Ne
 
 from __future__ import annotations
 
-import importlib
 from copy import copy
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from invfunc.errors import ArgumentError, MissingExtraError
+from invfunc._extras import extra
+from invfunc.errors import ArgumentError
 from invfunc.functional.functional import functional
 from invfunc.kronecker.matrix import Kronecker
 from invfunc.products.hvp import hvp
@@ -66,18 +66,19 @@ class _Backend:
 
     def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """`[N, C, P]`, and the outputs `[N, C]`."""
-        params, x = self._at(x, enable_backprop)
-        J, z = self._flat(batch_jacobian(self._f)(params, x), 2), self._f(params, x)
-        return (J, z) if enable_backprop else (J.detach(), z.detach())
+        return self._jacobians(self._f, enable_backprop, x)
 
     def selected_output_jacobians(
         self, x: Any, outputs: torch.Tensor, enable_backprop: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`[N, K, P]`, of K outputs of each sample, and all outputs `[N, C]`."""
+        chosen = outputs.reshape(len(outputs), -1).to(next(iter(self.params_dict.values())).device)
+        return self._jacobians(lambda params, x, k: self._f(params, x).gather(1, k), enable_backprop, x, chosen)
+
+    def _jacobians(self, f: Any, enable_backprop: bool, x: Any, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The Jacobian of f, and all outputs."""
         params, x = self._at(x, enable_backprop)
-        chosen = outputs.reshape(len(outputs), -1).to(next(iter(params.values())).device)
-        J = batch_jacobian(lambda params, x, chosen: self._f(params, x).gather(1, chosen))(params, x, chosen)
-        J, z = self._flat(J, 2), self._f(params, x)
+        J, z = self._flat(batch_jacobian(f)(params, x, *more), 2), self._f(params, x)
         return (J, z) if enable_backprop else (J.detach(), z.detach())
 
     def gradients(self, x: Any, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,9 +111,12 @@ class _Backend:
         rows = torch.cat([leaf.reshape(*leaf.shape[:lead], -1) for leaf in found.values()], lead)
         return rows if self.subnetwork_indices is None else rows[..., self.subnetwork_indices]
 
-    def _kron(self, factors: dict[str, Kronecker], share: float) -> Any:
-        """Laplace's factors of a batch that has this share of all samples, such that those of all batches add up."""
-        return _laplace("laplace.utils").Kron([_pair(name, K, share) for name, K in factors.items()])
+    def _factored(self, of: tuple, x: Any, y: torch.Tensor, N: int, **options: Any) -> Curvature:
+        """Laplace's factors of a batch of N samples in all, such that those of all batches add up."""
+        params, x = self._at(x)
+        factors = kfac(*of, max_factor_dim=None, **options)(params, x, y)  # Laplace takes matrices
+        kron = _laplace("laplace.utils").Kron([_pair(name, K, len(y) / N) for name, K in factors.items()])
+        return self._with_loss(params, x, y, kron)
 
 
 class _GGN(_Backend):
@@ -139,11 +143,8 @@ class _GGN(_Backend):
         kfac_approx: Literal["expand", "reduce"] = "expand",
         mc_samples: int | None = None,
     ) -> Curvature:
-        params, x = self._at(x)
-        options = {"weight_sharing": kfac_approx, "max_factor_dim": None}  # Laplace takes matrices
-        options |= self._drawing(y, mc_samples) or {"fisher": "exact"}
-        factors = kfac(self._f, self.lossfunc, **options)
-        return self._with_loss(params, x, y, self._kron(factors(params, x, y), len(y) / N))
+        options = self._drawing(y, mc_samples) or {"fisher": "exact"}
+        return self._factored((self._f, self.lossfunc), x, y, N, weight_sharing=kfac_approx, **options)
 
     def _drawing(self, y: torch.Tensor, mc_samples: int | None) -> dict[str, Any]:
         """The way columns are drawn, if they are; torch's global generator seeds it."""
@@ -166,10 +167,7 @@ class _EF(_Backend):
         return self._with_loss(params, x, y, self._flat(sum_grad_squared(self._losses)(params, x, y), 0))
 
     def kron(self, x: Any, y: torch.Tensor, N: int, kfac_approx: Literal["expand", "reduce"] = "expand") -> Curvature:
-        params, x = self._at(x)
-        options = {"weight_sharing": kfac_approx, "max_factor_dim": None}
-        factors = kfac(self._losses, fisher="empirical", **options)(params, x, y)
-        return self._with_loss(params, x, y, self._kron(factors, len(y) / N))
+        return self._factored((self._losses,), x, y, N, fisher="empirical", weight_sharing=kfac_approx)
 
 
 class _Hessian(_Backend):
@@ -190,6 +188,7 @@ class _Hessian(_Backend):
 
 _AT_ONCE = 64
 """How many products with the Hessian are computed at once."""
+_laplace = partial(extra, package="laplace-torch")
 _BACKENDS: dict[str, tuple[type[_Backend], str]] = {
     "InvFuncGGN": (_GGN, "GGNInterface"),
     "InvFuncEF": (_EF, "EFInterface"),
@@ -209,16 +208,6 @@ def __getattr__(name: str) -> type:
 @cache
 def _made(name: str, own: type, base: type) -> type:
     return type(name, (own, base), {"__module__": __name__, "__doc__": own.__doc__})
-
-
-def _laplace(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as missing:
-        raise MissingExtraError(
-            f"invfunc.laplace: the package {missing.name} is missing: python -m pip install laplace-torch. (No extra "
-            "installs it, as it needs torchvision.)"
-        ) from None
 
 
 def _pair(name: str, K: Kronecker, share: float) -> list[torch.Tensor]:

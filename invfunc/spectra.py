@@ -17,11 +17,11 @@ from invfunc._shown import axes
 from invfunc._torch.functorch import transforming
 from invfunc._torch.precision import double_on
 from invfunc._torch.values import wide
-from invfunc.callables import describe
+from invfunc.callables import check_count, describe
 from invfunc.errors import ArgumentError
 from invfunc.loss.drawn import by
 from invfunc.products.maps import Kind
-from invfunc.products.product import Space, along, check_count, check_probes, check_product, names_of, space_of
+from invfunc.products.product import Space, along, check_probes, check_product, names_of, space_of
 from invfunc.reductions.estimate import Estimate
 from invfunc.transform import Transform
 

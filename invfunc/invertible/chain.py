@@ -15,7 +15,7 @@ from invfunc import tree
 from invfunc._torch.functorch import innermost, unwatched
 from invfunc._torch.precision import in_float64
 from invfunc.blocks.series import in_series
-from invfunc.callables import describe
+from invfunc.callables import check_count, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, InvFuncWarning
 from invfunc.invertible.checkpoint import Checkpointed, Step, invertible_checkpoint, opened
 from invfunc.pairs.couplings import per_sample
@@ -214,7 +214,8 @@ class _Sequence(Value, ABC):
             more = ("p", *(type(a).__name__ for a in args), *(f"{k}={type(v).__name__}" for k, v in kwargs.items()))
             error.add_note(
                 f"Block {at} of {self.name}, {g.pair!r}, was called as g(x, {', '.join(more)}): further arguments go "
-                "to every block. Wrap one that does not take them, as in lambda x, p, mask: f(x), or with its inverse "
+                f"to every block. {'Leave out a None for parameters: a .module() has them. ' * ('NoneType' in more)}"
+                "Wrap one that does not take them, as in lambda x, p, mask: f(x), or with its inverse "
                 "as in Invertible(lambda x, p, mask: f(x), lambda y, p, mask: f_inv(y)); or pass them in the entries "
                 "of params of those that do."
             )
@@ -299,6 +300,7 @@ def checkpointed(block: Callable, where: str) -> Checkpointed:
         made = Checkpointed(block)
     elif callable(block):
         made = invertible_checkpoint(block, None)
+        made = replace(made, pair=replace(made.pair, name=describe(block)))
     else:
         raise ArgumentTypeError(f"{where} is of type {type(block).__name__}, but has to be a function.")
     return replace(made, has_aux=made.pair.hidden)
@@ -306,10 +308,8 @@ def checkpointed(block: Callable, where: str) -> Checkpointed:
 
 def check_anchor(name: str, anchor_every: int | None) -> None:
     """The states between two anchors are counted."""
-    if anchor_every is not None and (not isinstance(anchor_every, int) or anchor_every < 1):
-        raise ArgumentError(
-            f"{name}(..., anchor_every={anchor_every!r}): a whole number of blocks from 1 on is wanted."
-        )
+    if anchor_every is not None:
+        check_count(f"{name}(..., ", "anchor_every", anchor_every)
 
 
 def multiscale(*flows: Callable[..., Any], split_dim: int = 1) -> Invertible:

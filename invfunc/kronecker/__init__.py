@@ -11,7 +11,7 @@ import torch
 from invfunc.kronecker.batches import ema, merge
 from invfunc.kronecker.matrix import Kronecker, Whole
 from invfunc.kronecker.origin import Joint, Origin
-from invfunc.kronecker.trees import eigen, logdet, solve
+from invfunc.kronecker.trees import eigen, log_evidence, logdet, solve
 from invfunc.linear_algebra.low_rank import LowRank
 from invfunc.statistics.kfoc import kfoc
 from invfunc.statistics.kfra import kfra
@@ -28,6 +28,7 @@ __all__ = [
     "ema",
     "kfoc",
     "kfra",
+    "log_evidence",
     "logdet",
     "merge",
     "solve",

@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 
 from invfunc import tree
-from invfunc._shown import table
+from invfunc._shown import kind, table
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import checked_at_the_end
 from invfunc.errors import ArgumentError, ArgumentTypeError
@@ -104,7 +104,7 @@ class Kronecker:
     def __repr__(self) -> str:
         parts = [f"{[*getattr(x, 'shape', ())]} over {g}" for x, g in zip(self.factors, self.groups, strict=False)]
         more = ", values" * (self.values is not None) + f", blocks={self.blocks}" * (self.blocks is not None)
-        return f"Kronecker({', '.join(parts)}, shape={tuple(self.shape)}{more})"
+        return f"Kronecker({', '.join(parts)}, shape={tuple(self.shape)}{more}{kind(self.factors)})"
 
     def _repr_html_(self) -> str:
         parts = zip(self.groups, self.factors, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from math import log
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from invfunc import tree
 from invfunc._torch.values import checked_at_the_end
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker.matrix import Damping, Kronecker, Whole, decomposed, dtype_of, rounded
-from invfunc.kronecker.origin import Joint
-from invfunc.linear_algebra.symmetric import is_none, wide
+from invfunc.kronecker.origin import Joint, Origin
+from invfunc.linear_algebra.symmetric import is_none, require, wide
 from invfunc.tree import Tree
 
 
@@ -27,8 +28,9 @@ def solve(factors: Tree, v: Tree, damping: Damping = 0.0, split: str | None = No
 
     Args:
         factors: what `kfac`, `ekfac` or `kfra` returned, or a part of that tree: a `Kronecker` for each
-            parameter, or None. Pass `kronecker.eigen(factors)` to solve several times with one decomposition each. Or
-            what `eigenpairs` returned: the inverse of the whole matrix, not of its blocks.
+            parameter, a tensor `p` in place of a diagonal one, as `diag_ggn` gives it, or None. Pass
+            `kronecker.eigen(factors)` to solve several times with one decomposition each. Or what `eigenpairs`
+            returned: the inverse of the whole matrix, not of its blocks.
         v: a tensor `[*lead, *p]` for each parameter p, such as a gradient, or what `batch_grad` returns.
         damping, split: as in `Kronecker.inverse`; a single factor, as of a bias, gets all of the damping.
 
@@ -38,7 +40,7 @@ def solve(factors: Tree, v: Tree, damping: Damping = 0.0, split: str | None = No
     Raises:
         ArgumentError: v has other parameters or shapes than factors; a bias is missing for its weight; as
             `Kronecker.solve`.
-        ArgumentTypeError: factors has something else than `Kronecker` and None.
+        ArgumentTypeError: factors has something else than `Kronecker`, tensors and None.
 
     Example:
         >>> import torch, invfunc
@@ -125,6 +127,59 @@ def logdet(factors: Tree, damping: Damping = 0.0) -> torch.Tensor:
 
 
 @checked_at_the_end()
+def log_evidence(
+    factors: Tree, params: Tree, loss: torch.Tensor, prior_precision: Damping, *, scale: float = 1.0
+) -> torch.Tensor:
+    """The logarithm of the marginal likelihood of a Laplace approximation, which chooses its prior.
+
+        size, squares = sum(p.numel() for p in params.values()), sum(p.square().sum() for p in params.values())
+        volume = size * log(prior_precision / scale) - logdet(factors, prior_precision / scale)
+        volume / 2 - prior_precision / 2 * squares - scale * loss
+
+    The prior of the parameters is the Gaussian of mean 0 and this precision, the posterior that of mean params and
+    precision `scale * factors + prior_precision * I`.
+
+    Args:
+        factors: as in `solve`, of the loss at params. A parameter with None (`unsupported="skip"`) keeps the variance
+            of the prior.
+        params: the parameters, a tree of tensors.
+        loss: the negative log-likelihood of all data: the sum of the losses of the samples.
+        prior_precision: a number or a 0-d tensor above 0.
+        scale: N where the loss, and that of factors, is the mean of N samples.
+
+    Returns:
+        A 0-d tensor.
+
+    Raises:
+        ArgumentError: a precision that is not above 0; as `logdet`.
+        ArgumentTypeError: as `logdet`.
+
+    Example:
+        >>> import math, torch, invfunc
+        >>> f = lambda w, x: x @ w
+        >>> w, x, y = torch.tensor([[0.5]]), torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [1.0]])
+        >>> loss = lambda z, y: (z - y).square().sum() / 2 + math.log(2 * math.pi)    # noise of variance 1
+        >>> ggn = invfunc.diag_ggn(lambda w, x, y: loss(invfunc.outputs(f(w, x)), y))(w, x, y)
+        >>> [invfunc.kronecker.log_evidence(ggn, w, loss(f(w, x), y), prior) for prior in (1.0, 4.0)]
+        [tensor(-2.9838), tensor(-2.8683)]
+
+    Composes with: torch.func, as `logdet` does in damping: there is one derivative in prior_precision.
+
+    Cost: that of `logdet`; of `kronecker.eigen(factors)` hardly anything for each prior.
+
+    Source: MacKay (1992); Immer et al., "Scalable marginal likelihood estimation for model selection in deep learning",
+    ICML 2021.
+    """
+    require(prior_precision > 0, "log_evidence: prior_precision has to be above 0.", "kronecker.")
+    leaves, shift = tree.tensors(params), prior_precision / scale
+    own = [] if isinstance(factors, Whole) else kroneckers("kronecker.log_evidence(factors)", factors).values()
+    size = sum(K.shape.numel() for K in own if K is not None) or sum(p.numel() for p in leaves)
+    volume = size * (shift.log() if isinstance(shift, torch.Tensor) else log(shift)) - logdet(factors, shift)
+    squares = reduce(torch.add, [p.square().sum() for p in leaves])
+    return (volume - prior_precision * squares) / 2 - scale * loss
+
+
+@checked_at_the_end()
 def eigen(factors: Tree) -> Tree:
     """Each matrix in the form with eigenvalues, so that later solves decompose nothing again.
 
@@ -178,10 +233,13 @@ def kroneckers(call: str, factors: Tree, name: str = "factors") -> dict[str, Kro
     """The matrix of each parameter by its key path, or None."""
     found = dict(tree.named_parts(factors, Kronecker)[0])
     for path, matrix in found.items():
-        if not isinstance(matrix, Kronecker | None):
+        if isinstance(matrix, torch.Tensor):
+            dims = (tuple(range(matrix.ndim)),)
+            found[path] = Kronecker((matrix.flatten(),), dims, matrix.shape, origin=Origin(f"{name}{path}"))
+        elif not isinstance(matrix, Kronecker | None):
             raise ArgumentTypeError(
                 f"{call}: {name}{path} is of type {type(matrix).__name__}, but has to be a Kronecker or None, as kfac, "
-                "ekfac and kfra return them."
+                "ekfac and kfra return them, or a tensor, its diagonal."
             )
     if all(matrix is None for matrix in found.values()):
         raise ArgumentError(f"{call}: {name} has no Kronecker; pass what kfac, ekfac or kfra returned.")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc._shown import kind
 from invfunc.errors import ArgumentError, ArgumentTypeError
 
 
@@ -37,7 +38,7 @@ class LowRank:
         >>> import torch, invfunc
         >>> M = invfunc.kronecker.LowRank({"w": torch.tensor([[1.0, 0.0]]), "b": torch.tensor([2.0])}, scale=1.0)
         >>> M
-        LowRank(1 vector, scale=1.0)
+        LowRank(rank 1 of 3, scale=1.0)
         >>> M @ {"w": torch.tensor([1.0, 1.0]), "b": torch.tensor(0.0)}
         {'w': tensor([2., 1.]), 'b': tensor(2.)}
 
@@ -75,7 +76,9 @@ class LowRank:
 
     def __repr__(self) -> str:
         scale = self.scale.item() if isinstance(self.scale, torch.Tensor) else self.scale
-        return f"LowRank({self.rank} vector{'s' * (self.rank != 1)}, scale={scale})"
+        found = tree.tensors(self.vectors)
+        size = sum(u.shape[1:].numel() for u in found)
+        return f"LowRank(rank {self.rank} of {size}, scale={scale}{kind(found)})"
 
     @property
     def rank(self) -> int:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from invfunc import thresholds, tree
 from invfunc._extras import ticking
+from invfunc._shown import kind
 from invfunc._torch.functorch import innermost, transforming
 from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.precision import double_on, doubled
@@ -21,7 +22,7 @@ from invfunc._torch.values import anywhere, near
 from invfunc.arguments.problem import BoundProblem, InDims
 from invfunc.budget import free_on
 from invfunc.budget import told as in_words
-from invfunc.callables import check_functions, describe
+from invfunc.callables import check_count, check_functions, describe
 from invfunc.column_options import fisher_columns
 from invfunc.core.evaluate import kept
 from invfunc.errors import ArgumentError, InvFuncError
@@ -34,7 +35,7 @@ from invfunc.products.curvature import OutputRows, of_root, split_of_fisher
 from invfunc.products.ggnvp import ggnvp
 from invfunc.products.given import ProductArguments, ScopedSplit, States
 from invfunc.products.maps import Direction, Kind, Linear
-from invfunc.products.product import Space, check_count, check_product, names_of, space_of, through
+from invfunc.products.product import Space, check_product, names_of, space_of, through
 from invfunc.reductions.quantity import ColumnKind, Drawing, Quantity
 from invfunc.reductions.squares import ProductsOfColumns
 from invfunc.report import Explanation
@@ -121,7 +122,7 @@ class Eigenpairs(Whole):
         self._dtype = wide(self._kind)
 
     def __repr__(self) -> str:
-        return f"Eigenpairs({self._shown}, rank {self.rank} of {self.size})"
+        return f"Eigenpairs({self._shown}, rank {self.rank} of {self.size}{kind(self._space.kinds)})"
 
     @property
     def size(self) -> int:

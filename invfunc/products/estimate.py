@@ -14,7 +14,7 @@ from invfunc import tree
 from invfunc._extras import extra
 from invfunc._torch.precision import double_on
 from invfunc._torch.values import wide
-from invfunc.callables import describe
+from invfunc.callables import check_choice, describe
 from invfunc.errors import ArgumentError
 from invfunc.evaluation.processes import parts
 from invfunc.loss.drawn import by
@@ -45,9 +45,8 @@ class Estimator(Transform):
         shown, methods = repr(self)[:-1], ("hutchinson", LEAVE_ONE_OUT[self.of])
         check_product(f"estimate_{self.of}", self.product)
         check_probes(shown, self.probes, self.generator)
-        for name, known in (("distribution", DISTRIBUTIONS), ("method", methods)):
-            if (given := getattr(self, name)) not in known:
-                raise ArgumentError(f"{shown}, {name}={given!r}): it is one of {', '.join(map(repr, known))}.")
+        check_choice(f"{shown}, ", "distribution", self.distribution, DISTRIBUTIONS)
+        check_choice(f"{shown}, ", "method", self.method, methods)
         if self.method != methods[0] and self.probes % 2:
             raise ArgumentError(
                 f"{shown}, probes={self.probes}, method={self.method!r}): probes has to be even, as half of the "

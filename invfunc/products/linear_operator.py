@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,8 +9,8 @@ from typing import Any, Literal
 import torch
 
 from invfunc._extras import extra
-from invfunc.callables import check_functions, describe
-from invfunc.errors import ArgumentError, ArgumentTypeError, MissingExtraError
+from invfunc.callables import check_choice, check_functions, describe
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.products.curvature import of_jacobian
 from invfunc.products.given import ProductArguments
 from invfunc.products.product import Linearised, Space, along, check_product, names_of, space_of
@@ -70,8 +69,7 @@ def linear_operator(product: Callable, kind: Literal["scipy", "torch"] = "scipy"
     Source: `scipy.sparse.linalg.LinearOperator`; curvlinops (Dangel et al.).
     """
     check_product("linear_operator", product)
-    if kind not in KINDS:
-        raise ArgumentError(f"linear_operator({describe(product)}, kind={kind!r}): it is one of 'scipy', 'torch'.")
+    check_choice(f"linear_operator({describe(product)}, ", "kind", kind, KINDS)
     return Operator(product, kind)
 
 
@@ -93,11 +91,19 @@ class Operator(Transform):
         made, space = KINDS[self.kind](), space_of(args, names)
         _check_alike(space, "dtype")
         with torch.no_grad() if hasattr(self.product, "linearize") else torch.enable_grad():
-            return made(space, lambda several: along(self.product, args, kwargs, space, several)), None
+            operator = made(space, lambda several: along(self.product, args, kwargs, space, several))
+        operator.shown = f"{self!r}({', '.join(names)})"
+        return operator, None
 
 
 At = Callable[[bool], Callable[[list[torch.Tensor]], list[torch.Tensor]]]
 """Makes the map from the leaves of a vector, or of several, to those of its product."""
+
+
+def _told(operator: Any) -> str:
+    """The `repr` of an operator: the function, its shape, its dtype and, of torch's, its device."""
+    where = f", {operator.device}" if hasattr(operator, "device") else ""
+    return f"<{operator.shown}: {'x'.join(map(str, operator.shape))}, {operator.dtype}{where}>"
 
 
 def _check_alike(space: Space, what: str) -> None:
@@ -117,6 +123,8 @@ def _of_scipy() -> Callable[[Space, At], Any]:
 
     class SciPyCurvature(base):
         """The products of a symmetric matrix."""
+
+        __repr__ = _told
 
         def __init__(self, space: Space, at: At) -> None:
             self.kinds, size = space.kinds, sum(kind.shape.numel() for kind in space.kinds)
@@ -138,8 +146,7 @@ def _of_scipy() -> Callable[[Space, At], Any]:
         def _adjoint(self) -> Any:
             return self
 
-        def _transpose(self) -> Any:
-            return self
+        _transpose = _adjoint
 
     return SciPyCurvature
 
@@ -150,7 +157,7 @@ def _of_torch() -> Callable[[Space, At], Any]:
     class TorchCurvature(base):
         """The products of a symmetric matrix."""
 
-        SELF_ADJOINT = True
+        SELF_ADJOINT, __repr__ = True, _told
 
         def __init__(self, space: Space, at: At) -> None:
             _check_alike(space, "device")
@@ -178,14 +185,8 @@ def _of_torch() -> Callable[[Space, At], Any]:
 
 def _curvlinops() -> Any:
     """The base class of curvlinops' operators, which it does not export: its own derive from it."""
-    try:
-        curvlinops = importlib.import_module("curvlinops")
-    except ModuleNotFoundError as missing:
-        raise MissingExtraError(
-            f"the package {missing.name} is missing: python -m pip install curvlinops-for-pytorch. (No extra installs "
-            "it, as it needs torchvision.)"
-        ) from None
-    return next(kind for kind in curvlinops.HessianLinearOperator.__mro__ if kind.__name__ == "PyTorchLinearOperator")
+    hessian = extra("curvlinops", package="curvlinops-for-pytorch").HessianLinearOperator
+    return next(kind for kind in hessian.__mro__ if kind.__name__ == "PyTorchLinearOperator")
 
 
 KINDS = {"scipy": _of_scipy, "torch": _of_torch}

@@ -12,7 +12,7 @@ from invfunc import tree
 from invfunc._torch.sharded import sharded
 from invfunc._torch.weak import WeakIdMap
 from invfunc.arguments.problem import InDims, check_params, of_numpy
-from invfunc.callables import check_callable, check_functions, describe
+from invfunc.callables import check_callable, check_count, check_functions, check_generator, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.evaluation.processes import ALONE, Processes, named, same, whole
 from invfunc.products.given import ProductArguments
@@ -287,22 +287,7 @@ def through(at: Callable, space: Space, lead: int = 0) -> Callable[[Sequence[tor
     return of_leaves
 
 
-def check_count(call: str, name: str, count: Any) -> None:
-    """Check a number of vectors."""
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ArgumentError(f"{call}{name}={count!r}): {name} has to be an int, 1 or more.")
-
-
 def check_probes(shown: str, probes: Any, generator: Any) -> None:
     """Check a number of random vectors, and from what they are drawn."""
-    if not isinstance(probes, int) or isinstance(probes, bool):
-        kind = type(probes).__name__
-        raise ArgumentTypeError(f"{shown}, probes={probes!r}): probes is of type {kind}, but has to be an int.")
-    if probes < 1:
-        raise ArgumentError(f"{shown}, probes={probes}): probes has to be at least 1.")
-    if not isinstance(generator, torch.Generator):
-        kind = type(generator).__name__
-        raise ArgumentTypeError(
-            f"{shown}, generator=...): generator is of type {kind}, but the vectors are drawn from an explicit "
-            "torch.Generator: pass generator=torch.Generator().manual_seed(0)."
-        )
+    check_count(f"{shown}, ", "probes", probes)
+    check_generator(f"{shown}, ", generator, "the vectors are drawn")

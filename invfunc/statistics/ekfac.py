@@ -39,8 +39,9 @@ def ekfac(
         values = torch.einsum("vnoi,ok,ij->vnkj", G, Q_B, Q_A).square().sum((0, 1))       # G: rows of `sqrt_ggn`
 
     The eigenvalues are those of the block's diagonal in that basis, so that it has the trace of the block, and is at
-    least as near to it (in the Frobenius norm) as the product of the factors. If a factor has equal eigenvalues, its
-    eigenvectors are not unique, so the result may depend on rounding, for example on the chunks of samples.
+    least as near to it (in the Frobenius norm) as the product of the factors. If a factor has equal eigenvalues (as the
+    one of a transposed convolution whose stride is its kernel has), its eigenvectors are not unique. The result may
+    then depend on rounding, for example on the chunks of samples: two such results differ by more, and each is right.
 
     Args:
         f, loss, fisher, mc_samples, generator, sample, peel, weight_sharing, joint, unsupported, max_factor_dim,

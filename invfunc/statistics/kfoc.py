@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 
 from invfunc.arguments.problem import Indices, InDims
+from invfunc.callables import check_count
 from invfunc.column_options import fisher_columns, most_of
-from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.reductions.sides import BothSides, OneSide
 from invfunc.statistic import Statistic
 
@@ -77,10 +77,7 @@ def kfoc(
     Source: Schnaus et al., "Kronecker-factored optimal curvature", 2021, for the best product; Gupta, Koren and Singer,
     "Shampoo", ICML 2018; Morwani et al., "A new perspective on Shampoo's preconditioner", 2024, for what both are.
     """
-    if not isinstance(sweeps, int) or isinstance(sweeps, bool):
-        raise ArgumentTypeError(f"kfoc(sweeps={sweeps!r}): sweeps is of type {type(sweeps).__name__}, not an int.")
-    if sweeps < 1:
-        raise ArgumentError(f"kfoc(sweeps={sweeps}): there has to be one at least.")
+    check_count("kfoc(", "sweeps", sweeps)
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
     columns = fisher_columns("kfoc", fisher, mc_samples, generator, sample, peel)
     most = most_of("kfoc", max_factor_dim)

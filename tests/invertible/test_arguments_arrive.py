@@ -184,6 +184,9 @@ class TestChain:
             note = raised.value.__notes__[0]
             assert note.startswith(f"Block {0 if call is back else 1} of chain(")
             assert "leaky_relu" in note and "g(x, p, Tensor)" in note and "lambda x, p, mask: f(x)" in note
+        with pytest.raises(TypeError) as raised:
+            chain(torch.nn.Linear(4, 4)).module()(torch.ones(1, 4), None)
+        assert "chain(Linear), Linear" in (note := raised.value.__notes__[0]) and "Leave out a None" in note
         relu = layers.leaky_relu(0.5)
         wrapped = Invertible(lambda x, p, mask: relu(x), lambda y, p, mask: relu.inverse(y))
         assert_trees_close(chain(additive([]), wrapped)(X, None, BY), relu(additive([])(X, None, BY)), 0)

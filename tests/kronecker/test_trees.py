@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import grad, vmap
 
-from invfunc import ekfac, functional, kfac, kronecker, tree
+from invfunc import diag_ggn, eigenpairs, ekfac, functional, kfac, kronecker, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import Kronecker, kfra
 from invfunc.testing import assert_trees_close
@@ -131,6 +132,25 @@ class TestOthers:
         wanted = factors["0.weight"].logdet(DAMPING) + factors["2.weight"].logdet(DAMPING)
         assert_trees_close(kronecker.logdet(factors, DAMPING), wanted, EXACT)
 
+    @pytest.mark.parametrize("made", [diag_ggn, partial(kfac, fisher="exact"), eigenpairs])
+    @pytest.mark.parametrize("scale", [1.0, 6.0])
+    def test_evidence_of_a_linear_model_is_that_of_a_gaussian(self, made, scale):
+        """At the best parameters, where its derivative is that of the exact one, too; x has orthogonal columns."""
+        x, eye = torch.linalg.qr(Numbers(0)(6, 3)).Q * Numbers(1)(3), torch.eye(6).double()
+        y, prior = Numbers(2)(6, 1), torch.tensor(0.5).double()
+        w = torch.linalg.solve(x.T @ x + prior * eye[:3, :3], x.T @ y)
+
+        def loss(z, y):
+            return F.gaussian_nll_loss(z, y, torch.ones_like(y), full=True, reduction="sum") / scale
+
+        def exact(prior):
+            return torch.distributions.MultivariateNormal(0 * y[:, 0], eye + x @ x.T / prior).log_prob(y[:, 0])
+
+        factors = made(lambda w, x: x @ w, loss)(w, x, y)
+        found = partial(kronecker.log_evidence, factors, w, loss(x @ w, y), scale=scale)
+        assert_trees_close((found(prior), grad(found)(prior)), (exact(prior), grad(exact)(prior)), EXACT)
+        assert_trees_close(found(0.5), exact(prior), EXACT)
+
 
 class TestTrees:
     def test_goes_through_vmap(self):
@@ -170,6 +190,7 @@ WRONG = {
         "0.weight": torch.ones(3, 2)}, 1.0), ArgumentError, "params['0.bias'] ... not known"),
     "negative damping": (lambda: kronecker.solve(ONE, V, -1.0), ArgumentError, "damping is -1.0"),
     "negative damping of logdet": (lambda: kronecker.logdet(ONE, -1.0), ArgumentError, "damping is -1.0"),
+    "no prior": (lambda: kronecker.log_evidence(ONE, V, V["w"], 0), ArgumentError, "prior_precision ... above"),
     "singular": (lambda: kronecker.logdet(SINGULAR), ArgumentError, "factors[0] of params['w'] ... singular"),
     "singular, solved": (lambda: kronecker.solve(SINGULAR, {"w": torch.ones(2, 1)}), ArgumentError, "params['w']"),
 }

@@ -44,7 +44,7 @@ class TestProduct:
 
     def test_goes_through_transforms(self):
         given = LowRank(VECTORS, Numbers(4)(3), 2.0)
-        assert len(tree.tensors(given)) == 3 and repr(given) == "LowRank(3 vectors, scale=2.0)"
+        assert len(tree.tensors(given)) == 3 and repr(given) == "LowRank(rank 3 of 9, scale=2.0, dtype=torch.float64)"
         v = {"w": Numbers(2)(5, 2, 4), "b": Numbers(3)(5)}
         assert_near(flat(vmap(given.__matmul__)(v)), flat(given @ v), 1e-12)
 

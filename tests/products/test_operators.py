@@ -45,6 +45,7 @@ class TestOperator:
             assert image.shape == (size,)
             assert_near(torch.tensor(image), wanted @ torch.tensor(x).to(dtype), 10 * rtol)
         assert_near(torch.tensor(x @ operator), wanted @ torch.tensor(x).to(dtype), 10 * rtol)
+        assert repr(operator).startswith(f"<linear_operator({product!r})(p")
         assert operator.H is operator and operator.T is operator
 
     def test_takes_complex_and_integer_vectors(self):
@@ -137,10 +138,12 @@ class TestOperatorTorch:
         args = moved(args, dtype, device)
         wanted, operator = matrices.of(product, *args), of_torch(product)(*args)
         assert operator.shape == wanted.shape and operator.dtype == wanted.dtype and operator.device == wanted.device
-        columns = Numbers(4)(len(wanted), 3).to(wanted)
+        size, columns = len(wanted), Numbers(4)(len(wanted), 3).to(wanted)
         assert_near(operator @ torch.eye(len(wanted)).to(wanted), wanted, RTOL[dtype])
         assert_near(operator @ columns, wanted @ columns, 10 * RTOL[dtype])
         assert_near(operator @ columns[:, 0], wanted @ columns[:, 0], 10 * RTOL[dtype])
+        assert ", kind='torch')(p" in repr(operator)
+        assert repr(operator).endswith(f": {size}x{size}, {wanted.dtype}, {wanted.device}>")
         assert (operator @ columns).is_contiguous() and operator._adjoint() is operator and operator.SELF_ADJOINT
 
     @pytest.mark.parametrize("called", PRODUCTS)
@@ -167,7 +170,7 @@ class TestOperatorTorch:
             of_torch(lambda params, v, x: v)({"a": a, "b": torch.ones(2, device="meta")}, a)
         with pytest.raises(ArgumentTypeError, match=r"x\['a'\] has dtype torch.float64, but params\['a'\] has .*32"):
             of_torch(PRODUCTS["hvp"](loss_of_two))({"a": a, "b": a}, a) @ torch.ones(4, 2).double()
-        with pytest.raises(ArgumentError, match=r"kind='numpy'\): it is one of 'scipy', 'torch'"):
+        with pytest.raises(ArgumentError, match=r"kind='numpy'\): kind is one of 'scipy', 'torch'"):
             linear_operator(PRODUCTS["hvp"](loss_of_two), kind="numpy")
 
 
