@@ -255,7 +255,7 @@ class Link:
     own: Sequence[torch.Tensor] = ()
     """The tensors of the arguments, until the call has ended."""
     ids: frozenset[int] | set[int] = frozenset()
-    """Their ids."""
+    """Their ids, and those of the arguments and of the parts of these."""
     looks: list[TensorLook | None] | None = None
     hidden: tuple = ()
     kept: dict[int, Slot] = {}
@@ -275,14 +275,23 @@ class Link:
         self.form, self.like, self.start, self.around, self.states = form, [*map(Like, xs)], start, around, states
         self.end = start
         """Number of tensors that autograd has saved at its end."""
+        self.quiet = states is None or around.key in around.closed.quiet
+        """True if it drew nothing the last time, so that the states within it are not noted."""
         if args or kwargs:
-            self.own = tree.tensors((args, kwargs))
-            self.ids = {*map(id, self.own)}
+            self.own = list[torch.Tensor]()
+            fixed = tree.gather((*args, kwargs) if kwargs else args, self.own)
+            self.ids = {*map(id, self.own), *map(id, args)}
+            for arg in args:
+                if type(arg) is tuple or type(arg) is list:
+                    self.ids.update(map(id, arg))
             self._tensors = without_graphs(self.own)
-            copied = tree.snapshot((args, kwargs)) if self._tensors is self.own else None
-            self._args = copied or tree.separate((args, kwargs))[1]
+            self._args = (args, kwargs) if fixed and self._tensors is self.own else tree.separate((args, kwargs))[1]
             self._versions = functorch.versions(self._tensors)
         self.evaluations: list[Evaluation] = []
+
+    def holds(self, args: tuple) -> bool:
+        """Tells whether all tensors of some arguments are those of the block."""
+        return self.ids.issuperset(map(id, args)) or self.ids.issuperset(map(id, tree.tensors(args)))
 
     def names(self) -> list[str]:
         """The tensors of x as one would write them."""

@@ -32,6 +32,8 @@ MANY = 8
 """The number of steps from which on they may be one node."""
 SMALL = 2**16
 """The bytes of a state up to which they may: above, an evaluation costs more than nodes."""
+AT_ONCE = 2**18
+"""The bytes of what autograd saves in steps that go backwards in one pass: a fifth faster than one by one."""
 _MOST = 1000
 """The nodes of a step that are looked at."""
 
@@ -70,7 +72,8 @@ def as_one(steps: Sequence[Step], before: Any, run: BlockRun, x: Any) -> Any:
         return None
     if not _reads_only(xs, [*tree.tensors((before, *steps[0][1:])), *closed.tensors()]):
         return None
-    found = _Steps(link, steps, x)
+    saved = sum([shape.numel() * dtype.itemsize for shape, dtype in run.like])
+    found = _Steps(link, steps, x, max(1, min(MANY, AT_ONCE // max(1, saved))))
     drawn = run.draws.states()
     if not found.forward() or drew(drawn, run.draws.states()):
         found.around.undo()
@@ -103,9 +106,11 @@ class _Steps(Holder):
         link: the step before them.
         steps: that step and the steps.
         x: the state before them.
+        span: how many of them go backwards in one pass.
     """
 
-    def __init__(self, link: Link, steps: Sequence[Step], x: Any) -> None:
+    def __init__(self, link: Link, steps: Sequence[Step], x: Any, span: int) -> None:
+        self.span = span
         self.block, self._like, self._names = link.block, link.like, link.names()
         self.xs, self.form = tree.separate(x)
         self.number, self.count = len(self.xs), len(steps) - 1
@@ -177,27 +182,33 @@ class _Steps(Holder):
         if functorch.versions(self._given) != self._versions:
             raise ModifiedError(WRITTEN)
         given = [functorch.leaf_at(t, i in self._asked) for i, t in enumerate(self._given)]
-        read = [
-            functorch.leaf_at(t, True) if functorch.hooked([t]) else t for t in self._read
-        ]  # hooks see the sum alone
-        asked = [*(given[i] for i in self._asked), *read]
-        total: list[torch.Tensor | None] = [None] * len(asked)
+        read = [functorch.leaf_at(t, True) if functorch.hooked([t]) else t for t in self._read]  # who see the sum
+        total = dict[int, torch.Tensor | None].fromkeys(map(id, (*(given[i] for i in self._asked), *read)))
         with functorch.plainly(), self.around.again(), self._reading(read):
-            for args, kwargs in reversed(self._steps(given)):
+            steps = self._steps(given)
+            for end in range(len(steps), 0, -self.span):
+                span = steps[max(0, end - self.span) : end]
                 with torch.no_grad():
-                    found = tree.tensors(pair.inverse(*pair.shared, self.form.join(state), *args, **kwargs))
-                    state = [like.laid_out(t) for t, like in zip(found, self._like, strict=True)]
+                    for args, kwargs in reversed(span):
+                        found = tree.tensors(pair.inverse(*pair.shared, self.form.join(state), *args, **kwargs))
+                        state = [like.laid_out(t) for t, like in zip(found, self._like, strict=True)]
                 if gs is None:
                     continue
                 leaves = [functorch.leaf_at(t, differentiable(t)) for t in state]  # any may need a gradient
+                x = self.form.join(leaves)
                 with torch.enable_grad():
-                    outs = tree.tensors(pair.forward(*pair.shared, self.form.join(leaves), *args, **kwargs))
-                of = iter(_gradients(outs, [t for t in leaves if t.requires_grad] + asked, gs))
-                gs = [next(of) if t.requires_grad else None for t in leaves]
-                total = [b if a is None else a if b is None else a + b for a, b in zip(total, of, strict=True)]
+                    for args, kwargs in span:
+                        x = pair.forward(*pair.shared, x, *args, **kwargs)
+                own = {id(t): t for t in (*leaves, *tree.tensors(tuple(span)), *read) if t.requires_grad}
+                outs = tree.tensors(x)
+                of = dict(zip(own, _gradients(outs, [*own.values()], gs), strict=True))
+                gs = [of.pop(id(t), None) for t in leaves]
+                for key, g in of.items():
+                    before = total[key]
+                    total[key] = g if before is None else before if g is None else before + g
         if self._looks is not None:
             compare(self.block, self._looks, state, self._names, ys)
-        return state, [*(gs or ()), *total]
+        return state, [*(gs or ()), *total.values()]
 
     def _reading(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager:
         """A context in which the steps read these in place of what they close over."""
