@@ -254,8 +254,8 @@ class Link:
 
     own: Sequence[torch.Tensor] = ()
     """The tensors of the arguments, until the call has ended."""
-    ids: frozenset[int] | set[int] = frozenset()
-    """Their ids, and those of the arguments and of the parts of these."""
+    ids: frozenset[int] | set[int] = frozenset([id(None)])
+    """Their ids, and those of the arguments, of the parts of these, and of None."""
     looks: list[TensorLook | None] | None = None
     hidden: tuple = ()
     kept: dict[int, Slot] = {}
@@ -280,18 +280,12 @@ class Link:
         if args or kwargs:
             self.own = list[torch.Tensor]()
             fixed = tree.gather((*args, kwargs) if kwargs else args, self.own)
-            self.ids = {*map(id, self.own), *map(id, args)}
-            for arg in args:
-                if type(arg) is tuple or type(arg) is list:
-                    self.ids.update(map(id, arg))
+            self.ids = {*self.ids, *map(id, self.own), *map(id, args)}
+            self.ids.update(*[map(id, arg) for arg in args if type(arg) is tuple or type(arg) is list])
             self._tensors = without_graphs(self.own)
             self._args = (args, kwargs) if fixed and self._tensors is self.own else tree.separate((args, kwargs))[1]
             self._versions = functorch.versions(self._tensors)
         self.evaluations: list[Evaluation] = []
-
-    def holds(self, args: tuple) -> bool:
-        """Tells whether all tensors of some arguments are those of the block."""
-        return self.ids.issuperset(map(id, args)) or self.ids.issuperset(map(id, tree.tensors(args)))
 
     def names(self) -> list[str]:
         """The tensors of x as one would write them."""

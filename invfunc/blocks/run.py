@@ -192,7 +192,7 @@ class BlockRun(Holder):
             around.mark()
         first = bool(args) and type(args[0]) is torch.Tensor and id(args[0]) not in link.ids
         given = args[:1]
-        if not first or kwargs or not link.holds(args[1:]):
+        if not first or kwargs or not link.ids.issuperset(map(id, args[1:])):
             given = [t for t in tree.tensors((args, kwargs)) if id(t) not in link.ids]
             first = False
         states = None if link.quiet else self.draws.states()

@@ -45,14 +45,8 @@ def alike(steps: Sequence[Step], x: Any) -> bool:
     first = steps[0][0]
     if any(block is not first for block, *_ in steps) or not isinstance(first.check, str) or first.pair.hidden:
         return False
-    return not (
-        first.keep
-        or HERE.noted
-        or functorch.dispatched()
-        or functorch.saving_hooks()
-        or functorch.levels()
-        or functorch.listening()
-    )
+    inside = functorch.dispatched() or functorch.saving_hooks() or functorch.levels() or functorch.listening()
+    return not (first.keep or HERE.noted or inside)
 
 
 def as_one(steps: Sequence[Step], before: Any, run: BlockRun, x: Any) -> Any:
@@ -362,9 +356,7 @@ def _level(steps: Sequence[Step], x: Any) -> int | None:
         return None
     if not any(map(_ASKS, xs)) and not any(map(functorch.needs_grad, xs)) and not any(map(_needs, steps)):
         return None
-    if (
-        functorch.under(TwiceDifferentiable) and functorch.saving_hooks() is None
-    ):  # a statistic writes out what is differentiated twice
+    if functorch.under(TwiceDifferentiable) and functorch.saving_hooks() is None:  # what a statistic writes out
         return None
     if not (functorch.transforming() or functorch.dual_level()):
         return 0
