@@ -95,26 +95,34 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
 def tensors(tree: Tree) -> list[torch.Tensor]:
     """The tensors among the leaves."""
     found: list[torch.Tensor] = []
-    _gather(tree if type(tree) is tuple else (tree,), found)
+    gather(tree if type(tree) is tuple else (tree,), found)
     return found
 
 
-def _gather(branches: Iterable[Any], found: list[torch.Tensor]) -> None:
-    """Collect the tensors in the arguments of a call, in a tenth of the time of torch's own walk."""
+def gather(branches: Iterable[Any], found: list[torch.Tensor]) -> bool:
+    """Add the tensors in the arguments of a call to those found, in a tenth of the time of torch's own walk.
+
+    Returns True if these are in tuples alone, which nobody changes.
+    """
+    fixed = True
+    if _TENSORS.issuperset(map(type, branches)):
+        found += branches
+        return fixed
     for branch in branches:
         kind = type(branch)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             found.append(branch)
-        elif kind is tuple or kind is list:
-            if branch:
-                _gather(branch, found)
-        elif kind is dict:
-            if branch:
-                _gather(branch.values(), found)
-        elif kind in NODES:
-            _gather(NODES[kind][0](branch)[0], found)
+        elif kind is tuple:
+            fixed &= gather(branch, found)
         elif kind not in _PLAIN:
-            found.extend(leaf for leaf in leaves(branch) if isinstance(leaf, torch.Tensor))
+            fixed = False
+            if kind is list or kind is dict:
+                gather(branch if kind is list else branch.values(), found)
+            elif kind in NODES:
+                gather(NODES[kind][0](branch)[0], found)
+            else:
+                found.extend(leaf for leaf in leaves(branch) if isinstance(leaf, torch.Tensor))
+    return fixed
 
 
 # Nodes that torch does not know. Opened, they are nodes of ours, which become again what they were
@@ -314,23 +322,6 @@ def separate(tree: Tree) -> tuple[list[torch.Tensor], Form]:
     for i in places:
         found[i] = None
     return tensors, Form(structure, tuple(found), places)
-
-
-def snapshot(tree: Tree) -> Tree | None:
-    """The tree with copies of its lists and dicts; None if it has nodes beside these and tuples."""
-    try:
-        return tree if type(tree) in _PLAIN else _copied(tree)
-    except _Other:
-        return None
-
-
-def _copied(branch: Any) -> Any:
-    kind = type(branch)
-    if kind is tuple or kind is list:
-        return kind([part if type(part) in _PLAIN else _copied(part) for part in branch])
-    if kind is dict:
-        return {key: part if type(part) in _PLAIN else _copied(part) for key, part in branch.items()}
-    raise _Other
 
 
 def templates(structure: Any) -> bool:

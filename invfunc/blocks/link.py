@@ -254,8 +254,8 @@ class Link:
 
     own: Sequence[torch.Tensor] = ()
     """The tensors of the arguments, until the call has ended."""
-    ids: frozenset[int] | set[int] = frozenset()
-    """Their ids."""
+    ids: frozenset[int] | set[int] = frozenset([id(None)])
+    """Their ids, and those of the arguments, of the parts of these, and of None."""
     looks: list[TensorLook | None] | None = None
     hidden: tuple = ()
     kept: dict[int, Slot] = {}
@@ -275,12 +275,15 @@ class Link:
         self.form, self.like, self.start, self.around, self.states = form, [*map(Like, xs)], start, around, states
         self.end = start
         """Number of tensors that autograd has saved at its end."""
+        self.quiet = states is None or around.key in around.closed.quiet
+        """True if it drew nothing the last time, so that the states within it are not noted."""
         if args or kwargs:
-            self.own = tree.tensors((args, kwargs))
-            self.ids = {*map(id, self.own)}
+            self.own = list[torch.Tensor]()
+            fixed = tree.gather((*args, kwargs) if kwargs else args, self.own)
+            self.ids = {*self.ids, *map(id, self.own), *map(id, args)}
+            self.ids.update(*[map(id, arg) for arg in args if type(arg) is tuple or type(arg) is list])
             self._tensors = without_graphs(self.own)
-            copied = tree.snapshot((args, kwargs)) if self._tensors is self.own else None
-            self._args = copied or tree.separate((args, kwargs))[1]
+            self._args = (args, kwargs) if fixed and self._tensors is self.own else tree.separate((args, kwargs))[1]
             self._versions = functorch.versions(self._tensors)
         self.evaluations: list[Evaluation] = []
 

@@ -89,9 +89,8 @@ def compare(
     if dispatched():
         return
     others = ys if len(ys) == len(xs) > 1 else [torch.empty(0)] * len(xs)
-    pairs = [
-        (a, TensorLook(x), x, name, y) for a, x, name, y in zip(looks, xs, names, others, strict=True) if a is not None
-    ]
+    every = zip(looks, xs, names, others, strict=True)
+    pairs = [(a, TensorLook(x), x, name, y) for a, x, name, y in every if a is not None]
     if not pairs:
         return
     precision = max([precision_of(x) for _, _, x, *_ in pairs])

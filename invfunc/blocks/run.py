@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, is_, ne
 from typing import Any
 from weakref import ref
 
@@ -192,15 +192,15 @@ class BlockRun(Holder):
             around.mark()
         first = bool(args) and type(args[0]) is torch.Tensor and id(args[0]) not in link.ids
         given = args[:1]
-        if not first or kwargs or not link.ids.issuperset(map(id, tree.tensors(args[1:]))):
+        if not first or kwargs or not link.ids.issuperset(map(id, args[1:])):
             given = [t for t in tree.tensors((args, kwargs)) if id(t) not in link.ids]
             first = False
-        quiet = link.states is None or around.key in around.closed.quiet
-        states = None if quiet else self.draws.states()
-        evaluation = Evaluation(fn, len(self.like), first, [*map(Like, given)], states)
+        states = None if link.quiet else self.draws.states()
+        live = self._live
+        evaluation = Evaluation(fn, link.start + len(live), first, [*map(Like, given)], states)
         link.evaluations.append(evaluation)
         result = fn(*args, **kwargs)
-        evaluation.end = len(self.like)
+        evaluation.end = link.start + len(live)
         return result
 
     def _ended(self, link: Link, xs: Tensors, states: States | None) -> States | None:
@@ -213,13 +213,13 @@ class BlockRun(Holder):
                 link.states = None
                 for evaluation in link.evaluations:
                     evaluation.states = None
-            elif around.key in quiet:  # the states before each evaluation are not known, for once
+            elif link.quiet:  # the states before each evaluation are not known, for once
                 quiet.discard(around.key)
                 link.kept = {i: Slot(t) for i, t in enumerate(xs)}
             self._draws |= link.states is not None
             states = after
         around.called()
-        link.own, link.end = (), len(self.like)
+        link.own, link.end = (), link.start + len(self._live)
         link.merged = link.end - link.start == sum([e.end - e.start for e in link.evaluations])
         if link.hidden:
             link.hidden = tree.map_tensors(torch.Tensor.detach, link.hidden)
@@ -227,8 +227,13 @@ class BlockRun(Holder):
 
     def _free(self) -> None:
         """Let go of what autograd has saved of a block."""
-        live = enumerate(self._live, self._starts[-1])
-        self._written |= {n for n, (t, then) in live if functorch.counted(t) != then}
+        if not self._live:
+            return
+        tensors, counts = zip(*self._live, strict=True)
+        now = tuple(map(functorch.counted, tensors))
+        if now != counts:
+            self._written |= {n for n, pair in enumerate(zip(now, counts, strict=True), self._starts[-1]) if ne(*pair)}
+        self.like += map(_LIKE, tensors)
         self._live = []
 
     def _close(self, slots: Sequence[Slot | None], xs: Tensors, form: tree.Form, depth: int) -> None:
@@ -269,10 +274,9 @@ class BlockRun(Holder):
     @functorch.untraced
     def pack(self, t: torch.Tensor) -> int:
         """The number that autograd gets in place of a tensor."""
-        like = self.like
-        like.append(_LIKE(t))
-        self._live.append((t, functorch.counted(t)))
-        return len(like) - 1
+        live = self._live
+        live.append((t, t._version))
+        return self._starts[-1] + len(live) - 1
 
     def given_back(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """A function that computes a saved tensor again, for a statistic that records f; None if it was not saved."""
@@ -297,12 +301,13 @@ class BlockRun(Holder):
     @functorch.untraced
     def unpack(self, n: int) -> torch.Tensor:
         """The tensor in whose place a number was given."""
-        with self._lock:
-            t, then = self._at_hand.pop(n, None) or self._found(n)
-            if functorch.counted(t) != then:
-                raise self._late(n)
-            if not self._at_hand and self._now == 0:
-                self.release()
+        t, then = self._at_hand.pop(n, None) or self._found(n)
+        if t._version != then:
+            raise self._late(n)
+        if not self._at_hand:
+            with self._lock:
+                if not self._at_hand and self._now == 0:
+                    self.release()
         if self._level.number == 0 or not self._level.running:
             return t
         if torch.is_grad_enabled() and functorch.backward_by_torch_func():
@@ -365,7 +370,7 @@ class BlockRun(Holder):
             if at == k + 1:
                 xs = [*map(leave, self._inverted(k, xs, enter, saved))]
                 self._state = k, xs
-            if any([t is None for t in saved]):
+            if any(map(_IS_MISSING, saved)):
                 self._evaluated(link, xs, enter, saved)
             if kept is not functorch.as_it_is:
                 saved = [*map(kept, saved)]
@@ -558,7 +563,7 @@ class _Shared:
         return tree.map_tensors(entered, (args, kwargs))
 
 
-_AS_IT_IS, _LIKE = nullcontext(), attrgetter("shape", "dtype")
+_AS_IT_IS, _LIKE, _IS_MISSING = nullcontext(), attrgetter("shape", "dtype"), partial(is_, None)
 _OTHER = (
     "evaluated a second time, the function does something else: autograd saves {}. Most often it draws random numbers "
     "of Python or numpy: draw with torch, whose numbers are replayed (preserve_rng_state=True). Or it reads something "

@@ -32,6 +32,8 @@ MANY = 8
 """The number of steps from which on they may be one node."""
 SMALL = 2**16
 """The bytes of a state up to which they may: above, an evaluation costs more than nodes."""
+AT_ONCE = 2**18
+"""The bytes of what autograd saves in steps that go backwards in one pass: a fifth faster than one by one."""
 _MOST = 1000
 """The nodes of a step that are looked at."""
 
@@ -43,14 +45,8 @@ def alike(steps: Sequence[Step], x: Any) -> bool:
     first = steps[0][0]
     if any(block is not first for block, *_ in steps) or not isinstance(first.check, str) or first.pair.hidden:
         return False
-    return not (
-        first.keep
-        or HERE.noted
-        or functorch.dispatched()
-        or functorch.saving_hooks()
-        or functorch.levels()
-        or functorch.listening()
-    )
+    inside = functorch.dispatched() or functorch.saving_hooks() or functorch.levels() or functorch.listening()
+    return not (first.keep or HERE.noted or inside)
 
 
 def as_one(steps: Sequence[Step], before: Any, run: BlockRun, x: Any) -> Any:
@@ -70,7 +66,8 @@ def as_one(steps: Sequence[Step], before: Any, run: BlockRun, x: Any) -> Any:
         return None
     if not _reads_only(xs, [*tree.tensors((before, *steps[0][1:])), *closed.tensors()]):
         return None
-    found = _Steps(link, steps, x)
+    saved = sum([shape.numel() * dtype.itemsize for shape, dtype in run.like])
+    found = _Steps(link, steps, x, max(1, min(MANY, AT_ONCE // max(1, saved))))
     drawn = run.draws.states()
     if not found.forward() or drew(drawn, run.draws.states()):
         found.around.undo()
@@ -103,9 +100,11 @@ class _Steps(Holder):
         link: the step before them.
         steps: that step and the steps.
         x: the state before them.
+        span: how many of them go backwards in one pass.
     """
 
-    def __init__(self, link: Link, steps: Sequence[Step], x: Any) -> None:
+    def __init__(self, link: Link, steps: Sequence[Step], x: Any, span: int) -> None:
+        self.span = span
         self.block, self._like, self._names = link.block, link.like, link.names()
         self.xs, self.form = tree.separate(x)
         self.number, self.count = len(self.xs), len(steps) - 1
@@ -177,27 +176,33 @@ class _Steps(Holder):
         if functorch.versions(self._given) != self._versions:
             raise ModifiedError(WRITTEN)
         given = [functorch.leaf_at(t, i in self._asked) for i, t in enumerate(self._given)]
-        read = [
-            functorch.leaf_at(t, True) if functorch.hooked([t]) else t for t in self._read
-        ]  # hooks see the sum alone
-        asked = [*(given[i] for i in self._asked), *read]
-        total: list[torch.Tensor | None] = [None] * len(asked)
+        read = [functorch.leaf_at(t, True) if functorch.hooked([t]) else t for t in self._read]  # who see the sum
+        total = dict[int, torch.Tensor | None].fromkeys(map(id, (*(given[i] for i in self._asked), *read)))
         with functorch.plainly(), self.around.again(), self._reading(read):
-            for args, kwargs in reversed(self._steps(given)):
+            steps = self._steps(given)
+            for end in range(len(steps), 0, -self.span):
+                span = steps[max(0, end - self.span) : end]
                 with torch.no_grad():
-                    found = tree.tensors(pair.inverse(*pair.shared, self.form.join(state), *args, **kwargs))
-                    state = [like.laid_out(t) for t, like in zip(found, self._like, strict=True)]
+                    for args, kwargs in reversed(span):
+                        found = tree.tensors(pair.inverse(*pair.shared, self.form.join(state), *args, **kwargs))
+                        state = [like.laid_out(t) for t, like in zip(found, self._like, strict=True)]
                 if gs is None:
                     continue
                 leaves = [functorch.leaf_at(t, differentiable(t)) for t in state]  # any may need a gradient
+                x = self.form.join(leaves)
                 with torch.enable_grad():
-                    outs = tree.tensors(pair.forward(*pair.shared, self.form.join(leaves), *args, **kwargs))
-                of = iter(_gradients(outs, [t for t in leaves if t.requires_grad] + asked, gs))
-                gs = [next(of) if t.requires_grad else None for t in leaves]
-                total = [b if a is None else a if b is None else a + b for a, b in zip(total, of, strict=True)]
+                    for args, kwargs in span:
+                        x = pair.forward(*pair.shared, x, *args, **kwargs)
+                own = {id(t): t for t in (*leaves, *tree.tensors(tuple(span)), *read) if t.requires_grad}
+                outs = tree.tensors(x)
+                of = dict(zip(own, _gradients(outs, [*own.values()], gs), strict=True))
+                gs = [of.pop(id(t), None) for t in leaves]
+                for key, g in of.items():
+                    before = total[key]
+                    total[key] = g if before is None else before if g is None else before + g
         if self._looks is not None:
             compare(self.block, self._looks, state, self._names, ys)
-        return state, [*(gs or ()), *total]
+        return state, [*(gs or ()), *total.values()]
 
     def _reading(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager:
         """A context in which the steps read these in place of what they close over."""
@@ -351,9 +356,7 @@ def _level(steps: Sequence[Step], x: Any) -> int | None:
         return None
     if not any(map(_ASKS, xs)) and not any(map(functorch.needs_grad, xs)) and not any(map(_needs, steps)):
         return None
-    if (
-        functorch.under(TwiceDifferentiable) and functorch.saving_hooks() is None
-    ):  # a statistic writes out what is differentiated twice
+    if functorch.under(TwiceDifferentiable) and functorch.saving_hooks() is None:  # what a statistic writes out
         return None
     if not (functorch.transforming() or functorch.dual_level()):
         return 0

@@ -280,12 +280,7 @@ class Surroundings:
             with torch.no_grad(), functorch.uncounted(buffer):
                 buffer.copy_(copies[0])
 
-    def again(
-        self,
-        at: int = 0,
-        enter: Callable = functorch.leaf_at,
-        restarts: bool = False,
-    ) -> AbstractContextManager:
+    def again(self, at: int = 0, enter: Callable = functorch.leaf_at, restarts: bool = False) -> AbstractContextManager:
         """A context as it was before the evaluation of a number; what is written to buffers in it is dropped.
 
         Args:

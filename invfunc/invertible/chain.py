@@ -303,7 +303,7 @@ def checkpointed(block: Callable, where: str) -> Checkpointed:
         made = replace(made, pair=replace(made.pair, name=describe(block)))
     else:
         raise ArgumentTypeError(f"{where} is of type {type(block).__name__}, but has to be a function.")
-    return replace(made, has_aux=made.pair.hidden)
+    return made if made.has_aux is made.pair.hidden else replace(made, has_aux=made.pair.hidden)
 
 
 def check_anchor(name: str, anchor_every: int | None) -> None:

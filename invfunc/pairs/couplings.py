@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from invfunc import tree
-from invfunc._torch.functorch import unseen_versions
+from invfunc._torch.functorch import listening, unseen_versions
 from invfunc._torch.values import wide
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, ModifiedError
@@ -225,16 +225,15 @@ class Moves(PairLaw):
         if move.function is None:
             return fitting(other, part, self.call, self.parts[1 - move.part], name)
         (fn, args), which = calls[move.function], self.names[move.function % len(self.names)]
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             said = fn(other, *args, **kwargs)
         elif torch.is_inference_mode_enabled():  # where nobody counts what is written
             said = fn(tree.map_tensors(torch.clone, other), *args, **kwargs)
         else:
-            tensors = [other] if isinstance(other, torch.Tensor) else tree.tensors(other)
-            before = unseen_versions(tensors)
+            one = type(other) is torch.Tensor and not listening() and not other.is_inference()
+            before = other._version if one else unseen_versions(tree.tensors(other))
             said = fn(other, *args, **kwargs)
-            written = unseen_versions(tensors) != before
-            if written:
+            if before != (other._version if one else unseen_versions(tree.tensors(other))):
                 raise ModifiedError(
                     f"{self.call}: {which} has written into its argument, a part of the state, which the pair needs "
                     f"again. Take inplace=False in its first layers, or give them a copy: lambda x: {which}(x.clone())."

@@ -6,6 +6,8 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import starmap
+from operator import getitem
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -32,8 +34,8 @@ def read(place: Place) -> Any:
 def read_all(places: Sequence[Place]) -> list[Any]:
     """The values that are in some places."""
     try:
-        return [c.cell_contents if type(c) is CellType else c[key] for c, key in places]
-    except (ValueError, KeyError, IndexError):
+        return [*starmap(getitem, places)]
+    except (TypeError, KeyError, IndexError):  # of a cell, or where nothing is
         return [*map(read, places)]
 
 

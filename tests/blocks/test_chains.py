@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from invfunc import Invertible, additive_coupling, affine_coupling, chain, invertible_checkpoint, repeated
+from invfunc.blocks import series
 from invfunc.pairs import reversible_step, runge_kutta
 from invfunc.testing import assert_trees_close
 from tests.meter import Meter
@@ -128,8 +129,11 @@ def slopes(solve, net, a, second=False, times=1, **of):
     return torch.autograd.grad(sum(g.sin().sum() for g in found), inputs) if second else found
 
 
+@pytest.mark.parametrize("at_once", [1, 2**14, 2**18])
 @pytest.mark.parametrize("options", [{}, {"second": True}, {"times": 2}])
-def test_equals_the_loop(options):
+def test_equals_the_loop(options, at_once, monkeypatch):
+    """However many of them go backwards in one pass."""
+    monkeypatch.setattr(series, "AT_ONCE", at_once)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     a = torch.tensor(1.3).double().requires_grad_()
