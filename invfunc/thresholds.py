@@ -169,6 +169,13 @@ CLASSES = 64
 does, and one in a block. Here a third of the operations."""
 
 
+# Heads of language models (operations/second_derivatives.py, core/split.py, products)
+
+LOGITS = 2**22
+"""Numbers of a tensor from which on it is not to be there several times: a cross entropy is taken for some rows at a
+time, and a linear layer has a derivative of its own. A limit of memory."""
+
+
 # Losses without known structure (loss/hessian.py, products/curvature.py)
 
 HESSIAN = 2**28

@@ -57,6 +57,7 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "LOOKS": (0, 1),
     "LOOK_ON": ({}, {"cpu": 2}),
     "CLASSES": (0, FAR),
+    "LOGITS": (0, FAR),
     "CLASS": (0.0, 2.0**60),
     "COLUMN": (0.0, 1.0),
     "SHARED": (0.0, 2.0**60),

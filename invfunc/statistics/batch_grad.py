@@ -37,7 +37,8 @@ def batch_grad(
     Args:
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`. A term of a scalar f in the parameters
             alone counts as 1/N for each sample. f is pure in torch.func's sense (see the conventions).
-        sum_of: a function of the gradient of one sample in one parameter, `[*p]`, which gives as many numbers.
+        sum_of: a function of the gradient of one sample in one parameter, `[*p]`, which gives as many numbers, which
+            are summed in the dtype of the gradient (of booleans and integers, too).
         samples: the indices of the samples whose gradients are wanted, in any order, also repeated; None for all. The
             gradients keep the scale that they have in the whole batch, and a result that counts samples counts these.
         argnums: which argument is the parameters; a tuple gives a tuple of results.
