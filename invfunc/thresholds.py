@@ -156,6 +156,13 @@ MOVED = 2**24
 all are computed. A limit of memory."""
 
 
+# Heads of language models (operations/second_derivatives.py, core/split.py, products)
+
+LOGITS = 2**22
+"""Numbers of a tensor from which on it is not to be there several times: a cross entropy is taken for some rows at a
+time, and a linear layer has a derivative of its own. A limit of memory."""
+
+
 # Losses without known structure (loss/hessian.py, products/curvature.py)
 
 HESSIAN = 2**28

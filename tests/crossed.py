@@ -55,6 +55,7 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "LOOK_ENTRY": (0.0, 1.0),
     "LOOKS": (0, 1),
     "LOOK_ON": ({}, {"cpu": 2}),
+    "LOGITS": (0, FAR),
     "CLASS": (0.0, 2.0**60),
     "COLUMN": (0.0, 1.0),
     "SHARED": (0.0, 2.0**60),

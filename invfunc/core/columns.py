@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from invfunc import tree
+from invfunc import thresholds, tree
 from invfunc._torch.functorch import version
 from invfunc._torch.graphs import nodes_of
 from invfunc._torch.values import anywhere, wide
@@ -33,6 +33,7 @@ from invfunc.core.split import (
     named_node,
 )
 from invfunc.core.tables import called
+from invfunc.errors import ArgumentError
 from invfunc.loss.drawn import drawn
 from invfunc.loss.hessian import columns, once_only, pulled_back
 from invfunc.loss.square_root import Affine, Columns, Elementwise, General, OutputCotangents, Softmax, rooted
@@ -149,7 +150,7 @@ def lost(problem: BoundProblem, run: Run, outputs: Any, known: bool = False) -> 
         check_outputs(run, z, problem.out_dims, path)
 
     def at(ordinal: int, z: torch.Tensor) -> Output:
-        own = z.clone()  # the loss may write into it
+        own = z.clone() if z.numel() < thresholds.LOGITS else z.view_as(z)  # the loss may write into it
         know(own, Mark(run.token, (problem.out_dims % max(1, z.ndim) - z.ndim, 1, 1), z.requires_grad))
         return Output(ordinal, own, WHOLE if run.n == 1 else Axis(problem.out_dims % z.ndim), z)
 
@@ -165,14 +166,16 @@ def lost(problem: BoundProblem, run: Run, outputs: Any, known: bool = False) -> 
             fresh = [at(i, z) for i, (_, z) in enumerate(named)]
             return called(fresh, problem.drawn(run, target)), [r for r in fresh if r.value.requires_grad]
 
-    roots = [at(i, z) for i, (_, z) in enumerate(named)]
+    roots, before = [at(i, z) for i, (_, z) in enumerate(named)], [version(z) for _, z in named]
     if known:
         run.criterion = Finder()
         run.split = Split(Within(run), run.n, roots[0].value, [r for r in roots if r.value.requires_grad])
         return None
     run.criterion = Finder([r for r in roots if r.value.requires_grad], run.n)
-    run.again = again
-    return called(roots, problem.target(run))
+    run.again, result = again, called(roots, problem.target(run))
+    if before != [version(z) for _, z in named]:
+        raise ArgumentError("the loss writes in place into outputs that are too large for a copy: write it without.")
+    return result
 
 
 # Parts of the samples

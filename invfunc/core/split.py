@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from invfunc import tree
+from invfunc import thresholds, tree
 from invfunc._torch.functorch import gradient_edge, storage_of, version
 from invfunc._torch.graphs import node_of, nodes_below, nodes_of
 from invfunc.core.marks import Unsupported
@@ -25,7 +25,7 @@ from invfunc.core.order import Moved, Order
 from invfunc.core.tables import called
 from invfunc.errors import ArgumentError, SplitError, unreached
 from invfunc.loss.drawn import Drawn, drawn, targets
-from invfunc.loss.hessian import columns, gradient, hessian
+from invfunc.loss.hessian import by_rows, columns, gradient, hessian
 from invfunc.loss.square_root import Columns, Gradient
 from invfunc.operations.axis import WHOLE, Axis
 from invfunc.operations.naming import argument
@@ -174,7 +174,7 @@ class Finder(TorchFunctionMode):
             root = self.added(x.view_as(x), axis, x)
             x, roots, at_root = root.value, frozenset({root.ordinal}), True
             args, kwargs = ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "input": x})
-        out = func(*args, **kwargs)
+        out = func(*args, **kwargs) if x.numel() < thresholds.LOGITS else by_rows(func, args, kwargs)
         if not self.fixed and kind in KNOWN:
             self.confirmed |= roots or set()
         elif not self.fixed:

@@ -13,6 +13,7 @@ from invfunc import thresholds, tree
 from invfunc._torch.functorch import plainly, transforming
 from invfunc._torch.values import wide
 from invfunc.errors import ArgumentError
+from invfunc.loss.hessian import row_blocks
 from invfunc.loss.peeled import Peel, peeled
 from invfunc.loss.square_root import Affine, ColumnBlock, Columns, Elementwise, Softmax, safe_root
 
@@ -60,27 +61,26 @@ def _drawn(columns: Columns, count: int, source: Source, peel: Peel | None) -> D
 
 
 def _categorical(columns: Softmax, count: int, source: Source) -> torch.Tensor:
-    """`sqrt(k / M) (p - onehot(y))` with y from p: `[M, n, C, positions]`; without derivatives for some samples at a
-    time, so that there is one such tensor."""
+    """`sqrt(k / M) (p - onehot(y))` with y from p: `[M, n, C, positions]`; without derivatives for some rows at a time,
+    so that there is one such tensor, laid out as the logits are."""
     x, scale = columns.logits, (safe_root(columns.weight) * count**-0.5).unsqueeze(1)
-    n, classes, positions = x.shape
+    n, _, positions = x.shape
     number = _uniform((count, n, 1, positions), wide(x.detach()[:1, :1]), source)
 
-    def drawn_for(part: slice) -> torch.Tensor:
-        p = x[part].softmax(1)
-        target = _reached(wide(p.detach()), number[:, part])
+    def drawn_for(x: torch.Tensor, scale: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        p = x.softmax(-1)
+        target = _reached(wide(p.detach()), number)
         found = p.expand(count, *p.shape)
-        return found.scatter(2, target, found.gather(2, target) - 1) * scale[part]
+        return found.scatter(-1, target, found.gather(-1, target) - 1) * scale
 
-    size = thresholds.CACHE.get(x.device.type, thresholds.ELSEWHERE) // max(1, count * classes * positions)
-    if x.requires_grad or transforming() or n <= size:
-        return drawn_for(slice(None))
-    found, some = (
-        torch.empty(count, *x.shape, dtype=torch.promote_types(x.dtype, scale.dtype), device=x.device),
-        max(1, size),
-    )
-    for start in range(0, n, some):
-        found[:, start : start + some] = drawn_for(slice(start, start + some))
+    most = thresholds.CACHE.get(x.device.type, thresholds.ELSEWHERE)
+    if x.requires_grad or transforming() or x.numel() * count <= most:
+        return drawn_for(x.mT, scale.mT, number.mT).mT
+    found = torch.empty_like(x, dtype=torch.promote_types(x.dtype, scale.dtype)).expand(count, *x.shape)
+    found = found if count == 1 else found.movedim(2, -1).contiguous().movedim(-1, 2)
+    for given, share, *each in row_blocks(1, x, scale, *number, *found):
+        for made, one in zip(each[count:], drawn_for(given, share, torch.stack(each[:count])), strict=True):
+            made.copy_(one)
     return found
 
 

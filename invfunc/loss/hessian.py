@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import graph_of, innermost, mapped, rows_of, storage_of, version
+from invfunc._torch.functorch import (
+    dispatched,
+    graph_of,
+    innermost,
+    mapped,
+    rows_of,
+    storage_of,
+    transforming,
+    version,
+)
 from invfunc._torch.graphs import node_of, nodes_below, nodes_of
 from invfunc._torch.values import HALF, anywhere, check, checked_at_once, wide
 from invfunc.errors import ArgumentError, ConvexityError, SplitError
 from invfunc.loss.square_root import Affine, Columns, Elementwise, General, Gradient, OutputCotangents, Softmax
 from invfunc.operations.losses import reduction
+from invfunc.operations.naming import argument
 from invfunc.operations.operation import known
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 
@@ -243,32 +254,98 @@ def _class_weight(term: Term, slope: torch.Tensor) -> torch.Tensor:
     return scale * met if reduced != "mean" else torch.where(met == 0, 0, scale * met)
 
 
+def row_blocks(dim: int, *tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Blocks `[r, C]` of rows along a dim of tensors, in their own memory, that fit the cache several times."""
+    rows = [x.movedim(dim, -1) for x in tensors]
+    try:
+        rows = [x.view(1, -1, x.shape[-1]) for x in rows]
+    except RuntimeError:  # samples and what is in them are no single dim
+        rows = [x.reshape(len(x), -1, x.shape[-1]) for x in rows]
+    size = thresholds.CACHE.get(rows[0].device.type, thresholds.ELSEWHERE) // 8
+    step = max(1, size // max(1, rows[0].shape[-1]))
+    for some in zip(*rows, strict=True):
+        for start in range(0, len(some[0]), step):
+            yield [x[start : start + step] for x in some]
+
+
+class RowsCrossEntropy(torch.autograd.Function):
+    """The cross entropy at each position, whose graph keeps the logits alone, not the logarithms of probabilities."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, target: torch.Tensor, ignored: int) -> torch.Tensor:
+        blocks = row_blocks(1, x, target.unsqueeze(1))
+        each = [F.cross_entropy(z, y[:, 0], ignore_index=ignored, reduction="none") for z, y in blocks]
+        return torch.cat(each).view(target.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+        ctx.save_for_forward(*inputs[:2])
+        ctx.ignored = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        x, target = ctx.saved_tensors
+
+        def slope(z: torch.Tensor, y: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+            g, y = g.where(y != ctx.ignored, 0), y.where(y != ctx.ignored, 0)
+            return (z.softmax(1) * g).scatter_add(1, y, -g)
+
+        y, g = target.unsqueeze(1), slopes[0].unsqueeze(1)
+        if torch.is_grad_enabled():
+            return slope(x, y, g), None, None
+        out = torch.empty_like(x)
+        for *given, made in row_blocks(1, x, y, g, out):
+            made.copy_(slope(*given))
+        return out, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+        x, target = ctx.saved_tensors
+        each = list[torch.Tensor]()
+        for z, y, t in row_blocks(1, x, target.unsqueeze(1), tangent):
+            met = y != ctx.ignored
+            each.append((((z.softmax(1) * t).sum(1, keepdim=True)) - t.gather(1, y.where(met, 0))).where(met, 0))
+        return torch.cat(each).view(target.shape)
+
+
+def by_rows(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The result of a criterion of many numbers: a cross entropy of classes, rows at a time."""
+    arg = partial(argument, func, args, kwargs)
+    x, target, more = arg("input"), arg("target"), (arg("weight"), arg("label_smoothing", 0.0))
+    alike = func is F.cross_entropy and more == (None, 0.0) and target.shape == x[:, :1].squeeze(1).shape
+    if not alike or target.is_floating_point() or x.dtype in HALF or transforming() or dispatched():
+        return func(*args, **kwargs)
+    ignored, reduced = arg("ignore_index", -100), reduction(SimpleNamespace(args=args, kwargs=kwargs))
+    losses = RowsCrossEntropy.apply(x, target, ignored)
+    total = losses if reduced == "none" else losses.sum()
+    return total / (target != ignored).sum() if reduced == "mean" else total
+
+
 def softmax_product(
     term: Term, slope: torch.Tensor, sure: bool
 ) -> Callable[[torch.Tensor, Sequence[torch.Tensor], bool], torch.Tensor]:
     """The Hessian `k (diag p - p p^T)` of a cross entropy in its logits, as a product `(u, others, several)` without
-    derivatives: p is formed for some samples at a time, and the product written over u, unless that shares its memory
+    derivatives: p is formed for some rows at a time, and the product written over u, unless that shares its memory
     with others. An axis in front counts `several` u."""
     x, weight, dim = term.input.detach(), _class_weight(term, slope).detach(), _class_dim(term)
     if not sure:
         check_sign(weight, term.call.name)
     if x.ndim == 1:
         x, weight, dim = x.unsqueeze(0), weight.unsqueeze(0), 1
-    size = thresholds.CACHE.get(x.device.type, thresholds.ELSEWHERE) // 8
-    rows = max(1, size * len(x) // max(1, x.numel()))
 
     @torch.no_grad()
     def product(u: torch.Tensor, others: Sequence[torch.Tensor], several: bool) -> torch.Tensor:
-        own = u.is_contiguous() and all([storage_of(v) != storage_of(u) for v in others])
+        laid = u.is_contiguous() or (u.shape == x.shape and u.movedim(dim, -1).is_contiguous())
+        own = laid and all([storage_of(v) != storage_of(u) for v in others])
         out = u if own else torch.empty_like(u, memory_format=torch.contiguous_format)
         for given, made in zip(u, out, strict=True) if several else [(u, out)]:
-            given, made = given.reshape(x.shape), made.view(x.shape)
-            for start in range(0, len(x), rows):
-                part = slice(start, start + rows)
-                p = wide(x[part]).softmax(dim)
-                h = p * given[part]
-                h -= p.mul_(h.sum(dim, keepdim=True))
-                made[part] = h.mul_(weight[part].unsqueeze(dim))
+            each = x, weight.unsqueeze(dim), given.reshape(x.shape), made.view(x.shape)
+            for z, k, t, made_here in row_blocks(dim, *each):
+                p = wide(z).softmax(1)
+                h = p * t
+                h -= p.mul_(h.sum(1, keepdim=True))
+                made_here.copy_(h.mul_(k))
         return out
 
     return product

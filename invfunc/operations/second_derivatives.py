@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from invfunc._torch.functorch import checkpointing, forward_mode
+from invfunc import thresholds
+from invfunc._torch.functorch import checkpointing, forward_mode, transforming
 from invfunc._torch.opened import opened
 from invfunc.errors import ArgumentError
 from invfunc.operations.heard import Function, Listener, function_of
@@ -22,12 +24,16 @@ class TwiceDifferentiable(Listener):
 
     used = False
     """Whether an operation was replaced."""
+    wide = False
+    """Whether the one second derivative that is taken is that of `J^T u` in u, without its graph."""
 
     def __init__(self) -> None:
         super().__init__()
         self._pushed = forward_mode()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if self.wide and func is F.linear and args[2:] in ((), (None,)) and _large(*args[:2]):
+            return WideLinear.apply(*args[:2])
         function = function_of(func)
         if function.forms.twice is None and function.name not in _OPENED and not self._pushed:  # most of them
             return func(*args, **(kwargs or {}))
@@ -60,3 +66,68 @@ class TwiceDifferentiable(Listener):
         if self.used:
             stack.enter_context(self)
         return stack
+
+
+def _large(x: torch.Tensor, w: torch.Tensor) -> bool:
+    """Tells whether the outputs of a linear layer are so many that they are not to be there several times."""
+    if w.ndim < 2 or x.numel() // max(1, x.shape[-1]) * len(w) < thresholds.LOGITS:
+        return False
+    return not (transforming() or torch.is_autocast_enabled(x.device.type))
+
+
+def _along(dx: Any, dw: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """`dx w^T + x dw^T`, either of which may be missing, in one tensor where nobody differentiates it."""
+    if dx is None or dw is None:
+        return F.linear(x, dw) if dx is None else F.linear(dx, w)
+    found = F.linear(dx, w)
+    if torch.is_grad_enabled() and any([t.requires_grad for t in (dx, dw, x, w)]):
+        return found + F.linear(x, dw)
+    found.view(-1, len(w)).addmm_(x.reshape(-1, x.shape[-1]), dw.T)
+    return found
+
+
+class WideLinear(torch.autograd.Function):
+    """A linear layer without a bias, whose tangents are one tensor, in forward mode and as derivatives of `J^T u`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, w)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: torch.Tensor) -> Any:
+        return _Transposed.apply(*slopes, *ctx.saved_tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
+        return _along(*tangents, *ctx.saved_tensors)
+
+
+class _Transposed(torch.autograd.Function):
+    """The cotangents `(g w, g^T x)` of a linear layer; of a g of one number everywhere without products of matrices."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, flat = x.reshape(-1, x.shape[-1]), g.reshape(-1, len(w))
+        return (flat @ w).view(x.shape), flat.T @ rows
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        g, x, w = ctx.saved_tensors
+        found = _along(*slopes, x, w)
+        if not torch.is_grad_enabled():
+            return found, None, None
+        dx, dw = slopes
+        return found, g @ dw, g.reshape(-1, len(w)).T @ dx.reshape(-1, x.shape[-1])

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from invfunc import thresholds
 from invfunc._torch.graphs import node_of, nodes_of
 from invfunc.core.hessian import CallsRun
 from invfunc.core.marks import Unsupported, spelled, tensors
@@ -168,7 +169,7 @@ class Jacobian:
     @staticmethod
     def recorded(given: ProductArguments, of: ScopedSplit | list[torch.Tensor]) -> Jacobian:
         scope, values = given.scope, of if isinstance(of, list) else of.values
-        dummies = [scope.enter(scope.leave(torch.ones_like(z))) for z in values]
+        dummies = [scope.enter(scope.leave(_ones(z))) for z in values]
         found = Jacobian(values, given.params, dummies, [])
         with given.mode.back(values[0].device):
             found = replace(found, rows=found.back([*dummies], Pull(scope, graph=True)))
@@ -184,6 +185,11 @@ class Jacobian:
     def of(self, i: int) -> Jacobian:
         """The Jacobian in one of the parameters."""
         return replace(self, params=self.params[i : i + 1], rows=self.rows[i : i + 1])
+
+
+def _ones(z: torch.Tensor) -> torch.Tensor:
+    """Ones like a tensor, which have no memory of their own if they are many."""
+    return torch.ones_like(z) if z.numel() < thresholds.LOGITS else z.detach().new_ones(()).expand_as(z)
 
 
 def sandwich(

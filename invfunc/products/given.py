@@ -27,7 +27,7 @@ from invfunc.core.refusals import refused_by
 from invfunc.core.run import Run
 from invfunc.core.split import CRITERIA, Axis, Finder, Output, marked_for
 from invfunc.errors import ArgumentError, unreached
-from invfunc.loss.hessian import hessian, softmax_product, structured
+from invfunc.loss.hessian import by_rows, hessian, softmax_product, structured
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.products.maps import Kind, Pull, Scope, Vectors
 from invfunc.reductions.quantity import Drawing
@@ -312,7 +312,7 @@ class ProductArguments:
             return True
         if torch.is_inference_mode_enabled() or (scope.outside and any([x.requires_grad for x in v])):
             return True
-        before, watch = self.states, Pushed()
+        before, watch = self.states, Pushed(losses)
         try:
             with torch.enable_grad(), forward_ad.dual_level(), marked_for(watch), Uncompiled():
                 duals = [forward_ad.make_dual(p.detach(), x.detach()) for p, x in zip(self.leaves, v, strict=True)]
@@ -351,18 +351,24 @@ class Pushed(TorchFunctionMode):
     Pair = tuple[tuple[torch.Size, torch.Tensor], torch.Tensor | None]
     """The shape of an output, and some of its entries, with its tangent."""
 
-    def __init__(self) -> None:
+    def __init__(self, losses: bool) -> None:
+        """With `losses`, the derivative of the result is wanted, too."""
         super().__init__()
         self.pairs: list[Pushed.Pair] = []
-        self.fixed = False
+        self.fixed = self.cut = False
+        self.losses = losses
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is set_graph:  # forward mode goes through what reverse mode leaves out
             raise Unsupported("f turns gradients off")
         kind, kwargs = CRITERIA.get(func), kwargs or {}
         x = None if kind in (None, "of logarithm") or self.fixed else args[0] if args else kwargs.get("input")
-        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+        if isinstance(x, torch.Tensor) and (dual := forward_ad.unpack_dual(x)).tangent is not None:
             self.pairs.append(self.pair(x))
+            if kind == "softmax" and x.numel() >= thresholds.LOGITS:
+                if not self.losses:  # then nothing behind it is looked at
+                    x, self.cut = dual.primal, True
+                return by_rows(func, (x, *args[1:]) if args else args, kwargs if args else {**kwargs, "input": x})
         out = func(*args, **kwargs)
         if func is F.embedding and (padding := option(args, kwargs, 2, "padding_idx")) is not None:
             index, table = option(args, kwargs, 0, "input"), option(args, kwargs, 1, "weight")
@@ -375,13 +381,16 @@ class Pushed(TorchFunctionMode):
         return (z.shape, some_of(z)), t if t is None else t.detach()
 
     def mark(self, z: torch.Tensor) -> None:
+        if self.cut:
+            raise Unsupported("outputs that are marked behind a loss")
         self.pairs, self.fixed = self.pairs if self.fixed else [], True
         self.pairs.append(self.pair(z))
 
 
 def some_of(z: torch.Tensor) -> torch.Tensor:
-    """Entries of a tensor all over it, which tell whether it is that of another run."""
-    return z.detach().reshape(-1)[:: z.numel() // 2**12 + 1].clone()
+    """Entries of a tensor all over it, in the order of its memory, which tell whether it is that of another run."""
+    z = z.detach().permute(sorted(range(z.ndim), key=z.stride, reverse=True))
+    return z.reshape(-1)[:: z.numel() // 2**12 + 1].clone()
 
 
 class Following(Run):

@@ -185,6 +185,7 @@ class Product(Transform):
         given = ProductArguments(
             self.f, self.loss, args, kwargs, names, self.in_dims, self.out_dims, self.has_aux, self.drawing
         )
+        given.mode.wide = self.forward
         return given, Space(names, given.structure, given.kinds)
 
     def directly(

@@ -37,9 +37,10 @@ def batch_grad(
     Args:
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`. A term of a scalar f in the parameters
             alone counts as 1/N for each sample. f is pure in torch.func's sense (see the conventions).
-        sum_of: a function of one sample's gradient in one parameter, `[*p]`, which returns as many numbers.
+        sum_of: a function of one sample's gradient in one parameter, `[*p]`, which returns as many numbers. They are
+            summed in the dtype of the gradient (also booleans and integers).
         samples: the indices of some samples, in any order, also repeated; None for all. The result is for these samples
-            alone, with the scale that they have in the whole batch.
+            alone, with the scale that they have in the whole batch; a result that counts samples counts these.
         argnums: the position of the parameters among the arguments; for a tuple of positions, the result is a tuple.
         in_dims: the sample axis of each batch argument, or of all; None for what all samples share.
         has_aux: f returns `(loss, aux)`, and the transform `(result, aux)`.

@@ -104,9 +104,10 @@ def clipped_grad(
     """
     bounds = list(max_norm.values()) if isinstance(max_norm, Mapping) and groups is not None else [max_norm]
     if not all(map(_positive, bounds)):
+        more = "a dict of these needs groups= to say which parameters each is for, as groups='layer'."
         raise ArgumentError(
             f"clipped_grad({describe(f)}, max_norm={max_norm!r}): max_norm has to be a number above 0, or a tensor "
-            "without dims that holds one; or, with groups=, a dict of these."
+            f"without dims that holds one; {more}"
         )
     names = grouped("clipped_grad", f, groups)
     if weight is not None and not callable(weight):
