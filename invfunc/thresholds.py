@@ -38,7 +38,7 @@ have 0.2 to 2.2, and errors of 2e-7. Nobody waits for what is looked at on a CPU
 GHOST_PRODUCTS = 3
 """Tensors of such products that are there at once; no more memory than a per-sample gradient takes."""
 
-AT_ONCE = 2**20
+AT_ONCE = 2**23
 """Multiplications that form all per-sample gradients below which their norms come of these: a few operations, where the
 choice of another way takes as long as 10 to 20 do. Here, of a GPT of width 32 with 16 tokens, half of the time."""
 
@@ -50,12 +50,16 @@ ADDED_POSITIONS, ADDED_NUMBERS = 256, 2**20
 """Positions r and numbers in x from which on the products of the samples are added up one by one, without a copy:
 2.5 times as fast here at 2^23 numbers. It is from 2^16 numbers and 16 positions on with 64 rows, but not with 576."""
 
-ADDED_ROWS = 2**12
+ADDED_ROWS = 2**14
 """Entries of a per-sample gradient from which on the squares of many are added up one by one: in a tenth of the time of
 their sum at 2^17 entries."""
 
 ADDED_ON = ("cpu",)
 """Where they are. On an H200 that takes 2 to 14 times as long as a product of the copy, from 2^20 numbers on."""
+
+HUGE_PAGES, HUGE_ON = 32 * 2**20, ("cpu",)
+"""Bytes of a result from which on it is written to fresh memory in huge pages (`_torch.values.room`): malloc takes so
+much from the system each time. Here a third of the time at 32 MiB, and as fast below."""
 
 # Columns that are pulled back (core/evaluate.py, structure/plan.py)
 
@@ -105,7 +109,7 @@ few channels within a network."""
 DISPLACED_DTYPES, DISPLACED_ON = (torch.float32, torch.float64), ("cpu",)
 """Where they may come from displacements: elsewhere a convolution may round to fewer bits than a matrix product."""
 
-UNFOLD, ASSEMBLE, CALL, SLICES = 60, 60, 4_000_000, 10_000_000
+UNFOLD, ASSEMBLE, CALL, SLICES = 60, 150, 4_000_000, 10_000_000
 """What an entry of the patches, one of the result, a product, and reading slices cost, in multiplications; the cheaper
 way is taken. With 32 samples of 16 x 16 pixels and a kernel 3 x 3 it is displacements from 8 channels on, as the times
 are here: 3 times as fast at 32 channels."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
 
+from invfunc import thresholds
 from invfunc._torch.functorch import fake_tensors, innermost
 
 HALF = (torch.float16, torch.bfloat16)
@@ -31,6 +34,19 @@ def fake(x: torch.Tensor) -> bool:
 def anywhere(x: torch.Tensor) -> bool:
     """Tells whether something holds anywhere; without numbers nothing does."""
     return not fake(x) and bool(innermost(x).any())
+
+
+def room(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """An empty tensor for a result; a large one in huge pages, where the system hands them out on request (Linux): the
+    first touch of fresh memory costs more than what is written to it."""
+    empty, page = like.new_empty(shape), mmap.PAGESIZE
+    if empty.nbytes >= thresholds.HUGE_PAGES and like.device.type in thresholds.HUGE_ON and not fake(like) and _ADVISE:
+        first, end = -(-empty.data_ptr() // page) * page, empty.data_ptr() + empty.nbytes
+        _ADVISE(ctypes.c_void_p(first), ctypes.c_size_t(max(0, end - first) // page * page), mmap.MADV_HUGEPAGE)
+    return empty
+
+
+_ADVISE = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
 def any_of(several: Sequence[torch.Tensor]) -> list[bool]:

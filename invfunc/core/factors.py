@@ -88,11 +88,11 @@ class Sent:
                 return gram
         read = self.read
         assert read is not None
-        first, *rest = run.blocks([use], use.size(run))
-        found = _outer(read(first), diagonal)
-        for block in rest:
-            found = found + _outer(read(block), diagonal)
-        return found
+        size = use.size(run)
+        if isinstance(use, Convolution):  # of windows alone
+            p, _, k = use.sizes(run)
+            size = p * k * use.groups
+        return summed(_outer(read(block), diagonal) for block in run.blocks([use], size))
 
 
 def _outer(x: torch.Tensor, diagonal: bool) -> torch.Tensor:

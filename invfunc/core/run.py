@@ -763,13 +763,16 @@ def _repeated(args: tuple, kwargs: dict, x: Tensor) -> bool:
     return bool(args) and option(args, kwargs, 1, "dim", 0) == 0 and all([y is x for y in args[0]])
 
 
-def _form(out: Tensor, base: Tensor) -> tuple[list[int], list[int]]:
-    """The shape of the entries of a base in the order of the dims of a view of it, and these dims as they are there."""
-    order = sorted(range(out.ndim), key=lambda dim: (-out.stride(dim), dim))
-    turned = out.permute(order)
+def _form(out: Tensor, base: Tensor) -> tuple[Sequence[int], list[int] | None]:
+    """The shape of the entries of a base in the order of the dims of a view of it, and these dims as they are there;
+    None of a view in that order."""
+    turned, order = out, None
+    if not out.is_contiguous():
+        order = sorted(range(out.ndim), key=lambda dim: (-out.stride(dim), dim))
+        turned = out.permute(order)
     if out.numel() != base.numel() or not turned.is_contiguous() or not base.is_contiguous():
         raise Unsupported("an operation whose result is a part of another tensor, or in another order")
-    return [*turned.shape], sorted(range(out.ndim), key=order.__getitem__)
+    return turned.shape, None if order is None else sorted(range(out.ndim), key=order.__getitem__)
 
 
 def _picks(index: Any) -> bool:

@@ -165,9 +165,11 @@ class Shares:
             _, i, sums, _ = use.touched(self.run)
             total = sums.new_zeros(use.shape[0], sums.shape[-1]).index_add(0, i, sums.square())
             return self.pulled(use, total.view(use.shape), 0)
-        fresh = not self.run.deep and self.single(ProductUse) is not None
+        pair = None if self.run.deep else self.single(ProductUse)
+        if pair is not None and (rows := pair.by_rows(self.run)) is not None:
+            return self.pulled(pair, pair.shaped(torch.cat([added_squares(x) for x in rows], 1)), 0)
         rows = (self.dense(block) for block in self.blocks())
-        return summed(added_squares(x) if fresh else x.square().sum(1).sum(0) for x in rows)
+        return summed(x.square().sum(1).sum(0) if pair is None else added_squares(x) for x in rows)
 
     def squares_of_places(self) -> torch.Tensor:
         """The sum of the squares of what each place adds where an operation reads the parameter."""
@@ -233,15 +235,15 @@ class Shares:
     def norms_of(self, use: ProductUse) -> torch.Tensor:
         """Norms of products with many positions: from products of positions with positions where that is cheaper."""
         run, (p, o, k) = self.run, use.sizes(self.run)
-        if self.small and p >= max(o, k):
+        if p >= max(o, k) and self.small:
             return self.norms_of_kept()
         if p * use.size(run) * self.count < thresholds.AT_ONCE:
-            return use.formed(run)[0].flatten(1).square().sum(1)
+            return self.squared(use.formed(run))
         size = min(p * (o + k + 2 * p) * 2, use.size(run)) if p < max(o, k) else use.size(run)
         found, alone = [], isinstance(use, Convolution) and use.alone(run)
         for block in run.blocks([use], size):
             if alone:
-                found.append(use.formed(run, block)[0].flatten(1).square().sum(1))
+                found.append(self.squared(use.formed(run, block)))
                 continue
             a, d = use.read(run, block), use.sends(run, block)
             terms: list[Term] = squeezed([("Ngpo", d[0]), ("Ngpk", a)])
@@ -253,8 +255,13 @@ class Shares:
                 norms = contract(twice(pair, pair, "gok"), present("N", pair))
                 found.append(norms.clamp(min=0).to(terms[0][1].dtype).reshape(-1))
             else:
-                found.append(formed(a, d)[0].flatten(1).square().sum(1))
+                found.append(self.squared(formed(a, d)))
         return joined(found)
+
+    def squared(self, rows: torch.Tensor) -> torch.Tensor:
+        """The squared norms of the gradients of the only column."""
+        rows = rows[0].flatten(1)
+        return rows.square().sum(1) if self.run.deep else torch.linalg.vector_norm(rows, dim=1).square()
 
     def sum_and_norms(self, weigh: Weigh | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """`sum_n weights[n] G[n]` and `sum_p G[n, p]^2` of the only column, whose weights may depend on these."""

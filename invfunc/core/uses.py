@@ -7,7 +7,7 @@ samples, `[V, n, *shape]`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +15,14 @@ import torch.nn.functional as F
 
 from invfunc import thresholds
 from invfunc._torch.functorch import counted, version
-from invfunc._torch.values import HALF, wide
+from invfunc._torch.values import HALF, room, wide
 from invfunc.core.axes import factors_of, letters, operands
 from invfunc.core.marks import Axis, Node, Run, Unsupported, named, option
 from invfunc.core.order import Order
 from invfunc.core.tables import called
 from invfunc.errors import ArgumentError
 from invfunc.linear_algebra import autocorrelation
-from invfunc.linear_algebra.contract import summed
+from invfunc.linear_algebra.contract import in_place, summed
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 
 Block = slice | torch.Tensor
@@ -66,7 +66,7 @@ class Use:
     """The edge of the graph by which its cotangent comes, or the copy of the parameter that the operation got."""
     end: bool = True
     """Whether nothing but copies of parameters lies below the edge."""
-    form: tuple[list[int], list[int]] | None = None
+    form: tuple[Sequence[int], list[int] | None] | None = None
     """How the entries of the tensor at the edge are those of the result, where that is a view of it."""
     func: Any = None
     """The operation; None where f is evaluated on each sample alone."""
@@ -108,7 +108,8 @@ class Use:
         """The cotangent at a tensor as that at a view of it."""
         assert self.form is not None
         shape, dims = self.form
-        return d.reshape(*d.shape[:lead], *shape).permute(*range(lead), *(lead + dim for dim in dims))
+        d = d.reshape(*d.shape[:lead], *shape)
+        return d if dims is None else d.permute(*range(lead), *(lead + dim for dim in dims))
 
     def sent(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         """The cotangent as `[V, n, ...]`."""
@@ -239,8 +240,10 @@ class ProductUse(Use):
 
     def sizes(self, run: Run) -> tuple[int, int, int]:
         """The sizes of p, o, k."""
-        a, d = self.read(run), self.sends(run)
-        return a.shape[2], d.shape[4], a.shape[3]
+        o, k = [math.prod([self.shape[i] for i in dims]) for dims in self.of_w[1:]]
+        if run.ordered:
+            return self.read(run).shape[2], o, k
+        return self.a.numel() * o // max(1, run.n * self.shape.numel()), o, k
 
     def size(self, run: Run) -> int:
         return self.shape.numel() * run.columns
@@ -273,6 +276,19 @@ class ProductUse(Use):
     def formed(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         """`[V, n, g, o, k]`."""
         return formed(self.read(run, block), self.sends(run, block))
+
+    def by_rows(self, run: Run) -> Iterator[torch.Tensor] | None:
+        """The same in blocks of o, `[V, n, g, part of o, k]`, where what is formed of two samples does not fit the
+        cache, and what all of them read does; else None."""
+        most = thresholds.CACHE.get(self.value.device.type, thresholds.ELSEWHERE)
+        if 2 * thresholds.SHARES * self.size(run) <= most or run.count < 2:
+            return None
+        p, o, _ = self.sizes(run)
+        if p * self.shape.numel() // o * run.count > most:
+            return None
+        step = max(1, o * most // (thresholds.SHARES * run.count * self.size(run)))
+        a, d = self.read(run), self.sends(run)
+        return (formed(a, d[..., i : i + step]) for i in range(0, o, step))
 
     def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         if (rows := self.rows(run, block)) is not None:
@@ -307,7 +323,10 @@ def _arranged(x: torch.Tensor, of: Dims, lead: int) -> torch.Tensor:
 
 def outer(a: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
     """`d[v, ..., o] a[..., k]`, `[V, ..., o, k]`."""
-    return d.unsqueeze(-1) * a.unsqueeze(-2)
+    d, a = d.unsqueeze(-1), a.unsqueeze(-2)
+    if d.numel() * a.shape[-1] < thresholds.HUGE_PAGES // 8 or not in_place(d, a):
+        return d * a
+    return torch.mul(d, a, out=room((*d.shape[:-1], a.shape[-1]), d))
 
 
 def formed(a: torch.Tensor, d: torch.Tensor) -> torch.Tensor:

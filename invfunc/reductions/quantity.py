@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from invfunc._torch.values import room
 from invfunc.linear_algebra.contract import in_place
 from invfunc.loss.drawn import Source, of_samples
 from invfunc.loss.peeled import Peel
@@ -181,7 +182,7 @@ class Accumulator:
     def _write(self, leaf: int, x: torch.Tensor, n: int, axis: int) -> None:
         """Write rows behind those that came before."""
         start, shape = self.filled.get(leaf, 0), [*x.shape[:axis], n, *x.shape[axis + 1 :]]
-        (whole,) = self.states.get(leaf) or (x.new_empty(shape),)
+        (whole,) = self.states.get(leaf) or (room(shape, x),)
         whole = whole.to(torch.promote_types(whole.dtype, x.dtype))
         whole.narrow(axis, start, x.shape[axis]).copy_(x)
         self.states[leaf], self.filled[leaf] = (whole,), start + x.shape[axis]
