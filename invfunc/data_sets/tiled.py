@@ -58,7 +58,8 @@ class Tiled(Transform):
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         """The matrix: a batch is held while others go by, of one loader those from it on, whose tiles have mirror
         images. Of two loaders those of the columns are held; for a function that is told of rows, those of the rows."""
-        by_rows, sides = callable(self.out), self._sides(args)
+        out: Any = self.out
+        by_rows, sides = callable(out), self._sides(args)
         if self.out is not None and not by_rows:
             taken = {storage_of(p) for p in tree.tensors(args[:1])}
             for path, x in tree.named_leaves(self.out):
@@ -94,7 +95,7 @@ class Tiled(Transform):
                     aux[True, k] = batch[0].aux
                 others.each(partial(see, k, batch), range(k if mirrors else 0, m))
                 if by_rows:
-                    self.out(start, tree.map_tensors(_mirrored, whole))
+                    out(start, tree.map_tensors(_mirrored, whole))
                     whole = None
         of_others, of_held = ([aux[key] for key in sorted(aux) if key[0] == at] for at in (False, True))
         both = (of_held, of_others) if by_rows else (of_others, of_held)

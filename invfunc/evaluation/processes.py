@@ -83,7 +83,8 @@ class Processes:
 
     def merged(self, own: T, join: Callable[[T, T], T], device: torch.device) -> T:
         """The trees of all processes joined in their order, in each of them: of neighbours first, then of pairs."""
-        found, step = own, 1
+        found: Any = own
+        step = 1
         with connected():
             while step < self.size:
                 if self.rank % (2 * step) == step:
