@@ -113,7 +113,7 @@ class Tiled(Transform):
         sweeps = 1 + (m if not callable(self.out) else 2 * n if len(sides) == 1 else n)
         return replace(found, name=repr(self), sweeps=sweeps, batches=n, tiles=n * (n + 1) // 2 if mirrored else n * m)
 
-    def _sides(self, args: tuple) -> list[Again]:
+    def _sides(self, args: tuple) -> list[RepeatedBatches]:
         """The loaders behind the parameters."""
         if len(args) not in (2, 3):
             given = f"{len(args)} positional arguments"
@@ -121,7 +121,7 @@ class Tiled(Transform):
         for loader in args[1:]:
             check_loader(loader, sweeps=AGAIN)
         quiet = replace(self.feed, progress="")  # a bar shows the tiles
-        return [Again(batches_of(each, args[0], self.t.in_dims, quiet), self.t.in_dims) for each in args[1:]]
+        return [RepeatedBatches(batches_of(each, args[0], self.t.in_dims, quiet), self.t.in_dims) for each in args[1:]]
 
     def _reduced(self, whole: Any) -> Any:
         if (reduce := self.t.options.reduce) is None:
@@ -130,7 +130,7 @@ class Tiled(Transform):
         return tree.unflatten(leaves, tree.flatten(whole)[1])
 
 
-class Again:
+class RepeatedBatches:
     """Batches that are gone through again and again, and have to be the same ones each time."""
 
     def __init__(self, batches: Batches, in_dims: InDims) -> None:
