@@ -106,7 +106,7 @@ class StreamedProduct(Transform):
     def _along(
         self, begun: Begun, kwargs: dict[str, Any], vectors: list[torch.Tensor], lead: int, *known: int
     ) -> VisitWork:
-        """What adds up the products of all batches with a vector, or with several."""
+        """Work that adds up the products of all batches with a vector, or with several."""
         t = WithVector(self.product, vectors, lead)
         return VisitWork(t, kwargs, begun, self.plans, self.part.reduction, *known)
 

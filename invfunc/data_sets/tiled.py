@@ -58,7 +58,8 @@ class Tiled(Transform):
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         """The matrix: a batch is held while others go by, of one loader those from it on, whose tiles have mirror
         images. Of two loaders those of the columns are held; for a function that is told of rows, those of the rows."""
-        by_rows, sides = callable(self.out), self._sides(args)
+        out: Any = self.out
+        by_rows, sides = callable(out), self._sides(args)
         if self.out is not None and not by_rows:
             taken = {storage_of(p) for p in tree.tensors(args[:1])}
             for path, x in tree.named_leaves(self.out):
@@ -94,7 +95,7 @@ class Tiled(Transform):
                     aux[True, k] = batch[0].aux
                 others.each(partial(see, k, batch), range(k if mirrors else 0, m))
                 if by_rows:
-                    self.out(start, tree.map_tensors(_mirrored, whole))
+                    out(start, tree.map_tensors(_mirrored, whole))
                     whole = None
         of_others, of_held = ([aux[key] for key in sorted(aux) if key[0] == at] for at in (False, True))
         both = (of_held, of_others) if by_rows else (of_others, of_held)
@@ -112,7 +113,7 @@ class Tiled(Transform):
         sweeps = 1 + (m if not callable(self.out) else 2 * n if len(sides) == 1 else n)
         return replace(found, name=repr(self), sweeps=sweeps, batches=n, tiles=n * (n + 1) // 2 if mirrored else n * m)
 
-    def _sides(self, args: tuple) -> list[Again]:
+    def _sides(self, args: tuple) -> list[RepeatedBatches]:
         """The loaders behind the parameters."""
         if len(args) not in (2, 3):
             given = f"{len(args)} positional arguments"
@@ -120,7 +121,7 @@ class Tiled(Transform):
         for loader in args[1:]:
             check_loader(loader, sweeps=AGAIN)
         quiet = replace(self.feed, progress="")  # a bar shows the tiles
-        return [Again(batches_of(each, args[0], self.t.in_dims, quiet), self.t.in_dims) for each in args[1:]]
+        return [RepeatedBatches(batches_of(each, args[0], self.t.in_dims, quiet), self.t.in_dims) for each in args[1:]]
 
     def _reduced(self, whole: Any) -> Any:
         if (reduce := self.t.options.reduce) is None:
@@ -129,7 +130,7 @@ class Tiled(Transform):
         return tree.unflatten(leaves, tree.flatten(whole)[1])
 
 
-class Again:
+class RepeatedBatches:
     """Batches that are gone through again and again, and have to be the same ones each time."""
 
     def __init__(self, batches: Batches, in_dims: InDims) -> None:

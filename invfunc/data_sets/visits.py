@@ -1,4 +1,4 @@
-"""What is done with the batches of a loader, of one process or of one among several."""
+"""Work with the batches of a loader, of one process or of one among several."""
 
 from __future__ import annotations
 

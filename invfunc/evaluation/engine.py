@@ -309,7 +309,7 @@ def _few(problem: BoundProblem, places: list[int]) -> BoundProblem:
 
 
 def _by_sample(found: Any, dim: int) -> list[torch.Tensor]:
-    """What f has returned, with the samples along the first axis."""
+    """Tensors that f has returned, with the samples along the first axis."""
     values = [z.detach() for z in tree.tensors((found,))]
     return [z if z.ndim < 2 else z.movedim(dim, 0) for z in values]
 

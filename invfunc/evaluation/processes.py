@@ -22,7 +22,7 @@ T = TypeVar("T")
 M = TypeVar("M")
 
 
-class Failure(str):
+class FailedMerge(str):
     """The text of an error, in place of what a process would give."""
 
 
@@ -83,7 +83,8 @@ class Processes:
 
     def merged(self, own: T, join: Callable[[T, T], T], device: torch.device) -> T:
         """The trees of all processes joined in their order, in each of them: of neighbours first, then of pairs."""
-        found, step = own, 1
+        found: Any = own
+        step = 1
         with connected():
             while step < self.size:
                 if self.rank % (2 * step) == step:
@@ -97,7 +98,7 @@ class Processes:
                     found = self._taken(self.rank - step, device)
                 elif self.rank % (2 * step) == 0 and self.rank + step < self.size:
                     self._give(found, self.rank + step)
-        if isinstance(found, Failure):
+        if isinstance(found, FailedMerge):
             raise ProcessError(f"what the processes have kept cannot be joined: {found}")
         return found
 
@@ -133,17 +134,17 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 def _joined(join: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
     """Two trees joined, or why they cannot be: other processes wait for what comes of them."""
     for one in (first, second):
-        if isinstance(one, Failure):
+        if isinstance(one, FailedMerge):
             return one
     try:
         return join(first, second)
     except Exception as error:
-        return Failure(shown(error))
+        return FailedMerge(shown(error))
 
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Says of a connection that is lost what that means."""
+    """A context in which the loss of a connection is an error that says what it means."""
     try:
         yield
     except InvFuncError:

@@ -148,7 +148,7 @@ class Sweep:
 
 
 def _in_order(fold: JointFold, k: int, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """What two processes have brought, joined in a fold."""
+    """The state that two processes have brought, joined in a fold."""
     if not (first["n"] and second["n"]):
         return first if first["n"] else second
     fold.keep(k, second)
@@ -179,13 +179,13 @@ def other_outputs(known: tuple[Any, ...], there: str, own: tuple[Any, ...], here
 # What the evaluation of a batch brings, apart from the evaluation: a tree of tensors and numbers
 
 
-def brought(engine: Engine, phase: int) -> Any:
+def brought(engine: Any, phase: int) -> Any:
     """All that a batch brings to a fold in a phase."""
     aux, part = engine.kept(), engine.loss_part
     return engine.fold.state(phase), engine.scalar, None if part is None else part.outputs, aux
 
 
-def bring(engine: Engine, phase: int, found: Any) -> Any:
+def bring(engine: Any, phase: int, found: Any) -> Any:
     """Have an evaluation that was not made keep what another one of the same batch has brought; aux."""
     state, engine.scalar, outputs, aux = found
     engine.fold.keep(phase, state)

@@ -57,9 +57,9 @@ class PlansOfBatches:
 
     def __init__(self, t: Statistic | Product, calls: Calls) -> None:
         """`calls` are those of t alone."""
-        t = WithVector(t, [], 0) if isinstance(t, Product) else t
-        self.t, own = t, {d: _aside(d) for d in t.drawings}
-        self.calls = Calls(StatisticOfBatch(t.drawn_by(own.__getitem__)), calls.called, calls.backend)
+        added = WithVector(t, [], 0) if isinstance(t, Product) else t
+        own = {d: _aside(d) for d in added.drawings}
+        self.calls = Calls(StatisticOfBatch(added.drawn_by(own.__getitem__)), calls.called, calls.backend)
 
     def __repr__(self) -> str:
         return self.calls.called

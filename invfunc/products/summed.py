@@ -70,8 +70,16 @@ class WithVector:
     sweeps = 1
 
     @property
+    def f(self) -> Callable:
+        return self.product.f
+
+    @property
+    def drawing(self) -> Drawing | None:
+        return self.product.drawing
+
+    @property
     def drawings(self) -> list[Drawing]:
-        return [] if self.product.drawing is None else [self.product.drawing]
+        return [] if self.drawing is None else [self.drawing]
 
     @property
     def has_aux(self) -> bool:
