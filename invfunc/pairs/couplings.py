@@ -100,11 +100,12 @@ def fitting(result: Any, like: Any, call: str, what: str, name: str) -> Any:
     (came, form), (wanted, like_form) = tree.flatten(result), tree.flatten(like)
     if form is None or form != like_form:
         kind = ArgumentError if tensors or form else ArgumentTypeError
-        raise kind(f"{call}: {what} is {_described(result)}, but {name}, which it changes, is {_described(like)}.")
+        raise kind(f"{call}: {what} is {described(result)}, but {name}, which it changes, is {described(like)}.")
     return tree.unflatten([fitting(*each, call, what, name) for each in zip(came, wanted, strict=True)], form)
 
 
-def _described(state: Any) -> str:
+def described(state: Any) -> str:
+    """The kind of a state, for errors."""
     if isinstance(state, torch.Tensor):
         return f"a tensor of shape {list(state.shape)}"
     paths = ", ".join(path for path, _ in tree.named_leaves(state) if path)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.pairs.couplings import Calls, Move, Moves, Rounded, as_part, combined, fitting
+from invfunc.pairs.couplings import Calls, Move, Moves, Rounded, as_part, combined, described, fitting
 from invfunc.pairs.exact import Grid
 from invfunc.pairs.pair import Invertible, needed
 from invfunc.pairs.value import Value
@@ -213,7 +213,7 @@ def reversible_step(increment: Callable[..., Any], coupling: float | None = 0.99
     needed("reversible_step(increment)", "increment", increment)
     call = f"reversible_step({describe(increment)}, coupling={coupling})"
     if coupling is None:
-        return Invertible(partial(_there, call, increment), partial(_back, call, increment), name=call)
+        return Invertible(*(partial(_stepped, call, increment, way) for way in (0, 1)), name=call)
     if not isinstance(coupling, (int, float)) or not 0 < coupling <= 1:
         raise ArgumentError(f"{call}: coupling has to be above 0 and at most 1, or None for one copy of the state.")
     moves = Move(0, None, coupling, 1 - coupling), Move(0, 0), Move(1, 1, by=-1)
@@ -225,30 +225,25 @@ class _IncrementSteps(Moves):
     """Moves by the increments of the way there and of the way back."""
 
     def calls(self, functions: tuple, args: list[Any]) -> Calls:
-        start, end, *more = _between(self.call, args)
-        return [(functions[0], (*way, *more)) for way in ((start, end), (end, start))]
+        return [(functions[0], way) for way in _ways(self.call, args)]
 
 
-def _there(call: str, increment: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
-    change = increment(x, *_between(call, args), **kwargs)
-    return combined(torch.add, x, fitting(change, x, call, "what increment returns", "x"))
-
-
-def _back(call: str, increment: Callable, y: Any, *args: Any, **kwargs: Any) -> Any:
-    start, end, *more = _between(call, args)
-    return _there(call, increment, y, (end, start), *more, **kwargs)
-
-
-def _between(call: str, args: Sequence[Any]) -> list[Any]:
-    """The start and the end of a step, and what an increment gets behind them."""
+def _ways(call: str, args: Sequence[Any]) -> list[tuple]:
+    """All that an increment gets behind the state, on the way there and on the way back."""
     ends, *more = args or (None,)
     if not isinstance(ends, (tuple, list)) or len(ends) < 2:
-        found = f"{type(ends).__name__}" + (f" of {len(ends)}" if isinstance(ends, (tuple, list)) else "")
         raise ArgumentError(
-            f"{call}: the second argument has to be (start, end), the times of the step, but is {found}. With "
+            f"{call}: the second argument has to be (start, end), the times of the step, but is {described(ends)}. With "
             "parameters of this step alone it is (start, end, p); parameters of all steps come after it."
         )
-    return [*ends, *more]
+    start, end, *own = ends
+    return [(*way, *own, *more) for way in ((start, end), (end, start))]
+
+
+def _stepped(call: str, increment: Callable, way: int, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """The only copy of the state after a step, there or back."""
+    change = increment(x, *_ways(call, args)[way], **kwargs)
+    return combined(torch.add, x, fitting(change, x, call, "what increment returns", "x"))
 
 
 def runge_kutta(field: Callable[..., Any], tableau: str | Tableau = "rk4") -> Callable[..., Any]:
@@ -318,8 +313,7 @@ class _Increment(Value):
     def __call__(self, x: Any, start: Any, end: Any, *args: Any, **kwargs: Any) -> Any:
         for name, t in (("start", start), ("end", end)):
             if not isinstance(t, (int, float)) and not (isinstance(t, torch.Tensor) and t.dim() == 0):
-                found = f"of shape {list(t.shape)}" if isinstance(t, torch.Tensor) else f"of type {type(t).__name__}"
-                raise ArgumentError(f"{self.call}: {name} is {found}, but has to be a number or a tensor of one.")
+                raise ArgumentError(f"{self}: {name} is {described(t)}, but has to be a number or a tensor of one.")
         h, slopes = end - start, []
         for row in self.a:
             stage = combined(lambda x, *slopes, row=row: x + h * _weighted(row, slopes), x, *slopes)
@@ -427,15 +421,12 @@ class _Bidirectional(Moves):
 
 def packed(bits: torch.Tensor) -> torch.Tensor:
     """Booleans, eight of them in a byte."""
-    flat = bits.flatten()
-    rows = F.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)
-    return (rows * _powers(bits.device)).sum(1, dtype=torch.uint8)
+    return (F.pad(bits.flatten(), (0, -bits.numel() % 8)).view(-1, 8) * _powers(bits.device)).sum(1, dtype=torch.uint8)
 
 
 def unpacked(byte: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The booleans, in the shape of another tensor."""
-    rows = byte.unsqueeze(1).bitwise_and(_powers(byte.device)) != 0
-    return rows.flatten()[: like.numel()].view(like.shape)
+    return (byte.unsqueeze(1) & _powers(byte.device)).ne(0).flatten()[: like.numel()].view(like.shape)
 
 
 def _powers(device: torch.device) -> torch.Tensor:
