@@ -233,8 +233,8 @@ def _ways(call: str, args: Sequence[Any]) -> list[tuple]:
     ends, *more = args or (None,)
     if not isinstance(ends, (tuple, list)) or len(ends) < 2:
         raise ArgumentError(
-            f"{call}: the second argument has to be (start, end), the times of the step, but is {described(ends)}. With "
-            "parameters of this step alone it is (start, end, p); parameters of all steps come after it."
+            f"{call}: the second argument has to be (start, end), the times of the step, but is {described(ends)}. "
+            "With parameters of this step alone it is (start, end, p); parameters of all steps come after it."
         )
     start, end, *own = ends
     return [(*way, *own, *more) for way in ((start, end), (end, start))]

@@ -195,7 +195,10 @@ REFUSED = [
     ),
     (lambda: reversible_step(torch.sin, 1.5), r"reversible_step\(sin, coupling=1.5\): coupling.*above 0 and at most 1"),
     (lambda: reversible_step(torch.sin, 0), "above 0 and at most 1"),
-    (lambda: SOLVER((X, X)), r"^reversible_step\(runge_kutta\(sin, 'rk4'\), .*: the second argument.*is of type NoneType"),
+    (
+        lambda: SOLVER((X, X)),
+        r"^reversible_step\(runge_kutta\(sin, 'rk4'\), .*: the second argument.*is of type NoneType",
+    ),
     (lambda: SOLVER((X, X), (W,)), r"has to be \(start, end\).*but is a tuple of \[0\].*\(start, end, p\)"),
     (lambda: SOLVER((X, X[:1]), (0, 1)), r"z is a tensor of shape \[1, 2\], but y, .* of shape \[2, 2\]"),
     (lambda: reversible_step(lambda x, *_: x[:1], None)(X, (0, 1)), r"what increment returns is .* \[1, 2\], but x, "),
