@@ -218,7 +218,7 @@ class _FirstRun(TorchFunctionMode):
             self.read.add(id(x))
             if id(x) in self.names:
                 raise ArgumentError(
-                    f"{self.f!r}: {self.names[id(x)]!r} cannot be replaced: {self.which} reads it, or its module, "
+                    f"{self.f!r}: {self.names[id(x)]!r} cannot be replaced, as {self.which} reads it, or its module, "
                     "from a list or a closure. Read it as an attribute of a submodule, as of an nn.ModuleList."
                 )
         return result

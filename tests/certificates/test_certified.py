@@ -227,11 +227,7 @@ class TestErrors:
             (lambda f: certified(variance(f), generator=None), ArgumentTypeError, "pass generator="),
             (lambda f: certified(variance(f), generator=2**70), ArgumentError, "generator=1180.*at least 0 and below"),
             (lambda f: certified(variance(f), generator=-1), ArgumentError, "at least 0 and below"),
-            (
-                lambda f: chunked(certified(variance(f), generator=0), 2),
-                ArgumentTypeError,
-                "Chunk the statistic inside",
-            ),
+            (lambda f: chunked(certified(variance(f), generator=0), 2), ArgumentTypeError, "statistic inside"),
             (lambda f: together(certified(variance(f), generator=0)), ArgumentTypeError, "not a statistic"),
             (lambda f: reduced(certified(variance(f), generator=0), sum), ArgumentTypeError, "has to be a statistic"),
         ],

@@ -158,7 +158,7 @@ class TestEigenpairs:
         w, x, y = torch.zeros(12, 1), x.float(), Numbers(2)(30, 1).float()
         pairs, v = eigenpairs(lambda w, x: x @ w, nn.MSELoss(reduction="sum"))(w, x, y), torch.ones(12, 1)
         for use in partial(pairs.solve, v), pairs.logdet, pairs.inverse:
-            with pytest.raises(ArgumentError, match=r"in torch.float32 rounding may be .* Pass more damping"):
+            with pytest.raises(ArgumentError, match=r"in torch.float32 the rounding error may be .* Pass more damping"):
                 use(1e-4)
             use(1.0)
 

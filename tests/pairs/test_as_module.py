@@ -114,5 +114,5 @@ def test_of_repeated_is_given_how_often():
 
 def test_without_modules_is_an_error():
     layer = nn.Linear(2, 2)
-    with pytest.raises(invfunc.errors.ArgumentError, match="no part is a module"):
+    with pytest.raises(invfunc.errors.ArgumentError, match="it has no modules to register"):
         affine_coupling(lambda b: layer(b).chunk(2, 1), torch.sin).module()

@@ -34,10 +34,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "scale": (lambda x: (x[0] * x[1], x[1]), r"x\[0\], as `mul` .* a scale may never be 0"),
     "lost": (lambda x: (x[0], x[0]), r"y does not depend on x\[1\]"),
     "cut": (lambda x: (torch.cat([x[0][:1] + x[1][:1], x[0][2:]]), x[1]), r"depend on x\[0\], or not on all"),
-    "cut and repeated": (
-        lambda x: (torch.cat([x[0][:1], x[0][:2]]), x[1]),
-        r"depend on x\[0\], or not on all",
-    ),
+    "cut and repeated": (lambda x: (torch.cat([x[0][:1], x[0][:2]]), x[1]), r"depend on x\[0\], or not"),
     "branch": (lambda x: (x[0] + (x[1] if x[1].sum() > 0 else 1), x[1]), "`__bool__` .* reads numbers of x"),
     "number": (lambda x: (x[0] + x[1].mean().item(), x[1]), "`item` .* reads numbers of x"),
     "transform": (lambda x: (x[0] + vmap(torch.sin)(x[1]), x[1]), "to a transform of torch.func"),

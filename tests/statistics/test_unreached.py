@@ -18,7 +18,7 @@ X, Y = Numbers(0)(N, 4), Numbers(1).below(3, N)
 torch.manual_seed(0)
 MODULE = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 F_, PARAMS = invfunc.functional(MODULE)
-UNREACHED = r"\): no parameter of params reaches the result; call f\(params, x\), not the module"
+UNREACHED = r"\): no parameter of params reaches the result\. Call f\(params, x\) of .*, not the module"
 
 
 def module(params, x):
