@@ -323,9 +323,8 @@ class Run(TorchFunctionMode):
             raise Unsupported("a mean in which targets weigh, of a part of the samples")
         if self.criterion is not None and (out := criterion_of(self, func, args, kwargs, data)) is not None:
             return self.mark(rule, func, args, kwargs, data, out)
-        if (rule is None or func in REWRITTEN) and (
-            out := self.rewritten(func, args, kwargs, data, params)
-        ) is not None:
+        out = self.rewritten(func, args, kwargs, data, params) if rule is None or func in REWRITTEN else None
+        if out is not None:
             return out
         if params:
             return self.meet(func, rule, args, kwargs, data, params)
@@ -411,16 +410,9 @@ class Run(TorchFunctionMode):
     def at_once(self, func: Any, args: tuple, data: list[Known], params: list[Known]) -> Callable | None:
         """A recurrent layer with all steps in a few operations, whose first derivatives are right."""
         name = named(func)
-        if (
-            name not in AT_ONCE
-            or self.deep
-            or self.closed_over
-            or not self.alone
-            or saving_hooks()
-            or not isinstance(args[3], bool)
-        ):
+        if name not in AT_ONCE or self.deep or self.closed_over or not self.alone or saving_hooks():
             return None
-        apart = self.n == 1 or data[0] == (args[0], (-3 if args[8] else -2, 1, 1))
+        apart = isinstance(args[3], bool) and (self.n == 1 or data[0] == (args[0], (-3 if args[8] else -2, 1, 1)))
         return steps_at_once(name, args, {id(x) for x, _ in params}) if apart else None
 
     def seen(self, out: Any, func: Any) -> Any:

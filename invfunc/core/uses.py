@@ -197,10 +197,8 @@ class ProductUse(Use):
 
     def computed_again(self, again: Callable[[], torch.Tensor]) -> None:
         """Let go of what was read, which can be computed again."""
-        self.again, self.a = (
-            again,
-            torch.empty_strided(self.a.shape, self.a.stride(), dtype=self.a.dtype, device="meta"),
-        )
+        self.again, a = again, self.a
+        self.a = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
         self.version = counted(self.a)
 
     def found(self, run: Run) -> torch.Tensor:
@@ -472,9 +470,8 @@ class Expanded(Use):
     def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         d, factor = self.d, None if self.factor is None else self.factor(run, block)
         if isinstance(d, list):
-            return torch.cat(
-                [self.narrowed(run, run.taken(front(x, self.axis, run.n), block)[None], factor, block) for x in d]
-            )
+            parts = [run.taken(front(x, self.axis, run.n), block)[None] for x in d]
+            return torch.cat([self.narrowed(run, x, factor, block) for x in parts])
         return self.narrowed(run, self.sent(run, block), factor, block)
 
     def places(self, run: Run) -> int:
