@@ -40,7 +40,7 @@ GHOST_PRODUCTS = 3
 
 AT_ONCE = 2**23
 """Multiplications that form all per-sample gradients below which their norms come of these: a few operations, where the
-choice of another way takes as long as 10 to 20 do. Here, of a GPT of width 32 with 16 tokens, half of the time."""
+choice of another way takes as long as 10 to 20 do. Here 0.18 ms against 0.42 at 2^21, and 0.6 against 0.5 at 2^23.5."""
 
 HALVED = 64
 """Positions from which on such norms leave out the products of the first half with the last one, which are those of the
@@ -52,7 +52,7 @@ ADDED_POSITIONS, ADDED_NUMBERS = 256, 2**20
 
 ADDED_ROWS = 2**14
 """Entries of a per-sample gradient from which on the squares of many are added up one by one: in a tenth of the time of
-their sum at 2^17 entries."""
+their sum at 2^17 entries, as long as it at 2^14."""
 
 ADDED_ON = ("cpu",)
 """Where they are. On an H200 that takes 2 to 14 times as long as a product of the copy, from 2^20 numbers on."""

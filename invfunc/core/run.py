@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -176,10 +177,6 @@ class Run(TorchFunctionMode):
         self.strip: Callable[[Tensor], Tensor] = Tensor.detach
         """Makes a tensor of the run one for use outside."""
 
-    def __enter__(self) -> Run:
-        super().__enter__()
-        return self
-
     def open(self, apart: bool = True) -> None:
         """Begin the run: outside of f, derivatives are taken in it, `apart` at a level of torch.func of their own."""
         self.outside = torch.is_grad_enabled()
@@ -241,7 +238,7 @@ class Run(TorchFunctionMode):
                     found[6].append(x)
                     if x.requires_grad:
                         self.foreign(x)
-                    if self.inside(x):
+                    if (level_of(x) or 0) > (self.level or 0):
                         raise Unsupported("torch.func is used inside of f")
                 elif type(known) is not Node and x.requires_grad and not known.graph:
                     raise Unsupported("a tensor got a graph by a way that was not seen, as a custom Function")
@@ -326,9 +323,8 @@ class Run(TorchFunctionMode):
             raise Unsupported("a mean in which targets weigh, of a part of the samples")
         if self.criterion is not None and (out := criterion_of(self, func, args, kwargs, data)) is not None:
             return self.mark(rule, func, args, kwargs, data, out)
-        if (rule is None or func in REWRITTEN) and (
-            out := self.rewritten(func, args, kwargs, data, params)
-        ) is not None:
+        out = self.rewritten(func, args, kwargs, data, params) if rule is None or func in REWRITTEN else None
+        if out is not None:
             return out
         if params:
             return self.meet(func, rule, args, kwargs, data, params)
@@ -414,16 +410,9 @@ class Run(TorchFunctionMode):
     def at_once(self, func: Any, args: tuple, data: list[Known], params: list[Known]) -> Callable | None:
         """A recurrent layer with all steps in a few operations, whose first derivatives are right."""
         name = named(func)
-        if (
-            name not in AT_ONCE
-            or self.deep
-            or self.closed_over
-            or not self.alone
-            or saving_hooks()
-            or not isinstance(args[3], bool)
-        ):
+        if name not in AT_ONCE or self.deep or self.closed_over or not self.alone or saving_hooks():
             return None
-        apart = self.n == 1 or data[0] == (args[0], (-3 if args[8] else -2, 1, 1))
+        apart = isinstance(args[3], bool) and (self.n == 1 or data[0] == (args[0], (-3 if args[8] else -2, 1, 1)))
         return steps_at_once(name, args, {id(x) for x, _ in params}) if apart else None
 
     def seen(self, out: Any, func: Any) -> Any:
@@ -435,10 +424,6 @@ class Run(TorchFunctionMode):
             if type(known) is Mark and isinstance(known.axis, Unsupported):
                 known.axis.op = spelled(func)
         return out
-
-    def inside(self, x: Tensor) -> bool:
-        """Tells whether a tensor is of a transform of torch.func that f uses."""
-        return (level_of(x) or 0) > (self.level or 0)
 
     def filled(self, out: Any) -> Any:
         """Note a tensor that f fills itself, which may have a dim of samples."""
@@ -475,7 +460,8 @@ class Run(TorchFunctionMode):
             return self.meet(func, RULES[func], (data[0][0], *args[1:]), kwargs, data, params)
         out = func(*args, **kwargs)
         value, known = params[0]
-        same = func in EXPANDS or (func in JOINS and _repeated(args, kwargs, value))
+        front = func in JOINS and args and option(args, kwargs, 1, "dim", 0) == 0  # as in `torch.stack([p] * len(x))`
+        same = func in EXPANDS or (front and all([y is value for y in args[0]]))
         if same and self.grows and (at := self.grown_at(known, out.shape, value.shape)) is not None:
             self.grew = True
             return grown(self, out, known, value, at)
@@ -531,7 +517,9 @@ class Run(TorchFunctionMode):
             if y.is_complex():
                 raise Unsupported("complex numbers")
             if type(axis) is tuple and type(axis[1]) is not int:
-                axis = self.in_order(y, axis)
+                self.ordered = True  # samples in any order, if all of them are there once
+                if -axis[0] <= y.ndim and y.shape[axis[0]] != len(axis[1].rows):
+                    axis = Unsupported("some samples are expanded")
             if axis is SUMMED and not graph:
                 axis = Unsupported("a sum of data meets a parameter")
                 axis.op = spelled(func)
@@ -553,12 +541,6 @@ class Run(TorchFunctionMode):
         if out.is_floating_point() or base_of(out) is not None:
             raise error
         return error
-
-    def in_order(self, y: Tensor, axis: Any) -> Any:
-        """The axis of samples in any order, if all of them are there once."""
-        self.ordered = True
-        lost = -axis[0] <= y.ndim and y.shape[axis[0]] != len(axis[1].rows)
-        return Unsupported("some samples are expanded") if lost else axis
 
     def lose(self, out: Any, error: Unsupported, func: Any = None) -> Any:
         """Note that samples are mixed: an error where the result comes of it, or, of data, where parameters meet it."""
@@ -619,9 +601,8 @@ class Run(TorchFunctionMode):
         self, func: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known], sums: list[Known]
     ) -> Any:
         """Run an operation that is linear in sums over the samples; parameters may be added."""
-        one = len(sums) == 1 and not params
         times = func in MULTIPLY or func in PRODUCTS or (func in DIVIDE and sums[0][0] is args[0])
-        linear = func in LINEAR or (one and times)
+        linear = func in LINEAR or (times and len(sums) == 1 and not params)
         apart = data and not (func in SUMS and single(data) and all([not x.ndim for x, _ in data]))
         if apart or not linear or (params and func not in SUMS):
             error = Unsupported("it is not linear in a sum over the samples")
@@ -667,7 +648,6 @@ class Run(TorchFunctionMode):
     ) -> list[Any]:
         """The gradients of several vectors, a tensor `[V, ...]` for each of several tensors; `apart`, in lists."""
         outs = out if type(out) in (list, tuple) else [out]  # an edge is a tuple, too
-
         if len(columns[0]) == 1:
             found = gradients_of(outs, [c[0] for c in columns], inputs, graph, retain)
             return [None if g is None else g[None] for g in found]
@@ -692,13 +672,21 @@ class Run(TorchFunctionMode):
                 arrived(use)
             self.known.clear()  # what a weight and its bias share
 
+        def read(key: int, number: int, grads: Any) -> None:
+            if grads[number] is not None:
+                told(key, grads[number])
+
+        def emptied(key: int, d: Tensor) -> Tensor:
+            told(key, d)
+            return d.new_zeros(()).expand(d.shape)  # what autograd keeps until the end
+
         handles = []
         for key, uses in of.items():
             edge = uses[0].edge
             if isinstance(edge, Tensor):
-                handles.append(edge.register_hook(_emptied(told, key)))
+                handles.append(edge.register_hook(partial(emptied, key)))
             elif not uses[0].end:
-                handles.append(edge.node.register_prehook(_told(told, key, edge.output_nr)))
+                handles.append(edge.node.register_prehook(partial(read, key, edge.output_nr)))
         try:
             outs, given = (x if type(x) in (list, tuple) else [x] for x in (out, cotangent))
             found = gradients_of(outs, given, [*ends.values(), *self.leaves], False)
@@ -734,22 +722,6 @@ class Run(TorchFunctionMode):
         return x if block is WHOLE else x[block] if dim == 0 else x[:, block]
 
 
-def _told(told: Callable, key: int, number: int) -> Callable:
-    def hook(grads: Any) -> None:
-        if grads[number] is not None:
-            told(key, grads[number])
-
-    return hook
-
-
-def _emptied(told: Callable, key: int) -> Callable:
-    def hook(d: Tensor) -> Tensor:
-        told(key, d)
-        return d.new_zeros(()).expand(d.shape)  # what autograd keeps until the end
-
-    return hook
-
-
 def _grown(shape: Any, before: Any, n: int) -> int | None:
     """The dim in which a shape has samples that it had not before."""
     for dim in range(-len(shape), 0):
@@ -758,18 +730,11 @@ def _grown(shape: Any, before: Any, n: int) -> int | None:
     return None
 
 
-def _repeated(args: tuple, kwargs: dict, x: Tensor) -> bool:
-    """Tells whether tensors that are joined in front are one tensor each time, as in `torch.stack([p] * len(x))`."""
-    return bool(args) and option(args, kwargs, 1, "dim", 0) == 0 and all([y is x for y in args[0]])
-
-
 def _form(out: Tensor, base: Tensor) -> tuple[Sequence[int], list[int] | None]:
     """The shape of the entries of a base in the order of the dims of a view of it, and these dims as they are there;
     None of a view in that order."""
-    turned, order = out, None
-    if not out.is_contiguous():
-        order = sorted(range(out.ndim), key=lambda dim: (-out.stride(dim), dim))
-        turned = out.permute(order)
+    order = None if out.is_contiguous() else sorted(range(out.ndim), key=lambda dim: (-out.stride(dim), dim))
+    turned = out if order is None else out.permute(order)
     if out.numel() != base.numel() or not turned.is_contiguous() or not base.is_contiguous():
         raise Unsupported("an operation whose result is a part of another tensor, or in another order")
     return turned.shape, None if order is None else sorted(range(out.ndim), key=order.__getitem__)

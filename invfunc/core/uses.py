@@ -147,9 +147,13 @@ class Use:
         """The sum of the squares of what each place adds."""
         raise NotImplementedError  # only where places are known
 
+    a: Any = None
+    """What was read."""
+    factor: Any = None
+
     def free(self) -> None:
         """Let go of what was read and sent."""
-        self.d = None
+        self.d = self.a = self.factor = None
 
 
 def weighted(rows: torch.Tensor, weights: torch.Tensor | None, block: Block) -> torch.Tensor:
@@ -181,26 +185,20 @@ class ProductUse(Use):
         of_w: Dims,
     ) -> None:
         self.node, self.value, self.shape = node, value, value.shape
-        self.a: Any = a
-        self.a_axis, self.axis, self.version = a_axis, axis, counted(a)
+        self.a, self.a_axis, self.axis, self.version = a, a_axis, axis, counted(a)
         self.of_a, self.of_d, self.of_w = of_a, of_d, of_w
         self.stacked = -2 if of_d is None else 1
 
     layer = False
     """Whether its operation may have a bias."""
 
-    def free(self) -> None:
-        self.d = self.a = None
-
     again: Callable[[], torch.Tensor] | None = None
     """Computes what was read again, where a block frees it."""
 
     def computed_again(self, again: Callable[[], torch.Tensor]) -> None:
         """Let go of what was read, which can be computed again."""
-        self.again, self.a = (
-            again,
-            torch.empty_strided(self.a.shape, self.a.stride(), dtype=self.a.dtype, device="meta"),
-        )
+        self.again, a = again, self.a
+        self.a = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
         self.version = counted(self.a)
 
     def found(self, run: Run) -> torch.Tensor:
@@ -241,12 +239,8 @@ class ProductUse(Use):
     def sizes(self, run: Run) -> tuple[int, int, int]:
         """The sizes of p, o, k."""
         o, k = [math.prod([self.shape[i] for i in dims]) for dims in self.of_w[1:]]
-        if run.ordered:
-            return self.read(run).shape[2], o, k
-        return self.a.numel() * o // max(1, run.n * self.shape.numel()), o, k
-
-    def size(self, run: Run) -> int:
-        return self.shape.numel() * run.columns
+        p = self.read(run).shape[2] if run.ordered else self.a.numel() * o // max(1, run.n * self.shape.numel())
+        return p, o, k
 
     def placed(self, w: torch.Tensor) -> torch.Tensor:
         """`[..., o, k]` in the layout of the parameter."""
@@ -281,13 +275,10 @@ class ProductUse(Use):
         """The same in blocks of o, `[V, n, g, part of o, k]`, where what is formed of two samples does not fit the
         cache, and what all of them read does; else None."""
         most = thresholds.CACHE.get(self.value.device.type, thresholds.ELSEWHERE)
-        if 2 * thresholds.SHARES * self.size(run) <= most or run.count < 2:
+        (p, o), size = self.sizes(run)[:2], thresholds.SHARES * self.size(run)
+        if 2 * size <= most or run.count < 2 or p * self.shape.numel() // o * run.count > most:
             return None
-        p, o, _ = self.sizes(run)
-        if p * self.shape.numel() // o * run.count > most:
-            return None
-        step = max(1, o * most // (thresholds.SHARES * run.count * self.size(run)))
-        a, d = self.read(run), self.sends(run)
+        a, d, step = self.read(run), self.sends(run), max(1, o * most // (run.count * size))
         return (formed(a, d[..., i : i + step]) for i in range(0, o, step))
 
     def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
@@ -467,9 +458,6 @@ class Expanded(Use):
         self.node, self.value, self.shape = node, value, value.shape
         self.axis, self.factor, self.view = axis, factor, view
 
-    def free(self) -> None:
-        self.d = self.factor = None
-
     def rows(self, run: Run, block: Block = WHOLE) -> tuple[None, torch.Tensor] | None:
         d, shape = self.d, self.shape
         if self.factor is not None or self.uses or isinstance(d, list) or self.view not in (None, shape):
@@ -482,9 +470,8 @@ class Expanded(Use):
     def dense(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         d, factor = self.d, None if self.factor is None else self.factor(run, block)
         if isinstance(d, list):
-            return torch.cat(
-                [self.narrowed(run, run.taken(front(x, self.axis, run.n), block)[None], factor, block) for x in d]
-            )
+            parts = [run.taken(front(x, self.axis, run.n), block)[None] for x in d]
+            return torch.cat([self.narrowed(run, x, factor, block) for x in parts])
         return self.narrowed(run, self.sent(run, block), factor, block)
 
     def places(self, run: Run) -> int:

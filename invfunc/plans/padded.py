@@ -19,11 +19,11 @@ from invfunc.products.product import Product
 from invfunc.reductions.gradients import CentredSquares, ClippedSum, EachSample, SumAndCentredSquares
 from invfunc.reductions.reduction import Found, Reduction, State
 from invfunc.reductions.sketches import Sketches
-from invfunc.reductions.squares import InnerProducts, JacobianRows, MatrixTrace, SumOfSquares
+from invfunc.reductions.squares import InnerProducts, MatrixTrace, SquareRoot, SumOfSquares
 from invfunc.statistic import Statistic
 
 _SUMS = SumOfSquares, MatrixTrace, ClippedSum, CentredSquares
-_EACH = EachSample, JacobianRows, InnerProducts
+_EACH = EachSample, SquareRoot, InnerProducts
 
 
 @dataclass(frozen=True, eq=False)

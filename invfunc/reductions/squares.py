@@ -132,20 +132,29 @@ class ProductsWithOthers(InnerProducts):
         return self.each
 
 
-class JacobianRows(Reduction):
-    """The columns themselves, one after the other."""
+class SquareRoot(Reduction):
+    """The columns as they are, one after the other: `[V, n, *p]`."""
 
-    each, row_axis = (0,), 1
-    by_column = True
+    each, row_axis, by_column = (1,), 1, True
+    rooted = "all"
 
     def step(self, shares: Any) -> State:
         return (shares.dense(),)
+
+    def scaled(self, state: State, by: float) -> State:
+        return (state[0] * by,)
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
         return (leaf.new_zeros(columns, n, *leaf.shape),)
 
     def merge(self, a: State, b: State, over: Over) -> State:
         return (torch.cat([a[0], b[0]]),) if over == "columns" else super().merge(a, b, over)
+
+
+class JacobianRows(SquareRoot):
+    """The same of the rows of the Jacobian, a tree of the outputs."""
+
+    each, rooted = (0,), "no"
 
     def finish(self, state: State, found: Found) -> list[Any]:
         sizes = [math.prod(one) for one in found.outputs]
@@ -154,22 +163,6 @@ class JacobianRows(Reduction):
 
     def assemble(self, results: list[Any], found: Found) -> Any:
         return tree.unflatten(results, found.structure)
-
-
-class SquareRoot(JacobianRows):
-    """The columns as they are: `[V, n, *p]`."""
-
-    each = (1,)
-    rooted = "all"
-
-    def scaled(self, state: State, by: float) -> State:
-        return (state[0] * by,)
-
-    def finish(self, state: State, found: Found) -> list[Any]:
-        return [state[0]]
-
-    def assemble(self, results: list[Any], found: Found) -> Any:
-        return results[0]
 
 
 def _with_outputs(x: torch.Tensor, dim: int, one: Sequence[int]) -> torch.Tensor:

@@ -137,6 +137,11 @@ class TestStatistics:
             assert_all(called, [torch.float32, torch.float64][turn % 2])
 
     @programs
+    def test_equal_the_loop_in_blocks_of_rows(self, called):
+        with thresholds_at(**LOWEST | {"CACHE": {"cpu": 100}}):
+            assert_all(called, torch.float64)
+
+    @programs
     @settings(max_examples=3)
     @given(at=sides(), kind=KINDS)
     def test_equal_the_loop_with_each_threshold_on_a_side(self, called, at, kind):

@@ -4,6 +4,13 @@ from tests.mutants.fault import Fault
 
 FAULTS = [
     Fault(
+        "blocks of rows come in another order",
+        "core/uses.py",
+        "(formed(a, d[..., i : i + step]) for i in range(0, o, step))",
+        "(formed(a, d[..., max(0, o - i - step) : o - i]) for i in range(0, o, step))",
+        "operations/test_thresholds.py::TestStatistics::test_equal_the_loop_in_blocks_of_rows",
+    ),
+    Fault(
         "samples may pick in the rows of a parameter that is copied for each",
         "core/copies.py",
         "    if func in MOVES and not any([x is args[0] for x, _ in data]):\n",
