@@ -180,6 +180,8 @@ class VisitWork:
         self.sweep.weights = BatchWeights(reduction)
         self.sweep.expected = begun.counted if expected is None else expected
         self.keys = dict(zip(dict.fromkeys(t.drawings), begun.course.record.keys, strict=True))
+        self.looked = False
+        """Tells whether f was seen to give samples the same beside fewer ones."""
         self.with_others: Statistic | None = None
         """The statistic with the per-sample gradients of its other batch, once they are known."""
 
@@ -206,7 +208,7 @@ class VisitWork:
 
         def add(engine: Engine) -> Any:
             aux = self.sweep.add(engine, partial(self.evaluated, t, self.sweep, args, self.kwargs))
-            engine.check_joined()
+            self.looked = self.looked or engine.check_joined()
             return aux
 
         t = self._with_kept(self.t.keyed(self.keys, self.begun.before + n), args)

@@ -71,9 +71,9 @@ class Engine:
         """The results of all batches that the fold has seen."""
         return self.fold.finished()
 
-    def check_joined(self) -> None:
-        """Check that f gives some samples alone what it gives them in the batch."""
-        check_joined(self.problem, self.scalar)
+    def check_joined(self) -> bool:
+        """Check that f gives some samples alone what it gives them in the batch, if there are several."""
+        return check_joined(self.problem, self.scalar)
 
     def check_others(self) -> None:
         """Check that f gives two batches that were joined what it gives each of them alone."""
@@ -269,11 +269,11 @@ def undrawn() -> Iterator[Any]:
         set_states(before)
 
 
-def check_joined(problem: BoundProblem, scalar: bool) -> None:
-    """Check that f gives some samples alone what it gives them in the batch, as far as they can be followed; `scalar`
-    says that its loss is one number."""
+def check_joined(problem: BoundProblem, scalar: bool) -> bool:
+    """Check that f gives some samples alone what it gives them in the batch, as far as they can be followed, if there
+    are several; `scalar` says that its loss is one number."""
     if problem.n < 2 or (scalar and problem.loss is None):
-        return
+        return False
     looked = whole(problem) if problem.loss is not None and not scalar else problem
 
     def some(problem: BoundProblem, places: list[int]) -> tuple[list[torch.Tensor], bool]:
@@ -286,7 +286,8 @@ def check_joined(problem: BoundProblem, scalar: bool) -> None:
         except SampleAxisError:
             raise
         except Exception:  # which f may have for fewer samples only
-            return
+            return True
+    return True
 
 
 def alone(problem: BoundProblem, part: slice) -> Any:

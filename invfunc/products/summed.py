@@ -53,9 +53,9 @@ class BatchOfProduct:
         self.fold.accumulators[0].states = {i: (x,) for i, x in enumerate(wide)}
         return aux
 
-    def check_joined(self) -> None:
-        """Check that f gives some samples alone what it gives them in the batch."""
-        check_joined(self.problem, self.scalar)
+    def check_joined(self) -> bool:
+        """Check that f gives some samples alone what it gives them in the batch, if there are several."""
+        return check_joined(self.problem, self.scalar)
 
 
 @dataclass(frozen=True, eq=False)
