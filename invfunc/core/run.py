@@ -36,11 +36,10 @@ from invfunc._torch.functorch import (
     saving_hooks,
 )
 from invfunc._torch.values import HALF, wide
-from invfunc.core import own
 from invfunc.core.axes import single
 from invfunc.core.columns import criterion_of, weighs
 from invfunc.core.composed import Unreplayed, composed
-from invfunc.core.copies import copied, expanded, grown, masked_attention
+from invfunc.core.copies import copied, expanded, grown, masked_attention, of_users
 from invfunc.core.marks import (
     DERIVED,
     LEAF,
@@ -362,7 +361,7 @@ class Run(TorchFunctionMode):
             with self:
                 return masked_attention(*args, **kwargs)
         if hasattr(func, "rule_of"):
-            return own.followed(self, func, args, kwargs, data, params)
+            return of_users(self, func, args, kwargs, data, params)
         inner = self.at_once(func, args, data, params) or composed(func)
         if inner is None:
             return None

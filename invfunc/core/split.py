@@ -305,8 +305,9 @@ class Split:
         """Tells whether the result is a criterion that is convex whatever numbers it is of."""
         call = term.call
         classes = call.func is F.cross_entropy and not call.arg("target").is_floating_point()
-        weights = call.arg("weight"), call.arg("pos_weight")
-        return term.output is self.result and (classes or call.func in SURE) and weights == (None, None)
+        if term.output is not self.result or not (classes or call.func in SURE) or call.arg("weight") is not None:
+            return False
+        return call.func is not F.binary_cross_entropy_with_logits or call.arg("pos_weight") is None
 
     def drawn(self, drawing: Drawing, transform: str) -> list[Columns]:
         """Columns at targets that are drawn from the predictive of a known loss, or by a sampler of the user's."""
