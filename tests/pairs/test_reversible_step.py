@@ -17,6 +17,7 @@ TURN = torch.tensor([[-0.3, -2.0], [2.0, -0.3]], dtype=torch.float64)
 X = torch.tensor([[1.0, 0.5], [-0.5, 0.2]], dtype=torch.float64)
 ORDERS = {"euler": 1, "midpoint": 2, "heun": 2, "rk4": 4, "ees25": 2}
 KUTTA = ([[], [1 / 3], [-1 / 3, 1], [1, -1, 1]], [1 / 8, 3 / 8, 3 / 8, 1 / 8])
+SCHEMES = [("euler", 1), ("midpoint", 0.99), ("heun", 0.99), ("rk4", 0.99), ("rk4", 0.999), (KUTTA, 0.9)]
 
 
 def turning(x, t, w=TURN):
@@ -68,11 +69,7 @@ class TestOrder:
     EXACT = plain(runge_kutta(turning), 2000)
     STEPS = {1: (100, 200), 2: (80, 160), 4: (20, 40, 80)}
 
-    @pytest.mark.parametrize(
-        ("tableau", "coupling"),
-        [("euler", 1), ("midpoint", 0.99), ("heun", 0.99), ("rk4", 0.99), ("rk4", 0.999), (KUTTA, 0.9)],
-        ids=lambda given: "own" if given is KUTTA else str(given),
-    )
+    @pytest.mark.parametrize(("tableau", "coupling"), SCHEMES, ids=str)
     def test_is_that_of_the_scheme(self, tableau, coupling):
         """At each halving of the step the error of both copies is divided by 2 to the power of the order.
 
@@ -184,14 +181,10 @@ SOLVER, SINE = reversible_step(runge_kutta(torch.sin)), runge_kutta(torch.sin)
 W = torch.ones(2)
 
 
-def increment(x, start, end):
-    return tuple(x)
-
-
 REFUSED = [
     (
-        lambda: reversible_step(lambda x, *_: x)(({"a": X, "b": 2},) * 2, (0, 1)),
-        r"coupling=0.99\): x has to be a pair of tensors, but is tuple of dict, dict",
+        lambda: SOLVER(({"a": X, "b": 2},) * 2, (0, 1)),
+        r"=0.99\): x has to be a pair of tensors, but is tuple of dict, ",
     ),
     (lambda: reversible_step(torch.sin, 1.5), r"reversible_step\(sin, coupling=1.5\): coupling.*above 0 and at most 1"),
     (lambda: reversible_step(torch.sin, 0), "above 0 and at most 1"),
@@ -199,13 +192,10 @@ REFUSED = [
     (lambda: SOLVER((X, X), (W,)), r"has to be \(start, end\).*but there is a tuple of \[0\].*\(start, end, p\)"),
     (lambda: SOLVER((X, X[:1]), (0, 1)), r"z is a tensor of shape \[1, 2\], but y, .* of shape \[2, 2\]"),
     (lambda: reversible_step(lambda x, *_: x[:1], None)(X, (0, 1)), r"what increment returns is .* \[1, 2\], but x, "),
-    (lambda: reversible_step(increment)(([X, X],) * 2, (0, 1)), "what increment returns is a tuple of.*a list of"),
+    (lambda: reversible_step(lambda x, *_: tuple(x))(([X],) * 2, (0, 1)), "increment returns is a tuple of.*a list of"),
     (lambda: SINE(X, W, W), r"^runge_kutta\(sin, 'rk4'\): start is a tensor of shape \[2\], but has to be a number"),
     (lambda: runge_kutta(lambda x, t: W)(X, 0, 1), r"what field returns is a tensor of shape \[2\], but x"),
-    (
-        lambda: runge_kutta(torch.sin, "rk5"),
-        r"'rk5'\): the tableau is one of 'euler', 'midpoint', 'heun', 'rk4'",
-    ),
+    (lambda: runge_kutta(torch.sin, "rk5"), r"'rk5'\): the tableau is one of 'euler', 'midpoint', 'heun', 'rk4', 'e"),
     (lambda: runge_kutta(torch.sin, ([[1]], [1])), "the at most i stages before"),
     (lambda: runge_kutta(torch.sin, ([[]], [0.5, 0.5])), "b has one for each row"),
 ]
