@@ -380,6 +380,6 @@ def _held(value: Any) -> Iterator[nn.Module]:
     """The modules that a function of a pair is, or holds as its own."""
     if isinstance(value, nn.Module):
         yield value
-    elif isinstance(value, (MethodType, tuple, list, Value)):
+    elif isinstance(value, (MethodType, partial, tuple, list, Value)):
         for place in places_in(value):
             yield from _held(read(place))

@@ -1,5 +1,7 @@
 """Estimates from products with random vectors: unbiased, with the error that they tell, exact where they are to be."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -88,10 +90,8 @@ class TestValues:
         assert torch.equal(torch.get_rng_state(), before)
         state = generator.get_state()
         assert not torch.equal(state, seeded().get_state())
-        values = [
-            estimate_trace(of_matrix, probes=2, generator=g, distribution="gaussian")(torch.zeros(3), torch.eye(3))
-            for g in (generator, seeded(), seeded())
-        ]
+        gaussian = partial(estimate_trace, of_matrix, probes=2, distribution="gaussian")
+        values = [gaussian(generator=g)(torch.zeros(3), torch.eye(3)) for g in (generator, seeded(), seeded())]
         assert values[0] != values[1] == values[2]
 
 
