@@ -30,6 +30,7 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "ADDED_POSITIONS": (0, FAR),
     "ADDED_NUMBERS": (0, FAR),
     "ADDED_ROWS": (0, FAR),
+    "MIRRORED": (1, FAR),
     "APART": (0, FAR),
     "HOOKED": (0, FAR),
     "GROUPED": (1, FAR),

@@ -88,11 +88,10 @@ class Sent:
                 return gram
         read = self.read
         assert read is not None
-        first, *rest = run.blocks([use], use.size(run))
-        found = _outer(read(first), diagonal)
-        for block in rest:
-            found = found + _outer(read(block), diagonal)
-        return found
+        whole = type(use) is ProductUse and use.of_a is None and not (self.joint or diagonal)  # without a copy
+        return summed(
+            _outer(read(block), diagonal) for block in ([WHOLE] if whole else run.blocks([use], use.size(run)))
+        )
 
 
 def _outer(x: torch.Tensor, diagonal: bool) -> torch.Tensor:
