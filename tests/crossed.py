@@ -32,6 +32,7 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "ADDED_ROWS": (0, FAR),
     "HUGE_PAGES": (0, FAR),
     "HUGE_ON": (("cpu",), ()),
+    "MIRRORED": (1, FAR),
     "APART": (0, FAR),
     "HOOKED": (0, FAR),
     "GROUPED": (1, FAR),

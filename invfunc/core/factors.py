@@ -88,6 +88,8 @@ class Sent:
                 return gram
         read = self.read
         assert read is not None
+        if type(use) is ProductUse and use.of_a is None and not (self.joint or diagonal):
+            return _outer(read(WHOLE), diagonal)  # without a copy
         size = use.size(run)
         if isinstance(use, Convolution):  # of windows alone
             p, _, k = use.sizes(run)

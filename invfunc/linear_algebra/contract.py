@@ -11,7 +11,7 @@ import opt_einsum
 import torch
 
 from invfunc import thresholds
-from invfunc._torch.functorch import transforming
+from invfunc._torch.functorch import dispatched, transforming
 from invfunc._torch.precision import has_float64
 
 T = TypeVar("T")
@@ -183,7 +183,15 @@ def outer(x: torch.Tensor, other: torch.Tensor | None = None, diagonal: bool = F
     if large and x.device.type in thresholds.ADDED_ON and not transforming():
         return torch.addbmm(x.new_zeros(k, k), x, (x if other is None else other).mT)
     rows = x[:, :, 0] if r == 1 else x.mT.reshape(b * r, k)
-    return rows.mT @ (rows if other is None else other.mT.reshape(b * r, k))
+    plain = k < 2 * thresholds.MIRRORED or x.device.type not in thresholds.ADDED_ON or dispatched()
+    if other is not None or plain or not in_place(x, x):
+        return rows.mT @ (rows if other is None else other.mT.reshape(b * r, k))
+    found = x.new_empty(k, k)  # whose upper blocks mirror the lower ones
+    for start in range(0, k, thresholds.MIRRORED):
+        stop = start + thresholds.MIRRORED
+        torch.mm(rows[:, start:stop].mT, rows[:, :stop], out=found[start:stop, :stop])
+        found[:start, start:stop] = found[start:stop, :start].mT
+    return found
 
 
 def _squares(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -24,16 +24,16 @@ class TwiceDifferentiable(Listener):
 
     used = False
     """Whether an operation was replaced."""
-    wide = False
-    """Whether the one second derivative that is taken is that of `J^T u` in u, without its graph."""
+    scope: Any = None
+    """The scope of a product in which `J^T u` is differentiated in u, so that large linear layers may run as one."""
 
     def __init__(self) -> None:
         super().__init__()
         self._pushed = forward_mode()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if self.wide and func is F.linear and args[2:] in ((), (None,)) and _large(*args[:2]):
-            return WideLinear.apply(*args[:2])
+        if self.scope is not None and func is F.linear and args[2:] in ((), (None,)) and _large(*args[:2]):
+            return WideLinear.apply(*args[:2], self.scope)
         function = function_of(func)
         if function.forms.twice is None and function.name not in _OPENED and not self._pushed:  # most of them
             return func(*args, **(kwargs or {}))
@@ -92,25 +92,27 @@ class WideLinear(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def forward(x: torch.Tensor, w: torch.Tensor, scope: Any) -> torch.Tensor:
         return F.linear(x, w)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+        ctx.save_for_backward(*inputs[:2])
+        ctx.save_for_forward(*inputs[:2])
+        ctx.scope = inputs[2]
 
     @staticmethod
     def backward(ctx: Any, *slopes: torch.Tensor) -> Any:
-        return _Transposed.apply(*slopes, *ctx.saved_tensors)
+        read = ctx.saved_tensors if ctx.scope.create_graph else [t.detach() for t in ctx.saved_tensors]
+        return *_Transposed.apply(*slopes, *read), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
-        return _along(*tangents, *ctx.saved_tensors)
+        return _along(*tangents[:2], *ctx.saved_tensors)
 
 
 class _Transposed(torch.autograd.Function):
-    """The cotangents `(g w, g^T x)` of a linear layer; of a g of one number everywhere without products of matrices."""
+    """The cotangents `(g w, g^T x)` of a linear layer."""
 
     generate_vmap_rule = True
 
@@ -126,8 +128,6 @@ class _Transposed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         g, x, w = ctx.saved_tensors
-        found = _along(*slopes, x, w)
-        if not torch.is_grad_enabled():
-            return found, None, None
-        dx, dw = slopes
-        return found, g @ dw, g.reshape(-1, len(w)).T @ dx.reshape(-1, x.shape[-1])
+        (dx, dw), (_, of_x, of_w) = slopes, ctx.needs_input_grad
+        found = g @ dw if of_x else None, g.reshape(-1, len(w)).T @ dx.reshape(-1, x.shape[-1]) if of_w else None
+        return _along(dx, dw, x, w), *found

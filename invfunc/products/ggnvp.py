@@ -105,8 +105,9 @@ def ggnvp(
     torch.func, it is three to four gradients and the memory of two. A linearisation runs f once and keeps that memory;
     each of its products takes two gradients more. Attention runs without fused kernels. With blocks, two gradients, and
     for each parameter K Jacobian products and K pullbacks through the part of the network behind it, batched. For one
-    cross entropy of the outputs, `p o u - p (p . u)` overwrites u = J v, for some samples at a time: no further tensor
-    of the size of the logits is needed.
+    cross entropy of the outputs, `p o u - p (p . u)` overwrites u = J v, for some rows at a time, and large outputs of
+    `F.linear` without a bias have one tensor of tangents: with the logits of a vocabulary, two tensors of their size
+    exist at once, them and J v (of a Fisher matrix "mc" four).
 
     Source: Schraudolph, "Fast curvature matrix-vector products", 2002; BackPACK's hessianfree and GGNMP (Dangel,
     Kunstner and Hennig, ICLR 2020). Of Fisher matrices: Martens, "New insights and perspectives on the natural gradient

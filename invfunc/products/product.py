@@ -185,7 +185,7 @@ class Product(Transform):
         given = ProductArguments(
             self.f, self.loss, args, kwargs, names, self.in_dims, self.out_dims, self.has_aux, self.drawing
         )
-        given.mode.wide = self.forward
+        given.mode.scope = given.scope if self.forward else None
         return given, Space(names, given.structure, given.kinds)
 
     def directly(

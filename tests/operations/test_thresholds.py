@@ -66,7 +66,7 @@ both = pytest.mark.parametrize("at", [LOWEST, HIGHEST], ids=["lowest", "highest"
 SIDES_OF_ALL = {"lowest": LOWEST, "highest": HIGHEST}
 KINDS = st.sampled_from([torch.float64, torch.float32])
 
-GATES_OF_OUTER = [name for name in SIDES if name.startswith("ADDED")]
+GATES_OF_OUTER = [name for name in SIDES if name.startswith(("ADDED", "MIRRORED"))]
 
 
 def built(called: str) -> tuple[nn.Module, torch.Tensor]:
