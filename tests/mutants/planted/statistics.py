@@ -6,8 +6,8 @@ FAULTS = [
     Fault(
         "the evidence of a mean is that of a sum",
         "kronecker/trees.py",
-        "- scale * loss",
-        "- loss",
+        "squares) / 2 - scale * loss",
+        "squares) / 2 - loss",
         "kronecker/test_trees.py::TestOthers::test_evidence_of_a_linear_model_is_that_of_a_gaussian",
     ),
     Fault(
