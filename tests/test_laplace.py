@@ -15,7 +15,7 @@ from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, v
 from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc.laplace
-from invfunc.errors import ArgumentError, MissingExtraError
+from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
@@ -305,9 +305,3 @@ class TestLaplace:
             precision = precision.to_matrix() if structure == "kron" else precision
             found.append([precision, posterior.log_marginal_likelihood().detach(), posterior(x + 1)])
         assert_trees_close(*found, 1e-9)
-
-
-def test_laplace_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "laplace.curvature", None)
-    with pytest.raises(MissingExtraError, match="is missing: python -m pip install laplace-torch"):
-        _ = invfunc.laplace.InvFuncGGN

@@ -4,7 +4,7 @@ import importlib
 from functools import partial
 from pathlib import Path
 
-from tests.clients import architectures, curvature, flows, privacy, processes
+from tests.clients import architectures, curvature, flows, privacy
 from tests.clients.client import Client
 
 PAGE = Path(__file__).parents[2] / "notebooks" / "site" / "clients.md"
@@ -18,16 +18,26 @@ CLIENTS = [
     Client("Opacus, its optimiser", "`clipped_grad`", ("opacus",), privacy.optimiser),
     Client("Opacus, fast clipping", "`clipped_grad`", ("opacus",), privacy.fast_clipping),
     *(
-        Client(f"transformers: {name}", "plain loops", ("transformers",), partial(architectures.check, name))
-        for name in architectures.ELEVEN
-    ),
-    *(
         Client(name, "dense Jacobians", ("normflows", "FrEIA", "zuko"), partial(flows.check, name))
         for name in ("normflows", "FrEIA", "zuko")
     ),
-    Client("DistributedDataParallel", "one process", (), processes.ddp),
-    Client("fully_shard (FSDP2)", "one process", (), processes.fsdp2),
 ]
+
+
+def rows(page: str) -> dict[str, str]:
+    """The row of each client on the page, behind its name; several of one library may share one."""
+    found = {}
+    for line in page.partition(BEGIN)[2].partition(END)[0].removeprefix(HEAD).splitlines():
+        names, _, row = line.removeprefix("| ").partition(" | ")
+        library, colon, each = names.partition(": ")
+        found |= {f"{library}{colon}{name}": row for name in each.split(", ")}
+    return found
+
+
+for listed in rows(PAGE.read_text()):  # models are those that the page lists, of a task in front of a colon
+    task, _, kind = listed.removeprefix("transformers ").partition(": ")
+    if kind:
+        CLIENTS.append(Client(listed, "plain loops", ("transformers",), partial(architectures.check, task, kind)))
 
 
 def missing(client: Client) -> str:
@@ -40,15 +50,14 @@ def missing(client: Client) -> str:
     return ""
 
 
-def rows(page: str) -> dict[str, str]:
-    """The row of each client on the page."""
-    lines = page.partition(BEGIN)[2].partition(END)[0].removeprefix(HEAD).splitlines()
-    return {line.split(" | ")[0].removeprefix("| "): line for line in lines}
-
-
 def rewritten(page: str) -> str:
     """The page with the rows of today; a client that is not installed keeps the row that it has."""
     before, _, rest = page.partition(BEGIN)
     old = rows(page)
-    new = [old[client.name] if missing(client) else client.row() for client in CLIENTS]
-    return before + BEGIN + HEAD + "".join(f"{row}\n" for row in new) + END + rest.partition(END)[2]
+    new: dict[tuple[str, str], list[str]] = {}
+    for client in CLIENTS:
+        library, colon, name = client.name.partition(": ")
+        row = old[client.name] if missing(client) else client.row()
+        new.setdefault((library + colon, row), []).append(name)
+    lines = [f"| {library}{', '.join(names)} | {row}\n" for (library, row), names in new.items()]
+    return before + BEGIN + HEAD + "".join(lines) + END + rest.partition(END)[2]

@@ -282,9 +282,8 @@ def test_refusals():
         pairs.solve(w[:, :2], DAMPING)
     with pytest.raises(ArgumentTypeError, match=r" @ v: v has dtype torch.float32"):
         pairs @ w.float()
-    for top in (0, -1):
-        with pytest.raises(ArgumentError, match=r"\.vectors\(top=.*\): top has to be at least 1"):
-            pairs.vectors(top)
+    with pytest.raises(ArgumentError, match=r"\.vectors\(top=0\): top has to be at least 1"):
+        pairs.vectors(0)
     with pytest.raises(ArgumentError, match=r"kronecker.solve\(factors, v\): split='pi' is of two factors"):
         kronecker.solve(pairs, w, DAMPING, split="pi")
     with pytest.raises(ArgumentError, match=r"eigenpairs\(f, cross_entropy\)\(w, x, target\): it is inside of"):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from invfunc import kfac, kronecker, sqrt_ggn, streamed, tree
-from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.errors import ArgumentError
 from invfunc.kronecker import Kronecker, kfoc
 from invfunc.testing import assert_trees_close
 from tests.networks import LOSSES, network, networks, total
@@ -90,18 +90,13 @@ def test_comes_to_the_best_product_and_is_nearer_than_k_fac(called):
 
 
 class TestResult:
-    def test_two_batches_are_not_merged(self):
+    def test_two_batches_are_not_merged_and_sweeps_are_some(self):
         f, args = (lambda w, x: x @ w), (Numbers()(4, 3), Numbers(1)(5, 4), Numbers(2)(5, 3))
         one = kfoc(f, F.mse_loss, fisher="exact")(*args)
         with pytest.raises(ArgumentError, match="merge"):
             kronecker.merge(one, one, reduction="mean")
-
-    @pytest.mark.parametrize(
-        ("sweeps", "error"), [(0, ArgumentError), ("3", ArgumentTypeError), (True, ArgumentTypeError)]
-    )
-    def test_sweeps_have_to_be_some(self, sweeps, error):
-        with pytest.raises(error, match=rf"kfoc\(sweeps={sweeps!r}\)"):
-            kfoc(F.linear, F.mse_loss, sweeps=sweeps)
+        with pytest.raises(ArgumentError, match=r"kfoc\(sweeps=0\)"):
+            kfoc(F.linear, F.mse_loss, sweeps=0)
 
 
 @pytest.mark.parametrize("positions", [4, 64])

@@ -4,6 +4,13 @@ from tests.mutants.fault import Fault
 
 FAULTS = [
     Fault(
+        "the evidence of a mean is that of a sum",
+        "kronecker/trees.py",
+        "squares) / 2 - scale * loss",
+        "squares) / 2 - loss",
+        "kronecker/test_trees.py::TestOthers::test_evidence_of_a_linear_model_is_that_of_a_gaussian",
+    ),
+    Fault(
         "dimensions that an element-wise product sums stay where they were",
         "linear_algebra/contract.py",
         "x.permute(self.order)[self.places]",
