@@ -456,7 +456,9 @@ def from_module(module: nn.Module, *, log_det: bool = True) -> Invertible:
     `with_log_det`, which evaluates the module once for both; `testing.laws.check_pair` says whether the
     log-determinant is that of the Jacobian.
 
-    A module that starts from its first batch (normflows' and FrEIA's ActNorm) has to be called once before.
+    A module that starts from its first batch (normflows' and FrEIA's ActNorm) has to be called once before. One with
+    dropout in several subnets draws in another order in its inverse, which is an InverseError: keep its input, as by
+    `invertible_checkpoint(pair, keep=True)`, or write it as an `affine_coupling`.
 
     Cost: that of the module in either direction; the log-determinant alone is another forward pass.
 
