@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from invfunc import tree
-from invfunc._torch.functorch import listening, unseen_versions
+from invfunc._torch.functorch import counted, listening, unseen_versions
 from invfunc._torch.values import wide
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, ModifiedError
@@ -231,9 +231,9 @@ class Moves(PairLaw):
             said = fn(tree.map_tensors(torch.clone, other), *args, **kwargs)
         else:
             one = type(other) is torch.Tensor and not listening() and not other.is_inference()
-            before = other._version if one else unseen_versions(tree.tensors(other))
+            before = counted(other) if one else unseen_versions(tree.tensors(other))
             said = fn(other, *args, **kwargs)
-            if before != (other._version if one else unseen_versions(tree.tensors(other))):
+            if before != (counted(other) if one else unseen_versions(tree.tensors(other))):
                 raise ModifiedError(
                     f"{self.call}: {which} has written into the state that it was given, which the pair needs again, "
                     "and so may you. Take inplace=False in its first layers, or give them a copy: lambda x: "
