@@ -275,7 +275,7 @@ class BlockRun(Holder):
     def pack(self, t: torch.Tensor) -> int:
         """The number that autograd gets in place of a tensor."""
         live = self._live
-        live.append((t, t._version))
+        live.append((t, functorch.counted(t)))
         return self._starts[-1] + len(live) - 1
 
     def given_back(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
@@ -302,7 +302,7 @@ class BlockRun(Holder):
     def unpack(self, n: int) -> torch.Tensor:
         """The tensor in whose place a number was given."""
         t, then = self._at_hand.pop(n, None) or self._found(n)
-        if t._version != then:
+        if functorch.counted(t) != then:
             raise self._late(n)
         if not self._at_hand:
             with self._lock:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from invfunc import tree
-from invfunc._torch.functorch import listening, unseen_versions
+from invfunc._torch.functorch import counted, listening, unseen_versions
 from invfunc._torch.values import wide
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, ModifiedError
@@ -232,9 +232,9 @@ class Moves(PairLaw):
             said = fn(tree.map_tensors(torch.clone, other), *args, **kwargs)
         else:
             one = type(other) is torch.Tensor and not listening() and not other.is_inference()
-            before = other._version if one else unseen_versions(tree.tensors(other))
+            before = counted(other) if one else unseen_versions(tree.tensors(other))
             said = fn(other, *args, **kwargs)
-            if before != (other._version if one else unseen_versions(tree.tensors(other))):
+            if before != (counted(other) if one else unseen_versions(tree.tensors(other))):
                 raise ModifiedError(
                     f"{self.call}: {which} has written into its argument, a part of the state, which the pair needs "
                     f"again. Take inplace=False in its first layers, or give them a copy: lambda x: {which}(x.clone())."
@@ -455,7 +455,9 @@ def from_module(module: nn.Module, *, log_det: bool = True) -> Invertible:
     `with_log_det`, which evaluates the module once for both; `testing.laws.check_pair` says whether the
     log-determinant is that of the Jacobian.
 
-    A module that starts from its first batch (normflows' and FrEIA's ActNorm) has to be called once before.
+    A module that starts from its first batch (normflows' and FrEIA's ActNorm) has to be called once before. One with
+    dropout in several subnets draws in another order in its inverse, which is an InverseError: keep its input, as by
+    `invertible_checkpoint(pair, keep=True)`, or write it as an `affine_coupling`.
 
     Cost: that of the module in either direction; the log-determinant alone is another forward pass.
 
