@@ -113,11 +113,12 @@ def gather(branches: Iterable[Any], found: list[torch.Tensor]) -> bool:
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             found.append(branch)
         elif kind is tuple:
-            fixed &= gather(branch, found)
+            fixed &= not branch or gather(branch, found)
         elif kind not in _PLAIN:
             fixed = False
             if kind is list or kind is dict:
-                gather(branch if kind is list else branch.values(), found)
+                if branch:
+                    gather(branch if kind is list else branch.values(), found)
             elif kind in NODES:
                 gather(NODES[kind][0](branch)[0], found)
             else:
