@@ -77,8 +77,10 @@ def _large(x: torch.Tensor, w: torch.Tensor) -> bool:
 
 def _along(dx: Any, dw: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """`dx w^T + x dw^T`, either of which may be missing, in one tensor where nobody differentiates it."""
-    if dx is None or dw is None:
-        return F.linear(x, dw) if dx is None else F.linear(dx, w)
+    if dx is None:
+        return F.linear(x, dw)
+    if dw is None:
+        return F.linear(dx, w)
     found = F.linear(dx, w)
     if torch.is_grad_enabled() and any([t.requires_grad for t in (dx, dw, x, w)]):
         return found + F.linear(x, dw)

@@ -111,8 +111,8 @@ FAULTS = [
     Fault(
         "all samples draw what the first ones draw",
         "loss/drawn.py",
-        "number[:, part])",
-        "number[:, : len(p)])",
+        "scale, *number, *found)",
+        "scale, *number[:, :1].expand_as(number), *found)",
         "loss/test_monte_carlo.py::test_of_many_classes_are_drawn_for_some_samples_at_a_time",
     ),
     Fault(
