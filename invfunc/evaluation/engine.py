@@ -14,13 +14,13 @@ from invfunc import tree
 from invfunc._extras import ticking
 from invfunc._torch.functorch import transforming, undispatched, unwatched
 from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
-from invfunc._torch.values import checked_at_the_end, same_values
+from invfunc._torch.values import anywhere, checked_at_the_end, same_values
 from invfunc.arguments.problem import BoundProblem, whole
 from invfunc.core.columns import joined, made
 from invfunc.core.evaluate import Made, RunStates, columns_of_all, hessian_of, kept, loss_of, returned
 from invfunc.core.marks import Final, Unsupported
 from invfunc.core.ways import WAYS, Met, Way, by_ways
-from invfunc.errors import InvFuncError, SampleAxisError
+from invfunc.errors import ArgumentError, InvFuncError, SampleAxisError
 from invfunc.evaluation.fold import JointFold
 from invfunc.evaluation.kinds import FEW, Drew, Kind, check_batches, kind_of, neither, not_in_parts
 from invfunc.evaluation.weights import LossPart
@@ -274,11 +274,15 @@ def check_joined(problem: BoundProblem, scalar: bool) -> bool:
     are several; `scalar` says that its loss is one number."""
     if problem.n < 2 or (scalar and problem.loss is None):
         return False
-    looked = whole(problem) if problem.loss is not None and not scalar else problem
+    looked, told = whole(problem) if problem.loss is not None and not scalar else problem, list[bool]()
 
     def some(problem: BoundProblem, places: list[int]) -> tuple[list[torch.Tensor], bool]:
         with undrawn() as drew, torch.enable_grad():
-            return _by_sample(_outputs(_few(problem, places)), problem.out_dims), drew()
+            found = _by_sample(_outputs(_few(problem, places)), problem.out_dims), drew()
+        told.append(not found[0] or any(anywhere(z != 0) for z in found[0]))
+        if not any(told):  # zeros tell nothing, as of labels that are ignored, and are not to be kept for other batches
+            raise ArgumentError("all are zeros")
+        return found
 
     with undispatched(), unwatched():
         try:
@@ -286,7 +290,7 @@ def check_joined(problem: BoundProblem, scalar: bool) -> bool:
         except SampleAxisError:
             raise
         except Exception:  # which f may have for fewer samples only
-            return True
+            return not told or any(told)
     return True
 
 
