@@ -85,11 +85,11 @@ def _categorical(columns: Softmax, count: int, source: Source) -> torch.Tensor:
 
 
 def _reached(p: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """The class `[M, n, 1, r]` at which the running sum of `p [n, C, r]` exceeds a part of the whole. None has the
+    """The class `[M, ..., 1]` at which the running sum of `p [..., C]` exceeds a part of the whole. None has the
     probability 0."""
-    below = p.cumsum(1)
-    number = number.clamp(max=1 - torch.finfo(p.dtype).eps) * below[:, -1:]
-    return (below <= number).sum(2, keepdim=True).clamp(max=p.shape[1] - 1)
+    below = p.cumsum(-1)
+    number = number.clamp(max=1 - torch.finfo(p.dtype).eps) * below[..., -1:]
+    return (below <= number).sum(-1, keepdim=True).clamp(max=p.shape[-1] - 1)
 
 
 def _normal(columns: Elementwise, count: int, source: Source) -> torch.Tensor:
