@@ -81,11 +81,14 @@ class Feed:
         )
 
 
-def batches_of(loader: Any, params: Any, in_dims: InDims, feed: Feed | None) -> Batches:
+def batches_of(
+    loader: Any, params: Any, in_dims: InDims, feed: Feed | None, empty: list[tuple] | None = None
+) -> Batches:
     """Gives `visit` the arguments of each batch, and how many samples came before; it returns how many there are. There
     is no `feed` if the caller has given one batch, and no loader.
 
-    Batches without samples are left out, and those that `numbered` leaves out. The parameters have to stay as they are.
+    Batches without samples are left out (the last one is kept in `empty`), and those that `numbered` leaves out. The
+    parameters have to stay as they are.
     """
     known, options = _written(params), feed or Feed()
 
@@ -103,7 +106,10 @@ def batches_of(loader: Any, params: Any, in_dims: InDims, feed: Feed | None) -> 
                 args = (params, *_arguments(batch, device))
                 before = _written(args)
                 try:
-                    own = 0 if _sizes(args, in_dims) == {0} else visit(args, n)  # what else is wrong is told there
+                    none = _sizes(args, in_dims) == {0}
+                    if none and empty is not None:
+                        empty[:] = [args]
+                    own = 0 if none else visit(args, n)  # what else is wrong is told there
                     if _written(args) != before:
                         raise ArgumentError("f writes into its batch in place, and it may come again. Copy it first.")
                 except Exception as error:
