@@ -196,11 +196,10 @@ class BlockRun(Holder):
             given = [t for t in tree.tensors((args, kwargs)) if id(t) not in link.ids]
             first = False
         states = None if link.quiet else self.draws.states()
-        live = self._live
-        evaluation = Evaluation(fn, link.start + len(live), first, [*map(Like, given)], states)
+        evaluation = Evaluation(fn, link.start + len(self._live), first, [*map(Like, given)], states)
         link.evaluations.append(evaluation)
         result = fn(*args, **kwargs)
-        evaluation.end = link.start + len(live)
+        evaluation.end = link.start + len(self._live)
         return result
 
     def _ended(self, link: Link, xs: Tensors, states: States | None) -> States | None:
@@ -274,9 +273,8 @@ class BlockRun(Holder):
     @functorch.untraced
     def pack(self, t: torch.Tensor) -> int:
         """The number that autograd gets in place of a tensor."""
-        live = self._live
-        live.append((t, functorch.counted(t)))
-        return self._starts[-1] + len(live) - 1
+        self._live.append((t, functorch.counted(t)))
+        return self._starts[-1] + len(self._live) - 1
 
     def given_back(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """A function that computes a saved tensor again, for a statistic that records f; None if it was not saved."""
