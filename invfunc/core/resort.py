@@ -51,8 +51,8 @@ ROWS = 32
 class AsWritten(TorchFunctionMode):
     """A mode under which f runs as it is written, on what `samples(x, axis)` makes of the batch."""
 
-    def __init__(self, samples: Callable[[Tensor, Axis], Tensor], apart: bool = True) -> None:
-        """`apart` says that something of each sample is wanted."""
+    def __init__(self, samples: Callable[[Tensor, Axis], Tensor], apart: bool | None = True) -> None:
+        """`apart` says that something of each sample is wanted; None, that f may do what it likes."""
         super().__init__()
         self._samples, self._apart, self.leaves = samples, apart, list[Tensor]()
 
@@ -62,7 +62,8 @@ class AsWritten(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        _check(func, args, kwargs, self._apart)
+        if self._apart is not None:
+            _check(func, args, kwargs, self._apart)
         out = func(*args, **kwargs)
         made = args[0] if func in MARKS else out
         if isinstance(made, Tensor) and made.is_leaf and made.requires_grad:
