@@ -183,10 +183,11 @@ def layer_norm(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -
 
 def linear(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
     """`linear(x, w, b)`."""
-    (x, axis), *more = data
+    (x, (at, outer, inner)), *more = data
     if more or x is not args[0]:
         raise Unsupported("weights that depend on samples")
-    return SUMMED if axis[0] == -1 else axis
+    vector = option(args, kwargs, 1, "weight").ndim == 1
+    return SUMMED if at == -1 else (at + vector, outer, inner)
 
 
 def matmul(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from invfunc import tree
 from invfunc._torch.functorch import base_of, mapped, version
@@ -88,7 +89,7 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
         for i, x in zip(places, mapped, strict=True):
             full[i] = x
         own, named = tree.unflatten(full, structure)
-        return func(*own, **named)
+        return (looked_up if func is F.embedding else func)(*own, **named)
 
     out = mapped(one, randomness="different")(*(given[i] for i in places))
     if out[0].numel() * (1 if getattr(axis[1], "ragged", False) else run.n) != plain.numel():
@@ -98,6 +99,16 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
     for x, node in {id(x): (x, node) for x, node in params}.values():
         run.use(Copies(node, x), copies[id(x)])
     return out
+
+
+def looked_up(
+    input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """`embedding` under torch.vmap, where torch's leaves out the padding of the first sample alone."""
+    out = F.embedding(input, weight, None, *args, **kwargs)
+    if padding_idx is None:
+        return out
+    return torch.where((input == padding_idx % len(weight)).unsqueeze(-1), out.detach(), out)
 
 
 def check_places(func: Any, args: tuple, data: list[Known], params: list[Known]) -> None:
@@ -124,7 +135,7 @@ def masked_attention(
     if is_causal or enable_gqa or attn_mask is None:
         raise Unsupported("attention of parameters that is causal or grouped")
     products = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return torch.nn.functional.dropout((products + attn_mask).softmax(-1), dropout_p, dropout_p > 0) @ v
+    return F.dropout((products + attn_mask).softmax(-1), dropout_p, dropout_p > 0) @ v
 
 
 # Operations of the user's own

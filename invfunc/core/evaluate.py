@@ -190,7 +190,7 @@ def returned(problem: BoundProblem, part: slice = slice(None), leaves: list[torc
     few = problem
     if part != slice(None):
         few = problem.chunk(part, part.stop - part.start)
-    return few.call(AsWritten(lambda x, _: x, apart=False), problem.leaves if leaves is None else leaves)[0]
+    return few.call(AsWritten(lambda x, _: x, apart=None), problem.leaves if leaves is None else leaves)[0]
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -29,6 +30,7 @@ from invfunc.budget import free_on, told
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option, spelled, tensors
 from invfunc.core.order import Order
 from invfunc.core.run import Run
+from invfunc.core.split import CRITERIA, KNOWN
 from invfunc.core.uses import Copies
 from invfunc.operations.axis import Axis
 from invfunc.plan import even
@@ -41,7 +43,7 @@ FLOOR = 0.1
 """The part of the largest size that counts for the smallest, whose rounding may come from that."""
 SMALL = 2**28
 """Bytes of gradients up to which nobody asks what is free."""
-NO_COLUMNS = "columns at a criterion inside of a function that is not followed: give the model and its loss apart"
+NO_COLUMNS = "columns at a criterion inside of a function that is not followed, which does not end with it"
 ROWS = 32
 """So many rows are pulled back at once."""
 
@@ -49,8 +51,8 @@ ROWS = 32
 class AsWritten(TorchFunctionMode):
     """A mode under which f runs as it is written, on what `samples(x, axis)` makes of the batch."""
 
-    def __init__(self, samples: Callable[[Tensor, Axis], Tensor], apart: bool = True) -> None:
-        """`apart` says that something of each sample is wanted."""
+    def __init__(self, samples: Callable[[Tensor, Axis], Tensor], apart: bool | None = True) -> None:
+        """`apart` says that something of each sample is wanted; None, that f may do what it likes."""
         super().__init__()
         self._samples, self._apart, self.leaves = samples, apart, list[Tensor]()
 
@@ -60,7 +62,8 @@ class AsWritten(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        _check(func, args, kwargs, self._apart)
+        if self._apart is not None:
+            _check(func, args, kwargs, self._apart)
         out = func(*args, **kwargs)
         made = args[0] if func in MARKS else out
         if isinstance(made, Tensor) and made.is_leaf and made.requires_grad:
@@ -80,9 +83,9 @@ def _check(func: Any, args: tuple, kwargs: dict[str, Any], apart: bool = True) -
 
 def alone(problem: BoundProblem, run: Run, leaves: list[Tensor]) -> tuple[Any, Any]:
     """f of each sample alone, as the whole batch has it; and aux of the whole batch."""
-    if run.criterion is not None and problem.loss is None:
-        raise Unsupported(NO_COLUMNS)
     copies = _copies(problem, run)
+    if run.criterion is not None and problem.loss is None:
+        return _at_criterion(problem, run, leaves, copies)
     if run.n == 1:
         out, aux, run.closed_over = _called(problem, run, [x[0] for x in copies], copies)
         return _known(problem, run, leaves, copies, out), aux
@@ -103,6 +106,54 @@ def alone(problem: BoundProblem, run: Run, leaves: list[Tensor]) -> tuple[Any, A
             set_states(after)
             return _known(problem, run, leaves, copies, out), aux
     raise error
+
+
+class Caught(TorchFunctionMode):
+    """A mode that notes the criteria that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = list[Any]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if CRITERIA.get(func) in KNOWN:
+            self.calls.append((out, func, args, kwargs or {}))
+        return out
+
+
+def _at_criterion(problem: BoundProblem, run: Run, leaves: list[Tensor], copies: list[Tensor]) -> Any:
+    """The criterion that f ends with, of the outputs and the target that it has of each sample alone; and aux."""
+    before, rest = _states(), list[Any]()
+    whole, aux, run.closed_over = _called(problem, run, leaves, leaves)
+    whole, slopes = whole.detach(), _slopes(whole, leaves)
+    if any(x is not y for (_, x), (_, y) in zip(before, _states(), strict=True)):
+        raise Unsupported(NO_COLUMNS)
+
+    def caught(call: Callable[[], Any]) -> tuple[Tensor, Tensor]:
+        with Caught() as mode:
+            out = call()
+        if len(mode.calls) != 1 or out is not mode.calls[0][0] or len(mode.calls[0][2]) < 2:
+            raise Unsupported(NO_COLUMNS)
+        rest[:] = mode.calls[0][1:]
+        return rest[1][0], rest[1][1]
+
+    found = _mapped(replace(problem, factor=None), run, copies, through=caught)
+    z, target = [x.flatten(0, 1) for x in found]
+    func, args, kwargs = rest
+    if len(z) != run.n or len(target) != run.n:
+        raise Unsupported(NO_COLUMNS)
+    for x in (z, target):
+        know(x, Mark(run.token, (-x.ndim, 1, 1), x.requires_grad))
+    with run:
+        out = func(z, target, *args[2:], **kwargs)
+        out = out if problem.factor in (None, 1) else out * problem.factor
+    dtype = torch.promote_types(_precision(whole, copies), torch.float32)
+    if out.shape != whole.shape or not _near(out, whole, _sizes(whole), dtype):
+        raise Unsupported(NO_COLUMNS)
+    if not _same(_slopes(out, copies), slopes, dtype):
+        raise Unsupported(NO_COLUMNS)
+    return _known(problem, run, leaves, copies, out), aux
 
 
 def _states() -> list[tuple[torch.Generator, Tensor]]:
@@ -150,8 +201,16 @@ def _known(problem: BoundProblem, run: Run, leaves: Tensors, copies: Tensors, ou
 # Single samples
 
 
-def _mapped(problem: BoundProblem, run: Run, copies: Tensors, drawing: str = "different", graph: bool = False) -> Any:
-    """f under vmap, `[N, ...]`; where each sample draws, these are the numbers that the whole batch has drawn.
+def _mapped(
+    problem: BoundProblem,
+    run: Run,
+    copies: Tensors,
+    drawing: str = "different",
+    graph: bool = False,
+    through: Callable[[Callable[[], Any]], Any] = lambda call: call(),
+) -> Any:
+    """f under vmap, `[N, ...]`, or what is seen `through` its call; where each sample draws, these are the numbers
+    that the whole batch has drawn.
 
     `graph`, at a level of torch.func at which f may take derivatives by torch.autograd.grad.
     """
@@ -163,7 +222,7 @@ def _mapped(problem: BoundProblem, run: Run, copies: Tensors, drawing: str = "di
         each = AsWritten(lambda x, axis: next(samples).unsqueeze(axis.dim or 0))
         with graph_level() if graph else nullcontext((as_it_is, as_it_is)) as (enter, leave):
             given = [*map(enter, mapped[: len(copies)])]
-            return tree.map_tensors(leave, problem.call(each, given)[0])
+            return tree.map_tensors(leave, through(lambda: problem.call(each, given)[0]))
 
     dims = (*[0] * len(copies), *[d for _, d in given])
     return mapped(one, dims, drawing)(*copies, *[run.samples(x, Axis(d)) for x, d in given])

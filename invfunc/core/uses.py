@@ -589,7 +589,7 @@ def of_linear(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis
     uses: list[Use] = []
     if id(w) in nodes:
         if w.ndim != 2:
-            raise Unsupported("linear of a vector")
+            return None
         pair = ProductUse(nodes[id(w)], w, x, axes[id(x)], axis, None, None, ((), (0,), (1,)))
         pair.layer = True
         uses.append(pair)

@@ -78,9 +78,10 @@ def _kind(problem: BoundProblem, size: int, some: Some) -> Kind:
         kinds: list[Kind] = [_joined(*z, k=k, drew=drew) for z in values]
         return kinds[0] if kinds else "each"
 
-    elsewhere = replace(problem, leaves=moved(problem.leaves))
+    apart = [_told_apart(p.detach()) if _alike(p) else p for p in problem.leaves]
+    elsewhere = replace(problem, leaves=moved(apart))
     try:
-        return looked(replace(problem, leaves=[_told_apart(p.detach()) if _alike(p) else p for p in problem.leaves]))
+        return looked(replace(problem, leaves=apart))
     except SampleAxisError:
         with suppress(Exception):
             return looked(elsewhere)

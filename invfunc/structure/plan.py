@@ -262,8 +262,8 @@ class Structure:
         w = uniform(self.x.numel() // self.n, 0).to(self.x).expand(self.n, -1).reshape(self.x.shape)
         slopes = torch.autograd.grad(self.x, [b.x for b in self.at], w, retain_graph=True)
         rows = [(b, b.exposed(g)) for b, g in zip(self.at, slopes, strict=True)]
-        apart = {b: ((g - g[:1]).abs().amax(), torch.finfo(g.dtype).eps * g.abs().amax()) for b, g in rows}
-        return {b: bool(most <= 16 * rounding) for b, (most, rounding) in apart.items()}
+        apart = {b: ((g - g[:1]).abs().amax(), 16 * torch.finfo(g.dtype).eps * g.abs().amax()) for b, g in rows}
+        return {b: bool(most <= rounding) for b, (most, rounding) in apart.items()}
 
     # Sites
 

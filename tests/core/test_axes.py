@@ -279,6 +279,7 @@ def of_row_losses(d: Drawn) -> Calls:
     for reduction in ("none", "mean", "sum", 0, 1, 2):
         yield (x, y, signs), {"reduction": reduction}
         yield (x, labels), {"reduction": reduction}
+        yield (x, labels[:, 0]), {"reduction": reduction}
 
 
 CALLS: dict[Any, Callable[[Drawn], Calls]] = {

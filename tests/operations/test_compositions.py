@@ -216,7 +216,6 @@ def test_bags_equal_torch(mode, data, device, dtype):
 LABELS, LENGTHS = torch.tensor([2, 0, 1, 1]), torch.tensor([3, 3, 1])
 ROWS = (Numbers()(2, 2), Numbers(1)(0, 2), Numbers(2)(3, 2))
 OTHERS = {
-    "embedding": Calls("embedding", partial(F.embedding, LABELS, padding_idx=1), (Numbers()(3, 2),)),
     "_weight_norm": Calls("weight_norm", torch._weight_norm, (Numbers()(3, 2), Numbers(1)(3, 1))),
     "prelu": Calls("prelu", F.prelu, (Numbers()(4, 2, 3), Numbers(1)(2))),
     "cdist": Calls("cdist", torch.cdist, (Numbers()(2, 4, 3), Numbers(1)(2, 5, 3))),
