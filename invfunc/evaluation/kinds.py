@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from invfunc import tree
+from invfunc._torch.generators import uniform
 from invfunc._torch.values import HALF, anywhere, fake, near, same_values, size_of, wide
 from invfunc._torch.weak import WeakIdMap
 from invfunc.arguments.problem import BoundProblem
@@ -61,8 +62,9 @@ def _kind(problem: BoundProblem, size: int, some: Some) -> Kind:
     places = [n * i // k for i in range(k)]
     halves = places, places[::2], places[1::2]
 
-    def looked(at: BoundProblem) -> Kind:
-        found, device = list[tuple[list, bool]](), at.leaves[0].device.type
+    def looked(leaves: list[torch.Tensor], elsewhere: bool) -> Kind:
+        at, found = replace(problem, leaves=leaves), list[tuple[list, bool]]()
+        device = at.leaves[0].device.type
         casts = torch.is_autocast_enabled(device)
         half = casts or any(x.dtype in HALF for x in at.tensors)
         if half:
@@ -72,19 +74,18 @@ def _kind(problem: BoundProblem, size: int, some: Some) -> Kind:
             found = [some(at, each) for each in halves]
             found = [([z.bfloat16() for z in values], drew) for values, drew in found] if half else found
         drew = any(drew for _, drew in found)
-        if at is elsewhere and not all(z.isfinite().all() and (z != 0).any() for z in found[0][0] if z.numel()):
+        if elsewhere and any(anywhere(~z.isfinite()) or not anywhere(z != 0) for z in found[0][0] if z.numel()):
             raise SampleAxisError("f has no numbers there")
         values = zip(*(values for values, _ in found), strict=True)
         kinds: list[Kind] = [_joined(*z, k=k, drew=drew) for z in values]
         return kinds[0] if kinds else "each"
 
     apart = [_told_apart(p.detach()) if _alike(p) else p for p in problem.leaves]
-    elsewhere = replace(problem, leaves=moved(apart))
     try:
-        return looked(replace(problem, leaves=apart))
+        return looked(apart, elsewhere=False)
     except SampleAxisError:
         with suppress(Exception):
-            return looked(elsewhere)
+            return looked(moved(apart), elsewhere=True)
         raise
 
 
@@ -155,8 +156,8 @@ def widened(problem: BoundProblem) -> BoundProblem:
 
 def moved(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Parameters of other sizes and the same signs, always the same ones."""
-    source = torch.Generator().manual_seed(0)
-    return [x.detach() * (torch.rand(x.shape, generator=source) + 0.5).to(x) for x in params]
+    by = [(1 + uniform(x.numel(), seed) / 2).reshape(x.shape) for seed, x in enumerate(params, 1)]
+    return [x.detach() * factor.to(x) for x, factor in zip(params, by, strict=True)]
 
 
 def _alike(x: torch.Tensor) -> bool:

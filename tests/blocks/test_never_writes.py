@@ -10,9 +10,7 @@ PACKAGE = Path(invfunc.__file__).parent
 BANNED = {"resize_", "set_", "detach_", "manual_seed", "seed", "untyped_storage", "storage", "resize_as_"}
 ALLOWED = {
     ("_torch/functorch.py", "untyped_storage"),  # its address is read
-    ("_torch/reading.py", "set_"),  # of tensors of its own, which are made there
     ("invertible/checks.py", "manual_seed"),  # of a generator of its own
-    ("evaluation/joined.py", "manual_seed"),  # of a generator of its own
     ("loss/drawn.py", "manual_seed"),  # of generators of its own
     ("reductions/sketches.py", "manual_seed"),  # of generators of its own
     ("spectra.py", "manual_seed"),  # of a generator of its own

@@ -140,9 +140,7 @@ class TestScale:
     def test_losses_with_a_factor_of_the_batch_are_refused(self, data, t):
         params, *rest = data
         t = streamed(t(lambda params, x, y: losses(params, x, y) / len(x)))
-        with pytest.raises(
-            SampleAxisError, match="a factor that depends on how many there are|uses the length of the batch"
-        ):
+        with pytest.raises(SampleAxisError, match="uses the length of the batch"):
             t(params, batches([1, 4], *rest))
 
     @pytest.mark.parametrize(("zeros", "compiled"), [(4, False), (7, True), (8, False)])
@@ -161,7 +159,7 @@ class TestScale:
             return streamed(invfunc.compiled(t) if compiled else t)(params, batches(sizes, x, y))
 
         assert_trees_close(stream(False, [8]), invfunc.sum_grad_squared(partial(f, factor=False))(params, x, y), EXACT)
-        with pytest.raises(SampleAxisError, match="a factor that depends on how many there are"):
+        with pytest.raises(SampleAxisError, match="uses the length of the batch"):
             stream(True, [8])
 
     def test_rounding_of_losses_of_nearly_nothing_is_no_factor(self, data):
@@ -188,7 +186,7 @@ class TestScale:
         with torch.autocast(rest[0].device.type, enabled=mixed == "autocast"):
             t = streamed(invfunc.batch_l2_grad(rounded))
             assert all(x.isfinite().all() for x in tree.leaves(t(params, batches([5], *rest))))
-            with pytest.raises(SampleAxisError, match="a factor that depends"):
+            with pytest.raises(SampleAxisError, match="uses the length of the batch"):
                 streamed(invfunc.batch_l2_grad(lambda *a: rounded(*a) / len(a[1])))(params, batches([5], *rest))
 
     @pytest.mark.parametrize("make", [invfunc.diag_ggn, partial(invfunc.kfac, fisher="exact")])
@@ -230,7 +228,7 @@ class TestScale:
             return lost / len(batch[0]) if factor else lost
 
         streamed(invfunc.batch_l2_grad(partial(f, factor=False)))(params, batches([5], *rest))
-        with pytest.raises(SampleAxisError, match="a factor that depends"):
+        with pytest.raises(SampleAxisError, match="uses the length of the batch"):
             streamed(invfunc.batch_l2_grad(partial(f, factor=True)))(params, batches([5], *rest))
 
 

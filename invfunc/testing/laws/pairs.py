@@ -342,7 +342,7 @@ def check_pair(
     if not tree.tensors(x):
         raise ArgumentTypeError(f"laws.check_pair(pair, x): x is of type {type(x).__name__}, and has no tensors.")
     if not any(t.numel() for t in tree.tensors(x)):
-        raise ArgumentError("laws.check_pair(pair, x): the tensors of x have no numbers, so that nothing would be compared.")
+        raise ArgumentError("laws.check_pair(pair, x): the tensors of x have no numbers to compare.")
     if any(not bool(t.isfinite().all()) for t in floats(x)):
         raise ArgumentError("laws.check_pair(pair, x): x has numbers that are not finite, which are equal to nothing.")
     sizes = {t.shape[0] if t.ndim else 0 for t in tree.tensors(x)}
