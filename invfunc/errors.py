@@ -27,6 +27,11 @@ class SampleAxisError(InvFuncError, ValueError):
     """The operation at which the samples are lost."""
 
 
+def written() -> ArgumentError:
+    """The error where outputs are not what the loss has read."""
+    return ArgumentError("the loss writes in place into the outputs that it reads. Let it write into a copy of them.")
+
+
 def unreached() -> ArgumentError:
     """The error for a result that depends on no parameter at all."""
     return ArgumentError(

@@ -33,7 +33,7 @@ from invfunc.core.split import (
     named_node,
 )
 from invfunc.core.tables import called
-from invfunc.errors import ArgumentError
+from invfunc.errors import written
 from invfunc.loss.drawn import drawn
 from invfunc.loss.hessian import columns, once_only, pulled_back
 from invfunc.loss.square_root import Affine, Columns, Elementwise, General, OutputCotangents, Softmax, rooted
@@ -174,7 +174,7 @@ def lost(problem: BoundProblem, run: Run, outputs: Any, known: bool = False) -> 
     run.criterion = Finder([r for r in roots if r.value.requires_grad], run.n)
     run.again, result = again, called(roots, problem.target(run))
     if before != [version(z) for _, z in named]:
-        raise ArgumentError("the loss writes in place into outputs that are too large for a copy: write it without.")
+        raise written()  # they are too large for a copy
     return result
 
 

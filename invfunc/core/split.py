@@ -113,6 +113,9 @@ class Term:
     at_root: bool
     version: int
 
+    def __post_init__(self) -> None:
+        self.read = version(self.input)
+
     @property
     def root(self) -> int:
         return min(self.roots)

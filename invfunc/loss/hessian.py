@@ -24,7 +24,7 @@ from invfunc._torch.functorch import (
 )
 from invfunc._torch.graphs import node_of, nodes_below, nodes_of
 from invfunc._torch.values import HALF, anywhere, check, checked_at_once, wide
-from invfunc.errors import ArgumentError, ConvexityError, SplitError
+from invfunc.errors import ArgumentError, ConvexityError, SplitError, written
 from invfunc.loss.square_root import Affine, Columns, Elementwise, General, Gradient, OutputCotangents, Softmax
 from invfunc.operations.losses import reduction
 from invfunc.operations.naming import argument
@@ -154,6 +154,8 @@ def _varies(scope: Scope, slope: torch.Tensor, roots: list[Output], nodes: set[A
 
 def columns(scope: Scope, term: Term, slope: torch.Tensor, roots: list[Output], n: int, convex: bool = True) -> Columns:
     """The columns of one term, whose output comes with a slope; without roots, those at its own input."""
+    if version(term.input) != term.read:
+        raise written()
     slope = slope.float() if slope.dtype in HALF else slope
     if term.kind == "elementwise":
         made: Columns = _elementwise(scope, term, slope, n, convex)

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import dispatched, dual_level, listening, set_graph
+from invfunc._torch.functorch import dispatched, dual_level, listening, set_graph, version
 from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.graphs import nodes_of
 from invfunc._torch.opened import Uncompiled
@@ -26,7 +26,7 @@ from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, opti
 from invfunc.core.refusals import refused_by
 from invfunc.core.run import Run
 from invfunc.core.split import CRITERIA, Axis, Finder, Output, marked_for
-from invfunc.errors import ArgumentError, unreached
+from invfunc.errors import ArgumentError, unreached, written
 from invfunc.loss.hessian import by_rows, hessian, softmax_product, structured
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.products.maps import Kind, Pull, Scope, Vectors
@@ -44,6 +44,8 @@ class ScopedSplit(core.Split):
     """The outputs, or the losses, or what else is to be differentiated in the parameters."""
 
     def __post_init__(self) -> None:
+        if any([version(r.value) != r.version for r in self.roots]):
+            raise written()
         self.values = self.values or [r.value for r in self.roots] or [self.result]
         wanted = {r.node for r in self.roots if r.value.requires_grad}
         if self.roots and wanted.isdisjoint(nodes_of([self.result], wanted)):

@@ -358,11 +358,43 @@ class TestHeads:
         monkeypatch.setattr("invfunc.thresholds.CACHE", {"cpu": 100})
         assert_trees_close(found(), at_once, 1e-12, 1e-12)
 
-    def test_a_loss_that_writes_into_large_outputs_is_told(self, monkeypatch):
-        monkeypatch.setattr("invfunc.thresholds.LOGITS", 0)
-        t = diag_ggn(lambda w, x: x @ w, lambda z, y: F.mse_loss(z.mul_(2), y))
-        with pytest.raises(ArgumentError, match="in place"):
-            t(Numbers(1)(3, 2), Numbers(2)(4, 3), Numbers(3)(4, 2))
+    @pytest.mark.parametrize("limit", [0, 2**60])
+    @pytest.mark.parametrize("behind", [False, True])
+    def test_losses_that_write_into_the_outputs_are_right_or_refused(self, behind, limit, monkeypatch):
+        """Of a copy of small outputs; a product wants the outputs as they were."""
+        monkeypatch.setattr("invfunc.thresholds.LOGITS", limit)
+        w, v, x, y = Numbers(1)(3, 2), Numbers(4)(3, 2), Numbers(2)(4, 3), Numbers(3)(4, 2)
+        source = torch.Generator().manual_seed(0)
+
+        def f(w, x):
+            return x @ w
+
+        def loss(z, y):
+            found = F.mse_loss(z if behind else z.mul_(2), y)
+            if behind:
+                z.mul_(3)
+            return found
+
+        def f_marked(w, x, y):
+            return loss(outputs(f(w, x)), y)
+
+        def f_behind(w, x, y):
+            return loss(f(w, x).clone(), y)
+
+        wanted = diag_ggn(f, F.mse_loss)(w, x, y) * (1 if behind else 4)
+        for t in (diag_ggn(f, loss), diag_ggn(f_marked), diag_ggn(f_behind)):
+            try:
+                found = t(w, x, y)
+            except ArgumentError as error:
+                assert "in place" in str(error)
+            else:
+                assert_near(found, wanted, 1e-12)
+        for t in (ggnvp(f, loss), ggnvp(f_marked), ggnvp(f, loss, fisher="mc", generator=source)):
+            for call in (t, lambda w, v, x, y, t=t: t.linearize(w, x, y)(v)):
+                with pytest.raises(ArgumentError, match="in place"):
+                    call(w, v, x, y)
+        if not behind:
+            assert_near(hvp(f, loss)(w, v, x, y), hvp(f, lambda z, y: F.mse_loss(2 * z, y))(w, v, x, y), 1e-12)
 
     def test_take_few_tensors_like_the_logits(self):
         """2.0 in forward mode, where torch's own products take 10, in a linearisation, and of drawn K-factors."""
