@@ -18,6 +18,20 @@ FAULTS = [
         "core/test_selections.py",
     ),
     Fault(
+        "the padding of a table is that of one sample",
+        "core/copies.py",
+        "(looked_up if func is F.embedding else func)(",
+        "func(",
+        "operations/test_rules.py::test_every_path_equals_the_loop_layers[Embedding]",
+    ),
+    Fault(
+        "parts of a batch are not looked at where parameters are zeros",
+        "evaluation/kinds.py",
+        "leaves=moved(apart)",
+        "leaves=moved(problem.leaves)",
+        "core/test_parts.py::test_parts_that_are_asked_for_are_refused",
+    ),
+    Fault(
         "a softmax along the samples keeps them apart",
         "core/axes.py",
         "if len(data) > 1 or not isinstance(dim, int) or dim % x.ndim - x.ndim == axis[0]:",
