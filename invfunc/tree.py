@@ -113,7 +113,7 @@ def gather(branches: Iterable[Any], found: list[torch.Tensor]) -> bool:
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             found.append(branch)
         elif kind is tuple:
-            fixed &= not branch or gather(branch, found)
+            fixed &= gather(branch, found) if branch else True
         elif kind not in _PLAIN:
             fixed = False
             if kind is list or kind is dict:
