@@ -185,9 +185,9 @@ WRONG = {
     "a bias of other samples": (lambda: kronecker.solve(JOINT, FULL | {"2.bias": torch.ones(3, 2)}, 1.0), ArgumentError,
         "v['2.bias'] ... [3, 2]"),
     "a joint weight, renamed": (lambda: kronecker.solve(RENAMED, {n: torch.ones(3, 2) for n in RENAMED}, 1.0),
-        ArgumentError, "factors['first.weight'] ... params['0.bias'] ... keys"),
+        ArgumentError, "factors['first.weight'] ... params['0.bias'] ... whole tree"),
     "a joint weight without its bias": (lambda: kronecker.solve({"0.weight": JOINT["0.weight"]}, {
-        "0.weight": torch.ones(3, 2)}, 1.0), ArgumentError, "params['0.bias'] ... not known"),
+        "0.weight": torch.ones(3, 2)}, 1.0), ArgumentError, "no entry for params['0.bias']"),
     "negative damping": (lambda: kronecker.solve(ONE, V, -1.0), ArgumentError, "damping is -1.0"),
     "negative damping of logdet": (lambda: kronecker.logdet(ONE, -1.0), ArgumentError, "damping is -1.0"),
     "no prior": (lambda: kronecker.log_evidence(ONE, V, V["w"], 0), ArgumentError, "prior_precision ... above"),

@@ -247,7 +247,7 @@ class TestLeaveOneOut:
         with pytest.raises(ArgumentError, match="method='xtrace'.*: method is one of 'hutchinson', 'xdiag'"):
             estimate_diagonal(quadratic, probes=2, generator=seeded(), method="xtrace")
         for t in (estimate_trace, estimate_diagonal, spectral_density):
-            with pytest.raises(ArgumentTypeError, match=f"{t.__name__}.*: it is of the whole batch"):
+            with pytest.raises(ArgumentTypeError, match=f"{t.__name__}.*: it takes the whole batch"):
                 invfunc.chunked(t(quadratic, probes=2, generator=seeded()), 2, fold="mean")
         with pytest.raises(ArgumentError, match="inside of a transform"):
             t = estimate_trace(quadratic, probes=2, generator=seeded(), method="xtrace")
