@@ -203,9 +203,8 @@ def reversible_step(increment: Callable[..., Any], coupling: float | None = 0.99
     A way back through what decays is a way through what grows: where field contracts by a factor of k a step, errors of
     x grow by about k a step in the backward pass, with either form. Of a stiff equation keep anchors.
 
-    Cost: increment twice in either direction, and twice in a backward pass; with one copy half of that, but twice in a
-    backward pass. Many equal steps on a small state in
-    `repeated` (at least 8, of at most 64 KiB) are one node of autograd.
+    Cost: increment twice in either direction, and twice in a backward pass; with one copy once, and twice in a backward
+    pass. Many equal steps on a small state in `repeated` (at least 8, of at most 64 KiB) are one node of autograd.
 
     Source: S. McCallum and J. Foster, Efficient, Accurate and Stable Gradients for Neural ODEs, 2024; Explicit and
     Effectively Symmetric Schemes for Neural SDEs, arXiv 2509.20599, 2025.
@@ -213,7 +212,7 @@ def reversible_step(increment: Callable[..., Any], coupling: float | None = 0.99
     needed("reversible_step(increment)", "increment", increment)
     call = f"reversible_step({describe(increment)}, coupling={coupling})"
     if coupling is None:
-        return Invertible(*(partial(_stepped, call, increment, way) for way in (0, 1)), name=call)
+        return Invertible(partial(_stepped, call, increment, 0), partial(_stepped, call, increment, 1), name=call)
     if not isinstance(coupling, (int, float)) or not 0 < coupling <= 1:
         raise ArgumentError(f"{call}: coupling has to be above 0 and at most 1, or None for one copy of the state.")
     moves = Move(0, None, coupling, 1 - coupling), Move(0, 0), Move(1, 1, by=-1)

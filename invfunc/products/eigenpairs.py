@@ -271,7 +271,7 @@ class Eigenpairs(Whole):
 
     def _leaves(self, v: Any) -> tuple[list[torch.Tensor], int]:
         """The leaves of vectors, and how many axes they have in front."""
-        v = tree.map_tensors(lambda x: x.full_tensor() if sharded(x) else x, v)
+        v = tree.map_tensors(lambda x: x.full_tensor() if sharded(x) else x, v)  # pyright: ignore[reportAttributeAccessIssue]
         first, kind = dict(tree.named_leaves(v)).get(self._space.paths[0]), self._space.kinds[0]
         lead = max(0, first.ndim - len(kind.shape)) if isinstance(first, torch.Tensor) else 0
         return self._space.leaves(v, "v", lead), lead
