@@ -112,9 +112,8 @@ class Term:
     call: CriterionCall
     at_root: bool
     version: int
-
-    def __post_init__(self) -> None:
-        self.read = version(self.input)
+    read: int
+    """The version of the input."""
 
     @property
     def root(self) -> int:
@@ -171,11 +170,12 @@ class Finder(TorchFunctionMode):
             self._confirm(node_of(x))
             return func(*args, **kwargs)
         if self.fixed:
-            at_root = any([x is z.value and version(x) == z.version for z in self.outputs])
+            read = version(x)
+            at_root = any([x is z.value and read == z.version for z in self.outputs])
             roots = self.affine(x)
         else:
             root = self.added(x.view_as(x), axis, x)
-            x, roots, at_root = root.value, frozenset({root.ordinal}), True
+            x, roots, at_root, read = root.value, frozenset({root.ordinal}), True, root.version
             args, kwargs = ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "input": x})
         out = func(*args, **kwargs) if x.numel() < thresholds.LOGITS else by_rows(func, args, kwargs)
         if not self.fixed and kind in KNOWN:
@@ -186,7 +186,7 @@ class Finder(TorchFunctionMode):
         if roots and not any([isinstance(y, torch.Tensor) and y.requires_grad and y is not x for y in others]):
             call = CriterionCall(NAMES.get(kind) or func.__name__, func, args, kwargs)
             structure = "elementwise" if kind == "logsigmoid" else kind
-            self.terms.append(Term(structure, roots, x, axis, out, call, at_root, version(out)))
+            self.terms.append(Term(structure, roots, x, axis, out, call, at_root, version(out), read))
         return out
 
     def _confirm(self, node: Any) -> None:

@@ -125,7 +125,7 @@ FAULTS = [
     Fault(
         "an output may be written before its loss",
         "core/split.py",
-        "x is z.value and version(x) == z.version for z in self.outputs",
+        "x is z.value and read == z.version for z in self.outputs",
         "x is z.value for z in self.outputs",
         "statistics/test_diag_ggn.py::TestLossesOfTheUser::test_a_loss_may_compute_in_place",
     ),
