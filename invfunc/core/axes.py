@@ -186,8 +186,8 @@ def linear(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> An
     (x, (at, outer, inner)), *more = data
     if more or x is not args[0]:
         raise Unsupported("weights that depend on samples")
-    weight = args[1] if len(args) > 1 else kwargs["weight"]
-    return SUMMED if at == -1 else (at + (weight.ndim == 1), outer, inner)
+    w = args[1] if len(args) > 1 else kwargs["weight"]
+    return SUMMED if at == -1 else (at + (w.ndim == 1), outer, inner)
 
 
 def matmul(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
