@@ -37,8 +37,8 @@ class Ceiling:
 CEILINGS = {
     "the package": Ceiling(
         ["invfunc"],
-        28_000,
-        226,
+        27_000,
+        216,
         "one core for all statistics; wanted are 20,000 in 160 files: core, scale and products are to shrink next",
     ),
     "invertible functions": Ceiling(
@@ -57,7 +57,7 @@ CEILINGS = {
         "messages, copies, a mode of its own, kept tensors, the swap of parameters in half of torch's time",
     ),
     "the tests": Ceiling(
-        ["tests"], 34_650, 277, "laws of what stands, and a test of each fault of torch; wanted are 30,000"
+        ["tests"], 34_600, 275, "laws of what stands, and a test of each fault of torch; wanted are 30,000"
     ),
 }
 """Ceilings: a change that needs more takes away elsewhere, or states a better reason here."""
@@ -66,8 +66,8 @@ NAMES = 50
 """Top-level names at most: peers have 5 to 35. What few look for is an option, or in `pairs`, `kronecker`, `errors`."""
 
 CALLS = {
-    "variance": (invfunc.variance, 245, 20, 14),
-    "batch_l2_grad": (invfunc.batch_l2_grad, 233, 20, 14),
+    "variance": (invfunc.variance, 244, 20, 14),
+    "batch_l2_grad": (invfunc.batch_l2_grad, 232, 20, 14),
     "diag_ggn": (invfunc.diag_ggn, 322, 29, 16),
     "kfac": (lambda f: invfunc.kfac(f, mc_samples=1, generator=torch.Generator()), 397, 35, 17),
 }
