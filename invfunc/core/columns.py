@@ -234,7 +234,7 @@ def softmax_root(run: Run, func: Any, args: tuple, kwargs: dict, axis: Marked, s
         return None
     call = CriterionCall("cross_entropy" if soft else "log_softmax", func, (x, *args[1:]), kwargs)
     at = axis_of(x, axis, run.n)
-    term = Term("softmax" if soft else "log_softmax", frozenset({0}), x, at, x, call, True, version(x))
+    term = Term("softmax" if soft else "log_softmax", frozenset({0}), x, at, x, call, True, version(x), version(x))
     return columns(Stripped, term, slope, [], run.n, convex=False), at
 
 
