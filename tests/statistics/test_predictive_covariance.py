@@ -84,7 +84,7 @@ class TestLowRank:
         def f(p, x):
             return x @ p["w"]
 
-        with pytest.raises(ArgumentError, match=r"LowRank\(2 vectors, scale=0.0\) has no entry for params\['w'\]"):
+        with pytest.raises(ArgumentError, match=r"LowRank\(rank 2 of 2, scale=0.0\) has no entry for params\['w'\]"):
             predictive_covariance(f, LowRank({"b": torch.ones(2, 2)}))(params, x)
         with pytest.raises(
             ArgumentError, match=r"vectors\['w'\] has shape \[3, 2\], but for params\['w'\] of shape \[3, 2\]"

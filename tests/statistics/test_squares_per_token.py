@@ -105,7 +105,7 @@ def test_have_the_derivative_of_the_loop(by):
         found = torch.autograd.grad(total(t, given), [*given.values()])
     else:
         found = torch.func.grad(lambda p: total(t, p))(PARAMS).values()
-    assert_trees_close([*found], [*wanted], EXACT)
+    assert_trees_close([*found], [*wanted], 10 * EXACT)  # cosines of numbers up to 1e6
 
 
 @pytest.mark.parametrize("transposed", [False, True])
