@@ -60,8 +60,8 @@ class TestNoSamples:
         for mode in modes:
             assert_trees_close(mode(t)(*args), wanted, 0)
         if reduction == "none" and of not in ("reduced", "gram"):
-            loader = [args[1:], (X, Y), args[1:]]
-            assert_trees_close(streamed(t)(PARAMS, loader), t(PARAMS, X, Y), 1e-12)
+            loader = [args[1:], args[1:]]
+            assert_trees_close(streamed(t)(PARAMS, loader), wanted, 0)
 
 
 class TestAMeanOfNothing:
@@ -79,7 +79,7 @@ class TestAMeanOfNothing:
         with pytest.raises(ArgumentError, match=r"no samples \(N = 0\)"):
             invfunc.diag_ggn(F_, F.cross_entropy)(PARAMS, X[:0], Y[:0])
         with pytest.raises(ArgumentError, match="the loader gave no samples"):
-            streamed(invfunc.batch_grad(loss("none")))(PARAMS, [(X[:0], Y[:0])])
+            streamed(invfunc.batch_grad(loss("none")))(PARAMS, [])
 
 
 def test_a_step_of_private_training_goes_through_every_batch():

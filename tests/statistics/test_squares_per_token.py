@@ -105,11 +105,7 @@ def test_have_the_derivative_of_the_loop(by):
         found = torch.autograd.grad(total(t, given), [*given.values()])
     else:
         found = torch.func.grad(lambda p: total(t, p))(PARAMS).values()
-<<<<<<< HEAD
     assert_trees_close([*found], [*wanted], 10 * EXACT)  # cosines of large numbers
-=======
-    assert_trees_close([*found], [*wanted], 10 * EXACT)  # cosines of numbers up to 1e6
->>>>>>> fixa
 
 
 @pytest.mark.parametrize("transposed", [False, True])
