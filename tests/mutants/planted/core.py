@@ -27,8 +27,8 @@ FAULTS = [
     Fault(
         "parts of a batch are not looked at where parameters are zeros",
         "evaluation/kinds.py",
-        "leaves=moved(apart)",
-        "leaves=moved(problem.leaves)",
+        "looked(moved(apart), elsewhere",
+        "looked(moved(problem.leaves), elsewhere",
         "core/test_parts.py::test_parts_that_are_asked_for_are_refused",
     ),
     Fault(
