@@ -47,20 +47,15 @@ statistics = {
     "ekfac": drawn(invfunc.ekfac),
 }
 results, seconds, sent = {}, {}, {}
-collectives = {name: getattr(dist, name) for name in ("all_reduce", "all_gather")}
+send = dist.send
 
 
-def counting(name):
-    def call(*args, **options):
-        tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        sent[key] = sent.get(key, 0) + sum(x.nbytes for x in tensors)
-        return collectives[name](*args, **options)
-
-    return call
+def counting(x, *args, **options):
+    sent[key] = sent.get(key, 0) + x.nbytes
+    return send(x, *args, **options)
 
 
-for name in collectives:
-    setattr(dist, name, counting(name))
+dist.send = counting
 for key, t in statistics.items():
     began = time.perf_counter()
     results[key] = invfunc.distributed(invfunc.streamed(t))(params, loader)
