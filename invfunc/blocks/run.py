@@ -226,9 +226,7 @@ class BlockRun(Holder):
 
     def _free(self) -> None:
         """Let go of what autograd has saved of a block."""
-        if not self._live:
-            return
-        tensors, counts = zip(*self._live, strict=True)
+        tensors, counts = zip(*self._live, strict=True) if self._live else ((), ())
         now = tuple(map(functorch.counted, tensors))
         if now != counts:
             self._written |= {n for n, pair in enumerate(zip(now, counts, strict=True), self._starts[-1]) if ne(*pair)}
@@ -299,13 +297,12 @@ class BlockRun(Holder):
     @functorch.untraced
     def unpack(self, n: int) -> torch.Tensor:
         """The tensor in whose place a number was given."""
-        t, then = self._at_hand.pop(n, None) or self._found(n)
-        if functorch.counted(t) != then:
-            raise self._late(n)
-        if not self._at_hand:
-            with self._lock:
-                if not self._at_hand and self._now == 0:
-                    self.release()
+        with self._lock:
+            t, then = self._at_hand.pop(n, None) or self._found(n)
+            if functorch.counted(t) != then:
+                raise self._late(n)
+            if not self._at_hand and self._now == 0:
+                self.release()
         if self._level.number == 0 or not self._level.running:
             return t
         if torch.is_grad_enabled() and functorch.backward_by_torch_func():

@@ -19,7 +19,7 @@ from invfunc import tree
 from invfunc._torch import functorch
 from invfunc._torch.values import differentiable
 from invfunc.blocks.held import HERE
-from invfunc.blocks.link import WRITTEN, Holder, Link, Slot, Step, depth_of, slot_of
+from invfunc.blocks.link import WRITTEN, Holder, Like, Link, Slot, Step, depth_of, slot_of
 from invfunc.blocks.looks import compare, looked_at
 from invfunc.blocks.run import BlockRun
 from invfunc.blocks.surroundings import Closed, Surroundings, drew, swapped
@@ -46,7 +46,8 @@ def alike(steps: Sequence[Step], x: Any) -> bool:
     if any(block is not first for block, *_ in steps) or not isinstance(first.check, str) or first.pair.hidden:
         return False
     inside = functorch.dispatched() or functorch.saving_hooks() or functorch.levels() or functorch.listening()
-    return not (first.keep or HERE.noted or inside)
+    draws = any([isinstance(x, torch.Generator) for _, args, kwargs in steps for x in (*args, *kwargs.values())])
+    return not (first.keep or HERE.noted or inside or draws)
 
 
 def as_one(steps: Sequence[Step], before: Any, run: BlockRun, x: Any) -> Any:
@@ -105,8 +106,9 @@ class _Steps(Holder):
 
     def __init__(self, link: Link, steps: Sequence[Step], x: Any, span: int) -> None:
         self.span = span
-        self.block, self._like, self._names = link.block, link.like, link.names()
+        self.block, self._names = link.block, link.names()
         self.xs, self.form = tree.separate(x)
+        self._like = [Like(torch.empty_like(t)) for t in self.xs]  # expanded in one step, full in the next
         self.number, self.count = len(self.xs), len(steps) - 1
         self.around = Surroundings(self.block.known.closed(self.block.pair), False, steps[0])
         steps = steps[1:]

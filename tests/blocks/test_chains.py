@@ -10,7 +10,7 @@ from torch import nn
 
 from invfunc import Invertible, additive_coupling, affine_coupling, chain, invertible_checkpoint, repeated
 from invfunc.blocks import series
-from invfunc.pairs import reversible_step, runge_kutta
+from invfunc.pairs import momentum, reversible_step, runge_kutta
 from invfunc.testing import assert_trees_close
 from tests.meter import Meter
 from tests.strategies import Numbers
@@ -180,3 +180,24 @@ def test_what_was_written_since_is_an_error():
             written.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
+
+
+def test_a_state_may_begin_expanded_and_draws_from_generators_may_come_late():
+    w, u = Numbers(0)(4, 4).requires_grad_(), Numbers(1)(3, 4)
+
+    def f(x, gen=None):
+        return torch.tanh(x @ w) + (0 if gen is None else torch.rand(x.shape, generator=gen, dtype=x.dtype))
+
+    step, each = momentum(f, 0.8), []
+    for start in (torch.zeros(1, 4).to(u).expand(3, 4), torch.zeros(3, 4).to(u)):
+        for way in (repeated(step), lambda state, args: looped_over(step, state, args)):
+            args = [None, *[torch.Generator().manual_seed(0)] * (STEPS - 1)]
+            each += torch.autograd.grad(way((u, start), args)[0].sin().sum(), w)
+    for found in each[1:]:
+        torch.testing.assert_close(found, each[0], rtol=1e-9, atol=1e-11)
+
+
+def looped_over(pair, state, args):
+    for arg in args:
+        state = pair.forward(*pair.shared, state, *([] if arg is None else [arg]))
+    return state
