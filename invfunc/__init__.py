@@ -43,15 +43,14 @@ pair: an invertible function with its inverse. Block: a pair whose input is free
 # parameters. Slot: what holds the output of a block.
 
 from invfunc import errors, kronecker, layers, pairs
+from invfunc.around import explain, reduced, together
 from invfunc.certificates.certified import certified
-from invfunc.chunked import chunked
+from invfunc.chunks import chunked
 from invfunc.compiled import compiled
 from invfunc.core.split import outputs
-from invfunc.data_sets.distributed import distributed
-from invfunc.data_sets.streamed import streamed
+from invfunc.data_sets.streamed import distributed, streamed
 from invfunc.errors import InvFuncError, InvFuncWarning
-from invfunc.explain import explain
-from invfunc.functional.functional import functional
+from invfunc.functional import functional
 from invfunc.invertible.chain import chain, repeated
 from invfunc.invertible.checkpoint import invertible_checkpoint
 from invfunc.invertible.checks import check_inverse
@@ -63,7 +62,6 @@ from invfunc.products.estimate import estimate_diagonal, estimate_trace
 from invfunc.products.ggnvp import ggnvp
 from invfunc.products.hvp import hvp
 from invfunc.products.linear_operator import linear_operator, linearize
-from invfunc.reduced import reduced
 from invfunc.statistics.batch_grad import batch_grad
 from invfunc.statistics.batch_jacobian import batch_jacobian
 from invfunc.statistics.batch_l2_grad import batch_l2_grad
@@ -81,7 +79,6 @@ from invfunc.statistics.sketched_grad import sketched_grad
 from invfunc.statistics.sqrt_ggn import sqrt_ggn
 from invfunc.statistics.sum_grad_squared import sum_grad_squared
 from invfunc.statistics.variance import variance
-from invfunc.together import together
 
 __version__ = "0.2.0"
 

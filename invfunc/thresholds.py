@@ -189,7 +189,7 @@ WIDENED = 2**24
 memory."""
 
 
-# Budgets of memory (budgeted.py)
+# Budgets of memory (chunks.py)
 
 TRIED_PASSES = 256
 """Chunks into which columns are divided at most: of those that are not drawn nobody knows the number beforehand."""

@@ -25,9 +25,9 @@ PACKAGE = ROOT / "invfunc"
 SITE = ROOT / "notebooks" / "site"
 FLOORS = [
     {"thresholds"},
-    {"errors", "tree", "_torch", "_extras", "_nodes", "_shown", "report"},
+    {"errors", "tree", "_torch", "_extras", "_shown", "plan"},
     {"linear_algebra"},
-    {"kronecker", "plan"},
+    {"kronecker"},
     {"operations"},
     {"arguments"},
     {"loss"},
@@ -41,18 +41,16 @@ FLOORS = [
         "transform",
         "statistic",
         "column_options",
-        "together",
-        "reduced",
+        "around",
         "operation",
-        "explain",
     },
     {"statistics", "products", "pairs", "spectra"},
-    {"budgeted", "certificates", "chunked", "compiled", "data_sets", "loaded", "plans"},
+    {"certificates", "chunks", "compiled", "data_sets", "loaded", "plans"},
     {"blocks"},
     {"invertible"},
     {"layers", "laplace"},
     {"__init__"},
-    {"testing", "_tour", "__main__"},
+    {"testing", "__main__"},
 ]
 NAMESPACES = {"invfunc.kronecker.__init__", "invfunc.layers.__init__", "invfunc.pairs.__init__"}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -10,9 +10,9 @@ from torch import Tensor
 import invfunc
 from invfunc.invertible.checks import InverseReport
 from invfunc.kronecker import Kronecker
+from invfunc.plan import Explanation
 from invfunc.reductions.estimate import Estimate
 from invfunc.reductions.noise import NoiseScale
-from invfunc.report import Explanation
 
 Params = dict[str, Tensor]
 

@@ -16,9 +16,9 @@ from invfunc.callables import describe
 from invfunc.certificates.loops import LOOKS, PRODUCTS, Draw, Look, States, largest, looks_at, unit
 from invfunc.errors import ArgumentError, ArgumentTypeError, CertificateError
 from invfunc.pairs.value import reached
+from invfunc.plan import Explanation
 from invfunc.products.product import Product
 from invfunc.reductions.gradients import ClippedSum
-from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
 

@@ -21,9 +21,8 @@ from invfunc.core.split import Output
 from invfunc.core.uses import Copies, Use
 from invfunc.core.ways import WAYS, Way
 from invfunc.loss.square_root import Columns
-from invfunc.plan import Options
+from invfunc.plan import Explanation, Options, Parameter, ReportPart
 from invfunc.reductions.quantity import Quantity
-from invfunc.report import Explanation, Parameter, ReportPart
 from invfunc.structure.plan import Shortcut, Structure
 
 HOW = {

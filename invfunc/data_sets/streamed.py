@@ -1,7 +1,8 @@
-"""A data set in the memory of one batch."""
+"""A data set in the memory of one batch: statistics and products of a loader, and of the samples of all processes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -12,16 +13,15 @@ from invfunc import tree
 from invfunc._torch.sharded import sharded
 from invfunc.callables import describe
 from invfunc.compiled import opened
-from invfunc.data_sets.product import StreamedProduct
 from invfunc.data_sets.tiled import Tiled
-from invfunc.data_sets.visits import PARAMETERS, ProcessPart, RowByRow, Rows, VisitWork, identity_of
+from invfunc.data_sets.visits import PARAMETERS, Begun, ProcessPart, RowByRow, Rows, VisitWork, identity_of
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.batches import Feed, first
-from invfunc.evaluation.checkpoint import Checkpoint
+from invfunc.evaluation.batches import Checkpoint, Feed, first
 from invfunc.evaluation.processes import described, parts
+from invfunc.plan import Explanation
 from invfunc.plans.batches import PlansOfBatches
-from invfunc.products.product import Product
-from invfunc.report import Explanation
+from invfunc.products.product import Linearised, OfAll, Product, space_of
+from invfunc.products.summed import WithVector
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform, check_adds_up
 
@@ -297,3 +297,215 @@ def twice(t: Statistic) -> str:
     """The reason why the loader has to be gone through more than once; empty if it has not."""
     times = "twice" if t.sweeps == 2 else f"{t.sweeps} times"
     return "" if t.sweeps == 1 else f"{t.name} looks at all samples {times}"
+
+
+@dataclass(frozen=True, repr=False)
+class StreamedProduct(Transform):
+    """A function `(params, v, loader) -> tree like params`, the sum of a product over batches, and over processes."""
+
+    product: Product
+    part: ProcessPart
+    plans: PlansOfBatches | None = None
+    """Evaluates the product of a batch, if it is `compiled`."""
+    outermost = True
+
+    def __repr__(self) -> str:
+        return self.part.shown(self.plans or self.product)
+
+    @property
+    def has_aux(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.product.has_aux
+
+    @property
+    def vector(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.product.vector
+
+    @property
+    def lead(self) -> int:
+        return self.product.lead
+
+    def names(self, count: int) -> Any:
+        return self.part.names(["params", self.vector], self.product.names(count), count)
+
+    def names_of_f(self, count: int) -> Any:
+        """Names of so many arguments that are all but the vector."""
+        return self.part.names(["params"], self.product.names_of_f(count), count)
+
+    def linearize(self, *args: Any, **kwargs: Any) -> Any:
+        """The product at some parameters and data, `(params, loader) -> (v -> product)`, of the same draws for all v.
+
+        The loader is gone through for each v. With `has_aux`, the pair of that function and of an empty list, as there
+        was no batch yet. Of several processes, all have to call it, and what it returns, with the same vectors in the
+        same order.
+        """
+        return self.run(self._linearized, self.names_of_f, args, kwargs, ".linearize")
+
+    def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
+        said = product_options_of(self.product)
+        identity = partial(identity_of, {"the product": said}, kwargs, {"params": args[0], self.vector: args[1]})
+        begun, space = self._begun(args, (*PARAMETERS, self.vector), names, identity)
+        leaves = space.leaves(args[1], self.vector, self.lead)
+        with begun.course:
+            found, aux = self._along(begun, kwargs, leaves, self.lead).done()
+            found = space.tree(parts(tree.tensors((found,)), tree.tensors(args[:1]), self.lead))
+        return found, aux if self.part.feed is not None else aux[0] if aux else None
+
+    def _linearized(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
+        if self.part.file is not None:
+            raise ArgumentError(
+                f"checkpoint={str(self.part.file.path)!r} belongs to one product, but a linearisation gives many: a "
+                "call that starts again starts with its first vector, which may not be that of the file. Leave "
+                "checkpoint out, or compute each product in a call with a file of its own: "
+                "streamed(t, checkpoint=file)(params, v, loader)."
+            )
+        begun, space = self._begun(args, PARAMETERS, names, again="it is gone through for every vector")
+        shown, known = f"{self!r}.linearize({', '.join(names)})", list[int]()
+
+        def at(vectors: list[torch.Tensor], lead: int) -> list[torch.Tensor]:
+            work = self._along(begun, kwargs, vectors, lead, *known)
+            found, _ = work.done()
+            known[:] = [work.seen]
+            return parts(tree.tensors((found,)), tree.tensors(args[:1]), lead)
+
+        return Linearised(shown, at, space, space, self.vector, self.lead, (args, kwargs)), []
+
+    def _begun(
+        self,
+        args: tuple,
+        own: tuple[str, ...],
+        names: Any,
+        identity: Callable[[], dict[str, str]] = dict,
+        again: str = "",
+    ) -> tuple[Begun, OfAll]:
+        """Facts before the first batch is seen, and the space of the vectors."""
+        product = self.product
+        alike = {"the product": f"{product!r} {product.degree}"}
+        begun = self.part.begun(WithVector(product, [], 0), args, own, names, alike, identity, again)
+        return begun, OfAll(**vars(space_of(args[:1], names)), processes=begun.processes)
+
+    def _along(
+        self, begun: Begun, kwargs: dict[str, Any], vectors: list[torch.Tensor], lead: int, *known: int
+    ) -> VisitWork:
+        """Work that adds up the products of all batches with a vector, or with several."""
+        t = WithVector(self.product, vectors, lead)
+        return VisitWork(t, kwargs, begun, self.plans, self.part.reduction, *known)
+
+
+def product_options_of(product: Product) -> str:
+    """A text that tells a product from others, in every process."""
+    drawn = product.drawing and (product.drawing.count, product.drawing.sample)
+    return f"{described(product)} {described([product.degree, drawn, product.in_dims, product.out_dims])}"
+
+
+def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] = "local") -> Any:
+    """Compute a statistic or a product for the samples of all processes, in each process.
+
+        t(params, *(torch.cat(parts) for parts in zip(*batches)))      # batches: those of all processes, in their order
+
+    Start the processes with torch (`torchrun --nproc-per-node=2 script.py`, and in the script
+    `torch.distributed.init_process_group()`). All call it with the same parameters, which may be sharded (DTensors, as
+    of `functional` of a module under `fully_shard`). Each computes the sums of its own samples; these are added up
+    (variances by the formula of Chan, Golub and LeVeque), and all processes get the same result. Without an initialised
+    group, it works for this process alone: a script gives the same numbers with torchrun and without.
+
+    The scale is that of all samples, by the rules of `streamed`: `[N]` losses are summed, and a loss that is passed
+    apart may be a sum or a mean over the samples.
+
+    Args:
+        t: a statistic of this library, also `chunked` (within each process), `reduced` (after the exchange) or of
+            several `together` (which share it); or a product, as `hvp(f)`; or one of these `streamed`,
+            `compiled`, or both.
+        group: a process group of torch.distributed; all processes if it is None. That of a DeviceMesh with one
+            dimension is `mesh.get_group()`.
+        each: "local": results with a sample axis (`batch_grad`, the norms of `clipped_grad`) are those of the samples
+            of this process; "gather": of all, in the order of the processes.
+
+    Returns:
+        A function `(params, *batch) -> result`, or `(params, loader) -> result` if t is streamed; of a product
+        `(params, v, ...) -> result`, whose `.linearize` gives `v -> product`. In some processes the batch may have no
+        samples, and loaders any number of batches. Aux is that of this process. The result cannot be differentiated. If
+        t is streamed to `out`, each process writes the rows of its own samples, starting with row 0. Of `gram` with
+        `others=`, the rows of the samples of this process `[n, M]`, or gathered `[N, M]`. If a parameter is a DTensor,
+        results with its shape are DTensors with the same placements; other results (K-factors, norms, traces, those
+        with a sample axis) are not sharded.
+
+    Raises:
+        ProcessError: another process has failed, or ended; with its message.
+        ArgumentError: as `streamed`; `gram` without `others=`; parameters, statistic or vectors that are not the same
+            in all processes; this process is not in the group; a checkpoint of another process, of another number of
+            them, or of another call than those of the others; `out=` of `streamed` with `each="gather"`; DTensors that
+            are a sum to come (`Partial`), or over other processes than those of the group.
+        ArgumentTypeError: t is neither statistic nor product; the group is of another type.
+
+    Example:
+        >>> import torch, invfunc
+        >>> f = lambda params, x: (x @ params).square()
+        >>> invfunc.distributed(invfunc.variance(f))(torch.ones(2), torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+        tensor([1., 4.])
+
+        In a script, which runs on one process or on many:
+
+            torch.distributed.init_process_group()  # started by torchrun --nproc-per-node=2 script.py
+            sampler = torch.utils.data.DistributedSampler(data, shuffle=False)  # repeats some: see below
+            loader = torch.utils.data.DataLoader(data, batch_size=32, sampler=sampler)
+            factors = invfunc.distributed(invfunc.streamed(invfunc.kfac(f, loss, generator=g)))(params, loader)
+
+        A DistributedSampler repeats samples until all processes have as many, which count twice then, or drops some
+        (`drop_last=True`). `torch.utils.data.Subset(data, range(rank, len(data), processes))` does neither.
+
+    Composes with: `streamed`, `chunked`, `together`, `reduced` inside; `explain`; `linear_operator`, `estimate_trace`,
+    `estimate_diagonal` around products, with the same seed in each process. Drawn columns come from the first process's
+    generator, and each sample draws by its position among those of all processes, as in `streamed`: they are the same
+    for any number of processes. For that, a loader is read once more, to count its samples.
+
+    Cost: that of t for the samples of this process. The sums of a result (without its sample axis, unless it is
+    gathered) travel between pairs of processes, in `2 log2 P` steps for P of them; the memory of the result once more.
+    The eigendecompositions of `ekfac` are divided among the processes. If a process fails, or Ctrl-C is pressed in it,
+    the others end with its message after their last batch.
+
+    With `checkpoint="file"` of `streamed`, each process has a file of its own, "file.0" the first. When one fails, the
+    others write theirs, too. If processes are killed (torchrun ends all if one ends), the last `every` seconds are
+    lost. All resume where they were, with the same number of processes and the same batches in each. No file is removed
+    before all have the result. If one process has lost its file, or was still in the first sweep of `ekfac`, those in
+    the second sweep begin it again.
+
+    DTensors are gathered before the first batch: during the call each process holds all parameters, and the sums over
+    its own samples. Its part of the result is sharded as the parameters are.
+
+    Source: Chan, Golub and LeVeque (1979) for variances; torch.distributed.
+    """
+    if each not in ("local", "gather"):
+        raise ArgumentError(f"distributed({describe(t)}, each={each!r}): it is one of 'local', 'gather'.")
+    if isinstance(t, Streamed) and t.out is not None and each != "local":
+        raise ArgumentError(
+            f"distributed({t!r}, each={each!r}): out= takes the rows of this process's samples, so that those of all "
+            "need not fit in memory. Leave each out, or leave out= away."
+        )
+    t, plans = opened(t)
+    alone = isinstance(t, (Streamed, StreamedProduct)) and t.part.alone
+    part = ProcessPart(None, getattr(t, "in_dims", 0), group=group)
+    if alone:
+        part = replace(t.part, group=group, alone=False)
+    if isinstance(t, Product) or (alone and isinstance(t, StreamedProduct)):
+        if each != "local":
+            raise ArgumentError(f"distributed({t!r}, each={each!r}): a product has no sample axis. Leave each out.")
+        return StreamedProduct(t, part, plans) if isinstance(t, Product) else replace(t, part=part)
+    check_adds_up("distributed", t)
+    pairs = isinstance(t, Tiled) or (isinstance(t, Statistic) and t.reduction.pairs and not t.members)
+    if pairs:
+        raise ArgumentError(
+            f"distributed({t!r}): it needs all pairs of samples, which no process has. Bring the samples to one "
+            "process, and compute streamed(gram(f)) there; or pass others=: then each process has its own rows."
+        )
+    if not isinstance(t, Statistic) and not (alone and isinstance(t, Streamed)):
+        kind = type(t).__name__
+        raise ArgumentTypeError(
+            f"distributed({describe(t)}): it is of type {kind}, but has to be a statistic, or a product as `hvp(f)` "
+            "is, or one of them `streamed`."
+        )
+    statistic = t if isinstance(t, Statistic) else t.t
+    for m in statistic.members or (statistic,):
+        if why := not_by_batches(m, alone=not statistic.members):
+            raise ArgumentError(f"distributed({t!r}): {m.name} {why}.")
+    gather = each == "gather"
+    return Streamed(t, part, gather, plans=plans) if isinstance(t, Statistic) else replace(t, part=part, gather=gather)

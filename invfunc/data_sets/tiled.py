@@ -20,10 +20,10 @@ from invfunc.evaluation.batches import Batches, Feed, batches_of, check_loader, 
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.kinds import Drew
 from invfunc.evaluation.processes import fingerprint
+from invfunc.plan import Explanation
 from invfunc.reductions import Reduction
 from invfunc.reductions.kept_shares import KeptShares, RowsWithKept, SampleShares
 from invfunc.reductions.squares import InnerProducts
-from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
 

@@ -18,20 +18,22 @@ from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.batches import (
     GIVES_BATCHES,
     Batches,
+    Checkpoint,
+    Course,
     Feed,
+    Record,
     batches_of,
+    check_loadable,
     check_loader,
     check_not_transforming,
     counted,
     no_samples,
     samples_of,
 )
-from invfunc.evaluation.checkpoint import Checkpoint, Course, Record, check_loadable
 from invfunc.evaluation.engine import Engine
-from invfunc.evaluation.kinds import Drew
+from invfunc.evaluation.kinds import BatchWeights, Drew
 from invfunc.evaluation.processes import ALONE, Processes, described, named, same, whole
 from invfunc.evaluation.sweep import Sweep, check_number, dealt, one_scale
-from invfunc.evaluation.weights import BatchWeights
 from invfunc.loss.drawn import key_of
 from invfunc.products.product import space_of
 from invfunc.reductions import Reduction

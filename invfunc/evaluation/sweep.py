@@ -12,10 +12,9 @@ import torch
 from invfunc import tree
 from invfunc.errors import ArgumentError
 from invfunc.evaluation.batches import no_samples
-from invfunc.evaluation.engine import Engine
-from invfunc.evaluation.fold import JointFold, Learn
+from invfunc.evaluation.engine import Engine, JointFold, Learn
+from invfunc.evaluation.kinds import BatchWeights, LossPart
 from invfunc.evaluation.processes import Processes
-from invfunc.evaluation.weights import BatchWeights, LossPart
 from invfunc.reductions import Found, Reduction, States
 from invfunc.reductions.quantity import Accumulator
 

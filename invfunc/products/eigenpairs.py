@@ -30,7 +30,7 @@ from invfunc.kronecker.matrix import Whole
 from invfunc.linear_algebra.low_rank import LowRank
 from invfunc.linear_algebra.symmetric import Damping, damped, wide
 from invfunc.loss.square_root import Columns, rooted
-from invfunc.plan import Options
+from invfunc.plan import Explanation, Options
 from invfunc.products.curvature import OutputRows, of_root, split_of_fisher
 from invfunc.products.ggnvp import ggnvp
 from invfunc.products.given import ProductArguments, ScopedSplit, States
@@ -38,7 +38,6 @@ from invfunc.products.maps import Direction, Kind, Linear
 from invfunc.products.product import Space, check_product, names_of, space_of, through
 from invfunc.reductions.quantity import ColumnKind, Drawing, Quantity
 from invfunc.reductions.squares import ProductsOfColumns
-from invfunc.report import Explanation
 from invfunc.spectra import largest
 from invfunc.transform import ArgumentNames, Transform, told
 

@@ -10,9 +10,8 @@ import torch
 
 from invfunc import tree
 from invfunc.arguments.problem import BoundProblem
-from invfunc.evaluation.engine import check_joined
-from invfunc.evaluation.fold import JointFold
-from invfunc.evaluation.weights import LossPart
+from invfunc.evaluation.engine import JointFold, check_joined
+from invfunc.evaluation.kinds import LossPart
 from invfunc.plan import Options
 from invfunc.products.given import ProductArguments
 from invfunc.products.product import Product

@@ -23,8 +23,7 @@ from invfunc.core.shares import Shares
 from invfunc.core.split import Finder, marked_for
 from invfunc.core.uses import WHOLE, Block, Expanded, Grown, ProductUse, TableRows, Use
 from invfunc.linear_algebra.contract import joined, summed
-from invfunc.structure.labels import LabelRows, Labels, coordinates
-from invfunc.structure.rules import NONE, core
+from invfunc.structure.labels import NONE, LabelRows, Labels, coordinates, core
 
 
 def sites_of(uses: Sequence[Use]) -> list[int]:

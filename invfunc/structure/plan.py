@@ -21,10 +21,22 @@ from invfunc.core.ways import is_fault
 from invfunc.loss.square_root import Columns
 from invfunc.plan import even
 from invfunc.reductions.reduction import Shortcuts
-from invfunc.structure.groups import Colouring, Groups, Placed, grouped, hulls, members_of, positions_of
+from invfunc.structure.columns import (
+    Bottleneck,
+    BottleneckBlocks,
+    Colouring,
+    Groups,
+    Narrowed,
+    Placed,
+    grouped,
+    hulls,
+    members_of,
+    operations,
+    paths,
+    positions_of,
+)
+from invfunc.structure.labels import NONE
 from invfunc.structure.look import Frame, StructureLook, Told, sites_of
-from invfunc.structure.narrow import Bottleneck, BottleneckBlocks, Narrowed, operations, paths
-from invfunc.structure.rules import NONE
 
 
 @dataclass
