@@ -97,7 +97,7 @@ class Teller(Pullback):
             for reach in stage.reaches:
                 how = "local" if reach.colouring is not None else "dense" if given == columns else "narrow"
                 found += self._part(how, reach.leaves, given, reach.passes)
-            given = given if stage.end is None else stage.end.rank * len(stage.end.places)
+            given = given if stage.end is None else stage.end.rank * stage.end.count
         return found + self._part("dense", way.dense, columns, columns)
 
     def _part(self, how: str, leaves: frozenset[int], columns: int, passes: int) -> list[ReportPart]:

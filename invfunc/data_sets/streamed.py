@@ -14,7 +14,7 @@ from invfunc._torch.sharded import sharded
 from invfunc.callables import describe
 from invfunc.compiled import opened
 from invfunc.data_sets.tiled import Tiled
-from invfunc.data_sets.visits import PARAMETERS, Begun, ProcessPart, RowByRow, Rows, VisitWork, identity_of
+from invfunc.data_sets.visits import PARAMETERS, Course, ProcessPart, RowByRow, Rows, VisitWork, identity_of
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.batches import Checkpoint, Feed, first
 from invfunc.evaluation.processes import described, parts
@@ -166,7 +166,7 @@ def streamed(
         if reduction is not None:
             raise ArgumentError(f"streamed({t!r}, reduction={reduction!r}): it takes the [N] losses of the samples.")
         return Tiled(t, feed, out)
-    return Streamed(t, part, out=out, plans=plans)
+    return Streamed(t, part, plans, out=out)
 
 
 def not_by_batches(t: Statistic, alone: bool) -> str:
@@ -193,14 +193,11 @@ def _no_rows(t: Statistic, file: Checkpoint | None) -> str:
 
 
 @dataclass(frozen=True, repr=False)
-class Streamed(Transform):
-    """A function `(params, loader) -> result`, of all batches together, or `(params, *batch)` of all processes."""
+class OverBatches(Transform):
+    """A statistic or a product of all batches of a loader, or of one batch of each process."""
 
-    t: Statistic
+    t: Any
     part: ProcessPart
-    gather: bool = False
-    """Tells whether results with a sample axis are those of all processes."""
-    out: Any = None
     plans: PlansOfBatches | None = None
     """Plans by which batches are evaluated, if it is `compiled`."""
     outermost = True
@@ -211,6 +208,15 @@ class Streamed(Transform):
     @property
     def has_aux(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.t.has_aux
+
+
+@dataclass(frozen=True, repr=False)
+class Streamed(OverBatches):
+    """A function `(params, loader) -> result`, of all batches together, or `(params, *batch)` of all processes."""
+
+    gather: bool = False
+    """Tells whether results with a sample axis are those of all processes."""
+    out: Any = None
 
     @property
     def several(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -227,7 +233,7 @@ class Streamed(Transform):
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         t, said = self.t, {"the statistic": options_of(self.t)}
         rows = None if self.out is None else Rows(self.out, [m.quantity for m in t.members or (t,)], bool(t.members))
-        begun = self.part.begun(
+        course = self.part.begun(
             t,
             args,
             PARAMETERS,
@@ -237,12 +243,12 @@ class Streamed(Transform):
             again=twice(t),
             check=None if rows is None else rows.check,
         )
-        given = t, kwargs, begun, self.plans, self.part.reduction
+        given = t, kwargs, course, self.plans, self.part.reduction
         work = VisitWork(*given) if rows is None else RowByRow(rows, *given)
-        with begun.course:
+        with course:
             results, aux = work.done(self.gather)
             results = self._laid_out(results, args[0])
-        return results, aux if self.part.feed is not None else aux[0] if aux else None
+        return results, self.part.aux(aux)
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """Explains how it would be computed: what is done with the first batch, and how often with how many; of several
@@ -284,13 +290,15 @@ class Streamed(Transform):
         return tuple(map(of, self.t.members, results)) if self.t.members else of(self.t, results)
 
 
-def options_of(t: Statistic) -> str:
-    """Description that tells a statistic from others, in every process."""
-    each = [
-        (m.reduction, m.drawing and (m.drawing.count, m.drawing.sample, m.drawing.peel and m.drawing.peel.columns))
-        for m in t.members or (t,)
-    ]
-    return f"{described(t)} {described([each, t.in_dims, t.out_dims, t.options.dense, t.others, t.has_aux])}"
+def options_of(t: Any) -> str:
+    """Description that tells a statistic or a product from others, in every process."""
+    known: list[Any] = [t.in_dims, t.out_dims, t.has_aux, *([t.degree] if isinstance(t, Product) else [])]
+    if isinstance(t, Statistic):
+        known += [t.options.dense, t.others]
+    for m in getattr(t, "members", ()) or (t,):
+        d, reduction = m.drawing, getattr(m, "reduction", None)
+        known += [reduction, d and (d.count, d.sample, d.peel and d.peel.columns)]
+    return f"{described(t)} {described(known)}"
 
 
 def twice(t: Statistic) -> str:
@@ -300,36 +308,23 @@ def twice(t: Statistic) -> str:
 
 
 @dataclass(frozen=True, repr=False)
-class StreamedProduct(Transform):
+class StreamedProduct(OverBatches):
     """A function `(params, v, loader) -> tree like params`, the sum of a product over batches, and over processes."""
-
-    product: Product
-    part: ProcessPart
-    plans: PlansOfBatches | None = None
-    """Evaluates the product of a batch, if it is `compiled`."""
-    outermost = True
-
-    def __repr__(self) -> str:
-        return self.part.shown(self.plans or self.product)
-
-    @property
-    def has_aux(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.product.has_aux
 
     @property
     def vector(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.product.vector
+        return self.t.vector
 
     @property
     def lead(self) -> int:
-        return self.product.lead
+        return self.t.lead
 
     def names(self, count: int) -> Any:
-        return self.part.names(["params", self.vector], self.product.names(count), count)
+        return self.part.names(["params", self.vector], self.t.names(count), count)
 
     def names_of_f(self, count: int) -> Any:
         """Names of so many arguments that are all but the vector."""
-        return self.part.names(["params"], self.product.names_of_f(count), count)
+        return self.part.names(["params"], self.t.names_of_f(count), count)
 
     def linearize(self, *args: Any, **kwargs: Any) -> Any:
         """The product at some parameters and data, `(params, loader) -> (v -> product)`, of the same draws for all v.
@@ -341,14 +336,14 @@ class StreamedProduct(Transform):
         return self.run(self._linearized, self.names_of_f, args, kwargs, ".linearize")
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        said = product_options_of(self.product)
+        said = options_of(self.t)
         identity = partial(identity_of, {"the product": said}, kwargs, {"params": args[0], self.vector: args[1]})
-        begun, space = self._begun(args, (*PARAMETERS, self.vector), names, identity)
+        course, space = self._begun(args, (*PARAMETERS, self.vector), names, identity)
         leaves = space.leaves(args[1], self.vector, self.lead)
-        with begun.course:
-            found, aux = self._along(begun, kwargs, leaves, self.lead).done()
+        with course:
+            found, aux = self._along(course, kwargs, leaves, self.lead).done()
             found = space.tree(parts(tree.tensors((found,)), tree.tensors(args[:1]), self.lead))
-        return found, aux if self.part.feed is not None else aux[0] if aux else None
+        return found, self.part.aux(aux)
 
     def _linearized(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         if self.part.file is not None:
@@ -358,13 +353,13 @@ class StreamedProduct(Transform):
                 "checkpoint out, or compute each product in a call with a file of its own: "
                 "streamed(t, checkpoint=file)(params, v, loader)."
             )
-        begun, space = self._begun(args, PARAMETERS, names, again="it is gone through for every vector")
+        course, space = self._begun(args, PARAMETERS, names, again="it is gone through for every vector")
         shown, known = f"{self!r}.linearize({', '.join(names)})", list[int]()
 
         def at(vectors: list[torch.Tensor], lead: int) -> list[torch.Tensor]:
-            work = self._along(begun, kwargs, vectors, lead, *known)
+            work = self._along(course, kwargs, vectors, lead, *known)
             found, _ = work.done()
-            known[:] = [work.seen]
+            known[:] = [work.sweep.n]
             return parts(tree.tensors((found,)), tree.tensors(args[:1]), lead)
 
         return Linearised(shown, at, space, space, self.vector, self.lead, (args, kwargs)), []
@@ -376,25 +371,18 @@ class StreamedProduct(Transform):
         names: Any,
         identity: Callable[[], dict[str, str]] = dict,
         again: str = "",
-    ) -> tuple[Begun, OfAll]:
+    ) -> tuple[Course, OfAll]:
         """Facts before the first batch is seen, and the space of the vectors."""
-        product = self.product
-        alike = {"the product": f"{product!r} {product.degree}"}
-        begun = self.part.begun(WithVector(product, [], 0), args, own, names, alike, identity, again)
-        return begun, OfAll(**vars(space_of(args[:1], names)), processes=begun.processes)
+        alike = {"the product": f"{self.t!r} {self.t.degree}"}
+        course = self.part.begun(WithVector(self.t, [], 0), args, own, names, alike, identity, again)
+        return course, OfAll(**vars(space_of(args[:1], names)), processes=course.processes)
 
     def _along(
-        self, begun: Begun, kwargs: dict[str, Any], vectors: list[torch.Tensor], lead: int, *known: int
+        self, course: Course, kwargs: dict[str, Any], vectors: list[torch.Tensor], lead: int, *known: int
     ) -> VisitWork:
         """Work that adds up the products of all batches with a vector, or with several."""
-        t = WithVector(self.product, vectors, lead)
-        return VisitWork(t, kwargs, begun, self.plans, self.part.reduction, *known)
-
-
-def product_options_of(product: Product) -> str:
-    """A text that tells a product from others, in every process."""
-    drawn = product.drawing and (product.drawing.count, product.drawing.sample)
-    return f"{described(product)} {described([product.degree, drawn, product.in_dims, product.out_dims])}"
+        t = WithVector(self.t, vectors, lead)
+        return VisitWork(t, kwargs, course, self.plans, self.part.reduction, *known)
 
 
 def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] = "local") -> Any:
@@ -508,4 +496,4 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] =
         if why := not_by_batches(m, alone=not statistic.members):
             raise ArgumentError(f"distributed({t!r}): {m.name} {why}.")
     gather = each == "gather"
-    return Streamed(t, part, gather, plans=plans) if isinstance(t, Statistic) else replace(t, part=part, gather=gather)
+    return Streamed(t, part, plans, gather) if isinstance(t, Statistic) else replace(t, part=part, gather=gather)

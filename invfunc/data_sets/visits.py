@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +20,6 @@ from invfunc.evaluation.batches import (
     GIVES_BATCHES,
     Batches,
     Checkpoint,
-    Course,
     Feed,
     Record,
     batches_of,
@@ -32,7 +32,7 @@ from invfunc.evaluation.batches import (
 )
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.kinds import BatchWeights, Drew
-from invfunc.evaluation.processes import ALONE, Processes, described, named, same, whole
+from invfunc.evaluation.processes import ALONE, Processes, described, fingerprint, named, same, whole
 from invfunc.evaluation.sweep import Sweep, check_number, dealt, one_scale
 from invfunc.loss.drawn import key_of
 from invfunc.products.product import space_of
@@ -71,6 +71,10 @@ class ProcessPart:
         """Names of so many arguments, of which a loader comes behind the first ones."""
         return own if self.feed is None else [*first, "loader"][:count]
 
+    def aux(self, each: list[Any]) -> Any:
+        """The aux of a call, of those of its batches."""
+        return each if self.feed is not None else each[0] if each else None
+
     def processes(self) -> Processes:
         """The processes that have a part in the result."""
         return ALONE if self.alone else Processes.of(self.group)
@@ -93,8 +97,8 @@ class ProcessPart:
         identity: Callable[[], dict[str, str]] = dict,
         again: str = "",
         check: Callable[[int, Any], None] | None = None,
-    ) -> Begun:
-        """Facts about all processes before the first batch of a statistic is seen.
+    ) -> Course:
+        """The course of this process, before the first batch of a statistic is seen.
 
         The arguments have their `own` names in front of the batch, of which the first are the parameters. What is
         `alike` has to be the same in all processes, and `identity` in a checkpoint, too. Batches are seen twice for the
@@ -103,61 +107,100 @@ class ProcessPart:
         processes, scale = self.processes(), {} if self.reduction is None else {"reduction": self.reduction}
         keys = [key_of(d.generator) for d in dict.fromkeys(t.drawings)]
         counts = bool(keys) and not self.alone
+        file = self.file if self.file is None or self.alone else self.file.of_process(processes.rank)
 
-        def looked() -> tuple[tuple[Any, Course], tuple[dict[str, str], Any, int]]:
+        def looked() -> tuple[tuple[Any, Record], tuple[dict[str, str], Any, int]]:
             check_not_transforming()
             space_of(args, names)
             drawn = "each sample draws by how many came before, so that they are counted first" if counts else ""
             loader = [args[len(own) :]] if self.feed is None else self.loader(args, own, again or drawn)
             if check is not None:
                 check(counted(loader, self.in_dims), args[0])
-            course = self._course(processes, args[0], keys, lambda: {**scale, **identity()})
+            record = Record({}, keys)
+            if file is not None:
+                place = {} if self.alone else {"the process": f"{processes.rank} of {processes.size}"}
+                record = file.record({**place, **scale, **identity()}, keys, (self.feed or Feed()).goal(args[0]))
             said = {**alike, **scale, **named("params", args[0])} if processes.size > 1 else {}
-            return (loader, course), (said, course.record.head, samples_of(loader, self.in_dims) if counts else 0)
+            return (loader, record), (said, record.head, samples_of(loader, self.in_dims) if counts else 0)
 
-        (loader, course), each = processes.told("arguments", looked)
+        (loader, record), each = processes.told("arguments", looked)
         same([alike for alike, _, _ in each])
-        course.record = course.record.agreed([head for _, head, _ in each])
+        record = record.agreed([head for _, head, _ in each])
         params = args[0] if self.alone else whole(processes, "params", args[0])
         numbers = [n for _, _, n in each]
         empty, before = list[tuple](), sum(numbers[: processes.rank])
         batches = batches_of(loader, params, self.in_dims, self.feed, empty)
-        return Begun(processes, params, batches, course, empty, before, sum(numbers) if counts else None)
-
-    def _course(
-        self, processes: Processes, params: Any, keys: list[int], identity: Callable[[], dict[str, str]]
-    ) -> Course:
-        """The course of this process, which draws by these keys unless it goes on; of several, each has its file."""
-        if self.file is None:
-            return Course(Record({}, keys))
-        file, place = self.file, {}
-        if not self.alone:
-            file, place = file.of_process(processes.rank), {"the process": f"{processes.rank} of {processes.size}"}
-        return Course(file.record({**place, **identity()}, keys, (self.feed or Feed()).goal(params)), file)
+        return Course(processes, params, batches, record, file, empty, before, sum(numbers) if counts else None)
 
 
-@dataclass(frozen=True)
-class Begun:
-    """Facts about all processes before the first batch is seen."""
+@dataclass
+class Course:
+    """The way through the batches of this process that are not done; with a file, what they have brought is there when
+    it is left too early."""
 
     processes: Processes
     params: Any
     batches: Batches
-    """The batches of this process."""
-    course: Course
-    """The course from where all go on, with keys of drawn columns that are the same in all."""
+    record: Record
+    """The record from which all go on, with keys of drawn columns that are the same in all."""
+    file: Any
     empty: list[tuple]
     """The arguments of a batch without samples, if there was one."""
     before: int
     """Number of samples of the processes before, where columns are drawn."""
     counted: int | None
     """Number of samples of all, where columns are drawn."""
+    new: bool = False
+    """Tells whether the record is newer than the file, which was `written` then."""
+    written: float = field(default_factory=time.monotonic)
 
     def told(self, at: str, step: Callable[[], T]) -> T:
         """The result of a step; where there are files, which are needed until all have done it, all do or none."""
-        if not self.course.keeps:
-            return step()
-        return self.processes.told(at, lambda: (step(), None))[0]
+        return step() if self.file is None else self.processes.told(at, lambda: (step(), None))[0]
+
+    def through(self, work: VisitWork) -> None:
+        """Have the batches seen, for the phase that the work is in."""
+        if self.file is None:
+            self.batches(work.visit, enumerate)
+            return
+        if work.phase > self.record.phase:
+            self._note(work, phase=work.phase, done=0, n=0)
+        self.batches(lambda args, n: work.visit(args, self.record.n), partial(self._remaining, work))
+
+    def __enter__(self) -> Course:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if self.file is not None and kind is None:
+            self.file.remove()
+        elif self.new:
+            self._write()
+
+    def _remaining(self, work: VisitWork, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+        """The batches that are not done, with their numbers."""
+        number, prints = -1, self.record.prints
+        for number, batch in enumerate(batches):
+            mark = fingerprint(batch)
+            if number < len(prints) and prints[number] != mark:
+                raise self.file.refused(
+                    f"is of a loader whose batch {number} was another one (one that shuffles has to give its batches "
+                    "in the same order again)"
+                )
+            if number >= self.record.done:
+                yield number, batch
+                prints += [mark] * (number == len(prints))
+                self._note(work, done=number + 1, n=work.sweep.n)
+        if number + 1 < len(prints):
+            raise self.file.refused(f"is of a loader with at least {len(prints)} batches, and not {number + 1}")
+
+    def _note(self, work: VisitWork, **what: Any) -> None:
+        self.record, self.new = replace(self.record, state=work.state(), **what), True
+        if time.monotonic() - self.written >= self.file.every:
+            self._write()
+
+    def _write(self) -> None:
+        self.file.write(self.record)
+        self.new, self.written = False, time.monotonic()
 
 
 def _evaluated(t: Any, sweep: Sweep, args: tuple, kwargs: dict[str, Any], engine: Engine) -> Any:
@@ -171,18 +214,18 @@ class VisitWork:
         self,
         t: Any,
         kwargs: dict[str, Any],
-        begun: Begun,
+        course: Course,
         plans: Evaluated | None = None,
         reduction: str | None = None,
         expected: int | None = None,
     ) -> None:
         """`plans` evaluate batches if there are some, `reduction` is the scale of a loss that is one number, and so
         many samples are `expected`, if that is known."""
-        self.t, self.kwargs, self.begun, self.evaluated = t, kwargs, begun, plans or _evaluated
+        self.t, self.kwargs, self.course, self.evaluated = t, kwargs, course, plans or _evaluated
         self.aux, self.sweep = list[Any](), Sweep()
         self.sweep.weights = BatchWeights(reduction)
-        self.sweep.expected = begun.counted if expected is None else expected
-        self.keys = dict(zip(dict.fromkeys(t.drawings), begun.course.record.keys, strict=True))
+        self.sweep.expected = course.counted if expected is None else expected
+        self.keys = dict(zip(dict.fromkeys(t.drawings), course.record.keys, strict=True))
         self.looked = False
         """Tells whether f was seen to give samples the same beside fewer ones."""
         self.with_others: Statistic | None = None
@@ -192,19 +235,15 @@ class VisitWork:
     def phase(self) -> int:
         return self.sweep.phase
 
-    @property
-    def seen(self) -> int:
-        return self.sweep.n
-
     def done(self, gather: bool = False) -> tuple[Any, Any]:
         """The results of all batches, and aux of each."""
-        begun = self.begun
-        begun.told("checkpoint", partial(begun.course.begin, self))
+        course = self.course
+        course.told("checkpoint", self.resume)
         self.share(gather)
         while self.phase + 1 < self.t.sweeps:
-            self.sweep, self.aux = Sweep(self.sweep, partial(dealt, begun.processes)), []
+            self.sweep, self.aux = Sweep(self.sweep, partial(dealt, course.processes)), []
             self.share(gather)
-        return begun.told("result", self.results), self.aux
+        return course.told("result", self.results), self.aux
 
     def visit(self, args: tuple, n: int) -> int:
         before = self.sweep.n
@@ -214,7 +253,7 @@ class VisitWork:
             self.looked = self.looked or engine.check_joined()
             return aux
 
-        t = self._with_kept(self.t.keyed(self.keys, self.begun.before + n), args)
+        t = self._with_kept(self.t.keyed(self.keys, self.course.before + n), args)
         self.aux.append(t.evaluating(args, self.kwargs, add))
         return self.sweep.n - before
 
@@ -233,19 +272,19 @@ class VisitWork:
 
     def share(self, gather: bool) -> None:
         """Go through the batches for a phase, and have what they have brought joined with what those of others have."""
-        run = partial(self.begun.course.through, self.begun.batches)
-        if self.begun.processes.size == 1:
+        run = partial(self.course.through, self)
+        if self.course.processes.size == 1:
             run()
         else:
-            self.sweep.share(self.begun.processes, run, gather, self.without_samples)
+            self.sweep.share(self.course.processes, run, gather, self.without_samples)
 
     def without_samples(self) -> Engine:
         """The evaluation of no samples."""
-        return self.t.keyed(self.keys, 0).without_samples(self.begun.params)
+        return self.t.keyed(self.keys, 0).without_samples(self.course.params)
 
     def results(self) -> Any:
-        if self.sweep.engine is None and self.begun.empty and isinstance(self.t, Statistic):  # zeros, or why not
-            (args,), t = self.begun.empty, self.t
+        if self.sweep.engine is None and self.course.empty and isinstance(self.t, Statistic):  # zeros, or why not
+            (args,), t = self.course.empty, self.t
             found, aux = t.compute(args, self.kwargs, t.names(len(args)))
             self.aux.append(aux)
             return found
@@ -264,7 +303,10 @@ class VisitWork:
             check_loadable("the first batch's outputs and target", weights)
         return state
 
-    def resume(self, state: dict[str, Any]) -> None:
+    def resume(self) -> None:
+        """Go on from where a call before ended, if there was one."""
+        if (state := self.course.record.state) is None:
+            return
         self.aux, weights = state["aux"], self.sweep.weights
         self.sweep = Sweep.resumed(state["sweep"], self.without_samples())
         self.sweep.weights = weights
@@ -309,15 +351,15 @@ class RowByRow(VisitWork):
         return own
 
     def share(self, gather: bool) -> None:
-        weights, processes, run = self.sweep.weights, self.begun.processes, self.begun.course.through
-        _, each = processes.told("samples", lambda: (run(self.begun.batches), (self.n, weights.seen)))
+        weights, processes, run = self.sweep.weights, self.course.processes, self.course.through
+        _, each = processes.told("samples", lambda: (run(self), (self.n, weights.seen)))
         self.of_all = sum(n for n, _ in each)
         one_scale(weights, processes, [mean for _, mean in each])
 
     def results(self) -> Any:
         if not self.of_all:
             raise no_samples()
-        check_number(self.of_all, self.begun.counted)
+        check_number(self.of_all, self.course.counted)
         if self.sweep.weights.mean:
             self.rows.scaled(self.n, 1 / self.of_all)
         return self.rows.result(self.n)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from operator import length_hint
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
@@ -105,7 +104,10 @@ def batches_of(
 
     def check() -> None:
         if _written(params) != known:
-            raise written_meanwhile()
+            raise ArgumentError(
+                "the parameters were written in place while the loader was read (an optimizer?), but all samples need "
+                "the same ones. Pass copies: {name: p.clone() for name, p in params.items()}."
+            )
 
     def batches(visit: Visit, numbered: Numbered) -> int:
         check_loader(loader)
@@ -157,21 +159,6 @@ def first(loader: Any, params: Any, in_dims: InDims, feed: Feed) -> tuple[tuple,
 
 def no_samples() -> ArgumentError:
     return ArgumentError("the loader gave no samples: it is empty, or a generator that was used up before.")
-
-
-def written_meanwhile() -> ArgumentError:
-    return ArgumentError(
-        "the parameters were written in place while the loader was read (an optimizer?), but all samples need the same "
-        "ones. Pass copies: {name: p.clone() for name, p in params.items()}."
-    )
-
-
-def not_scalar(reduction: str) -> ArgumentError:
-    """The error for losses of the samples, of which nothing has to be said."""
-    return ArgumentError(
-        f"reduction={reduction!r} is for a loss that is one number for its batch, but f returned the losses of the "
-        "samples. Leave reduction out."
-    )
 
 
 def unscaled(n: int) -> ArgumentError:
@@ -234,7 +221,7 @@ def _sizes(args: tuple, in_dims: InDims) -> set[Any]:
 
 _SAFE = [DiagonalFactors, Factors, Joint, ParameterFactors, Kronecker, Origin, Place, Refused, Sided]
 """Types that reductions keep beside tensors, numbers and names."""
-_FORMAT = "invfunc.streamed 5"
+_FORMAT = "invfunc.streamed 6"
 
 
 class Head(NamedTuple):
@@ -376,95 +363,3 @@ def check_loadable(name: str, x: Any) -> None:
         raise ArgumentError(
             f"{name} is kept in the checkpoint, which takes tensors, numbers, texts and lists of them."
         ) from None
-
-
-class Resumable(Protocol):
-    """Work that is done with batches, whose state can be saved."""
-
-    @property
-    def phase(self) -> int:
-        """For which the batches come now."""
-        ...
-
-    @property
-    def seen(self) -> int:
-        """Number of samples of this phase that were seen."""
-        ...
-
-    def visit(self, args: tuple, n: int) -> int:
-        """See the next batch, behind n samples; how many it has."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """All that is known by now, and under `known` what is of the phases before."""
-        ...
-
-    def resume(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
-        ...
-
-
-class Course:
-    """Has a work see the batches that are not done: with a file, what they have brought is there when it is left too
-    early."""
-
-    work: Resumable
-
-    def __init__(self, record: Record, file: Checkpoint | None = None) -> None:
-        self.record, self._new, self._written = record, False, time.monotonic()
-        self.file: Any = file
-
-    @property
-    def keeps(self) -> bool:
-        """Tells whether a file has to be there until the result is."""
-        return self.file is not None
-
-    def begin(self, work: Resumable) -> None:
-        """Put it where it was when a call before ended."""
-        self.work = work
-        if self.record.state is not None:
-            work.resume(self.record.state)
-
-    def through(self, batches: Batches) -> None:
-        """Have the batches seen, for the phase that the work is in."""
-        if not self.keeps:
-            batches(self.work.visit, enumerate)
-            return
-        if self.work.phase > self.record.phase:
-            self._note(phase=self.work.phase, done=0, n=0)
-        batches(lambda args, n: self.work.visit(args, self.record.n), self._remaining)
-
-    def __enter__(self) -> Course:
-        return self
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        if self.keeps and kind is None:
-            self.file.remove()
-        elif self._new:
-            self._write()
-
-    def _remaining(self, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-        """The batches that are not done, with their numbers."""
-        number, prints = -1, self.record.prints
-        for number, batch in enumerate(batches):
-            mark = fingerprint(batch)
-            if number < len(prints) and prints[number] != mark:
-                raise self.file.refused(
-                    f"is of a loader whose batch {number} was another one (one that shuffles has to give its batches "
-                    "in the same order again)"
-                )
-            if number >= self.record.done:
-                yield number, batch
-                prints += [mark] * (number == len(prints))
-                self._note(done=number + 1, n=self.work.seen)
-        if number + 1 < len(prints):
-            raise self.file.refused(f"is of a loader with at least {len(prints)} batches, and not {number + 1}")
-
-    def _note(self, **what: Any) -> None:
-        self.record, self._new = replace(self.record, state=self.work.state(), **what), True
-        if time.monotonic() - self._written >= self.file.every:
-            self._write()
-
-    def _write(self) -> None:
-        self.file.write(self.record)
-        self._new, self._written = False, time.monotonic()

@@ -112,39 +112,24 @@ class Engine:
         """aux, in a list where there are parts."""
         fold, plan = self.fold, self.fold.options.plan
         parts = plan.ranges("samples", self.run.n)
-        several = len(parts) > 1
-        single = any(b - a == 1 for a, b in parts)
-        if several and self.way is WAYS[2]:
-            raise Final("parts of the samples, of which nothing says what they are in the whole batch")
-        if several and any(q.kind.averaged for q in self.quantities):
-            raise Final("a matrix that is averaged over all samples at each layer, of parts of them")
-        options = replace(fold.options, plan=plan.without("samples"), reduce=None)
-        kind = self._kind(max(b - a for a, b in parts)) if several else "each"
-        known = self._made(parts, kind) if several else None
-        before, aux = [(g, state_of(g)) for g in self._generators], list[Any]()
+        kind, known = ("each", None) if len(parts) == 1 else self._joining(parts)
+        alone = len(parts) > 1 and self.run.loss is None and any(b - a == 1 for a, b in parts)
+        before, aux, total = [(g, state_of(g)) for g in self._generators], list[Any](), torch.zeros(())
         for k in range(fold.sweeps) if fold.phase is None else [fold.phase]:
             if k and fold.phase is None:
                 fold.tell(k)
                 set_states(before)  # each phase sees the same
-            aux.clear()
-            accumulators, total = fold.of_phase(k), torch.zeros(())
-            quantities = [replace(t.quantity, reduction=t.reduction) for t in accumulators]
+            aux, total = [], torch.zeros(())
             for part in parts:
-                found = self._of_part(part, several, kind, quantities, options, known)
+                found = self._of_part(part, k, kind, known)
                 if found is not None:
-                    self._take(accumulators, found, part)
+                    self._take(fold.of_phase(k), found, part)
                     aux.append(found.aux)
-                    total = total + found.result.detach() if self.scalar and single and self.loss is None else total
-                    if not several:
-                        self.outputs = found.apart
+                    if alone and self.scalar:
+                        total = total + found.result.detach()
                     del found  # before the next one is made
-        if single and several and self.scalar and self.run.loss is None:
-            found = valued(self.run)
-            for part in parts:
-                if self._chosen(part) == []:  # it is in the loss, too
-                    total = total + valued(self._part(part, kind))
-            if not same_values(total.to(found), found):
-                raise neither()  # samples that stand alone do not show that their data weigh them
+        if alone and self.scalar:
+            self._check_total(total, [part for part in parts if self._chosen(part) == []], kind)
         if not self.scalar:
             self.outputs = None
         elif self.outputs is None and self.problem.loss is not None:
@@ -152,24 +137,44 @@ class Engine:
                 self.outputs = valued(self.problem)
         return aux if plan.asked("samples") else aux[0]
 
+    def _joining(self, parts: list[Part]) -> tuple[Kind, Made | None]:
+        """The way several parts make up the results of all samples, and the columns of all."""
+        if self.way is WAYS[2]:
+            raise Final("parts of the samples, of which nothing says what they are in the whole batch")
+        if any(q.kind.averaged for q in self.quantities):
+            raise Final("a matrix that is averaged over all samples at each layer, of parts of them")
+        kind = self._kind(max(b - a for a, b in parts))
+        return kind, self._made(parts, kind)
+
+    def _check_total(self, total: torch.Tensor, unchosen: list[Part], kind: Kind) -> None:
+        """Check that the losses of parts, of which some are single samples, add up to that of all: samples that stand
+        alone do not show that their data weigh them."""
+        for part in unchosen:  # which are in the loss, too
+            total = total + valued(self._part(part, kind))
+        found = valued(self.run)
+        if not same_values(total.to(found), found):
+            raise neither()
+
     def _chosen(self, part: Part) -> list[int] | None:
         chosen = self.run.samples
         return None if chosen is None else sorted(i - part[0] for i in chosen if part[0] <= i < part[1])
 
-    def _of_part(
-        self, part: Part, several: bool, kind: Kind, quantities: list[Quantity], options: Any, known: Made | None
-    ) -> RunStates | None:
-        (a, b), chosen = part, self._chosen(part)
+    def _of_part(self, part: Part, phase: int, kind: Kind, known: Made | None) -> RunStates | None:
+        """States of the samples of a part that are chosen, if there are any."""
+        (a, b), chosen, fold = part, self._chosen(part), self.fold
+        several = b - a < self.run.n
         problem = replace(self._part(part, kind) if several else self.run, samples=chosen)
-        self.fold.ticks.reach(b - a)
+        fold.ticks.reach(b - a)
         if chosen is not None and not chosen:
             if problem.has_aux:
                 raise Unsupported("aux of a part of which no sample is chosen")
             return None
+        options = replace(fold.options, plan=fold.options.plan.without("samples"), reduce=None)
+        quantities = [replace(t.quantity, reduction=t.reduction) for t in fold.of_phase(phase)]
         own: Made | None = None
         if known is not None:
             own = {key: [Slice(c, slice(a, b)) for c in each] for key, each in known.items()}
-        return kept(problem, quantities, options, self.way, own, self.fold.ticks, several, phased=True)
+        return kept(problem, quantities, options, self.way, own, fold.ticks, several, phased=True)
 
     def _part(self, part: Part, kind: Kind) -> BoundProblem:
         """f of some samples alone, with the scale that their loss has among all of them."""
@@ -193,6 +198,8 @@ class Engine:
             t.end(self.run.leaves, found.count, room=room)
         result = found.result if self.loss is None else self.loss
         self.scalar = isinstance(result, torch.Tensor) and not result.ndim
+        if whole:
+            self.outputs = found.apart
 
     def _kind(self, size: int) -> Kind:
         """The way results for parts of at most so many samples make up that for all of them."""

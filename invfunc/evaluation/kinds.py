@@ -16,7 +16,7 @@ from invfunc._torch.values import HALF, anywhere, fake, near, same_values, size_
 from invfunc._torch.weak import WeakIdMap
 from invfunc.arguments.problem import BoundProblem
 from invfunc.errors import ArgumentError, RandomnessError, SampleAxisError
-from invfunc.evaluation.batches import not_scalar, unscaled
+from invfunc.evaluation.batches import unscaled
 from invfunc.loss.drawn import joined
 
 Kind = Literal["each", "mean", "sum"]
@@ -260,7 +260,10 @@ class BatchWeights:
     def of_batch(self, part: LossPart | None, n: int, scalar: bool) -> int:
         """Factor with which the loss of a batch of n samples is a sum over them; one number, if it is `scalar`."""
         if not scalar and self.reduction is not None:
-            raise not_scalar(self.reduction)
+            raise ArgumentError(
+                f"reduction={self.reduction!r} is for a loss that is one number for its batch, but f returned the "
+                "losses of the samples. Leave reduction out."
+            )
         if not scalar or self.reduction is not None:
             return 1
         if part is None:

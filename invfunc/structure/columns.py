@@ -12,10 +12,10 @@ has the same GGN below, so as many columns as it is wide will do.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -33,7 +33,7 @@ Some = torch.Tensor | slice
 """The numbers of some groups, or of all."""
 
 
-class Groups(Protocol):
+class Groups:
     """A square root S of the Hessian of each sample, group by group."""
 
     rank: int
@@ -46,32 +46,29 @@ class Groups(Protocol):
     ids: torch.Tensor
     """The group of each entry, `[M]`; -1 for an entry that no column reaches."""
 
-    def layer(self, start: int, stop: int) -> torch.Tensor:
-        """Columns `start` to `stop` of every group at once: `[V, n, M]`."""
-        ...
-
-    def block(self, start: int, stop: int) -> torch.Tensor:
-        """Columns among all, group by group, which are zero outside of their group: `[V, n, M]`."""
-        ...
+    layer: Callable[[int, int], torch.Tensor]
+    """Columns from one to another of every group at once: `[V, n, M]`."""
+    block: Callable[[int, int], torch.Tensor]
+    """Columns among all, group by group, which are zero outside of their group: `[V, n, M]`."""
 
     def diagonal(self) -> torch.Tensor | None:
         """The root of the diagonal of the Hessian, `[n, M]`, where it is known without the columns."""
-        ...
+        return None
 
     def coupling(self) -> torch.Tensor | None:
         """The u, `[n, M]`, with which the part of a group is `-u u^T` beside that diagonal; None where it is zero."""
-        ...
+        return None
 
     def entries(self, some: Some) -> Some:
         """The entries that belong to some groups, group by group."""
-        ...
+        return some
 
     def products(self, moved: torch.Tensor, some: Some, part: slice) -> torch.Tensor:
         """`S^T u` of directions `[d, n, entries]`, those of some groups, for some samples: `[n, groups, rows, d]`.
 
         The rows of a group are those of any square root of its part of the Hessian.
         """
-        ...
+        raise NotImplementedError
 
 
 class OfEntries(Groups):
@@ -93,12 +90,6 @@ class OfEntries(Groups):
 
     def diagonal(self) -> torch.Tensor:
         return self.root
-
-    def coupling(self) -> None:
-        return None
-
-    def entries(self, some: Some) -> Some:
-        return some
 
     def products(self, moved: torch.Tensor, some: Some, part: slice) -> torch.Tensor:
         return (moved * self.root[part, some]).permute(1, 2, 0).unsqueeze(2)
@@ -178,6 +169,13 @@ def empty(rows: torch.Tensor) -> torch.Tensor:
     return (rows == -torch.inf).any(0).any(0)
 
 
+def _ranked(of: torch.Tensor, count: int) -> torch.Tensor:
+    """The number of each member among those of its set before it, given the set of each."""
+    sizes, order, found = torch.bincount(of, minlength=count), of.argsort(stable=True), torch.empty_like(of)
+    found[order] = torch.arange(len(of), device=of.device) - (sizes.cumsum(0) - sizes)[of[order]]
+    return found
+
+
 _FAR = 2**24
 """Above every coordinate, so that two of them are one number."""
 
@@ -208,8 +206,7 @@ class Intervals:
     def along(cls, lo: torch.Tensor, hi: torch.Tensor) -> Intervals:
         """Colour intervals greedily from left to right, which takes as few colours as possible."""
         code, of = _numbered(lo.long() * _FAR + hi.long())
-        first = torch.empty_like(code, dtype=torch.long).scatter(0, of, torch.arange(len(lo), device=lo.device))
-        lo, hi = lo[first], hi[first]
+        lo, hi = code // _FAR, code % _FAR
         last: list[float] = []
         colour = []
         for start, stop in zip(lo.tolist(), hi.tolist(), strict=True):
@@ -242,13 +239,9 @@ class Colouring:
         """The codes of the different boxes."""
         self.colours, klass = _numbered(colour)
         """The colours of the classes."""
-        sizes = torch.bincount(box, minlength=len(self.codes))
-        order = box.argsort(stable=True)
-        copy = torch.empty_like(box)
-        copy[order] = torch.arange(len(box), device=box.device) - (sizes.cumsum(0) - sizes)[box[order]]
         self.klass, self.copy, self.box = (box.new_full((boxes.shape[2],), -1) for _ in range(3))
         """The class, the copy and the box of each group; -1 for a group without influence."""
-        self.klass[some], self.copy[some], self.box[some] = klass, copy, box
+        self.klass[some], self.copy[some], self.box[some] = klass, _ranked(box, len(self.codes)), box
 
     @property
     def count(self) -> int:
@@ -282,8 +275,7 @@ class Colouring:
         inside, along = rows[1, 0] > -torch.inf, []
         for axis, a, b in zip(self.axes, -rows[0], rows[1], strict=True):
             code, of = _numbered(torch.where(inside, a.long() * _FAR + b.long(), 0))
-            first = torch.empty_like(code, dtype=torch.long).scatter(0, of, torch.arange(len(of), device=of.device))
-            a, b = a[first], b[first]
+            a, b = code // _FAR, code % _FAR
             along.append((torch.stack([axis.holding(c, a, b) for c in range(axis.count)]), of))
         return Placed(self, inside, along)
 
@@ -326,30 +318,22 @@ class Placed:
 
 def positions_of(cells: torch.Tensor) -> torch.Tensor:
     """The positions in each cell, `[classes, C, r]`, from the cell of each position `[classes, P]`; P is padding."""
-    count, p = cells.shape
-    width = int(cells.max()) + 1
-    flat = torch.where(cells >= 0, torch.arange(count, device=cells.device)[:, None] * width + cells, count * width)
-    code, order = flat.flatten().sort(stable=True)
-    used = code < count * width
-    code, order = code[used], order[used]
-    unique, of, sizes = code.unique_consecutive(return_inverse=True, return_counts=True)
-    within = torch.arange(len(code), device=code.device) - (sizes.cumsum(0) - sizes)[of]
-    klass = unique // width
-    per_class = torch.bincount(klass, minlength=count)
-    number = torch.arange(len(unique), device=code.device) - (per_class.cumsum(0) - per_class)[klass]
-    index = cells.new_full((count, max(1, int(per_class.max())), max(1, int(sizes.max()) if len(sizes) else 1)), p)
-    index[klass[of], number[of], within] = order % p
-    return index
+    (count, p), width = cells.shape, int(cells.max()) + 1
+    flat = torch.where(cells >= 0, torch.arange(count, device=cells.device)[:, None] * width + cells, -1).flatten()
+    code, of = _numbered(flat[flat >= 0])
+    klass = code // max(1, width)
+    most = max(1, int(torch.bincount(klass, minlength=count).max()))
+    flat[flat >= 0] = (klass * most + _ranked(klass, count))[of]
+    index = members_of(flat, count * most, -1).view(count, most, -1)
+    return torch.where(index < 0, p, index % p)
 
 
 def members_of(of: torch.Tensor, count: int, filling: int) -> torch.Tensor:
     """The members of each of several sets, `[count, most]`, given the set of each; -1 is in none."""
-    order = of.argsort(stable=True)
-    order = order[of[order] >= 0]
-    sizes = torch.bincount(of[order], minlength=count)
-    within = torch.arange(len(order), device=of.device) - (sizes.cumsum(0) - sizes)[of[order]]
-    found = of.new_full((count, max(1, int(sizes.max()))), filling)
-    found[of[order], within] = order
+    some = (of >= 0).nonzero().flatten()
+    within = _ranked(of[some], count)
+    found = of.new_full((count, int(within.max()) + 1 if len(some) else 1), filling)
+    found[of[some], within] = some
     return found
 
 
@@ -519,56 +503,38 @@ class Check:
         return bool(((self.ours - self.theirs).abs() <= 1000 * self.eps * self.bound).all())
 
 
-@dataclass
-class BottleneckBlocks:
-    """Blocks of the entries of a bottleneck, and the groups of columns that reach each of them."""
-
-    bottleneck: Bottleneck
-    places: torch.Tensor
-    """The entries of each block, `[Q, m]`; one behind the last fills a block up."""
-    members: torch.Tensor
-    """The groups that reach it, `[Q, G]`; -1 fills up."""
-    rows: int
-    """The most rows of the factor of a block."""
-    shared: bool
-    """True if the columns may be the same for all samples, as those of the layers above are."""
-
-    @property
-    def width(self) -> int:
-        """The entries of a block."""
-        return self.places.shape[1]
-
-    @property
-    def rank(self) -> int:
-        """The number of columns that each block keeps."""
-        return min(self.rows, self.width)
-
-    @property
-    def count(self) -> int:
-        """The number of columns that are kept."""
-        return len(self.places) * self.rank
-
-    @property
-    def numbers(self) -> int:
-        """The number of entries that are factored for a sample."""
-        return len(self.places) * self.rows * self.width
-
-    @cached_property
-    def ids(self) -> torch.Tensor:
-        """The block of each entry; -1 for none."""
-        found = self.places.new_full((self.bottleneck.width + 1,), -1)
-        found[self.places.flatten()] = torch.arange(len(self.places), device=found.device).repeat_interleave(self.width)
-        return found[:-1]
-
-
 class Narrowed(Groups):
     """The columns that are left of others at a bottleneck: a triangle for each block of its entries."""
 
-    def __init__(self, source: Groups, z: torch.Tensor, n: int, one: Any, blocks: BottleneckBlocks) -> None:
-        """`source` are the columns above, at z; `one` is that of one sample, with what it has at the bottleneck."""
-        self.source, self.z, self.n, self.one, self.blocks = source, z, n, one, blocks
-        self.rank = self.rows = blocks.rank
-        self.count, self.ids = len(blocks.places), blocks.ids
+    def __init__(
+        self,
+        source: Groups,
+        z: torch.Tensor,
+        n: int,
+        one: tuple[torch.Tensor, torch.Tensor],
+        bottleneck: Bottleneck,
+        places: torch.Tensor,
+        members: torch.Tensor,
+        shared: bool,
+    ) -> None:
+        """`source` are the columns above, at z; `one` is that of one sample, with what it has at the bottleneck.
+
+        `places [Q, m]` are the entries of each block, of which one behind the last fills a block up; `members [Q, G]`
+        the groups that reach it, -1 fills up. If `shared`, the columns may be the same for all samples, as those of the
+        layers above are.
+        """
+        self.source, self.z, self.n, self.one, self.bottleneck = source, z, n, one, bottleneck
+        self.places, self.members, self.shared = places, members, shared
+        self.count, self.width = places.shape
+        self.most = members.shape[1] * source.rows
+        """The most rows of the factor of a block."""
+        self.rank = self.rows = min(self.most, self.width)
+        self.runs = 1 if shared else n
+        self.whole = self.count == 1 and self.width == bottleneck.width
+        """True if there is one block, of all entries in their order."""
+        ids = places.new_full((bottleneck.width + 1,), -1)
+        ids[places.flatten()] = torch.arange(self.count, device=ids.device).repeat_interleave(self.width)
+        self.ids = ids[:-1]
 
     @cached_property
     def triangles(self) -> torch.Tensor | None:
@@ -578,17 +544,16 @@ class Narrowed(Groups):
         """
         if isinstance(self.source, Narrowed) and self.source.triangles is None:
             return None
-        blocks, n, bottleneck = self.blocks, self.n, self.blocks.bottleneck
-        z, x = self.one if blocks.shared else (self.z, bottleneck.x)
-        runs = 1 if blocks.shared else n
-        seeds = torch.zeros(blocks.width, bottleneck.width + 1, dtype=x.dtype, device=x.device)
-        seeds = seeds.scatter(1, blocks.places.T, 1)[:, :-1]
-        given = seeds.view(-1, *x.shape) if blocks.shared else bottleneck.restored(seeds[:, None].expand(-1, n, -1))
+        n, bottleneck, runs = self.n, self.bottleneck, self.runs
+        z, x = self.one if self.shared else (self.z, bottleneck.x)
+        seeds = torch.zeros(self.width, bottleneck.width + 1, dtype=x.dtype, device=x.device)
+        seeds = seeds.scatter(1, self.places.T, 1)[:, :-1]
+        given = seeds.view(-1, *x.shape) if self.shared else bottleneck.restored(seeds[:, None].expand(-1, n, -1))
         count = 1 if runs == 1 and self.source.alike else n
-        each = blocks.width * runs * -(-z.numel() // runs // len(blocks.places))
-        ranges = [range(a, b) for a, b in even(len(blocks.places), max(1, thresholds.MOVED // max(1, each)))]
+        each = self.width * runs * -(-z.numel() // runs // self.count)
+        ranges = [range(a, b) for a, b in even(self.count, max(1, thresholds.MOVED // max(1, each)))]
         met = [self.source.entries(self._members(some)) for some in ranges]
-        check, found = Check(self.z, bottleneck, n, blocks.places, met), list[torch.Tensor]()
+        check, found = Check(self.z, bottleneck, n, self.places, met), list[torch.Tensor]()
         try:
             for some, entries in zip(ranges, met, strict=True):
                 u = forward(z, x, given, runs, entries)
@@ -602,12 +567,12 @@ class Narrowed(Groups):
     def _factored(self, u: torch.Tensor, some: range, count: int) -> torch.Tensor:
         """The triangles of some blocks, `[count, blocks, rank, m]`, from what was moved to what they reach."""
         budget = thresholds.CACHE.get(u.device.type, thresholds.ELSEWHERE)
-        most, found = max(1, budget // (self.blocks.rows * self.blocks.width * len(some))), []
-        members = self.blocks.members[some.start : some.stop]
+        most, found = max(1, budget // (self.most * self.width * len(some))), []
+        members = self.members[some.start : some.stop]
         for a, b in even(count, most):
             rows = self.source.products(u if u.shape[1] == 1 else u[:, a:b], self._members(some), slice(a, b))
-            if len(self.blocks.members) == 1:
-                rows = rows.reshape(len(rows), 1, -1, self.blocks.width)
+            if self.count == 1:
+                rows = rows.reshape(len(rows), 1, -1, self.width)
             elif members.shape[1] > 1:
                 place = members.clone()
                 place[place >= 0] = torch.arange(rows.shape[1], device=rows.device)
@@ -617,8 +582,8 @@ class Narrowed(Groups):
 
     def _members(self, some: range) -> Some:
         """The groups that reach some of the blocks; all, if there is one block."""
-        members = self.blocks.members[some.start : some.stop]
-        return slice(None) if len(self.blocks.members) == 1 else members[members >= 0]
+        members = self.members[some.start : some.stop]
+        return slice(None) if self.count == 1 else members[members >= 0]
 
     @property
     def _known(self) -> torch.Tensor:
@@ -631,31 +596,26 @@ class Narrowed(Groups):
 
     def layer(self, start: int, stop: int) -> torch.Tensor:
         columns = self._known[:, :, start:stop].movedim(2, 0)  # [V, n, Q, m]
-        return self._spread(columns.flatten(2), self.blocks.places.flatten())
+        return self._spread(columns.flatten(2), self.places.flatten())
 
     def block(self, start: int, stop: int) -> torch.Tensor:
         found = []
         for q in range(start // self.rank, -(-stop // self.rank)):
             a, b = max(start - q * self.rank, 0), min(stop - q * self.rank, self.rank)
-            found.append(self._spread(self._known[:, q, a:b].movedim(1, 0), self.blocks.places[q]))
+            found.append(self._spread(self._known[:, q, a:b].movedim(1, 0), self.places[q]))
         return joined(found)
 
-    def diagonal(self) -> None:
-        return None
-
-    coupling = diagonal
-
     def entries(self, some: Some) -> Some:
-        places = self.blocks.places[some]
-        return places[places < self.blocks.bottleneck.width]
+        places = self.places[some]
+        return places[places < self.bottleneck.width]
 
     def products(self, moved: torch.Tensor, some: Some, part: slice) -> torch.Tensor:
-        places, known, width = self.blocks.places[some], self._known, self.blocks.bottleneck.width
-        if len(self.blocks.places) == 1 and self.blocks.width == width:
+        places, known = self.places[some], self._known
+        if self.whole:
             u = moved.unsqueeze(2)
         else:
             u = moved.new_zeros(*moved.shape[:2], *places.shape)
-            u[:, :, places < width] = moved
+            u[:, :, places < self.bottleneck.width] = moved
         if len(known) == 1 and len(known[0, some]) == 1:
             return (u[:, :, 0].transpose(0, 1) @ known[0, 0].T).mT.unsqueeze(1)
         if len(known) == 1:
@@ -665,8 +625,8 @@ class Narrowed(Groups):
 
     def _spread(self, columns: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Columns `[V, n, entries]` put at the places of these entries, with zeros elsewhere."""
-        if len(self.blocks.places) == 1 and self.blocks.width == self.blocks.bottleneck.width:
+        if self.whole:
             return columns.expand(-1, self.n, -1)
-        target = columns.new_zeros(*columns.shape[:2], self.blocks.bottleneck.width + 1)
+        target = columns.new_zeros(*columns.shape[:2], self.bottleneck.width + 1)
         target[:, :, places] = columns
         return target[:, :, :-1].expand(-1, self.n, -1)

@@ -23,7 +23,6 @@ from invfunc.plan import even
 from invfunc.reductions.reduction import Shortcuts
 from invfunc.structure.columns import (
     Bottleneck,
-    BottleneckBlocks,
     Colouring,
     Groups,
     Narrowed,
@@ -37,18 +36,6 @@ from invfunc.structure.columns import (
 )
 from invfunc.structure.labels import NONE
 from invfunc.structure.look import Frame, StructureLook, Told, sites_of
-
-
-@dataclass
-class Source:
-    """Groups of columns where they come in: at the outputs, or at a bottleneck."""
-
-    rank: int
-    rows: int
-    count: int
-    ids: torch.Tensor
-    x: torch.Tensor
-    """The tensor of the run of one sample that they are at."""
 
 
 @dataclass
@@ -66,10 +53,13 @@ class Reach:
 class Stage:
     """The part between where columns come in and a bottleneck, or the end, with what is read nowhere else."""
 
+    groups: Groups
+    x: torch.Tensor
+    """The tensor that the columns come in at."""
     reaches: list[Reach]
     cost: float
-    end: BottleneckBlocks | None = None
-    """The blocks at the bottleneck, where fewer columns are left."""
+    end: Narrowed | None = None
+    """The columns at the bottleneck, where fewer are left."""
 
 
 @dataclass
@@ -130,8 +120,7 @@ class Structure:
         self._prepare(bottlenecks)
         if not self._looked():
             return None
-        source = Source(groups.rank, groups.rows, groups.count, groups.ids, self.look.output)
-        ways = [self._way(stages) for stages in self._ways(frozenset(), source, bottlenecks)]
+        ways = [*map(self._way, self._ways(frozenset(), groups, self.x, self.look.output, bottlenecks))]
         best = min(ways, key=lambda way: (way.cost, len(way.stages)))
         return best if best.cost < thresholds.PAYS else None
 
@@ -161,8 +150,7 @@ class Structure:
             return look.frame(sites, sites - over, base, one=self.shortcuts == "positions")
 
         top = frozenset({max(self.everything)})
-        if self.shortcuts != "narrow":
-            self.last = look.frame(top, top, look.inputs, hulls=False)
+        self.last = look.frame(top, top, look.inputs, hulls=False)
         if all(p == 1 for use, p in zip(self.run.uses, self.positions, strict=True) if isinstance(use, ProductUse)):
             return  # then all that is read is read together
         self.whole = frame(self.everything, look.inputs)
@@ -196,21 +184,32 @@ class Structure:
 
     # All ways
 
-    def _ways(self, above: frozenset[int], source: Source, bottlenecks: list[Bottleneck]) -> Iterator[list[Stage]]:
-        """The stages below some sites, to the end or through some of the bottlenecks."""
+    def _ways(
+        self,
+        above: frozenset[int],
+        groups: Groups,
+        x: torch.Tensor,
+        one: torch.Tensor,
+        bottlenecks: list[Bottleneck],
+    ) -> Iterator[list[Stage]]:
+        """The stages below some sites, to the end or through some of the bottlenecks.
+
+        The columns come in at x, in the run of one sample at `one`.
+        """
         sites = self.everything - above
-        yield [self._stage(source, sites, self.whole)]
+        yield [self._stage(groups, x, one, sites, self.whole)]
         for k, bottleneck in enumerate(bottlenecks):
-            stage = self._stage(source, sites - bottleneck.below, self.frames.get(bottleneck))
-            blocks = stage.end = self._blocks(source, bottleneck, first=not above)
-            size = (1 if blocks.shared and self.groups.alike else self.n) * blocks.numbers
+            stage = self._stage(groups, x, one, sites - bottleneck.below, self.frames.get(bottleneck))
+            read = self.look.run.read[bottleneck.use]
+            places, members = self._blocks(groups, one, read, bottleneck)
+            shared = not above and self.shared[bottleneck]
+            end = stage.end = Narrowed(groups, x, self.n, (one, read), bottleneck, places, members, shared)
+            size = (1 if shared and self.groups.alike else self.n) * end.count * end.most * end.width
             if size > thresholds.FACTORED:
                 continue
-            runs, crossed = 1 if blocks.shared else self.n, sum(self.work[s] for s in sites - bottleneck.below)
-            stage.cost += thresholds.FACTORED_COST * size * blocks.width + runs * blocks.width * crossed
-            x = self.look.run.read[bottleneck.use]
-            below = Source(blocks.rank, blocks.rank, len(blocks.places), blocks.ids, x)
-            for rest in self._ways(self.everything - bottleneck.below, below, bottlenecks[k + 1 :]):
+            crossed = sum(self.work[s] for s in sites - bottleneck.below)
+            stage.cost += thresholds.FACTORED_COST * size * end.width + end.runs * end.width * crossed
+            for rest in self._ways(self.everything - bottleneck.below, end, bottleneck.x, read, bottlenecks[k + 1 :]):
                 yield [stage, *rest]
 
     def _way(self, stages: list[Stage]) -> Shortcut:
@@ -220,17 +219,18 @@ class Structure:
         cost = sum(s.cost for s in stages) + self.total * self.n * sum(self.work[s] for s in touched)
         return Shortcut(closed, stages, dense, cost / self.all_cost)
 
-    def _stage(self, source: Source, crossed: frozenset[int], frame: Frame | None) -> Stage:
+    def _stage(
+        self, groups: Groups, x: torch.Tensor, one: torch.Tensor, crossed: frozenset[int], frame: Frame | None
+    ) -> Stage:
         leaves = frozenset(i for i, own in self.sites.items() if own <= crossed) - (self.closed or frozenset())
-        every, own = source.rank * source.count, [*crossed]
+        every, own = groups.rank * groups.count, [*crossed]
         told = frozenset(i for i in leaves if self._layout(i) is not None)
-        boxes = self._boxes(source, frame) if frame is not None and told else None
+        boxes = self._boxes(groups, one, frame) if frame is not None and told else None
         colouring = None if boxes is None or bool((boxes == boxes[:, :, :1]).all()) else Colouring(boxes)
-        passes = every if colouring is None else source.rank * colouring.passes
+        passes = every if colouring is None else groups.rank * colouring.passes
         if colouring is None or passes >= every:
-            return (
-                Stage([Reach(leaves, None, None, every)], self._cost(leaves, own, every)) if leaves else Stage([], 0.0)
-            )
+            reaches = [Reach(leaves, None, None, every)] if leaves else []
+            return Stage(groups, x, reaches, self._cost(leaves, own, every))
         assert frame is not None
         reaches = [Reach(told, frame, colouring, passes)]
         cost = self._cost(told, own, passes) * thresholds.SHARED
@@ -238,7 +238,7 @@ class Structure:
         if others := leaves - told:
             reaches.append(Reach(others, None, None, every))
             cost += self._cost(others, own, every)
-        return Stage(reaches, cost)
+        return Stage(groups, x, reaches, cost)
 
     def _touched(self, leaves: frozenset[int]) -> frozenset[int]:
         return frozenset[int]().union(*(self.sites[i] for i in leaves))
@@ -249,24 +249,22 @@ class Structure:
         work = self.n / 2 * sum(self.work[s] for s in [*self._touched(leaves), *crossed])
         return passes * (work + thresholds.COLUMN)
 
-    def _boxes(self, source: Source, frame: Frame) -> torch.Tensor:
+    def _boxes(self, groups: Groups, one: torch.Tensor, frame: Frame) -> torch.Tensor:
         """The boxes of the groups, `[2, k, groups]`."""
-        found = hulls(self.look.rows(source.x, frame.root), source.ids)
-        return torch.nn.functional.pad(found, (0, source.count - found.shape[2]), value=NONE)
+        found = hulls(self.look.rows(one, frame.root), groups.ids)
+        return torch.nn.functional.pad(found, (0, groups.count - found.shape[2]), value=NONE)
 
-    def _blocks(self, source: Source, bottleneck: Bottleneck, first: bool) -> BottleneckBlocks:
-        """Blocks of the entries at a bottleneck, with their rows."""
+    def _blocks(
+        self, groups: Groups, one: torch.Tensor, read: torch.Tensor, bottleneck: Bottleneck
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The entries of each block at a bottleneck, and the groups of columns that reach it."""
         root = self.at[bottleneck]
-        shared = first and self.shared[bottleneck]
-        found = Colouring(hulls(self.look.rows(source.x, root), source.ids))
+        found = Colouring(hulls(self.look.rows(one, root), groups.ids))
         if found.count == 1 and len(found.codes) > 1:
-            rows = self.look.rows(self.look.run.read[bottleneck.use], root)
-            places = members_of(found.placed(rows).cells(range(1))[0], len(found.codes), bottleneck.width)
-            members = members_of(found.box, len(found.codes), -1)
-            return BottleneckBlocks(bottleneck, places, members, members.shape[1] * source.rows, shared)
+            cells = found.placed(self.look.rows(read, root)).cells(range(1))[0]
+            return members_of(cells, len(found.codes), bottleneck.width), members_of(found.box, len(found.codes), -1)
         device = self.x.device
-        places, groups = (torch.arange(size, device=device)[None] for size in (bottleneck.width, source.count))
-        return BottleneckBlocks(bottleneck, places, groups, source.rows * source.count, shared)
+        return torch.arange(bottleneck.width, device=device)[None], torch.arange(groups.count, device=device)[None]
 
     @cached_property
     def shared(self) -> dict[Bottleneck, bool]:
@@ -366,15 +364,8 @@ class Structure:
 
     def taken(self, way: Shortcut, reduce: Reduce) -> bool:
         """Reduce all parameters; False, before anything is reduced, if columns at a bottleneck cannot be had."""
-        ready, groups, x, one = [], self.groups, self.x, self.look.output
-        for stage in way.stages:
-            ready.append((stage, groups, x))
-            if stage.end is not None:
-                below = self.look.run.read[stage.end.bottleneck.use]
-                groups = Narrowed(groups, x, self.n, (one, below), stage.end)
-                if groups.triangles is None:
-                    return False
-                x, one = stage.end.bottleneck.x, below
+        if any(stage.end is not None and stage.end.triangles is None for stage in way.stages):
+            return False
         if way.closed:
             diagonal = self.groups.diagonal()
             assert diagonal is not None
@@ -384,12 +375,12 @@ class Structure:
             for leaf, shares in self._pulled(self.x, columns, way.closed):
                 reduce(leaf, Told(shares, None, 1) if squares else shares)
             self.run.of_hessian = False
-        for stage, groups, x in ready:
+        for stage in way.stages:
             for reach in stage.reaches:
                 if reach.colouring is None:
-                    self._every(groups, x, reach.leaves, reduce)
+                    self._every(stage.groups, stage.x, reach.leaves, reduce)
                 else:
-                    self._shared(groups, x, reach, reduce)
+                    self._shared(stage.groups, stage.x, reach, reduce)
         if way.dense:
             self._every(self.groups, self.x, way.dense, reduce)
         return True
