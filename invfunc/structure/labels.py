@@ -45,7 +45,8 @@ def _called(func: Any) -> _Called:
         return _Called(str(func), Fact(), False, False, writes)
     packet, tags = str(func.overloadpacket).split(".")[-1], func.tags
     name = packet[:-1] if packet.endswith("_") and not packet.endswith("__") else packet
-    fact = fact_of(packet, torch.Tag.pointwise in tags)
+    fact = FACTS.get(packet) or FACTS.get(packet.rstrip("_"))
+    fact = fact or (Fact(entrywise) if torch.Tag.pointwise in tags else Fact())
     if any(a.kwarg_only for a in written) or packet.startswith("_foreach"):
         fact = fact._replace(rule=None)
     leaves = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*tags}) or packet in _LEAVING
@@ -387,11 +388,6 @@ def along(step: Step, out: torch.Tensor) -> Rows:
     return most(step.filled(x), behind(step["dim"] if "dim" in step else 0, x.ndim)) if step.only(x) else None
 
 
-def halves(step: Step, out: torch.Tensor) -> Rows:
-    """Each entry reads those at its place in both halves."""
-    return joined(*step.filled(step["self"]).chunk(2, behind(step["dim"], out.ndim)[0]))
-
-
 def reduced(step: Step, out: torch.Tensor) -> Rows:
     """Each entry reads all that are reduced to it."""
     x = step.args[0]
@@ -422,15 +418,6 @@ def put_together(step: Step, out: torch.Tensor) -> Rows:
 def padded_with(step: Step, out: torch.Tensor) -> Rows:
     """A padding that depends on nothing."""
     return torch.constant_pad_nd(step.filled(step["self"]), step["pad"], NONE)
-
-
-def indexed(step: Step, out: torch.Tensor) -> Rows:
-    """Entries that are picked by indices, if these pick no samples."""
-    x = step["self"]
-    if not step.only(x) or step["indices"][0] is not None:
-        return None
-    rows = step.filled(x).movedim(0, -1)  # last, indices of whichever axes leave it there
-    return torch.ops.aten.index.Tensor(rows, step["indices"]).movedim(-1, 0)
 
 
 def looked_up(step: Step, out: torch.Tensor) -> Rows:
@@ -474,14 +461,6 @@ def layer_norm(step: Step, out: torch.Tensor) -> list[Rows]:
     return [_scaled(step, over, step["normalized_shape"], out.ndim), over, over]
 
 
-def group_norm(step: Step, out: torch.Tensor) -> list[Rows]:
-    """All of a group of channels."""
-    n, c, groups = step["N"], step["C"], step["group"]
-    over = most(step.filled(step["input"]).reshape(-1, n, groups, c // groups * step["HxW"]), (3,))
-    of_channels = over.expand(-1, -1, -1, c // groups).reshape(-1, n, c, *[1] * (out.ndim - 2))
-    return [_scaled(step, of_channels, (c, *[1] * (out.ndim - 2)), out.ndim), over.squeeze(3), over.squeeze(3)]
-
-
 def batch_norm(step: Step, out: torch.Tensor) -> list[Rows]:
     """Each by itself, or in training all of a channel."""
     rows, channels = step.filled(step["input"]), (out.shape[1], *[1] * (out.ndim - 2))
@@ -493,7 +472,6 @@ def batch_norm(step: Step, out: torch.Tensor) -> list[Rows]:
 
 
 _POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-_ADAPTIVE = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d}
 
 
 def _each(sizes: Sequence[int], d: int) -> list[int]:
@@ -549,13 +527,6 @@ def pooled(step: Step, out: torch.Tensor) -> Rows:
     kernel, padding, dilation = (tuple(_each(v, d)) for v in (step["kernel_size"], step["padding"], dilation))
     rows, stride, ceil = step.filled(step["self"]), tuple(_each(step["stride"] or kernel, d)), step["ceil_mode"]
     return flattened(rows, d, lambda maps: _POOLS[d](maps, kernel, stride, padding, dilation, ceil))
-
-
-def adaptive(step: Step, out: torch.Tensor) -> Rows:
-    """Windows that torch divides."""
-    d = int(str(step.func).split("pool")[1][0])
-    rows, size = step.filled(step["self"]), tuple(step["output_size"])
-    return flattened(rows, d, lambda maps: _ADAPTIVE[d](maps, size))
 
 
 def resized(step: Step, out: torch.Tensor) -> Rows:
@@ -627,8 +598,7 @@ FACTS: dict[str, Fact] = {
             "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_empty_strided "
             "new_zeros new_ones new_full",
         ),
-        (Fact(along), "_softmax _log_softmax _safe_softmax softmax log_softmax sort topk argsort"),
-        (Fact(halves), "glu"),
+        (Fact(along), "_softmax _log_softmax _safe_softmax softmax log_softmax sort topk argsort glu"),
         (
             Fact(reduced),
             "sum mean nansum amax amin max min median nanmedian kthvalue prod logsumexp norm linalg_vector_norm var "
@@ -642,23 +612,16 @@ FACTS: dict[str, Fact] = {
         ),
         (Fact(put_together), "cat stack"),
         (Fact(padded_with), "constant_pad_nd"),
-        (Fact(indexed), "index"),
         (Fact(looked_up), "embedding"),
         (Fact(product), "mm bmm mv addmm addmv baddbmm _addmm_activation"),
         (Fact(linear), "linear"),
         (Fact(layer_norm), "native_layer_norm _fused_rms_norm"),
-        (Fact(group_norm), "native_group_norm"),
         (Fact(batch_norm), "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit"),
         (Fact(convolution), "convolution"),
         (
             Fact(pooled),
             "max_pool2d_with_indices max_pool3d_with_indices max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d "
             "avg_pool3d",
-        ),
-        (
-            Fact(adaptive),
-            "adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d "
-            "adaptive_max_pool3d",
         ),
         (
             Fact(resized),
@@ -670,9 +633,3 @@ FACTS: dict[str, Fact] = {
     for name in names.split()
 }
 """The operations of aten whose results depend on some entries of their arguments alone."""
-
-
-def fact_of(name: str, pointwise: bool) -> Fact:
-    """Facts about an operation of aten, by its name, and whether torch says that it is entry by entry."""
-    fact = FACTS.get(name) or FACTS.get(name.rstrip("_"))
-    return fact or (Fact(entrywise) if pointwise else Fact())
