@@ -270,50 +270,29 @@ class Colouring:
         found[self.box[some], self.copy[some]] = some.nonzero().flatten()
         return found
 
-    def placed(self, rows: torch.Tensor) -> Placed:
-        """The places of boxes `[2, k, P]` among those of the groups."""
+    def placed(self, rows: torch.Tensor) -> Callable[[range], torch.Tensor]:
+        """A function that gives, for some classes, the box of their groups in which each of other boxes `[2, k, P]`
+        lies, `[classes, P]`; -1 for none."""
         inside, along = rows[1, 0] > -torch.inf, []
         for axis, a, b in zip(self.axes, -rows[0], rows[1], strict=True):
             code, of = _numbered(torch.where(inside, a.long() * _FAR + b.long(), 0))
-            a, b = code // _FAR, code % _FAR
-            along.append((torch.stack([axis.holding(c, a, b) for c in range(axis.count)]), of))
-        return Placed(self, inside, along)
+            holding = torch.stack([axis.holding(c, code // _FAR, code % _FAR) for c in range(axis.count)])
+            along.append((holding, of))
 
+        def cells(wanted: range) -> torch.Tensor:
+            colours, own = self.colours[wanted.start : wanted.stop], list[torch.Tensor]()
+            for axis in reversed(self.axes):
+                own.insert(0, colours % axis.count)
+                colours = colours // axis.count
+            code, within = torch.zeros((), dtype=torch.long, device=rows.device), inside
+            for axis, c, (holding, of) in zip(self.axes, own, along, strict=True):
+                intervals = holding[c][:, of]
+                code = code * len(axis.lo) + intervals.clamp(min=0)
+                within = within & (intervals >= 0)
+            at = torch.searchsorted(self.codes, code).clamp(max=len(self.codes) - 1)
+            return torch.where(within & (self.codes[at] == code), at, -1)
 
-@dataclass
-class Placed:
-    """Boxes among those of a colouring."""
-
-    colouring: Colouring
-    inside: torch.Tensor
-    """True for those that depend on anything, `[P]`."""
-    along: list[tuple[torch.Tensor, torch.Tensor]]
-    """Along each axis, the interval of each colour in which the different ones lie, -1 for none, and which of these
-    each is."""
-
-    def cells(self, wanted: range) -> torch.Tensor:
-        """The box of the groups of some classes that each lies in: `[classes, P]`; -1 for none."""
-        if self.colouring.count * len(self.inside) <= thresholds.KEPT_READ:
-            return self._all[wanted.start : wanted.stop]
-        return self._cells(wanted)
-
-    @cached_property
-    def _all(self) -> torch.Tensor:
-        return self._cells(range(self.colouring.count))
-
-    def _cells(self, wanted: range) -> torch.Tensor:
-        codes, colours = self.colouring.codes, self.colouring.colours[wanted.start : wanted.stop]
-        own: list[torch.Tensor] = []
-        for axis in reversed(self.colouring.axes):
-            own.insert(0, colours % axis.count)
-            colours = colours // axis.count
-        code, within = torch.zeros((), dtype=torch.long, device=codes.device), self.inside
-        for axis, c, (holding, of) in zip(self.colouring.axes, own, self.along, strict=True):
-            intervals = holding[c][:, of]
-            code = code * len(axis.lo) + intervals.clamp(min=0)
-            within = within & (intervals >= 0)
-        at = torch.searchsorted(codes, code).clamp(max=len(codes) - 1)
-        return torch.where(within & (codes[at] == code), at, -1)
+        return cells
 
 
 def positions_of(cells: torch.Tensor) -> torch.Tensor:
@@ -470,39 +449,6 @@ def forward(z: torch.Tensor, x: torch.Tensor, given: torch.Tensor, n: int, entri
     return found
 
 
-class Check:
-    """A check that what is moved forwards is right for every sample, against one pullback of random numbers.
-
-    torch differentiates some backward passes wrongly, and f may treat the places of a batch differently.
-    """
-
-    def __init__(self, z: torch.Tensor, bottleneck: Bottleneck, n: int, places: torch.Tensor, met: Sequence[Some]):
-        """`met` are the entries to which is going to be moved, step by step; to the others no numbers are given."""
-        x = bottleneck.x
-        self.eps = torch.finfo(x.dtype).eps
-        flat = uniform(z.numel(), 0).reshape(n, -1).to(z)
-        some = torch.zeros_like(flat[:1])
-        for entries in met:
-            some[:, entries] = 1
-        self.numbers = flat * some
-        (back,) = torch.autograd.grad(z, x, self.numbers.reshape(z.shape), retain_graph=True)
-        wide = torch.promote_types(back.dtype, torch.float32)
-        theirs = torch.nn.functional.pad(bottleneck.exposed(back).to(wide), (0, 1))
-        self.theirs = theirs[:, places].sum(1)  # [n, m]
-        self.ours, self.bound = torch.zeros_like(self.theirs), torch.zeros_like(self.theirs)
-
-    def add(self, u: torch.Tensor, entries: Some) -> None:
-        """Take in what was moved to some entries."""
-        w = self.numbers[:, entries].to(u.dtype)
-        self.ours = self.ours + (w @ u[:, 0].T if u.shape[1] == 1 else torch.einsum("dnk,nk->nd", u, w))
-        self.bound = self.bound + w.norm(dim=1)[:, None] * u.norm(dim=2).T
-
-    @property
-    def right(self) -> bool:
-        """True if both agree to rounding."""
-        return bool(((self.ours - self.theirs).abs() <= 1000 * self.eps * self.bound).all())
-
-
 class Narrowed(Groups):
     """The columns that are left of others at a bottleneck: a triangle for each block of its entries."""
 
@@ -553,16 +499,36 @@ class Narrowed(Groups):
         each = self.width * runs * -(-z.numel() // runs // self.count)
         ranges = [range(a, b) for a, b in even(self.count, max(1, thresholds.MOVED // max(1, each)))]
         met = [self.source.entries(self._members(some)) for some in ranges]
-        check, found = Check(self.z, bottleneck, n, self.places, met), list[torch.Tensor]()
+        numbers, theirs = self._sent_back(met)
+        ours, bound, found = torch.zeros_like(theirs), torch.zeros_like(theirs), list[torch.Tensor]()
         try:
             for some, entries in zip(ranges, met, strict=True):
                 u = forward(z, x, given, runs, entries)
-                check.add(u, entries)
+                w = numbers[:, entries].to(u.dtype)
+                ours = ours + (w @ u[:, 0].T if u.shape[1] == 1 else torch.einsum("dnk,nk->nd", u, w))
+                bound = bound + w.norm(dim=1)[:, None] * u.norm(dim=2).T
                 found.append(self._factored(u, some, count))
                 del u  # before those to the next blocks are made
         except (RuntimeError, ArgumentError):  # no second derivative, as of fused attention, or no batching rule
             return None
-        return joined(found, 1) if check.right else None
+        right = (ours - theirs).abs() <= 1000 * torch.finfo(bottleneck.x.dtype).eps * bound
+        return joined(found, 1) if bool(right.all()) else None
+
+    def _sent_back(self, met: Sequence[Some]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random numbers at the entries to which is moved forwards, `[n, M]`, and their one pullback, `[n, m]`.
+
+        Both have to agree for every sample: torch differentiates some backward passes wrongly, and f may treat the
+        places of a batch differently.
+        """
+        flat = uniform(self.z.numel(), 0).reshape(self.n, -1).to(self.z)
+        some = torch.zeros_like(flat[:1])
+        for entries in met:
+            some[:, entries] = 1
+        numbers = flat * some
+        (back,) = torch.autograd.grad(self.z, self.bottleneck.x, numbers.reshape(self.z.shape), retain_graph=True)
+        wide = torch.promote_types(back.dtype, torch.float32)
+        theirs = torch.nn.functional.pad(self.bottleneck.exposed(back).to(wide), (0, 1))
+        return numbers, theirs[:, self.places].sum(1)
 
     def _factored(self, u: torch.Tensor, some: range, count: int) -> torch.Tensor:
         """The triangles of some blocks, `[count, blocks, rank, m]`, from what was moved to what they reach."""

@@ -26,7 +26,6 @@ from invfunc.structure.columns import (
     Colouring,
     Groups,
     Narrowed,
-    Placed,
     grouped,
     hulls,
     members_of,
@@ -261,7 +260,7 @@ class Structure:
         root = self.at[bottleneck]
         found = Colouring(hulls(self.look.rows(one, root), groups.ids))
         if found.count == 1 and len(found.codes) > 1:
-            cells = found.placed(self.look.rows(read, root)).cells(range(1))[0]
+            cells = found.placed(self.look.rows(read, root))(range(1))[0]
             return members_of(cells, len(found.codes), bottleneck.width), members_of(found.box, len(found.codes), -1)
         device = self.x.device
         return torch.arange(bottleneck.width, device=device)[None], torch.arange(groups.count, device=device)[None]
@@ -425,7 +424,7 @@ class Structure:
         klass, copy = (torch.where(ids < 0, -1, of[ids]) for of in (colouring.klass, colouring.copy))
         largest = max(self.sizes[s] for s in self._touched(reach.leaves)) * self.n
         most, width = max(1, thresholds.TOGETHER // largest), colouring.copies * groups.rank
-        placed: dict[int, Placed] = {}
+        cells: dict[int, Callable[[range], torch.Tensor]] = {}
         if width <= most:
             ranges = [(range(a, b), 0, groups.rank) for a, b in even(colouring.count, most // width)]
         else:
@@ -441,9 +440,9 @@ class Structure:
                 if self.shortcuts == "positions" or layout.shape[1] == 1:
                     reduce(leaf, shares)
                     continue
-                if leaf not in placed:
+                if leaf not in cells:
                     (site,) = self.sites[leaf]
-                    placed[leaf] = colouring.placed(frame.boxes[site][:, :, layout[0]])
-                index = positions_of(placed[leaf].cells(some))
+                    cells[leaf] = colouring.placed(frame.boxes[site][:, :, layout[0]])
+                index = positions_of(cells[leaf](some))
                 each_alone = index.shape == (1, layout.shape[1], 1)  # all positions, in any order
                 reduce(leaf, Told(shares, None if each_alone else index, copies * (b - a)))

@@ -83,15 +83,15 @@ FAULTS = [
     Fault(
         "a process does not know how many samples come before its own",
         "data_sets/visits.py",
-        "self.begun.before + n",
+        "self.course.before + n",
         "n",
         "data_sets/test_distributed.py::test_all_processes_give_what_all_samples_at_once_do[2]",
     ),
     Fault(
         "others wait for a process that cannot go on with its file",
         "data_sets/visits.py",
-        'begun.told("checkpoint", partial(begun.course.begin, self))',
-        "begun.course.begin(self)",
+        'course.told("checkpoint", self.resume)',
+        "self.resume()",
         "data_sets/test_distributed.py::TestFaults",
     ),
     Fault(
@@ -139,8 +139,8 @@ FAULTS = [
     Fault(
         "a file is removed before all have the result",
         "data_sets/visits.py",
-        "if not self.course.keeps:",
-        "if True:",
+        "return step() if self.file is None else",
+        "return step() if True else",
         "data_sets/test_distributed_checkpoint.py::test_processes_go_on_as_if_nothing_had_happened",
     ),
     Fault(
@@ -369,9 +369,9 @@ FAULTS = [
     ),
     Fault(
         "what comes behind a checkpoint draws as the first batch does",
-        "evaluation/batches.py",
-        "self._note(done=number + 1, n=self.work.seen)",
-        "self._note(done=number + 1, n=0)",
+        "data_sets/visits.py",
+        "self._note(work, done=number + 1, n=work.sweep.n)",
+        "self._note(work, done=number + 1, n=0)",
         "data_sets/test_streamed_checkpoint.py::test_every_statistic_goes_on_as_if_nothing_had_happened",
     ),
     Fault(

@@ -384,7 +384,7 @@ FAULTS = [
     Fault(
         "a wrong derivative above a narrow layer is taken",
         "structure/columns.py",
-        "return joined(found, 1) if check.right else None",
+        "return joined(found, 1) if bool(right.all()) else None",
         "return joined(found, 1)",
         "structure/test_columns.py::test_a_wrong_derivative_is_noticed_in_every_block",
     ),
