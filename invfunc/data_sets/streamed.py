@@ -359,7 +359,7 @@ class StreamedProduct(OverBatches):
         def at(vectors: list[torch.Tensor], lead: int) -> list[torch.Tensor]:
             work = self._along(course, kwargs, vectors, lead, *known)
             found, _ = work.done()
-            known[:] = [work.sweep.n]
+            known[:] = [work.n]
             return parts(tree.tensors((found,)), tree.tensors(args[:1]), lead)
 
         return Linearised(shown, at, space, space, self.vector, self.lead, (args, kwargs)), []

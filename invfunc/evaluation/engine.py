@@ -461,3 +461,21 @@ class JointFold:
             return x.to(dtype) if reduction.rounded else x
 
         return [tree.map_tensors(delivered, result) for result in results]
+
+
+# What the evaluation of a batch brings, apart from the evaluation: a tree of tensors and numbers
+
+
+def brought(engine: Any, phase: int) -> Any:
+    """All that a batch brings to a fold in a phase."""
+    aux, part = engine.kept(), engine.loss_part
+    return engine.fold.state(phase), engine.scalar, None if part is None else part.outputs, aux
+
+
+def bring(engine: Any, phase: int, found: Any) -> Any:
+    """Have an evaluation that was not made keep what another one of the same batch has brought; aux."""
+    state, engine.scalar, outputs, aux = found
+    engine.fold.keep(phase, state)
+    if outputs is not None:
+        engine.loss_part = LossPart.of(engine.problem, outputs)
+    return aux

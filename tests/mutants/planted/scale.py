@@ -103,16 +103,16 @@ FAULTS = [
     ),
     Fault(
         "the loss may be a sum in one process, and a mean in another",
-        "evaluation/sweep.py",
+        "data_sets/visits.py",
         "if mean not in (None, each[first]):",
         "if False:",
         "data_sets/test_distributed.py::TestFaults",
     ),
     Fault(
         "rows that stay where their samples are come from all processes",
-        "evaluation/sweep.py",
-        "here = [t.reduction.each and not gather for t in",
-        "here = [False for t in",
+        "data_sets/visits.py",
+        "here, own = [t.reduction.each and not gather for t in",
+        "here, own = [False for t in",
         "data_sets/test_distributed.py::test_all_processes_give_what_all_samples_at_once_do[2]",
     ),
     Fault(
@@ -146,8 +146,8 @@ FAULTS = [
     Fault(
         "rows of a mean are divided by the samples of one process",
         "data_sets/visits.py",
-        "self.rows.scaled(self.n, 1 / self.of_all)",
-        "self.rows.scaled(self.n, 1 / max(1, self.n))",
+        "self.rows.scaled(self.written, 1 / self.of_all)",
+        "self.rows.scaled(self.written, 1 / max(1, self.written))",
         "data_sets/test_distributed_checkpoint.py::test_processes_go_on_as_if_nothing_had_happened",
     ),
     Fault(
@@ -208,7 +208,7 @@ FAULTS = [
     ),
     Fault(
         "the loss of a batch by a plan is not weighed",
-        "evaluation/sweep.py",
+        "evaluation/engine.py",
         "state, engine.scalar, outputs, aux = found",
         "state, _, outputs, aux = found",
         "plans/test_batches.py::TestWays",
@@ -293,7 +293,7 @@ FAULTS = [
     Fault(
         "a stream that goes on does not know what its first batch weighs",
         "data_sets/visits.py",
-        '        weights.restore(state["weights"], self.t.loss)\n',
+        '        self.weights.restore(state["weights"], self.t.loss)\n',
         "",
         "data_sets/test_streamed_checkpoint.py::test_every_statistic_goes_on_as_if_nothing_had_happened",
     ),
@@ -328,13 +328,13 @@ FAULTS = [
     Fault(
         "losses may have a factor that depends on the batch",
         "data_sets/visits.py",
-        "            self.looked = self.looked or engine.check_joined()\n",
+        "        self.looked = self.looked or engine.check_joined()\n",
         "",
         "data_sets/test_streamed.py::TestScale",
     ),
     Fault(
         "rows of other outputs are joined",
-        "evaluation/sweep.py",
+        "data_sets/visits.py",
         "if known != self.by_column:",
         "if False:",
         "data_sets/test_streamed.py::TestOtherOutputs",
@@ -348,7 +348,7 @@ FAULTS = [
     ),
     Fault(
         "a second sweep may be of other samples",
-        "evaluation/sweep.py",
+        "data_sets/visits.py",
         "if expected not in (None, n):",
         "if False:",
         "data_sets/test_streamed.py::TestTwoSweeps",
@@ -370,7 +370,7 @@ FAULTS = [
     Fault(
         "what comes behind a checkpoint draws as the first batch does",
         "data_sets/visits.py",
-        "self._note(work, done=number + 1, n=work.sweep.n)",
+        "self._note(work, done=number + 1, n=work.n)",
         "self._note(work, done=number + 1, n=0)",
         "data_sets/test_streamed_checkpoint.py::test_every_statistic_goes_on_as_if_nothing_had_happened",
     ),
