@@ -17,7 +17,7 @@ from invfunc import additive_coupling, batch_l2_grad, chunked, diag_ggn, functio
 from invfunc.errors import ArgumentError
 from invfunc.testing.memory import peak_memory, return_freed_memory
 
-SAMPLES, SIDE, FILTERS, STEPS = 5, 32, 10, 60
+SAMPLES, SIDE, FILTERS = 5, 32, 10
 BLOCKS, WIDTH, ROWS = 64, 32, 4096
 OUTPUTS = SIDE * SIDE
 TOLERANCE = 1e-3  # float32 sums in another order; a wrong result is off by much more
@@ -40,14 +40,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)  # steady times, on a busy machine too
     pixels = torch.from_numpy(load_digits(return_X_y=True)[0]).float().view(-1, 1, 8, 8) / 16
-    digits = F.interpolate(pixels, size=SIDE, mode="bilinear").to(options.device)
+    x = F.interpolate(pixels[:SAMPLES], size=SIDE, mode="bilinear").to(options.device)
     layers = nn.Conv2d(1, FILTERS, 3), nn.Sigmoid(), nn.ConvTranspose2d(FILTERS, 1, 3), nn.Flatten()
     model = nn.Sequential(*layers).to(options.device)
-    before, after = _train(model, digits, progress(range(STEPS), "training"))
-    print(f"Auto-encoder of {len(digits)} digits: loss {before:.3f} -> {after:.4f} in {STEPS} steps.")
-
     f, params = functional(model)
-    x = digits[:SAMPLES]
     batch = params, x, x.flatten(1)  # an auto-encoder's target is its input
     lines = [*_statistics(f, batch, options.chunks), *_chains(options.device)]
     seconds = [_seconds(line.call) for line in progress(lines, "timing")]
@@ -91,7 +87,7 @@ def _statistics(f: Callable, batch: tuple[Params, Tensor, Tensor], chunks: Seque
         return lambda _: {name: statistic(g) for name, g in gradients(*batch).items()}
 
     dense = diag_ggn(f, F.mse_loss, method="dense")
-    plain = [(f"  the plain way, {_at_once(n)}", chunked(dense, n)) for n in chunks]
+    plain = [(f"  the plain way, in {n} chunk{'s' * (n > 1)} of the outputs", chunked(dense, n)) for n in chunks]
     lines = [
         _Line(label, partial(t, *batch), lambda results: results[0])
         for label, t in [("exact curvature (GGN diagonal), by structure", diag_ggn(f, F.mse_loss)), *plain]
@@ -130,10 +126,6 @@ def _chains(device: torch.device) -> list[_Line]:
     ]
 
 
-def _at_once(n: int) -> str:
-    return "all outputs at once" if n == 1 else f"in {n} chunks of the outputs"
-
-
 def _headline(ours: float, plain: float, mebibytes: float, most: float, apart: float) -> str:
     """The first lines, in words."""
     time = f"{plain / ours:.0f} times faster" if plain >= 1.5 * ours else f"{ours / plain:.1f} times the time"
@@ -142,29 +134,15 @@ def _headline(ours: float, plain: float, mebibytes: float, most: float, apart: f
     return ", ".join([time, *[memory] * (mebibytes == mebibytes), same])
 
 
-def _train(model: nn.Module, digits: Tensor, steps: Iterable) -> tuple[float, float]:
-    """Train for some steps and return the first and the last loss."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    losses = []
-    for _ in steps:
-        x = digits[torch.randint(len(digits), (32,)).to(digits.device)]
-        loss = F.mse_loss(model(x), x.flatten(1))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses[0], losses[-1]
-
-
-def _run(call: Callable[[], Params]) -> Params:
-    return {name: tensor.cpu() for name, tensor in call().items()}  # cpu() waits for the device
+def _on_cpu(call: Callable[[], Params]) -> Params:
+    return {name: tensor.cpu() for name, tensor in call().items()}  # which waits for the device
 
 
 def _seconds(call: Callable[[], Params]) -> float:
     times: list[float] = []  # the first call plans the contractions and warms the allocator
     while len(times) < 3 and sum(times) < 1:
         start = time.perf_counter()
-        _run(call)
+        _on_cpu(call)
         times.append(time.perf_counter() - start)
     return min(times)
 
@@ -172,10 +150,10 @@ def _seconds(call: Callable[[], Params]) -> float:
 def _peak(call: Callable[[], Params], device: torch.device) -> tuple[Params, float]:
     """One run's result, and its peak in MiB."""
     try:
-        result, peak = peak_memory(lambda: _run(call), device=device)
+        result, peak = peak_memory(lambda: _on_cpu(call), device=device)
         return result, peak / 2**20
     except ArgumentError:  # no meter for this device or system; the rest of the table still holds
-        return _run(call), float("nan")
+        return _on_cpu(call), float("nan")
 
 
 def _difference(result: Params, expected: Params) -> float:
@@ -186,8 +164,8 @@ def _difference(result: Params, expected: Params) -> float:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m invfunc",
-        description="Trains a small convolutional auto-encoder on handwritten digits, then takes the exact "
-        "GGN diagonal of its reconstruction error by structure and the plain way, two statistics of its per-sample "
+        description="Takes the exact GGN diagonal of the reconstruction error of a convolutional auto-encoder, on "
+        "handwritten digits, by structure and the plain way, two statistics of its per-sample "
         "gradients, and the gradient of a deep reversible network. Prints what each costs, and if they agree.",
     )
     add, ways = parser.add_argument, "how many chunks the outputs are divided into the plain way, default: 1 4 16 64"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -132,7 +131,8 @@ def reduced(t: Statistic, fn: Callable | Mapping[str, Callable]) -> Statistic:
         raise ArgumentTypeError(f"reduced({describe(t)}): it is of type {type(t).__name__}, but has to be a statistic.")
     if isinstance(fn, Mapping):
         named = by_name({name: _with_path(one) for name, one in fn.items()})
-        return _of(t, lambda path, quantity: (named(path) or _unchanged)(path, quantity), "{" + ", ".join(fn) + "}")
+        shown = "{" + ", ".join(fn) + "}"
+        return _of(t, lambda path, quantity: one(path, quantity) if (one := named(path)) else quantity, shown)
     return _of(t, _with_path(fn), describe(fn))
 
 
@@ -145,15 +145,7 @@ def _of(t: Statistic, fn: Callable, shown: str) -> Statistic:
 def _with_path(fn: Any) -> Callable:
     """A function of a path and a quantity."""
     check_callable("reduced", fn)
-    return fn if _takes_two(fn) else partial(_without_path, fn)
-
-
-def _unchanged(path: str, quantity: Any) -> Any:
-    return quantity
-
-
-def _without_path(fn: Callable, path: str, quantity: Any) -> Any:
-    return fn(quantity)
+    return fn if _takes_two(fn) else lambda path, quantity: fn(quantity)
 
 
 def _takes_two(fn: Callable) -> bool:

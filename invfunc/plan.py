@@ -146,24 +146,18 @@ class Explanation:
     """How many there are, if it is `distributed`; all other numbers are those of this one."""
 
     def __str__(self) -> str:
-        how = [self._passes(), *self._of_parts(), *self._table(), self._cost()]
-        plan_only = self.plan and not self.columns  # of a product
-        below = [self._processes(), self._sweeps(), *([] if plan_only else how), self.plan, self.checked]
+        over = "the batches" if self.batches is None else _counted(self.batches, "batch")
+        tiles = f", for {_counted(self.tiles, 'tile')}" if self.tiles else ""
+        sweeps = f"{_counted(self.sweeps, 'sweep')} over {over}{tiles}; for the first batch, in all:"
+        processes = f"{_counted(self.processes, 'process')}; in this one:"
+        cost = f"about {self.bytes / 2**20:.1f} MiB for the result, {self.cost:.1%} of the work without structure"
+        below = [processes] * bool(self.processes) + [sweeps] * bool(self.sweeps)
+        if self.columns or not self.plan:  # else it is that of a product
+            below += [self._passes(), *self._of_parts(), *self._table(), cost]
+        below += [self.plan, self.checked]
         return "\n".join([f"{self.name}: {self.why}", *(f"  {line}" for line in below if line)])
 
     __repr__ = __str__
-
-    def _processes(self) -> str:
-        if not self.processes:
-            return ""
-        return f"{self.processes} process{'es' * (self.processes > 1)}; in this one:"
-
-    def _sweeps(self) -> str:
-        over = "the batches" if self.batches is None else _counted(self.batches, "batch")
-        tiles = f", for {_counted(self.tiles, 'tile')}" if self.tiles else ""
-        return (
-            f"{_counted(self.sweeps, 'sweep')} over {over}{tiles}; for the first batch, in all:" if self.sweeps else ""
-        )
 
     def _passes(self) -> str:
         times = _counted(self.pullbacks, "pullback") if self.pullbacks else "no pullback"
@@ -177,9 +171,6 @@ class Explanation:
         rows = [(p.name, p.way, ", ".join(p.generic or p.operations), p._matrices()) for p in self.params]
         widths = [max((len(row[k]) for row in rows), default=0) for k in (0, 1, 2)]
         return ["  ".join(f"{x:<{n}}" for x, n in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows]
-
-    def _cost(self) -> str:
-        return f"about {self.bytes / 2**20:.1f} MiB for the result, {self.cost:.1%} of the work without structure"
 
 
 def _counted(count: int, what: str) -> str:

@@ -25,7 +25,7 @@ PACKAGE = ROOT / "invfunc"
 SITE = ROOT / "notebooks" / "site"
 FLOORS = [
     {"thresholds"},
-    {"errors", "tree", "_torch", "_extras", "_shown", "plan"},
+    {"errors", "tree", "_torch", "_extras", "plan"},
     {"linear_algebra"},
     {"kronecker"},
     {"operations"},

@@ -574,14 +574,8 @@ class Rows:
             self.out(start, rows)
             return
         given, found = list(self._parts(self.out)), list(self._parts(rows))
-        if [name for name, _, _ in given] != [name for name, _, _ in found]:
-            wanted = ", ".join(name for name, _, _ in found)
-            raise ArgumentError(f"out has other parts than the result, which are {wanted}.")
-        for (name, x, axis), (_, y, _) in zip(given, found, strict=True):
-            fits = x.ndim == y.ndim and x.shape[:axis] == y.shape[:axis] and x.shape[axis + 1 :] == y.shape[axis + 1 :]
-            if not fits or x.dtype != y.dtype:
-                sizes = ", ".join("N" if d == axis else str(size) for d, size in enumerate(y.shape))
-                raise ArgumentError(f"{name} is {x.dtype} {tuple(x.shape)}, but has to be {y.dtype} ({sizes}).")
+        check_like(given, found)
+        for name, x, axis in given:
             if x.shape[axis] < start + n:
                 raise ArgumentError(f"{name} has room for {x.shape[axis]} samples, but there are at least {start + n}.")
         for (_, x, axis), (_, y, _) in zip(given, found, strict=True):
@@ -617,6 +611,18 @@ class Rows:
         for k, (q, one) in enumerate(zip(self.quantities, self._outs(out), strict=True)):
             for path, x in tree.named_leaves(one):
                 yield f"out[{k}]{path}" if self.several else f"out{path}", x, q.reduction.each[0]
+
+
+def check_like(out: Sequence[Rooms], wanted: Sequence[Rooms]) -> None:
+    """Check that tensors have the names, sizes and dtypes of others, up to the axis that counts the samples."""
+    if [name for name, _, _ in out] != [name for name, _, _ in wanted]:
+        names = ", ".join(name for name, _, _ in wanted)
+        raise ArgumentError(f"out has other parts than the result, which are {names}.")
+    for (name, x, axis), (_, y, _) in zip(out, wanted, strict=True):
+        pairs = zip(x.shape, y.shape, strict=False)
+        if x.ndim != y.ndim or x.dtype != y.dtype or any(a != b and d != axis for d, (a, b) in enumerate(pairs)):
+            sizes = ", ".join("N" if d == axis else str(size) for d, size in enumerate(y.shape))
+            raise ArgumentError(f"{name} is {x.dtype} {tuple(x.shape)}, but has to be {y.dtype} ({sizes}).")
 
 
 def check_own(name: str, x: Any, taken: set[int]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._shown import kind
+from invfunc._extras import kind
 from invfunc.errors import ArgumentError, ArgumentTypeError
 
 

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import thresholds, tree
-from invfunc._extras import ticking
-from invfunc._shown import kind
+from invfunc._extras import kind, ticking
 from invfunc._torch.functorch import innermost, transforming
 from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.precision import double_on, doubled

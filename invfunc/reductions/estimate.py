@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from invfunc import tree
-from invfunc._shown import table
+from invfunc._extras import table
 from invfunc._torch.precision import double_on, doubled
 from invfunc.loss.square_root import safe_root
 from invfunc.reductions.lots import Drawn, variances

@@ -292,10 +292,6 @@ class Step:
         """True if no other argument has labels."""
         return len(self.labelled) == 1 and self.labelled[0] is x
 
-    def scheme(self, *names: str) -> list[Rows]:
-        """The labels of some arguments, of those that the operation has."""
-        return [self.rows(self[name]) for name in names if name in self]
-
 
 # What rules do with labels
 
@@ -332,10 +328,10 @@ def _maximum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.maximum(core(a), core(b)).expand([max(sizes) for sizes in zip(a.shape, b.shape, strict=True)])
 
 
-def most(rows: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    """The maximum over some dims, which stay as ones."""
-    dims = [d for d in dims if rows.shape[d] != 1]
-    if not dims:
+def most(rows: Any, dims: Sequence[int]) -> Any:
+    """The maximum over some dims, which stay as ones; None for None."""
+    dims = [] if rows is None else [d % rows.ndim for d in dims if rows.shape[d] != 1]
+    if rows is None or not dims:
         return rows
     one, kept = core(rows), [1 if d in dims else s for d, s in enumerate(rows.shape)]
     dims = [d for d in dims if one.shape[d] != 1]
@@ -362,16 +358,6 @@ def flattened(rows: torch.Tensor, d: int, then: Callable[[torch.Tensor], torch.T
     found = then(one.reshape(-1, *last))
     found = found.reshape(*one.shape[: rows.ndim - d], *found.shape[1:])
     return found.expand(*first, *found.shape[rows.ndim - d :])
-
-
-def over_last(rows: Rows) -> Rows:
-    """The labels of matrices with those of each row joined."""
-    return None if rows is None else most(rows, (rows.ndim - 1,))
-
-
-def over_rows(rows: Rows) -> Rows:
-    """The labels of matrices with those of each column joined."""
-    return None if rows is None else most(rows, (rows.ndim - 2,))
 
 
 # Entry by entry, and along dims
@@ -423,8 +409,7 @@ def padded_with(step: Step, out: torch.Tensor) -> Rows:
 def looked_up(step: Step, out: torch.Tensor) -> Rows:
     """Rows of a table."""
     entries, read = step.rows(step["indices"]), step.rows(step["weight"])
-    whole = None if read is None else most(read, (1, 2))
-    return joined(None if entries is None else entries[..., None], raised(whole, out.ndim))
+    return joined(None if entries is None else entries[..., None], raised(most(read, (1, 2)), out.ndim))
 
 
 # Products and norms
@@ -437,20 +422,20 @@ def product(step: Step, out: torch.Tensor) -> Rows:
     added = step.rows(step["self"]) if a != "self" else None
     left, right = step.rows(step[a]), step.rows(step[b])
     if b == "vec":
-        right = None if right is None else most(right, (1,))
-        return joined(raised(added, 1), None if left is None else most(left, (2,)).squeeze(2), right)
-    return joined(raised(added, out.ndim), over_last(left), over_rows(right))
+        return joined(raised(added, 1), None if left is None else most(left, (2,)).squeeze(2), most(right, (1,)))
+    return joined(raised(added, out.ndim), most(left, (-1,)), most(right, (-2,)))
 
 
 def linear(step: Step, out: torch.Tensor) -> Rows:
     """Rows of the input with rows of the weight, and the bias."""
-    weight = over_last(step.rows(step["weight"]))
+    weight = most(step.rows(step["weight"]), (-1,))
     weight = None if weight is None else raised(weight.squeeze(-1), out.ndim)
-    return joined(over_last(step.rows(step["input"])), weight, raised(step.rows(step["bias"]), out.ndim))
+    return joined(most(step.rows(step["input"]), (-1,)), weight, raised(step.rows(step["bias"]), out.ndim))
 
 
 def _scaled(step: Step, rows: Rows, shape: Sequence[int], ndim: int) -> Rows:
-    parts = [r for r in step.scheme("weight", "bias", "running_mean", "running_var") if r is not None]
+    names = [name for name in ("weight", "bias", "running_mean", "running_var") if name in step]
+    parts = [r for name in names if (r := step.rows(step[name])) is not None]
     return joined(rows, *(raised(r.reshape(-1, *shape), ndim) for r in parts))
 
 

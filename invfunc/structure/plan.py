@@ -137,7 +137,7 @@ class Structure:
 
     def _prepare(self, bottlenecks: list[Bottleneck]) -> None:
         """Set what is looked for: labels at each bottleneck, and frames where positions may be told apart."""
-        self.look = look = StructureLook()
+        self.look = look = StructureLook(self.run.uses)
         self.at = {b: look.at(b.use) for b in bottlenecks}
         self.whole = self.last = None
         self.frames = {}
@@ -160,14 +160,14 @@ class Structure:
         after = [(g, state_of(g)) for g in torchs_own()]
         try:
             set_states(self.run.states)
-            self.look.of(self.problem, self.run.uses)
+            self.look.of(self.problem)
         except Exception as error:  # whatever one sample alone leads f to
             if is_fault(error):
                 raise
             return False
         finally:
             set_states(after)
-        one, z = self.look.run, self.look.output
+        one, z = self.look, self.look.output
         if z.numel() * self.n != self.x.numel() or len(one.uses) != len(self.run.uses):
             return False
         pairs = zip(self.run.uses, one.uses, strict=True)
@@ -199,7 +199,7 @@ class Structure:
         yield [self._stage(groups, x, one, sites, self.whole)]
         for k, bottleneck in enumerate(bottlenecks):
             stage = self._stage(groups, x, one, sites - bottleneck.below, self.frames.get(bottleneck))
-            read = self.look.run.read[bottleneck.use]
+            read = self.look.read[bottleneck.use]
             places, members = self._blocks(groups, one, read, bottleneck)
             shared = not above and self.shared[bottleneck]
             end = stage.end = Narrowed(groups, x, self.n, (one, read), bottleneck, places, members, shared)
@@ -214,8 +214,7 @@ class Structure:
     def _way(self, stages: list[Stage]) -> Shortcut:
         closed = self.closed if self.closed is not None else frozenset[int]()
         dense = frozenset(self.sites) - closed.union(*(r.leaves for stage in stages for r in stage.reaches))
-        touched = frozenset[int]().union(*(self.sites[i] for i in dense))
-        cost = sum(s.cost for s in stages) + self.total * self.n * sum(self.work[s] for s in touched)
+        cost = sum(s.cost for s in stages) + self.total * self.n * sum(self.work[s] for s in self._touched(dense))
         return Shortcut(closed, stages, dense, cost / self.all_cost)
 
     def _stage(
@@ -250,7 +249,7 @@ class Structure:
 
     def _boxes(self, groups: Groups, one: torch.Tensor, frame: Frame) -> torch.Tensor:
         """The boxes of the groups, `[2, k, groups]`."""
-        found = hulls(self.look.rows(one, frame.root), groups.ids)
+        found = hulls(self.look.labels_of(one, frame.root), groups.ids)
         return torch.nn.functional.pad(found, (0, groups.count - found.shape[2]), value=NONE)
 
     def _blocks(
@@ -258,9 +257,9 @@ class Structure:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The entries of each block at a bottleneck, and the groups of columns that reach it."""
         root = self.at[bottleneck]
-        found = Colouring(hulls(self.look.rows(one, root), groups.ids))
+        found = Colouring(hulls(self.look.labels_of(one, root), groups.ids))
         if found.count == 1 and len(found.codes) > 1:
-            cells = found.placed(self.look.rows(read, root))(range(1))[0]
+            cells = found.placed(self.look.labels_of(read, root))(range(1))[0]
             return members_of(cells, len(found.codes), bottleneck.width), members_of(found.box, len(found.codes), -1)
         device = self.x.device
         return torch.arange(bottleneck.width, device=device)[None], torch.arange(groups.count, device=device)[None]
@@ -334,7 +333,7 @@ class Structure:
             return None
         if self.last is None or self.groups.diagonal() is None or any(self.sites[i] != {top} for i in own):
             return None
-        rows = self.look.rows(self.look.output, self.last.root)
+        rows = self.look.labels_of(self.look.output, self.last.root)
         ids, some = self.groups.ids, rows[1, 0] > NONE
         entry, group = rows[1, 0][some].long(), torch.full_like(self.last.boxes[top][0, 0], -1, dtype=torch.long)
         if not torch.equal(-rows[0], rows[1]) or len(entry.unique()) < len(entry):
