@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -145,7 +146,11 @@ def _of(t: Statistic, fn: Callable, shown: str) -> Statistic:
 def _with_path(fn: Any) -> Callable:
     """A function of a path and a quantity."""
     check_callable("reduced", fn)
-    return fn if _takes_two(fn) else lambda path, quantity: fn(quantity)
+    return fn if _takes_two(fn) else partial(_without_path, fn)
+
+
+def _without_path(fn: Callable, path: str, quantity: Any) -> Any:
+    return fn(quantity)
 
 
 def _takes_two(fn: Callable) -> bool:

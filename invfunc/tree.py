@@ -141,7 +141,8 @@ def _node(branch: Any) -> tuple[Sequence[Any], Any] | None:
     if kind in NODES:
         return NODES[kind][0](branch)
     if not pytree.tree_is_leaf(branch):
-        children, spec = pytree.tree_flatten_with_path(branch, is_leaf=lambda x: x is not branch)
+        own = id(branch)  # which keeps nothing alive in the cycles that torch's walk leaves behind
+        children, spec = pytree.tree_flatten_with_path(branch, is_leaf=lambda x: id(x) != own)
         return [x for _, x in children], TorchNode(spec, tuple(pytree.keystr(path) for path, _ in children))
     if isinstance(branch, Mapping):
         parts = {key: branch[key] for key in branch}
@@ -260,36 +261,43 @@ def outputs(result: Tree) -> tuple[list[tuple[str, torch.Tensor]], Any]:
     if isinstance(result, torch.Tensor):
         return [("", result)], None
     found, structure = flatten(result)
-    named, waiting = list[tuple[str, torch.Tensor]](), zip(_paths(structure), found, strict=True)
+    named = [*zip(_paths(structure), found, strict=True)]
+    structure = _of_tensors(structure, iter(named))
+    return [(path, leaf) for path, leaf in named if isinstance(leaf, torch.Tensor)], structure
 
-    def of_tensors(part: Any) -> Any:
-        if part is not None:
-            return *part[:2], tuple(map(of_tensors, part[2]))
-        path, leaf = next(waiting)
-        if isinstance(leaf, torch.Tensor):
-            named.append((path, leaf))
-            return None
-        return NOTHING if leaf is None else (NoOutput, NodeWay(NoOutput, (), NoOutput(f"the part {path}", leaf)), ())
 
-    return named, of_tensors(structure)
+def _of_tensors(part: Any, named: Iterator[tuple[str, Any]]) -> Any:
+    """A structure of whose leaves those that are no tensors are nodes without leaves."""
+    if part is not None:
+        return *part[:2], tuple([_of_tensors(x, named) for x in part[2]])
+    path, leaf = next(named)
+    if isinstance(leaf, torch.Tensor):
+        return None
+    return NOTHING if leaf is None else (NoOutput, NodeWay(NoOutput, (), NoOutput(f"the part {path}", leaf)), ())
 
 
 def broadcast(prefix: Tree, tree: Tree) -> list[Any] | None:
     """The leaves of a prefix of a tree, one for each leaf of the tree; None if it is not a prefix."""
-    (given, structure), found = flatten(prefix), list[Any]()
-    waiting = iter(given)
+    given, part = flatten(prefix)
+    try:
+        return _spread(part, flatten(tree)[1], iter(given))
+    except ValueError:
+        return None
 
-    def fits(part: Any, whole: Any) -> bool:
-        if part is None:
-            found.extend([next(waiting)] * len(_paths(whole)))
-            return True
-        if whole is None or part[0] is not whole[0] or len(part[2]) != len(whole[2]):
-            return False
-        if part[0] is dict and {*part[1]} == {*whole[1]}:
-            return all(fits(own, dict(zip(*whole[1:], strict=True))[key]) for key, own in zip(*part[1:], strict=True))
-        return part[1] == whole[1] and all(map(fits, part[2], whole[2]))
 
-    return found if fits(structure, flatten(tree)[1]) else None
+def _spread(part: Any, whole: Any, given: Iterator[Any]) -> list[Any]:
+    """The leaves of a structure, one for each leaf of another of which it is a prefix."""
+    if part is None:
+        return [next(given)] * len(_paths(whole))
+    if whole is None or part[0] is not whole[0] or len(part[2]) != len(whole[2]):
+        raise ValueError
+    if part[0] is dict and {*part[1]} == {*whole[1]}:  # in any order
+        own = dict(zip(*whole[1:], strict=True))
+        found = {key: _spread(x, own[key], given) for key, x in zip(*part[1:], strict=True)}
+        return [leaf for key in own for leaf in found[key]]
+    if part[1] != whole[1]:
+        raise ValueError
+    return [leaf for a, b in zip(part[2], whole[2], strict=True) for leaf in _spread(a, b, given)]
 
 
 def register(*names: str) -> Callable[[Class], Class]:
