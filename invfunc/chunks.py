@@ -190,12 +190,11 @@ def _split(f: Callable, n: Any, size: Any) -> tuple[ChunkSplit | None, str]:
     """Check n and chunk_size; at most one of them is given."""
     if n is not None and size is not None:
         raise ArgumentError(f"chunked({describe(f)}, n={n}, chunk_size={size}): give n or chunk_size, not both.")
-    for name, value in (("n", n), ("chunk_size", size)):
-        if value is None:
-            continue
-        check_count(f"chunked({describe(f)}, ", name, value)
-        return ChunkSplit(n, size), f"{name}={value}"
-    return None, ""
+    name, value = ("n", n) if size is None else ("chunk_size", size)
+    if value is None:
+        return None, ""
+    check_count(f"chunked({describe(f)}, ", name, value)
+    return ChunkSplit(n, size), f"{name}={value}"
 
 
 @dataclass(frozen=True, repr=False)

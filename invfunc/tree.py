@@ -125,7 +125,10 @@ def _walk(branch: Any, found: list[Any], none_is_leaf: bool, closed: Any = (), i
             else:
                 parts.append(_walk(part, found, none_is_leaf, closed, inside))
         return kind, tuple(branch) if kind is dict else None, tuple(parts)
-    node = None if isinstance(branch, closed) or id(branch) in inside else _node(branch)
+    if isinstance(branch, closed) or id(branch) in inside:
+        node = None
+    else:
+        node = NODES[kind][0](branch) if kind in NODES else _node(branch)
     if node is None:
         found.append(branch)
         return None
@@ -135,11 +138,8 @@ def _walk(branch: Any, found: list[Any], none_is_leaf: bool, closed: Any = (), i
 
 
 def _node(branch: Any) -> tuple[Sequence[Any], Any] | None:
-    """The children of a node, and the rest of it: of one that is registered here or in torch, of a mapping, or of a
-    dataclass that holds tensors; None for a leaf."""
-    kind = type(branch)
-    if kind in NODES:
-        return NODES[kind][0](branch)
+    """The children of a node, and the rest of it: of one that is registered in torch, of a mapping, or of a dataclass
+    that holds tensors; None for a leaf."""
     if not pytree.tree_is_leaf(branch):
         own = id(branch)  # which keeps nothing alive in the cycles that torch's walk leaves behind
         children, spec = pytree.tree_flatten_with_path(branch, is_leaf=lambda x: id(x) != own)
@@ -152,7 +152,7 @@ def _node(branch: Any) -> tuple[Sequence[Any], Any] | None:
             return None
     else:
         return None
-    return [*parts.values()], NodeWay(kind, tuple(parts), branch)
+    return [*parts.values()], NodeWay(type(branch), tuple(parts), branch)
 
 
 def unflatten(leaves: Sequence[Any], structure: Any) -> Tree:
@@ -182,8 +182,8 @@ def leaves(tree: Tree) -> list[Any]:
 
 def named_leaves(tree: Tree, none_is_leaf: bool = True) -> list[tuple[str, Any]]:
     """The leaves with their key paths, as one would write them behind the name of the tree."""
-    found, structure = flatten(tree, none_is_leaf)
-    return [*zip(_paths(structure), found, strict=True)]
+    found: list[Any] = []
+    return [*zip(_paths(_walk(tree, found, none_is_leaf)), found, strict=True)]
 
 
 def named_parts(tree: Tree, kind: type) -> tuple[list[tuple[str, Any]], Any]:

@@ -199,7 +199,8 @@ class LossPart:
 
     def gradient(self, first: LossPart | None = None, shift: float = 0) -> torch.Tensor:
         """The gradient in these outputs, moved by `shift`, of the loss of them, or of `first` and them joined."""
-        with torch.enable_grad(), torch.random.fork_rng(self._devices):
+        devices = {z.device.index for z in tree.tensors((self.outputs,)) if z.device.type == "cuda"} - {None}
+        with torch.enable_grad(), torch.random.fork_rng([*devices]):
             own = tree.map_tensors(lambda z: (z + shift).requires_grad_(z.is_floating_point()), self.outputs)
             outputs, target = own, self.target
             if first is not None:
@@ -227,11 +228,6 @@ class LossPart:
         """It, where a loader may write the next batch in the memory of this one."""
         outputs, target = tree.map_tensors(torch.clone, (self.outputs, self.target))
         return replace(self, outputs=outputs, target=target)
-
-    @property
-    def _devices(self) -> list[int]:
-        found = {z.device.index for z in tree.tensors((self.outputs,)) if z.device.type == "cuda"}
-        return [i for i in found if i is not None]
 
 
 class BatchWeights:

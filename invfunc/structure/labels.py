@@ -9,7 +9,7 @@ values: a dead unit hides nothing. A box may be too large, but not too small.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -169,7 +169,8 @@ class Labels(TorchDispatchMode):
             raise Unsupported(f"{called.name} makes numbers or a shape of values")
         written = [y for name in called.writes for y in arguments([step[name]])]
         keys = {_key(x) for x in written}
-        fresh = [x for x in _results(out) if x.numel() and (key := _key(x)) not in self.regions and key not in keys]
+        results = arguments([out] if isinstance(out, torch.Tensor) else out if isinstance(out, (tuple, list)) else ())
+        fresh = [x for x in results if x.numel() and (key := _key(x)) not in self.regions and key not in keys]
         targets = [*written[:1], *fresh] if called.writes == ("self",) else [*fresh, *written]
         if not targets:
             return
@@ -206,10 +207,6 @@ def _labels(step: Step, called: _Called, targets: list[torch.Tensor]) -> Sequenc
 
 def _fits(rows: torch.Tensor, x: torch.Tensor) -> bool:
     return rows.ndim == x.ndim + 1 and all(a in (1, b) for a, b in zip(rows.shape[1:], x.shape, strict=True))
-
-
-def _results(out: Any) -> Iterator[torch.Tensor]:
-    return arguments([out] if isinstance(out, torch.Tensor) else out if isinstance(out, (tuple, list)) else ())
 
 
 def _key(x: torch.Tensor) -> int:
@@ -320,12 +317,11 @@ def joined(*parts: Rows) -> Rows:
     result = None
     for part in parts:
         if part is not None and part is not result:
-            result = part if result is None else _maximum(result, part)
+            if result is not None:
+                sizes = [max(both) for both in zip(result.shape, part.shape, strict=True)]
+                part = torch.maximum(core(result), core(part)).expand(sizes)
+            result = part
     return result
-
-
-def _maximum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.maximum(core(a), core(b)).expand([max(sizes) for sizes in zip(a.shape, b.shape, strict=True)])
 
 
 def most(rows: Any, dims: Sequence[int]) -> Any:

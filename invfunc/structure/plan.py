@@ -104,7 +104,8 @@ class Structure:
         """True if to look costs little beside what may be saved."""
         look = len(self.sizes) * thresholds.LOOK + sum(self.sizes) * thresholds.LOOK_ENTRY
         look *= thresholds.LOOK_ON.get(self.x.device.type, 1)
-        return bool(self.everything) and self._pays(thresholds.LOOKS * look)
+        pays = thresholds.LOOKS * look < thresholds.PAYS * self.all_cost
+        return bool(self.everything) and self.total >= thresholds.FEW and pays
 
     def way(self) -> Shortcut | None:
         """The cheapest way, or None if that is to take every column."""
@@ -122,9 +123,6 @@ class Structure:
         ways = [*map(self._way, self._ways(frozenset(), groups, self.x, self.look.output, bottlenecks))]
         best = min(ways, key=lambda way: (way.cost, len(way.stages)))
         return best if best.cost < thresholds.PAYS else None
-
-    def _pays(self, cost: float) -> bool:
-        return self.total >= thresholds.FEW and cost < thresholds.PAYS * self.all_cost
 
     def _candidates(self, bottlenecks: list[Bottleneck]) -> list[Bottleneck]:
         """The narrowest of those that are narrower than what comes before them."""
@@ -223,8 +221,11 @@ class Structure:
         leaves = frozenset(i for i, own in self.sites.items() if own <= crossed) - (self.closed or frozenset())
         every, own = groups.rank * groups.count, [*crossed]
         told = frozenset(i for i in leaves if self._layout(i) is not None)
-        boxes = self._boxes(groups, one, frame) if frame is not None and told else None
-        colouring = None if boxes is None or bool((boxes == boxes[:, :, :1]).all()) else Colouring(boxes)
+        colouring = None
+        if frame is not None and told:
+            boxes = hulls(self.look.labels_of(one, frame.root), groups.ids)
+            boxes = torch.nn.functional.pad(boxes, (0, groups.count - boxes.shape[2]), value=NONE)
+            colouring = None if bool((boxes == boxes[:, :, :1]).all()) else Colouring(boxes)
         passes = every if colouring is None else groups.rank * colouring.passes
         if colouring is None or passes >= every:
             reaches = [Reach(leaves, None, None, every)] if leaves else []
@@ -246,11 +247,6 @@ class Structure:
             return 0.0
         work = self.n / 2 * sum(self.work[s] for s in [*self._touched(leaves), *crossed])
         return passes * (work + thresholds.COLUMN)
-
-    def _boxes(self, groups: Groups, one: torch.Tensor, frame: Frame) -> torch.Tensor:
-        """The boxes of the groups, `[2, k, groups]`."""
-        found = hulls(self.look.labels_of(one, frame.root), groups.ids)
-        return torch.nn.functional.pad(found, (0, groups.count - found.shape[2]), value=NONE)
 
     def _blocks(
         self, groups: Groups, one: torch.Tensor, read: torch.Tensor, bottleneck: Bottleneck
