@@ -23,7 +23,7 @@ from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.kinds import Drew
 from invfunc.plan import AxisName, Options
 from invfunc.reductions import Reduction
-from invfunc.reductions.quantity import GRADIENT, ColumnKind, Drawing, Quantity
+from invfunc.reductions.reduction import GRADIENT, ColumnKind, Drawing, Quantity
 from invfunc.report import Explanation, joined
 from invfunc.transform import Transform
 

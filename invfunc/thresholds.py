@@ -108,7 +108,7 @@ ALONE = 2**22
 positions of a sample allow it: 0.5 to 0.95 of the time of patches and products. From 2^21 here, except those of
 few channels within a network."""
 
-# Gram matrices of patches (linear_algebra/autocorrelation.py)
+# Gram matrices of patches (linear_algebra/contract.py)
 
 DISPLACED_DTYPES, DISPLACED_ON = (torch.float32, torch.float64), ("cpu",)
 """Where they may come from displacements: elsewhere a convolution may round to fewer bits than a matrix product."""

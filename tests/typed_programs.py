@@ -10,8 +10,7 @@ from torch import Tensor
 import invfunc
 from invfunc.invertible.checks import InverseReport
 from invfunc.kronecker import Kronecker
-from invfunc.reductions.estimate import Estimate
-from invfunc.reductions.noise import NoiseScale
+from invfunc.reductions.estimates import Estimate, NoiseScale
 from invfunc.report import Explanation
 
 Params = dict[str, Tensor]

@@ -24,8 +24,7 @@ from invfunc.errors import CertificateError, RandomnessError, SplitError
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.products.curvature import of_fisher, of_ggn, of_hessian
 from invfunc.products.product import Product
-from invfunc.reductions.gradients import CentredSquares, ClippedSum, EachSample, SquaredNorms, SumAndCentredSquares
-from invfunc.reductions.squares import (
+from invfunc.reductions.columns import (
     InnerProducts,
     JacobianRows,
     ProductsWithOthers,
@@ -33,6 +32,7 @@ from invfunc.reductions.squares import (
     SquaresOfEach,
     SumOfSquares,
 )
+from invfunc.reductions.gradients import CentredSquares, ClippedSum, EachSample, SquaredNorms, SumAndCentredSquares
 from invfunc.statistic import Statistic
 
 States = list[tuple[torch.Generator, torch.Tensor]]

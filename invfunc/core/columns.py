@@ -39,7 +39,7 @@ from invfunc.loss.hessian import columns, once_only, pulled_back
 from invfunc.loss.square_root import Affine, Columns, Elementwise, General, OutputCotangents, Softmax, rooted
 from invfunc.operations.naming import argument
 from invfunc.operations.second_derivatives import TwiceDifferentiable
-from invfunc.reductions.quantity import Quantity
+from invfunc.reductions.reduction import Quantity
 
 ROUGH = set(
     "NativeLayerNorm NativeGroupNorm NativeBatchNorm FusedRmsNorm EmbeddingBag LinalgSolveEx Cdist MultiMarginLoss "

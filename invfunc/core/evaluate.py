@@ -35,9 +35,8 @@ from invfunc.loss.square_root import Affine, Columns, Units, Weighted, joined_bl
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.plan import Options, Plan, even
 from invfunc.reductions import Found, Reduction, State, States
-from invfunc.reductions.lots import Lot
-from invfunc.reductions.quantity import Quantity
-from invfunc.reductions.reduction import Shortcuts
+from invfunc.reductions.estimates import Lot
+from invfunc.reductions.reduction import Quantity, Shortcuts
 from invfunc.structure.plan import Shortcut, Structure
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from invfunc.core.uses import Copies, Use
 from invfunc.core.ways import WAYS, Way
 from invfunc.loss.square_root import Columns
 from invfunc.plan import Options
-from invfunc.reductions.quantity import Quantity
+from invfunc.reductions.reduction import Quantity
 from invfunc.report import Explanation, Parameter, ReportPart
 from invfunc.structure.plan import Shortcut, Structure
 

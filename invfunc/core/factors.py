@@ -26,8 +26,7 @@ from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, Produ
 from invfunc.kronecker.matrix import Kronecker
 from invfunc.kronecker.places import PART, Place, Unfactored, grid, rows
 from invfunc.linear_algebra.contract import joined, outer, summed
-from invfunc.reductions.block import added
-from invfunc.reductions.kept_factors import Factors
+from invfunc.reductions.factors import Factors, added
 
 
 @dataclass

@@ -18,7 +18,7 @@ from invfunc.core.tables import POINTWISE
 from invfunc.core.uses import WHOLE, Use, front
 from invfunc.errors import ArgumentError
 from invfunc.loss.square_root import joined_block
-from invfunc.reductions.quantity import Quantity
+from invfunc.reductions.reduction import Quantity
 
 Tensor = torch.Tensor
 

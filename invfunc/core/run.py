@@ -93,7 +93,7 @@ from invfunc.core.uses import WHOLE, Block, Copies, ProductUse, Shared, Use
 from invfunc.core.written import into_view, set_derived, set_item, set_parameter, unchanged
 from invfunc.loss.hessian import pulled_rows
 from invfunc.operations.recurrent import AT_ONCE, steps_at_once
-from invfunc.reductions.lots import Lot
+from invfunc.reductions.estimates import Lot
 
 Tensor = torch.Tensor
 SET = Tensor.__setitem__

@@ -50,8 +50,8 @@ from invfunc.linear_algebra.contract import (
     summed,
     twice,
 )
-from invfunc.reductions.kept_factors import Factors
-from invfunc.reductions.lots import Drawn, drawn, variances
+from invfunc.reductions.estimates import Drawn, drawn, variances
+from invfunc.reductions.factors import Factors
 
 Kind = TypeVar("Kind", bound=Use)
 Weigh = Callable[[torch.Tensor, Block], torch.Tensor]

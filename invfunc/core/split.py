@@ -29,7 +29,7 @@ from invfunc.loss.hessian import by_rows, columns, gradient, hessian
 from invfunc.loss.square_root import Columns, Gradient
 from invfunc.operations.axis import WHOLE, Axis
 from invfunc.operations.naming import argument
-from invfunc.reductions.quantity import Drawing
+from invfunc.reductions.reduction import Drawing
 
 ELEMENTWISE = called("mse_loss huber_loss smooth_l1_loss binary_cross_entropy_with_logits poisson_nll_loss")
 SURE = ELEMENTWISE - called("poisson_nll_loss")

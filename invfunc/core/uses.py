@@ -21,8 +21,7 @@ from invfunc.core.marks import Axis, Node, Run, Unsupported, named, option
 from invfunc.core.order import Order
 from invfunc.core.tables import called
 from invfunc.errors import ArgumentError
-from invfunc.linear_algebra import autocorrelation
-from invfunc.linear_algebra.contract import in_place, summed
+from invfunc.linear_algebra.contract import in_place, patches_gram, summed, unfolded
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 
 Block = slice | torch.Tensor
@@ -363,7 +362,7 @@ class Joined(ProductUse):
 
 def patches(x: torch.Tensor, kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any) -> torch.Tensor:
     """The windows of `[n, c, *space]` as `[n, p, c * kernel]`."""
-    return autocorrelation.patches(x, kernel, tuple(stride), [(p, p) for p in padding], tuple(dilation)).mT
+    return unfolded(x, kernel, tuple(stride), [(p, p) for p in padding], tuple(dilation)).mT
 
 
 class Convolution(ProductUse):
@@ -438,7 +437,7 @@ class Convolution(ProductUse):
         if self.groups > 1 or max(stride) > 1:
             return None
         kernel, pads = tuple(self.shape[2:]), [(p, p) for p in padding]
-        return autocorrelation.patches_gram(self.inputs(run, WHOLE).flatten(0, 1), kernel, pads, dilation)
+        return patches_gram(self.inputs(run, WHOLE).flatten(0, 1), kernel, pads, dilation)
 
 
 class Expanded(Use):

@@ -14,8 +14,7 @@ from invfunc.data_sets.visits import PARAMETERS, Begun, ProcessPart, VisitWork, 
 from invfunc.errors import ArgumentError
 from invfunc.evaluation.processes import described, parts
 from invfunc.plans.batches import PlansOfBatches
-from invfunc.products.product import Linearised, OfAll, Product, space_of
-from invfunc.products.summed import WithVector
+from invfunc.products.product import Linearised, OfAll, Product, WithVector, space_of
 from invfunc.transform import Transform
 
 

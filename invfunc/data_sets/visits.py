@@ -35,8 +35,8 @@ from invfunc.evaluation.weights import BatchWeights
 from invfunc.loss.drawn import key_of
 from invfunc.products.product import space_of
 from invfunc.reductions import Reduction
-from invfunc.reductions.kept_shares import KeptShares, RowsWithKept
-from invfunc.reductions.quantity import Quantity
+from invfunc.reductions.columns import KeptShares, RowsWithKept
+from invfunc.reductions.reduction import Quantity
 from invfunc.statistic import Statistic
 from invfunc.transform import own_memory
 

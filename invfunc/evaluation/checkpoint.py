@@ -16,11 +16,9 @@ import torch
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.batches import Batches
 from invfunc.evaluation.processes import fingerprint
-from invfunc.kronecker.matrix import Kronecker
-from invfunc.kronecker.origin import Joint, Origin
+from invfunc.kronecker.matrix import Joint, Kronecker, Origin
 from invfunc.kronecker.places import Place
-from invfunc.reductions.kept_factors import DiagonalFactors, Factors, ParameterFactors, Refused
-from invfunc.reductions.sides import Sided
+from invfunc.reductions.factors import DiagonalFactors, Factors, ParameterFactors, Refused, Sided
 
 _SAFE = [DiagonalFactors, Factors, Joint, ParameterFactors, Kronecker, Origin, Place, Refused, Sided]
 """Types that reductions keep beside tensors, numbers and names."""

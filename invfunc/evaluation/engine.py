@@ -26,7 +26,7 @@ from invfunc.evaluation.kinds import FEW, Drew, Kind, check_batches, kind_of, ne
 from invfunc.evaluation.weights import LossPart
 from invfunc.loss.drawn import joined as joined_trees
 from invfunc.plan import Options
-from invfunc.reductions.quantity import Accumulator, Quantity
+from invfunc.reductions.reduction import Accumulator, Quantity
 
 Part = tuple[int, int]
 

@@ -14,7 +14,7 @@ from invfunc._extras import Ticks
 from invfunc.arguments.problem import BoundProblem
 from invfunc.plan import Options
 from invfunc.reductions import Found, Reduction, States
-from invfunc.reductions.quantity import Accumulator, Quantity
+from invfunc.reductions.reduction import Accumulator, Quantity
 
 Learn = Callable[[Reduction, States, Found], Any]
 """Something that a reduction has to know of what the phase before has kept."""

@@ -17,7 +17,7 @@ from invfunc.evaluation.fold import JointFold, Learn
 from invfunc.evaluation.processes import Processes
 from invfunc.evaluation.weights import BatchWeights, LossPart
 from invfunc.reductions import Found, Reduction, States
-from invfunc.reductions.quantity import Accumulator
+from invfunc.reductions.reduction import Accumulator
 
 
 class Sweep:

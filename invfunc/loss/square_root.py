@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from invfunc._torch.precision import doubled
-from invfunc.linear_algebra.spectrum import spectrum
+from invfunc.linear_algebra.matrices import spectrum
 
 OutputCotangents = dict[int, torch.Tensor]
 """Cotangents `[V, n, *one]` at the outputs, by the numbers of the roots that take part."""

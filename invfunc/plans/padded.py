@@ -16,10 +16,9 @@ from invfunc.errors import ArgumentError
 from invfunc.evaluation.weights import LossPart, ratio
 from invfunc.loss.drawn import joined
 from invfunc.products.product import Product
-from invfunc.reductions.gradients import CentredSquares, ClippedSum, EachSample, SumAndCentredSquares
+from invfunc.reductions.columns import InnerProducts, MatrixTrace, SquareRoot, SumOfSquares
+from invfunc.reductions.gradients import CentredSquares, ClippedSum, EachSample, Sketches, SumAndCentredSquares
 from invfunc.reductions.reduction import Found, Reduction, State
-from invfunc.reductions.sketches import Sketches
-from invfunc.reductions.squares import InnerProducts, MatrixTrace, SquareRoot, SumOfSquares
 from invfunc.statistic import Statistic
 
 _SUMS = SumOfSquares, MatrixTrace, ClippedSum, CentredSquares

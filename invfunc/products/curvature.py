@@ -21,8 +21,17 @@ from invfunc.core.split import CRITERIA, Finder
 from invfunc.core.tables import POINTWISE
 from invfunc.errors import ArgumentError, SplitError, unreached
 from invfunc.loss.square_root import Columns
-from invfunc.products.given import Following, ProductArguments, ScopedSplit
-from invfunc.products.maps import Direction, Kind, Linear, Pull, Steps, Vectors
+from invfunc.products.given import (
+    Direction,
+    Following,
+    Kind,
+    Linear,
+    ProductArguments,
+    Pull,
+    ScopedSplit,
+    Steps,
+    Vectors,
+)
 
 
 class OutputRows:

@@ -26,18 +26,15 @@ from invfunc.callables import check_count, check_functions, describe
 from invfunc.column_options import fisher_columns
 from invfunc.core.evaluate import kept
 from invfunc.errors import ArgumentError, InvFuncError
-from invfunc.kronecker.matrix import Whole
-from invfunc.linear_algebra.low_rank import LowRank
-from invfunc.linear_algebra.symmetric import Damping, damped, wide
+from invfunc.kronecker.matrix import LowRank, Whole
+from invfunc.linear_algebra.matrices import Damping, damped, wide
 from invfunc.loss.square_root import Columns, rooted
 from invfunc.plan import Options
 from invfunc.products.curvature import OutputRows, of_root, split_of_fisher
-from invfunc.products.ggnvp import ggnvp
-from invfunc.products.given import ProductArguments, ScopedSplit, States
-from invfunc.products.maps import Direction, Kind, Linear
-from invfunc.products.product import Space, check_product, names_of, space_of, through
-from invfunc.reductions.quantity import ColumnKind, Drawing, Quantity
-from invfunc.reductions.squares import ProductsOfColumns
+from invfunc.products.given import Direction, Kind, Linear, ProductArguments, ScopedSplit, States
+from invfunc.products.product import Space, check_product, ggnvp, names_of, space_of, through
+from invfunc.reductions.columns import ProductsOfColumns
+from invfunc.reductions.reduction import ColumnKind, Drawing, Quantity
 from invfunc.report import Explanation
 from invfunc.spectra import largest
 from invfunc.transform import ArgumentNames, Transform, told

@@ -12,7 +12,7 @@ ALLOWED = {
     ("_torch/functorch.py", "untyped_storage"),  # its address is read
     ("invertible/checks.py", "manual_seed"),  # of a generator of its own
     ("loss/drawn.py", "manual_seed"),  # of generators of its own
-    ("reductions/sketches.py", "manual_seed"),  # of generators of its own
+    ("reductions/gradients.py", "manual_seed"),  # of generators of its own
     ("spectra.py", "manual_seed"),  # of a generator of its own
     ("laplace.py", "manual_seed"),  # of a generator of its own
     ("certificates/loops.py", "manual_seed"),  # of a generator of its own

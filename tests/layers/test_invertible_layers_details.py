@@ -14,7 +14,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad
 
 from invfunc import layers, tree
-from invfunc.layers.common import rotation
+from invfunc.layers.shapes import rotation
 from invfunc.testing import assert_trees_close
 from tests.layers.test_invertible_layers import FLOOR, LAYERS, SQUARE, TALL, and_back, of_each, placed, there
 from tests.strategies import Numbers

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
-from invfunc.linear_algebra import autocorrelation
-from invfunc.linear_algebra.autocorrelation import patches, patches_gram
+from invfunc.linear_algebra import contract
+from invfunc.linear_algebra.contract import patches_gram, unfolded
 from tests.crossed import thresholds_at
 from tests.strategies import Numbers
 
@@ -20,7 +20,7 @@ LARGE: Any = (8, 32, 16, 16), (3, 3), [(1, 1)] * 2, (1, 1)
 
 
 def gram(x, kernel, pads, dilation):
-    read = patches(x, kernel, (1,) * len(kernel), pads, dilation)
+    read = unfolded(x, kernel, (1,) * len(kernel), pads, dilation)
     return torch.einsum("bip,bjp->ij", read, read)
 
 
@@ -58,7 +58,7 @@ def forced(everywhere):
 def test_equals_the_patches(everywhere, problem, positions):
     shape, *options = problem
     x = Numbers()(*shape)
-    with thresholds_at(EXACT=positions), patch.object(autocorrelation, "_cost", forced(everywhere)):
+    with thresholds_at(EXACT=positions), patch.object(contract, "_cost", forced(everywhere)):
         found = patches_gram(x, *options)
     wanted = gram(x, *options)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12 * max(1.0, wanted.abs().max().item()))

@@ -341,7 +341,7 @@ FAULTS = [
     ),
     Fault(
         "columns of a square root grow as the loss does",
-        "reductions/quantity.py",
+        "reductions/reduction.py",
         "return by if self.kind.first_order else by**0.5",
         "return by",
         "data_sets/test_streamed.py::TestScale",
@@ -390,7 +390,7 @@ FAULTS = [
     ),
     Fault(
         "what is kept of all parameters is that of the last one",
-        "reductions/quantity.py",
+        "reductions/reduction.py",
         "self.reduction.add(self.states, leaf, over, state)",
         "self.reduction.add({} if self.pooled else self.states, leaf, over, state)\n"
         "        self.states[leaf] = state if self.pooled else self.states[leaf]",

@@ -26,7 +26,7 @@ FAULTS = [
     ),
     Fault(
         "vectors of a covariance have no weights",
-        "linear_algebra/low_rank.py",
+        "kronecker/matrix.py",
         "return along @ weights if weights.ndim == 2 else along * weights",
         "return along",
         "statistics/test_predictive_covariance.py::TestLowRank",
@@ -48,8 +48,8 @@ FAULTS = [
     Fault(
         "eigenvectors are applied without being transposed",
         "kronecker/matrix.py",
-        "blocks.product(self.factors, x, transposed=True)",
-        "blocks.product(self.factors, x)",
+        "matrices.product(self.factors, x, transposed=True)",
+        "matrices.product(self.factors, x)",
         "kronecker/test_matrix.py::TestMatrix::test_product_is_that_with_the_flat_vectors",
     ),
     Fault(
@@ -68,7 +68,7 @@ FAULTS = [
     ),
     Fault(
         "an inverse still counts as a sum over samples",
-        "kronecker/origin.py",
+        "kronecker/matrix.py",
         "return replace(args[0], n=None)",
         "return args[0]",
         "kronecker/test_batches.py::test_errors_name_the_place",
@@ -124,7 +124,7 @@ FAULTS = [
     ),
     Fault(
         "columns that are exact count as drawn ones",
-        "loss/peeled.py",
+        "loss/drawn.py",
         "share = (count - exact).clamp(min=1)",
         "share = (count - 0 * exact).clamp(min=1)",
         "loss/test_peeled.py",
@@ -187,7 +187,7 @@ FAULTS = [
     ),
     Fault(
         "a random vector is estimated with its own product among those projected on",
-        "products/estimate.py",
+        "products/operators.py",
         "x = w - s_i * (s_i @ w)",
         "x = w",
         "products/test_spectra.py::TestLeaveOneOut::test_are_the_means_of_their_definition",
@@ -271,14 +271,14 @@ FAULTS = [
     ),
     Fault(
         "the tangent of a map is that of its transpose",
-        "products/maps.py",
+        "products/given.py",
         "return _Applied.apply(ctx.linear, ctx.lead, *tangents)",
         "return _Applied.apply(ctx.linear.transposed, ctx.lead, *tangents)",
         "products/test_product_compositions.py::test_a_linearisation_may_be_composed_later",
     ),
     Fault(
         "all parameters have the same random matrices",
-        "reductions/sketches.py",
+        "reductions/gradients.py",
         "manual_seed(self.key + place)",
         "manual_seed(self.key)",
         "statistics/test_sketched_grad.py::TestMatrices::test_differ_between_parameters_of_one_shape",
@@ -334,28 +334,28 @@ FAULTS = [
     ),
     Fault(
         "the noise of a gradient is not taken off its square",
-        "reductions/noise.py",
+        "reductions/estimates.py",
         "(of_sum - of_shares) / pairs,",
         "of_sum / pairs,",
         "statistics/test_noise_scale.py::TestParts::test_are_unbiased",
     ),
     Fault(
         "the nearest product has the sides of its factors exchanged",
-        "reductions/sides.py",
+        "reductions/factors.py",
         "return (matrix, other) if self.first else (other, matrix)",
         "return (matrix, other) if not self.first else (other, matrix)",
         "statistics/test_kfoc.py",
     ),
     Fault(
         "the small matrix is of products in single precision",
-        "reductions/squares.py",
+        "reductions/columns.py",
         "shares.products(exact=True)",
         "doubled(shares.products())",
         "linear_algebra/test_ill_conditioned.py::TestEigenpairs",
     ),
     Fault(
         "samples of a square root are joined along its columns",
-        "reductions/quantity.py",
+        "reductions/reduction.py",
         "whole.narrow(axis, start, x.shape[axis])",
         "whole.narrow(axis if x.shape[0] < start + x.shape[axis] else 0, start, x.shape[axis])",
         "reductions/test_gram.py::TestOfModels::test_does_not_depend_on_chunks",
