@@ -24,9 +24,9 @@ from invfunc.core.marks import Unsupported
 from invfunc.core.order import Moved, Order
 from invfunc.core.tables import called
 from invfunc.errors import ArgumentError, SplitError, unreached
-from invfunc.loss.drawn import Drawn, drawn, targets
+from invfunc.loss.drawn import drawn, targets
 from invfunc.loss.hessian import by_rows, columns, gradient, hessian
-from invfunc.loss.square_root import Columns, Gradient
+from invfunc.loss.square_root import Columns, FormedColumns
 from invfunc.operations.axis import WHOLE, Axis
 from invfunc.operations.naming import argument
 from invfunc.reductions.reduction import Drawing
@@ -295,7 +295,7 @@ class Split:
     columns: list[Columns] | None = None
     """Those of its Hessian, once they are made."""
 
-    def gradient(self) -> Gradient:
+    def gradient(self) -> FormedColumns:
         return gradient(self.scope, self.result, self.roots, self.n)
 
     def hessian(self, convex: bool = True) -> list[Columns]:
@@ -330,9 +330,10 @@ class Split:
                     "with `sample=`, the loss has to return the [N] losses of the samples: a scalar does not say "
                     "whether it is their mean or their sum. Return the negative log-likelihoods, without a factor."
                 )
-            found.append(gradient(self.scope, losses, [*roots], self.n).cotangents)
+            found.append(gradient(self.scope, losses, [*roots], self.n).values)
         scale = drawing.count**-0.5
-        return [Drawn({i: scale * torch.stack([one[i] for one in found]) for i in {i for one in found for i in one}})]
+        ordinals = {i for one in found for i in one}
+        return [FormedColumns({i: scale * torch.cat([one[i] for one in found]) for i in ordinals})]
 
 
 # Marks

@@ -18,9 +18,9 @@ from invfunc.evaluation.batches import Batches
 from invfunc.evaluation.processes import fingerprint
 from invfunc.kronecker.matrix import Joint, Kronecker, Origin
 from invfunc.kronecker.places import Place
-from invfunc.reductions.factors import DiagonalFactors, Factors, ParameterFactors, Refused, Sided
+from invfunc.reductions.factors import Factors, ParameterFactors, Sided
 
-_SAFE = [DiagonalFactors, Factors, Joint, ParameterFactors, Kronecker, Origin, Place, Refused, Sided]
+_SAFE = [Factors, Joint, ParameterFactors, Kronecker, Origin, Place, Sided]
 """Types that reductions keep beside tensors, numbers and names."""
 _FORMAT = "invfunc.streamed 5"
 

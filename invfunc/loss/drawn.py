@@ -15,7 +15,7 @@ from invfunc._torch.functorch import plainly, transforming
 from invfunc._torch.values import wide
 from invfunc.errors import ArgumentError
 from invfunc.loss.hessian import row_blocks
-from invfunc.loss.square_root import Affine, ColumnBlock, Columns, Elementwise, Softmax, safe_root
+from invfunc.loss.square_root import Affine, Columns, Elementwise, FormedColumns, Softmax, safe_root
 
 Uniform = Callable[[tuple[int, ...], torch.Tensor], torch.Tensor]
 """Random numbers between 0 and 1 of a shape, in the dtype and on the device of a tensor."""
@@ -142,39 +142,24 @@ Source = torch.Generator | Sequence[torch.Generator]
 """Where random numbers come from: one generator for all samples, or one for each of them."""
 
 
-@dataclass
-class Drawn:
-    """Columns `[M, n, *one]` at each root."""
-
-    values: dict[int, torch.Tensor]
-    exact: torch.Tensor | None = None
-    """How many of the first columns of each sample are not drawn; None if all are."""
-
-    def __post_init__(self) -> None:
-        self.count = len(next(iter(self.values.values())))
-
-    def block(self, start: int, stop: int, part: slice) -> ColumnBlock:
-        return ColumnBlock({i: columns[start:stop, part] for i, columns in self.values.items()})
-
-
 def drawn(made: list[Columns], count: int, source: Source, peel: Peel | None = None) -> list[Columns]:
     """`count` columns for each kind: the gradient of its loss at targets from the predictive of the model, or, to be
     peeled, those of a square root, of which all but the largest are mixed."""
     return [_drawn(columns, count, source, peel) for columns in made]
 
 
-def _drawn(columns: Columns, count: int, source: Source, peel: Peel | None) -> Drawn:
+def _drawn(columns: Columns, count: int, source: Source, peel: Peel | None) -> FormedColumns:
     if isinstance(columns, Affine):
         inner = _drawn(columns.inner, count, source, peel)
-        return Drawn(columns.pull(inner.values[columns.root], slice(None)), inner.exact)
+        return FormedColumns(columns.pull(inner.values[columns.root], slice(None)), inner.exact)
     if peel is not None and isinstance(columns, (Softmax, Elementwise)):
         found, exact = peeled(columns, count, peel, partial(_uniform, source=source))
-        return Drawn({columns.root: found}, exact)
+        return FormedColumns({columns.root: found}, exact)
     if isinstance(columns, Softmax):
-        return Drawn({columns.root: columns.layout(_categorical(columns, count, source))})
+        return FormedColumns({columns.root: columns.layout(_categorical(columns, count, source))})
     if isinstance(columns, Elementwise):
         noise = _NOISE[columns.predictive](columns, count, source)
-        return Drawn({columns.root: noise * (safe_root(columns.diagonal) * count**-0.5)})
+        return FormedColumns({columns.root: noise * (safe_root(columns.diagonal) * count**-0.5)})
     raise ArgumentError(
         "mc_samples needs a loss with a known sampler: one of torch's convex losses, alone. Pass `sample=`, a function "
         "(outputs, generator) -> target that draws from the model's predictive, or leave mc_samples out."

@@ -25,7 +25,7 @@ from invfunc._torch.functorch import (
 from invfunc._torch.graphs import node_of, nodes_below, nodes_of
 from invfunc._torch.values import HALF, anywhere, check, checked_at_once, wide
 from invfunc.errors import ArgumentError, ConvexityError, SplitError, written
-from invfunc.loss.square_root import Affine, Columns, Elementwise, General, Gradient, OutputCotangents, Softmax
+from invfunc.loss.square_root import Affine, Columns, Elementwise, FormedColumns, General, OutputCotangents, Softmax
 from invfunc.operations.losses import reduction
 from invfunc.operations.naming import argument
 from invfunc.operations.operation import known
@@ -82,11 +82,11 @@ def once_only(error: RuntimeError, outputs: Sequence[Any]) -> Exception:
     )
 
 
-def gradient(scope: Scope, result: torch.Tensor, roots: list[Output], n: int) -> Gradient:
+def gradient(scope: Scope, result: torch.Tensor, roots: list[Output], n: int) -> FormedColumns:
     """The gradient of the result in the outputs."""
     found = scope.grad([result], [r.edge for r in roots], [torch.ones_like(result)], batched=False)
     values = zip(roots, found, strict=True)
-    return Gradient({r.ordinal: r.axis.expose(scope.leave(g), n) for r, g in values if g is not None})
+    return FormedColumns({r.ordinal: r.axis.expose(scope.leave(g), n)[None] for r, g in values if g is not None})
 
 
 def hessian(

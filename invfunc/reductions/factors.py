@@ -64,8 +64,6 @@ def nearest(terms: list[Kronecker]) -> Kronecker:
     eigenvector of `<B_k, B_l>` times `<A_k, A_l>`. Factors without negative eigenvalues have products that are not
     negative, so that y and x are not either, and neither are the eigenvalues of A and B.
     """
-    if len(terms) == 1:
-        return terms[0]
     first, last = ([term.factors[i] for term in terms] for i in (0, -1))
     over = _products(last)
     power = _products(first) @ over
@@ -127,46 +125,27 @@ class ParameterFactors:
 
     name: str
     roles: dict[Hashable, Factors]
+    refused: str = ""
+    """The reason why it has none."""
 
     def joined(self, other: ParameterFactors, samples: bool) -> ParameterFactors:
-        if type(other) is not type(self):
-            return Refused(self.name, {}, "part of its gradient comes from operations with factors, part from others")
-        return self.merged(other, samples)
-
-    def merged(self, other: Any, samples: bool) -> ParameterFactors:
+        if self.refused or other.refused:
+            return self if self.refused else other
+        if (WHOLE in self.roles) != (WHOLE in other.roles):
+            why = "part of its gradient comes from operations with factors, part from others"
+            return ParameterFactors(self.name, {}, why)
         found = dict(self.roles)
         for role, factors in other.roles.items():
             found[role] = found[role].joined(factors, samples) if role in found else factors
         return replace(self, roles=found)
 
     def scaled(self, by: float) -> ParameterFactors:
-        """With B, or the diagonal, so many times as large."""
+        """With B so many times as large."""
         return replace(self, roles={role: replace(f, b=f.b * by) for role, f in self.roles.items()})
 
 
-@tree.register("values")
-@dataclass
-class DiagonalFactors(ParameterFactors):
-    """The diagonal of the block, kept in place of factors."""
-
-    values: torch.Tensor
-
-    def merged(self, other: Any, samples: bool) -> ParameterFactors:
-        return replace(self, values=self.values + other.values)
-
-    def scaled(self, by: float) -> ParameterFactors:
-        return replace(self, values=self.values * by)
-
-
-@tree.register()
-@dataclass
-class Refused(ParameterFactors):
-    """A parameter that has no factors, and why."""
-
-    why: str
-
-    def joined(self, other: ParameterFactors, samples: bool) -> ParameterFactors:
-        return self
+WHOLE = "whole"
+"""The role of a parameter whose block of the curvature, or its diagonal, is kept in place of factors."""
 
 
 class KroneckerFactors(KroneckerReduction):
@@ -196,16 +175,15 @@ class KroneckerFactors(KroneckerReduction):
         try:
             return (ParameterFactors(name, shares.kronecker(self.sharing, self.joined, self.most)),)
         except Unfactored as why:
-            if sum(n != 1 for n in shape) < 2:  # its block is no larger than a factor of a matrix
-                places = [Place(tuple(range(len(shape))), shape.numel())]
-                block = shares.square_sum().flatten() if shape.numel() > self.most else shares.outer()
-                whole = Factors(block, None, 1.0, places, "", shape)
-                return (ParameterFactors(name, {"whole": whole}),)
-            if self.unsupported == "skip":
+            small = is_vector(shape)  # its block is no larger than a factor of a matrix
+            if not small and self.unsupported == "skip":
                 return (None,)
-            if self.unsupported == "diagonal":
-                return (DiagonalFactors(name, {}, shares.square_sum()),)
-            return (Refused(name, {}, str(why)),)
+            if not small and self.unsupported == "error":
+                return (ParameterFactors(name, {}, str(why)),)
+            large = not small or shape.numel() > self.most
+            block = shares.square_sum().flatten() if large else shares.outer()
+            places = [Place(tuple(range(len(shape))), shape.numel())]
+            return (ParameterFactors(name, {WHOLE: Factors(block, None, 1.0, places, "", shape)}),)
 
     def scaled(self, state: State, by: float) -> State:
         return (state[0].scaled(by**2) if isinstance(state[0], ParameterFactors) else state[0],)
@@ -219,15 +197,12 @@ class KroneckerFactors(KroneckerReduction):
 
     def finish(self, state: State, found: Found) -> list[Any]:
         kept: ParameterFactors | Kronecker | None = state[0]
-        if isinstance(kept, Refused):
-            found.refused[kept.name] = kept.why
-            return [None]
         if kept is None or isinstance(kept, Kronecker):
             return [kept]
+        if kept.refused:
+            found.refused[kept.name] = kept.refused
+            return [None]
         origin = Origin(kept.name, found.n if self.sums else None, degree=self.degree)
-        if isinstance(kept, DiagonalFactors):
-            dims, shape = tuple(range(kept.values.ndim)), kept.values.shape
-            return [Kronecker((kept.values.flatten(),), (dims,), shape, origin=origin)]
         matrices = [self._matrix(factors, origin, found) for factors in kept.roles.values()]
         return matrices if len(matrices) == 1 else [nearest(matrices)]
 
