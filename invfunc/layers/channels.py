@@ -97,24 +97,14 @@ class _ScaledChannels(PairLaw):
 
     def start(self, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The parameters for a batch."""
-        call = f"{self.called}.start(x)"
-        need_axes(call, "x", x, "[N, C, ...]", 2)
-        if x.numel() <= x.shape[1]:
-            raise ArgumentError(
-                f"{call}: x has shape {shape(x)}, at most one number a channel, which has no variance. Give more "
-                "samples."
-            )
-        var, mean = torch.var_mean(wide(x), [0, *range(2, x.ndim)], correction=0)
+        mean, var = _moments(f"{self.called}.start(x)", x)
         return -(var + self.eps).log() / 2, -mean
 
     @staticmethod
     def _read(call: str, name: str, x: Any, params: Any) -> list[torch.Tensor]:
-        """The parameters, each shaped for the channels of x."""
         need_axes(call, name, x, "[N, C, ...]", 2)
-        found = dict(zip(("log_scale", "bias"), need_pair(call, "params", params, ("log_scale", "bias")), strict=True))
-        for which, v in found.items():
-            need_size(call, which, v, 0, x.shape[1], f"as {name} has shape {shape(x)}")
-        return [wide(v).reshape(-1, *[1] * (x.ndim - 2)) for v in found.values()]
+        log_scale, bias = need_pair(call, "params", params, ("log_scale", "bias"))
+        return _by_channel(call, name, x, log_scale=log_scale, bias=bias)
 
 
 Params = tuple[torch.Tensor, torch.Tensor] | None
@@ -216,15 +206,19 @@ class _Given(PairLaw):
 # What they compute
 
 
-def _statistics(call: str, x: Any) -> Statistics:
+def _moments(call: str, x: Any, more: str = "") -> Statistics:
     need_axes(call, "x", x, "[N, C, ...]", 2)
     if x.numel() <= x.shape[1]:
         raise ArgumentError(
-            f"{call}: x has shape {shape(x)}, at most one number a channel, which is not a batch to take statistics "
-            "of. Give more samples, or batch_norm(statistics=(mean, var))."
+            f"{call}: x has shape {shape(x)}, at most one number a channel, which has no variance. Give more samples"
+            f"{more}."
         )
     var, mean = torch.var_mean(wide(x), [0, *range(2, x.ndim)], correction=0)
     return mean, var
+
+
+def _statistics(call: str, x: Any) -> Statistics:
+    return _moments(call, x, ", or batch_norm(statistics=(mean, var))")
 
 
 def _normal(call: str, x: Any, statistics: Statistics, params: Params, eps: float) -> torch.Tensor:
@@ -254,10 +248,15 @@ def _batch_norm_read(call: str, name: str, x: Any, statistics: Statistics, param
     pairs = {"mean": statistics[0], "var": statistics[1]}
     if params is not None:
         pairs["weight"], pairs["bias"] = need_pair(call, "params", params, ("weight", "bias"))
-    for which, v in pairs.items():
-        need_size(call, which, v, 0, x.shape[1], f"as {name} has shape {shape(x)}")
-    shaped = [wide(v).reshape(-1, *[1] * (x.ndim - 2)) for v in pairs.values()]
+    shaped = _by_channel(call, name, x, **pairs)
     return tuple(shaped[:2]), tuple(shaped[2:]) or (None, None)
+
+
+def _by_channel(call: str, name: str, x: torch.Tensor, **given: torch.Tensor) -> list[torch.Tensor]:
+    """Numbers of the channels, each shaped for those of x."""
+    for which, v in given.items():
+        need_size(call, which, v, 0, x.shape[1], f"as {name} has shape {shape(x)}")
+    return [wide(v).reshape(-1, *[1] * (x.ndim - 2)) for v in given.values()]
 
 
 def leaky_relu(negative_slope: float = 0.01) -> Invertible:
@@ -350,34 +349,7 @@ def linear() -> Invertible:
 
     Source: invtorch's Linear.
     """
-
-    return Invertible(_linear_forward, _linear_inverse, log_det=_linear_log_det, name="linear()")
-
-
-def _linear_forward(x: torch.Tensor, params: Any = None) -> torch.Tensor:
-    call = "linear()(x, params)"
-    weight, bias = matrix_and_bias(call, params)
-    need_axes(call, "x", x, "[..., in]", 1)
-    need_size(call, "x", x, -1, weight.shape[1], f"as W has shape {shape(weight)}")
-    return at_full_precision(F.linear, x, weight, bias)
-
-
-def _linear_inverse(y: torch.Tensor, params: Any = None) -> torch.Tensor:
-    call = "linear().inverse(y, params)"
-    weight, bias = matrix_and_bias(call, params)
-    need_axes(call, "y", y, "[..., out]", 1)
-    need_size(call, "y", y, -1, weight.shape[0], f"as W has shape {shape(weight)}")
-    return solved(y, weight, bias)
-
-
-def _linear_log_det(x: torch.Tensor, params: Any = None) -> torch.Tensor:
-    call = "linear().log_det(x, params)"
-    weight, _ = matrix_and_bias(call, params)
-    need_axes(call, "x", x, "[N, ..., in]", 2)
-    need_size(call, "x", x, -1, weight.shape[1], f"as W has shape {shape(weight)}")
-    if weight.shape[0] != weight.shape[1]:
-        raise no_determinant(call, weight, weight.shape[1])
-    return for_each(x, x.shape[1:-1].numel() * log_abs_det(weight))
+    return _Matrix("linear()").pair("linear()")
 
 
 def orthogonal_linear() -> Invertible:
@@ -414,30 +386,7 @@ def orthogonal_linear() -> Invertible:
     Source: Mhammedi et al., "Efficient orthogonal parametrisation of recurrent neural networks using Householder
     reflections", ICML 2017.
     """
-
-    return Invertible(
-        _orthogonal_linear_forward,
-        _orthogonal_linear_inverse,
-        log_det=keeps_volume("orthogonal_linear()", "[N, ..., C]", 2),
-        name="orthogonal_linear()",
-    )
-
-
-def _orthogonal_linear_read(call: str, name: str, x: Any, params: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    a, bias = matrix_and_bias(call, params, square="A")
-    need_axes(call, name, x, "[..., C]", 1)
-    need_size(call, name, x, -1, a.shape[0], f"as A has shape {shape(a)}")
-    return rotation(a), None if bias is None else wide(bias)
-
-
-def _orthogonal_linear_forward(x: torch.Tensor, params: Any = None) -> torch.Tensor:
-    q, bias = _orthogonal_linear_read("orthogonal_linear()(x, params)", "x", x, params)
-    return at_full_precision(F.linear, x, q, bias)
-
-
-def _orthogonal_linear_inverse(y: torch.Tensor, params: Any = None) -> torch.Tensor:
-    q, bias = _orthogonal_linear_read("orthogonal_linear().inverse(y, params)", "y", y, params)
-    return at_full_precision(F.linear, wide(y) if bias is None else wide(y) - bias, q.mT).to(y.dtype)
+    return _Matrix("orthogonal_linear()", True).pair("orthogonal_linear()")
 
 
 FORM = "[N, C, *spatial] with one to three spatial axes"
@@ -476,44 +425,58 @@ def conv1x1(*, orthogonal: bool = False) -> Invertible:
 
     Source: Kingma and Dhariwal, "Glow: generative flow with invertible 1x1 convolutions", NeurIPS 2018.
     """
-    called, name = ("conv1x1(orthogonal=True)", "A") if orthogonal else ("conv1x1()", "W")
-    return _Conv(called, name, orthogonal).pair(called)
+    called = "conv1x1(orthogonal=True)" if orthogonal else "conv1x1()"
+    return _Matrix(called, orthogonal, axis=1).pair(called)
 
 
 @dataclass(frozen=True, eq=False)
-class _Conv(PairLaw):
+class _Matrix(PairLaw):
+    """A product with a matrix W, or with the rotation of A, along the last axis or that of channels."""
+
     called: str
-    name: str
-    """The name of the parameter."""
-    orthogonal: bool
+    orthogonal: bool = False
+    axis: int = -1
 
     def forward(self, x: torch.Tensor, params: Any = None) -> torch.Tensor:
-        weight, bias = self._read(f"{self.called}(x, params)", "x", x, params)
-        return _convolved(x, rotation(weight) if self.orthogonal else weight, bias)
+        return self._product(x, *self._read("(x, params)", "x", x, params))
 
     def inverse(self, y: torch.Tensor, params: Any = None) -> torch.Tensor:
-        weight, bias = self._read(f"{self.called}.inverse(y, params)", "y", y, params)
+        matrix, bias = self._read(".inverse(y, params)", "y", y, params)
         if not self.orthogonal:
-            return solved(y.movedim(1, -1), weight, bias).movedim(-1, 1).contiguous()
-        z = wide(y) if bias is None else wide(y) - wide(bias).reshape(-1, *[1] * (y.ndim - 2))
-        return _convolved(z, rotation(weight).mT).to(y.dtype)
+            return solved(y.movedim(self.axis, -1), matrix, bias).movedim(-1, self.axis).contiguous()
+        z = wide(y) if bias is None else (wide(y).movedim(self.axis, -1) - wide(bias)).movedim(-1, self.axis)
+        return self._product(z, matrix.mT).to(y.dtype)
 
     def log_det(self, x: torch.Tensor, *params: Any) -> torch.Tensor:
         if self.orthogonal:
-            return keeps_volume(self.called, FORM, 3)(x)
-        weight, _ = self._read(f"{self.called}.log_det(x, params)", "x", x, *(params or (None,)))
-        return for_each(x, x.shape[2:].numel() * log_abs_det(weight))
+            volume = (
+                keeps_volume(self.called, "[N, ..., C]", 2) if self.axis == -1 else keeps_volume(self.called, FORM, 3)
+            )
+            return volume(x)
+        matrix, _ = self._read(".log_det(x, params)", "x", x, *(params or (None,)), samples=True)
+        if matrix.shape[0] != matrix.shape[1]:
+            raise no_determinant(f"{self.called}.log_det(x, params)", matrix, matrix.shape[1])
+        return for_each(x, x.movedim(self.axis, -1).shape[1:-1].numel() * log_abs_det(matrix))
 
-    def _read(self, call: str, which: str, x: Any, params: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        weight, bias = matrix_and_bias(call, params, square=self.name)
-        need_axes(call, which, x, FORM, 3, 5)
-        need_size(call, which, x, 1, weight.shape[0], f"as {self.name} has shape {shape(weight)}")
-        return weight, bias
+    def _read(
+        self, of: str, which: str, x: Any, params: Any, samples: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The matrix and the bias, once they fit x; `samples` asks for an axis of them."""
+        call, name, last = f"{self.called}{of}", "A" if self.orthogonal else "W", self.axis == -1
+        square = self.orthogonal or not last
+        matrix, bias = matrix_and_bias(call, params, square=name if square else "")
+        channels = "C" if square else "in" if which == "x" else "out"
+        if last:
+            need_axes(call, which, x, f"[{'N, ' * samples}..., {channels}]", 1 + samples)
+        else:
+            need_axes(call, which, x, FORM, 3, 5)
+        need_size(call, which, x, self.axis, matrix.shape[which == "x"], f"as {name} has shape {shape(matrix)}")
+        return rotation(matrix) if self.orthogonal else matrix, bias
 
-
-def _convolved(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    weight = matrix.reshape(*matrix.shape, *[1] * (x.ndim - 2))
-    return at_full_precision(CONVOLUTIONS[x.ndim], x, weight, bias)
+    def _product(self, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.axis == -1:
+            return at_full_precision(F.linear, x, matrix, bias)
+        return at_full_precision(CONVOLUTIONS[x.ndim], x, matrix.reshape(*matrix.shape, *[1] * (x.ndim - 2)), bias)
 
 
 def patch_conv() -> Invertible:
