@@ -544,7 +544,7 @@ class Decomposition(Transform):
             else:
                 split = given.found_split() if self.loss is None else given.given_split(each=True)
             with given.mode.back(split.result.device):
-                slope: list[Columns] = [split.gradient()] if split.roots else []
+                slope: list[Columns] = [split.gradient()]
                 if self.drawing is not None:
                     columns = split.drawn(self.drawing, "eigenpairs")
                 else:

@@ -48,6 +48,7 @@ from invfunc.core.run import Run
 from invfunc.core.split import CRITERIA, Axis, Finder, Output, marked_for
 from invfunc.errors import ArgumentError, unreached, written
 from invfunc.loss.hessian import by_rows, hessian, pulled_back, pulled_rows, softmax_product, structured
+from invfunc.loss.square_root import FormedColumns
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.reductions.reduction import Drawing
 
@@ -290,6 +291,10 @@ class ScopedSplit(core.Split):
         wanted = {r.node for r in self.roots if r.value.requires_grad}
         if self.roots and wanted.isdisjoint(nodes_of([self.result], wanted)):
             raise unreached()
+
+    def gradient(self) -> FormedColumns:
+        """The gradient in the outputs; in the losses of the samples, where these are the outputs, it is 1."""
+        return super().gradient() if self.roots else FormedColumns({0: torch.ones_like(self.result)[None, :, None]})
 
     def slopes(self) -> Vectors:
         """The gradient of the result in the outputs, as a function of them."""
