@@ -58,6 +58,12 @@ class BoundProblem:
     factor: float | None = None
     """Of a chunk, what its loss is multiplied by to have the scale of the loss of all samples."""
 
+    @classmethod
+    def of_no_samples(cls, t: Any, params: Any, several: bool = False) -> BoundProblem:
+        """The problem of a transform without samples, which has parameters only."""
+        leaves, structure = tree.flatten([params], none_is_leaf=False)
+        return cls(t.f, t.loss, (params,), {}, (0,), several, t.has_aux, t.out_dims, leaves, structure, {}, 0)
+
     @property
     def inputs(self) -> range:
         """The positions of what f gets."""

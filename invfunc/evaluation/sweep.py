@@ -195,14 +195,14 @@ def bring(engine: Any, phase: int, found: Any) -> Any:
 
 
 def dealt(processes: Processes, reduction: Reduction, states: States, found: Found) -> Any:
-    """Facts learned of a phase; where each parameter stands by itself, they are dealt out to the processes."""
-    if processes.size == 1 or type(reduction).learned is not Reduction.learned:
+    """Facts learned of a phase, whose parameters are dealt out to the processes."""
+    if processes.size == 1:
         return reduction.learned(states, found)
     places = sorted(states, key=lambda i: sum(x.numel() for x in tree.tensors((states[i],))), reverse=True)
     device = next((x.device for x in tree.tensors((states,))), torch.device("cpu"))
 
     def learned() -> tuple[Any, None]:
-        return reduction.learned_apart({i: states[i] for i in places[processes.rank :: processes.size]}, found), None
+        return reduction.learned({i: states[i] for i in places[processes.rank :: processes.size]}, found), None
 
     own, _ = processes.told("parameters", learned)
     together, refused = processes.merged(

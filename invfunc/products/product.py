@@ -23,7 +23,7 @@ from invfunc.evaluation.weights import LossPart
 from invfunc.plan import Options
 from invfunc.products.curvature import of_fisher, of_ggn, of_hessian, of_positive_hessian
 from invfunc.products.given import Kind, Linear, ProductArguments
-from invfunc.reductions.reduction import GRADIENT, Drawing, Quantity, Reduction, State
+from invfunc.reductions.reduction import GRADIENT, Drawing, Quantity, Reduction
 from invfunc.statistic import Statistic
 from invfunc.transform import ArgumentNames, Transform
 
@@ -494,13 +494,10 @@ T = TypeVar("T")
 
 
 class Summed(Reduction):
-    """A reduction that keeps the sum of the products of a parameter with something in the power `degree` of a loss."""
+    """A reduction that keeps the sum of the products of a parameter with something in a power of a loss."""
 
     def __init__(self, degree: int) -> None:
-        self.degree = degree
-
-    def scaled(self, state: State, by: float) -> State:
-        return (state[0] * by**self.degree,)
+        self.power = degree
 
 
 class BatchOfProduct:
@@ -529,7 +526,7 @@ class BatchOfProduct:
         return check_joined(self.problem, self.scalar)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class WithVector:
     """A product with a vector, or several, as a statistic of a batch."""
 
@@ -540,25 +537,10 @@ class WithVector:
     others = None
     sweeps = 1
 
-    @property
-    def f(self) -> Callable:
-        return self.product.f
-
-    @property
-    def drawing(self) -> Drawing | None:
-        return self.product.drawing
-
-    @property
-    def drawings(self) -> list[Drawing]:
-        return [] if self.drawing is None else [self.drawing]
-
-    @property
-    def has_aux(self) -> bool:
-        return self.product.has_aux
-
-    @property
-    def loss(self) -> Callable | None:
-        return self.product.loss
+    def __post_init__(self) -> None:
+        p = self.product
+        self.f, self.loss, self.has_aux, self.drawing = p.f, p.loss, p.has_aux, p.drawing
+        self.drawings = [] if p.drawing is None else [p.drawing]
 
     def names(self, count: int) -> Any:
         return self.product.names_of_f(count)
@@ -583,6 +565,4 @@ class WithVector:
 
     def without_samples(self, params: Any) -> BatchOfProduct:
         """The evaluation of no samples, which has parameters only."""
-        p, (leaves, structure) = self.product, tree.flatten([params], none_is_leaf=False)
-        sizes = (p.out_dims, leaves, structure)
-        return BatchOfProduct(self, BoundProblem(p.f, p.loss, (params,), {}, (0,), False, p.has_aux, *sizes, {}, 0))
+        return BatchOfProduct(self, BoundProblem.of_no_samples(self.product, params))

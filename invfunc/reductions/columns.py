@@ -24,13 +24,10 @@ from invfunc.reductions.reduction import Found, Over, Reduction, State, States
 class SquaresOfEach(EachSample):
     """`sum_v G[v, n]^2` of each sample."""
 
-    shortcuts = "all"
+    shortcuts, power = "all", 2
 
     def step(self, shares: Any) -> State:
         return (shares.square_sum(each=True),)
-
-    def scaled(self, state: State, by: float) -> State:
-        return tuple(x * by**2 for x in state)
 
     def directly(self, rows: torch.Tensor) -> State:
         return (rows,)
@@ -39,13 +36,10 @@ class SquaresOfEach(EachSample):
 class SumOfSquares(Reduction):
     """`sum_vn G[v, n]^2`."""
 
-    shortcuts, trees = "all", 1
+    shortcuts, trees, power = "all", 1, 2
 
     def step(self, shares: Any) -> State:
         return (shares.square_sum(),)
-
-    def scaled(self, state: State, by: float) -> State:
-        return (state[0] * by**2,)
 
     def directly(self, rows: torch.Tensor) -> State:
         return (rows.sum(0),)
@@ -143,13 +137,10 @@ class SquareRoot(Reduction):
     """The columns as they are, one after the other: `[V, n, *p]`."""
 
     each, row_axis, by_column = (1,), 1, True
-    rooted = "all"
+    rooted, power = "all", 1
 
     def step(self, shares: Any) -> State:
         return (shares.dense(),)
-
-    def scaled(self, state: State, by: float) -> State:
-        return (state[0] * by,)
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
         return (leaf.new_zeros(columns, n, *leaf.shape),)

@@ -261,7 +261,7 @@ class InEigenbasis(KroneckerReduction):
         self.before, self.factors, self.gaps = factors, factors, factors.gaps
         self.bases = bases
 
-    def learned_apart(self, states: States, found: Found) -> dict[int, Kronecker | None]:
+    def learned(self, states: States, found: Found) -> dict[int, Kronecker | None]:
         matrices = {i: self.factors.finish(state, found)[0] for i, state in states.items()}
         there = {i: K for i, K in matrices.items() if K is not None}
         return {**matrices, **dict(zip(there, bases_of([*there.values()]), strict=True))}
@@ -405,7 +405,7 @@ class OneSide(Sides):
         """Tells whether it is of the first dim."""
         return self.phase % 2 == 0
 
-    def learned_apart(self, states: States, found: Found) -> dict[int, torch.Tensor]:
+    def learned(self, states: States, found: Found) -> dict[int, torch.Tensor]:
         matrices = {i: kept.matrix for i, (kept,) in states.items()}
         return {i: matrix / _but_zero(torch.linalg.vector_norm(matrix)) for i, matrix in matrices.items()}
 

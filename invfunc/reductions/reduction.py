@@ -77,6 +77,8 @@ class Reduction:
     """Whether it is of all pairs of samples, so that other batches come with their pairs with these."""
     paired: ClassVar[bool] = False
     """Whether it wants to know which bias belongs to which weight."""
+    power: int = 0
+    """The power of the columns in all that it keeps; 0 if their scale is never another one."""
     shortcuts: Shortcuts = "no"
     """Whether other columns with the same products would do ("narrow"), also those of several groups in one cotangent,
     if they are at different positions ("positions"), or if the shares of each group are told apart ("all")."""
@@ -109,13 +111,9 @@ class Reduction:
         """The number of times all samples have to be seen."""
         return 1 if self.before is None or self.apart else self.before.sweeps + 1
 
-    def learned(self, states: States, found: Found) -> Any:
-        """The facts it needs from the phase before about the parameters that influence the result: in tensors
-        and numbers, so that it can be written down."""
-        return self.learned_apart(states, found)
-
-    def learned_apart(self, states: States, found: Found) -> dict[int, Any]:
-        """The facts it needs about each of some parameters, where each stands alone."""
+    def learned(self, states: States, found: Found) -> dict[int, Any]:
+        """The facts it needs from the phase before about each of some parameters that influence the result: in tensors
+        and numbers, so that they can be written down."""
         raise NotImplementedError  # only where there is something before
 
     def knowing(self, learned: Any) -> Reduction:
@@ -159,7 +157,8 @@ class Reduction:
 
     def scaled(self, state: State, by: float) -> State:
         """The state of columns that are `by` times as large."""
-        raise NotImplementedError  # only of the columns of a loss that is given apart
+        assert self.power, "only of the columns of a loss that is given apart"
+        return tuple(x * by**self.power for x in state)
 
     def together(self, states: States) -> State:
         """The state of several parameters."""
