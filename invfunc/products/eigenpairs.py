@@ -535,8 +535,7 @@ class Decomposition(Transform):
     ) -> tuple[ProductArguments, States, Linear, Linear | None, Any]:
         """The arguments, the random states before, the square root as a map, the shares of the gradient as another,
         and aux."""
-        dims = self.in_dims, self.out_dims, self.has_aux
-        given = ProductArguments(self.f, self.loss, args, kwargs, names, *dims, self.drawing)
+        given = ProductArguments(self, args, kwargs, names)
         states = given.states
         with given.scope:
             if self.kind.first_order:

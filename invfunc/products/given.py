@@ -32,7 +32,6 @@ from invfunc._torch.opened import Uncompiled
 from invfunc._torch.values import near, same_values
 from invfunc.arguments.problem import (
     BoundProblem,
-    InDims,
     batch_dims,
     batch_size,
     check_numbers,
@@ -50,7 +49,6 @@ from invfunc.errors import ArgumentError, unreached, written
 from invfunc.loss.hessian import by_rows, hessian, pulled_back, pulled_rows, softmax_product, structured
 from invfunc.loss.square_root import FormedColumns
 from invfunc.operations.second_derivatives import TwiceDifferentiable
-from invfunc.reductions.reduction import Drawing
 
 Vectors = list[torch.Tensor | None]
 """A tensor for each input, or for each output; None stands for zeros."""
@@ -354,21 +352,12 @@ States = list[tuple[torch.Generator, torch.Tensor]]
 class ProductArguments:
     """The arguments of one call, and the scope in which its derivatives are taken."""
 
-    def __init__(
-        self,
-        f: Callable,
-        loss: Callable | None,
-        args: tuple,
-        kwargs: dict[str, Any],
-        names: Sequence[str],
-        in_dims: InDims = 0,
-        out_dims: int = 0,
-        has_aux: bool = False,
-        drawing: Drawing | None = None,
-    ) -> None:
-        self.f, self.loss, self.args, self.kwargs, self.names = f, loss, args, kwargs, names
-        self.in_dims, self.out_dims, self.has_aux, self.drawing = in_dims, out_dims, has_aux, drawing
-        if len(args) < 1 + (loss is not None):
+    def __init__(self, t: Any, args: tuple, kwargs: dict[str, Any], names: Sequence[str]) -> None:
+        """Of a transform t with a function, a loss or None, dims and a drawing of columns or None."""
+        self.f, self.loss, self.has_aux = t.f, t.loss, t.has_aux
+        self.in_dims, self.out_dims, self.drawing = t.in_dims, t.out_dims, t.drawing
+        self.args, self.kwargs, self.names = args, kwargs, names
+        if len(args) < 1 + (self.loss is not None):
             raise ArgumentError("arguments are missing: the parameters come first, and the target last for a loss.")
         self.leaves, self.structure = check_params(args[0], names, 0)
         if not self.leaves:

@@ -245,6 +245,7 @@ class Linearization(Transform):
 
     f: Callable
     has_aux: bool = False
+    loss, drawing, in_dims, out_dims = None, None, 0, 0
     several, owned = True, False  # the outputs are made so, the maps are no tensors
     of_one_batch = (
         "its outputs are those of one batch. Call it for each, or take a product that adds up, as ggnvp(f, loss)"
@@ -254,7 +255,7 @@ class Linearization(Transform):
         return f"linearize({describe(self.f)})"
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: ArgumentNames) -> tuple[tuple, Any]:
-        given = ProductArguments(self.f, None, args, kwargs, names, has_aux=self.has_aux)
+        given = ProductArguments(self, args, kwargs, names)
         with given.scope:
             there, values, structure = of_jacobian(given)
             outputs, aux = given.scope.result((values, given.aux))

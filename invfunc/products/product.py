@@ -188,9 +188,7 @@ class Product(Transform):
 
     def given(self, args: tuple, kwargs: dict[str, Any], names: ArgumentNames) -> tuple[ProductArguments, Space]:
         """The arguments of a call, and the space of the vectors."""
-        given = ProductArguments(
-            self.f, self.loss, args, kwargs, names, self.in_dims, self.out_dims, self.has_aux, self.drawing
-        )
+        given = ProductArguments(self, args, kwargs, names)
         given.mode.scope = given.scope if self.forward else None
         return given, Space(names, given.structure, given.kinds)
 
