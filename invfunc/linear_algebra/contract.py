@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, reduce
 from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import opt_einsum
 import torch
@@ -95,51 +95,12 @@ def crosses(pair: Sequence[tuple[str, Any]], output: str) -> bool:
     return len(set(inner)) < len(inner)
 
 
-class _Layout(NamedTuple):
-    """The layout of a tensor for a product element by element: its dimensions in an order, with new ones between."""
-
-    order: tuple[int, ...]
-    places: tuple[slice | None, ...]
-
-    @classmethod
-    def of(cls, labels: str, wanted: str) -> _Layout:
-        order = [labels.index(c) for c in wanted if c in labels]
-        return cls(tuple(order), tuple(slice(None) if c in labels else None for c in wanted))
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x.permute(self.order)[self.places]
-
-
-@lru_cache(maxsize=4096)
-def _elementwise(equation: str) -> tuple[_Layout, _Layout, tuple[int, ...]] | None:
-    """The layouts of two tensors, and the dimensions to be summed; None for a product of matrices, in which a tensor
-    has labels of its own beside those that are summed: torch.einsum would make a product of matrices of any."""
-    inputs, output = equation.split("->")
-    left, right = inputs.split(",")
-    summed = "".join(c for c in left if c in right and c not in output)
-    own = {*left} ^ {*right}
-    if not own <= {*output} or (own and summed):
-        return None
-    wanted = output + summed
-    return _Layout.of(left, wanted), _Layout.of(right, wanted), tuple(range(len(output), len(wanted)))
-
-
-def _step(equation: str, tensors: list[torch.Tensor]) -> torch.Tensor:
-    """One step of a contraction; a tensor itself where there is nothing to do."""
-    if len(tensors) == 1 and equation.split("->")[0] == equation.split("->")[1]:
-        return tensors[0]
-    if len(tensors) == 1 or (found := _elementwise(equation)) is None:
-        return torch.einsum(equation, *tensors)
-    first, second, summed = found
-    product = first(tensors[0]) * second(tensors[1])
-    return product.sum(summed) if summed else product
-
-
 def contract(terms: list[Term], output: str) -> torch.Tensor:
     """The einsum of the terms in the cheapest order of pairs."""
     tensors = [x for _, x in terms]
     for positions, pair in _plan(*_equation(terms, output))[2]:
-        tensors.append(_step(pair, [tensors.pop(i) for i in positions]))
+        some, (before, after) = [tensors.pop(i) for i in positions], pair.split("->")
+        tensors.append(some[0] if before == after else torch.einsum(pair, *some))
     return tensors[0]
 
 
