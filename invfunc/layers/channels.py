@@ -163,47 +163,40 @@ def batch_norm(eps: float = 1e-5, *, statistics: Statistics | None = None) -> In
     need_number(f"batch_norm(eps={eps!r})", "eps", eps)
     called = "batch_norm()" if eps == 1e-5 else f"batch_norm(eps={eps!r})"
     if statistics is None:
-        return _OfBatch(called, eps).pair(called, hidden=True)
+        return _BatchNorm(called, eps).pair(called, hidden=True)
     called = f"{called[:-1]}{'' if eps == 1e-5 else ', '}statistics=...)"
-    return _Given(called, eps, need_pair(called, "statistics", statistics, ("mean", "var"))).pair(called)
+    return _BatchNorm(called, eps, need_pair(called, "statistics", statistics, ("mean", "var"))).pair(called)
 
 
 @dataclass(frozen=True, eq=False)
-class _OfBatch(PairLaw):
+class _BatchNorm(PairLaw):
+    """Channels by given statistics, or by those of x, which then come beside y."""
+
     called: str
     eps: float
+    statistics: Statistics | None = None
 
-    def forward(self, x: torch.Tensor, params: Params = None) -> tuple[torch.Tensor, Statistics]:
+    def forward(self, x: torch.Tensor, params: Params = None) -> Any:
         call = f"{self.called}(x, params)"
-        statistics = _statistics(call, x)
-        return _normal(call, x, statistics, params, self.eps), statistics
+        statistics = self.statistics or _statistics(call, x)
+        (mean, var), (weight, bias) = _batch_norm_read(call, "x", x, statistics, params)
+        y = (wide(x) - mean) / (var + self.eps).sqrt()
+        y = (y if weight is None else y * weight + bias).to(x.dtype)
+        return (y, statistics) if self.statistics is None else y
 
-    def inverse(self, y: torch.Tensor, statistics: Statistics, params: Params = None) -> torch.Tensor:
-        call = f"{self.called}.inverse(y, statistics, params)"
-        return _back(call, y, need_pair(call, "statistics", statistics, ("mean", "var")), params, self.eps)
+    def inverse(self, y: torch.Tensor, *more: Any) -> torch.Tensor:
+        call = f"{self.called}.inverse(y, {'statistics, ' * (self.statistics is None)}params)"
+        given, params, *_ = (*(more if self.statistics is None else (self.statistics, *more)), None, None)
+        statistics = need_pair(call, "statistics", given, ("mean", "var"))
+        (mean, var), (weight, bias) = _batch_norm_read(call, "y", y, statistics, params)
+        x = wide(y) if weight is None else (wide(y) - bias) / weight
+        return (x * (var + self.eps).sqrt() + mean).to(y.dtype)
 
     def log_det(self, x: torch.Tensor, params: Params = None) -> torch.Tensor:
         call = f"{self.called}.log_det(x, params)"
-        return _batch_norm_log_det(call, x, _statistics(call, x), params, self.eps)
-
-
-@dataclass(frozen=True, eq=False)
-class _Given(PairLaw):
-    called: str
-    eps: float
-    statistics: Statistics
-
-    def forward(self, x: torch.Tensor, params: Params = None) -> torch.Tensor:
-        return _normal(f"{self.called}(x, params)", x, self.statistics, params, self.eps)
-
-    def inverse(self, y: torch.Tensor, params: Params = None) -> torch.Tensor:
-        return _back(f"{self.called}.inverse(y, params)", y, self.statistics, params, self.eps)
-
-    def log_det(self, x: torch.Tensor, params: Params = None) -> torch.Tensor:
-        return _batch_norm_log_det(f"{self.called}.log_det(x, params)", x, self.statistics, params, self.eps)
-
-
-# What they compute
+        (_, var), (weight, _) = _batch_norm_read(call, "x", x, self.statistics or _statistics(call, x), params)
+        logs = -(var + self.eps).log() / 2
+        return for_each(x, x.shape[2:].numel() * (logs if weight is None else logs + weight.abs().log()).sum())
 
 
 def _moments(call: str, x: Any, more: str = "") -> Statistics:
@@ -219,27 +212,6 @@ def _moments(call: str, x: Any, more: str = "") -> Statistics:
 
 def _statistics(call: str, x: Any) -> Statistics:
     return _moments(call, x, ", or batch_norm(statistics=(mean, var))")
-
-
-def _normal(call: str, x: Any, statistics: Statistics, params: Params, eps: float) -> torch.Tensor:
-    (mean, var), (weight, bias) = _batch_norm_read(call, "x", x, statistics, params)
-    y = (wide(x) - mean) / (var + eps).sqrt()
-    return (y if weight is None else y * weight + bias).to(x.dtype)
-
-
-def _back(call: str, y: Any, statistics: Statistics, params: Params, eps: float) -> torch.Tensor:
-    (mean, var), (weight, bias) = _batch_norm_read(call, "y", y, statistics, params)
-    x = wide(y) if weight is None else (wide(y) - bias) / weight
-    return (x * (var + eps).sqrt() + mean).to(y.dtype)
-
-
-def _batch_norm_log_det(call: str, x: Any, statistics: Statistics, params: Params, eps: float) -> torch.Tensor:
-    (_, var), (weight, _) = _batch_norm_read(call, "x", x, statistics, params)
-    logs = -(var + eps).log() / 2
-    return for_each(x, x.shape[2:].numel() * (logs if weight is None else logs + weight.abs().log()).sum())
-
-
-# What they are given
 
 
 def _batch_norm_read(call: str, name: str, x: Any, statistics: Statistics, params: Params) -> tuple[tuple, tuple]:

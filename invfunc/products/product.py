@@ -13,7 +13,7 @@ from invfunc import tree
 from invfunc._torch.sharded import sharded
 from invfunc._torch.weak import WeakIdMap
 from invfunc.arguments.problem import BoundProblem, InDims, check_params, of_numpy
-from invfunc.callables import check_callable, check_count, check_functions, check_generator, describe
+from invfunc.callables import check_callable, check_choice, check_count, check_functions, check_generator, describe
 from invfunc.column_options import fisher_columns, spelled
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.evaluation.engine import check_joined
@@ -371,11 +371,11 @@ def hvp(
     Source: Pearlmutter, "Fast exact multiplication by the Hessian", 1994; BackPACK's hessianfree, HMP (Dangel, Kunstner
     and Hennig, ICLR 2020) and PCHMP; Chen, "Positive-curvature Hessian", arXiv 1802.06502.
     """
-    call = f"hvp({describe(f)}, modify={modify!r})"
-    if modify not in (None, "abs", "clip"):
-        raise ArgumentError(f"{call}: modify is one of 'abs', 'clip', or None.")
+    check_choice(f"hvp({describe(f)}, ", "modify", modify, ("abs", "clip", None))
     if modify and not blocks:
-        raise ArgumentError(f"{call}: it is of the blocks of single parameters; pass blocks=True, too.")
+        raise ArgumentError(
+            f"hvp({describe(f)}, modify={modify!r}): it is of the blocks of single parameters; pass blocks=True, too."
+        )
     record = partial(of_positive_hessian, modify=modify) if modify else of_hessian
     options = spelled(blocks=blocks, modify=modify)
     return Product("hvp", f, record, loss, in_dims, out_dims, has_aux, blocks, spelled=options)

@@ -14,7 +14,7 @@ from invfunc._torch.functorch import dispatched, innermost, transforming
 from invfunc._torch.precision import doubled
 from invfunc._torch.weak import WeakIdMap
 from invfunc.arguments.problem import BoundProblem, Indices, InDims
-from invfunc.callables import describe, grouped, valued
+from invfunc.callables import check_choice, describe, grouped, valued
 from invfunc.column_options import projecting, spelled
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncWarning
 from invfunc.reductions.columns import InnerProducts, ProductsWithOthers, SquaresOfPlaces, SumOfSquares
@@ -93,10 +93,10 @@ def batch_grad(
     """
     if sum_of is not None and not callable(sum_of):
         raise ArgumentTypeError(f"batch_grad({describe(f)}, sum_of={sum_of!r}): sum_of has to be a function.")
-    options = {"argnums": argnums, "in_dims": in_dims, "has_aux": has_aux, "samples": samples}
-    if sum_of is not None:
-        return Statistic("batch_grad", f, SumOf(sum_of), spelled=f", sum_of={describe(sum_of)}", **options)
-    return Statistic("batch_grad", f, EachSample(), **options)
+    options: dict[str, Any] = {"argnums": argnums, "in_dims": in_dims, "has_aux": has_aux, "samples": samples}
+    if sum_of is None:
+        return Statistic("batch_grad", f, EachSample(), **options)
+    return Statistic("batch_grad", f, SumOf(sum_of), spelled=f", sum_of={describe(sum_of)}", **options)
 
 
 def batch_l2_grad(
@@ -200,12 +200,10 @@ def sum_grad_squared(
     Source: BackPACK's SumGradSquared (Dangel, Kunstner and Hennig, ICLR 2020); per token Roulet and Agarwala, 2025
     (arXiv 2510.00236).
     """
-    if per not in ("sample", "token"):
-        raise ArgumentError(f"sum_grad_squared({describe(f)}, per={per!r}): per has to be 'sample' or 'token'.")
+    check_choice(f"sum_grad_squared({describe(f)}, ", "per", per, ("sample", "token"))
     options = {"argnums": argnums, "in_dims": in_dims, "has_aux": has_aux, "samples": samples}
-    if per == "token":
-        return Statistic("sum_grad_squared", f, SquaresOfPlaces(), spelled=spelled(per=per), **options)
-    return Statistic("sum_grad_squared", f, SumOfSquares(), **options)
+    reduction, shown = (SquaresOfPlaces(), spelled(per=per)) if per == "token" else (SumOfSquares(), "")
+    return Statistic("sum_grad_squared", f, reduction, spelled=shown, **options)
 
 
 def variance(
