@@ -110,10 +110,10 @@ def gather(branches: Iterable[Any], found: list[torch.Tensor]) -> bool:
         return fixed
     for branch in branches:
         kind = type(branch)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
+        if kind in _TENSORS:
             found.append(branch)
         elif kind is tuple:
-            fixed &= gather(branch, found) if branch else True
+            fixed &= not branch or gather(branch, found)
         elif kind not in _PLAIN:
             fixed = False
             if kind is list or kind is dict:
@@ -237,28 +237,26 @@ def register(*names: str) -> Callable[[Class], Class]:
     """
 
     def registered(kind: Class) -> Class:
-        every = [f.name for f in fields(kind)]
+        children = [f.name for f in fields(kind) if f.name in names]
+        others = [f.name for f in fields(kind) if f.name not in names]
 
         def flatten(node: Any) -> tuple[list, tuple]:
-            values, children, rest = [], [], []
-            for name in every:
-                value = getattr(node, name)
-                if name in names and value is not None:
-                    values.append(value)
-                    children.append(name)
-                else:
-                    rest.append((name, value))
-            return values, (tuple(children), tuple(rest))
+            own, values, present = vars(node), [], []
+            for name in children:
+                if own[name] is not None:
+                    values.append(own[name])
+                    present.append(name)
+            return values, (tuple(present), tuple(map(own.get, others)))
 
         def flatten_with_keys(node: Any) -> tuple[list, tuple]:
-            children, structure = flatten(node)
+            values, structure = flatten(node)
             keys = [pytree.GetAttrKey(name) for name in structure[0]]
-            return list(zip(keys, children, strict=True)), structure
+            return list(zip(keys, values, strict=True)), structure
 
-        def unflatten(children: Iterable[Any], structure: tuple) -> Any:
+        def unflatten(values: Iterable[Any], structure: tuple) -> Any:
             node = object.__new__(kind)
-            for name, value in (*zip(structure[0], children, strict=True), *structure[1]):
-                object.__setattr__(node, name, value)
+            vars(node).update(dict.fromkeys(children))
+            vars(node).update(zip((*structure[0], *others), (*values, *structure[1]), strict=True))
             return node
 
         pytree.register_pytree_node(
@@ -347,19 +345,18 @@ def _walk(branch: Any, found: list[Any], none_is_leaf: bool) -> tuple | None:
             return NOTHING
         found.append(branch)
         return None
-    if kind is tuple or kind is list or kind is dict:
-        parts: list[tuple | None] = []
-        for part in branch.values() if kind is dict else branch:
-            if type(part) in _PLAIN and part is not None:  # without a call of its own
-                found.append(part)
-                parts.append(None)
-            else:
-                parts.append(_walk(part, found, none_is_leaf))
-        return kind, tuple(branch) if kind is dict else None, tuple(parts)
-    if kind in NODES:
-        children, rest = NODES[kind][0](branch)
-        return kind, rest, tuple([_walk(part, found, none_is_leaf) for part in children])
-    if not pytree.tree_is_leaf(branch) or _opens(branch):
-        raise _Other
-    found.append(branch)
-    return None
+    if kind is tuple or kind is list:
+        values, keys = branch, None
+    elif kind is dict:
+        values, keys = branch.values(), tuple(branch)
+    elif kind in NODES:
+        values, keys = NODES[kind][0](branch)
+    else:
+        if not pytree.tree_is_leaf(branch) or _opens(branch):
+            raise _Other
+        found.append(branch)
+        return None
+    if _TENSORS.issuperset(map(type, values)):  # without a call for each of them
+        found += values
+        return kind, keys, (None,) * len(values)
+    return kind, keys, tuple([_walk(part, found, none_is_leaf) for part in values])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -711,9 +712,11 @@ class Fold:
         if type(reduction).aside is not Reduction.aside:
             found.aside[self.problem.paths[i]] = reduction.aside(state, found)
         results = reduction.finish(state, found)
+        if reduction.rounded:
+            for k, x in enumerate(results):
+                results[k] = x if isinstance(x, torch.Tensor) and x.dtype is leaf.dtype else _rounded(x, leaf.dtype)
         if self.reduce is None:
             return results
-        results = [_rounded(x, leaf.dtype) for x in results] if reduction.rounded else results
         return [x if x is None else self.reduce(self.problem.paths[i], _own(x)) for x in results]
 
     def finished(self) -> Any:
@@ -726,9 +729,6 @@ class Fold:
             self.found = replace(self.found, before=before)
         done = self.results
         each = [done[i] if i in done else self.closed(i) for i in range(len(problem.leaves))]
-        wanted = {p.dtype for p in problem.leaves} if reduction.rounded and self.reduce is None else set()
-        if wanted and (len(wanted) > 1 or {x.dtype for x in tree.tensors((each,))} != wanted):
-            each = [[_rounded(x, p.dtype) for x in own] for own, p in zip(each, problem.leaves, strict=True)]
         trees = [tree.unflatten([*part], problem.structure) for part in zip(*each, strict=True)]
         return reduction.assemble([tuple(t) if problem.several else t[0] for t in trees], self.found)
 
@@ -747,8 +747,8 @@ def _own(x: Any) -> Any:
 
 def _rounded(x: Any, dtype: torch.dtype) -> Any:
     """A result in the precision of the parameter."""
-    if isinstance(x, torch.Tensor):
-        return x if x.dtype is dtype else x.to(dtype)
-    if all([y.dtype is dtype for y in tree.tensors(x)]):
-        return x
-    return tree.map_tensors(lambda y: y.to(dtype), x)
+    leaves, structure = tree.flatten(x, none_is_leaf=False)
+    return x if {dtype}.issuperset(map(_DTYPE, leaves)) else tree.unflatten([y.to(dtype) for y in leaves], structure)
+
+
+_DTYPE = attrgetter("dtype")

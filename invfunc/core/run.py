@@ -239,7 +239,9 @@ class Run(TorchFunctionMode):
                         self.foreign(x)
                     if (level_of(x) or 0) > (self.level or 0):
                         raise Unsupported("torch.func is used inside of f")
-                elif type(known) is not Node and x.requires_grad and not known.graph:
+                elif type(known) is Node:
+                    found[1].append((x, known))
+                elif x.requires_grad and not known.graph:
                     raise Unsupported("a tensor got a graph by a way that was not seen, as a custom Function")
                 elif type(known) is Mark:
                     axis = known.axis
@@ -248,7 +250,7 @@ class Run(TorchFunctionMode):
                     else:
                         found[3 if axis is SUMMED else 4 if x.requires_grad else 5].append((x, axis))
                 else:
-                    found[1 if type(known) is Node else 2].append((x, known))
+                    found[2].append((x, known))
             elif isinstance(x, (list, tuple)):
                 self.look(x, found)
 
@@ -632,9 +634,9 @@ class Run(TorchFunctionMode):
         cotangents = dict(zip(edges, found, strict=False))
         for use in uses:
             d = cotangents[id(use.edge)]
-            if isinstance(d, list) and isinstance(use, (Copies, Shared)):
+            if type(d) is list and isinstance(use, (Copies, Shared)):
                 d = torch.stack(d)
-            use.send(d if d is None or isinstance(d, list) or not self.deep else self.strip(d))
+            use.send(self.strip(d) if self.deep and isinstance(d, Tensor) else d)
 
     def rows(
         self,

@@ -544,15 +544,20 @@ class TableRows(Use):
         i, d = self.parts(run)
         d = d[0] if len(d) == 1 else d.sum(0)
         d = d if weights is None else d * weights.to(d.dtype)[:, None, None]
-        return d.new_zeros(self.shape[0], d.shape[-1]).index_add(0, i.flatten(), d.flatten(0, 1)).view(self.shape)
+        return self.added(run, i.flatten(), d.flatten(0, 1))
+
+    def added(self, run: Run, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The sums of rows `[u, d]` at their indices, in the layout of the table."""
+        table = rows.new_zeros(self.shape[0], rows.shape[-1])
+        table = table.index_add(0, index, rows) if run.deep else table.index_add_(0, index, rows)  # without a copy
+        return table.view(self.shape)
 
     def places(self, run: Run) -> int:
         return self.index.numel() // run.n
 
     def squares(self, run: Run) -> torch.Tensor:
         i, d = self.parts(run)
-        zeros = d.new_zeros(self.shape[0], d.shape[-1])
-        return zeros.index_add(0, i.flatten(), d.square().sum(0).flatten(0, 1)).view(self.shape)
+        return self.added(run, i.flatten(), d.square().sum(0).flatten(0, 1))
 
     def touched(self, run: Run) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The rows that samples touch: their samples (those of each column after the other), indices, and gradients
