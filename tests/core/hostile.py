@@ -902,6 +902,9 @@ PROGRAMS |= {
     "sum times a parameter": lambda p, x, y: rows(x @ p["w"]).sum() * p["b"].sum(),
     "sum of the data times a parameter": lambda p, x, y: (x.sum(0) @ p["w"]).sum(),
     "mean minus a regulariser": lambda p, x, y: rows(x @ p["w"]).mean() - 0.1 * p["b"].norm(),
+    "weights of two tasks": lambda p, x, y: (
+        torch.stack([rows(x @ p["w"]).mean(), rows(y @ p["v"]).mean()]) @ (-p["b"][:2]).exp() + p["b"].sum()
+    ),
     "maximum with a sum": lambda p, x, y: torch.maximum(rows(x @ p["w"]), rows(x @ p["w"]).mean()),
     "where with a sum": lambda p, x, y: torch.where(x[:, 0] > 0, rows(x @ p["w"]), (x @ p["v"]).sum()),
     "kl of a batch": lambda p, x, y: F.kl_div((x @ p["w"]).log_softmax(1), y.softmax(1), reduction="batchmean"),
@@ -946,6 +949,9 @@ TERMS: dict[str, Callable] = {
     "vdot of losses": lambda p, x, y: rows(x @ p["w"]) * rows(y),
     "sum times a parameter": lambda p, x, y: rows(x @ p["w"]) * p["b"].sum(),
     "mean minus a regulariser": lambda p, x, y: (rows(x @ p["w"]) - 0.1 * p["b"].norm()) / len(x),
+    "weights of two tasks": lambda p, x, y: (
+        (rows(x @ p["w"]) * (-p["b"][0]).exp() + rows(y @ p["v"]) * (-p["b"][1]).exp() + p["b"].sum()) / len(x)
+    ),
     "kl of a batch": lambda p, x, y: (
         F.kl_div((x @ p["w"]).log_softmax(1), y.softmax(1), reduction="none").sum(1) / len(x)
     ),

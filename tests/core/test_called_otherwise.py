@@ -87,16 +87,6 @@ def test_statistics_are_those_of_calls_by_place(operation, statistic):
 # What torch.compile made, in f: it runs as it was written, whether it has been called before or not
 
 X_COMPILED, Y_COMPILED = Numbers()(4, 5), Numbers(1)(4, 3)
-P_COMPILED = {"w": Numbers(2)(6, 5), "a": Numbers(3)(6), "v": Numbers(4)(3, 6)}
-
-
-def gated(h, a):
-    return torch.tanh(h) * a
-
-
-def in_place(h, a):
-    h[:, 1:].mul_(a[1:])
-    return torch.tanh(h)
 
 
 def whole(make):
@@ -114,22 +104,6 @@ STATISTICS_COMPILED = {
 
 @pytest.mark.parametrize("make", STATISTICS_COMPILED.values(), ids=STATISTICS_COMPILED)
 class TestCompiled:
-    @pytest.mark.parametrize("called", [False, True], ids=["first", "later"])
-    @pytest.mark.parametrize("activation", [gated, in_place])
-    def test_functions(self, make, activation, called):
-        torch.compiler.reset()
-        compiled = torch.compile(activation, backend="eager")
-
-        def model(p, x, activation):
-            return F.linear(activation(F.linear(x, p["w"]), p["a"]), p["v"])
-
-        if called:
-            model(P_COMPILED, X_COMPILED, compiled)
-        came = make(lambda p, x: model(p, x, compiled))(P_COMPILED, X_COMPILED, Y_COMPILED)
-        assert_trees_close(
-            came, make(lambda p, x: model(p, x, activation))(P_COMPILED, X_COMPILED, Y_COMPILED), rtol=1e-10
-        )
-
     @pytest.mark.parametrize("called", [False, True], ids=["first", "later"])
     def test_modules(self, make, called):
         torch.compiler.reset()

@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
-from torch.func import grad
 
 from invfunc import layers, tree
 from invfunc.layers.common import rotation
@@ -120,38 +118,6 @@ class TestAgreement:
         left, right = torch.linalg.qr(rand(8, 4))[0], torch.linalg.qr(rand(4, 4))[0]
         w, x = (left * torch.logspace(0, -5, 4).double()) @ right, rand(3, 4)
         assert_trees_close(and_back(layers.linear(), x, (w,)), x, 1e-9)
-
-    @pytest.mark.parametrize("shape", [(4, 3), (4, 3, 5), (2, 3, 4, 5), (2, 3, 2, 2, 2)])
-    @pytest.mark.parametrize("affine", [True, False])
-    def test_batch_norm(self, shape, affine):
-        rand = Numbers()
-        x, (w, b) = rand(*shape), (rand(3), rand(3)) if affine else (None, None)
-        params, module = (w, b) if affine else None, nn.BatchNorm1d(3, momentum=1.0, affine=False).double()
-        y, (mean, var) = layers.batch_norm(0.01).forward(x, params)
-        assert_trees_close(y, F.batch_norm(x, None, None, w, b, training=True, eps=0.01), 1e-12)
-        module(x.reshape(shape[0], 3, -1))
-        count = x.numel() // 3
-        assert_trees_close((mean, var * count / (count - 1)), (module.running_mean, module.running_var), 1e-12)
-        fixed = layers.batch_norm(0.01, statistics=(rand(3), rand(3).square()))
-        other = layers.batch_norm(0.01, statistics=(mean, var))
-        assert not fixed.hidden and not torch.allclose(fixed(x, params), y)
-        assert_trees_close(other(x, params), F.batch_norm(x, mean, var, w, b, eps=0.01), 1e-12)
-
-    def test_those_without_parameters(self):
-        x = Numbers()(2, 8, 4, 6)
-        assert torch.equal(layers.identity()(x), x)
-        assert torch.equal(layers.leaky_relu(0.2)(x), F.leaky_relu(x, 0.2))
-        assert torch.equal(layers.leaky_relu()(x), F.leaky_relu(x))
-        zeros = torch.zeros(1, 2)
-        slopes = grad(lambda x: layers.leaky_relu(0.2)(x).sum())(zeros)
-        assert_trees_close(layers.leaky_relu(0.2).log_det(zeros), slopes.log().sum(1), 1e-6)
-        assert torch.equal(layers.flatten()(x), torch.flatten(x, 1))
-        assert torch.equal(layers.flatten(0, 2)(x), torch.flatten(x, 0, 2))
-        assert torch.equal(layers.unflatten(-3, (2, -1))(x), x.unflatten(1, (2, 4)))
-        assert torch.equal(layers.unflatten(0, (1, 2))(x), x[None])
-        assert torch.equal(layers.pixel_shuffle(2)(x[None]), F.pixel_shuffle(x[None], 2))
-        assert torch.equal(layers.pixel_unshuffle(2)(x[0]), F.pixel_unshuffle(x[0], 2))
-        assert torch.equal(layers.pad((1, 0, 2, 3), 0.5)(x), F.pad(x, (1, 0, 2, 3), value=0.5))
 
     def test_haar(self):
         """Means and differences as they are defined, and an orthonormal matrix."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import grad, hessian, jacrev
 
-from invfunc import batch_grad, diag_ggn, ggnvp, hvp
+from invfunc import diag_ggn, ggnvp, hvp
 from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.models import moved
@@ -41,35 +41,6 @@ class TestEmpirical:
 def each_of(loss, z, y):
     losses = loss(z, y, "none")
     return losses if losses.ndim == 1 else losses.sum(1)
-
-
-def both_orders(x):
-    return torch.cat([x, x.roll(1, 0)])
-
-
-MOVED = {
-    "repeated": lambda x: x[torch.tensor([0, 0, 2, 3, 0])],
-    "in another order": lambda x: x[torch.tensor([2, 0, 1, 3])],
-    "two views": both_orders,
-    "scripted": torch.jit.script(torch.nn.Identity()),
-}
-
-
-@pytest.mark.parametrize("way", MOVED)
-@pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
-def test_samples_may_go_to_other_places(way, back):
-    """The empirical Fisher matrix is that of the shares, which are the sums over the places of each sample."""
-    rand = Numbers()
-    params, x, y = {"w": rand(3, 2), "b": rand(2)}, rand(4, 3), rand(4, 2)
-
-    def loss(params, x, y):
-        z = torch.tanh(MOVED[way](x) @ params["w"] + params["b"])
-        y = MOVED[way](y)
-        return F.mse_loss(z.flip(0), y.flip(0)) if back else F.mse_loss(z, y)
-
-    shares = batch_grad(loss)(params, x, y)
-    g = torch.cat([shares[name].flatten(1) for name in params], 1)
-    assert_near(matrices.of(ggnvp(loss, fisher="empirical"), params, x, y), g.T @ g, 1e-9)
 
 
 class TestDrawn:
