@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.func import grad, vmap
+from torch.func import grad
 
 from invfunc import diag_ggn, eigenpairs, ekfac, functional, kfac, kronecker, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
@@ -111,20 +111,6 @@ class TestOthers:
         found = partial(kronecker.log_evidence, factors, w, loss(x @ w, y), scale=scale)
         assert_trees_close((found(prior), grad(found)(prior)), (exact(prior), grad(exact)(prior)), EXACT)
         assert_trees_close(found(0.5), exact(prior), EXACT)
-
-
-class TestTrees:
-    def test_goes_through_vmap(self):
-        factors = two_layers(MADE["exact kfac"], joint=True)
-        v = {name: Numbers(5)(4, *s) for name, s in SHAPES.items()}
-        wanted = kronecker.solve(factors, v, 0.1)
-        assert_trees_close(vmap(lambda v: kronecker.solve(factors, v, 0.1))(v), wanted, EXACT)
-        dampings, one = torch.tensor([0.1, 1.0]).double(), {name: x[0] for name, x in v.items()}
-        each = [kronecker.solve(factors, one, d) for d in dampings]
-        found = vmap(lambda d: kronecker.solve(factors, one, d))(dampings)
-        assert_trees_close(found, tree.map_leaves(lambda *x: torch.stack(x), *each), EXACT)
-        logdets = vmap(lambda d: kronecker.logdet(factors, d))(dampings)
-        assert_trees_close(logdets, torch.stack([kronecker.logdet(factors, d) for d in dampings]), EXACT)
 
 
 SHAPES = {"0.weight": (3, 2), "0.bias": (3,), "2.weight": (2, 3), "2.bias": (2,)}

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
@@ -98,35 +97,12 @@ class TestExtremes:
 class TestAgreement:
     """With what torch has of them."""
 
-    @pytest.mark.parametrize("d", [1, 2, 3])
-    @pytest.mark.parametrize("biased", [True, False])
-    def test_linear_and_convolutions(self, d, biased):
-        rand = Numbers()
-        x, w, b = rand(2, 3, *[4, 2, 6][:d]), rand(24, 3, *[2, 1, 3][:d]), rand(24) if biased else None
-        conv = getattr(F, f"conv{d}d")
-        assert_trees_close(layers.patch_conv()(x, (w, b)), conv(x, w, b, stride=w.shape[2:]), 1e-12)
-        square, b = rand(3, 3), rand(3) if biased else None
-        y = conv(x, square.reshape(3, 3, *[1] * d), b)
-        assert_trees_close(layers.conv1x1()(x, (square, b)), y, 1e-12)
-        assert_trees_close(layers.linear()(x.movedim(1, -1), (square, b)).movedim(-1, 1), y, 1e-12)
-        turned = layers.orthogonal_linear()(x.movedim(1, -1), (square, b)).movedim(-1, 1)
-        assert_trees_close(layers.conv1x1(orthogonal=True)(x, (square, b)), turned, 1e-12)
-
     def test_a_tall_linear_is_solved_without_its_normal_equations(self):
         """They would square the condition number, 1e5."""
         rand = Numbers()
         left, right = torch.linalg.qr(rand(8, 4))[0], torch.linalg.qr(rand(4, 4))[0]
         w, x = (left * torch.logspace(0, -5, 4).double()) @ right, rand(3, 4)
         assert_trees_close(and_back(layers.linear(), x, (w,)), x, 1e-9)
-
-    def test_haar(self):
-        """Means and differences as they are defined, and an orthonormal matrix."""
-        x = Numbers()(2, 3, 4, 6)
-        a, b, c, d = x[..., ::2, ::2], x[..., ::2, 1::2], x[..., 1::2, ::2], x[..., 1::2, 1::2]
-        wanted = torch.stack([a + b + c + d, a - b + c - d, a + b - c - d, a - b - c + d], 2) / 2
-        assert_trees_close(layers.haar()(x), wanted.flatten(1, 2), 1e-14)
-        matrix = torch.func.jacrev(layers.haar())(x[:1, :1, :2, :2]).reshape(4, 4)
-        assert_trees_close(matrix @ matrix.T, torch.eye(4).double(), 1e-14)
 
 
 class TestRotation:

@@ -12,7 +12,6 @@ from invfunc import (
     additive_coupling,
     affine_coupling,
     functional,
-    invert,
     invertible_checkpoint,
     tree,
 )
@@ -171,20 +170,6 @@ class TestStateFirst:
                 state_first(f)
         f, params = functional(model)
         assert_trees_close(state_first(f)(torch.ones(2), params), model(torch.ones(2)), 0)
-
-
-class TestCouplings:
-    @pytest.mark.parametrize(
-        "pair, name",
-        [
-            (additive_coupling(torch.sin, torch.cos), "additive_coupling(sin, cos)"),
-            (affine_coupling(torch.sin, torch.cos, split_dim=-1), "affine_coupling(sin, cos, split_dim=-1)"),
-            (momentum(torch.sin), "momentum(sin, gamma=0.9)"),
-            (leapfrog(torch.sin, 0.5), "leapfrog(sin, step=0.5)"),
-        ],
-    )
-    def test_name_the_pair(self, pair, name):
-        assert repr(pair) == name and name in repr(invert(pair))
 
 
 # The parts of couplings: modules or functions, in their own dtype, whose shapes are checked.

@@ -127,28 +127,6 @@ def test_is_the_sum_of_its_parts(activation, kind, modify):
         assert_trees_close(found, wanted, 1e-10, 1e-3)
 
 
-STRAIGHT = {
-    "interpolate": lambda z: F.interpolate(z.view(-1, 1, 2, 2), size=(4, 4), mode="bilinear").flatten(1),
-    "addcmul": lambda z: torch.addcmul(z, X[:, :1], z.flip(1), value=0.5),
-    "addmm": lambda z: torch.addmm(z, z, Numbers(6)(4, 4)),
-    "lerp": lambda z: torch.lerp(X[:, :1], z, 0.3),
-    "scatter": lambda z: torch.zeros(4, 6).double().scatter_add(1, torch.tensor([[0, 2, 2, 5]]).expand(4, -1), z),
-    "pieces": lambda z: torch.cat([z.relu().chunk(2, 1)[0].cumsum(1), z.clamp(-1, 1).topk(2, 1).values], 1),
-    "moved": lambda z: z.swapdims(0, 1).ravel().view(4, 4).T.to(torch.float64).tril(),
-}
-"""Functions of outputs in which nothing bends."""
-
-
-@pytest.mark.parametrize("name", STRAIGHT)
-def test_what_does_not_bend_is_the_ggn(name):
-    def f(p, x):
-        return STRAIGHT[name](x @ p["a"])
-
-    params, V, y = {"a": PARAMS["a"]}, {"a": Numbers(7)(2, 3, 4)}, torch.tensor([0, 2, 1, 1])
-    found = hvp(f, F.cross_entropy, blocks=True, modify="abs")(params, V, X, y)
-    assert_trees_close(found, ggnvp(f, F.cross_entropy, blocks=True)(params, V, X, y), 1e-10)
-
-
 BOTH = (lambda z: torch.stack([*torch.var_mean(z, 1), z[:, 0]], 1), "var_mean")
 """An operation with two results."""
 
