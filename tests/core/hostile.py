@@ -111,12 +111,6 @@ def a_row_in_place(p, x, y):
     return rows(z)
 
 
-def a_column_in_place(p, x, y):
-    z = (x @ p["w"]).clone()
-    z[:, 0].mul_(3)
-    return rows(z)
-
-
 def input_in_place(p, x, y):
     h = x.clone()
     z = h @ p["w"]
@@ -289,18 +283,6 @@ def scatter_features(p, x, y):
     return rows(torch.zeros_like(z).scatter_add(1, i, z))
 
 
-def index_put(p, x, y):
-    z = (x @ p["w"]).clone()
-    z[torch.tensor([0])] = z[torch.tensor([-1])]
-    return rows(z)
-
-
-def masked_rows(p, x, y):
-    z = (x @ p["w"]).clone()
-    z[x[:, 0] > 0] = 0
-    return rows(z)
-
-
 def masked_entries(p, x, y):
     z = (x @ p["w"]).clone()
     z[z > 0] *= 2
@@ -433,12 +415,6 @@ def out_argument(p, x, y):
 def swapped_names(p, x, y):
     z = torch.sum(input=x @ p["w"], dim=0)
     return (z * x).sum(1)
-
-
-def in_place_sum(p, x, y):
-    z = (x @ p["w"]).clone()
-    z -= z.mean(0, keepdim=True)
-    return rows(z)
 
 
 def in_place_sum_of_data(p, x, y):
@@ -666,30 +642,6 @@ def deviations_by_place(p, x, y):
     return torch.std(z, 1, False, True).flatten(1).sum(1) + torch.std(z, 2, False).sum(1)
 
 
-def index_fill(p, x, y):
-    z = (x @ p["w"]).clone()
-    z.index_fill_(1, torch.tensor([0]), p["b"].sum())
-    return rows(z)
-
-
-def index_add_of_parameters(p, x, y):
-    z = (x @ p["w"]).clone()
-    z.index_add_(1, torch.tensor([0]), p["b"][:1].expand(len(x), 1))
-    return rows(z)
-
-
-def scatter_of_parameters(p, x, y):
-    z = (x @ p["w"]).clone()
-    z.scatter_add_(1, (x > 0).long(), p["b"].expand(len(x), 4))
-    return rows(z)
-
-
-def addmm_in_place(p, x, y):
-    z = (x @ p["w"]).clone()
-    z.addmm_(x, p["v"])
-    return rows(z)
-
-
 def adversarial(p, x, y):
     h = x.detach().clone().requires_grad_()
     (d,) = torch.autograd.grad(rows(h @ p["w"].detach()).sum(), h)
@@ -758,6 +710,17 @@ def momentum(p, x, y):
     return rows(x @ p["w"] - centre)
 
 
+WRITES: dict[str, Any] = {
+    "a_column_in_place": lambda z, p, x, y: z[:, 0].mul_(3),
+    "index_put": lambda z, p, x, y: z.__setitem__(torch.tensor([0]), z[torch.tensor([-1])]),
+    "masked_rows": lambda z, p, x, y: z.__setitem__(x[:, 0] > 0, 0),
+    "in_place_sum": lambda z, p, x, y: z.__isub__(z.mean(0, keepdim=True)),
+    "index_fill": lambda z, p, x, y: z.index_fill_(1, torch.tensor([0]), p["b"].sum()),
+    "index_add_of_parameters": lambda z, p, x, y: z.index_add_(1, torch.tensor([0]), p["b"][:1].expand(len(x), 1)),
+    "scatter_of_parameters": lambda z, p, x, y: z.scatter_add_(1, (x > 0).long(), p["b"].expand(len(x), 4)),
+    "addmm_in_place": lambda z, p, x, y: z.addmm_(x, p["v"]),
+}
+"""What is written into a copy of the outputs in place, of which the loss is."""
 OF_OUTPUTS: dict[str, Any] = {
     "batch_norm_by_hand": lambda z, p, x, y: rows((z - z.mean(0)) / (z.var(0, correction=0) + 1).sqrt()),
     "two_axes": lambda z, p, x, y: z.T.reshape(-1)[: len(x)].square() + rows(z),
@@ -783,6 +746,15 @@ def of_outputs(f):
     return lambda p, x, y: f(x @ p["w"], p, x, y)
 
 
+def after(write):
+    def f(p, x, y):
+        z = (x @ p["w"]).clone()
+        write(z, p, x, y)
+        return rows(z)
+
+    return f
+
+
 PROGRAMS: dict[str, Any] = {
     name: f
     for name, f in [*globals().items()]
@@ -792,6 +764,7 @@ PROGRAMS: dict[str, Any] = {
     and f.__code__.co_varnames[: f.__code__.co_argcount] == ("p", "x", "y")
 }
 PROGRAMS |= {name: of_outputs(f) for name, f in OF_OUTPUTS.items()}
+PROGRAMS |= {name: after(write) for name, write in WRITES.items()}
 PROGRAMS |= {
     "spectral": lambda p, x, y: rows(x @ (p["w"] / torch.linalg.matrix_norm(p["w"], 2))),
     "inside_grad": lambda p, x, y: vmap(grad(lambda r: (r @ p["w"]).cos().sum()))(x).sum(1),
