@@ -202,14 +202,17 @@ def test_what_is_wrong_with_a_call(t, args, kind, text):
     assert_told(lambda: t(*args), kind, text)
 
 
-def assert_told(call, kind, text):
+OPENING = r"(chunked|diag_ggn|batch_grad|variance|sum_grad_squared|functional)\(.*?\)[^:]*: "
+
+
+def assert_told(call, kind, text, of=OPENING):
     pattern = ".*".join(re.escape(words) for words in text.split(" ... "))
     with pytest.raises(kind, match=pattern) as told:
         call()
     error, message = told.value, str(told.value)
     assert isinstance(error, InvFuncError) and isinstance(error, (ValueError, TypeError, RuntimeError))
     assert error.__cause__ is None and (error.__suppress_context__ or error.__context__ is None)
-    opening = re.match(r"(chunked|diag_ggn|batch_grad|variance|sum_grad_squared|functional)\(.*?\)[^:]*: ", message)
+    opening = re.match(of, message)
     assert opening and message.count(opening.group()) == 1  # told once, by the innermost transform that failed
     assert len(message) < 500 and "\n" not in message.strip()
 
