@@ -62,8 +62,8 @@ class Masked:
         return (outputs, found) if self.tells else outputs
 
     def _of_outputs(self, z: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        own = mask.reshape([-1 if d == self.axis % z.ndim else 1 for d in range(z.ndim)])
-        return torch.where(own, z, z.detach())
+        own, fixed = mask.reshape([-1 if d == self.axis % z.ndim else 1 for d in range(z.ndim)]), z.detach()
+        return fixed + (z - fixed) * own.to(z.dtype)  # whose derivative is one operation also for several columns
 
 
 class Padding:
