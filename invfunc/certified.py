@@ -212,7 +212,8 @@ class Certified(Transform):
         seed = g if isinstance(g, int) else int(torch.randint(2**53, (1,), generator=g, device=g.device))
         try:
             with plainly(), torch.enable_grad():
-                self._check(*tree.map_tensors(innermost, (result, args, kwargs)), names, seed, before)
+                now, args, kwargs = tree.map_tensors(innermost, (result, args, kwargs))
+                self._check(now, args, kwargs, names, seed, before)
         finally:
             set_states(after)
         return result
@@ -563,7 +564,10 @@ class Certificate:
 
     def norms(self, results: dict[str, torch.Tensor]) -> Iterator[Look]:
         """Norms of shares `[n]`, each beside a backward pass of its sample alone; one is that of all parameters."""
-        (at,), loop = drawn([sum(map(wide, results.values()))], self.k, self.generator), self.call.loop(LOSSES)
+        (at,), loop = (
+            drawn([torch.stack([*map(wide, results.values())]).sum(0)], self.k, self.generator),
+            self.call.loop(LOSSES),
+        )
         squares = [torch.stack([wide(g).square().sum() for g in self.share(loop, n)]) for n in at.tolist()]
         expected = torch.stack(squares, 1)
         expected = expected.sum(0, keepdim=True).sqrt() if type(self.reduction) is ClippedSum else expected
@@ -615,7 +619,7 @@ def looks_at_statistic(t: Statistic, result: Any, call: CheckedCall, k: int, gen
     return looks
 
 
-PRODUCTS = {of_hessian: WHOLE, of_ggn: OUTPUTS, of_fisher: LOSSES}
+PRODUCTS: dict[Callable, str] = {of_hessian: WHOLE, of_ggn: OUTPUTS, of_fisher: LOSSES}
 """The matrices of which products have loops, and what f is run for."""
 
 

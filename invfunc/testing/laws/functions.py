@@ -353,7 +353,7 @@ def check(
         >>> def f(w, x, y):
         ...     return (x @ w - y).square()
         >>> w, x, y = torch.ones(2).double(), torch.eye(3, 2).double(), torch.zeros(3).double()
-        >>> table = laws.check(f, w, x, y, only=["the Hessian equals its loop", "chunks do not matter"])
+        >>> table = laws.check(f, w, x, y, only=["the Hessian equals its loop", "samples do not mix"])
         >>> [outcome.state for outcome in table.outcomes]
         ['holds', 'holds']
 

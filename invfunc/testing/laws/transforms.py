@@ -11,26 +11,19 @@ from typing import Any
 
 import torch
 
-import invfunc
 from invfunc import tree
 from invfunc.arguments.problem import InDims
 from invfunc.callables import check_callable, describe
-from invfunc.plan import AxisName
 from invfunc.testing import models
 from invfunc.testing.laws import loops
 from invfunc.testing.laws.compare import (
-    alive,
     at_points,
     difference,
-    generators,
     loop_at_points,
     loop_slopes,
-    shared,
     slopes,
-    state,
     tolerance,
     total,
-    written,
 )
 from invfunc.testing.laws.problem import BOTH, MODEL, LawProblem, options, problem
 from invfunc.testing.laws.rows import Made, every, made, one
@@ -157,37 +150,6 @@ def batched(problem: LawProblem) -> Iterator[Claim]:
         yield Claim(of.called, lambda of=of: at_points(of.make())(*of.args), expected, problem.n)
 
 
-@law("chunks do not matter", FUNCTION, TRANSFORM)
-def chunks(problem: LawProblem) -> Iterator[Claim]:
-    """chunked(t, n, over="samples" | "outputs" | "params")(params, *batch) == t(params, *batch), for every n"""
-    for of in every(problem):
-        for turn, over in enumerate(getattr(of.make(), "axes", ())):
-            if over == "samples" and problem.draws:  # anew in each chunk of samples
-                continue
-            split = {"chunk_size": 1} if turn % 2 else {"n": 2 if problem.n < 4 else 3}
-
-            def found(of: Made = of, over: AxisName = over, split: dict = split) -> Any:
-                return invfunc.chunked(of.make(), over=over, **split)(*of.args)
-
-            yield Claim(f"{of.called} over {over}", found, of.itself, problem.n)
-
-
-@law("it leaves all as it was", TRANSFORM)
-def effects(problem: LawProblem) -> Iterator[Claim]:
-    """no argument is written, no results share memory, nothing stays alive, the generators end where f leaves them"""
-
-    def after(call: Callable) -> list[torch.Tensor]:
-        call()
-        return generators()
-
-    for of in every(problem):
-        yield Claim(f"{of.called}: arguments", lambda of=of: written(of, of.args), lambda: state(problem.args))
-        yield Claim(f"{of.called}: memory", lambda of=of: shared(of(), of.args), list)
-        of_f = lambda: after(lambda: problem.f(problem.params, *problem.inputs))  # noqa: E731
-        yield Claim(f"{of.called}: generators", lambda of=of: after(of), of_f)
-        yield Claim(f"{of.called}: life", lambda of=of: alive(lambda given: of.make()(*given), of.args), list)
-
-
 CALL = "laws.check_transform"
 
 
@@ -208,7 +170,7 @@ def check_transform(
 
         t(f)(params, *batch) == oracle(f)(params, *batch)        # with loss=: t(f, loss) and oracle(f, loss)
 
-    also under `grad` and `vmap`, and in chunks where this library made it.
+    also under `grad` and `vmap`.
 
     Args:
         t: makes the statistic of a function, `t(f)` or `t(f, loss)`, as `functools.partial(invfunc.diag_ggn)` does.
