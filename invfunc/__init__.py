@@ -43,7 +43,7 @@ pair: an invertible function with its inverse. Block: a pair whose input is free
 # parameters. Slot: what holds the output of a block.
 
 from invfunc import errors, kronecker, layers, pairs
-from invfunc.certificates.certified import certified
+from invfunc.certified import certified
 from invfunc.chunked import chunked
 from invfunc.compiled import compiled
 from invfunc.core.split import outputs

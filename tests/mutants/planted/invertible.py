@@ -215,7 +215,7 @@ FAULTS = [
     ),
     Fault(
         "attention never draws in blocks and plans",
-        "plans/operators.py",
+        "plans/recorder.py",
         "kwargs.get(_DROPOUT, 0.0)) != 0",
         "kwargs.get(_DROPOUT, 0.0)) is None",
         "plans/test_modes.py",

@@ -215,8 +215,8 @@ FAULTS = [
     ),
     Fault(
         "the numbers that a plan has read are not compared",
-        "plans/plan.py",
-        "if read and self._numbers(read) != self.expected:",
+        "plans/calls.py",
+        "if read and numbers(read) != self.expected:",
         "if False:",
         "plans/test_reads.py::test_numbers_that_are_read_are_never_those_of_another_call",
     ),
