@@ -19,9 +19,9 @@ from invfunc import tree
 from invfunc._torch.generators import set_states, state_of
 from invfunc.arguments.problem import BoundProblem, problem, with_aux
 from invfunc.certificates.loop import Loop, Tensors, Vector, wide
-from invfunc.core.split import Finder, marked_for
+from invfunc.core.columns import Finder, marked_for
 from invfunc.errors import CertificateError, RandomnessError, SplitError
-from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.operations.forms import TwiceDifferentiable
 from invfunc.products.curvature import of_fisher, of_ggn, of_hessian
 from invfunc.products.product import Product
 from invfunc.reductions.gradients import CentredSquares, ClippedSum, EachSample, SquaredNorms, SumAndCentredSquares

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from invfunc.core.marks import SUMMED, Axis, Known, Unsupported, option, tensors
-from invfunc.core.order import Order
+from invfunc.operations.axis import Order
 
 
 def same(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:

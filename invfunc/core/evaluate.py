@@ -17,22 +17,20 @@ from invfunc._torch.functorch import graph_of, transforming, versions
 from invfunc._torch.generators import same_state, set_states, state_of, states_of, torchs_own
 from invfunc.arguments.problem import BoundProblem, check_numbers, whole
 from invfunc.budget import fits
-from invfunc.core.columns import Twice, columns_at, lost, single, split
-from invfunc.core.composed import Replays
+from invfunc.core.columns import WHOLE, Axis, Finder, Output, Twice, columns_at, lost, marked_for, single, split
 from invfunc.core.factors import partners
-from invfunc.core.hessian import CallsRun, HessianDiagonal
-from invfunc.core.kfra import ChainRun, chain
+from invfunc.core.generic import Replays
+from invfunc.core.hessian import CallsRun, ChainRun, HessianDiagonal, chain
 from invfunc.core.marks import SUMMED, Final, Mark, Unsupported, know
 from invfunc.core.refusals import check_loss, check_outputs, check_room
 from invfunc.core.resort import AsWritten, alone, at_once, beside, by_rows, entries
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
-from invfunc.core.split import WHOLE, Axis, Finder, Output, marked_for
 from invfunc.core.uses import Use
 from invfunc.core.ways import REPLAYED, Again, How, Met, Way, looked_at
 from invfunc.errors import InvFuncError, ProcessError, ReplayError, unreached
 from invfunc.loss.square_root import Affine, Columns, Units, Weighted, joined_block
-from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.operations.forms import TwiceDifferentiable
 from invfunc.plan import Options, Plan, even
 from invfunc.reductions import Found, Reduction, State, States
 from invfunc.reductions.lots import Lot

@@ -19,13 +19,12 @@ import torch
 from invfunc._torch.functorch import batch_first, unseen
 from invfunc._torch.values import fake
 from invfunc.core.marks import LEAF, SWAP, Final, Node
-from invfunc.core.order import Order
 from invfunc.core.run import Run
-from invfunc.core.transposed import Transposed
-from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, ProductUse, TableRows, Use
+from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, ProductUse, TableRows, Transposed, Use
 from invfunc.kronecker.matrix import Kronecker
 from invfunc.kronecker.places import PART, Place, Unfactored, grid, rows
 from invfunc.linear_algebra.contract import joined, outer, summed
+from invfunc.operations.axis import Order
 from invfunc.reductions.block import added
 from invfunc.reductions.kept_factors import Factors
 

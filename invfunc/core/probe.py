@@ -18,8 +18,8 @@ from invfunc._torch.functorch import dispatched, innermost, plainly, transformin
 from invfunc._torch.values import wide
 from invfunc.core.axes import alone, found, numbers, read, single
 from invfunc.core.marks import SUMMED, Known, Run, Unsupported, arguments, named, option, replaced, tensors
-from invfunc.core.order import Order
 from invfunc.core.tables import GROUPED, MOVES, MOVING, PLACING, SORTS, SUMS
+from invfunc.operations.axis import Order
 
 ROUNDS = 3
 _KNOWN: dict[Any, list[Any]] = {}

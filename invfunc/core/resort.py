@@ -27,12 +27,11 @@ from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc._torch.values import anywhere, near, wide
 from invfunc.arguments.problem import BoundProblem
 from invfunc.budget import free_on, told
+from invfunc.core.columns import CRITERIA, KNOWN
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option, spelled, tensors
-from invfunc.core.order import Order
 from invfunc.core.run import Run
-from invfunc.core.split import CRITERIA, KNOWN
 from invfunc.core.uses import Copies
-from invfunc.operations.axis import Axis
+from invfunc.operations.axis import Axis, Order
 from invfunc.plan import even
 
 Tensor = torch.Tensor

@@ -37,9 +37,21 @@ from invfunc._torch.functorch import (
 )
 from invfunc._torch.values import HALF, wide
 from invfunc.core.axes import single
-from invfunc.core.columns import criterion_of, weighs
-from invfunc.core.composed import Unreplayed, composed
-from invfunc.core.copies import copied, expanded, grown, masked_attention, of_users
+from invfunc.core.columns import Finder, Split, criterion_of, weighs
+from invfunc.core.generic import (
+    Unreplayed,
+    composed,
+    copied,
+    expanded,
+    grown,
+    into_view,
+    masked_attention,
+    of_users,
+    set_derived,
+    set_item,
+    set_parameter,
+    unchanged,
+)
 from invfunc.core.marks import (
     DERIVED,
     LEAF,
@@ -61,12 +73,12 @@ from invfunc.core.marks import (
     tensors,
 )
 from invfunc.core.probe import axes_of
-from invfunc.core.split import Finder, Split
 from invfunc.core.tables import (
     BY_ROW,
     DERIVATIVES,
     DIVIDE,
     EXPANDS,
+    FACTORS,
     FILLED,
     FILLS,
     GROUPED,
@@ -88,9 +100,7 @@ from invfunc.core.tables import (
     SWAPS,
     VIEWS,
 )
-from invfunc.core.transposed import FACTORS
 from invfunc.core.uses import WHOLE, Block, Copies, ProductUse, Shared, Use
-from invfunc.core.written import into_view, set_derived, set_item, set_parameter, unchanged
 from invfunc.loss.hessian import pulled_rows
 from invfunc.operations.recurrent import AT_ONCE, steps_at_once
 from invfunc.reductions.lots import Lot

@@ -26,10 +26,8 @@ from invfunc._torch.graphs import node_of, nodes_below, nodes_of
 from invfunc._torch.values import HALF, anywhere, check, checked_at_once, wide
 from invfunc.errors import ArgumentError, ConvexityError, SplitError, written
 from invfunc.loss.square_root import Affine, Columns, Elementwise, General, Gradient, OutputCotangents, Softmax
-from invfunc.operations.losses import reduction
-from invfunc.operations.naming import argument
-from invfunc.operations.operation import known
-from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.operations.forms import TwiceDifferentiable, reduction
+from invfunc.operations.operation import argument, known
 
 Scope = Any
 """A context that takes derivatives (`grad`) and gives values to the outside (`leave`)."""

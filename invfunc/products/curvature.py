@@ -15,9 +15,9 @@ import torch
 
 from invfunc import thresholds
 from invfunc._torch.graphs import node_of, nodes_of
+from invfunc.core.columns import CRITERIA, Finder
 from invfunc.core.hessian import CallsRun
 from invfunc.core.marks import Unsupported, spelled, tensors
-from invfunc.core.split import CRITERIA, Finder
 from invfunc.core.tables import POINTWISE
 from invfunc.errors import ArgumentError, SplitError, unreached
 from invfunc.loss.square_root import Columns

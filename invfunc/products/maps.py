@@ -14,7 +14,7 @@ from invfunc import tree
 from invfunc._torch.functorch import grad_level, level_of, levels, transforming
 from invfunc.arguments.problem import check_numbers
 from invfunc.loss.hessian import pulled_back, pulled_rows
-from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.operations.forms import TwiceDifferentiable
 
 Vectors = list[torch.Tensor | None]
 """A tensor for each input, or for each output; None stands for zeros."""

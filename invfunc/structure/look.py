@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from invfunc import thresholds
 from invfunc._torch.functorch import undispatched, unwatched
 from invfunc.arguments.problem import BoundProblem
-from invfunc.core.columns import lost, split
+from invfunc.core.columns import Finder, lost, marked_for, split
 from invfunc.core.marks import DERIVED, Known, Node
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
-from invfunc.core.split import Finder, marked_for
 from invfunc.core.uses import WHOLE, Block, Expanded, Grown, ProductUse, TableRows, Use
 from invfunc.linear_algebra.contract import joined, summed
 from invfunc.structure.labels import LabelRows, Labels, coordinates

@@ -14,9 +14,9 @@ from invfunc import (
     kfac,
     outputs,
 )
-from invfunc.core.order import Order
 from invfunc.core.uses import back, front
 from invfunc.core.ways import known_way
+from invfunc.operations.axis import Order
 from invfunc.testing import assert_trees_close
 from tests.rows import OF_DIAGONALS
 from tests.strategies import Numbers
