@@ -23,14 +23,13 @@ from invfunc._torch.functorch import gradient_edge, storage_of, version
 from invfunc._torch.graphs import node_of, nodes_below, nodes_of
 from invfunc._torch.values import anywhere, wide
 from invfunc.arguments.problem import BoundProblem
-from invfunc.core.marks import Axis as Marked
 from invfunc.core.marks import Mark, Run, Unsupported, know
 from invfunc.core.refusals import check_outputs
 from invfunc.errors import ArgumentError, SplitError, unreached, written
 from invfunc.loss.drawn import Drawn, drawn, targets
 from invfunc.loss.hessian import by_rows, columns, gradient, hessian, once_only, pulled_back
 from invfunc.loss.square_root import Affine, Columns, Elementwise, General, Gradient, OutputCotangents, Softmax, rooted
-from invfunc.operations.axis import WHOLE, Axis, Moved, Order
+from invfunc.operations.axis import IN_FRONT, Axis
 from invfunc.operations.forms import TwiceDifferentiable
 from invfunc.operations.operation import argument, called
 from invfunc.reductions.quantity import Drawing, Quantity
@@ -57,22 +56,13 @@ SCALES = ("Mul", "Div", "Mm", "Bmm", "Addmm", "Baddbmm", "Mv", "Dot", "Convoluti
 WAYS_OUT = "Mark the outputs with `outputs(z)`, use one of torch's convex losses, or give the model and the loss apart."
 
 
-def axis_of(x: torch.Tensor, at: tuple[int, Any, int], n: int) -> Axis:
-    """The axis of a tensor, given that of its mark, which is counted from the right."""
-    if n == 1:
-        return WHOLE
-    if isinstance(at[1], Order):
-        return Moved(at[0] + x.ndim if -at[0] <= x.ndim else None, order=at[1])
-    return Axis(at[0] % x.ndim, at[1], at[2])
-
-
 @dataclass(eq=False)
 class Output:
     """An output of the model: a tensor with a node of its own."""
 
     ordinal: int
     value: torch.Tensor
-    axis: Axis = WHOLE
+    axis: Axis = IN_FRONT
     source: Any = None
     """What the model has computed, from which columns are pulled back."""
 
@@ -156,16 +146,16 @@ class Finder(TorchFunctionMode):
             return None  # it is computed from others that are marked
         own = z.clone()
         known = getattr(own, "_known", None)  # of a run of the core
-        if known is not None and known.axis is not None and type(known.axis) is not tuple:
-            raise known.axis if isinstance(known.axis, Unsupported) else Unsupported("outputs that sum over samples")
-        at = known.axis if known is not None and self.n > 1 else None
-        return self.added(own, WHOLE if at is None else axis_of(own, at, self.n), z).value
+        axis: Any = IN_FRONT if known is None else known.axis
+        if type(axis) is not tuple:
+            raise axis if isinstance(axis, Unsupported) else Unsupported("outputs that sum over samples")
+        return self.added(own, axis, z).value
 
     def added(self, z: torch.Tensor, axis: Axis, source: torch.Tensor) -> Output:
         self.outputs.append(found := Output(len(self.outputs), z, axis, source))
         return found
 
-    def criterion(self, kind: str, func: Any, args: tuple, kwargs: dict[str, Any], axis: Axis = WHOLE) -> Any:
+    def criterion(self, kind: str, func: Any, args: tuple, kwargs: dict[str, Any], axis: Axis = IN_FRONT) -> Any:
         """Run a criterion of something that depends on the parameters, and note it."""
         x = args[0] if args else kwargs.get("input")
         if not isinstance(x, torch.Tensor) or not x.requires_grad:
@@ -326,7 +316,7 @@ class Split:
                 "function of all arguments does not say which of them is the target."
             )
         found, sample, source = [], drawing.sample, drawing.source(self.n)
-        dims = [r.axis.dim for r in self.roots]
+        dims = [None if self.n == 1 else r.axis[0] for r in self.roots]
         for _ in range(drawing.count):
             losses, roots = self.again(lambda outputs: targets(sample, outputs, dims, source))
             if not losses.ndim:
@@ -441,7 +431,7 @@ def criterion_of(run: Run, func: Any, args: tuple, kwargs: dict[str, Any], data:
         return None
     x: Any = args[0] if args else kwargs.get("input")
     axis = next((axis for y, axis in data if y is x), None)
-    return None if axis is None else run.criterion.criterion(kind, func, args, kwargs, axis_of(x, axis, run.n))
+    return None if axis is None else run.criterion.criterion(kind, func, args, kwargs, axis)
 
 
 def split(run: Run, result: torch.Tensor) -> Split:
@@ -482,8 +472,7 @@ def made(hessian: Sequence[Columns], quantity: Quantity, n: int) -> list[Columns
 def single(found: Split, columns: Sequence[Columns]) -> bool:
     """Tells whether all columns are those of one criterion of one output, with the samples in front."""
     (root, *others), known = found.roots, all([t.kind in KNOWN and t.at_root for t in found.terms]) or found.ordinary
-    at = root.axis
-    in_front = at.dim is None or (type(at) is Axis and at.dim == 0 and at.outer == 1)
+    in_front = found.n == 1 or (root.axis[0] == -root.value.ndim and root.axis[1] == 1)
     return not others and len(columns) == 1 and known and in_front
 
 
@@ -501,8 +490,9 @@ def lost(problem: BoundProblem, run: Run, outputs: Any, known: bool = False) -> 
 
     def at(ordinal: int, z: torch.Tensor) -> Output:
         own = z.clone() if z.numel() < thresholds.LOGITS else z.view_as(z)  # the loss may write into it
-        know(own, Mark(run.token, (problem.out_dims % max(1, z.ndim) - z.ndim, 1, 1), z.requires_grad))
-        return Output(ordinal, own, WHOLE if run.n == 1 else Axis(problem.out_dims % z.ndim), z)
+        axis = (problem.out_dims % max(1, z.ndim) - z.ndim, 1, 1)
+        know(own, Mark(run.token, axis, z.requires_grad))
+        return Output(ordinal, own, axis, z)
 
     def called(roots: list[Output], target: Any) -> torch.Tensor:
         given = tree.unflatten([r.value for r in roots], structure)
@@ -574,8 +564,8 @@ def weighs(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 # Columns of an operation in the middle of f
 
 
-def softmax_root(run: Run, func: Any, args: tuple, kwargs: dict, axis: Marked, slope: Any) -> tuple[Any, Axis] | None:
-    """The columns of a cross entropy or a log_softmax of any slope, and their axis; None of another operation."""
+def softmax_root(run: Run, func: Any, args: tuple, kwargs: dict, axis: Axis, slope: Any) -> Any:
+    """The columns of a cross entropy or a log_softmax of any slope; None of another operation."""
     if func is not F.cross_entropy and func not in LOGARITHMS:
         return None
     x, soft = wide(run.strip(args[0])), func is F.cross_entropy
@@ -583,9 +573,8 @@ def softmax_root(run: Run, func: Any, args: tuple, kwargs: dict, axis: Marked, s
     if x.ndim < 2 or dim is None or dim % x.ndim == 0 or (run.n > 1 and (axis[0] != -x.ndim or axis[1] != 1)):
         return None
     call = CriterionCall("cross_entropy" if soft else "log_softmax", func, (x, *args[1:]), kwargs)
-    at = axis_of(x, axis, run.n)
-    term = Term("softmax" if soft else "log_softmax", frozenset({0}), x, at, x, call, True, version(x), version(x))
-    return columns(Stripped, term, slope, [], run.n, convex=False), at
+    term = Term("softmax" if soft else "log_softmax", frozenset({0}), x, axis, x, call, True, version(x), version(x))
+    return columns(Stripped, term, slope, [], run.n, convex=False)
 
 
 class Stripped:

@@ -20,7 +20,6 @@ from invfunc import tree
 from invfunc._torch.functorch import base_of, checkpointing, mapped, saving_hooks, version
 from invfunc._torch.opened import opened
 from invfunc._torch.values import wide
-from invfunc.core.axes import numbers, read
 from invfunc.core.marks import (
     DERIVED,
     SUMMED,
@@ -37,9 +36,9 @@ from invfunc.core.marks import (
 )
 from invfunc.core.probe import axes_of
 from invfunc.core.tables import LIKE, MOVES, PLACING, POINTWISE, RULES
-from invfunc.core.uses import WHOLE, Block, Copies, Expanded, Grown, Use, back, front
+from invfunc.core.uses import WHOLE, Block, Copies, Expanded, Grown, Use
 from invfunc.errors import SampleAxisError
-from invfunc.operations.axis import Order
+from invfunc.operations.axis import Order, back, front, numbers, read
 from invfunc.operations.forms import TwiceDifferentiable
 from invfunc.operations.operation import OPERATIONS
 

@@ -23,15 +23,16 @@ from invfunc import thresholds, tree
 from invfunc._torch.functorch import base_of, checkpointing, gradient_edge, version, versions
 from invfunc._torch.values import anywhere, fake, wide
 from invfunc.core.columns import columns_at, softmax_root, split
-from invfunc.core.marks import Axis, Unsupported, arguments, named, option, tensors
+from invfunc.core.marks import Unsupported, arguments, named, option, tensors
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.tables import ADDED, DIAGONAL, DIVIDE, EACH, FIRST, JOINTLY, OF_PARAMETERS, PLUS, POINTWISE
-from invfunc.core.uses import WHOLE, Block, Expanded, Grown, ProductUse, Shared, TableRows, Use, back, front
+from invfunc.core.uses import WHOLE, Block, Expanded, Grown, ProductUse, Shared, TableRows, Use
 from invfunc.errors import ArgumentError
 from invfunc.linear_algebra.contract import joined, summed
 from invfunc.loss.hessian import pulled_back
 from invfunc.loss.square_root import joined_block
+from invfunc.operations.axis import Axis, back, front
 from invfunc.operations.forms import TwiceDifferentiable
 from invfunc.reductions.quantity import Quantity
 
@@ -230,14 +231,13 @@ def units(x: Tensor, axis: Axis, n: int) -> tuple[int, Callable[[int, int], Tens
 def parts(run: Run, call: OperationCall, slopes: Sequence[Tensor | None]) -> list[ColumnPart]:
     """The columns of an operation, given the gradients at its results."""
     alone, n = len(call.inputs) == len(slopes) == 1, run.n
-    if alone and (found := softmax_root(run, call.func, call.args, call.kwargs, call.axes[0], slopes[0])) is not None:
-        made, axis = found
-        kind, rank = call.inputs[0].dtype, max(1, made.logits.shape[1] - 1)
+    if alone and (made := softmax_root(run, call.func, call.args, call.kwargs, call.axes[0], slopes[0])) is not None:
+        kind, shape, rank = call.inputs[0].dtype, call.inputs[0].shape, max(1, made.logits.shape[1] - 1)
         weight = made.weight[:, torch.arange(made.count, device=made.weight.device) // rank].T
         return [
             ColumnPart(
                 made.count,
-                lambda a, b: axis.restore(made.block(a, b, WHOLE).left[0], n, 1).to(kind),
+                lambda a, b: back(made.block(a, b, WHOLE).left[0], shape, call.axes[0], n).to(kind),
                 call.edges,
                 weight,
             )
@@ -469,9 +469,6 @@ def _depends(y: Tensor, leaf: Tensor) -> bool:
     if not y.requires_grad:
         return False
     return torch.autograd.grad(y, leaf, torch.ones_like(y), retain_graph=True, allow_unused=True)[0] is not None
-
-
-Tensor = torch.Tensor
 
 
 class ChainRun(CallsRun):

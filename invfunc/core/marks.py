@@ -10,9 +10,6 @@ from typing import Any
 
 import torch
 
-Axis = tuple[int, int, int]
-"""`(dim, outer, inner)`: a dim, counted from the right, with `outer * N * inner` entries, of which `[:, n, :]` are of
-sample n."""
 Run = Any
 """A run of f (`run.Run`), for those who are asked while it runs."""
 SUMMED = "summed"

@@ -16,10 +16,10 @@ import torch
 from invfunc import tree
 from invfunc._torch.functorch import dispatched, innermost, plainly, transforming, undispatched, unseen, unwatched
 from invfunc._torch.values import wide
-from invfunc.core.axes import alone, found, numbers, read, single
 from invfunc.core.marks import SUMMED, Known, Run, Unsupported, arguments, named, option, replaced, tensors
+from invfunc.core.rules import found, single
 from invfunc.core.tables import GROUPED, MOVES, MOVING, PLACING, SORTS, SUMS
-from invfunc.operations.axis import Order
+from invfunc.operations.axis import Order, alone, numbers, read
 
 ROUNDS = 3
 _KNOWN: dict[Any, list[Any]] = {}

@@ -218,20 +218,20 @@ def _mapped(
 
     def one(*mapped: Tensor) -> Tensor:
         samples = iter(mapped[len(copies) :])
-        each = AsWritten(lambda x, axis: next(samples).unsqueeze(axis.dim or 0))
+        each = AsWritten(lambda x, axis: next(samples).unsqueeze(axis[0]))
         with graph_level() if graph else nullcontext((as_it_is, as_it_is)) as (enter, leave):
             given = [*map(enter, mapped[: len(copies)])]
             return tree.map_tensors(leave, through(lambda: problem.call(each, given)[0]))
 
     dims = (*[0] * len(copies), *[d for _, d in given])
-    return mapped(one, dims, drawing)(*copies, *[run.samples(x, Axis(d)) for x, d in given])
+    return mapped(one, dims, drawing)(*copies, *[run.samples(x, (d - x.ndim, 1, 1)) for x, d in given])
 
 
 def _looped(problem: BoundProblem, run: Run, copies: Tensors) -> Tensor:
     """f of one sample after the other, `[N, ...]`."""
     found = []
     for n, params in enumerate(zip(*[x.unbind() for x in copies], strict=True)):
-        each = AsWritten(lambda x, axis, n=n: run.samples(x, axis).narrow(axis.dim or 0, n, 1))
+        each = AsWritten(lambda x, axis, n=n: run.samples(x, axis).narrow(axis[0], n, 1))
         found.append(problem.call(each, [*params])[0])
     return torch.stack(found)
 

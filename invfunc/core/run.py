@@ -36,7 +36,6 @@ from invfunc._torch.functorch import (
     saving_hooks,
 )
 from invfunc._torch.values import HALF, wide
-from invfunc.core.axes import single
 from invfunc.core.columns import Finder, Split, criterion_of, weighs
 from invfunc.core.generic import (
     Unreplayed,
@@ -73,6 +72,7 @@ from invfunc.core.marks import (
     tensors,
 )
 from invfunc.core.probe import axes_of
+from invfunc.core.rules import single
 from invfunc.core.tables import (
     BY_ROW,
     DERIVATIVES,
@@ -215,7 +215,7 @@ class Run(TorchFunctionMode):
         """The tensor that f gets in place of a tensor of the batch, whose samples are in a dim."""
         x = x.clone() if x.is_inference() else x
         y = x.view_as(x) if self.deep else x.detach()
-        vars(y)["_known"] = Mark(self.token, (axis.dim - y.ndim, 1, 1), y.requires_grad)
+        vars(y)["_known"] = Mark(self.token, axis, y.requires_grad)
         return y
 
     def alias(self, x: Tensor) -> Tensor:

@@ -8,13 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from invfunc._torch.functorch import version
-from invfunc._torch.values import wide
-from invfunc.core import axes
-from invfunc.core.axes import factors_of, letters, operands
-from invfunc.core.marks import Axis, Node, Run, Unsupported, named, option
-from invfunc.core.uses import Block, Convolution, Expanded, ProductUse, TableRows, Transposed, Use, front
-from invfunc.operations.forms import TwiceDifferentiable
+from invfunc.core import rules
 from invfunc.operations.operation import called, getters
 from invfunc.operations.recurrent import states_after, states_before
 
@@ -96,58 +90,58 @@ MOVING = {
 """Operations that only move entries, so that they may run on the numbers of the samples."""
 
 AXES: list[tuple[set[Any], Callable]] = [
-    (POINTWISE, axes.same),
-    ({T.unsqueeze_, T.squeeze_, T.t_, T.transpose_, T.swapaxes_, T.swapdims_}, axes.reshaped_in_place),
-    (called("sum nansum mean nanmean"), axes.reduction(linear=True)),
+    (POINTWISE, rules.same),
+    ({T.unsqueeze_, T.squeeze_, T.t_, T.transpose_, T.swapaxes_, T.swapdims_}, rules.reshaped_in_place),
+    (called("sum nansum mean nanmean"), rules.reduction(linear=True)),
     (
         called("amax amin max min argmax argmin std var logsumexp prod any all count_nonzero median var_mean std_mean"),
-        axes.reduction(),
+        rules.reduction(),
     ),
-    (called("softmax log_softmax softmin cumsum cumprod sort argsort logcumsumexp cummax"), axes.along(1)),
-    (called("glu"), axes.along(1, -1)),
-    (called("topk"), axes.along(2, -1)),
-    (called("normalize"), axes.along(2, 1)),
-    (called("view reshape flatten unflatten squeeze unsqueeze ravel view_as reshape_as"), axes.reshaped),
-    (called("permute"), axes.permuted),
-    (called("t transpose swapaxes swapdims") | getters("mT"), axes.swapped),
-    (getters("T"), axes.reversed_),
-    (called("expand expand_as broadcast_to"), axes.expanded),
-    (called("cat concat concatenate"), axes.joined),
-    (called("stack"), axes.stacked),
-    (called("chunk split tensor_split split_with_sizes"), axes.parts),
-    (called("select unbind"), axes.dropped),
-    (INDEXES, axes.indexed),
-    (called("matmul mm bmm mv dot") - {T.__rmatmul__}, axes.matmul),
-    (called("addmm baddbmm addmv"), axes.addmm),
-    (called("linear"), axes.linear),
-    (called("einsum"), axes.einsum),
-    (called("scaled_dot_product_attention"), axes.attention),
-    ({F.embedding}, axes.embedding),
-    (called("layer_norm rms_norm"), axes.layer_norm),
-    (called("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"), axes.convolution),
-    (called("_sample_dirichlet multinomial"), axes.spatial(1)),
-    ({F.batch_norm}, axes.batch_norm),
-    ({F.instance_norm}, axes.instance_norm),
+    (called("softmax log_softmax softmin cumsum cumprod sort argsort logcumsumexp cummax"), rules.along(1)),
+    (called("glu"), rules.along(1, -1)),
+    (called("topk"), rules.along(2, -1)),
+    (called("normalize"), rules.along(2, 1)),
+    (called("view reshape flatten unflatten squeeze unsqueeze ravel view_as reshape_as"), rules.reshaped),
+    (called("permute"), rules.permuted),
+    (called("t transpose swapaxes swapdims") | getters("mT"), rules.swapped),
+    (getters("T"), rules.reversed_),
+    (called("expand expand_as broadcast_to"), rules.expanded),
+    (called("cat concat concatenate"), rules.joined),
+    (called("stack"), rules.stacked),
+    (called("chunk split tensor_split split_with_sizes"), rules.parts),
+    (called("select unbind"), rules.dropped),
+    (INDEXES, rules.indexed),
+    (called("matmul mm bmm mv dot") - {T.__rmatmul__}, rules.matmul),
+    (called("addmm baddbmm addmv"), rules.addmm),
+    (called("linear"), rules.linear),
+    (called("einsum"), rules.einsum),
+    (called("scaled_dot_product_attention"), rules.attention),
+    ({F.embedding}, rules.embedding),
+    (called("layer_norm rms_norm"), rules.layer_norm),
+    (called("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"), rules.convolution),
+    (called("_sample_dirichlet multinomial"), rules.spatial(1)),
+    ({F.batch_norm}, rules.batch_norm),
+    ({F.instance_norm}, rules.instance_norm),
     *[
-        (called(f"avg_pool{k}d max_pool{k}d adaptive_avg_pool{k}d adaptive_max_pool{k}d lp_pool{k}d"), axes.spatial(k))
+        (called(f"avg_pool{k}d max_pool{k}d adaptive_avg_pool{k}d adaptive_max_pool{k}d lp_pool{k}d"), rules.spatial(k))
         for k in (1, 2, 3)
     ],
     (
         called("group_norm max_pool2d_with_indices interpolate local_response_norm channel_shuffle upsample"),
-        axes.first,
+        rules.first,
     ),
     (
         called(
             "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
             "poisson_nll_loss gaussian_nll_loss soft_margin_loss margin_ranking_loss hinge_embedding_loss"
         ),
-        axes.pointwise_loss,
+        rules.pointwise_loss,
     ),
-    ({states_before, states_after}, axes.steps),
-    (called("cross_entropy nll_loss cross_entropy_loss"), axes.class_loss),
-    (called("cosine_embedding_loss multilabel_margin_loss multi_margin_loss"), axes.row_loss),
+    ({states_before, states_after}, rules.steps),
+    (called("cross_entropy nll_loss cross_entropy_loss"), rules.class_loss),
+    (called("cosine_embedding_loss multilabel_margin_loss multi_margin_loss"), rules.row_loss),
 ]
-BY_ROW = (axes.same, axes.pointwise_loss, axes.class_loss, axes.row_loss)
+BY_ROW = (rules.same, rules.pointwise_loss, rules.class_loss, rules.row_loss)
 """Rules of operations that combine rows with rows."""
 RULES: dict[Any, Callable] = {func: rule for funcs, rule in reversed(AXES) for func in funcs}
 
@@ -182,207 +176,24 @@ OF_PARAMETERS = ADDED | EACH | EXPANDS | called("getitem addmm layer_norm rms_no
 """Operations that are linear in each parameter that they read."""
 
 
-# How operations read parameters: rules `(run, args, kwargs, nodes, axes, out_axis, func) -> uses`, None without a rule
-
-Nodes = dict[int, Node]
-
-
-def each(value: Any, count: int) -> tuple[int, ...]:
-    """An option of a convolution, for each dim."""
-    return (value,) * count if isinstance(value, int) else tuple(value) * (count if len(value) == 1 else 1)
-
-
-def of_linear(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
-    """`linear(x, w, b)`."""
-    if len(args) == 3:
-        x, w, b = args
-    else:
-        x, w, b = args[0], option(args, kwargs, 1, "weight"), option(args, kwargs, 2, "bias")
-    uses: list[Use] = []
-    if id(w) in nodes:
-        if w.ndim != 2:
-            return None
-        pair = ProductUse(nodes[id(w)], w, x, axes[id(x)], axis, None, None, ((), (0,), (1,)))
-        pair.layer = True
-        uses.append(pair)
-    if b is not None and id(b) in nodes:
-        uses.append(Expanded(nodes[id(b)], b, axis))
-    return uses
-
-
-def _by_letters(
-    run: Run, nodes: Nodes, w: torch.Tensor, x: torch.Tensor, ws: str, xs: str, outs: str, axes: Any, axis: Axis
-) -> Any:
-    """A product of one parameter and one tensor with samples."""
-    if len(set(ws)) < len(ws) or len(set(xs)) < len(xs):
-        return None
-    sample = xs[axes[id(x)][0]]
-    g = [c for c in ws if c in xs and c in outs]
-    k = [c for c in ws if c in xs and c not in outs]
-    o = [c for c in ws if c not in xs and c in outs]
-    p = [c for c in outs if c in xs and c not in ws]
-    if len(g) + len(k) + len(o) < len(ws) or len(p) + len(g) + len(k) < len(xs) or (sample not in p and run.n > 1):
-        return None
-
-    def at(labels: list[str], of: str) -> tuple[int, ...]:
-        return tuple(of.index(c) - len(of) for c in labels)
-
-    of_a, of_d = (at(g, xs), at(p, xs), at(k, xs)), (at(g, outs), at(p, outs), at(o, outs))
-    of_w = tuple(tuple(ws.index(c) for c in labels) for labels in (g, o, k))
-    return [ProductUse(nodes[id(w)], w, x, axes[id(x)], axis, of_a, of_d, of_w)]  # pyright: ignore[reportArgumentType]: three
-
-
-def of_matmul(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
-    """Products of (batches of) matrices and vectors."""
-    a, b = args[0], option(args, kwargs, 1, "other", kwargs.get("mat2"))
-    most = max(a.ndim, b.ndim) - 2
-    batch = "ABCDEFGH"[: max(most, 0)]
-    of_a = "k" if a.ndim == 1 else batch[len(batch) - a.ndim + 2 :] + "mk"
-    of_b = "k" if b.ndim == 1 else batch[len(batch) - b.ndim + 2 :] + "ko"
-    outs = batch + "m" * (a.ndim > 1) + "o" * (b.ndim > 1)
-    (w, ws, x, xs) = (a, of_a, b, of_b) if id(a) in nodes else (b, of_b, a, of_a)
-    if id(x) not in axes:
-        return None
-    if w is b and b.ndim == 2 and axes[id(x)][0] != -1 and x.ndim > 1:
-        return [ProductUse(nodes[id(w)], w, x, axes[id(x)], axis, None, None, ((), (1,), (0,)))]
-    if any(w.shape[i] != x.shape[i] for i in range(-min(w.ndim, x.ndim), -2)):
-        return None
-    return _by_letters(run, nodes, w, x, ws, xs, outs, axes, axis)
-
-
-def of_addmm(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
-    """`addmm(c, a, b)`."""
-    if len(args) + len(kwargs) != 3 or kwargs.keys() - {"mat1", "mat2"}:
-        return None
-    uses: list[Use] = [Expanded(nodes[id(args[0])], args[0], axis)] if id(args[0]) in nodes else []
-    a, b = factors_of(args, kwargs)
-    if id(a) in nodes or id(b) in nodes:
-        more = of_matmul(run, (a, b), {}, nodes, axes, axis, func)
-        return None if more is None else uses + more
-    return uses
-
-
-def of_einsum(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
-    """An einsum of a parameter and a tensor."""
-    given = operands(args)
-    if len(given) != 2 or len(nodes) != 1 or len(axes) != 1:
-        return None
-    ins, outs = letters(args[0], [x.shape for x in given])
-    (w, ws), (x, xs) = [*zip(given, ins, strict=True)][:: 1 if id(given[0]) in nodes else -1]
-    sizes = dict(zip(ws, w.shape, strict=True))
-    if any(sizes.get(c, s) != s for c, s in zip(xs, x.shape, strict=True)):
-        return None
-    return _by_letters(run, nodes, w, x, ws, xs, outs, axes, axis)
-
-
-def of_convolution(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
-    """`conv2d(x, w, b, stride, padding, dilation, groups)` and its like."""
-    x, w, b = args[0], option(args, kwargs, 1, "weight"), option(args, kwargs, 2, "bias")
-    rest = w.ndim - 2
-    if x.ndim != w.ndim or id(x) not in axes:
-        return None
-    stride, dilation = (each(option(args, kwargs, i, name, 1), rest) for i, name in ((3, "stride"), (5, "dilation")))
-    padding, groups = option(args, kwargs, 4, "padding", 0), option(args, kwargs, 6, "groups", 1)
-    if padding == "valid":
-        padding = 0
-    if padding == "same":
-        if any((k - 1) * gap % 2 for k, gap in zip(w.shape[2:], dilation, strict=True)):
-            return None
-        padding = tuple((k - 1) * gap // 2 for k, gap in zip(w.shape[2:], dilation, strict=True))
-    uses: list[Use] = []
-    if id(w) in nodes:
-        window = (stride, each(padding, rest), dilation)
-        uses.append(Convolution(nodes[id(w)], w, x, axes[id(x)], axis, window, groups))
-    if b is not None and id(b) in nodes:
-        uses.append(Expanded(nodes[id(b)], b, axis, view=(b.numel(), *[1] * rest)))
-    return uses
-
-
-def of_norm(places: tuple[int, int | None], layer: bool = False) -> Callable:
-    """A rule of norms: the scale reads what is normalised, the shift is added."""
-
-    def rule(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
-        w = option(args, kwargs, places[0], "weight")
-        b = option(args, kwargs, places[1], "bias") if places[1] else None
-        x = args[0]
-        if id(x) not in axes:
-            return None
-        if named(func) == "batch_norm" and option(args, kwargs, 5, "training", False):
-            raise Unsupported("batch norm in train mode")
-        plain, options = list(args), {k: v for k, v in kwargs.items() if k not in ("weight", "bias")}
-        for i in places:
-            if i and i < len(plain):
-                plain[i] = None
-        before = version(x)
-
-        def normal(run: Run, block: Block) -> torch.Tensor:
-            if version(x) != before:
-                raise Unsupported("what a parameter met was changed in place later")
-            with TwiceDifferentiable() if run.deep else torch.no_grad():
-                return wide(run.taken(front(func(run.strip(x), *plain[1:], **options), axis, run.n), block))
-
-        uses: list[Use] = []
-        for t, factor in ((w, normal), (b, None)):
-            if t is not None and id(t) in nodes:
-                view = tuple(t.shape) if layer else (t.numel(), *[1] * (x.ndim - 2))
-                uses.append(Expanded(nodes[id(t)], t, axis, factor, view))
-        return uses
-
-    return rule
-
-
-def of_embedding(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
-    """`embedding(index, table, padding_idx)`."""
-    if option(args, kwargs, 3, "max_norm") is not None or option(args, kwargs, 5, "scale_grad_by_freq", False):
-        raise Unsupported("embedding with max_norm or scale_grad_by_freq depends on all samples")
-    table, padding = option(args, kwargs, 1, "weight"), option(args, kwargs, 2, "padding_idx")
-    if id(table) not in nodes or id(args[0]) not in axes:
-        return None
-    if padding is not None and padding < 0:
-        padding += len(table)
-    return [TableRows(nodes[id(table)], table, args[0], axes[id(args[0])], axis, padding)]
-
-
-def of_index(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
-    """`w[i]`."""
-    w, i = args[0], args[-1]
-    if id(w) in nodes and isinstance(i, torch.Tensor) and id(i) in axes and i.dtype == torch.long and w.ndim > 0:
-        return [TableRows(nodes[id(w)], w, i, axes[id(i)], axis, None)]
-    return None
-
-
-def of_transposed(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
-    """`conv_transpose2d(x, w, b, stride, padding, output_padding, groups, dilation)` and its like."""
-    x, w, b = args[0], option(args, kwargs, 1, "weight"), option(args, kwargs, 2, "bias")
-    rest = w.ndim - 2
-    if x.ndim != w.ndim or id(x) not in axes:
-        return None
-    names = (3, "stride", 1), (4, "padding", 0), (5, "output_padding", 0), (7, "dilation", 1)
-    window = tuple(each(option(args, kwargs, *name), rest) for name in names)
-    uses: list[Use] = []
-    if id(w) in nodes:
-        groups = option(args, kwargs, 6, "groups", 1)
-        uses.append(Transposed(nodes[id(w)], w, x, axes[id(x)], axis, window, groups))
-    if b is not None and id(b) in nodes:
-        uses.append(Expanded(nodes[id(b)], b, axis, view=(b.numel(), *[1] * rest)))
-    return uses
-
+# How operations read parameters
 
 FACTORS: dict[Any, Callable] = {
     func: rule
-    for names, rule in [
-        ("linear", of_linear),
-        ("matmul mm bmm mv", of_matmul),
-        ("addmm", of_addmm),
-        ("einsum", of_einsum),
-        ("conv1d conv2d conv3d", of_convolution),
-        ("conv_transpose1d conv_transpose2d conv_transpose3d", of_transposed),
-        ("layer_norm", of_norm((2, 3), layer=True)),
-        ("rms_norm", of_norm((2, None), layer=True)),
-        ("group_norm", of_norm((2, 3))),
-        ("getitem", of_index),
+    for funcs, rule in [
+        (called("linear"), rules.of_linear),
+        (called("matmul mm bmm mv") - {T.__rmatmul__}, rules.of_matmul),
+        (called("addmm"), rules.of_addmm),
+        (called("einsum"), rules.of_einsum),
+        (called("conv1d conv2d conv3d"), rules.of_convolution),
+        (called("conv_transpose1d conv_transpose2d conv_transpose3d"), rules.of_transposed),
+        (called("layer_norm"), rules.of_norm((2, 3), layer=True)),
+        (called("rms_norm"), rules.of_norm((2, None), layer=True)),
+        (called("group_norm"), rules.of_norm((2, 3))),
+        ({F.batch_norm, F.instance_norm}, rules.of_norm((3, 4))),
+        ({F.embedding}, rules.of_embedding),
+        (called("getitem"), rules.of_index),
     ]
-    for func in called(names) - {T.__rmatmul__}
+    for func in funcs
 }
-FACTORS |= {F.batch_norm: of_norm((3, 4)), F.instance_norm: of_norm((3, 4)), F.embedding: of_embedding}
 """The rules of operations that read parameters."""

@@ -16,44 +16,15 @@ import torch.nn.functional as F
 from invfunc import thresholds
 from invfunc._torch.functorch import counted, version
 from invfunc._torch.values import HALF, room, wide
-from invfunc.core.marks import Axis, Node, Run, Unsupported, named
+from invfunc.core.marks import Node, Run, Unsupported, named
 from invfunc.errors import ArgumentError
 from invfunc.linear_algebra import autocorrelation
 from invfunc.linear_algebra.contract import in_place, summed
-from invfunc.operations.axis import Order
+from invfunc.operations.axis import Axis, Order, front
 
 Block = slice | torch.Tensor
 """Some of the samples."""
 WHOLE = slice(None)
-
-
-def front(x: torch.Tensor, axis: Axis, n: int, lead: int = 0) -> torch.Tensor:
-    """A tensor with the samples in their own dim `lead`; what else is in their dim stays there."""
-    if n == 1:
-        return x.unsqueeze(lead)
-    at, outer, inner = axis
-    at += x.ndim
-    if isinstance(outer, Order):
-        return outer.front(x, at, lead)
-    if outer == inner == 1:
-        x = x if at == lead else x.movedim(at, lead)
-        return x.unsqueeze(at + 1)
-    x = x.unflatten(at, (outer, n, inner)).movedim(at + 1, lead)
-    return x.flatten(at + 1, at + 2)
-
-
-def back(x: torch.Tensor, shape: Sequence[int], axis: Axis, n: int) -> torch.Tensor:
-    """Columns `[V, n, entries]` in the layout of a tensor, `[V, *shape]`."""
-    if n == 1:
-        return x.reshape(len(x), *shape)
-    at, outer, inner = axis
-    at += len(shape)
-    if isinstance(outer, Order):
-        if at < 0:
-            return outer.restored(x.reshape(len(x), n, 1, *shape), 0).squeeze(1)
-        return outer.restored(x.reshape(len(x), n, *shape[:at], outer.width, *shape[at + 1 :]), at)
-    x = x.reshape(len(x), n, *shape[:at], outer, inner, *shape[at + 1 :])
-    return x.movedim(1, at + 2).flatten(at + 1, at + 3)
 
 
 class Use:

@@ -26,6 +26,7 @@ from invfunc._torch.graphs import node_of, nodes_below, nodes_of
 from invfunc._torch.values import HALF, anywhere, check, checked_at_once, wide
 from invfunc.errors import ArgumentError, ConvexityError, SplitError, written
 from invfunc.loss.square_root import Affine, Columns, Elementwise, General, Gradient, OutputCotangents, Softmax
+from invfunc.operations.axis import back, exposed
 from invfunc.operations.forms import TwiceDifferentiable, reduction
 from invfunc.operations.operation import argument, known
 
@@ -84,7 +85,7 @@ def gradient(scope: Scope, result: torch.Tensor, roots: list[Output], n: int) ->
     """The gradient of the result in the outputs."""
     found = scope.grad([result], [r.edge for r in roots], [torch.ones_like(result)], batched=False)
     values = zip(roots, found, strict=True)
-    return Gradient({r.ordinal: r.axis.expose(scope.leave(g), n) for r, g in values if g is not None})
+    return Gradient({r.ordinal: exposed(scope.leave(g), r.axis, n) for r, g in values if g is not None})
 
 
 def hessian(
@@ -164,9 +165,9 @@ def columns(scope: Scope, term: Term, slope: torch.Tensor, roots: list[Output], 
         return made
 
     def pull(columns: torch.Tensor, part: slice) -> OutputCotangents:
-        found = scope.grad([term.input], [r.edge for r in roots], [term.axis.restore(columns, n, 1)])
+        found = scope.grad([term.input], [r.edge for r in roots], [back(columns, term.input.shape, term.axis, n)])
         pairs = zip(roots, found, strict=True)
-        return {r.ordinal: r.axis.expose(scope.leave(g), n, 1)[:, part] for r, g in pairs if g is not None}
+        return {r.ordinal: exposed(scope.leave(g), r.axis, n, 1)[:, part] for r, g in pairs if g is not None}
 
     return Affine(made, term.root, [r.ordinal for r in roots], pull)
 
@@ -182,8 +183,8 @@ def _elementwise(scope: Scope, term: Term, slope: torch.Tensor, n: int, convex: 
         diagonal = scope.leave(second.masked_fill(first.isnan(), torch.nan) if entry.cornered else second)
     if convex:
         check_sign(diagonal, term.call.name)
-    logits = term.axis.expose(scope.leave(term.input), n)
-    return Elementwise(term.root, term.axis.expose(diagonal, n), entry.predictive, logits)
+    logits = exposed(scope.leave(term.input), term.axis, n)
+    return Elementwise(term.root, exposed(diagonal, term.axis, n), entry.predictive, logits)
 
 
 def _closed(term: Term, slope: torch.Tensor, scope: Scope) -> torch.Tensor | None:
@@ -353,15 +354,11 @@ def softmax_product(
 
 def _softmax(scope: Scope, term: Term, weight: torch.Tensor, n: int, convex: bool) -> Softmax:
     """Bring logits to `[n, C, positions]` and the weights to `[n, positions]`."""
-    dim, axis = _class_dim(term), term.axis
+    dim, (at, *rows) = _class_dim(term), term.axis
     if convex:
         check_sign(weight, term.call.name)
     x = scope.leave(term.input)
-    logits = axis.expose(wide(x), n)
-    if axis.dim is None:
-        positions = axis
-    else:
-        positions = axis.at(axis.dim - (dim < axis.dim))
+    logits = exposed(wide(x), term.axis, n)
     one = logits.shape[1:]
     flat = logits.movedim(1 + dim, 1).flatten(2) if logits.ndim > 2 else logits.unsqueeze(2)
 
@@ -369,13 +366,13 @@ def _softmax(scope: Scope, term: Term, weight: torch.Tensor, n: int, convex: boo
         rest = [s for d, s in enumerate(one) if d != dim]
         return columns.reshape(*columns.shape[:3], *rest).movedim(2, 2 + dim)
 
-    w = positions.expose(scope.leave(weight), n)
+    w = exposed(scope.leave(weight), (at + (dim > at + x.ndim), *rows), n)
     return Softmax(term.root, flat, w.reshape(n, -1), layout)
 
 
 def _general(scope: Scope, result: torch.Tensor, roots: list[Output], n: int, convex: bool) -> General:
     values, edges = [r.value for r in roots], [r.edge for r in roots]
-    shapes = {r.ordinal: r.axis.expose(r.value, n).shape[1:] for r in roots}
+    shapes = {r.ordinal: exposed(r.value, r.axis, n).shape[1:] for r in roots}
     sizes = [math.prod(s) for s in shapes.values()]
     total = sum(sizes)
     if n * total * total > thresholds.HESSIAN:
@@ -386,7 +383,7 @@ def _general(scope: Scope, result: torch.Tensor, roots: list[Output], n: int, co
     first = scope.grad([result], edges, [torch.ones_like(result)], batched=False, create_graph=True)
     eye = torch.eye(total, dtype=values[0].dtype, device=values[0].device)
     units = [
-        r.axis.restore(u.reshape(total, 1, *s).expand(total, n, *s), n, 1)
+        back(u.reshape(total, 1, *s).expand(total, n, *s), r.value.shape, r.axis, n)
         for r, s, u in zip(roots, shapes.values(), eye.split(sizes, dim=1), strict=True)
     ]
     pairs = [(g, u) for g, u in zip(first, units, strict=True) if g is not None and g.requires_grad]
@@ -394,7 +391,7 @@ def _general(scope: Scope, result: torch.Tensor, roots: list[Output], n: int, co
     rows = [
         torch.zeros(total, n, m, dtype=eye.dtype, device=eye.device)
         if h is None
-        else r.axis.expose(scope.leave(h), n, 1).reshape(total, n, m)
+        else exposed(scope.leave(h), r.axis, n, 1).reshape(total, n, m)
         for h, r, m in zip(found, roots, sizes, strict=True)
     ]
     joint = torch.cat(rows, 2).movedim(0, 2)

@@ -1,44 +1,52 @@
-"""The axis of the samples of a tensor, or their order along it."""
+"""The axis of the samples of a tensor: a dim, or an order along it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-
-@dataclass(frozen=True)
-class Axis:
-    """The dim of a tensor that has its samples, as (outer, sample, inner); `dim=None`, all of it is of one sample."""
-
-    dim: int | None
-    outer: int = 1
-    inner: int = 1
-
-    def at(self, dim: int) -> Axis:
-        return Axis(dim, self.outer, self.inner)
-
-    def expose(self, x: torch.Tensor, n: int, lead: int = 0) -> torch.Tensor:
-        """`[*lead, *shape] -> [*lead, n, *one]`: `one` is the shape of x with only one sample in it."""
-        if self.dim is None:
-            return x.unsqueeze(lead)
-        d = lead + self.dim
-        if self.outer == self.inner == 1:
-            return (x.movedim(d, lead) if d > lead else x).unsqueeze(d + 1)
-        return x.unflatten(d, (self.outer, n, self.inner)).movedim(d + 1, lead).flatten(d + 1, d + 2)
-
-    def restore(self, x: torch.Tensor, n: int, lead: int = 0) -> torch.Tensor:
-        """The inverse of `expose`."""
-        if self.dim is None:
-            return x.squeeze(lead)
-        d = lead + 1 + self.dim
-        if self.outer == self.inner == 1:
-            x = x.squeeze(d)
-            return x.movedim(lead, d - 1) if d - 1 > lead else x
-        return x.unflatten(d, (self.outer, self.inner)).movedim(lead, d).flatten(d - 1, d + 1)
+Axis = tuple[int, Any, int]
+"""`(dim, outer, inner)`: a dim, counted from the right, with `outer * N * inner` entries, of which `[:, n, :]` are of
+sample n; or `(dim, order, 0)`, where they are in any `Order`. Of one sample, all is of it."""
+IN_FRONT: Axis = (-1, 1, 1)
+"""The axis of `[N]` losses."""
 
 
-WHOLE = Axis(None)
+def front(x: torch.Tensor, axis: Axis, n: int, lead: int = 0) -> torch.Tensor:
+    """A tensor with the samples in their own dim `lead`; what else is in their dim stays there."""
+    if n == 1:
+        return x.unsqueeze(lead)
+    at, outer, inner = axis
+    at += x.ndim
+    if isinstance(outer, Order):
+        return outer.front(x, at, lead)
+    if outer == inner == 1:
+        x = x if at == lead else x.movedim(at, lead)
+        return x.unsqueeze(at + 1)
+    x = x.unflatten(at, (outer, n, inner)).movedim(at + 1, lead)
+    return x.flatten(at + 1, at + 2)
+
+
+def exposed(x: torch.Tensor, axis: Axis, n: int, lead: int = 0) -> torch.Tensor:
+    """`[*lead, *shape] -> [*lead, n, *one]`: `one` is the shape of x with only one sample in it."""
+    alone = n > 1 and -axis[0] > x.ndim - lead
+    return front(x, axis, n, lead).squeeze(lead + 1) if alone else front(x, axis, n, lead)
+
+
+def back(x: torch.Tensor, shape: Sequence[int], axis: Axis, n: int) -> torch.Tensor:
+    """Columns `[V, n, entries]` in the layout of a tensor, `[V, *shape]`."""
+    if n == 1:
+        return x.reshape(len(x), *shape)
+    at, outer, inner = axis
+    at += len(shape)
+    if isinstance(outer, Order):
+        if at < 0:
+            return outer.restored(x.reshape(len(x), n, 1, *shape), 0).squeeze(1)
+        return outer.restored(x.reshape(len(x), n, *shape[:at], outer.width, *shape[at + 1 :]), at)
+    x = x.reshape(len(x), n, *shape[:at], outer, inner, *shape[at + 1 :])
+    return x.movedim(1, at + 2).flatten(at + 1, at + 3)
 
 
 class Order:
@@ -88,23 +96,45 @@ class Order:
         return x.movedim(1, at + 1)
 
 
-@dataclass(frozen=True)
-class Moved(Axis):
-    """An axis along which the samples are in any order; `dim=None`, all of it is of one of them."""
+# The sample of each entry
 
-    order: Order = None  # pyright: ignore[reportAssignmentType]
 
-    def at(self, dim: int) -> Moved:
-        return Moved(dim, order=self.order)
+def numbers(shape: Any, axis: Axis, n: int, device: torch.device) -> torch.Tensor:
+    """The number of the sample of each entry of a tensor."""
+    at, outer, inner = axis
+    if -at > len(shape):
+        return outer.rows.view([1] * len(shape)).expand(shape)
+    count = outer.rows if isinstance(outer, Order) else torch.arange(outer * n * inner, device=device) // inner % n
+    return count.view(-1, *[1] * (-at - 1)).expand(shape)
 
-    def expose(self, x: torch.Tensor, n: int, lead: int = 0) -> torch.Tensor:
-        if self.dim is None:
-            return self.order.front(x, lead - 1, lead).squeeze(lead + 1)
-        return self.order.front(x, lead + self.dim, lead)
 
-    def restore(self, x: torch.Tensor, n: int, lead: int = 0) -> torch.Tensor:
-        if not lead:
-            return self.restore(x.unsqueeze(0), n, 1).squeeze(0)
-        return (
-            self.order.restored(x.unsqueeze(2), 0).squeeze(1) if self.dim is None else self.order.restored(x, self.dim)
-        )
+def read(known: torch.Tensor, n: int) -> Axis | None:
+    """The axis from the sample of each entry, -1 where there is none; None if they are not along one dim."""
+    if known.ndim and not known.numel():  # nothing was picked
+        return [*known.shape].index(0) - known.ndim, Order(known.flatten(), n), 0
+    low, high = (int(x) for x in known.aminmax())
+    if known.ndim == 0 or high < 0:
+        return None
+    if low == high and n > 1:
+        return alone(known.ndim, known.new_full((1,), high), n)
+    order = None
+    for dim in range(known.ndim):
+        rows = known.movedim(dim, 0).reshape(known.shape[dim], -1)
+        low, high = torch.where(rows < 0, n, rows).min(1).values, rows.max(1).values
+        there = high >= 0
+        if not torch.equal(low[there], high[there]):
+            continue
+        if order is None and bool(there.all()):
+            order = (dim - known.ndim, high)
+        if len(rows) % n:
+            continue
+        count = torch.arange(len(rows), device=known.device)
+        for inner in range(1, len(rows) // n + 1):
+            if len(rows) % (inner * n) == 0 and torch.equal((count // inner % n)[there], high[there]):
+                return (dim - known.ndim, len(rows) // (n * inner), inner)
+    return None if order is None else (order[0], Order(order[1], n), 0)
+
+
+def alone(ndim: int, sample: torch.Tensor, n: int) -> Axis:
+    """The axis of a tensor that is of one sample."""
+    return (-ndim - 1, Order(sample, n), 0)

@@ -21,6 +21,7 @@ from invfunc.core.marks import Unsupported, spelled, tensors
 from invfunc.core.tables import POINTWISE
 from invfunc.errors import ArgumentError, SplitError, unreached
 from invfunc.loss.square_root import Columns
+from invfunc.operations.axis import back, exposed
 from invfunc.products.given import Following, ProductArguments, ScopedSplit
 from invfunc.products.maps import Direction, Kind, Linear, Pull, Steps, Vectors
 
@@ -45,8 +46,8 @@ class OutputRows:
             found = [x.unsqueeze(1) for x in several if x is not None]
         else:
             given = [(i, axis, x) for (i, axis), x in zip(self.places, several, strict=True) if x is not None]
-            exposed = {i: self._flat(axis.expose(x, self.n, 1)) for i, axis, x in given}
-            along = [self._products(left, exposed) for left in self.blocks if exposed]
+            tangents = {i: self._flat(exposed(x, axis, self.n, 1)) for i, axis, x in given}
+            along = [self._products(left, tangents) for left in self.blocks if tangents]
             found = [torch.cat(along, 1)] if along else []
         return [x if pull.batched else x.squeeze(0) for x in found] or [None]
 
@@ -65,7 +66,9 @@ class OutputRows:
                     x = x.reshape(len(x), *s.shape[1:])
                     found[i] = found[i] + x if i in found else x
             places = zip(self.places, self.values, strict=True)
-            whole = [axis.restore(found[i], self.n, 1).to(z.dtype) if i in found else None for (i, axis), z in places]
+            whole = [
+                back(found[i], z.shape, axis, self.n).to(z.dtype) if i in found else None for (i, axis), z in places
+            ]
         return [x if x is None or pull.batched else x.squeeze(0) for x in whole]
 
     def _products(self, left: dict[int, torch.Tensor], exposed: dict[int, torch.Tensor]) -> torch.Tensor:

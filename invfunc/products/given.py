@@ -21,7 +21,7 @@ from invfunc._torch.opened import Uncompiled
 from invfunc._torch.values import near, same_values
 from invfunc.arguments.problem import BoundProblem, InDims, batch_dims, batch_size, check_params, problem, with_aux
 from invfunc.core import columns as core
-from invfunc.core.columns import CRITERIA, Axis, Finder, Output, lost, marked_for
+from invfunc.core.columns import CRITERIA, Finder, Output, lost, marked_for
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option
 from invfunc.core.refusals import refused_by
 from invfunc.core.run import Run
@@ -98,7 +98,7 @@ class ScopedSplit(core.Split):
         for x, y, d in zip(plain, turned, dims, strict=True):
             if x is not None and y is not None and not near(signed(x, d), y.detach(), x.detach().abs().amax()):
                 return 1, roots
-        return n, [Output(r.ordinal, r.value, Axis(d)) for r, d in zip(roots, dims, strict=True)]
+        return n, [Output(r.ordinal, r.value, (d - r.value.ndim, 1, 1)) for r, d in zip(roots, dims, strict=True)]
 
 
 States = list[tuple[torch.Generator, torch.Tensor]]
@@ -411,7 +411,7 @@ class Following(Run):
 
     def samples(self, x: torch.Tensor, axis: Any) -> torch.Tensor:
         y = self.scope.alias(x)
-        know(y, Mark(self.token, (axis.dim - y.ndim, 1, 1), y.requires_grad))
+        know(y, Mark(self.token, axis, y.requires_grad))
         return y
 
     def alias(self, x: torch.Tensor) -> torch.Tensor:

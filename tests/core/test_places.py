@@ -14,9 +14,8 @@ from invfunc import (
     kfac,
     outputs,
 )
-from invfunc.core.uses import back, front
 from invfunc.core.ways import known_way
-from invfunc.operations.axis import Order
+from invfunc.operations.axis import Order, back, front
 from invfunc.testing import assert_trees_close
 from tests.rows import OF_DIAGONALS
 from tests.strategies import Numbers
