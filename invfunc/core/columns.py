@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import gradient_edge, storage_of, version
+from invfunc._torch.functorch import as_it_is, gradient_edge, storage_of, version
 from invfunc._torch.graphs import node_of, nodes_below, nodes_of
 from invfunc._torch.values import anywhere, wide
 from invfunc.arguments.problem import BoundProblem
@@ -82,32 +83,25 @@ class Output:
 
 
 @dataclass
-class CriterionCall:
-    """A call of a criterion."""
+class Term:
+    """The call of a criterion of an affine function of outputs, whose Hessian there has a known structure."""
 
+    kind: str
     name: str
     func: Callable
     args: tuple
     kwargs: dict[str, Any]
-
-    def __post_init__(self) -> None:
-        self.arg = partial(argument, self.func, self.args, self.kwargs)
-
-
-@dataclass
-class Term:
-    """A criterion of an affine function of outputs, whose Hessian there has a known structure."""
-
-    kind: str
     roots: frozenset[int]
     input: torch.Tensor
     axis: Axis
     output: torch.Tensor
-    call: CriterionCall
     at_root: bool
     version: int
     read: int
     """The version of the input."""
+
+    def __post_init__(self) -> None:
+        self.arg = partial(argument, self.func, self.args, self.kwargs)
 
     @property
     def root(self) -> int:
@@ -120,8 +114,7 @@ class Finder(TorchFunctionMode):
     As a mode it sees the calls by itself; a run of the core tells it of them.
     """
 
-    def __init__(self, known: Sequence[Output] = (), n: int = 1) -> None:
-        """`n` is how many samples there are, if they are told apart."""
+    def __init__(self, known: Sequence[Output] = ()) -> None:
         super().__init__()
         self.outputs = list(known)
         self.fixed = bool(known)
@@ -130,7 +123,6 @@ class Finder(TorchFunctionMode):
         self.logarithms: dict[Any, int] = {}
         """The nodes of logarithms, with the numbers of what they are of."""
         self.terms: list[Term] = []
-        self.n = n
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = CRITERIA.get(func)
@@ -178,9 +170,9 @@ class Finder(TorchFunctionMode):
             self.logarithms[node_of(out)] = min(roots or {0})
         others = [*args[1:], *kwargs.values()] if kwargs else args[1:]
         if roots and not any([isinstance(y, torch.Tensor) and y.requires_grad and y is not x for y in others]):
-            call = CriterionCall(NAMES.get(kind) or func.__name__, func, args, kwargs)
+            call = NAMES.get(kind) or func.__name__, func, args, kwargs
             structure = "elementwise" if kind == "logsigmoid" else kind
-            self.terms.append(Term(structure, roots, x, axis, out, call, at_root, version(out), read))
+            self.terms.append(Term(structure, *call, roots, x, axis, out, at_root, version(out), read))
         return out
 
     def _confirm(self, node: Any) -> None:
@@ -300,11 +292,10 @@ class Split:
 
     def sure(self, term: Term) -> bool:
         """Tells whether the result is a criterion that is convex whatever numbers it is of."""
-        call = term.call
-        classes = call.func is F.cross_entropy and not call.arg("target").is_floating_point()
-        if term.output is not self.result or not (classes or call.func in SURE) or call.arg("weight") is not None:
+        classes = term.func is F.cross_entropy and not term.arg("target").is_floating_point()
+        if term.output is not self.result or not (classes or term.func in SURE) or term.arg("weight") is not None:
             return False
-        return call.func is not F.binary_cross_entropy_with_logits or call.arg("pos_weight") is None
+        return term.func is not F.binary_cross_entropy_with_logits or term.arg("pos_weight") is None
 
     def drawn(self, drawing: Drawing, transform: str) -> list[Columns]:
         """Columns at targets that are drawn from the predictive of a known loss, or by a sampler of the user's."""
@@ -511,7 +502,7 @@ def lost(problem: BoundProblem, run: Run, outputs: Any, known: bool = False) -> 
         run.criterion = Finder()
         run.split = Split(Within(run), run.n, roots[0].value, [r for r in roots if r.value.requires_grad])
         return None
-    run.criterion = Finder([r for r in roots if r.value.requires_grad], run.n)
+    run.criterion = Finder([r for r in roots if r.value.requires_grad])
     run.again, result = again, called(roots, problem.target(run))
     if before != [version(z) for _, z in named]:
         raise written()  # they are too large for a copy
@@ -572,12 +563,7 @@ def softmax_root(run: Run, func: Any, args: tuple, kwargs: dict, axis: Axis, slo
     dim = 1 if soft else argument(func, args, kwargs, "dim")
     if x.ndim < 2 or dim is None or dim % x.ndim == 0 or (run.n > 1 and (axis[0] != -x.ndim or axis[1] != 1)):
         return None
-    call = CriterionCall("cross_entropy" if soft else "log_softmax", func, (x, *args[1:]), kwargs)
-    term = Term("softmax" if soft else "log_softmax", frozenset({0}), x, axis, x, call, True, version(x), version(x))
-    return columns(Stripped, term, slope, [], run.n, convex=False)
-
-
-class Stripped:
-    """A context of tensors that are out of a run."""
-
-    leave = staticmethod(lambda x: x)
+    kind, name = ("softmax", "cross_entropy") if soft else ("log_softmax", "log_softmax")
+    call = kind, name, func, (x, *args[1:]), kwargs
+    term = Term(*call, frozenset({0}), x, axis, x, True, version(x), version(x))
+    return columns(SimpleNamespace(leave=as_it_is), term, slope, [], run.n, convex=False)

@@ -241,7 +241,7 @@ def hessian_of(problem: BoundProblem) -> list[Columns]:
     """The Hessian of the loss in the outputs that are found in f."""
     deep = transforming() or (torch.is_grad_enabled() and any(x.requires_grad for x in problem.tensors))
     with _opened(problem, deep) as run:
-        run.criterion, run.part, run.twice = Finder(n=run.n), True, True
+        run.criterion, run.part, run.twice = Finder(), True, True
         out, _ = _ran(problem, [], run)
         return check_kept(run, split(run, out).hessian())
 
@@ -263,7 +263,7 @@ def _ran(problem: BoundProblem, quantities: Sequence[Quantity], run: Run) -> tup
     for q in quantities:
         convex, exact, run.alone = convex or q.kind.convex, exact or q.drawing is None, run.alone and _single(q)
     if convex and problem.loss is None:
-        run.criterion = Finder(n=run.n)
+        run.criterion = Finder()
     if (convex and exact) or isinstance(run, CallsRun):
         run.states = states_of(torchs_own())
     with (

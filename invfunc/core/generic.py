@@ -36,11 +36,11 @@ from invfunc.core.marks import (
 )
 from invfunc.core.probe import axes_of
 from invfunc.core.tables import LIKE, MOVES, PLACING, POINTWISE, RULES
-from invfunc.core.uses import WHOLE, Block, Copies, Expanded, Grown, Use
+from invfunc.core.uses import WHOLE, Block, Copies, Expanded, Use
 from invfunc.errors import SampleAxisError
 from invfunc.operations.axis import Order, back, front, numbers, read
 from invfunc.operations.forms import TwiceDifferentiable
-from invfunc.operations.operation import OPERATIONS
+from invfunc.operations.operation import OPERATIONS, in_place
 
 
 def expanded(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
@@ -65,7 +65,9 @@ def grown(run: Run, out: torch.Tensor, node: Node, value: torch.Tensor, at: int)
         raise Unsupported("a parameter that is repeated")
     copy = run.alias(out)
     axis = (at, 1, 1)
-    run.use(Grown(node, value, axis), copy)
+    use = Expanded(node, value, axis)
+    use.grown = True
+    run.use(use, copy)
     know(copy, Mark(run.token, axis, True))
     return copy
 
@@ -136,7 +138,7 @@ def looked_up(
 
 def check_places(func: Any, args: tuple, data: list[Known], params: list[Known]) -> None:
     """Refuse operations that read or write parameters by the places of samples."""
-    if named(func).strip("_") + "_" == named(func):
+    if in_place(func):
         raise Unsupported("parameters are written among samples")
     if func in MOVES and not any([x is args[0] for x, _ in data]):
         raise Unsupported("samples pick in the rows of parameters")

@@ -23,17 +23,18 @@ from invfunc import thresholds, tree
 from invfunc._torch.functorch import base_of, checkpointing, gradient_edge, version, versions
 from invfunc._torch.values import anywhere, fake, wide
 from invfunc.core.columns import columns_at, softmax_root, split
-from invfunc.core.marks import Unsupported, arguments, named, option, tensors
+from invfunc.core.marks import Unsupported, named, option, tensors
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.tables import ADDED, DIAGONAL, DIVIDE, EACH, FIRST, JOINTLY, OF_PARAMETERS, PLUS, POINTWISE
-from invfunc.core.uses import WHOLE, Block, Expanded, Grown, ProductUse, Shared, TableRows, Use
+from invfunc.core.uses import WHOLE, Block, Expanded, ProductUse, Shared, TableRows, Use
 from invfunc.errors import ArgumentError
 from invfunc.linear_algebra.contract import joined, summed
 from invfunc.loss.hessian import pulled_back
 from invfunc.loss.square_root import joined_block
 from invfunc.operations.axis import Axis, back, front
 from invfunc.operations.forms import TwiceDifferentiable
+from invfunc.operations.operation import function_of
 from invfunc.reductions.quantity import Quantity
 
 Tensor = torch.Tensor
@@ -86,7 +87,7 @@ class OperationCall:
     @property
     def reads(self) -> list[Tensor]:
         """The tensors that it read, and that may not be written since."""
-        reads = [*arguments(self.args), *arguments(self.kwargs.values())]
+        reads = [*tensors((*self.args, *self.kwargs.values()))]
         return reads if self.written is None else [x for x in reads if x is not self.args[0]]
 
     def again(self, run: Run) -> tuple[list[Tensor], list[Tensor]]:
@@ -130,7 +131,7 @@ class CallsRun(Run):
         call = OperationCall(func, args, kwargs, xs, [*map(gradient_edge, xs)], axes, len(self.uses))
         noted, counts = self.every or (bool(xs) and not linear(func, args, kwargs, xs)), None
         if noted:
-            if args and id(args[0]) in inputs and _writes(func, args, kwargs):
+            if args and id(args[0]) in inputs and function_of(func).writes(args, kwargs):
                 call.written = self.strip(args[0]).clone()
             counts = versions(call.reads)
         out = super().dispatched(func, args, kwargs, found)
@@ -162,8 +163,8 @@ class CallsRun(Run):
         linear = linear or (
             func in DIVIDE and len(leaves) == 1 and [u.value is call.args[0] for u in call.uses] == [True]
         )
-        for use in call.uses if linear else [u for u in call.uses if isinstance(u, (Shared, Grown))]:
-            added = isinstance(use, (Shared, Grown, TableRows)) or (func in ADDED and isinstance(use, Expanded))
+        for use in call.uses if linear else [u for u in call.uses if u.grown or isinstance(u, Shared)]:
+            added = use.grown or isinstance(use, (Shared, TableRows)) or (func in ADDED and isinstance(use, Expanded))
             met = [
                 e for x, e in zip(call.inputs, call.edges, strict=True) if not isinstance(use, ProductUse) or x is use.a
             ]
@@ -176,9 +177,9 @@ def linear(func: Any, args: tuple, kwargs: dict, xs: list[Tensor]) -> bool:
         return True
     if func in PLUS:
         args = args[1:]
-        factors = [*arguments(args), *arguments(kwargs.values())]
+        factors = tensors((*args, *kwargs.values()))
         xs = [x for x in xs if any(x is y for y in factors)]
-    if len(xs) > 1 or xs and sum([y is xs[0] for y in (*arguments(args), *arguments(kwargs.values()))]) > 1:
+    if len(xs) > 1 or xs and sum([y is xs[0] for y in tensors((*args, *kwargs.values()))]) > 1:
         return False
     if func in FIRST:
         return bool(args) and xs[0] is args[0] and not kwargs.get("rounding_mode")
@@ -188,13 +189,6 @@ def linear(func: Any, args: tuple, kwargs: dict, xs: list[Tensor]) -> bool:
         or func in PLUS
         or (func is F.batch_norm and not option(args, kwargs, 5, "training", False))
     )
-
-
-def _writes(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Tells whether an operation may write its first argument."""
-    name = named(func)
-    own = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-    return own or bool(kwargs.get("inplace")) or any([a is True for a in args[1:]])
 
 
 # Columns of an operation

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -93,19 +93,10 @@ def know(x: torch.Tensor, what: Mark | Node) -> None:
 
 
 def tensors(out: Any) -> Sequence[torch.Tensor]:
-    """The tensors of the result of an operation."""
+    """The tensors of the result of an operation, or among its arguments, also in lists."""
     if isinstance(out, torch.Tensor):
         return (out,)
     return [y for x in out for y in tensors(x)] if isinstance(out, (tuple, list)) else ()
-
-
-def arguments(args: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments of an operation, also in lists."""
-    for x in args:
-        if isinstance(x, torch.Tensor):
-            yield x
-        elif isinstance(x, (list, tuple)):
-            yield from arguments(x)
 
 
 def replaced(x: Any, by: dict[int, torch.Tensor]) -> Any:

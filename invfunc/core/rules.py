@@ -487,7 +487,7 @@ def of_convolution(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any,
         padding = tuple((k - 1) * gap // 2 for k, gap in zip(w.shape[2:], dilation, strict=True))
     uses: list[Use] = []
     if id(w) in nodes:
-        window = (stride, each(padding, rest), dilation)
+        window = (stride, each(padding, rest), dilation, (0,) * rest)
         uses.append(Convolution(nodes[id(w)], w, x, axes[id(x)], axis, window, groups))
     if b is not None and id(b) in nodes:
         uses.append(Expanded(nodes[id(b)], b, axis, view=(b.numel(), *[1] * rest)))
@@ -553,7 +553,7 @@ def of_transposed(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, 
     rest = w.ndim - 2
     if x.ndim != w.ndim or id(x) not in axes:
         return None
-    names = (3, "stride", 1), (4, "padding", 0), (5, "output_padding", 0), (7, "dilation", 1)
+    names = (3, "stride", 1), (4, "padding", 0), (7, "dilation", 1), (5, "output_padding", 0)
     window = tuple(each(option(args, kwargs, *name), rest) for name in names)
     uses: list[Use] = []
     if id(w) in nodes:

@@ -102,6 +102,7 @@ from invfunc.core.tables import (
 )
 from invfunc.core.uses import WHOLE, Block, Copies, ProductUse, Shared, Use
 from invfunc.loss.hessian import pulled_rows
+from invfunc.operations.operation import in_place
 from invfunc.operations.recurrent import AT_ONCE, steps_at_once
 from invfunc.reductions.lots import Lot
 
@@ -544,7 +545,7 @@ class Run(TorchFunctionMode):
         of an index, as the inverse of a permutation, only where the result comes of it."""
         if into_view(out):
             raise Unsupported("samples are written into a view of a tensor without samples")
-        if func in POINTWISE or func in GROUPED or not named(func).endswith("_"):
+        if func in POINTWISE or func in GROUPED or not in_place(func):
             return None
         error = Unsupported("an operation in place that is not entry by entry")
         if out.is_floating_point() or base_of(out) is not None:

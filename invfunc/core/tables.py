@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc.core import rules
-from invfunc.operations.operation import called, getters
+from invfunc.operations.operation import called, getters, in_place
 from invfunc.operations.recurrent import states_after, states_before
 
 T = torch.Tensor
@@ -85,7 +85,7 @@ MOVING = {
         "cat concat concatenate stack hstack vstack dstack roll flip fliplr flipud rot90 repeat_interleave take unfold "
         "masked_select diagonal swapdims ravel hsplit vsplit split_with_sizes broadcast_tensors"
     )
-    if not getattr(func, "__name__", "").rstrip("_") + "_" == getattr(func, "__name__", "")
+    if not in_place(func)
 }
 """Operations that only move entries, so that they may run on the numbers of the samples."""
 

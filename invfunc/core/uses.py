@@ -50,6 +50,10 @@ class Use:
     """The dim of the columns, where they are put together."""
     uses: Sequence[Use] = ()
     """Those that it stands for, if it is several."""
+    layer = False
+    """Whether its operation may have a bias."""
+    grown = False
+    """Whether f itself expanded the parameter to all samples, as the class token of a vision transformer."""
 
     def __init__(self, node: Node, value: torch.Tensor) -> None:
         self.node, self.value, self.shape = node, value, value.shape
@@ -156,9 +160,6 @@ class ProductUse(Use):
         self.a, self.a_axis, self.axis, self.version = a, a_axis, axis, counted(a)
         self.of_a, self.of_d, self.of_w = of_a, of_d, of_w
         self.stacked = -2 if of_d is None else 1
-
-    layer = False
-    """Whether its operation may have a bias."""
 
     again: Callable[[], torch.Tensor] | None = None
     """Computes what was read again, where a block frees it."""
@@ -337,20 +338,25 @@ def patches(x: torch.Tensor, kernel: tuple[int, ...], stride: Any, padding: Any,
 class Convolution(ProductUse):
     """A convolution, whose windows are read block by block."""
 
+    transposed = False
+
     def __init__(
         self, node: Node, value: torch.Tensor, a: torch.Tensor, a_axis: Axis, axis: Axis, window: tuple, groups: int
     ) -> None:
-        """`window` are its strides, paddings and dilations."""
-        super().__init__(node, value, a, a_axis, axis, None, None, ((), (0,), (1,)))
+        """`window` are its strides, paddings, dilations, and paddings of the result if it is transposed."""
+        o, k = ((1,), (0, *range(2, value.ndim))) if self.transposed else ((0,), (1,))
+        super().__init__(node, value, a, a_axis, axis, None, None, ((), o, k))
         self.window, self.groups, self.stacked, self.layer = window, groups, 1, True
 
     def read(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         x = self.inputs(run, block)  # [n, 1 or more, c, *space]
         n, more = x.shape[:2]
-        stride, padding, dilation = self.window
-        x = patches(x.flatten(0, 1), self.shape[2:], stride, padding, dilation)
-        x = x.unflatten(-1, (self.groups, -1)).transpose(1, 2)  # [n more, g, p, k]
+        x = self.windows(x.flatten(0, 1)).transpose(1, 2)  # [n more, g, p, k]
         return x if more == 1 else x.unflatten(0, (n, more)).transpose(1, 2).flatten(2, 3)
+
+    def windows(self, x: torch.Tensor) -> torch.Tensor:
+        """The entries that each position reads, `[n, p, g, k]`."""
+        return patches(x, self.shape[2:], *self.window[:3]).unflatten(-1, (self.groups, -1))
 
     def sends(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         x = self.sent(run, block)  # [V, n, more, o, *space]
@@ -368,8 +374,8 @@ class Convolution(ProductUse):
         return places, self.shape[0] // self.groups, self.shape[1:].numel()
 
     def size(self, run: Run) -> int:
-        places = self.sizes(run)[0]
-        return super().size(run) + places * (self.shape[1:].numel() * self.groups + self.shape[0] * run.columns)
+        p, o, k = self.sizes(run)
+        return super().size(run) + p * self.groups * (k + o * run.columns)
 
     def total(self, run: Run, weights: torch.Tensor | None = None) -> torch.Tensor:
         d = self.sent(run)
@@ -379,17 +385,21 @@ class Convolution(ProductUse):
 
     def backward(self, run: Run, a: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
         """The gradient of all samples that were read and sent."""
-        kernel = len(self.shape) - 2
-        stride, padding, dilation = self.window
-        weight, zeros = run.strip(self.value.new_zeros(())).expand(self.shape), [0] * kernel
-        rest = (weight, None, stride, padding, dilation, False, zeros, self.groups, (False, True, False))
+        weight, (*window, extra) = run.strip(self.value.new_zeros(())).expand(self.shape), self.window
+        rest = (weight, None, *window, self.transposed, extra, self.groups, (False, True, False))
         return torch.ops.aten.convolution_backward(d, a, *rest)[1]
 
     def alone(self, run: Run) -> bool:
         """Tells whether the gradient of a sample is a backward pass of the convolution: of many multiplications."""
         places, device = self.sizes(run)[0], self.value.device.type
         known = self.value.dtype in thresholds.TOTAL_DTYPES and device in thresholds.TOTAL_ON
-        if run.deep or run.columns > 1 or not known or self.shape.numel() * places < thresholds.ALONE:
+        if (
+            self.transposed
+            or run.deep
+            or run.columns > 1
+            or not known
+            or self.shape.numel() * places < thresholds.ALONE
+        ):
             return False
         return places >= thresholds.TOTAL_POSITIONS * self.shape[0]
 
@@ -402,30 +412,21 @@ class Convolution(ProductUse):
 
     def gram(self, run: Run) -> torch.Tensor | None:
         """`sum_np a a^T` without windows; None where these are the better way."""
-        stride, padding, dilation = self.window
-        if self.groups > 1 or max(stride) > 1:
+        stride, padding, dilation, _ = self.window
+        if self.transposed or self.groups > 1 or max(stride) > 1:
             return None
         kernel, pads = tuple(self.shape[2:]), [(p, p) for p in padding]
         return autocorrelation.patches_gram(self.inputs(run, WHOLE).flatten(0, 1), kernel, pads, dilation)
 
 
-class Transposed(ProductUse):
+class Transposed(Convolution):
     """A transposed convolution: that of an input with zeros between its entries, with the mirrored kernel."""
 
-    def __init__(
-        self, node: Node, value: torch.Tensor, a: torch.Tensor, a_axis: Axis, axis: Axis, window: tuple, groups: int
-    ) -> None:
-        """`window` are its strides, paddings, paddings of the result and dilations."""
-        super().__init__(node, value, a, a_axis, axis, None, None, ((), (1,), (0, *range(2, value.ndim))))
-        self.window, self.groups, self.stacked, self.layer = window, groups, 1, True
+    transposed = True
 
-    sends = Convolution.sends  # pyright: ignore[reportAssignmentType]: it needs `groups` alone
-
-    def read(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
-        x = self.inputs(run, block)  # [n, 1 or more, c, *space]
-        n, more = x.shape[:2]
-        stride, padding, extra, dilation = self.window
-        kernel, x = self.shape[2:], x.flatten(0, 1)
+    def windows(self, x: torch.Tensor) -> torch.Tensor:
+        stride, padding, dilation, extra = self.window
+        kernel = self.shape[2:]
         edges = [gap * (k - 1) - p for gap, k, p in zip(dilation, kernel, padding, strict=True)]
         sizes = [(i - 1) * s + 1 for i, s in zip(x.shape[2:], stride, strict=True)]
         apart = x.new_zeros(*x.shape[:2], *sizes)
@@ -433,8 +434,7 @@ class Transposed(ProductUse):
         ends = [(e, e + m) for e, m in zip(edges, extra, strict=True)]
         apart = F.pad(apart, [end for pair in ends[::-1] for end in pair])  # also by less than nothing
         x = patches(apart, kernel, (1,) * len(kernel), (0,) * len(kernel), dilation)
-        x = x.unflatten(-1, (self.groups, -1, kernel.numel())).flip(-1).flatten(-2).transpose(1, 2)
-        return x if more == 1 else x.unflatten(0, (n, more)).transpose(1, 2).flatten(2, 3)
+        return x.unflatten(-1, (self.groups, -1, kernel.numel())).flip(-1).flatten(-2)
 
     def shaped(self, w: torch.Tensor) -> torch.Tensor:
         w = w.unflatten(-1, (-1, *self.shape[2:]))  # [..., g, o, c, *kernel]
@@ -446,21 +446,7 @@ class Transposed(ProductUse):
         return w.flatten(2, len(self.shape))
 
     def sizes(self, run: Run) -> tuple[int, int, int]:
-        places = self.d[0].shape[2 - len(self.shape) :].numel() * max(1, self.a.shape[0] // run.n)
-        return places, self.shape[1], self.shape[0] // self.groups * self.shape[2:].numel()
-
-    def size(self, run: Run) -> int:
-        p, o, k = self.sizes(run)
-        return super().size(run) + p * self.groups * (k + o * run.columns)
-
-    def total(self, run: Run, weights: torch.Tensor | None = None) -> torch.Tensor:
-        d = self.sent(run)
-        d = d[0] if len(d) == 1 else d.sum(0)
-        d = d if weights is None else d * weights.to(d.dtype).view(-1, *[1] * (d.ndim - 1))
-        stride, padding, extra, dilation = self.window
-        weight = run.strip(self.value.new_zeros(())).expand(self.shape)
-        rest = (weight, None, stride, padding, dilation, True, extra, self.groups, (False, True, False))
-        return torch.ops.aten.convolution_backward(d.flatten(0, 1), self.inputs(run, WHOLE).flatten(0, 1), *rest)[1]
+        return super().sizes(run)[0], self.shape[1], self.shape[0] // self.groups * self.shape[2:].numel()
 
 
 class Expanded(Use):
@@ -519,10 +505,6 @@ class Expanded(Use):
         if d.shape[2:].numel() != self.shape.numel():
             raise Unsupported("a parameter with an entry for each sample")
         return d.reshape(*d.shape[:2], *self.shape)
-
-
-class Grown(Expanded):
-    """A parameter that f itself expanded to all samples, as the class token of a vision transformer."""
 
 
 class Copies(Use):

@@ -35,7 +35,7 @@ Scope = Any
 Output = Any
 """An output of the model: its `ordinal`, `value` and `axis`, and the `edge` and `node` of its own in the graph."""
 Term = Any
-"""A criterion of outputs: its `call`, `input` and `output`, and the `roots` of which it is."""
+"""The call of a criterion of outputs: its `input` and `output`, and the `roots` of which it is."""
 
 
 def pulled_back(
@@ -173,7 +173,7 @@ def columns(scope: Scope, term: Term, slope: torch.Tensor, roots: list[Output], 
 
 
 def _elementwise(scope: Scope, term: Term, slope: torch.Tensor, n: int, convex: bool) -> Elementwise:
-    diagonal, entry = _closed(term, slope, scope), known(term.call.name)
+    diagonal, entry = _closed(term, slope, scope), known(term.name)
     if diagonal is None:
         x, output = _wide(term)
         (first,) = scope.grad([output], [x], [slope.to(output.dtype)], batched=False, create_graph=True)
@@ -182,21 +182,21 @@ def _elementwise(scope: Scope, term: Term, slope: torch.Tensor, n: int, convex: 
         second = torch.zeros_like(x) if second is None else second
         diagonal = scope.leave(second.masked_fill(first.isnan(), torch.nan) if entry.cornered else second)
     if convex:
-        check_sign(diagonal, term.call.name)
+        check_sign(diagonal, term.name)
     logits = exposed(scope.leave(term.input), term.axis, n)
     return Elementwise(term.root, exposed(diagonal, term.axis, n), entry.predictive, logits)
 
 
 def _closed(term: Term, slope: torch.Tensor, scope: Scope) -> torch.Tensor | None:
     """The second derivatives of the two most frequent losses by their formulas."""
-    call, x = term.call, term.input
-    target, weight = call.arg("target"), call.arg("weight")
-    if call.func not in (F.mse_loss, F.binary_cross_entropy_with_logits) or target.shape != x.shape:
+    x = term.input
+    target, weight = term.arg("target"), term.arg("weight")
+    if term.func not in (F.mse_loss, F.binary_cross_entropy_with_logits) or target.shape != x.shape:
         return None
-    k = slope / x.numel() if reduction(call) == "mean" else slope
-    if call.func is F.mse_loss:
+    k = slope / x.numel() if reduction(term) == "mean" else slope
+    if term.func is F.mse_loss:
         return None if weight is not None else (2 * k).expand(x.shape)
-    p, more = scope.leave(wide(x)).sigmoid(), call.arg("pos_weight")
+    p, more = scope.leave(wide(x)).sigmoid(), term.arg("pos_weight")
     h = p * (1 - p) if more is None else p * (1 - p) * (1 + (more - 1) * target)
     return (k * h if weight is None else k * h * weight).expand(x.shape)
 
@@ -210,16 +210,16 @@ def _wide(term: Term) -> tuple[torch.Tensor, torch.Tensor]:
     def single(a: torch.Tensor) -> torch.Tensor:
         return x if a is low else a.float() if a.is_floating_point() else a
 
-    args, kwargs = tree.map_tensors(single, (term.call.args, term.call.kwargs))
+    args, kwargs = tree.map_tensors(single, (term.args, term.kwargs))
     with TwiceDifferentiable():
-        return x, term.call.func(*args, **kwargs)
+        return x, term.func(*args, **kwargs)
 
 
 def _class_dim(term: Term) -> int:
     x = term.input
     if term.kind == "softmax":
         return 0 if x.ndim == 1 else 1
-    dim = term.call.arg("dim")
+    dim = term.arg("dim")
     if dim is None:
         raise SplitError("`log_softmax` needs its dim said.")
     return dim % x.ndim
@@ -231,16 +231,15 @@ def _over_classes(term: Term, slope: torch.Tensor) -> torch.Tensor:
 
 def _class_weight(term: Term, slope: torch.Tensor) -> torch.Tensor:
     """k of a cross entropy: the weight of the targets at each position, in the scale of the reduction."""
-    call = term.call
-    x, target = term.input, call.arg("target")
+    x, target = term.input, term.arg("target")
     dim = _class_dim(term)
     classes = x.shape[dim]
-    weights, ignore = call.arg("weight"), call.arg("ignore_index", -100)
-    reduced = reduction(call)
+    weights, ignore = term.arg("weight"), term.arg("ignore_index", -100)
+    reduced = reduction(term)
     if weights is None and not target.is_floating_point():  # all that are not ignored count the same
         met = target != ignore
         return torch.where(met, slope / met.sum() if reduced == "mean" else slope, 0)
-    smoothing = call.arg("label_smoothing", 0.0)
+    smoothing = term.arg("label_smoothing", 0.0)
     w = slope.new_ones(classes) if weights is None else weights.to(slope.dtype)
     if target.is_floating_point():
         mass = target * (1 - smoothing) + smoothing / classes
@@ -331,7 +330,7 @@ def softmax_product(
     with others. An axis in front counts `several` u."""
     x, weight, dim = term.input.detach(), _class_weight(term, slope).detach(), _class_dim(term)
     if not sure:
-        check_sign(weight, term.call.name)
+        check_sign(weight, term.name)
     if x.ndim == 1:
         x, weight, dim = x.unsqueeze(0), weight.unsqueeze(0), 1
 
@@ -356,7 +355,7 @@ def _softmax(scope: Scope, term: Term, weight: torch.Tensor, n: int, convex: boo
     """Bring logits to `[n, C, positions]` and the weights to `[n, positions]`."""
     dim, (at, *rows) = _class_dim(term), term.axis
     if convex:
-        check_sign(weight, term.call.name)
+        check_sign(weight, term.name)
     x = scope.leave(term.input)
     logits = exposed(wide(x), term.axis, n)
     one = logits.shape[1:]

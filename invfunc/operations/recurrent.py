@@ -12,7 +12,7 @@ the states as numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +139,63 @@ TANH = Cell(_sum, lambda gates, state: (gates[0].tanh(),), _slopes_of_tanh, besi
 RELU = Cell(_sum, lambda gates, state: (gates[0].relu(),), _slopes_of_relu, besides=False)
 
 
+# One step after the other
+
+
+def _each(backwards: bool, sizes: list[int] | None, *tensors: torch.Tensor) -> Iterator[Any]:
+    """The number of samples that have a step, and had the step before it in this order, and the tensors there."""
+    parts = [x.unbind() if sizes is None else x.split(sizes) for x in tensors]
+    sizes = [len(parts[0][0])] * len(parts[0]) if sizes is None else sizes
+    before = 0
+    for many, *now in [*zip(sizes, *parts, strict=True)][:: -1 if backwards else 1]:
+        yield many, before, *now
+        before = many
+
+
+def _joined(xs: Sequence[torch.Tensor], backwards: bool, sizes: list[int] | None) -> torch.Tensor:
+    """The results of single steps, perhaps from the last one on, as one tensor."""
+    xs = xs[::-1] if backwards else xs
+    return torch.stack([*xs]) if sizes is None else torch.cat([*xs])
+
+
+def _stepped(
+    cell: Cell, parts: Tensors, first: Tensors, w: CellWeights, backwards: bool, sizes: list[int] | None
+) -> tuple[list[Tensors], torch.Tensor, Tensors]:
+    """The state before each step, the outputs, and the last state, given what comes from the input.
+
+    `sizes` are how many of the samples, the first ones, have each step of a packed sequence.
+    """
+    state = first if sizes is None or not backwards else tuple(h[: sizes[-1]] for h in first)
+    ended, before, outputs = list[Tensors](), list[Tensors](), list[torch.Tensor]()
+    for many, _, *now in _each(backwards, sizes, *parts):
+        if many < len(state[0]):
+            ended.append(tuple(h[many:] for h in state))
+        state = resized(state, first, many)
+        before.append(state)
+        state = cell.step(tuple(now), state, w)
+        outputs.append(state[0])
+    last = tuple(torch.cat(h) if ended else h[0] for h in zip(state, *ended[::-1], strict=True))
+    return before, _joined(outputs, backwards, sizes), last
+
+
+def _unrolled(
+    cell: Cell, x: torch.Tensor, state: Tensors, w: CellWeights, backwards: bool, sizes: list[int] | None
+) -> tuple[torch.Tensor, Tensors]:
+    """The outputs and the last state, given the inputs at all steps and the first state."""
+    added = cell.of_input(x, w)
+    state = state if sizes is None else tuple(_paired(h, x[: sizes[0]]) for h in state)
+    _, outputs, last = _stepped(cell, added, like(added, state), w, backwards, sizes)
+    return outputs, last
+
+
+def _paired(h: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """A state of the samples whose rows these are, which a trace that follows the samples sees here."""
+    return torch.where(rows[:, :1] == 0, h, h)
+
+
+# All steps in a few operations
+
+
 class Steps:
     """The time steps of a layer in one direction; no trace looks in here."""
 
@@ -153,19 +210,9 @@ class Steps:
 
     def run(self, x: torch.Tensor, first: Tensors) -> None:
         """One step after the other, given what comes from the input."""
-        state, ended = tuple(h[:0] for h in first), list[Tensors]()
-        found, outputs = [list[torch.Tensor]() for _ in first], list[torch.Tensor]()
-        for many, before, *now in self._each(self.backwards, *self.cell.divided(x)):
-            if many < before:
-                ended.append(tuple(h[many:] for h in state))
-            state = state if many == before else resized(state, first, many)
-            for some, h in zip(found, state, strict=True):
-                some.append(h)
-            state = self.cell.step(tuple(now), state, self.w)
-            outputs.append(state[0])
-        self.before = tuple(self._joined(some, self.backwards) for some in found)
-        self.outputs = self._joined(outputs, self.backwards)
-        self.last = tuple(torch.cat(h) for h in zip(state, *ended[::-1], strict=True))
+        parts, way = self.cell.divided(x), (self.backwards, self.sizes)
+        before, self.outputs, self.last = _stepped(self.cell, parts, first, self.w, *way)
+        self.before = tuple(_joined(h, *way) for h in zip(*before, strict=True))
 
     def pulled_back(self, slopes: Tensors, sent: torch.Tensor, last: Tensors) -> tuple[torch.Tensor, Tensors]:
         """Cotangents at the gates, one after the other, and at the first state, of those at the outputs
@@ -173,7 +220,7 @@ class Steps:
         cell, w, own = self.cell, self.w.w_hh, self.cell.own * slopes[0].shape[-1]
         gates = own + len(w)
         carried, begun, found = tuple(h[:0] for h in last), list[Tensors](), list[torch.Tensor]()
-        for many, before, arrived, *slope in self._each(not self.backwards, sent, *slopes):
+        for many, before, arrived, *slope in _each(not self.backwards, self.sizes, sent, *slopes):
             if many < before:  # the others have begun at the step behind
                 begun.append(tuple(h[many:] for h in carried))
             h, *others = carried if many == before else resized(carried, last, many)
@@ -186,22 +233,7 @@ class Steps:
             if cell.besides:
                 carried = (*carried, back[:, gates:]) if others else (carried[0] + back[:, gates:],)
         first = tuple(torch.cat(h) for h in zip(carried, *begun[::-1], strict=True))
-        return self._joined(found, not self.backwards), first
-
-    def _each(self, backwards: bool, *tensors: torch.Tensor) -> Iterator[Any]:
-        """The number of samples have a step, and had the step before it in this order, and the tensors there."""
-        parts = [x.unbind() if self.sizes is None else x.split(self.sizes) for x in tensors]
-        sizes = [len(parts[0][0])] * len(parts[0]) if self.sizes is None else self.sizes
-        steps = [*zip(sizes, *parts, strict=True)][:: -1 if backwards else 1]
-        before = 0
-        for many, *now in steps:
-            yield many, before, *now
-            before = many
-
-    def _joined(self, xs: list[torch.Tensor], backwards: bool) -> torch.Tensor:
-        """The results of single steps, perhaps from the last one on, as one tensor."""
-        xs = xs[::-1] if backwards else xs
-        return torch.stack(xs) if self.sizes is None else torch.cat(xs)
+        return _joined(found, not self.backwards, self.sizes), first
 
 
 class _After(torch.autograd.Function):
@@ -278,47 +310,6 @@ def at_once(
 Unroll = Callable[[Cell, torch.Tensor, Tensors, CellWeights, bool, list[int] | None], tuple[torch.Tensor, Tensors]]
 """From the inputs, over time steps along axis 0 or over those of a packed sequence (`sizes`: how many of the samples,
 the first ones, have each step), and the first state to the outputs and the last state."""
-
-
-def _unrolled(
-    cell: Cell, x: torch.Tensor, state: Tensors, w: CellWeights, backwards: bool, sizes: list[int] | None
-) -> tuple[torch.Tensor, Tensors]:
-    """One step after the other."""
-    if sizes is not None:
-        return _unrolled_packed(cell, x, state, w, backwards, sizes)
-    added = cell.of_input(x, w)
-    state = like(added, state)
-    gates: Iterable[Tensors] = zip(*(part.unbind() for part in added), strict=True)
-    outputs: list[torch.Tensor] = []
-    for now in reversed(list(gates)) if backwards else gates:
-        state = cell.step(now, state, w)
-        outputs.append(state[0])
-    return torch.stack(outputs[::-1] if backwards else outputs), state
-
-
-def _unrolled_packed(
-    cell: Cell, x: torch.Tensor, state: Tensors, w: CellWeights, backwards: bool, sizes: list[int]
-) -> tuple[torch.Tensor, Tensors]:
-    added = cell.of_input(x, w)
-    parts = [part.split(sizes) for part in added]
-    first = like(added, tuple(_paired(h, x[: sizes[0]]) for h in state))
-    state, ended, outputs = (
-        tuple(h[: sizes[-1 if backwards else 0]] for h in first),
-        list[Tensors](),
-        list[torch.Tensor](),
-    )
-    for t in reversed(range(len(sizes))) if backwards else range(len(sizes)):
-        if sizes[t] < len(state[0]):
-            ended.append(tuple(h[sizes[t] :] for h in state))
-        state = cell.step(tuple(part[t] for part in parts), resized(state, first, sizes[t]), w)
-        outputs.append(state[0])
-    last = tuple(torch.cat(h) if ended else h[0] for h in zip(state, *ended[::-1], strict=True))
-    return torch.cat(outputs[::-1] if backwards else outputs), last
-
-
-def _paired(h: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """A state of the samples whose rows these are, which a trace that follows the samples sees here."""
-    return torch.where(rows[:, :1] == 0, h, h)
 
 
 def _layers(name: str, cell: Cell, unroll: Unroll = _unrolled) -> Callable[..., Tensors]:

@@ -401,7 +401,6 @@ class Following(Run):
         super().__init__(n, False)
         self.scope, self.level, self.alone = scope, scope.level or None, False
         self.criterion = self.finder = finder
-        finder.n = n
 
     def leaf(self, i: int, p: torch.Tensor) -> torch.Tensor:
         leaf = self.scope.enter(p)
