@@ -146,23 +146,6 @@ def check_places(func: Any, args: tuple, data: list[Known], params: list[Known])
         raise Unsupported("parameters are placed among samples")
 
 
-def masked_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: Any = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Scaled dot-product attention whose mask is a parameter, as a relative bias."""
-    if is_causal or enable_gqa or attn_mask is None:
-        raise Unsupported("attention of parameters that is causal or grouped")
-    products = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return F.dropout((products + attn_mask).softmax(-1), dropout_p, dropout_p > 0) @ v
-
-
 # Operations of the user's own
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from invfunc.operations.operation import positions
+
 Run = Any
 """A run of f (`run.Run`), for those who are asked while it runs."""
 SUMMED = "summed"
@@ -106,10 +108,6 @@ def replaced(x: Any, by: dict[int, torch.Tensor]) -> Any:
     return type(x)([replaced(y, by) for y in x]) if type(x) in (list, tuple) else x
 
 
-FIRST = ("sorted_sequence", "condition", "input", "tensors", "tensor", "query", "input1", "A")
-"""Names of first arguments of torch's builtin functions; not x, which comes second in `trapezoid`."""
-
-
 def option(args: tuple, kwargs: dict[str, Any], place: int, name: str, default: Any = None) -> Any:
     """An argument by its place or name."""
     return args[place] if len(args) > place else kwargs.get(name, default)
@@ -119,9 +117,8 @@ def by_place(func: Any, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """The arguments of a function of torch that was called by names alone, the first of them by its place."""
     if not isinstance(func, (FunctionType, BuiltinFunctionType)):  # an operation of a user has its own names
         return (), kwargs
-    code = getattr(func, "__code__", None)
-    names = code.co_varnames[: min(code.co_argcount, 1)] if code else ()
-    first = next((name for name in names or FIRST if name in kwargs), None)
+    places = positions(func)
+    first = next((name for name in kwargs if places.get(name) == 0), None)
     if first is None:
         return (), kwargs
     return (kwargs[first],), {name: x for name, x in kwargs.items() if name != first}

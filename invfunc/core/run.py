@@ -44,7 +44,6 @@ from invfunc.core.generic import (
     expanded,
     grown,
     into_view,
-    masked_attention,
     of_users,
     set_derived,
     set_item,
@@ -108,9 +107,7 @@ from invfunc.reductions.lots import Lot
 
 Tensor = torch.Tensor
 SET = Tensor.__setitem__
-TABLES = {F.embedding: 3, F.embedding_bag: 3}
-"""Operations of tables of parameters, and where their `max_norm` is."""
-REWRITTEN = {*TABLES, torch.broadcast_tensors, F.scaled_dot_product_attention}
+REWRITTEN = {F.embedding, torch.broadcast_tensors}
 """Operations with a rule that run, or may run, in others."""
 PICKING = INDEXES | {SET}
 """Operations whose index is one of their arguments, which weighs nothing."""
@@ -357,20 +354,14 @@ class Run(TorchFunctionMode):
 
     def rewritten(self, func: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """The result of an operation of samples in others that are followed; None where it is followed as it is."""
-        read = {id(x) for x, _ in params}
-        if func in TABLES and read and option(args, kwargs, TABLES[func], "max_norm") is not None:
-            raise Final("an embedding with max_norm, which writes its table")
-        if func is F.embedding or (
-            func is F.scaled_dot_product_attention and id(option(args, kwargs, 3, "attn_mask")) not in read
-        ):
+        if func is F.embedding:
+            if params and option(args, kwargs, 3, "max_norm") is not None:
+                raise Final("an embedding with max_norm, which writes its table")
             return None
         if func is torch.broadcast_tensors:
             shape = torch.broadcast_shapes(*[x.shape for x in args])
             with self:
                 return tuple(x.expand(shape) for x in args)
-        if func is F.scaled_dot_product_attention:
-            with self:
-                return masked_attention(*args, **kwargs)
         if hasattr(func, "rule_of"):
             return of_users(self, func, args, kwargs, data, params)
         inner = self.at_once(func, args, data, params) or composed(func)

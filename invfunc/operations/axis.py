@@ -79,9 +79,6 @@ class Order:
     def __hash__(self) -> int:
         return len(self.rows)
 
-    def __repr__(self) -> str:
-        return f"samples in another order, {self.width} or fewer of each"
-
     def front(self, x: torch.Tensor, at: int, lead: int, fill: bool = True) -> torch.Tensor:
         """The samples in a dim of their own, and their rows in dim `at + 1`; missing ones are `fill`ed with zeros."""
         x, at = (x.unsqueeze(lead), lead) if at < lead else (x, at)

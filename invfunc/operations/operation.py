@@ -114,7 +114,7 @@ def function_name(func: Callable) -> str:
 
 def argument(func: Callable, args: tuple, kwargs: dict[str, Any], name: str, otherwise: Any = None) -> Any:
     """An argument of a call by its name."""
-    at = _positions(func).get(name)
+    at = positions(func).get(name)
     if at is not None and at < len(args):
         return args[at]
     found = kwargs.get(name, _UNKNOWN)
@@ -133,7 +133,7 @@ def default(func: Callable, name: str) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _positions(func: Callable) -> dict[str, int]:
+def positions(func: Callable) -> dict[str, int]:
     """The positions of a function's arguments, by their names."""
     found: dict[str, int] = {}
     for names in _signatures(func):
@@ -239,8 +239,6 @@ class Listener(TorchFunctionMode):
         function = function_of(func)
         if function.entry.asks == "form":
             return func(*args, **(kwargs or {}))
-        if not args and kwargs and "tensor" in kwargs:  # of torch.nn.init, which names what it writes
-            args, kwargs = (kwargs["tensor"],), {name: value for name, value in kwargs.items() if name != "tensor"}
         return self.heard(function, args, kwargs or {})
 
     def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
