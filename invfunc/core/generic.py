@@ -38,7 +38,7 @@ from invfunc.core.probe import axes_of
 from invfunc.core.tables import LIKE, MOVES, PLACING, POINTWISE, RULES
 from invfunc.core.uses import WHOLE, Block, Copies, Expanded, Use
 from invfunc.errors import SampleAxisError
-from invfunc.operations.axis import Order, back, front, numbers, read
+from invfunc.operations.axis import Order, back, exposed, numbers, read
 from invfunc.operations.forms import TwiceDifferentiable
 from invfunc.operations.operation import OPERATIONS, in_place
 
@@ -86,12 +86,7 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
                 copies[id(x)] = run.alias(x.expand(run.n, *x.shape))
             x = copies[id(x)]
         elif id(x) in axes:
-            at, order, _ = axes[id(x)]
-            if run.n > 1 and isinstance(order, Order):
-                x = order.front(x, at + x.ndim, 0, fill=False)
-                x = x.squeeze(1) if -at > x.ndim - 1 else x
-            else:
-                x = front(x, axes[id(x)], run.n)
+            x = exposed(x, axes[id(x)], run.n, fill=False)
         else:
             given.append(x)
             continue

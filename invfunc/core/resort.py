@@ -54,6 +54,8 @@ class AsWritten(TorchFunctionMode):
         """`apart` says that something of each sample is wanted; None, that f may do what it likes."""
         super().__init__()
         self._samples, self._apart, self.leaves = samples, apart, list[Tensor]()
+        self.criteria = list[Any]()
+        """The calls of criteria, with their results."""
 
     def samples(self, x: Tensor, axis: Axis) -> Tensor:
         """The tensor that f gets in place of a tensor of the batch."""
@@ -64,6 +66,8 @@ class AsWritten(TorchFunctionMode):
         if self._apart is not None:
             _check(func, args, kwargs, self._apart)
         out = func(*args, **kwargs)
+        if CRITERIA.get(func) in KNOWN:
+            self.criteria.append((out, func, args, kwargs))
         made = args[0] if func in MARKS else out
         if isinstance(made, Tensor) and made.is_leaf and made.requires_grad:
             if func in MARKS or all(made is not x for x in args):
@@ -107,20 +111,6 @@ def alone(problem: BoundProblem, run: Run, leaves: list[Tensor]) -> tuple[Any, A
     raise error
 
 
-class Caught(TorchFunctionMode):
-    """A mode that notes the criteria that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = list[Any]()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if CRITERIA.get(func) in KNOWN:
-            self.calls.append((out, func, args, kwargs or {}))
-        return out
-
-
 def _at_criterion(problem: BoundProblem, run: Run, leaves: list[Tensor], copies: list[Tensor]) -> Any:
     """The criterion that f ends with, of the outputs and the target that it has of each sample alone; and aux."""
     before, rest = _states(), list[Any]()
@@ -129,15 +119,13 @@ def _at_criterion(problem: BoundProblem, run: Run, leaves: list[Tensor], copies:
     if any(x is not y for (_, x), (_, y) in zip(before, _states(), strict=True)):
         raise Unsupported(NO_COLUMNS)
 
-    def caught(call: Callable[[], Any]) -> tuple[Tensor, Tensor]:
-        with Caught() as mode:
-            out = call()
-        if len(mode.calls) != 1 or out is not mode.calls[0][0] or len(mode.calls[0][2]) < 2:
+    def caught(each: AsWritten, out: Any) -> tuple[Tensor, Tensor]:
+        if len(each.criteria) != 1 or out is not each.criteria[0][0] or len(each.criteria[0][2]) < 2:
             raise Unsupported(NO_COLUMNS)
-        rest[:] = mode.calls[0][1:]
+        rest[:] = each.criteria[0][1:]
         return rest[1][0], rest[1][1]
 
-    found = _mapped(replace(problem, factor=None), run, copies, through=caught)
+    found = _mapped(replace(problem, factor=None), run, copies, seen=caught)
     z, target = [x.flatten(0, 1) for x in found]
     func, args, kwargs = rest
     if len(z) != run.n or len(target) != run.n:
@@ -206,9 +194,9 @@ def _mapped(
     copies: Tensors,
     drawing: str = "different",
     graph: bool = False,
-    through: Callable[[Callable[[], Any]], Any] = lambda call: call(),
+    seen: Callable[[AsWritten, Any], Any] = lambda each, out: out,
 ) -> Any:
-    """f under vmap, `[N, ...]`, or what is seen `through` its call; where each sample draws, these are the numbers
+    """f under vmap, `[N, ...]`, or what is `seen` of its call; where each sample draws, these are the numbers
     that the whole batch has drawn.
 
     `graph`, at a level of torch.func at which f may take derivatives by torch.autograd.grad.
@@ -221,7 +209,7 @@ def _mapped(
         each = AsWritten(lambda x, axis: next(samples).unsqueeze(axis[0]))
         with graph_level() if graph else nullcontext((as_it_is, as_it_is)) as (enter, leave):
             given = [*map(enter, mapped[: len(copies)])]
-            return tree.map_tensors(leave, through(lambda: problem.call(each, given)[0]))
+            return tree.map_tensors(leave, seen(each, problem.call(each, given)[0]))
 
     dims = (*[0] * len(copies), *[d for _, d in given])
     return mapped(one, dims, drawing)(*copies, *[run.samples(x, (d - x.ndim, 1, 1)) for x, d in given])

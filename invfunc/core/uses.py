@@ -135,6 +135,12 @@ def weighted(rows: torch.Tensor, weights: torch.Tensor | None, block: Block) -> 
     return torch.tensordot(weights[block].to(rows.dtype), rows.sum(0) if len(rows) > 1 else rows[0], 1)
 
 
+def columns_sum(d: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """`weights[n] sum_v d[v, n]`."""
+    d = d[0] if len(d) == 1 else d.sum(0)
+    return d if weights is None else d * weights.to(d.dtype).view(-1, *[1] * (d.ndim - 1))
+
+
 Dims = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
@@ -260,10 +266,7 @@ class ProductUse(Use):
             a, d = rows
             d = d[0] if len(d) == 1 else d.sum(0)
             return self.placed((d if weights is None else d * weights.to(d.dtype)[:, None]).mT @ a)
-        a, d = self.read(run), self.sends(run)
-        d = d[0] if len(d) == 1 else d.sum(0)
-        d = d if weights is None else d * weights.to(d.dtype)[:, None, None, None]
-        return self.shaped(product(d, a))
+        return self.shaped(product(columns_sum(self.sends(run), weights), self.read(run)))
 
     def places(self, run: Run) -> int:
         return self.sizes(run)[0]
@@ -378,9 +381,7 @@ class Convolution(ProductUse):
         return super().size(run) + p * self.groups * (k + o * run.columns)
 
     def total(self, run: Run, weights: torch.Tensor | None = None) -> torch.Tensor:
-        d = self.sent(run)
-        d = d[0] if len(d) == 1 else d.sum(0)
-        d = d if weights is None else d * weights.to(d.dtype).view(-1, *[1] * (d.ndim - 1))
+        d = columns_sum(self.sent(run), weights)
         return self.backward(run, self.inputs(run, WHOLE).flatten(0, 1), d.flatten(0, 1))
 
     def backward(self, run: Run, a: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
@@ -547,8 +548,7 @@ class TableRows(Use):
 
     def total(self, run: Run, weights: torch.Tensor | None = None) -> torch.Tensor:
         i, d = self.parts(run)
-        d = d[0] if len(d) == 1 else d.sum(0)
-        d = d if weights is None else d * weights.to(d.dtype)[:, None, None]
+        d = columns_sum(d, weights)
         return d.new_zeros(self.shape[0], d.shape[-1]).index_add(0, i.flatten(), d.flatten(0, 1)).view(self.shape)
 
     def places(self, run: Run) -> int:

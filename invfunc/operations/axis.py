@@ -14,14 +14,17 @@ IN_FRONT: Axis = (-1, 1, 1)
 """The axis of `[N]` losses."""
 
 
-def front(x: torch.Tensor, axis: Axis, n: int, lead: int = 0) -> torch.Tensor:
-    """A tensor with the samples in their own dim `lead`; what else is in their dim stays there."""
+def front(x: torch.Tensor, axis: Axis, n: int, lead: int = 0, fill: bool = True) -> torch.Tensor:
+    """A tensor with the samples in their own dim `lead`; what else is in their dim stays there.
+
+    Where a sample has fewer rows than others, zeros are `fill`ed in.
+    """
     if n == 1:
         return x.unsqueeze(lead)
     at, outer, inner = axis
     at += x.ndim
     if isinstance(outer, Order):
-        return outer.front(x, at, lead)
+        return outer.front(x, at, lead, fill)
     if outer == inner == 1:
         x = x if at == lead else x.movedim(at, lead)
         return x.unsqueeze(at + 1)
@@ -29,10 +32,10 @@ def front(x: torch.Tensor, axis: Axis, n: int, lead: int = 0) -> torch.Tensor:
     return x.flatten(at + 1, at + 2)
 
 
-def exposed(x: torch.Tensor, axis: Axis, n: int, lead: int = 0) -> torch.Tensor:
+def exposed(x: torch.Tensor, axis: Axis, n: int, lead: int = 0, fill: bool = True) -> torch.Tensor:
     """`[*lead, *shape] -> [*lead, n, *one]`: `one` is the shape of x with only one sample in it."""
-    alone = n > 1 and -axis[0] > x.ndim - lead
-    return front(x, axis, n, lead).squeeze(lead + 1) if alone else front(x, axis, n, lead)
+    y = front(x, axis, n, lead, fill)
+    return y.squeeze(lead + 1) if n > 1 and -axis[0] > x.ndim - lead else y
 
 
 def back(x: torch.Tensor, shape: Sequence[int], axis: Axis, n: int) -> torch.Tensor:
@@ -79,7 +82,7 @@ class Order:
     def __hash__(self) -> int:
         return len(self.rows)
 
-    def front(self, x: torch.Tensor, at: int, lead: int, fill: bool = True) -> torch.Tensor:
+    def front(self, x: torch.Tensor, at: int, lead: int, fill: bool) -> torch.Tensor:
         """The samples in a dim of their own, and their rows in dim `at + 1`; missing ones are `fill`ed with zeros."""
         x, at = (x.unsqueeze(lead), lead) if at < lead else (x, at)
         x = x.movedim(at, lead).index_select(lead, self.places.clamp(min=0))

@@ -16,7 +16,7 @@ from invfunc import (
 )
 from invfunc.core.ways import known_way
 from invfunc.operations.axis import Order, back, front
-from invfunc.testing import assert_trees_close
+from invfunc.testing import assert_trees_close, loop_batch_grad
 from tests.rows import OF_DIAGONALS
 from tests.strategies import Numbers
 
@@ -279,3 +279,15 @@ def test_k_factors_of_permuted_samples():
         kfac(lambda w, x, y: F.mse_loss((x @ w).sin(), y), fisher="exact")(W, X_ORDERS, Y_ORDERS).dense(),
         EXACT_ORDERS,
     )
+
+
+def test_a_sample_alone_meets_a_parameter_in_an_operation_without_a_rule():
+    """The operation sees the tensor of the sample as it is there, with as many dims."""
+    w, x = Numbers()(3), Numbers(1)(4, 3)
+
+    def losses(w, x):
+        return torch.stack([torch.outer(each, w).tanh().sum() for each in x])
+
+    t = batch_grad(losses)
+    assert_trees_close(t(w, x), loop_batch_grad(losses)(w, x), 1e-12)
+    assert known_way(losses, t.called) == 0
