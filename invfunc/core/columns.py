@@ -243,15 +243,10 @@ def _junction(nodes: Sequence[Any], own: Container[Any], ends: Container[Any]) -
     """The operation at which a path around the outputs comes in."""
     for node in nodes[:100]:
         above = [p for p, _ in node.next_functions if p is not None] if node not in own else []
-        around = [p for p in above if p in ends or (p not in own and own_free(p, own))]
+        around = [p for p in above if p in ends or not any([x in own for x in nodes_below([p], own)])]
         if node in ends or (around and len(around) < len(above)):
             return named_node(node).lower()
     return "add"
-
-
-def own_free(node: Any, own: Container[Any]) -> bool:
-    """Tells whether none of some nodes lies at or below another one."""
-    return not any([p in own for p in nodes_below([node], own)])
 
 
 def named_node(node: Any) -> str:

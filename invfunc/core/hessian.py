@@ -11,7 +11,7 @@ Where f is a chain of layers, one matrix, averaged over the samples at each of t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import base_of, checkpointing, gradient_edge, version, versions
+from invfunc._torch.graphs import nodes_below
 from invfunc._torch.values import anywhere, fake, wide
 from invfunc.core.columns import columns_at, softmax_root, split
 from invfunc.core.marks import Unsupported, named, option, tensors
@@ -361,16 +362,13 @@ class HessianDiagonal:
         with torch.enable_grad():
             found = torch.autograd.grad(out, [*edges, *run.leaves], cotangent, True, run.deep, allow_unused=True)
         run.check(found[len(edges) :])
-        slopes = iter([y.slope(run, g) for y, g in zip(results, found, strict=False)])
-        return [pair for call in run.calls for pair in self.parts(call, slopes)]
-
-    def parts(self, call: OperationCall, slopes: Iterator[Tensor | None]) -> list[tuple[ColumnPart, list[Use]]]:
-        """The columns of an operation, and the uses of parameters to which they may come."""
-        own = [next(slopes) for _ in call.results]
-        uses = [u for u in self.run.uses[: call.before] if not self.straight.isdisjoint(self.owners[id(u)])]
-        if not uses or all([g is None for g in own]):
-            return []
-        return [(part, uses) for part in parts(self.run, call, own)]
+        slopes, sent = iter([y.slope(run, g) for y, g in zip(results, found, strict=False)]), []
+        for call in run.calls:
+            own = [next(slopes) for _ in call.results]
+            uses = [u for u in run.uses[: call.before] if not self.straight.isdisjoint(self.owners[id(u)])]
+            if uses and any([g is not None for g in own]):
+                sent += [(part, uses) for part in parts(run, call, own)]
+        return sent
 
     def add(self, i: int, shares: Shares) -> None:
         """Reduce the gradients of a parameter."""
@@ -442,20 +440,8 @@ def _straight(run: CallsRun, leaf: Tensor, uses: list[Use]) -> bool:
         if _depends(slope, leaf):
             return False
     ends = {gradient_edge(u.edge).node if isinstance(u.edge, Tensor) else u.edge.node for u in uses}
-    return len(uses) == 1 or not any([_reach(run.reads[id(u)], ends) for u in uses])
-
-
-def _reach(edges: list[Any], ends: set[Any]) -> bool:
-    """Tells whether some edges come from nodes."""
-    todo, seen = [edge.node for edge in edges], set()
-    while todo:
-        node = todo.pop()
-        if node in ends:
-            return True
-        if node is not None and node not in seen:
-            seen.add(node)
-            todo += [up for up, _ in node.next_functions]
-    return False
+    read = [edge.node for u in uses for edge in run.reads[id(u)]]
+    return len(uses) == 1 or ends.isdisjoint(nodes_below(read, ends))
 
 
 def _depends(y: Tensor, leaf: Tensor) -> bool:

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import as_it_is, graph_level, graph_of, mapped
 from invfunc._torch.generators import set_states, state_of, torchs_own
+from invfunc._torch.graphs import nodes_below
 from invfunc._torch.values import anywhere, near, wide
 from invfunc.arguments.problem import BoundProblem
 from invfunc.budget import free_on, told
@@ -328,7 +329,7 @@ class Followed(Run):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run.n, run.deep)
-        self.blended, self.marked, self.clean = False, dict[int, Any](), dict[int, Any]()
+        self.blended, self.marked, self.clean = False, set[Any](), set[Any]()
         self.level, self._enter, self.strip = run.level, run._enter, run.strip
 
     def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
@@ -339,19 +340,15 @@ class Followed(Run):
         found[5].clear()
         found[0][:] = [pair for pair in found[0] if all(pair is not other for other in moved)]
         out = super().dispatched(func, args, kwargs, found)
-        self.marked |= {id(y.grad_fn): y.grad_fn for y in tensors(out) if y.grad_fn and hasattr(y, "_known")}
+        self.marked |= {y.grad_fn for y in tensors(out) if y.grad_fn and hasattr(y, "_known")}
         return out
 
     def foreign(self, x: Tensor) -> None:
         """Check that a tensor of unknown origin does not come of the samples."""
-        todo = [x.grad_fn]
-        while todo:
-            node = todo.pop()
-            if id(node) in self.marked:
-                raise Unsupported("a tensor comes from the samples by a way that was not seen")
-            if node and id(node) not in self.clean:
-                self.clean[id(node)] = node
-                todo += [up for up, _ in node.next_functions]
+        below = nodes_below([x.grad_fn], self.clean)
+        if not self.marked.isdisjoint(below):
+            raise Unsupported("a tensor comes from the samples by a way that was not seen")
+        self.clean.update(below)
 
 
 def by_rows(problem: BoundProblem, run: Run, leaves: list[Tensor]) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ from invfunc._torch.functorch import checkpointing, forward_mode, transforming
 from invfunc._torch.opened import opened
 from invfunc._torch.values import wide
 from invfunc.errors import ArgumentError, SampleAxisError
-from invfunc.operations.operation import Function, Listener, argument, define, function_of, not_torchs
+from invfunc.operations.operation import Function, Listener, Rule, argument, define, function_of, not_torchs
 
 
 def _unfused(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -138,12 +138,6 @@ define(
 )
 
 
-def _refuse(name: str, **options: Any) -> None:
-    for option, given in options.items():
-        if given:
-            raise SampleAxisError(f"`{name}`: {option} depends on which indices the whole batch has. Leave it out.")
-
-
 def embedding_bag(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -162,7 +156,11 @@ def embedding_bag(
             "`embedding_bag`: bags of different lengths lie one behind the other, where they cannot be followed. Give "
             "[N, L] indices, padded with padding_idx"
         )
-    _refuse("embedding_bag", max_norm=max_norm is not None, scale_grad_by_freq=scale_grad_by_freq)
+    if max_norm is not None or scale_grad_by_freq:
+        raise SampleAxisError(
+            "`embedding_bag`: max_norm and scale_grad_by_freq depend on which indices the whole batch has. Leave them "
+            "out."
+        )
     if mode not in ("sum", "mean", "max") or (per_sample_weights is not None and mode != "sum"):
         raise ValueError(f"embedding_bag: mode is {mode!r}; it is one of sum, mean, max, with per_sample_weights sum.")
     return _reduced(input, weight, mode, per_sample_weights, padding_idx, None)
@@ -198,12 +196,11 @@ def _bag(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
     padded, and what counts in the whole batch is left to torch."""
     given = partial(argument, func, args, kwargs)
     input, offsets = given("input"), given("offsets")
-    try:
-        _refuse("embedding_bag", max_norm=given("max_norm") is not None, by_freq=given("scale_grad_by_freq"))
-        if offsets is None or input.ndim != 1:
-            return embedding_bag(*args, **kwargs)
-    except SampleAxisError:
+    misread = input.is_nested or (offsets is None) == (input.ndim == 1)
+    if misread or given("max_norm") is not None or given("scale_grad_by_freq"):
         return func(*args, **kwargs)
+    if offsets is None:
+        return embedding_bag(*args, **kwargs)
     starts = offsets[:-1] if given("include_last_offset") else offsets
     lengths = torch.cat([starts[1:], starts.new_full((1,), len(input))]) - starts
     step = torch.arange(int(lengths.max()), device=input.device)
@@ -226,57 +223,38 @@ def reduction(call: Any) -> str:
     return said[0] if said else call.kwargs.get("reduction", "mean")
 
 
-_OLD = ("size_average", "reduce")
-
-
-# In forward mode
-
+# Losses in forward mode: the backward pass of torch's has no derivative there, or writes zeros that cannot be written
 
 _IN_FORWARD_MODE = (F.mse_loss, F.huber_loss, F.soft_margin_loss)
 _SIGNATURES = {func: inspect.signature(func) for func in (*_IN_FORWARD_MODE, F.batch_norm, F.instance_norm)}
+_OLD = ("size_average", "reduce", "weight")
 
 
-def _mse(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`mse_loss` with its mean taken separately: in forward mode, the second derivative of torch's writes into a tensor
-    of zeros that cannot be written."""
-    given = _bound(func, *args, **kwargs)
-    if given is None or given["reduction"] != "mean":
-        return func(*args, **kwargs)
-    return func(**{**given, "reduction": "none"}).mean()
+def _reduced_apart(losses: Rule) -> Rule:
+    """A form of a loss in forward mode, given the losses of its entries."""
+
+    def form(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if func not in _IN_FORWARD_MODE or not forward_mode():
+            return func(*args, **kwargs)
+        given = _SIGNATURES[func].bind(*args, **kwargs)
+        given.apply_defaults()
+        options = given.arguments
+        if any([options.pop(name, None) is not None for name in _OLD]):
+            return func(*args, **kwargs)
+        how = options.pop("reduction")
+        found = losses(**options)
+        return found if how == "none" else getattr(found, how)()
+
+    return form
 
 
-def _huber(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`huber_loss` as a scaled `smooth_l1_loss`, as the backward pass of torch's has no derivative in forward mode."""
-    given = _bound(func, *args, **kwargs)
-    if given is None:
-        return func(*args, **kwargs)
-    delta = given.pop("delta")
-    return delta * F.smooth_l1_loss(beta=delta, **given)
+def _huber(input: torch.Tensor, target: torch.Tensor, delta: float) -> torch.Tensor:
+    return delta * F.smooth_l1_loss(input, target, reduction="none", beta=delta)
 
 
-def _soft_margin(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`soft_margin_loss` written out, as the backward pass of torch's has no derivative in forward mode."""
-    given = _bound(func, *args, **kwargs)
-    if given is None:
-        return func(*args, **kwargs)
-    losses = -F.logsigmoid(given["target"] * given["input"])
-    return losses if given["reduction"] == "none" else getattr(losses, given["reduction"])()
-
-
-def _bound(func: Callable, *args: Any, **kwargs: Any) -> dict[str, Any] | None:
-    """The arguments of a loss by their names; None outside of forward mode, or if a weight or an old flag is given."""
-    if func not in _IN_FORWARD_MODE or not forward_mode():
-        return None
-    given = _SIGNATURES[func].bind(*args, **kwargs)
-    given.apply_defaults()
-    old = (*_OLD, "weight")
-    rest = {name: value for name, value in given.arguments.items() if name not in old}
-    return rest if all(given.arguments.get(name) is None for name in old) else None
-
-
-define("mse_loss", twice=_mse, predictive="normal")
-define("huber_loss", twice=_huber, cornered=True)
-define("soft_margin_loss", twice=_soft_margin)
+define("mse_loss", twice=_reduced_apart(partial(F.mse_loss, reduction="none")), predictive="normal")
+define("huber_loss", twice=_reduced_apart(_huber), cornered=True)
+define("soft_margin_loss", twice=_reduced_apart(lambda input, target: -F.logsigmoid(target * input)))
 define("smooth_l1_loss", cornered=True)
 define("binary_cross_entropy_with_logits", predictive="bernoulli")
 

@@ -146,8 +146,8 @@ FAULTS = [
     Fault(
         "rows are taken of samples that meet unseen",
         "core/resort.py",
-        "            if id(node) in self.marked:\n",
-        "            if False:\n",
+        "        if not self.marked.isdisjoint(below):\n",
+        "        if False:\n",
         "core/test_resort.py::test_rows_of_samples_that_mix_are_refused",
     ),
     Fault(
