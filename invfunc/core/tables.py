@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc.core import rules
-from invfunc.operations.operation import called, getters, in_place
+from invfunc.operations.operation import OPERATIONS, called, getters, in_place
 from invfunc.operations.recurrent import states_after, states_before
 
 T = torch.Tensor
@@ -61,13 +61,13 @@ that f takes in parameters."""
 FILLS = called("zeros_like ones_like empty_like")
 LIKE = called("to type_as zeros_like ones_like full_like empty_like rand_like randn_like view_as reshape_as expand_as")
 """Operations that read the values of their first argument alone."""
+ASKING = [name for name, facts in OPERATIONS.items() if facts.asks == "form"]
 PLAIN = getters(
-    "shape ndim dtype device layout requires_grad is_cuda is_leaf grad_fn is_sparse is_quantized is_meta is_nested "
-    "names itemsize nbytes is_mps is_xla is_cpu output_nr _version"
-) | called(
-    "size dim ndimension numel nelement stride __len__ is_floating_point is_complex is_contiguous get_device "
-    "element_size storage_offset is_tensor __hash__ is_same_size is_grad_enabled finfo iinfo __bool__ is_nonzero "
-    "is_autocast_enabled broadcast_shapes can_cast result_type item __float__ __int__ __index__ __format__ __repr__"
+    " ".join([name[4:] for name in ASKING if name[:4] == "get:"]) + " names is_mps is_xla output_nr _version"
+)
+PLAIN |= called(
+    " ".join(ASKING) + " is_tensor __hash__ is_grad_enabled finfo iinfo __bool__ is_nonzero is_autocast_enabled "
+    "broadcast_shapes can_cast item __float__ __int__ __index__ __format__ __repr__"
 )
 """Operations that are not looked at: of forms, and of numbers that leave torch, which are constants of the call."""
 FILLED = called("zeros ones full empty rand randn new_zeros new_ones new_full new_empty")
