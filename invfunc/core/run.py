@@ -107,7 +107,8 @@ from invfunc.reductions.lots import Lot
 
 Tensor = torch.Tensor
 SET = Tensor.__setitem__
-REWRITTEN = {F.embedding, torch.broadcast_tensors}
+TABLES = {F.embedding, F.embedding_bag}
+REWRITTEN = {*TABLES, torch.broadcast_tensors}
 """Operations with a rule that run, or may run, in others."""
 PICKING = INDEXES | {SET}
 """Operations whose index is one of their arguments, which weighs nothing."""
@@ -354,9 +355,9 @@ class Run(TorchFunctionMode):
 
     def rewritten(self, func: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """The result of an operation of samples in others that are followed; None where it is followed as it is."""
+        if func in TABLES and params and option(args, kwargs, 3, "max_norm") is not None:
+            raise Final("an embedding with max_norm, which writes its table")
         if func is F.embedding:
-            if params and option(args, kwargs, 3, "max_norm") is not None:
-                raise Final("an embedding with max_norm, which writes its table")
             return None
         if func is torch.broadcast_tensors:
             shape = torch.broadcast_shapes(*[x.shape for x in args])

@@ -124,7 +124,7 @@ define("pad_sequence", composed=pad_sequence)
 define(
     "get:shape get:ndim get:dtype get:device get:is_cuda get:is_cpu get:is_mps get:is_xla get:is_nested get:is_sparse "
     "get:is_mkldnn get:is_quantized get:layout get:requires_grad get:is_leaf get:itemsize get:nbytes get:is_meta "
-    "get:grad_fn get:names get:output_nr size dim ndimension numel nelement len stride is_contiguous is_floating_point "
+    "get:grad_fn get:output_nr size dim ndimension numel nelement len stride is_contiguous is_floating_point "
     "is_complex get_device element_size is_same_size is_inference is_signed is_conj is_neg storage_offset result_type",
     asks="form",
 )
