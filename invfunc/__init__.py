@@ -46,7 +46,7 @@ from invfunc import errors, kronecker, layers, pairs
 from invfunc.certified import certified
 from invfunc.chunked import chunked
 from invfunc.compiled import compiled
-from invfunc.core.split import outputs
+from invfunc.core.columns import outputs
 from invfunc.data_sets.distributed import distributed
 from invfunc.data_sets.streamed import streamed
 from invfunc.errors import InvFuncError, InvFuncWarning

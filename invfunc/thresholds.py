@@ -164,7 +164,7 @@ MOVED = 2**24
 all are computed. A limit of memory."""
 
 
-# Heads of language models (operations/second_derivatives.py, core/split.py, products)
+# Heads of language models (operations/forms.py, core/columns.py, products)
 
 LOGITS = 2**22
 """Numbers of a tensor from which on it is not to be there several times: a cross entropy is taken for some rows at a

@@ -29,7 +29,7 @@ from invfunc.errors import ArgumentError, InvFuncError
 from invfunc.kronecker.matrix import LowRank, Whole
 from invfunc.linear_algebra.matrices import Damping, damped, wide
 from invfunc.loss.square_root import Columns, rooted
-from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.operations.forms import TwiceDifferentiable
 from invfunc.plan import Options
 from invfunc.products.curvature import OutputRows, of_root, split_of_fisher
 from invfunc.products.given import Direction, Kind, Linear, ProductArguments, Pull, Scope, States, Vectors

@@ -8,14 +8,14 @@ values: a dead unit hides nothing. A box may be too large, but not too small.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from invfunc._torch.functorch import TorchDispatchMode, memory_of, storage_of, unwatched
-from invfunc.core.marks import Unsupported, arguments
+from invfunc.core.marks import Unsupported, tensors
 from invfunc.structure.rules import Fact, Rows, Step, blank, fact_of, hull
 
 _LEAVING = {"is_nonzero", "masked_select", "nonzero_static", "to_sparse", "_to_sparse", "equal"}
@@ -149,7 +149,7 @@ class Labels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        given = [*arguments(args), *arguments(kwargs.values())]
+        given = [*tensors((*args, *kwargs.values()))]
         if any(_key(x) in self.regions for x in given):
             called = _called(func)
             if not called.skipped:
@@ -165,9 +165,9 @@ class Labels(TorchDispatchMode):
         masks = any(x.dtype in _MASKS for x in step.labelled)
         if called.leaves and step.labelled and (called.name != "index" or masks):
             raise Unsupported(f"{called.name} makes numbers or a shape of values")
-        written = [y for name in called.writes for y in arguments([step[name]])]
+        written = [y for name in called.writes for y in tensors([step[name]])]
         keys = {_key(x) for x in written}
-        fresh = [x for x in _results(out) if x.numel() and (key := _key(x)) not in self.regions and key not in keys]
+        fresh = [x for x in tensors(out) if x.numel() and (key := _key(x)) not in self.regions and key not in keys]
         targets = [*written[:1], *fresh] if called.writes == ("self",) else [*fresh, *written]
         if not targets:
             return
@@ -204,10 +204,6 @@ def _labels(step: Step, called: _Called, targets: list[torch.Tensor]) -> Sequenc
 
 def _fits(rows: torch.Tensor, x: torch.Tensor) -> bool:
     return rows.ndim == x.ndim + 1 and all(a in (1, b) for a, b in zip(rows.shape[1:], x.shape, strict=True))
-
-
-def _results(out: Any) -> Iterator[torch.Tensor]:
-    return arguments([out] if isinstance(out, torch.Tensor) else out if isinstance(out, (tuple, list)) else ())
 
 
 def _key(x: torch.Tensor) -> int:

@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from invfunc import thresholds
 from invfunc._torch.functorch import undispatched, unwatched
 from invfunc.arguments.problem import BoundProblem
-from invfunc.core.columns import lost, split
+from invfunc.core.columns import Finder, lost, marked_for, split
 from invfunc.core.marks import DERIVED, Known, Node
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
-from invfunc.core.split import Finder, marked_for
-from invfunc.core.uses import WHOLE, Block, Expanded, Grown, ProductUse, TableRows, Use
+from invfunc.core.uses import WHOLE, Block, Expanded, ProductUse, TableRows, Use
 from invfunc.linear_algebra.contract import joined, summed
 from invfunc.structure.labels import LabelRows, Labels, coordinates
 from invfunc.structure.rules import NONE, core
@@ -174,7 +173,7 @@ class One(Run):
         """`uses` are those of all samples."""
         super().__init__(1, deep=False)
         self.look_taken, self.read, self.edges = look, dict[int, torch.Tensor](), dict[int, int]()
-        self.grown = {i: use for i, use in enumerate(uses) if isinstance(use, Grown)}
+        self.grown = {i: use for i, use in enumerate(uses) if use.grown}
 
     def samples(self, x: torch.Tensor, axis: Any) -> torch.Tensor:
         look = self.look_taken
@@ -209,7 +208,7 @@ class One(Run):
     def use(self, use: Use, edge: Any, end: bool = True) -> None:
         super().use(use, edge, end)
         site = self.edges.setdefault(id(edge), len(self.edges))
-        if isinstance(use, Grown):
+        if use.grown:
             with undispatched(), unwatched(), torch.no_grad():
                 number = len(self.uses) - 1
                 self.look_taken.layouts[number] = layout = self.layout(use, edge)
