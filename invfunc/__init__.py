@@ -60,7 +60,6 @@ from invfunc.pairs.pair import Invertible, invert, with_log_det
 from invfunc.products.eigenpairs import eigenpairs
 from invfunc.products.operators import estimate_diagonal, estimate_trace, linear_operator, linearize
 from invfunc.products.product import ggnvp, hvp
-from invfunc.reduced import reduced
 from invfunc.statistics.curvature import (
     batch_jacobian,
     diag_ggn,
@@ -81,7 +80,6 @@ from invfunc.statistics.first_order import (
     sum_grad_squared,
     variance,
 )
-from invfunc.together import together
 
 __version__ = "0.2.0"
 

@@ -19,10 +19,7 @@ from invfunc.plan import Explanation
 from invfunc.products.eigenpairs import Decomposition, Largest
 from invfunc.products.operators import Estimator, Linearization, Operator
 from invfunc.products.product import Product
-from invfunc.reductions.estimate import Estimate
 from invfunc.reductions.estimates import Estimate, NoiseScale
-from invfunc.reductions.noise import NoiseScale
-from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 
 from . import errors as errors

@@ -23,7 +23,6 @@ from invfunc.evaluation.kinds import Drew
 from invfunc.plan import AxisName, Explanation, Options, joined
 from invfunc.reductions import Reduction
 from invfunc.reductions.reduction import GRADIENT, ColumnKind, Drawing, Quantity
-from invfunc.report import joined
 from invfunc.transform import Transform
 
 T = TypeVar("T")
