@@ -19,9 +19,9 @@ from invfunc._torch.values import wide
 from invfunc.callables import check_count, describe
 from invfunc.errors import ArgumentError
 from invfunc.loss.drawn import by
-from invfunc.products.maps import Kind
+from invfunc.products.given import Kind
 from invfunc.products.product import Space, along, check_probes, check_product, names_of, space_of
-from invfunc.reductions.estimate import Estimate
+from invfunc.reductions.estimates import Estimate
 from invfunc.transform import Transform
 
 __all__ = ["SpectralDensity", "spectral_density"]

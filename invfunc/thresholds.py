@@ -108,7 +108,7 @@ ALONE = 2**22
 positions of a sample allow it: 0.5 to 0.95 of the time of patches and products. From 2^21 here, except those of
 few channels within a network."""
 
-# Gram matrices of patches (linear_algebra/autocorrelation.py)
+# Gram matrices of patches (linear_algebra/contract.py)
 
 DISPLACED_DTYPES, DISPLACED_ON = (torch.float32, torch.float64), ("cpu",)
 """Where they may come from displacements: elsewhere a convolution may round to fewer bits than a matrix product."""
@@ -161,7 +161,7 @@ MOVED = 2**24
 all are computed. A limit of memory."""
 
 
-# Heads of language models (operations/second_derivatives.py, core/split.py, products)
+# Heads of language models (operations/forms.py, core/columns.py, products)
 
 LOGITS = 2**22
 """Numbers of a tensor from which on it is not to be there several times: a cross entropy is taken for some rows at a

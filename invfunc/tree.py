@@ -110,31 +110,29 @@ def flatten(tree: Tree, none_is_leaf: bool = True, closed: type | tuple = ()) ->
 
 def _walk(branch: Any, found: list[Any], none_is_leaf: bool, closed: Any = (), inside: tuple[int, ...] = ()) -> Any:
     """The structure of a branch, whose leaves are added to those found, in a tenth of the time of torch's own walk."""
-    kind, rest = type(branch), None
+    kind = type(branch)
     if kind in _PLAIN:
         if branch is None and not none_is_leaf:
             return NOTHING
         found.append(branch)
         return None
-    if kind is tuple or kind is list or kind is dict:
-        parts: list[tuple | None] = []
-        for part in branch.values() if kind is dict else branch:
-            if type(part) in _PLAIN and part is not None:  # without a call of its own
-                found.append(part)
-                parts.append(None)
-            else:
-                parts.append(_walk(part, found, none_is_leaf, closed, inside))
-        return kind, tuple(branch) if kind is dict else None, tuple(parts)
-    if isinstance(branch, closed) or id(branch) in inside:
-        node = None
+    values: Any
+    if kind is tuple or kind is list:
+        values, keys = branch, None
+    elif kind is dict:
+        values, keys = branch.values(), tuple(branch)
+    elif kind in NODES and not isinstance(branch, closed):
+        values, keys = NODES[kind][0](branch)
     else:
-        node = NODES[kind][0](branch) if kind in NODES else _node(branch)
-    if node is None:
-        found.append(branch)
-        return None
-    children, rest = node
-    inside = (*inside, id(branch))
-    return kind, rest, tuple([_walk(part, found, none_is_leaf, closed, inside) for part in children])
+        node = None if isinstance(branch, closed) or id(branch) in inside else _node(branch)
+        if node is None:
+            found.append(branch)
+            return None
+        (values, keys), inside = node, (*inside, id(branch))
+    if _TENSORS.issuperset(map(type, values)):  # without a call for each of them
+        found += values
+        return kind, keys, (None,) * len(values)
+    return kind, keys, tuple([_walk(part, found, none_is_leaf, closed, inside) for part in values])
 
 
 def _node(branch: Any) -> tuple[Sequence[Any], Any] | None:
@@ -237,10 +235,10 @@ def gather(branches: Iterable[Any], found: list[torch.Tensor]) -> bool:
         return fixed
     for branch in branches:
         kind = type(branch)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
+        if kind in _TENSORS:
             found.append(branch)
         elif kind is tuple:
-            fixed &= gather(branch, found) if branch else True
+            fixed &= not branch or gather(branch, found)
         elif kind not in _PLAIN:
             fixed = False
             if kind is list or kind is dict:
@@ -307,27 +305,25 @@ def register(*names: str) -> Callable[[Class], Class]:
     """
 
     def registered(kind: Class) -> Class:
-        every = [f.name for f in fields(kind)]
+        children = [f.name for f in fields(kind) if f.name in names]
+        others = [f.name for f in fields(kind) if f.name not in names]
 
         def flatten(node: Any) -> tuple[list, tuple]:
-            values, children, rest = [], [], []
-            for name in every:
-                value = getattr(node, name)
-                if name in names and value is not None:
-                    values.append(value)
-                    children.append(name)
-                else:
-                    rest.append((name, value))
-            return values, (tuple(children), tuple(rest))
+            own, values, present = vars(node), [], []
+            for name in children:
+                if own[name] is not None:
+                    values.append(own[name])
+                    present.append(name)
+            return values, (tuple(present), tuple(map(own.get, others)))
 
         def flatten_with_keys(node: Any) -> tuple[list, tuple]:
-            children, structure = flatten(node)
-            return [*zip(map(pytree.GetAttrKey, structure[0]), children, strict=True)], structure
+            values, structure = flatten(node)
+            return [*zip(map(pytree.GetAttrKey, structure[0]), values, strict=True)], structure
 
-        def unflatten(children: Iterable[Any], structure: tuple) -> Any:
+        def unflatten(values: Iterable[Any], structure: tuple) -> Any:
             node = object.__new__(kind)
-            for name, value in (*zip(structure[0], children, strict=True), *structure[1]):
-                object.__setattr__(node, name, value)
+            vars(node).update(dict.fromkeys(children))
+            vars(node).update(zip((*structure[0], *others), (*values, *structure[1]), strict=True))
             return node
 
         pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys)

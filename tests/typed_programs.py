@@ -11,8 +11,7 @@ import invfunc
 from invfunc.invertible.checks import InverseReport
 from invfunc.kronecker import Kronecker
 from invfunc.plan import Explanation
-from invfunc.reductions.estimate import Estimate
-from invfunc.reductions.noise import NoiseScale
+from invfunc.reductions.estimates import Estimate, NoiseScale
 
 Params = dict[str, Tensor]
 

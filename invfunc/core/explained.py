@@ -11,18 +11,17 @@ import torch
 from invfunc import thresholds, tree
 from invfunc.arguments.problem import BoundProblem
 from invfunc.budget import bytes_of
-from invfunc.core.columns import columns_at
+from invfunc.core.columns import Output, columns_at
 from invfunc.core.evaluate import Fold, Pullback, by_kinds, kept, of_each_kind, uses_of
 from invfunc.core.hessian import HessianDiagonal
 from invfunc.core.marks import spelled
 from invfunc.core.refusals import matrices
 from invfunc.core.run import Run
-from invfunc.core.split import Output
 from invfunc.core.uses import Copies, Use
 from invfunc.core.ways import WAYS, Way
 from invfunc.loss.square_root import Columns
 from invfunc.plan import Explanation, Options, Parameter, ReportPart
-from invfunc.reductions.quantity import Quantity
+from invfunc.reductions.reduction import Quantity
 from invfunc.structure.plan import Shortcut, Structure
 
 HOW = {

@@ -20,8 +20,7 @@ from invfunc.evaluation.batches import Checkpoint, Feed, first
 from invfunc.evaluation.processes import described, parts
 from invfunc.plan import Explanation
 from invfunc.plans.batches import PlansOfBatches
-from invfunc.products.product import Linearised, OfAll, Product, space_of
-from invfunc.products.summed import WithVector
+from invfunc.products.product import Linearised, OfAll, Product, WithVector, space_of
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform, check_adds_up
 

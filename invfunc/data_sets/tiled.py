@@ -22,8 +22,7 @@ from invfunc.evaluation.kinds import Drew
 from invfunc.evaluation.processes import fingerprint
 from invfunc.plan import Explanation
 from invfunc.reductions import Reduction
-from invfunc.reductions.kept_shares import KeptShares, RowsWithKept, SampleShares
-from invfunc.reductions.squares import InnerProducts
+from invfunc.reductions.columns import InnerProducts, KeptShares, RowsWithKept, SampleShares
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
 

@@ -36,8 +36,8 @@ from invfunc.evaluation.processes import ALONE, Processes, described, fingerprin
 from invfunc.loss.drawn import key_of
 from invfunc.products.product import space_of
 from invfunc.reductions import Found, Reduction, States
-from invfunc.reductions.kept_shares import KeptShares, RowsWithKept
-from invfunc.reductions.quantity import Accumulator, Quantity
+from invfunc.reductions.columns import KeptShares, RowsWithKept
+from invfunc.reductions.reduction import Accumulator, Quantity
 from invfunc.statistic import Statistic
 from invfunc.transform import own_memory
 
@@ -429,14 +429,14 @@ def other_outputs(known: tuple[Any, ...], there: str, own: tuple[Any, ...], here
 
 
 def dealt(processes: Processes, reduction: Reduction, states: States, found: Found) -> Any:
-    """Facts learned of a phase; where each parameter stands by itself, they are dealt out to the processes."""
-    if processes.size == 1 or type(reduction).learned is not Reduction.learned:
+    """Facts learned of a phase, whose parameters are dealt out to the processes."""
+    if processes.size == 1:
         return reduction.learned(states, found)
     places = sorted(states, key=lambda i: sum(x.numel() for x in tree.tensors((states[i],))), reverse=True)
     device = next((x.device for x in tree.tensors((states,))), torch.device("cpu"))
 
     def learned() -> tuple[Any, None]:
-        return reduction.learned_apart({i: states[i] for i in places[processes.rank :: processes.size]}, found), None
+        return reduction.learned({i: states[i] for i in places[processes.rank :: processes.size]}, found), None
 
     own, _ = processes.told("parameters", learned)
     together, refused = processes.merged(

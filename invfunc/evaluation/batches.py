@@ -19,11 +19,9 @@ from invfunc._torch.functorch import transforming, version
 from invfunc.arguments.problem import InDims, batch_dims
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.processes import fingerprint
-from invfunc.kronecker.matrix import Kronecker
-from invfunc.kronecker.origin import Joint, Origin
+from invfunc.kronecker.matrix import Joint, Kronecker, Origin
 from invfunc.kronecker.places import Place
-from invfunc.reductions.kept_factors import DiagonalFactors, Factors, ParameterFactors, Refused
-from invfunc.reductions.sides import Sided
+from invfunc.reductions.factors import Factors, ParameterFactors, Sided
 
 Visit = Callable[[tuple, int], int]
 """Sees the arguments of a batch behind so many samples; returns how many there are in it."""
@@ -219,7 +217,7 @@ def _sizes(args: tuple, in_dims: InDims) -> set[Any]:
     }
 
 
-_SAFE = [DiagonalFactors, Factors, Joint, ParameterFactors, Kronecker, Origin, Place, Refused, Sided]
+_SAFE = [Factors, Joint, ParameterFactors, Kronecker, Origin, Place, Sided]
 """Types that reductions keep beside tensors, numbers and names."""
 _FORMAT = "invfunc.streamed 6"
 

@@ -25,7 +25,7 @@ from invfunc.evaluation.kinds import FEW, Drew, Kind, LossPart, check_batches, k
 from invfunc.loss.drawn import joined as joined_trees
 from invfunc.plan import Options
 from invfunc.reductions import Found, Reduction, States
-from invfunc.reductions.quantity import Accumulator, Quantity
+from invfunc.reductions.reduction import Accumulator, Quantity
 
 Part = tuple[int, int]
 

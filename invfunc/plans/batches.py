@@ -11,9 +11,8 @@ from invfunc.data_sets.visits import VisitWork
 from invfunc.evaluation.batches import size_of
 from invfunc.evaluation.engine import Engine, bring, brought
 from invfunc.plans.calls import Calls
-from invfunc.products.product import Product
-from invfunc.products.summed import WithVector
-from invfunc.reductions.quantity import Drawing
+from invfunc.products.product import Product, WithVector
+from invfunc.reductions.reduction import Drawing
 from invfunc.statistic import Statistic
 
 Each = tuple[torch.Generator, ...]

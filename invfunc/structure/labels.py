@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc._torch.functorch import TorchDispatchMode, mapped, memory_of, storage_of, unwatched
-from invfunc.core.marks import Unsupported, arguments
+from invfunc.core.marks import Unsupported, tensors
 
 _LEAVING = {"is_nonzero", "masked_select", "nonzero_static", "to_sparse", "_to_sparse", "equal"}
 """Operations that give numbers of Python or a shape that depends on values, beyond those that torch tags as such."""
@@ -151,7 +151,7 @@ class Labels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        given = [*arguments(args), *arguments(kwargs.values())]
+        given = [*tensors((*args, *kwargs.values()))]
         if any(_key(x) in self.regions for x in given):
             called = _called(func)
             if not called.skipped:
@@ -167,10 +167,9 @@ class Labels(TorchDispatchMode):
         masks = any(x.dtype in _MASKS for x in step.labelled)
         if called.leaves and step.labelled and (called.name != "index" or masks):
             raise Unsupported(f"{called.name} makes numbers or a shape of values")
-        written = [y for name in called.writes for y in arguments([step[name]])]
+        written = [y for name in called.writes for y in tensors([step[name]])]
         keys = {_key(x) for x in written}
-        results = arguments([out] if isinstance(out, torch.Tensor) else out if isinstance(out, (tuple, list)) else ())
-        fresh = [x for x in results if x.numel() and (key := _key(x)) not in self.regions and key not in keys]
+        fresh = [x for x in tensors(out) if x.numel() and (key := _key(x)) not in self.regions and key not in keys]
         targets = [*written[:1], *fresh] if called.writes == ("self",) else [*fresh, *written]
         if not targets:
             return

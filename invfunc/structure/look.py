@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from invfunc import thresholds
 from invfunc._torch.functorch import undispatched, unwatched
 from invfunc.arguments.problem import BoundProblem
-from invfunc.core.columns import lost, split
+from invfunc.core.columns import Finder, lost, marked_for, split
 from invfunc.core.marks import DERIVED, Known, Node
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
-from invfunc.core.split import Finder, marked_for
-from invfunc.core.uses import WHOLE, Block, Expanded, Grown, ProductUse, TableRows, Use
+from invfunc.core.uses import WHOLE, Block, Expanded, ProductUse, TableRows, Use
 from invfunc.linear_algebra.contract import joined, summed
 from invfunc.structure.labels import NONE, LabelRows, Labels, coordinates, core
 
@@ -129,7 +128,7 @@ class StructureLook(Run):
         self.layouts: dict[int, torch.Tensor | None] = {}
         """The entries of the result of its operation at each position of a use, `[outs, positions]`."""
         self.read, self.edges = dict[int, torch.Tensor](), dict[int, int]()
-        self.grown = {i: use for i, use in enumerate(uses) if isinstance(use, Grown)}
+        self.grown = {i: use for i, use in enumerate(uses) if use.grown}
 
     def frame(self, sites: frozenset[int], first: frozenset[int], base: LabelRows, **options: bool) -> Frame:
         """Add a frame."""
@@ -191,7 +190,7 @@ class StructureLook(Run):
     def use(self, use: Use, edge: Any, end: bool = True) -> None:
         super().use(use, edge, end)
         site = self.edges.setdefault(id(edge), len(self.edges))
-        if isinstance(use, Grown):
+        if use.grown:
             self._label(site, edge, [len(self.uses) - 1])
 
     def _label(self, site: int, out: torch.Tensor, uses: list[int]) -> None:

@@ -21,8 +21,7 @@ from invfunc import (
     kfac,
     thresholds,
 )
-from invfunc.linear_algebra.autocorrelation import patches, patches_gram
-from invfunc.linear_algebra.contract import contract, joined, outer, summed
+from invfunc.linear_algebra.contract import contract, joined, outer, patches_gram, summed, unfolded
 from invfunc.testing import (
     assert_trees_close,
 )
@@ -236,7 +235,7 @@ class TestKernels:
     @given(at=sides(*GATES_OF_PATCHES), kind=KINDS)
     def test_products_of_patches_are_those_of_the_patches(self, at, kind):
         x, options = Numbers()(2, 3, 5, 6), ((3, 2), [(1, 0), (2, 1)], (1, 2))
-        read = patches(x, options[0], (1, 1), *options[1:])
+        read = unfolded(x, options[0], (1, 1), *options[1:])
         with thresholds_at(**at):
             found = patches_gram(x.to(kind), *options)
         if found is not None:

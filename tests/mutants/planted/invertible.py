@@ -215,7 +215,7 @@ FAULTS = [
     ),
     Fault(
         "attention never draws in blocks and plans",
-        "plans/operators.py",
+        "plans/recorder.py",
         "kwargs.get(_DROPOUT, 0.0)) != 0",
         "kwargs.get(_DROPOUT, 0.0)) is None",
         "plans/test_modes.py",
@@ -278,21 +278,21 @@ FAULTS = [
     ),
     Fault(
         "a rotation is a reflection",
-        "layers/common.py",
+        "layers/shapes.py",
         "return -torch.linalg.householder_product(",
         "return torch.linalg.householder_product(",
         "layers/test_invertible_layers_details.py::TestRotation::test_is_the_product_of_the_reflections",
     ),
     Fault(
         "a log-determinant of half precision stays there",
-        "layers/common.py",
+        "layers/shapes.py",
         "dtype=torch.promote_types(first.dtype, torch.float32))",
         "dtype=first.dtype)",
         "layers/test_invertible_layers_details.py::TestHalfPrecision::test_log_determinants_are_float32",
     ),
     Fault(
         "autocast rounds what a layer computes",
-        "layers/common.py",
+        "layers/shapes.py",
         "with torch.autocast(kind, enabled=False) if _autocasts(kind) else nullcontext():",
         "with nullcontext():",
         "blocks/test_precision.py::TestUnderAutocast::test_layers_compute_in_full_precision",

@@ -215,8 +215,8 @@ FAULTS = [
     ),
     Fault(
         "the numbers that a plan has read are not compared",
-        "plans/plan.py",
-        "if read and self._numbers(read) != self.expected:",
+        "plans/calls.py",
+        "if read and numbers(read) != self.expected:",
         "if False:",
         "plans/test_reads.py::test_numbers_that_are_read_are_never_those_of_another_call",
     ),
@@ -341,7 +341,7 @@ FAULTS = [
     ),
     Fault(
         "columns of a square root grow as the loss does",
-        "reductions/quantity.py",
+        "reductions/reduction.py",
         "return by if self.kind.first_order else by**0.5",
         "return by",
         "data_sets/test_streamed.py::TestScale",
@@ -390,7 +390,7 @@ FAULTS = [
     ),
     Fault(
         "what is kept of all parameters is that of the last one",
-        "reductions/quantity.py",
+        "reductions/reduction.py",
         "self.reduction.add(self.states, leaf, over, state)",
         "self.reduction.add({} if self.pooled else self.states, leaf, over, state)\n"
         "        self.states[leaf] = state if self.pooled else self.states[leaf]",

@@ -1,9 +1,10 @@
-"""Symmetric matrices after a look at their values: eigenvalues and inverses, or an error that names the matrix."""
+"""Matrices after a look at their values: products, blocks, eigenvalues, inverses, or an error that names the matrix."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -11,12 +12,100 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from invfunc._torch.functorch import dual_level, innermost
+from invfunc._torch.functorch import dual_level, innermost, levels
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import check
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.linear_algebra import blocks
-from invfunc.linear_algebra.spectrum import spectrum
+
+
+def spectrum(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eigenvalues and eigenvectors of `[..., k, k]`: `h @ vectors == vectors * values`."""
+    jvps = 0 if torch.compiler.is_compiling() else [kind for kind, _ in levels()].count("jvp")
+    if jvps == 1:  # torch has no jvp of a jvp of a custom Function
+        return _Spectrum.apply(h)  # pyright: ignore[reportReturnType]
+    values, vectors = torch.linalg.eigh(h)
+    return values, vectors
+
+
+class _Spectrum(torch.autograd.Function):
+    """By perturbation of first order; undefined at equal eigenvalues, as eigenvectors are there."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, vectors = torch.linalg.eigh(h)
+        return values, vectors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)  # values alone have a derivative at equal eigenvalues, too
+        ctx.save_for_backward(*output)
+        ctx.save_for_forward(*output)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (of_values, of_vectors), (values, vectors) = cotangents, ctx.saved_tensors
+        inner = torch.diag_embed(torch.zeros_like(values) if of_values is None else of_values)
+        if of_vectors is not None:
+            inner = inner + _over_gaps(values, vectors.mT @ of_vectors)
+        found = vectors @ inner @ vectors.mT
+        return (found + found.mT) / 2
+
+    @staticmethod
+    def jvp(ctx: Any, change: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        values, vectors = ctx.saved_tensors
+        inner = vectors.mT @ ((change + change.mT) / 2) @ vectors
+        return inner.diagonal(dim1=-2, dim2=-1), vectors @ _over_gaps(values, inner)
+
+
+def _over_gaps(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Each entry of x over the difference of the eigenvalues of its column and of its row, 0 on the diagonal."""
+    own = torch.eye(values.shape[-1], dtype=torch.bool, device=values.device)
+    gaps = values.unsqueeze(-2) - values.unsqueeze(-1)
+    return torch.where(own, 0, x / torch.where(own, 1, gaps))
+
+
+def gathered(v: torch.Tensor, shape: Sequence[int], blocks: Sequence[int]) -> torch.Tensor:
+    """`[*lead, *shape]` as `[blocks, *lead, *part]`: dim d is divided into `blocks[d]` parts of equal length."""
+    lead = v.ndim - len(shape)
+    pairs = [n for size, count in zip(shape, blocks, strict=True) for n in (count, size // count)]
+    x = v.reshape([*v.shape[:lead], *pairs])
+    order = [*range(lead, x.ndim, 2), *range(lead), *range(lead + 1, x.ndim, 2)]
+    x = x.permute(order)
+    return x.reshape([math.prod(blocks), *x.shape[len(shape) :]])
+
+
+def scattered(x: torch.Tensor, shape: Sequence[int], blocks: Sequence[int]) -> torch.Tensor:
+    """The inverse of `gathered`."""
+    d = len(shape)
+    lead = x.ndim - 1 - d
+    x = x.reshape([*blocks, *x.shape[1:]])
+    order = [*range(d, d + lead), *(n for i in range(d) for n in (i, d + lead + i))]
+    x = x.permute(order)
+    return x.reshape([*x.shape[:lead], *shape])
+
+
+def part(shape: Sequence[int], blocks: Sequence[int]) -> torch.Size:
+    """The shape of a block."""
+    return torch.Size(size // count for size, count in zip(shape, blocks, strict=True))
+
+
+def divide(blocks: Sequence[int], shape: Sequence[int]) -> bool:
+    """Tells whether each number divides the length of its dim."""
+    return len(blocks) == len(shape) and all(n > 0 and size % n == 0 for n, size in zip(blocks, shape, strict=True))
+
+
+def product(factors: tuple[torch.Tensor, ...], x: torch.Tensor, transposed: bool = False) -> torch.Tensor:
+    """Each factor applied along its axis, which are the last ones of x."""
+    device = x.device.type
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+        for axis, f in enumerate(factors, -len(factors)):
+            f, x = f.to(x.dtype), x.movedim(axis, -1)
+            x = x * f if f.ndim == 1 else x @ (f if transposed else f.mT)
+            x = x.movedim(-1, axis)
+    return x
+
 
 Damping = float | torch.Tensor
 """What is added to the diagonal, a number or a 0-d tensor."""
@@ -65,7 +154,7 @@ def inverse(factor: torch.Tensor, shift: float | torch.Tensor, name: str) -> tor
     root, failed = torch.linalg.cholesky_ex(f)
     positive(1 - failed, name)
     half = torch.linalg.solve_triangular(root, eye, upper=False)
-    inverse = blocks.product((half.mT,), half.mT)  # torch.cholesky_inverse has a wrong derivative in forward mode
+    inverse = product((half.mT,), half.mT)  # torch.cholesky_inverse has a wrong derivative in forward mode
     inflation = f.diagonal() * inverse.diagonal()  # from 1 for a diagonal to 1 / eps, where the factor has no digit
     positive(1 / (64 * torch.finfo(wide(factor.dtype)).eps) - inflation, name)
     return inverse
