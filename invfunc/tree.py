@@ -132,7 +132,10 @@ def _walk(branch: Any, found: list[Any], none_is_leaf: bool, closed: Any = (), i
     if _TENSORS.issuperset(map(type, values)):  # without a call for each of them
         found += values
         return kind, keys, (None,) * len(values)
-    return kind, keys, tuple([_walk(part, found, none_is_leaf, closed, inside) for part in values])
+    parts = []
+    for part in values:  # which takes a call less than a comprehension
+        parts.append(_walk(part, found, none_is_leaf, closed, inside))
+    return kind, keys, tuple(parts)
 
 
 def _node(branch: Any) -> tuple[Sequence[Any], Any] | None:
