@@ -403,7 +403,13 @@ class Budgeted(Transform):
             assert failed is not None
             raise failed
         need, sizes = min(least, key=lambda each: each[0])
-        raise _too_little(budget, need, Choice(sizes, call.lengths, need, call.n).chunks(call.n))
+        error = BudgetError(
+            f"the call does not fit {told(budget)}. The least that it takes in up to {thresholds.TRIED_PASSES} chunks "
+            f"of an axis is {told(need)}, {_spelled(Choice(sizes, call.lengths, need, call.n).chunks(call.n))}. Give "
+            f"memory={told(need)!r}, or a smaller batch."
+        )
+        error.least = need
+        raise error
 
     def peak(self, call: BudgetedCall, chunks: Chunks, n: int) -> int:
         """Bytes that the call takes in some chunks on its first n samples; random numbers come again behind it."""
@@ -496,12 +502,3 @@ def _spelled(chunks: Chunks) -> str:
     """Chunks in words."""
     divided = [f"{n} chunks of {axis}" for axis, n in chunks.items()]
     return "in " + " and ".join(divided) if divided else "in one piece"
-
-
-def _too_little(budget: int, need: int, chunks: Chunks) -> BudgetError:
-    error = BudgetError(
-        f"the call does not fit {told(budget)}. The least that it takes in up to {thresholds.TRIED_PASSES} chunks of "
-        f"an axis is {told(need)}, {_spelled(chunks)}. Give memory={told(need)!r}, or a smaller batch."
-    )
-    error.least = need
-    return error

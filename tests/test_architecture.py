@@ -40,7 +40,6 @@ FLOORS = [
         "functional",
         "transform",
         "statistic",
-        "column_options",
         "around",
         "operation",
     },

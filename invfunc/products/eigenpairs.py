@@ -21,8 +21,7 @@ from invfunc._torch.values import anywhere, near
 from invfunc.arguments.problem import BoundProblem, InDims
 from invfunc.budget import free_on
 from invfunc.budget import told as in_words
-from invfunc.callables import check_count, check_functions, describe
-from invfunc.column_options import fisher_columns
+from invfunc.callables import check_count, check_functions, describe, fisher_columns
 from invfunc.core.evaluate import kept
 from invfunc.errors import ArgumentError, InvFuncError
 from invfunc.kronecker.matrix import LowRank, Whole

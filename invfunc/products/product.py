@@ -13,8 +13,16 @@ from invfunc import tree
 from invfunc._torch.sharded import sharded
 from invfunc._torch.weak import WeakIdMap
 from invfunc.arguments.problem import BoundProblem, InDims, check_params, of_numpy
-from invfunc.callables import check_callable, check_choice, check_count, check_functions, check_generator, describe
-from invfunc.column_options import fisher_columns, spelled
+from invfunc.callables import (
+    check_callable,
+    check_choice,
+    check_count,
+    check_functions,
+    check_generator,
+    describe,
+    fisher_columns,
+    spelled,
+)
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.evaluation.engine import JointFold, check_joined
 from invfunc.evaluation.kinds import LossPart

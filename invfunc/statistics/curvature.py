@@ -9,8 +9,7 @@ import torch
 
 from invfunc import tree
 from invfunc.arguments.problem import Indices, InDims
-from invfunc.callables import describe
-from invfunc.column_options import by_method, covariances, drawing, spelled
+from invfunc.callables import by_method, covariances, describe, drawing, spelled
 from invfunc.errors import ArgumentError
 from invfunc.kronecker.matrix import LowRank
 from invfunc.reductions.columns import (

@@ -8,8 +8,7 @@ from typing import Any, Literal
 import torch
 
 from invfunc.arguments.problem import Indices, InDims
-from invfunc.callables import check_count
-from invfunc.column_options import by_method, check_factors, fisher_columns, most_of
+from invfunc.callables import by_method, check_count, check_factors, fisher_columns, most_of
 from invfunc.reductions.factors import BothSides, ChainFactors, InEigenbasis, KroneckerFactors, OneSide
 from invfunc.reductions.reduction import CHAIN
 from invfunc.statistic import Statistic

@@ -14,8 +14,7 @@ from invfunc._torch.functorch import dispatched, innermost, transforming
 from invfunc._torch.precision import doubled
 from invfunc._torch.weak import WeakIdMap
 from invfunc.arguments.problem import BoundProblem, Indices, InDims
-from invfunc.callables import check_choice, describe, grouped, valued
-from invfunc.column_options import projecting, spelled
+from invfunc.callables import check_choice, describe, grouped, projecting, spelled, valued
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncWarning
 from invfunc.reductions.columns import InnerProducts, ProductsWithOthers, SquaresOfPlaces, SumOfSquares
 from invfunc.reductions.estimates import SumAndNoise

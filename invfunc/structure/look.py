@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -55,23 +56,21 @@ def sent(use: Use, run: Run, block: Block = WHOLE, read: bool = True) -> torch.T
     return s.reshape(*s.shape[:2], 1, -1, use.shape.numel())
 
 
+@dataclass(eq=False)
 class Frame:
     """Labels that start at the first of some sites, of what lies between these and the outputs, and boxes there."""
 
-    def __init__(
-        self,
-        root: LabelRows,
-        sites: frozenset[int],
-        first: frozenset[int],
-        base: LabelRows,
-        hulls: bool = True,
-        one: bool = False,
-    ) -> None:
-        """The boxes of `base` say where several first sites are in relation to each other; `hulls` that all that meets
-        the parameters at one position gets one box, and `one` that so it does where there is only one position."""
-        self.root, self.sites, self.first, self.base, self.hulls, self.one = root, sites, first, base, hulls, one
-        self.boxes: dict[int, torch.Tensor] = {}
-        """The boxes `[2, k, *one]` by site."""
+    root: LabelRows
+    sites: frozenset[int]
+    first: frozenset[int]
+    base: LabelRows
+    """The root whose boxes say where several first sites are in relation to each other."""
+    hulls: bool = True
+    """Tells whether all that meets the parameters at one position gets one box."""
+    one: bool = False
+    """Tells whether so it does where there is only one position."""
+    boxes: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
+    """The boxes `[2, k, *one]` by site."""
 
     def used(
         self, labels: Labels, site: int, out: torch.Tensor, layouts: Sequence[torch.Tensor | None]
