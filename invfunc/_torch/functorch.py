@@ -313,9 +313,8 @@ def storage_of(x: torch.Tensor) -> int:
 def memories(leaves: Sequence[Any]) -> list[int | None]:
     """The memory of each of some tensors; None of what is no tensor."""
     plain = _PLAIN.issuperset(map(type, leaves)) and not listening()
-    if (
-        plain and not any(map(_C.is_functorch_wrapped_tensor, leaves)) and _STRIDED.issuperset(map(_LAYOUT, leaves))
-    ):  # without a call of ours for each of them
+    plain = plain and not any(map(_C.is_functorch_wrapped_tensor, leaves))
+    if plain and _STRIDED.issuperset(map(_LAYOUT, leaves)):  # without a call of ours for each of them
         return [*map(_CDATA, map(torch.Tensor.untyped_storage, leaves))]
     return [storage_of(x) if isinstance(x, torch.Tensor) else None for x in leaves]
 
